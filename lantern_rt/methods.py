@@ -70,7 +70,7 @@ class Sampling(Config):
 
 
 class MethodConfig(Config):
-    """Base of the methods. method: its name. needs_drafter: whether a bundle must have a drafter to run it."""
+    """Base of the methods. method: its name. needs_drafter: whether a bundle must have a drafter or heads."""
 
     method: str
     needs_drafter: ClassVar[bool] = False
@@ -105,7 +105,7 @@ Tree = Annotated[str, Field(min_length=1, description="Draft tree by name, such 
 
 
 class Drafted(MethodConfig):
-    """Methods with a drafter."""
+    """Methods that draft trees, with an EAGLE drafter or heads."""
 
     needs_drafter: ClassVar[bool] = True
     tree: Tree = "chain-3"

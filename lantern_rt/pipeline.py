@@ -26,7 +26,7 @@ from .bundle.files import Bundle, open_bundle
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import BundleError, RequestError
-from .methods import Ar, Auto, Eagle, MethodConfig, Options, Relaxed, Sampling, Sjd
+from .methods import Ar, Auto, Drafted, Eagle, MethodConfig, Options, Relaxed, Sampling, Sjd
 from .output.images import blank, grey_out, recorded, to_image
 from .prompts import ImageRequest, bundle_tokenizer
 from .requests import Request, Settings, check_request
@@ -123,7 +123,7 @@ class Pipeline:
         _ = self.bundle.heads
         tokens = np.zeros(2, np.int64)
         row = PrefixRow(np.zeros((2, manifest.target.hidden_size), np.float32), np.ones(2, np.bool_), tokens)
-        method = Eagle(tree="chain-3") if manifest.drafter else Ar()
+        method = Eagle(tree="chain-3") if manifest.drafts else Ar()
         model = self.model(self.engines, [method])
         sampling = Sampling(cfg_scale=2.0)
         for _ in islice(decode(model, [Prompt(row, row)], [0], sampling, method), WARM_UP_STEPS):
@@ -311,7 +311,7 @@ class Pipeline:
             engines.rounding,
             engines.most_nodes,
             manifest.row_end,
-            self.bundle.heads if any(isinstance(method, Sjd) for method in methods) else None,
+            self.bundle.heads if any(isinstance(method, Sjd | Drafted) for method in methods) else None,
         )
 
     def draw(self, images: Sequence[ImageRequest], settings: Settings, i: int, cells: Ints) -> Image:

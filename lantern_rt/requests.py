@@ -118,7 +118,7 @@ def _resolve_method(manifest: Manifest, method: Any, parameters: dict[str, Any])
     if name not in (*others, last):  # whatever its type
         raise RequestError(field="method", found=short(name), expected=f"{', '.join(others)} or {last}")
     kind = METHODS[name]
-    if kind.needs_drafter and manifest.drafter is None:
+    if kind.needs_drafter and not manifest.drafts:
         problem = f"bundle {manifest.name} has no drafter"
         raise RequestError(problem, field=f"method {name}", remedy="use method ar or sjd")
     for parameter in sorted(parameters):

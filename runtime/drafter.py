@@ -24,7 +24,7 @@ from .passes import MINIMUM_NODES, stack_padding, unmask_committed
 from .sampling import Probabilities, best_codes, guide, shape_distribution, shape_logits
 from .state import Model, Request
 from .statistics import Clock
-from .tree import DraftTree, DynamicTree, StaticTree, TreeBuilder, certain, subtree
+from .tree import DraftTree, DynamicTree, Filling, StaticTree, TreeBuilder, certain
 from .tree_names import named_tree
 
 MOST_SLOTS = 64  # committed ones of a row that are run together, its prefix apart
@@ -283,30 +283,22 @@ class EagleDrafter(Drafter):
         return Level(sees, output.logits, output.hidden, np.repeat(np.arange(slots)[None], rows, 0))
 
     def _draft_static(self, shape: StaticTree, roots: Ints, level: Level) -> list[DraftTree]:
-        requests = len(roots)
-        tokens = np.zeros((requests, shape.nodes), np.int64)
-        alive = np.zeros((requests, shape.nodes), bool)  # nodes whose token has been drawn
-        tokens[:, 0], alive[:, 0] = roots, True
+        fillings = [Filling(shape, int(root)) for root in roots]
         levels: list[Level] = []
         for depth, inner in enumerate(shape.levels):
             if depth > 0:
                 slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
-                level = self._expand(tokens[:, inner], np.repeat(slots[None], requests, 0), depth, level)
+                tokens = np.stack([filling.tokens[inner] for filling in fillings])
+                level = self._expand(tokens, np.repeat(slots[None], len(roots), 0), depth, level)
             level = self._cross(level, depth)
             levels.append(level)
             most = max(len(shape.children[node]) for node in inner)
-            for r, (codes, scores) in enumerate(self._best(level, depth, most, noisy=True)):
-                counts = np.isfinite(scores).sum(1)  # the best come first
-                for slot in np.flatnonzero(alive[r, inner]).tolist():
-                    filled = shape.children[int(inner[slot])][: counts[slot]]
-                    tokens[r, filled], alive[r, filled] = codes[slot, : len(filled)], True
+            for filling, best in zip(fillings, self._best(level, depth, most, noisy=True), strict=True):
+                filling.fill(inner, *best)
         trees: list[DraftTree] = []
-        for request, rows, codes, drawn in zip(self.requests, self._rows(), tokens, alive, strict=True):
+        for request, rows, filling in zip(self.requests, self._rows(), fillings, strict=True):
             proposal = partial(_proposal, shape, levels, rows, request.sampling) if self.relaxed else certain
-            leaf_order = shape.leaves if request.sampling.greedy else None  # sampling knows no ties
-            tree = DraftTree(codes, shape.parents, proposal, leaf_order)
-            # a peaked distribution may run out of codes
-            trees.append(tree if drawn.all() else subtree(tree, np.flatnonzero(drawn)))
+            trees.append(filling.tree(proposal, request.sampling.greedy))
         return trees
 
     def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: Level) -> list[DraftTree]:

@@ -1,8 +1,8 @@
-"""What a Jacobi window drafts better with: small products on the target's own states, no drafter pass.
+"""What drafts without a drafter: small products on the target's own states.
 
 A draft that a pass left undecided has logits of that pass, made where the code before it, on its left, was still
 another. They are corrected by what this change makes of them, `((change[new] - change[old]) * gate(state)) @ correct`,
-where the state is the target's own there; no change, no correction. A position that is new to the window has no logits
+where the state is the target's own there; no change, no correction. Of a position that no pass has seen there are none
 yet: they are guessed from the code to its left, and from the target's states above it and to the right of that.
 
 Both are trained on the target's own pictures, towards its guided distributions (`lantern-rt train-drafter heads`). The
@@ -11,12 +11,11 @@ form is the simplest of those that were tried: docs/drafters.md has the figures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from .engine import Floats
+from .engine import Floats, Ints
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Heads:
         """How much each change counts, `[..., rank]`, by guided hidden states `[..., hidden_size]`."""
         return _sigmoid(hidden @ self.gate + self.gate_bias)
 
-    def correction(self, gate: Floats, old: int, new: int) -> Floats:
-        """What to add to logits `[codes]` that were made after `old`, now that `new` stands there."""
+    def correction(self, gate: Floats, old: int, new: Ints) -> Floats:
+        """What to add to logits that were made after `old` where other codes `[n]` stand: `[n, codes]`."""
         added: Floats = ((self.change[new] - self.change[old]) * gate) @ self.correct
         return added
 
@@ -46,18 +45,18 @@ class Heads:
         """What guided states `[n, hidden_size]` say about the row below, `[n, 2, units]`, to be kept."""
         return np.stack([hidden @ self.states[0], hidden @ self.states[1]], 1)
 
-    def guess(self, codes: Sequence[int], columns: int, context: Floats) -> Floats:
-        """Guessed logits `[codes]` of the code that follows `codes` on a grid of so many columns.
+    def guess(self, left: Ints, above: int, context: Floats) -> Floats:
+        """Guessed logits of a code after each of some codes `[n]`: `[n, codes]`.
 
-        context: `[cells, 2, units]` of the states that codes were drawn from, zeros where they are not known.
+        above: the cell above, below 0 in the first row. context: `[cells, 2, units]` of the states that codes were
+        drawn from, zeros where they are not known.
         """
-        above = len(codes) - columns
-        sums = self.left[codes[-1]]
+        sums: Floats = self.left[left]
         if above >= 0:
-            sums = sums + context[above, 0] + context[above + 1, 1]
-        guessed: Floats = (sums * _sigmoid(sums)) @ self.output
-        guessed += self.output_bias
-        return guessed
+            sums += context[above, 0]
+            sums += context[above + 1, 1]
+        sums *= _sigmoid(sums)
+        return sums @ self.output + self.output_bias
 
 
 def head_shapes(codes: int, hidden_size: int, rank: int, units: int) -> dict[str, tuple[int, ...]]:

@@ -23,6 +23,7 @@ from .drafter import EagleDrafter
 from .drafting import Commit, Draft, Drafter
 from .engine import Cache, Floats, Ints, Pass, PassOutput
 from .grid import PassLayout, Placed, RowBatch
+from .head_drafter import HeadDrafter
 from .jacobi import JacobiDrafter
 from .likelihood import recompute_logits, tie_margin
 from .passes import MINIMUM_NODES, identity_mask, prefill_pass, stack_padding, unmask_committed
@@ -65,9 +66,10 @@ class Scheduler:
         self.active: list[Request] = []
         self._cache: Cache | None = None  # of the active requests' rows, in their order
         self._plain = Drafter()
-        self._jacobi = JacobiDrafter(model.heads)
+        # windows, and trees where there is no EAGLE drafter
+        self._windows = JacobiDrafter() if model.heads is None else HeadDrafter(model.heads)
         self._row_drafter = RowDrafter(model.most_nodes)
-        self._drafters: dict[str, Drafter] = {"ar": self._plain, "sjd": self._jacobi, "rows": self._row_drafter}
+        self._drafters: dict[str, Drafter] = {"ar": self._plain, "sjd": self._windows, "rows": self._row_drafter}
         self._eagles: dict[Request, EagleDrafter] = {}  # one for all requests that may be drawn by the same methods
         self._quiet = copy_context()  # NumPy need not warn of logits that are then refused
         self._quiet.run(np.seterr, over="ignore", invalid="ignore")
@@ -172,7 +174,8 @@ class Scheduler:
         else:
             self._cache = cache
         for request in requests:
-            if methods := [method for method in request.methods if isinstance(method, Drafted)]:
+            methods = [method for method in request.methods if isinstance(method, Drafted)]
+            if methods and self.model.drafter is not None:
                 races = [(one, one.methods, one.sampling.greedy) for one in self._eagles]  # change methods together
                 same = (self._eagles[one] for one, *race in races if race == [request.methods, request.sampling.greedy])
                 self._eagles[request] = next(same, None) or EagleDrafter(self.model, methods, self.drafter_clock)
@@ -217,7 +220,7 @@ class Scheduler:
 
     def _drafter(self, request: Request) -> Drafter:
         """Where drafts of the method in use come from."""
-        return self._drafters.get(request.method.method) or self._eagles[request]
+        return self._drafters.get(request.method.method) or self._eagles.get(request) or self._windows
 
     def _verify(self, drafts: Mapping[Request, Draft], layouts: Mapping[Request, PassLayout]) -> PassOutput:
         """One target pass over all drafts as they are laid out, padded to the same number of nodes."""
@@ -348,7 +351,7 @@ class Scheduler:
         """Tell all drafters what a pass committed, then drop finished requests."""
         for eagle in {*self._eagles.values()}:
             eagle.commit([one for one in commits if self._eagles.get(one.request) is eagle])
-        self._jacobi.commit(commits)
+        self._windows.commit(commits)
         if self.listener is not None:
             self.listener.commit(commits)
         if finished := [one.request for one in commits if not one.request.missing]:
@@ -362,7 +365,7 @@ class Scheduler:
         elif self._cache is not None:
             rows = np.arange(len(self._padding))
             self._cache.keep_rows(np.concatenate([rows[self._rows[request]] for request in self.active]))
-        for drafter in (self._jacobi, self._row_drafter, *dict.fromkeys(self._eagles.values())):
+        for drafter in (self._windows, self._row_drafter, *dict.fromkeys(self._eagles.values())):
             drafter.leave(requests)
         for request in requests:
             self._eagles.pop(request, None)

@@ -44,7 +44,8 @@ class Model:
     rounding: float = 0.0
     most_nodes: int = 1 << 20  # of a draft in a pass
     row_end: int | None = None  # token at the end of a row, see `grid.py`
-    heads: Heads | None = None  # what windows draft with, None where the bundle has none
+    # what windows draft with, and trees where there is no EAGLE drafter; None where no method needs it
+    heads: Heads | None = None
 
     @property
     def raster(self) -> Raster:

@@ -184,6 +184,29 @@ def _structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> Tree
     return TreeStructure(np.array(depths, np.int64), below_each, ancestors, np.array(rank, np.int64), chain)
 
 
+class Filling:
+    """A static tree of one request while its codes are drawn."""
+
+    def __init__(self, shape: StaticTree, root: int) -> None:
+        self.shape = shape
+        self.tokens = np.zeros(shape.nodes, np.int64)
+        self.drawn = np.zeros(shape.nodes, bool)
+        self.tokens[0], self.drawn[0] = root, True
+
+    def fill(self, inner: Ints, codes: Ints, scores: Floats) -> None:
+        """Give nodes of a level `inner [n]` their children's codes `[n, most]`, the best first; -inf scores none."""
+        counts = np.isfinite(scores).sum(1)
+        for slot in np.flatnonzero(self.drawn[inner]).tolist():
+            filled = self.shape.children[int(inner[slot])][: counts[slot]]
+            self.tokens[filled], self.drawn[filled] = codes[slot, : len(filled)], True
+
+    def tree(self, proposal: Callable[[int], Probabilities | None], greedy: bool) -> DraftTree:
+        """What was drawn: a peaked distribution may run out of codes, an image of cells."""
+        leaf_order = self.shape.leaves if greedy else None  # sampling knows no ties
+        tree = DraftTree(self.tokens, self.shape.parents, proposal, leaf_order)
+        return tree if self.drawn.all() else subtree(tree, np.flatnonzero(self.drawn))
+
+
 class TreeBuilder:
     """A dynamic tree of one request while it grows; node 0 is the root."""
 

@@ -98,7 +98,10 @@ class DrafterSpec(_Sizes):
 
 
 class HeadsSpec(Part):
-    """What windows draft with (`runtime/heads.py`). rank: of corrections. units: of guesses."""
+    """What windows draft with, and trees without an EAGLE drafter: see `runtime/heads.py`.
+
+    rank: of corrections. units: of guesses.
+    """
 
     rank: Few
     units: Few
@@ -270,6 +273,11 @@ class Manifest(Part):
     files: dict[str, FileEntry]
     provenance: Provenance
 
+    @property
+    def drafts(self) -> bool:
+        """Whether there is something to draft trees with."""
+        return self.drafter is not None or self.heads is not None
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Manifest:
         needed = {"target", "vq_decoder", "condition", "code_embeddings"}
@@ -283,12 +291,12 @@ class Manifest(Part):
             raise ValueError(f"drafter hidden_size {own} is not the target's, {expected}")
         if (tokens := self.condition.prefix + self.picture_tokens - 1) > (most := self.target.max_positions):
             raise ValueError(f"prefix and image take {tokens:,} positions, but target max_positions is {most:,}")
-        if METHODS[self.decoding.method].needs_drafter and self.drafter is None:
+        if METHODS[self.decoding.method].needs_drafter and not self.drafts:
             raise ValueError(f"default method {self.decoding.method} needs a drafter")
         if "strict" in self.presets:
             raise ValueError("`presets` has strict, which every bundle has: any exact method draws its pictures")
         for quality, preset in self.presets.items():
-            if preset.method.needs_drafter and self.drafter is None:
+            if preset.method.needs_drafter and not self.drafts:
                 raise ValueError(f"preset {quality}, {preset.method}, needs a drafter")
         if self.row_end is not None and not 0 <= self.row_end - self.codebook_size < 1_000_000:
             raise ValueError(

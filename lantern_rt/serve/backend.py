@@ -75,7 +75,7 @@ class LocalBackend:
     def describe(self) -> dict[str, Any]:
         """What `/v1/models` says of the model, ready for JSON."""
         manifest = self.manifest
-        methods = [name for name, kind in METHODS.items() if manifest.drafter or not kind.needs_drafter]
+        methods = [name for name, kind in METHODS.items() if manifest.drafts or not kind.needs_drafter]
         bundle = self.pipeline.pipeline.bundle
         prompts = bundle.path("prompts").read_text("utf-8") if "prompts" in manifest.files else ""
         size = manifest.size().name

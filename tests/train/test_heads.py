@@ -39,16 +39,14 @@ def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> N
     torch.nn.init.normal_(module.correct, generator=torch.Generator().manual_seed(1))
     heads = Heads(**{name: table.astype(np.float32) for name, table in module.tables().items()})
     late, head, left = samples.late.numpy(), target.head.numpy(), samples.left.numpy()
-    corrections = [
-        heads.correction(gate, old, new)
-        for gate, old, new in zip(heads.gates(late), samples.before.numpy(), left, strict=True)
-    ]
+    changes = zip(heads.gates(late), samples.before.tolist(), left[:, None], strict=True)
+    corrections = np.concatenate([heads.correction(*change) for change in changes])
     with torch.no_grad():
         close = {"rtol": 5e-3, "atol": 2e-2}
         np.testing.assert_allclose(late @ head.T + corrections, module.corrected(samples), **close)
         guessed = module.guessed(samples)
     for i, states in enumerate(np.stack([states.numpy() for states in samples.context], 1)):
-        logits = heads.guess([0, left[i]], 2, heads.context(states))  # a grid of two columns: third of its cells
+        logits = heads.guess(left[[i]], 0, heads.context(states))[0]
         np.testing.assert_allclose(logits, guessed[i], **close)
 
 
@@ -66,7 +64,7 @@ def test_heads_learn_are_written_into_the_bundle_and_leave_exact_pictures_as_the
     assert bundle.heads is not None
     assert bundle.manifest.presets == {}
     with Pipeline.from_bundle(folder, threads=1) as pipeline:
-        for method in ("ar", "sjd:window=3", "sjd:window=15"):
+        for method in ("ar", "sjd:window=3", "sjd:window=15", "eagle:tree=chain-3", "eagle:tree=dynamic-8-3-2"):
             np.testing.assert_array_equal(pipeline(class_ids=[3, 5], seed=1, method=method).codes, before)
         relaxed = {"method": "sjd:window=4:lambda=3"}
         alone, among = (pipeline(class_ids=ids, seed=2, **relaxed).codes[0] for ids in ([5], [5, 3]))

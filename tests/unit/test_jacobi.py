@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from toy_engine import ToyTarget, joint_distribution, make_model, make_prompt
 from toy_script import Script
 
-from lantern_rt.methods import Sampling, Sjd
+from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime import acceptance, decode, scheduler
 from lantern_rt.runtime.drafting import Commit
 from lantern_rt.runtime.grid import Raster
+from lantern_rt.runtime.head_drafter import Ahead
 from lantern_rt.runtime.heads import Heads, head_shapes
 from lantern_rt.runtime.jacobi import Window
 from lantern_rt.runtime.noise import Noise
@@ -24,8 +25,7 @@ from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 from lantern_rt.runtime.tree_names import named_tree
 
-VOCABULARY, CODES = 2, 5
-HIDDEN = 6  # of the toy
+VOCABULARY, CODES, HIDDEN = 2, 5, 6
 BOTH = np.array([[1], [0]])  # the neighbour of either code
 NOTHING_LENT: dict[str, Any] = {"neighbors": 1, "lambda_": 1 + 1e-12}  # relaxed by name, and so decided by rejection
 
@@ -40,13 +40,14 @@ def choices_by(script: Script, patch: pytest.MonkeyPatch) -> None:
         position = int(answers.cells[node])
         return int(script.below(position, float(answers.distribution(node)[1])))
 
-    def draft(window: Window, position: int, logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64] | None]:
-        q = shape_distribution(logits, window.request.sampling)
-        return int(script.below(position, float(q[1]))), q if window.proposing else None
+    def noisy(ahead: Ahead, position: int, logits: NDArray[np.float32], noisy: bool = True) -> NDArray[np.float64]:
+        q = shape_distribution(logits, ahead.request.sampling)
+        seconds = [script.below(position, float(own[1])) if noisy else own[1] > own[0] for own in q]
+        return np.where(q > 0, np.array([[not second, second] for second in seconds], float), -np.inf)
 
     for name in ("choice", "guess"):
         patch.setattr(TargetOutput, name, choice)
-    patch.setattr(Window, "_draw", draft)
+    patch.setattr(Ahead, "_noisy", noisy)
     patch.setattr(TargetOutput, "decisions", lambda answers, node: script)
     patch.setattr(acceptance, "draw", script.draw)
 
@@ -59,15 +60,14 @@ def some_heads(codes: int, hidden_size: int) -> Heads:
 
 
 def enumerated(
-    method: Sjd, sampling: Sampling, patch: pytest.MonkeyPatch, heads: bool = False
+    method: MethodConfig, sampling: Sampling, patch: pytest.MonkeyPatch, heads: Heads | None = None
 ) -> tuple[NDArray[np.float64], float, Model]:
     """Distribution of all codes of a whole decode, `[vocabulary] * codes`, by taking every branch in turn.
 
     Also the expected realised TVD, and the model.
     """
     model, prompt = make_model(VOCABULARY, CODES, seed=4, columns=2, neighbors=BOTH), make_prompt(3, padding=1)
-    if heads:
-        model = replace(model, heads=some_heads(VOCABULARY, HIDDEN))
+    model = replace(model, heads=heads, drafter=None)
     found, realised, total = np.zeros((VOCABULARY,) * CODES), 0.0, 0.0
     for script in Script(seed=0).runs():
         script.armed = True
@@ -88,7 +88,6 @@ def distance(found: NDArray[np.float64], model: Model, sampling: Sampling) -> fl
     return float(np.abs(found - joint_distribution(model, make_prompt(3, padding=1), sampling)).sum() / 2)
 
 
-@pytest.mark.parametrize("heads", [False, True], ids=["no heads", "heads"])
 @pytest.mark.parametrize("lent", [{}, NOTHING_LENT], ids=["coupled", "by rejection"])
 @pytest.mark.parametrize(
     ("window", "sampling"),
@@ -102,9 +101,9 @@ def distance(found: NDArray[np.float64], model: Model, sampling: Sampling) -> fl
     ],
 )
 def test_a_whole_decode_is_exactly_distributed(
-    window: int, sampling: Sampling, lent: dict[str, Any], heads: bool, monkeypatch: pytest.MonkeyPatch
+    window: int, sampling: Sampling, lent: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, realised, model = enumerated(Sjd(window=window, **lent), sampling, monkeypatch, heads)
+    found, realised, model = enumerated(Sjd(window=window, **lent), sampling, monkeypatch)
     assert distance(found, model, sampling) < 1e-6  # the toy's logits are float32
     assert realised < 1e-9
 
@@ -124,11 +123,11 @@ def drafts_that_look_behind_them(patch: pytest.MonkeyPatch) -> None:
     """A window is only used if its last code is 0: a later code decides about earlier ones."""
     right = Window.draft
 
-    def wrong(window: Window, length: int) -> Any:
-        tree = right(window, length)
+    def wrong(window: Window, committed: Any, missing: int) -> Any:
+        tree = right(window, committed, missing)
         if window.codes and window.codes[-1] != 0:
             window.codes, window.proposals = [], []
-            tree = right(window, 0)
+            tree = right(window, committed, 1)
         return tree
 
     patch.setattr(Window, "draft", wrong)
@@ -185,34 +184,36 @@ def test_copies_of_a_neighbour_are_accepted_whole_where_the_picture_is_of_one_co
 # ---------------------------------------------------------------- the window
 
 
-def window_of(*codes: int) -> Window:
-    """The window of a request that has these codes, three in a row."""
-    method = Sjd(window=4, neighbors=1, delta=0.1)
-    request = Request(0, Raster(20, 3), make_prompt(1).rows(Sampling()), Sampling(), [method], 0)
-    request.codes += codes
-    return Window(request, None)
+def window_of() -> Window:
+    return Window(4, 3, proposing=True)
 
 
 def test_new_positions_copy_the_left_neighbour_or_the_upper_one_in_the_first_column() -> None:
     """Three columns: after 0 1 2 3 4 the next position is the last of its row."""
-    tree = window_of(0, 1, 2, 3, 4).draft(4)
+    tree = window_of().draft([0, 1, 2, 3, 4], 20)
     assert tree.tokens.tolist() == [4, 4, 3, 3, 3], "the second starts a row and takes what is above it"
-    assert window_of(5).draft(4).tokens.tolist() == [5, 5, 5, 5, 5], "the first row has nothing above it"
+    assert window_of().draft([5], 20).tokens.tolist() == [5, 5, 5, 5, 5], "the first row has nothing above it"
     assert [tree.proposal(node) for node in range(4)] == [None] * 4
     assert tree.parents.tolist() == [-1, 0, 1, 2, 3]
 
 
+def test_nothing_is_drafted_past_the_end_of_the_image() -> None:
+    window = window_of()
+    assert window.draft([1], 20).nodes == 5
+    assert window.draft([1], 3).nodes == 3
+    assert window.draft([1], 1).nodes == 1
+
+
 def test_after_a_pass_the_rest_of_the_window_moves_up_and_is_redrafted() -> None:
-    window, logits = window_of(1), 40 * np.eye(9, dtype=np.float32)[None]  # after node n comes n
-    window.draft(4)
+    window, logits = window_of(), 40 * np.eye(9, dtype=np.float32)[None]  # after node n comes n
+    window.draft([1], 20)
     chain = named_tree("chain-4")
     assert isinstance(chain, StaticTree)
     structure = DraftTree(np.zeros(5, np.int64), chain.parents).structure
     target = TargetOutput(lambda nodes: logits[:, nodes], structure, Noise(0), 1 + structure.depths, Sampling())
     window.advance(1, target)  # one draft accepted, the second refused and replaced
     assert window.codes == [2, 3, 4]
-    window.request.codes += [1, 7]
-    tree = window.draft(4)
+    tree = window.draft([1, 1, 7], 20)
     assert tree.tokens.tolist() == [7, 2, 3, 4, 2], "the new position starts a row and takes what is above it"
     proposals = [tree.proposal(node) for node in range(4)]
     assert [None if q is None else int(q.argmax()) for q in proposals] == [2, 3, 4, None]
@@ -220,26 +221,56 @@ def test_after_a_pass_the_rest_of_the_window_moves_up_and_is_redrafted() -> None
     assert window.codes == []
 
 
+# ---------------------------------------------------------------- with heads
+
+NOTHING: dict[str, Any] = {"neighbors": 1, "lambda_": 1 + 1e-12}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(cfg_scale=2.0, temperature=0.7), Sampling(top_p=0.6)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        Sjd(window=2),
+        Sjd(window=3, **NOTHING),
+        Eagle(tree="tree-2-10"),
+        LanternPlusPlus(tree="chain-2", **NOTHING),
+        LanternPlusPlus(tree="tree-2-10", **NOTHING),
+        Lantern(tree="dynamic-4-2-2", neighbors=1, delta=1e-12),
+    ],
+    ids=str,
+)
+def test_drafts_by_heads_are_decided_exactly(
+    method: MethodConfig, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, realised, model = enumerated(method, sampling, monkeypatch, some_heads(VOCABULARY, HIDDEN))
+    assert distance(found, model, sampling) < 1e-6
+    assert realised < 1e-9
+
+
+@pytest.mark.parametrize("method", [Sjd, LanternPlusPlus])
+def test_a_relaxed_decode_with_heads_strays_no_further_than_it_says(
+    method: type[MethodConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relaxed = method(neighbors=1, lambda_=2.0)  # type: ignore[call-arg]
+    found, realised, model = enumerated(relaxed, Sampling(), monkeypatch, some_heads(VOCABULARY, HIDDEN))
+    assert 1e-3 < distance(found, model, Sampling()) <= realised + 1e-6
+
+
 def test_heads_correct_drafts_behind_a_new_code_and_guess_new_ones_by_what_stands_around() -> None:
-    """Heads that make the code after a new one its successor; guesses add the codes to the left and above."""
+    """Heads that put after a new code its successor; guesses are two behind the code before and the state above."""
     codes, one = 12, np.eye(12)
     states = np.zeros((2, codes, codes))
     states[0] = one  # of the code above, whose state is one-hot
     after, later = (50 * np.roll(one, shift, 1) for shift in (1, 2))
     heads = Heads(one, 0 * one, np.full(codes, 9.0), after, one, states, later, 0 * one[0])
-    window = window_of(1, 2, 3, 4)
-    window.heads, window.context = heads, np.zeros((20, 2, codes))
-    window.codes, window.proposals = [5, 9, 6, 0], [None] * 4
-    chain = named_tree("chain-4")
-    assert isinstance(chain, StaticTree)
-    structure = DraftTree(np.zeros(5, np.int64), chain.parents).structure
-    logits = np.tile(30 * one[[5, 10, 3, 7, 8]], (1, 1, 1))
-    target = TargetOutput(lambda nodes: logits[:, nodes], structure, Noise(0), 3 + structure.depths, Sampling())
-    window.request.codes += [5, 10]  # the first draft was accepted, the second replaced
+    request = Request(0, Raster(20, 3), make_prompt(1).rows(Sampling()), Sampling(temperature=0), [Sjd(window=4)], 0)
+    request.codes += [1, 2, 3, 4, 5, 10]
+    draft = DraftTree(np.array([4, 5, 9, 6, 0]), np.arange(5) - 1)  # the first draft was accepted, the second replaced
+    logits = 30 * one[None, [5, 10, 3, 7, 8]]
+    target = TargetOutput(lambda nodes: logits[:, nodes], draft.structure, Noise(0), range(3, 8), Sampling())
     hidden = np.zeros((1, 5, codes))
     hidden[0, :2] = one[[3, 11]]
-    window.take(Commit(window.request, np.array([5, 10]), [np.array([0, 1])], slice(0, 1), hidden, target))
-    assert window.codes == [11, 0, 8], "what follows 10, what follows that, and what the pass said behind 0"
-    assert window.draft(4).tokens.tolist() == [10, 11, 0, 8, 10], "two behind its neighbour"
-    guessed = heads.guess([*window.request.codes, 7], 3, window.context)
-    assert np.flatnonzero(guessed > 9).tolist() == [5, 9], "two behind the code before, and the state above"
+    ahead = Ahead(request, heads)
+    ahead.take(Commit(request, np.array([5, 10]), [np.array([0, 1])], slice(0, 1), hidden, target, draft))
+    assert ahead.draft().tokens.tolist() == [10, 11, 0, 8, 10], "after 10, after 11, as the pass said after 0, a guess"
+    assert np.flatnonzero(heads.guess(np.array([7]), 4, ahead.context)[0] > 9).tolist() == [5, 9]

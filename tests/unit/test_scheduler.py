@@ -160,7 +160,7 @@ def test_a_cancelled_request_leaves_at_once_and_is_forgotten() -> None:
     assert requests[1].codes[:CODES] == alone(visits[1], Ar())
     held: dict[str, Any] = vars(scheduler)
     assert not held["_eagles"]
-    assert not vars(held["_jacobi"])["_windows"]
+    assert not vars(held["_windows"])["_windows"]
     assert held["_cache"] is None
 
 

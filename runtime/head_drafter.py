@@ -1,0 +1,146 @@
+"""Drafts by a bundle's `Heads`, without a drafter pass: windows of `sjd`, and the trees of the other methods.
+
+What the last pass said about a position that it left undecided is kept: of all nodes there, what the first one's state
+gave, which in trees is the most probable. The logits of the next draft there follow from that and from the code to its
+left, and where there was no node from `Heads.guess`; so they are those of a bigram at every position, and a tree grows
+level by level with one product each. Drafts are made with the noise of their position, as an `EagleDrafter` makes them.
+
+For relaxed acceptance q is what a draft was drawn from. It depends on passes over other drafts, and that is as
+`jacobi.py` has it: all of it lies at positions before, none on the noise of the position itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ..methods import Drafted, Sampling, Sjd
+from .drafting import Commit, Drafter
+from .engine import Floats, Ints
+from .heads import Heads
+from .sampling import Probabilities, best_codes, guide, shape_distribution, shape_logits
+from .state import Request
+from .tree import DraftTree, DynamicTree, Filling, StaticTree, TreeBuilder, certain
+from .tree_names import named_tree
+
+
+class HeadDrafter(Drafter):
+    """Drafts for every request that windows or trees may draw."""
+
+    def __init__(self, heads: Heads) -> None:
+        self._heads = heads
+        self._ahead: dict[Request, Ahead] = {}
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Keep what a pass said about positions that are undecided."""
+        for one in commits:
+            if one.request.missing and any(isinstance(method, Sjd | Drafted) for method in one.request.methods):
+                if one.request not in self._ahead:
+                    self._ahead[one.request] = Ahead(one.request, self._heads)
+                self._ahead[one.request].take(one)
+
+    def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
+        """A chain or tree for every request."""
+        return [self._ahead[request].draft() for request in requests]
+
+    def leave(self, requests: Sequence[Request]) -> None:
+        """Forget these requests."""
+        for request in requests:
+            self._ahead.pop(request, None)
+
+
+class Late(NamedTuple):
+    """What the last pass said about a position that it left undecided."""
+
+    left: int  # the code that stood before it
+    logits: Floats  # guided, `[vocab_size]`
+    gate: Floats  # of `Heads.gates`
+
+
+class Ahead:
+    """What is known about the next positions of one request."""
+
+    def __init__(self, request: Request, heads: Heads) -> None:
+        self.request, self.heads = request, heads
+        self.context = np.zeros((request.raster.codes, 2, heads.left.shape[1]), np.float32)  # see `Heads.context`
+        self.late: dict[int, Late] = {}  # by position
+
+    def take(self, commit: Commit) -> None:
+        """Take in a pass over a draft of any method."""
+        done, count = len(self.request.codes), len(commit.tokens)
+        undecided: list[int] = []  # the first node of each depth that no code was committed of
+        if isinstance(commit.draft, DraftTree):
+            depths = commit.draft.structure.depths
+            undecided = [int(np.argmax(depths == depth)) for depth in range(count, int(depths.max()) + 1)]
+        nodes = np.stack([np.append(kept[-count:], undecided).astype(np.int64) for kept in commit.nodes])
+        rows = np.arange(commit.rows.start, commit.rows.stop)[:, None]
+        states = guide(commit.hidden[rows, nodes], self.request.sampling)  # [nodes, hidden_size]
+        self.context[done - count : done] = self.heads.context(states[:count])
+        self.late = {}
+        for i, (node, gate) in enumerate(zip(undecided, self.heads.gates(states[count:]), strict=True)):
+            assert commit.draft is not None
+            self.late[done + i] = Late(int(commit.draft.tokens[node]), commit.target.guided(node), gate)
+
+    def draft(self) -> DraftTree:
+        """The next draft, of the method in use."""
+        method, most = self.request.method, self.request.missing - 1
+        if isinstance(method, Sjd):
+            return self._chain(min(method.window, most))
+        assert isinstance(method, Drafted)
+        shape = named_tree(method.tree)
+        return self._static(shape, most) if isinstance(shape, StaticTree) else self._dynamic(shape, most)
+
+    def logits(self, position: int, left: Ints) -> Floats:
+        """Guided logits of a code at an undecided position after each of some codes `[n]`: `[n, vocab_size]`."""
+        if (late := self.late.get(position)) is None:
+            return self.heads.guess(left, position - self.request.raster.columns, self.context)
+        if len(left) == 1 and left[0] == late.left:
+            return late.logits[None]
+        return late.logits + self.heads.correction(late.gate, late.left, left)
+
+    def _noisy(self, position: int, logits: Floats, noisy: bool = True) -> Floats:
+        """Shaped logits with the noise of a position, `[n, vocab_size]`."""
+        values = shape_logits(logits, self.request.sampling)
+        if noisy and not self.request.sampling.greedy:
+            values = values + self.request.noise.gumbel(position, 1, values.shape[1])
+        return values
+
+    def _chain(self, length: int) -> DraftTree:
+        codes, first = self.request.codes[-1:], len(self.request.codes)
+        levels: list[Floats] = []
+        for position in range(first, first + length):
+            levels.append(self.logits(position, np.array(codes[-1:])))
+            codes.append(int(self._noisy(position, levels[-1]).argmax()))
+        proposal = certain if self.request.exact else partial(_chain_proposal, levels, self.request.sampling)
+        return DraftTree(np.array(codes, np.int64), np.arange(length + 1, dtype=np.int64) - 1, proposal)
+
+    def _static(self, shape: StaticTree, most: int) -> DraftTree:
+        filling, first = Filling(shape, self.request.codes[-1]), len(self.request.codes)
+        levels: list[Floats] = []
+        for depth, inner in enumerate(shape.levels[:most]):
+            levels.append(self.logits(first + depth, filling.tokens[inner]))
+            children = max(len(shape.children[node]) for node in inner)
+            filling.fill(inner, *best_codes(self._noisy(first + depth, levels[-1]), children))
+        proposal = certain if self.request.exact else partial(_proposal, shape, levels, self.request.sampling)
+        return filling.tree(proposal, self.request.sampling.greedy)
+
+    def _dynamic(self, shape: DynamicTree, most: int) -> DraftTree:
+        builder, first = TreeBuilder(self.request.codes[-1]), len(self.request.codes)
+        for position in range(first, first + min(shape.depth, most)):
+            chosen = builder.best_of_last_level(shape.branch)
+            values = self._noisy(position, self.logits(position, builder.tokens[chosen]), self.request.exact)
+            builder.add_children(chosen, *best_codes(values, shape.branch))
+        return builder.prune(shape.nodes)
+
+
+def _chain_proposal(levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
+    return shape_distribution(levels[node][0], sampling)
+
+
+def _proposal(shape: StaticTree, levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
+    """What the children of a node were drawn from."""
+    depth = len(shape.paths[node - 1]) if node else 0
+    return shape_distribution(levels[depth][np.searchsorted(shape.levels[depth], node)], sampling)
