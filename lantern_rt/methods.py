@@ -104,11 +104,17 @@ class Ar(MethodConfig):
 Tree = Annotated[str, Field(min_length=1, description="Draft tree by name, such as chain-4, mc-25 or tree-2-10-1.")]
 
 
+Heads = Annotated[
+    Literal["heads"] | None, Field(description="heads: draft with the bundle's heads, as it does without a drafter.")
+]
+
+
 class Drafted(MethodConfig):
     """Methods that draft trees, with an EAGLE drafter or heads."""
 
     needs_drafter: ClassVar[bool] = True
     tree: Tree = "chain-3"
+    drafter: Heads = None
 
 
 class Eagle(Drafted):
@@ -255,6 +261,7 @@ class Options(TypedDict, total=False):
     num_images: int
     method: str | MethodConfig | None
     tree: str | None
+    drafter: Literal["heads"] | None
     neighbors: int | None
     residual: Residual | None
     delta: float | None

@@ -66,7 +66,7 @@ class Scheduler:
         self.active: list[Request] = []
         self._cache: Cache | None = None  # of the active requests' rows, in their order
         self._plain = Drafter()
-        # windows, and trees where there is no EAGLE drafter
+        # windows, and trees with heads
         self._windows = JacobiDrafter() if model.heads is None else HeadDrafter(model.heads)
         self._row_drafter = RowDrafter(model.most_nodes)
         self._drafters: dict[str, Drafter] = {"ar": self._plain, "sjd": self._windows, "rows": self._row_drafter}
@@ -174,8 +174,7 @@ class Scheduler:
         else:
             self._cache = cache
         for request in requests:
-            methods = [method for method in request.methods if isinstance(method, Drafted)]
-            if methods and self.model.drafter is not None:
+            if methods := [one for one in request.methods if isinstance(one, Drafted) and not one.drafter]:
                 races = [(one, one.methods, one.sampling.greedy) for one in self._eagles]  # change methods together
                 same = (self._eagles[one] for one, *race in races if race == [request.methods, request.sampling.greedy])
                 self._eagles[request] = next(same, None) or EagleDrafter(self.model, methods, self.drafter_clock)
@@ -220,7 +219,10 @@ class Scheduler:
 
     def _drafter(self, request: Request) -> Drafter:
         """Where drafts of the method in use come from."""
-        return self._drafters.get(request.method.method) or self._eagles.get(request) or self._windows
+        method = request.method
+        if isinstance(method, Drafted):
+            return self._windows if method.drafter else self._eagles[request]
+        return self._drafters[method.method]
 
     def _verify(self, drafts: Mapping[Request, Draft], layouts: Mapping[Request, PassLayout]) -> PassOutput:
         """One target pass over all drafts as they are laid out, padded to the same number of nodes."""

@@ -44,7 +44,7 @@ class Model:
     rounding: float = 0.0
     most_nodes: int = 1 << 20  # of a draft in a pass
     row_end: int | None = None  # token at the end of a row, see `grid.py`
-    # what windows draft with, and trees where there is no EAGLE drafter; None where no method needs it
+    # what windows draft with, and trees that ask for them; None where no method does
     heads: Heads | None = None
 
     @property

@@ -11,7 +11,7 @@ from ..engines.host import available_memory
 from ..engines.kv_cache import SPAN_STEP, round_up
 from ..engines.memory import cache_bytes, pass_bytes, weight_bytes
 from ..errors import RequestError
-from ..methods import Auto, MethodConfig
+from ..methods import Auto, Drafted, MethodConfig
 from ..requests import Request, Settings
 from ..runtime.state import method_nodes
 
@@ -96,7 +96,7 @@ def _sizes(needed: Mapping[str, int]) -> str:
 
 
 def _drafts(method: MethodConfig) -> bool:
-    return method.needs_drafter or isinstance(method, Auto)
+    return isinstance(method, Auto) or (isinstance(method, Drafted) and not method.drafter)
 
 
 def _gib(size: int) -> str:

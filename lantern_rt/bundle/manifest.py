@@ -98,7 +98,7 @@ class DrafterSpec(_Sizes):
 
 
 class HeadsSpec(Part):
-    """What windows draft with, and trees without an EAGLE drafter: see `runtime/heads.py`.
+    """What windows draft with, and trees that ask for it: see `runtime/heads.py`.
 
     rank: of corrections. units: of guesses.
     """

@@ -15,9 +15,9 @@ from lantern_rt.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("runtime", "engines", "export", "lantern_rt", "train")
-LINES = {PRODUCT: 23_750, ("tests",): 23_000, ("benchmarks",): 1_540}
+LINES = {PRODUCT: 23_760, ("tests",): 23_000, ("benchmarks",): 1_540}
 LONGEST_FILE = 400
-WORDS = 13_350
+WORDS = 13_370
 OPTIONS = 104
 
 

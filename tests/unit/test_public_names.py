@@ -51,6 +51,7 @@ def test_parameters_of_a_call_are_these() -> None:
     assert list(METHODS) == ["ar", "eagle", "lantern", "lantern++", "sjd", "rows", "auto"]
     assert PARAMETERS == {
         "tree": ["eagle", "lantern", "lantern++"],
+        "drafter": ["eagle", "lantern", "lantern++"],
         "neighbors": ["lantern", "lantern++", "sjd"],
         "residual": ["lantern", "lantern++", "sjd"],
         "delta": ["lantern", "sjd"],
