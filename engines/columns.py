@@ -9,7 +9,6 @@ import numpy as np
 
 from ..runtime.engine import Bools, Ints, Pass
 from .contracts import Array
-from .device_graph import WORD
 from .kv_cache import CacheRows, round_up
 
 _NODES = (2, 4, 8, 16, 32, 64)  # passes have as many, or a multiple of the last, so that shapes repeat
@@ -87,42 +86,21 @@ class ColumnCache(Places):
             columns[row, : len(free)] = free
         return columns
 
-    def _at(self, entries: Bools) -> Bools:
-        """Columns of `entries [rows, at most columns]`, bool `[rows, columns]`."""
-        row, entry = entries.nonzero()
-        columns = np.zeros((len(entries), self.columns), bool)
-        columns[row, self.column_of[row, entry]] = True
-        return columns
-
     def encode(self, batch: Pass, padded: int) -> dict[str, Array]:
         """As `Places`; nodes that fill up rows see nothing, and go to the last column."""
         rows, nodes = batch.positions.shape
-        past, spare = batch.attention_mask.shape[2] - nodes, self.columns - 1
-        on_past, entries = batch.attention_mask[:, :, :past], np.arange(past) < self.lengths[:, None]
-        by_all: Bools = np.logical_and.reduce(on_past, 1)  # [rows, past]
-        by_some = np.logical_or.reduce(on_past, 1) & ~by_all
-        used = self._at(entries)
+        row, past = np.arange(rows), batch.attention_mask.shape[2] - nodes
+        used, seen = np.zeros((rows, self.columns), bool), np.zeros((rows, padded, self.columns), bool)
+        for i, length in enumerate(self.lengths.tolist()):
+            entries = self.column_of[i, :length]
+            used[i, entries] = True
+            seen[i, :nodes][:, entries] = batch.attention_mask[i, :, :length]
         self.written = written = self.free(used, nodes)
-        drafted = int(by_some.sum(1).max(initial=0))
-        further = drafted + nodes
-        columns = np.full((rows, round_up(further, WORD)), spare, np.int32)
-        seen = np.zeros((rows, padded, columns.shape[1]), bool)
-        columns[:, drafted:further] = written
-        seen[:, :nodes, drafted:further] = batch.attention_mask[:, :, past:]
-        for row in np.flatnonzero(by_some.any(1)).tolist():
-            own = np.flatnonzero(by_some[row])
-            columns[row, : len(own)] = self.column_of[row, own]
-            seen[row, :nodes, : len(own)] = on_past[row][:, own]
+        seen[row[:, None, None], np.arange(nodes)[:, None], written[:, None]] = batch.attention_mask[:, :, past:]
         write = np.zeros((rows, padded, 2), np.int64)
-        write[..., 0], write[..., 1] = np.arange(rows)[:, None], spare
+        write[..., 0], write[..., 1] = row[:, None], self.columns - 1
         write[:, :nodes, 1] = written
-        return {
-            "position_ids": fill_up(batch.positions, padded),
-            "write": write,
-            "seen_by_all": words(used if np.array_equal(by_all, entries) else self._at(by_all)),
-            "columns": columns,
-            "seen": words(seen),
-        }
+        return {"position_ids": fill_up(batch.positions, padded), "write": write, "seen": words(seen)}
 
 
 class SideBySideCache(Places):

@@ -57,12 +57,8 @@ class Part(NamedTuple):
 class Executable(Protocol):
     """A loaded graph that runs on values on a device, whichever library loaded it."""
 
-    def bind(self, values: Mapping[str, Any], record: int | None) -> Callable[[bool], None]:
-        """The graph on these inputs and outputs, by name, to be held by the caller: values on the device, or parts.
+    def bind(self, values: Mapping[str, Any], record: bool = False) -> Callable[[], None]:
+        """What runs the graph on these inputs and outputs, by name: values on the device, or parts; it holds them.
 
-        The result runs it, recorded as a graph of that number if it is told to; None: it will not be. It need not wait
-        until the device is done.
+        It need not wait until the device is done. record: whether it will run often enough to be recorded.
         """
-
-    def forget(self, record: int) -> None:
-        """What was recorded by a number will not be run again."""

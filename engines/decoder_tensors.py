@@ -40,20 +40,15 @@ def device_tensors(
     rows = tuple(map(rows_dtype, dtypes))
     states = Tensor("hidden_states", rows, (None, None, spec.hidden_size))
     cache: tuple[int | None, ...] = (None, None, spec.num_kv_heads * spec.head_dim)
-    own = [
-        Tensor("write", ("int64",), (None, None, 2)),
-        Tensor("seen_by_all", ("int32",), (None, None)),
-        Tensor("columns", ("int32",), (None, None)),
-        Tensor("column_ids", ("int32",), (None,)),
-    ]
+    write: tuple[int | None, ...] = (None, None, 2)
     if capacity is not None:
-        cache, own = (None, spec.num_kv_heads, capacity, spec.head_dim), [Tensor("write", ("int64",), (None,))]
+        cache, write = (None, spec.num_kv_heads, capacity, spec.head_dim), (None,)
     inputs = [
         Tensor("hidden", rows, states.shape) if drafts else Tensor("embeddings", rows, (None, spec.hidden_size)),
         Tensor("token_ids", ("int32",), (None, None)),
         *([Tensor("hidden_ids", ("int32",), (None, None))] if drafts else []),
         Tensor("position_ids", ("int64",), (None, None)),
-        *own,
+        Tensor("write", ("int64",), write),
         Tensor("seen", ("int32",), (None, None, None)),
         *_keys_and_values("past", spec, dtypes, cache),
     ]

@@ -21,7 +21,7 @@ from .columns import ColumnCache, Places, SideBySideCache, fill_up
 from .contracts import HOLDS, Array, Executable, Tensor
 from .decoder_tensors import past_length_of, rows_dtype
 from .ort.device import Device, dtype_of
-from .ort.slabs import Bound, Launch, Lease, Slabs
+from .ort.slabs import Bound, Lease, Slabs
 from .sampling_head import Head
 
 MOST_NODES = 64  # of a row, in passes whose shapes come again
@@ -32,12 +32,12 @@ class DeviceCache(Places):
 
     slabs: Slabs
     lease: Lease
-    launch: Launch | None = None  # of the last pass
+    bound: Bound | None = None  # the last pass
 
     def finish(self) -> None:
         """Run the last pass, if nobody has asked for what comes of it."""
-        if self.launch is not None:
-            self.launch()
+        if self.bound is not None:
+            self.bound.finish()
 
     def keep_rows(self, rows: Ints) -> None:
         """Keep only these rows, in this order; copied on the device."""
@@ -74,29 +74,26 @@ class DeviceBlock(SideBySideCache, DeviceCache):
 
 
 class DeviceRows:
-    """Rows `[rows, nodes, width]` on a device. Indexing the first two axes copies just those rows, as float32.
+    """Output `name` of a pass, `[rows, nodes, width]`. Indexing the first two axes copies just those rows, as float32.
 
-    launch: the pass whose output they are. lease: held, so that no other cache runs that; without, nobody does.
+    lease: held, so that no other cache runs the pass again; without, nobody does.
     """
 
-    def __init__(self, device: Device, value: Any, launch: Launch | None, lease: Lease | None = None) -> None:
-        self.device, self._value, self._launch, self._lease = device, value, launch, lease
-        self.dtype, self.stride = dtype_of(value), value.shape()[1]
-        self.bound = launch.bound if launch and lease else None  # not to be run again meanwhile
-        if self.bound is not None:
-            self.bound.users.add(self)
+    def __init__(self, bound: Bound, name: str, lease: Lease | None = None) -> None:
+        self.bound, self.lease, self._value = bound, lease, bound.outputs[name]
+        self.dtype, self.stride = dtype_of(self._value), self._value.shape()[1]
+        bound.users.add(self)
 
     @property
     def value(self) -> Any:
         """The rows as a value on the device, when they are there."""
-        if self._launch is not None:
-            self._launch()
+        self.bound.finish()
         return self._value
 
     def __getitem__(self, key: Any) -> Floats:
         rows, nodes, _ = self._value.shape()
         places: Ints = np.arange(rows * nodes).reshape(rows, nodes)[key]
-        return self.device.read(self.value, places)
+        return self.bound.device.read(self.value, places)
 
 
 class LogitRows(DeviceRows, DeviceLogits):
@@ -113,11 +110,7 @@ class LogitRows(DeviceRows, DeviceLogits):
         results: dict[int, tuple[Ints, Floats]] = {}
         for head in dict.fromkeys(heads):
             own = [i for i, other in enumerate(heads) if other == head]
-            together = [requests[i] for i in own]
-            if self._launch is not None:
-                codes, scores = self._launch.draw(head, together)
-            else:
-                codes, scores = self.device.draw(head, self._value, together)
+            codes, scores = self.bound.draw(head, [requests[i] for i in own])
             for place, i in enumerate(own):
                 count = len(requests[i].positions)
                 results[i] = codes[place, :count], scores[place, :count]
@@ -126,8 +119,6 @@ class LogitRows(DeviceRows, DeviceLogits):
 
 class DeviceEngine(ABC):
     """A decoder in the device layout. With a table of code embeddings it is a target; without, a drafter."""
-
-    in_turn = False  # passes run in turn with what ONNX Runtime was asked for before, on its stream
 
     def __init__(
         self,
@@ -154,10 +145,6 @@ class DeviceEngine(ABC):
     def fit(self, cache: DeviceCache, nodes: int) -> int:
         """How many nodes a pass over so many is filled up to. Raises: EngineError if there are too many."""
 
-    def shared(self, cache: DeviceCache) -> dict[str, Any]:
-        """Further inputs of all passes on a cache."""
-        return {}
-
     def next_past_length(self, cache: Cache, nodes: int) -> int:
         """The longest row, rounded up. Raises: EngineError: as `fit`."""
         own = DeviceCache.own(cache)
@@ -170,13 +157,13 @@ class DeviceEngine(ABC):
         own.finish()
         past_length_of(batch, own)
         padded = self.fit(own, batch.positions.shape[1])
-        feeds = {**own.encode(batch, padded), **self._read(batch, padded), **self.shared(own)}
-        bound, lease = self._bound(own, batch, feeds)
-        launch = own.launch = Launch(bound, feeds, batch.hidden)
+        feeds = {**own.encode(batch, padded), **self._read(batch, padded)}
+        own.bound, lease = self._bound(own, batch, feeds)
+        own.bound.begin(feeds, batch.hidden)
         own.passes += 1
-        logits, hidden = (bound.outputs[name] for name in ("logits", "hidden_states"))
-        rows = LogitRows(self.device, logits, launch, lease), DeviceRows(self.device, hidden, launch, lease)
-        return PassOutput(*rows, own.written)
+        return PassOutput(
+            LogitRows(own.bound, "logits", lease), DeviceRows(own.bound, "hidden_states", lease), own.written
+        )
 
     def _read(self, batch: Pass, nodes: int) -> dict[str, Any]:
         """What nodes read, as the graph takes it, filled up to so many of a row; what is on the device stays there."""
@@ -191,7 +178,7 @@ class DeviceEngine(ABC):
             raise ValueError("a drafter reads `tokens` and `hidden`")
         states = batch.hidden
         source = states.source if isinstance(states, HiddenView) else None
-        here = isinstance(source, DeviceRows) and source.device is self.device and source.dtype == self._dtype
+        here = isinstance(source, DeviceRows) and source.bound.device is self.device and source.dtype == self._dtype
         if isinstance(states, HiddenView) and isinstance(source, DeviceRows) and here:
             hidden, ids = source.value, states.rows * source.stride + states.nodes
         else:
@@ -209,11 +196,10 @@ class DeviceEngine(ABC):
             placed |= {name.replace("past", "present", 1): one for name, one in placed.items()}  # written in place
             placed["logits"] = self.device.empty((rows, nodes, self.spec.vocab_size), "float32")
             placed["hidden_states"] = self.device.empty((rows, nodes, self.spec.hidden_size), self._dtype)
-            record = self.device.record() if lasting else None
-            return Bound(self._graph, self.device, feeds, placed, record, self.in_turn)
+            return Bound(self._graph, self.device, feeds, placed, lasting)
 
         lasting = hidden is None or (
-            isinstance(hidden, HiddenView) and getattr(hidden.source, "bound", None) is not None
+            isinstance(hidden, HiddenView) and getattr(hidden.source, "lease", None) is not None
         )
         if nodes > MOST_NODES or batch.embeds is not None or not lasting:
             return make(lasting=False), None

@@ -51,9 +51,8 @@ def device_graph(
     `present_key_values` with the new nodes written, to be bound to the memory of the past.
 
     capacity None: columns are written in any order. `write` int64 `[rows, nodes, 2]`, row and column of each node;
-    `seen_by_all` int32 `[rows, words]`, what all nodes see; `columns` int32 `[rows, 16 words]`, those that `seen` is
-    about; `column_ids` int32, 0 .. columns - 1; caches `[rows, columns, num_kv_heads * head_dim]`. A capacity: nodes
-    stand side by side. `write` int64 `[rows]`, the first one's column; `seen` ends where it likes; caches
+    `seen` has all columns; caches `[rows, columns, num_kv_heads * head_dim]`. A capacity: nodes stand side by side.
+    `write` int64 `[rows]`, the first one's column; `seen` ends where it likes; caches
     `[rows, num_kv_heads, capacity, head_dim]`.
 
     plain: without the op Attention and without bfloat16, and without float16 tables where float32 is computed with.
@@ -281,26 +280,16 @@ class _Writer(DecoderWriter):
 
     def mask(self) -> str:
         """What is added to scores, `[rows, 1, nodes, columns]`, again for all queries that share keys; not in plans."""
-        graph = self.graph
-        if self.capacity is None:
-            by_all = graph.op("Unsqueeze", self.bits("seen_by_all"), graph.ints(1))  # [rows, 1, columns]
-            places = graph.op("Equal", graph.op("Unsqueeze", "columns", graph.ints(-1)), "column_ids")
-            own = graph.op("MatMul", self.bits("seen"), graph.cast(places, "float32"))  # [rows, nodes, columns]
-            seen = graph.op("Add", by_all, own)
-        else:
-            seen = self.bits("seen")
-            graph.op("Shape", seen, name="span", start=2, end=3)
-        half, masked = (graph.constant(np.array(number, np.float32)) for number in (0.5, MASKED[self.dtype]))
-        hidden = graph.cast(graph.op("Less", seen, half), "float32")
-        mask = self.narrow(graph.op("Unsqueeze", graph.op("Mul", hidden, masked), graph.ints(1)))
-        return self.for_groups(mask) if self.products or self.capacity is None else mask
-
-    def bits(self, words: str) -> str:
-        """The bits of numbers `[..., words]` as float32 `[..., 16 words]`, the lowest of each first."""
         graph, powers = self.graph, 0.5 ** np.arange(WORD, dtype=np.float32)
-        half, two = (graph.constant(np.array(number, np.float32)) for number in (0.5, 2.0))
-        wide = graph.op("Unsqueeze", graph.cast(words, "float32"), graph.ints(-1))
-        shifted = graph.op("Floor", graph.op("Mul", wide, graph.constant(powers)))
+        half, one, two, masked = (
+            graph.constant(np.array(number, np.float32)) for number in (0.5, 1, 2, MASKED[self.dtype])
+        )
+        words = graph.op("Unsqueeze", graph.cast("seen", "float32"), graph.ints(-1))
+        shifted = graph.op("Floor", graph.op("Mul", words, graph.constant(powers)))
         even = graph.op("Mul", graph.op("Floor", graph.op("Mul", shifted, half)), two)
-        axes = (0, 0, -1) if words == "seen" else (0, -1)
-        return graph.reshape(graph.op("Sub", shifted, even), *axes)
+        seen = graph.reshape(graph.op("Sub", shifted, even), 0, 0, -1)  # the lowest bit of each word first
+        if self.capacity is not None:
+            graph.op("Shape", seen, name="span", start=2, end=3)
+        hidden = graph.op("Mul", graph.op("Sub", one, seen), masked)
+        mask = self.narrow(graph.op("Unsqueeze", hidden, graph.ints(1)))
+        return self.for_groups(mask) if self.products or self.capacity is None else mask

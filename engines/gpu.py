@@ -1,18 +1,14 @@
-"""The first NVIDIA GPU, through its driver: what it is, and streams on it."""
+"""The first NVIDIA GPU, through its driver."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import sys
-import weakref
 from typing import NamedTuple
-
-from ..errors import EngineError
 
 DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 CUDA, OLDEST_DRIVER = 13, 580  # of what the extras gpu, tensorrt and tensorrt-rtx install
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
@@ -45,28 +41,3 @@ def find_gpu() -> Gpu | None:
         logging.getLogger(__name__).warning(problem, failed)
     number, capability = version.value, f"SM{major.value}{minor.value}"
     return None if failed else Gpu(f"{number // 1000}.{number % 1000 // 10}", capability, name.value.decode())
-
-
-class Stream:
-    """A stream of the first GPU, which waits for no other: what is on the default one would, and cannot be recorded.
-
-    What runs on it must find all that it reads in memory already, as ONNX Runtime leaves it when a call returns.
-    """
-
-    def __init__(self) -> None:
-        self._driver, self._context, self._stream = ctypes.CDLL(DRIVER), ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuInit", 0)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), 0)  # that of CUDA's runtime
-        self._call("cuCtxSetCurrent", self._context)
-        self._call("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING)
-        self.handle = self._stream.value or 0
-        weakref.finalize(self, self._driver.cuStreamDestroy_v2, self._stream).atexit = False
-
-    def synchronize(self) -> None:
-        """Wait until everything on it is done."""
-        self._call("cuCtxSetCurrent", self._context)  # of the thread that waits
-        self._call("cuStreamSynchronize", self._stream)
-
-    def _call(self, function: str, *arguments: object) -> None:
-        if code := getattr(self._driver, function)(*arguments):
-            raise EngineError(f"the driver refuses {function} (error {code})", field="GPU", remedy="update the driver")

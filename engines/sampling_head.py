@@ -37,17 +37,16 @@ class Head(NamedTuple):
         both = sampling.filtered and sampling.top_k > 0 and sampling.top_p < 1
         return not both or sampling.filter_order.startswith("top-k")
 
-    def graph(self) -> tuple[bytes, list[Tensor], list[Tensor]]:
-        """The graph, its inputs and outputs. Of each image's nodes, `[images, nodes]`:
+    def write(self, graph: GraphWriter) -> tuple[list[Tensor], list[Tensor]]:
+        """Write the graph; its inputs and outputs. Of each image's nodes, `[images, nodes]`:
 
         Inputs: `logits` float32 `[rows, all, vocab_size]`; `conditional` and `unconditional` int32 `[images, nodes]`:
         where their logits are, rows and nodes taken as one, the same without guidance; `cfg_scale`, `temperature`,
         `top_p` float32 `[images, 1, 1]`; `noise` float32 `[groups, any, vocab_size]`, its first axes taken as one;
         `noise_ids` int32 `[images, nodes]`.
-        Outputs: `codes` int64 and `scores` float32 `[images, nodes, most]`, best first: logarithms
-        of probabilities after the noise, about `LEFT_OUT` for what filters leave out.
+        Output: `drawn` float32 `[2, images, nodes, most]`, best first: codes, which float32 holds exactly; and
+        logarithms of probabilities after the noise, about `LEFT_OUT` for what filters leave out.
         """
-        graph = GraphWriter()
         flat = graph.op("Reshape", "logits", graph.ints(-1, self.vocab_size))
         unconditional = graph.op("Gather", flat, "unconditional")
         apart = graph.op("Sub", graph.op("Gather", flat, "conditional"), unconditional)
@@ -56,11 +55,12 @@ class Head(NamedTuple):
         if self.noisy:
             noise = graph.op("Reshape", "noise", graph.ints(-1, self.vocab_size))
             values = graph.op("Add", values, graph.op("Gather", noise, "noise_ids"))
-        best, _ = graph.many("TopK", [values, graph.ints(self.most)], ["best", "codes"])
+        best, codes = graph.many("TopK", [values, graph.ints(self.most)], ["best", "codes"])
         highest = graph.op("Slice", best, graph.ints(0), graph.ints(1), graph.ints(-1))
         weights = graph.op("Exp", graph.op("Sub", values, highest))
         sums = graph.op("Log", graph.op("ReduceSum", weights, graph.ints(-1), keepdims=1))
-        graph.op("Sub", graph.op("Sub", best, highest), sums, name="scores")
+        parts = graph.cast(codes, "float32"), graph.op("Sub", graph.op("Sub", best, highest), sums)
+        graph.op("Concat", *(graph.op("Unsqueeze", part, graph.ints(0)) for part in parts), name="drawn", axis=0)
         nodes, scalar = ("images", "nodes"), ("images", 1, 1)
         inputs = [
             Tensor("logits", ("float32",), ("rows", "all", self.vocab_size)),
@@ -70,9 +70,7 @@ class Head(NamedTuple):
         if self.noisy:
             inputs.append(Tensor("noise", ("float32",), ("groups", "positions", self.vocab_size)))
             inputs.append(Tensor("noise_ids", ("int32",), nodes))
-        best_of = (*nodes, self.most)
-        outputs = [Tensor("codes", ("int64",), best_of), Tensor("scores", ("float32",), best_of)]
-        return graph.to_bytes(inputs, outputs), inputs, outputs
+        return inputs, [Tensor("drawn", ("float32",), (2, *nodes, self.most))]
 
     def _filtered(self, graph: GraphWriter, scaled: str) -> str:
         """Minus infinity for codes below the lowest that the filters keep."""

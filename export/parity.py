@@ -308,7 +308,6 @@ class DeviceLayout:
         else:
             embeds = inputs["input_embeds"]
             feeds |= {"token_ids": ids, "embeddings": embeds.reshape(-1, embeds.shape[2])}
-        feeds["column_ids"] = np.arange(cache.columns, dtype=np.int32)
         for name in [name for name in inputs if name.startswith("past_")]:
             feeds[name] = np.zeros((rows, cache.columns, heads * width), np.float32)
             feeds[name][:, places] = inputs[name].transpose(1, 0, 2, 3).reshape(rows, past, heads * width)

@@ -6,7 +6,6 @@ An engine may serve several threads, each with caches of its own.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -79,8 +78,6 @@ class OrtEngine:
 class OrtDeviceEngine(DeviceEngine):
     """The device layout of a bundle's graph. With provider `cpu` the device is the host's memory."""
 
-    in_turn = True
-
     def __init__(
         self, path: Path, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None, threads: int, device: Device
     ) -> None:
@@ -89,7 +86,6 @@ class OrtDeviceEngine(DeviceEngine):
             path, graph.inputs, graph.outputs, threads, device.provider, model=graph.model, records=True
         )
         super().__init__(session, graph.inputs, spec, code_embeddings, device, graph.dtype, heads=None)
-        self._column_ids: dict[int, Any] = {}  # by number of columns
 
     def new_cache(self, rows: int, capacity: int) -> DeviceColumns:
         cache = DeviceColumns(np.zeros(rows, np.int64), capacity)
@@ -99,8 +95,3 @@ class OrtDeviceEngine(DeviceEngine):
 
     def fit(self, cache: DeviceCache, nodes: int) -> int:
         return node_count(nodes)
-
-    def shared(self, cache: DeviceCache) -> dict[str, Any]:
-        if cache.columns not in self._column_ids:
-            self._column_ids[cache.columns] = self.device.put(np.arange(cache.columns, dtype=np.int32))
-        return {"column_ids": self._column_ids[cache.columns]}

@@ -35,8 +35,8 @@ class Provider(NamedTuple):
     it does not take the op Attention, and float16 on some devices only. plugin: its library comes in the package's
     module, beside onnxruntime. library: what it loads from further packages, and has no convolutions without. leaves:
     roles that run on the CPU, once an image, as it lacks ops of theirs. rounds: to bfloat16, which pictures survive and
-    codes do not. recording: further options with which it records passes as graphs; none: it cannot. forgets: ONNX
-    Runtime can drop what it has recorded.
+    codes do not. recording: further options with which it records passes as graphs; none: it cannot. most_recorded: of
+    one graph.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Provider(NamedTuple):
     leaves: tuple[str, ...] = ()
     rounds: bool = False
     recording: Mapping[str, str] = MappingProxyType({})
-    forgets: bool = True
+    most_recorded: int = 0
 
 
 # Each thread's own default stream (`cudaStreamPerThread`): what a thread asks of any session is done in that order, so
 # that only reading waits. Whoever holds the `turn` leaves nothing undone to the next thread.
-CUDA_STREAM = "2"
+CUDA_STREAM = 2
 _ALL = (
     Provider(DEFAULT_PROVIDER, "CPUExecutionProvider", "onnxruntime", {}),
     Provider(
@@ -67,12 +67,12 @@ _ALL = (
             "use_tf32": "0",  # float32 stays float32: TF32 products would not be those of another number of nodes
             "arena_extend_strategy": "kSameAsRequested",  # else what is taken doubles every time
             "cudnn_conv_algo_search": "HEURISTIC",  # else the first picture waits until every algorithm has been timed
-            "user_compute_stream": CUDA_STREAM,
+            "user_compute_stream": str(CUDA_STREAM),
         },
         memory="cuda",
         library="cuDNN",
         recording={"enable_cuda_graph": "1"},
-        forgets=False,
+        most_recorded=512,  # ONNX Runtime keeps them until the process ends
     ),
     Provider(
         "webgpu",
@@ -85,6 +85,7 @@ _ALL = (
         plugin=True,
         leaves=("condition",),
         recording={"enableGraphCapture": "1"},
+        most_recorded=1 << 31,
     ),
     Provider(
         "openvino",
@@ -103,7 +104,7 @@ _ALL = (
     ),
 )
 PROVIDERS = {provider.name: provider for provider in _ALL}
-_turns = {provider.name: threading.RLock() for provider in _ALL if provider.recording}
+TURNS = {name: threading.RLock() for name in PROVIDERS}
 IMAGE_DECODER = "vq_decoder"
 _OWN = ("drafter", "condition", IMAGE_DECODER)  # graphs that may run elsewhere than the target
 
@@ -205,11 +206,11 @@ def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
 
 
 def turn(provider: str) -> AbstractContextManager[object]:
-    """Wait until this thread may use a provider's device; nobody waits where nothing is recorded.
+    """Wait until this thread may use a provider's device; nobody waits where values are the host's.
 
     While CUDA records a pass, it fails whatever else takes memory.
     """
-    return _turns.get(provider) or nullcontext()
+    return nullcontext() if PROVIDERS[provider].memory == "cpu" else TURNS[provider]
 
 
 def check_taken(where: object, provider: Provider, session: Any) -> None:

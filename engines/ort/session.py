@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -17,11 +19,14 @@ from ..graph_writer import TYPES, convolution_graph
 from ..host import import_onnxruntime, thread_count
 from .providers import DEFAULT_PROVIDER, PROVIDERS, check_taken, find_provider, plugin_devices, turn
 
-_TYPES = {f"tensor({name})": name for name in ("float16", "bfloat16", "int32", "int64")} | {"tensor(float)": "float32"}
+_TYPES = {f"tensor({name})": name for name in ("float16", "bfloat16", "int32", "int64", "uint8")} | {
+    "tensor(float)": "float32"
+}
 # Microseconds that a thread waits for the next operator before it sleeps. Operators of small models take about as long
 # as waking up: passes of `scenes` took 1.35 ms instead of 2.1 ms with threads that sleep at once, of less processor
 # time. Threads that spin for longer, as they do by default, hold up whatever else runs there.
 SPIN = 10
+PLAIN = 2  # runs of what is bound before it is recorded
 _UNRECORDED = -1  # the number of passes that are run op by op
 # Errors of ONNX Runtime that mean a damaged file; all others mean a graph that it cannot run.
 _DAMAGE = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
@@ -63,6 +68,7 @@ class GraphSession:
                 **_check(path, "output", self.session.get_outputs(), outputs),
             }
         self.inputs, self.outputs = inputs, outputs
+        self._numbers = iter(range(1, 1 + PROVIDERS[provider].most_recorded))  # of recordings
         self.output_names = [tensor.name for tensor in outputs]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
@@ -86,25 +92,31 @@ class GraphSession:
             remedy="the graph is damaged, export the bundle again",
         )
 
-    def bind(self, values: Mapping[str, Any], record: int | None) -> Callable[[bool], None]:
-        """As `Executable`."""
+    def bind(self, values: Mapping[str, Any], record: bool = False) -> Callable[[], None]:
+        """As `Executable`, which may read arrays, too. Recorded is what ran `PLAIN` times, unless too much has been."""
+        held = {name: np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for name, one in values.items()}
         binding, memory = self.session.io_binding(), PROVIDERS[self.provider].memory
         for tensors, one, part in (
             (self.inputs, binding.bind_ortvalue_input, binding.bind_input),
             (self.outputs, binding.bind_ortvalue_output, binding.bind_output),
         ):
-            for tensor in tensors:
-                value, kind = values[tensor.name], tensor.dtypes[0]
-                if isinstance(value, Part) or kind in HOLDS:
-                    part(tensor.name, memory, 0, TYPES[kind], value.shape(), value.data_ptr())
+            for name, kind in ((tensor.name, tensor.dtypes[0]) for tensor in tensors):
+                if isinstance(value := held[name], np.ndarray):
+                    binding.bind_cpu_input(name, value)
+                elif isinstance(value, Part) or kind in HOLDS:
+                    part(name, memory, 0, TYPES[kind], value.shape(), value.data_ptr())
                 else:
-                    one(tensor.name, value)
-        options = [run_options(number) for number in (_UNRECORDED, record or _UNRECORDED)]
-        return lambda recorded: self._call(self.session.run_with_iobinding, binding, options[recorded])
+                    one(name, value)
+        number = next(self._numbers, None) if record else None
+        plain, runs = run_options(_UNRECORDED), itertools.count()
+        recorded, bound = plain if number is None else run_options(number), (binding, held)
 
-    def forget(self, record: int) -> None:
-        """As `Executable`."""
-        self.session.release_captured_graph(record)
+        def run() -> None:
+            self._call(self.session.run_with_iobinding, bound[0], recorded if next(runs) >= PLAIN else plain)
+
+        if number is not None:
+            weakref.finalize(run, self.session.release_captured_graph, number).atexit = False
+        return run
 
     def _call(self, run: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -112,7 +124,8 @@ class GraphSession:
                 return run(*arguments)
         except Exception as error:
             problem = f"ONNX Runtime failed to run the graph: {brief(error, 200)}"
-            raise EngineError(problem, field=str(self.path)) from error
+            remedy = "" if self.provider == DEFAULT_PROVIDER else "use another provider, or export in float32"
+            raise EngineError(problem, field=str(self.path), remedy=remedy) from error
 
 
 def run_options(number: int = _UNRECORDED) -> Any:

@@ -13,110 +13,160 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...runtime.device import SampleRequest
 from ...runtime.engine import Floats, Ints
+from ...runtime.sampling import damaged
 from ..columns import node_count
-from ..contracts import Executable, Part
-from ..sampling_head import Head
-from .device import PLAIN, Buffer, Device, Drawing
-from .providers import turn
+from ..contracts import Array, Executable, Part, Tensor
+from ..graph_writer import GraphWriter
+from ..kv_cache import round_up
+from ..sampling_head import LEFT_OUT, Head
+from .device import Device, Written
 
+_ALIGNED = 256  # bytes: where arrays of a buffer begin
 _KEPT = 2  # slabs that no cache uses
 _MOST_BOUND = 32  # passes of a slab: their outputs take memory, and recordings
 _MOST_DRAWINGS = 8  # heads of a bound pass
 
 
-class Bound:
-    """One shape of a pass in memory of its own. number: of its runs, each of which overwrites `outputs`, by name.
+class Buffer:
+    """Memory for arrays that go up together: by one copy, where memory has addresses."""
 
-    users: what refers to the outputs; while there are any, it must not be run.
+    def __init__(self, device: Device, size: int) -> None:
+        """size: bytes, `room` for each array."""
+        self.device, self._bytes = device, np.zeros(size, np.uint8)
+        self._value = device.put(self._bytes) if device.addressed else None
+
+    @staticmethod
+    def room(*arrays: Array) -> int:
+        """Bytes that arrays take."""
+        return sum(round_up(array.nbytes, _ALIGNED) for array in arrays)
+
+    def place(self, arrays: Mapping[str, Array], start: int = 0) -> dict[str, Any]:
+        """Places for arrays of these shapes, from a byte on, as inputs of graphs."""
+        if self._value is None:
+            return {name: self.device.put(array) for name, array in arrays.items()}
+        places: dict[str, Any] = {}
+        for name, array in arrays.items():
+            places[name] = Part(self._value, start, list(array.shape), array.dtype.name)
+            start += self.room(array)
+        return places
+
+    def fill(self, places: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Put arrays in their places, to be sent up."""
+        for name, place in places.items():
+            if isinstance(place, Part):
+                self._bytes[place.start :][: arrays[name].nbytes] = arrays[name].ravel().view(np.uint8)
+            else:
+                place.update_inplace(np.ascontiguousarray(arrays[name]))
+
+    def send(self) -> None:
+        """Bring up what has been filled in."""
+
+        def write(graph: GraphWriter) -> Written:
+            graph.op("Identity", "data", name="out")
+            data, out = (Tensor(name, ("uint8",), (None,)) for name in ("data", "out"))
+            return [data], [out]
+
+        if self._value is not None:
+            self.device.run("send", write, {"data": self._bytes, "out": self._value}, wait=False)
+
+
+class Drawing(NamedTuple):
+    """A head bound to logits: the table whose noise it reads, places of its inputs, its output, and what runs it."""
+
+    noise: Any
+    inputs: dict[str, Any]
+    drawn: Any
+    run: Callable[[], None]
+
+
+class Bound:
+    """One shape of a pass in memory of its own, run once somebody asks for what comes of it: with a head, if that is
+    codes. Each run overwrites `outputs`, by name.
+
+    users: what refers to the outputs; while there are any, it must not be begun again.
     """
 
     def __init__(
-        self,
-        graph: Executable,
-        device: Device,
-        feeds: Mapping[str, Any],
-        placed: Mapping[str, Any],
-        record: int | None,
-        in_turn: bool = False,
+        self, graph: Executable, device: Device, feeds: Mapping[str, Any], placed: Mapping[str, Any], record: bool
     ) -> None:
         """feeds: arrays, which get a place on the device, or values there. placed: caches and outputs, values there.
 
-        record: the number to record it by, None: it is run op by op. in_turn: else it needs its inputs there.
+        record: whether it and its heads may be recorded.
         """
-        self.number, self.outputs, self.record, self._in_turn = 0, placed, record, in_turn
+        self.device, self.outputs, self._record = device, placed, record
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.device, self._graph, self._drawings = device, graph, dict[tuple[Any, ...], Drawing]()
-        arrays = {name: one for name, one in feeds.items() if isinstance(one, np.ndarray)}
-        rows, self.nodes = feeds["token_ids"].shape
-        node = np.zeros((rows, node_count(self.nodes)), np.int32)  # of a head: three of these, and three of its rows
-        self._start = Buffer.room(*arrays.values())
+        self._drawings: dict[tuple[Any, ...], Drawing] = {}
+        self._waiting: list[tuple[Mapping[str, Any], object]] = []
+        rows, self._nodes = feeds["token_ids"].shape
+        arrays, self._start = _arrays(feeds), Buffer.room(*_arrays(feeds).values())
+        node = np.zeros((rows, node_count(self._nodes)), np.int32)  # of a head: three of these, and three of its rows
         self._buffer = Buffer(device, self._start + 3 * Buffer.room(node, node[:, 0]))
         self._inputs = self._buffer.place(arrays)
-        self._held = {**feeds, **self._inputs, **placed}
-        self._run = graph.bind(self._held, record)
+        self._run = graph.bind({**feeds, **self._inputs, **placed}, record)
 
-    def run(self, feeds: Mapping[str, Any]) -> None:
-        """Run it on other arrays of the same shapes; nobody waits for what comes of it."""
-        with turn(self.device.provider):
-            self._buffer.fill(self._inputs, feeds)
-            self._buffer.send()
-            if not self._in_turn:
-                self.device.wait()
-            self._run(self.number >= PLAIN)
-        self.number += 1
+    def begin(self, feeds: Mapping[str, Any], reads: object = None) -> None:
+        """Another pass, on other arrays of the same shapes. reads: whose values it reads, held until it is run."""
+        self._waiting = [(feeds, reads)]
 
-    def draw(self, feeds: Mapping[str, Any], head: Head, requests: Sequence[SampleRequest]) -> tuple[Ints, Floats]:
-        """Run it, and draw codes from its logits, as `Device.draw`: all goes up at once, codes alone come down."""
-        device, logits = self.device, self.outputs["logits"]
-        with device.lock, turn(device.provider):
-            more = device.samples(head, self.nodes, requests)
-            key = head, more["conditional"].shape
-            drawing = self._drawings.get(key)
-            if drawing is None or drawing.held.get("noise") is not more.get("noise"):  # whose table may have grown
-                if drawing is not None or len(self._drawings) == _MOST_DRAWINGS:
-                    self._drawings.pop(key if drawing else next(iter(self._drawings))).forget()
-                record = None if self.record is None else device.record()
-                drawing = self._drawings[key] = Drawing(self._buffer, self._start, head, logits, more, record)
-            drawing.fill(more)
-            self.run(feeds)
-            return drawing.run(requests)
-
-    def forget(self) -> None:
-        """It will not be run again."""
-        if self.record is not None:
-            self._graph.forget(self.record)
-        for drawing in self._drawings.values():
-            drawing.forget()
-
-
-class Launch:
-    """A pass that is run once somebody asks for what comes of it: with a head, if that is codes."""
-
-    def __init__(self, bound: Bound, feeds: Mapping[str, Any], reads: object) -> None:
-        """reads: whose values the pass reads, held until it is run."""
-        self.bound, self._feeds, self._reads = bound, [feeds], [reads]
-
-    def __call__(self) -> None:
+    def finish(self) -> None:
         """Run it, unless it has been; everything is done then."""
-        if self._feeds:
-            with turn(self.bound.device.provider):
-                self.bound.run(self._feeds.pop())
-                self.bound.device.wait()
-            self._reads.clear()
+        if self._waiting:
+            with self.device.turn:
+                self._launch()
+                self.device.wait()
 
     def draw(self, head: Head, requests: Sequence[SampleRequest]) -> tuple[Ints, Floats]:
-        """Run it and draw, as `Bound.draw`; or only draw, if it has been run."""
-        if not self._feeds:
-            return self.bound.device.draw(head, self.bound.outputs["logits"], requests)
-        drawn = self.bound.draw(self._feeds.pop(), head, requests)
-        self._reads.clear()
-        return drawn
+        """Codes and scores of all requests, `[requests, nodes, most]`, filled up to the nodes of the longest.
+
+        If the pass has to be run, all goes up at once; codes alone come down.
+        Raises: EngineError: the logits hold NaN or infinity.
+        """
+        with self.device.turn:
+            feeds = self.device.samples(head, self._nodes, requests)
+            drawing = self._drawing(head, feeds)
+            self._buffer.fill(drawing.inputs, feeds)
+            self._launch()
+            drawing.run()
+            codes, scores = drawing.drawn.numpy().copy()  # in the host's memory, the former is the value itself
+        for own, one in zip(scores, requests, strict=True):
+            if not np.isfinite(own[: len(one.positions), 0]).all():
+                raise damaged()
+        scores[scores <= LEFT_OUT / 2] = -np.inf
+        return codes.astype(np.int64), scores
+
+    def _launch(self) -> None:
+        """Send up what is in the buffer, and run the pass if it waits."""
+        waiting = self._waiting.pop() if self._waiting else None
+        if waiting is not None:
+            self._buffer.fill(self._inputs, waiting[0])
+        self._buffer.send()
+        if waiting is not None:
+            self._run()
+
+    def _drawing(self, head: Head, feeds: Mapping[str, Any]) -> Drawing:
+        """The head bound for requests of this shape, made if need be."""
+        shape = feeds["conditional"].shape
+        drawing, noise = self._drawings.pop((head, shape), None), feeds.get("noise")
+        if drawing is None or drawing.noise is not noise:  # its table may have grown
+            inputs = self._buffer.place(_arrays(feeds), self._start)
+            drawn = self.device.empty((2, *shape, head.most), "float32")
+            values = {**feeds, **inputs, "logits": self.outputs["logits"], "drawn": drawn}
+            run = self.device.graph(head, head.write, records=True).bind(values, self._record)
+            drawing = Drawing(noise, inputs, drawn, run)
+        self._drawings[head, shape] = drawing
+        if len(self._drawings) > _MOST_DRAWINGS:
+            del self._drawings[next(iter(self._drawings))]
+        return drawing
+
+
+def _arrays(feeds: Mapping[str, Any]) -> dict[str, Array]:
+    return {name: one for name, one in feeds.items() if isinstance(one, np.ndarray)}
 
 
 @dataclass(eq=False)
@@ -183,15 +233,14 @@ class Slabs:
         bound = slab.bound.pop(key, None) or make()
         slab.bound[key] = bound
         if len(slab.bound) > _MOST_BOUND:
-            slab.bound.pop(next(iter(slab.bound))).forget()
+            del slab.bound[next(iter(slab.bound))]
         return bound
 
     def _give_back(self, slab: Slab) -> None:
         with self._lock:
             self._kept[id(slab)] = slab
-            surplus = [self._kept.popitem(last=False)[1] for _ in range(len(self._kept) - _KEPT)]
-        for bound in (bound for old in surplus for bound in old.bound.values()):
-            bound.forget()
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
 
 
 @dataclass(eq=False)

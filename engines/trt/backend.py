@@ -12,7 +12,7 @@ from ...errors import EngineError
 from ...runtime.engine import Engine, Floats
 from ..contracts import Function, Tensor
 from ..engine_folder import EngineFolder
-from ..gpu import Stream, find_gpu
+from ..gpu import find_gpu
 from ..ort.backend import OrtGraphs
 from ..ort.device import Device
 from ..ort.providers import ON_CPU
@@ -49,7 +49,7 @@ class TensorRTGraphs(OrtGraphs):
         if role not in plans.manifest.graphs:
             raise plans.other(f"no plan of the {role}", "one")
         profiles = plans.manifest.graphs[role].profiles
-        return Plan(self._library, plans.path(role), profiles, plans.rebuild, Stream(), self._kernels)
+        return Plan(self._library, plans.path(role), profiles, plans.rebuild, self._kernels)
 
 
 def open_plans(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphs:

@@ -13,7 +13,6 @@ from ..contracts import Array, Tensor
 from ..decoder_tensors import device_tensors
 from ..device_engine import DeviceBlock, DeviceCache, DeviceEngine
 from ..ort.device import Device
-from ..ort.providers import turn
 from ..profiles import capacity_of
 from .plan import Plan
 
@@ -58,7 +57,7 @@ class TensorRTFunction:
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
         """The outputs, in the order in which they were declared."""
         most, results = self._plan.profiles[0].rows[2], list[list[Array]]()
-        with turn(self._device.provider):  # while another plan is recorded, nothing else may take memory
+        with self._device.turn:  # while another plan is recorded, nothing else may take memory
             for start in range(0, len(next(iter(feeds.values()))), most):
                 parts = {name: array[start : start + most] for name, array in feeds.items()}
                 rows = len(next(iter(parts.values())))
@@ -69,6 +68,6 @@ class TensorRTFunction:
                 for tensor in self._outputs:
                     shape = [size if isinstance(size, int) else rows for size in tensor.shape]
                     values[tensor.name] = self._device.empty(shape, np.dtype(self._plan.dtypes[tensor.name]).name)
-                self._plan.bind(values, None)(False)
+                self._plan.bind(values)()
                 results.append([values[tensor.name].numpy() for tensor in self._outputs])
         return [np.concatenate(arrays) for arrays in zip(*results, strict=True)]

@@ -1,15 +1,13 @@
 """One TensorRT or TensorRT-RTX plan: loaded, checked, and run on device memory by address.
 
-Each profile has an execution context, made when first needed. A run is on the plan's own stream, and returns when it
-is done. TensorRT-RTX records passes whose shapes come again; TensorRT does not: a recording would need a context for
-each shape.
+Each profile has an execution context, made when first needed. Runs are on ONNX Runtime's stream, in turn with its own.
+TensorRT-RTX records passes whose shapes come again; TensorRT does not: a recording would need a context for each shape.
 """
 
 from __future__ import annotations
 
 import hashlib
 import mmap
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +20,8 @@ from ...inputs import read_plain_file
 from ...output.files import cache_folder, replace_file
 from ..contracts import HOLDS, DTypes, Tensor
 from ..engine_folder import EngineFolder
-from ..gpu import Stream, find_gpu
+from ..gpu import find_gpu
+from ..ort.providers import CUDA_STREAM
 from ..profiles import Profile
 
 _LIMIT = 1 << 30  # bytes of kernels
@@ -90,10 +89,9 @@ class Kernels:
 
 
 class Plan:
-    """A plan on a device, as an `Executable`. Several threads may run it; each run waits for its turn.
+    """A plan on a device, as an `Executable`, for threads that take turns.
 
-    profiles: the ranges it was built for. rebuild: the command that builds it again. stream: what it runs on.
-    kernels: shared with other plans.
+    profiles: the ranges it was built for. rebuild: the command that builds it again. kernels: shared with other plans.
 
     Raises: EngineError if the library does not load the plan.
     """
@@ -104,11 +102,10 @@ class Plan:
         path: Path,
         profiles: Sequence[Profile],
         rebuild: str,
-        stream: Stream,
         kernels: Kernels | None = None,
     ) -> None:
         self._library, self.path, self.profiles, self._rebuild = library, path, profiles, rebuild
-        self._stream, self._kernels = stream, kernels or Kernels(None)
+        self._kernels = kernels or Kernels(None)
         self._errors: list[str] = []
         self._logger = make_logger(library, self._errors)  # the library keeps no reference of its own
         self._engine: Any = None
@@ -125,9 +122,8 @@ class Plan:
             raise self.other(f"{found} profiles", f"{len(profiles)}, those of engine.json")
         self._names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         self.dtypes: DTypes = {}
-        self._lock = threading.Lock()
         self._contexts: dict[int, Any] = {}  # by profile
-        self._last: dict[int, tuple[Any, Any]] = {}  # shapes and addresses that each context ran on last
+        self._last: dict[int, object] = {}  # whose values each context ran on last
 
     def other(self, found: str, expected: str, more: str = "") -> EngineError:
         """The error for a plan that is not the one expected; `more` goes to the command that builds it again."""
@@ -167,47 +163,38 @@ class Plan:
             more = "" if name == "columns" else f" --max-{name} {wanted}"
             raise self.other(f"{wanted} {what}", f"at most {most}, which it was built for", more)
 
-    def bind(self, values: Mapping[str, Any], record: int | None) -> Callable[[bool], None]:
+    def bind(self, values: Mapping[str, Any], record: bool = False) -> Callable[[], None]:
         """As `Executable`, in the smallest profile that takes as many nodes; what is recorded, the library decides."""
         nodes = values["token_ids"].shape()[1] if "token_ids" in values else 0
         _, profile = min((one.nodes[2], i) for i, one in enumerate(self.profiles) if one.nodes[2] >= nodes)
-        shapes = [tuple(values[name].shape()) for name in self._names]
-        addresses = [values[name].data_ptr() for name in self._names]
+        held, own = dict(values), object()
 
-        def run(recorded: bool) -> None:
-            with self._lock:
-                self._errors.clear()
-                context = self._context(profile)
-                last_shapes, last_addresses = self._last.pop(profile, (None, None))
-                if last_shapes != shapes:
-                    self._set_shapes(context, shapes)
-                if last_addresses != addresses:
-                    for name, address in zip(self._names, addresses, strict=True):
-                        self._check(context.set_tensor_address(name, address), f"take the place of `{name}`")
-                self._check(context.execute_async_v3(self._stream.handle), "run this plan")
-                self._stream.synchronize()
-                self._last[profile] = shapes, addresses  # only if everything succeeded
+        def run() -> None:
+            self._errors.clear()
+            context = self._context(profile)
+            if self._last.pop(profile, None) is not own:
+                self._place(context, held)
+            self._check(context.execute_async_v3(CUDA_STREAM), "run this plan")
+            self._last[profile] = own  # only if everything succeeded
 
         return run
 
-    def forget(self, record: int) -> None:
-        """Nothing: the library keeps what it records."""
-
-    def _set_shapes(self, context: Any, shapes: Sequence[tuple[int, ...]]) -> None:
-        modes, named = self._library.TensorIOMode, [*zip(self._names, shapes, strict=True)]
-        inputs = {name for name in self._names if self._engine.get_tensor_mode(name) == modes.INPUT}
-        for name, shape in named:
-            if name in inputs:
-                self._check(context.set_input_shape(name, shape), f"take `{name}` as {list(shape)}")
-        for name, shape in named:
+    def _place(self, context: Any, values: Mapping[str, Any]) -> None:
+        """Let a context run on these values."""
+        modes, shapes = self._library.TensorIOMode, {name: tuple(values[name].shape()) for name in self._names}
+        inputs = [name for name in self._names if self._engine.get_tensor_mode(name) == modes.INPUT]
+        for name in inputs:
+            self._check(context.set_input_shape(name, shapes[name]), f"take `{name}` as {list(shapes[name])}")
+        for name, shape in shapes.items():
             if name not in inputs and (found := tuple(context.get_tensor_shape(name))) != shape:
                 raise self.other(f"`{name}` as {list(found)}", f"{list(shape)}")
+            self._check(context.set_tensor_address(name, values[name].data_ptr()), f"take the place of `{name}`")
 
     def _context(self, profile: int) -> Any:
         if profile not in self._contexts:
             context = self._kernels.make_context(self._library, self._engine)
             self._check(context is not None, "make an execution context (is the device's memory full?)")
-            chosen = context.set_optimization_profile_async(profile, self._stream.handle)
+            chosen = context.set_optimization_profile_async(profile, CUDA_STREAM)
             self._check(chosen, f"choose profile `{self.profiles[profile].name}`")
             self._contexts[profile] = context
         return self._contexts[profile]

@@ -144,12 +144,6 @@ def test_threads_may_decode_while_others_record(pipe: Pipeline) -> None:
     assert ops.captures > 0
 
 
-def test_what_is_recorded_is_bounded_where_it_cannot_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_MOST_RECORDED", 2)
-    numbers = device.Device("cuda").record
-    assert [numbers() for _ in range(4)] == [1, 2, None, None]
-
-
 def test_memory_is_taken_as_it_is_asked_for() -> None:
     with null_cuda.counting() as ops:
         held = device.Device("cuda").zeros((3, 1 << 20), "float32")

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from host_tensorrt import HostLibrary, HostStream, write_plan
+from host_tensorrt import HostLibrary, write_plan
 from numpy.typing import NDArray
 from toy_engine import make_model, make_prompt, naive_distribution
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
-from lantern_rt.engines.gpu import Stream, find_gpu
+from lantern_rt.engines.gpu import find_gpu
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.profiles import Profile
@@ -109,8 +109,7 @@ class SmallModel:
                 plan = write_plan(graph, inputs, graph.with_suffix(".plan"))
             else:
                 plan = builder.build_plan(name, graph, inputs, (gpu.compute_capability,), lambda *said: None)
-            stream: Any = HostStream() if on_host else Stream()
-            return TensorRTEngine(Plan(library, plan, PROFILES, "rebuild", stream), spec, table, device)
+            return TensorRTEngine(Plan(library, plan, PROFILES, "rebuild"), spec, table, device)
 
         target = engine("target", self.target_spec, self.table)
         drafter = engine("drafter", self.drafter_spec, None)

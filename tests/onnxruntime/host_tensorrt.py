@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
+from lantern_rt.engines.ort.providers import CUDA_STREAM
 from lantern_rt.engines.trt.builder import Inputs
 
 Array = np.ndarray[Any, Any]
@@ -34,18 +35,6 @@ _AXES = {  # of a decoder's inputs; other graphs have rows only
     "seen": ("rows", "nodes", "words"),
     **dict.fromkeys(("token_ids", "hidden_ids", "position_ids", "logits", "hidden_states"), _NODES),
 }
-
-
-class HostStream:
-    """What a plan runs on; here a run is done at once. `waits`: how often it was waited for."""
-
-    handle = 7
-
-    def __init__(self) -> None:
-        self.waits = 0
-
-    def synchronize(self) -> None:
-        self.waits += 1
 
 
 class _Graphs(Enum):
@@ -81,7 +70,7 @@ class _Context:
         self.addresses: dict[str, int] = {}
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
-        assert stream == HostStream.handle
+        assert stream == CUDA_STREAM
         self.profile = profile
         return 0 <= profile < self.engine.num_optimization_profiles
 
@@ -108,7 +97,7 @@ class _Context:
         return True
 
     def execute_async_v3(self, stream_handle: int) -> bool:
-        assert stream_handle == HostStream.handle  # the default one cannot be recorded
+        assert stream_handle == CUDA_STREAM  # the default one cannot be recorded
         engine, addresses = self.engine, self.addresses
         views: dict[str, Array] = {}
         spans = []

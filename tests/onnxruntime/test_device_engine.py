@@ -22,7 +22,8 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.device_engine import DeviceCache
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.engine import OrtDeviceEngine
-from lantern_rt.engines.ort.slabs import Bound, Slabs
+from lantern_rt.engines.ort.providers import PROVIDERS
+from lantern_rt.engines.ort.slabs import Slabs
 from lantern_rt.errors import BundleError
 from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
@@ -106,7 +107,8 @@ def test_hidden_states_are_read_where_they_lie(target: OrtDeviceEngine, drafter:
     states = HiddenView(source, rows, nodes).read()
     assert states.shape == (2, 3, SMALL.hidden_size)
     np.testing.assert_array_equal(states, source[:, :5][rows, nodes])
-    elsewhere = type(source)(Device("cpu"), source.value, None)
+    other: Any = SimpleNamespace(device=Device("cpu"), outputs={"": source.value}, users=set(), finish=lambda: None)
+    elsewhere = type(source)(other, "")
     ways = [
         states,
         HiddenView(source, rows, nodes),
@@ -171,14 +173,24 @@ def test_passes_of_many_nodes_are_not_kept(target: OrtDeviceEngine) -> None:
         assert len(bound) - before == kept
 
 
-def test_a_pass_is_recorded_from_its_third_run_on() -> None:
-    recorded: list[bool] = []
-    graph: Any = SimpleNamespace(bind=lambda values, record: recorded.append)
-    feeds = {"token_ids": np.zeros((1, 2), np.int32)}
-    bound = Bound(graph, Device("cpu"), feeds, {}, 1)
-    for _ in range(4):
-        bound.run(feeds)
-    assert recorded == [False, False, True, True]
+def test_what_is_bound_is_recorded_at_its_third_run_if_there_is_room_and_forgotten_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(PROVIDERS, "cpu", PROVIDERS["cpu"]._replace(most_recorded=1))
+    device, ran, forgotten = Device("cpu"), list[str](), list[int]()
+    values = {"shape": np.array([2]), "out": device.zeros((2,), "float32")}
+    (graph,) = device._graphs.values()
+    graph.session = SimpleNamespace(
+        io_binding=graph.session.io_binding,
+        run_with_iobinding=lambda binding, options: ran.append(options.get_run_config_entry("gpu_graph_id")),
+        release_captured_graph=forgotten.append,
+    )
+    bound = [graph.bind(values, record=True) for _ in range(2)]
+    for number in (0, 0, 0, 1, 1, 1):
+        bound[number]()
+    assert ran == ["-1", "-1", "1", "-1", "-1", "-1"]
+    del bound[0]
+    assert forgotten == [1]
 
 
 def test_memory_that_was_given_back_last_is_kept_for_the_next_cache() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from refusals import refused
 
 from lantern_rt.engines.device_engine import LogitRows
 from lantern_rt.engines.ort.device import Device
+from lantern_rt.engines.ort.slabs import Bound
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.device import SampleRequest
@@ -42,7 +44,10 @@ def logits_of(rows: int = 4, nodes: int = 6, seed: int = 0) -> Floats:
 
 
 def on(device: Device, logits: Floats) -> LogitRows:
-    return LogitRows(device, device.put(logits), None)
+    """Logits of a pass that has been run, which may be for many at once."""
+    graph: Any = SimpleNamespace(bind=lambda values, record: None)
+    tokens = np.zeros((40, logits.shape[1]), np.int32)
+    return LogitRows(Bound(graph, device, {"token_ids": tokens}, {"logits": device.put(logits)}, False), "logits")
 
 
 def asking(sampling: Sampling, noise: Noise | None, first: int = 0, start: int = 0, count: int = 5) -> SampleRequest:

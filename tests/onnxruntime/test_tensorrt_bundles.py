@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from host_tensorrt import HostKernels, HostLibrary, HostStream, _Engine, write_plan
+from host_tensorrt import HostKernels, HostLibrary, _Engine, write_plan
 from tiny_graphs import Painter, export
 
 from lantern_rt.bundle.files import open_bundle
@@ -42,15 +42,13 @@ def test_images_beyond_the_rows_of_a_plan_are_decoded_in_turns(tmp_path: Path) -
     export(module, {"codes": torch.zeros(2, 16, dtype=torch.int64)}, ["images"], free, path)
     rows = (Profile(name="rows", rows=(1, 2, 2), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     library = HostLibrary()
-    stream: Any = HostStream()
     written = write_plan(path, [{"codes": ((1, 16), (2, 16), (2, 16))}], tmp_path / "vq.plan")
-    plan = Plan(library, written, rows, "again", stream)
+    plan = Plan(library, written, rows, "again")
     tensors = [Tensor("codes", ("int64",), (None, 16))], [Tensor("images", ("float32",), (None, 3, 8, 8))]
     (images,) = TensorRTFunction(plan, *tensors, Device("cpu")).run({"codes": codes})
     with torch.no_grad():
         np.testing.assert_allclose(images, module(torch.from_numpy(codes)).numpy(), atol=1e-6)
     assert [shapes["codes"][0] for _, shapes in library.engines[0].runs] == [2, 2, 1]
-    assert stream.waits == 3
 
 
 @pytest.fixture
@@ -66,7 +64,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
         monkeypatch.setattr(module, "import_library", lambda name: library)
     monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM89", "L4"))
     monkeypatch.setattr(tensorrt_backend, "MEMORY", "cpu")
-    monkeypatch.setattr(tensorrt_backend, "Stream", HostStream)
     return library
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from host_tensorrt import HostLibrary, HostStream, write_plan
+from host_tensorrt import HostLibrary, write_plan
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.device_graph import device_graph
@@ -83,8 +83,7 @@ class Rig:
     def load_plan(
         self, plan: Path | None = None, profiles: tuple[Profile, ...] = PROFILES, **change: Any
     ) -> TensorRTEngine:
-        stream: Any = HostStream()
-        loaded = Plan(self.library, plan or self.plan, profiles, "lantern-rt build-engine tiny", stream)
+        loaded = Plan(self.library, plan or self.plan, profiles, "lantern-rt build-engine tiny")
         return TensorRTEngine(loaded, spec_of(self.config).model_copy(update=change), self.table, Device("cpu"))
 
     def prefilled(self, rows: int, engine: Any = None, capacity: int = 300) -> Any:

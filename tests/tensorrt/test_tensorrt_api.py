@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.contracts import Tensor
-from lantern_rt.engines.gpu import Stream, find_gpu
+from lantern_rt.engines.gpu import find_gpu
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.engines.profiles import Profile
@@ -83,8 +82,7 @@ def image_decoder(name: str, folder: Path, provider: str) -> tuple[TensorRTFunct
     inputs = [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]
     outputs = [Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))]
     plain = GraphSession(scenes.path("vq_decoder"), inputs, outputs)
-    stream: Any = Stream() if gpu else None
-    plan = Plan(import_library(name), built, rows, "again", stream)
+    plan = Plan(import_library(name), built, rows, "again")
     return TensorRTFunction(plan, inputs, outputs, Device(provider)), plain
 
 

@@ -68,17 +68,8 @@ class Columns:
 
 def visible(feeds: dict[str, np.ndarray], columns: int) -> Bools:
     """What each node sees, bool `[rows, nodes, columns]`, as the graph reads it."""
-
-    def bits(words: np.ndarray) -> Bools:
-        found: Bools = (words[..., None] >> np.arange(WORD) & 1).astype(bool)
-        return found.reshape(*words.shape[:-1], -1)
-
-    own, named = bits(feeds["seen"]), feeds["columns"]
-    seen = np.repeat(bits(feeds["seen_by_all"])[:, None], own.shape[1], 1)
-    assert seen.shape[2] == columns
-    for row, node, place in np.argwhere(own):
-        seen[row, node, named[row, place]] = True
-    return seen
+    seen: Bools = (feeds["seen"][..., None] >> np.arange(WORD) & 1).astype(bool)
+    return seen.reshape(*feeds["seen"].shape[:2], columns)
 
 
 @settings(max_examples=200, deadline=None)
@@ -149,7 +140,6 @@ def test_a_row_with_little_room_left_shares_passes_with_rows_of_many_nodes() -> 
     feeds = cache.encode(Pass(np.zeros((2, 16), np.int64), mask), 16)
     assert feeds["write"][0, :, 1].tolist() == [*range(120, 127), *[127] * 9]
     assert feeds["write"][1, :, 1].tolist() == [*range(16)]
-    assert feeds["columns"].shape == (2, WORD)  # what all nodes of a row see is not listed
     with pytest.raises(ValueError, match="a node that only filled up its row"):
         cache.append(cache.written, [np.array([7]), np.array([0])])
     cache.append(cache.written, [np.arange(7), np.array([0, 15])])

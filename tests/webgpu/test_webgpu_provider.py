@@ -105,7 +105,7 @@ def test_no_node_is_left_to_the_cpu(pipe: Pipeline) -> None:
     sessions = []
     for engine in (pipe.engines.target, pipe.engines.drafter):
         assert isinstance(engine, OrtDeviceEngine)
-        sessions += [engine._graph.session, *(session for session, _ in engine.device._sessions.values())]
+        sessions += [engine._graph.session, *(graph.session for graph in engine.device._graphs.values())]
     parts = [part for session in sessions for part in session.get_provider_graph_assignment_info()]
     left = [node.op_type for part in parts if part.ep_name != WEBGPU.execution_provider for node in part.get_nodes()]
     assert len(parts) >= len(sessions) > 4
