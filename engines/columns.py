@@ -142,13 +142,13 @@ class SideBySideCache(Places):
         if new_kv is not self.written:
             raise ValueError(_NOT_THE_LAST)
         lengths = self.grown(accepted_indices)
-        places = [
-            [(row, start + node, length + i) for i, node in enumerate(nodes.tolist()) if start + node != length + i]
-            for row, (start, length, nodes) in enumerate(
-                zip(new_kv.tolist(), self.lengths.tolist(), accepted_indices, strict=True)
-            )
+        starts = zip(new_kv.tolist(), self.lengths.tolist(), accepted_indices, strict=True)
+        moves = [
+            (row, start + node, length + i)
+            for row, (start, length, nodes) in enumerate(starts)
+            for i, node in enumerate(nodes.tolist())
+            if start + node != length + i
         ]
-        moves = [place for own in places for place in own]
         if moves:
             self.move(*np.array(moves, np.int64).T)
         self.lengths, self.written = lengths, None

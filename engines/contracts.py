@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import LanternError
+
 Array = NDArray[Any]
 DTypes = Mapping[str, type[np.generic]]  # of a graph's tensors, by name
 HOLDS = {"bfloat16": "float16"}  # what memory of a type that NumPy does not have is taken as: only its bits are moved
@@ -35,6 +37,32 @@ class Tensor:
 
     def __str__(self) -> str:
         return f"{' or '.join(self.dtypes)} [{', '.join(str(n) if isinstance(n, int) else 'any' for n in self.shape)}]"
+
+
+def numpy_types(
+    found: Mapping[str, tuple[str, Sequence[object]]],
+    expected: Sequence[Tensor],
+    refuse: Callable[[str, str, str], LanternError],
+    only: bool,
+) -> DTypes:
+    """NumPy types of a graph's tensors, of which the type and the sizes, those that are free no numbers, are `found`.
+
+    only: there must be no others.
+    Raises: what `refuse` makes of the name of one that is not as expected, what it is, and what it should be.
+    """
+    wanted = {tensor.name: tensor for tensor in expected}
+    for name in [*wanted, *(sorted(found.keys() - wanted.keys()) if only else ())]:
+        tensor, (dtype, sizes) = wanted.get(name), found.get(name, ("", ()))
+        # a free size is only given by a free one; a fixed size by itself, or by one the graph leaves open
+        if (
+            tensor is None
+            or dtype not in tensor.dtypes
+            or len(sizes) != len(tensor.shape)
+            or any(isinstance(size, int) and size != want for size, want in zip(sizes, tensor.shape, strict=True))
+        ):
+            is_now = f"{dtype} [{', '.join(map(str, sizes))}]" if name in found else "none"
+            raise refuse(name, is_now, str(tensor or "none"))
+    return {name: np.dtype(HOLDS.get(found[name][0], found[name][0])).type for name in wanted}
 
 
 class Part(NamedTuple):

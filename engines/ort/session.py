@@ -7,6 +7,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from ...errors import BundleError, EngineError
 from ...inputs import brief, reading
-from ..contracts import HOLDS, Array, DTypes, Part, Tensor
+from ..contracts import HOLDS, Array, Part, Tensor, numpy_types
 from ..graph_writer import TYPES, convolution_graph
 from ..host import import_onnxruntime, thread_count
 from .providers import DEFAULT_PROVIDER, PROVIDERS, check_taken, find_provider, plugin_devices, turn
@@ -63,10 +64,14 @@ class GraphSession:
         source, folder = (path, None) if model is None else (model, path.parent)
         self.session = load_session(source, thread_count(threads), provider, folder, records)
         with reading(path, "an ONNX graph", BundleError, "export the bundle again"):
-            self.dtypes: DTypes = {
-                **_check(path, "input", self.session.get_inputs(), inputs),
-                **_check(path, "output", self.session.get_outputs(), outputs),
-            }
+            self.dtypes: dict[str, type[np.generic]] = {}
+            for kind, tensors, expected in (
+                ("input", self.session.get_inputs(), inputs),
+                ("output", self.session.get_outputs(), outputs),
+            ):
+                found = {one.name: (_TYPES.get(one.type, one.type), one.shape) for one in tensors}
+                refuse = partial(self._other, kind, "the graph is not the one bundle.json describes")
+                self.dtypes |= numpy_types(found, expected, refuse, only=kind == "input")
         self.inputs, self.outputs = inputs, outputs
         self._numbers = iter(range(1, 1 + PROVIDERS[provider].most_recorded))  # of recordings
         self.output_names = [tensor.name for tensor in outputs]
@@ -85,12 +90,12 @@ class GraphSession:
 
     def other_shape(self, name: str, found: Sequence[int], expected: object) -> BundleError:
         """The error for an output of another shape than expected."""
-        return BundleError(
-            field=f"{self.path}: output `{name}`",
-            found=str(list(found)),
-            expected=str(expected),
-            remedy="the graph is damaged, export the bundle again",
+        return self._other(
+            "output", "the graph is damaged, export the bundle again", name, str(list(found)), str(expected)
         )
+
+    def _other(self, kind: str, remedy: str, name: str, found: str, expected: str) -> BundleError:
+        return BundleError(field=f"{self.path}: {kind} `{name}`", found=found, expected=expected, remedy=remedy)
 
     def bind(self, values: Mapping[str, Any], record: bool = False) -> Callable[[], None]:
         """As `Executable`, which may read arrays, too. Recorded is what ran `PLAIN` times, unless too much has been."""
@@ -197,32 +202,3 @@ def check_provider(name: str) -> None:
             field=f"provider {name}",
             remedy=f"install {provider.library or 'its driver'}: {provider.package}",
         ) from error
-
-
-def _check(path: Path, kind: str, found: Sequence[Any], expected: Sequence[Tensor]) -> DTypes:
-    """Compare a graph's tensors with what is expected of it; NumPy types by name."""
-    tensors = {tensor.name: tensor for tensor in found}
-    names = [tensor.name for tensor in expected]
-    odd = [name for name in names if name not in tensors]
-    if kind == "input":
-        odd += sorted(tensors.keys() - set(names))
-    if odd:
-        having = ", ".join(sorted(tensors))
-        raise BundleError(field=f"{path}: {kind} `{odd[0]}`", found=f"a graph of {having}", expected=", ".join(names))
-    dtypes: dict[str, type[np.generic]] = {}
-    for tensor in expected:
-        sizes = tensors[tensor.name].shape
-        dtype = _TYPES.get(tensors[tensor.name].type, tensors[tensor.name].type)
-        # a free size is only given by a free one; a fixed size by itself, or by one the graph leaves open
-        fits = len(sizes) == len(tensor.shape) and all(
-            not isinstance(have, int) or have == want for have, want in zip(sizes, tensor.shape, strict=True)
-        )
-        if dtype not in tensor.dtypes or not fits:
-            raise BundleError(
-                field=f"{path}: {kind} `{tensor.name}`",
-                found=f"{dtype} [{', '.join(map(str, sizes))}]",
-                expected=str(tensor),
-                remedy="the graph is not the one bundle.json describes",
-            )
-        dtypes[tensor.name] = np.dtype(HOLDS.get(dtype, dtype)).type
-    return dtypes

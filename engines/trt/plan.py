@@ -18,7 +18,7 @@ import numpy as np
 from ...errors import EngineError, OutputError
 from ...inputs import read_plain_file
 from ...output.files import cache_folder, replace_file
-from ..contracts import HOLDS, DTypes, Tensor
+from ..contracts import Tensor, numpy_types
 from ..engine_folder import EngineFolder
 from ..gpu import find_gpu
 from ..ort.providers import CUDA_STREAM
@@ -120,8 +120,10 @@ class Plan:
         self._check(self._engine is not None, "load this plan")
         if (found := self._engine.num_optimization_profiles) != len(profiles):
             raise self.other(f"{found} profiles", f"{len(profiles)}, those of engine.json")
-        self._names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
-        self.dtypes: DTypes = {}
+        names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
+        self._inputs = [one for one in names if self._engine.get_tensor_mode(one) == library.TensorIOMode.INPUT]
+        self._outputs = [name for name in names if name not in self._inputs]
+        self.dtypes: dict[str, type[np.generic]] = {}
         self._contexts: dict[int, Any] = {}  # by profile
         self._last: dict[int, object] = {}  # whose values each context ran on last
 
@@ -132,29 +134,17 @@ class Plan:
 
     def check_tensors(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Take the types of these tensors into `dtypes`. Raises: EngineError if the plan has others."""
-        engine, modes, kinds = self._engine, self._library.TensorIOMode, self._library.DataType
-        names = {
-            kinds.FLOAT: "float32",
-            kinds.HALF: "float16",
-            kinds.BF16: "bfloat16",
-            kinds.INT32: "int32",
-            kinds.INT64: "int64",
-        }
-        expected = {tensor.name: modes.INPUT for tensor in inputs} | {tensor.name: modes.OUTPUT for tensor in outputs}
-        if odd := sorted({*self._names} ^ expected.keys()):
-            which = "a" if odd[0] in self._names else "no"
-            raise self.other(f"{which} tensor `{odd[0]}`", f"{len(expected)} tensors")
-        dtypes: dict[str, type[np.generic]] = {}
-        for tensor in (*inputs, *outputs):
-            name, shape = tensor.name, tuple(engine.get_tensor_shape(tensor.name))
-            dtype = names.get(kind := engine.get_tensor_dtype(name), str(kind))
-            fits = len(shape) == len(tensor.shape) and all(
-                size in (-1, want) or want is None for size, want in zip(shape, tensor.shape, strict=True)
-            )
-            if engine.get_tensor_mode(name) != expected[name] or dtype not in tensor.dtypes or not fits:
-                raise self.other(f"`{name}` as {dtype} {list(shape)}", str(tensor))
-            dtypes[name] = np.dtype(HOLDS.get(dtype, dtype)).type
-        self.dtypes = dtypes
+        engine, kinds = self._engine, self._library.DataType
+        names = {kinds.FLOAT: "float32", kinds.HALF: "float16", kinds.BF16: "bfloat16"}
+        names |= {kinds.INT32: "int32", kinds.INT64: "int64"}
+        for tensors, own in ((inputs, self._inputs), (outputs, self._outputs)):
+            types = {name: names.get(kind := engine.get_tensor_dtype(name), str(kind)) for name in own}
+            shapes = {name: ["any" if n == -1 else n for n in engine.get_tensor_shape(name)] for name in own}
+            found = {name: (types[name], shapes[name]) for name in own}
+            self.dtypes |= numpy_types(found, tensors, self._other_tensor, only=True)
+
+    def _other_tensor(self, name: str, found: str, expected: str) -> EngineError:
+        return self.other(f"tensor `{name}`: {found}", expected)
 
     def check_size(self, name: str, wanted: int) -> None:
         """Raises: EngineError unless a profile takes so many `rows`, `nodes` or `columns`."""
@@ -181,12 +171,11 @@ class Plan:
 
     def _place(self, context: Any, values: Mapping[str, Any]) -> None:
         """Let a context run on these values."""
-        modes, shapes = self._library.TensorIOMode, {name: tuple(values[name].shape()) for name in self._names}
-        inputs = [name for name in self._names if self._engine.get_tensor_mode(name) == modes.INPUT]
-        for name in inputs:
+        shapes = {name: tuple(values[name].shape()) for name in (*self._inputs, *self._outputs)}
+        for name in self._inputs:
             self._check(context.set_input_shape(name, shapes[name]), f"take `{name}` as {list(shapes[name])}")
         for name, shape in shapes.items():
-            if name not in inputs and (found := tuple(context.get_tensor_shape(name))) != shape:
+            if (found := tuple(context.get_tensor_shape(name))) != shape:
                 raise self.other(f"`{name}` as {list(found)}", f"{list(shape)}")
             self._check(context.set_tensor_address(name, values[name].data_ptr()), f"take the place of `{name}`")
 
