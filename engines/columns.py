@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Self
 
 import numpy as np
@@ -12,150 +11,97 @@ from .contracts import Array
 from .kv_cache import CacheRows, round_up
 
 _NODES = (2, 4, 8, 16, 32, 64)  # passes have as many, or a multiple of the last, so that shapes repeat
-_NOT_THE_LAST = "keys and values of a pass that was not the last one on this cache"
 
 
-class Places(CacheRows, ABC):
-    """Which columns of a cache hold what. written: where the last pass wrote its nodes; None: it means nothing."""
+class Places(CacheRows):
+    """Which columns of a cache hold what.
 
-    written: Ints | None
+    Either entries stand in any order: a pass writes its nodes into columns that are free, those that are accepted keep
+    theirs, and appending is bookkeeping; the last column is for nodes that only fill up a shape, and never seen. Or
+    they stand in order, in a number of columns that is given: a pass writes its nodes after those that a row holds, and
+    accepted ones of a tree have to move.
 
-    @abstractmethod
-    def encode(self, batch: Pass, padded: int) -> dict[str, Array]:
-        """A pass in the graph's tensors, but for what its nodes read; says in `written` where they go.
-
-        padded: nodes that rows are filled up to; nobody sees those.
-        """
-
-    @abstractmethod
-    def append(self, new_kv: Ints, accepted_indices: list[Ints]) -> None:
-        """Count nodes `accepted_indices[r]` of the last pass among row r's entries; new_kv: what it said it wrote.
-
-        Raises: ValueError if they do not fit, or another pass has been run since.
-        """
-
-
-class ColumnCache(Places):
-    """A cache whose columns are filled in any order.
-
-    Every pass writes its nodes into free columns. Those that are accepted keep theirs; the others are free again. So
-    appending is bookkeeping on the host, for chains and trees alike.
-
-    column_of: that of each entry, int64 `[rows, columns]`; past a row's length it means nothing. The last column is for
-    nodes that only fill up a shape, and never seen. written: of every node, int64 `[rows, nodes]`.
+    column_of: that of each entry, int64 `[rows, columns]`; past a row's length it means nothing. written: that of each
+    node of the last pass, int64 `[rows, nodes]`; None: it means nothing any more.
     """
 
-    def __init__(self, lengths: Ints, capacity: int) -> None:
+    def __init__(self, lengths: Ints, capacity: int, columns: int | None = None) -> None:
         super().__init__(lengths, capacity)
-        self.column_of = np.zeros((len(self.lengths), self.columns), np.int64)
-        self.written = None
+        self.in_order = columns is not None
+        self.column_of = np.tile(np.arange(columns or round_up(capacity + 1)), (len(lengths), 1))
+        self.written: Ints | None = None
 
     @property
     def columns(self) -> int:
-        """Columns that memory is taken for: one more than entries at the least."""
-        return round_up(self.capacity + 1)
-
-    def append(self, new_kv: Ints, accepted_indices: list[Ints]) -> None:
-        if new_kv is not self.written:
-            raise ValueError(_NOT_THE_LAST)
-        lengths, spare = self.grown(accepted_indices), self.columns - 1
-        if any((new_kv[row, nodes] == spare).any() for row, nodes in enumerate(accepted_indices)):
-            raise ValueError("a node that only filled up its row")
-        for row, nodes in enumerate(accepted_indices):
-            self.column_of[row, self.lengths[row] : lengths[row]] = new_kv[row, nodes]
-        self.lengths = lengths
+        return int(self.column_of.shape[1])
 
     def select(self, rows: Ints) -> None:
-        self.lengths, self.column_of, self.written = self.lengths[rows], self.column_of[rows], None
+        super().select(rows)
+        self.column_of, self.written = self.column_of[rows], None
 
     def join(self, other: Self) -> None:
-        places = self.column_of, other.column_of
         super().join(other)
-        self.column_of = np.concatenate([np.pad(own, ((0, 0), (0, self.columns - own.shape[1]))) for own in places])
+        both, columns = (self.column_of, other.column_of), max(self.columns, other.columns)
+        self.column_of = np.concatenate([np.pad(own, ((0, 0), (0, columns - own.shape[1]))) for own in both])
         self.written = None
 
-    def free(self, used: Bools, nodes: int) -> Ints:
-        """The first columns of each row that are not `used [rows, columns]`, int64 `[rows, nodes]`.
+    def span(self, nodes: int) -> int:
+        """Columns that a pass over so many nodes of every row reads."""
+        return round_up(int(self.lengths.max(initial=0)) + nodes) if self.in_order else self.columns
+
+    def free(self, nodes: int) -> Ints:
+        """Columns for new nodes, int64 `[rows, nodes]`.
 
         The last column for nodes that find none: a request reserves columns for its own nodes, which come first;
         further ones only fill up its rows.
         """
-        columns = np.full((len(used), nodes), self.columns - 1)
-        for row, own in enumerate(used):
-            free = np.flatnonzero(~own)[:nodes]
+        if self.in_order:
+            return self.lengths[:, None] + np.arange(nodes)
+        columns = np.full((len(self.lengths), nodes), self.columns - 1)
+        for row, length in enumerate(self.lengths.tolist()):
+            used = np.zeros(self.columns, bool)
+            used[self.column_of[row, :length]] = True
+            free = np.flatnonzero(~used)[:nodes]
             columns[row, : len(free)] = free
         return columns
 
     def encode(self, batch: Pass, padded: int) -> dict[str, Array]:
-        """As `Places`; nodes that fill up rows see nothing, and go to the last column."""
+        """A pass in the graph's tensors, but for what its nodes read; says in `written` where they go.
+
+        padded: nodes that rows are filled up to; nobody sees those, and they see the first column.
+        """
         rows, nodes = batch.positions.shape
-        row, past = np.arange(rows), batch.attention_mask.shape[2] - nodes
-        used, seen = np.zeros((rows, self.columns), bool), np.zeros((rows, padded, self.columns), bool)
+        row, past = np.arange(rows)[:, None], batch.attention_mask.shape[2] - nodes
+        seen = np.zeros((rows, padded, self.span(nodes)), bool)
         for i, length in enumerate(self.lengths.tolist()):
-            entries = self.column_of[i, :length]
-            used[i, entries] = True
-            seen[i, :nodes][:, entries] = batch.attention_mask[i, :, :length]
-        self.written = written = self.free(used, nodes)
-        seen[row[:, None, None], np.arange(nodes)[:, None], written[:, None]] = batch.attention_mask[:, :, past:]
-        write = np.zeros((rows, padded, 2), np.int64)
-        write[..., 0], write[..., 1] = row[:, None], self.columns - 1
-        write[:, :nodes, 1] = written
-        return {"position_ids": fill_up(batch.positions, padded), "write": write, "seen": words(seen)}
-
-
-class SideBySideCache(Places):
-    """A cache of a fixed number of columns, whose rows fill the first of theirs.
-
-    A pass writes its nodes after those that a row holds. Of a chain they are then in their places; accepted nodes of a
-    tree move down. written: of the first node of each row, int64 `[rows]`.
-    """
-
-    def __init__(self, lengths: Ints, capacity: int, columns: int) -> None:
-        super().__init__(lengths, capacity)
-        self._columns, self.written = columns, None
-
-    @property
-    def columns(self) -> int:
-        return self._columns
-
-    def span(self, nodes: int) -> int:
-        """Columns that a pass over so many nodes of every row reads."""
-        return round_up(int(self.lengths.max(initial=0)) + nodes)
-
-    def select(self, rows: Ints) -> None:
-        self.lengths, self.written = self.lengths[rows], None
-
-    def encode(self, batch: Pass, padded: int) -> dict[str, Array]:
-        """As `Places`; nodes that fill up rows see the first column."""
-        rows, nodes = batch.positions.shape
-        past, span = batch.attention_mask.shape[2] - nodes, self.span(nodes)
-        seen = np.zeros((rows, padded, span), bool)
-        row, common = np.arange(rows)[:, None, None], min(past, span)
-        seen[:, :nodes, :common] = batch.attention_mask[:, :, :common]
-        own = self.lengths[:, None, None] + np.arange(nodes)  # columns of the new nodes
-        seen[row, np.arange(nodes)[:, None], own] = batch.attention_mask[:, :, past:]
+            seen[i, :nodes][:, self.column_of[i, :length]] = batch.attention_mask[i, :, :length]
+        self.written = written = self.free(nodes)
+        seen[row[:, None], np.arange(nodes)[:, None], written[:, None]] = batch.attention_mask[:, :, past:]
         seen[:, nodes:, 0] = True  # a softmax over nothing could give what is no number
-        self.written = write = self.lengths.copy()
-        return {"position_ids": fill_up(batch.positions, padded), "write": write, "seen": words(seen)}
+        write = np.full((rows, padded, 2), self.columns - 1)
+        write[..., 0], write[:, :nodes, 1] = row, written
+        starts = self.lengths.copy() if self.in_order else write
+        return {"position_ids": fill_up(batch.positions, padded), "write": starts, "seen": words(seen)}
 
-    def append(self, new_kv: Ints, accepted_indices: list[Ints]) -> None:
+    def accept(self, new_kv: Ints, accepted_indices: list[Ints]) -> Ints:
+        """Count nodes `accepted_indices[r]` of the last pass among row r's entries; new_kv: what it said it wrote.
+
+        Returns: what has to move, int64 `[some, 3]`: row, from column, to column.
+        Raises: ValueError if they do not fit, or another pass has been run since.
+        """
         if new_kv is not self.written:
-            raise ValueError(_NOT_THE_LAST)
-        lengths = self.grown(accepted_indices)
-        starts = zip(new_kv.tolist(), self.lengths.tolist(), accepted_indices, strict=True)
-        moves = [
-            (row, start + node, length + i)
-            for row, (start, length, nodes) in enumerate(starts)
-            for i, node in enumerate(nodes.tolist())
-            if start + node != length + i
-        ]
-        if moves:
-            self.move(*np.array(moves, np.int64).T)
-        self.lengths, self.written = lengths, None
-
-    @abstractmethod
-    def move(self, rows: Ints, sources: Ints, targets: Ints) -> None:
-        """Copy entries, all `[some]`, from columns of rows to others; everything is read before anything is written."""
+            raise ValueError("keys and values of a pass that was not the last one on this cache")
+        lengths, moves = self.grown(accepted_indices), list[tuple[int, int, int]]()
+        columns = [new_kv[row, nodes] for row, nodes in enumerate(accepted_indices)]
+        if not self.in_order and any((own == self.columns - 1).any() for own in columns):
+            raise ValueError("a node that only filled up its row")
+        for row, (start, own) in enumerate(zip(self.lengths.tolist(), columns, strict=True)):
+            if self.in_order:
+                moves += [(row, at, start + i) for i, at in enumerate(own.tolist()) if at != start + i]
+            else:
+                self.column_of[row, start : start + len(own)] = own
+        self.lengths, self.written = lengths, None if moves else self.written
+        return np.array(moves, np.int64).reshape(-1, 3)
 
 
 def node_count(nodes: int) -> int:

@@ -17,7 +17,7 @@ from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..methods import Sampling
 from ..runtime.device import DeviceLogits, SampleRequest
 from ..runtime.engine import Cache, Floats, HiddenView, Ints, Pass, PassOutput
-from .columns import ColumnCache, Places, SideBySideCache, fill_up
+from .columns import Places, fill_up
 from .contracts import HOLDS, Array, Executable, Tensor
 from .decoder_tensors import past_length_of, rows_dtype
 from .ort.device import Device, dtype_of
@@ -28,23 +28,32 @@ MOST_NODES = 64  # of a row, in passes whose shapes come again
 
 
 class DeviceCache(Places):
-    """Keys and values on a device."""
+    """Keys and values on a device, in memory of their own."""
 
-    slabs: Slabs
-    lease: Lease
-    bound: Bound | None = None  # the last pass
+    def __init__(self, slabs: Slabs, rows: int, capacity: int, columns: int | None = None) -> None:
+        super().__init__(np.zeros(rows, np.int64), capacity, columns)
+        self.slabs, self.lease = slabs, slabs.take(rows, self.columns)
+        self.bound: Bound | None = None  # the last pass
 
     def finish(self) -> None:
         """Run the last pass, if nobody has asked for what comes of it."""
         if self.bound is not None:
             self.bound.finish()
 
+    def append(self, new_kv: Ints, accepted_indices: list[Ints]) -> None:
+        """As `Places.accept`; what has to move does so on the device, in every head."""
+        moves = self.accept(new_kv, accepted_indices)
+        if len(moves):
+            self.finish()
+            slab = self.lease.slab
+            self.slabs.move(slab, moves[:, [0, 1]], moves[:, [0, 2]], np.arange(0, slab.shape[1], self.columns))
+
     def keep_rows(self, rows: Ints) -> None:
         """Keep only these rows, in this order; copied on the device."""
         self.finish()
         before = self.lease  # held until it has been read
         self.select(rows)
-        self.lease = self.slabs.take((len(rows), *before.slab.shape[1:]))
+        self.lease = self.slabs.take(len(rows), self.columns)
         self.slabs.copy(before.slab, rows, self.lease.slab)
 
     def extend(self, other: Cache) -> None:
@@ -53,24 +62,10 @@ class DeviceCache(Places):
         self.finish()
         added.finish()
         self.join(added)
-        (own, columns, width), more = before.slab.shape, added.lease.slab.shape
-        self.lease = self.slabs.take((own + more[0], max(columns, more[1]), width))
+        own, more = before.slab.shape[0], added.lease.slab.shape[0]
+        self.lease = self.slabs.take(own + more, self.columns)
         self.slabs.copy(before.slab, np.arange(own), self.lease.slab)
-        self.slabs.copy(added.lease.slab, np.arange(more[0]), self.lease.slab, own)
-
-
-class DeviceColumns(ColumnCache, DeviceCache):
-    """One whose columns are filled in any order."""
-
-
-class DeviceBlock(SideBySideCache, DeviceCache):
-    """One whose entries stand side by side."""
-
-    def move(self, rows: Ints, sources: Ints, targets: Ints) -> None:
-        self.finish()
-        slab = self.lease.slab  # every head has all columns, one after the other
-        source, target = (np.stack([rows, columns], 1) for columns in (sources, targets))
-        self.slabs.move(slab, source, target, np.arange(0, slab.shape[1], self.columns))
+        self.slabs.copy(added.lease.slab, np.arange(more), self.lease.slab, own)
 
 
 class DeviceRows:
@@ -135,7 +130,8 @@ class DeviceEngine(ABC):
         table = None if code_embeddings is None else np.ascontiguousarray(code_embeddings, self._dtype)
         self._table = None if table is None else device.put(table)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_")]
-        self._slabs = Slabs(device, len(self._past), HOLDS.get(dtype, dtype), heads)
+        width = spec.head_dim * (1 if heads else spec.num_kv_heads)
+        self._slabs = Slabs(device, len(self._past), HOLDS.get(dtype, dtype), width, heads)
 
     @abstractmethod
     def new_cache(self, rows: int, capacity: int) -> DeviceCache:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..bundle.manifest import DrafterSpec
-from ..engines.columns import ColumnCache, fill_up, node_count
+from ..engines.columns import Places, fill_up, node_count
 from ..engines.contracts import Progress
 from ..engines.device_graph import device_graph
 from ..engines.host import import_onnxruntime
@@ -297,7 +297,7 @@ class DeviceLayout:
         """All outputs by the names and in the shapes that the file's own graph has."""
         (rows, nodes), (heads, width) = inputs["position_ids"].shape, self._heads
         past, row = inputs["attention_mask"].shape[3] - nodes, np.arange(rows)[:, None]
-        cache, generator = ColumnCache(np.full(rows, past), past + nodes), np.random.default_rng(0)
+        cache, generator = Places(np.full(rows, past), past + nodes), np.random.default_rng(0)
         places = cache.column_of[:, :past] = generator.permutation(cache.columns - 1)[:past]
         count = node_count(nodes)
         feeds = cache.encode(Pass(inputs["position_ids"], inputs["attention_mask"][:, 0] == 0), count)

@@ -14,7 +14,7 @@ from ...runtime.engine import Cache, Floats, Pass, PassOutput
 from ..columns import node_count
 from ..contracts import Array
 from ..decoder_tensors import decoder_tensors, kv_dtype, node_inputs, past_length_of
-from ..device_engine import DeviceCache, DeviceColumns, DeviceEngine
+from ..device_engine import DeviceCache, DeviceEngine
 from ..device_graph import device_graph
 from ..kv_cache import CacheRows, KVCache
 from .device import Device
@@ -87,11 +87,8 @@ class OrtDeviceEngine(DeviceEngine):
         )
         super().__init__(session, graph.inputs, spec, code_embeddings, device, graph.dtype, heads=None)
 
-    def new_cache(self, rows: int, capacity: int) -> DeviceColumns:
-        cache = DeviceColumns(np.zeros(rows, np.int64), capacity)
-        width = self.spec.num_kv_heads * self.spec.head_dim
-        cache.slabs, cache.lease = self._slabs, self._slabs.take((rows, cache.columns, width))
-        return cache
+    def new_cache(self, rows: int, capacity: int) -> DeviceCache:
+        return DeviceCache(self._slabs, rows, capacity)
 
     def fit(self, cache: DeviceCache, nodes: int) -> int:
         return node_count(nodes)

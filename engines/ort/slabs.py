@@ -181,18 +181,19 @@ class Slab:
 class Slabs:
     """The slabs of an engine. What nobody uses any more is kept for the next who needs it, but not much of it."""
 
-    def __init__(self, device: Device, tensors: int, dtype: str, heads: int | None) -> None:
+    def __init__(self, device: Device, tensors: int, dtype: str, width: int, heads: int | None) -> None:
         """heads: of a row, each with all columns; all tensors are then one value, which one operation reaches.
 
-        None: columns have all heads, and every tensor is a value.
+        None: columns have all heads, and every tensor is a value. width: of a column, of one head or of all.
         """
-        self.device, self._dtype, self._heads = device, dtype, heads
+        self.device, self._dtype, self._width, self._heads = device, dtype, width, heads
         self._values, self._stack = (1, tensors) if heads else (tensors, 1)
         self._kept: OrderedDict[int, Slab] = OrderedDict()  # the one given back longest ago first
         self._lock = threading.RLock()  # one may be given back while another is taken, on the same thread too
 
-    def take(self, shape: tuple[int, int, int]) -> Lease:
-        """A slab `[rows, columns, width]` of finite numbers."""
+    def take(self, rows: int, columns: int) -> Lease:
+        """A slab of so many columns, of each head or of all, with finite numbers."""
+        shape = rows, columns * (self._heads or 1), self._width
         with self._lock:
             slab = next((slab for slab in list(self._kept.values()) if slab.shape == shape), None)
             self._kept.pop(id(slab), None)

@@ -11,7 +11,7 @@ from ...runtime.engine import Floats
 from ..columns import node_count
 from ..contracts import Array, Tensor
 from ..decoder_tensors import device_tensors
-from ..device_engine import DeviceBlock, DeviceCache, DeviceEngine
+from ..device_engine import DeviceCache, DeviceEngine
 from ..ort.device import Device
 from ..profiles import capacity_of
 from .plan import Plan
@@ -30,21 +30,17 @@ class TensorRTEngine(DeviceEngine):
         dtype = np.dtype(plan.dtypes["hidden_states"]).name
         super().__init__(plan, inputs, spec, code_embeddings, device, dtype, heads=spec.num_kv_heads)
 
-    def new_cache(self, rows: int, capacity: int) -> DeviceBlock:
+    def new_cache(self, rows: int, capacity: int) -> DeviceCache:
         self._plan.check_size("rows", rows)
         largest = max(profile.nodes[2] for profile in self._plan.profiles)
         self._plan.check_size("columns", capacity - largest - 2)  # what comes after the largest pass is never read
-        cache = DeviceBlock(np.zeros(rows, np.int64), capacity, self._columns)
-        lines = self.spec.num_kv_heads * self._columns
-        cache.slabs, cache.lease = self._slabs, self._slabs.take((rows, lines, self.spec.head_dim))
-        return cache
+        return DeviceCache(self._slabs, rows, capacity, self._columns)
 
     def fit(self, cache: DeviceCache, nodes: int) -> int:
-        own = DeviceBlock.own(cache)
-        for name, wanted in (("rows", len(own.lengths)), ("nodes", nodes), ("columns", own.span(nodes))):
+        for name, wanted in (("rows", len(cache.lengths)), ("nodes", nodes), ("columns", cache.span(nodes))):
             self._plan.check_size(name, wanted)
         most = max(profile.nodes[2] for profile in self._plan.profiles)
-        return min(node_count(nodes), most, own.columns - int(own.lengths.max(initial=0)))
+        return min(node_count(nodes), most, cache.columns - int(cache.lengths.max(initial=0)))
 
 
 class TensorRTFunction:

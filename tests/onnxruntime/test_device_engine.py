@@ -194,11 +194,11 @@ def test_what_is_bound_is_recorded_at_its_third_run_if_there_is_room_and_forgott
 
 
 def test_memory_that_was_given_back_last_is_kept_for_the_next_cache() -> None:
-    slabs = Slabs(Device("cpu"), 1, "float32", None)
-    leases = [slabs.take((1, 16, width)) for width in (1, 2, 3)]
+    slabs = Slabs(Device("cpu"), 1, "float32", 4, None)
+    leases = [slabs.take(1, columns) for columns in (1, 2, 3)]
     while leases:
         del leases[0]
-    assert [slab.shape[2] for slab in slabs._kept.values()] == [2, 3]
+    assert [slab.shape[1] for slab in slabs._kept.values()] == [2, 3]
 
 
 def test_several_threads_may_use_one_engine(target: OrtDeviceEngine) -> None:

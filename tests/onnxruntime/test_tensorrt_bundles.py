@@ -18,7 +18,7 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines import build as build_module
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.contracts import Tensor
-from lantern_rt.engines.device_engine import DeviceBlock
+from lantern_rt.engines.device_engine import DeviceCache
 from lantern_rt.engines.engine_folder import file_blake2b, open_engine_folder
 from lantern_rt.engines.gpu import Gpu
 from lantern_rt.engines.ort.device import Device, dtype_of
@@ -118,7 +118,7 @@ def test_a_bundle_of_float16_is_fed_float16_and_draws(
     result = pipeline(embeddings=(states, np.ones((1, prefix), np.int64)), method="eagle", tree="chain-3", seed=1)
     assert result.codes[0].shape == (36,)
     cache = pipeline.engines.target.new_cache(2, 64)
-    assert isinstance(cache, DeviceBlock)
+    assert isinstance(cache, DeviceCache)
     assert [dtype_of(value) for value in cache.lease.slab.values] == ["float16"]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny_graphs import TINY
 from tiny_rig import PROFILES, Rig
 
-from lantern_rt.engines.device_engine import DeviceBlock
+from lantern_rt.engines.device_engine import DeviceCache
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.slabs import Slabs
@@ -41,9 +41,8 @@ class Twin:
     def __init__(self, rows: int, capacity: int = 40, slabs: Slabs | None = None) -> None:
         self.rng = np.random.default_rng(0)
         self.plain = KVCache.empty(rows, capacity, TENSORS // 2, HEADS, WIDTH, np.float32)
-        self.cache = DeviceBlock(np.zeros(rows, np.int64), capacity, COLUMNS)
-        self.cache.slabs = slabs or Slabs(Device("cpu"), TENSORS, "float32", heads=HEADS)
-        self.cache.lease = self.cache.slabs.take((rows, HEADS * COLUMNS, WIDTH))
+        slabs = slabs or Slabs(Device("cpu"), TENSORS, "float32", WIDTH, HEADS)
+        self.cache = DeviceCache(slabs, rows, capacity, COLUMNS)
 
     def held(self) -> np.ndarray[Any, Any]:
         """What the device holds, `[tensors, rows, heads, columns, head_dim]`, to be changed there."""
@@ -62,7 +61,7 @@ class Twin:
         (value,) = self.cache.lease.slab.values
         value.update_inplace(held.reshape(value.shape()))
         self.plain.append(list(new_kv), accepted_indices)
-        self.cache.append(write, accepted_indices)
+        self.cache.append(self.cache.written, accepted_indices)
 
     def check(self) -> None:
         """Both hold the same."""

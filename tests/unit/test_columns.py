@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lantern_rt.engines.columns import ColumnCache, node_count
+from lantern_rt.engines.columns import Places, node_count
 from lantern_rt.engines.device_graph import WORD
 from lantern_rt.runtime.engine import Bools, Pass
 
@@ -18,7 +18,7 @@ class Columns:
     """A cache with what stands in its columns: a number for every node that was ever written."""
 
     def __init__(self, rows: int, capacity: int) -> None:
-        self.cache = ColumnCache(np.zeros(rows, np.int64), capacity)
+        self.cache = Places(np.zeros(rows, np.int64), capacity)
         self.stands = np.full((rows, self.cache.columns), -1)
         self.entries: list[list[int]] = [[] for _ in range(rows)]
         self.next = 0
@@ -45,7 +45,7 @@ class Columns:
             self.stands[np.arange(rows), write[:, node, 1]] = new[:, node]
         seen = visible(feeds, cache.columns)
         assert not seen[:, :, spare].any()
-        assert not (seen[:, nodes:] & ~seen[:, :1]).any()  # what fills up sees no more than what all see
+        assert not seen[:, nodes:, 1:].any()  # what fills up sees the first column alone
         for row in range(rows):
             for node in range(nodes):
                 expected = [entry for i, entry in enumerate(self.entries[row]) if on_past[row, node, i]]
@@ -54,7 +54,7 @@ class Columns:
         return new
 
     def append(self, new: np.ndarray, accepted: list[list[int]]) -> None:
-        self.cache.append(self.cache.written, [np.array(nodes, np.int64) for nodes in accepted])
+        self.cache.accept(self.cache.written, [np.array(nodes, np.int64) for nodes in accepted])
         for row, nodes in enumerate(accepted):
             self.entries[row] += new[row, nodes].tolist()
         self.holds()
@@ -132,7 +132,7 @@ def test_columns_of_nodes_that_were_not_accepted_are_written_again() -> None:
 
 
 def test_a_row_with_little_room_left_shares_passes_with_rows_of_many_nodes() -> None:
-    cache = ColumnCache(np.array([120, 0]), 127)
+    cache = Places(np.array([120, 0]), 127)
     cache.column_of[0, :120] = np.arange(120)
     mask = np.zeros((2, 16, 128 + 16), bool)
     mask[0, :, :120] = True
@@ -141,8 +141,8 @@ def test_a_row_with_little_room_left_shares_passes_with_rows_of_many_nodes() -> 
     assert feeds["write"][0, :, 1].tolist() == [*range(120, 127), *[127] * 9]
     assert feeds["write"][1, :, 1].tolist() == [*range(16)]
     with pytest.raises(ValueError, match="a node that only filled up its row"):
-        cache.append(cache.written, [np.array([7]), np.array([0])])
-    cache.append(cache.written, [np.arange(7), np.array([0, 15])])
+        cache.accept(cache.written, [np.array([7]), np.array([0])])
+    cache.accept(cache.written, [np.arange(7), np.array([0, 15])])
     assert cache.lengths.tolist() == [127, 2]
     assert cache.column_of[0, :127].tolist() == [*range(127)]
 
@@ -154,8 +154,8 @@ def test_what_another_pass_wrote_is_refused() -> None:
     columns.run(*empty(2))
     nothing = [np.array([], np.int64)]
     with pytest.raises(ValueError, match="a pass that was not the last one on this cache"):
-        columns.cache.append(earlier, nothing)
-    columns.cache.append(columns.cache.written, nothing)
+        columns.cache.accept(earlier, nothing)
+    columns.cache.accept(columns.cache.written, nothing)
 
 
 def test_passes_are_filled_up_to_few_numbers_of_nodes() -> None:
