@@ -20,6 +20,7 @@ FAMILIES = {
     "lumina": ("target", "vq", "drafter", "grid", "lora"),
     "janus": ("target", "lora"),
     "emu3": ("target", "vq", "grid", "lora"),
+    "simplear": ("target", "vq", "grid", "lora"),
 }
 CHECKPOINTS = ("target", "vq", "drafter", "text_encoder", "config")  # the options that are paths
 _OPTIONAL_VQ = ("emu3",)  # whose target may hold it

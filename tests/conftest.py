@@ -232,3 +232,20 @@ def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return export_model(replace(model, fields={**model.fields, "sizes": sizes, "condition": condition}), output)
 
     return _exported(tmp_path_factory, "emu3_bundle/tiny-emu3", export, ("tokenizers",))
+
+
+@pytest.fixture(scope="session")
+def simplear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SimpleAR without a drafter: 4 x 4 codes, and the sizes that runs were recorded with."""
+
+    def export(output: Path) -> Path:
+        from lantern_rt.bundle.manifest import Size
+        from lantern_rt.export.families.simplear import read_simplear
+        from lantern_rt.export.writer import export_model
+
+        model = read_simplear(DATA / "simplear/model", DATA / "simplear/cosmos", grid=5)
+        grids = ((4, 4), (5, 5), (3, 6))
+        sizes = [Size(name=f"{16 * columns}x{16 * rows}", rows=rows, columns=columns) for rows, columns in grids]
+        return export_model(replace(model, fields={**model.fields, "sizes": sizes}), output)
+
+    return _exported(tmp_path_factory, "simplear_bundle/tiny-simplear", export, ("tokenizers",))

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ...inputs import brief, read_plain_file, reading, short
+from .torchscript import read_torchscript
 
 Weights = dict[str, Tensor]
 Reader = TypeVar("Reader", bound=Callable[..., Any])
@@ -193,7 +194,7 @@ def read_tokenizer(
 def read_weights(
     path: Path, counted: Callable[[int], None] = lambda size: None, averaged: bool | None = None
 ) -> Weights:
-    """The state dict in a `.pt`, `.pth`, `.bin` or `.safetensors` file, mapped, of the types stored.
+    """The state dict in a `.pt`, `.pth`, `.bin`, `.jit` or `.safetensors` file, mapped, of the types stored.
 
     Args:
         path: the file.
@@ -265,6 +266,8 @@ def _read(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
+        if path.suffix == ".jit":
+            return read_torchscript(path)
         zipped = zipfile.is_zipfile(path)  # files of PyTorch before 1.6 are not, and cannot be mapped
         with torch.serialization.safe_globals([argparse.Namespace]):  # the training arguments some files keep
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)

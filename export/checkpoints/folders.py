@@ -23,6 +23,7 @@ from .lora import Adapter
 
 SINGLE = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+PAIRS = (("encoder.safetensors", "decoder.safetensors"), ("encoder.jit", "decoder.jit"))  # of image tokenizers
 _LOOSE = (".pt", ".pth")
 _OTHERS = ("optimizer", "training_args", "scheduler", "rng_state")  # what training leaves beside the weights
 _FLOATS = "floating-point numbers"
@@ -178,10 +179,13 @@ class Checkpoint:
 
 
 def choose_files(names: Collection[str]) -> list[str]:
-    """Of the files in a folder, the one to read weights from: a single file, an index, or all `.pt` files."""
+    """Of the files in a folder, those to read weights from: a single file, an index, a pair, or all `.pt` files."""
     for name in (SINGLE[0], INDEX[0], *SINGLE[1:], INDEX[1]):
         if name in names:
             return [name]
+    for pair in PAIRS:
+        if {*pair} <= {*names}:
+            return [*pair]
     return sorted(name for name in names if name.endswith(_LOOSE) and not name.startswith(_OTHERS))
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from itertools import chain
 from pathlib import Path
 
 from ...bundle.hub import HUB, reaching, read_reference, refused
 from ...errors import CheckpointError, LanternError
 from .files import listing
-from .folders import INDEX, SINGLE, choose_files, read_index
+from .folders import INDEX, PAIRS, SINGLE, choose_files, read_index
 
 # Fetched with weights, where they are there.
 _SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "emu3.tiktoken", "emu3_vision_tokens.txt")
@@ -64,7 +65,7 @@ def fetch(place: Path | str, names: Collection[str] = ()) -> Path:
 
 def _choose_weights(text: str, files: Collection[str]) -> list[str]:
     """The file of a repository with its weights, or the index of them."""
-    chosen = choose_files({name for name in files if name in (*SINGLE, *INDEX)})
+    chosen = choose_files({name for name in files if name in (*SINGLE, *INDEX, *chain(*PAIRS))})
     if not chosen:
         expected = f"{SINGLE[0]} or alike"
         raise CheckpointError(field=text, found=listing(files), expected=expected, remedy=f"name one: {text}/FILE")

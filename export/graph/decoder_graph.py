@@ -68,16 +68,19 @@ class PastFirstWriter(DecoderWriter):
         self.decoder(x, self.config.num_layers)
 
     def product(self, x: str, weight: str, output: str | None) -> str:
-        numbers = self.weights[weight]
-        if self.folds and weight.endswith(".qkv.weight"):
-            config, own = self.config, numbers
-            factors = torch.tensor([self.scale] * config.num_heads + [1.0] * 2 * config.num_kv_heads)
-            rows = factors.repeat_interleave(config.head_dim)[:, None]
-            numbers = deferred(lambda: computed(own).float() * rows, own.shape, torch.float32)
-        return self.graph.linear(x, weight, numbers, output)
+        return self.graph.linear(x, weight, self.scaled(weight), output)
 
     def weight(self, name: str) -> str:
-        return self.graph.weight(name, self.weights[name])
+        return self.graph.weight(name, self.scaled(name))
+
+    def scaled(self, name: str) -> Tensor:
+        """A weight or bias; those of queries times `scale`, if that goes into them."""
+        own, config = self.weights[name], self.config
+        if not (self.folds and ".qkv." in name):
+            return own  # type: ignore[no-any-return]
+        factors = torch.tensor([self.scale] * config.num_heads + [1.0] * 2 * config.num_kv_heads)
+        rows = factors.repeat_interleave(config.head_dim).view(-1, *[1] * (own.ndim - 1))
+        return deferred(lambda: computed(own).float() * rows, own.shape, torch.float32)
 
     def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
         x = x if added is None else self.graph.op("Add", x, added)
@@ -167,16 +170,18 @@ class PastFirstWriter(DecoderWriter):
     def multiples(self, value: str, at: str) -> str:
         """Values `[rows, nodes, num_kv_heads, width]`, rounded to multiples of powers of two, at most 2047 times these.
 
-        The power of each follows from the longest vector that the norm before it gives, so that no value lies beyond;
-        what rounding adds to that is cut off.
+        The power of each follows from the longest vector that the norm before it gives, and the bias, so that no value
+        lies beyond; what rounding adds to that is cut off.
         """
         ops, shape = self.graph, (self.config.num_kv_heads, self.config.head_dim)
         most = min(_VALUES, (2**_EXACT - 1) // (_SHARES + self.columns // 2))
         projection, norm = self.weights[f"{at}.attention.qkv.weight"], self.weights[f"{at}.attention_norm.weight"]
+        bias = self.weights.get(f"{at}.attention.qkv.bias", torch.zeros(1))
 
         def units() -> Tensor:
             rows = computed(projection)[-math.prod(shape) :].float()
             longest = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * computed(norm), dim=1)
+            longest += computed(bias)[-len(rows) :].float().abs()
             return torch.exp2(torch.ceil(torch.log2(longest.clamp(1e-30) / most))).view(shape)
 
         unit = ops.weight(f"{at}.value_units", deferred(units, shape, torch.float32))

@@ -22,12 +22,12 @@ class DecoderConfig:
     """Sizes and conventions of a decoder.
 
     rotary: positions are cells of a `grid` with rows and columns (LlamaGen), or a plain `sequence` (Llama, Chameleon).
-    rope_style: which numbers of a head are a pair, `interleaved` (2i, 2i + 1) or `half` (i, i + half).
-    prefix_rotation: rows of the rotary table before a grid; `zero` makes prefix queries and keys vanish (LlamaGen).
-    spare_positions: rows after the grid, for draft nodes past the last cell. input_norm: whether the first layer
-    normalises its input (an EAGLE drafter of LlamaGen does not). query_key_norm: whether queries and keys are
-    normalised head by head (Chameleon). head_hidden: width of a hidden layer in the head (Janus), 0 for a linear one.
-    picture_tokens: of the longest picture (Lumina-mGPT), 0 for those of the grid.
+    rope_style: which numbers of a head are a pair, `interleaved` (2i, 2i + 1) or `half` (i, i + half). prefix_rotation:
+    rows of the rotary table before a grid; `zero` makes prefix queries and keys vanish (LlamaGen). spare_positions:
+    rows after the grid, for draft nodes past the last cell. input_norm: whether the first layer normalises its input
+    (an EAGLE drafter of LlamaGen does not). query_key_norm: whether queries and keys are normalised head by head
+    (Chameleon). qkv_bias: whether their projections add one (Qwen2). head_hidden: width of a hidden layer in the head
+    (Janus), 0 for a linear one. picture_tokens: of the longest picture (Lumina-mGPT), 0 for those of the grid.
     """
 
     hidden_size: int
@@ -47,6 +47,7 @@ class DecoderConfig:
     input_norm: bool = True
     final_norm: bool = True
     query_key_norm: bool = False
+    qkv_bias: bool = False
     head_hidden: int = 0
     picture_tokens: int = 0
 
@@ -127,7 +128,7 @@ class Attention(nn.Module):
             self.key_norm = HeadNorm(config.num_kv_heads, config.head_dim)
         self.normed = config.query_key_norm
         width, heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
-        self.qkv = nn.Linear(width, heads * config.head_dim, bias=False)
+        self.qkv = nn.Linear(width, heads * config.head_dim, bias=config.qkv_bias)
         self.out = nn.Linear(config.num_heads * config.head_dim, width, bias=False)
 
     def project(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,7 +20,8 @@ _KINDS = ("weight", "bias")
 LAYER_NAMES = {
     "attention_norm.weight": "input_layernorm.weight",
     **{f"attention.{p}.weight": f"self_attn.{p[0]}_proj.weight" for p in ("query", "key", "value", "out")},
-    "attention.qkv.weight": "self_attn.{q,k,v}_proj.weight",
+    **{f"attention.{p}.bias": f"self_attn.{p[0]}_proj.bias" for p in ("query", "key", "value")},
+    **{f"attention.qkv.{kind}": f"self_attn.{{q,k,v}}_proj.{kind}" for kind in _KINDS},
     **{f"attention.{p}_norm.{kind}": f"self_attn.{p[0]}_norm.{kind}" for p in ("query", "key") for kind in _KINDS},
     "ffn_norm.weight": "post_attention_layernorm.weight",
     **{f"ffn.{p}.weight": f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")},
@@ -30,8 +31,9 @@ LAYER_NAMES = {
 def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) -> None:
     """Rename the layers and the final norm, whose names start with `prefix`, and `names` to the decoder's.
 
-    Queries, keys and values `[heads * head_dim, hidden_size]` of a layer become one weight. A row of a norm of queries
-    or keys `[rows, head_dim]` may serve several heads (Lumina-mGPT); it is repeated. Raises: CheckpointError.
+    Queries, keys and values `[heads * head_dim, hidden_size]` of a layer become one weight, and their biases, if it has
+    any, one bias. A row of a norm of queries or keys `[rows, head_dim]` may serve several heads (Lumina-mGPT); it is
+    repeated. Raises: CheckpointError.
     """
     layers = {f"layers.*.{ours}": f"{prefix}layers.*.{theirs}" for ours, theirs in LAYER_NAMES.items()}
     checkpoint.rename({"norm.weight": f"{prefix}norm.weight", **layers, **names})
@@ -42,6 +44,12 @@ def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) 
             shapes = f"shapes {query}, {key}, {value}"
             raise checkpoint.error(f"layers.{i}.attention.qkv.weight", found=shapes, expected="a square and two alike")
         checkpoint.weights[f"layers.{i}.attention.qkv.weight"] = joined([checkpoint.weights.pop(p) for p in parts])
+        biases = [f"layers.{i}.attention.{part}.bias" for part in ("query", "key", "value")]
+        if any(name in checkpoint.weights for name in biases):
+            for name, (width, _) in zip(biases, (query, key, value), strict=True):
+                if checkpoint.shape(name, 1) != (width,):
+                    raise checkpoint.error(name, found=f"shape {checkpoint.shape(name, 1)}", expected=f"({width},)")
+            checkpoint.weights[f"layers.{i}.attention.qkv.bias"] = joined([checkpoint.weights.pop(b) for b in biases])
         for part, (width, _) in (("query", query), ("key", key)):
             for name in (f"layers.{i}.attention.{part}_norm.{kind}" for kind in _KINDS):
                 norm = checkpoint.weights.get(name)
@@ -78,6 +86,7 @@ def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, parts
         "num_kv_heads": num_kv_heads,
         "intermediate_size": intermediate_size,
         "query_key_norm": f"{_LAYER}.query_norm.weight" in checkpoint.weights,
+        "qkv_bias": f"{_LAYER}.qkv.bias" in checkpoint.weights,
     }
 
 

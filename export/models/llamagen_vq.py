@@ -3,7 +3,7 @@
 A convolutional encoder and decoder around a codebook whose rows are unit vectors at use. Sizes come from the weights:
 width per level from the convolutions, levels and residual blocks from the names. Groups of the norms (32) and their
 eps are constants of the published model. Chameleon's and Janus's are the same modules with other choices (`VQConfig`);
-Emu3's decoder has other norms, which also read the codes (`about`).
+Emu3's decoder has other norms, which also read the codes (`about`); Cosmos has codes without a codebook.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, read_text, refusal, refusing
 from ..checkpoints.folders import Checkpoint
 from ..progress import silent
+from .fsq import code_vectors, nearest_codes
 
 CODEBOOK = "quantize.embedding.weight"
 _GROUPS, _EPS = 32, 1e-6
@@ -44,7 +46,8 @@ class VQConfig:
 
     attention: whether cells attend to each other at the coarsest level, besides the middle. unit_decoding,
     unit_encoding: whether codebook rows are unit vectors for pictures, and for the nearest code (then encoder outputs
-    are too).
+    are too). levels: of the digits of codes, where they are no rows of a codebook. patch: pixels along each side that
+    are one at the finest level. groups: of channels that norms are over.
     """
 
     codes: int
@@ -57,16 +60,19 @@ class VQConfig:
     attention: bool = True
     unit_decoding: bool = True
     unit_encoding: bool = True
+    levels: tuple[int, ...] = ()
+    patch: int = 1
+    groups: int = _GROUPS
 
     @property
     def scale(self) -> int:
         """Pixels per cell, along each side."""
-        return int(2 ** (len(self.decoder_widths) - 1))
+        return self.patch * int(2 ** (len(self.decoder_widths) - 1))
 
 
-def group_norm(width: int) -> nn.Module:
+def group_norm(width: int, groups: int = _GROUPS) -> nn.Module:
     """Over groups of channels and all pixels."""
-    return nn.GroupNorm(_GROUPS, width, eps=_EPS)
+    return nn.GroupNorm(groups, width, eps=_EPS)
 
 
 class Residual(nn.Module):
@@ -183,9 +189,10 @@ class LlamaGenVQ(nn.Module):
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
         self.config, latent, blocks, attention = config, config.latent_width, config.blocks, config.attention
-        down, up = config.encoder_widths, config.decoder_widths
-        self.encoder = Levels(3, config.encoder_stem, down, latent, blocks, attention, "downsample")
-        self.decoder = Levels(latent, up[0], up, 3, blocks + 1, attention, "upsample")
+        down, up, norm = config.encoder_widths, config.decoder_widths, partial(group_norm, groups=config.groups)
+        patch = 3 * config.patch**2  # numbers of one
+        self.encoder = Levels(patch, config.encoder_stem, down, latent, blocks, attention, "downsample", norm)
+        self.decoder = Levels(latent, up[0], up, patch, blocks + 1, attention, "upsample", norm)
         self.quant_conv = nn.Conv2d(latent, config.code_width, 1)
         self.post_quant_conv: nn.Module = nn.Conv2d(config.code_width, latent, 1)
         self.register_buffer("codebook", torch.zeros(config.codes, config.code_width))
@@ -202,16 +209,21 @@ class VQDecoder(nn.Module):
     def __init__(self, vq: LlamaGenVQ, grid: int | None) -> None:
         super().__init__()
         self.post_quant_conv, self.decoder, self.grid = vq.post_quant_conv, vq.decoder, grid
-        self.register_buffer("vectors", F.normalize(vq.codebook, dim=-1) if vq.config.unit_decoding else vq.codebook)
+        self.levels, self.patch = vq.config.levels, vq.config.patch
+        if not self.levels:
+            vectors = F.normalize(vq.codebook, dim=-1) if vq.config.unit_decoding else vq.codebook
+            self.register_buffer("vectors", vectors)
 
     def forward(self, codes: Tensor) -> Tensor:
-        if self.grid is None:
+        if self.levels:
+            latents = code_vectors(codes, self.levels)
+        elif self.grid is None:
             latents = self.vectors[codes].permute(0, 3, 1, 2)
         else:
             vectors = self.vectors[codes].transpose(1, 2)  # [images, code_width, cells]
             latents = vectors.reshape(-1, self.vectors.shape[1], self.grid, self.grid)
         pictures: Tensor = self.decoder(self.post_quant_conv(latents))
-        return pictures
+        return F.pixel_shuffle(pictures, self.patch) if self.patch > 1 else pictures
 
 
 class VQEncoder(nn.Module):
@@ -222,10 +234,15 @@ class VQEncoder(nn.Module):
     def __init__(self, vq: LlamaGenVQ) -> None:
         super().__init__()
         self.encoder, self.quant_conv, self.unit = vq.encoder, vq.quant_conv, vq.config.unit_encoding
-        self.register_buffer("vectors", F.normalize(vq.codebook, dim=-1) if self.unit else vq.codebook)
+        self.levels, self.patch = vq.config.levels, vq.config.patch
+        if not self.levels:
+            self.register_buffer("vectors", F.normalize(vq.codebook, dim=-1) if self.unit else vq.codebook)
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        image = F.pixel_unshuffle(image, self.patch) if self.patch > 1 else image
         latents = self.quant_conv(self.encoder(image))  # [images, code_width, grid, grid]
+        if self.levels:
+            return nearest_codes(latents, self.levels), latents
         cells = F.normalize(latents, dim=1) if self.unit else latents
         likeness = cells.flatten(2).transpose(1, 2) @ self.vectors.T  # [images, cells, codes]
         if not self.unit:  # nearest: |cell - code|^2 without the |cell|^2 that all codes share
@@ -251,11 +268,20 @@ def read_vq(
 
 def load_vq(
     checkpoint: Checkpoint,
-    unit_decoding: bool = True,
-    unit_encoding: bool = True,
     make: Callable[[VQConfig], LlamaGenVQ] = LlamaGenVQ,
+    groups: int = _GROUPS,
+    **choices: Any,
 ) -> LlamaGenVQ:
-    """The tokenizer with these weights, which bear LlamaGen's names. Raises: CheckpointError."""
+    """The tokenizer with these weights, which bear LlamaGen's names.
+
+    Args:
+        checkpoint: with renamed weights.
+        make: its class.
+        groups: as `VQConfig` has them, and so are the choices.
+
+    Raises:
+        CheckpointError.
+    """
     codes, code_width = checkpoint.shape(CODEBOOK)
     latent_width = checkpoint.shape("encoder.conv_out.weight", 4)[0]
     encoder, decoder = (
@@ -271,13 +297,13 @@ def load_vq(
         found = f"{len(encoder)} encoder and {len(decoder)} decoder levels of {blocks} blocks"
         raise checkpoint.error(found=found, expected="a LlamaGen VQ tokenizer with as many of both")
     for width in (stem, *encoder, *decoder):
-        if width % _GROUPS:
-            expected = f"a multiple of {_GROUPS}, the groups of its norms"
+        if width % groups:
+            expected = f"a multiple of {groups}, the groups of its norms"
             raise checkpoint.error(found=f"a level of width {width}", expected=expected)
     attention = f"encoder.conv_blocks.{len(encoder) - 1}.attn.0.norm.weight" in checkpoint.weights
     with without_weights():
         sizes = (codes, code_width, latent_width, stem, encoder, decoder, blocks, attention)
-        vq = make(VQConfig(*sizes, unit_decoding, unit_encoding))
+        vq = make(VQConfig(*sizes, groups=groups, **choices))
     checkpoint.rename({"codebook": CODEBOOK})
     numbers = ((name, weight) for name, weight in checkpoint.weights.items() if weight.is_floating_point())
     checkpoint.weights |= {name: weight.float() for name, weight in numbers}  # it is small
