@@ -19,6 +19,7 @@ DRAFTER, LANTERN = DATA / "lantern-drafter-llamagen", DATA / "lantern-llamagen-h
 ANOLE, ANOLE_DRAFTER, VQGAN = DATA / "anole/target", DATA / "anole/drafter", DATA / "chameleon-vqgan"
 LUMINA, EMU3 = DATA / "lumina-mgpt/model", DATA / "emu3/model"
 EMU3_ORIGINAL = DATA / "emu3/original"
+SIMPLEAR, COSMOS = DATA / "simplear/model", DATA / "simplear/cosmos"
 Weights = dict[str, torch.Tensor]
 Edit = Callable[[Any], object]
 

@@ -108,9 +108,13 @@ class Sides:
         self.bundle, self.runs = bundle, [Run(bundle) for _ in prompts]
         self.outputs = [run.step(input_embeds=embed(bundle, ids)) for run, ids in zip(self.runs, prompts, strict=True)]
 
+    def embeds(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """What a pass reads for tokens, `[1, tokens, width]`."""
+        return embed(self.bundle, tokens)
+
     def step(self, tokens: NDArray[np.int64], depth: NDArray[np.int64] | None = None, **visible: Any) -> list[Arrays]:
         """Feed tokens to both rows; depth: of the nodes of a tree."""
-        embeds = embed(self.bundle, tokens)
+        embeds = self.embeds(tokens)
         places = [None if depth is None else run.length + depth for run in self.runs]
         return [
             run.step(input_embeds=embeds, positions=at, **visible) for run, at in zip(self.runs, places, strict=True)

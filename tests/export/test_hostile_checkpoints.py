@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import warnings
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,8 @@ from lantern_rt.export.families.llamagen import read_transformer
 from lantern_rt.export.models.eagle import read_drafter
 
 C2I, VQ = DATA / "llamagen-c2i/c2i_tiny.pt", DATA / "llamagen-vq/vq_tiny.pt"
+CIRCLE = b"cm\nModule\n)\x81q\x00}(X\x01\x00\x00\x00ah\x00ub."  # a module whose attribute a is itself
+JIT = DATA / "simplear/cosmos/encoder.jit"
 
 
 class Claiming(Tensor):
@@ -69,8 +73,26 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "list.pt": (lambda path: torch.save([torch.ones(2)], path), "found a list, expected a state dict"),
     "nothing.pt": (lambda path: torch.save({"model": {}}, path), "found an empty dict"),
     "inf.safetensors": (lambda path: save_file({"a": torch.tensor([float("inf")])}, path), "NaN or infinite"),
+    "cut.jit": (lambda path: path.write_bytes(JIT.read_bytes()[:9000]), "not a PyTorch checkpoint"),
+    "compressed.jit": (lambda path: rewritten(path, kind=zipfile.ZIP_DEFLATED), "is compressed"),
+    "within-itself.jit": (
+        lambda path: rewritten(path, CIRCLE),
+        "within itself",
+    ),
+    "build.jit": (
+        lambda path: rewritten(path, b"Vos\nVsystem\n\x93."),
+        "has the opcode UNICODE",
+    ),
+    "code.jit": (lambda path: rewritten(path, pickle.dumps(Payload(), 2)), "not a PyTorch checkpoint"),
     "absent.pt": (lambda path: None, "no such file"),
 }
+
+
+def rewritten(path: Path, listing: bytes | None = None, kind: int = zipfile.ZIP_STORED) -> None:
+    """A TorchScript archive with another list of weights, or compressed."""
+    with zipfile.ZipFile(JIT) as old, zipfile.ZipFile(path, "w", kind) as new:
+        for name in old.namelist():
+            new.writestr(name, listing if listing and name.endswith("/data.pkl") else old.read(name))
 
 
 class Payload:

@@ -30,7 +30,7 @@ Past = dict[str, Floats]
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    made = stored(torch.float32, replace(CONFIG, grid=4, spare_positions=16))
+    made = stored(torch.float32, replace(CONFIG, grid=4, spare_positions=16, qkv_bias=True))
     randomise_norms(made.module)
     return made
 
@@ -112,10 +112,11 @@ def test_other_rows_of_a_batch_change_nothing(session: Any, embeds: Floats) -> N
     np.testing.assert_array_equal(decode(session, other, [3])[0], both[0])
 
 
-def test_a_node_of_zeros_gives_zeros(session: Any) -> None:
+def test_nodes_of_zeros_give_what_biases_make_of_them(session: Any) -> None:
     empty = np.zeros((2, 3, CONFIG.hidden_size), np.float32)
     found = run(session, empty, 0, np.tri(3, dtype=bool), nothing(session))
-    assert not found["logits"].any()
+    expected = np.broadcast_to(found["logits"][0, 0], found["logits"].shape)
+    np.testing.assert_allclose(found["logits"], expected, rtol=0, atol=0.05)
     assert not found["hidden_states"].any()
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from goldens import DATA
 
+from lantern_rt.export.models.fsq import code_table
 from lantern_rt.export.neighbours import neighbour_table
 
 
@@ -34,3 +35,13 @@ def test_a_shorter_table_is_the_start_of_the_whole_one(k: int) -> None:
 def test_equal_rows_are_neighbours_in_order_of_index() -> None:
     table = neighbour_table(np.ones((5, 3), np.float32))
     assert table[2].tolist() == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("k", [1, 40, 119])
+def test_points_of_a_grid_have_the_neighbours_that_sorting_all_rows_gives(k: int) -> None:
+    grid = code_table((8, 5, 3)).double().numpy()
+    squares = np.square(grid[:, None] - grid).sum(-1)  # exact: numbers are multiples of a quarter
+    np.fill_diagonal(squares, -1)
+    found = neighbour_table(grid, k)
+    assert found.dtype == np.uint8
+    np.testing.assert_array_equal(found, squares.argsort(1, kind="stable")[:, 1 : k + 1])

@@ -46,6 +46,7 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
         rotary=draw(st.sampled_from(["grid", "sequence"])),
         rope_style=draw(st.sampled_from(["interleaved", "half"])),
         query_key_norm=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
         head_hidden=draw(st.sampled_from([0, 24])),
     )
 

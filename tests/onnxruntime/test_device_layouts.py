@@ -31,6 +31,7 @@ CONFIGS = {
     "grouped keys": TINY,
     "a key for each query": replace(TINY, num_kv_heads=4),
     "heads whose root is no power of two": replace(TINY, num_heads=2, num_kv_heads=2),
+    "biased projections": replace(TINY, qkv_bias=True, rope_style="half", rotary="sequence"),
     "normed queries": replace(TINY, query_key_norm=True, rope_style="half", rotary="sequence"),
 }
 

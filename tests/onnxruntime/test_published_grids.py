@@ -1,4 +1,4 @@
-"""Lumina-mGPT's and Emu3's whole greedy generations, grids of several shapes, from prompts to pictures.
+"""Lumina-mGPT's, Emu3's and SimpleAR's whole greedy generations, grids of several shapes, from prompts to pictures.
 
 The published solver of Lumina-mGPT lets the model write the size itself; here it is part of the prompt, which gives
 the same state.
@@ -27,7 +27,8 @@ from lantern_rt.service import Service
 
 DATA = Path(__file__).parent.parent / "data"
 EMU3_SUFFIX = " masterpiece, film grained, best quality."  # of the published program; a bundle adds it to prompts
-GOLDEN = {family: np.load(DATA / family / "golden.npz") for family in ("lumina-mgpt", "emu3")}
+FOLDERS = {"lumina": "lumina-mgpt", "emu3": "emu3", "simplear": "simplear"}
+GOLDEN = {family: np.load(DATA / folder / "golden.npz") for family, folder in FOLDERS.items()}
 LUMINA: list[dict[str, Any]] = json.loads((DATA / "lumina-mgpt" / "traces.json").read_text())
 Pipelines = Callable[..., Pipeline]
 
@@ -63,12 +64,21 @@ def emu3(trace: dict[str, Any]) -> Run:
     return Run("emu3", options, trace["codes"], trace["generated_ids"][:-4], 557, 549, f"{trace['name']}_uint8")
 
 
-EMU3 = json.loads((DATA / "emu3" / "traces.json").read_text())
+def simplear(trace: dict[str, Any]) -> Run:
+    rows, columns = trace["grid"]
+    options = {"size": f"{16 * columns}x{16 * rows}", "temperature": 0, "cfg_scale": trace["cfg"]}
+    options["prompts"] = trace["text"].split(" image of ")[1].removesuffix("<|soi|>")
+    return Run("simplear", options, trace["codes"], trace["generated_ids"], 395, None, f"{trace['name']}_uint8")
+
+
+EMU3, SIMPLEAR = (json.loads((DATA / family / "traces.json").read_text()) for family in ("emu3", "simplear"))
 RUNS = [*map(lumina, LUMINA), *(emu3(trace) for trace in EMU3 if trace["name"].split("_")[-1].startswith("cfg"))]
+RUNS += [simplear(trace) for trace in SIMPLEAR if trace["name"].split("_")[-1].startswith("cfg")]
 TREES = ["eagle:tree=chain-4", "eagle:tree=mc-25", "eagle:tree=dynamic-59-5-10"]
 METHODS = {  # no grid is wider, so `rows` is exact, too
     "lumina": ["ar", "sjd:window=1", "sjd:window=7", *TREES, "rows:window=6"],
     "emu3": ["ar", "sjd:window=1", "sjd:window=7", "rows:window=12"],
+    "simplear": ["ar", "sjd:window=1", "sjd:window=7", "rows:window=6"],
 }
 EXACT = [(family, method) for family, methods in METHODS.items() for method in methods]
 
@@ -100,14 +110,13 @@ def test_greedy_generations_of_every_grid_give_the_published_ids_and_pictures(
     if run.row_end is not None:
         written[spelled == row_end] = run.row_end
     assert written.tolist() == run.written
-    golden = GOLDEN["emu3" if run.family == "emu3" else "lumina-mgpt"]
+    golden = GOLDEN[run.family]
     if run.picture in golden:
         assert np.abs(np.asarray(result.images[0]).astype(int) - golden[run.picture]).max() <= 1
 
 
 def test_greedy_generations_have_published_pictures() -> None:
-    golden = {*GOLDEN["lumina-mgpt"], *GOLDEN["emu3"]}
-    assert sum(run.picture in golden for run in RUNS) >= 6
+    assert sum(run.picture in GOLDEN[run.family] for run in RUNS) >= 9
 
 
 @pytest.mark.parametrize("trace", LUMINA, ids=lambda trace: f"{trace['latent']}-cfg{trace['cfg']:g}")
@@ -135,7 +144,7 @@ def test_requests_for_several_sizes_share_passes_and_give_the_published_codes(
         step, shape = found[i], np.shape(run.codes)
         assert isinstance(step, StreamStep), step
         assert step.codes[0].reshape(shape).tolist() == run.codes
-        scale = 4 if family == "lumina" else 2
+        scale = {"lumina": 4, "emu3": 2, "simplear": 16}[family]
         assert step.image(0).size == (scale * shape[1], scale * shape[0])
 
 
@@ -148,6 +157,7 @@ def test_requests_for_several_sizes_share_passes_and_give_the_published_codes(
         ("emu3", "8x8"),
         ("emu3", "10x8"),
         ("emu3", "24x4"),
+        ("simplear", "96x48"),
     ],
 )
 def test_a_seed_names_one_picture_whatever_exact_method_draws_it(pipes: Pipelines, family: str, size: str) -> None:
@@ -168,7 +178,7 @@ def test_inexact_methods_draw_pictures_of_any_shape_the_same_in_any_batch(
     pipes: Pipelines, family: str, method: str
 ) -> None:
     pipe, captions = pipes(family), ["a red fox", "a boat on a lake at night in the rain"]
-    size = "64x96" if family == "lumina" else "6x10"
+    size = {"lumina": "64x96", "emu3": "6x10", "simplear": "96x48"}[family]
     together = pipe(captions, size=size, seed=[1, 2], method=method)
     for caption, seed, codes in zip(captions, (1, 2), together.codes, strict=True):
         assert np.array_equal(pipe(caption, size=size, seed=seed, method=method).codes[0], codes)

@@ -1,0 +1,229 @@
+"""SimpleAR's exported graphs against every array recorded from the published implementations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from goldens import DATA, GUIDED, Arrays, Sides, close, embed, golden, manifest, observed
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, prompt_layout
+from lantern_rt.export.graph.graphs import HIDDEN
+from lantern_rt.export.models.cosmos_vq import haar_bands
+from lantern_rt.export.models.fsq import code_table, code_vectors, nearest_codes
+from lantern_rt.export.parity import Sessions
+from lantern_rt.methods import Sampling
+from lantern_rt.output.images import to_image
+from lantern_rt.prompts import text_requests
+from lantern_rt.runtime.sampling import guide, shape_distribution
+from lantern_rt.text.tokenizers import TemplateTokenizer
+
+SIDES = ("cond", "uncond")
+FOLDER, CODES = DATA / "simplear", slice(395, 971)
+LEVELS = (8, 8, 8, 5, 5, 5)  # of the published tokenizer
+PROTOCOL = json.loads((FOLDER / "protocol.json").read_text())
+TRACES = {trace["name"]: trace for trace in json.loads((FOLDER / "traces.json").read_text())}
+SINGLE = [trace for trace in TRACES.values() if trace["name"] != "batch"]
+G = golden("simplear")
+
+
+def over_codes(scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Log-probabilities among codes alone."""
+    wide = scores[..., CODES] if scores.shape[-1] == CODES.stop else scores
+    wide = wide.astype(np.float64) - wide.max(-1, keepdims=True)
+    return (wide - np.log(np.exp(wide).sum(-1, keepdims=True))).astype(np.float32)
+
+
+def guided(outputs: list[Arrays], scale: float) -> NDArray[np.float32]:
+    return over_codes(guide(np.concatenate([out["logits"] for out in outputs]), Sampling(cfg_scale=scale)))
+
+
+class Rows(Sides):
+    """Both rows, with codes by the ids of the joint vocabulary, of which the bundle's condition has the text."""
+
+    def embeds(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        table = [embed(self.bundle, np.arange(CODES.start))[0], np.load(self.bundle / "code_embeddings.npy")]
+        return np.concatenate(table)[tokens][None]
+
+
+def rows_of(bundle: Path) -> Rows:
+    return Rows(bundle, G["cond_ids"], G["uncond_ids"])
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_prefill_logits_hidden_keys_and_values_of_both_rows(simplear_bundle: Path, side: str) -> None:
+    ids = G[f"{side}_ids"]
+    assert G[f"{side}_position_ids"].tolist() == list(range(len(ids)))
+    (out,) = Sides(simplear_bundle, ids, None).outputs
+    close(out["hidden_states"][0], G[f"{side}_prefill_hidden"])
+    close(out["logits"][0], G[f"{side}_prefill_logits"][:, CODES])
+    for part in ("key", "value"):
+        found = np.stack([out[f"new_key_values.{i}.{part}"][:, 0] for i in range(3)])  # [layers, nodes, heads, width]
+        close(found.transpose(0, 2, 1, 3), G[f"{side}_prefill_{part}s"])
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_layer_hidden_embeddings_every_layer_and_the_last_one_normed(simplear_bundle: Path, side: str) -> None:
+    path, ids, spec = simplear_bundle / "target.onnx", G[f"{side}_ids"], manifest(simplear_bundle).target
+    sums = [node for node in onnx.load(path).graph.node if node.op_type == "Add"]
+    layers = ["input_embeds"]
+    while following := [node.output[0] for node in sums if node.input[0] == layers[-1]]:
+        layers += following  # each layer adds attention, then feed-forward
+    feeds = {"input_embeds": embed(simplear_bundle, ids), "position_ids": np.arange(len(ids))[None]}
+    feeds["attention_mask"] = np.where(np.tri(len(ids)), 0, HIDDEN).astype(np.float32)[None, None]
+    empty = np.zeros((0, 1, spec.num_kv_heads, spec.head_dim), np.float32)
+    feeds |= {f"past_key_values.{i}.{part}": empty for i in range(3) for part in ("key", "value")}
+    found = observed(path, [*layers[2:-1:2], "hidden_states"], feeds)
+    close(np.concatenate([feeds["input_embeds"], *found]), G[f"{side}_layer_hidden"])
+
+
+def test_decode_logits_hidden_and_guided_of_tokens_one_at_a_time(simplear_bundle: Path) -> None:
+    rows = rows_of(simplear_bundle)
+    scores = [guided([{"logits": out["logits"][:, -1:]} for out in rows.outputs], 6)]
+    steps = [rows.step(G["decode_tokens"][k : k + 1]) for k in range(7)]
+    for i, side in enumerate(SIDES):
+        close(np.concatenate([s[i]["hidden_states"][0] for s in steps]), G[f"decode_{side}_hidden"])
+        close(np.concatenate([s[i]["logits"][0] for s in steps]), G[f"decode_{side}_logits"][:, CODES])
+    scores += [guided(step, 6) for step in steps]
+    close(np.concatenate(scores), over_codes(G["decode_guided"]), GUIDED)
+
+
+def test_tree_logits_hidden_and_guided_behind_the_decode_tokens(simplear_bundle: Path) -> None:
+    rows, depths = rows_of(simplear_bundle), G["tree_depth"]
+    rows.step(G["decode_tokens"])
+    assert depths.tolist() == [0 if p < 0 else depths[p] + 1 for p in G["tree_parents"]]
+    for run, side in zip(rows.runs, SIDES, strict=True):
+        assert G[f"tree_{side}_position_ids"].tolist() == (run.length + depths).tolist()
+    out = rows.step(G["tree_tokens"], depths, visible=G["tree_mask"] > 0)
+    for own, side in zip(out, SIDES, strict=True):
+        close(own["hidden_states"][0], G[f"tree_{side}_hidden"])
+        close(own["logits"][0], G[f"tree_{side}_logits"][:, CODES])
+    close(guided(out, 6), over_codes(G["tree_guided"]), GUIDED)
+
+
+def test_filter_probs_of_the_whole_vocabulary() -> None:
+    for (temperature, top_k, top_p), expected in zip(G["filter_params"], G["filter_probs"], strict=True):
+        sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
+        found = shape_distribution(G["filter_logits"], sampling)
+        if top_p < 1:  # of codes that tie with the last one kept, the published program drops any, and here stay all
+            dropped = (expected[-1] == 0) & (found[-1] > 0)
+            assert (found[-1][dropped] == found[-1][found[-1] > 0].min()).all()
+            found, expected = found[:-1], expected[:-1]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+def scores_of(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
+    """Guided log-probabilities of codes for each token of a run, which is fed as it was generated."""
+    uncond = G["uncond_ids"] if trace["unconditional_ids"] == len(G["uncond_ids"]) else trace["unconditional_ids"]
+    rows = Rows(bundle, trace["prompt_ids"], uncond)
+    last = guided([{"logits": own["logits"][:, -1:]} for own in rows.outputs], trace["cfg"])
+    return np.concatenate([last, guided(rows.step(np.array(trace["generated_ids"][:-1])), trace["cfg"])])
+
+
+@pytest.mark.parametrize("trace", [t for t in SINGLE if t["repetition_penalty"] == 1], ids=lambda t: str(t["name"]))
+def test_scores_generated_ids_and_sample_probs_of_runs_without_a_penalty(
+    simplear_bundle: Path, trace: dict[str, Any]
+) -> None:
+    name, ids, found = trace["name"], np.array(trace["generated_ids"]), scores_of(simplear_bundle, trace)
+    np.testing.assert_array_equal(np.clip(ids - CODES.start, 0, 575), np.ravel(trace["codes"]))
+    if f"{name}_scores" in G:
+        close(found, over_codes(G[f"{name}_scores"]), GUIDED)
+    if trace["sample"] is None:
+        np.testing.assert_array_equal(found.argmax(-1) + CODES.start, ids)
+    elif f"{name}_probs" in G:
+        probabilities = G[f"{name}_probs"][:, CODES]
+        alone = probabilities.sum(1) > 1 - 1e-5  # where the filters left no text
+        assert alone.sum() == 16
+        shaped = shape_distribution(found, Sampling(**trace["sample"]))
+        np.testing.assert_allclose(shaped[alone], probabilities[alone], atol=1e-4)
+        ends, uniform = shaped.cumsum(1), np.array(trace["uniform"])[:, None]
+        np.testing.assert_array_equal((ends <= uniform * ends[:, -1:]).sum(1)[alone] + CODES.start, ids[alone])
+
+
+def test_clamp_codes_are_those_of_clamp_ids_where_these_are_codes(simplear_bundle: Path) -> None:
+    ids, codes = G["clamp_ids"], G["clamp_codes"]
+    table, text = np.load(simplear_bundle / "code_embeddings.npy"), ids < CODES.start
+    assert codes[text].tolist() == [0] * text.sum()  # never drawn here
+    np.testing.assert_array_equal(codes[~text], ids[~text] - CODES.start)
+    close(table[codes[~text]], Rows(simplear_bundle, [1], None).embeds(ids[~text])[0], 0)
+
+
+# ---------------------------------------------------------------- image tokenizer
+
+
+def test_fsq_official_codes_indices_and_z_of_the_published_levels() -> None:
+    close(code_table(LEVELS)[G["fsq_official_indices"]].numpy(), G["fsq_official_codes"])
+    latents = torch.from_numpy(G["fsq_official_z"]).T[None, :, :, None]
+    codes = nearest_codes(latents, LEVELS)
+    np.testing.assert_array_equal(codes[0], G["fsq_official_z_indices"])
+    close(code_vectors(codes, LEVELS)[0].T.numpy(), G["fsq_official_z_codes"])
+
+
+@pytest.mark.parametrize("name", ["vq0", "vq1"])
+def test_vq_codes_become_code_vectors_post_quant_mid_and_decoded(simplear_bundle: Path, name: str) -> None:
+    path = simplear_bundle / "vq_decoder.onnx"
+    nodes = onnx.load(path).graph.node
+    reading = {node.input[1]: node for node in nodes if node.op_type == "Conv"}
+    first, after = reading["post_quant_conv.weight"], reading["decoder.conv_blocks.0.res.0.conv2.weight"]
+    skip = next(node for node in nodes if node.op_type == "Add" and after.output[0] in node.input)
+    mid = next(one for one in skip.input if one != after.output[0])
+    found = observed(path, [first.input[0], first.output[0], mid, "images"], {"codes": G[f"{name}_codes"]})
+    for array, part in zip(found, ("code_vectors", "post_quant", "mid", "decoded"), strict=True):
+        close(array, G[f"{name}_{part}"])
+
+
+def test_vq1_bands_become_vq1_decoded_and_bands_of_a_picture_give_it_back() -> None:
+    to_bands, to_pixels = haar_bands()
+    patches = torch.einsum("pb,nb...->np...", to_pixels.float(), torch.from_numpy(G["vq1_bands"]))
+    close(torch.pixel_shuffle(patches, 4).numpy(), G["vq1_decoded"])
+    assert torch.equal(to_pixels @ to_bands, torch.eye(48).double())
+
+
+def test_vq_image_becomes_encoder_out_pre_quant_encoded_quantized_and_reconstruction(simplear_bundle: Path) -> None:
+    path = simplear_bundle / "vq_encoder.onnx"
+    reading = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
+    feeds = {"images": G["vq_image"]}
+    out, latents = observed(path, [reading["quant_conv.weight"].input[0], "pre_quant"], feeds)
+    close(out, G["vq_encoder_out"])
+    close(latents, G["vq_pre_quant"])
+    codes = Sessions(path).run(feeds)["codes"].reshape(G["vq_encoded"].shape)
+    np.testing.assert_array_equal(codes, G["vq_encoded"])
+    close(code_vectors(torch.from_numpy(codes), (4, 4, 4, 3, 3)).numpy(), G["vq_quantized"])
+    close(Sessions(simplear_bundle / "vq_decoder.onnx").run({"codes": codes})["images"], G["vq_reconstruction"])
+
+
+@pytest.mark.parametrize("name", ["run0_cfg6", "run1_cfg6", "run2_cfg6", "run1_published"])
+def test_codes_of_runs_become_their_pixels_and_uint8(simplear_bundle: Path, name: str) -> None:
+    feeds = {"codes": np.array([TRACES[name]["codes"]])}
+    (picture,) = Sessions(simplear_bundle / "vq_decoder.onnx").run(feeds)["images"]
+    close(picture, G[f"{name}_pixels"])
+    assert np.abs(np.asarray(to_image(picture)).astype(int) - G[f"{name}_uint8"]).max() <= 1
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def test_prompts_negative_and_null_prompts_have_the_published_ids(simplear_bundle: Path) -> None:
+    own, library = manifest(simplear_bundle), Tokenizer.from_file(str(simplear_bundle / "tokenizer.json"))
+    assert (NEGATIVE, own.sampling.cfg_scale) == (PROTOCOL["negative_generate_py"], PROTOCOL["cfg"])
+    assert own.condition.layout == prompt_layout(library)
+    tokenizer, before = TemplateTokenizer(library, TEMPLATE), f"<|t2i|>{TEMPLATE.removesuffix('{prompt}')}"
+    for case in PROTOCOL["tokenizer_cases"]:
+        text = case["text"].removesuffix("<|soi|>")
+        if text.startswith(before):
+            (request,) = text_requests(own.condition, tokenizer, own.size(), [text.removeprefix(before)])
+            cond, uncond = request.tokens or ()
+            assert uncond.tolist() == G["uncond_ids"].tolist()
+        elif negative := text.removeprefix("<|t2i|>"):
+            (request,) = text_requests(own.condition, tokenizer, own.size(), ["a fox"], negative)
+            cond = (request.tokens or ())[1]
+        else:
+            cond = np.array(prompt_layout(library, "").uncond)  # the null prompt of training
+        assert cond.tolist() == case["ids"]
