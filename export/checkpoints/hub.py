@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from itertools import chain
 from pathlib import Path
 
 from ...bundle.hub import HUB, reaching, read_reference, refused
@@ -65,7 +64,7 @@ def fetch(place: Path | str, names: Collection[str] = ()) -> Path:
 
 def _choose_weights(text: str, files: Collection[str]) -> list[str]:
     """The file of a repository with its weights, or the index of them."""
-    chosen = choose_files({name for name in files if name in (*SINGLE, *INDEX, *chain(*PAIRS))})
+    chosen = choose_files({name for name in files if name in (*SINGLE, *INDEX, *PAIRS[0], *PAIRS[1])})
     if not chosen:
         expected = f"{SINGLE[0]} or alike"
         raise CheckpointError(field=text, found=listing(files), expected=expected, remedy=f"name one: {text}/FILE")

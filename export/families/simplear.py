@@ -36,21 +36,14 @@ NEGATIVE = (
     "An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad teeth, bad "
     "eyes, bad limbs, distortion"
 )
-_CFG_SCALE = 6.0
-_GRID = 64  # rows of codes of its largest picture
-_SMALLER = (48, 32, 16)  # of the other squares that it learned
+_SQUARES = (64, 48, 32, 16)  # rows of codes of those that it learned
 _NEIGHBORS = 256  # of each code: 1024 of 64,000 would be 131 MB
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @refusing
 def read_simplear(
-    target: Path,
-    vq: Path,
-    *,
-    grid: int | None = None,
-    lora: Sequence[Adapter] = (),
-    progress: Progress = silent,
+    target: Path, vq: Path, *, grid: int | None = None, lora: Sequence[Adapter] = (), progress: Progress = silent
 ) -> Model:
     """The model in a folder of transformers with the tokenizer in another.
 
@@ -66,34 +59,33 @@ def read_simplear(
     check_grid(grid)
     checkpoint = Checkpoint(target, progress=progress, adapters=lora)
     config, path = checkpoint.config(), checkpoint.tokenizer()
-    config.expect("model_type", "qwen2")
+    config.expect("model_type", "qwen2", remedy="give the folder of a SimpleAR model")
     config.expect("use_sliding_window", False, None, remedy="other decoders are not supported")
     checkpoint.read()
-    rows, _ = checkpoint.shape(_EMBED)
+    head = _EMBED if config.get("tie_word_embeddings") else _HEAD
+    rows = min(checkpoint.shape(name)[0] for name in (_EMBED, head))
+    checkpoint.weights[_HEAD] = checkpoint.weights[head]
+    rename_llama(checkpoint, "model.", {"embed.weight": _EMBED, "head.weight": _HEAD})
     tokenizer = read_tokenizer(path, rows)
     first = tokenizer.get_vocab_size(with_added_tokens=True)
     if missing := [name for name in (START, BEGIN) if tokenizer.token_to_id(name) is None]:
         raise refusal(path, problem=f"lacks {', '.join(missing)}", remedy="give the model's own tokenizer")
     images = Checkpoint(vq, "vq", progress)
     image = load_cosmos_vq(images)
-    sizes = picture_sizes(grid or _GRID, image.config.scale)
-    if config.get("tie_word_embeddings"):
-        checkpoint.weights[_HEAD] = checkpoint.weights[_EMBED]
-    rename_llama(checkpoint, "model.", {"embed.weight": _EMBED, "head.weight": _HEAD})
-    longest = max(size.codes for size in sizes)
+    sizes = picture_sizes(grid or _SQUARES[0], image.config.scale)
+    most = max(size.codes for size in sizes)
     with without_weights():
-        decoder = Decoder(decoder_config(checkpoint, config, rows - first, sizes[0].rows, picture_tokens=longest))
+        decoder = Decoder(decoder_config(checkpoint, config, rows - first, sizes[0].rows, picture_tokens=most))
     embeddings = checkpoint.weights.pop("embed.weight")
     checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][first:]
     checkpoint.load_strict(decoder)
-    layout = prompt_layout(tokenizer)
     model = image_model(
         family="simplear",
         decoder=decoder,
         code_embeddings=embeddings[first:],
-        condition=token_condition(embeddings[:first], decoder.config.prefix, layout, path),
+        condition=token_condition(embeddings[:first], decoder.config.prefix, prompt_layout(tokenizer), path),
         vq=image,
-        sampling=Sampling(cfg_scale=_CFG_SCALE),
+        sampling=Sampling(cfg_scale=6.0),
         sources=[*checkpoint.sources, *images.sources],
         sizes=sizes,
     )
@@ -102,13 +94,13 @@ def read_simplear(
 
 def prompt_layout(tokenizer: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:
     """How a caption becomes both rows."""
-    start, begin = ((int(tokenizer.token_to_id(name)),) for name in (START, BEGIN))
-    uncond = (*start, *tokenizer.encode(negative, add_special_tokens=False).ids, *begin)
-    return TokenLayout(template=TEMPLATE, before=start, after=begin, uncond=uncond, negative="{prompt}")
+    start, end, uncond = (
+        tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in (START, BEGIN, START + negative + BEGIN)
+    )
+    return TokenLayout(template=TEMPLATE, before=start, after=end, uncond=uncond, negative="{prompt}")
 
 
 def picture_sizes(grid: int, scale: int) -> list[Size]:
     """A square of `grid` rows of codes of `scale` pixels, other shapes of about its area, and smaller squares."""
-    smaller = [(side, side) for side in _SMALLER if side < grid]
-    pairs = [*grids((grid * scale) ** 2, scale), *smaller]
+    pairs = [*grids((grid * scale) ** 2, scale), *((side, side) for side in _SQUARES if side < grid)]
     return [Size(name=f"{columns * scale}x{rows * scale}", rows=rows, columns=columns) for rows, columns in pairs]

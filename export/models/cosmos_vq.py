@@ -9,46 +9,31 @@ dimensions, and one product of channels before the second doubling, whose bias e
 
 from __future__ import annotations
 
+from math import prod
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...inputs import short
 from ..checkpoints.folders import Checkpoint
-from .fsq import code_table
-from .llamagen_vq import CODEBOOK, LlamaGenVQ, VQConfig, group_norm, load_vq, rename_vqgan
+from .fsq import code_vectors
+from .llamagen_vq import CODEBOOK, LlamaGenVQ, Resize, VQConfig, group_norm, load_vq, rename_vqgan
 
-_PATCH, _COLOURS = 4, 3  # of two wavelets; of a picture
-_LEVELS = 3  # of both halves: the published code doubles and halves 4 x 4 times
+_PATCH = 4  # pixels along each side, of two wavelets
 _DIGITS = (8, 8, 8, 5, 5, 5)  # of a code of the published tokenizer
-_UNUSED = ("wavelets", "_arange", "patch_size_buffer", "_basis", "implicit_codebook")
-_NAMES = ((r"\.(norm\w*)\.norm\.", r".\1."),)
+# Tables that the code has itself, and which frame to attend to, where there is one.
+_UNUSED = ("wavelets", "_arange", "patch_size_buffer", "_basis", "implicit_codebook", "attn_1.1.q.", "attn_1.1.k.")
+_NAMES = ((r"\.attn_1\.1\.norm\.norm\.", ".attn_1.1.0."), (r"\.(norm\w*)\.norm\.", r".\1."))
 Conv = tuple[Tensor, Tensor]  # weight `[out, in, height, width]` and bias, float64
 
 
-class _FrameValues(nn.Module):
-    """What attention in time adds for a single frame."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.conv = group_norm(width, 1), nn.Conv2d(width, width, 1)
+class _Skip(nn.Sequential):
+    """A norm and a convolution, whose result is added to x."""
 
     def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = x + self.conv(self.norm(x))
+        added: Tensor = x + self[1](self[0](x))
         return added
-
-
-class _TimeThenDouble(nn.Module):
-    """A product of channels, then twice as many pixels along each side."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.time, self.conv = nn.Conv2d(width, width, 1), nn.Conv2d(width, width, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        doubled: Tensor = self.conv(F.interpolate(self.time(x), scale_factor=2.0, mode="nearest"))
-        return doubled
 
 
 class CosmosVQ(LlamaGenVQ):
@@ -57,24 +42,22 @@ class CosmosVQ(LlamaGenVQ):
     def __init__(self, config: VQConfig) -> None:
         super().__init__(config)
         for half, width in ((self.encoder, config.encoder_widths[-1]), (self.decoder, config.decoder_widths[0])):
-            mid = cast(nn.ModuleList, half.mid)
-            mid[1] = nn.Sequential(mid[1], _FrameValues(width))
-        cast(nn.ModuleList, self.decoder.conv_blocks)[1].upsample = _TimeThenDouble(config.decoder_widths[1])
+            mid, time = cast(nn.ModuleList, half.mid), _Skip(group_norm(width, 1), nn.Conv2d(width, width, 1))
+            mid[1] = nn.Sequential(mid[1], time)
+        width, levels = config.decoder_widths[1], cast(nn.ModuleList, self.decoder.conv_blocks)
+        levels[1].upsample = nn.Sequential(nn.Conv2d(width, width, 1), Resize(width, shrinks=False))
 
 
 def load_cosmos_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
     """The tokenizer in a folder with its encoder and decoder. Raises: CheckpointError."""
-    checkpoint.read(keep=lambda name: not name.endswith(_UNUSED))
+    checkpoint.read(keep=lambda name: not any(part in name for part in _UNUSED))
+    listed = checkpoint.config().get("levels", _DIGITS) if (checkpoint.place / "config.json").is_file() else _DIGITS
     found = [checkpoint.weights.pop(f"{part}quantizer._levels", None) for part in ("", "inv_quant.")]
-    levels = next((tuple(int(n) for n in one.tolist()) for one in found if one is not None), _DIGITS)
-    width = checkpoint.shape("quant_conv.conv3d.weight", 5)[0]
-    counts = [checkpoint.count(prefix) for prefix in ("encoder.down.", "decoder.up.")]
-    if counts != [_LEVELS, _LEVELS]:
-        raise checkpoint.error(found=f"{counts} levels", expected=f"a Cosmos tokenizer with {_LEVELS} of both")
-    if len(levels) != width or not 1 < min(levels) <= max(levels) < 256:
-        raise checkpoint.error("quantizer._levels", found=str(levels), expected=f"{width} numbers of levels")
+    levels = next((tuple(own.flatten().tolist()) for own in found if own is not None), tuple(listed))
+    if not all(type(level) is int and 1 < level < 256 for level in levels) or prod(levels) >= 1 << 20:
+        raise checkpoint.error("quantizer._levels", found=short(levels), expected="levels of a code's digits")
     _fold(checkpoint)
-    checkpoint.weights[CODEBOOK] = code_table(levels)
+    checkpoint.weights[CODEBOOK] = code_vectors(torch.arange(prod(levels)), levels)
     rename_vqgan(checkpoint, names=_NAMES)
     return load_vq(checkpoint, CosmosVQ, 1, unit_decoding=False, unit_encoding=False, levels=levels, patch=_PATCH)
 
@@ -86,9 +69,7 @@ def _fold(checkpoint: Checkpoint) -> None:
     def take(name: str) -> Conv:
         """A convolution; on equal frames its taps in time add up."""
         parts = (f"{name}.conv3d.weight", 5), (f"{name}.conv3d.bias", 1)
-        weight, bias = (weights[part].double() for part, sizes in parts if checkpoint.shape(part, sizes))
-        for part, _ in parts:
-            del weights[part]
+        weight, bias = (weights.pop(part).double() for part, sizes in parts if checkpoint.shape(part, sizes))
         return weight.sum(2), bias
 
     def put(name: str, first: Conv, *then: Conv) -> None:
@@ -101,26 +82,21 @@ def _fold(checkpoint: Checkpoint) -> None:
 
     for name in [name.removesuffix(".0.conv3d.weight") for name in weights if name.endswith(".0.conv3d.weight")]:
         put(name, take(f"{name}.0"), take(f"{name}.1"))
-    for half in ("encoder", "decoder"):
-        at = f"{half}.mid.attn_1.1"
-        put(f"{at}.conv", take(f"{at}.v"), take(f"{at}.proj_out"))
-        for part in ("q", "k"):
-            take(f"{at}.{part}")  # one frame gets all its attention whatever they are
-    for i, (down, up) in enumerate((f"encoder.down.{i}.downsample", f"decoder.up.{i + 1}.upsample") for i in range(2)):
-        space, time, mix = (take(f"{down}.conv{number}") for number in (1, 2, 3))
-        put(f"{down}.conv", _skipping(space, slice(2), 1 / 4), *([_skipping(time)] if i == 0 else []), mix)
-        time, space, mix = (take(f"{up}.conv{number}") for number in (1, 2, 3))
-        put(f"{up}.conv", _skipping(space, slice(1, 2)), mix)
+    for at in ("encoder.mid.attn_1.1", "decoder.mid.attn_1.1"):
+        put(f"{at}.1", take(f"{at}.v"), take(f"{at}.proj_out"))
+    for i in range(2):  # the published code halves pixels twice, whatever the levels
+        down, up = f"encoder.down.{i}.downsample", f"decoder.up.{i + 1}.upsample"
+        halve, time, mix = (take(f"{down}.conv{number}") for number in (1, 2, 3))
+        halve = _skipping(halve, slice(2), 1 / 4)  # the mean of the pixels that become one
+        put(f"{down}.conv", halve, *([] if i else [_skipping(time)]), mix)
+        time, double, mix = (take(f"{up}.conv{number}") for number in (1, 2, 3))
+        put(f"{up}.conv" if i else f"{up}.1.conv", _skipping(double, slice(1, 2)), mix)
         if i == 0:
-            put(f"{up}.time", _skipping(time))
+            put(f"{up}.0", _skipping(time))
     for name in [name.removesuffix(".conv3d.weight") for name in weights if name.endswith(".conv3d.weight")]:
         put(name, take(name))
     inner, outer = "encoder.conv_in", "decoder.conv_out"
     to_bands, to_pixels = haar_bands()
-    if (found := weights[f"{inner}.weight"].shape[1]) != len(to_bands):
-        raise checkpoint.error(
-            f"{inner}.weight", found=f"{found} inputs", expected=f"{len(to_bands)}, bands of a patch"
-        )
     weights[f"{inner}.weight"] = torch.einsum("oi...,ip->op...", weights[f"{inner}.weight"].double(), to_bands).float()
     put(outer, (weights[f"{outer}.weight"].double(), weights[f"{outer}.bias"].double()), (to_pixels, torch.zeros(1)))
 
@@ -128,7 +104,6 @@ def _fold(checkpoint: Checkpoint) -> None:
 def _skipping(conv: Conv, places: slice = slice(None), share: float = 1.0) -> Conv:
     """A convolution with what it reads at some places of its kernel added, times `share`."""
     weight, bias = conv
-    weight = weight.clone()
     weight[:, :, places, places] += share * torch.eye(len(weight))[:, :, None, None]
     return weight, bias
 
@@ -136,15 +111,14 @@ def _skipping(conv: Conv, places: slice = slice(None), share: float = 1.0) -> Co
 def haar_bands() -> tuple[Tensor, Tensor]:
     """Both transforms between a patch's pixels and its bands, `[bands, pixels]` and `[pixels, bands]`, float64.
 
-    Pixels are ordered as `pixel_unshuffle` has them: colour, row, column. Bands: of the second wavelet, of the first
-    one (each by time, row, column; 0 is low), colour. A picture is the last of equal frames: bands that are high in
-    time are 0 of one, and change its sign.
+    Pixels are ordered by colour, row, column, as `pixel_unshuffle` has them; bands by the second wavelet, the first one
+    (each by time, row, column; 0 is low), colour. A picture is the last of equal frames, in which nothing is high in
+    time.
     """
-    sign, colours = torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double(), torch.eye(_COLOURS).double()
-    last, equal = torch.tensor([1.0, -1.0]).double(), torch.tensor([1.0, 0.0]).double()
-
-    def bands(time: Tensor) -> Tensor:
-        axes = "Yh,yk,Xw,xj,a,b,cd->cYyXxahwbkjd"
-        return torch.einsum(axes, sign, sign, sign, sign, time, time, colours).reshape(_COLOURS * _PATCH**2, -1)
-
-    return bands(equal).T / _PATCH**2, bands(last)
+    sign = torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double()
+    axes, fixed = "Yh,yk,Xw,xj,a,b,cd->cYyXxahwbkjd", (*[sign] * 4,)
+    to_equal, of_last = (
+        torch.einsum(axes, *fixed, time, time, torch.eye(3).double()).reshape(3 * _PATCH**2, -1)
+        for time in (torch.tensor([1.0, 0.0]).double(), sign[1])
+    )
+    return to_equal.T / _PATCH**2, of_last

@@ -46,9 +46,9 @@ def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) 
         checkpoint.weights[f"layers.{i}.attention.qkv.weight"] = joined([checkpoint.weights.pop(p) for p in parts])
         biases = [f"layers.{i}.attention.{part}.bias" for part in ("query", "key", "value")]
         if any(name in checkpoint.weights for name in biases):
-            for name, (width, _) in zip(biases, (query, key, value), strict=True):
-                if checkpoint.shape(name, 1) != (width,):
-                    raise checkpoint.error(name, found=f"shape {checkpoint.shape(name, 1)}", expected=f"({width},)")
+            sizes = [checkpoint.shape(name, 1) for name in biases]
+            if sizes != [query[:1], key[:1], value[:1]]:
+                raise checkpoint.error(f"layers.{i}.attention.qkv.bias", found=f"{sizes}", expected="one of each row")
             checkpoint.weights[f"layers.{i}.attention.qkv.bias"] = joined([checkpoint.weights.pop(b) for b in biases])
         for part, (width, _) in (("query", query), ("key", key)):
             for name in (f"layers.{i}.attention.{part}_norm.{kind}" for kind in _KINDS):

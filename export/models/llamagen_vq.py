@@ -108,7 +108,7 @@ class _CellAttention(nn.Module):
         return attended
 
 
-class _Resize(nn.Module):
+class Resize(nn.Module):
     """Half the pixels along each side, after a column and a row of zeros at the right and bottom; or twice as many."""
 
     def __init__(self, width: int, shrinks: bool) -> None:
@@ -131,7 +131,7 @@ class _Level(nn.Module):
         self.attn = nn.ModuleList(_CellAttention(width, norm) for _ in range(blocks if attention else 0))
         self.resize = resize
         if resize:
-            setattr(self, resize, _Resize(width, shrinks=resize == "downsample"))
+            setattr(self, resize, Resize(width, shrinks=resize == "downsample"))
 
     def forward(self, x: Tensor, *about: Tensor) -> Tensor:
         for i, block in enumerate(self.res):
@@ -210,9 +210,8 @@ class VQDecoder(nn.Module):
         super().__init__()
         self.post_quant_conv, self.decoder, self.grid = vq.post_quant_conv, vq.decoder, grid
         self.levels, self.patch = vq.config.levels, vq.config.patch
-        if not self.levels:
-            vectors = F.normalize(vq.codebook, dim=-1) if vq.config.unit_decoding else vq.codebook
-            self.register_buffer("vectors", vectors)
+        vectors = F.normalize(vq.codebook, dim=-1) if vq.config.unit_decoding else vq.codebook
+        self.register_buffer("vectors", None if self.levels else vectors)
 
     def forward(self, codes: Tensor) -> Tensor:
         if self.levels:
@@ -235,8 +234,8 @@ class VQEncoder(nn.Module):
         super().__init__()
         self.encoder, self.quant_conv, self.unit = vq.encoder, vq.quant_conv, vq.config.unit_encoding
         self.levels, self.patch = vq.config.levels, vq.config.patch
-        if not self.levels:
-            self.register_buffer("vectors", F.normalize(vq.codebook, dim=-1) if self.unit else vq.codebook)
+        vectors = F.normalize(vq.codebook, dim=-1) if self.unit else vq.codebook
+        self.register_buffer("vectors", None if self.levels else vectors)
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
         image = F.pixel_unshuffle(image, self.patch) if self.patch > 1 else image
@@ -267,20 +266,11 @@ def read_vq(
 
 
 def load_vq(
-    checkpoint: Checkpoint,
-    make: Callable[[VQConfig], LlamaGenVQ] = LlamaGenVQ,
-    groups: int = _GROUPS,
-    **choices: Any,
+    checkpoint: Checkpoint, make: Callable[[VQConfig], LlamaGenVQ] = LlamaGenVQ, groups: int = _GROUPS, **choices: Any
 ) -> LlamaGenVQ:
-    """The tokenizer with these weights, which bear LlamaGen's names.
+    """The tokenizer with these weights, which bear LlamaGen's names. Raises: CheckpointError.
 
-    Args:
-        checkpoint: with renamed weights.
-        make: its class.
-        groups: as `VQConfig` has them, and so are the choices.
-
-    Raises:
-        CheckpointError.
+    choices: of `VQConfig`, besides groups.
     """
     codes, code_width = checkpoint.shape(CODEBOOK)
     latent_width = checkpoint.shape("encoder.conv_out.weight", 4)[0]

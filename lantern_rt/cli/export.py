@@ -22,6 +22,8 @@ lantern-rt export --family anole --target Anole-7b-v0.1-hf/ --vq chameleon-vqgan
 lantern-rt export --family lumina --target Lumina-mGPT-7B-768/ --vq chameleon-vqgan/ --grid 48 --output bundles/lumina
 lantern-rt export --family janus --target Janus-Pro-1B/ --output bundles/janus
 lantern-rt export --family emu3 --target hf:BAAI/Emu3-Gen-hf --output bundles/emu3
+lantern-rt export --family simplear --target SimpleAR-0.5B-RL/ --vq Cosmos-1.0-Tokenizer-DV8x16x16/ \
+    --output bundles/simplear
 """
 
 
@@ -34,7 +36,7 @@ def export(
         str | None,
         typer.Option(
             help="Checkpoint of the VQ model: a file, or hf:owner/name/file[@revision]; for anole and lumina also a "
-            "folder with vqgan.ckpt and vqgan.yaml, for emu3 the folder of Emu3-VisionTokenizer."
+            "folder with vqgan.ckpt and vqgan.yaml, for emu3 and simplear the folder of their tokenizer."
         ),
     ] = None,
     drafter: Annotated[
@@ -58,7 +60,9 @@ def export(
             help="LoRA adapter of PEFT to merge into the target; several are merged in order.",
         ),
     ] = None,
-    family: Annotated[str, typer.Option(help="Model family: llamagen, anole, lumina, janus or emu3.")] = "llamagen",
+    family: Annotated[
+        str, typer.Option(help="Model family: llamagen, anole, lumina, janus, emu3 or simplear.")
+    ] = "llamagen",
     precision: Annotated[
         str | None,
         typer.Option(

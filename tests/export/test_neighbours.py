@@ -7,7 +7,7 @@ import pytest
 import torch
 from goldens import DATA
 
-from lantern_rt.export.models.fsq import code_table
+from lantern_rt.export.models.fsq import code_vectors
 from lantern_rt.export.neighbours import neighbour_table
 
 
@@ -39,7 +39,7 @@ def test_equal_rows_are_neighbours_in_order_of_index() -> None:
 
 @pytest.mark.parametrize("k", [1, 40, 119])
 def test_points_of_a_grid_have_the_neighbours_that_sorting_all_rows_gives(k: int) -> None:
-    grid = code_table((8, 5, 3)).double().numpy()
+    grid = code_vectors(torch.arange(120), (8, 5, 3)).double().numpy()
     squares = np.square(grid[:, None] - grid).sum(-1)  # exact: numbers are multiples of a quarter
     np.fill_diagonal(squares, -1)
     found = neighbour_table(grid, k)

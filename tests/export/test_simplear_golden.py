@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, prompt_layout
 from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.export.models.cosmos_vq import haar_bands
-from lantern_rt.export.models.fsq import code_table, code_vectors, nearest_codes
+from lantern_rt.export.models.fsq import code_vectors, nearest_codes
 from lantern_rt.export.parity import Sessions
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
@@ -159,7 +159,7 @@ def test_clamp_codes_are_those_of_clamp_ids_where_these_are_codes(simplear_bundl
 
 
 def test_fsq_official_codes_indices_and_z_of_the_published_levels() -> None:
-    close(code_table(LEVELS)[G["fsq_official_indices"]].numpy(), G["fsq_official_codes"])
+    close(code_vectors(torch.from_numpy(G["fsq_official_indices"]), LEVELS).numpy(), G["fsq_official_codes"])
     latents = torch.from_numpy(G["fsq_official_z"]).T[None, :, :, None]
     codes = nearest_codes(latents, LEVELS)
     np.testing.assert_array_equal(codes[0], G["fsq_official_z_indices"])
