@@ -25,6 +25,7 @@ from lantern_rt.export.families.anole import read_anole
 from lantern_rt.export.families.emu3 import read_emu3
 from lantern_rt.export.families.llamagen import read_llamagen
 from lantern_rt.export.families.lumina import read_lumina
+from lantern_rt.export.families.simplear import BEGIN, START, read_simplear
 from lantern_rt.export.graph.precision import read_precisions
 from lantern_rt.export.models.emu3_vq import Emu3VQ
 from lantern_rt.export.models.llamagen_vq import CODEBOOK, LlamaGenVQ, VQConfig
@@ -40,6 +41,7 @@ _FIRST_CODE, _BEGIN_OF_IMAGE, _RESERVED = 4, 8197, 4  # Chameleon's tokens; <res
 _RESERVED_NAMES = range(8706, 8865)  # end of turn, and those that end rows and tell sizes in Lumina-mGPT
 _VQ_WIDTH = 256  # of the image tokenizers' narrowest part
 _LEVELS = (1, 1, 2, 2, 4)  # widths of the image tokenizers' levels, in units of the first
+_COSMOS_LEVELS, _COSMOS_LATENTS, _COSMOS_DIGITS, _COSMOS_BANDS = (2, 4, 4), 16, 6, 192
 _EMU3_LEVELS, _EMU3_WIDTH, _FRAMES_LOG2 = (1, 2, 2, 4), 4, 2  # of Emu3's; its codes and latents; frames of a grid
 Sizes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -79,12 +81,15 @@ SHAPES = {
     "tiny": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32),
     "tiny-anole": Shape(2, 4, 64, 128, 128, 2, torch.bfloat16, 32, 9000, "anole"),
     "tiny-lumina": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, 9000, "lumina"),
+    "tiny-simplear": Shape(2, 4, 64, 128, 64000, 4, torch.bfloat16, 16, 64300, "simplear", 2),
     "tiny-emu3": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, 700, "emu3", 2),
     "GPT-B": Shape(12, 12, 768, 2048, 16384, 16, torch.float32),
     "GPT-XL": Shape(36, 20, 1280, 3584, 16384, 16, torch.float32),
     "GPT-3B": Shape(24, 32, 3200, 8704, 16384, 24, torch.float32),
     "Anole-7B": Shape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536, "anole"),
     "Lumina-7B": Shape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536, "lumina"),
+    "SimpleAR-0.5B": Shape(24, 14, 896, 4864, 64000, 64, torch.bfloat16, 128, 215672, "simplear", 7),
+    "SimpleAR-1.5B": Shape(28, 12, 1536, 8960, 64000, 64, torch.bfloat16, 128, 215672, "simplear", 6),
     "Emu3-8B": Shape(32, 32, 4096, 14336, 32768, 90, torch.bfloat16, 256, 184622, "emu3", 4),
 }
 
@@ -92,7 +97,7 @@ SHAPES = {
 def random_bundle(shape: Shape, output: Path, compute: str = "float32", precision: str | None = None) -> Path:
     """Write the bundle of a target and a drafter; `output.parent` holds the checkpoints meanwhile."""
     checkpoints = output.with_name(f"{output.name}-checkpoints")
-    write_checkpoints(shape, checkpoints, drafter=shape.family != "emu3")
+    write_checkpoints(shape, checkpoints, drafter=shape.family not in ("emu3", "simplear"))
     export_checkpoints(shape, checkpoints, output, precision, compute)
     shutil.rmtree(checkpoints)
     return output
@@ -108,8 +113,9 @@ def export_checkpoints(
 ) -> Path:
     """Export what `write_checkpoints` wrote to `folder`."""
     drafter = folder / "drafter" if (folder / "drafter").exists() else None
-    if shape.family == "emu3":
-        model = read_emu3(folder / "target", folder / "vq", grid=shape.grid)
+    if shape.family in ("emu3", "simplear"):
+        read_pair = read_emu3 if shape.family == "emu3" else read_simplear
+        model = read_pair(folder / "target", folder / "vq", grid=shape.grid)
     else:
         read = {"llamagen": read_llamagen, "anole": read_anole, "lumina": read_lumina}[shape.family]
         vq = folder / ("vq.pt" if shape.family == "llamagen" else "vqgan")
@@ -134,6 +140,10 @@ def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
     elif shape.family == "emu3":
         config |= {"model_type": "Emu3", "max_position_embeddings": 9216}
         _write_video_vq(shape, folder / "vq")
+    elif shape.family == "simplear":
+        config |= {"model_type": "qwen2", "max_position_embeddings": 32768, "tie_word_embeddings": True}
+        config |= {"rope_theta": 1e6, "rms_norm_eps": 1e-6}
+        _write_cosmos(shape, folder / "vq")
     else:
         config |= {"model_type": "chameleon", "max_position_embeddings": 4096}
         config |= {"mask_image_logits": True} if shape.family == "lumina" else {}
@@ -142,6 +152,9 @@ def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
     _write_folder(target, _target(shape), shape.dtype, config | {"num_hidden_layers": shape.num_layers})
     if shape.family == "emu3":
         _write_ranks(shape, target)
+    elif shape.family == "simplear":
+        (target / "generation_config.json").write_text("{}")
+        _write_words(shape, target)
     elif shape.family != "llamagen":
         _name_tokens(shape, target)
     if drafter:
@@ -161,8 +174,11 @@ def _target(shape: Shape) -> Sizes:
         yield f"model.layers.{i}.input_layernorm.weight", (width,)
         for name in ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias") if rows else ():
             yield f"model.layers.{i}.self_attn.{name}", (*rows, head)
+        for part in "qkv" if shape.family == "simplear" else "":
+            yield f"model.layers.{i}.self_attn.{part}_proj.bias", (width if part == "q" else shape.key_width,)
     yield "model.norm.weight", (width,)
-    yield "lm_head.weight", (shape.vocab_size or shape.codes, width)
+    if shape.family != "simplear":
+        yield "lm_head.weight", (shape.vocab_size or shape.codes, width)
 
 
 def _drafter(shape: Shape) -> Sizes:
@@ -236,6 +252,70 @@ def _write_video_vq(shape: Shape, folder: Path) -> None:
         state[f"encoder.time_conv.{i}.bias"] = torch.zeros(_EMU3_WIDTH)
     folder.mkdir()
     save_file(state, folder / "model.safetensors")
+
+
+def _write_words(shape: Shape, folder: Path) -> None:
+    """A tokenizer with a word for each id before those of codes."""
+    count = (shape.vocab_size or 0) - shape.codes
+    names = ["<unk>", "a", "red", "cube", "on", "sand", START, BEGIN]
+    names += (f"word{i}" for i in range(count - len(names)))
+    tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.add_special_tokens([START, BEGIN])
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _write_cosmos(shape: Shape, folder: Path) -> None:
+    """The Cosmos tokenizer: its names, with taps in time."""
+    generator = torch.Generator().manual_seed(0)
+    folder.mkdir()
+    for half in ("encoder", "decoder"):
+        state = {}
+        for name, size in _cosmos(half, shape.vq_width):
+            fans = torch.Size(size[1:]).numel()
+            normed = ".norm" in name
+            state[f"{name}.weight"] = torch.ones(size) if normed else torch.randn(size, generator=generator) / fans**0.5
+            state[f"{name}.bias"] = torch.zeros(size[0])
+        save_file(state, folder / f"{half}.safetensors")
+
+
+def _cosmos(half: str, width: int) -> Sizes:
+    """Names and shapes of the weights of one half."""
+
+    def pair(name: str, inputs: int, outputs: int) -> Sizes:
+        yield f"{name}.0.conv3d", (outputs, inputs, 1, 3, 3)
+        yield f"{name}.1.conv3d", (outputs, outputs, 3, 1, 1)
+
+    def block(name: str, inputs: int, outputs: int) -> Sizes:
+        for i, before in ((1, inputs), (2, outputs)):
+            yield f"{name}.norm{i}.norm", (before,)
+            yield from pair(f"{name}.conv{i}", before, outputs)
+        if inputs != outputs:
+            yield f"{name}.nin_shortcut.conv3d", (outputs, inputs, 1, 1, 1)
+
+    down, widths = half == "encoder", [width * level for level in _COSMOS_LEVELS]
+    inner, outer = widths[-1], _COSMOS_BANDS
+    quantiser = (_COSMOS_DIGITS, _COSMOS_LATENTS) if down else (_COSMOS_LATENTS, _COSMOS_DIGITS)
+    yield f"{'' if down else 'post_'}quant_conv.conv3d", (*quantiser, 1, 1, 1)
+    yield from pair(f"{half}.conv_in", outer if down else _COSMOS_LATENTS, width if down else inner)
+    yield from pair(f"{half}.conv_out", inner if down else widths[0], _COSMOS_LATENTS if down else outer)
+    yield f"{half}.norm_out.norm", (inner if down else widths[0],)
+    for part in ("block_1", "block_2"):
+        yield from block(f"{half}.mid.{part}", inner, inner)
+    for i in range(2):
+        yield f"{half}.mid.attn_1.{i}.norm.norm", (inner,)
+        for part in ("q", "k", "v", "proj_out"):
+            yield f"{half}.mid.attn_1.{i}.{part}.conv3d", (inner, inner, 1, 1, 1)
+    before = width if down else inner
+    for i in range(3) if down else reversed(range(3)):
+        at = f"{half}.{'down' if down else 'up'}.{i}"
+        for j in range(2 if down else 3):
+            yield from block(f"{at}.block.{j}", before, widths[i])
+            before = widths[i]
+        if i != (2 if down else 0):
+            kernels = (((1, 3, 3), (3, 1, 1)) if down else ((3, 1, 1), (1, 3, 3))) + ((1, 1, 1),)
+            for j, kernel in enumerate(kernels, start=1):
+                yield f"{at}.{'downsample' if down else 'upsample'}.conv{j}.conv3d", (before, before, *kernel)
 
 
 def _taming(ours: dict[str, torch.Tensor], top: int) -> dict[str, torch.Tensor]:

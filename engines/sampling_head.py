@@ -33,7 +33,9 @@ class Head(NamedTuple):
 
     @staticmethod
     def can(sampling: Sampling) -> bool:
-        """Whether there is a graph for these settings: top-p before top-k is left to the host."""
+        """Whether there is a graph for these settings: top-p before top-k and penalties are left to the host."""
+        if sampling.penalised:
+            return False
         both = sampling.filtered and sampling.top_k > 0 and sampling.top_p < 1
         return not both or sampling.filter_order.startswith("top-k")
 

@@ -42,7 +42,8 @@ class Sampling(Config):
     """How a distribution is made from logits.
 
     Guided logits are uncond + cfg_scale * (cond - uncond); at exactly 1 the unconditional row is not run at all.
-    filter_order: LlamaGen applies top-k first, LANTERN (the transformers warpers) top-p first.
+    filter_order: LlamaGen applies top-k first, LANTERN (the transformers warpers) top-p first. repetition_penalty:
+    conditional logits of codes that the image has already are divided by it, negative ones multiplied, before guidance.
     """
 
     cfg_scale: Annotated[float, Field(ge=0, le=1000, description="Guidance; 1 is off.")] = 1.0
@@ -52,6 +53,12 @@ class Sampling(Config):
     top_k: Annotated[int, Field(ge=0, le=2**31, description="Keep the k most probable tokens; 0 is off.")] = 0
     top_p: Annotated[float, Field(gt=0, le=1, description="Keep this much probability; 1 is off.")] = 1.0
     filter_order: FilterOrder = "top-k, top-p"
+    repetition_penalty: Annotated[float, Field(gt=0, le=100, description="1 is off.")] | None = None
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a distribution depends on the codes before in more than what the target makes of them."""
+        return self.repetition_penalty not in (None, 1.0)
 
     @property
     def guided(self) -> bool:
@@ -273,6 +280,7 @@ class Options(TypedDict, total=False):
     temperature: float | None
     top_k: int | None
     top_p: float | None
+    repetition_penalty: float | None
     size: str | None
 
 

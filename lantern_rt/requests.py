@@ -34,7 +34,7 @@ from .prompts import ImageRequest, PromptTokenizer, class_requests, embedding_re
 from .runtime.tree import StaticTree
 from .runtime.tree_names import named_tree
 
-SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p")
+SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p", "repetition_penalty")
 
 IMAGES_LIMIT = 1024  # in one request
 SEED_LIMIT = 2**64

@@ -100,6 +100,7 @@ class RowBatch:
     counts: Ints
     sampled: list[int]  # nodes after which a code is drawn
     cached: Ints  # cells in the order in which the cache has them, int64 `[entries]`
+    known: Ints  # their tokens, int64 `[entries]`
     columns: int  # of the grid
     window: int  # how far rows are apart
     next_codes: Ints  # the code that comes after each node, ends of rows not counted, int64 `[nodes]`
@@ -121,6 +122,11 @@ class RowBatch:
         above = self.rows[:, None] - row
         seen: Bools = (above >= 0) & (column < self.counts[:, None] + above * self.window)
         return seen
+
+    def before(self, node: int) -> Ints:
+        """The tokens that a node sees, and its own."""
+        seen = self.known[self.sees(self.cached)[node]]
+        return np.concatenate([seen, self.tokens[self.structure.ancestors[node]]])
 
 
 class Placed(NamedTuple):
@@ -191,7 +197,8 @@ class Grid:
         sampled = np.flatnonzero(follows).tolist()
         next_codes = rows * self.codes + np.minimum(counts, self.codes)
         cached = np.array(self._cached, np.int64)
-        return RowBatch(tokens, cells, rows, counts, sampled, cached, self.columns, self.window, next_codes)
+        known = np.array(self.cells, np.int64)[cached]
+        return RowBatch(tokens, cells, rows, counts, sampled, cached, known, self.columns, self.window, next_codes)
 
     def take(self, batch: RowBatch, codes: Ints) -> tuple[Ints, Ints]:
         """Take in the codes drawn after a batch's nodes `batch.sampled`.

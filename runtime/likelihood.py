@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..methods import Sampling
 from .engine import Floats, Ints, PassOutput
 from .passes import MINIMUM_NODES, causal_pass, prefill_pass, stack_padding
-from .sampling import guide, scale, softmax
+from .sampling import guide, penalise, scale, softmax
 from .state import Model, PrefixRow, Prompt
 from .statistics import Clock
 
@@ -41,13 +41,16 @@ class Likelihood:
 
 def likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling: Sampling) -> Likelihood:
     """How probable one image's `codes [cells]` are, given its prompt and the tokens before."""
-    nats, entropy, start, tokens = 0.0, 0.0, 0, model.raster.spell(codes)
+    nats, entropy, start, place, tokens = 0.0, 0.0, 0, 0, model.raster.spell(codes)
     for logits in sequence_logits(model, prompt.rows(sampling), tokens[:-1], Clock()):
         own = tokens[start : start + logits.shape[1]]
         start += len(own)
         chosen = own != (-1 if model.row_end is None else model.row_end)  # what ends a row is no choice
         own = own[chosen]
-        guided = guide(logits[:, chosen], sampling)
+        known = int(chosen.sum())
+        before = [codes[: place + i] for i in range(known)]
+        place += known
+        guided = guide(penalise(logits[:, chosen], before, sampling), sampling)
         probabilities = softmax(scale(guided, sampling))  # [codes, vocab_size]
         nats -= float(np.log(np.maximum(probabilities[np.arange(len(own)), own], 1e-300)).sum())
         entropy -= float((probabilities * np.log(np.maximum(probabilities, 1e-300))).sum())
@@ -57,13 +60,14 @@ def likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling:
 def tie_margin(model: Model, sampling: Sampling) -> float:
     """How far passes may move the difference of two guided logits over the temperature."""
     guidance = abs(sampling.cfg_scale) + abs(sampling.cfg_scale - 1) if sampling.guided else 1.0
-    return model.rounding * guidance / (sampling.temperature or 1.0)
+    penalty = sampling.repetition_penalty or 1.0
+    return model.rounding * guidance * max(penalty, 1 / penalty) / (sampling.temperature or 1.0)
 
 
 def recompute_logits(model: Model, rows: Sequence[PrefixRow], tokens: Ints, sampling: Sampling, clock: Clock) -> Floats:
     """Guided logits `[1, vocab_size]` of the code after the rows of one prompt and `tokens [count]`; anew."""
     (last,) = deque(sequence_logits(model, rows, tokens, clock), maxlen=1)
-    return guide(last[:, -1:], sampling)
+    return guide(penalise(last[:, -1:], [tokens], sampling), sampling)
 
 
 def sequence_logits(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock) -> Iterator[Floats]:

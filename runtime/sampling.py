@@ -5,6 +5,7 @@ Logits that hold NaN or infinity raise EngineError: damaged weights must not pas
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 
 import numpy as np
@@ -36,6 +37,20 @@ def guide(logits: Floats, sampling: Sampling) -> Floats:
     mixed *= sampling.cfg_scale
     mixed += uncond
     return mixed
+
+
+def penalise(logits: Floats, before: Sequence[Ints], sampling: Sampling) -> Floats:
+    """Logits `[sides, nodes, vocab_size]` with the repetition penalty on conditional ones.
+
+    before: for each node, the codes of its image before its choice.
+    """
+    if not sampling.penalised:
+        return logits
+    penalised, penalty = logits.copy(), np.float32(sampling.repetition_penalty)
+    for row, codes in zip(penalised[0], before, strict=True):
+        known = codes[codes < len(row)]  # ends of rows are no choice
+        row[known] = np.where(row[known] < 0, row[known] * penalty, row[known] / penalty)
+    return penalised
 
 
 def softmax(logits: Floats) -> Probabilities:

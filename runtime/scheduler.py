@@ -276,12 +276,13 @@ class Scheduler:
             request.sampling,
             margin,
             recompute,
+            draft.before if isinstance(draft, RowBatch) else partial(_codes_before, request, draft, first),
             last,
         )
 
     def _recompute(self, request: Request, tree: DraftTree, before: int, node: int) -> Floats:
         """Logits after a node of the request's tree below its first `before` tokens; see `likelihood.py`."""
-        codes = [*request.codes[:before], *tree.tokens[tree.path_to(node)[1:]].tolist(), 0]  # the last one is dropped
+        codes = np.append(_codes_before(request, tree, before, node), 0)  # the last one is dropped
         tokens = request.raster.spell(codes)[:-1]
         calls = self.target_clock.calls
         logits = recompute_logits(self.model, request.rows, tokens, request.sampling, self.target_clock)
@@ -388,6 +389,11 @@ def _rows_of(requests: Iterable[Request]) -> dict[Request, slice]:
         rows[request] = slice(first, first + len(request.rows))
         first += len(request.rows)
     return rows
+
+
+def _codes_before(request: Request, tree: DraftTree, before: int, node: int) -> Ints:
+    """The first `before` codes of a request and those of a tree on the path to a node below them."""
+    return np.array([*request.codes[:before], *tree.tokens[tree.path_to(node)[1:]].tolist()], np.int64)
 
 
 def _first_cell(request: Request, draft: Draft) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from ..methods import Sampling
 from .engine import Floats, Ints, Rows
 from .noise import Noise
-from .sampling import Probabilities, choose, choose_and_lead, guide, is_decisive, shape_distribution
+from .sampling import Probabilities, choose, choose_and_lead, guide, is_decisive, penalise, shape_distribution
 from .tree import TreeStructure
 
 MOST_TOGETHER = 256  # nodes whose choices are made at once
@@ -42,6 +42,8 @@ class TargetOutput:
     # gives guided logits `[1, vocab_size]` after a node by another computation, asked where the margin could turn
     # a choice; None where ties stay as they are
     recompute: Callable[[int], Floats] | None = None
+    # gives the codes before the choice after a node, for a repetition penalty
+    before: Callable[[int], Ints] = lambda node: np.empty(0, np.int64)
     # the pass's node after which each node's choice is drawn, if not after the node itself, int64 `[nodes]`
     last: Ints | None = None
     _span: Span | None = field(init=False, default=None)  # looked at last
@@ -126,7 +128,11 @@ class TargetOutput:
         return None if self.sampling.greedy else self.noise.gumbel(self.cells[first], *logits.shape)
 
     def _read(self, nodes: slice | Sequence[int]) -> Floats:
-        return self.logits(nodes if self.last is None else self.last[nodes].tolist())
+        logits = self.logits(nodes if self.last is None else self.last[nodes].tolist())
+        if not self.sampling.penalised:
+            return logits
+        places = range(len(self.structure.depths))[nodes] if isinstance(nodes, slice) else nodes
+        return penalise(logits, [self.before(node) for node in places], self.sampling)
 
 
 def choose_together(logits: Rows, targets: Iterable[tuple[TargetOutput, slice]]) -> None:
@@ -162,5 +168,5 @@ def choose_together(logits: Rows, targets: Iterable[tuple[TargetOutput, slice]])
 def _shape(target: tuple[TargetOutput, slice]) -> tuple[int, int, Sampling]:
     """Nodes of a chain (0: it is none), rows, and sampling: those of one shape may choose together."""
     output, rows = target
-    chain = output.structure.chain and output.last is None
+    chain = output.structure.chain and output.last is None and not output.sampling.penalised
     return len(output.structure.depths) if chain else 0, rows.stop - rows.start, output.sampling

@@ -59,6 +59,7 @@ def read_simplear(
     check_grid(grid)
     checkpoint = Checkpoint(target, progress=progress, adapters=lora)
     config, path = checkpoint.config(), checkpoint.tokenizer()
+    generation = checkpoint.config("generation_config.json")
     config.expect("model_type", "qwen2", remedy="give the folder of a SimpleAR model")
     config.expect("use_sliding_window", False, None, remedy="other decoders are not supported")
     checkpoint.read()
@@ -85,7 +86,7 @@ def read_simplear(
         code_embeddings=embeddings[first:],
         condition=token_condition(embeddings[:first], decoder.config.prefix, prompt_layout(tokenizer), path),
         vq=image,
-        sampling=Sampling(cfg_scale=6.0),
+        sampling=Sampling(cfg_scale=6.0, repetition_penalty=generation.number("repetition_penalty", 1.0)),
         sources=[*checkpoint.sources, *images.sources],
         sizes=sizes,
     )

@@ -63,6 +63,7 @@ class ImagesRequest(BaseModel):
     temperature: float | None = None
     top_k: Whole | None = None
     top_p: float | None = None
+    repetition_penalty: float | None = None
     deadline: Annotated[float, Field(gt=0)] | None = None
     steps: Flag | None = None
 

@@ -45,7 +45,8 @@ class Run(NamedTuple):
     picture: str
 
     def __str__(self) -> str:
-        return f"{self.family}-{self.options['size']}-cfg{self.options['cfg_scale']:g}"
+        penalty = self.options.get("repetition_penalty", 1)
+        return f"{self.family}-{self.options['size']}-cfg{self.options['cfg_scale']:g}" + "-penalty" * (penalty > 1)
 
 
 def lumina(trace: dict[str, Any]) -> Run:
@@ -67,13 +68,14 @@ def emu3(trace: dict[str, Any]) -> Run:
 def simplear(trace: dict[str, Any]) -> Run:
     rows, columns = trace["grid"]
     options = {"size": f"{16 * columns}x{16 * rows}", "temperature": 0, "cfg_scale": trace["cfg"]}
+    options["repetition_penalty"] = trace["repetition_penalty"]
     options["prompts"] = trace["text"].split(" image of ")[1].removesuffix("<|soi|>")
     return Run("simplear", options, trace["codes"], trace["generated_ids"], 395, None, f"{trace['name']}_uint8")
 
 
 EMU3, SIMPLEAR = (json.loads((DATA / family / "traces.json").read_text()) for family in ("emu3", "simplear"))
 RUNS = [*map(lumina, LUMINA), *(emu3(trace) for trace in EMU3 if trace["name"].split("_")[-1].startswith("cfg"))]
-RUNS += [simplear(trace) for trace in SIMPLEAR if trace["name"].split("_")[-1].startswith("cfg")]
+RUNS += [simplear(trace) for trace in SIMPLEAR if trace["name"].split("_")[-1].startswith(("cfg", "penalty"))]
 TREES = ["eagle:tree=chain-4", "eagle:tree=mc-25", "eagle:tree=dynamic-59-5-10"]
 METHODS = {  # no grid is wider, so `rows` is exact, too
     "lumina": ["ar", "sjd:window=1", "sjd:window=7", *TREES, "rows:window=6"],
