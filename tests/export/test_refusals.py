@@ -13,12 +13,10 @@ import torch
 from checkpoint_copies import (
     ANOLE,
     C2I,
-    COSMOS,
     DRAFTER,
     EMU3,
     LANTERN,
     LUMINA,
-    SIMPLEAR,
     T2I,
     VQ,
     VQGAN,
@@ -37,11 +35,9 @@ from lantern_rt.export.families.anole import read_anole
 from lantern_rt.export.families.emu3 import read_emu3
 from lantern_rt.export.families.llamagen import read_llamagen, read_transformer
 from lantern_rt.export.families.lumina import read_lumina
-from lantern_rt.export.families.simplear import read_simplear
 from lantern_rt.export.models.llamagen_vq import read_vq
 from lantern_rt.export.models.t5 import read_text_encoder
 
-EMBED = "model.embed_tokens.weight"
 Read = Callable[[Path], object]  # makes a damaged copy in a folder and reads it
 
 
@@ -68,23 +64,6 @@ def lumina(weights: Any = None, config: Any = None, **fields: Any) -> Read:
 
 def emu3(weights: Any = None, config: Any = None, **fields: Any) -> Read:
     return lambda folder: read_emu3(copied(EMU3, folder / "target", weights, config, **fields), grid=4)
-
-
-def simplear(weights: Any = None, config: Any = None, **fields: Any) -> Read:
-    return lambda folder: read_simplear(copied(SIMPLEAR, folder / "target", weights, config, **fields), COSMOS, grid=4)
-
-
-def simplear_tokenizer(folder: Path) -> None:
-    target = copied(SIMPLEAR, folder / "target")
-    content = (target / "tokenizer.json").read_text()
-    (target / "tokenizer.json").write_text(content.replace("<|soi|>", "<|sot|>"))
-    read_simplear(target, COSMOS, grid=4)
-
-
-def half_a_tokenizer(folder: Path) -> None:
-    (folder / "cosmos").mkdir()
-    shutil.copy(COSMOS / "decoder.jit", folder / "cosmos")
-    read_simplear(SIMPLEAR, folder / "cosmos", grid=4)
 
 
 def emu3_tokenizer(name: str, edit: Callable[[str], str], **fields: Any) -> Read:
@@ -389,22 +368,6 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
         "emu3.tiktoken",
         "96 visual tokens",
     ),
-    # SimpleAR
-    "no Qwen2": (simplear(model_type="qwen3"), "model_type", "'qwen3' 'qwen2'"),
-    "a window of attention": (simplear(use_sliding_window=True), "use_sliding_window", "True False"),
-    "other biases": (
-        simplear(lambda w: w.update({"model.layers.1.self_attn.k_proj.bias": torch.zeros(112)})),
-        "model.layers.1.self_attn.{q,k,v}_proj.bias",
-        "(112,), (112,), (16,)",
-    ),
-    "no head of its own": (simplear(tie_word_embeddings=False), "lm_head.weight", "missing weight"),
-    "fewer codes": (
-        simplear(lambda w: w.update({EMBED: w[EMBED][:-1]})),
-        "vq",
-        "576 codes 575",
-    ),
-    "a tokenizer without start of image": (simplear_tokenizer, "tokenizer.json", "lacks <|soi|>"),
-    "half an image tokenizer": (half_a_tokenizer, "cosmos", "no weights"),
     "no begin of image": (
         emu3_tokenizer("emu3_vision_tokens.txt", lambda text: text.replace("image start", "start"), boi_token_id=None),
         "emu3.tiktoken",

@@ -1,0 +1,90 @@
+"""SimpleAR's checkpoints: layouts, sizes, defaults, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_copies import COSMOS, SIMPLEAR, copied
+from safetensors.torch import save_file
+
+from lantern_rt.errors import LanternError
+from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.files import read_weights
+from lantern_rt.export.families.simplear import picture_sizes, read_simplear
+
+Read = Callable[[Path], object]
+EMBED = "model.embed_tokens.weight"
+
+
+def simplear(weights: Any = None, config: Any = None, **fields: Any) -> Read:
+    return lambda folder: read_simplear(copied(SIMPLEAR, folder / "target", weights, config, **fields), COSMOS, grid=4)
+
+
+def simplear_tokenizer(folder: Path) -> None:
+    target = copied(SIMPLEAR, folder / "target")
+    content = (target / "tokenizer.json").read_text()
+    (target / "tokenizer.json").write_text(content.replace("<|soi|>", "<|sot|>"))
+    read_simplear(target, COSMOS, grid=4)
+
+
+def half_a_tokenizer(folder: Path) -> None:
+    (folder / "cosmos").mkdir()
+    shutil.copy(COSMOS / "decoder.jit", folder / "cosmos")
+    read_simplear(SIMPLEAR, folder / "cosmos", grid=4)
+
+
+REFUSALS: dict[str, tuple[Read, str, str]] = {
+    "no Qwen2": (simplear(model_type="qwen3"), "model_type", "'qwen3' 'qwen2'"),
+    "a window of attention": (simplear(use_sliding_window=True), "use_sliding_window", "True False"),
+    "other biases": (
+        simplear(lambda w: w.update({"model.layers.1.self_attn.k_proj.bias": torch.zeros(112)})),
+        "model.layers.1.self_attn.{q,k,v}_proj.bias",
+        "(112,), (112,), (16,)",
+    ),
+    "no head of its own": (simplear(tie_word_embeddings=False), "lm_head.weight", "missing weight"),
+    "fewer codes": (
+        simplear(lambda w: w.update({EMBED: w[EMBED][:-1]})),
+        "vq",
+        "576 codes 575",
+    ),
+    "a tokenizer without start of image": (simplear_tokenizer, "tokenizer.json", "lacks <|soi|>"),
+    "half an image tokenizer": (half_a_tokenizer, "cosmos", "no weights"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_a_checkpoint_that_does_not_fit_is_refused_by_its_field(tmp_path: Path, what: str) -> None:
+    read, field, words = REFUSALS[what]
+    with pytest.raises(LanternError) as caught:
+        read(tmp_path)
+    assert caught.value.field.endswith(field)
+    assert [word for word in words.split() if word not in str(caught.value)] == []
+
+
+def test_a_head_of_its_own_and_an_image_tokenizer_of_safetensors_are_read(tmp_path: Path) -> None:
+    for half in ("encoder", "decoder"):
+        weights = read_weights(COSMOS / f"{half}.jit")
+        save_file({name: weight.clone() for name, weight in weights.items()}, tmp_path / f"{half}.safetensors")
+    untied = copied(
+        SIMPLEAR, tmp_path / "target", lambda w: w.update({"lm_head.weight": w[EMBED] + 1}), tie_word_embeddings=False
+    )
+    tied, other = read_simplear(SIMPLEAR, COSMOS, grid=4), read_simplear(untied, tmp_path, grid=4)
+    ours, theirs = (model.graphs[0].module.state_dict()["head.weight"] for model in (tied, other))
+    assert torch.equal(computed(ours) + 1, computed(theirs))
+    for graph, same in zip(tied.graphs[1:], other.graphs[1:], strict=True):
+        weights = same.module.state_dict()
+        assert all(torch.equal(computed(weights[name]), computed(w)) for name, w in graph.module.state_dict().items())
+    assert tied.fields["sampling"].repetition_penalty == 1.1  # of generation_config.json
+
+
+def test_sizes_are_a_square_shapes_of_its_area_and_the_smaller_squares_of_training() -> None:
+    names = [size.name for size in picture_sizes(64, 16)]
+    assert names[0] == "1024x1024"
+    assert names[-3:] == ["768x768", "512x512", "256x256"]
+    assert len(names) == 13
+    assert {"1360x768", "768x1360"} < {*names}
