@@ -101,20 +101,23 @@ class Run:
 
 
 class Sides:
-    """Both rows of a prompt of token ids, each on a cache of its own; uncond None: without guidance."""
+    """Both rows of a prompt of token ids, each on a cache of its own; uncond None: without guidance.
 
-    def __init__(self, bundle: Path, cond: Sequence[int], uncond: Sequence[int] | None) -> None:
+    first_code: the id of code 0, where the bundle's condition has text alone.
+    """
+
+    def __init__(
+        self, bundle: Path, cond: Sequence[int], uncond: Sequence[int] | None, first_code: int | None = None
+    ) -> None:
+        text = [] if first_code is None else [embed(bundle, range(first_code))[0]]
+        self.table = text and np.concatenate([*text, np.load(bundle / "code_embeddings.npy")])
         prompts = [cond] if uncond is None else [cond, uncond]
         self.bundle, self.runs = bundle, [Run(bundle) for _ in prompts]
         self.outputs = [run.step(input_embeds=embed(bundle, ids)) for run, ids in zip(self.runs, prompts, strict=True)]
 
-    def embeds(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """What a pass reads for tokens, `[1, tokens, width]`."""
-        return embed(self.bundle, tokens)
-
     def step(self, tokens: NDArray[np.int64], depth: NDArray[np.int64] | None = None, **visible: Any) -> list[Arrays]:
         """Feed tokens to both rows; depth: of the nodes of a tree."""
-        embeds = self.embeds(tokens)
+        embeds = embed(self.bundle, tokens) if len(self.table) == 0 else self.table[tokens][None]
         places = [None if depth is None else run.length + depth for run in self.runs]
         return [
             run.step(input_embeds=embeds, positions=at, **visible) for run, at in zip(self.runs, places, strict=True)

@@ -1,4 +1,4 @@
-"""Lumina-mGPT's and Emu3's exported graphs against every array recorded from the published implementations."""
+"""Lumina-mGPT's, Emu3's and, for the decoder, SimpleAR's exported graphs against every recorded array."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lantern_rt.output.images import to_image
 from lantern_rt.runtime.sampling import choose, guide, shape_distribution, shape_logits
 
 SIDES = ("cond", "uncond")
-FOLDERS = {"lumina": "lumina-mgpt", "emu3": "emu3"}
-CODES = {"lumina": slice(4, 132), "emu3": slice(557, 653)}  # the image tokens
+FOLDERS = {"lumina": "lumina-mgpt", "emu3": "emu3", "simplear": "simplear"}
+CODES = {"lumina": slice(4, 132), "emu3": slice(557, 653), "simplear": slice(395, 971)}  # the image tokens
 ROW_ENDS = {"lumina": 142, "emu3": 549}
 TRACES: dict[str, list[dict[str, Any]]] = {
     name: json.loads((DATA / folder / "traces.json").read_text()) for name, folder in FOLDERS.items()
@@ -42,13 +42,15 @@ class Family:
     """A bundle with its recorded arrays; `scored`: what the published program does to guided logits."""
 
     def __init__(self, name: str, bundle: Path) -> None:
-        self.bundle, self.arrays, self.codes, self.row_end = bundle, golden(FOLDERS[name]), CODES[name], ROW_ENDS[name]
+        self.bundle, self.arrays, self.codes = bundle, golden(FOLDERS[name]), CODES[name]
+        self.row_end, self.scale = ROW_ENDS.get(name, -1), 6.0 if name == "simplear" else 3.0
         self.scored: Callable[[NDArray[np.float32]], NDArray[np.float32]] = (
-            log_softmax if name == "emu3" else lambda scores: scores
+            log_softmax if name != "lumina" else lambda scores: scores
         )
 
     def sides(self) -> Sides:
-        return Sides(self.bundle, self.arrays["cond_ids"], self.arrays["uncond_ids"])
+        first = None if self.row_end >= 0 else self.codes.start
+        return Sides(self.bundle, self.arrays["cond_ids"], self.arrays["uncond_ids"], first)
 
 
 @pytest.fixture(scope="module", params=FOLDERS)
@@ -87,8 +89,11 @@ def test_prefill_hidden_logits_keys_and_values_of_both_rows(family: Family, side
         close(found.transpose(0, 2, 1, 3), arrays[f"{side}_prefill_{part}s"])
 
 
-def test_cond_layer_hidden_embeddings_every_layer_and_the_last_one_normed(family: Family) -> None:
-    path, ids = family.bundle / "target.onnx", family.arrays["cond_ids"]
+@pytest.mark.parametrize("side", SIDES)
+def test_layer_hidden_embeddings_every_layer_and_the_last_one_normed(family: Family, side: str) -> None:
+    path, ids, expected = family.bundle / "target.onnx", family.arrays[f"{side}_ids"], f"{side}_layer_hidden"
+    if expected not in family.arrays:
+        pytest.skip("not recorded")
     sums = [node for node in onnx.load(path).graph.node if node.op_type == "Add"]
     layers = ["input_embeds"]
     while following := [node.output[0] for node in sums if node.input[0] == layers[-1]]:
@@ -99,8 +104,8 @@ def test_cond_layer_hidden_embeddings_every_layer_and_the_last_one_normed(family
     empty = np.zeros((0, 1, spec.num_kv_heads, spec.head_dim), np.float32)
     feeds |= {f"past_key_values.{i}.{part}": empty for i in range(3) for part in ("key", "value")}
     found = observed(path, [*layers[2:-1:2], "hidden_states"], feeds)  # the last layer's output is normed
-    close(embeds[0], family.arrays["cond_layer_hidden"][0], 0)
-    close(np.concatenate(found), family.arrays["cond_layer_hidden"][1:])
+    close(embeds[0], family.arrays[expected][0], 0)
+    close(np.concatenate(found), family.arrays[expected][1:])
 
 
 def test_decode_tokens_one_at_a_time_give_hidden_logits_and_guided_of_both_rows(family: Family) -> None:
@@ -109,14 +114,14 @@ def test_decode_tokens_one_at_a_time_give_hidden_logits_and_guided_of_both_rows(
     for i, side in enumerate(SIDES):
         close(np.concatenate([s[i]["hidden_states"][0] for s in steps]), arrays[f"decode_{side}_hidden"])
         close(np.concatenate([s[i]["logits"][0] for s in steps]), arrays[f"decode_{side}_logits"][:, family.codes])
-    guided = np.concatenate([mixed(step) for step in steps])
-    close(scored(guided), scored(arrays["decode_guided"][:, family.codes]), GUIDED)
+    guided = np.concatenate([mixed(step, family.scale) for step in steps])
+    close(scored(guided), scored(arrays["decode_guided"][-7:, family.codes]), GUIDED)
 
 
 def test_tree_behind_the_decode_tokens_gives_hidden_logits_guided_and_filtered_scores(family: Family) -> None:
     arrays, sides, codes, scored = family.arrays, family.sides(), family.codes, family.scored
     sides.step(arrays["decode_tokens"])
-    depths, parents, forced = (arrays[f"tree_{name}"] for name in ("depth", "parents", "next_forced"))
+    depths, parents = arrays["tree_depth"], arrays["tree_parents"]
     assert depths.tolist() == [0 if p < 0 else depths[p] + 1 for p in parents]
     for run, side in zip(sides.runs, SIDES, strict=True):
         assert arrays[f"tree_{side}_position_ids"].tolist() == (run.length + depths).tolist()
@@ -124,8 +129,11 @@ def test_tree_behind_the_decode_tokens_gives_hidden_logits_guided_and_filtered_s
     for own, side in zip(out, SIDES, strict=True):
         close(own["hidden_states"][0], arrays[f"tree_{side}_hidden"])
         close(own["logits"][0], arrays[f"tree_{side}_logits"][:, codes])
-    guided = mixed(out)
+    guided = mixed(out, family.scale)
     close(scored(guided), scored(arrays["tree_guided"][:, codes]), GUIDED)
+    if family.row_end < 0:
+        return  # nothing was forced
+    forced = arrays["tree_next_forced"]
     scores, free = arrays["tree_scores_topk20"], forced < 0
     assert not np.isfinite(np.delete(scores[free], np.r_[codes], 1)).any()  # nothing but codes
     found = shape_logits(guided, Sampling(top_k=20))[free]
@@ -134,6 +142,7 @@ def test_tree_behind_the_decode_tokens_gives_hidden_logits_guided_and_filtered_s
     assert [np.flatnonzero(np.isfinite(row)).tolist() for row in scores[~free]] == [[family.row_end]] * sum(~free)
 
 
+@pytest.mark.parametrize("family", ROW_ENDS, indirect=True)
 def test_the_table_of_embeddings_holds_the_codes_and_the_end_of_a_row(family: Family) -> None:
     table, codes = np.load(family.bundle / "code_embeddings.npy"), family.codes
     row_end = manifest(family.bundle).row_end

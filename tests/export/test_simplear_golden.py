@@ -10,28 +10,27 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from goldens import DATA, GUIDED, Arrays, Sides, close, embed, golden, manifest, observed
+from goldens import DATA, GUIDED, Sides, close, golden, manifest, observed
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, prompt_layout
-from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.export.models.cosmos_vq import haar_bands
 from lantern_rt.export.models.fsq import code_vectors, nearest_codes
 from lantern_rt.export.parity import Sessions
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
 from lantern_rt.prompts import text_requests
-from lantern_rt.runtime.sampling import guide, shape_distribution
+from lantern_rt.runtime.sampling import guide, penalise, shape_distribution
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
-SIDES = ("cond", "uncond")
 FOLDER, CODES = DATA / "simplear", slice(395, 971)
 LEVELS = (8, 8, 8, 5, 5, 5)  # of the published tokenizer
 PROTOCOL = json.loads((FOLDER / "protocol.json").read_text())
 TRACES = {trace["name"]: trace for trace in json.loads((FOLDER / "traces.json").read_text())}
 SINGLE = [trace for trace in TRACES.values() if trace["name"] != "batch"]
-G = golden("simplear")
+G, GENERATION = golden("simplear"), json.loads((FOLDER / "model/generation_config.json").read_text())
 
 
 def over_codes(scores: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -39,73 +38,6 @@ def over_codes(scores: NDArray[np.float32]) -> NDArray[np.float32]:
     wide = scores[..., CODES] if scores.shape[-1] == CODES.stop else scores
     wide = wide.astype(np.float64) - wide.max(-1, keepdims=True)
     return (wide - np.log(np.exp(wide).sum(-1, keepdims=True))).astype(np.float32)
-
-
-def guided(outputs: list[Arrays], scale: float) -> NDArray[np.float32]:
-    return over_codes(guide(np.concatenate([out["logits"] for out in outputs]), Sampling(cfg_scale=scale)))
-
-
-class Rows(Sides):
-    """Both rows, with codes by the ids of the joint vocabulary, of which the bundle's condition has the text."""
-
-    def embeds(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        table = [embed(self.bundle, np.arange(CODES.start))[0], np.load(self.bundle / "code_embeddings.npy")]
-        return np.concatenate(table)[tokens][None]
-
-
-def rows_of(bundle: Path) -> Rows:
-    return Rows(bundle, G["cond_ids"], G["uncond_ids"])
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_prefill_logits_hidden_keys_and_values_of_both_rows(simplear_bundle: Path, side: str) -> None:
-    ids = G[f"{side}_ids"]
-    assert G[f"{side}_position_ids"].tolist() == list(range(len(ids)))
-    (out,) = Sides(simplear_bundle, ids, None).outputs
-    close(out["hidden_states"][0], G[f"{side}_prefill_hidden"])
-    close(out["logits"][0], G[f"{side}_prefill_logits"][:, CODES])
-    for part in ("key", "value"):
-        found = np.stack([out[f"new_key_values.{i}.{part}"][:, 0] for i in range(3)])  # [layers, nodes, heads, width]
-        close(found.transpose(0, 2, 1, 3), G[f"{side}_prefill_{part}s"])
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_layer_hidden_embeddings_every_layer_and_the_last_one_normed(simplear_bundle: Path, side: str) -> None:
-    path, ids, spec = simplear_bundle / "target.onnx", G[f"{side}_ids"], manifest(simplear_bundle).target
-    sums = [node for node in onnx.load(path).graph.node if node.op_type == "Add"]
-    layers = ["input_embeds"]
-    while following := [node.output[0] for node in sums if node.input[0] == layers[-1]]:
-        layers += following  # each layer adds attention, then feed-forward
-    feeds = {"input_embeds": embed(simplear_bundle, ids), "position_ids": np.arange(len(ids))[None]}
-    feeds["attention_mask"] = np.where(np.tri(len(ids)), 0, HIDDEN).astype(np.float32)[None, None]
-    empty = np.zeros((0, 1, spec.num_kv_heads, spec.head_dim), np.float32)
-    feeds |= {f"past_key_values.{i}.{part}": empty for i in range(3) for part in ("key", "value")}
-    found = observed(path, [*layers[2:-1:2], "hidden_states"], feeds)
-    close(np.concatenate([feeds["input_embeds"], *found]), G[f"{side}_layer_hidden"])
-
-
-def test_decode_logits_hidden_and_guided_of_tokens_one_at_a_time(simplear_bundle: Path) -> None:
-    rows = rows_of(simplear_bundle)
-    scores = [guided([{"logits": out["logits"][:, -1:]} for out in rows.outputs], 6)]
-    steps = [rows.step(G["decode_tokens"][k : k + 1]) for k in range(7)]
-    for i, side in enumerate(SIDES):
-        close(np.concatenate([s[i]["hidden_states"][0] for s in steps]), G[f"decode_{side}_hidden"])
-        close(np.concatenate([s[i]["logits"][0] for s in steps]), G[f"decode_{side}_logits"][:, CODES])
-    scores += [guided(step, 6) for step in steps]
-    close(np.concatenate(scores), over_codes(G["decode_guided"]), GUIDED)
-
-
-def test_tree_logits_hidden_and_guided_behind_the_decode_tokens(simplear_bundle: Path) -> None:
-    rows, depths = rows_of(simplear_bundle), G["tree_depth"]
-    rows.step(G["decode_tokens"])
-    assert depths.tolist() == [0 if p < 0 else depths[p] + 1 for p in G["tree_parents"]]
-    for run, side in zip(rows.runs, SIDES, strict=True):
-        assert G[f"tree_{side}_position_ids"].tolist() == (run.length + depths).tolist()
-    out = rows.step(G["tree_tokens"], depths, visible=G["tree_mask"] > 0)
-    for own, side in zip(out, SIDES, strict=True):
-        close(own["hidden_states"][0], G[f"tree_{side}_hidden"])
-        close(own["logits"][0], G[f"tree_{side}_logits"][:, CODES])
-    close(guided(out, 6), over_codes(G["tree_guided"]), GUIDED)
 
 
 def test_filter_probs_of_the_whole_vocabulary() -> None:
@@ -122,15 +54,17 @@ def test_filter_probs_of_the_whole_vocabulary() -> None:
 def scores_of(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
     """Guided log-probabilities of codes for each token of a run, which is fed as it was generated."""
     uncond = G["uncond_ids"] if trace["unconditional_ids"] == len(G["uncond_ids"]) else trace["unconditional_ids"]
-    rows = Rows(bundle, trace["prompt_ids"], uncond)
-    last = guided([{"logits": own["logits"][:, -1:]} for own in rows.outputs], trace["cfg"])
-    return np.concatenate([last, guided(rows.step(np.array(trace["generated_ids"][:-1])), trace["cfg"])])
+    ids = np.array(trace["generated_ids"])
+    rows = Sides(bundle, trace["prompt_ids"], uncond, CODES.start)
+    first, rest = rows.outputs, rows.step(ids[:-1])
+    logits = np.stack([np.append(a["logits"][0, -1:], b["logits"][0], 0) for a, b in zip(first, rest, strict=True)])
+    sampling = Sampling(cfg_scale=trace["cfg"], repetition_penalty=trace["repetition_penalty"])
+    before = [ids[:n] - CODES.start for n in range(len(ids))]
+    return over_codes(guide(penalise(logits, [own[own >= 0] for own in before], sampling), sampling))
 
 
-@pytest.mark.parametrize("trace", [t for t in SINGLE if t["repetition_penalty"] == 1], ids=lambda t: str(t["name"]))
-def test_scores_generated_ids_and_sample_probs_of_runs_without_a_penalty(
-    simplear_bundle: Path, trace: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("trace", SINGLE, ids=lambda trace: str(trace["name"]))
+def test_scores_generated_ids_and_sample_probs_of_every_run(simplear_bundle: Path, trace: dict[str, Any]) -> None:
     name, ids, found = trace["name"], np.array(trace["generated_ids"]), scores_of(simplear_bundle, trace)
     np.testing.assert_array_equal(np.clip(ids - CODES.start, 0, 575), np.ravel(trace["codes"]))
     if f"{name}_scores" in G:
@@ -147,12 +81,24 @@ def test_scores_generated_ids_and_sample_probs_of_runs_without_a_penalty(
         np.testing.assert_array_equal((ends <= uniform * ends[:, -1:]).sum(1)[alone] + CODES.start, ids[alone])
 
 
+def test_decode_cond_penalised_and_decode_guided_penalised_of_codes() -> None:
+    logits = np.stack(
+        [np.append(G[f"{s}_prefill_logits"][-1:], G[f"decode_{s}_logits"], 0) for s in ("cond", "uncond")]
+    )
+    before = [G["decode_tokens"][:n] - CODES.start for n in range(8)]
+    sampling = Sampling(cfg_scale=6, repetition_penalty=GENERATION["repetition_penalty"])
+    penalised = penalise(logits[..., CODES], before, sampling)
+    close(penalised[0], G["decode_cond_penalised"][:, CODES])
+    close(over_codes(guide(penalised, sampling)), over_codes(G["decode_guided_penalised"]), GUIDED)
+
+
 def test_clamp_codes_are_those_of_clamp_ids_where_these_are_codes(simplear_bundle: Path) -> None:
     ids, codes = G["clamp_ids"], G["clamp_codes"]
     table, text = np.load(simplear_bundle / "code_embeddings.npy"), ids < CODES.start
     assert codes[text].tolist() == [0] * text.sum()  # never drawn here
     np.testing.assert_array_equal(codes[~text], ids[~text] - CODES.start)
-    close(table[codes[~text]], Rows(simplear_bundle, [1], None).embeds(ids[~text])[0], 0)
+    weights = load_file(FOLDER / "model/model.safetensors")["model.embed_tokens.weight"]
+    close(table[codes[~text]], weights[ids[~text]].float().numpy(), 0)
 
 
 # ---------------------------------------------------------------- image tokenizer

@@ -62,7 +62,7 @@ def p_value(counts: NDArray[np.int64], joint: NDArray[np.float64]) -> float:
 
 SAMPLINGS = {
     "plain": Sampling(),
-    "temperature 1.3, top-k 2": Sampling(temperature=1.3, top_k=2),
+    "temperature 1.3, top-k 2, penalty": Sampling(temperature=1.3, top_k=2, repetition_penalty=1.5),
     "guided, temperature 1.4, top-p 0.9": Sampling(cfg_scale=1.5, temperature=1.4, top_p=0.9),
 }
 METHODS: dict[str, MethodConfig] = {
