@@ -73,6 +73,9 @@ METHODS: dict[str, MethodConfig] = {
 }
 CASES = [*itertools.product(METHODS, ["plain"]), *itertools.product(["ar"], [*SAMPLINGS][1:])]
 CASES += [("by rejection, static tree", "guided, temperature 1.4, top-p 0.9")]
+CASES += [
+    (method, "temperature 1.3, top-k 2, penalty") for method in ("by rejection, dynamic tree", "by rejection, window 2")
+]
 
 
 def toy(codes: int = 4) -> Model:
