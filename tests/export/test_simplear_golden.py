@@ -26,10 +26,8 @@ from lantern_rt.runtime.sampling import guide, penalise, shape_distribution
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
 FOLDER, CODES = DATA / "simplear", slice(395, 971)
-LEVELS = (8, 8, 8, 5, 5, 5)  # of the published tokenizer
 PROTOCOL = json.loads((FOLDER / "protocol.json").read_text())
-TRACES = {trace["name"]: trace for trace in json.loads((FOLDER / "traces.json").read_text())}
-SINGLE = [trace for trace in TRACES.values() if trace["name"] != "batch"]
+TRACES = {trace["name"]: trace for trace in json.loads((FOLDER / "traces.json").read_text())[:-1]}  # last: both at once
 G, GENERATION = golden("simplear"), json.loads((FOLDER / "model/generation_config.json").read_text())
 
 
@@ -63,7 +61,7 @@ def scores_of(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
     return over_codes(guide(penalise(logits, [own[own >= 0] for own in before], sampling), sampling))
 
 
-@pytest.mark.parametrize("trace", SINGLE, ids=lambda trace: str(trace["name"]))
+@pytest.mark.parametrize("trace", TRACES.values(), ids=lambda trace: str(trace["name"]))
 def test_scores_generated_ids_and_sample_probs_of_every_run(simplear_bundle: Path, trace: dict[str, Any]) -> None:
     name, ids, found = trace["name"], np.array(trace["generated_ids"]), scores_of(simplear_bundle, trace)
     np.testing.assert_array_equal(np.clip(ids - CODES.start, 0, 575), np.ravel(trace["codes"]))
@@ -105,11 +103,11 @@ def test_clamp_codes_are_those_of_clamp_ids_where_these_are_codes(simplear_bundl
 
 
 def test_fsq_official_codes_indices_and_z_of_the_published_levels() -> None:
-    close(code_vectors(torch.from_numpy(G["fsq_official_indices"]), LEVELS).numpy(), G["fsq_official_codes"])
-    latents = torch.from_numpy(G["fsq_official_z"]).T[None, :, :, None]
-    codes = nearest_codes(latents, LEVELS)
+    levels = (8, 8, 8, 5, 5, 5)
+    close(code_vectors(torch.from_numpy(G["fsq_official_indices"]), levels).numpy(), G["fsq_official_codes"])
+    codes = nearest_codes(torch.from_numpy(G["fsq_official_z"]).T[None, :, :, None], levels)
     np.testing.assert_array_equal(codes[0], G["fsq_official_z_indices"])
-    close(code_vectors(codes, LEVELS)[0].T.numpy(), G["fsq_official_z_codes"])
+    close(code_vectors(codes, levels)[0].T.numpy(), G["fsq_official_z_codes"])
 
 
 @pytest.mark.parametrize("name", ["vq0", "vq1"])
