@@ -104,11 +104,10 @@ class Engines:
         Raises: BundleError: the bundle has no encoder.
         """
         manifest = self._bundle.manifest
-        pictures = Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))
-        codes = Tensor("codes", ("int64",), (None, manifest.codes_per_image))
+        codes = Tensor("codes", ("int64",), (None, None if manifest.sizes else manifest.codes_per_image))
         with self._lock:
             if self._vq_encoder is None:
-                self._vq_encoder = self._graphs.function("vq_encoder", [pictures], [codes])
+                self._vq_encoder = self._graphs.function("vq_encoder", _image_tensors(manifest)[1], [codes])
         return self._vq_encoder({"images": images})[0]
 
     def load_all(self) -> None:

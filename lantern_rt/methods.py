@@ -16,10 +16,13 @@ from .errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
-    from numpy.typing import ArrayLike
+    from numpy.typing import ArrayLike, NDArray
+    from PIL.Image import Image
 
 Embeddings: TypeAlias = "ArrayLike | tuple[ArrayLike, ArrayLike]"
+PictureSource: TypeAlias = "Image | NDArray[Any] | str | Path | bytes"
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
 Residual = Literal["aggregated", "neighborhood"]
 
@@ -247,23 +250,13 @@ for _name, _class in METHODS.items():
             PARAMETERS.setdefault(_info.alias or _field, []).append(_name)
 
 
-class Options(TypedDict, total=False):
-    """What a call of a pipeline takes besides prompts; what is left out, or None, comes from the bundle.
-
-    What to draw: `class_ids` or `embeddings`, for bundles that take those instead of prompts; embeddings alone or with
-    a mask `(embeddings, mask)`, right-padded, `[tokens, dim]` or `[prompts, tokens, dim]`. Image i of a prompt, of
-    `num_images`, is drawn with seed + i, whatever else is in the batch; `seed` may be one number per prompt. `size`:
-    such as `"768x768"`, width x height, where a bundle draws several. `negative_prompt`: what guidance leads away
-    from, for all prompts; of bundles that take prompts, and with guidance.
-
-    How: `method`, a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an object of
-    `lantern_rt.methods`; then parameters of methods (`lambda_` is lambda, `quality` that of `auto`), and what shapes
-    the distribution. Limits: docs/methods.md, or `lantern-rt run --help`.
-    """
+class DrawOptions(TypedDict, total=False):
+    """Those of `Options` without a picture that is changed."""
 
     class_ids: int | Sequence[int] | None
     embeddings: Embeddings | None
     negative_prompt: str | None
+    keep_rows: int | None
     seed: int | Sequence[int]
     num_images: int
     method: str | MethodConfig | None
@@ -282,6 +275,27 @@ class Options(TypedDict, total=False):
     top_p: float | None
     repetition_penalty: float | None
     size: str | None
+
+
+class Options(DrawOptions, total=False):
+    """What a call of a pipeline takes besides prompts; what is left out, or None, comes from the bundle.
+
+    What to draw: `class_ids` or `embeddings`, for bundles that take those instead of prompts; embeddings alone or with
+    a mask `(embeddings, mask)`, right-padded, `[tokens, dim]` or `[prompts, tokens, dim]`. Image i of a prompt, of
+    `num_images`, is drawn with seed + i, whatever else is in the batch; `seed` may be one number per prompt. `size`:
+    such as `"768x768"`, width x height, where a bundle draws several. `negative_prompt`: what guidance leads away
+    from, for all prompts; of bundles that take prompts, and with guidance. `image`: a picture (Pillow's, an array, a
+    file or its bytes) of which a part is drawn anew: where `mask`, of the same size, is transparent or, if nothing of
+    it is, white; without one where the picture is transparent; or below its first `keep_rows` rows of codes. Without a
+    prompt, that which the picture records.
+
+    How: `method`, a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an object of
+    `lantern_rt.methods`; then parameters of methods (`lambda_` is lambda, `quality` that of `auto`), and what shapes
+    the distribution. Limits: docs/methods.md, or `lantern-rt run --help`.
+    """
+
+    image: PictureSource | None
+    mask: PictureSource | None
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:

@@ -26,7 +26,7 @@ from .bundle.files import Bundle, open_bundle
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import BundleError, RequestError
-from .methods import Ar, Auto, Drafted, Eagle, MethodConfig, Options, Relaxed, Sampling, Sjd
+from .methods import Ar, Auto, Drafted, DrawOptions, Eagle, MethodConfig, Options, PictureSource, Relaxed, Sampling, Sjd
 from .output.images import blank, grey_out, recorded, to_image
 from .prompts import ImageRequest, bundle_tokenizer
 from .requests import Request, Settings, check_request
@@ -188,6 +188,26 @@ class Pipeline:
         """
         return self.decode(self.check(prompts, **options))
 
+    def edit(
+        self,
+        image: PictureSource,
+        mask: PictureSource | None = None,
+        prompts: str | Sequence[str] | None = None,
+        *,
+        callback_on_step: Callable[[StreamStep], object] | None = None,
+        **options: Unpack[DrawOptions],
+    ) -> Result:
+        """Draw a part of a picture anew; takes what a call takes, where `Options` says what image and mask are.
+
+        Cells outside the mask keep their codes. What is drawn sees those before it in raster order: above, and to the
+        left. Pixels further outside than a cell are the picture's own. `keep_rows=8` in place of a mask draws a
+        variation of which the first 8 rows of codes are kept.
+
+        Raises:
+            RequestError, EngineError: as a call does.
+        """
+        return self(prompts, callback_on_step=callback_on_step, image=image, mask=mask, **options)
+
     def likelihoods(
         self, codes: Sequence[Ints], prompts: str | Sequence[str] | None = None, **options: Unpack[Options]
     ) -> list[Likelihood]:
@@ -211,7 +231,10 @@ class Pipeline:
         Raises:
             RequestError: names the parameter at fault.
         """
-        return check_request(self.bundle.manifest, self._tokenizer, prompts, **with_default_method(options))
+        request = check_request(self.bundle.manifest, self._tokenizer, prompts, **with_default_method(options))
+        if request.images[0].edit is not None:
+            request.images[0].edit.encode(self.engines.vq_encoder)
+        return request
 
     def check_room(self, request: Request) -> None:
         """Raises: RequestError: an image of the request takes more memory than there was beside the weights."""
@@ -236,6 +259,9 @@ class Pipeline:
         images = request.images
         settings = request.settings
         race = chooser.race(together, settings, whole=together > 1) if isinstance(settings.method, Auto) else None
+        timed = images[0].edit is None  # other pictures take other times
+        if race is not None and not timed:
+            race.settle(race.leader)
         methods = [settings.method]
         if race is not None:
             methods = [race.method, *(one for one in race.methods if one != race.method)]
@@ -265,7 +291,7 @@ class Pipeline:
                     following = None if race.whole else race.method
                 yield progress.add(step, settings, partial(self.draw, images, settings))
         finally:
-            if race is not None:
+            if race is not None and timed:
                 chooser.keep(together, request.settings, race)
         _LOG.info(
             "%s: images: %d, tokens per forward pass: %.2f, seconds: %.2f%s",
@@ -280,6 +306,8 @@ class Pipeline:
         """Prefix rows of every image of a request in turn; those of one prompt are computed once."""
         negative = images[0].negative
         instead = None if negative is None else engines.condition(negative.inputs)[0]
+        edit = images[0].edit
+        kept = None if edit is None else edit.encode(engines.vq_encoder)
         for _, same in groupby(images, lambda one: id(one.inputs)):
             image, *others = same
             cond, uncond = engines.condition(image.inputs)
@@ -291,7 +319,8 @@ class Pipeline:
                 problem = "gave NaN or infinity, its weights are damaged"
                 raise BundleError(problem, field=str(self.bundle.path("condition")), remedy="export the bundle again")
             rows = zip((cond[0], uncond[0]), image.real, image.tokens or (None, None), strict=True)
-            yield from [Prompt(*(PrefixRow(*row) for row in rows))] * (1 + len(others))
+            first, second = (PrefixRow(*row) for row in rows)
+            yield from [Prompt(first, second, kept)] * (1 + len(others))
 
     def model(self, engines: Engines, methods: Sequence[MethodConfig], size: str | None = None) -> Model:
         """What the runtime needs to draw pictures of a size, by default the bundle's, by these methods."""
@@ -318,11 +347,16 @@ class Pipeline:
         """The picture of image i from its cells, -1 for missing ones; with its record when it is whole."""
         manifest = self.bundle.manifest
         size = manifest.size(settings.size)
+        edit = images[i].edit
+        if edit is not None and edit.kept is not None:
+            cells = np.where(cells < 0, edit.kept, cells)
         known = cells >= 0
         if not known.any():
             return blank(*manifest.pixels(size))
         filled = cells[np.maximum.accumulate(np.where(known, np.arange(len(cells)), 0))]  # as the last known one
         image = to_image(self.engines.vq_decoder(filled.reshape(1, size.rows, size.columns))[0])
+        if edit is not None:
+            image = edit.blend(image)
         if not known.all():
             return grey_out(image, known.reshape(size.rows, size.columns))
         return recorded(image, record(self.bundle, settings, images[i]))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from .bundle.files import Bundle
 from .bundle.manifest import ConditionSpec, Size
+from .edits import Edit
 from .errors import RequestError
 from .inputs import brief, short, whole
 from .methods import Embeddings
@@ -30,7 +31,8 @@ class ImageRequest:
 
     inputs: by name, `[1, ...]`. real: of the conditional and the unconditional row, bool `[prefix]`, False on padding.
     tokens: ids of both rows, where prompts are made of them. negative: of the negative prompt, if there is one, whose
-    conditional row takes the place of the unconditional one; the same object for all images of a request.
+    conditional row takes the place of the unconditional one; the same object for all images of a request. edit: the
+    picture of which a part is drawn anew, if there is one; the same object, too.
     """
 
     label: Label
@@ -39,6 +41,7 @@ class ImageRequest:
     tokens: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     seed: int = 0
     negative: ImageRequest | None = None
+    edit: Edit | None = None
 
 
 def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from .bundle.manifest import Manifest
+from .edits import nearest_size, read_edit, read_picture
 from .errors import BundleError, RequestError, TreeError
 from .inputs import explain, short, whole
 from .methods import (
@@ -25,6 +26,7 @@ from .methods import (
     Embeddings,
     MethodConfig,
     Options,
+    PictureSource,
     Quality,
     Relaxed,
     Sampling,
@@ -211,6 +213,14 @@ def _as_list(value: Any, times: int = 1) -> list[Any]:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * times
 
 
+def _recorded_subject(info: Mapping[Any, Any], field: str) -> tuple[str | None, int | None]:
+    """The prompt or class id that a picture's file records, where bundles take it."""
+    prompt, number = info.get("prompt"), info.get("class_id")
+    if field == "prompts" and isinstance(prompt, str):
+        return prompt, None
+    return None, int(number) if field == "class_ids" and isinstance(number, str) and number.isdecimal() else None
+
+
 def check_request(
     manifest: Manifest,
     tokenizer: PromptTokenizer | None,
@@ -219,6 +229,9 @@ def check_request(
     class_ids: int | Sequence[int] | None = None,
     embeddings: Embeddings | None = None,
     negative_prompt: str | None = None,
+    image: PictureSource | None = None,
+    mask: PictureSource | None = None,
+    keep_rows: int | None = None,
     seed: int | Sequence[int] = 0,
     num_images: int = 1,
     **options: Any,
@@ -236,6 +249,9 @@ def check_request(
     Raises:
         RequestError: names the parameter at fault, and the prompt where there are several.
     """
+    picture = None if image is None else read_picture("image", image)
+    if picture is not None and options.get("size") is None:
+        options["size"] = nearest_size(manifest, picture)
     settings = resolve_settings(manifest, options)
     condition = manifest.condition
     kind = condition.kind
@@ -245,6 +261,8 @@ def check_request(
         "class_ids": "class ids",
         "embeddings": "text embeddings (`--embeddings FILE.npz`, in Python `embeddings=`)",
     }
+    if picture is not None and prompts is None and class_ids is None and embeddings is None:
+        prompts, class_ids = _recorded_subject(picture.info, own_field)
     wanted = f"{takes[own_field]}: that is what bundle {manifest.name} takes"
     subjects_by_field = {"prompts": prompts, "class_ids": class_ids, "embeddings": embeddings}
     present = [name for name, value in subjects_by_field.items() if value is not None]
@@ -268,6 +286,12 @@ def check_request(
     else:
         assert tokenizer is not None
         subjects = text_requests(condition, tokenizer, manifest.size(settings.size), _as_list(prompts), negative_prompt)
+    edit = None
+    if picture is not None:
+        edit = read_edit(manifest, manifest.size(settings.size), picture, mask, keep_rows)
+    elif mask is not None or keep_rows is not None:
+        name = "keep_rows" if mask is None else "mask"
+        raise RequestError("says what is kept of an image", field=name, remedy="give the image, too")
     if not subjects:
         raise RequestError(field=own_field, found="an empty list", expected=wanted)
     count = whole("num_images", num_images, 1, 1, IMAGES_LIMIT)
@@ -279,5 +303,9 @@ def check_request(
         found = f"{len(seeds)} seeds for {len(subjects)} prompts"
         raise RequestError(field="seed", found=found, expected="one number, or one each")
     firsts = [whole("seed", one, 0, 0, SEED_LIMIT - count) for one in seeds]
-    images = [replace(one, seed=first + i) for one, first in zip(subjects, firsts, strict=True) for i in range(count)]
+    images = [
+        replace(one, seed=first + i, edit=edit)
+        for one, first in zip(subjects, firsts, strict=True)
+        for i in range(count)
+    ]
     return Request(images, settings)

@@ -118,7 +118,7 @@ class Progress:
 
 
 def record(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str, str]:
-    """What draws an image again, as its `info` and PNG files hold it; of embeddings only the hash."""
+    """What draws an image again, as its `info` and PNG files hold it; of embeddings and edits only the hash."""
     kind = "prompt" if isinstance(image.label, str) else "class_id"
     subject = {kind: str(image.label)}
     if image.label is None:
@@ -126,6 +126,8 @@ def record(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str,
         subject = {"embedding": hashlib.sha256(values).hexdigest()}
     if image.negative is not None:
         subject["negative_prompt"] = str(image.negative.label)
+    if image.edit is not None:
+        subject["edit"] = image.edit.digest
     return {
         "Software": f"lantern-rt {__version__}",
         **subject,

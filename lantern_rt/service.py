@@ -227,8 +227,8 @@ class Service:
             return
         ticket.clocks = self._clocks[0].copy(), self._clocks[1].copy()
         for prompt, image in zip(prompts, ticket.request.images, strict=True):
-            rows = prompt.rows(settings.sampling)
-            sample = state.Request(self._count, ticket.raster, rows, settings.sampling, methods, image.seed)
+            how = prompt.rows(settings.sampling), settings.sampling, methods
+            sample = state.Request(self._count, ticket.raster, *how, image.seed, prompt.kept)
             self._tickets[self._count] = ticket
             self._count += 1
             ticket.samples.append(sample)
@@ -329,7 +329,7 @@ class Service:
                 races[ticket] = self._races.race(len(present), ticket.raced)
             elif ticket.choice is not None:
                 ticket.use(ticket.request.settings.method, None)
-        alone = len({*races.values()}) == 1 and len(races) == len(there)
+        alone = len({*races.values()}) == 1 and sum(ticket.typical for ticket in races) == len(there)
         for ticket, race in races.items():
             method = race.method if alone or race.decided else race.leader
             if ticket.samples[0].method != method or ticket.choice is None:

@@ -38,6 +38,7 @@ class Ticket:
 
     def __post_init__(self) -> None:
         self.automatic = isinstance(self.request.settings.method, Auto)  # drawn by what suits the load
+        self.typical = self.request.images[0].edit is None  # takes as long as others of its settings
         self.progress = Progress(len(self.request.images), self.raster.codes)
 
     @property

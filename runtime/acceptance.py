@@ -58,9 +58,9 @@ class Acceptance(NamedTuple):
 def follow(tree: DraftTree, choice: Callable[[int], int], missing: int) -> Acceptance:
     """Walk down the tree for as long as the target's `choice(node)` is among the children of the node.
 
-    missing: codes that the picture still needs; no more are accepted.
+    missing: codes that are to be drawn, with those of the tree that are known; no more are accepted.
     """
-    path = [0]
+    path = [*range(1 + tree.known)]
     while len(path) <= missing:
         token = choice(path[-1])
         for child in tree.structure.children[path[-1]]:
@@ -117,9 +117,9 @@ def walk(
         relaxation: how far acceptance may stray.
         decisions: gives the stream that decides on a node's children: one number for every candidate, also for one that
             q says cannot have been drawn, and one for what is drawn instead of them.
-        missing: codes that the picture still needs; no more are accepted, nor counted in the distance.
+        missing: as of `follow`; no more are accepted, nor counted in the distance.
     """
-    path = [0]
+    path = [*range(1 + tree.known)]
     relaxed_nodes: list[int] = []
     tvd = 0.0
     while len(path) <= missing:
@@ -197,9 +197,9 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, m
     """The longest path whose every token is the arg-max, or is once its aggregation set is added.
 
     Ties go to the path with the first leaf. The bonus is the arg-max after the path's end, unrelaxed. Every relaxed
-    token counts 1 in the distance. missing: codes that the picture still needs, where the path is cut.
+    token counts 1 in the distance. missing: as of `follow`, where the path is cut.
     """
-    reached = [0]
+    reached = [tree.known]
     seen: dict[int, Probabilities] = {}
     for node in reached:
         if not tree.structure.children[node]:
@@ -212,7 +212,7 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, m
                 reached.append(child)
     end = min(reached, key=lambda node: (-tree.structure.depths[node], tree.structure.leaf_rank[node]))
     path = tree.path_to(end)[: missing + 1]
-    relaxed = [child for node, child in pairwise(path) if tree.tokens[child] != seen[node].argmax()]
+    relaxed = [child for node, child in pairwise(path[tree.known :]) if tree.tokens[child] != seen[node].argmax()]
     if len(path) > missing:
         return Acceptance(path, None, float(len(relaxed)), None, relaxed)
     remainder = seen[end] if end in seen else target(end)

@@ -60,7 +60,7 @@ def decode(
     stats = None
     while stats is None:
         for i, (prompt, seed) in islice(waiting, together - len(scheduler.active)):
-            request = Request(i, model.raster, prompt.rows(sampling), sampling, methods, seed)
+            request = Request(i, model.raster, prompt.rows(sampling), sampling, methods, seed, prompt.kept)
             request.use(method)
             scheduler.submit(request)
             records.append(request.statistics)

@@ -8,13 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from .engine import Ints, Rows
-from .grid import RowBatch
+from .grid import MAX_BATCH_NODES, RowBatch
 from .state import Request
 from .target import TargetOutput
-from .tree import DraftTree
+from .tree import DraftTree, Proposal, certain
 
 Draft = DraftTree | RowBatch
-_ROOT = np.array([-1], np.int64)  # parents of a tree of one node
 
 
 class Commit(NamedTuple):
@@ -29,18 +28,42 @@ class Commit(NamedTuple):
     draft: Draft | None = None  # what the pass went over, None of a prefill
 
 
+def chain(tokens: Sequence[int], known: int | None = None, proposal: Proposal = certain) -> DraftTree:
+    """Tokens one below the other, the root first; known: how many below it are, all by default."""
+    parents = np.arange(-1, len(tokens) - 1, dtype=np.int64)
+    return DraftTree(np.array(tokens, np.int64), parents, proposal, known=len(tokens) - 1 if known is None else known)
+
+
 class Drafter:
     """Gives requests a draft before a pass, hears after every pass what it committed.
 
-    This one, plain decoding's, drafts nothing.
+    This one, plain decoding's, drafts nothing. Codes that a request keeps are no drafts: a run of them stands in one
+    pass, below the last token.
     """
+
+    def __init__(self, most_nodes: int = MAX_BATCH_NODES) -> None:
+        self.most_nodes = min(most_nodes, MAX_BATCH_NODES)  # of a request in a pass
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Take in what the prefill, or a pass over drafts of this or another drafter, committed."""
 
     def draft(self, requests: Sequence[Request]) -> Sequence[Draft]:
         """A draft for every request, below its last token."""
-        return [DraftTree(np.array(request.codes[-1:], np.int64), _ROOT) for request in requests]
+        return [chain([*request.codes[-1:], *self.known(request)]) for request in requests]
+
+    def known(self, request: Request) -> list[int]:
+        """The codes that a request keeps next, as many as a pass takes."""
+        return [] if request.kept is None else request.run()[0][: self.most_nodes - 1].tolist()
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Forget these requests."""
+
+
+def codes_before(request: Request, tree: DraftTree, before: int, node: int) -> Ints:
+    """The first `before` codes of a request and those of a tree on the path to a node below them."""
+    return np.array([*request.codes[:before], *tree.tokens[tree.path_to(node)[1:]].tolist()], np.int64)
+
+
+def first_cell(request: Request, draft: Draft) -> int:
+    """The cell that depth 0 of a draft stands in."""
+    return 0 if isinstance(draft, RowBatch) else len(request.codes) - 1

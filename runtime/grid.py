@@ -145,6 +145,7 @@ class Grid:
         window: how far a row stays behind the one above.
         drafts: tokens drafted ahead in every row; may be changed between passes.
         max_nodes: of a pass; what finds no room in one waits.
+        kept: codes that are given, -1 where one is drawn, int64 `[codes]`.
 
     Attributes:
         cells: its tokens as far as they are known, -1 elsewhere.
@@ -154,7 +155,13 @@ class Grid:
     """
 
     def __init__(
-        self, raster: Raster, first: int, window: int, drafts: int = 0, max_nodes: int = MAX_BATCH_NODES
+        self,
+        raster: Raster,
+        first: int,
+        window: int,
+        drafts: int = 0,
+        max_nodes: int = MAX_BATCH_NODES,
+        kept: Ints | None = None,
     ) -> None:
         self.has_ends = raster.row_end is not None
         self.codes = raster.columns
@@ -169,7 +176,9 @@ class Grid:
         self.lengths = [0] * rows
         self.cached_lengths = [0] * rows
         self._cached: list[int] = []  # cells in the cache, in its order
-        self._guesses: dict[int, int] = {}  # what passes gave for cells whose turn it was not yet
+        given = enumerate([] if kept is None else kept.tolist())
+        self._kept = {i + self.has_ends * (i // self.codes): code for i, code in given if code >= 0}  # by cell
+        self._guesses = dict(self._kept)  # of cells whose turn it was not yet: also what passes gave for them
         self._count(0)
 
     def next_batch(self) -> RowBatch:
@@ -187,7 +196,12 @@ class Grid:
                     nodes.append((self.cells[stands_in], first - 1, row, 0))
                 nodes += [(self.cells[first + n - 1], first + n - 1, row, n) for n in range(own + 1, count + 1)]
                 own = count
-                while own < min(count + self.drafts, self.codes - 1) and self._sees(row, own + 1, present):
+                drafts = self.drafts
+                while own < self.codes - 1 and self._sees(row, own + 1, present):
+                    if first + own not in self._kept:
+                        if not drafts:
+                            break
+                        drafts -= 1
                     nodes.append((self._guesses.get(first + own, nodes[-1][0]), first + own, row, own + 1))
                     own += 1
             present.append(own)
@@ -214,7 +228,7 @@ class Grid:
         nodes = zip(batch.tokens.tolist(), batch.rows.tolist(), batch.counts.tolist(), strict=True)
         for node, (token, row, count) in enumerate(nodes):
             cell = row * self.columns + count
-            code = choices.get(node, -1)
+            code = self._kept.get(cell, choices[node]) if node in choices else -1
             right = (count <= lengths[row] or token == expected) and self._sees(row, count, self.cached_lengths)
             expected = code if right else -1
             if not right:

@@ -31,6 +31,7 @@ class HeadDrafter(Drafter):
     """Drafts for every request that windows or trees may draw."""
 
     def __init__(self, heads: Heads) -> None:
+        super().__init__()
         self._heads = heads
         self._ahead: dict[Request, Ahead] = {}
 
@@ -86,7 +87,7 @@ class Ahead:
 
     def draft(self) -> DraftTree:
         """The next draft, of the method in use."""
-        method, most = self.request.method, self.request.missing - 1
+        method, most = self.request.method, self.request.room() - 1
         if isinstance(method, Sjd):
             return self._chain(min(method.window, most))
         assert isinstance(method, Drafted)

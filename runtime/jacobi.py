@@ -23,10 +23,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from ..methods import Sjd
-from .drafting import Commit, Drafter
+from .drafting import Commit, Drafter, chain
 from .sampling import Probabilities
 from .state import Request
 from .target import TargetOutput
@@ -36,7 +34,8 @@ from .tree import DraftTree
 class JacobiDrafter(Drafter):
     """A window for every request."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_nodes: int) -> None:
+        super().__init__(most_nodes)
         self._windows: dict[Request, Window] = {}
 
     def commit(self, commits: Sequence[Commit]) -> None:
@@ -49,7 +48,14 @@ class JacobiDrafter(Drafter):
 
     def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Every request's window as a chain."""
-        return [self._window(request).draft(request.codes, request.missing) for request in requests]
+        trees = []
+        for request in requests:
+            known = self.known(request)
+            missing = request.room(len(known))
+            if known:
+                missing = min(missing, self.most_nodes - len(known))
+            trees.append(self._window(request).draft(request.codes, missing, known))
+        return trees
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Forget these requests."""
@@ -73,24 +79,27 @@ class Window:
     proposing: bool  # whether acceptance asks for q
     codes: list[int] = field(default_factory=list)
     proposals: list[Probabilities | None] = field(default_factory=list)
+    known: int = 0  # codes before the window that were kept, in the last draft
 
-    def draft(self, committed: Sequence[int], missing: int) -> DraftTree:
-        """The window as a chain below the last of the request's committed tokens.
+    def draft(self, committed: Sequence[int], missing: int, known: Sequence[int] = ()) -> DraftTree:
+        """The window as a chain below the last of the request's committed tokens, and those that are `known` after it.
 
-        missing: codes the image still needs, from 1; the pass adds one of its own, so fewer are drafted.
+        missing: codes that may be drawn then; the pass adds one of its own, so fewer are drafted.
         """
-        length = min(self.size, missing - 1)
+        length = max(0, min(self.size, missing - 1))
+        self.known = len(known)
         del self.codes[length:], self.proposals[length:]
         while len(self.codes) < length:
-            before = [*committed, *self.codes]
+            before = [*committed, *known, *self.codes]
             first_column = len(before) % self.columns == 0 and len(before) >= self.columns
             self.codes.append(before[-self.columns if first_column else -1])
             self.proposals.append(None)
-        tokens = np.array([committed[-1], *self.codes], np.int64)
-        return DraftTree(tokens, np.arange(length + 1, dtype=np.int64) - 1, [*self.proposals].__getitem__)
+        proposals = [*[None] * self.known, *self.proposals]
+        return chain([committed[-1], *known, *self.codes], self.known, proposals.__getitem__)
 
     def advance(self, accepted: int, target: TargetOutput) -> None:
         """Re-draft what a pass that accepted so many left over."""
-        undecided = range(accepted + 1, len(self.codes) + 1)
+        accepted = max(accepted, self.known)
+        undecided = range(accepted + 1, self.known + len(self.codes) + 1)
         self.codes = [target.guess(node) for node in undecided]
         self.proposals = [target.distribution(node) if self.proposing else None for node in undecided]

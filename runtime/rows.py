@@ -63,7 +63,8 @@ class RowDrafter(Drafter):
         method = request.method
         assert isinstance(method, RowParallel)
         if request not in self._grids:
-            self._grids[request] = Grid(request.raster, request.codes[0], method.window, max_nodes=self._max_nodes)
+            first, kept = request.codes[0], request.kept
+            self._grids[request] = Grid(request.raster, first, method.window, 0, self._max_nodes, kept)
         grid = self._grids[request]
         grid.drafts = method.drafts  # which may change from pass to pass
         return grid

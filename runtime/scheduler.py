@@ -20,7 +20,7 @@ from ..methods import Drafted
 from .acceptance import Acceptance, Relaxation, follow, walk, walk_greedy
 from .device import DeviceLogits, SampleRequest
 from .drafter import EagleDrafter
-from .drafting import Commit, Draft, Drafter
+from .drafting import Commit, Draft, Drafter, codes_before, first_cell
 from .engine import Cache, Floats, Ints, Pass, PassOutput
 from .grid import PassLayout, Placed, RowBatch
 from .head_drafter import HeadDrafter
@@ -65,9 +65,9 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
         self._cache: Cache | None = None  # of the active requests' rows, in their order
-        self._plain = Drafter()
+        self._plain = Drafter(model.most_nodes)
         # windows, and trees with heads
-        self._windows = JacobiDrafter() if model.heads is None else HeadDrafter(model.heads)
+        self._windows = HeadDrafter(model.heads) if model.heads else JacobiDrafter(model.most_nodes)
         self._row_drafter = RowDrafter(model.most_nodes)
         self._drafters: dict[str, Drafter] = {"ar": self._plain, "sjd": self._windows, "rows": self._row_drafter}
         self._eagles: dict[Request, EagleDrafter] = {}  # one for all requests that may be drawn by the same methods
@@ -157,9 +157,9 @@ class Scheduler:
         commits: list[Commit] = []
         for request, own in _rows_of(requests).items():
             answer = self._target_output(request, root, output._replace(logits=last), own)
-            codes = np.array([answer.choice(0)])
-            request.codes += codes.tolist()
-            steps.append(RequestStep(request.index, codes))
+            kept, _ = request.run()
+            codes = kept[:1] if len(kept) else np.array([answer.choice(0)])
+            steps.append(RequestStep(request.index, request.take(codes)))
             nodes = [np.arange(length) for length in lengths[own]]
             commits.append(Commit(request, codes, nodes, own, output.hidden, answer))
         self.target_clock.append(cache, output.new_kv, [np.arange(length) for length in lengths])
@@ -195,12 +195,14 @@ class Scheduler:
         commits: list[Commit] = []
         for request, answer in answers.items():
             step, kept = self._accept(request, drafts[request], layouts[request], answer)
-            request.codes += step.codes.tolist()
+            tokens = step.codes
+            if step.placed is None:
+                step = step._replace(codes=request.take(tokens))
+            else:
+                request.codes += tokens.tolist()
             request.noise.forget(len(request.codes))
             nodes = [kept] * len(request.rows)
-            commits.append(
-                Commit(request, step.codes, nodes, self._rows[request], output.hidden, answer, drafts[request])
-            )
+            commits.append(Commit(request, tokens, nodes, self._rows[request], output.hidden, answer, drafts[request]))
             steps.append(step)
         assert self._cache is not None
         self.target_clock.append(self._cache, output.new_kv, [nodes for one in commits for nodes in one.nodes])
@@ -218,11 +220,12 @@ class Scheduler:
         return drafts
 
     def _drafter(self, request: Request) -> Drafter:
-        """Where drafts of the method in use come from."""
+        """Where drafts of the method in use come from; some drafters have none behind codes that are kept."""
         method = request.method
-        if isinstance(method, Drafted):
-            return self._windows if method.drafter else self._eagles[request]
-        return self._drafters[method.method]
+        usual = self._drafters.get(method.method, self._windows)
+        if isinstance(method, Drafted) and not method.drafter:
+            usual = self._eagles[request]
+        return self._plain if isinstance(usual, EagleDrafter | HeadDrafter) and len(request.run()[0]) else usual
 
     def _verify(self, drafts: Mapping[Request, Draft], layouts: Mapping[Request, PassLayout]) -> PassOutput:
         """One target pass over all drafts as they are laid out, padded to the same number of nodes."""
@@ -237,7 +240,7 @@ class Scheduler:
         for request, draft in drafts.items():
             layout, rows = layouts[request], self._rows[request]
             count = len(layout.tokens)
-            place = request.raster.place(_first_cell(request, draft))
+            place = request.raster.place(first_cell(request, draft))
             tokens[rows, :count] = layout.tokens
             attention_mask[rows, :count, past_length : past_length + count] = layout.ancestors
             for row, prefix in enumerate(request.prefixes, rows.start):
@@ -253,13 +256,13 @@ class Scheduler:
         """The nodes of a draft in a pass."""
         if isinstance(draft, RowBatch):
             return PassLayout(draft.tokens, draft.structure.depths, draft.structure.ancestors)
-        return request.raster.lay_out(draft, _first_cell(request, draft))
+        return request.raster.lay_out(draft, first_cell(request, draft))
 
     def _target_output(
         self, request: Request, draft: Draft, output: PassOutput, rows: slice, last: Ints | None = None
     ) -> TargetOutput:
         """What a pass says of a request's draft. last: as `PassLayout` has it."""
-        first = _first_cell(request, draft) + 1
+        first = first_cell(request, draft) + 1
         structure = draft.structure
         margin = request.tie_margin if request.exact else 0.0
         recompute = None
@@ -276,13 +279,13 @@ class Scheduler:
             request.sampling,
             margin,
             recompute,
-            draft.before if isinstance(draft, RowBatch) else partial(_codes_before, request, draft, first),
+            draft.before if isinstance(draft, RowBatch) else partial(codes_before, request, draft, first),
             last,
         )
 
     def _recompute(self, request: Request, tree: DraftTree, before: int, node: int) -> Floats:
         """Logits after a node of the request's tree below its first `before` tokens; see `likelihood.py`."""
-        codes = np.append(_codes_before(request, tree, before, node), 0)  # the last one is dropped
+        codes = np.append(codes_before(request, tree, before, node), 0)  # the last one is dropped
         tokens = request.raster.spell(codes)[:-1]
         calls = self.target_clock.calls
         logits = recompute_logits(self.model, request.rows, tokens, request.sampling, self.target_clock)
@@ -333,22 +336,24 @@ class Scheduler:
             return RequestStep(request.index, codes, placed=placed), kept
         accepted = self._walk(request, draft, answer)
         statistics.realised_tvd += accepted.realised_tvd
-        statistics.accepted_per_step.append(len(accepted.path) - 1)
+        statistics.accepted_per_step.append(len(accepted.path) - 1 - draft.known)
         codes = draft.tokens[accepted.path[1:]]
+        path = accepted.path[:-1]  # the last one is the next root
         if accepted.bonus is not None:
-            codes = np.append(codes, accepted.bonus)
+            path, codes = accepted.path, np.append(codes, accepted.bonus)
         step = RequestStep(request.index, codes)
         if request.method.method != "ar":
             step = step._replace(tree=draft, acceptance=accepted)
-        return step, layout.kept(accepted.path)
+        return step, layout.kept(path)
 
     def _walk(self, request: Request, tree: DraftTree, answer: TargetOutput) -> Acceptance:
         relaxation = Relaxation.of(request.method, self.model.neighbors)
+        missing = tree.known + request.room(tree.known)
         if relaxation is None:
-            return follow(tree, answer.choice, request.missing)
+            return follow(tree, answer.choice, missing)
         if request.sampling.greedy:
-            return walk_greedy(tree, answer.distribution, relaxation, request.missing)
-        return walk(tree, answer.distribution, answer.choice, relaxation, answer.decisions, request.missing)
+            return walk_greedy(tree, answer.distribution, relaxation, missing)
+        return walk(tree, answer.distribution, answer.choice, relaxation, answer.decisions, missing)
 
     def _commit(self, commits: Sequence[Commit]) -> None:
         """Tell all drafters what a pass committed, then drop finished requests."""
@@ -389,13 +394,3 @@ def _rows_of(requests: Iterable[Request]) -> dict[Request, slice]:
         rows[request] = slice(first, first + len(request.rows))
         first += len(request.rows)
     return rows
-
-
-def _codes_before(request: Request, tree: DraftTree, before: int, node: int) -> Ints:
-    """The first `before` codes of a request and those of a tree on the path to a node below them."""
-    return np.array([*request.codes[:before], *tree.tokens[tree.path_to(node)[1:]].tolist()], np.int64)
-
-
-def _first_cell(request: Request, draft: Draft) -> int:
-    """The cell that depth 0 of a draft stands in."""
-    return 0 if isinstance(draft, RowBatch) else len(request.codes) - 1

@@ -16,6 +16,8 @@ from .noise import Noise
 from .statistics import RequestStatistics
 from .tree_names import named_tree
 
+_NOTHING = np.zeros(0, np.int64)
+
 
 @dataclass(frozen=True)
 class DrafterLayout:
@@ -75,6 +77,8 @@ class Prompt:
 
     cond: PrefixRow
     uncond: PrefixRow
+    # codes of the image that are given, -1 in cells that are to be drawn, int64 `[cells]`; None: all are drawn
+    kept: Ints | None = None
 
     def rows(self, sampling: Sampling) -> list[PrefixRow]:
         """The rows that are decoded: the unconditional one with guidance only."""
@@ -106,6 +110,7 @@ class Request:
     sampling: Sampling  # how distributions are made of logits
     methods: Sequence[MethodConfig]  # those that it may be drawn by. If there are several, all draw the same picture
     seed: int  # 0 .. 2^64 - 1
+    kept: Ints | None = None  # as of its prompt
     # the one in use; `nodes` is what its drafts take in a pass, `exact` whether it is
     method: MethodConfig = field(init=False)
     nodes: int = field(init=False)
@@ -118,6 +123,8 @@ class Request:
     def __post_init__(self) -> None:
         assert draw_alike(self.methods)
         self.noise = Noise(self.seed)
+        if self.kept is not None:
+            self.statistics.kept = int((self.kept >= 0).sum())
         self.use(self.methods[0])
 
     def use(self, method: MethodConfig) -> None:
@@ -135,6 +142,33 @@ class Request:
     def missing(self) -> int:
         """Codes that the image still needs."""
         return self.raster.codes - len(self.codes)
+
+    def run(self, ahead: int = 0) -> tuple[Ints, int]:
+        """The codes that are kept next, int64 `[count]`, and after them how many cells are to be drawn in a row.
+
+        ahead: codes that come before those.
+        """
+        if self.kept is None:
+            return _NOTHING, self.missing - ahead
+        rest = self.kept[len(self.codes) + ahead :]
+        drawn = np.flatnonzero(rest < 0)
+        count = int(drawn[0]) if len(drawn) else len(rest)
+        after = np.flatnonzero(rest[count:] >= 0)
+        return rest[:count], int(after[0]) if len(after) else len(rest) - count
+
+    def room(self, ahead: int = 0) -> int:
+        """How many cells are to be drawn before the next one that is kept. ahead: codes that come before them."""
+        kept, drawn = self.run(ahead)
+        return 0 if len(kept) else drawn
+
+    def take(self, codes: Ints) -> Ints:
+        """Add codes, and what is kept after them if nothing is left to draw; all that were added."""
+        self.codes += codes.tolist()
+        kept, _ = self.run()
+        if len(kept) < self.missing or not len(kept):
+            return codes
+        self.codes += kept.tolist()
+        return np.concatenate([codes, kept])
 
     @property
     def columns(self) -> int:

@@ -50,6 +50,7 @@ class RequestStatistics:
 
     accepted_per_step: list[int] = field(default_factory=list)  # drafted codes by step; of `rows`, codes but one
     tie_passes: int = 0  # passes that decided ties
+    kept: int = 0  # codes that were given, not drawn
     realised_tvd: float = 0.0  # summed total variation distance that relaxed acceptance gave away
 
     @property
@@ -66,7 +67,7 @@ class Statistics:
     images: int  # how many were decoded
     target_passes: int  # engine calls, each over the whole batch, or over one request where it decides a tie
     drafter_passes: int  # engine calls of the drafter
-    # tokens of an image over the target passes it took part in (the prefill and those for ties included),
+    # drawn tokens of an image over the target passes it took part in (the prefill and those for ties included),
     # averaged over images
     tokens_per_forward_pass: float
     accepted_lengths: list[int]  # how many steps accepted 0, 1, 2, ... drafted tokens, the bonus not counted
@@ -89,7 +90,7 @@ def summarise(
         images=len(requests),
         target_passes=target.calls,
         drafter_passes=drafter.calls,
-        tokens_per_forward_pass=sum(codes_per_image / r.target_passes for r in requests) / len(requests),
+        tokens_per_forward_pass=sum((codes_per_image - r.kept) / r.target_passes for r in requests) / len(requests),
         accepted_lengths=[steps.count(n) for n in range(max(steps, default=-1) + 1)],
         seconds=seconds,
         target_seconds=target.seconds,

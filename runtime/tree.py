@@ -15,6 +15,7 @@ from ..errors import TreeError
 from .engine import Bools, Floats, Ints
 from .sampling import Probabilities
 
+Proposal = Callable[[int], Probabilities | None]
 MAX_NODES, MAX_LEVELS = 128, 32  # drafting takes a pass per level
 
 
@@ -119,10 +120,12 @@ class DraftTree:
     parents: Ints  # int64 `[nodes]`, -1 for the root; a parent comes before its children
     # gives the distribution that a node's children were drawn from without replacement, in their order; None where they
     # are certain (q = 1). Computed when it is called for: a walk visits few nodes
-    proposal: Callable[[int], Probabilities | None] = certain
+    proposal: Proposal = certain
     # leaves in the order in which siblings are tried and ties between equally long greedy paths are broken; node
     # order by default
     leaf_order: Sequence[int] | None = None
+    # how many nodes, a chain below the root, hold codes that the request keeps: they are no guesses
+    known: int = 0
     _structure: TreeStructure | None = field(init=False, default=None)  # a cached_property takes a lock
 
     @property

@@ -25,6 +25,7 @@ _IMAGE = {
     "negative_prompt",
     "class_id",
     "embedding",
+    "edit",
     "seed",
 }  # what a recipe says of its image besides settings
 
@@ -59,6 +60,9 @@ def recorded_request(picture: Path, recipe: Recipe, bundle: Bundle) -> Request:
     Raises:
         BundleError: it is another bundle. RequestError: the bundle refuses the recipe, or understands it differently.
     """
+    if recipe.edit is not None:
+        problem = "records a change of another picture, which it does not hold"
+        raise RequestError(problem, field=str(picture), remedy="give that picture to `lantern-rt edit`")
     settings = recorded_settings(picture, recipe, bundle)
     options = {name: getattr(settings.sampling, name) for name in SAMPLING}
     options |= {"method": settings.method, "size": settings.size, "seed": recipe.seed}

@@ -17,6 +17,7 @@ PROGRAM = "lantern-rt"
 # module with `STEPS` has several functions instead, each a command below it, with its examples.
 COMMANDS = {
     "run": ("run", "Turn prompts (or class ids, or embeddings of texts) into PNG files."),
+    "edit": ("edit", "Draw a part of a picture anew."),
     "serve": ("serve", "Serve bundles over HTTP: OpenAI's Images API, a web page, metrics."),
     "inspect": ("inspect", "Check a bundle or an engine folder, hashes included, and print what it says about itself."),
     "doctor": ("doctor", "Print versions, backends, cores, memory, GPUs, what will be used, and what is wrong."),

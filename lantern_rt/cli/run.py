@@ -190,7 +190,7 @@ def run(
     grid = bundle.manifest.size(request.settings.size)
     record = None if trace is None else Trace(grid.rows, grid.columns)
     request = replace(request, images=[request.images[i] for i in missing])
-    last = _draw(pipeline, request, [outputs[i] for i in missing], scale, record, force)
+    last = draw_files(pipeline, request, [outputs[i] for i in missing], scale, record, force)
     assert last.stats is not None
     if trace and picture and record:
         _write_trace(trace, picture, record, force)
@@ -280,7 +280,7 @@ def _stem(image: ImageRequest, number: int, embeddings: Path | None) -> str:
     return f"{slug(embeddings.stem)}-{number}-seed{image.seed}"
 
 
-def _draw(
+def draw_files(
     pipeline: Pipeline,
     request: Request,
     outputs: list[tuple[Path, bool]],

@@ -23,14 +23,15 @@ CURE = "give a PNG that `lantern-rt run` wrote"
 class Recipe(Config):
     """What draws a picture again: a field for each text chunk that its PNG must have, and its prompt or class id.
 
-    embedding: hash of what it was drawn of, if of neither. settings: by the names that users give, as in
-    `Settings.as_dict`. What a bundle makes of them is not checked here.
+    embedding: hash of what it was drawn of, if of neither. edit: of the picture that was changed, and of its mask.
+    settings: by the names that users give, as in `Settings.as_dict`. What a bundle makes of them is not checked here.
     """
 
     prompt: str | None = None
     negative_prompt: str | None = None
     class_id: int | None = None
     embedding: str | None = None
+    edit: str | None = None
     seed: int
     method: MethodName
     noise: Literal["philox4x64-gumbel-1"]

@@ -24,8 +24,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .images import ImagesEndpoint
-from .protocol import Figures, HttpError, ImagesRequest
+from .images import KINDS, ImagesEndpoint
+from .protocol import EditRequest, Figures, HttpError, ImagesRequest
 from .state import ServerState
 
 PAGE = Path(str(files(__package__) / "page"))
@@ -48,7 +48,7 @@ def make_app(state: ServerState, lifespan: Lifespan | None = None, origins: Sequ
     """
     pages = _Pages(state)
     routes = [
-        Route("/v1/images/generations", ImagesEndpoint(state), methods=["POST"]),
+        *(Route(f"/v1/images/{kind}", ImagesEndpoint(state, kind), methods=["POST"]) for kind in KINDS),
         Route("/v1/models", pages.models),
         Route("/v1/models/{name:path}", pages.model),
         Route("/livez", pages.live),
@@ -113,7 +113,8 @@ class _Pages:
     async def openapi(self, request: Request) -> Response:
         document = json.loads((PAGE / "openapi.json").read_text("utf-8"))
         document["info"]["version"] = version("lantern-rt")
-        own = {"ImagesRequest": ImagesRequest.model_json_schema(), "Figures": TypeAdapter(Figures).json_schema()}
+        requests = {one.__name__: one.model_json_schema() for one in (ImagesRequest, EditRequest)}
+        own = {**requests, "Figures": TypeAdapter(Figures).json_schema()}
         document["components"]["schemas"] |= own
         return JSONResponse(document)
 

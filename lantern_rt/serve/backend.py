@@ -16,6 +16,7 @@ from ..asynchronous import AsyncPipeline
 from ..methods import METHODS
 from ..output.images import png_bytes
 from ..results import StreamStep
+from ..runtime.engine import Bools
 from ..runtime.scheduler import RequestStep
 from .protocol import Completion, Event, Figures, ImagesRequest, picture_event
 
@@ -90,6 +91,7 @@ class LocalBackend:
             "qualities": ["strict", *manifest.presets],
             "sampling": manifest.sampling.model_dump(),
             "examples": prompts.splitlines()[:8],
+            "edits": "vq_encoder" in manifest.files,
         }
 
     def load(self) -> Load:
@@ -110,13 +112,18 @@ class LocalBackend:
         async with aclosing(updates):
             ticket, _ = await anext(updates)
             yield ACCEPTED
+            edit = ticket.request.images[0].edit
+            given = None if edit is None or edit.kept is None else edit.kept >= 0  # cells
             async for _, step in updates:
                 assert step is not None
                 last = step
                 size = self.manifest.size(step.settings.size)
                 if request.steps:
-                    yield step_event(step, size.rows, size.columns)
-                due = min(count, step.done * (count + 1) // step.total)
+                    yield step_event(step, size.rows, size.columns, given)
+                done, total = step.done, step.total
+                if given is not None:
+                    done, total = (int(own[~given].sum()) for own in (step.cells[0] >= 0, ~given))
+                due = min(count, done * (count + 1) // total)
                 if due > partial and step.stats is None:
                     partial, before = due, time.perf_counter()
                     event = picture_event("partial_image", request, size.name, await self._file(request, step, 0))
@@ -126,6 +133,7 @@ class LocalBackend:
             pictures = [await self._file(request, last, i) for i in range(len(last.codes))]
             now = time.perf_counter()
             images = ticket.request.images
+            kept = 0 if given is None else int(given.sum()) * len(images)
             stats = last.stats
             assert stats is not None
             figures = Figures(
@@ -135,13 +143,13 @@ class LocalBackend:
                 seeds=[image.seed for image in images],
                 tokens_per_forward_pass=stats.tokens_per_forward_pass,
                 target_passes=sum(one.target_passes for one in stats.per_image),
-                realised_tvd_per_token=stats.realised_tvd * len(images) / last.total,
+                realised_tvd_per_token=stats.realised_tvd * len(images) / (last.total - kept),
                 seconds=now - began,
                 queue_seconds=ticket.waited or 0.0,
                 picture_seconds=painting + now - before,
             )
             tokens = sum(int(image.real[0].sum()) for image in images)
-            yield Completion(pictures, size.name, tokens, last.total, figures)
+            yield Completion(pictures, size.name, tokens, last.total - kept, figures, kept)
 
     async def _file(self, request: ImagesRequest, step: StreamStep, i: int) -> bytes:
         """Image i of a step, as the request wants it."""
@@ -149,20 +157,24 @@ class LocalBackend:
         return await asyncio.to_thread(encode, image, request.format, request.output_compression)
 
 
-def step_event(step: StreamStep, rows: int, columns: int) -> Event:
-    """What a pass gave the first image, on a grid of so many rows and columns.
+def step_event(step: StreamStep, rows: int, columns: int, given: Bools | None = None) -> Event:
+    """What a pass gave the first image, on a grid of so many rows and columns; given: cells of which it keeps codes.
 
     `kinds` has a letter for each new code, `done` counts codes with those of this pass: a client that places them by it
     is right also where a picture begins anew.
     """
     part = step.parts[0]
+    kinds = code_kinds(part)
+    if given is not None:
+        own = given[len(step.codes[0]) - len(kinds) : len(step.codes[0])]
+        kinds = "".join("k" if kept else kind for kind, kept in zip(kinds, own, strict=True))
     return {
         "type": "lantern.step",
         "done": step.done,
         "total": step.total,
         "rows": rows,
         "columns": columns,
-        "kinds": code_kinds(part),
+        "kinds": kinds,
         "drafted": 0 if part.tree is None else part.tree.nodes - 1,
         "method": str(step.settings.method),
     }
@@ -172,7 +184,7 @@ def code_kinds(part: RequestStep) -> str:
     """How each code of a pass came to be, one letter a code.
 
     `d`: drafted and accepted; `r`: drafted, and accepted by relaxation alone; `x`: redrawn by the target, which refused
-    what was drafted there; `n`: drawn by the target where nothing was drafted.
+    what was drafted there; `n`: drawn by the target where nothing was drafted, or kept.
     """
     tree, acceptance = part.tree, part.acceptance
     if tree is None or acceptance is None:
@@ -180,7 +192,7 @@ def code_kinds(part: RequestStep) -> str:
     letters = ["r" if node in acceptance.relaxed else "d" for node in acceptance.path[1:]]
     if acceptance.bonus is not None:
         letters.append("x" if tree.structure.children[acceptance.path[-1]] else "n")
-    return "".join(letters)
+    return "".join(letters).ljust(len(part.codes), "n")
 
 
 def encode(image: Image, file: str, compression: int | None) -> bytes:

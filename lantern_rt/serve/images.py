@@ -1,4 +1,4 @@
-"""`POST /v1/images/generations`: one request from its body to its last byte, however it ends."""
+"""`POST /v1/images/generations`, and its sisters: one request from its body to its last byte, however it ends."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from .backend import ImageBackend
-from .protocol import Completion, Event, HttpError, ImagesRequest, read_request
+from .protocol import Completion, Event, HttpError, ImagesRequest, complete, read_form, read_request
 from .state import ServerState
 
 PING_SECONDS = 15  # without news, after which a comment keeps a stream open
 SEND_SECONDS = 60.0  # that a client has to take an event, so that one that reads nothing ends, too
 DISCONNECTED = 499  # what logs say of a client that left
+KINDS = ("generations", "edits", "variations")
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
 
 class ImagesEndpoint:
-    """The endpoint, as an ASGI application."""
+    """An endpoint, as an ASGI application. kind: one of `KINDS`."""
 
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
+    def __init__(self, state: ServerState, kind: str = "generations") -> None:
+        self._state, self._kind = state, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._state.active += 1
         try:
-            await _Call(self._state, Request(scope, receive), send).run()
+            await _Call(self._state, Request(scope, receive), send, self._kind).run()
         finally:
             self._state.active -= 1
 
@@ -46,8 +47,8 @@ class ImagesEndpoint:
 class _Call:
     """One request being answered."""
 
-    def __init__(self, state: ServerState, http: Request, send: Send) -> None:
-        self._state = state
+    def __init__(self, state: ServerState, http: Request, send: Send, kind: str) -> None:
+        self._state, self._kind = state, kind
         self._http = http
         self._send = send
         self._began = time.perf_counter()
@@ -91,7 +92,7 @@ class _Call:
         state = self._state
         state.check_open()
         self._key = state.check_key(self._http)
-        request = read_request(await self._body(), state.limits.deadline)
+        request = await self._read()
         state.check_request(request)
         self._quality = request.quality or ""
         backend = state.backend(request.model)
@@ -104,21 +105,31 @@ class _Call:
         await self._respond(JSONResponse(completion.answer(request)))
         return completion
 
-    async def _body(self) -> bytes:
+    async def _read(self) -> ImagesRequest:
+        limits = self._state.limits
+        if self._kind == "generations":
+            return read_request(await self._body("application/json", limits.body), limits.deadline)
+        body = await self._body("multipart/form-data", limits.form)
+        form = await asyncio.to_thread(read_form, self._http.headers["content-type"], body)
+        if self._kind == "variations" and form.mask is None and form.keep_rows is None:
+            form = form.model_copy(update={"keep_rows": self._state.backend(form.model).describe()["rows"] // 2})
+        return complete(form, limits.deadline)
+
+    async def _body(self, expected: str, most: int) -> bytes:
         limits = self._state.limits
         kind = self._http.headers.get("content-type", "")
-        if kind.partition(";")[0].strip().lower() != "application/json":
-            raise HttpError(415, field="content-type", found=repr(kind[:80]), expected="application/json")
-        body = b""
+        if kind.partition(";")[0].strip().lower() != expected:
+            raise HttpError(415, field="content-type", found=repr(kind[:80]), expected=expected)
+        body = bytearray()
         try:
             async with asyncio.timeout(limits.body_seconds):
                 async for part in self._http.stream():
                     body += part
-                    if len(body) > limits.body:
-                        raise HttpError(413, field="body", expected=f"at most {limits.body:,} bytes")
+                    if len(body) > most:
+                        raise HttpError(413, field="body", expected=f"at most {most:,} bytes")
         except TimeoutError as error:
             raise HttpError(408, f"not all of it was there after {limits.body_seconds:g} s", field="body") from error
-        return body
+        return bytes(body)
 
     async def _draw(self, backend: ImageBackend, request: ImagesRequest) -> AsyncGenerator[Event | Completion, None]:
         """What a backend gives, until the deadline."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from email import message_from_bytes
+from email.message import Message
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -67,6 +70,8 @@ class ImagesRequest(BaseModel):
     deadline: Annotated[float, Field(gt=0)] | None = None
     steps: Flag | None = None
 
+    EVENTS: ClassVar[str] = "image_generation"  # what kinds of a stream's events begin with
+
     @property
     def format(self) -> str:
         """Of the files: png, jpeg or webp."""
@@ -88,18 +93,68 @@ class ImagesRequest(BaseModel):
         return {name: value for name, value in values.items() if value is not None}
 
 
+R = TypeVar("R", bound=ImagesRequest)
+
+
+class EditRequest(ImagesRequest):
+    """A form of `POST /v1/images/edits` or `/v1/images/variations`: a picture, of which a part is drawn anew.
+
+    Without `mask` and `keep_rows`, what is transparent of it; of variations, all below half of its rows of codes.
+    """
+
+    image: bytes = b""
+    mask: bytes | None = None
+    keep_rows: Whole | None = None
+    input_fidelity: Literal["high"] | None = None
+
+    EVENTS: ClassVar[str] = "image_edit"
+
+    def options(self) -> dict[str, Any]:
+        """What a call of a pipeline takes."""
+        own = {"image": self.image, "mask": self.mask, "keep_rows": self.keep_rows}
+        return super().options() | {name: value for name, value in own.items() if value is not None}
+
+
+def read_form(content_type: str, body: bytes) -> EditRequest:
+    """The request in a body of `multipart/form-data`. Raises: HttpError: it is none, or a field is wrong."""
+    files: dict[str, bytes] = {}
+    texts: dict[str, str] = {}
+    for name, content in _parts(content_type, body):
+        name = name.removesuffix("[]")
+        if name in files or name in texts:
+            raise HttpError(400, field=name, found="more than one", expected="one")
+        if name in ("image", "mask"):
+            files[name] = content
+        else:
+            texts[name] = content.decode("utf-8", "replace")
+    if not files.get("image"):
+        raise HttpError(400, field="image", found="none", expected="a PNG, JPEG or WebP file")
+    try:
+        return EditRequest.model_validate_strings(texts).model_copy(update=files)
+    except ValidationError as error:
+        fields: dict[str, Any] = explain(error)
+        raise HttpError(400, **fields) from error
+
+
+def _parts(content_type: str, body: bytes) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of a form (RFC 7578)."""
+    head = Message()
+    head["content-type"] = content_type
+    boundary = str(head.get_param("boundary", "")).encode("ascii", "replace")
+    _, *parts = (b"\r\n" + body).split(b"\r\n--" + boundary)
+    if not boundary or not parts or not parts[-1].startswith(b"--"):
+        raise HttpError(400, field="body", found="no whole form", expected="multipart/form-data with its boundary")
+    for part in parts[:-1]:
+        lines, _, content = part.removeprefix(b"\r\n").partition(b"\r\n\r\n")
+        headers = message_from_bytes(lines)
+        yield str(headers.get_param("name", "", "content-disposition")), content
+
+
 def read_request(body: bytes, max_deadline: float) -> ImagesRequest:
-    """Check a request's body as far as it can be without a bundle.
+    """Check a body of JSON as far as it can be without a bundle.
 
-    Args:
-        body: JSON.
-        max_deadline: seconds that a request may take, which is the deadline of one that has none.
-
-    Returns:
-        The request, with a seed and a deadline.
-
-    Raises:
-        HttpError: names the field at fault.
+    max_deadline: seconds that a request may take, which is the deadline of one that has none. Raises: HttpError: names
+    the field at fault.
     """
     try:
         request = ImagesRequest.model_validate_json(body)
@@ -107,6 +162,11 @@ def read_request(body: bytes, max_deadline: float) -> ImagesRequest:
         fields: dict[str, Any] = explain(error)
         fields["field"] = fields["field"] or "body"
         raise HttpError(400, **fields) from error
+    return complete(request, max_deadline)
+
+
+def complete(request: R, max_deadline: float) -> R:
+    """The request with a seed and a deadline. Raises: HttpError: fields that contradict each other."""
     if request.stream and (request.n or 1) > 1:
         why = "events do not say which image they are of"
         raise HttpError(400, field="n", found=f"{request.n} with stream", expected="1", remedy=why)
@@ -163,6 +223,7 @@ class Completion:
     input_tokens: int
     output_tokens: int
     figures: Figures
+    kept: int = 0  # codes of all of them that were given, not drawn
 
     def answer(self, request: ImagesRequest) -> dict[str, Any]:
         """The answer to a request that is not streamed."""
@@ -179,10 +240,10 @@ class Completion:
 
     def _cost(self) -> dict[str, Any]:
         usage = {
-            "input_tokens": self.input_tokens,
+            "input_tokens": self.input_tokens + self.kept,
             "output_tokens": self.output_tokens,
-            "total_tokens": self.input_tokens + self.output_tokens,
-            "input_tokens_details": {"image_tokens": 0, "text_tokens": self.input_tokens},
+            "total_tokens": self.input_tokens + self.kept + self.output_tokens,
+            "input_tokens_details": {"image_tokens": self.kept, "text_tokens": self.input_tokens},
         }
         return {"usage": usage, "lantern": asdict(self.figures)}
 
@@ -197,7 +258,7 @@ def picture_event(kind: str, request: ImagesRequest, size: str, picture: bytes) 
         picture: a file.
     """
     return {
-        "type": f"image_generation.{kind}",
+        "type": f"{request.EVENTS}.{kind}",
         "b64_json": _base64(picture),
         "created_at": int(time.time()),
         **_appearance(request, size),

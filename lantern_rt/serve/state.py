@@ -11,6 +11,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from starlette.requests import Request
 
+from ..edits import BYTES_LIMIT
 from ..errors import RequestError
 from ..inputs import read_plain_file, reading, short
 from .backend import ImageBackend
@@ -26,7 +27,7 @@ class Limits:
 
     Args:
         deadline: seconds of a request.
-        body: bytes of its body.
+        body: bytes of its body; form: of one that holds pictures.
         body_seconds: until all of them are there.
         api_key_file: keys that are accepted, see `read_keys`; without one, anybody may ask.
         methods: names of those that may be asked for; none: all.
@@ -36,6 +37,7 @@ class Limits:
 
     deadline: float = 600.0
     body: int = 64 << 10
+    form: int = BYTES_LIMIT
     body_seconds: float = 20.0
     api_key_file: Path | None = None
     methods: Sequence[str] = ()

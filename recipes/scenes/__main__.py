@@ -165,6 +165,19 @@ def evaluate(
 
 
 @app.command()
+def edits(
+    bundle: Annotated[Path, typer.Option(help="Bundle to evaluate.")] = Path("lantern_rt/bundles/scenes"),
+    work: Work = DEFAULT_WORK,
+    count: Annotated[int, typer.Option(help="Edits.")] = 400,
+    threads: Threads = 2,
+) -> None:
+    """Have parts of pictures drawn anew, and check them with the judge."""
+    from .edits import evaluate_edits
+
+    evaluate_edits(bundle, work, count, threads)
+
+
+@app.command()
 def render(
     output: Annotated[Path, typer.Argument(help="PNG to write.")],
     count: Annotated[int, typer.Option(help="Scenes.")] = 48,

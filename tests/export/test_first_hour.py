@@ -44,4 +44,3 @@ def test_every_block_runs_in_turn(tmp_path: Path) -> None:
     assert names >= {"a-blue-cube-on-snow.png", "a-green-cone-on-grass.png", "half-a-torus.png", "class-3-seed0.png"}
     assert (place / "report/report.html").is_file()
     assert "\npassed\n" in "".join(outputs)
-    assert outputs[-1] == "[(96, 96), (96, 96), 'class id: a whole number 0 .. 9']\n"

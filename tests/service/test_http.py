@@ -64,7 +64,7 @@ def test_a_wrong_body_is_refused_in_one_line(
 def test_paths_and_methods_that_do_not_exist_are_told_so(tiny: RunningServer) -> None:
     for method, path, status in (
         ("GET", GENERATIONS, 405),
-        ("POST", "/v1/images/edits", 404),
+        ("GET", "/v1/images/edits", 405),
         ("GET", "/nothing", 404),
         ("GET", "/page/../app.py", 404),
         ("GET", "/page/..%2fapp.py", 404),

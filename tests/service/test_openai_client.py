@@ -232,3 +232,103 @@ def test_operators_name_models_and_bound_requests(bounded: RunningServer) -> Non
             with pytest.raises(openai.BadRequestError) as caught:
                 one.images.generate(prompt="red cube", **asked)
             assert caught.value.param == parameter
+
+
+# ---------------------------------------------------------------- edits and variations
+
+CONE, SIDE, CELL = "a large yellow cone left of a small blue cube on grass", 256, 16
+MASK = np.zeros((SIDE, SIDE), bool)
+MASK[64:128, 16:96] = True
+
+
+def png(array: Any) -> bytes:
+    return png_bytes(Image.fromarray(array), {})
+
+
+TRANSPARENT = png(np.dstack([np.zeros((SIDE, SIDE, 3), np.uint8), np.where(MASK, 0, 255).astype(np.uint8)]))
+
+
+@pytest.fixture(scope="module")
+def before(scenes_pipe: Pipeline) -> Image.Image:
+    grass = Image.linear_gradient("L").convert("RGB")
+    return scenes_pipe.edit(grass, None, "a red cube on grass", keep_rows=14, seed=3).images[0]
+
+
+def test_an_edit_is_the_file_that_the_pipeline_gives(
+    scenes_client: openai.OpenAI, scenes_pipe: Pipeline, before: Image.Image
+) -> None:
+    image = png_bytes(before, before.info)
+    options: dict[str, Any] = {"seed": 1, "method": "ar"}
+    answer = scenes_client.images.edit(
+        image=("a.png", image), mask=("b.png", TRANSPARENT), prompt=CONE, size="256x256", extra_body=options
+    )
+    expected = scenes_pipe.edit(before, MASK, CONE, **options)
+    assert file_of(answer.data[0]) == png_bytes(expected.images[0], expected.images[0].info)
+    drawn = int(MASK[::CELL, ::CELL].sum())
+    assert answer.usage.output_tokens == drawn
+    assert answer.usage.input_tokens_details.image_tokens == 256 - drawn
+    np.testing.assert_array_equal(pixels(file_of(answer.data[0]))[:, 160:], np.asarray(before)[:, 160:])
+
+
+def test_an_edit_streams_pictures_in_which_only_what_is_drawn_is_grey(
+    scenes_client: openai.OpenAI, before: Image.Image
+) -> None:
+    fields: dict[str, Any] = {"image": png_bytes(before, {}), "mask": TRANSPARENT, "prompt": CONE}
+    options = {"seed": 1, "method": "ar", "steps": True}
+    *events, last = scenes_client.images.edit(**fields, stream=True, partial_images=3, extra_body=options)
+    partial = [one for one in events if one.type == "image_edit.partial_image"]
+    kinds = "".join(one.kinds for one in events if one.type == "lantern.step")
+    assert (last.type, len(partial)) == ("image_edit.completed", 3)
+    grey = [(pixels(file_of(one)) == GREY).all(2) & (np.asarray(before) != GREY).any(2) for one in partial]
+    assert all((one <= MASK).all() for one in grey)
+    assert MASK.sum() > grey[1].sum() > grey[2].sum() > 0
+    np.testing.assert_array_equal(np.array([*kinds]) == "k", ~MASK[::CELL, ::CELL].ravel())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # the client's word on variations
+def test_a_variation_keeps_the_upper_rows_and_the_prompt(scenes_client: openai.OpenAI, before: Image.Image) -> None:
+    image = png_bytes(before, before.info)
+    half = scenes_client.images.create_variation(image=image, extra_body={"method": "sjd:window=7"})
+    np.testing.assert_array_equal(pixels(file_of(half.data[0]))[:112], np.asarray(before)[:112])
+    assert (pixels(file_of(half.data[0]))[128:144] != np.asarray(before)[128:144]).any()
+    fewer = scenes_client.images.create_variation(image=image, n=2, extra_body={"keep_rows": 15, "prompt": CONE})
+    one, two = (pixels(file_of(each)) for each in fewer.data)
+    np.testing.assert_array_equal(one[:224], np.asarray(before)[:224])
+    assert (one[240:] != two[240:]).any()
+
+
+def test_what_is_wrong_with_an_edit_is_named(scenes_client: openai.OpenAI, before: Image.Image) -> None:
+    image = png_bytes(before, {})
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"mask": png(np.zeros((64, 64), np.uint8))}, "mask"),
+        ({"mask": png(np.zeros((SIDE, SIDE), np.uint8))}, "mask"),
+        ({"mask": b"no picture"}, "mask"),
+        ({}, "mask"),
+        ({"image": image[:5000], "mask": TRANSPARENT}, "image"),
+        ({"image": b"", "mask": TRANSPARENT}, "image"),
+        ({"image": [image, image], "mask": TRANSPARENT}, "image"),
+        ({"mask": TRANSPARENT, "size": "64x64"}, "size"),
+        ({"mask": TRANSPARENT, "input_fidelity": "low"}, "input_fidelity"),
+        ({"mask": TRANSPARENT, "extra_body": {"keep_rows": 3}}, "mask"),
+        ({"mask": TRANSPARENT, "extra_body": {"strength": 1}}, "strength"),
+        ({"mask": TRANSPARENT, "prompt": "a magic cube"}, "prompt"),
+    ]
+    for options, parameter in wrong:
+        with pytest.raises(openai.BadRequestError) as caught:
+            scenes_client.images.edit(**{"image": image, "prompt": CONE} | options)
+        assert caught.value.param == parameter, options
+        assert caught.value.code == "invalid_value"
+    with pytest.raises(openai.APIStatusError) as large:
+        scenes_client.images.edit(image=image + bytes(9 << 20), mask=TRANSPARENT, prompt=CONE)
+    assert large.value.status_code == 413
+
+
+def test_forms_that_are_none_are_refused(scenes: RunningServer) -> None:
+    for kind, body, status in (
+        ("application/json", b"{}", 415),
+        ("multipart/form-data", b"--x\r\n", 400),
+        ("multipart/form-data; boundary=x", b'--x\r\ncontent-disposition: form-data; name="image"\r\n\r\nhalf', 400),
+        ("multipart/form-data; boundary=x", b"--x\r\n\r\n--x--", 400),
+    ):
+        assert scenes.request("POST", "/v1/images/edits", body, {"content-type": kind})[0] == status, body

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
 from playwright.sync_api import Browser, Page, Route, expect  # noqa: E402
@@ -201,6 +205,47 @@ def test_the_curl_command_draws_the_picture_that_is_saved(page: Page, scenes: Ru
     _, answer = scenes.post(json.loads(re.findall(r"-d '(.*?)' \|", command, re.DOTALL)[0]))
     picture = answer["data"][0]["b64_json"]
     assert download.value.path().read_bytes() == base64.b64decode(picture)
+
+
+def change(page: Page) -> bytes:
+    """Paint over the middle of the picture, have it drawn anew, and save it."""
+    page.locator(".mask").scroll_into_view_if_needed()
+    box = page.locator(".mask").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] / 2, steps=5)
+    page.mouse.up()
+    with page.expect_response(re.compile("edits")):
+        page.click(".redraw")
+    expect(page.locator("#cancel")).to_be_hidden(timeout=1000 * SECONDS)
+    expect(page.locator("#status")).to_contain_text("Done in")
+    with page.expect_download() as download:
+        page.click(".save")
+    return download.value.path().read_bytes()
+
+
+def test_a_part_that_is_painted_over_is_drawn_anew(page: Page, phone: Page) -> None:
+    for one in (page, phone):
+        draw(one, "sjd")
+        before = read(base64.b64decode(one.locator(".stage img").get_attribute("src").partition(",")[2]))
+        one.fill("#seed", "8")
+        one.click(".change")
+        after = read(change(one))
+        assert (after != before).any(2)[112:144, 112:144].mean() > 0.5
+        assert (after == before)[:48].all()
+        assert 0 < int(figures(one)["kept of the picture"][0]) < CODES - 12
+        assert one.evaluate("document.documentElement.scrollWidth") <= one.viewport_size["width"]
+
+
+def test_a_picture_of_ones_own_is_changed(page: Page, tmp_path: Path) -> None:
+    Image.new("RGB", (300, 200), (90, 160, 60)).save(tmp_path / "own.jpg")
+    page.set_input_files("#open", tmp_path / "own.jpg")
+    expect(page.locator(".painting")).to_be_visible()
+    assert (np.abs(read(change(page))[:40].astype(int) - (90, 160, 60)) < 4).all()
+
+
+def read(file: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
 
 
 def test_a_phone_shows_everything_in_its_width_and_large_enough_to_touch(phone: Page) -> None:

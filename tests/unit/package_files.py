@@ -11,7 +11,7 @@ LAYERS = (
     ("errors",),
     ("inputs", "methods"),
     ("runtime", "bundle", "text", "output"),
-    ("engines", "requests", "prompts"),
+    ("engines", "edits", "requests", "prompts"),
     ("auto", "results", "sharing", "ticket"),
     ("pipeline",),
     ("asynchronous", "service"),

@@ -209,6 +209,21 @@ def test_a_prompt_that_cannot_be_drawn_comes_with_the_nearest_three_that_can(pro
     assert any("on sand" in prompt for prompt in near)
 
 
+def test_edit_draws_a_part_once_and_such_a_picture_is_not_drawn_from_its_record(
+    program: Any, words_bundle: Path
+) -> None:
+    image = Image.linear_gradient("L").convert("RGBA")
+    image.paste((0, 0, 0, 0), (0, 0, 32, 16))
+    image.save("own.png")
+    again = ("edit", "own.png", "--prompt", "a red cube on sand", "--seed", 2)
+    assert program(*again)[:2] == (0, "own-edit-seed2.png\n")
+    with Image.open("own-edit-seed2.png") as edited:
+        assert edited.getpixel((200, 200)) == image.getpixel((200, 200))[:3]
+    assert "there already" in program(*again)[2]
+    assert "give that picture to `lantern-rt edit`" in program("run", "--from", "own-edit-seed2.png")[2]
+    assert "no encoder" in program("edit", "own.png", words_bundle, "--prompt", "red cube")[2]
+
+
 # ---------------------------------------------------------------- other commands, and help
 
 

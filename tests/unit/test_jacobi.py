@@ -124,11 +124,11 @@ def drafts_that_look_behind_them(patch: pytest.MonkeyPatch) -> None:
     """A window is only used if its last code is 0: a later code decides about earlier ones."""
     right = Window.draft
 
-    def wrong(window: Window, committed: Any, missing: int) -> Any:
-        tree = right(window, committed, missing)
+    def wrong(window: Window, committed: Any, missing: int, known: Any) -> Any:
+        tree = right(window, committed, missing, known)
         if window.codes and window.codes[-1] != 0:
             window.codes, window.proposals = [], []
-            tree = right(window, committed, 1)
+            tree = right(window, committed, 1, known)
         return tree
 
     patch.setattr(Window, "draft", wrong)

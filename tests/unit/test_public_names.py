@@ -46,7 +46,9 @@ def test_parameters_of_a_call_are_these() -> None:
 
     assert list(parameters) == ["self", "prompts", "callback_on_step", "options"]
     assert list(inspect.signature(lantern_rt.Pipeline.stream).parameters) == ["self", "prompts", "options"]
-    assert list(Options.__annotations__)[:5] == ["class_ids", "embeddings", "negative_prompt", "seed", "num_images"]
+    subjects = ["class_ids", "embeddings", "negative_prompt", "keep_rows", "seed", "num_images"]
+    assert list(Options.__annotations__)[:6] == subjects
+    assert list(Options.__annotations__)[-2:] == ["image", "mask"]
     assert SAMPLING == ("cfg_scale", "temperature", "top_k", "top_p", "repetition_penalty")
     assert list(METHODS) == ["ar", "eagle", "lantern", "lantern++", "sjd", "rows", "auto"]
     assert PARAMETERS == {

@@ -93,6 +93,22 @@ def told(
     return codes
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
+@given(kept=st.lists(st.sampled_from([-1, 0, 1, 2]), min_size=12, max_size=12).map(np.array), window=st.integers(1, 4))
+@settings(max_examples=10, deadline=None)
+def test_kept_codes_stand_where_the_definition_would_draw(
+    kept: NDArray[np.int64], window: int, ends: bool, drafts: int
+) -> None:
+    model, prompt, noise = toy(3, 4, ends=ends), make_prompt(3, padding=1), Noise(5)
+
+    def draw(cell: int, p: NDArray) -> int:
+        return int((np.log(p) + noise.gumbel(cell, 1, len(p))[0]).argmax()) if kept[cell] < 0 else int(kept[cell])
+
+    expected = told(model, prompt, window, GUIDED, draw)
+    assert drawn(model, [replace(prompt, kept=kept)], window, [5], GUIDED, drafts) == [expected]
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), GUIDED, Sampling(cfg_scale=2.0, temperature=0)])
 @pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
 @pytest.mark.parametrize(

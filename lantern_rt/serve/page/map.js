@@ -5,6 +5,7 @@ export const KINDS = {
   r: { colour: "#e69f00", mark: "M5.5 5.5h.01", ink: "#000", width: 4, text: "accepted by relaxation" },
   x: { colour: "#d55e00", mark: "M3 3L8 8M8 3L3 8", ink: "#fff", width: 1.2, text: "draft rejected, redrawn" },
   n: { colour: "#c3c9d1", text: "nothing drafted" },
+  k: { colour: "#009e73", text: "kept of the picture" },
 };
 
 /** Paint `kinds`, one letter per code in raster order, on a grid of rows and columns. */
@@ -25,12 +26,17 @@ export function paint(canvas, kinds, rows, columns) {
   });
 }
 
+/** Kinds that are told of; one only where there is any. */
+export function used(kinds) {
+  return Object.entries(KINDS).filter(([kind]) => kind !== "k" || kinds.includes(kind));
+}
+
 export function count(kinds, kind) {
   return kinds.split(kind).length - 1;
 }
 
 /** The map in words. */
 export function describe(kinds) {
-  const parts = Object.entries(KINDS).map(([kind, { text }]) => `${count(kinds, kind)} ${text}`);
+  const parts = used(kinds).map(([kind, { text }]) => `${count(kinds, kind)} ${text}`);
   return `Map of ${kinds.length} codes: ${parts.join(", ")}`;
 }

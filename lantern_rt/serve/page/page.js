@@ -1,6 +1,7 @@
 // The page: a form, and what comes of it.
 
 import { compared, element, rows } from "./figures.js";
+import { fitted } from "./mask.js";
 import { Picture } from "./picture.js";
 import { apiKey, keepApiKey, models } from "./server.js";
 
@@ -37,7 +38,7 @@ const model = () => {
 };
 
 function useModel() {
-  const { id, size, sizes = [size], rows, columns, takes, classes, methods, qualities, sampling, examples } = model();
+  const { id, size, sizes = [size], rows, columns, takes, classes, methods, qualities, sampling, examples, edits } = model();
   at("about").textContent = `${id}, ${size.replace("x", " x ")} pixels, ${rows} x ${columns} codes`;
   at("size").replaceChildren(...sizes.map((name) => option(name)));
   at("size").value = size;
@@ -62,6 +63,7 @@ function useModel() {
   for (const [name, value] of Object.entries(sampling)) {
     if (form.elements[name]) form.elements[name].placeholder = value;
   }
+  show(at("open-field"), edits);
   at("draw").disabled = takes === "embeddings";
   report(takes === "embeddings" ? "This model takes text embeddings, which this page cannot give." : "Ready");
   useMethods();
@@ -88,15 +90,15 @@ function request(select) {
   return body;
 }
 
-async function start() {
-  if (running || at("draw").disabled || !form.reportValidity()) return;
+const ready = () => !running && !at("draw").disabled && form.reportValidity();
+
+/** Draw what the form says; files: of a picture of which a part is drawn anew. */
+async function start(files = null) {
+  if (!ready()) return;
   running = new AbortController();
-  at("error").hidden = true;
-  pictures = [method, ...(other.value ? [other] : [])].map((select) =>
-    new Picture(request(select), model(), !other.value, changed));
-  at("panels").replaceChildren(...pictures.map((picture) => picture.element));
-  at("output").hidden = at("overlay-field").hidden = false;
-  at("empty").hidden = true;
+  const live = !other.value;
+  place([method, ...(other.value ? [other] : [])].map((select) =>
+    new Picture(request(select), model(), { live, changed, redraw, files })));
   busy(true);
   try {
     for (const picture of pictures) {
@@ -113,6 +115,35 @@ async function start() {
   changed();
 }
 
+/** Show pictures in place of others. */
+function place(shown) {
+  pictures = shown;
+  at("error").hidden = true;
+  at("panels").replaceChildren(...pictures.map((picture) => picture.element));
+  at("output").hidden = at("overlay-field").hidden = false;
+  at("empty").hidden = true;
+}
+
+async function redraw(picture) {
+  if (picture.mask.empty) return report("Paint over a part of the picture first");
+  if (ready()) start({ image: picture.file, mask: await picture.mask.file() });
+}
+
+/** A picture of the user's own, to be changed. */
+async function open(file) {
+  if (!file || running) return;
+  const { size } = model(), [width, height] = (request(method).size ?? size).split("x").map(Number);
+  try {
+    const picture = new Picture({ ...request(method), method: file.name }, model(), { live: true, changed, redraw });
+    picture.open(await fitted(file, width, height));
+    place([picture]);
+    changed();
+    report("Paint over what is to be drawn anew");
+  } catch {
+    fail(new Error(`${file.name} is no picture that this browser can read.`));
+  }
+}
+
 function busy(yes) {
   at("cancel").hidden = !yes;
   at("draw").setAttribute("aria-disabled", yes);  // it keeps the focus: Enter once more does nothing
@@ -127,6 +158,7 @@ function changed() {
     dirty = false;
     for (const picture of pictures) picture.show();
     at("figures").replaceChildren(...rows(pictures));
+    at("figures").hidden = !pictures.some(({ kinds }) => kinds);
   });
 }
 
@@ -147,6 +179,7 @@ function fail(error) {
 
 form.addEventListener("submit", (event) => { event.preventDefault(); start(); });
 form.addEventListener("change", useMethods);
+at("open").addEventListener("change", ({ target }) => { open(target.files[0]); target.value = ""; });
 at("model").addEventListener("change", useModel);
 at("dice").addEventListener("click", () => { at("seed").value = Math.floor(Math.random() * 1e6); });
 at("cancel").addEventListener("click", () => running?.abort());

@@ -1,17 +1,29 @@
 // One picture while it is drawn: its panel on the page, its map and its figures.
 
-import { describe, paint } from "./map.js";
+import { count, describe, paint } from "./map.js";
+import { Mask } from "./mask.js";
 import { address, apiKey, draw, ServerError } from "./server.js";
 
 export class Picture {
-  /** body: the request's own fields, also what the curl command sends. live: show the picture while it grows. */
-  constructor(body, model, live, changed) {
-    Object.assign(this, { body, model, live, changed, kinds: "", passes: 0, figures: null, png: "" });
+  /**
+   * body: the request's own fields, also what the curl command sends. live: show the picture while it grows. changed:
+   * called when there is news. redraw: called with this picture when a part of it is to be drawn anew. files: of the
+   * picture that this one changes.
+   */
+  constructor(body, model, { live, changed, redraw, files = null }) {
+    Object.assign(this, { body, model, live, changed, files, kinds: "", passes: 0, figures: null, png: "" });
     this.label = body.method;
     this.element = document.getElementById("panel").content.cloneNode(true).firstElementChild;
     this.part = (selector) => this.element.querySelector(selector);
     const [width, height] = (body.size ?? model.size).split("x").map(Number);
     this.part(".stage").style.aspectRatio = `${width} / ${height}`;
+    this.mask = new Mask(this.part(".mask"), this.part(".brush"), width, height);
+    this.part(".change").addEventListener("click", () => this.paint(true));
+    this.part(".clear").addEventListener("click", () => this.mask.clear());
+    this.part(".leave").addEventListener("click", () => this.paint(false));
+    this.part(".redraw").addEventListener("click", () => redraw(this));
+    this.part(".curl").hidden = Boolean(files);
+    if (files) this.showFile(files.image);
     this.part("h2").textContent = this.label;
     this.part(".curl").addEventListener("click", () => this.copyCommand());
     this.show();
@@ -22,10 +34,10 @@ export class Picture {
     const { rows } = this.model;
     const partial_images = this.live ? Math.min(rows - 1, 64) : 0;
     this.began = performance.now();
-    for await (const event of draw({ ...this.body, stream: true, steps: true, partial_images }, signal)) {
+    for await (const event of draw({ ...this.body, stream: true, steps: true, partial_images }, this.files, signal)) {
       if (event.type === "lantern.step") this.step(event);
       if (event.b64_json) this.showPicture(event.b64_json);
-      if (event.type === "image_generation.completed") this.finish(event);
+      if (event.type.endsWith(".completed")) this.finish(event);
     }
     if (!this.png) throw new ServerError(0, "The connection ended before the picture was done.");
   }
@@ -33,18 +45,40 @@ export class Picture {
   step({ kinds, done, total, rows, columns, method }) {
     const before = this.kinds.slice(0, done - kinds.length);  // a picture whose replica died begins anew
     Object.assign(this, { rows, columns, total, kinds: before + kinds, passes: before ? this.passes + 1 : 1 });
-    const seconds = (performance.now() - this.began) / 1000;
-    this.figures = { method, target_passes: this.passes, tokens_per_forward_pass: done / this.passes, seconds };
+    const seconds = (performance.now() - this.began) / 1000, drawn = done - count(this.kinds, "k");
+    this.figures = { method, target_passes: this.passes, tokens_per_forward_pass: drawn / this.passes, seconds };
     this.changed();
   }
 
   finish({ b64_json, lantern, output_format = "png" }) {
     Object.assign(this, { figures: lantern, png: b64_json });
     const bytes = Uint8Array.from(atob(b64_json), (one) => one.charCodeAt(0)), save = this.part(".save");
-    save.href = URL.createObjectURL(new Blob([bytes], { type: `image/${output_format}` }));
+    this.file = new Blob([bytes], { type: `image/${output_format}` });
+    save.href = URL.createObjectURL(this.file);
     save.download = `${lantern.model}-${lantern.seeds[0]}.${output_format}`;
     save.hidden = false;
+    this.part(".change").hidden = !this.model.edits;
     this.changed();
+  }
+
+  /** Show a picture that was not drawn here, to be changed. */
+  open(file) {
+    this.file = file;
+    this.showFile(file);
+    this.part(".under").hidden = true;
+    this.paint(true);
+    this.show();
+  }
+
+  showFile(file) {
+    Object.assign(this.part("img"), { src: URL.createObjectURL(file), alt: this.label, hidden: false });
+  }
+
+  /** Begin or end to paint what is to be drawn anew. */
+  paint(yes) {
+    this.part(".mask").hidden = this.part(".painting").hidden = !yes;
+    this.part(".change").hidden = yes || !this.figures;
+    if (!yes) this.mask.clear();
   }
 
   showPicture(base64) {
@@ -57,7 +91,7 @@ export class Picture {
   /** Bring the panel up to date. */
   show() {
     const { kinds, rows = this.model.rows, columns = this.model.columns, total = rows * columns } = this;
-    for (const canvas of this.element.querySelectorAll("canvas")) paint(canvas, kinds, rows, columns);
+    for (const canvas of this.element.querySelectorAll(".over, .map")) paint(canvas, kinds, rows, columns);
     this.part(".map").setAttribute("aria-label", describe(kinds));
     this.part("progress").value = kinds.length / total;
     this.part(".count").textContent = `${kinds.length} of ${total} codes`;

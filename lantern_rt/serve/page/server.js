@@ -14,7 +14,7 @@ export const keepApiKey = (key) => sessionStorage.setItem(KEY, key);
 export const address = (path) => new URL(path, document.baseURI).href;
 
 async function ask(path, options = {}) {
-  const headers = { "Content-Type": "application/json" };
+  const headers = options.body instanceof FormData ? {} : { "Content-Type": "application/json" };
   if (apiKey()) headers.Authorization = `Bearer ${apiKey()}`;
   const answer = await fetch(address(path), { ...options, headers }).catch((error) => {
     throw error.name === "AbortError" ? error : new ServerError(0, "The server cannot be reached.");
@@ -29,9 +29,19 @@ export async function models() {
   return (await (await ask("v1/models")).json()).data;
 }
 
-/** The events of a streamed picture, the error that may be among them thrown. */
-export async function* draw(body, signal) {
-  const answer = await ask("v1/images/generations", { method: "POST", body: JSON.stringify(body), signal });
+/** A body as a form with files. */
+function form(body, files) {
+  const made = new FormData();
+  for (const [name, value] of Object.entries({ ...body, ...files })) {
+    made.append(name, value instanceof Blob ? value : String(value));
+  }
+  return made;
+}
+
+/** The events of a streamed picture, the error that may be among them thrown. files: of a picture that is changed. */
+export async function* draw(body, files, signal) {
+  const [kind, sent] = files ? ["edits", form(body, files)] : ["generations", JSON.stringify(body)];
+  const answer = await ask(`v1/images/${kind}`, { method: "POST", body: sent, signal });
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   while (true) {

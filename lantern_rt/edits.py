@@ -1,0 +1,160 @@
+"""Pictures that are changed in part: what is kept of one, what is drawn anew, and how old and new pixels meet.
+
+Files of strangers are read here: limits come first, and whatever a library says of a damaged one is a `RequestError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from .bundle.manifest import Manifest, Size
+from .errors import RequestError
+from .inputs import read_plain_file, reading, whole
+from .methods import PictureSource
+from .runtime.engine import Bools, Floats, Ints
+
+BYTES_LIMIT = 1 << 23  # of a file
+PIXELS_LIMIT = 1 << 24  # of a picture, unpacked
+
+
+@dataclass(eq=False)
+class Edit:
+    """A picture, and which of its cells are drawn anew; those of all other cells are kept.
+
+    pixels: uint8 `[height, width, 3]`. drawn: bool `[rows, columns]`. kept: codes of cells that stay, -1 in the others,
+    int64 `[cells]`; None until they were encoded.
+    """
+
+    pixels: NDArray[np.uint8]
+    drawn: Bools
+    kept: Ints | None = field(init=False, default=None)
+
+    def encode(self, encoder: Callable[[Floats], Ints]) -> Ints:
+        """`kept`, by an encoder of pictures `[1, 3, height, width]` in -1 .. 1; once."""
+        if self.kept is None:
+            images = np.moveaxis(self.pixels, 2, 0)[None].astype(np.float32) / np.float32(127.5) - 1
+            self.kept = np.where(self.drawn.ravel(), -1, encoder(images)[0])
+        return self.kept
+
+    def blend(self, image: Image.Image) -> Image.Image:
+        """A new picture inside of drawn cells, the old one outside; between them both, for the width of a cell.
+
+        A cell's code moves pixels beyond it, less and less: a seam would show where they were cut off.
+        """
+        height, width, _ = self.pixels.shape
+        cell = height // len(self.drawn)
+        grown = self.drawn.repeat(cell, 0).repeat(width // self.drawn.shape[1], 1)
+        weight = np.zeros((height, width), np.float32)
+        for _ in range(cell):
+            weight += grown
+            wider = grown.copy()
+            for there, here in ((np.s_[1:], np.s_[:-1]), (np.s_[:-1], np.s_[1:])):
+                wider[there] |= grown[here]
+                wider[:, there] |= grown[:, here]
+            grown = wider
+        mixed = self.pixels + (weight / cell)[..., None] * (np.asarray(image, np.float32) - self.pixels)
+        return Image.fromarray(np.rint(mixed).astype(np.uint8))
+
+    @property
+    def digest(self) -> str:
+        """What tells it from other edits: a hash of its pixels and cells."""
+        return hashlib.sha256(self.pixels.tobytes() + self.drawn.tobytes()).hexdigest()
+
+
+def read_picture(name: str, source: PictureSource) -> Image.Image:
+    """A picture upright and in RGBA, its `info` kept. name: of the parameter it was given as.
+
+    Raises:
+        RequestError: it cannot be read, or is too large.
+    """
+    path = Path(source) if isinstance(source, str | Path) else Path(name)
+    expected = "a PNG, JPEG or WebP file"
+    with reading(path, expected, RequestError, "give another one"), warnings.catch_warnings(action="ignore"):
+        if isinstance(source, np.ndarray):
+            image = Image.fromarray(source.astype(np.uint8) * 255 if source.dtype == bool else source)
+        elif isinstance(source, Image.Image):
+            image = source
+        else:
+            data = source if isinstance(source, bytes) else read_plain_file(path, BYTES_LIMIT)
+            image = Image.open(BytesIO(data), formats=("PNG", "JPEG", "WEBP"))
+        if image.width * image.height > PIXELS_LIMIT:
+            found, most = f"{image.width:,} x {image.height:,} pixels", f"at most {PIXELS_LIMIT:,}"
+            raise RequestError(field=str(path), found=found, expected=most, remedy="make it smaller")
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        return image.convert("RGBA")
+
+
+def read_edit(
+    manifest: Manifest,
+    size: Size,
+    picture: Image.Image,
+    mask: PictureSource | None = None,
+    keep_rows: int | None = None,
+) -> Edit:
+    """What is to be changed of a picture, which is scaled to cover the size and cut in the middle.
+
+    Args:
+        manifest: of the bundle.
+        size: of its pictures that is drawn.
+        picture: from `read_picture`.
+        mask: of the picture's size; where it is transparent or, if nothing of it is, white, cells are drawn anew. None:
+            where the picture itself is transparent.
+        keep_rows: instead of a mask, rows of codes at the top that are kept.
+
+    Raises:
+        RequestError: the bundle has no encoder, or nothing is to be drawn or kept.
+    """
+    if "vq_encoder" not in manifest.files:
+        problem = f"bundle {manifest.name} has no encoder of pictures"
+        raise RequestError(problem, field="image", remedy="export it again from its checkpoint, with this version")
+    width, height = manifest.pixels(size)
+    if keep_rows is not None:
+        if mask is not None:
+            raise RequestError("says what is kept, as keep_rows does", field="mask", remedy="give one of them")
+        kept = whole("keep_rows", keep_rows, 0, 1, size.rows - 1)
+        drawn = np.repeat(np.arange(size.rows)[:, None] >= kept, size.columns, 1)
+    else:
+        hole = ImageOps.fit(_hole(picture, mask), (width, height), Image.Resampling.BOX)
+        cells = np.asarray(hole).reshape(size.rows, height // size.rows, size.columns, width // size.columns)
+        drawn = cells.max((1, 3)) > 0  # [rows, columns]
+        if not drawn.any():
+            found = "none, and an image without transparent pixels" if mask is None else "nothing that is to be drawn"
+            expected = "some pixels that are transparent or, if none is, white"
+            raise RequestError(field="mask", found=found, expected=expected)
+    seen = np.asarray(picture)[np.asarray(picture)[..., 3] > 0][:, :3]
+    ground = tuple(seen.mean(0).round().astype(int).tolist()) if len(seen) else (128, 128, 128)
+    opaque = Image.alpha_composite(Image.new("RGBA", picture.size, (*ground, 255)), picture).convert("RGB")
+    return Edit(np.array(ImageOps.fit(opaque, (width, height), Image.Resampling.LANCZOS)), drawn)
+
+
+def nearest_size(manifest: Manifest, picture: Image.Image) -> str | None:
+    """The name of the size nearest to a picture's, its shape first; None where a bundle draws one only."""
+
+    def distance(size: Size) -> tuple[float, float]:
+        wide, high = np.log(manifest.pixels(size)) - np.log(picture.size)
+        return round(abs(wide - high), 3), abs(wide + high)
+
+    return min(manifest.sizes, key=distance).name if manifest.sizes else None
+
+
+def _hole(picture: Image.Image, mask: PictureSource | None) -> Image.Image:
+    """Where a picture is drawn anew: 255 there, 0 elsewhere."""
+    marks = picture if mask is None else read_picture("mask", mask)
+    if marks.size != picture.size:
+        found, expected = (f"{one.width} x {one.height} pixels" for one in (marks, picture))
+        raise RequestError(field="mask", found=found, expected=f"{expected}, as the image has")
+    alpha = np.asarray(marks.getchannel("A"))
+    transparent = mask is None or bool((alpha < 128).any())
+    hole = alpha < 128 if transparent else np.asarray(marks.convert("L")) >= 128
+    return Image.fromarray(hole.astype(np.uint8) * 255)

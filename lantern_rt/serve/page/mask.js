@@ -1,0 +1,56 @@
+// A mask that is painted over a picture: strokes of a brush, and the file that says where to draw anew.
+
+export class Mask {
+  /** canvas: over the picture, of its size in pixels. brush: the input that says how wide strokes are, of 256. */
+  constructor(canvas, brush, width, height) {
+    Object.assign(this, { canvas, brush, empty: true });
+    Object.assign(canvas, { width, height });
+    this.pen = canvas.getContext("2d");
+    Object.assign(this.pen, { lineCap: "round", lineJoin: "round", strokeStyle: "#d81b60" });
+    canvas.addEventListener("pointerdown", (event) => {
+      canvas.setPointerCapture(event.pointerId);
+      this.at = null;
+      this.stroke(event);
+    });
+    canvas.addEventListener("pointermove", (event) => { if (event.buttons) this.stroke(event); });
+  }
+
+  stroke(event) {
+    const { left, top, width, height } = this.canvas.getBoundingClientRect();
+    const to = [(event.clientX - left) / width * this.canvas.width, (event.clientY - top) / height * this.canvas.height];
+    this.pen.lineWidth = this.brush.value * this.canvas.width / 256;
+    this.pen.beginPath();
+    this.pen.moveTo(...(this.at ?? to));
+    this.pen.lineTo(...to);
+    this.pen.stroke();
+    Object.assign(this, { at: to, empty: false });
+  }
+
+  clear() {
+    this.pen.clearRect(0, 0, this.canvas.width, this.canvas.height);
+    this.empty = true;
+  }
+
+  /** A PNG that is transparent where it was painted. */
+  file() {
+    const { width, height } = this.canvas, made = Object.assign(document.createElement("canvas"), { width, height });
+    const pen = made.getContext("2d");
+    pen.fillRect(0, 0, width, height);
+    pen.globalCompositeOperation = "destination-out";
+    pen.drawImage(this.canvas, 0, 0);
+    return png(made);
+  }
+}
+
+export const png = (canvas) => new Promise((done) => { canvas.toBlob(done, "image/png"); });
+
+/** A picture's file scaled to cover a size, what is beyond cut off, as PNG. */
+export async function fitted(file, width, height) {
+  const image = await createImageBitmap(file), scale = Math.max(width / image.width, height / image.height);
+  const canvas = Object.assign(document.createElement("canvas"), { width, height });
+  const [wide, high] = [image.width * scale, image.height * scale];
+  const pen = canvas.getContext("2d");
+  pen.imageSmoothingQuality = "high";
+  pen.drawImage(image, (width - wide) / 2, (height - high) / 2, wide, high);
+  return png(canvas);
+}

@@ -1,0 +1,123 @@
+"""Pictures and masks as users bring them: what is read, what is refused, and what becomes of pixels."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from lantern_rt import RequestError, open_bundle
+from lantern_rt.bundle.files import Bundle
+from lantern_rt.bundle.manifest import Manifest
+from lantern_rt.edits import Edit, read_edit, read_picture
+from lantern_rt.prompts import bundle_tokenizer
+from lantern_rt.requests import check_request
+
+SIDE, CELL = 256, 16
+COLOURS = np.random.default_rng(0).integers(0, 255, (SIDE, SIDE, 3)).astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    return open_bundle("scenes", verify=False)
+
+
+@pytest.fixture(scope="module")
+def manifest(bundle: Bundle) -> Manifest:
+    return bundle.manifest
+
+
+def file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def read(manifest: Manifest, image: Any, mask: Any = None, keep_rows: int | None = None) -> Edit:
+    return read_edit(manifest, manifest.size(), read_picture("image", image), mask, keep_rows)
+
+
+def bomb(side: int) -> bytes:
+    """A PNG of few bytes that says it has many pixels."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    data = b"IDAT" + zlib.compress(b"\0" * 1000)
+    chunks = (struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in (head, data))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def test_a_picture_is_read_as_it_is_seen() -> None:
+    small = Image.fromarray(COLOURS[:6, :4])
+    exif = Image.Exif()
+    exif[0x112] = 6  # it lies on its side
+    turned = read_picture("image", file(small, exif=exif.tobytes()))
+    np.testing.assert_array_equal(np.asarray(turned)[..., :3], np.rot90(COLOURS[:6, :4], -1))
+    deep = np.arange(0, 65536, 4096, dtype=np.uint16).reshape(4, 4)
+    assert np.asarray(read_picture("image", file(Image.fromarray(deep))))[..., 0].tolist() == (deep >> 8).tolist()
+    palette = small.quantize(8)
+    shown = np.asarray(read_picture("image", file(palette, transparency=bytes([0] + [255] * 7))))
+    np.testing.assert_array_equal(shown[..., :3], np.asarray(palette.convert("RGB")))
+    np.testing.assert_array_equal(shown[..., 3] == 0, np.asarray(palette) == 0)
+    for image in (small, np.asarray(small), file(small), file(small, "WEBP", lossless=True)):
+        np.testing.assert_array_equal(np.asarray(read_picture("image", image))[..., :3], COLOURS[:6, :4])
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        (file(Image.fromarray(COLOURS))[:20_000], "truncated"),
+        (b"no picture", "cannot identify"),
+        (file(Image.fromarray(COLOURS), "GIF"), "cannot identify"),
+        (bomb(5000), "5,000 x 5,000 pixels"),
+        (bomb(60_000), "exceeds limit"),
+        (Path("/dev/zero"), "a pipe or a device"),
+        (np.zeros((4, 4, 7)), "Cannot handle"),
+    ],
+    ids=["truncated", "text", "gif", "large", "bomb", "device", "array"],
+)
+def test_what_is_no_picture_is_refused(source: Any, found: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_picture("image", source)
+    assert caught.value.field == (str(source) if isinstance(source, Path) else "image")
+    assert found in str(caught.value)
+
+
+def test_cells_that_a_mask_touches_are_drawn_and_a_masks_colours_have_one_meaning(manifest: Manifest) -> None:
+    marked = np.zeros((SIDE, SIDE), bool)
+    marked[40:50, 100:130] = True  # cells 2..3, 6..8
+    expected = np.zeros((16, 16), bool)
+    expected[2:4, 6:9] = True
+    clear = np.dstack([COLOURS, np.where(marked, 0, 255).astype(np.uint8)])
+    white = np.where(marked, 255, 0).astype(np.uint8)
+    for image, mask in ((COLOURS, marked), (COLOURS, file(Image.fromarray(white))), (COLOURS, clear), (clear, None)):
+        np.testing.assert_array_equal(read(manifest, image, mask).drawn, expected)
+    double = Image.fromarray(COLOURS).resize((2 * SIDE + 64, 2 * SIDE), Image.Resampling.NEAREST)
+    whole = read(manifest, double, np.ones((2 * SIDE, 2 * SIDE + 64), bool))
+    assert whole.drawn.all()
+    assert whole.pixels.shape == COLOURS.shape, "scaled, and cut in the middle"
+    assert read(manifest, COLOURS, keep_rows=5).drawn.any(1).tolist() == [False] * 5 + [True] * 11
+
+
+def test_requests_that_contradict_themselves_are_refused(bundle: Bundle) -> None:
+    wrong: list[dict[str, Any]] = [{"keep_rows": 16, "image": COLOURS}, {"mask": COLOURS}, {"keep_rows": 3}]
+    for options in wrong:
+        with pytest.raises(RequestError) as caught:
+            check_request(bundle.manifest, bundle_tokenizer(bundle), "a red cube", **options)
+        assert caught.value.field == next(iter(options))
+
+
+def test_pixels_further_than_a_cell_from_what_is_drawn_are_the_originals(manifest: Manifest) -> None:
+    marked: NDArray[np.bool_] = np.zeros((SIDE, SIDE), bool)
+    marked[96:128, 96:128] = True
+    mixed = np.asarray(read(manifest, COLOURS, marked).blend(Image.new("RGB", (SIDE, SIDE), (255, 0, 0))))
+    assert (mixed[marked] == (255, 0, 0)).all()
+    near = slice(96 - CELL + 1, 128 + CELL - 1)
+    outside = np.ones_like(marked)
+    outside[near, near] = False
+    np.testing.assert_array_equal(mixed[outside], COLOURS[outside])
