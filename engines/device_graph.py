@@ -11,6 +11,7 @@ node sees. Committing nodes is then bookkeeping, and moves nothing.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +66,8 @@ def device_graph(
             graph = writer.write(drafts)
         except KeyError as error:
             raise BundleError(f"has no weight {error}", field=str(path), remedy=_AGAIN) from error
-        names = (name for name in weights if "." in name and not name.startswith(("eps_", "rotary.swap")))
+        others = re.compile(r"eps_|rotary\.swap|.*\.(value_units|step)$")  # of the bundle's own graph
+        names = (name for name in weights if "." in name and not others.match(name))
         unread = next((name for name in names if name not in writer.graph.weights), None)
         if unread is not None:
             what = f"the weight {unread}, which the decoder in bundle.json does not have"
@@ -238,10 +240,20 @@ class _Writer(DecoderWriter):
             if stored.endswith(("half", "bfloat16")):
                 self.decoded[stored] = self.decode(stored)
             else:
-                block = self.weights[stored].shape[0] // self.weights[f"{name}.scales"].shape[0]
-                parts = self.take(stored), self.decode(f"{name}.scales")
-                self.decoded[stored] = self.graph.op("DequantizeLinear", *parts, axis=0, block_size=block)
+                self.decoded[stored] = self.dequantised(self.take(stored), self.decode(f"{name}.scales"))
         return self.decoded[stored]
+
+    def dequantised(self, integers: str, scales: str) -> str:
+        """Integers times their scales, one for each block of inputs, or for each output.
+
+        The latter ONNX Runtime turns back when it loads the graph, if by ops other than DequantizeLinear.
+        """
+        (inputs, _), (count, *blocks) = self.weights[integers].shape, self.weights[scales].shape
+        if blocks:
+            return self.graph.op("DequantizeLinear", integers, scales, axis=0, block_size=inputs // count)
+        if self.capacity is None:
+            return self.graph.op("Mul", self.graph.cast(integers, self.dtype), scales)
+        return self.graph.op("DequantizeLinear", integers, scales, axis=1)
 
     def decode(self, name: str) -> str:
         """A weight of floats in the type it computes in."""

@@ -118,12 +118,18 @@ class Engines:
 
 
 def choose_providers(wanted: Providers, bundle: Bundle) -> Providers:
-    """The same, with `auto` decided for this host and bundle. Raises: EngineError: a GPU's library does not load."""
-    decoders = bundle.manifest.target, bundle.manifest.drafter
-    if wanted.main != AUTO:
-        return wanted
-    only_cpu = any(spec is not None and spec.precision == PRODUCTS for spec in decoders)
-    return wanted._replace(main=DEFAULT_PROVIDER if only_cpu else automatic(import_onnxruntime()))
+    """The same, with `auto` decided for this host and bundle. Raises: EngineError: a GPU's library does not load.
+
+    Decoders of integers run on a GPU if asked to: they draw other images there. So does their image decoder, unless it
+    is left to the CPU.
+    """
+    manifest = bundle.manifest
+    if wanted.main == AUTO:
+        only_cpu = any(spec is not None and spec.precision == PRODUCTS for spec in (manifest.target, manifest.drafter))
+        wanted = wanted._replace(main=DEFAULT_PROVIDER if only_cpu else automatic(import_onnxruntime()))
+    if manifest.vq_precision == PRODUCTS and wanted.main != DEFAULT_PROVIDER:
+        return wanted._replace(own={IMAGE_DECODER: DEFAULT_PROVIDER, **wanted.own})
+    return wanted
 
 
 def _image_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:

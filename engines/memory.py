@@ -54,11 +54,11 @@ def weight_bytes(bundle: Bundle, role: str) -> int:
 def check_products(bundle: Bundle, target: str, drafter: str | None = None) -> None:
     """Raises: RequestError: where a decoder runs, such as `onnxruntime-cuda`, there are no products as it has them."""
     for spec, where in ((bundle.manifest.target, target), (bundle.manifest.drafter, drafter or target)):
-        if spec is not None and spec.precision == PRODUCTS and not where.startswith("onnxruntime-cpu"):
+        if spec is not None and spec.precision == PRODUCTS and where.startswith("onnxruntime-openvino"):
             raise RequestError(
-                f"bundle {bundle.manifest.name} multiplies integers (int8), which only CPUs do",
+                f"bundle {bundle.manifest.name} multiplies integers (int8), which OpenVINO does not",
                 found=where,
-                remedy="export it with --precision fp32 or fp16, or use provider cpu",
+                remedy="export it with --precision fp32, or use provider cpu",
             )
         mixed = spec is not None and spec.precision in INTEGERS and bundle.manifest.target.dtype == "bfloat16"
         if mixed and where == "onnxruntime-cuda":

@@ -29,6 +29,7 @@ from ..output.images import to_image
 from ..runtime.engine import Pass
 from .checkpoints.deferred import computed, deferred
 from .graph.graphs import Arrays, Graph
+from .graph.onnx_ops import FINE
 from .graph.precision import GraphFile, fake_quantize, round_nodes
 from .models.decoder import LayerStack
 from .progress import silent
@@ -67,7 +68,7 @@ def check_parity(graph: Graph, path: Path, plan: GraphFile | None = None, progre
     measure = noise if integers else difference
     tolerance = INTEGER_TOLERANCE if integers else tolerance_of(graph, plan)
     worst: dict[str, tuple[float, str]] = {}  # per tensor, with the case
-    for case, results, expected in compare(graph, path, cases, plan, lean, integers, progress):
+    for case, results, expected in compare(graph, path, cases, plan, lean, progress):
         for name, array in expected.items():
             here = measure(results[name], array), case
             worst[name] = max(worst.get(name, here), here, key=lambda entry: entry[0])
@@ -109,7 +110,6 @@ def compare(
     cases: Sequence[str],
     plan: GraphFile | None = None,
     lean: bool = False,
-    integers: bool = False,
     progress: Progress = silent,
 ) -> Iterator[tuple[str, Arrays, Arrays]]:
     """Run a graph file, in each of its layouts, and its module.
@@ -120,13 +120,12 @@ def compare(
         cases: names of the graph's cases to run.
         plan: as `check_parity` has it, and so is progress.
         lean: as `Sessions` has it.
-        integers: the file multiplies integers, for which there is one layout.
 
     Yields: the name of a case and layout, outputs of the file, outputs of the module.
     Raises: BundleError: the file does not run.
     """
     layouts: dict[str, Callable[[], Sessions | DeviceLayout]] = {"": partial(Sessions, path, lean)}
-    if isinstance(graph.module, LayerStack) and not integers:
+    if isinstance(graph.module, LayerStack):
         layouts[", device layout"] = partial(DeviceLayout, graph, path, lean)
     what, total, done = f"comparing {path.name}", (len(layouts) + 1) * len(cases), 0
     results: dict[str, list[Arrays]] = {}
@@ -222,9 +221,9 @@ def computing(module: nn.Module, plan: GraphFile | None = None, dtype: torch.dty
 
 
 def _multiplies_integers(name: str, plan: GraphFile) -> bool:
-    """Whether a module's weight is multiplied as integers, with what it is applied to rounded as well."""
+    """Whether a module's weight is multiplied as integers, with what it is applied to rounded to 8 bits as well."""
     known = _in_plan(name, plan)
-    return known is not None and plan.storages[known] == "columns"
+    return known is not None and plan.storages[known] == "columns" and not name.endswith(FINE)
 
 
 def _as_stored(name: str, weight: Tensor, plan: GraphFile | None, dtype: torch.dtype) -> Tensor:

@@ -149,7 +149,7 @@ def verify(
                 progress(f"comparing {path.name}", 0, 1)
                 pairs: Iterable[tuple[str, Arrays, Arrays]] = [_evaluate(path, manifest)]
             else:
-                pairs = compare(graph, path, [*graph.cases], integers=precision == "int8", progress=progress)
+                pairs = compare(graph, path, [*graph.cases], progress=progress)
             if role == "vq_decoder" and manifest.vq_precision == "int8":
                 levels, psnr = picture_difference(pairs)
                 limits = {"levels_limit": MOST_LEVELS, "psnr_limit": LEAST_PSNR}

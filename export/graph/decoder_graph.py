@@ -22,7 +22,7 @@ from torch import Tensor
 from ...engines.graph_writer import HEAD_EPSILON, DecoderWriter
 from ..checkpoints.deferred import computed, deferred
 from ..models.decoder import LayerStack
-from .onnx_ops import Ops
+from .onnx_ops import LARGEST_NODE, Ops
 
 _EXACT = 24  # bits of integers that float32 holds, and sums of them must keep to
 _SHARES, _VALUES = 4096, 2047  # attention's weights are in units of 1 / 4096, values up to 2047 of their own units
@@ -194,6 +194,9 @@ def write_rms_norm(ops: Ops, x: str, name: str, weight: Tensor, eps: float, outp
     x = ops.cast(x, "float32") if ops.half else x
     normed, scale = ops.op("Div", x, _write_rms(ops, x, eps)), ops.weight(name, weight, wide=True)
     scaled = ops.op("Mul", normed, scale, name=None if ops.half else output)
+    if ops.integers:  # no number is larger than the root of as many, times its weight
+        most = computed(weight).float().abs().max() * len(weight) ** 0.5
+        ops.steps[scaled] = most / LARGEST_NODE
     return ops.cast(scaled, "float16", output) if ops.half else scaled
 
 

@@ -30,6 +30,7 @@ from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, Sampling
 
 from .data import render_pictures
 from .model import ScenesTarget
+from .rounding import round_target
 from .target import load_target
 from .text import SLOTS, WORD_IDS, WORDS, encode_caption
 from .vocabulary import describe, sample_scene
@@ -97,6 +98,7 @@ def write_scenes_bundle(
     compute: str = "float32",
     precision: str | None = None,
     drafter: bool = True,
+    vq_precision: str = "fp32",
 ) -> Path:
     """Write the bundle of a work folder's checkpoints; it has the name of its folder.
 
@@ -108,6 +110,7 @@ def write_scenes_bundle(
         compute: what target and drafter compute in, float32 or float16.
         precision: what their weights are rounded to, by default no further than to the float16 that they fit.
         drafter: without it the bundle is the target's alone, to draw what a drafter learns from.
+        vq_precision: of the image decoder, fp32 or int8.
     """
     vq, target = load_vq(work), load_target(work)
     config, size = target.config, vq.config.picture
@@ -115,6 +118,8 @@ def write_scenes_bundle(
     decoder, code_embeddings = target.fold()
     code_embeddings = code_embeddings.half().float()
     _round(decoder)
+    if precision == "int8":
+        decoder = round_target(decoder, target, code_embeddings, vq)
     drafting = _read_drafter(work / "drafter", decoder) if drafter else None
     generator = np.random.default_rng(0)
     words = {"token_ids": generator.integers(len(WORDS), size=(3, SLOTS))}
@@ -171,7 +176,7 @@ def write_scenes_bundle(
         sources=[(role, work / f"{role}.pt") for role in ("vq", "target")] + (drafting.sources if drafting else []),
         licence="Apache-2.0",
     )
-    precisions = replace(read_precisions(precision, compute=compute), lossless=True)
+    precisions = replace(read_precisions(precision, compute=compute, vq=vq_precision), lossless=True)
     return export_model(model, output, precisions=precisions, force=force, progress=progress)
 
 

@@ -20,7 +20,7 @@ from lantern_rt.engines.ort.session import load_session
 from lantern_rt.errors import ParityError
 from lantern_rt.export.graph.graphs import Graph, plan_graph
 from lantern_rt.export.graph.precision import quantise, round_nodes
-from lantern_rt.export.parity import check_parity
+from lantern_rt.export.parity import check_parity, noise, run_module
 
 NODES = 24
 HIDDEN = -1e9
@@ -128,6 +128,16 @@ def test_the_graph_computes_what_the_module_does_with_rounded_nodes(graph: Graph
         dict(graph.module.named_parameters())["layers.1.attention.qkv.weight"][-20:] += 0.5
     with pytest.raises(ParityError, match=r"new_key_values\.1\.value by"):
         check_parity(graph, path, plan=plan)
+
+
+def test_what_has_outliers_keeps_15_bits(graph: Graph, session: Any, embeds: Floats) -> None:
+    outliers = embeds * np.where(np.arange(CONFIG.hidden_size) == 3, 30, 1).astype(np.float32)
+    found = run(session, outliers, np.arange(NODES), np.tri(NODES, dtype=bool), nothing(session))
+    inputs = {"input_embeds": outliers, "position_ids": np.tile(np.arange(NODES), (2, 1))}
+    inputs["attention_mask"] = np.where(np.tri(NODES, dtype=bool), 0, HIDDEN).astype(np.float32)[None, None]
+    inputs |= {name: array[:0] for name, array in nothing(session).items()}
+    exact = run_module(graph, inputs, plan_graph(graph, "int8"))["new_key_values.0.key"]
+    assert noise(found["new_key_values.0.key"], exact) < 5e-4  # 4e-2 with 8 bits
 
 
 def test_every_output_of_a_matrix_has_a_scale_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.bundle.onnx_scan import graph_weights
 from lantern_rt.engines.build import build_engines
+from lantern_rt.engines.loader import choose_providers
 from lantern_rt.engines.memory import check_products, weight_bytes
+from lantern_rt.engines.ort.providers import Providers
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import RequestError
 
@@ -55,26 +58,30 @@ def test_float_weights_in_memory_are_float32_however_they_are_stored() -> None:
     assert weight_bytes(bundle, "target") == 4 * sum(prod(weight.shape) for weight in stored if weight.dtype)
 
 
-def test_only_cpus_run_it(t2i_products_bundle: Path, tmp_path: Path) -> None:
-    bundle = open_bundle(t2i_products_bundle)
-    options = BuildOptions("tensorrt-rtx")
-    for call, found in (
-        (lambda: Pipeline.from_bundle(bundle, provider="cuda"), "onnxruntime-cuda"),
-        (lambda: build_engines(bundle, "tiny", options, tmp_path / "engines", False, lambda *_: None), "tensorrt-rtx"),
-    ):
-        with pytest.raises(RequestError) as caught:
-            call()
-        assert caught.value.found == found
+def test_plans_turn_its_weights_back(t2i_products_bundle: Path, tmp_path: Path) -> None:
+    bundle, options = open_bundle(t2i_products_bundle), BuildOptions("tensorrt-rtx")
+    build_engines(bundle, "tiny", options, tmp_path / "engines", False, lambda *_: None, dry_run=True)
+    nodes = onnx.load(tmp_path / "engines" / "target.onnx", load_external_data=False).graph.node
+    decoded = {node.input[0] for node in nodes if node.op_type == "DequantizeLinear"}
+    stored = {name for name in graph_weights(bundle.path("target")) if name.endswith(".int8")}
+    assert decoded == stored
+    assert len(stored) > 10
 
 
-def test_a_drafter_of_integers_runs_on_cpus_alone_as_well(t2i_products_bundle: Path) -> None:
+def test_only_where_it_draws_other_images_a_gpu_has_to_be_asked_for(t2i_products_bundle: Path) -> None:
     bundle = open_bundle(t2i_products_bundle)
-    target = bundle.manifest.target.model_copy(update={"precision": "fp32"})
-    mixed = replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target}))
-    check_products(mixed, "onnxruntime-cpu")
+    assert choose_providers(Providers(), bundle) == Providers("cpu")
+    pictures = replace(bundle, manifest=bundle.manifest.model_copy(update={"vq_precision": "int8"}))
+    assert choose_providers(Providers("webgpu"), pictures).of("vq_decoder") == "cpu"
+    assert choose_providers(Providers("webgpu", {"vq_decoder": "cuda"}), pictures).of("vq_decoder") == "cuda"
+
+
+def test_some_have_no_such_products(t2i_products_bundle: Path) -> None:
+    bundle = open_bundle(t2i_products_bundle)
     with pytest.raises(RequestError):
-        check_products(mixed, "onnxruntime-cuda")
-    check_products(mixed, "onnxruntime-cuda", "onnxruntime-cpu")
+        check_products(bundle, "onnxruntime-openvino")
+    check_products(bundle, "onnxruntime-cuda")
+    target = bundle.manifest.target
     target = target.model_copy(update={"precision": "int4-weights", "dtype": "bfloat16"})
     mixed = replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target, "drafter": None}))
     check_products(mixed, "tensorrt-rtx")

@@ -12,6 +12,7 @@ from lantern_rt import CheckpointError, Pipeline, open_bundle
 
 torch = pytest.importorskip("torch")
 
+from lantern_rt.export.graph.precision import fake_quantize  # noqa: E402
 from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
 from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
 from lantern_rt.train.drafter.folder import save_drafter as save_folder  # noqa: E402
@@ -21,6 +22,7 @@ from recipes.scenes.checkpoints import load_checkpoint, save_checkpoint  # noqa:
 from recipes.scenes.drafter import target_bundle, train_drafter, write_samples  # noqa: E402
 from recipes.scenes.model import CONFIG, SIZES, ScenesTarget  # noqa: E402
 from recipes.scenes.restore import restore_work  # noqa: E402
+from recipes.scenes.rounding import round_layer  # noqa: E402
 from recipes.scenes.sharpen import train_sharpen  # noqa: E402
 from recipes.scenes.stopwatch import Stopwatch  # noqa: E402
 from recipes.scenes.target import load_target, token_losses, train_target  # noqa: E402
@@ -181,3 +183,12 @@ def test_a_tokenizer_of_another_size_comes_back_from_its_bundle(tmp_path: Path) 
     assert (manifest.image_height, manifest.codebook_size, manifest.target.vocab_size) == (128, 64, 64)
     restore_work(tmp_path / "bundle", tmp_path / "again")
     assert load_vq(tmp_path / "again").config == config
+
+
+def test_integers_are_chosen_for_what_a_layer_gives_of_its_inputs() -> None:
+    torch.manual_seed(0)
+    inputs, layer = torch.randn(3, 200, 8) @ torch.randn(8, 32), torch.nn.Linear(32, 24, bias=False)
+    exact, nearest = layer(inputs), inputs @ fake_quantize(layer.weight, "columns", True).T
+    given = round_layer(layer, inputs)
+    assert (given - exact).norm() < 0.6 * (nearest - exact).norm()
+    torch.testing.assert_close(fake_quantize(layer.weight, "columns", True), layer.weight, rtol=1e-6, atol=0)
