@@ -135,7 +135,9 @@ def export_model(
             else:
                 check_parity(graph, files[0], plan, progress)
         paths["code_embeddings"] = folder / "code_embeddings.npy"
-        np.save(paths["code_embeddings"], np.ascontiguousarray(computed(model.code_embeddings).float().numpy()))
+        table = np.ascontiguousarray(computed(model.code_embeddings).float().numpy())
+        half = table.astype(np.float16)
+        np.save(paths["code_embeddings"], half if rounding.lossless and np.array_equal(half, table) else table)
         for role, (file, content) in model.files.items():
             paths[role] = folder / file
             paths[role].write_bytes(content)

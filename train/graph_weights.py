@@ -39,7 +39,10 @@ class GraphWeights:
         numbers = self._numbers(stored)
         if stored.endswith(_INTEGERS):
             scales = self._numbers(self._stored_name(f"{name}.scales"))
-            numbers *= scales if scales.ndim == 1 else np.repeat(scales, len(numbers) // len(scales), 0)
+            if numbers.ndim > 2:  # a kernel [out, in, height, width]
+                numbers *= scales.reshape(-1, *[1] * (numbers.ndim - 1))
+            else:
+                numbers *= scales if scales.ndim == 1 else np.repeat(scales, len(numbers) // len(scales), 0)
         return torch.from_numpy(numbers)
 
     def floats(self) -> dict[str, Tensor]:

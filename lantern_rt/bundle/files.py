@@ -60,10 +60,10 @@ class Bundle:
         """Input rows of the target for codes and the end of a row, float32 `[tokens, hidden_size]`, mapped."""
         path = self.path("code_embeddings")
         tokens = max(self.manifest.codebook_size, (self.manifest.row_end or 0) + 1)
-        table = _read_array(path, None, (tokens, self.manifest.target.hidden_size), ("float32",))
+        table = _read_array(path, None, (tokens, self.manifest.target.hidden_size), ("float32", "float16"))
         if not (np.isfinite(table.min()) and np.isfinite(table.max())):
             raise _refusal(path, "NaN or infinity", "finite numbers")
-        return table
+        return table.astype(np.float32, copy=False)
 
     @cached_property
     def heads(self) -> Heads | None:

@@ -114,13 +114,15 @@ def write_scenes_bundle(
     """
     vq, target = load_vq(work), load_target(work)
     config, size = target.config, vq.config.picture
-    _round(vq, target)
     decoder, code_embeddings = target.fold()
+    _round(vq, target)
     code_embeddings = code_embeddings.half().float()
-    _round(decoder)
-    if precision == "int8":
+    integers = precision == "int8"
+    if integers:
         decoder = round_target(decoder, target, code_embeddings, vq)
-    drafting = _read_drafter(work / "drafter", decoder) if drafter else None
+    else:  # as float16; weights that were restored from integers are left to be those again
+        _round(decoder)
+    drafting = _read_drafter(work / "drafter", decoder, not integers) if drafter else None
     generator = np.random.default_rng(0)
     words = {"token_ids": generator.integers(len(WORDS), size=(3, SLOTS))}
     prefix = target.prefix(torch.from_numpy(encode_caption("a red cube on sand"))[None])[0].detach()
@@ -180,12 +182,13 @@ def write_scenes_bundle(
     return export_model(model, output, precisions=precisions, force=force, progress=progress)
 
 
-def _read_drafter(folder: Path, decoder: Decoder) -> Drafting:
+def _read_drafter(folder: Path, decoder: Decoder, rounded: bool) -> Drafting:
     """The drafter in a folder, rounded as the rest."""
     found = read_drafter(folder, decoder)
     weights = {name: computed(weight) for name, weight in found.drafter.state_dict().items()}
     found.drafter.load_state_dict(weights, assign=True)
-    _round(found.drafter)
+    if rounded:
+        _round(found.drafter)
     return found
 
 
