@@ -15,10 +15,10 @@ from lantern_rt.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("runtime", "engines", "export", "lantern_rt", "train")
-LINES = {PRODUCT: 23_760, ("tests",): 23_000, ("benchmarks",): 1_540}
+LINES = {PRODUCT: 24_530, ("tests",): 23_720, ("benchmarks",): 1_620}
 LONGEST_FILE = 400
-WORDS = 13_370
-OPTIONS = 104
+WORDS = 13_390
+OPTIONS = 108
 
 
 def python_files(*folders: str) -> list[Path]:
