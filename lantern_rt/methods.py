@@ -114,8 +114,9 @@ class Ar(MethodConfig):
 Tree = Annotated[str, Field(min_length=1, description="Draft tree by name, such as chain-4, mc-25 or tree-2-10-1.")]
 
 
-Heads = Annotated[
-    Literal["heads"] | None, Field(description="heads: draft with the bundle's heads, as it does without a drafter.")
+DrafterName = Annotated[
+    Literal["eagle", "heads"] | None,
+    Field(description="What drafts: the bundle's EAGLE drafter, or its heads. [default: what it has]"),
 ]
 
 
@@ -124,7 +125,12 @@ class Drafted(MethodConfig):
 
     needs_drafter: ClassVar[bool] = True
     tree: Tree = "chain-3"
-    drafter: Heads = None
+    drafter: DrafterName = None
+
+    @property
+    def by_heads(self) -> bool:
+        """Whether heads draft."""
+        return self.drafter == "heads"
 
 
 class Eagle(Drafted):
@@ -261,7 +267,7 @@ class DrawOptions(TypedDict, total=False):
     num_images: int
     method: str | MethodConfig | None
     tree: str | None
-    drafter: Literal["heads"] | None
+    drafter: Literal["eagle", "heads"] | None
     neighbors: int | None
     residual: Residual | None
     delta: float | None

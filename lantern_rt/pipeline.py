@@ -331,7 +331,7 @@ class Pipeline:
         neighbors = any(isinstance(method, Relaxed) and method.neighbors for method in methods)
         return Model(
             engines.target,
-            engines.drafter if any(isinstance(method, Drafted) and not method.drafter for method in methods) else None,
+            engines.drafter if any(isinstance(method, Drafted) and not method.by_heads for method in methods) else None,
             grid.codes,
             manifest.target.max_positions,
             DrafterLayout(**layout),

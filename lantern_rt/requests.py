@@ -134,11 +134,11 @@ def _resolve_method(manifest: Manifest, method: Any, parameters: dict[str, Any])
     if kind is Auto:
         _check_preset(manifest, fields.get("quality"))
     if issubclass(kind, Drafted):
+        there = {"eagle": manifest.drafter, "heads": manifest.heads}
         if manifest.drafter is None:
-            fields["drafter"] = "heads"
-        elif fields.get("drafter") and manifest.heads is None:
-            problem = f"bundle {manifest.name} has no heads"
-            raise RequestError(problem, field="drafter", remedy="leave it out, or run `lantern-rt train-drafter heads`")
+            fields.setdefault("drafter", "heads")
+        if there.get(fields.get("drafter", "eagle"), True) is None:
+            raise RequestError(field="drafter", found=fields["drafter"], expected="one that the bundle has")
         fields["tree"] = _tree(manifest, fields["tree"], by_bundle="tree" not in parameters)
     return _validate(kind, fields)
 

@@ -174,7 +174,7 @@ class Scheduler:
         else:
             self._cache = cache
         for request in requests:
-            if methods := [one for one in request.methods if isinstance(one, Drafted) and not one.drafter]:
+            if methods := [one for one in request.methods if isinstance(one, Drafted) and not one.by_heads]:
                 races = [(one, one.methods, one.sampling.greedy) for one in self._eagles]  # change methods together
                 same = (self._eagles[one] for one, *race in races if race == [request.methods, request.sampling.greedy])
                 self._eagles[request] = next(same, None) or EagleDrafter(self.model, methods, self.drafter_clock)
@@ -223,7 +223,7 @@ class Scheduler:
         """Where drafts of the method in use come from; some drafters have none behind codes that are kept."""
         method = request.method
         usual = self._drafters.get(method.method, self._windows)
-        if isinstance(method, Drafted) and not method.drafter:
+        if isinstance(method, Drafted) and not method.by_heads:
             usual = self._eagles[request]
         return self._plain if isinstance(usual, EagleDrafter | HeadDrafter) and len(request.run()[0]) else usual
 

@@ -96,7 +96,7 @@ def _sizes(needed: Mapping[str, int]) -> str:
 
 
 def _drafts(method: MethodConfig) -> bool:
-    return isinstance(method, Auto) or (isinstance(method, Drafted) and not method.drafter)
+    return isinstance(method, Auto) or (isinstance(method, Drafted) and not method.by_heads)
 
 
 def _gib(size: int) -> str:

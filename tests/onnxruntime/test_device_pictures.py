@@ -30,7 +30,7 @@ METHODS: list[dict[str, Any]] = [
     {"method": "eagle:tree=dynamic-16-6-4", "temperature": 0.0},
     {"method": "rows:window=3"},
     {"method": "lantern++"},
-    {"method": "lantern:tree=dynamic-16-6-4", "cfg_scale": 1.0},
+    {"method": "lantern:tree=dynamic-16-6-4:drafter=eagle", "cfg_scale": 1.0},
 ]
 
 

@@ -68,7 +68,7 @@ OPTIONS = [
     *each("neighbors", 0, -1, K + 1, 2.0, NAN),
     *each("neighbors", 3, method="ar"),
     *each("neighbors", 3, method="sjd"),  # without a bound
-    *each("drafter", "eagle", method="eagle"),
+    *each("drafter", "any", method="eagle"),
     *each("drafter", "heads", method="eagle"),
     *each("residual", "all"),
     *each("residual", "aggregated", method="eagle"),
