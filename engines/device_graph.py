@@ -240,15 +240,16 @@ class _Writer(DecoderWriter):
             if stored.endswith(("half", "bfloat16")):
                 self.decoded[stored] = self.decode(stored)
             else:
-                self.decoded[stored] = self.dequantised(self.take(stored), self.decode(f"{name}.scales"))
+                self.decoded[stored] = self.dequantised(stored, f"{name}.scales")
         return self.decoded[stored]
 
-    def dequantised(self, integers: str, scales: str) -> str:
+    def dequantised(self, stored: str, scale: str) -> str:
         """Integers times their scales, one for each block of inputs, or for each output.
 
         The latter ONNX Runtime turns back when it loads the graph, if by ops other than DequantizeLinear.
         """
-        (inputs, _), (count, *blocks) = self.weights[integers].shape, self.weights[scales].shape
+        (inputs, _), (count, *blocks) = self.weights[stored].shape, self.weights[scale].shape
+        integers, scales = self.take(stored), self.decode(scale)
         if blocks:
             return self.graph.op("DequantizeLinear", integers, scales, axis=0, block_size=inputs // count)
         if self.capacity is None:

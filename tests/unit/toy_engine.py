@@ -371,7 +371,7 @@ def next_distribution(model: Model, prompt: Prompt, codes: Sequence[int], sampli
         rows.append(target.logits(parts.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
     cond, uncond = rows
     penalty = sampling.repetition_penalty or 1.0
-    for code in {*codes}:
+    for code in {one for one in codes if one < len(cond)}:  # ends of rows are no choice
         cond[code] = cond[code] * penalty if cond[code] < 0 else cond[code] / penalty
     return naive_distribution(uncond + sampling.cfg_scale * (cond - uncond), sampling)
 
