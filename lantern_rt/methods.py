@@ -116,7 +116,7 @@ Tree = Annotated[str, Field(min_length=1, description="Draft tree by name, such 
 
 DrafterName = Annotated[
     Literal["eagle", "heads"] | None,
-    Field(description="What drafts: the bundle's EAGLE drafter, or its heads. [default: what it has]"),
+    Field(description="What drafts: the bundle's EAGLE drafter, or its heads. [default: heads, if it has any]"),
 ]
 
 

@@ -135,9 +135,9 @@ def _resolve_method(manifest: Manifest, method: Any, parameters: dict[str, Any])
         _check_preset(manifest, fields.get("quality"))
     if issubclass(kind, Drafted):
         there = {"eagle": manifest.drafter, "heads": manifest.heads}
-        if manifest.drafter is None:
-            fields.setdefault("drafter", "heads")
-        if there.get(fields.get("drafter", "eagle"), True) is None:
+        if fields.get("drafter") is None and manifest.heads is not None:
+            fields["drafter"] = "heads"
+        if there.get(fields.get("drafter"), True) is None:
             raise RequestError(field="drafter", found=fields["drafter"], expected="one that the bundle has")
         fields["tree"] = _tree(manifest, fields["tree"], by_bundle="tree" not in parameters)
     return _validate(kind, fields)

@@ -107,7 +107,7 @@ def test_images_one_after_the_other_use_the_memory_and_the_recordings_of_the_fir
 
 
 @pytest.mark.parametrize(
-    "method", ["ar", "sjd:window=3", "eagle:tree=chain-3", "eagle:tree=dynamic-8-4-2", "lantern++"]
+    "method", ["ar", "sjd:window=3", "eagle:tree=chain-3", "eagle:tree=dynamic-8-4-2:drafter=eagle", "lantern++"]
 )
 def test_every_method_decodes_on_the_provider(pipe: Pipeline, method: str) -> None:
     null_cuda.noise(4 * pipe.bundle.manifest.codebook_size)
@@ -118,7 +118,9 @@ def test_every_method_decodes_on_the_provider(pipe: Pipeline, method: str) -> No
     assert steps[-1].done >= 2 * len(steps)
 
 
-@pytest.mark.parametrize(("method", "passes"), [("ar", 1), ("sjd:window=3", 1), ("eagle:tree=dynamic-8-4-2", 5)])
+@pytest.mark.parametrize(
+    ("method", "passes"), [("ar", 1), ("sjd:window=3", 1), ("eagle:tree=dynamic-8-4-2:drafter=eagle", 5)]
+)
 def test_a_step_sends_up_and_waits_once_a_pass(pipe: Pipeline, method: str, passes: int) -> None:
     running, counted = pipe.stream("a red sphere on sand", method=method, seed=1), []
     assert len(list(islice(running, 12))) == 12

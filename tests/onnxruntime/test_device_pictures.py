@@ -24,10 +24,10 @@ FILTERS = {"temperature": 0.8, "top_k": 200, "top_p": 0.95}
 METHODS: list[dict[str, Any]] = [
     {"method": "ar"},
     {"method": "sjd:window=7"},
-    {"method": "eagle:tree=mc-25"},
-    {"method": "eagle:tree=mc-25", **FILTERS},
-    {"method": "eagle:tree=dynamic-16-6-4"},
-    {"method": "eagle:tree=dynamic-16-6-4", "temperature": 0.0},
+    {"method": "eagle:tree=mc-25:drafter=eagle"},
+    {"method": "eagle:tree=mc-25:drafter=eagle", **FILTERS},
+    {"method": "eagle:tree=dynamic-16-6-4:drafter=eagle"},
+    {"method": "eagle:tree=dynamic-16-6-4:drafter=eagle", "temperature": 0.0},
     {"method": "rows:window=3"},
     {"method": "lantern++"},
     {"method": "lantern:tree=dynamic-16-6-4:drafter=eagle", "cfg_scale": 1.0},
@@ -98,7 +98,7 @@ def test_shapes_that_make_room_for_others_are_bound_anew_and_draw_the_same(
     on_cpu: Pipeline, on_device: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slabs, "_MOST_BOUND", 2)
-    options, drafter = {"method": "eagle:tree=dynamic-16-6-4"}, on_device.engines.drafter
+    options, drafter = {"method": "eagle:tree=dynamic-16-6-4:drafter=eagle"}, on_device.engines.drafter
     assert isinstance(drafter, OrtDeviceEngine)
     drafter._slabs._kept.clear()  # of tests before
     expected, found = (drawn(pipe, [0, 1], options) for pipe in (on_cpu, on_device))

@@ -17,7 +17,7 @@ from lantern_rt.cli.memory import PeakMemory
 from lantern_rt.requests import resolve_settings
 
 RELAXED = ("lantern", "lantern++")
-TREES = ["eagle:tree=chain-3", "eagle:tree=mc-25", "eagle:tree=dynamic-16"]
+TREES = ["eagle:tree=chain-3", "eagle:tree=mc-25:drafter=eagle", "eagle:tree=dynamic-16"]
 EXACT = [*TREES, "sjd:window=3", "sjd:window=7", "sjd:window=15"]
 FILTERS: list[dict[str, Any]] = [{}, {"top_k": 100}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.95}]
 SAMPLINGS = [{"temperature": temperature, **filters} for temperature in (0.7, 1.0, 1.3) for filters in FILTERS]

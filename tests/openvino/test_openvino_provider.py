@@ -37,7 +37,7 @@ def first_codes(pipe: Pipeline, method: str, **options: float) -> list[list[int]
 
 
 @pytest.mark.parametrize(
-    "method", ["ar", "sjd:window=3", "eagle:tree=chain-3", "eagle:tree=dynamic-8-4-2", "lantern++"]
+    "method", ["ar", "sjd:window=3", "eagle:tree=chain-3", "eagle:tree=dynamic-8-4-2:drafter=eagle", "lantern++"]
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_codes_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline, method: str, temperature: float) -> None:

@@ -19,7 +19,14 @@ try:
 except EngineError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-METHODS = ["ar", "sjd:window=3", "eagle:tree=chain-3", "eagle:tree=dynamic-8-4-2", "lantern++", "rows:window=1"]
+METHODS = [
+    "ar",
+    "sjd:window=3",
+    "eagle:tree=chain-3",
+    "eagle:tree=dynamic-8-4-2:drafter=eagle",
+    "lantern++",
+    "rows:window=1",
+]
 STEPS = 3
 RECORDED = 9  # steps after which passes of both places of outputs have been recorded and replayed
 
@@ -49,14 +56,14 @@ def test_drawn_codes_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline, method: str)
     assert first_codes(pipe, method) == first_codes(on_cpu, method)
 
 
-@pytest.mark.parametrize("method", ["ar", "eagle:tree=dynamic-8-4-2"])
+@pytest.mark.parametrize("method", ["ar", "eagle:tree=dynamic-8-4-2:drafter=eagle"])
 def test_passes_that_are_replayed_draw_the_cpus_codes(pipe: Pipeline, on_cpu: Pipeline, method: str) -> None:
     assert first_codes(pipe, method, RECORDED) == first_codes(on_cpu, method, RECORDED)
 
 
 @pytest.mark.parametrize("providers", ["drafter=cpu", "cpu,drafter=webgpu"])
 def test_a_drafter_elsewhere_than_the_target_draws_the_same_codes(on_cpu: Pipeline, providers: str) -> None:
-    pipe, method = Pipeline.from_bundle("scenes", provider=providers), "eagle:tree=dynamic-8-4-2"
+    pipe, method = Pipeline.from_bundle("scenes", provider=providers), "eagle:tree=dynamic-8-4-2:drafter=eagle"
     main = "onnxruntime-" if "cpu," in providers else "onnxruntime-webgpu,"  # by default the GPU's
     assert pipe.engines.backend == main + providers
     assert first_codes(pipe, method) == first_codes(on_cpu, method)
