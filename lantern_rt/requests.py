@@ -137,7 +137,7 @@ def _resolve_method(manifest: Manifest, method: Any, parameters: dict[str, Any])
         there = {"eagle": manifest.drafter, "heads": manifest.heads}
         if fields.get("drafter") is None and manifest.heads is not None:
             fields["drafter"] = "heads"
-        if there.get(fields.get("drafter"), True) is None:
+        if there.get(fields.get("drafter") or "", True) is None:
             raise RequestError(field="drafter", found=fields["drafter"], expected="one that the bundle has")
         fields["tree"] = _tree(manifest, fields["tree"], by_bundle="tree" not in parameters)
     return _validate(kind, fields)
