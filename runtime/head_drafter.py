@@ -38,7 +38,8 @@ class HeadDrafter(Drafter):
     def commit(self, commits: Sequence[Commit]) -> None:
         """Keep what a pass said about positions that are undecided."""
         for one in commits:
-            if one.request.missing and any(isinstance(method, Sjd | Drafted) for method in one.request.methods):
+            ours = (isinstance(own, Sjd) or (isinstance(own, Drafted) and own.by_heads) for own in one.request.methods)
+            if one.request.missing and any(ours):
                 if one.request not in self._ahead:
                     self._ahead[one.request] = Ahead(one.request, self._heads)
                 self._ahead[one.request].take(one)
