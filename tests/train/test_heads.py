@@ -23,14 +23,6 @@ from lantern_rt.train.drafter.shards import ShardFolder  # noqa: E402
 from lantern_rt.train.drafter.target import read_target  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def shards(c2i_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("heads") / "data"
-    command = ["data", str(c2i_bundle), "--count", "64", "--threads", "1", "--output", str(folder)]
-    assert run_program(["train-drafter", *command]) == 0
-    return folder
-
-
 def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> None:
     target = read_target(open_bundle(c2i_bundle))
     data = ShardFolder(shards, target.source, len(target.embeddings))

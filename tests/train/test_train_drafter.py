@@ -33,15 +33,6 @@ OPTIONS = Options(6, batch=4, cfg_scale=4.0)
 
 
 @pytest.fixture(scope="module")
-def shards(c2i_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixty-four pictures of ten classes."""
-    folder = tmp_path_factory.mktemp("drafter") / "data"
-    command = ["data", str(c2i_bundle), "--count", "64", "--threads", "1", "--output", str(folder)]
-    assert run_program(["train-drafter", *command]) == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
 def target(c2i_bundle: Path) -> Target:
     return read_target(open_bundle(c2i_bundle))
 
