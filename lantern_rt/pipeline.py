@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 from PIL.Image import Image
@@ -26,6 +26,7 @@ from .bundle.files import Bundle, open_bundle
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import BundleError, RequestError
+from .inputs import whole
 from .methods import Ar, Auto, Drafted, DrawOptions, Eagle, MethodConfig, Options, PictureSource, Relaxed, Sampling, Sjd
 from .output.images import blank, grey_out, recorded, to_image
 from .prompts import ImageRequest, bundle_tokenizer
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 WARM_UP_STEPS = 3
+MOST_TRIES = 64
 
 
 class Pipeline:
@@ -194,6 +196,7 @@ class Pipeline:
         mask: PictureSource | None = None,
         prompts: str | Sequence[str] | None = None,
         *,
+        tries: int = 1,
         callback_on_step: Callable[[StreamStep], object] | None = None,
         **options: Unpack[DrawOptions],
     ) -> Result:
@@ -203,17 +206,36 @@ class Pipeline:
         left. Pixels further outside than a cell are the picture's own. `keep_rows=8` in place of a mask draws a
         variation of which the first 8 rows of codes are kept.
 
+        Args:
+            image, mask, prompts, callback_on_step, options: as for a call.
+            tries: drawings of which each image is the best, 1 .. 64: that under which the codes that are kept are most
+                probable, so it fits what lies below. They have the seeds that follow, as of so many more images.
+
+        Returns:
+            As a call does; statistics are of all drawings.
+
         Raises:
             RequestError, EngineError: as a call does.
         """
-        return self(prompts, callback_on_step=callback_on_step, image=image, mask=mask, **options)
+        tries = whole("tries", tries, 1, 1, MOST_TRIES)
+        asked: Options = {**options, "image": image, "mask": mask}
+        asked["num_images"] = tries * (options.get("num_images") or 1)
+        result = self(prompts, callback_on_step=callback_on_step, **asked)
+        if tries == 1:
+            return result
+        nats = [one.nats for one in self.likelihoods(result.codes, prompts, **asked)]
+        best = [min(range(i, i + tries), key=nats.__getitem__) for i in range(0, len(nats), tries)]
+        lists = ("images", "codes", "seeds", "prompts")
+        chosen: dict[str, Any] = {name: [getattr(result, name)[i] for i in best] for name in lists}
+        return replace(result, **chosen)
 
     def likelihoods(
         self, codes: Sequence[Ints], prompts: str | Sequence[str] | None = None, **options: Unpack[Options]
     ) -> list[Likelihood]:
         """Mean nats per token of each image's `codes [cells]` in the target's eyes, and their entropy.
 
-        Takes what a call that made them takes. Guidance and temperature count, filters do not.
+        Takes what a call that made them takes. Guidance and temperature count, filters do not. Of a picture that is
+        changed, codes that are kept count.
         """
         from .runtime.likelihood import likelihood
 
@@ -223,7 +245,9 @@ class Pipeline:
         engines = self.engines
         method, size = checked.settings.method, checked.settings.size
         model, prefixes = self.model(engines, [method], size), self.prefixes(engines, checked.images)
-        return [likelihood(model, p, c, checked.settings.sampling) for p, c in zip(prefixes, codes, strict=True)]
+        kept = [None if one.edit is None else ~one.edit.drawn.ravel() for one in checked.images]
+        sampling = checked.settings.sampling
+        return [likelihood(model, p, c, sampling, k) for p, c, k in zip(prefixes, codes, kept, strict=True)]
 
     def check(self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]) -> Request:
         """A checked request, ready for `decode`; takes what a call takes.

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..methods import Sampling
-from .engine import Floats, Ints, PassOutput
+from .engine import Bools, Floats, Ints, PassOutput
 from .passes import MINIMUM_NODES, causal_pass, prefill_pass, stack_padding
 from .sampling import guide, penalise, scale, softmax
 from .state import Model, PrefixRow, Prompt
@@ -39,9 +39,12 @@ class Likelihood:
     entropy: float
 
 
-def likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling: Sampling) -> Likelihood:
-    """How probable one image's `codes [cells]` are, given its prompt and the tokens before."""
-    nats, entropy, start, place, tokens = 0.0, 0.0, 0, 0, model.raster.spell(codes)
+def likelihood(
+    model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling: Sampling, counted: Bools | None = None
+) -> Likelihood:
+    """How probable one image's `codes [cells]` are, given its prompt and the tokens before. counted: by default all."""
+    start, place, tokens = 0, 0, model.raster.spell(codes)
+    nats, entropy = np.empty(len(codes)), np.empty(len(codes))
     for logits in sequence_logits(model, prompt.rows(sampling), tokens[:-1], Clock()):
         own = tokens[start : start + logits.shape[1]]
         start += len(own)
@@ -49,12 +52,13 @@ def likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling:
         own = own[chosen]
         known = int(chosen.sum())
         before = [codes[: place + i] for i in range(known)]
-        place += known
+        here, place = slice(place, place + known), place + known
         guided = guide(penalise(logits[:, chosen], before, sampling), sampling)
         probabilities = softmax(scale(guided, sampling))  # [codes, vocab_size]
-        nats -= float(np.log(np.maximum(probabilities[np.arange(len(own)), own], 1e-300)).sum())
-        entropy -= float((probabilities * np.log(np.maximum(probabilities, 1e-300))).sum())
-    return Likelihood(nats / len(codes), entropy / len(codes))
+        nats[here] = -np.log(np.maximum(probabilities[np.arange(len(own)), own], 1e-300))
+        entropy[here] = -(probabilities * np.log(np.maximum(probabilities, 1e-300))).sum(1)
+    cells = np.s_[:] if counted is None else counted
+    return Likelihood(float(nats[cells].mean()), float(entropy[cells].mean()))
 
 
 def tie_margin(model: Model, sampling: Sampling) -> float:

@@ -23,6 +23,7 @@ from .vocabulary import COLOURS, SHAPES, Scene, Solid, describe, sample_scene
 METHOD = "sjd:window=7"
 TOP, BOTTOM = 4, 14  # rows of codes that are drawn anew, of one half of the picture
 SEED = 5000  # of edits, as far from those of whole drawings
+TRIES = 4
 
 
 def changed(scene: Scene, side: int, rng: np.random.Generator) -> Scene:
@@ -60,8 +61,8 @@ def evaluate_edits(bundle: Path | str, work: Path | None, count: int, threads: i
     width, height = pipe.bundle.manifest.pixels(size)
     cell = height // size.rows
     rng = np.random.default_rng(PROMPT_SEED)
-    marks: dict[str, list[dict[str, bool]]] = {"edit": [], "whole": []}
-    steps: dict[str, list[float]] = {"edit": [], "whole": [], "before": []}
+    marks: dict[str, list[dict[str, bool]]] = {"edit": [], "best of four": [], "whole": []}
+    steps: dict[str, list[float]] = {name: [] for name in (*marks, "before")}
     report: dict[str, Any] = {}
     for i in range(count):
         scene, side = sample_scene(rng, two_solids=1), i % 2
@@ -71,8 +72,9 @@ def evaluate_edits(bundle: Path | str, work: Path | None, count: int, threads: i
         columns = slice(width // 2, width) if side else slice(width // 2)
         mask = np.zeros((height, width), bool)
         mask[TOP * cell : BOTTOM * cell, columns] = True
-        edit = pipe.edit(before, mask, prompts[1], seed=SEED + i, method=METHOD).images[0]
-        for name, picture in (("edit", edit), ("whole", whole), ("before", before)):
+        options: Any = {"seed": SEED + TRIES * i, "method": METHOD}
+        edit, best = (pipe.edit(before, mask, prompts[1], tries=n, **options).images[0] for n in (1, TRIES))
+        for name, picture in zip(steps, (edit, best, whole, before), strict=True):
             steps[name].append(step_below(np.asarray(picture), columns, cell))
             if name in marks:
                 marks[name].append(marks_of(critic, wanted, side, np.asarray(picture)))

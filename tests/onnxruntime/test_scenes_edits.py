@@ -75,6 +75,20 @@ def test_an_edit_is_the_same_picture_under_every_exact_method_alone_and_beside_o
     check(pipe, [small, other], before, ["a blue cube on sand", "a green cone on snow"])
 
 
+def test_of_several_tries_that_is_kept_which_fits_what_lies_below(pipe: Pipeline) -> None:
+    hole = np.zeros((CELLS, CELLS), bool)
+    hole[3:6, 5:9] = True
+    request: dict[str, Any] = {"prompts": "a red cube on sand", "seed": 2, "num_images": 3, "method": "sjd:window=7"}
+    edit = {**request, "image": pipe(**request | {"num_images": 1}).images[0], "mask": pixels(hole)}
+    every = pipe(**edit)
+    whole = [256 * one.nats for one in pipe.likelihoods(every.codes, **request)]
+    drawn = [12 * one.nats for one in pipe.likelihoods(every.codes, **edit | {"mask": pixels(~hole)})]
+    first = int(np.argmin(np.subtract(whole, drawn)))
+    best = pipe.edit(**edit | {"num_images": 1}, tries=3)
+    assert best.seeds == [2 + first] == [3]
+    assert best.images[0].tobytes() == every.images[first].tobytes()
+
+
 @pytest.mark.slow
 def test_fifty_masks_give_the_same_pictures_under_every_exact_method_and_keep_what_is_around(pipe: Pipeline) -> None:
     rng = np.random.default_rng(39)
