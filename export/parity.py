@@ -42,7 +42,7 @@ _LEAST_TOLERANCE = 1e-4  # absolute up to values of 1, relative to a tensor's la
 _ROUNDINGS = 32  # random encoders of 8 to 16 layers were up to 10 times as far apart in ONNX Runtime and PyTorch
 _LEAST_HALF = -6e4  # a mask's lowest number in float16
 _SIZES = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
-MOST_LEVELS, LEAST_PSNR = 1.0, 40.0  # of pictures by integers: see `picture_difference`
+MOST_LEVELS, LEAST_PSNR = 1.0, 40.0  # of rounded decoders' pictures: see `picture_difference`
 LARGE = 1 << 28  # bytes of weights above which a graph runs from the mapped file, on two cases
 
 
@@ -80,12 +80,12 @@ def check_parity(graph: Graph, path: Path, plan: GraphFile | None = None, progre
     return max(apart for apart, _ in worst.values())
 
 
-def check_pictures(graph: Graph, path: Path, progress: Progress = silent) -> None:
-    """As `check_parity`, of an image decoder in int8, by its pictures. Raises: ParityError, BundleError."""
+def check_pictures(graph: Graph, path: Path, precision: str, progress: Progress = silent) -> None:
+    """As `check_parity`, of an image decoder in int8 or fp16, by its pictures. Raises: ParityError, BundleError."""
     levels, psnr = picture_difference(compare(graph, path, [*graph.cases], progress=progress))
     if levels > MOST_LEVELS or psnr < LEAST_PSNR:
         raise ParityError(
-            field=f"{path.name} in int8",
+            field=f"{path.name} in {precision}",
             found=f"pictures {levels:.2f} levels of 255 apart from the checkpoint's, {psnr:.1f} dB",
             expected=f"at most {MOST_LEVELS:g}, and {LEAST_PSNR:g} dB",
             remedy="export it with --vq-precision fp32",

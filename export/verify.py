@@ -82,7 +82,7 @@ class Verification:
     tensors: the largest `difference` of each output of a graph over all cases, and of each array; `limit` is None
     where it is shown but not judged. distributions: those of a decoder's tokens, over all `nodes` of all cases, at
     temperature 1 without guidance. `agreement`: the share of nodes whose likeliest token is the same, near ties
-    included; divergences are KL(reference || bundle) in nats. pictures: those of an image decoder in int8, as
+    included; divergences are KL(reference || bundle) in nats. pictures: those of an image decoder in int8 or fp16, as
     `picture_difference` has them.
     """
 
@@ -150,7 +150,7 @@ def verify(
                 pairs: Iterable[tuple[str, Arrays, Arrays]] = [_evaluate(path, manifest)]
             else:
                 pairs = compare(graph, path, [*graph.cases], progress=progress)
-            if role == "vq_decoder" and manifest.vq_precision == "int8":
+            if role == "vq_decoder" and manifest.vq_precision != "fp32":
                 levels, psnr = picture_difference(pairs)
                 limits = {"levels_limit": MOST_LEVELS, "psnr_limit": LEAST_PSNR}
                 passed = levels <= MOST_LEVELS and psnr >= LEAST_PSNR

@@ -98,6 +98,8 @@ def export_model(
     if rounding.compute != "float32":
         made = in_half if rounding.compute == "float16" else partial(replace, compute="bfloat16")
         graphs = [made(graph) if graph.role in ("target", "drafter") else graph for graph in graphs]
+    if rounding.vq == "fp16":
+        graphs = [replace(graph, compute="float16") if graph.role == "vq_decoder" else graph for graph in graphs]
     plans = {}
     for done, graph in enumerate(graphs):
         progress("preparing graphs", done, len(graphs))
@@ -120,8 +122,8 @@ def export_model(
         del table  # it is large
         for graph in graphs:
             plan, file = plans.pop(graph.role), f"{graph.role}.onnx"
-            integers = graph.role == "vq_decoder" and rounding.vq == "int8"
-            if integers:
+            rounded = rounding.vq if graph.role == "vq_decoder" else "fp32"
+            if rounded == "int8":
                 quantise_convolutions(plan, calibrate(graph, len(model.codebook), progress))
             try:
                 files = plan.write(folder / file, count_megabytes(f"writing {file}", plan.size, progress))
@@ -130,8 +132,8 @@ def export_model(
                 error.field = checkpoint.error(error.field).field if checkpoint else f"weight {error.field}"
                 raise
             paths |= dict(zip((graph.role, f"{graph.role}.data"), files, strict=False))
-            if integers:
-                check_pictures(graph, files[0], progress)
+            if rounded != "fp32":
+                check_pictures(graph, files[0], rounded, progress)
             else:
                 check_parity(graph, files[0], plan, progress)
         paths["code_embeddings"] = folder / "code_embeddings.npy"

@@ -20,6 +20,7 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from ..checkpoints.deferred import permuted
@@ -72,7 +73,11 @@ def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
     """Describe a graph's files without writing them; no weight is read for it."""
     if graph.write is None:
         model, weights = _trace(graph)
-        return GraphFile(model, weights, plan_storage(weights, set(weights), set(), rule), set(), rule)
+        storages = plan_storage(weights, set(weights), set(), rule)
+        if graph.compute == "float16":
+            _narrow(model)
+            storages, rule = dict.fromkeys(storages, "float16"), "fp16"
+        return GraphFile(model, weights, storages, set(), rule, graph.compute)
     ops = Ops(half=graph.compute == "float16", integers=rule == "int8")
     graph.write(ops)
     model = ops.model(graph.role, graph.inputs, graph.outputs)
@@ -211,6 +216,26 @@ def _trace(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
     return model, weights
 
 
+def _narrow(model: onnx.ModelProto) -> None:
+    """Have a traced graph compute in float16, but for the sums of norms, and give float32."""
+    nodes, outputs = list(model.graph.node), {value.name for value in model.graph.output}
+    del model.graph.node[:]
+    for node in nodes:
+        for each in node.attribute:
+            if node.op_type == "Cast" and each.i == TensorProto.FLOAT:
+                each.i = TensorProto.FLOAT16
+            elif each.t.data_type == TensorProto.FLOAT and not each.t.dims:  # vectors are what norms and resizing read
+                each.t.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(each.t).astype(np.float16)))
+        (output,), around, norm = node.output, [node], node.op_type == "InstanceNormalization"
+        if norm:
+            around.insert(0, helper.make_node("Cast", node.input[:1], [f"{output}.wide"], to=TensorProto.FLOAT))
+            node.input[0] = f"{output}.wide"
+        if norm or output in outputs:
+            node.output[0], to = f"{output}.uncast", TensorProto.FLOAT16 if norm else TensorProto.FLOAT
+            around.append(helper.make_node("Cast", node.output, [output], to=to))
+        model.graph.node.extend(around)
+
+
 def _fold_transposes(model: onnx.ModelProto, weights: dict[str, Tensor]) -> None:
     """Store a weight transposed where the graph only ever transposes it; drop weights' second names."""
     names: dict[str, str] = {}  # second name -> weight
@@ -228,7 +253,6 @@ def _fold_transposes(model: onnx.ModelProto, weights: dict[str, Tensor]) -> None
         else:
             kept.append(node)
     for node in kept:
-        for i, name in enumerate(node.input):
-            node.input[i] = names.get(name, name)
+        node.input[:] = [names.get(name, name) for name in node.input]
     del model.graph.node[:]
     model.graph.node.extend(kept)

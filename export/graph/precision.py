@@ -36,7 +36,7 @@ _ALIGNMENT = 4096
 # along the inputs, and are turned back.
 Storage = Literal["float32", "float16", "bfloat16", "int8", "int4", "columns"]
 Compute = Literal["float32", "float16", "bfloat16"]
-VQPrecision = Literal["fp32", "int8"]
+VQPrecision = Literal["fp32", "fp16", "int8"]
 # `lossless`: float16 where that holds the weight exactly. Recorded as fp32, since it computes the same.
 Rule = Precision | Literal["lossless"]
 
@@ -60,8 +60,7 @@ class Precisions:
     """What the user chose. The drafter follows the target unless it has a precision of its own.
 
     compute: what target and drafter compute in; what they do not store as integers they store in it. lossless: graphs
-    that are not rounded store in float16 what it holds exactly. vq: what most of the image decoder's convolutions
-    multiply.
+    that are not rounded store in float16 what it holds exactly. vq: what the image decoder stores and multiplies.
     """
 
     target: Precision = "fp32"
@@ -95,7 +94,7 @@ def read_precisions(
     if compute not in get_args(Compute):
         raise RequestError(f"--compute: found {compute!r}, expected float32, float16 or bfloat16")
     if vq not in get_args(VQPrecision):
-        raise RequestError(f"--vq-precision: found {vq!r}, expected fp32 or int8")
+        raise RequestError(f"--vq-precision: found {vq!r}, expected fp32, fp16 or int8")
     usual = _USUAL[compute]
     if target == "auto":
         best = "int8" if _INTEGER_PRODUCTS & set(processor().split()) else "fp32"
@@ -138,7 +137,7 @@ def resolve_dtype(name: str, weight: Tensor, planned: Storage, rule: Rule) -> St
     if error <= _HALF_ERROR**2 * norm:  # false for the infinity that too large a number becomes
         return "float16"
     if rule == "fp16":
-        found, remedy = f"numbers up to {largest:.3g}", "export with precision bf16-safe"
+        found, remedy = f"numbers up to {largest:.3g}", "export with precision bf16-safe, or vq-precision fp32"
         raise CheckpointError(field=name, found=found, expected="numbers that float16 holds", remedy=remedy)
     return "float32"
 
@@ -304,9 +303,8 @@ class GraphFile:
     def _insert_decoders(self) -> None:
         """Right before its first use: runtimes that fold nothing then hold one decoded weight at a time."""
         nodes = list(self.model.graph.node)
-        decoded = {name: kind for name, kind in self.storages.items() if kind not in ("float32", "columns")}
-        if self.compute == "float16":
-            decoded = {name: kind for name, kind in decoded.items() if kind != "float16"}
+        used = {"float32", "columns"} | ({"float16"} & {self.compute})  # as they are stored
+        decoded = {name: kind for name, kind in self.storages.items() if kind not in used}
         tables = {name for name, kind in decoded.items() if kind in ("float16", "bfloat16")} - {
             name for node in nodes for i, name in enumerate(node.input) if not (i == 0 and _looks_up(node))
         }

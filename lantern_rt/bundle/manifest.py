@@ -248,7 +248,7 @@ class Manifest(Part):
     default; none where all pictures have that. `row_end`: the token that follows every row of codes but the last, and
     is no choice: a row of `code_embeddings` behind those of codes. `presets`: the methods of the qualities `balanced`
     and `fast`, as far as `lantern-rt eval --write-presets` has measured them; `strict` is any exact method.
-    `vq_precision`: what the image decoder's convolutions multiply.
+    `vq_precision`: what the image decoder multiplies.
     """
 
     format_version: str
@@ -266,7 +266,7 @@ class Manifest(Part):
     drafter: DrafterSpec | None = None
     heads: HeadsSpec | None = None
     condition: ConditionSpec
-    vq_precision: Literal["fp32", "int8"] = "fp32"
+    vq_precision: Literal["fp32", "fp16", "int8"] = "fp32"
     sampling: Sampling
     decoding: DecodingDefaults
     presets: dict[Quality, Preset] = {}

@@ -74,7 +74,7 @@ def export(
         str | None, typer.Option(help="The same for the drafter. [default: --precision]")
     ] = None,
     vq_precision: Annotated[
-        str, typer.Option(help="What the image decoder multiplies: fp32, or int8 (for CPUs, in half the time).")
+        str, typer.Option(help="What the image decoder multiplies: fp32, fp16 (for GPUs) or int8 (for CPUs).")
     ] = "fp32",
     compute: Annotated[
         str, typer.Option(help="What target and drafter compute in: float32, or for GPUs float16 or bfloat16.")

@@ -130,7 +130,7 @@ def bundle(
     precision: Annotated[
         str | None, typer.Option(help="Round weights further, such as int8-weights. [default: float16, without loss]")
     ] = None,
-    vq_precision: Annotated[str, typer.Option(help="What the image decoder multiplies: fp32 or int8.")] = "fp32",
+    vq_precision: Annotated[str, typer.Option(help="What the image decoder multiplies: fp32, fp16 or int8.")] = "fp32",
 ) -> None:
     """Write the bundle."""
     from .bundle import write_scenes_bundle

@@ -110,7 +110,7 @@ def write_scenes_bundle(
         compute: what target and drafter compute in, float32 or float16.
         precision: what their weights are rounded to, by default no further than to the float16 that they fit.
         drafter: without it the bundle is the target's alone, to draw what a drafter learns from.
-        vq_precision: of the image decoder, fp32 or int8.
+        vq_precision: of the image decoder, fp32, fp16 or int8.
     """
     vq, target = load_vq(work), load_target(work)
     config, size = target.config, vq.config.picture

@@ -1,4 +1,4 @@
-"""Image decoders of integers: pictures near float32's, sums that no order changes, and what is refused."""
+"""Image decoders of integers and float16: pictures near float32's, sums that no order changes, and what is refused."""
 
 from __future__ import annotations
 
@@ -77,17 +77,20 @@ def test_onnx_runtime_multiplies_integers(tmp_path: Path) -> None:
     assert ops.count("QLinearConv") == sum(name.endswith(".int8") for name in plan.weights) > 20
 
 
+@pytest.mark.parametrize(("precision", "calibration"), [("int8", "8 pictures of random codes"), ("fp16", None)])
 def test_a_bundle_says_what_its_image_decoder_multiplies_and_verify_judges_its_pictures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str, calibration: str | None
 ) -> None:
     files = [C2I, edited(tmp_path, VQ, calm), config_of(C2I)]
-    export = ["export", "--target", C2I, "--config", files[2], "--vq-precision", "int8", "--vq"]
-    assert run_program([str(word) for word in (*export, VQ, "--output", tmp_path / "bundle")]) == 2
-    assert not (tmp_path / "bundle").exists()
-    assert "vq_decoder.onnx in int8: found pictures" in capsys.readouterr().err  # of random weights
+    export = ["export", "--target", C2I, "--config", files[2], "--vq-precision", precision, "--vq"]
+    if calibration:
+        assert run_program([str(word) for word in (*export, VQ, "--output", tmp_path / "bundle")]) == 2
+        assert "vq_decoder.onnx in int8: found pictures" in capsys.readouterr().err  # of random weights
     assert run_program([str(word) for word in (*export, files[1], "--output", tmp_path / "bundle")]) == 0
     manifest = Manifest.model_validate_json((tmp_path / "bundle/bundle.json").read_text())
-    assert (manifest.vq_precision, manifest.provenance.calibration) == ("int8", "8 pictures of random codes")
+    assert (manifest.vq_precision, manifest.provenance.calibration) == (precision, calibration)
+    weights = onnx.load(tmp_path / "bundle/vq_decoder.onnx").graph.initializer
+    assert any(tensor.data_type == onnx.TensorProto.FLOAT for tensor in weights) == (precision == "int8")
     capsys.readouterr()
     for checkpoints, code in (([], 0), (files, 0), ([C2I, VQ, files[2]], 2)):
         assert run_program([str(word) for word in ("verify", tmp_path / "bundle", *checkpoints, "--json")]) == code

@@ -136,7 +136,7 @@ def test_a_weight_beyond_float16_is_refused(tmp_path: Path) -> None:
         write_graph(in_half(target_graph(decoder, torch.randn(40, 64))), tmp_path)
     error = caught.value
     assert (error.field, error.found) == ("layers.1.ffn.up.weight", "numbers up to 1e+06")
-    assert error.remedy == "export with precision bf16-safe"
+    assert error.remedy == "export with precision bf16-safe, or vq-precision fp32"
 
 
 def test_a_weight_beyond_float16_has_the_name_that_its_file_gives_it(tmp_path: Path) -> None:
