@@ -150,10 +150,10 @@ def test_answers_carry_safe_headers_and_other_sites_may_not_read_them(tiny: Runn
 
 @pytest.fixture(scope="module")
 def several(
-    start: Callable[..., RunningServer], tiny_folder: Path, lumina_bundle: Path, c2i_bundle: Path
+    start: Callable[..., RunningServer], tiny_folder: Path, lumina_bundle: Path, c2i_bundle: Path, simplear_bundle: Path
 ) -> RunningServer:
     """A server of models of one size, of several, and of classes, whose answers another site may read."""
-    return start(tiny_folder, lumina_bundle, c2i_bundle, "--threads", 1, "--cors", "https://example.org")
+    return start(tiny_folder, lumina_bundle, c2i_bundle, simplear_bundle, "--threads=1", "--cors=https://example.org")
 
 
 def test_named_sites_may_ask(several: RunningServer) -> None:
@@ -168,7 +168,7 @@ def test_named_sites_may_ask(several: RunningServer) -> None:
 
 def test_models_are_served_by_name_and_draw_the_sizes_that_are_asked_for(several: RunningServer) -> None:
     models = several.get("/v1/models")[1]["data"]
-    assert [model["id"] for model in models] == ["tiny", "tiny-lumina", "tiny-c2i"]
+    assert [model["id"] for model in models] == ["tiny", "tiny-lumina", "tiny-c2i", "tiny-simplear"]
     described = models[1]["lantern"]
     assert (described["size"], described["sizes"][0], len(described["sizes"])) == ("96x96", "128x32", 8)
     for asked, size, pixels in (
@@ -176,22 +176,23 @@ def test_models_are_served_by_name_and_draw_the_sizes_that_are_asked_for(several
         ({"model": "tiny-lumina"}, "96x96", (24, 24)),
         ({"model": "tiny-lumina", "size": "auto"}, "96x96", (24, 24)),
         ({"model": "tiny-lumina", "size": "64x128"}, "64x128", (16, 32)),
+        ({"model": "tiny-simplear", "size": "96x48"}, "96x48", (96, 48)),
     ):
         status, answer = several.post({"prompt": "a red fox", "method": "ar", **asked})
         assert (status, answer["size"]) == (200, size)
         assert answer["lantern"]["model"] == asked.get("model", "tiny")
         with Image.open(BytesIO(base64.b64decode(answer["data"][0]["b64_json"]))) as image:
             assert image.size == pixels
-    status, answer = several.post({"model": "tiny-lumina", "prompt": "a red fox", "size": "512x512"})
-    assert (status, answer["error"]["param"]) == (400, "size")
-    assert answer["error"]["message"].startswith("size: found '512x512', expected 128x32, 128x64, 96x64")
+    for model, sizes in (("tiny-lumina", "128x32, 128x64, 96x64"), ("tiny-simplear", "64x64, 80x80, 96x48")):
+        status, answer = several.post({"model": model, "prompt": "a red fox", "size": "512x512"})
+        assert (status, answer["error"]["param"]) == (400, "size")
+        assert answer["error"]["message"].startswith(f"size: found '512x512', expected {sizes}")
 
 
 def test_classes_are_asked_for_by_number(several: RunningServer) -> None:
-    for asked, status in (({"prompt": "", "class_id": 3}, 200), ({"class_id": 3}, 200), ({"class_id": 10}, 400)):
-        assert several.post({"model": "tiny-c2i", **asked})[0] == status
-    for asked in ({"prompt": "red cube"}, {}):
-        assert several.post({"model": "tiny-c2i", **asked})[0] == 400
+    asked = ({"prompt": "", "class_id": 3}, {"class_id": 3}, {"class_id": 10}, {"prompt": "red cube"}, {})
+    found = [several.post({"model": "tiny-c2i", **one})[0] for one in asked]
+    assert found == [200, 200, 400, 400, 400]
 
 
 def test_waiting_streams_are_kept_open(scenes: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
