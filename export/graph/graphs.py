@@ -33,7 +33,7 @@ HIDDEN = -1e9
 HALF_TOLERANCE = 2e-2  # of a tensor's largest value, for graphs that compute in float16; see docs/exporting.md
 
 _LONGEST_CASE = 128  # nodes of a check: longer prefixes show nothing new
-_CASE_BYTES = 1 << 22  # of one row's keys and values in a check: the checks of a large model are shorter
+_NUMBERS = 1 << 20  # of one row's keys and values, or logits, in a check: those of a large model are shorter
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -153,9 +153,9 @@ def _decoder_cases(
     inputs: Callable[[np.random.Generator, int, int], Arrays], past: Sequence[Value], config: DecoderConfig
 ) -> Iterator[tuple[str, Arrays]]:
     """Checks of a decoder: prefill on nothing, prefill, one node, a tree, two rows of different length."""
-    generator = np.random.default_rng(0)
-    heads = (config.num_kv_heads, config.head_dim)
-    prefix = min(max(config.prefix, 2), _LONGEST_CASE, max(2, _CASE_BYTES // (4 * len(past) * math.prod(heads))))
+    generator, heads = np.random.default_rng(0), (config.num_kv_heads, config.head_dim)
+    most = _NUMBERS // max(len(past) * math.prod(heads), config.vocab_size)
+    prefix = max(2, min(config.prefix, _LONGEST_CASE, most))
 
     def case(name: str, lengths: list[int], visible: NDArray[np.bool_]) -> tuple[str, Arrays]:
         """`lengths`: committed entries per row; `visible [nodes, nodes]` among the new nodes."""
