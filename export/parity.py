@@ -65,8 +65,7 @@ def check_parity(graph: Graph, path: Path, plan: GraphFile | None = None, progre
     cases = [cases[0], cases[-1]] if large else cases
     # Fused products of integer weights round activations as well: look at the graph without them.
     lean = large or bool({"int8", "int4"} & kinds)
-    measure = noise if integers else difference
-    tolerance = INTEGER_TOLERANCE if integers else tolerance_of(graph, plan)
+    measure, tolerance = (noise, INTEGER_TOLERANCE) if integers else (difference, tolerance_of(graph, plan))
     worst: dict[str, tuple[float, str]] = {}  # per tensor, with the case
     for case, results, expected in compare(graph, path, cases, plan, lean, progress):
         for name, array in expected.items():
@@ -278,7 +277,8 @@ class Sessions:
         if self.lean:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
-            options.add_session_config_entry("session.disable_prepacking", "1")
+            for what in ("prepacking", "quant_qdq"):  # which would turn all weights back first
+                options.add_session_config_entry(f"session.disable_{what}", "1")
         return options
 
 

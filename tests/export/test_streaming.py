@@ -18,6 +18,7 @@ from lantern_rt.export.checkpoints.deferred import computed, deferred
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.graph.graphs import Graph, cases_of, plan_graph, write_graph
 from lantern_rt.export.graph.onnx_ops import Value
+from lantern_rt.export.graph.precision import Rule
 from lantern_rt.export.models.decoder import DecoderConfig
 from lantern_rt.export.parity import DeviceLayout, Sessions, check_parity, computing
 
@@ -61,8 +62,7 @@ def test_a_module_with_weights_of_any_type_is_written_and_computed_in_float32(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     graph = stored(dtype)
-    path = write_graph(graph, tmp_path)[0]
-    assert check_parity(graph, path) < 2e-5
+    assert check_parity(graph, write_graph(graph, tmp_path)[0]) < 2e-5
     assert {p.dtype for p in graph.module.parameters()} == {dtype}
 
 
@@ -78,11 +78,12 @@ def test_a_module_gets_its_own_weights_back_after_an_error() -> None:
 
 
 @linux
-def test_only_one_layer_at_a_time_is_there_in_float32(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", ["fp16", "int8"])
+def test_only_one_layer_at_a_time_is_there_in_float32(tmp_path: Path, rule: Rule) -> None:
     config = DecoderConfig(512, 12, 8, 8, 2048, 64, 3, 2, spare_positions=8)
     layer = 4 * (4 * 512**2 + 3 * 512 * 2048)  # 17 MB in float32; the whole is 200 MB
     graph = stored(torch.bfloat16, config)
-    plan = plan_graph(graph, "fp16")
+    plan = plan_graph(graph, rule)
     inputs = list(graph.cases.values())[-1]
     before = anonymous_memory() or 0
     with PeakMemory() as peak:
