@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -136,6 +137,8 @@ def test_a_relaxed_method_may_draw_another_picture(page: Page) -> None:
 
 def test_cancelling_stops_the_picture_and_frees_the_server(page: Page, scenes: RunningServer) -> None:
     page.select_option("#method", "ar")
+    others = Thread(target=scenes.post, args=({"prompt": "a red cube on sand", "method": "ar", "n": 8},))
+    others.start()  # it takes a while beside them
     page.click("#draw")
     expect(page.locator(".count")).not_to_have_text(f"0 of {CODES} codes")
     for key in ("Enter", "Space"):  # on the button, which keeps the focus
