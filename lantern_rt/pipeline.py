@@ -235,7 +235,7 @@ class Pipeline:
         """Mean nats per token of each image's `codes [cells]` in the target's eyes, and their entropy.
 
         Takes what a call that made them takes. Guidance and temperature count, filters do not. Of a picture that is
-        changed, codes that are kept count.
+        changed, codes that are kept count, if there are any.
         """
         from .runtime.likelihood import likelihood
 
@@ -245,7 +245,8 @@ class Pipeline:
         engines = self.engines
         method, size = checked.settings.method, checked.settings.size
         model, prefixes = self.model(engines, [method], size), self.prefixes(engines, checked.images)
-        kept = [None if one.edit is None else ~one.edit.drawn.ravel() for one in checked.images]
+        edits = [one.edit for one in checked.images]
+        kept = [None if one is None or one.drawn.all() else ~one.drawn.ravel() for one in edits]
         sampling = checked.settings.sampling
         return [likelihood(model, p, c, sampling, k) for p, c, k in zip(prefixes, codes, kept, strict=True)]
 

@@ -303,7 +303,7 @@ class GraphFile:
     def _insert_decoders(self) -> None:
         """Right before its first use: runtimes that fold nothing then hold one decoded weight at a time."""
         nodes = list(self.model.graph.node)
-        used = {"float32", "columns"} | ({"float16"} & {self.compute})  # as they are stored
+        used = {"float32", "columns"} | ({"float16"} if self.compute == "float16" else set())  # as they are stored
         decoded = {name: kind for name, kind in self.storages.items() if kind not in used}
         tables = {name for name, kind in decoded.items() if kind in ("float16", "bfloat16")} - {
             name for node in nodes for i, name in enumerate(node.input) if not (i == 0 and _looks_up(node))

@@ -72,7 +72,7 @@ def evaluate_edits(bundle: Path | str, work: Path | None, count: int, threads: i
         columns = slice(width // 2, width) if side else slice(width // 2)
         mask = np.zeros((height, width), bool)
         mask[TOP * cell : BOTTOM * cell, columns] = True
-        options: Any = {"seed": SEED + TRIES * i, "method": METHOD}
+        options: Any = {"seed": SEED + i, "method": METHOD}
         edit, best = (pipe.edit(before, mask, prompts[1], tries=n, **options).images[0] for n in (1, TRIES))
         for name, picture in zip(steps, (edit, best, whole, before), strict=True):
             steps[name].append(step_below(np.asarray(picture), columns, cell))
