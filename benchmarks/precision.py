@@ -48,9 +48,9 @@ KEY_COLUMNS = {"precision": "{precision}", "method": "{method}"}
 TOGETHER = 8  # images drawn together where time does not count
 
 
-def write_bundles(work: Path, precisions: Sequence[str]) -> dict[str, Path | str]:
-    """The embedded model in every precision; bundles that are there already are kept."""
-    paths = {precision: work / f"scenes-{precision}" for precision in precisions if precision != "fp32"}
+def write_bundles(work: Path, precisions: Sequence[str]) -> dict[str, Path]:
+    """The embedded model in every precision and in fp32, of its integers; bundles that are there already are kept."""
+    paths = {precision: work / f"scenes-{precision}" for precision in dict.fromkeys(["fp32", *precisions])}
     missing = [precision for precision, path in paths.items() if not path.is_dir()]
     with tempfile.TemporaryDirectory(dir=work) as folder:
         checkpoints = Path(folder) / "checkpoints"
@@ -59,7 +59,7 @@ def write_bundles(work: Path, precisions: Sequence[str]) -> dict[str, Path | str
         for precision in missing:
             name, _, compute = precision.partition("+")
             write_scenes_bundle(checkpoints, paths[precision], False, lambda *_: None, compute or "float32", name)
-    return {"fp32": "scenes", **paths}
+    return paths
 
 
 def passes(pipelines: dict[str, Pipeline], rows: int, repeats: int) -> None:

@@ -35,7 +35,7 @@ def make_app(pipe: Pipeline) -> gradio.Blocks:
         with gradio.Row():
             with gradio.Column():
                 prompt = gradio.Textbox(label="Prompt")
-                negative_prompt = gradio.Textbox(label="Negative prompt")
+                negative_prompt = gradio.Textbox(label="Negative prompt", visible=manifest.sampling.guided)
                 seed = gradio.Number(value=0, precision=0, minimum=0, label="Seed")
                 quality = gradio.Dropdown(["strict", *manifest.presets], value="strict", label="Quality")
                 button, stop = gradio.Button("Draw", variant="primary"), gradio.Button("Stop")

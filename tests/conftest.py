@@ -22,7 +22,9 @@ MADE_BY = (
     "export",
     "engines/graph_writer.py",
     "lantern_rt/bundle",
+    "lantern_rt/bundles/scenes/bundle.json",
     "lantern_rt/methods.py",
+    "recipes",
     "tests/conftest.py",
     "tests/data",
 )
@@ -159,6 +161,21 @@ lantern_fullprefix = _llamagen(
 
 
 # ---------------------------------------------------------------- other families
+
+
+@pytest.fixture(scope="session")
+def float_scenes_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model multiplying in float32, so that devices draw the images that a processor draws."""
+
+    def export(output: Path) -> Path:
+        from recipes.scenes.bundle import write_scenes_bundle
+        from recipes.scenes.restore import restore_work
+
+        work = output.parent / "work"
+        restore_work("scenes", work)
+        return write_scenes_bundle(work, output, force=False, progress=lambda *_: None)
+
+    return _exported(tmp_path_factory, "float_scenes_bundle/scenes", export)
 
 
 @pytest.fixture(scope="session")

@@ -79,6 +79,21 @@ def target(
 
 
 @app.command()
+def distil(
+    work: Work = DEFAULT_WORK,
+    minutes: MinutesInAll = 90,
+    threads: Threads = 2,
+    batch: Batch = 8,
+    device: Device = "cpu",
+) -> None:
+    """Teach the target, without guidance, to draw what it draws with guidance, or go on with it."""
+    from .distil import train_distil
+
+    torch.set_num_threads(threads)
+    train_distil(work, minutes, batch, device=device)
+
+
+@app.command()
 def samples(
     work: Work = DEFAULT_WORK,
     count: Annotated[int, typer.Option(help="Pictures.")] = 4096,

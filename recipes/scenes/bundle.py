@@ -28,8 +28,9 @@ from lantern_rt.export.models.eagle import Drafting, drafter_graph, read_drafter
 from lantern_rt.export.writer import Model, export_model
 from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, Sampling
 
+from .checkpoints import load_checkpoint
 from .data import render_pictures
-from .model import ScenesTarget
+from .model import GUIDANCE, ScenesTarget
 from .rounding import round_target
 from .target import load_target
 from .text import SLOTS, WORD_IDS, WORDS, encode_caption
@@ -171,7 +172,7 @@ def write_scenes_bundle(
             "target": DecoderSpec(**decoder_fields(config), max_positions=config.positions),
             "drafter": None if drafting is None else DrafterSpec(**decoder_fields(drafting.drafter.config)),
             "condition": ConditionSpec(kind="words", prefix=SLOTS),
-            "sampling": Sampling(cfg_scale=3.0),
+            "sampling": Sampling(cfg_scale=load_checkpoint(work / "target.pt").get("cfg_scale", GUIDANCE)),
             "decoding": DECODING.model_copy(update={"method": "ar"}) if drafting is None else DECODING,
         },
         files=files,

@@ -33,6 +33,7 @@ CONFIG = DecoderConfig(
     prefix=SLOTS,
     prefix_rotation="identity",
 )
+GUIDANCE = 3.0  # CFG scale of targets that it is not distilled into
 SIZES: Mapping[str, DecoderConfig] = {
     "default": CONFIG,
     "llamagen-b": replace(

@@ -35,7 +35,8 @@ def restore_work(bundle: Path | str, work: Path, only_vq: bool = False) -> None:
     if only_vq:
         return
     target = _target(opened, vq.codebook)
-    save_checkpoint(work / "target.pt", {"model": target.state_dict(), "seen": 0, "config": asdict(target.config)})
+    weights = {"model": target.state_dict(), "seen": 0, "config": asdict(target.config)}
+    save_checkpoint(work / "target.pt", weights | {"cfg_scale": opened.manifest.sampling.cfg_scale})
     save_drafter(_drafter(opened, target.config), work / "drafter", {})
 
 

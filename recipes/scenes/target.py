@@ -227,9 +227,9 @@ def _state_to_go_on_from(paths: tuple[Path, Path, Path], plan: dict[str, float])
     return path, load_checkpoint(path) if path.exists() else None
 
 
-def load_target(work: Path) -> ScenesTarget:
+def load_target(work: Path, name: str = "target.pt") -> ScenesTarget:
     """The trained target of a work folder, with its average weights."""
-    state = load_checkpoint(work / "target.pt")
+    state = load_checkpoint(work / name)
     model = ScenesTarget(state["model"]["code_embedding.features"][:, :CODE_DIM], DecoderConfig(**state["config"]))
     model.load_state_dict(state["model"])
     return model.eval()

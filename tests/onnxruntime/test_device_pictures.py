@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,13 +36,13 @@ METHODS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def on_cpu() -> Pipeline:
-    return Pipeline.from_bundle("scenes", threads=1)
+def on_cpu(float_scenes_bundle: Path) -> Pipeline:
+    return Pipeline.from_bundle(float_scenes_bundle, threads=1)
 
 
 @pytest.fixture(scope="module")
-def on_device() -> Pipeline:
-    pipe = device_pipeline("scenes")
+def on_device(float_scenes_bundle: Path) -> Pipeline:
+    pipe = device_pipeline(float_scenes_bundle)
     assert all(isinstance(engine, OrtDeviceEngine) for engine in (pipe.engines.target, pipe.engines.drafter))
     return pipe
 
@@ -84,10 +85,10 @@ def test_pictures_of_a_device_have_the_codes_of_the_same_on_a_cpu(
 
 @pytest.mark.parametrize("options", [METHODS[3], METHODS[5], METHODS[7]], ids=str)
 def test_a_drafter_elsewhere_than_the_target_draws_the_same_codes(
-    on_cpu: Pipeline, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    on_cpu: Pipeline, float_scenes_bundle: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     monkeypatch.setitem(PROVIDERS, "twin", PROVIDERS["cpu"]._replace(name="twin"))
-    mixed = device_pipeline("scenes", "cpu,drafter=twin")
+    mixed = device_pipeline(float_scenes_bundle, "cpu,drafter=twin")
     assert isinstance(mixed.engines.target, OrtDeviceEngine)
     assert isinstance(mixed.engines.drafter, OrtEngine)
     expected, found = (drawn(pipe, [0, 1], options) for pipe in (on_cpu, mixed))

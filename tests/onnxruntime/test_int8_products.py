@@ -51,8 +51,8 @@ def test_weights_in_memory_are_those_of_the_file(t2i_products_bundle: Path) -> N
     assert weight_bytes(bundle, "target") == stored
 
 
-def test_float_weights_in_memory_are_float32_however_they_are_stored() -> None:
-    bundle = open_bundle("scenes")
+def test_float_weights_in_memory_are_float32_however_they_are_stored(float_scenes_bundle: Path) -> None:
+    bundle = open_bundle(float_scenes_bundle)
     stored = graph_weights(bundle.path("target")).values()
     assert {weight.dtype for weight in stored} >= {"float16", "float32"}
     assert weight_bytes(bundle, "target") == 4 * sum(prod(weight.shape) for weight in stored if weight.dtype)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,18 +19,22 @@ try:
 except EngineError as error:
     pytest.skip(str(error), allow_module_level=True)
 
+if "LANTERN_BUNDLES" not in os.environ:
+    pytest.skip("needs what benchmarks/precision.py --work wrote", allow_module_level=True)
+
+SCENES = Path(os.environ["LANTERN_BUNDLES"]) / "scenes-fp32"  # OpenVINO has none of the embedded bundle's products
 PROMPTS, SEEDS = ["a red sphere on sand", "a blue cube in the snow"], [5, 6]
 STEPS = 12
 
 
 @pytest.fixture(scope="module")
 def pipe() -> Pipeline:
-    return Pipeline.from_bundle("scenes", provider="openvino")
+    return Pipeline.from_bundle(SCENES, provider="openvino")
 
 
 @pytest.fixture(scope="module")
 def on_cpu() -> Pipeline:
-    return Pipeline.from_bundle("scenes", provider="cpu")
+    return Pipeline.from_bundle(SCENES, provider="cpu")
 
 
 def first_codes(pipe: Pipeline, method: str, **options: float) -> list[list[int]]:
@@ -52,13 +58,13 @@ def test_pictures_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline) -> None:
 
 def test_the_image_decoder_alone_may_run_on_it(on_cpu: Pipeline) -> None:
     codes = np.random.default_rng(1).integers(0, 1024, (1, 256))
-    pipe = Pipeline.from_bundle("scenes", provider=["cpu", "vq_decoder=openvino"])
+    pipe = Pipeline.from_bundle(SCENES, provider=["cpu", "vq_decoder=openvino"])
     assert (pipe.engines.backend, pipe.engines.picture_backend) == ("onnxruntime-cpu", "onnxruntime-openvino")
     np.testing.assert_allclose(pipe.engines.vq_decoder(codes), on_cpu.engines.vq_decoder(codes), atol=1e-4)
 
 
 def test_pictures_in_bfloat16_are_the_cpus_within_a_level_and_codes_are_the_same(on_cpu: Pipeline) -> None:
-    pipe = Pipeline.from_bundle("scenes", provider="cpu,vq_decoder=openvino-bf16")
+    pipe = Pipeline.from_bundle(SCENES, provider="cpu,vq_decoder=openvino-bf16")
     here, there = (one(PROMPTS, seed=SEEDS, method="ar") for one in (pipe, on_cpu))
     for i in range(len(PROMPTS)):
         np.testing.assert_array_equal(here.codes[i], there.codes[i])

@@ -16,9 +16,11 @@ from lantern_rt.export.graph.precision import fake_quantize  # noqa: E402
 from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
 from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
 from lantern_rt.train.drafter.folder import save_drafter as save_folder  # noqa: E402
+from recipes.scenes import distil as distil_module  # noqa: E402
 from recipes.scenes import vq as vq_module  # noqa: E402
 from recipes.scenes.bundle import write_scenes_bundle  # noqa: E402
 from recipes.scenes.checkpoints import load_checkpoint, save_checkpoint  # noqa: E402
+from recipes.scenes.distil import divergence, logits_of, train_distil  # noqa: E402
 from recipes.scenes.drafter import target_bundle, train_drafter, write_samples  # noqa: E402
 from recipes.scenes.model import CONFIG, SIZES, ScenesTarget  # noqa: E402
 from recipes.scenes.restore import restore_work  # noqa: E402
@@ -50,7 +52,7 @@ class Clock(Stopwatch):
 
 @pytest.fixture(autouse=True)
 def clocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("vq", "target", "sharpen"):
+    for module in ("vq", "target", "sharpen", "distil"):
         monkeypatch.setattr(f"recipes.scenes.{module}.Stopwatch", Clock)
     monkeypatch.setattr(vq_module, "POOL", 8)
     monkeypatch.setattr(vq_module, "SEATED", 2)
@@ -139,6 +141,31 @@ def test_a_target_goes_on_where_it_was_stopped(work: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == "target has had its 0.3 minutes\n"
     save_checkpoint(work / "target-stable.pt", stopped | {"seconds": 9.0})
     assert 9 < train(0.4)["seconds"] < 40  # more minutes go on from before the rate fell
+
+
+def test_a_student_learns_what_guidance_makes_of_its_teacher_and_goes_on(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distil_module, "SCENES", 32)
+    monkeypatch.setattr(distil_module, "BLANK", 0.2)
+    torch.manual_seed(0)
+    teacher = save_target(work, replace(TINY, vocab_size=32))
+    captions, codes, blank, wanted = distil_module._lessons(work, teacher, "cpu")
+    assert 0 < blank.sum() < 32
+    everywhere = torch.ones(32, dtype=torch.bool)
+    with torch.no_grad():
+        plain, alone = (logits_of(teacher, captions, codes, rows) for rows in (blank, everywhere))
+    guided = torch.where(blank[:, None, None], alone, 3 * plain - 2 * alone)
+    torch.testing.assert_close(wanted.float(), guided, rtol=1e-3, atol=1e-3)
+    apart, steps = [divergence(wanted, plain)], []
+    for minutes in (2, 4):
+        train_distil(work, minutes, lr=0.03)
+        steps.append(load_checkpoint(work / "distil-state.pt")["step"])
+        with torch.no_grad():
+            apart.append(divergence(wanted, logits_of(load_target(work), captions, codes, blank)))
+    assert apart[2] < 0.9 * apart[1] < 0.8 * apart[0], apart
+    assert steps[1] > 1.5 * steps[0] > 40
+    torch.testing.assert_close(load_target(work, "guided.pt").state_dict(), teacher.state_dict())
 
 
 def test_a_target_of_another_size_becomes_a_bundle_with_a_drafter_and_comes_back(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,13 +33,13 @@ RECORDED = 9  # steps after which passes of both places of outputs have been rec
 
 
 @pytest.fixture(scope="module")
-def pipe() -> Pipeline:
-    return Pipeline.from_bundle("scenes", provider="webgpu")
+def pipe(float_scenes_bundle: Path) -> Pipeline:
+    return Pipeline.from_bundle(float_scenes_bundle, provider="webgpu")
 
 
 @pytest.fixture(scope="module")
-def on_cpu() -> Pipeline:
-    return Pipeline.from_bundle("scenes", provider="cpu")
+def on_cpu(float_scenes_bundle: Path) -> Pipeline:
+    return Pipeline.from_bundle(float_scenes_bundle, provider="cpu")
 
 
 def first_codes(pipe: Pipeline, method: str, count: int = STEPS, **options: float) -> list[list[int]]:
@@ -62,8 +63,10 @@ def test_passes_that_are_replayed_draw_the_cpus_codes(pipe: Pipeline, on_cpu: Pi
 
 
 @pytest.mark.parametrize("providers", ["drafter=cpu", "cpu,drafter=webgpu"])
-def test_a_drafter_elsewhere_than_the_target_draws_the_same_codes(on_cpu: Pipeline, providers: str) -> None:
-    pipe, method = Pipeline.from_bundle("scenes", provider=providers), "eagle:tree=dynamic-8-4-2:drafter=eagle"
+def test_a_drafter_elsewhere_than_the_target_draws_the_same_codes(
+    float_scenes_bundle: Path, on_cpu: Pipeline, providers: str
+) -> None:
+    pipe, method = Pipeline.from_bundle(float_scenes_bundle, provider=providers), METHODS[3]
     main = "onnxruntime-" if "cpu," in providers else "onnxruntime-webgpu,"  # by default the GPU's
     assert pipe.engines.backend == main + providers
     assert first_codes(pipe, method) == first_codes(on_cpu, method)
