@@ -45,8 +45,8 @@ def library() -> Any:
 
 
 @pytest.fixture(scope="module")
-def scenes() -> Bundle:
-    return open_bundle("scenes")
+def scenes(float_scenes_bundle: Path) -> Bundle:
+    return open_bundle(float_scenes_bundle)
 
 
 @pytest.fixture(scope="module")
