@@ -78,7 +78,7 @@ def test_an_edit_is_the_same_picture_under_every_exact_method_alone_and_beside_o
 def test_of_several_tries_that_is_kept_which_fits_what_lies_below(pipe: Pipeline) -> None:
     hole = np.zeros((CELLS, CELLS), bool)
     hole[3:6, 5:9] = True
-    request: dict[str, Any] = {"prompts": "a red cube on sand", "seed": 2, "num_images": 3, "method": "sjd:window=7"}
+    request: dict[str, Any] = {"prompts": "a red cube on sand", "seed": 4, "num_images": 3, "method": "sjd:window=7"}
     edit = {**request, "image": pipe(**request | {"num_images": 1}).images[0], "mask": pixels(hole)}
     every = pipe(**edit)
     alone = pipe.likelihoods(every.codes, **request)
@@ -86,7 +86,7 @@ def test_of_several_tries_that_is_kept_which_fits_what_lies_below(pipe: Pipeline
     first = int(np.argmin(256 * np.array([one.nats for one in alone]) - drawn))
     assert pipe.likelihoods(every.codes, **edit | {"mask": pixels(hole | True)}) == alone
     best = pipe.edit(**edit | {"num_images": 1}, tries=3)
-    assert best.seeds == [2 + first] == [3]
+    assert best.seeds == [4 + first] == [6]
     assert best.images[0].tobytes() == every.images[first].tobytes()
 
 

@@ -90,7 +90,7 @@ def test_an_error_is_what_the_page_shows(scenes: RunningServer) -> None:
 
 
 def test_a_stream_has_the_events_of_the_page(tiny: RunningServer) -> None:
-    asked = {"prompt": "red cube", "stream": True, "partial_images": 1, "steps": True}
+    asked = {"prompt": "red cube", "method": "ar", "stream": True, "partial_images": 1, "steps": True}
     _, _, body = tiny.request("POST", GENERATIONS, json.dumps(asked).encode(), {"content-type": "application/json"})
     found = {kind: data.keys() for kind, data in events(body)}
     rows = zip(column("Streaming"), column("Streaming", 1), strict=True)
