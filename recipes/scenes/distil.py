@@ -56,7 +56,7 @@ def train_distil(work: Path, minutes: float, batch: int = 8, lr: float = 0.006, 
     The teacher is `guided.pt`, a copy of `target.pt` as it was before the first call; `target.pt` becomes the student's
     average weights. `distil-state.pt` is what an interrupted call goes on from; both are rewritten every four minutes.
     """
-    torch.set_flush_denormal(True)  # far down, probabilities are: ten times as slow otherwise
+    torch.set_flush_denormal(True)  # as which small probabilities are slow
     torch.manual_seed(8)
     ongoing, guided = work / "distil-state.pt", work / "guided.pt"
     if not guided.exists():
