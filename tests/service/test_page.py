@@ -137,7 +137,8 @@ def test_a_relaxed_method_may_draw_another_picture(page: Page) -> None:
 
 def test_cancelling_stops_the_picture_and_frees_the_server(page: Page, scenes: RunningServer) -> None:
     page.select_option("#method", "ar")
-    Thread(target=scenes.post, args=({"prompt": "a cube", "method": "ar", "n": 8},)).start()  # it is slow beside them
+    others = Thread(target=scenes.post, args=({"prompt": "a cube", "method": "ar", "n": 3},))
+    others.start()  # beside which it is slow, but does not wait
     page.click("#draw")
     expect(page.locator(".count")).not_to_have_text(f"0 of {CODES} codes")
     for key in ("Enter", "Space"):  # on the button, which keeps the focus
@@ -146,6 +147,7 @@ def test_cancelling_stops_the_picture_and_frees_the_server(page: Page, scenes: R
     page.click("#cancel")
     expect(page.locator("#status")).to_have_text("Cancelled")
     assert int(page.locator(".count").inner_text().split()[0]) < CODES
+    others.join()
     until(lambda: scenes.metric("lantern_images_running", model="scenes") == 0)
 
 
