@@ -1,5 +1,7 @@
 """What rounded weights gain and give away: passes by nodes, whole images by method, and quality in float32's eyes.
 
+fp32 is the embedded model's integers turned back, so for int8 this shows what rounding activations does.
+
     python benchmarks/precision.py                       # the embedded model: all three tables; minutes
     python benchmarks/precision.py --only passes --rows 2 8
     python benchmarks/precision.py --smoke               # tiny: does it still run?
@@ -7,7 +9,7 @@
 *passes*: milliseconds of a target pass after half an image. *speed*: whole images, text and pictures included, over
 plain decoding in float32 of the same turn. *quality*: nearness of distributions as `lantern-rt verify` has it (KL in
 nats, agreement on the likeliest token; no guidance, temperature 1) at the codes that float32 draws; and, by method,
-the excess: nats a token of what is drawn in the eyes of the float32 target, guided, less their expected value there,
+the excess: nats a token of what is drawn in the eyes of the fp32 target, less their expected value there,
 against that of float32's own `ar` on the same prompts and seeds; and in how many points more or less of what captions
 of unseen scenes say the judge of the recipe finds in the pictures. Bundles are made
 in `--work` and kept. Needs `lantern-rt[export]`. No figure fails the run.

@@ -22,7 +22,7 @@ from .checkpoints import load_checkpoint, save_checkpoint
 from .data import draw_scenes, render_scenes
 from .model import GUIDANCE, ScenesTarget
 from .stopwatch import Stopwatch
-from .target import load_target
+from .target import follow, load_target, update
 from .text import encode_caption
 from .vocabulary import describe
 from .vq import GRID, load_vq
@@ -32,15 +32,10 @@ SEED = 710_000  # of these scenes
 BLANK = 0.06  # share of scenes without a caption, where nothing changes: more guidance and negative prompts need them
 
 
-def logits_of(model: ScenesTarget, captions: Tensor, codes: Tensor, blank: Tensor) -> Tensor:
-    """Logits `[rows, 256, codes]` of a model without guidance; rows in `blank [rows]` have no caption."""
-    return model.hidden(model.prefix(captions, blank), codes) @ model.code_head().T
-
-
 def guided_logits(model: ScenesTarget, captions: Tensor, codes: Tensor, blank: Tensor) -> Tensor:
-    """The same with guidance, but without it for rows in `blank`."""
-    unconditional = logits_of(model, captions, codes, torch.ones_like(blank))
-    conditional = logits_of(model, captions, codes, blank)
+    """Logits `[rows, 256, codes]` under guidance; of rows in `blank [rows]`, without a caption and guidance."""
+    unconditional = model.logits(captions, codes, torch.ones_like(blank))
+    conditional = model.logits(captions, codes, blank)
     return unconditional + GUIDANCE * (conditional - unconditional)
 
 
@@ -74,6 +69,9 @@ def train_distil(work: Path, minutes: float, batch: int = 8, lr: float = 0.006, 
         for name, part in parts.items():
             part.load_state_dict(state[name])
         step, before = state["step"], state["seconds"]
+    if before >= 60 * minutes:
+        print(f"the student has had its {minutes:g} minutes")
+        return
     captions, codes, blank, wanted = _lessons(work, teacher, device)
     watch = Stopwatch(device, before)
 
@@ -83,7 +81,7 @@ def train_distil(work: Path, minutes: float, batch: int = 8, lr: float = 0.006, 
         weights = {"model": average.state_dict(), "seen": step * batch, "config": asdict(student.config)}
         save_checkpoint(work / "target.pt", weights | {"cfg_scale": 1.0})
 
-    saved = said = before
+    saved, said, begun = before, before, step
     running = torch.zeros((), device=device)
     while (passed := watch.seconds() / (60 * minutes)) < 1:
         rate = min(1.0, (step + 1) / 30, 1 - passed)
@@ -91,19 +89,11 @@ def train_distil(work: Path, minutes: float, batch: int = 8, lr: float = 0.006, 
         turn, place = divmod(step * batch, len(codes))
         chosen = torch.from_numpy(np.random.default_rng((SEED, turn)).permutation(len(codes))[place : place + batch])
         with mixed_precision(device):
-            found = logits_of(student, *(table[chosen].to(device) for table in (captions, codes, blank)))
+            found = student.logits(*(table[chosen].to(device) for table in (captions, codes, blank)))
             loss = divergence(wanted[chosen].to(device), found)
-        muon.zero_grad(set_to_none=True)
-        adam.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(others, 1.0)
-        muon.step()
-        adam.step()
-        with torch.no_grad():
-            decay = min(0.99, (step + 1) / (step + 10))
-            for kept, current in zip(average.parameters(), student.parameters(), strict=True):
-                kept.lerp_(current, 1 - decay)
-        running.lerp_(loss.detach(), max(0.02, 1 / (step + 1)))
+        update(loss, muon, adam)
+        follow(average, student, min(0.99, (step + 1) / (step + 10)))
+        running.lerp_(loss.detach(), max(0.02, 1 / (step - begun + 1)))
         step += 1
         now = watch.seconds()
         if now - said > 60:
@@ -121,7 +111,7 @@ def _lessons(work: Path, teacher: ScenesTarget, device: str) -> tuple[Tensor, Te
     """Caption ids `[scenes, 24]`, codes `[scenes, 256]`, who is blank `[scenes]`, and the teacher's logits, float16
     `[scenes, 256, codes]`: 2 GB."""
     vq = load_vq(work).to(device)
-    # Which colour is which solid's is what guidance helps most with: of twice as many scenes, all that have several.
+    # Of twice as many scenes all that have two solids: without more of them, students lost most there.
     scenes = sorted(draw_scenes(2 * SCENES, SEED), key=lambda scene: -len(scene.solids))[:SCENES]
     rng = np.random.default_rng(SEED)
     captions = torch.from_numpy(np.stack([encode_caption(describe(scene, rng)) for scene in scenes]))

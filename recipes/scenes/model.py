@@ -108,6 +108,10 @@ class ScenesTarget(nn.Module):
         states = self.decoder.full(torch.cat([prefix, inputs], 1))
         return states[:, SLOTS - 1 :]
 
+    def logits(self, captions: Tensor, codes: Tensor, dropped: Tensor | None = None) -> Tensor:
+        """Logits `[rows, 256, vocab]` of each code, without guidance; rows in `dropped [rows]` lose their caption."""
+        return self.hidden(self.prefix(captions, dropped), codes) @ self.code_head().T
+
     def fold(self) -> tuple[Decoder, Tensor]:
         """The plain decoder with its head, and the code embedding table `[codes, width]`."""
         plain = Decoder(self.config).to(self.slots.device)

@@ -78,8 +78,7 @@ def batches(
 
 def token_losses(model: ScenesTarget, captions: Tensor, codes: Tensor, dropped: Tensor | None = None) -> Tensor:
     """Negative log-likelihood `[rows, 256]` of each code, in nats."""
-    hidden = model.hidden(model.prefix(captions, dropped), codes)
-    logits = hidden @ model.code_head().T
+    logits = model.logits(captions, codes, dropped)
     return F.cross_entropy(logits.flatten(0, 1), codes.flatten(), reduction="none").view(codes.shape)
 
 
@@ -194,16 +193,8 @@ def train_target(
         with mixed_precision(device):
             losses = losses_of(model, captions.to(device), codes.to(device), dropped)
         loss = (losses * weight).mean()
-        muon.zero_grad(set_to_none=True)
-        adam.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(others, 1.0)
-        muon.step()
-        adam.step()
-        with torch.no_grad():
-            decay = min(0.995, (step + 1) / (step + 20))
-            for kept, current in zip(average.parameters(), model.parameters(), strict=True):
-                kept.lerp_(current, 1 - decay)
+        update(loss, muon, adam)
+        follow(average, model, min(0.995, (step + 1) / (step + 20)))
         running.lerp_(losses.detach().mean(), max(0.02, 1 / (step + 1)))
         step += 1
         now = watch.seconds()
@@ -214,6 +205,23 @@ def train_target(
             saved = now
             print("  fresh scenes: " + "  ".join(f"{k} {v:.3f}" for k, v in save().items()), flush=True)
     print(f"target done: seen {seen}  " + "  ".join(f"{k} {v:.3f}" for k, v in save().items()))
+
+
+def update(loss: Tensor, muon: Muon, adam: torch.optim.AdamW) -> None:
+    """Take a step of both, the latter's gradients clipped."""
+    muon.zero_grad(set_to_none=True)
+    adam.zero_grad(set_to_none=True)
+    torch.autograd.backward(loss)
+    torch.nn.utils.clip_grad_norm_(adam.param_groups[0]["params"], 1.0)
+    muon.step()
+    adam.step()
+
+
+@torch.no_grad()
+def follow(average: ScenesTarget, model: ScenesTarget, decay: float) -> None:
+    """Move the average weights towards the model's."""
+    for kept, current in zip(average.parameters(), model.parameters(), strict=True):
+        kept.lerp_(current, 1 - decay)
 
 
 def _state_to_go_on_from(paths: tuple[Path, Path, Path], plan: dict[str, float]) -> tuple[Path, dict[str, Any] | None]:

@@ -20,7 +20,7 @@ from recipes.scenes import distil as distil_module  # noqa: E402
 from recipes.scenes import vq as vq_module  # noqa: E402
 from recipes.scenes.bundle import write_scenes_bundle  # noqa: E402
 from recipes.scenes.checkpoints import load_checkpoint, save_checkpoint  # noqa: E402
-from recipes.scenes.distil import divergence, logits_of, train_distil  # noqa: E402
+from recipes.scenes.distil import divergence, train_distil  # noqa: E402
 from recipes.scenes.drafter import target_bundle, train_drafter, write_samples  # noqa: E402
 from recipes.scenes.model import CONFIG, SIZES, ScenesTarget  # noqa: E402
 from recipes.scenes.restore import restore_work  # noqa: E402
@@ -144,7 +144,7 @@ def test_a_target_goes_on_where_it_was_stopped(work: Path, capsys: pytest.Captur
 
 
 def test_a_student_learns_what_guidance_makes_of_its_teacher_and_goes_on(
-    work: Path, monkeypatch: pytest.MonkeyPatch
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(distil_module, "SCENES", 32)
     monkeypatch.setattr(distil_module, "BLANK", 0.2)
@@ -154,7 +154,7 @@ def test_a_student_learns_what_guidance_makes_of_its_teacher_and_goes_on(
     assert 0 < blank.sum() < 32
     everywhere = torch.ones(32, dtype=torch.bool)
     with torch.no_grad():
-        plain, alone = (logits_of(teacher, captions, codes, rows) for rows in (blank, everywhere))
+        plain, alone = (teacher.logits(captions, codes, rows) for rows in (blank, everywhere))
     guided = torch.where(blank[:, None, None], alone, 3 * plain - 2 * alone)
     torch.testing.assert_close(wanted.float(), guided, rtol=1e-3, atol=1e-3)
     apart, steps = [divergence(wanted, plain)], []
@@ -162,10 +162,13 @@ def test_a_student_learns_what_guidance_makes_of_its_teacher_and_goes_on(
         train_distil(work, minutes, lr=0.03)
         steps.append(load_checkpoint(work / "distil-state.pt")["step"])
         with torch.no_grad():
-            apart.append(divergence(wanted, logits_of(load_target(work), captions, codes, blank)))
+            apart.append(divergence(wanted, load_target(work).logits(captions, codes, blank)))
     assert apart[2] < 0.9 * apart[1] < 0.8 * apart[0], apart
     assert steps[1] > 1.5 * steps[0] > 40
     torch.testing.assert_close(load_target(work, "guided.pt").state_dict(), teacher.state_dict())
+    capsys.readouterr()
+    train_distil(work, 4)
+    assert capsys.readouterr().out == "the student has had its 4 minutes\n"
 
 
 def test_a_target_of_another_size_becomes_a_bundle_with_a_drafter_and_comes_back(
