@@ -146,29 +146,26 @@ def test_a_target_goes_on_where_it_was_stopped(work: Path, capsys: pytest.Captur
 def test_a_student_learns_what_guidance_makes_of_its_teacher_and_goes_on(
     work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(distil_module, "SCENES", 32)
-    monkeypatch.setattr(distil_module, "BLANK", 0.2)
+    for name, value in (("SCENES", 32), ("BLANK", 0.2)):
+        monkeypatch.setattr(distil_module, name, value)
     torch.manual_seed(0)
     teacher = save_target(work, replace(TINY, vocab_size=32))
     captions, codes, blank, wanted = distil_module._lessons(work, teacher, "cpu")
     assert 0 < blank.sum() < 32
-    everywhere = torch.ones(32, dtype=torch.bool)
     with torch.no_grad():
-        plain, alone = (teacher.logits(captions, codes, rows) for rows in (blank, everywhere))
+        plain, alone = (teacher.logits(captions, codes, rows) for rows in (blank, blank | True))
     guided = torch.where(blank[:, None, None], alone, 3 * plain - 2 * alone)
     torch.testing.assert_close(wanted.float(), guided, rtol=1e-3, atol=1e-3)
     apart, steps = [divergence(wanted, plain)], []
     for minutes in (2, 4):
         train_distil(work, minutes, lr=0.03)
         steps.append(load_checkpoint(work / "distil-state.pt")["step"])
-        with torch.no_grad():
-            apart.append(divergence(wanted, load_target(work).logits(captions, codes, blank)))
+        apart.append(divergence(wanted, load_target(work).logits(captions, codes, blank).detach()))
     assert apart[2] < 0.9 * apart[1] < 0.8 * apart[0], apart
     assert steps[1] > 1.5 * steps[0] > 40
     torch.testing.assert_close(load_target(work, "guided.pt").state_dict(), teacher.state_dict())
-    capsys.readouterr()
     train_distil(work, 4)
-    assert capsys.readouterr().out == "the student has had its 4 minutes\n"
+    assert capsys.readouterr().out.endswith("the student has had its 4 minutes\n")
 
 
 def test_a_target_of_another_size_becomes_a_bundle_with_a_drafter_and_comes_back(
