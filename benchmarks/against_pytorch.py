@@ -6,8 +6,9 @@
     python benchmarks/against_pytorch.py --shape GPT-XL --grid 32 --rounds 1              # against our own `ar` alone
 
 Random weights of the published sizes (`--bundle`: weights of one's own), class-conditional, guidance 4, the full
-vocabulary, float32. How often drafts are accepted with random weights says nothing, so a method that guesses is given
-the tokens a forward pass that it has with the bundle `--project` (*replayed*); what a pass costs is measured.
+vocabulary, float32; `--compile` has it compiled by `torch.compile` as well, in the first round. How often drafts are
+accepted with random weights says nothing, so a method that guesses is given the tokens a forward pass that it has with
+the bundle `--project` (*replayed*); what a pass costs is measured, random heads included.
 Row-parallel decoding takes as many passes whatever the weights are. Prints seconds and ratios to the first line,
 medians over rounds. Needs `lantern-rt[export]`; nothing is judged.
 """
@@ -22,17 +23,23 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import LanternError, Pipeline
+from lantern_rt.bundle.files import open_bundle
+from lantern_rt.bundle.rewrite import write_heads
 from lantern_rt.compare.turns import read_bundle_prompts
 from lantern_rt.engines.host import processor
+from lantern_rt.runtime.heads import head_shapes
+from lantern_rt.train.drafter.heads import RANK, UNITS
 
 METHODS = ("ar", "sjd:window=3", "sjd:window=7", "rows:window=8", "rows:window=6", "rows:window=5", "rows:window=4")
-GUIDANCE, EAGER = 4.0, "LlamaGen, PyTorch eager"
+GUIDANCE, EAGER, COMPILED = 4.0, "LlamaGen, PyTorch eager", "LlamaGen, torch.compile"
 PROJECTED = 8  # images of the bundle `--project` that tokens a pass are counted in
 
 
@@ -48,13 +55,14 @@ class Image:
         return self.tokens + self.rest
 
 
-def official(clone: Path, shape: str, grid: int) -> Callable[[], Image]:
-    """Draws an image with the published code and random weights."""
+def official(clone: Path, shape: str, grid: int, compiled: bool = False) -> Callable[[], Image]:
+    """Draws an image with the published code and random weights; compiled: its target, as its own scripts do."""
     sys.path.insert(0, str(clone))
     gpt = importlib.import_module("autoregressive.models.gpt").GPT_models[shape]
     generate = importlib.import_module("autoregressive.models.generate").generate
     vq = importlib.import_module("tokenizer.tokenizer_image.vq_model").VQ_models["VQ-16"]().eval()
     model = gpt(block_size=grid * grid).eval()
+    model = torch.compile(model, fullgraph=True) if compiled else model
 
     @torch.no_grad()
     def draw() -> Image:
@@ -80,6 +88,13 @@ def ours(pipeline: Pipeline, method: str, replayed: float | None) -> Callable[[]
     return draw
 
 
+def add_heads(bundle: Path) -> None:
+    """Random heads of the sizes that training gives them: drafts cost what they cost with those."""
+    opened, rng = open_bundle(bundle), np.random.default_rng(0)
+    shapes = head_shapes(opened.manifest.codebook_size, opened.manifest.target.hidden_size, RANK, UNITS)
+    write_heads(opened, {name: rng.normal(0, 0.02, shape).astype(np.float16) for name, shape in shapes.items()})
+
+
 def tokens_a_pass(project: str, method: str) -> float | None:
     """Those of a method with this bundle; None for one whose passes do not depend on what is drawn."""
     if method.startswith(("ar", "rows")):
@@ -102,6 +117,7 @@ def take_turns(draws: dict[str, Callable[[], Image]], rounds: int) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--official", type=Path, metavar="FOLDER", help="a clone of LlamaGen's code")
+    parser.add_argument("--compile", action="store_true", help="a line for that code with torch.compile, too")
     parser.add_argument("--shape", choices=[*SHAPES], default="GPT-B", help="published sizes, random weights")
     parser.add_argument("--grid", type=int, default=16, help="tokens a side: 16 for 256 pixels, 32 for 512")
     parser.add_argument("--precision", help="of the random weights, such as int8; PyTorch stays in float32")
@@ -117,7 +133,11 @@ def main() -> None:
         shape = replace(SHAPES[arguments.shape], grid=arguments.grid)
         bundle = arguments.bundle or random_bundle(shape, Path(folder) / arguments.shape, precision=arguments.precision)
         providers = ["cpu", f"vq_decoder={arguments.provider}"]
-        draws = {EAGER: official(arguments.official, arguments.shape, arguments.grid)} if arguments.official else {}
+        if not arguments.bundle:
+            add_heads(bundle)
+        make = partial(official, arguments.official, arguments.shape, arguments.grid)
+        draws = {EAGER: make()} if arguments.official else {}
+        draws |= {COMPILED: make(compiled=True)} if arguments.official and arguments.compile else {}
         with Pipeline.from_bundle(bundle, arguments.threads, provider=providers) as pipeline:
             pipeline.warm_up()
             for method in arguments.methods:

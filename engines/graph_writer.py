@@ -26,6 +26,7 @@ TYPES = {
     "int64": 7,
     "bool": 9,
     "float16": 10,
+    "float64": 11,
     "bfloat16": 16,
     "int4": 22,
 }

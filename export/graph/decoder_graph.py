@@ -132,9 +132,10 @@ class PastFirstWriter(DecoderWriter):
 
     def head_norms(self, x: str, at: str) -> str:
         """Each head of queries (then times `scale`) and keys `[rows, nodes, heads + num_kv_heads, width]`."""
-        ops, x = self.graph, self.wide(x)
+        ops, x = self.graph, self.graph.wide_value(x)
         centred = ops.op("Sub", x, ops.op("ReduceMean", x, ops.ints(-1), keepdims=1))
         y = ops.op("Div", centred, _write_rms(ops, centred, HEAD_EPSILON))
+        y = ops.cast(y, "float32") if ops.integers else y
         for op, part in (("Mul", "weight"), ("Add", "bias")):
             query, key = (self.weights[f"{at}.{own}_norm.{part}"].float() for own in ("query", "key"))
             numbers = torch.cat([query * self.scale, key])
@@ -190,20 +191,20 @@ class PastFirstWriter(DecoderWriter):
 
 
 def write_rms_norm(ops: Ops, x: str, name: str, weight: Tensor, eps: float, output: str | None = None) -> str:
-    """x / rms(x), scaled by the weight of that name, in float32; output: name of the result."""
-    x = ops.cast(x, "float32") if ops.half else x
-    normed, scale = ops.op("Div", x, _write_rms(ops, x, eps)), ops.weight(name, weight, wide=True)
-    scaled = ops.op("Mul", normed, scale, name=None if ops.half else output)
+    """x / rms(x), scaled by the weight of that name; output: name of the result."""
+    x, cast = ops.wide_value(x), ops.half or ops.integers
+    normed, scale = ops.op("Div", x, _write_rms(ops, x, eps)), ops.wide_weight(name, weight)
+    scaled = ops.op("Mul", normed, scale, name=None if cast else output)
+    scaled = ops.cast(scaled, "float16" if ops.half else "float32", output) if cast else scaled
     if ops.integers:  # no number is larger than the root of as many, times its weight
-        most = computed(weight).float().abs().max() * len(weight) ** 0.5
-        ops.steps[scaled] = most / LARGEST_NODE
-    return ops.cast(scaled, "float16", output) if ops.half else scaled
+        ops.steps[scaled] = computed(weight).float().abs().max() * len(weight) ** 0.5 / LARGEST_NODE
+    return scaled
 
 
 def _write_rms(ops: Ops, x: str, eps: float) -> str:
-    square = ops.op("Pow", x, ops.number("two", 2.0, wide=True))
+    square = ops.op("Pow", x, ops.wide_weight("two", torch.tensor(2.0)))
     mean = ops.op("ReduceMean", square, ops.ints(-1), keepdims=1)
-    return ops.op("Sqrt", ops.op("Add", mean, ops.number(f"eps_{eps}", eps, wide=True)))
+    return ops.op("Sqrt", ops.op("Add", mean, ops.wide_weight(f"eps_{eps}", torch.tensor(eps))))
 
 
 def _write_softmax(ops: Ops, scores: str) -> str:

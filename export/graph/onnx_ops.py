@@ -61,9 +61,21 @@ class Ops(GraphWriter):
             self.wide.add(name)
         return name
 
-    def number(self, name: str, value: float, wide: bool = False) -> str:
+    def number(self, name: str, value: float) -> str:
         """A constant number."""
-        return self.weight(name, torch.tensor(value), wide)
+        return self.weight(name, torch.tensor(value))
+
+    def wide_weight(self, name: str, tensor: Tensor) -> str:
+        """A constant of norms, in the type of `wide_value`."""
+        stored = self.weight(name, tensor, wide=True)
+        return self.cast(stored, "float64") if self.integers else stored
+
+    def wide_value(self, x: str) -> str:
+        """`x` as norms compute: in float32, but in float64 beside products of integers, where last bits move images.
+
+        In float32 releases of ONNX Runtime differ in them: 1.25 and 1.31 drew other images.
+        """
+        return self.cast(x, "float64" if self.integers else "float32") if self.half or self.integers else x
 
     def constant(self, array: NDArray[Any], name: str | None = None) -> str:
         return self.weight(name or f"constant_{len(self.weights)}", torch.from_numpy(array))

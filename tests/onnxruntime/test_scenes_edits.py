@@ -86,7 +86,7 @@ def test_of_several_tries_that_is_kept_which_fits_what_lies_below(pipe: Pipeline
     first = int(np.argmin(256 * np.array([one.nats for one in alone]) - drawn))
     assert pipe.likelihoods(every.codes, **edit | {"mask": pixels(hole | True)}) == alone
     best = pipe.edit(**edit | {"num_images": 1}, tries=3)
-    assert best.seeds == [4 + first] == [6]
+    assert best.seeds == [4 + first] == [5]
     assert best.images[0].tobytes() == every.images[first].tobytes()
 
 
