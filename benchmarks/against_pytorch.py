@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="a line for that code with torch.compile, too")
     parser.add_argument("--shape", choices=[*SHAPES], default="GPT-B", help="published sizes, random weights")
     parser.add_argument("--grid", type=int, default=16, help="tokens a side: 16 for 256 pixels, 32 for 512")
-    parser.add_argument("--precision", help="of the random weights, such as int8; PyTorch stays in float32")
+    parser.add_argument("--precision", help="of the random weights; int8: of the image decoder, too")
     parser.add_argument("--bundle", type=Path, help="a class-conditional LlamaGen bundle instead of random weights")
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--provider", default="cpu", help="of the image decoder, such as openvino-bf16")
@@ -131,7 +131,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
         shape = replace(SHAPES[arguments.shape], grid=arguments.grid)
-        bundle = arguments.bundle or random_bundle(shape, Path(folder) / arguments.shape, precision=arguments.precision)
+        made, vq = Path(folder) / arguments.shape, "int8" if arguments.precision == "int8" else "fp32"
+        bundle = arguments.bundle or random_bundle(shape, made, precision=arguments.precision, vq_precision=vq)
         providers = ["cpu", f"vq_decoder={arguments.provider}"]
         if not arguments.bundle:
             add_heads(bundle)

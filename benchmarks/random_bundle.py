@@ -94,11 +94,13 @@ SHAPES = {
 }
 
 
-def random_bundle(shape: Shape, output: Path, compute: str = "float32", precision: str | None = None) -> Path:
+def random_bundle(
+    shape: Shape, output: Path, compute: str = "float32", precision: str | None = None, vq_precision: str = "fp32"
+) -> Path:
     """Write the bundle of a target and a drafter; `output.parent` holds the checkpoints meanwhile."""
     checkpoints = output.with_name(f"{output.name}-checkpoints")
     write_checkpoints(shape, checkpoints, drafter=shape.family not in ("emu3", "simplear"))
-    export_checkpoints(shape, checkpoints, output, precision, compute)
+    export_checkpoints(shape, checkpoints, output, precision, compute, vq_precision)
     shutil.rmtree(checkpoints)
     return output
 
@@ -109,6 +111,7 @@ def export_checkpoints(
     output: Path,
     precision: str | None = None,
     compute: str = "float32",
+    vq_precision: str = "fp32",
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Path:
     """Export what `write_checkpoints` wrote to `folder`."""
@@ -120,7 +123,7 @@ def export_checkpoints(
         read = {"llamagen": read_llamagen, "anole": read_anole, "lumina": read_lumina}[shape.family]
         vq = folder / ("vq.pt" if shape.family == "llamagen" else "vqgan")
         model = read(folder / "target", vq, drafter=drafter, grid=shape.grid)
-    precisions = read_precisions(precision, compute=compute)
+    precisions = read_precisions(precision, compute=compute, vq=vq_precision)
     return export_model(model, output, precisions=precisions, progress=progress)
 
 
@@ -227,6 +230,7 @@ def _write_vq(shape: Shape, folder: Path) -> None:
     """LlamaGen's image tokenizer."""
     state = _tokenizer(shape, 8, attention=True)
     state[CODEBOOK] = torch.randn_like(state.pop("codebook"))
+    state["decoder.conv_out.weight"] /= 8  # about a picture's contrast; int8 is judged in levels
     torch.save({"model": state}, folder / "vq.pt")
 
 
