@@ -1,8 +1,7 @@
 """Pictures of docs/seeds.md and docs/methods.md, halved: prompts and seeds under several methods, a row each.
 
 python benchmarks/same_seed.py docs/seeds/same_seed.png
-python benchmarks/same_seed.py docs/methods/rows.png ar rows:window=8 rows:window=6 rows:window=4 \
-    auto:quality=balanced auto:quality=fast
+python benchmarks/same_seed.py docs/methods/rows.png ar rows:window=8 rows:window=6 rows:window=4
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from lantern_rt.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("runtime", "engines", "export", "lantern_rt", "train")
-LINES = {PRODUCT: 24_597, ("tests",): 23_806, ("benchmarks",): 1_639}
+LINES = {PRODUCT: 24_597, ("tests",): 23_806, ("benchmarks",): 1_638}
 LONGEST_FILE = 400
 WORDS = 13_390
 OPTIONS = 108
