@@ -69,9 +69,9 @@ def test_compiled_kernels_can_be_kept(kind: str) -> None:
     assert "runtime_config: tensorrt_rtx_bindings.tensorrt_rtx.IRuntimeConfig" in contexts
 
 
-def image_decoder(name: str, folder: Path, provider: str) -> tuple[TensorRTFunction, GraphSession]:
+def image_decoder(name: str, bundle: Path, folder: Path, provider: str) -> tuple[TensorRTFunction, GraphSession]:
     """The image decoder of `scenes` as a plan and in ONNX Runtime."""
-    scenes = open_bundle("scenes")
+    scenes = open_bundle(bundle)
     manifest = scenes.manifest
     rows = (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     written = write_graph(scenes, "vq_decoder", rows, folder)
@@ -87,17 +87,17 @@ def image_decoder(name: str, folder: Path, provider: str) -> tuple[TensorRTFunct
 
 
 @pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")
-def test_a_plan_that_cannot_be_loaded_for_lack_of_a_driver_says_so(tmp_path: Path) -> None:
+def test_a_plan_that_cannot_be_loaded_for_lack_of_a_driver_says_so(float_scenes_bundle: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
     with pytest.raises(EngineError) as caught:
-        image_decoder("tensorrt-rtx", tmp_path, "cpu")
+        image_decoder("tensorrt-rtx", float_scenes_bundle, tmp_path, "cpu")
     assert "CUDA driver version is insufficient" in caught.value.problem
 
 
 @pytest.mark.gpu
-def test_a_plan_decodes_images_on_the_gpu(name: str, tmp_path: Path) -> None:
+def test_a_plan_decodes_images_on_the_gpu(name: str, float_scenes_bundle: Path, tmp_path: Path) -> None:
     if find_gpu() is None:
         pytest.skip("needs an NVIDIA GPU and its driver")
-    plan, plain = image_decoder(name, tmp_path, MEMORY)
+    plan, plain = image_decoder(name, float_scenes_bundle, tmp_path, MEMORY)
     codes = np.random.default_rng(0).integers(0, 16, (3, plain.session.get_inputs()[0].shape[1]))
     np.testing.assert_allclose(plan.run({"codes": codes})[0], plain.run({"codes": codes})[0], atol=1e-3)
