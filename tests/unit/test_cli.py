@@ -277,7 +277,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(program: Any, arguments: list[s
     ("arguments", "heavy"),
     [
         (["--help"], {"numpy", "pydantic", "torch", "onnx", "onnxruntime", "scipy"}),
-        (["run", "a red sphere", "--output", "x.png"], {"torch", "onnx", "scipy", "matplotlib", "ftfy"}),
+        (["run", "a red sphere", "--threads", "1"], {"torch", "onnx", "scipy", "matplotlib", "ftfy"}),
     ],
 )
 def test_commands_take_no_more_modules_and_memory_than_they_need(
