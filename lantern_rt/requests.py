@@ -6,7 +6,7 @@ Every parameter that is left out (None) comes from the bundle.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar, get_args
 
@@ -20,7 +20,6 @@ from .inputs import explain, short, whole
 from .methods import (
     METHODS,
     PARAMETERS,
-    Auto,
     Config,
     Drafted,
     Embeddings,
@@ -47,13 +46,13 @@ C = TypeVar("C", bound=Config)
 class Settings:
     """Everything that decides an image besides prompt, seed and bundle.
 
-    size: None where the bundle draws one only. choice: why `auto` chose this method, None where the caller did.
+    size: None where the bundle draws one only. quality: the preset whose method this is, None where a method was named.
     """
 
     method: MethodConfig
     sampling: Sampling
     size: str | None = None
-    choice: str | None = field(default=None, compare=False)
+    quality: Quality | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """What is set, by the names that users give, ready for JSON."""
@@ -75,8 +74,8 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
 
     Args:
         manifest: of the bundle.
-        options: `method` (a name, a method string, or an object of `methods.py`), `size`, the names of `SAMPLING`, and
-            parameters of the method, each by its name (`lambda_` for lambda); None counts as left out.
+        options: `quality`, or `method` (a name, a method string, or an object of `methods.py`), `size` and the names of
+            `SAMPLING`; None counts as left out.
 
     Returns:
         The method with all its parameters, sampling and size.
@@ -85,24 +84,42 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
         RequestError: names the parameter at fault and what to do.
         TypeError: there is no such option.
     """
-    parameters = {name.rstrip("_"): _plain(value) for name, value in options.items() if value is not None}
-    unknown = sorted(parameters.keys() - {"method", "size", *SAMPLING, *PARAMETERS})
+    given = {name: _plain(value) for name, value in options.items() if value is not None}
+    _check_names(given)
+    size = _resolve_size(manifest, given.get("size"))
+    sampling = _validate(Sampling, manifest.sampling.model_dump() | {n: given[n] for n in SAMPLING if n in given})
+    quality, method = given.get("quality"), given.get("method")
+    if method is None:
+        quality = quality or "strict"
+        method = _preset_method(manifest, quality)
+    elif quality is not None:
+        raise RequestError("a quality and a method", field="quality", remedy="give one of them")
+    parameters: dict[str, Any] = {}
+    if isinstance(method, MethodConfig):
+        parameters = method.parameters()
+        method = method.method
+    elif isinstance(method, str) and ":" in method:
+        method, parameters = parse_method(method)
+    return Settings(_resolve_method(manifest, method, parameters), sampling, size, quality)
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    """Refuse options that there are not, and parameters of methods, which stand in the method.
+
+    Raises:
+        RequestError: a parameter without its method. TypeError: there is no such option.
+    """
+    unknown = sorted(given.keys() - {"method", "quality", "size", *SAMPLING})
+    for name in unknown:
+        if takers := PARAMETERS.get(name.rstrip("_")):
+            example = f"{takers[0]}:{name.rstrip('_')}={short(given[name])}"
+            remedy = f"write it into a method that takes it ({', '.join(takers)}), such as method={example!r}"
+            raise RequestError("a parameter without its method", field=name.rstrip("_"), remedy=remedy)
     if unknown:
         known = ["prompts", *Options.__annotations__]
         similar = get_close_matches(unknown[0], known, 1)
         hint = f"did you mean {similar[0]!r}?" if similar else f"expected one of {', '.join(known)}"
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}; {hint}")
-    method = parameters.pop("method", None)
-    size = _resolve_size(manifest, parameters.pop("size", None))
-    shaping = {name: parameters.pop(name) for name in SAMPLING if name in parameters}
-    sampling = _validate(Sampling, manifest.sampling.model_dump() | shaping)
-    if isinstance(method, MethodConfig):
-        parameters = method.parameters() | parameters
-        method = method.method
-    elif isinstance(method, str) and ":" in method:
-        method, written = parse_method(method)
-        parameters = written | parameters
-    return Settings(_resolve_method(manifest, method, parameters), sampling, size)
 
 
 def _resolve_size(manifest: Manifest, size: Any) -> str | None:
@@ -113,9 +130,8 @@ def _resolve_size(manifest: Manifest, size: Any) -> str | None:
     return manifest.size(size).name if manifest.sizes else None
 
 
-def _resolve_method(manifest: Manifest, method: Any, parameters: dict[str, Any]) -> MethodConfig:
+def _resolve_method(manifest: Manifest, name: Any, parameters: dict[str, Any]) -> MethodConfig:
     """The method, its parameters filled in from the bundle's defaults."""
-    name = manifest.decoding.method if method is None else method
     *others, last = METHODS
     if name not in (*others, last):  # whatever its type
         raise RequestError(field="method", found=short(name), expected=f"{', '.join(others)} or {last}")
@@ -125,14 +141,11 @@ def _resolve_method(manifest: Manifest, method: Any, parameters: dict[str, Any])
         raise RequestError(problem, field=f"method {name}", remedy="use method ar or sjd")
     for parameter in sorted(parameters):
         if name not in PARAMETERS[parameter]:
-            default = "" if method else " (the bundle's default)"
             remedy = f"leave {parameter} out, or use method {' or '.join(PARAMETERS[parameter])}"
-            raise RequestError(f"method {name}{default} does not take it", field=parameter, remedy=remedy)
+            raise RequestError(f"method {name} does not take it", field=parameter, remedy=remedy)
     fields = _defaults(manifest, name) | parameters
     if issubclass(kind, Relaxed):
         fields |= _neighborhood(manifest, name, parameters)
-    if kind is Auto:
-        _check_preset(manifest, fields.get("quality"))
     if issubclass(kind, Drafted):
         there = {"eagle": manifest.drafter, "heads": manifest.heads}
         if fields.get("drafter") is None and manifest.heads is not None:
@@ -143,15 +156,15 @@ def _resolve_method(manifest: Manifest, method: Any, parameters: dict[str, Any])
     return _validate(kind, fields)
 
 
-def _check_preset(manifest: Manifest, quality: Any) -> None:
-    """Refuse a quality of which the bundle has no preset, or which is none."""
-    qualities = get_args(Quality)
-    if quality not in qualities:
-        raise RequestError(field="quality", found=short(quality), expected=", ".join(qualities))
-    if quality != "strict" and quality not in manifest.presets:
+def _preset_method(manifest: Manifest, quality: Any) -> MethodConfig:
+    """Return the method of a quality. Raises: RequestError: there is no such quality, or the bundle has no preset."""
+    if quality not in get_args(Quality):
+        raise RequestError(field="quality", found=short(quality), expected=", ".join(get_args(Quality)))
+    if quality not in manifest.presets:
         problem = f"bundle {manifest.name} has no preset {quality}"
         remedy = f"`lantern-rt eval {manifest.name} --write-presets` measures and writes presets"
         raise RequestError(problem, field="quality", remedy=remedy)
+    return manifest.presets[quality].method
 
 
 def _defaults(manifest: Manifest, name: str) -> dict[str, Any]:

@@ -11,14 +11,19 @@ from ..engines.host import available_memory
 from ..engines.kv_cache import SPAN_STEP, round_up
 from ..engines.memory import cache_bytes, pass_bytes, weight_bytes
 from ..errors import RequestError
-from ..methods import Auto, Drafted, MethodConfig
-from ..requests import Request, Settings
+from ..methods import Drafted
+from ..requests import Request, Settings, resolve_settings
 from ..runtime.state import method_nodes
 
 TOGETHER = 64  # images at most
 BATCH_BYTES = 2 << 30  # that they may take, or half of what is free
-_NODES = 64  # of passes that `auto` may time
+_NODES = 64  # of a pass of one image, at least
 _PIXEL = 1024  # bytes that an image decoder takes for a pixel: two layers of 128 channels
+
+
+def largest_settings(manifest: Manifest) -> Settings:
+    """Return settings whose images take the most memory: those of the drafter, if there is one."""
+    return resolve_settings(manifest, {"method": "eagle:drafter=eagle" if manifest.drafter else "ar"})
 
 
 def images_together(manifest: Manifest, settings: Settings, most_rows: int) -> int:
@@ -38,7 +43,7 @@ def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = Non
     nodes = max(_NODES, method_nodes(settings.method))
     drafted = nodes * (1 + (manifest.row_end is not None))
     columns = round_up(prompt + manifest.picture_tokens + drafted + 2)
-    specs = {"target": manifest.target, "drafter": manifest.drafter if _drafts(settings.method) else None}
+    specs = {"target": manifest.target, "drafter": manifest.drafter if _drafts(settings) else None}
     needed = {f"cache of the {role}": cache_bytes(spec, rows, columns, size) for role, spec in specs.items() if spec}
     passes = (prompt, SPAN_STEP), (nodes, columns)  # nodes and past: of the prompt, of a picture
     # what one pass gave is there until the next one has given its own
@@ -51,7 +56,7 @@ def check_memory(bundle: Bundle, settings: Settings, prefix: int | None = None) 
     prefix: tokens of the prompt; None: as few as there may be, as every request is looked at by `check_room`. Raises:
     RequestError: with all the numbers.
     """
-    manifest, drafts = bundle.manifest, _drafts(settings.method)
+    manifest, drafts = bundle.manifest, _drafts(settings)
     roles = ("target", "drafter", "condition", "vq_decoder")
     graphs = [role for role in roles if role in manifest.files and (drafts or role != "drafter")]
     weights = sum(weight_bytes(bundle, role) for role in graphs)
@@ -95,8 +100,8 @@ def _sizes(needed: Mapping[str, int]) -> str:
     return f"{_gib(sum(needed.values()))} ({parts})"
 
 
-def _drafts(method: MethodConfig) -> bool:
-    return isinstance(method, Auto) or (isinstance(method, Drafted) and not method.by_heads)
+def _drafts(settings: Settings) -> bool:
+    return isinstance(settings.method, Drafted) and not settings.method.by_heads
 
 
 def _gib(size: int) -> str:

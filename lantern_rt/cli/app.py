@@ -24,7 +24,6 @@ COMMANDS = {
     "export": ("export", "Turn a checkpoint into a bundle, and check every graph against it."),
     "train-drafter": ("train_drafter", "Train an EAGLE drafter for a bundle's target, or heads for its windows."),
     "build-engine": ("build_engine", "Turn a bundle into plans for a GPU; `run --engines` runs them."),
-    "tune": ("tune", "Find the fastest way to draw each quality's images on this host."),
     "bench": ("bench", "Compare the speed of methods with ar's, in turns on the same prompts and seeds."),
     "eval": ("evaluate", "Compare the images of methods with plain decoding's."),
     "push": ("push", "Send a bundle to the hub, with a model card."),

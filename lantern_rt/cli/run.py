@@ -110,7 +110,7 @@ def run(
         str | None,
         typer.Option(
             metavar="NAME[:PARAMETER=VALUE]...",
-            help=f"{', '.join(METHODS)}, such as sjd:window=5. [default: auto, which takes the quality's]",
+            help=f"{', '.join(METHODS)}, such as sjd:window=5, in place of a quality.",
             rich_help_panel=METHOD,
         ),
     ] = None,
@@ -194,10 +194,9 @@ def run(
     assert last.stats is not None
     if trace and picture and record:
         _write_trace(trace, picture, record, force)
-    if last.settings.choice is not None:
-        say(last.settings.choice)
+    quality = "" if last.settings.quality is None else f" ({last.settings.quality})"
     say(
-        f"{last.stats.method}: {last.stats.tokens_per_forward_pass:.2f} tokens per pass, "
+        f"{last.settings.method}{quality}: {last.stats.tokens_per_forward_pass:.2f} tokens per pass, "
         f"{len(missing)} image{'s' * (len(missing) > 1)} in {time.perf_counter() - began:.1f} s"
     )
     if json:
@@ -243,7 +242,6 @@ def _check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> 
 
     Raises: RequestError, BundleError: as `check_request` and `open_bundle` have them.
     """
-    from ..auto.chooser import with_default_method
     from ..compare.turns import read_prompts
     from ..prompts import bundle_tokenizer
     from ..requests import check_request
@@ -256,7 +254,7 @@ def _check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> 
         options = options | {"embeddings": read_embeddings(options["embeddings"])}
     bundle = engine.open_bundle(name or "scenes")
     try:
-        return bundle, check_request(bundle.manifest, bundle_tokenizer(bundle), **with_default_method(options))
+        return bundle, check_request(bundle.manifest, bundle_tokenizer(bundle), **options)
     except RequestError as error:
         if error.field.startswith("prompt") and "prompts" in bundle.manifest.files:
             known = [prompt for _, prompt in read_prompts(bundle.path("prompts"))]

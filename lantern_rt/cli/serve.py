@@ -128,8 +128,7 @@ def _aliases(given: Sequence[str], models: Sequence[str]) -> dict[str, str]:
 
 def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
     """Bundles of different names that this host has memory for, each by itself."""
-    from ..auto.memory import check_memory
-    from ..requests import resolve_settings
+    from ..auto.memory import check_memory, largest_settings
 
     if options.engines is not None and len(names) > 1:
         expected = "one: a folder of engines is built of one bundle"
@@ -141,7 +140,7 @@ def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
             twice = f"two named {bundle.manifest.name}"
             raise RequestError(field="bundles", found=twice, expected="one each: requests choose a model by its name")
         if options.on_cpu(bundle):
-            check_memory(bundle, resolve_settings(bundle.manifest, {"method": "auto"}))
+            check_memory(bundle, largest_settings(bundle.manifest))
         by_name[bundle.manifest.name] = bundle
     return list(by_name.values())
 

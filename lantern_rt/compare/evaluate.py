@@ -104,7 +104,6 @@ def evaluate(
             {
                 "method": label,
                 "settings": own[-1].settings.as_dict(),
-                "choice": own[-1].settings.choice,
                 "seconds": sum(one.seconds for one in own),
                 "exact": own[-1].settings.method.exact,
                 "same_images": label not in compared or own is plain,

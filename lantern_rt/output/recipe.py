@@ -42,8 +42,6 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _names_one_method(self) -> Recipe:
         method = self.settings.get("method")
-        if self.method == "auto":
-            raise ValueError("method: found auto, expected the one that it chose")
         if method != self.method:
             raise ValueError(f"settings.method: found {short(method)}, expected {self.method} as text chunk method")
         return self

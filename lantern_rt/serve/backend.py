@@ -88,7 +88,7 @@ class LocalBackend:
             "takes": manifest.condition.kind,
             "classes": manifest.condition.classes,
             "methods": methods,
-            "qualities": ["strict", *manifest.presets],
+            "qualities": [*manifest.presets],
             "sampling": manifest.sampling.model_dump(),
             "examples": prompts.splitlines()[:8],
             "edits": "vq_encoder" in manifest.files,
@@ -139,7 +139,8 @@ class LocalBackend:
             figures = Figures(
                 model=self.name,
                 method=str(last.settings.method),
-                choice=last.settings.choice,
+                quality=last.settings.quality,
+                exact=last.settings.method.exact,
                 seeds=[image.seed for image in images],
                 tokens_per_forward_pass=stats.tokens_per_forward_pass,
                 target_passes=sum(one.target_passes for one in stats.per_image),

@@ -192,7 +192,8 @@ class Figures:
     Args:
         model: name of the bundle.
         method: that drew, with its parameters.
-        choice: how `auto` came to it, in words.
+        quality: the preset whose method it is, None where a method was named.
+        exact: whether the method samples the target's own distribution.
         seeds: of each image.
         tokens_per_forward_pass: of an image, the mean over images.
         target_passes: of all images; a pass counts for every image in it.
@@ -204,7 +205,8 @@ class Figures:
 
     model: str
     method: str
-    choice: str | None
+    quality: str | None
+    exact: bool
     seeds: list[int]
     tokens_per_forward_pass: float
     target_passes: int
