@@ -300,7 +300,7 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
         parameter, _, value = part.partition("=")
         if parameter not in PARAMETERS or not value:
             raise RequestError(
-                field="methods", found=f"{part!r} in {text!r}", expected=f"PARAMETER=VALUE, of {', '.join(PARAMETERS)}"
+                field="method", found=f"{part!r} in {text!r}", expected=f"PARAMETER=VALUE, of {', '.join(PARAMETERS)}"
             )
         given[parameter] = _parsed(value)
     return name, given

@@ -88,7 +88,8 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
     _check_names(given)
     size = _resolve_size(manifest, given.get("size"))
     sampling = _validate(Sampling, manifest.sampling.model_dump() | {n: given[n] for n in SAMPLING if n in given})
-    quality, method = given.get("quality"), given.get("method")
+    quality: Quality | None = given.get("quality")
+    method = given.get("method")
     if method is None:
         quality = quality or "strict"
         method = _preset_method(manifest, quality)

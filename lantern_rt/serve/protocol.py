@@ -24,7 +24,6 @@ _RANDOM_SEEDS = 2**32
 _FIELDS = {  # of a body, by the parameters of a pipeline
     "num_images": "n",
     "quality": "quality_budget",
-    "methods": "method",
     "prompts": "prompt",
     "class_ids": "class_id",
 }

@@ -25,7 +25,7 @@ SHORT, LONG = "a red fox", "a red fox " * 60
 def room(lumina_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Free memory for an image of a prompt of 100 tokens, and of no more than that."""
     manifest = open_bundle(lumina_bundle).manifest
-    settings = resolve_settings(manifest, {"method": "auto"})
+    settings = resolve_settings(manifest, {})
     few, many = (sum(image_bytes(manifest, settings, tokens).values()) for tokens in (100, 400))
     assert few < many
     monkeypatch.setattr("lantern_rt.pipeline.available_memory", lambda: few)

@@ -116,7 +116,7 @@ def test_batches_and_threads_do_not_move_a_bit(pipes: dict[int, Pipeline], promp
 
 
 def test_relaxed_methods_commit_several_codes_a_pass(pipe: Pipeline, prompts: list[str], batches: Batches) -> None:
-    window = pipe(prompts[0], seed=3, method="sjd", lambda_=2.0)
+    window = pipe(prompts[0], seed=3, method="sjd:lambda=2")
     for stats in (batches["lantern"].stats, batches["lantern++"].stats, window.stats):
         assert stats.tokens_per_forward_pass > 1.5
         assert stats.realised_tvd > 0

@@ -34,7 +34,7 @@ def files(folder: Path) -> list[str]:
 def test_run_writes_a_png_named_after_prompt_and_seed(program: Any, words_bundle: Path, tmp_path: Path) -> None:
     code, out, err = program("run", words_bundle, "Red cube, on SAND!", "--seed", 5)
     assert (code, out) == (0, "red-cube-on-sand-seed5.png\n")
-    assert re.search(r"^\w+: \d\.\d\d tokens per pass, 1 image in [\d.]+ s$", err, re.MULTILINE)
+    assert re.search(r"^sjd:window=7 \(strict\): \d\.\d\d tokens per pass, 1 image in [\d.]+ s$", err, re.MULTILINE)
     with Image.open(tmp_path / "red-cube-on-sand-seed5.png") as image:
         texts = dict(image.text)  # type: ignore[attr-defined]
         pixels = image.tobytes()

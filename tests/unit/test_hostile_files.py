@@ -175,7 +175,7 @@ def test_trees_too_large_to_draft_are_refused(name: str) -> None:
 
 def test_a_bundle_with_too_large_a_tree_is_refused(folder: Path) -> None:
     methods = [{"method": "eagle", "tree": "dynamic-999-99-99"}]
-    change(folder, decoding={"method": "ar", "methods": methods})
+    change(folder, decoding={"methods": methods})
     with refused(BundleError, "default tree", "found 999 nodes, expected at most 128"):
         Pipeline.from_bundle(folder, threads=1)("red cube", method="eagle")
 

@@ -30,7 +30,7 @@ Axes = tuple[str | int, ...]
 
 
 def make_tiny_bundle(
-    folder: Path, kind: str = "words", grid: int = 6, drafter: bool = True, method: str = "lantern", damage: float = 0.0
+    folder: Path, kind: str = "words", grid: int = 6, drafter: bool = True, damage: float = 0.0
 ) -> Path:
     """Write a bundle of a kind of condition; `damage` is added to all weights of the target."""
     folder.mkdir(parents=True)
@@ -60,7 +60,7 @@ def make_tiny_bundle(
     condition: dict[str, Any] = {"kind": kind, "prefix": prefix}
     condition |= {"class": {"classes": 10}, "embeddings": {"caption_dim": CAPTION}}.get(kind, {})
     manifest = {
-        "format_version": "3.0",
+        "format_version": "3.3",
         "name": "tiny",
         "family": "test",
         "grid_rows": grid,
@@ -73,7 +73,7 @@ def make_tiny_bundle(
         "drafter": SIZES if drafter else None,
         "condition": condition,
         "sampling": {"cfg_scale": 2.0, "top_k": 24},
-        "decoding": {"method": method if drafter else "ar", "methods": METHODS if drafter else []},
+        "decoding": {"methods": METHODS if drafter else []},
         "files": {role: _entry(folder, name) for role, name in files.items()},
         "provenance": {"exporter": "test 1", "licence": "Apache-2.0"},
     }
