@@ -134,11 +134,11 @@ def _resolve_method(manifest: Manifest, method: Any, parameters: dict[str, Any])
     if kind is Auto:
         _check_preset(manifest, fields.get("quality"))
     if issubclass(kind, Drafted):
-        there = {"eagle": manifest.drafter, "heads": manifest.heads}
-        if fields.get("drafter") is None and manifest.heads is not None:
+        drafter = fields.get("drafter")
+        if drafter is None and manifest.heads is not None:
             fields["drafter"] = "heads"
-        if there.get(fields.get("drafter") or "", True) is None:
-            raise RequestError(field="drafter", found=fields["drafter"], expected="one that the bundle has")
+        if drafter in ("eagle", "heads") and not manifest.has_drafter(drafter):
+            raise RequestError(field="drafter", found=drafter, expected="one that the bundle has")
         fields["tree"] = _tree(manifest, fields["tree"], by_bundle="tree" not in parameters)
     return _validate(kind, fields)
 

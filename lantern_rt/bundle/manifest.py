@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..methods import METHODS, Ar, Method, MethodConfig, MethodName, Quality, Sampling
+from ..methods import METHODS, Ar, Drafted, Method, MethodConfig, MethodName, Quality, Relaxed, Sampling
 
 FORMAT_VERSION = "3.2"
 _PIECE = 1 << 20  # bytes of a file that are hashed at a time
@@ -276,7 +276,12 @@ class Manifest(Part):
     @property
     def drafts(self) -> bool:
         """Whether there is something to draft trees with."""
-        return self.drafter is not None or self.heads is not None
+        return self.has_drafter(None)
+
+    def has_drafter(self, name: str | None) -> bool:
+        """Return whether the bundle has `eagle` or `heads`, or for None any of them."""
+        there = {"eagle": self.drafter, "heads": self.heads}
+        return any(spec is not None for one, spec in there.items() if name in (None, one))
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Manifest:
@@ -296,8 +301,11 @@ class Manifest(Part):
         if "strict" in self.presets:
             raise ValueError("`presets` has strict, which every bundle has: any exact method draws its pictures")
         for quality, preset in self.presets.items():
-            if preset.method.needs_drafter and not self.drafts:
-                raise ValueError(f"preset {quality}, {preset.method}, needs a drafter")
+            method = preset.method
+            if isinstance(method, Drafted) and not self.has_drafter(method.drafter):
+                raise ValueError(f"preset {quality}, {method}, needs a drafter that the bundle lacks")
+            if isinstance(method, Relaxed) and (method.neighbors or 0) > self.neighbors:
+                raise ValueError(f"preset {quality}, {method}, needs more than the bundle's {self.neighbors} neighbors")
         if self.row_end is not None and not 0 <= self.row_end - self.codebook_size < 1_000_000:
             raise ValueError(
                 f"row_end {self.row_end} is a code, expected a row behind the {self.codebook_size} of them"
@@ -330,7 +338,9 @@ class Manifest(Part):
 
     def preset_method(self, quality: Quality) -> MethodConfig:
         """The method of a quality: plain decoding stands for `strict`. Raises: KeyError: there is no such preset."""
-        return Ar() if quality == "strict" else self.presets[quality].method
+        method = Ar() if quality == "strict" else self.presets[quality].method
+        by_default = isinstance(method, Drafted) and method.drafter is None and self.heads is not None
+        return method.model_copy(update={"drafter": "heads"}) if by_default else method
 
     def pixels(self, size: Size) -> tuple[int, int]:
         """Width and height of a picture of this size."""

@@ -123,4 +123,5 @@ def same_picture(path: Path, bundle: Bundle, request: Request, scale: int) -> bo
 def _same_method(old: MethodConfig, new: MethodConfig, bundle: Bundle) -> bool:
     if not isinstance(new, Auto):
         return old == new
-    return old.exact if new.quality == "strict" else old == bundle.manifest.presets[new.quality].method
+    preset = bundle.manifest.preset_method(new.quality)
+    return old.exact if preset.exact else old == preset
