@@ -34,7 +34,7 @@ def explain(error: ValidationError) -> dict[str, str]:
     field = " ".join(".".join(str(part) for part in first["loc"]).split())[:80]
     if first["type"] == "missing":
         return {"field": field, "found": "nothing", "expected": "a value"}
-    if first["type"] == "extra_forbidden":
+    if first["type"] in ("extra_forbidden", "none_required"):
         return {"field": field, "problem": "unknown", "expected": "it left out"}
     found = short(first["input"])
     if first["type"] == "value_error":

@@ -56,6 +56,12 @@ class ImagesRequest(BaseModel):
     background: Literal["auto", "opaque"] | None = None
     moderation: Literal["auto", "low"] | None = None
     user: Text | None = None
+    safety_identifier: Text | None = None
+    style: None = None
+    complexity: None = None
+    svg: None = None
+    frame_count: Annotated[Whole, Field(ge=9, le=9)] | None = None
+    frame_duration_ms: Annotated[Whole, Field(ge=200, le=200)] | None = None
     # ours
     negative_prompt: Text | None = None
     seed: Whole | None = None
@@ -105,7 +111,7 @@ class EditRequest(ImagesRequest):
     image: bytes = b""
     mask: bytes | None = None
     keep_rows: Whole | None = None
-    input_fidelity: Literal["high"] | None = None
+    input_fidelity: Literal["low", "high"] | None = None
 
     EVENTS: ClassVar[str] = "image_edit"
 
@@ -175,7 +181,7 @@ def complete(request: R, max_deadline: float) -> R:
             raise HttpError(400, "goes with stream", field=name, remedy="leave it out, or give stream true")
     if request.quality_budget and request.quality in _PRESETS:
         raise HttpError(400, "two qualities", field="quality", remedy="leave it out, or quality_budget")
-    if request.output_compression is not None and request.format == "png":
+    if request.output_compression not in (None, 100) and request.format == "png":
         why = "png has none"
         raise HttpError(400, field="output_compression", expected="output_format jpeg or webp", remedy=why)
     if request.deadline is not None and request.deadline > max_deadline:
