@@ -101,6 +101,15 @@ class Bundle:
             raise _refusal(path, f"code {own[0]} among its own neighbours", "it left out")
         return indices
 
+    @cached_property
+    def examples(self) -> list[str]:
+        """Prompts that the bundle's maker chose to show what it draws; none where there is no file of them."""
+        if "prompts" not in self.manifest.files:
+            return []
+        with _expecting(self.path("prompts"), "a text file of prompts"):
+            lines = read_plain_file(self.path("prompts"), _MANIFEST_LIMIT).decode().splitlines()
+        return [line for line in lines if line.strip()]
+
 
 def embedded_names() -> list[str]:
     """Names of the bundles that come with this package."""

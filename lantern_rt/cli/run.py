@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -244,7 +243,6 @@ def _check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> 
     Raises: RequestError, BundleError: as `check_request` and `open_bundle` have them.
     """
     from ..auto.chooser import with_default_method
-    from ..compare.turns import read_prompts
     from ..prompts import bundle_tokenizer
     from ..requests import check_request
     from ..text.embeddings import read_embeddings
@@ -255,14 +253,7 @@ def _check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> 
     if "embeddings" in options:
         options = options | {"embeddings": read_embeddings(options["embeddings"])}
     bundle = engine.open_bundle(name or "scenes")
-    try:
-        return bundle, check_request(bundle.manifest, bundle_tokenizer(bundle), **with_default_method(options))
-    except RequestError as error:
-        if error.field.startswith("prompt") and "prompts" in bundle.manifest.files:
-            known = [prompt for _, prompt in read_prompts(bundle.path("prompts"))]
-            near = get_close_matches(" ".join(options.get("prompts", ())), known, 3, cutoff=0)
-            error.remedy = "; ".join(filter(None, [error.remedy, f"it draws {', '.join(map(repr, near))}"]))
-        raise
+    return bundle, check_request(bundle.manifest, bundle_tokenizer(bundle), **with_default_method(options))
 
 
 def _label(image: ImageRequest, number: int) -> dict[str, str | int]:

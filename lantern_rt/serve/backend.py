@@ -77,8 +77,6 @@ class LocalBackend:
         """What `/v1/models` says of the model, ready for JSON."""
         manifest = self.manifest
         methods = [name for name, kind in METHODS.items() if manifest.drafts or not kind.needs_drafter]
-        bundle = self.pipeline.pipeline.bundle
-        prompts = bundle.path("prompts").read_text("utf-8") if "prompts" in manifest.files else ""
         size = manifest.size().name
         return {
             "size": size,
@@ -90,7 +88,7 @@ class LocalBackend:
             "methods": methods,
             "qualities": ["strict", *manifest.presets],
             "sampling": manifest.sampling.model_dump(),
-            "examples": prompts.splitlines()[:8],
+            "examples": self.pipeline.pipeline.bundle.examples[:8],
             "edits": "vq_encoder" in manifest.files,
         }
 

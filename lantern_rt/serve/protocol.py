@@ -310,9 +310,8 @@ class HttpError(LanternError):
             return cls(503, "the model does not run any more", "stopped", 5, remedy="ask another server")
         if isinstance(error, RequestError):
             field = _FIELDS.get(error.field, error.field)
-            refusal = cls(
-                400, error.problem, field=field, found=error.found, expected=error.expected, remedy=error.remedy
-            )
+            remedy = "; ".join(part for part in error.remedy.split("; ") if "lantern-rt " not in part)
+            refusal = cls(400, error.problem, field=field, found=error.found, expected=error.expected, remedy=remedy)
             refusal.param = "method" if field in PARAMETERS else field
             return refusal
         if isinstance(error, LanternError):  # its words may name files of the server
