@@ -69,8 +69,7 @@ def outcome(client: openai.OpenAI, method: str, **fields: Any) -> Any:
     try:
         answer = getattr(client.images, method)(**prompt, **image, **fields, extra_body=ours)
     except openai.BadRequestError as error:
-        assert error.param == "image", error
-        return error.message
+        return error.param, error.message
     return answer.data
 
 
@@ -79,4 +78,6 @@ def outcome(client: openai.OpenAI, method: str, **fields: Any) -> Any:
 def test_a_default_that_is_sent_is_a_parameter_left_out(
     client: openai.OpenAI, method: str, name: str, value: Any
 ) -> None:
-    assert outcome(client, method, **{name: value}) == outcome(client, method)
+    expected = outcome(client, method)
+    assert outcome(client, method, **{name: value}) == expected
+    assert method == "generate" or expected[0] == "image"
