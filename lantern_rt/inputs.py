@@ -43,8 +43,9 @@ def explain(error: ValidationError) -> dict[str, str]:
     if first["type"] == "value_error":
         found = "" if isinstance(first["input"], dict) else found
         return {"field": field, "found": found, "problem": first["msg"].removeprefix("Value error, ")}
-    expected = first["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    return {"field": field, "found": found, "expected": "JSON" if first["type"] == "json_invalid" else expected}
+    said = first["msg"].removeprefix("Input should be ").removeprefix("a valid ").partition(", unable")[0]
+    expected = {"int": "a whole number", "json": "JSON"}.get(first["type"].partition("_")[0], said)
+    return {"field": field, "found": found, "expected": expected}
 
 
 def short(value: object) -> str:

@@ -148,7 +148,7 @@ def test_the_first_word_is_a_bundle_only_if_it_names_one(program: Any, words_bun
         (["red", "--count", "2", "--output", "a.png"], "a.png: found one file name for 2 images"),
         (["red", "--trace", "t.txt"], r"trace t.txt: found the ending .txt, expected \.npz"),
         (["red", "--output", "t.trace.png", "--trace", "t.npz"], "t.trace.png: would hold an image and a trace"),
-        (["red", "--seed", "x"], ".*--seed.*lantern-rt run --help"),
+        (["red", "--count", "x"], "--count: found 'x', expected a whole number; see `lantern-rt run --help`"),
         (["red", "--colour"], "No such option"),
     ],
 )
@@ -264,6 +264,29 @@ def test_every_help_shows_examples_within_80_columns_in_the_words_of_the_glossar
 def test_the_program_alone_shows_its_help_and_version(program: Any) -> None:
     assert program()[1] == program("--help")[1]
     assert program("--version")[:2] == (0, f"lantern-rt {lantern_rt.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["run", "a red cube", "--seed", "random"],
+            "--seed: found 'random', expected a whole number; `--seed $RANDOM` ",
+        ),
+        (["edit", "a.png", "--seed", "random"], "--seed: found 'random', expected a whole number; `--seed $RANDOM` "),
+        (["run", "a red cube", "--top-p", "most"], "--top-p: found 'most', expected number"),
+        (["run", "--class-id", "3.5"], "--class-id: found '3.5', expected a whole number"),
+        (["bench", "--count", "few"], "--count: found 'few', expected a whole number"),
+        (["serve", "--port", "http"], "--port: found 'http', expected a whole number"),
+        (["run", "a red cube", "--size", "512"], "--size: found '512', expected 256x256; --scale 2 "),
+    ],
+)
+def test_a_value_that_an_option_does_not_take_is_refused_in_our_words(
+    program: Any, arguments: list[str], line: str
+) -> None:
+    code, _, err = program(*arguments)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"lantern-rt: {line}")
 
 
 @pytest.mark.parametrize("arguments", [["dance"], ["run", "--seed"], ["train-drafter", "dance"]])

@@ -15,7 +15,7 @@ from PIL.PngImagePlugin import PngInfo
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.bundle.files import Bundle
 from lantern_rt.output.images import png_bytes
-from lantern_rt.output.recipe import TEXTS_LIMIT, TEXT_LIMIT, read_recipe
+from lantern_rt.output.recipe import TEXT_LIMIT, TEXTS_LIMIT, read_recipe
 from lantern_rt.prompts import bundle_tokenizer
 from lantern_rt.requests import check_request
 from lantern_rt.runtime.noise import FORMAT
