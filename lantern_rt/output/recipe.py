@@ -68,7 +68,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _read_texts(path: Path) -> dict[str, str]:
-    """Return the texts of a PNG that a recipe has. What Pillow unpacks of the bytes it is given, it limits to 64 MiB."""
+    """Return the texts of a PNG that a recipe has. Pillow limits what it unpacks of them to 64 MiB."""
     try:
         with open_plain_file(path) as file:
             image = PngImageFile(BytesIO(_without_pixels(file)))
