@@ -109,8 +109,8 @@ def _of_numbers(name: str, array: NDArray[Any]) -> Image.Image:
         return Image.fromarray(array)
     limit = 1 if binary else 255 if most <= 255 else 65535
     if not 0 <= least <= most <= limit:
-        found, expected = f"{array.dtype} from {least:g} to {most:g}", "integers 0 .. 255, floats 0 .. 1, or bool"
-        raise RequestError(field=name, found=found, expected=expected)
+        found = f"{array.dtype} from {least:g} to {most:g}"
+        raise RequestError(field=name, found=found, expected="integers 0 .. 255, floats 0 .. 1, or bool")
     return Image.fromarray(np.rint(array * (255 / limit)).astype(np.uint8))
 
 
@@ -184,7 +184,6 @@ def nearest_size(manifest: Manifest, picture: Image.Image) -> str | None:
 
 
 def _hole(picture: Image.Image, mask: PictureSource | None) -> Image.Image:
-    """Where a picture is drawn anew: 255 there, 0 elsewhere."""
     marks = picture if mask is None else read_picture("mask", mask)
     if marks.size != picture.size:
         found, expected = (f"{one.width} x {one.height} pixels" for one in (marks, picture))

@@ -126,7 +126,7 @@ class Pipeline:
         tokens = np.zeros(2, np.int64)
         row = PrefixRow(np.zeros((2, manifest.target.hidden_size), np.float32), np.ones(2, np.bool_), tokens)
         drafter = "eagle" if manifest.drafter else None
-        method = {"method": "eagle", "tree": "chain-3", "drafter": drafter} if manifest.drafts else {"method": "ar"}
+        method = {"method": "eagle", "tree": "chain-3", "drafter": drafter} if manifest.drafters else {"method": "ar"}
         settings = resolve_settings(manifest, {**method, "cfg_scale": 2.0})
         model = self.model(self.engines, [settings.method])
         for _ in islice(decode(model, [Prompt(row, row)], [0], settings.sampling, settings.method), WARM_UP_STEPS):

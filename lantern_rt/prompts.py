@@ -107,7 +107,6 @@ def _text_requests(
 
 
 def _text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompt: Any) -> ImageRequest:
-    """What the condition graph reads of a prompt; rows of kind `tokens` are each as long as they need to be."""
     if not isinstance(prompt, str):
         raise RequestError(field="prompt", found=short(prompt), expected="text or a list of texts")
     if not prompt.strip():

@@ -106,7 +106,6 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
 
 
 def _resolve_size(manifest: Manifest, size: Any) -> str | None:
-    """The name of a size, by default the bundle's own; None where the bundle draws one only."""
     names = [one.name for one in manifest.sizes or (manifest.size(),)]
     if size is not None and size not in names:
         raise RequestError(field="size", found=short(size), expected=", ".join(names))
@@ -114,13 +113,12 @@ def _resolve_size(manifest: Manifest, size: Any) -> str | None:
 
 
 def _resolve_method(manifest: Manifest, method: Any, parameters: dict[str, Any]) -> MethodConfig:
-    """The method, its parameters filled in from the bundle's defaults."""
     name = manifest.decoding.method if method is None else method
     *others, last = METHODS
     if name not in (*others, last):  # whatever its type
         raise RequestError(field="method", found=short(name), expected=f"{', '.join(others)} or {last}")
     kind = METHODS[name]
-    if kind.needs_drafter and not manifest.drafts:
+    if kind.needs_drafter and not manifest.drafters:
         problem = f"bundle {manifest.name} has no drafter"
         raise RequestError(problem, field=f"method {name}", remedy="use method ar or sjd")
     for parameter in sorted(parameters):
@@ -137,14 +135,14 @@ def _resolve_method(manifest: Manifest, method: Any, parameters: dict[str, Any])
         drafter = fields.get("drafter")
         if drafter is None and manifest.heads is not None:
             fields["drafter"] = "heads"
-        if drafter in ("eagle", "heads") and not manifest.has_drafter(drafter):
-            raise RequestError(field="drafter", found=drafter, expected="one that the bundle has")
+        if drafter is not None and drafter not in manifest.drafters:
+            expected = f"{' or '.join(manifest.drafters)}, which the bundle has"
+            raise RequestError(field="drafter", found=short(drafter), expected=expected)
         fields["tree"] = _tree(manifest, fields["tree"], by_bundle="tree" not in parameters)
     return _validate(kind, fields)
 
 
 def _check_preset(manifest: Manifest, quality: Any) -> None:
-    """Refuse a quality of which the bundle has no preset, or which is none."""
     qualities = get_args(Quality)
     if quality not in qualities:
         raise RequestError(field="quality", found=short(quality), expected=", ".join(qualities))
@@ -203,18 +201,15 @@ def _validate(kind: type[C], fields: Mapping[str, Any]) -> C:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's scalars and arrays as Python's."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 def _as_list(value: Any, times: int = 1) -> list[Any]:
-    """Elements of a list; anything else so many times."""
     value = _plain(value)
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * times
 
 
 def _recorded_subject(info: Mapping[Any, Any], field: str) -> tuple[str | None, int | None]:
-    """The prompt or class id that a picture's file records, where bundles take it."""
     prompt, number = info.get("prompt"), info.get("class_id")
     if field == "prompts" and isinstance(prompt, str):
         return prompt, None

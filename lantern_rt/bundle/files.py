@@ -107,8 +107,7 @@ class Bundle:
         if "prompts" not in self.manifest.files:
             return []
         with _expecting(self.path("prompts"), "a text file of prompts"):
-            lines = read_plain_file(self.path("prompts"), _MANIFEST_LIMIT).decode().splitlines()
-        return [line for line in lines if line.strip()]
+            return read_plain_file(self.path("prompts"), _MANIFEST_LIMIT).decode().splitlines()
 
 
 def embedded_names() -> list[str]:

@@ -274,14 +274,9 @@ class Manifest(Part):
     provenance: Provenance
 
     @property
-    def drafts(self) -> bool:
-        """Whether there is something to draft trees with."""
-        return self.has_drafter(None)
-
-    def has_drafter(self, name: str | None) -> bool:
-        """Return whether the bundle has `eagle` or `heads`, or for None any of them."""
-        there = {"eagle": self.drafter, "heads": self.heads}
-        return any(spec is not None for one, spec in there.items() if name in (None, one))
+    def drafters(self) -> list[str]:
+        """Names of what can draft trees, `heads` and `eagle`, the default first."""
+        return [name for name, spec in (("heads", self.heads), ("eagle", self.drafter)) if spec is not None]
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Manifest:
@@ -296,20 +291,19 @@ class Manifest(Part):
             raise ValueError(f"drafter hidden_size {own} is not the target's, {expected}")
         if (tokens := self.condition.prefix + self.picture_tokens - 1) > (most := self.target.max_positions):
             raise ValueError(f"prefix and image take {tokens:,} positions, but target max_positions is {most:,}")
-        if METHODS[self.decoding.method].needs_drafter and not self.drafts:
+        if METHODS[self.decoding.method].needs_drafter and not self.drafters:
             raise ValueError(f"default method {self.decoding.method} needs a drafter")
         if "strict" in self.presets:
             raise ValueError("`presets` has strict, which every bundle has: any exact method draws its pictures")
         for quality, preset in self.presets.items():
             method = preset.method
-            if isinstance(method, Drafted) and not self.has_drafter(method.drafter):
+            drafter = getattr(method, "drafter", None)
+            if (method.needs_drafter and not self.drafters) or drafter not in (None, *self.drafters):
                 raise ValueError(f"preset {quality}, {method}, needs a drafter that the bundle lacks")
             if isinstance(method, Relaxed) and (method.neighbors or 0) > self.neighbors:
                 raise ValueError(f"preset {quality}, {method}, needs more than the bundle's {self.neighbors} neighbors")
         if self.row_end is not None and not 0 <= self.row_end - self.codebook_size < 1_000_000:
-            raise ValueError(
-                f"row_end {self.row_end} is a code, expected a row behind the {self.codebook_size} of them"
-            )
+            raise ValueError(f"row_end {self.row_end} is a code, expected a row behind the {vocab_size} of them")
         self._check_sizes()
         return self
 
@@ -331,10 +325,8 @@ class Manifest(Part):
     def size(self, name: str | None = None) -> Size:
         """The size of a name, by default the bundle's own. Raises: KeyError: pictures have no such size."""
         own = Size(name=f"{self.image_width}x{self.image_height}", rows=self.grid_rows, columns=self.grid_columns)
-        listed = self.sizes or (own,)
-        return (
-            next(one for one in listed if self._is_default(one)) if name is None else {o.name: o for o in listed}[name]
-        )
+        by_name = {size.name: size for size in self.sizes or (own,)}
+        return next(filter(self._is_default, by_name.values())) if name is None else by_name[name]
 
     def preset_method(self, quality: Quality) -> MethodConfig:
         """The method of a quality: plain decoding stands for `strict`. Raises: KeyError: there is no such preset."""

@@ -257,7 +257,6 @@ def _check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> 
 
 
 def _label(image: ImageRequest, number: int) -> dict[str, str | int]:
-    """What an image is drawn from: its prompt, class id, or number in the file of embeddings."""
     if image.label is None:
         return {"embedding": number}
     return {"prompt" if isinstance(image.label, str) else "class_id": image.label}
@@ -298,7 +297,6 @@ def draw_files(
 
 
 def _check_trace(trace: Path, outputs: list[Path], force: bool) -> Path:
-    """The picture's path beside the trace; both checked."""
     if trace.suffix != ".npz":
         raise OutputError(field=f"trace {trace}", found=f"the ending {trace.suffix or 'none'}", expected=".npz")
     picture = trace.with_name(trace.stem.removesuffix(".trace") + ".trace.png")

@@ -18,7 +18,7 @@ MIN_TURNS = 3
 def default_methods(manifest: Manifest) -> list[str]:
     """Method strings of all that a bundle can run, its presets last."""
     methods = ["ar", "sjd", "rows"]
-    if manifest.drafts:
+    if manifest.drafters:
         methods += ["eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3"]
         methods += ["lantern", "lantern++"] if manifest.neighbors else []
     return [*methods, *(f"auto:quality={quality}" for quality in ("strict", *manifest.presets))]

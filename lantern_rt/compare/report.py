@@ -108,7 +108,6 @@ def html_report(
 
 
 def _grid(report: Mapping[str, Any], images: Mapping[str, list[Image]]) -> str:
-    """Prompts down, methods across, the same seed in a row; the reference last."""
     count = report["images_per_method"]
     rows = []
     for i in range(0, count, max(1, count // GRID_IMAGES))[:GRID_IMAGES]:
@@ -119,7 +118,6 @@ def _grid(report: Mapping[str, Any], images: Mapping[str, list[Image]]) -> str:
 
 
 def _embedded(image: Image) -> str:
-    """An image element that holds its file."""
     small = image.copy()
     small.thumbnail((_WIDEST, _WIDEST))
     buffer = BytesIO()

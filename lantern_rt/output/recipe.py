@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from io import SEEK_CUR, BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
@@ -17,8 +18,6 @@ TEXTS_LIMIT = 1 << 16  # bytes of all text chunks that are read
 CHUNKS_LIMIT = 1 << 17  # of a file, most of them pixels
 TEXT_LIMIT = 1 << 14  # characters of a text, unpacked
 PIXELS_LIMIT = 1 << 28  # 1,024 x 1,024, enlarged 16 times
-_HEADER = 33  # bytes: the signature and the first chunk
-_END = b"\0\0\0\0IEND\xaeB`\x82"
 CURE = "give a PNG that `lantern-rt run` wrote"
 
 
@@ -83,18 +82,15 @@ def _read_texts(path: Path) -> dict[str, str]:
 
 def _without_pixels(file: BinaryIO) -> bytes:
     """Return the header of a PNG and its chunks with a recipe's texts, which some programs write behind the pixels."""
-    kept = file.read(_HEADER)
-    for _ in range(CHUNKS_LIMIT):
-        head = file.read(8 + 80)  # length, kind, and a text's name of at most 79 bytes
-        if len(head) < 8 or head[4:8] == b"IEND":
-            break
+    kept = file.read(33)  # signature and header
+    for head in islice(iter(lambda: file.read(88), b""), CHUNKS_LIMIT):  # length, kind, and the name of a text
         file.seek(-len(head), SEEK_CUR)
         size = 12 + int.from_bytes(head[:4])
         name = head[8:].partition(b"\0")[0].decode("latin-1")
         if head[4:8] in (b"tEXt", b"zTXt", b"iTXt") and name in Recipe.model_fields:
             kept += file.read(min(size, TEXTS_LIMIT))
-            if len(kept) > TEXTS_LIMIT:
-                raise ValueError("more than that")
         else:
             file.seek(size, SEEK_CUR)
-    return kept + _END
+        if len(kept) > TEXTS_LIMIT:
+            raise ValueError("more than that")
+    return kept + b"\0\0\0\0IEND\xaeB`\x82"

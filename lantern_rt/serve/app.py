@@ -46,9 +46,7 @@ def make_app(state: ServerState, lifespan: Lifespan | None = None, origins: Sequ
     Args:
         state: that requests share.
         lifespan: fills `state.backends`, and closes them.
-        origins: sites whose pages may ask (CORS).
-
-    Raises: RequestError: an origin is none that a browser sends.
+        origins: sites whose pages may ask (CORS), each as browsers send it; RequestError if not.
     """
     pages = _Pages(state)
     routes = [

@@ -76,7 +76,7 @@ class LocalBackend:
     def describe(self) -> dict[str, Any]:
         """What `/v1/models` says of the model, ready for JSON."""
         manifest = self.manifest
-        methods = [name for name, kind in METHODS.items() if manifest.drafts or not kind.needs_drafter]
+        methods = [name for name, kind in METHODS.items() if manifest.drafters or not kind.needs_drafter]
         size = manifest.size().name
         return {
             "size": size,
@@ -150,7 +150,6 @@ class LocalBackend:
             yield Completion(pictures, size.name, tokens, last.total - kept, figures, kept)
 
     async def _file(self, request: ImagesRequest, step: StreamStep, i: int) -> bytes:
-        """Image i of a step, as the request wants it."""
         image = await self.pipeline.image(step, i)
         return await asyncio.to_thread(encode, image, request.format, request.output_compression)
 

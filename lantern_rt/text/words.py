@@ -62,12 +62,7 @@ class WordTokenizer:
     def nearest(self, prompt: object) -> list[str]:
         """Return the three examples that share the most words with a prompt."""
         words = {*_WORD.findall(str(prompt).lower())}
-
-        def likeness(example: str) -> float:
-            known = {*example.split()}
-            return len(words & known) / len(words | known)
-
-        return nlargest(3, self.examples, key=likeness)
+        return nlargest(3, self.examples, key=lambda one: (len(words.intersection(one.split())), -len(one)))
 
     def _refusal(self, unknown: list[str]) -> RequestError:
         named = []
