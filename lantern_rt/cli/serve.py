@@ -89,7 +89,7 @@ def serve(
     Ctrl-C does not wait.
     """
     for library in LIBRARIES:
-        require_library(library, "lantern-rt serve", "serve")
+        require_library(library, "serve", "serve")
     from ..asynchronous import AsyncPipeline
     from ..serve.server import Server
     from ..serve.state import Limits

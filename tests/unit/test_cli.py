@@ -241,11 +241,21 @@ def test_inspect_prints_a_summary_the_words_or_all_of_the_manifest(
     assert (code, err.partition(" found")[0]) == (2, "lantern-rt: --words:")
 
 
-def test_export_without_torch_names_what_to_install(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "library", "extras"),
+    [
+        (["export", "--target", "a.pt", "--vq", "b.pt", "--output", "out"], "torch", "cpu,export"),
+        (["serve", "scenes"], "uvicorn", "serve"),
+    ],
+)
+def test_a_command_without_its_libraries_names_what_to_install(
+    program: Any, monkeypatch: pytest.MonkeyPatch, command: list[str], library: str, extras: str
+) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
-    code, _, err = program("export", "--target", "a.pt", "--vq", "b.pt", "--output", "out")
-    assert (code, "pip install 'lantern-rt[cpu,export]'" in err) == (2, True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else find(name))
+    code, _, err = program(*command)
+    line = f"lantern-rt: {command[0]}: {library} is not installed; run `pip install 'lantern-rt[{extras}]'`"
+    assert (code, err.strip()) == (2, line)
 
 
 STEPS = [["train-drafter", step] for step in ("data", "fit")]
