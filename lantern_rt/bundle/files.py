@@ -172,7 +172,6 @@ def _find(path_or_name: str | Path) -> Path:
 
 
 def _listed(folder: Path) -> list[str]:
-    """Names of the files that a manifest lists, each checked to be of a file within its folder."""
     manifest = _parse_manifest(folder / MANIFEST_FILE, _read_manifest_text(folder))
     for role, entry in manifest.files.items():
         _check_name(folder, role, entry.path)

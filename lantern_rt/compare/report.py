@@ -56,7 +56,6 @@ def _difference(figure: Mapping[str, float]) -> str:
 
 
 def _same(method: Mapping[str, Any]) -> str:
-    """What there is to say of a method that draws plain decoding's images."""
     return f"exact: same images, {method['tokens_per_forward_pass']:.2f} tokens per pass"
 
 
@@ -65,7 +64,6 @@ def _columns(report: Mapping[str, Any]) -> dict[str, Column]:
 
 
 def _cells(method: Mapping[str, Any], name: str) -> tuple[str, str]:
-    """Value and difference to ar, the latter where it says something, with intervals."""
     figure = method["figures"][name]
     decimals = COLUMNS[name].decimals
     value = _interval(figure, f".{decimals}f")

@@ -101,6 +101,5 @@ def run_race(
 
 
 def _progress(race: Race) -> tuple[int, int]:
-    """Turns taken, and how many there are at most; slow methods are given up before."""
     enough = ENOUGH_TURNS if race.whole else max(ENOUGH_TURNS, -(-ENOUGH_PASSES // TURN_PASSES))
     return sum(min(len(turns), enough) for turns in race.turns.values()), enough * len(race.methods)
