@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EngineError
-from ..inputs import brief
+from ..inputs import brief, short
 from .gpu import find_gpu
 
 _CPU = Path("/sys/devices/system/cpu")
@@ -92,7 +92,7 @@ def usable_cores() -> int:
 def thread_count(threads: int | None) -> int:
     """Threads of a graph, by default `usable_cores`. Raises: EngineError unless 1 .. 1024."""
     if threads is not None and (type(threads) is not int or not 1 <= threads <= 1024):
-        raise EngineError(field="threads", found=repr(threads), expected="1 .. 1024")
+        raise EngineError(field="threads", found=short(threads), expected="1 .. 1024")
     return threads or usable_cores()
 
 

@@ -25,10 +25,10 @@ from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import BundleError, RequestError
 from .inputs import whole
-from .methods import Ar, Drafted, DrawOptions, Eagle, MethodConfig, Options, PictureSource, Relaxed, Sampling, Sjd
+from .methods import Ar, Drafted, DrawOptions, MethodConfig, Options, PictureSource, Relaxed, Sjd
 from .output.images import blank, grey_out, recorded, to_image
 from .prompts import ImageRequest, bundle_tokenizer
-from .requests import Request, Settings, check_request
+from .requests import Request, Settings, check_request, resolve_settings
 from .results import Ints, Progress, Result, StreamStep, record, result_of
 from .runtime.decode import decode
 from .runtime.state import DrafterLayout, Model, PrefixRow, Prompt
@@ -123,10 +123,10 @@ class Pipeline:
         _ = self.bundle.heads
         tokens = np.zeros(2, np.int64)
         row = PrefixRow(np.zeros((2, manifest.target.hidden_size), np.float32), np.ones(2, np.bool_), tokens)
-        method = Eagle(tree="chain-3") if manifest.drafts else Ar()
-        model = self.model(self.engines, [method])
-        sampling = Sampling(cfg_scale=2.0)
-        for _ in islice(decode(model, [Prompt(row, row)], [0], sampling, method), WARM_UP_STEPS):
+        method = f"eagle:tree=chain-3:drafter={manifest.drafters[-1]}" if manifest.drafters else "ar"
+        settings = resolve_settings(manifest, {"method": method, "cfg_scale": 2.0})
+        model = self.model(self.engines, [settings.method])
+        for _ in islice(decode(model, [Prompt(row, row)], [0], settings.sampling, settings.method), WARM_UP_STEPS):
             pass  # a few tokens of an image without a prompt
         _LOG.info("warmed up bundle %s", manifest.name)
 

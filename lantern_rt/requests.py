@@ -95,13 +95,14 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
         method = _preset_method(manifest, quality)
     elif quality is not None:
         raise RequestError("a quality and a method", field="quality", remedy="give one of them")
-    parameters: dict[str, Any] = {}
+    name, parameters = method, dict[str, Any]()
+    complete = None
     if isinstance(method, MethodConfig):
-        parameters = method.parameters()
-        method = method.method
+        name, parameters = method.method, method.parameters()
+        complete = method.model_dump()
     elif isinstance(method, str) and ":" in method:
-        method, parameters = parse_method(method)
-    return Settings(_resolve_method(manifest, method, parameters), sampling, size, quality)
+        name, parameters = parse_method(method)
+    return Settings(_resolve_method(manifest, name, parameters, complete), sampling, size, quality)
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
@@ -124,35 +125,47 @@ def _check_names(given: Mapping[str, Any]) -> None:
 
 
 def _resolve_size(manifest: Manifest, size: Any) -> str | None:
-    """The name of a size, by default the bundle's own; None where the bundle draws one only."""
     names = [one.name for one in manifest.sizes or (manifest.size(),)]
     if size is not None and size not in names:
         raise RequestError(field="size", found=short(size), expected=", ".join(names))
     return manifest.size(size).name if manifest.sizes else None
 
 
-def _resolve_method(manifest: Manifest, name: Any, parameters: dict[str, Any]) -> MethodConfig:
-    """The method, its parameters filled in from the bundle's defaults."""
+def _resolve_method(
+    manifest: Manifest, name: Any, parameters: dict[str, Any], complete: dict[str, Any] | None
+) -> MethodConfig:
+    """Return the method that a bundle decodes by.
+
+    Args:
+        manifest: of the bundle.
+        name: of the method.
+        parameters: those that are set.
+        complete: all fields of a method that was given as an object; None: the bundle's defaults fill in the others.
+
+    Raises:
+        RequestError: there is no such method, or the bundle lacks what it needs.
+    """
     *others, last = METHODS
     if name not in (*others, last):  # whatever its type
         raise RequestError(field="method", found=short(name), expected=f"{', '.join(others)} or {last}")
     kind = METHODS[name]
-    if kind.needs_drafter and not manifest.drafts:
+    if kind.needs_drafter and not manifest.drafters:
         problem = f"bundle {manifest.name} has no drafter"
         raise RequestError(problem, field=f"method {name}", remedy="use method ar or sjd")
     for parameter in sorted(parameters):
         if name not in PARAMETERS[parameter]:
             remedy = f"leave {parameter} out, or use method {' or '.join(PARAMETERS[parameter])}"
             raise RequestError(f"method {name} does not take it", field=parameter, remedy=remedy)
-    fields = _defaults(manifest, name) | parameters
-    if issubclass(kind, Relaxed):
+    fields = complete or _defaults(manifest, name) | parameters
+    if issubclass(kind, Relaxed) and (complete is None or "neighbors" in parameters):
         fields |= _neighborhood(manifest, name, parameters)
     if issubclass(kind, Drafted):
-        there = {"eagle": manifest.drafter, "heads": manifest.heads}
-        if fields.get("drafter") is None and manifest.heads is not None:
+        drafter = fields.get("drafter")
+        if drafter is None and manifest.heads is not None:
             fields["drafter"] = "heads"
-        if there.get(fields.get("drafter") or "", True) is None:
-            raise RequestError(field="drafter", found=fields["drafter"], expected="one that the bundle has")
+        if drafter is not None and drafter not in manifest.drafters:
+            expected = f"{' or '.join(manifest.drafters)}, which the bundle has"
+            raise RequestError(field="drafter", found=short(drafter), expected=expected)
         fields["tree"] = _tree(manifest, fields["tree"], by_bundle="tree" not in parameters)
     return _validate(kind, fields)
 
@@ -217,18 +230,15 @@ def _validate(kind: type[C], fields: Mapping[str, Any]) -> C:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's scalars and arrays as Python's."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 def _as_list(value: Any, times: int = 1) -> list[Any]:
-    """Elements of a list; anything else so many times."""
     value = _plain(value)
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * times
 
 
 def _recorded_subject(info: Mapping[Any, Any], field: str) -> tuple[str | None, int | None]:
-    """The prompt or class id that a picture's file records, where bundles take it."""
     prompt, number = info.get("prompt"), info.get("class_id")
     if field == "prompts" and isinstance(prompt, str):
         return prompt, None

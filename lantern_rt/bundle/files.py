@@ -101,6 +101,14 @@ class Bundle:
             raise _refusal(path, f"code {own[0]} among its own neighbours", "it left out")
         return indices
 
+    @cached_property
+    def examples(self) -> list[str]:
+        """Prompts that the bundle's maker chose to show what it draws; none where there is no file of them."""
+        if "prompts" not in self.manifest.files:
+            return []
+        with _expecting(self.path("prompts"), "a text file of prompts"):
+            return read_plain_file(self.path("prompts"), _MANIFEST_LIMIT).decode().splitlines()
+
 
 def embedded_names() -> list[str]:
     """Names of the bundles that come with this package."""
@@ -164,7 +172,6 @@ def _find(path_or_name: str | Path) -> Path:
 
 
 def _listed(folder: Path) -> list[str]:
-    """Names of the files that a manifest lists, each checked to be of a file within its folder."""
     manifest = _parse_manifest(folder / MANIFEST_FILE, _read_manifest_text(folder))
     for role, entry in manifest.files.items():
         _check_name(folder, role, entry.path)

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from ..methods import Method, Quality, Sampling, Sjd
+from ..methods import Drafted, Method, Quality, Relaxed, Sampling, Sjd
 
 FORMAT_VERSION = "3.3"
 _PIECE = 1 << 20  # bytes of a file that are hashed at a time
@@ -287,9 +287,9 @@ class Manifest(Part):
     provenance: Provenance
 
     @property
-    def drafts(self) -> bool:
-        """Whether there is something to draft trees with."""
-        return self.drafter is not None or self.heads is not None
+    def drafters(self) -> list[str]:
+        """Names of what can draft trees, `heads` and `eagle`, the default first."""
+        return [name for name, spec in (("heads", self.heads), ("eagle", self.drafter)) if spec is not None]
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Manifest:
@@ -308,16 +308,21 @@ class Manifest(Part):
             if preset.devices is not None and quality != "strict":
                 raise ValueError(f"preset {quality} has a method for devices, which would draw other images there")
             for method in (preset.method, preset.devices or preset.method):
-                if method.needs_drafter and not self.drafts:
-                    raise ValueError(f"preset {quality}, {method}, needs a drafter")
-                if quality == "strict" and not method.exact:
-                    raise ValueError(f"preset strict, {method}, is not exact")
+                self._check_preset(quality, method)
         if self.row_end is not None and not 0 <= self.row_end - self.codebook_size < 1_000_000:
-            raise ValueError(
-                f"row_end {self.row_end} is a code, expected a row behind the {self.codebook_size} of them"
-            )
+            raise ValueError(f"row_end {self.row_end} is a code, expected a row behind the {vocab_size} of them")
         self._check_sizes()
         return self
+
+    def _check_preset(self, quality: Quality, method: Method) -> None:
+        """Raises: ValueError: the bundle cannot decode by this method of a preset."""
+        drafter = method.drafter if isinstance(method, Drafted) else None
+        if (method.needs_drafter and not self.drafters) or drafter not in (None, *self.drafters):
+            raise ValueError(f"preset {quality}, {method}, needs a drafter that the bundle lacks")
+        if isinstance(method, Relaxed) and (method.neighbors or 0) > self.neighbors:
+            raise ValueError(f"preset {quality}, {method}, needs more than the bundle's {self.neighbors} neighbors")
+        if quality == "strict" and not method.exact:
+            raise ValueError(f"preset strict, {method}, is not exact")
 
     def _check_sizes(self) -> None:
         """Raises: ValueError: sizes that contradict each other, or prompts that end without a token."""
@@ -337,10 +342,8 @@ class Manifest(Part):
     def size(self, name: str | None = None) -> Size:
         """The size of a name, by default the bundle's own. Raises: KeyError: pictures have no such size."""
         own = Size(name=f"{self.image_width}x{self.image_height}", rows=self.grid_rows, columns=self.grid_columns)
-        listed = self.sizes or (own,)
-        return (
-            next(one for one in listed if self._is_default(one)) if name is None else {o.name: o for o in listed}[name]
-        )
+        by_name = {size.name: size for size in self.sizes or (own,)}
+        return next(filter(self._is_default, by_name.values())) if name is None else by_name[name]
 
     def pixels(self, size: Size) -> tuple[int, int]:
         """Width and height of a picture of this size."""

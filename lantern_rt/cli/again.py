@@ -20,14 +20,8 @@ from ..results import record
 if TYPE_CHECKING:
     from .options import EngineOptions
 
-_IMAGE = {
-    "prompt",
-    "negative_prompt",
-    "class_id",
-    "embedding",
-    "edit",
-    "seed",
-}  # what a recipe says of its image besides settings
+# What a recipe says of its image besides settings.
+_IMAGE = {"prompt", "negative_prompt", "class_id", "embedding", "edit", "seed"}
 
 
 def read_again(

@@ -143,13 +143,11 @@ def evaluate(
 
 
 def _free_folder(name: str) -> Path:
-    """A folder of this name that is not there yet, or of the name and a number."""
     folders = (Path(name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
     return next(folder for folder in folders if not folder.exists())
 
 
 def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
-    """Write presets into the bundle, and print what they are."""
     if not presets:
         print_text("no method is exact, or keeps to what balanced or fast may give away: the bundle stays as it is")
         return
@@ -166,7 +164,6 @@ def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
 
 
 def _facts(pipeline: Pipeline) -> dict[str, str]:
-    """What was measured, on what."""
     host = host_report().facts
     return {
         **{name: str(value) for name, value in pipeline_facts(pipeline).items()},

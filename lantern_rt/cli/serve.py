@@ -89,7 +89,7 @@ def serve(
     Ctrl-C does not wait.
     """
     for library in LIBRARIES:
-        require_library(library, "lantern-rt serve", "serve")
+        require_library(library, "serve", "serve")
     from ..asynchronous import AsyncPipeline
     from ..serve.server import Server
     from ..serve.state import Limits
@@ -115,7 +115,6 @@ def serve(
 
 
 def _aliases(given: Sequence[str], models: Sequence[str]) -> dict[str, str]:
-    """Models by their further names."""
     aliases: dict[str, str] = {}
     for text in given:
         name, _, model = text.partition("=")
@@ -147,7 +146,6 @@ def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """What the server logs are lines on stderr while the block runs."""
     logger = logging.getLogger("lantern_rt.serve")
     handler = logging.StreamHandler()
     handler.addFilter(lambda record: record.levelno < logging.WARNING)  # those are said for every command

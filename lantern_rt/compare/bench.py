@@ -19,7 +19,7 @@ MIN_TURNS = 3
 def default_methods(manifest: Manifest) -> list[str]:
     """Method strings of all that a bundle can run."""
     methods = ["ar", "sjd", "rows"]
-    if manifest.drafts:
+    if manifest.drafters:
         methods += ["eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3"]
         methods += ["lantern", "lantern++"] if manifest.neighbors else []
     return methods

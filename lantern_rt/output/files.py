@@ -119,7 +119,6 @@ def existing_parent(goal: Path) -> Path:
 
 @contextmanager
 def _with_parents(goal: Path) -> Iterator[None]:
-    """The folders around `goal`; those made here vanish again if it was not."""
     new = [folder for folder in goal.parents if not folder.exists()]  # from the inside out
     goal.parent.mkdir(parents=True, exist_ok=True)
     try:

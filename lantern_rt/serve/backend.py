@@ -76,9 +76,7 @@ class LocalBackend:
     def describe(self) -> dict[str, Any]:
         """What `/v1/models` says of the model, ready for JSON."""
         manifest = self.manifest
-        methods = [name for name, kind in METHODS.items() if manifest.drafts or not kind.needs_drafter]
-        bundle = self.pipeline.pipeline.bundle
-        prompts = bundle.path("prompts").read_text("utf-8") if "prompts" in manifest.files else ""
+        methods = [name for name, kind in METHODS.items() if manifest.drafters or not kind.needs_drafter]
         size = manifest.size().name
         return {
             "size": size,
@@ -90,7 +88,7 @@ class LocalBackend:
             "methods": methods,
             "qualities": [*manifest.presets],
             "sampling": manifest.sampling.model_dump(),
-            "examples": prompts.splitlines()[:8],
+            "examples": self.pipeline.pipeline.bundle.examples[:8],
             "edits": "vq_encoder" in manifest.files,
         }
 
@@ -153,7 +151,6 @@ class LocalBackend:
             yield Completion(pictures, size.name, tokens, last.total - kept, figures, kept)
 
     async def _file(self, request: ImagesRequest, step: StreamStep, i: int) -> bytes:
-        """Image i of a step, as the request wants it."""
         image = await self.pipeline.image(step, i)
         return await asyncio.to_thread(encode, image, request.format, request.output_compression)
 

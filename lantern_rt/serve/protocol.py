@@ -55,6 +55,12 @@ class ImagesRequest(BaseModel):
     background: Literal["auto", "opaque"] | None = None
     moderation: Literal["auto", "low"] | None = None
     user: Text | None = None
+    safety_identifier: Text | None = None
+    style: None = None
+    complexity: None = None
+    svg: None = None
+    frame_count: Annotated[Whole, Field(ge=9, le=9)] | None = None
+    frame_duration_ms: Annotated[Whole, Field(ge=200, le=200)] | None = None
     # ours
     negative_prompt: Text | None = None
     seed: Whole | None = None
@@ -104,7 +110,7 @@ class EditRequest(ImagesRequest):
     image: bytes = b""
     mask: bytes | None = None
     keep_rows: Whole | None = None
-    input_fidelity: Literal["high"] | None = None
+    input_fidelity: Literal["low", "high"] | None = None
 
     EVENTS: ClassVar[str] = "image_edit"
 
@@ -174,7 +180,7 @@ def complete(request: R, max_deadline: float) -> R:
             raise HttpError(400, "goes with stream", field=name, remedy="leave it out, or give stream true")
     if request.quality_budget and request.quality in _PRESETS:
         raise HttpError(400, "two qualities", field="quality", remedy="leave it out, or quality_budget")
-    if request.output_compression is not None and request.format == "png":
+    if request.output_compression not in (None, 100) and request.format == "png":
         why = "png has none"
         raise HttpError(400, field="output_compression", expected="output_format jpeg or webp", remedy=why)
     if request.deadline is not None and request.deadline > max_deadline:
@@ -305,9 +311,8 @@ class HttpError(LanternError):
             return cls(503, "the model does not run any more", "stopped", 5, remedy="ask another server")
         if isinstance(error, RequestError):
             field = _FIELDS.get(error.field, error.field)
-            refusal = cls(
-                400, error.problem, field=field, found=error.found, expected=error.expected, remedy=error.remedy
-            )
+            remedy = "; ".join(part for part in error.remedy.split("; ") if "lantern-rt " not in part)
+            refusal = cls(400, error.problem, field=field, found=error.found, expected=error.expected, remedy=remedy)
             refusal.param = "method" if field in PARAMETERS else field
             return refusal
         if isinstance(error, LanternError):  # its words may name files of the server

@@ -310,7 +310,7 @@ def test_what_is_wrong_with_an_edit_is_named(scenes_client: openai.OpenAI, befor
         ({"image": b"", "mask": TRANSPARENT}, "image"),
         ({"image": [image, image], "mask": TRANSPARENT}, "image"),
         ({"mask": TRANSPARENT, "size": "64x64"}, "size"),
-        ({"mask": TRANSPARENT, "input_fidelity": "low"}, "input_fidelity"),
+        ({"mask": TRANSPARENT, "input_fidelity": "medium"}, "input_fidelity"),
         ({"mask": TRANSPARENT, "extra_body": {"keep_rows": 3}}, "mask"),
         ({"mask": TRANSPARENT, "extra_body": {"strength": 1}}, "strength"),
         ({"mask": TRANSPARENT, "prompt": "a magic cube"}, "prompt"),

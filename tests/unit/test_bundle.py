@@ -139,7 +139,7 @@ def test_a_manifest_that_cannot_be_read_says_why(folder: Path, text: bytes, expe
     [
         ("family", None, "field `family`: found nothing, expected a value"),
         ("target.hidden_size", 0, "field `target.hidden_size`: found 0, expected greater than or equal to 1"),
-        ("target.hidden_size", "8", "field `target.hidden_size`: found '8', expected integer"),
+        ("target.hidden_size", "8", "field `target.hidden_size`: found '8', expected a whole number"),
         ("target.hidden_size", 8.5, "field `target.hidden_size`: found 8.5"),
         ("target.depth", 3, "field `target.depth`: unknown, expected it left out"),
         ("target.vocab_size", 15, "target vocab_size 15 is not codebook_size 32"),

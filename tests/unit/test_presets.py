@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_bundle import make_tiny_bundle
+from tiny_bundle import make_heads_bundle, make_tiny_bundle
 
 from lantern_rt import BundleError, Pipeline, open_bundle
 from lantern_rt.bundle.rewrite import write_presets
@@ -107,3 +108,42 @@ def test_presets_are_written_and_drawn_by_and_the_digest_changes(
         "fast": fast,
     }
     assert open_bundle(folder).manifest.presets["balanced"] == other
+
+
+FIGURES = {"tokens_per_pass": 2.0, "excess_nll": 0.0, "images": 1, "date": "2026-11-25"}
+
+
+def with_preset(folder: Path, method: dict[str, Any]) -> Path:
+    """The folder of a bundle whose manifest has this method as its preset `fast`."""
+    path = folder / "bundle.json"
+    presets = {"fast": {"method": method, "figures": FIGURES}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"presets": presets}))
+    return folder
+
+
+@pytest.mark.parametrize("quality", ["strict", "fast"])
+def test_a_bundle_with_heads_alone_is_warmed_up_and_draws_every_quality(tmp_path: Path, quality: Any) -> None:
+    folder = make_heads_bundle(tmp_path / "tiny").folder
+    with_preset(folder, {"method": "lantern++", "neighbors": None, "lambda": None})  # which is lossless
+    with Pipeline.from_bundle(folder, threads=1) as pipeline:
+        pipeline.warm_up()
+        drawn = pipeline("red cube", quality=quality)
+        assert drawn.codes[0].tolist() == pipeline("red cube", method="ar").codes[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("heads", "method"),
+    [
+        (True, {"method": "eagle", "tree": "chain-2", "drafter": "eagle"}),
+        (False, {"method": "eagle", "tree": "chain-2", "drafter": "heads"}),
+        (False, {"method": "lantern++", "tree": "chain-2", "neighbors": 9, "lambda": 2.0}),
+        (True, {"method": "sjd", "neighbors": 1, "delta": 0.1}),
+    ],
+)
+def test_a_preset_that_the_bundle_cannot_draw_is_refused_by_name_when_it_is_opened(
+    tmp_path: Path, heads: bool, method: dict[str, Any]
+) -> None:
+    folder = make_heads_bundle(tmp_path / "tiny").folder if heads else make_tiny_bundle(tmp_path / "tiny")
+    with pytest.raises(BundleError) as caught:
+        open_bundle(with_preset(folder, method))
+    assert caught.value.problem.startswith(f"preset fast, {method['method']}:")

@@ -17,6 +17,10 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from lantern_rt.bundle.files import Bundle, open_bundle
+from lantern_rt.bundle.rewrite import write_heads
+from lantern_rt.runtime.heads import head_shapes
+
 CODES, WIDTH, K, PREFIX, CAPTION, CELL = 32, 8, 8, 4, 6, 4
 SPLIT = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Removed", "invert": True}
 WORDS = ("a", "red", "green", "sphere", "cube", "on", "sand", "snow")
@@ -79,6 +83,14 @@ def make_tiny_bundle(
     }
     (folder / "bundle.json").write_text(json.dumps(manifest))
     return folder
+
+
+def make_heads_bundle(folder: Path) -> Bundle:
+    """Write a bundle that drafts with heads alone, random ones."""
+    rng = np.random.default_rng(6)
+    shapes = head_shapes(CODES, WIDTH, 4, 4)
+    tables = {name: rng.normal(size=shape).astype(np.float16) for name, shape in shapes.items()}
+    return write_heads(open_bundle(make_tiny_bundle(folder, drafter=False)), tables)
 
 
 def _entry(folder: Path, name: str) -> dict[str, Any]:
