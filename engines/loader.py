@@ -13,9 +13,9 @@ from ..runtime.engine import Engine, Floats, Ints
 from .contracts import Array, Function, Tensor
 from .engine_folder import EngineFolder
 from .host import import_onnxruntime, thread_count
-from .memory import INTEGERS, PRODUCTS, check_products
 from .ort.backend import OrtGraphs
 from .ort.providers import AUTO, DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Providers, automatic
+from .precisions import INTEGERS, PRODUCTS, check_products
 from .trt.backend import open_plans
 
 # Of a CPU that computes in float32; the largest measured with the embedded model was 6.1e-5 nats.

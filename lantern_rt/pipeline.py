@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import numpy as np
 from PIL.Image import Image
 
-from .auto.memory import check_room, images_together
 from .bundle.files import Bundle, open_bundle
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import BundleError, RequestError
 from .inputs import whole
+from .memory import check_room, images_together
 from .methods import Ar, Drafted, DrawOptions, MethodConfig, Options, PictureSource, Relaxed, Sjd
 from .output.images import blank, grey_out, recorded, to_image
 from .prompts import ImageRequest, bundle_tokenizer

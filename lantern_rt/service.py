@@ -17,9 +17,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Self, Unpack
 
-from .auto.memory import images_together, largest_settings
 from .errors import LanternError, RequestError
 from .inputs import whole
+from .memory import images_together, largest_settings
 from .methods import Ar, Eagle, Options, RowParallel, Sjd
 from .pipeline import Pipeline
 from .results import StreamStep

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from ..inputs import require_library
+from ..memory import PeakMemory
 from .console import print_text, progress, say
-from .memory import PeakMemory
 from .options import ForceOption
 
 EXAMPLES = r"""

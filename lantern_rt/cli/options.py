@@ -136,8 +136,8 @@ class EngineOptions:
         Raises:
             RequestError: there is too little memory; counted where ONNX Runtime runs on the CPU, not for GPUs.
         """
-        from ..auto.memory import check_memory, largest_settings
         from ..engines.engine_folder import open_engine_folder
+        from ..memory import check_memory, largest_settings
         from ..pipeline import Pipeline
         from .console import progress
 

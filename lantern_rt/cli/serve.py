@@ -127,7 +127,7 @@ def _aliases(given: Sequence[str], models: Sequence[str]) -> dict[str, str]:
 
 def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
     """Bundles of different names that this host has memory for, each by itself."""
-    from ..auto.memory import check_memory, largest_settings
+    from ..memory import check_memory, largest_settings
 
     if options.engines is not None and len(names) > 1:
         expected = "one: a folder of engines is built of one bundle"

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from small_models import stored
 from torch import Tensor, nn
 
-from lantern_rt.cli.memory import PeakMemory, anonymous_memory
 from lantern_rt.export.checkpoints.deferred import computed, deferred
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.graph.graphs import Graph, cases_of, plan_graph, write_graph
@@ -22,6 +21,7 @@ from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.graph.precision import Rule
 from lantern_rt.export.models.decoder import DecoderConfig
 from lantern_rt.export.parity import DeviceLayout, Sessions, check_parity, computing
+from lantern_rt.memory import PeakMemory, anonymous_memory
 
 MEGABYTE = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")

@@ -14,10 +14,11 @@ from lantern_rt import Pipeline, open_bundle
 from lantern_rt.bundle.onnx_scan import graph_weights
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.loader import choose_providers
-from lantern_rt.engines.memory import check_products, weight_bytes
 from lantern_rt.engines.ort.providers import Providers
+from lantern_rt.engines.precisions import check_products
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import RequestError
+from lantern_rt.memory import weight_bytes
 
 CAPTIONS = np.random.default_rng(1).normal(size=(4, 6, 32)).astype(np.float32)
 METHODS = ["eagle:tree=mc-25", "eagle:tree=dynamic-16", "sjd:window=3", "sjd:window=15", None]

@@ -8,11 +8,10 @@ from queue import Queue
 import numpy as np
 import pytest
 
-from lantern_rt import Pipeline, RequestError
-from lantern_rt.auto import memory
-from lantern_rt.auto.memory import image_bytes
+from lantern_rt import Pipeline, RequestError, memory
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
+from lantern_rt.memory import image_bytes
 from lantern_rt.requests import resolve_settings
 from lantern_rt.results import StreamStep
 from lantern_rt.serve.server import Server

@@ -13,8 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lantern_rt import Pipeline, Result
-from lantern_rt.auto.memory import image_bytes
-from lantern_rt.cli.memory import PeakMemory
+from lantern_rt.memory import PeakMemory, image_bytes
 from lantern_rt.requests import resolve_settings
 
 RELAXED = ("lantern", "lantern++")

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lantern_rt import Pipeline, Result
-from lantern_rt.auto import memory
-from lantern_rt.auto.memory import BATCH_BYTES, TOGETHER, image_bytes, images_together, largest_settings
+from lantern_rt import Pipeline, Result, memory
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import host
 from lantern_rt.engines.kv_cache import KVCache
+from lantern_rt.memory import BATCH_BYTES, TOGETHER, image_bytes, images_together, largest_settings
 from lantern_rt.output.trace import Trace
 from lantern_rt.requests import Settings, resolve_settings
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...auto.memory import images_together
 from ...bundle.manifest import Manifest
 from ...compare.turns import Prompts
 from ...engines.contracts import Progress
 from ...errors import OutputError
+from ...memory import images_together
 from ...pipeline import Pipeline
 from ...runtime.decode import decode
 from ...runtime.drafting import Commit, Drafter

@@ -1,24 +1,35 @@
-"""How many images are decoded together, and whether there is memory for what is asked, before any of it is taken."""
+"""Memory: how many images are decoded together, whether there is room for a request, and how much a process took.
+
+What decoding takes is worked out from sizes alone, before anything is allocated.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
 
-from ..bundle.files import Bundle
-from ..bundle.manifest import ConditionSpec, Manifest
-from ..engines.host import available_memory
-from ..engines.kv_cache import SPAN_STEP, round_up
-from ..engines.memory import cache_bytes, pass_bytes, weight_bytes
-from ..errors import RequestError
-from ..methods import Drafted
-from ..requests import Request, Settings, resolve_settings
-from ..runtime.state import method_nodes
+import psutil  # type: ignore[import-untyped]
 
+from .bundle.files import Bundle
+from .bundle.manifest import ConditionSpec, DecoderSpec, DrafterSpec, Manifest
+from .bundle.onnx_scan import float_weights
+from .engines.host import available_memory
+from .engines.kv_cache import SPAN_STEP, round_up
+from .engines.precisions import INTEGERS, PRODUCTS
+from .errors import BundleError, RequestError
+from .inputs import brief
+from .methods import Drafted
+from .requests import Request, Settings, resolve_settings
+from .runtime.state import method_nodes
+
+FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
+MOST_WEIGHTS = 1 << 50
 TOGETHER = 64  # images at most
 BATCH_BYTES = 2 << 30  # that they may take, or half of what is free
 _NODES = 64  # of a pass of one image, at least
 _PIXEL = 1024  # bytes that an image decoder takes for a pixel: two layers of 128 channels
+_SECONDS = 0.01  # between looks at the memory in use
 
 
 def largest_settings(manifest: Manifest) -> Settings:
@@ -106,3 +117,68 @@ def _drafts(settings: Settings) -> bool:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 1 << 27 else f"{size / 2**20:.1f} MiB"
+
+
+def cache_bytes(spec: DecoderSpec | DrafterSpec, rows: int, columns: int, size: int) -> int:
+    """Keys and values of so many columns. size: bytes of a number."""
+    return 2 * spec.num_layers * columns * rows * spec.num_kv_heads * spec.head_dim * size
+
+
+def pass_bytes(spec: DecoderSpec | DrafterSpec, rows: int, nodes: int, past: int, size: int) -> int:
+    """A pass over `nodes` nodes of every row, at least: logits, and what one layer computes."""
+    logits = nodes * spec.vocab_size * 4  # float32
+    heads = spec.hidden_size // spec.head_dim
+    scores = nodes * (past + nodes) * (2 * heads + 1) * size  # the mask, two copies of one layer's scores
+    states = nodes * spec.hidden_size * (4 + 2 * FFN_RATIO) * size  # of one layer: states, gates and projections
+    return rows * (logits + scores + states)
+
+
+def weight_bytes(bundle: Bundle, role: str) -> int:
+    """A graph's weights as ONNX Runtime keeps them on a CPU, where every pass reads them once.
+
+    Floats are loaded as float32, however they are stored; integers stay what they are.
+    Raises: BundleError: the graph cannot be read, or claims what no file holds.
+    """
+    manifest = bundle.manifest
+    decoder = {"target": manifest.target, "drafter": manifest.drafter}.get(role)
+    precision = decoder.precision if decoder else manifest.vq_precision if role == "vq_decoder" else None
+    if precision in (*INTEGERS, PRODUCTS):
+        return sum(entry.bytes for name, entry in manifest.files.items() if name in (role, f"{role}.data"))
+    path = bundle.path(role)
+    try:
+        weights = float_weights(path)
+        if weights >= MOST_WEIGHTS:
+            raise ValueError("more weights than any file holds")
+    except (ValueError, OSError) as error:
+        raise BundleError(
+            field=str(path), found=brief(error), expected="an ONNX graph", remedy="export the bundle again"
+        ) from error
+    return 4 * weights
+
+
+class PeakMemory(threading.Thread):
+    """`with PeakMemory() as peak: ...`, then `peak.bytes`; None where the system does not tell."""
+
+    def __init__(self) -> None:
+        super().__init__(name="peak memory", daemon=True)
+        self.bytes = anonymous_memory()
+        self._done = threading.Event()
+
+    def __enter__(self) -> PeakMemory:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self.join()
+
+    def run(self) -> None:
+        """Look until the block ends."""
+        while self.bytes is not None and not self._done.wait(_SECONDS):
+            self.bytes = max(self.bytes, anonymous_memory() or 0)
+
+
+def anonymous_memory() -> int | None:
+    """Bytes of memory in use, files aside; None where the system does not tell."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - memory.shared) if psutil.LINUX else None

@@ -1,1 +1,0 @@
-"""What decoding takes of this host."""
