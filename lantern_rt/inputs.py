@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import numbers
 import os
+import reprlib
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,12 @@ from typing import Any, BinaryIO
 from pydantic import ValidationError
 
 from .errors import EngineError, LanternError, RequestError
+
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_SHORT = reprlib.Repr()  # of containers: it stops after so many parts, where str would first make the whole text
+_SHORT.maxlevel = 3
+for _part in ("dict", "list", "tuple", "set", "frozenset", "string", "other"):
+    setattr(_SHORT, f"max{_part}", 80)
 
 
 def whole(name: str, value: Any, default: int, low: int, high: int) -> int:
@@ -47,7 +54,10 @@ def explain(error: ValidationError) -> dict[str, str]:
 def short(value: object) -> str:
     """A value for a message: one line of at most 80 characters, text in quotes."""
     value = str(value) if isinstance(value, Path) else value
-    text = repr(value) if isinstance(value, str) else " ".join(str(value).split())
+    if isinstance(value, str):
+        text = repr(value[:80])
+    else:
+        text = " ".join((_SHORT.repr if isinstance(value, _CONTAINERS) else str)(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -9,8 +9,8 @@ import argparse
 import json
 import logging
 import pickle
+import re
 import warnings
-import zipfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -23,14 +23,24 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
-from ...inputs import brief, read_plain_file, reading, short
+from ...inputs import brief, open_plain_file, read_plain_file, reading, short
+from .pickles import check_pickles
 from .torchscript import read_torchscript
 
 Weights = dict[str, Tensor]
 Reader = TypeVar("Reader", bound=Callable[..., Any])
+Content = TypeVar("Content")
 
 _LOG = logging.getLogger(__name__)
 _WRAPPERS = ("model", "module", "state_dict", "ema")  # the first one that a file has; ema: averaged in training
+# Parts of names that compiled, data-parallel, sharded, checkpointed and averaged modules add to those of their module.
+_ADDED = {"_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_COUNT = "n_averaged"  # a buffer of averaged modules
+# Beginnings of files that are downloaded in place of others, what these files are, and the remedy.
+_STAND_INS = (
+    (rb"version https://git-lfs", "a Git LFS pointer", "run `git lfs pull` in its folder, or download it again"),
+    (rb"\s*<(!doctype|html|\?xml)", "a web page", "download the file itself, by the link for that on its page"),
+)
 TOKENIZER = "tokenizer.json"
 _REMEDY = "give the model's own tokenizer"
 _TEXT_LIMIT = 1 << 26  # bytes of a configuration or index; published ones have a few megabytes at most
@@ -55,9 +65,19 @@ def refusing(read: Reader) -> Reader:
             reading(path, "a checkpoint's file or folder", CheckpointError, remedy),
             warnings.catch_warnings(action="ignore"),
         ):
+            _check_beginning(path)
             return read(*args, **named)
 
     return cast(Reader, refuse)
+
+
+def _check_beginning(path: Path) -> None:
+    if path.is_file():
+        with open_plain_file(path) as file:
+            start = file.read(64)
+        for pattern, found, remedy in _STAND_INS:
+            if re.match(pattern, start, re.IGNORECASE):
+                raise refusal(path, found=found, expected="the file itself", remedy=remedy)
 
 
 def refusal(place: Path, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
@@ -151,12 +171,10 @@ def _fields_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
+@refusing
 def read_text(path: Path) -> str:
-    """A short text from a plain file. Raises: CheckpointError, and ValueError for what is no text."""
-    try:
-        return read_plain_file(path, _TEXT_LIMIT).decode("utf-8")
-    except OSError as error:
-        raise refusal(path, problem=f"cannot be read ({brief(error)})") from error
+    """Read a short text from a plain file. Raises: CheckpointError."""
+    return read_plain_file(path, _TEXT_LIMIT).decode("utf-8")
 
 
 @refusing
@@ -194,7 +212,9 @@ def read_tokenizer(
 def read_weights(
     path: Path, counted: Callable[[int], None] = lambda size: None, averaged: bool | None = None
 ) -> Weights:
-    """The state dict in a `.pt`, `.pth`, `.bin`, `.jit` or `.safetensors` file, mapped, of the types stored.
+    """Read the state dict in a `.pt`, `.pth`, `.bin`, `.jit` or `.safetensors` file, mapped, in the types stored.
+
+    Names are those of the module itself, without what wrappers added to them.
 
     Args:
         path: the file.
@@ -219,9 +239,9 @@ def read_weights(
     if not isinstance(content, Mapping) or not content:
         found = "an empty dict" if isinstance(content, Mapping) else f"a {type(content).__name__}"
         raise refusal(path, found=found, expected="a state dict")
-    weights = {str(name): value for name, value in content.items()}
+    weights = dict(content)
     for name, value in weights.items():
-        if len(name) > _LONGEST_NAME or not name.isprintable():
+        if not isinstance(name, str) or len(name) > _LONGEST_NAME or not name.isprintable():
             raise refusal(path, found=short(name), expected="names of weights")
         if odd := _oddity(value):
             raise refusal(path, name, found=odd, expected="a tensor")
@@ -241,7 +261,28 @@ def read_weights(
         left -= read
         counted(read)
     counted(left)
-    return {name: value.detach() for name, value in weights.items()}
+    return unwrap(path, {name: value.detach() for name, value in weights.items()})
+
+
+def unwrap(path: Path, contents: Mapping[str, Content]) -> dict[str, Content]:
+    """Return what weights' names stand for, by the names without what wrappers of modules added to them.
+
+    Args:
+        path: the file with these names.
+        contents: weights, or the files that hold them.
+
+    Raises:
+        CheckpointError: two weights have the same name without it.
+    """
+    unwrapped: dict[str, Content] = {}
+    for name, content in contents.items():
+        parts = [part for part in name.split(".") if part not in _ADDED]
+        plain = ".".join(parts)
+        if plain in unwrapped:
+            raise refusal(path, name, f"is a second {plain}", remedy="save the state dict of one module alone")
+        if parts[-1:] != [_COUNT]:
+            unwrapped[plain] = content
+    return unwrapped
 
 
 def _oddity(value: Any) -> str | None:
@@ -266,9 +307,9 @@ def _read(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
+        zipped = check_pickles(path)  # files of PyTorch before 1.6 are no archives, and cannot be mapped
         if path.suffix == ".jit":
             return read_torchscript(path)
-        zipped = zipfile.is_zipfile(path)  # files of PyTorch before 1.6 are not, and cannot be mapped
         with torch.serialization.safe_globals([argparse.Namespace]):  # the training arguments some files keep
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:  # its own message advises to load the file unsafely

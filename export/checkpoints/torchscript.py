@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MOST_BYTES = 1 << 22  # of the pickle; published ones have some ten thousands
 _LONGEST_NAME = 300  # characters
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of an archive's entry: lengths of what is between it and the content
 _REBUILD = "torch._utils _rebuild_tensor_v2"
@@ -39,8 +38,6 @@ def read_torchscript(path: Path) -> dict[str, Tensor]:
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         (listing,) = (name for name in entries if name.endswith("/data.pkl"))
-        if entries[listing].file_size > _MOST_BYTES:
-            raise ValueError(f"its list of weights has {entries[listing].file_size:,} bytes")
 
         def numbers(reference: Any) -> Tensor:
             """What a storage holds, of its type."""

@@ -34,6 +34,7 @@ from .common import check_grid, image_model
 
 _DIGITS = str.maketrans("ABCDEFGHIJ", "0123456789")
 CHAMELEON, LUMINA = "ChameleonForConditionalGeneration", "ChameleonXLLMXForConditionalGeneration"
+_REPOSITORIES = {CHAMELEON: "leloy/Anole-7b-v0.1-hf", LUMINA: "Alpha-VLLM/Lumina-mGPT-7B-768"}
 _MARK = "mask_image_logits"  # a field of Lumina-mGPT's configurations
 PROMPT_TOKENS = ("<s>", "<reserved08706>", "<racm3:break>")  # start, end of turn, begin of image
 _VQ_PREFIX = "model.vqmodel."  # the image encoder inside the folder: the VQGAN's files have it whole
@@ -83,7 +84,7 @@ def read_anole(
     Raises: CheckpointError, RequestError.
     """
     check_grid(grid)
-    Checkpoint(target).tokenizer()  # before gigabytes are read
+    _open_folder(Checkpoint(target), CHAMELEON)  # before gigabytes are read
     image = read_vqgan(vq, progress)
     rows = grid or image.grid
     if rows is None:
@@ -121,14 +122,7 @@ def read_chameleon(
         CheckpointError: it is another model.
     """
     checkpoint = Checkpoint(folder, progress=progress, adapters=lora)
-    config, tokenizer = checkpoint.config(), checkpoint.tokenizer()
-    config.expect("model_type", "chameleon")
-    usual = LUMINA if _MARK in config.values else CHAMELEON
-    configured = config.get("architectures", [usual])
-    if configured != [architecture] or usual != architecture:
-        found = f"{short(configured)} {'with' if usual == LUMINA else 'without'} {_MARK}"
-        remedy = "family anole takes Anole, family lumina Lumina-mGPT"
-        raise config.error("architectures", found=found, expected=f"a {architecture}", remedy=remedy)
+    config, tokenizer = _open_folder(checkpoint, architecture)
     codes, names = _read_vocabulary(config, tokens)
     checkpoint.read(keep=lambda name: not name.startswith(_VQ_PREFIX))
     rename_llama(checkpoint, "model.", _NAMES)
@@ -173,6 +167,18 @@ def chameleon_model(
         drafting=drafting,
         **fields,
     )
+
+
+def _open_folder(checkpoint: Checkpoint, architecture: str) -> tuple[Config, Path]:
+    """Read the configuration of a folder of this architecture, and find its tokenizer. Raises: CheckpointError."""
+    config = checkpoint.model_config(_REPOSITORIES[architecture], "chameleon")
+    usual = LUMINA if _MARK in config.values else CHAMELEON
+    configured = config.get("architectures", [usual])
+    if configured != [architecture] or usual != architecture:
+        found = f"{short(configured)} {'with' if usual == LUMINA else 'without'} {_MARK}"
+        remedy = "family anole takes Anole, family lumina Lumina-mGPT"
+        raise config.error("architectures", found=found, expected=f"a {architecture}", remedy=remedy)
+    return config, checkpoint.tokenizer()
 
 
 def _read_vocabulary(config: Config, needed: Sequence[str]) -> tuple[range, Mapping[str, int]]:

@@ -92,8 +92,7 @@ def read_emu3(
     """
     check_grid(grid)
     checkpoint = Checkpoint(target, progress=progress, adapters=lora)
-    config = checkpoint.config()
-    config.expect("model_type", *_MODEL_TYPES)
+    config = checkpoint.model_config("BAAI/Emu3-Gen-hf", *_MODEL_TYPES)
     own_vq = config.get("model_type") == _MODEL_TYPES[0]
     if own_vq and vq is not None:
         raise CheckpointError(field="vq", found=str(vq), expected="none: the target holds its own image tokenizer")

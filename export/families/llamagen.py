@@ -184,13 +184,12 @@ def read_transformer(
 
     Raises: CheckpointError.
     """
+    beside = (path if path.is_dir() else path.parent) / "config.json"
+    if path.is_dir() and beside.is_file():
+        Checkpoint(path).model_config("jadohu/LlamaGen-T2I")
     checkpoint = Checkpoint(path, progress=progress, averaged=averaged, adapters=lora)
     checkpoint.read(keep=lambda name: not name.endswith(_UNUSED))
-    for wrapper in ("module.", "_orig_mod."):  # of data-parallel training, and compiling
-        if all(name.startswith(wrapper) for name in checkpoint.weights):
-            checkpoint.weights = checkpoint.take(wrapper).weights
     lantern = any(_LANTERN_NAMES[name] in checkpoint.weights for name in ("classes", "captions.uncond"))
-    beside = (path if path.is_dir() else path.parent) / "config.json"
     if config is not None:
         checkpoint.sources.append(("config", config))
     elif beside.is_file() and (path.is_dir() or lantern):
@@ -271,7 +270,8 @@ def _heads(checkpoint: Checkpoint, config: Config) -> int:
     if published := _published(checkpoint):
         return published.num_heads
     problem = "the weights do not show the number of heads, and no published model has their sizes"
-    remedy = f"give a config with {config.names.get('num_attention_heads', 'num_attention_heads')}"
+    field = config.names.get("num_attention_heads", "num_attention_heads")
+    remedy = f'give a config with {field}: a JSON file such as {{"{field}": 12}}'
     raise checkpoint.error(problem=problem, remedy=remedy)
 
 

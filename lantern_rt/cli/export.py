@@ -48,7 +48,13 @@ def export(
             help="Folder of flan-t5-xl, or hf:google/flan-t5-xl: the bundle then takes prompts instead of embeddings."
         ),
     ] = None,
-    config: Annotated[str | None, typer.Option(help="JSON file with sizes that the weights do not show.")] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="JSON file with what LlamaGen's own files do not show, by the names of its program: "
+            '{"n_head": 12, "block_size": 256, "norm_eps": 1e-5, "rope_base": 10000}.'
+        ),
+    ] = None,
     grid: Annotated[int | None, typer.Option(help="Tokens per side of an image, where no file says it.")] = None,
     weights: Annotated[
         str | None, typer.Option(help="Of LlamaGen's files with both, model or ema. [default: model]")
