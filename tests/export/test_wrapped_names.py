@@ -1,4 +1,4 @@
-"""Every reader reads what compiled, data-parallel, sharded, checkpointed and averaged modules save, under every name."""
+"""Every reader reads what compiled, data-parallel, sharded, checkpointed and averaged modules save."""
 
 from __future__ import annotations
 
