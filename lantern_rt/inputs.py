@@ -20,11 +20,8 @@ from pydantic import ValidationError
 
 from .errors import EngineError, LanternError, RequestError
 
-_CONTAINERS = (dict, list, tuple, set, frozenset)
-_SHORT = reprlib.Repr()  # of containers: it stops after so many parts, where str would first make the whole text
-_SHORT.maxlevel = 3
-for _part in ("dict", "list", "tuple", "set", "frozenset", "string", "other"):
-    setattr(_SHORT, f"max{_part}", 80)
+_SHORT = reprlib.Repr()  # stops after so many parts, where repr would first make the whole text
+vars(_SHORT).update(maxlevel=3, maxdict=80, maxlist=80, maxtuple=80, maxset=80, maxstring=80, maxother=80)
 
 
 def whole(name: str, value: Any, default: int, low: int, high: int) -> int:
@@ -57,7 +54,7 @@ def short(value: object) -> str:
     if isinstance(value, str):
         text = repr(value[:80])
     else:
-        text = " ".join((_SHORT.repr if isinstance(value, _CONTAINERS) else str)(value).split())
+        text = _SHORT.repr(value) if isinstance(value, dict | list | tuple | set) else " ".join(str(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -35,12 +35,7 @@ _LOG = logging.getLogger(__name__)
 _WRAPPERS = ("model", "module", "state_dict", "ema")  # the first one that a file has; ema: averaged in training
 # Parts of names that compiled, data-parallel, sharded, checkpointed and averaged modules add to those of their module.
 _ADDED = {"_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_COUNT = "n_averaged"  # a buffer of averaged modules
-# Beginnings of files that are downloaded in place of others, what these files are, and the remedy.
-_STAND_INS = (
-    (rb"version https://git-lfs", "a Git LFS pointer", "run `git lfs pull` in its folder, or download it again"),
-    (rb"\s*<(!doctype|html|\?xml)", "a web page", "download the file itself, by the link for that on its page"),
-)
+_POINTER, _PAGE = re.compile(rb"version https://git-lfs"), re.compile(rb"\s*<(!doctype|html|\?xml)", re.IGNORECASE)
 TOKENIZER = "tokenizer.json"
 _REMEDY = "give the model's own tokenizer"
 _TEXT_LIMIT = 1 << 26  # bytes of a configuration or index; published ones have a few megabytes at most
@@ -65,19 +60,19 @@ def refusing(read: Reader) -> Reader:
             reading(path, "a checkpoint's file or folder", CheckpointError, remedy),
             warnings.catch_warnings(action="ignore"),
         ):
-            _check_beginning(path)
+            _refuse_stand_in(path)
             return read(*args, **named)
 
     return cast(Reader, refuse)
 
 
-def _check_beginning(path: Path) -> None:
+def _refuse_stand_in(path: Path) -> None:
     if path.is_file():
         with open_plain_file(path) as file:
             start = file.read(64)
-        for pattern, found, remedy in _STAND_INS:
-            if re.match(pattern, start, re.IGNORECASE):
-                raise refusal(path, found=found, expected="the file itself", remedy=remedy)
+        found = "a Git LFS pointer" if _POINTER.match(start) else "a web page" if _PAGE.match(start) else ""
+        if found:
+            raise refusal(path, found=found, remedy="fetch the file itself, by `git lfs pull` or its download link")
 
 
 def refusal(place: Path, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
@@ -265,22 +260,16 @@ def read_weights(
 
 
 def unwrap(path: Path, contents: Mapping[str, Content]) -> dict[str, Content]:
-    """Return what weights' names stand for, by the names without what wrappers of modules added to them.
+    """Take what wrappers of modules add out of the names of weights in a file.
 
-    Args:
-        path: the file with these names.
-        contents: weights, or the files that hold them.
-
-    Raises:
-        CheckpointError: two weights have the same name without it.
+    Raises: CheckpointError: two weights then have the same name.
     """
     unwrapped: dict[str, Content] = {}
     for name, content in contents.items():
-        parts = [part for part in name.split(".") if part not in _ADDED]
-        plain = ".".join(parts)
+        plain = ".".join(part for part in name.split(".") if part not in _ADDED)
         if plain in unwrapped:
             raise refusal(path, name, f"is a second {plain}", remedy="save the state dict of one module alone")
-        if parts[-1:] != [_COUNT]:
+        if not name.endswith("n_averaged"):  # a buffer of averaged modules
             unwrapped[plain] = content
     return unwrapped
 

@@ -27,15 +27,9 @@ INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 PAIRS = (("encoder.safetensors", "decoder.safetensors"), ("encoder.jit", "decoder.jit"))  # of image tokenizers
 _LOOSE = (".pt", ".pth")
 _OTHERS = (".", "optimizer", "training_args", "scheduler", "rng_state")  # what macOS and training leave beside weights
-_SHARD = re.compile(r".+-\d+-of-\d+\.(?:safetensors|bin)")
-_LAYOUTS = {  # what a model_type of config.json stands for
-    "multi_modality": "Janus as DeepSeek publishes it",
-    "janus": "a folder for family janus",
-    "chameleon": "a folder for family anole or lumina",
-    "emu3": "a folder for family emu3",
-    "Emu3": "a folder for family emu3",
-    "qwen2": "a folder for family simplear",
-}
+# The models whose folders have a model_type.
+_LAYOUTS = {"janus": "family janus", "chameleon": "families anole and lumina", "qwen2": "family simplear"}
+_LAYOUTS |= {"emu3": "family emu3", "Emu3": "family emu3", "multi_modality": "Janus as DeepSeek publishes it"}
 _FLOATS = "floating-point numbers"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -75,25 +69,18 @@ class Checkpoint:
         return read_config(self.file(name, name.removesuffix(".json")))
 
     def model_config(self, repository: str, *model_types: str) -> Config:
-        """Read the folder's config.json, and refuse a folder of another model or layout.
+        """Read config.json of a folder like that of a repository of the hub. Raises: CheckpointError: it is another.
 
-        Args:
-            repository: one of the hub with the folder that is needed.
-            model_types: those of such folders; without any, those that no other layout has.
-
-        Raises:
-            CheckpointError.
+        model_types: those of such folders; without any, all that `_LAYOUTS` lacks.
         """
         remedy = f"give the folder of {repository} or one like it"
         if not (self.place / "config.json").is_file() and any(self.place.glob("models/*/consolidated*.pth")):
             raise self.error(found="Meta's layout", expected="that of transformers, with config.json", remedy=remedy)
         config = self.config()
-        found = config.get("model_type")
-        layout = _LAYOUTS.get(found) if isinstance(found, str) else None
-        if found not in model_types and (model_types or layout):
-            expected = " or ".join(map(short, model_types)) or "that of LlamaGen"
-            found = f"{short(found)} ({layout})" if layout else short(found)
-            raise config.error("model_type", found=found, expected=expected, remedy=remedy)
+        layout = _LAYOUTS.get(str(config.get("model_type")))
+        if model_types or layout:
+            remedy = f"this is the folder of {layout}: {remedy}" if layout else remedy
+            config.expect("model_type", *model_types or ("llama",), remedy=remedy)
         return config
 
     def tokenizer(self) -> Path:
@@ -128,7 +115,7 @@ class Checkpoint:
             present = {path.name for path in self.place.iterdir() if path.is_file()}
             names = choose_files(present)
             if not names:
-                loose = [name for name in present if _SHARD.fullmatch(name)]
+                loose = [name for name in present if re.search(r"-\d+-of-\d+\.", name)]
                 found = f"{listing(loose)} without an index" if loose else "no weights"
                 expected = f"one of {', '.join(SINGLE)}, one of {', '.join(INDEX)} with its files, or .pt files"
                 raise self.error(found=found, expected=expected)

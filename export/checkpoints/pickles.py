@@ -14,7 +14,6 @@ from typing import BinaryIO
 _MAX_BYTES = 1 << 26  # of a pickle; published ones have less than a megabyte
 _MAX_REFERRED = 1 << 20  # parts and characters of the objects that any pickle may refer to
 _MAX_GROWTH = 20  # further ones for each that is described; state dicts have about two
-_LEGACY_PICKLES = 5  # at the start of a file of PyTorch before 1.6
 _FILLING = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}  # opcodes that change an object
 
 
@@ -24,10 +23,9 @@ def check_pickles(path: Path) -> bool:
     Raises: ValueError, and whatever readers of damaged files raise.
     """
     with path.open("rb") as file:
-        zipped = file.read(4) == b"PK\3\4"  # the test of torch.load
-        file.seek(0)
-        if not zipped:
-            for _ in range(_LEGACY_PICKLES):
+        if file.read(4) != b"PK\3\4":  # the test of torch.load
+            file.seek(0)
+            for _ in range(5):  # pickles at the start of a file of PyTorch before 1.6
                 _check_pickle(file)
             return False
         with zipfile.ZipFile(file) as archive:
@@ -41,7 +39,7 @@ def check_pickles(path: Path) -> bool:
 
 def _check_pickle(stream: bytes | BinaryIO) -> None:
     described = referred = 0  # parts and characters
-    stack: list[list[int]] = []  # the size of each object, in a list of its own that grows with it
+    stack: list[list[int]] = []  # the size of each object, in a list that an object's references share
     marks: list[int] = []
     memo: dict[object, list[int]] = {}
     shared: set[int] = set()
@@ -63,9 +61,8 @@ def _check_pickle(stream: bytes | BinaryIO) -> None:
             marked = pickletools.markobject in before
             start = marks.pop() - before.index(pickletools.markobject) if marked else len(stack) - len(before)
             parts = stack[start:]
-            size += sum(part[0] for part in parts)
-            if opcode.name in _FILLING:
-                if id(parts[0]) in shared:
-                    raise ValueError("it changes an object that others contain")
-                parts[0][0] = size
-            stack[start:] = [parts[0] if opcode.name in _FILLING else [size]] * len(opcode.stack_after)
+            made = parts[0] if opcode.name in _FILLING else [0]
+            if id(made) in shared:
+                raise ValueError("it changes an object that others contain")
+            made[0] = size + sum(part[0] for part in parts)
+            stack[start:] = [made] * len(opcode.stack_after)

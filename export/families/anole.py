@@ -84,7 +84,7 @@ def read_anole(
     Raises: CheckpointError, RequestError.
     """
     check_grid(grid)
-    _open_folder(Checkpoint(target), CHAMELEON)  # before gigabytes are read
+    Checkpoint(target).model_config(_REPOSITORIES[CHAMELEON], "chameleon")  # before anything large is read
     image = read_vqgan(vq, progress)
     rows = grid or image.grid
     if rows is None:
@@ -122,7 +122,14 @@ def read_chameleon(
         CheckpointError: it is another model.
     """
     checkpoint = Checkpoint(folder, progress=progress, adapters=lora)
-    config, tokenizer = _open_folder(checkpoint, architecture)
+    config = checkpoint.model_config(_REPOSITORIES[architecture], "chameleon")
+    tokenizer = checkpoint.tokenizer()
+    usual = LUMINA if _MARK in config.values else CHAMELEON
+    configured = config.get("architectures", [usual])
+    if configured != [architecture] or usual != architecture:
+        found = f"{short(configured)} {'with' if usual == LUMINA else 'without'} {_MARK}"
+        remedy = "family anole takes Anole, family lumina Lumina-mGPT"
+        raise config.error("architectures", found=found, expected=f"a {architecture}", remedy=remedy)
     codes, names = _read_vocabulary(config, tokens)
     checkpoint.read(keep=lambda name: not name.startswith(_VQ_PREFIX))
     rename_llama(checkpoint, "model.", _NAMES)
@@ -167,18 +174,6 @@ def chameleon_model(
         drafting=drafting,
         **fields,
     )
-
-
-def _open_folder(checkpoint: Checkpoint, architecture: str) -> tuple[Config, Path]:
-    """Read the configuration of a folder of this architecture, and find its tokenizer. Raises: CheckpointError."""
-    config = checkpoint.model_config(_REPOSITORIES[architecture], "chameleon")
-    usual = LUMINA if _MARK in config.values else CHAMELEON
-    configured = config.get("architectures", [usual])
-    if configured != [architecture] or usual != architecture:
-        found = f"{short(configured)} {'with' if usual == LUMINA else 'without'} {_MARK}"
-        remedy = "family anole takes Anole, family lumina Lumina-mGPT"
-        raise config.error("architectures", found=found, expected=f"a {architecture}", remedy=remedy)
-    return config, checkpoint.tokenizer()
 
 
 def _read_vocabulary(config: Config, needed: Sequence[str]) -> tuple[range, Mapping[str, int]]:

@@ -183,7 +183,6 @@ def _ids(config: Config) -> dict[str, int]:
 
 
 def _visual_tokens(path: Path, library: Tokenizer) -> range:
-    """The tokens of codes 0, 1, ... Raises: CheckpointError."""
     tokens = library.get_vocab(with_added_tokens=True)
     first, count = tokens.get(_VISUAL.format(0)), sum(name.startswith("<|visual token ") for name in tokens)
     if missing := [name for name in _FIELDS if name not in tokens]:

@@ -248,7 +248,6 @@ def _take_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondit
 
 
 def _check_feed_forward(checkpoint: Checkpoint, config: Config) -> None:
-    """Refuse official arguments that give feed-forward layers another width than the weights'."""
     multiple = config.whole("multiple_of")
     if multiple is not None:
         rows = checkpoint.shape("layers.0.ffn.gate.weight")[0]
@@ -259,7 +258,6 @@ def _check_feed_forward(checkpoint: Checkpoint, config: Config) -> None:
 
 
 def _published(checkpoint: Checkpoint) -> Published | None:
-    """The published model that has as many layers of the same width."""
     sizes = checkpoint.count("layers."), checkpoint.shape("codes")[1]
     return next((model for model in MODELS if model[:2] == sizes), None)
 
@@ -303,7 +301,6 @@ def _grid(checkpoint: Checkpoint, config: Config, prefix: int, classes: bool, gr
 
 
 def _drafter_fields(target: LlamaGen) -> dict[str, tuple[Any, ...]]:
-    """What fields of a drafter's configuration may be, to fit its target."""
     sizes, condition = target.decoder.config, target.condition
     own: dict[str, tuple[Any, ...]] = (
         {"input_type": ("c2i",), "num_classes": (len(condition.table) - 1,)}

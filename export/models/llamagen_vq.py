@@ -352,7 +352,6 @@ def rename_vqgan(checkpoint: Checkpoint, coarsest_first: bool = False, names: Se
 
 
 def _read_grid(path: Path, config: VQConfig) -> int:
-    """Rows of codes; CheckpointError where the configuration contradicts the weights."""
     text = read_text(path)
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):

@@ -63,7 +63,6 @@ def read_text_encoder(folder: Path, caption_dim: int, progress: Progress = silen
 
 
 def _read_t5(checkpoint: Checkpoint, config: Config) -> Any:
-    """The `T5Stack` with a checkpoint's weights. Raises: CheckpointError; EngineError without transformers."""
     config.expect("feed_forward_proj", "gated-gelu")
     buckets = config.whole("relative_attention_num_buckets") or 32
     distance = config.whole("relative_attention_max_distance") or 128
