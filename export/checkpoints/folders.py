@@ -28,8 +28,8 @@ PAIRS = (("encoder.safetensors", "decoder.safetensors"), ("encoder.jit", "decode
 _LOOSE = (".pt", ".pth")
 _OTHERS = (".", "optimizer", "training_args", "scheduler", "rng_state")  # what macOS and training leave beside weights
 # The models whose folders have a model_type.
-_LAYOUTS = {"janus": "family janus", "chameleon": "families anole and lumina", "qwen2": "family simplear"}
-_LAYOUTS |= {"emu3": "family emu3", "Emu3": "family emu3", "multi_modality": "Janus as DeepSeek publishes it"}
+_LAYOUTS = {"janus": "Janus", "chameleon": "Anole or Lumina-mGPT", "qwen2": "SimpleAR or another Qwen2"}
+_LAYOUTS |= {"emu3": "Emu3", "Emu3": "Emu3", "multi_modality": "Janus as DeepSeek publishes it"}
 _FLOATS = "floating-point numbers"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -79,7 +79,7 @@ class Checkpoint:
         config = self.config()
         layout = _LAYOUTS.get(str(config.get("model_type")))
         if model_types or layout:
-            remedy = f"this is the folder of {layout}: {remedy}" if layout else remedy
+            remedy = f"this is {layout}: {remedy}" if layout else remedy
             config.expect("model_type", *model_types or ("llama",), remedy=remedy)
         return config
 

@@ -40,7 +40,7 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "text encoder": (lambda folder: read_text_encoder(folder, 32), "google/flan-t5-xl"),
 }
 FOLDERS = {"chameleon": ANOLE, "emu3": EMU3, "qwen2": SIMPLEAR}  # by model_type
-NAMES = {"chameleon": "anole", "emu3": "emu3", "qwen2": "simplear", "multi_modality": "DeepSeek"}
+NAMES = {"chameleon": "Anole", "emu3": "Emu3", "qwen2": "SimpleAR", "multi_modality": "DeepSeek"}
 
 
 def deepseek(folder: Path) -> Path:
