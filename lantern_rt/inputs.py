@@ -10,6 +10,7 @@ import importlib.util
 import numbers
 import os
 import re
+import reprlib
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from pydantic import ValidationError
 from .errors import EngineError, LanternError, RequestError
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_MAX_BITS = 1 << 12  # of a whole number that is shown; Python refuses to make texts of longer ones
+_SHORT = reprlib.Repr()  # stops after so many parts, where repr would first make the whole text
+vars(_SHORT).update(maxlevel=3, maxdict=80, maxlist=80, maxtuple=80, maxset=80, maxstring=80, maxother=80)
 
 
 def whole(name: str, value: Any, default: int, low: int, high: int) -> int:
@@ -51,7 +55,15 @@ def explain(error: ValidationError) -> dict[str, str]:
 def short(value: object) -> str:
     """A value for a message: one line of at most 80 characters, text in quotes, no addresses in memory."""
     value = str(value) if isinstance(value, Path) else value
-    text = repr(value) if isinstance(value, str) else _ADDRESS.sub("", " ".join(str(value).split()))
+    if isinstance(value, str):
+        text = repr(value[:80])
+    elif isinstance(value, dict | list | tuple | set):
+        text = _SHORT.repr(value)
+    elif isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        text = f"a whole number of {value.bit_length():,} bits"
+    else:
+        text = " ".join(str(value).split())
+    text = _ADDRESS.sub("", text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

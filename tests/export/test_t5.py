@@ -124,7 +124,7 @@ def test_the_encoder_of_a_whole_t5_in_shards_is_read_without_its_decoder(tmp_pat
     one, other = (read_text_encoder(place, 32) for place in (tmp_path / "one", two))
     pairs = zip(one.encoder.state_dict().values(), other.encoder.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    kinds = ("_tokenizer", "_config", "_index", "", "")
+    kinds = ("_config", "_tokenizer", "_index", "", "")
     assert [role for role, _ in other.sources] == [f"text_encoder{kind}" for kind in kinds]
 
 

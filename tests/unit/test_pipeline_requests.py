@@ -94,7 +94,7 @@ OPTIONS = [
     *each("cfg_scale", -1, NAN, INF),
     *each("num_images", 0, -3, 1.5, 5000),
     *each("num_images", 1000, prompts=["red"] * 3),
-    *each("seed", -1, 2**64, 1.0, "1", [1, 2]),
+    *each("seed", -1, 2**64, 10**5000, 1.0, "1", [1, 2]),
     *each("seed", 2**64 - 1, num_images=2),
     ("method", {"method": "eagle:three=chain-4"}),
     ("prompts", {"class_ids": 3}),
