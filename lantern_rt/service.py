@@ -24,8 +24,9 @@ from .methods import Ar, Eagle, Options, RowParallel, Sjd
 from .pipeline import Pipeline
 from .results import StreamStep
 from .runtime import state
-from .runtime.decode import Step
-from .runtime.scheduler import RequestStep, Scheduler
+from .runtime.batch import Batch
+from .runtime.decode import Step, joining
+from .runtime.drafting import RequestStep
 from .runtime.statistics import Clock, summarise
 from .sharing import Room, Turns, next_in_turn
 from .ticket import Listener, Ticket
@@ -61,7 +62,7 @@ class Service:
         self.room = Room(self.together, whole("waiting", waiting, 256, 0, 1 << 20))
         self._rows = min(2 * self.together, engines.most_rows)
         self._clocks = Clock(), Clock()
-        self._schedulers = self._new_schedulers()
+        self._batches = self._new_batches()
         self._turns = Turns()
         self._tickets: dict[int, Ticket] = {}  # by the index of a sample
         self._waiting: list[state.Request] = []  # samples that have no place yet
@@ -95,7 +96,7 @@ class Service:
     @property
     def running(self) -> int:
         """Images that share passes now."""
-        return sum(len(one.active) for one in list(self._schedulers.values()))
+        return sum(len(one.active) for one in list(self._batches.values()))
 
     def submit(
         self,
@@ -169,12 +170,9 @@ class Service:
 
     # ---------------------------------------------------------------- the service's thread
 
-    def _new_schedulers(self) -> dict[int, Scheduler]:
-        """One for each group of callers that share passes, all with the same clocks."""
-        schedulers = {group: Scheduler(self.model, self._rows, self.together) for group in range(GROUPS)}
-        for one in schedulers.values():
-            one.target_clock, one.drafter_clock = self._clocks
-        return schedulers
+    def _new_batches(self) -> dict[int, Batch]:
+        """Return a batch for each group of callers that share passes, all with the same clocks."""
+        return {group: Batch(self.model, clocks=self._clocks) for group in range(GROUPS)}
 
     def _run(self) -> None:
         going = True
@@ -252,22 +250,20 @@ class Service:
         for ticket, error in refused.items():
             self._end(ticket, error)
 
-    def _give_places(self) -> None:
-        """Hand those who wait to schedulers, in the order in which they are to have places."""
-        schedulers = self._schedulers
-        active = [sample for one in schedulers.values() for sample in one.active]
+    def _waiting_by_group(self) -> dict[int, list[state.Request]]:
+        """Return who waits for a place, by group, in the order in which they are to have places."""
+        active = [sample for batch in self._batches.values() for sample in batch.active]
         held = Counter(self._tickets[sample.index].caller for sample in active)
         share = max(1, self.together // self._callers) if self._callers > 1 else self.room.total
         order = next_in_turn([(self._tickets[one.index].caller, one) for one in self._waiting], held, share)
         groups = [self._group(sample) for sample in order]
-        used = {group for group, one in schedulers.items() if one.active}
+        used = {group for group, batch in self._batches.items() if batch.active}
         if len(used.union(groups)) > 1:  # whose turn it is says nothing about places
             order = order[: self.together - len(active)]
-        for one in schedulers.values():
-            one.waiting.clear()
-            one.images = self.together - len(active) + len(one.active)
-        for sample, group in zip(order[: 2 * self.together], groups, strict=False):
-            schedulers[group].submit(sample)
+        waiting: dict[int, list[state.Request]] = {}
+        for sample, group in zip(order, groups, strict=False):
+            waiting.setdefault(group, []).append(sample)
+        return waiting
 
     def _group(self, sample: state.Request) -> int:
         """Whose passes an image shares: beside other callers, those of relaxed methods with about as many nodes."""
@@ -278,22 +274,24 @@ class Service:
 
     def _step(self) -> None:
         """One pass, and what it gave to those whose request it was."""
-        self._give_places()
-        callers = {
-            group: {self._tickets[sample.index].caller for sample in (*one.active, *one.waiting)}
-            for group, one in self._schedulers.items()
-            if one.active or one.joining
-        }
+        waiting = self._waiting_by_group()
+        free = self.together - sum(len(batch.active) for batch in self._batches.values())
+        callers: dict[int, set[str]] = {}
+        new: dict[int, list[state.Request]] = {}
+        for group, batch in self._batches.items():
+            queued = waiting.get(group, [])
+            new[group] = joining(batch, queued, free + len(batch.active), self._rows)
+            if batch.active or new[group]:
+                callers[group] = {self._tickets[sample.index].caller for sample in (*batch.active, *queued)}
         if not callers:
             return
         group = self._turns.next(callers)
-        scheduler = self._schedulers[group]
-        joining, began = [*scheduler.waiting] if scheduler.joining else [], time.perf_counter()
+        began = time.perf_counter()
         try:
-            parts = scheduler.step()
+            parts = self._batches[group].join(new[group]) if new[group] else self._batches[group].step()
         except Exception as error:
-            there = {*scheduler.active, *scheduler.waiting}
-            lost = dict.fromkeys(self._tickets[one.index] for one in joining if one not in there)
+            there = self._batches[group].active
+            lost = dict.fromkeys(self._tickets[one.index] for one in new[group] if one not in there)
             if not lost or not isinstance(error, LanternError):
                 raise
             for ticket in lost:  # for which there was no memory, say; the others are as they were
@@ -301,7 +299,7 @@ class Service:
             return
         now = time.perf_counter()
         self._turns.spend(group, now - began, callers)
-        if joining:
+        if new[group]:
             self._waiting = [sample for sample in self._waiting if not sample.codes]
         with self._changed:
             images = sum(len(part.codes) / self._tickets[part.request].raster.codes for part in parts)
@@ -340,8 +338,8 @@ class Service:
         if not ticket.ended:
             self._forget(ticket, last)
             self._waiting = [sample for sample in self._waiting if sample not in ticket.samples]
-            for scheduler in self._schedulers.values():
-                scheduler.cancel(ticket.samples)
+            for batch in self._batches.values():
+                batch.leave(ticket.samples)
 
     def _forget(self, ticket: Ticket, last: StreamStep | BaseException | None) -> None:
         ticket.ended = True
@@ -366,7 +364,7 @@ class Service:
         if not isinstance(error, LanternError):
             _LOG.error("a pass failed", exc_info=error)
         self._failures += 1
-        self._schedulers = self._new_schedulers()
+        self._batches = self._new_batches()
         self._waiting = []
         ended = {*self._tickets.values()}
         while self._closing and (ticket := self._next(self._arriving)) is not None:

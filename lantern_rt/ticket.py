@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from .requests import Request
 from .results import Progress, StreamStep
 from .runtime import state
-from .runtime.grid import Raster
+from .runtime.raster import Raster
 from .runtime.statistics import Clock
 
 Listener = Callable[[StreamStep | BaseException], None]

@@ -1,6 +1,7 @@
-"""Decoding of a batch: requests that start together, step by step.
+"""Decoding of images in the order in which they were asked for, step by step.
 
-`decode` yields after every step, so progress, streaming and cancelling cost nothing.
+`decode` yields after every step, so progress, streaming and cancelling cost nothing. `joining` says who of those who
+wait joins a batch now.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ..methods import MethodConfig, Sampling
-from .drafting import Drafter
-from .scheduler import RequestStep, Scheduler
+from .batch import Batch
+from .drafting import Drafter, RequestStep
 from .state import Model, Prompt, Request
 from .statistics import RequestStatistics, Statistics, summarise
+
+UNLIMITED = 1 << 30
+IDLE = 0.25  # share of the tokens of all images in a pass that may stand idle, so that images begin together
 
 
 @dataclass(frozen=True)
@@ -51,20 +55,49 @@ def decode(
     Yields:
         A step after every prefill and every pass.
     """
-    scheduler = Scheduler(model, listener=listener)
+    batch = Batch(model, listener)
     records: list[RequestStatistics] = []
-    waiting = iter(enumerate(zip(prompts, seeds, strict=True)))
+    coming = iter(enumerate(zip(prompts, seeds, strict=True)))
+    waiting: list[Request] = []
     done = 0
     stats = None
     while stats is None:
-        for i, (prompt, seed) in islice(waiting, together - len(scheduler.active)):
+        for i, (prompt, seed) in islice(coming, together - len(batch.active) - len(waiting)):
             rows = prompt.rows(sampling)
-            request = Request(i, model.raster, rows, sampling, method, seed, prompt.kept, adaptive)
-            scheduler.submit(request)
-            records.append(request.statistics)
-        parts = scheduler.step()
-        done += sum(len(part.codes if part.placed is None else part.placed.codes) for part in parts)
-        if not scheduler.busy and len(records) == len(seeds):
-            clocks = scheduler.target_clock, scheduler.drafter_clock
-            stats = summarise(method.method, model.codes, *clocks, records)
+            waiting.append(Request(i, model.raster, rows, sampling, method, seed, prompt.kept, adaptive))
+        if new := joining(batch, waiting, together):
+            del waiting[: len(new)]
+            records += [request.statistics for request in new]
+            parts = batch.join(new)
+        else:
+            parts = batch.step()
+        done += sum(part.num_codes for part in parts)
+        if not batch.active and len(records) == len(seeds):
+            stats = summarise(method.method, model.codes, batch.target_clock, batch.drafter_clock, records)
         yield Step(parts, done, model.codes * len(seeds), stats)
+
+
+def joining(batch: Batch, waiting: Sequence[Request], max_images: int, max_rows: int = UNLIMITED) -> list[Request]:
+    """Return the first of those who wait, as far as a batch has room for them.
+
+    If they fill all places, they wait to begin together, unless too much stands idle until the last of those before
+    them is done: a pass reads as many columns of every row as the longest has, so rows of one length cost less.
+
+    Args:
+        batch: that they join.
+        waiting: requests, in the order in which they join.
+        max_images: maximum number of images that share a pass.
+        max_rows: maximum number of rows of a pass.
+    """
+    if batch.active and len(waiting) >= max_images:
+        idle = (max_images - len(batch.active)) * max(request.missing for request in batch.active)
+        if idle <= IDLE * max_images * max(request.raster.codes for request in batch.active):
+            return []
+    rows = max_rows - batch.rows
+    new: list[Request] = []
+    for request in waiting[: max(0, max_images - len(batch.active))]:
+        rows -= len(request.rows)
+        if rows < 0:
+            break
+        new.append(request)
+    return new

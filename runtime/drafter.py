@@ -18,13 +18,14 @@ import numpy as np
 
 from ..methods import Drafted, Sampling
 from .device import DeviceLogits, SampleRequest
-from .drafting import Commit, Drafter
+from .drafting import Commit
 from .engine import Bools, Cache, Engine, Floats, HiddenView, Ints, Pass, PassOutput, Rows
 from .passes import MINIMUM_NODES, stack_padding, unmask_committed
 from .sampling import Probabilities, best_codes, guide, shape_distribution, shape_logits
 from .state import Model, Request
 from .statistics import Clock
 from .tree import DraftTree, DynamicTree, Filling, StaticTree, TreeBuilder, certain
+from .tree_drafts import TreeDrafter
 from .tree_names import named_tree
 
 MOST_SLOTS = 64  # committed ones of a row that are run together, its prefix apart
@@ -57,10 +58,13 @@ class Pending:
     hidden: list[list[Floats | HiddenView]] = field(default_factory=list)
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(TreeDrafter):
     """Drafts for requests of one method."""
 
+    needs_new_codes = True
+
     def __init__(self, model: Model, method: Drafted, clock: Clock) -> None:
+        super().__init__(model.most_nodes)
         assert model.drafter is not None  # requests are refused where there is none
         self.engine: Engine = model.drafter
         self.shape = named_tree(method.tree)
@@ -104,7 +108,7 @@ class EagleDrafter(Drafter):
         self._arrange()
         self.pending = {request: pending for request, pending in self.pending.items() if request in self.requests}
 
-    def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
+    def draft_trees(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Commit new slots and draft one tree per request; `requests` are all that take part."""
         roots = np.array([self.pending[one].tokens[-1][-1] for one in self.requests], np.int64)
         level = self._commit_slots()

@@ -1,19 +1,84 @@
-"""Where drafts come from: the base of all drafters, and what they hear of every pass."""
+"""Drafts and drafters: what the decode loop asks of a draft of any kind, and who makes drafts.
+
+A new kind of draft is one file: a class with the attributes of `Draft`, and a `Drafter` that makes them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-import numpy as np
-
+from .acceptance import Acceptance
 from .engine import Ints, Rows
-from .grid import MAX_BATCH_NODES, RowBatch
-from .state import Request
+from .raster import PassLayout
+from .state import Model, Request
 from .target import TargetOutput
-from .tree import DraftTree, Proposal, certain
+from .tree import DraftTree, TreeStructure
 
-Draft = DraftTree | RowBatch
+
+class Placed(NamedTuple):
+    """Codes that were sampled in a forward pass, and the cells they stand in, both int64 `[count]`; no ends of rows."""
+
+    cells: Ints
+    codes: Ints
+
+
+class RequestStep(NamedTuple):
+    """One request's part of a step: the tokens that it committed, and how."""
+
+    request: int  # index of the request
+    codes: Ints  # int64 `[count]`
+    tree: DraftTree | None = None  # the draft tree, None for the prefill, `ar` and `rows`
+    acceptance: Acceptance | None = None  # of the tree
+    placed: Placed | None = None  # what a pass of `rows` sampled, which is not just the next codes
+
+    @property
+    def num_codes(self) -> int:
+        """Number of codes that the image has more now."""
+        return len(self.codes if self.placed is None else self.placed.codes)
+
+
+class Accepted(NamedTuple):
+    """Outcome of a draft."""
+
+    step: RequestStep  # whose codes the request has already
+    tokens: Ints  # codes whose nodes were in the pass, int64 `[count]`, the root of the next draft last
+    nodes: Ints  # the pass's nodes whose keys and values are appended to the cache, int64 `[kept]`
+
+
+class Draft(Protocol):
+    """Tokens that a request proposes for one forward pass, whatever they are: a tree, a window, rows of a grid."""
+
+    @property
+    def tokens(self) -> Ints:
+        """Tokens of the nodes, int64 `[nodes]`."""
+
+    @property
+    def structure(self) -> TreeStructure:
+        """Which nodes attend to each other."""
+
+    @property
+    def cells(self) -> Sequence[int]:
+        """The cell of the image that is sampled after each node."""
+
+    @property
+    def sampled(self) -> Sequence[int] | None:
+        """Nodes of which acceptance asks for the sampled token and nothing else; None: for distributions, too."""
+
+    def layout(self) -> PassLayout:
+        """Return the nodes as they stand in a forward pass."""
+
+    def before(self, node: int) -> Ints:
+        """Return the codes before the one that is sampled after `node`, int64 `[codes]`."""
+
+    def accept(self, output: TargetOutput, layout: PassLayout, model: Model) -> Accepted:
+        """Add the codes that the target accepts to the request.
+
+        Args:
+            output: what the target says after the nodes.
+            layout: of the draft.
+            model: engines and tables.
+        """
 
 
 class Commit(NamedTuple):
@@ -28,42 +93,21 @@ class Commit(NamedTuple):
     draft: Draft | None = None  # what the pass went over, None of a prefill
 
 
-def chain(tokens: Sequence[int], known: int | None = None, proposal: Proposal = certain) -> DraftTree:
-    """Tokens one below the other, the root first; known: how many below it are, all by default."""
-    parents = np.arange(-1, len(tokens) - 1, dtype=np.int64)
-    return DraftTree(np.array(tokens, np.int64), parents, proposal, known=len(tokens) - 1 if known is None else known)
-
-
 class Drafter:
-    """Gives requests a draft before a pass, hears after every pass what it committed.
+    """Base of what gives requests a draft before a forward pass, and hears after every pass what was committed.
 
-    This one, plain decoding's, drafts nothing. Codes that a request keeps are no drafts: a run of them stands in one
-    pass, below the last token.
+    Attributes:
+        needs_new_codes: whether it has no draft behind codes that a request preserves.
     """
 
-    def __init__(self, most_nodes: int = MAX_BATCH_NODES) -> None:
-        self.most_nodes = min(most_nodes, MAX_BATCH_NODES)  # of a request in a pass
+    needs_new_codes = False
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Take in what the prefill, or a pass over drafts of this or another drafter, committed."""
 
     def draft(self, requests: Sequence[Request]) -> Sequence[Draft]:
-        """A draft for every request, below its last token."""
-        return [chain([*request.codes[-1:], *self.known(request)]) for request in requests]
-
-    def known(self, request: Request) -> list[int]:
-        """The codes that a request keeps next, as many as a pass takes."""
-        return [] if request.kept is None else request.run()[0][: self.most_nodes - 1].tolist()
+        """Return a draft for every request."""
+        raise TypeError(f"{type(self).__name__} makes no drafts")
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Forget these requests."""
-
-
-def codes_before(request: Request, tree: DraftTree, before: int, node: int) -> Ints:
-    """The first `before` codes of a request and those of a tree on the path to a node below them."""
-    return np.array([*request.codes[:before], *tree.tokens[tree.path_to(node)[1:]].tolist()], np.int64)
-
-
-def first_cell(request: Request, draft: Draft) -> int:
-    """The cell that depth 0 of a draft stands in."""
-    return 0 if isinstance(draft, RowBatch) else len(request.codes) - 1

@@ -18,17 +18,20 @@ from typing import NamedTuple
 import numpy as np
 
 from ..methods import Drafted, Sampling, Sjd
-from .drafting import Commit, Drafter
+from .drafting import Commit
 from .engine import Floats, Ints
 from .heads import Heads
 from .sampling import Probabilities, best_codes, guide, shape_distribution, shape_logits
 from .state import Request
 from .tree import DraftTree, DynamicTree, Filling, StaticTree, TreeBuilder, certain
+from .tree_drafts import TreeDrafter
 from .tree_names import named_tree
 
 
-class HeadDrafter(Drafter):
+class HeadDrafter(TreeDrafter):
     """Drafts for every request that windows or trees may draw."""
+
+    needs_new_codes = True
 
     def __init__(self, heads: Heads) -> None:
         super().__init__()
@@ -45,8 +48,8 @@ class HeadDrafter(Drafter):
                     self._ahead[one.request] = Ahead(one.request, self._heads)
                 self._ahead[one.request].take(one)
 
-    def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
-        """A chain or tree for every request."""
+    def draft_trees(self, requests: Sequence[Request]) -> list[DraftTree]:
+        """Return a chain or tree for every request."""
         return [self._ahead[request].draft() for request in requests]
 
     def leave(self, requests: Sequence[Request]) -> None:
@@ -75,7 +78,7 @@ class Ahead:
         """Take in a pass over a draft of any method."""
         done, count = len(self.request.codes), len(commit.tokens)
         undecided: list[int] = []  # the first node of each depth that no code was committed of
-        if isinstance(commit.draft, DraftTree):
+        if commit.draft is not None:
             depths = commit.draft.structure.depths
             undecided = [int(np.argmax(depths == depth)) for depth in range(count, int(depths.max()) + 1)]
         nodes = np.stack([np.append(kept[-count:], undecided).astype(np.int64) for kept in commit.nodes])

@@ -23,18 +23,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .drafting import Commit, Drafter, chain
+from .drafting import Commit
 from .sampling import Probabilities
 from .state import Request
 from .target import TargetOutput
 from .tree import DraftTree
+from .tree_drafts import TreeDrafter, chain
 
 
-class JacobiDrafter(Drafter):
+class JacobiDrafter(TreeDrafter):
     """A window for every request."""
 
-    def __init__(self, most_nodes: int) -> None:
-        super().__init__(most_nodes)
+    def __init__(self, max_nodes: int) -> None:
+        super().__init__(max_nodes)
         self._windows: dict[Request, Window] = {}
 
     def commit(self, commits: Sequence[Commit]) -> None:
@@ -43,14 +44,14 @@ class JacobiDrafter(Drafter):
             if one.request.missing and one.request in self._windows:
                 self._windows[one.request].advance(len(one.tokens) - 1, one.target)
 
-    def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
-        """Every request's window as a chain."""
+    def draft_trees(self, requests: Sequence[Request]) -> list[DraftTree]:
+        """Return every request's window as a chain."""
         trees = []
         for request in requests:
             known = self.known(request)
             missing = request.room(len(known))
             if known:
-                missing = min(missing, self.most_nodes - len(known))
+                missing = min(missing, self.max_nodes - len(known))
             trees.append(self._window(request).draft(request.codes, missing, known))
         return trees
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from ..methods import Ar, Drafted, MethodConfig, RowParallel, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints
-from .grid import MAX_BATCH_NODES, Raster
 from .heads import Heads
 from .noise import Noise
+from .raster import MAX_BATCH_NODES, Raster
 from .statistics import RequestStatistics
 from .tree_names import named_tree
 from .windows import AdaptiveWindow
@@ -46,7 +46,7 @@ class Model:
     # whichever pass meets them, see `likelihood.py`
     rounding: float = 0.0
     most_nodes: int = 1 << 20  # of a draft in a pass
-    row_end: int | None = None  # token at the end of a row, see `grid.py`
+    row_end: int | None = None  # token at the end of a row, see `raster.py`
     # what windows draft with, and trees that ask for them; None where no method does
     heads: Heads | None = None
 

@@ -16,8 +16,8 @@ from ..asynchronous import AsyncPipeline
 from ..methods import METHODS
 from ..output.images import png_bytes
 from ..results import StreamStep
+from ..runtime.drafting import RequestStep
 from ..runtime.engine import Bools
-from ..runtime.scheduler import RequestStep
 from .protocol import Completion, Event, Figures, ImagesRequest, picture_event
 
 ACCEPTED: Event = {"type": "accepted"}  # a request has its place; clients are not sent this

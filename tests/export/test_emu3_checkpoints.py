@@ -32,7 +32,7 @@ from lantern_rt.export.families.emu3 import (
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.writer import Model
 from lantern_rt.prompts import text_requests
-from lantern_rt.runtime.grid import Raster
+from lantern_rt.runtime.raster import Raster
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
 PROTOCOL = json.loads((DATA / "emu3/protocol.json").read_text())

@@ -13,8 +13,8 @@ from lantern_rt.engines.ort import slabs
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.ort.providers import PROVIDERS
 from lantern_rt.requests import check_request
-from lantern_rt.runtime.grid import Raster
-from lantern_rt.runtime.scheduler import Scheduler
+from lantern_rt.runtime.batch import Batch
+from lantern_rt.runtime.raster import Raster
 from lantern_rt.runtime.state import Request
 
 LENGTH = 48  # codes of each picture: three rows
@@ -59,11 +59,10 @@ def requests_of(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> l
 def drawn(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> list[Request]:
     """Requests that were drawn together."""
     requests = requests_of(pipe, picked, options)
-    scheduler = Scheduler(pipe.model(pipe.engines, [one.method for one in requests]))
-    for request in requests:
-        scheduler.submit(request)
-    while scheduler.busy:
-        scheduler.step()
+    batch = Batch(pipe.model(pipe.engines, [one.method for one in requests]))
+    batch.join(requests)
+    while batch.active:
+        batch.step()
     return requests
 
 

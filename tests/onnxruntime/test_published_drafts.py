@@ -18,7 +18,7 @@ from lantern_rt.engines.loader import Engines
 from lantern_rt.methods import Lantern, Sampling
 from lantern_rt.runtime.drafter import EagleDrafter
 from lantern_rt.runtime.drafting import Commit
-from lantern_rt.runtime.grid import Raster
+from lantern_rt.runtime.raster import Raster
 from lantern_rt.runtime.state import DrafterLayout, Model, PrefixRow, Request
 from lantern_rt.runtime.statistics import Clock
 from lantern_rt.runtime.tree import DraftTree
@@ -97,7 +97,7 @@ class Run:
             self.drafts.commit(
                 [Commit(self.request, committed, nodes, slice(0, 2), family.golden["target_hidden"], NOTHING)]
             )
-            (tree,) = self.drafts.draft([self.request])
+            (tree,) = self.drafts.draft_trees([self.request])
             yield call, tree
             done = end
 

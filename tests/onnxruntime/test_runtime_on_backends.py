@@ -16,8 +16,8 @@ from lantern_rt.engines.gpu import find_gpu
 from lantern_rt.engines.trt.builder import MODULES, import_library
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
-from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.scheduler import Scheduler
+from lantern_rt.runtime.batch import Batch
+from lantern_rt.runtime.decode import decode, joining
 from lantern_rt.runtime.state import Model, Prompt, Request
 
 CODES = SMALL.grid**2
@@ -116,16 +116,19 @@ def test_drawn_codes_have_the_distribution_that_torch_computes(
 def test_requests_that_join_in_the_middle_get_the_codes_they_get_alone(
     small: SmallModel, backend: str, model: Model
 ) -> None:
-    scheduler, codes = Scheduler(model, rows=8), [list[int]() for _ in range(7)]
+    batch, codes = Batch(model), [list[int]() for _ in range(7)]
+    waiting: list[Request] = []
     visits = [(i, method, GUIDED if i % 2 else Sampling()) for i, method in enumerate([*METHODS.values()][:4])]
     visits += [(i, METHODS["eagle, dynamic"], GUIDED) for i in (4, 5, 6)]
     for step in itertools.count():
         for i, method, sampling in visits[step : step + 1]:
             rows = small.prompt(backend, i).rows(sampling)
-            scheduler.submit(Request(i, model.raster, rows, sampling, method, seed=i))
-        if step > len(visits) and not scheduler.busy:
+            waiting.append(Request(i, model.raster, rows, sampling, method, seed=i))
+        if step > len(visits) and not batch.active and not waiting:
             break
-        for part in scheduler.step():
+        new = joining(batch, waiting, max_images=7, max_rows=8)
+        del waiting[: len(new)]
+        for part in batch.join(new) if new else batch.step():
             codes[part.request] += part.codes.tolist()
     for i, method, sampling in visits:
         assert [codes[i]] == drawn(model, [small.prompt(backend, i)], [i], sampling, method)

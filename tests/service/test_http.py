@@ -18,7 +18,7 @@ from PIL import Image
 from running_server import GENERATIONS, RunningServer, events, until
 
 from lantern_rt import AsyncPipeline, Pipeline
-from lantern_rt.runtime.scheduler import Scheduler
+from lantern_rt.runtime.batch import Batch
 from lantern_rt.serve import images
 from lantern_rt.serve.app import make_app
 from lantern_rt.serve.backend import ACCEPTED, LocalBackend
@@ -288,7 +288,7 @@ def test_a_server_whose_decoder_is_dead_is_neither_ready_nor_live(
         for broken in (False, True, False):
             with monkeypatch.context() as patch:
                 if broken:
-                    patch.setattr(Scheduler, "step", lambda own: (_ for _ in ()).throw(MemoryError("no more")))
+                    patch.setattr(Batch, "step", lambda own: (_ for _ in ()).throw(MemoryError("no more")))
                 for _ in range(3):
                     await called(app, GENERATIONS, {"prompt": "red cube", "method": "ar"})
             seen.append([(await called(app, path))[0]["status"] for path in ("/readyz", "/livez")])

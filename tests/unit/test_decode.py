@@ -17,8 +17,8 @@ from toy_engine import ToyCache, ToyDrafter, ToyTarget, codes_of, make_model, ma
 
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
+from lantern_rt.runtime import batch, passes
 from lantern_rt.runtime import drafter as drafting
-from lantern_rt.runtime import passes, scheduler
 from lantern_rt.runtime.decode import Step, decode
 from lantern_rt.runtime.drafting import Commit
 from lantern_rt.runtime.engine import Pass, PassOutput
@@ -260,7 +260,7 @@ def structure(**wrong: Callable[[DraftTree], Any]) -> Any:
 
 
 unmask, prefix_mask, append, keep_rows = (
-    scheduler.unmask_committed, passes.prefix_mask, ToyCache.append, ToyCache.keep_rows
+    batch.unmask_committed, passes.prefix_mask, ToyCache.append, ToyCache.keep_rows
 )  # fmt: skip
 commit = drafting.EagleDrafter.commit
 
@@ -278,8 +278,8 @@ SLIPS: dict[str, tuple[Any, str, Any]] = {
     "nodes see all earlier ones": (DraftTree, "structure", structure(ancestors=lambda t: np.tri(t.nodes, dtype=bool))),
     "nodes see no ancestors": (DraftTree, "structure", structure(ancestors=lambda t: np.eye(t.nodes, dtype=bool))),
     "depths are zero": (DraftTree, "structure", structure(depths=lambda t: np.zeros(t.nodes, np.int64))),
-    "padding is seen": (scheduler, "unmask_committed", lambda mask, n, padding: unmask(mask, n, padding[:, :0])),
-    "what is past the end is seen": (scheduler, "unmask_committed", lambda mask, n, pads: unmask(mask, n + 1, pads)),
+    "padding is seen": (batch, "unmask_committed", lambda mask, n, padding: unmask(mask, n, padding[:, :0])),
+    "what is past the end is seen": (batch, "unmask_committed", lambda mask, n, pads: unmask(mask, n + 1, pads)),
     "prefill shows padding": (passes, "prefix_mask", lambda real, nodes: prefix_mask(np.ones_like(real), nodes)),
     "other nodes are committed": (ToyCache, "append", append_the_first),
     "drafts are not rolled back": (ToyCache, "truncate", lambda cache, lengths: None),

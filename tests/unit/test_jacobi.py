@@ -13,13 +13,13 @@ from toy_engine import ToyTarget, joint_distribution, make_model, make_prompt
 from toy_script import Script
 
 from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
-from lantern_rt.runtime import acceptance, decode, scheduler
+from lantern_rt.runtime import acceptance, decode, tree_drafts
 from lantern_rt.runtime.drafting import Commit
-from lantern_rt.runtime.grid import Raster
 from lantern_rt.runtime.head_drafter import Ahead
 from lantern_rt.runtime.heads import Heads, head_shapes
 from lantern_rt.runtime.jacobi import Window
 from lantern_rt.runtime.noise import Noise
+from lantern_rt.runtime.raster import Raster
 from lantern_rt.runtime.sampling import shape_distribution
 from lantern_rt.runtime.state import Model, Request
 from lantern_rt.runtime.target import TargetOutput
@@ -141,7 +141,7 @@ def decisions_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
         answers = choice.__self__
         return right(tree, target, choice, rule, lambda node: decisions(node).at(int(answers.cells[node])), missing)
 
-    patch.setattr(scheduler, "walk", wrong)
+    patch.setattr(tree_drafts, "walk", wrong)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from toy_engine import codes_of, make_model, make_prompt, next_distribution
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
+from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.grid import Raster
 from lantern_rt.runtime.likelihood import likelihood
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.scheduler import Scheduler
+from lantern_rt.runtime.raster import Raster
 from lantern_rt.runtime.state import Model, Prompt, Request
 from lantern_rt.runtime.tree import DraftTree
 
@@ -85,12 +85,11 @@ def test_pictures_of_other_shapes_that_share_passes_change_nothing(method: Metho
     one, rasters = model(3), [Raster(12, 3, VOCABULARY), Raster(8, 2, VOCABULARY), Raster(10, 5, VOCABULARY)]
 
     def run(numbers: Sequence[int]) -> list[list[int]]:
-        scheduler = Scheduler(one)
+        batch = Batch(one)
         requests = [Request(i, rasters[i], make_prompt(i).rows(sampling), sampling, method, i) for i in numbers]
-        for request in requests:
-            scheduler.submit(request)
-        while scheduler.busy:
-            scheduler.step()
+        batch.join(requests)
+        while batch.active:
+            batch.step()
         return [request.codes[: request.raster.codes] for request in requests]
 
     assert run(range(3)) == [*run([0]), *run([1]), *run([2])]
@@ -128,23 +127,23 @@ def test_a_chain_is_laid_out_as_its_codes_are_spelled(codes: list[int], columns:
     laid, whole = raster.lay_out(tree, first), raster.spell([*[0] * first, *codes, 0])[:-1]
     start = raster.place(first)
     assert laid.tokens.tolist() == whole[start:].tolist()
-    assert laid.depths.tolist() == list(range(len(laid.tokens)))
+    assert laid.positions.tolist() == list(range(start, start + len(laid.tokens)))
     assert np.array_equal(laid.ancestors, np.tri(len(laid.tokens), dtype=bool))
     assert laid.last is not None
     assert [start + last + 1 for last in laid.last] == [raster.place(first + 1 + n) for n in range(len(codes))]
-    assert laid.kept(range(len(codes))).tolist() == list(range(len(laid.tokens)))
+    assert laid.nodes_on(range(len(codes))).tolist() == list(range(len(laid.tokens)))
 
 
 def test_children_see_the_end_of_their_own_row_and_not_that_of_a_sibling() -> None:
     tree = DraftTree(np.array([1, 2, 3, 4, 5]), np.array([-1, 0, 0, 1, 2]))
     laid = Raster(9, 3, 9).lay_out(tree, 1)  # nodes of depth 1 end a row
     assert laid.tokens.tolist() == [1, 2, 9, 3, 9, 4, 5]
-    assert laid.depths.tolist() == [0, 1, 2, 1, 2, 3, 3]
+    assert laid.positions.tolist() == [1, 2, 3, 2, 3, 4, 4]
     seen = [[0], [0, 1], [0, 1, 2], [0, 3], [0, 3, 4], [0, 1, 2, 5], [0, 3, 4, 6]]
     assert [np.flatnonzero(row).tolist() for row in laid.ancestors] == seen
     assert laid.last is not None
     assert laid.last.tolist() == [0, 2, 4, 5, 6]
-    assert laid.kept([0, 2, 4]).tolist() == [0, 3, 4, 6]
+    assert laid.nodes_on([0, 2, 4]).tolist() == [0, 3, 4, 6]
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (18, 32), (32, 16)], ids="official_forced_{0[0]}x{0[1]}".format)

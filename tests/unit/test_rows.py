@@ -20,8 +20,9 @@ from lantern_rt.methods import Ar, Eagle, MethodConfig, RowParallel, Sampling, S
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.engine import Pass
-from lantern_rt.runtime.grid import Grid, Raster
 from lantern_rt.runtime.noise import Noise
+from lantern_rt.runtime.raster import Raster
+from lantern_rt.runtime.rows import Grid
 from lantern_rt.runtime.state import Model, Prompt
 from lantern_rt.service import Service
 

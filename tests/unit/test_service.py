@@ -20,7 +20,7 @@ from lantern_rt import Pipeline, RequestError
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.errors import BusyError, EngineError
 from lantern_rt.results import StreamStep
-from lantern_rt.runtime.scheduler import Scheduler
+from lantern_rt.runtime.batch import Batch
 from lantern_rt.service import Service
 from lantern_rt.ticket import Ticket
 
@@ -87,8 +87,8 @@ def test_every_caller_gets_the_images_that_the_pipeline_gives_alone(pipe: Pipeli
 
 def test_requests_share_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     active: list[int] = []
-    step = Scheduler.step
-    monkeypatch.setattr(Scheduler, "step", lambda own: (active.append(len(own.active)), step(own))[1])
+    step = Batch.step
+    monkeypatch.setattr(Batch, "step", lambda own: (active.append(len(own.active)), step(own))[1])
     with Service(pipe, together=4) as service:
         callers = [Caller(lambda: len(tickets) < 6) for _ in range(6)]
         tickets: list[Ticket] = []
@@ -176,7 +176,7 @@ def test_a_failed_pass_ends_its_requests_and_later_ones_are_served(
 ) -> None:
     for error in (EngineError("the device is gone"), ZeroDivisionError("a bug")):
         with monkeypatch.context() as patch:
-            patch.setattr(Scheduler, "step", lambda own, error=error: (_ for _ in ()).throw(error))
+            patch.setattr(Batch, "step", lambda own, error=error: (_ for _ in ()).throw(error))
             callers = [Caller(), Caller()]
             for caller in callers:
                 service.submit(caller, "red cube")
@@ -190,12 +190,12 @@ def test_a_failed_pass_ends_its_requests_and_later_ones_are_served(
 
 
 def test_whatever_fails_the_service_goes_on(pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    for where, name in ((Pipeline, "prefixes"), (Scheduler, "submit"), (Scheduler, "cancel")):
+    for where, name in ((Pipeline, "prefixes"), (Batch, "join"), (Batch, "leave")):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
             caller = Caller()
             ticket = service.submit(caller, "red cube", method="ar")
-            if name == "cancel":
+            if name == "leave":
                 ticket.cancel()
                 time.sleep(0.1)
             else:
@@ -296,9 +296,9 @@ def test_beside_a_greedy_caller_others_have_their_places_and_small_passes_and_al
     pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[tuple[dict[str, int], int]] = []
-    step = Scheduler.step
+    step = Batch.step
 
-    def noted(own: Scheduler) -> Any:
+    def noted(own: Batch) -> Any:
         parts = step(own)
         tickets = [vars(service)["_tickets"][part.request] for part in parts]
         passes.append((Counter(one.caller for one in tickets), max((one.nodes for one in own.active), default=0)))
@@ -308,7 +308,7 @@ def test_beside_a_greedy_caller_others_have_their_places_and_small_passes_and_al
     asked: dict[str, list[dict[str, Any]]] = {f"neighbour {i}": [{"method": "ar", "seed": i}] for i in range(3)}
     asked["greedy"] = [{"method": method, "seed": 9, "num_images": 5} for method in wide]
     with Service(pipe, together=4, waiting=40) as service, monkeypatch.context() as patch:
-        patch.setattr(Scheduler, "step", noted)
+        patch.setattr(Batch, "step", noted)
         last = shared(service, asked)
     for caller, requests in asked.items():
         for request, drawn in zip(requests, last[caller], strict=True):

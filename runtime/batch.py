@@ -1,149 +1,97 @@
-"""The decode loop: draft trees, verify them in one target pass, accept a path of each, commit it; repeat.
+"""The forward passes of a batch: draft, verify in one target pass, accept, commit; repeat.
 
-Requests join and leave between passes. They share passes but nothing else: each has its own
-positions, masks, cache lengths, sampling and random numbers, so its tokens are those it would get alone. With guidance
-a request is two rows that come and go together. A request's cache columns are reserved for the whole image.
+Requests join and leave between passes. They share passes but nothing else: each has its own positions, masks, cache
+lengths, sampling and random numbers, so its tokens are those it would get alone. With guidance a request is two rows
+that come and go together. A request's cache columns are reserved for the whole image.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextvars import copy_context
 from functools import partial
-from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
 from ..methods import Drafted
-from .acceptance import Acceptance, Relaxation, follow, walk, walk_greedy
 from .device import DeviceLogits, SampleRequest
 from .drafter import EagleDrafter
-from .drafting import Commit, Draft, Drafter, codes_before, first_cell
+from .drafting import Commit, Draft, Drafter, RequestStep
 from .engine import Cache, Floats, Ints, Pass, PassOutput
-from .grid import PassLayout, Placed, RowBatch
 from .head_drafter import HeadDrafter
 from .jacobi import JacobiDrafter
 from .likelihood import recompute_logits, tie_margin
 from .passes import MINIMUM_NODES, identity_mask, prefill_pass, stack_padding, unmask_committed
+from .raster import PassLayout
 from .rows import RowDrafter
 from .state import Model, Request
 from .statistics import Clock
 from .target import TargetOutput, choose_together
-from .tree import DraftTree
-
-UNLIMITED = 1 << 30
-IDLE = 0.25  # of the tokens of all places
+from .tree_drafts import TreeDraft, TreeDrafter, chain
 
 
-class RequestStep(NamedTuple):
-    """One request's part of a step: the tokens it committed, and how."""
-
-    request: int  # its index
-    codes: Ints  # int64 `[count]`
-    tree: DraftTree | None = None  # the draft, None for the prefill, `ar` and `rows`
-    acceptance: Acceptance | None = None  # of the tree
-    placed: Placed | None = None  # what a pass of `rows` drew, which is not just the next codes
-
-
-class Scheduler:
-    """Requests of one model; one that finds no room waits for others to leave.
+class Batch:
+    """Requests of one model that share forward passes. Who joins, and when, is decided by its caller.
 
     Args:
         model: engines and sizes.
-        rows: of a pass at most.
-        images: that share passes at most; may be changed between passes.
-        listener: that hears of every pass what it committed, too.
+        listener: hears of every pass what it committed, too.
+        clocks: of the target and the drafter; None: new ones.
+
+    Attributes:
+        active: requests that take part in passes, in the order of their rows.
     """
 
     def __init__(
-        self, model: Model, rows: int = UNLIMITED, images: int = UNLIMITED, listener: Drafter | None = None
+        self, model: Model, listener: Drafter | None = None, clocks: tuple[Clock, Clock] | None = None
     ) -> None:
-        self.model, self.rows, self.images, self.listener = model, rows, images, listener
-        self.target_clock, self.drafter_clock = Clock(), Clock()
-        self.waiting: deque[Request] = deque()
+        self.model = model
+        self.listener = listener
+        self.target_clock, self.drafter_clock = clocks or (Clock(), Clock())
         self.active: list[Request] = []
         self._cache: Cache | None = None  # of the active requests' rows, in their order
-        self._plain = Drafter(model.most_nodes)
+        self._plain = TreeDrafter(model.most_nodes)
         # windows, and trees with heads
         self._windows = HeadDrafter(model.heads) if model.heads else JacobiDrafter(model.most_nodes)
         self._row_drafter = RowDrafter(model.most_nodes)
         self._drafters: dict[str, Drafter] = {"ar": self._plain, "sjd": self._windows, "rows": self._row_drafter}
         self._eagles: dict[Request, EagleDrafter] = {}  # one for all requests of a method, greedy ones apart
-        self._quiet = copy_context()  # NumPy need not warn of logits that are then refused
-        self._quiet.run(np.seterr, over="ignore", invalid="ignore")
         self._arrange()
 
     @property
-    def busy(self) -> bool:
-        """Whether a step would do anything."""
-        return bool(self.active or self.waiting)
+    def rows(self) -> int:
+        """Rows of a pass over the active requests."""
+        return len(self._padding)
 
-    @property
-    def joining(self) -> bool:
-        """Whether the next step is a prefill: somebody waits for whom there is room."""
-        return bool(self._next(1))
+    def join(self, requests: Sequence[Request]) -> list[RequestStep]:
+        """Have requests take part from now on: a target pass over their prefixes, which samples their first codes.
 
-    def submit(self, request: Request) -> None:
-        """Have a request drawn as soon as there is room, after those that came before.
+        Returns:
+            What each of them got of it.
 
         Raises:
-            ValueError: it has more rows than a pass may have.
+            EngineError: the target gave NaN or infinity; none of them takes part then.
         """
-        if len(request.rows) > self.rows:
-            raise ValueError(f"a request of {len(request.rows)} rows, expected at most {self.rows}")
-        request.tie_margin = tie_margin(self.model, request.sampling)
-        self.waiting.append(request)
+        with np.errstate(over="ignore", invalid="ignore"):  # of logits that are refused
+            return self._prefill(requests)
 
-    def cancel(self, requests: Sequence[Request]) -> None:
-        """Drop requests, waiting or not; those that have left already are none."""
-        self.waiting = deque(request for request in self.waiting if request not in requests)
+    def leave(self, requests: Sequence[Request]) -> None:
+        """Have requests take part no more; those that have left already are ignored."""
         if leaving := [request for request in self.active if request in requests]:
             self._leave(leaving)
 
     def step(self) -> list[RequestStep]:
-        """One target pass: the prefill of requests for which there is room, or else a pass over all active ones.
+        """Run one target pass over the drafts of all active requests, each of which commits what is accepted.
 
         Returns:
-            What every request that took part got of it.
+            What every request got of it.
 
         Raises:
             EngineError: the target gave NaN or infinity.
         """
-        return self._quiet.run(self._step)
+        with np.errstate(over="ignore", invalid="ignore"):  # of logits that are refused
+            return self._advance() if self.active else []
 
-    def _step(self) -> list[RequestStep]:
-        if joining := self._next(UNLIMITED):
-            for _ in joining:
-                self.waiting.popleft()
-            return self._prefill(joining)
-        return self._advance() if self.active else []
-
-    def _next(self, most: int) -> list[Request]:
-        """The first of those who wait, as far as there is room for them.
-
-        If they fill all places, they wait to begin together, unless too much stands idle until the last of those before
-        them is done: a pass reads as many columns of every row as the longest has, so rows of one length cost less.
-        """
-        if not self.waiting:
-            return []
-        if self.active and len(self.waiting) >= self.images:
-            idle = (self.images - len(self.active)) * max(request.missing for request in self.active)
-            if idle <= IDLE * self.images * max(request.raster.codes for request in self.active):
-                return []
-        places = min(most, self.images - len(self.active))
-        rows = self.rows - len(self._padding)
-        joining: list[Request] = []
-        for request in islice(self.waiting, max(0, places)):
-            rows -= len(request.rows)
-            if rows < 0:
-                break
-            joining.append(request)
-        return joining
-
-    def _prefill(self, requests: list[Request]) -> list[RequestStep]:
-        """A target pass over the prefixes of new requests, which draws their first codes."""
+    def _prefill(self, requests: Sequence[Request]) -> list[RequestStep]:
         target = self.model.target
         rows = [row for request in requests for row in request.rows]
         lengths = np.array([len(row.embeds) for row in rows])
@@ -152,11 +100,12 @@ class Scheduler:
         batch = prefill_pass(target, cache, [row.embeds for row in rows], padding)
         output = self.target_clock.run(target, batch, cache)
         last = output.logits[np.arange(len(rows)), lengths - 1][:, None]  # [rows, 1, vocab_size]
-        root = DraftTree(np.zeros(1, np.int64), np.array([-1], np.int64))
         steps: list[RequestStep] = []
         commits: list[Commit] = []
         for request, own in _rows_of(requests).items():
-            answer = self._target_output(request, root, output._replace(logits=last), own)
+            request.tie_margin = tie_margin(self.model, request.sampling)
+            draft = TreeDraft(request, chain([0]))  # the root stands for the last token of the prefix
+            answer = self._target_output(request, draft, output._replace(logits=last), own)
             kept, _ = request.run()
             codes = kept[:1] if len(kept) else np.array([answer.choice(0)])
             steps.append(RequestStep(request.index, request.take(codes)))
@@ -167,8 +116,7 @@ class Scheduler:
         self._commit(commits)
         return steps
 
-    def _join(self, requests: list[Request], cache: Cache) -> None:
-        """Have requests take part from now on. cache: of their rows."""
+    def _join(self, requests: Sequence[Request], cache: Cache) -> None:
         if self.active and self._cache is not None:
             self._cache.extend(cache)
         else:
@@ -183,10 +131,9 @@ class Scheduler:
         self._arrange()
 
     def _advance(self) -> list[RequestStep]:
-        """A target pass over the drafts of all active requests, of which each commits what is accepted."""
         drafts = self._draft()
-        layouts = {request: self._layout(request, draft) for request, draft in drafts.items()}
-        output = self._verify(drafts, layouts)
+        layouts = {request: draft.layout() for request, draft in drafts.items()}
+        output = self._verify(layouts)
         answers = {
             request: self._target_output(request, drafts[request], output, self._rows[request], layouts[request].last)
             for request in self.active
@@ -195,15 +142,11 @@ class Scheduler:
         steps: list[RequestStep] = []
         commits: list[Commit] = []
         for request, answer in answers.items():
-            step, kept = self._accept(request, drafts[request], layouts[request], answer)
-            tokens = step.codes
-            if step.placed is None:
-                step = step._replace(codes=request.take(tokens))
-            else:
-                request.codes += tokens.tolist()
+            draft, rows = drafts[request], self._rows[request]
+            step, tokens, kept = draft.accept(answer, layouts[request], self.model)
             request.noise.forget(len(request.codes))
             nodes = [kept] * len(request.rows)
-            commits.append(Commit(request, tokens, nodes, self._rows[request], output.hidden, answer, drafts[request]))
+            commits.append(Commit(request, tokens, nodes, rows, output.hidden, answer, draft))
             steps.append(step)
         assert self._cache is not None
         self.target_clock.append(self._cache, output.new_kv, [nodes for one in commits for nodes in one.nodes])
@@ -227,10 +170,10 @@ class Scheduler:
         usual = self._drafters.get(method.method, self._windows)
         if isinstance(method, Drafted) and not method.by_heads:
             usual = self._eagles[request]
-        return self._plain if isinstance(usual, EagleDrafter | HeadDrafter) and len(request.run()[0]) else usual
+        return self._plain if usual.needs_new_codes and len(request.run()[0]) else usual
 
-    def _verify(self, drafts: Mapping[Request, Draft], layouts: Mapping[Request, PassLayout]) -> PassOutput:
-        """One target pass over all drafts as they are laid out, padded to the same number of nodes."""
+    def _verify(self, layouts: Mapping[Request, PassLayout]) -> PassOutput:
+        """Run one target pass over all drafts as they are laid out, padded to the same number of nodes."""
         assert self._cache is not None
         target, lengths = self.model.target, self._cache.lengths
         nodes = max(MINIMUM_NODES, *(max(request.nodes, len(layout.tokens)) for request, layout in layouts.items()))
@@ -239,55 +182,37 @@ class Scheduler:
         attention_mask = np.zeros((len(lengths), nodes, past_length + nodes), bool)
         unmask_committed(attention_mask, lengths, self._padding)
         attention_mask[:, :, past_length:] = identity_mask(nodes)
-        for request, draft in drafts.items():
-            layout, rows = layouts[request], self._rows[request]
-            count = len(layout.tokens)
-            place = request.raster.place(first_cell(request, draft))
+        for request, layout in layouts.items():
+            rows, count = self._rows[request], len(layout.tokens)
             tokens[rows, :count] = layout.tokens
             attention_mask[rows, :count, past_length : past_length + count] = layout.ancestors
             for row, prefix in enumerate(request.prefixes, rows.start):
-                positions[row, :count] = layout.depths + (prefix + place)
-            if isinstance(draft, RowBatch):
-                seen = draft.sees(draft.cached)  # [nodes, entries]
-                for row, prefix in enumerate(request.prefixes, rows.start):
-                    attention_mask[row, :count, prefix : prefix + len(draft.cached)] &= seen
+                positions[row, :count] = layout.positions + prefix
+                if layout.past is not None:
+                    attention_mask[row, :count, prefix : prefix + layout.past.shape[1]] &= layout.past
         positions = np.minimum(positions, self.model.positions - 1)
         return self.target_clock.run(target, Pass(positions, attention_mask, tokens), self._cache)
-
-    def _layout(self, request: Request, draft: Draft) -> PassLayout:
-        """The nodes of a draft in a pass."""
-        if isinstance(draft, RowBatch):
-            return PassLayout(draft.tokens, draft.structure.depths, draft.structure.ancestors)
-        return request.raster.lay_out(draft, first_cell(request, draft))
 
     def _target_output(
         self, request: Request, draft: Draft, output: PassOutput, rows: slice, last: Ints | None = None
     ) -> TargetOutput:
-        """What a pass says of a request's draft. last: as `PassLayout` has it."""
-        first = first_cell(request, draft) + 1
-        structure = draft.structure
+        """Return what a pass says after the nodes of a request's draft. last: as of `PassLayout`."""
         margin = request.tie_margin if request.exact else 0.0
-        recompute = None
-        if margin and isinstance(draft, DraftTree):
-            recompute = partial(self._recompute, request, draft, first)
-        cells: Sequence[int] = range(first, first + draft.nodes)
-        if not structure.chain:
-            cells = (draft.next_codes if isinstance(draft, RowBatch) else first + structure.depths).tolist()
         return TargetOutput(
             lambda nodes: output.logits[rows, nodes],
-            structure,
+            draft.structure,
             request.noise,
-            cells,
+            draft.cells,
             request.sampling,
             margin,
-            recompute,
-            draft.before if isinstance(draft, RowBatch) else partial(codes_before, request, draft, first),
+            partial(self._recompute, request, draft) if margin else None,
+            draft.before,
             last,
         )
 
-    def _recompute(self, request: Request, tree: DraftTree, before: int, node: int) -> Floats:
-        """Logits after a node of the request's tree below its first `before` tokens; see `likelihood.py`."""
-        codes = np.append(codes_before(request, tree, before, node), 0)  # the last one is dropped
+    def _recompute(self, request: Request, draft: Draft, node: int) -> Floats:
+        """Return logits after a node of the request's draft, computed from the start; see `likelihood.py`."""
+        codes = np.append(draft.before(node), 0)  # the last one is dropped
         tokens = request.raster.spell(codes)[:-1]
         calls = self.target_clock.calls
         logits = recompute_logits(self.model, request.rows, tokens, request.sampling, self.target_clock)
@@ -312,11 +237,9 @@ class Scheduler:
         choosing: list[tuple[TargetOutput, Sequence[int]]] = []
         samples: list[SampleRequest] = []
         for request, answer in answers.items():
-            draft, rows = drafts[request], self._rows[request]
-            relaxed = not request.exact and isinstance(draft, DraftTree)
-            if relaxed or answer.recompute or not logits.draws(request.sampling):
+            nodes, rows = drafts[request].sampled, self._rows[request]
+            if nodes is None or answer.recompute or not logits.draws(request.sampling):
                 continue
-            nodes: Sequence[int] = draft.sampled if isinstance(draft, RowBatch) else range(draft.nodes)
             own = np.array(nodes, np.int64)
             places = np.tile(own if answer.last is None else answer.last[own], (rows.stop - rows.start, 1))
             noise = None if request.sampling.greedy else request.noise
@@ -326,35 +249,6 @@ class Scheduler:
         best = logits.best(samples, 1) if samples else []
         for (answer, nodes), (codes, _) in zip(choosing, best, strict=True):
             answer.know(nodes, codes[:, 0])
-
-    def _accept(
-        self, request: Request, draft: Draft, layout: PassLayout, answer: TargetOutput
-    ) -> tuple[RequestStep, Ints]:
-        """What a request gets of a pass, and the pass's nodes whose keys and values stay, int64 `[kept]`."""
-        if isinstance(draft, RowBatch):
-            codes, kept, placed = self._row_drafter.take(request, draft, answer.draw(draft.sampled))
-            request.record_draft(draft.nodes - 1, len(placed.codes) - 1)
-            return RequestStep(request.index, codes, placed=placed), kept
-        accepted = self._walk(request, draft, answer)
-        request.statistics.realised_tvd += accepted.realised_tvd
-        request.record_draft(draft.nodes - 1 - draft.known, len(accepted.path) - 1 - draft.known)
-        codes = draft.tokens[accepted.path[1:]]
-        path = accepted.path[:-1]  # the last one is the next root
-        if accepted.bonus is not None:
-            path, codes = accepted.path, np.append(codes, accepted.bonus)
-        step = RequestStep(request.index, codes)
-        if request.method.method != "ar":
-            step = step._replace(tree=draft, acceptance=accepted)
-        return step, layout.kept(path)
-
-    def _walk(self, request: Request, tree: DraftTree, answer: TargetOutput) -> Acceptance:
-        relaxation = Relaxation.of(request.method, self.model.neighbors)
-        missing = tree.known + request.room(tree.known)
-        if relaxation is None:
-            return follow(tree, answer.choice, missing)
-        if request.sampling.greedy:
-            return walk_greedy(tree, answer.distribution, relaxation, missing)
-        return walk(tree, answer.distribution, answer.choice, relaxation, answer.decisions, missing)
 
     def _commit(self, commits: Sequence[Commit]) -> None:
         """Tell all drafters what a pass committed, then drop finished requests."""

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import ToyDrafter, ToyTarget, codes_of, make_model, make_prompt
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
-from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.scheduler import Scheduler
+from lantern_rt.runtime.batch import Batch
+from lantern_rt.runtime.decode import UNLIMITED, decode, joining
+from lantern_rt.runtime.drafting import RequestStep
 from lantern_rt.runtime.state import Model, Prompt, Request
 
 VOCABULARY, CODES = 5, 9
@@ -64,12 +64,40 @@ def alone(visit: Visit, method: MethodConfig) -> list[int]:
     return codes_of(decode(model(), [prompt(visit.identity)], [visit.identity], visit.sampling, method), 1)[0]
 
 
-def submitted(scheduler: Scheduler, number: int, visit: Visit) -> Request:
+class Line:
+    """A batch, and who waits in line for it."""
+
+    def __init__(self, model: Model, rows: int = UNLIMITED, images: int = UNLIMITED) -> None:
+        self.batch = Batch(model)
+        self.rows = rows
+        self.images = images
+        self.waiting: list[Request] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.batch.active)
+
+    @property
+    def joining(self) -> list[Request]:
+        return joining(self.batch, self.waiting, self.images, self.rows)
+
+    def step(self) -> list[RequestStep]:
+        if new := self.joining:
+            self.waiting = self.waiting[len(new) :]
+            return self.batch.join(new)
+        return self.batch.step()
+
+    def cancel(self, requests: list[Request]) -> None:
+        self.waiting = [request for request in self.waiting if request not in requests]
+        self.batch.leave(requests)
+
+
+def submitted(line: Line, number: int, visit: Visit) -> Request:
     rows = prompt(visit.identity).rows(visit.sampling)
     request = Request(
         number, model().raster, rows, visit.sampling, visit.method, visit.identity, adaptive=bool(number % 2)
     )
-    scheduler.submit(request)
+    line.waiting.append(request)
     return request
 
 
@@ -77,19 +105,19 @@ def submitted(scheduler: Scheduler, number: int, visit: Visit) -> Request:
 @given(st.lists(VISITS, min_size=1, max_size=6), st.integers(2, 7))
 def test_tokens_do_not_depend_on_who_shares_the_passes(visits: list[Visit], rows: int) -> None:
     engine = model()
-    scheduler = Scheduler(engine, rows)
+    line = Line(engine, rows)
     requests: dict[int, Request] = {}
     codes: list[list[int]] = [[] for _ in visits]
     cancelled: set[int] = set()
     step = 0
-    while step <= 12 or scheduler.busy:
+    while step <= 12 or line.busy:
         for number, visit in enumerate(visits):
             if visit.arrives == step:
-                requests[number] = submitted(scheduler, number, visit)
+                requests[number] = submitted(line, number, visit)
             if visit.leaves == step and number in requests and requests[number].missing:
-                scheduler.cancel([requests[number]])
+                line.cancel([requests[number]])
                 cancelled.add(number)
-        for part in scheduler.step():
+        for part in line.step():
             assert part.request not in cancelled
             codes[part.request] += part.codes.tolist()
         step += 1
@@ -99,72 +127,70 @@ def test_tokens_do_not_depend_on_who_shares_the_passes(visits: list[Visit], rows
         assert len(codes[number]) == CODES or number in cancelled
     assert isinstance(engine.target, ToyTarget)
     assert max((count for count, _ in engine.target.passes), default=0) <= rows
-    assert not scheduler.step()
+    assert not line.step()
 
 
 def test_requests_wait_for_room_in_the_order_they_came() -> None:
-    scheduler, sampling = Scheduler(model(), rows=4), SAMPLINGS[1]
-    requests = [submitted(scheduler, i, Visit(i, sampling, Ar(), 0, 0)) for i in range(5)]
+    line, sampling = Line(model(), rows=4), SAMPLINGS[1]
+    requests = [submitted(line, i, Visit(i, sampling, Ar(), 0, 0)) for i in range(5)]
     finished: list[int] = []
-    while scheduler.busy:
-        for part in scheduler.step():
+    while line.busy:
+        for part in line.step():
             if not requests[part.request].missing:
                 finished.append(part.request)
-        assert len(scheduler.active) <= 2
+        assert len(line.batch.active) <= 2
     assert finished == [0, 1, 2, 3, 4]
-    unguided, _ = (submitted(scheduler, i, Visit(i, SAMPLINGS[0], Ar(), 0, 0)) for i in range(2))
-    scheduler.step()
-    assert len(scheduler.active) == 2
+    unguided, _ = (submitted(line, i, Visit(i, SAMPLINGS[0], Ar(), 0, 0)) for i in range(2))
+    line.step()
+    assert len(line.batch.active) == 2
     assert unguided.missing == CODES - 1
-    with pytest.raises(ValueError, match="a request of 2 rows, expected at most 1"):
-        submitted(Scheduler(model(), rows=1), 0, Visit(0, sampling, Ar(), 0, 0))
 
 
 def test_a_request_joins_without_waiting_for_others_to_end() -> None:
-    scheduler = Scheduler(model())
-    first = submitted(scheduler, 0, Visit(0, SAMPLINGS[0], Ar(), 0, 0))
+    line = Line(model())
+    first = submitted(line, 0, Visit(0, SAMPLINGS[0], Ar(), 0, 0))
     for _ in range(4):
-        scheduler.step()
-    second = submitted(scheduler, 1, Visit(1, SAMPLINGS[1], Ar(), 0, 0))
-    assert [part.request for part in scheduler.step()] == [1]
-    assert [part.request for part in scheduler.step()] == [0, 1]
+        line.step()
+    second = submitted(line, 1, Visit(1, SAMPLINGS[1], Ar(), 0, 0))
+    assert [part.request for part in line.step()] == [1]
+    assert [part.request for part in line.step()] == [0, 1]
     assert (len(first.codes), len(second.codes)) == (5, 2)
 
 
 def test_a_cancelled_request_leaves_at_once_and_is_forgotten() -> None:
     engine = model()
-    scheduler = Scheduler(engine)
+    line = Line(engine)
     visits = [Visit(i, SAMPLINGS[1], Eagle(tree="chain-2"), 0, 0) for i in range(3)]
-    requests = [submitted(scheduler, i, visit) for i, visit in enumerate(visits)]
-    scheduler.cancel([requests[2]])  # not yet begun
-    scheduler.step()
-    scheduler.step()
-    scheduler.cancel([requests[0]])
-    scheduler.cancel([requests[0]])
-    assert scheduler.active == [requests[1]]
+    requests = [submitted(line, i, visit) for i, visit in enumerate(visits)]
+    line.cancel([requests[2]])  # not yet begun
+    line.step()
+    line.step()
+    line.cancel([requests[0]])
+    line.cancel([requests[0]])
+    assert line.batch.active == [requests[1]]
     assert isinstance(engine.target, ToyTarget)
     assert isinstance(engine.drafter, ToyDrafter)
-    scheduler.step()
+    line.step()
     assert (engine.target.passes[-1][0], engine.drafter.passes[-1][0]) == (2, 2)
-    while scheduler.busy:
-        scheduler.step()
+    while line.busy:
+        line.step()
     assert requests[1].codes[:CODES] == alone(visits[1], Ar())
-    held: dict[str, Any] = vars(scheduler)
+    held: dict[str, Any] = vars(line.batch)
     assert not held["_eagles"]
     assert not vars(held["_windows"])["_windows"]
     assert held["_cache"] is None
 
 
 def test_who_fills_all_places_waits_for_all_unless_too_much_stands_idle_and_few_join_at_once() -> None:
-    scheduler = Scheduler(model(), images=4)
-    slow = [submitted(scheduler, i, Visit(i, SAMPLINGS[0], Ar(), 0, 0)) for i in range(4)]
-    scheduler.step()
-    others = [submitted(scheduler, i, Visit(i, SAMPLINGS[0], Ar(), 0, 0)) for i in range(4, 9)]
-    scheduler.cancel(slow[:1])
-    assert not scheduler.joining
-    scheduler.cancel(slow[1:2])
-    assert scheduler.joining, "two of four places would be idle for long"
-    scheduler.step()
-    assert scheduler.active == [*slow[2:], *others[:2]]
-    scheduler.cancel([slow[2], others[4]])
-    assert scheduler.joining, "two wait, who do not fill all places"
+    line = Line(model(), images=4)
+    slow = [submitted(line, i, Visit(i, SAMPLINGS[0], Ar(), 0, 0)) for i in range(4)]
+    line.step()
+    others = [submitted(line, i, Visit(i, SAMPLINGS[0], Ar(), 0, 0)) for i in range(4, 9)]
+    line.cancel(slow[:1])
+    assert not line.joining
+    line.cancel(slow[1:2])
+    assert line.joining, "two of four places would be idle for long"
+    line.step()
+    assert line.batch.active == [*slow[2:], *others[:2]]
+    line.cancel([slow[2], others[4]])
+    assert line.joining, "two wait, who do not fill all places"
