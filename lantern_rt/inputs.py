@@ -58,9 +58,17 @@ def brief(error: BaseException, most: int = 160) -> str:
 
 
 def require_library(name: str, what: str, extra: str) -> None:
-    """Raises: EngineError: the library that `what` needs, of lantern-rt's extra `extra`, is not installed."""
+    """Check that a library which `what` needs can be imported; it comes with lantern-rt's extra `extra`.
+
+    Raises: EngineError: it is not installed, or it is PyTorch, and the current folder was deleted.
+    """
     if importlib.util.find_spec(name) is None:
         raise EngineError(f"{name} is not installed", field=what, remedy=f"run `pip install 'lantern-rt[{extra}]'`")
+    if name == "torch":
+        try:
+            os.getcwd()
+        except OSError as error:  # on which MKL ends the program
+            raise EngineError("the current folder was deleted", field=what, remedy="go to another with `cd`") from error
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from shlex import quote
 from typing import Any, TypeVar, get_args
 
 import numpy as np
@@ -150,7 +151,7 @@ def _check_preset(manifest: Manifest, quality: Any) -> None:
         raise RequestError(field="quality", found=short(quality), expected=", ".join(qualities))
     if quality != "strict" and quality not in manifest.presets:
         problem = f"bundle {manifest.name} has no preset {quality}"
-        remedy = f"`lantern-rt eval {manifest.name} --write-presets` measures and writes presets"
+        remedy = f"`lantern-rt eval {quote(manifest.name)} --write-presets` measures and writes presets"
         raise RequestError(problem, field="quality", remedy=remedy)
 
 

@@ -37,5 +37,8 @@ class PeakMemory(threading.Thread):
 
 def anonymous_memory() -> int | None:
     """Bytes of memory in use, files aside; None where the system does not tell."""
-    memory = psutil.Process().memory_info()
+    try:
+        memory = psutil.Process().memory_info()
+    except psutil.Error:  # Linux without /proc
+        return None
     return int(memory.rss - memory.shared) if psutil.LINUX else None
