@@ -211,7 +211,7 @@ def _plain(value: Any) -> Any:
 def _as_list(value: Any, times: int = 1) -> list[Any]:
     """Elements of a list; anything else so many times."""
     value = _plain(value)
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * times
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value] * times
 
 
 def _recorded_subject(info: Mapping[Any, Any], field: str) -> tuple[str | None, int | None]:
