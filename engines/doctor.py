@@ -70,7 +70,6 @@ def host_report() -> HostReport:
 
 
 def _installed() -> dict[str, str]:
-    """Versions of all installed distributions by name."""
     names = ((one.metadata["Name"], one.version) for one in importlib.metadata.distributions())
     return {str(name).lower().replace("_", "-"): version for name, version in sorted(names, key=str) if name}
 

@@ -148,7 +148,6 @@ def runtime_conflict() -> EngineError | None:
 
 
 def _affinity() -> set[int]:
-    """Logical cores of this process; all where the system has no affinity."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
@@ -176,7 +175,6 @@ def _quota(folder: Path) -> float | None:
 
 
 def _read(path: Path) -> str:
-    """A small file's text, empty where there is none."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

@@ -15,18 +15,16 @@ def start_threads(count: int) -> None:
     Raises: EngineError: a limit of the system forbids it.
     """
     done = threading.Event()
-    started: list[threading.Thread] = []
+    threads = [threading.Thread(target=done.wait) for _ in range(count - 1)]
     try:
-        for _ in range(count - 1):
-            thread = threading.Thread(target=done.wait)
+        for thread in threads:
             thread.start()
-            started.append(thread)
     except RuntimeError as error:
         problem, remedy = "the system does not start so many", "raise `ulimit -u`, or give fewer"
         raise EngineError(problem, field="threads", found=str(count), remedy=remedy) from error
     finally:
         done.set()
-        for thread in started:
+        for thread in (thread for thread in threads if thread.ident):  # those that were started
             thread.join()
             while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # counted until the system has removed it
                 time.sleep(0.0001)

@@ -58,10 +58,7 @@ def brief(error: BaseException, most: int = 160) -> str:
 
 
 def require_library(name: str, what: str, extra: str) -> None:
-    """Check that a library which `what` needs can be imported; it comes with lantern-rt's extra `extra`.
-
-    Raises: EngineError: it is not installed, or it is PyTorch, and the current folder was deleted.
-    """
+    """Raises: EngineError: the library that `what` needs, of lantern-rt's extra `extra`, cannot be imported."""
     if importlib.util.find_spec(name) is None:
         raise EngineError(f"{name} is not installed", field=what, remedy=f"run `pip install 'lantern-rt[{extra}]'`")
     if name == "torch":

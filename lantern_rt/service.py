@@ -173,7 +173,6 @@ class Service:
     # ---------------------------------------------------------------- the service's thread
 
     def _new_schedulers(self) -> dict[int, Scheduler]:
-        """One for each group of callers that share passes, all with the same clocks."""
         schedulers = {group: Scheduler(self.model, self._rows, self.together) for group in range(GROUPS)}
         for one in schedulers.values():
             one.target_clock, one.drafter_clock = self._clocks
@@ -215,7 +214,6 @@ class Service:
             return tickets.popleft() if tickets else None
 
     def _begin(self, ticket: Ticket) -> None:
-        """Have a request's images wait for places; a request that cannot be prepared hears why."""
         settings = ticket.request.settings
         try:
             methods = [] if ticket.automatic else [settings.method]
@@ -276,7 +274,6 @@ class Service:
         return (MOST_NODES if isinstance(method, RowParallel) else sample.nodes).bit_length()
 
     def _step(self) -> None:
-        """One pass, by what suits the load, and what it gave to those whose request it was."""
         self._give_places()
         callers = {
             group: {self._tickets[sample.index].caller for sample in (*one.active, *one.waiting)}
@@ -338,7 +335,6 @@ class Service:
         return next(iter(races.values())) if alone else None
 
     def _tell(self, ticket: Ticket, parts: list[RequestStep]) -> None:
-        """Tell a request's listener what a pass gave its images."""
         settings = ticket.request.settings
         samples = ticket.samples
         if ticket.choice is not None:
@@ -361,7 +357,6 @@ class Service:
             self._hear(ticket, step)
 
     def _end(self, ticket: Ticket, last: StreamStep | BaseException | None = None) -> None:
-        """Forget a request, and tell its listener how it ended, unless it left by itself."""
         if not ticket.ended:
             self._forget(ticket, last)
             self._waiting = [sample for sample in self._waiting if sample not in ticket.samples]
@@ -379,7 +374,6 @@ class Service:
             self._hear(ticket, last)
 
     def _hear(self, ticket: Ticket, news: StreamStep | BaseException) -> None:
-        """Call a listener; one that fails ends its own request only."""
         try:
             ticket.listener(news)
         except Exception:
@@ -387,7 +381,6 @@ class Service:
             self._end(ticket)
 
     def _fail(self, error: Exception) -> None:
-        """End all requests with an error, and begin anew."""
         if not isinstance(error, LanternError):
             _LOG.error("a pass failed", exc_info=error)
         self._failures += 1

@@ -247,7 +247,6 @@ class Grid:
         return np.array(kept, np.int64), np.array(drawn, np.int64)
 
     def _count(self, row: int) -> None:
-        """Count one more code of a row, and its end with the last of them."""
         self.lengths[row] += 1
         if self.lengths[row] == self.codes:
             self.lengths[row] = self.columns

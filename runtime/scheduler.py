@@ -143,7 +143,6 @@ class Scheduler:
         return joining
 
     def _prefill(self, requests: list[Request]) -> list[RequestStep]:
-        """A target pass over the prefixes of new requests, which draws their first codes."""
         target = self.model.target
         rows = [row for request in requests for row in request.rows]
         lengths = np.array([len(row.embeds) for row in rows])
@@ -168,7 +167,6 @@ class Scheduler:
         return steps
 
     def _join(self, requests: list[Request], cache: Cache) -> None:
-        """Have requests take part from now on. cache: of their rows."""
         if self.active and self._cache is not None:
             self._cache.extend(cache)
         else:
@@ -182,7 +180,6 @@ class Scheduler:
         self._arrange()
 
     def _advance(self) -> list[RequestStep]:
-        """A target pass over the drafts of all active requests, of which each commits what is accepted."""
         drafts = self._draft()
         layouts = {request: self._layout(request, draft) for request, draft in drafts.items()}
         output = self._verify(drafts, layouts)
@@ -210,7 +207,6 @@ class Scheduler:
         return steps
 
     def _draft(self) -> dict[Request, Draft]:
-        """The drafts of all active requests: every drafter makes those of its requests at once."""
         requests: dict[Drafter, list[Request]] = {}
         for request in self.active:
             requests.setdefault(self._drafter(request), []).append(request)
@@ -220,7 +216,6 @@ class Scheduler:
         return drafts
 
     def _drafter(self, request: Request) -> Drafter:
-        """Where drafts of the method in use come from; some drafters have none behind codes that are kept."""
         method = request.method
         usual = self._drafters.get(method.method, self._windows)
         if isinstance(method, Drafted) and not method.by_heads:
@@ -228,7 +223,6 @@ class Scheduler:
         return self._plain if isinstance(usual, EagleDrafter | HeadDrafter) and len(request.run()[0]) else usual
 
     def _verify(self, drafts: Mapping[Request, Draft], layouts: Mapping[Request, PassLayout]) -> PassOutput:
-        """One target pass over all drafts as they are laid out, padded to the same number of nodes."""
         assert self._cache is not None
         target, lengths = self.model.target, self._cache.lengths
         nodes = max(MINIMUM_NODES, *(max(request.nodes, len(layout.tokens)) for request, layout in layouts.items()))
@@ -253,7 +247,6 @@ class Scheduler:
         return self.target_clock.run(target, Pass(positions, attention_mask, tokens), self._cache)
 
     def _layout(self, request: Request, draft: Draft) -> PassLayout:
-        """The nodes of a draft in a pass."""
         if isinstance(draft, RowBatch):
             return PassLayout(draft.tokens, draft.structure.depths, draft.structure.ancestors)
         return request.raster.lay_out(draft, first_cell(request, draft))
@@ -261,7 +254,6 @@ class Scheduler:
     def _target_output(
         self, request: Request, draft: Draft, output: PassOutput, rows: slice, last: Ints | None = None
     ) -> TargetOutput:
-        """What a pass says of a request's draft. last: as `PassLayout` has it."""
         first = first_cell(request, draft) + 1
         structure = draft.structure
         margin = request.tie_margin if request.exact else 0.0
@@ -306,7 +298,6 @@ class Scheduler:
     def _choose_on_device(
         self, logits: DeviceLogits, drafts: Mapping[Request, Draft], answers: Mapping[Request, TargetOutput]
     ) -> None:
-        """Have all choices made where the logits are, as far as that is possible there."""
         choosing: list[tuple[TargetOutput, Sequence[int]]] = []
         samples: list[SampleRequest] = []
         for request, answer in answers.items():
@@ -356,7 +347,6 @@ class Scheduler:
         return walk(tree, answer.distribution, answer.choice, relaxation, answer.decisions, missing)
 
     def _commit(self, commits: Sequence[Commit]) -> None:
-        """Tell all drafters what a pass committed, then drop finished requests."""
         for eagle in {*self._eagles.values()}:
             eagle.commit([one for one in commits if self._eagles.get(one.request) is eagle])
         self._windows.commit(commits)
@@ -380,14 +370,12 @@ class Scheduler:
         self._arrange()
 
     def _arrange(self) -> None:
-        """Count the rows of the active requests."""
         padding = stack_padding([~row.real for request in self.active for row in request.rows])  # [rows, longest]
         self._padding = padding if padding.any() else padding[:, :0]
         self._rows = _rows_of(self.active)
 
 
 def _rows_of(requests: Iterable[Request]) -> dict[Request, slice]:
-    """The rows of each request in a pass over all of them."""
     rows: dict[Request, slice] = {}
     first = 0
     for request in requests:

@@ -77,13 +77,11 @@ def check_room(manifest: Manifest, request: Request, free: int) -> None:
 
 
 def _picture_bytes(manifest: Manifest, settings: Settings, prefix: int) -> dict[str, int]:
-    """What one image takes from its prompt to its pixels."""
     pixels = math.prod(manifest.pixels(manifest.size(settings.size)))
     return image_bytes(manifest, settings, prefix) | {"painting": _PIXEL * pixels}
 
 
 def _fewest_tokens(condition: ConditionSpec) -> int:
-    """Of a prompt, but for those that tell a size."""
     layout = condition.layout
     if layout is None:
         return condition.prefix

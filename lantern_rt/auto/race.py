@@ -139,7 +139,6 @@ class Race:
         self.method, self.decided = self._next()
 
     def _next(self) -> tuple[MethodConfig, bool]:
-        """Whose turn it is, and whether that is for good."""
         if len(self.methods) == 1:
             return self.baseline, True
         if not self.turns[self.baseline]:
@@ -164,7 +163,6 @@ class Race:
         return self._rate(method) * HOPELESS < self._rate(self.leader)
 
     def _count(self, method: MethodConfig) -> int:
-        """Timed passes."""
         return sum(turn.passes for turn in self.turns[method])
 
     def _rate(self, method: MethodConfig, errors: int = 0) -> float:

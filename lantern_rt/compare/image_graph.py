@@ -148,7 +148,6 @@ class ImageGraph(ABC):
         """What is wanted of an output of `count` images, a row an image. Raises: RequestError: it has no such rows."""
 
     def _pixels(self, image: Image) -> NDArray[Any]:
-        """float `[3, height, width]`."""
         size = (self.width or image.width, self.height or image.height)
         resized = image if image.size == size else image.resize(size, Resampling.BICUBIC)
         values = np.asarray(resized.convert("RGB"), np.float64) / 255
