@@ -32,7 +32,7 @@ from lantern_rt import LanternError, Pipeline, __version__
 from lantern_rt.cli.console import print_table
 from lantern_rt.engines.doctor import host_report
 from lantern_rt.engines.host import processor
-from lantern_rt.engines.memory import weight_bytes
+from lantern_rt.memory import weight_bytes
 from lantern_rt.runtime.engine import Engine, Pass
 from lantern_rt.runtime.passes import causal_pass
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from random_bundle import SHAPES, export_checkpoints, write_checkpoints
 
 from lantern_rt import LanternError
-from lantern_rt.cli.memory import PeakMemory
+from lantern_rt.memory import PeakMemory
 
 # Bytes a weight as stored.
 BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16-safe": 2.0, "int8": 1.0, "int8-weights": 1.0625, "int4-weights": 0.625}

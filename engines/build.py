@@ -12,7 +12,7 @@ from ..output.files import check_new_folder, folder_or_nothing
 from .contracts import Progress
 from .engine_folder import ENGINE_FILE, FORMAT_VERSION, KIND, BuiltGraph, EngineManifest, file_blake2b
 from .gpu import find_gpu
-from .memory import check_products
+from .precisions import check_products
 from .profiles import RTX, BuildOptions, profiles
 from .trt.builder import build_plan, by_hand, import_library, write_graph
 

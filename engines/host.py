@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EngineError
-from ..inputs import brief
+from ..inputs import brief, short
 from .gpu import find_gpu
 from .system import host_memory, start_threads
 
@@ -98,7 +98,7 @@ def thread_count(threads: int | None) -> int:
     Raises: EngineError: not 1 .. 1024, or more than this system starts.
     """
     if threads is not None and (type(threads) is not int or not 1 <= threads <= 1024):
-        raise EngineError(field="threads", found=repr(threads), expected="1 .. 1024")
+        raise EngineError(field="threads", found=short(threads), expected="1 .. 1024")
     count = threads or usable_cores()
     start_threads(count)
     return count

@@ -13,9 +13,9 @@ from ..runtime.engine import Engine, Floats, Ints
 from .contracts import Array, Function, Tensor
 from .engine_folder import EngineFolder
 from .host import import_onnxruntime, thread_count
-from .memory import INTEGERS, PRODUCTS, check_products
 from .ort.backend import OrtGraphs
 from .ort.providers import AUTO, DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Providers, automatic
+from .precisions import INTEGERS, PRODUCTS, check_products
 from .trt.backend import open_plans
 
 # Of a CPU that computes in float32; the largest measured with the embedded model was 6.1e-5 nats.
@@ -59,9 +59,9 @@ class Engines:
             self.backend += f",drafter={providers.of('drafter')}"
         self.on_cpu = folder is None and providers.main == DEFAULT_PROVIDER
         precision, dtype = bundle.manifest.target.precision, bundle.manifest.target.dtype
-        self.integers = precision in INTEGERS  # products round what they multiply to 8 bits
         exact = precision == PRODUCTS  # sums of integers
-        rounds = self.on_cpu and dtype == "float32" and not (exact or self.integers)
+        integers = precision in INTEGERS  # products round what they multiply to 8 bits
+        rounds = self.on_cpu and dtype == "float32" and not (exact or integers)
         self.rounding = ROUNDING if rounds else 0.0  # as `Model.rounding`
         target = folder.manifest.graphs.get("target") if folder else None
         built = target.profiles if target else ()

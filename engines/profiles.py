@@ -52,7 +52,7 @@ class BuildOptions:
             raise RequestError(field="backend", found=short(self.backend), expected=f"one of {', '.join(BACKENDS)}")
         for name, value, low in (("max_rows", self.max_rows, 1), ("max_nodes", self.max_nodes, 2)):
             if not low <= value <= 4096:
-                raise RequestError(field=name, found=str(value), expected=f"{low} .. 4096")
+                raise RequestError(field=name, found=short(value), expected=f"{low} .. 4096")
         if self.compute_capabilities and self.backend != RTX:
             raise RequestError(field="compute_capability", found=f"backend {self.backend}", expected=RTX)
 

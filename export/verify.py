@@ -161,7 +161,6 @@ def verify(
 
 
 def _check_sizes(manifest: Manifest, model: Model) -> None:
-    """Refuse a checkpoint whose model differs from the bundle's in what both say of themselves."""
     own, files = _determined(vars(manifest)), dict(model.sources)
     for name, value in _determined(model.fields).items():
         if value != own[name]:
@@ -181,7 +180,6 @@ def _determined(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare_arrays(bundle: Bundle, model: Model, result: Verification, progress: Progress) -> None:
-    """Add rows for all that a bundle holds besides graphs."""
     embeddings = computed(model.code_embeddings).float().numpy()
     result.add("code_embeddings", "rows", difference(bundle.code_embeddings, embeddings), _ARRAY_LIMIT)
     if bundle.manifest.neighbors:
@@ -193,7 +191,6 @@ def _compare_arrays(bundle: Bundle, model: Model, result: Verification, progress
 
 
 def _evaluate(path: Path, manifest: Manifest) -> tuple[str, Arrays, Arrays]:
-    """A graph's outputs in ONNX Runtime and by the reference evaluator."""
     from onnx.reference import ReferenceEvaluator
 
     graph = onnx.load(path, load_external_data=False).graph
@@ -205,7 +202,6 @@ def _evaluate(path: Path, manifest: Manifest) -> tuple[str, Arrays, Arrays]:
 
 
 def _small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> Arrays:
-    """Random inputs for a graph of a bundle, made from what the graph says of them."""
     pixels = 2 * manifest.image_height // manifest.grid_rows  # of two codes
     sizes = {"rows": 2, "nodes": 3, "past": 4, "past + nodes": 7, "images": 1, "height": pixels, "width": pixels}
     ranges = {

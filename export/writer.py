@@ -184,5 +184,4 @@ def check_output(output: Path, force: bool) -> None:
 
 
 def _hashed(what: str, paths: Iterable[Path], progress: Progress) -> Callable[[int], None]:
-    """Counts what is hashed of these files."""
     return count_megabytes(f"hashing {what}", sum(path.stat().st_size for path in paths), progress)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageChops, ImageCms, ImageOps
 
 from .bundle.manifest import Manifest, Size
 from .errors import RequestError
@@ -24,6 +26,7 @@ from .runtime.engine import Bools, Floats, Ints
 
 BYTES_LIMIT = 1 << 23  # of a file
 PIXELS_LIMIT = 1 << 24  # of a picture, unpacked
+ROUNDING = 2  # levels by which sRGB may differ from sRGB
 
 
 @dataclass(eq=False)
@@ -76,11 +79,14 @@ def read_picture(name: str, source: PictureSource) -> Image.Image:
     Raises:
         RequestError: it cannot be read, or is too large.
     """
+    if not isinstance(source, Image.Image | np.ndarray | str | Path | bytes):
+        taken = "an image of Pillow, a NumPy array, a path, or the bytes of a file"
+        raise RequestError(field=name, found=f"an object of type {type(source).__name__}", expected=taken)
     path = Path(source) if isinstance(source, str | Path) else Path(name)
     expected = "a PNG, JPEG or WebP file"
     with reading(path, expected, RequestError, "give another one"), warnings.catch_warnings(action="ignore"):
-        if isinstance(source, np.ndarray):
-            image = Image.fromarray(source.astype(np.uint8) * 255 if source.dtype == bool else source)
+        if isinstance(source, np.ndarray) or (isinstance(source, Image.Image) and source.mode in ("I", "F")):
+            image = _of_numbers(name, np.asarray(source))
         elif isinstance(source, Image.Image):
             image = source
         else:
@@ -92,7 +98,36 @@ def read_picture(name: str, source: PictureSource) -> Image.Image:
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        return image.convert("RGBA")
+        return _as_seen(image)
+
+
+def _of_numbers(name: str, array: NDArray[Any]) -> Image.Image:
+    """Return an array as an image of 8 bits: bool, floats 0 .. 1, integers of 8 or 16 bits, in a mask also 0 and 1."""
+    least, most = array.min(initial=0), array.max(initial=0)
+    binary = array.dtype.kind in "bf" or (name == "mask" and most <= 1)
+    if array.dtype == np.uint8 and not binary:
+        return Image.fromarray(array)
+    limit = 1 if binary else 255 if most <= 255 else 65535
+    if not 0 <= least <= most <= limit:
+        found = f"{array.dtype} from {least:g} to {most:g}"
+        raise RequestError(field=name, found=found, expected="integers 0 .. 255, floats 0 .. 1, or bool")
+    return Image.fromarray(np.rint(array * (255 / limit)).astype(np.uint8))
+
+
+def _as_seen(image: Image.Image) -> Image.Image:
+    """Return an image in RGBA, its colours in sRGB by the profile in its file, if that is one of its channels."""
+    plain = image.convert("RGBA")
+    profile = plain.info.pop("icc_profile", b"")
+    colours = image.convert({"P": "RGB", "PA": "RGB", "LA": "L"}.get(image.mode, image.mode))
+    with suppress(OSError, ImageCms.PyCMSError):  # none, or one that viewers leave out, too
+        source = ImageCms.ImageCmsProfile(BytesIO(profile))
+        seen = ImageCms.profileToProfile(colours, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
+        assert seen is not None
+        if np.asarray(ImageChops.difference(seen, plain.convert("RGB"))).max() > ROUNDING:  # else it is sRGB itself
+            seen.putalpha(plain.getchannel("A"))
+            seen.info = plain.info
+            return seen
+    return plain
 
 
 def read_edit(
@@ -149,7 +184,6 @@ def nearest_size(manifest: Manifest, picture: Image.Image) -> str | None:
 
 
 def _hole(picture: Image.Image, mask: PictureSource | None) -> Image.Image:
-    """Where a picture is drawn anew: 255 there, 0 elsewhere."""
     marks = picture if mask is None else read_picture("mask", mask)
     if marks.size != picture.size:
         found, expected = (f"{one.width} x {one.height} pixels" for one in (marks, picture))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import numbers
 import os
+import re
+import reprlib
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,11 @@ from typing import Any, BinaryIO
 from pydantic import ValidationError
 
 from .errors import EngineError, LanternError, RequestError
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_MAX_BITS = 1 << 12  # of a whole number that is shown; Python refuses to make texts of longer ones
+_SHORT = reprlib.Repr()  # stops after so many parts, where repr would first make the whole text
+vars(_SHORT).update(maxlevel=3, maxdict=80, maxlist=80, maxtuple=80, maxset=80, maxstring=80, maxother=80)
 
 
 def whole(name: str, value: Any, default: int, low: int, high: int) -> int:
@@ -34,26 +41,36 @@ def explain(error: ValidationError) -> dict[str, str]:
     field = " ".join(".".join(str(part) for part in first["loc"]).split())[:80]
     if first["type"] == "missing":
         return {"field": field, "found": "nothing", "expected": "a value"}
-    if first["type"] == "extra_forbidden":
+    if first["type"] in ("extra_forbidden", "none_required"):
         return {"field": field, "problem": "unknown", "expected": "it left out"}
     found = short(first["input"])
     if first["type"] == "value_error":
         found = "" if isinstance(first["input"], dict) else found
         return {"field": field, "found": found, "problem": first["msg"].removeprefix("Value error, ")}
-    expected = first["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-    return {"field": field, "found": found, "expected": "JSON" if first["type"] == "json_invalid" else expected}
+    said = first["msg"].removeprefix("Input should be ").removeprefix("a valid ").partition(", unable")[0]
+    expected = {"int": "a whole number", "json": "JSON"}.get(first["type"].partition("_")[0], said)
+    return {"field": field, "found": found, "expected": expected}
 
 
 def short(value: object) -> str:
-    """A value for a message: one line of at most 80 characters, text in quotes."""
+    """A value for a message: one line of at most 80 characters, text in quotes, no addresses in memory."""
     value = str(value) if isinstance(value, Path) else value
-    text = repr(value) if isinstance(value, str) else " ".join(str(value).split())
+    if isinstance(value, str):
+        text = repr(value[:80])
+    elif isinstance(value, dict | list | tuple | set):
+        text = _SHORT.repr(value)
+    elif isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        text = f"a whole number of {value.bit_length():,} bits"
+    else:
+        text = " ".join(str(value).split())
+    text = _ADDRESS.sub("", text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def brief(error: BaseException, most: int = 160) -> str:
-    """What an error says, as one line of at most `most` characters."""
+    """What an error says, as one line of at most `most` characters, without addresses of objects."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    text = re.sub(r" <\S+ object>", "", _ADDRESS.sub("", text))
     return " ".join((text or type(error).__name__).split())[:most]
 
 

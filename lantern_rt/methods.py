@@ -236,16 +236,9 @@ class RowParallel(MethodConfig):
 Quality = Literal["strict", "balanced", "fast"]
 
 
-class Auto(MethodConfig):
-    """A preset of the bundle: the method that its maker chose for this quality."""
-
-    method: Literal["auto"] = "auto"
-    quality: Quality = Field(default="strict", description="Preset of the bundle: strict (exact), balanced or fast.")
-
-
 Method = Annotated[Ar | Eagle | Lantern | LanternPlusPlus | Sjd | RowParallel, Field(discriminator="method")]
-MethodName = Literal["ar", "eagle", "lantern", "lantern++", "sjd", "rows", "auto"]
-_CLASSES: tuple[type[MethodConfig], ...] = (*get_args(get_args(Method)[0]), Auto)
+MethodName = Literal["ar", "eagle", "lantern", "lantern++", "sjd", "rows"]
+_CLASSES: tuple[type[MethodConfig], ...] = get_args(get_args(Method)[0])
 METHODS: dict[str, type[MethodConfig]] = {one.model_fields["method"].default: one for one in _CLASSES}
 
 
@@ -265,16 +258,8 @@ class DrawOptions(TypedDict, total=False):
     keep_rows: int | None
     seed: int | Sequence[int]
     num_images: int
-    method: str | MethodConfig | None
-    tree: str | None
-    drafter: Literal["eagle", "heads"] | None
-    neighbors: int | None
-    residual: Residual | None
-    delta: float | None
-    lambda_: float | None
-    window: int | None
-    drafts: int | None
     quality: Quality | None
+    method: str | MethodConfig | None
     cfg_scale: float | None
     temperature: float | None
     top_k: int | None
@@ -295,9 +280,9 @@ class Options(DrawOptions, total=False):
     it is, white; without one where the picture is transparent; or below its first `keep_rows` rows of codes. Without a
     prompt, that which the picture records.
 
-    How: `method`, a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an object of
-    `lantern_rt.methods`; then parameters of methods (`lambda_` is lambda, `quality` that of `auto`), and what shapes
-    the distribution. Limits: docs/methods.md, or `lantern-rt run --help`.
+    How: `quality`, a preset of the bundle (`"strict"`, the default, is exact), or `method`: a name such as
+    `"lantern++"`, a method string such as `"sjd:window=5"`, or an object of `lantern_rt.methods`; and what shapes the
+    distribution. Limits: docs/methods.md, or `lantern-rt run --help`.
     """
 
     image: PictureSource | None
@@ -315,7 +300,7 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
         parameter, _, value = part.partition("=")
         if parameter not in PARAMETERS or not value:
             raise RequestError(
-                field="methods", found=f"{part!r} in {text!r}", expected=f"PARAMETER=VALUE, of {', '.join(PARAMETERS)}"
+                field="method", found=f"{part!r} in {text!r}", expected=f"PARAMETER=VALUE, of {', '.join(PARAMETERS)}"
             )
         given[parameter] = _parsed(value)
     return name, given

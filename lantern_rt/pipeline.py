@@ -1,7 +1,7 @@
 """From prompts to pictures: the public way to generate.
 
-A `Pipeline` is an opened bundle with its engines. Requests change nothing in it but what was measured of this
-host, so several threads may use one; every call decodes its own batch. Prompts go through the condition graph,
+A `Pipeline` is an opened bundle with its engines. Requests change nothing in it, so several threads may use one; every
+call decodes its own batch. Prompts go through the condition graph,
 and codes through the image decoder, one at a time: neither memory nor a single bit of an image depends on the batch.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -20,17 +19,16 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import numpy as np
 from PIL.Image import Image
 
-from .auto.chooser import Chooser, with_default_method
-from .auto.memory import check_room, images_together
 from .bundle.files import Bundle, open_bundle
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import BundleError, RequestError
 from .inputs import whole
-from .methods import Ar, Auto, Drafted, DrawOptions, Eagle, MethodConfig, Options, PictureSource, Relaxed, Sampling, Sjd
+from .memory import check_room, images_together
+from .methods import Ar, Drafted, DrawOptions, MethodConfig, Options, PictureSource, Relaxed, Sjd
 from .output.images import blank, grey_out, recorded, to_image
 from .prompts import ImageRequest, bundle_tokenizer
-from .requests import Request, Settings, check_request
+from .requests import Request, Settings, check_request, resolve_settings
 from .results import Ints, Progress, Result, StreamStep, record, result_of
 from .runtime.decode import decode
 from .runtime.state import DrafterLayout, Model, PrefixRow, Prompt
@@ -56,7 +54,7 @@ class Pipeline:
     def __init__(self, bundle: Bundle, engines: Engines) -> None:
         self.bundle = bundle
         self._tokenizer = bundle_tokenizer(bundle)
-        self._loaded: tuple[Engines, Chooser] | None = (engines, Chooser(bundle, engines))
+        self._engines: Engines | None = engines
         self._free = available_memory() if engines.on_cpu else None
         self._process = os.getpid()
 
@@ -105,7 +103,7 @@ class Pipeline:
 
         Streams that have begun go on, but draw no images. A second call does nothing.
         """
-        self._loaded = None
+        self._engines = None
 
     def __enter__(self) -> Self:
         return self
@@ -125,30 +123,22 @@ class Pipeline:
         _ = self.bundle.heads
         tokens = np.zeros(2, np.int64)
         row = PrefixRow(np.zeros((2, manifest.target.hidden_size), np.float32), np.ones(2, np.bool_), tokens)
-        method = Eagle(tree="chain-3") if manifest.drafts else Ar()
-        model = self.model(self.engines, [method])
-        sampling = Sampling(cfg_scale=2.0)
-        for _ in islice(decode(model, [Prompt(row, row)], [0], sampling, method), WARM_UP_STEPS):
+        method = f"eagle:tree=chain-3:drafter={manifest.drafters[-1]}" if manifest.drafters else "ar"
+        settings = resolve_settings(manifest, {"method": method, "cfg_scale": 2.0})
+        model = self.model(self.engines, [settings.method])
+        for _ in islice(decode(model, [Prompt(row, row)], [0], settings.sampling, settings.method), WARM_UP_STEPS):
             pass  # a few tokens of an image without a prompt
         _LOG.info("warmed up bundle %s", manifest.name)
 
     @property
     def engines(self) -> Engines:
         """What runs the bundle's graphs. Raises: RequestError: the pipeline was closed."""
-        return self._open()[0]
-
-    @property
-    def chooser(self) -> Chooser:
-        """What chooses methods. Raises: RequestError: the pipeline was closed."""
-        return self._open()[1]
-
-    def _open(self) -> tuple[Engines, Chooser]:
-        if self._loaded is None:
+        if self._engines is None:
             raise RequestError("closed", field="pipeline", remedy="call Pipeline.from_bundle again")
         if os.getpid() != self._process:
             remedy = "call Pipeline.from_bundle in every process, or start them by `spawn`"
             raise RequestError("loaded before this process was forked", field="pipeline", remedy=remedy)
-        return self._loaded
+        return self._engines
 
     def __call__(
         self,
@@ -256,7 +246,7 @@ class Pipeline:
         Raises:
             RequestError: names the parameter at fault.
         """
-        request = check_request(self.bundle.manifest, self._tokenizer, prompts, **with_default_method(options))
+        request = check_request(self.bundle.manifest, self._tokenizer, prompts, **options)
         if request.images[0].edit is not None:
             request.images[0].edit.encode(self.engines.vq_encoder)
         return request
@@ -272,59 +262,44 @@ class Pipeline:
         Raises:
             RequestError: there is no memory for it, or the pipeline was closed; before the first step.
         """
-        engines, chooser = self._open()  # also when the pipeline is closed meanwhile
+        engines = self.engines  # also when the pipeline is closed meanwhile
         self.check_room(request)
-        together = images_together(self.bundle.manifest, request.settings, engines.most_rows)
-        return self._decode(engines, chooser, request, min(len(request.images), together))
+        settings = self.settings_here(request.settings)
+        together = images_together(self.bundle.manifest, settings, engines.most_rows)
+        return self._decode(engines, request.images, settings, min(len(request.images), together))
+
+    def settings_here(self, settings: Settings) -> Settings:
+        """Return the settings, off the CPU with the method that their preset has for devices.
+
+        An exact window is no wider than the engines' passes.
+        """
+        if settings.quality is None or self.engines.on_cpu:
+            return settings
+        method = self.bundle.manifest.presets[settings.quality].devices or settings.method
+        widest = self.engines.most_nodes - 1
+        if isinstance(method, Sjd) and method.exact and method.window > widest:
+            method = Sjd(window=widest) if widest else Ar()
+        return replace(settings, method=method)
 
     def _decode(
-        self, engines: Engines, chooser: Chooser, request: Request, together: int
+        self, engines: Engines, images: Sequence[ImageRequest], settings: Settings, together: int
     ) -> Generator[StreamStep, None, None]:
-        """Steps of a request, `together` images at a time, those of method `auto` by what a race says."""
-        images = request.images
-        settings = request.settings
-        race = chooser.race(together, settings, whole=together > 1) if isinstance(settings.method, Auto) else None
-        timed = images[0].edit is None  # other pictures take other times
-        if race is not None and not timed:
-            race.settle(race.leader)
-        methods = [settings.method]
-        if race is not None:
-            methods = [race.method, *(one for one in race.methods if one != race.method)]
-        model = self.model(engines, methods, settings.size)
+        """Steps of a request, `together` images at a time."""
+        model = self.model(engines, [settings.method], settings.size)
         seeds = [image.seed for image in images]
         prompts = self.prefixes(engines, images)
-        running = decode(model, prompts, seeds, settings.sampling, methods[0], methods[1:], together)
+        adaptive = settings.quality is not None and engines.on_cpu
         progress = Progress(len(images), model.codes)
-        stats = None
-        following: MethodConfig | None = None
-        described: tuple[MethodConfig, bool] | None = None
-        try:
-            while stats is None:
-                began = time.perf_counter()
-                step = running.send(following)
-                seconds = time.perf_counter() - began
-                stats = step.stats
-                if race is not None:
-                    if described != (race.method, race.decided):
-                        described = race.method, race.decided
-                        choice = chooser.describe(request.settings, race)
-                        settings = replace(settings, method=race.method, choice=choice)
-                    if all(progress.counts[part.request] for part in step.parts):  # not a prefill
-                        race.record_pass(sum(len(part.codes) for part in step.parts) / together, seconds)
-                    if stats is not None:
-                        race.end_turn()
-                    following = None if race.whole else race.method
-                yield progress.add(step, settings, partial(self.draw, images, settings))
-        finally:
-            if race is not None and timed:
-                chooser.keep(together, request.settings, race)
+        for step in decode(model, prompts, seeds, settings.sampling, settings.method, together, adaptive=adaptive):
+            yield progress.add(step, settings, partial(self.draw, images, settings))
+        stats = step.stats
+        assert stats is not None
         _LOG.info(
-            "%s: images: %d, tokens per forward pass: %.2f, seconds: %.2f%s",
-            stats.method,
+            "%s: images: %d, tokens per forward pass: %.2f, seconds: %.2f",
+            settings.method,
             len(images),
             stats.tokens_per_forward_pass,
             stats.seconds,
-            f" ({settings.choice})" if settings.choice else "",
         )
 
     def prefixes(self, engines: Engines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:

@@ -51,7 +51,9 @@ def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
         return CaptionTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.cleaning)
     if condition.layout is not None:
         return TemplateTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.layout.template)
-    return read_tokenizer(bundle.path("tokenizer")) if condition.kind == "words" else None
+    if condition.kind == "words":
+        return replace(read_tokenizer(bundle.path("tokenizer")), examples=tuple(bundle.examples))
+    return None
 
 
 def _nth(name: str, i: int, count: int) -> str:
@@ -98,12 +100,13 @@ def _text_requests(
             requests.append(_text_request(condition, tokenizer, size, prompt))
         except RequestError as error:
             error.field = _nth(field, i, len(prompts))
+            if near := tokenizer.nearest(prompt) if isinstance(tokenizer, WordTokenizer) else []:
+                error.remedy = "; ".join(filter(None, [error.remedy, f"it draws {', '.join(map(repr, near))}"]))
             raise
     return requests
 
 
 def _text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompt: Any) -> ImageRequest:
-    """What the condition graph reads of a prompt; rows of kind `tokens` are each as long as they need to be."""
     if not isinstance(prompt, str):
         raise RequestError(field="prompt", found=short(prompt), expected="text or a list of texts")
     if not prompt.strip():

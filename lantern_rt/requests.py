@@ -6,7 +6,7 @@ Every parameter that is left out (None) comes from the bundle.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from shlex import quote
 from typing import Any, TypeVar, get_args
@@ -21,7 +21,6 @@ from .inputs import explain, short, whole
 from .methods import (
     METHODS,
     PARAMETERS,
-    Auto,
     Config,
     Drafted,
     Embeddings,
@@ -48,13 +47,13 @@ C = TypeVar("C", bound=Config)
 class Settings:
     """Everything that decides an image besides prompt, seed and bundle.
 
-    size: None where the bundle draws one only. choice: why `auto` chose this method, None where the caller did.
+    size: None where the bundle draws one only. quality: the preset whose method this is, None where a method was named.
     """
 
     method: MethodConfig
     sampling: Sampling
     size: str | None = None
-    choice: str | None = field(default=None, compare=False)
+    quality: Quality | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """What is set, by the names that users give, ready for JSON."""
@@ -76,8 +75,8 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
 
     Args:
         manifest: of the bundle.
-        options: `method` (a name, a method string, or an object of `methods.py`), `size`, the names of `SAMPLING`, and
-            parameters of the method, each by its name (`lambda_` for lambda); None counts as left out.
+        options: `quality`, or `method` (a name, a method string, or an object of `methods.py`), `size` and the names of
+            `SAMPLING`; None counts as left out.
 
     Returns:
         The method with all its parameters, sampling and size.
@@ -86,73 +85,101 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
         RequestError: names the parameter at fault and what to do.
         TypeError: there is no such option.
     """
-    parameters = {name.rstrip("_"): _plain(value) for name, value in options.items() if value is not None}
-    unknown = sorted(parameters.keys() - {"method", "size", *SAMPLING, *PARAMETERS})
+    given = {name: _plain(value) for name, value in options.items() if value is not None}
+    _check_names(given)
+    size = _resolve_size(manifest, given.get("size"))
+    sampling = _validate(Sampling, manifest.sampling.model_dump() | {n: given[n] for n in SAMPLING if n in given})
+    quality: Quality | None = given.get("quality")
+    method = given.get("method")
+    if method is None:
+        quality = quality or "strict"
+        method = _preset_method(manifest, quality)
+    elif quality is not None:
+        raise RequestError("a quality and a method", field="quality", remedy="give one of them")
+    name, parameters = method, dict[str, Any]()
+    complete = None
+    if isinstance(method, MethodConfig):
+        name, parameters = method.method, method.parameters()
+        complete = method.model_dump()
+    elif isinstance(method, str) and ":" in method:
+        name, parameters = parse_method(method)
+    return Settings(_resolve_method(manifest, name, parameters, complete), sampling, size, quality)
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    """Refuse options that there are not, and parameters of methods, which stand in the method.
+
+    Raises:
+        RequestError: a parameter without its method. TypeError: there is no such option.
+    """
+    unknown = sorted(given.keys() - {"method", "quality", "size", *SAMPLING})
+    for name in unknown:
+        if takers := PARAMETERS.get(name.rstrip("_")):
+            example = f"{takers[0]}:{name.rstrip('_')}={short(given[name])}"
+            remedy = f"write it into a method that takes it ({', '.join(takers)}), such as method={example!r}"
+            raise RequestError("a parameter without its method", field=name.rstrip("_"), remedy=remedy)
     if unknown:
         known = ["prompts", *Options.__annotations__]
         similar = get_close_matches(unknown[0], known, 1)
         hint = f"did you mean {similar[0]!r}?" if similar else f"expected one of {', '.join(known)}"
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}; {hint}")
-    method = parameters.pop("method", None)
-    size = _resolve_size(manifest, parameters.pop("size", None))
-    shaping = {name: parameters.pop(name) for name in SAMPLING if name in parameters}
-    sampling = _validate(Sampling, manifest.sampling.model_dump() | shaping)
-    if isinstance(method, MethodConfig):
-        parameters = method.parameters() | parameters
-        method = method.method
-    elif isinstance(method, str) and ":" in method:
-        method, written = parse_method(method)
-        parameters = written | parameters
-    return Settings(_resolve_method(manifest, method, parameters), sampling, size)
 
 
 def _resolve_size(manifest: Manifest, size: Any) -> str | None:
-    """The name of a size, by default the bundle's own; None where the bundle draws one only."""
     names = [one.name for one in manifest.sizes or (manifest.size(),)]
     if size is not None and size not in names:
         raise RequestError(field="size", found=short(size), expected=", ".join(names))
     return manifest.size(size).name if manifest.sizes else None
 
 
-def _resolve_method(manifest: Manifest, method: Any, parameters: dict[str, Any]) -> MethodConfig:
-    """The method, its parameters filled in from the bundle's defaults."""
-    name = manifest.decoding.method if method is None else method
+def _resolve_method(
+    manifest: Manifest, name: Any, parameters: dict[str, Any], complete: dict[str, Any] | None
+) -> MethodConfig:
+    """Return the method that a bundle decodes by.
+
+    Args:
+        manifest: of the bundle.
+        name: of the method.
+        parameters: those that are set.
+        complete: all fields of a method that was given as an object; None: the bundle's defaults fill in the others.
+
+    Raises:
+        RequestError: there is no such method, or the bundle lacks what it needs.
+    """
     *others, last = METHODS
     if name not in (*others, last):  # whatever its type
         raise RequestError(field="method", found=short(name), expected=f"{', '.join(others)} or {last}")
     kind = METHODS[name]
-    if kind.needs_drafter and not manifest.drafts:
+    if kind.needs_drafter and not manifest.drafters:
         problem = f"bundle {manifest.name} has no drafter"
         raise RequestError(problem, field=f"method {name}", remedy="use method ar or sjd")
     for parameter in sorted(parameters):
         if name not in PARAMETERS[parameter]:
-            default = "" if method else " (the bundle's default)"
             remedy = f"leave {parameter} out, or use method {' or '.join(PARAMETERS[parameter])}"
-            raise RequestError(f"method {name}{default} does not take it", field=parameter, remedy=remedy)
-    fields = _defaults(manifest, name) | parameters
-    if issubclass(kind, Relaxed):
+            raise RequestError(f"method {name} does not take it", field=parameter, remedy=remedy)
+    fields = complete or _defaults(manifest, name) | parameters
+    if issubclass(kind, Relaxed) and (complete is None or "neighbors" in parameters):
         fields |= _neighborhood(manifest, name, parameters)
-    if kind is Auto:
-        _check_preset(manifest, fields.get("quality"))
     if issubclass(kind, Drafted):
-        there = {"eagle": manifest.drafter, "heads": manifest.heads}
-        if fields.get("drafter") is None and manifest.heads is not None:
+        drafter = fields.get("drafter")
+        if drafter is None and manifest.heads is not None:
             fields["drafter"] = "heads"
-        if there.get(fields.get("drafter") or "", True) is None:
-            raise RequestError(field="drafter", found=fields["drafter"], expected="one that the bundle has")
+        if drafter is not None and drafter not in manifest.drafters:
+            expected = f"{' or '.join(manifest.drafters)}, which the bundle has"
+            raise RequestError(field="drafter", found=short(drafter), expected=expected)
         fields["tree"] = _tree(manifest, fields["tree"], by_bundle="tree" not in parameters)
     return _validate(kind, fields)
 
 
-def _check_preset(manifest: Manifest, quality: Any) -> None:
-    """Refuse a quality of which the bundle has no preset, or which is none."""
-    qualities = get_args(Quality)
-    if quality not in qualities:
-        raise RequestError(field="quality", found=short(quality), expected=", ".join(qualities))
-    if quality != "strict" and quality not in manifest.presets:
+def _preset_method(manifest: Manifest, quality: Any) -> MethodConfig:
+    """Return the method of a quality. Raises: RequestError: there is no such quality, or the bundle has no preset."""
+    if quality not in get_args(Quality):
+        raise RequestError(field="quality", found=short(quality), expected=", ".join(get_args(Quality)))
+    if quality not in manifest.presets:
         problem = f"bundle {manifest.name} has no preset {quality}"
         remedy = f"`lantern-rt eval {quote(manifest.name)} --write-presets` measures and writes presets"
         raise RequestError(problem, field="quality", remedy=remedy)
+    return manifest.presets[quality].method
 
 
 def _defaults(manifest: Manifest, name: str) -> dict[str, Any]:
@@ -204,18 +231,15 @@ def _validate(kind: type[C], fields: Mapping[str, Any]) -> C:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's scalars and arrays as Python's."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 def _as_list(value: Any, times: int = 1) -> list[Any]:
-    """Elements of a list; anything else so many times."""
     value = _plain(value)
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value] * times
 
 
 def _recorded_subject(info: Mapping[Any, Any], field: str) -> tuple[str | None, int | None]:
-    """The prompt or class id that a picture's file records, where bundles take it."""
     prompt, number = info.get("prompt"), info.get("class_id")
     if field == "prompts" and isinstance(prompt, str):
         return prompt, None

@@ -54,7 +54,7 @@ class StreamStep(Step):
     parts: what the step gave each image that took part, with trees and paths. done and total: codes so far, and of all
     images together. stats: with the last step only; its times include what the caller did between steps. new_codes: per
     image the codes this step added, empty for finished images. codes: per image all codes so far. cells: per image all
-    cells, -1 for missing ones; `rows` draws beyond gaps. settings: what is used, also where `auto` chose it. draw: the
+    cells, -1 for missing ones; `rows` draws beyond gaps. settings: what is used. draw: the
     picture of image i from its cells.
     """
 

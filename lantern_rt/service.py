@@ -1,7 +1,7 @@
 """Requests of many callers, drawn together: one thread runs the decoder, requests come and go between its passes.
 
-An image is bit for bit what `Pipeline` gives alone. What draws requests of method `auto` follows the load: there is a
-race for every number of images that share passes, among settings that draw the same pictures.
+An image is bit for bit what `Pipeline` gives alone. Exact windows follow the load: they are narrower where images share
+passes (`runtime/windows.py`), which draws the same images.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Self, Unpack
 
-from .auto.load import FEW_NODES, LoadRaces
-from .auto.memory import images_together
-from .auto.race import Race
 from .errors import LanternError, RequestError
 from .inputs import whole
+from .memory import images_together, largest_settings
 from .methods import Ar, Eagle, Options, RowParallel, Sjd
 from .pipeline import Pipeline
-from .requests import resolve_settings
 from .results import StreamStep
 from .runtime import state
 from .runtime.decode import Step
@@ -36,6 +33,7 @@ from .ticket import Listener, Ticket
 _LOG = logging.getLogger(__name__)
 MOST_NODES = 65  # of a request in a pass: all that share it are padded to the widest
 GROUPS = MOST_NODES.bit_length() + 1  # of requests that share passes, by nodes
+FEW_NODES = 2  # of a request in a pass: what drafts more takes time from others that share it
 MOST_FAILURES = 3  # passes that failed one after the other
 
 
@@ -55,13 +53,12 @@ class Service:
         self.pipeline = pipeline
         manifest = pipeline.bundle.manifest
         self._engines = engines = pipeline.engines
-        strict = resolve_settings(manifest, {"method": "auto"})
         window = Sjd(neighbors=1, lambda_=2) if manifest.neighbors else Sjd()  # with all that any method needs
         self.model = pipeline.model(engines, [Eagle() if manifest.drafter else Ar(), window])
-        usual = min(images_together(manifest, strict, engines.most_rows), max(1, engines.most_rows // 2))
+        together_here = images_together(manifest, largest_settings(manifest), engines.most_rows)
+        usual = min(together_here, max(1, engines.most_rows // 2))
         self.together = whole("together", together, usual, 1, 4096)
         self.room = Room(self.together, whole("waiting", waiting, 256, 0, 1 << 20))
-        self._races = LoadRaces(pipeline.chooser, self.together)
         self._rows = min(2 * self.together, engines.most_rows)
         self._clocks = Clock(), Clock()
         self._schedulers = self._new_schedulers()
@@ -129,12 +126,12 @@ class Service:
         """
         _ = self.pipeline.engines  # refused in a forked process, where nobody would draw
         request = self.pipeline.check(prompts, **options)
+        request = replace(request, settings=self.pipeline.settings_here(request.settings))
         self.pipeline.check_room(request)
         images = len(request.images)
-        raced = self._races.settings(request.settings)
         size = self.pipeline.bundle.manifest.size(request.settings.size)
         raster = replace(self.model.raster, codes=size.codes, columns=size.columns)
-        ticket = Ticket(self.forget, request, listener, steps, caller, deadline, raster, raced)
+        ticket = Ticket(self.forget, request, listener, steps, caller, deadline, raster)
         nodes = state.method_nodes(request.settings.method)
         max_nodes = min(MOST_NODES, self._engines.most_nodes)
         if nodes > max_nodes:
@@ -191,7 +188,6 @@ class Service:
             with self._changed:
                 self._closing = True
             self._fail(RequestError("closed before the request was done", field="service", remedy="make another"))
-            self._races.keep()
 
     def _listen(self) -> bool:
         """Wait for something to do, take in who comes and goes; False when it is time to end."""
@@ -216,17 +212,23 @@ class Service:
     def _begin(self, ticket: Ticket) -> None:
         settings = ticket.request.settings
         try:
-            methods = [] if ticket.automatic else [settings.method]
-            if ticket.raced is not None:
-                methods = [*dict.fromkeys(methods + self._races.chooser.methods(ticket.raced))]
             prompts = list(self.pipeline.prefixes(self._engines, ticket.request.images))
         except Exception as error:
             self._end(ticket, error)
             return
         ticket.clocks = self._clocks[0].copy(), self._clocks[1].copy()
         for prompt, image in zip(prompts, ticket.request.images, strict=True):
-            how = prompt.rows(settings.sampling), settings.sampling, methods
-            sample = state.Request(self._count, ticket.raster, *how, image.seed, prompt.kept)
+            rows = prompt.rows(settings.sampling)
+            sample = state.Request(
+                self._count,
+                ticket.raster,
+                rows,
+                settings.sampling,
+                settings.method,
+                image.seed,
+                prompt.kept,
+                adaptive=self._engines.on_cpu,
+            )
             self._tickets[self._count] = ticket
             self._count += 1
             ticket.samples.append(sample)
@@ -267,9 +269,8 @@ class Service:
 
     def _group(self, sample: state.Request) -> int:
         """Whose passes an image shares: beside other callers, those of relaxed methods with about as many nodes."""
-        method = sample.methods[0]
-        few = sample.nodes <= FEW_NODES or len(sample.methods) > 1
-        if self._callers < 2 or (method.exact and few):
+        method = sample.method
+        if self._callers < 2 or (method.exact and (sample.nodes <= FEW_NODES or isinstance(method, Sjd))):
             return 0
         return (MOST_NODES if isinstance(method, RowParallel) else sample.nodes).bit_length()
 
@@ -284,7 +285,6 @@ class Service:
             return
         group = self._turns.next(callers)
         scheduler = self._schedulers[group]
-        race = self._use_races(scheduler)
         joining, began = [*scheduler.waiting] if scheduler.joining else [], time.perf_counter()
         try:
             parts = scheduler.step()
@@ -300,8 +300,6 @@ class Service:
         self._turns.spend(group, now - began, callers)
         if joining:
             self._waiting = [sample for sample in self._waiting if not sample.codes]
-        elif race is not None:
-            race.record_pass(sum(len(part.codes) for part in parts) / len(parts), now - began)
         with self._changed:
             images = sum(len(part.codes) / self._tickets[part.request].raster.codes for part in parts)
             self.room.measure(now - self._since, images)
@@ -313,32 +311,9 @@ class Service:
             ticket.waited = began - ticket.came if ticket.waited is None else ticket.waited
             self._tell(ticket, own)
 
-    def _use_races(self, scheduler: Scheduler) -> Race | None:
-        """Have requests drawn by what their races say; the race of all that share the pass, which is timed.
-
-        Where others share passes, a race's leader draws. Exact methods are raced only beside other callers.
-        """
-        present = [*scheduler.active, *scheduler.waiting]
-        there = dict.fromkeys(self._tickets[sample.index] for sample in present)
-        races: dict[Ticket, Race] = {}
-        for ticket in there:
-            if ticket.raced is not None and (ticket.automatic or self._callers > 1):
-                races[ticket] = self._races.race(len(present), ticket.raced)
-            elif ticket.choice is not None:
-                ticket.use(ticket.request.settings.method, None)
-        alone = len({*races.values()}) == 1 and sum(ticket.typical for ticket in races) == len(there)
-        for ticket, race in races.items():
-            method = race.method if alone or race.decided else race.leader
-            if ticket.samples[0].method != method or ticket.choice is None:
-                assert ticket.raced is not None
-                ticket.use(method, self._races.chooser.describe(ticket.raced, race))
-        return next(iter(races.values())) if alone else None
-
     def _tell(self, ticket: Ticket, parts: list[RequestStep]) -> None:
         settings = ticket.request.settings
         samples = ticket.samples
-        if ticket.choice is not None:
-            settings = replace(settings, method=samples[0].method, choice=ticket.choice)
         codes = ticket.raster.codes
         total = codes * len(samples)
         missing = sum(sample.missing for sample in samples)

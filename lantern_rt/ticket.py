@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .methods import Auto, MethodConfig
-from .requests import Request, Settings
+from .requests import Request
 from .results import Progress, StreamStep
 from .runtime import state
 from .runtime.grid import Raster
@@ -27,30 +26,20 @@ class Ticket:
     caller: str
     deadline: float  # seconds in which it has to be done
     raster: Raster  # of its images' codes
-    raced: Settings | None  # of a race whose methods draw the same pictures
     came: float = field(default_factory=time.perf_counter)
     waited: float | None = None  # seconds before its first pass began
     places: int = 0  # images that count for the room there is, none once it has ended or was cancelled
-    choice: str | None = None  # what `auto` chose, in words
     samples: list[state.Request] = field(default_factory=list)
     clocks: tuple[Clock, Clock] = field(default_factory=lambda: (Clock(), Clock()))  # as they stood when it began
     ended: bool = False
 
     def __post_init__(self) -> None:
-        self.automatic = isinstance(self.request.settings.method, Auto)  # drawn by what suits the load
-        self.typical = self.request.images[0].edit is None  # takes as long as others of its settings
         self.progress = Progress(len(self.request.images), self.raster.codes)
 
     @property
     def waits(self) -> bool:
         """Whether it has places, and none of its images was begun."""
         return bool(self.places) and not any(sample.codes for sample in self.samples)
-
-    def use(self, method: MethodConfig, choice: str | None) -> None:
-        """Have its images drawn by this method from now on. choice: why, None if that is what was asked for."""
-        self.choice = choice
-        for sample in self.samples:
-            sample.use(method)
 
     def cancel(self) -> None:
         """Have the service forget it within a pass, its places at once; its listener hears nothing more."""

@@ -32,10 +32,10 @@ def decode(
     seeds: Sequence[int],
     sampling: Sampling,
     method: MethodConfig,
-    others: Sequence[MethodConfig] = (),
     together: int = 1 << 16,
     listener: Drafter | None = None,
-) -> Generator[Step, MethodConfig | None, None]:
+    adaptive: bool = False,
+) -> Generator[Step, None, None]:
     """Decode one image's tokens for every prompt. Under any method they are the same whatever else is in the batch.
 
     Args:
@@ -43,25 +43,23 @@ def decode(
         prompts: taken when there is room for another.
         seeds: one a prompt, 0 .. 2^64 - 1.
         sampling: how distributions are made of logits.
-        method: to begin with.
-        others: that draw the same pictures, see `state.draw_alike`. `send` the generator one of all these methods, or
-            None, to go on with it.
+        method: how tokens are drafted and accepted.
         together: images that share passes at most; as one is done, the next begins.
         listener: that hears of every pass what it committed.
+        adaptive: whether an exact window narrows as `windows.py` has it.
 
     Yields:
         A step after every prefill and every pass.
     """
     scheduler = Scheduler(model, listener=listener)
-    methods = (method, *others)
     records: list[RequestStatistics] = []
     waiting = iter(enumerate(zip(prompts, seeds, strict=True)))
     done = 0
     stats = None
     while stats is None:
         for i, (prompt, seed) in islice(waiting, together - len(scheduler.active)):
-            request = Request(i, model.raster, prompt.rows(sampling), sampling, methods, seed, prompt.kept)
-            request.use(method)
+            rows = prompt.rows(sampling)
+            request = Request(i, model.raster, rows, sampling, method, seed, prompt.kept, adaptive)
             scheduler.submit(request)
             records.append(request.statistics)
         parts = scheduler.step()
@@ -69,8 +67,4 @@ def decode(
         if not scheduler.busy and len(records) == len(seeds):
             clocks = scheduler.target_clock, scheduler.drafter_clock
             stats = summarise(method.method, model.codes, *clocks, records)
-        following = yield Step(parts, done, model.codes * len(seeds), stats)
-        if following is not None and following is not method:
-            method = following
-            for request in scheduler.active:
-                request.use(method)
+        yield Step(parts, done, model.codes * len(seeds), stats)

@@ -57,18 +57,18 @@ class Pending:
 
 
 class EagleDrafter(Drafter):
-    """Drafts for requests that may be drawn by the same `methods`, and change between them together."""
+    """Drafts for requests of one method."""
 
-    def __init__(self, model: Model, methods: Sequence[Drafted], clock: Clock) -> None:
+    def __init__(self, model: Model, method: Drafted, clock: Clock) -> None:
         assert model.drafter is not None  # requests are refused where there is none
         self.engine: Engine = model.drafter
-        self.shapes = {method.tree: named_tree(method.tree) for method in methods}
-        self.relaxed = not methods[0].exact
+        self.shape = named_tree(method.tree)
+        self.relaxed = not method.exact
         self.clock = clock
         self.layout = model.layout
         self.last_position = model.positions - 1 + model.layout.position_shift
         self.row_end = model.row_end
-        self.slots = max(map(_slots, self.shapes.values())) * (1 if self.row_end is None else 2)
+        self.slots = _slots(self.shape) * (1 if self.row_end is None else 2)
         self.most = min(model.most_nodes, MOST_SLOTS)
         self.requests: list[Request] = []  # as rows of the cache, whose rows are those of each request in turn
         self.cache: Cache | None = None
@@ -105,15 +105,13 @@ class EagleDrafter(Drafter):
 
     def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Commit new slots and draft one tree per request; `requests` are all that take part."""
-        (name,) = {request.method.tree for request in requests if isinstance(request.method, Drafted)}
-        shape = self.shapes[name]
         roots = np.array([self.pending[one].tokens[-1][-1] for one in self.requests], np.int64)
         level = self._commit_slots()
         committed = self._cache.lengths.copy()
-        if isinstance(shape, StaticTree):
-            trees = self._draft_static(shape, roots, level)
+        if isinstance(self.shape, StaticTree):
+            trees = self._draft_static(self.shape, roots, level)
         else:
-            trees = self._draft_dynamic(shape, roots, level)
+            trees = self._draft_dynamic(self.shape, roots, level)
         self._cache.truncate(committed)
         drafted = dict(zip(self.requests, trees, strict=True))
         return [drafted[request] for request in requests]
@@ -168,7 +166,7 @@ class EagleDrafter(Drafter):
     def _commit_slots(self) -> Level:
         """Run the committed slots, append them, and return the last slot as the root's level.
 
-        At most `self.most` of each row at a time, besides its prefix: those of many passes by other methods, if any.
+        At most `self.most` of each row at a time, besides its prefix: those of passes over known codes, if any.
         All rows end in the last pass.
         """
         read, states = self._pending_slots()

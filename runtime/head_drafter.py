@@ -38,8 +38,9 @@ class HeadDrafter(Drafter):
     def commit(self, commits: Sequence[Commit]) -> None:
         """Keep what a pass said about positions that are undecided."""
         for one in commits:
-            ours = (isinstance(own, Sjd) or (isinstance(own, Drafted) and own.by_heads) for own in one.request.methods)
-            if one.request.missing and any(ours):
+            method = one.request.method
+            ours = isinstance(method, Sjd) or (isinstance(method, Drafted) and method.by_heads)
+            if one.request.missing and ours:
                 if one.request not in self._ahead:
                     self._ahead[one.request] = Ahead(one.request, self._heads)
                 self._ahead[one.request].take(one)
@@ -90,7 +91,7 @@ class Ahead:
         """The next draft, of the method in use."""
         method, most = self.request.method, self.request.room() - 1
         if isinstance(method, Sjd):
-            return self._chain(min(method.window, most))
+            return self._chain(min(self.request.window, most))
         assert isinstance(method, Drafted)
         shape = named_tree(method.tree)
         return self._static(shape, most) if isinstance(shape, StaticTree) else self._dynamic(shape, most)

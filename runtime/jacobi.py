@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..methods import Sjd
 from .drafting import Commit, Drafter, chain
 from .sampling import Probabilities
 from .state import Request
@@ -39,11 +38,9 @@ class JacobiDrafter(Drafter):
         self._windows: dict[Request, Window] = {}
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Re-draft what a pass over the windows left undecided; after another pass they are empty."""
+        """Re-draft what a pass over the windows left undecided."""
         for one in commits:
-            if not isinstance(one.request.method, Sjd):
-                self._windows.pop(one.request, None)
-            elif one.request.missing and one.request in self._windows:
+            if one.request.missing and one.request in self._windows:
                 self._windows[one.request].advance(len(one.tokens) - 1, one.target)
 
     def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
@@ -63,10 +60,9 @@ class JacobiDrafter(Drafter):
             self._windows.pop(request, None)
 
     def _window(self, request: Request) -> Window:
-        assert isinstance(request.method, Sjd)
         proposing = not request.exact and not request.sampling.greedy
-        window = self._windows.setdefault(request, Window(request.method.window, request.raster.columns, proposing))
-        window.size = request.method.window
+        window = self._windows.setdefault(request, Window(request.window, request.raster.columns, proposing))
+        window.size = request.window
         return window
 
 

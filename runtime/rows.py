@@ -64,7 +64,5 @@ class RowDrafter(Drafter):
         assert isinstance(method, RowParallel)
         if request not in self._grids:
             first, kept = request.codes[0], request.kept
-            self._grids[request] = Grid(request.raster, first, method.window, 0, self._max_nodes, kept)
-        grid = self._grids[request]
-        grid.drafts = method.drafts  # which may change from pass to pass
-        return grid
+            self._grids[request] = Grid(request.raster, first, method.window, method.drafts, self._max_nodes, kept)
+        return self._grids[request]

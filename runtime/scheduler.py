@@ -1,6 +1,6 @@
 """The decode loop: draft trees, verify them in one target pass, accept a path of each, commit it; repeat.
 
-Requests join, leave and change their method between passes. They share passes but nothing else: each has its own
+Requests join and leave between passes. They share passes but nothing else: each has its own
 positions, masks, cache lengths, sampling and random numbers, so its tokens are those it would get alone. With guidance
 a request is two rows that come and go together. A request's cache columns are reserved for the whole image.
 """
@@ -70,7 +70,7 @@ class Scheduler:
         self._windows = HeadDrafter(model.heads) if model.heads else JacobiDrafter(model.most_nodes)
         self._row_drafter = RowDrafter(model.most_nodes)
         self._drafters: dict[str, Drafter] = {"ar": self._plain, "sjd": self._windows, "rows": self._row_drafter}
-        self._eagles: dict[Request, EagleDrafter] = {}  # one for all requests that may be drawn by the same methods
+        self._eagles: dict[Request, EagleDrafter] = {}  # one for all requests of a method, greedy ones apart
         self._quiet = copy_context()  # NumPy need not warn of logits that are then refused
         self._quiet.run(np.seterr, over="ignore", invalid="ignore")
         self._arrange()
@@ -172,10 +172,11 @@ class Scheduler:
         else:
             self._cache = cache
         for request in requests:
-            if methods := [one for one in request.methods if isinstance(one, Drafted) and not one.by_heads]:
-                races = [(one, one.methods, one.sampling.greedy) for one in self._eagles]  # change methods together
-                same = (self._eagles[one] for one, *race in races if race == [request.methods, request.sampling.greedy])
-                self._eagles[request] = next(same, None) or EagleDrafter(self.model, methods, self.drafter_clock)
+            method = request.method
+            if isinstance(method, Drafted) and not method.by_heads:
+                kind = method, request.sampling.greedy
+                same = (own for one, own in self._eagles.items() if (one.method, one.sampling.greedy) == kind)
+                self._eagles[request] = next(same, None) or EagleDrafter(self.model, method, self.drafter_clock)
         self.active += requests
         self._arrange()
 
@@ -209,6 +210,7 @@ class Scheduler:
     def _draft(self) -> dict[Request, Draft]:
         requests: dict[Drafter, list[Request]] = {}
         for request in self.active:
+            request.adapt_window(len(self.active))
             requests.setdefault(self._drafter(request), []).append(request)
         drafts: dict[Request, Draft] = {}
         for drafter, own in requests.items():
@@ -320,14 +322,13 @@ class Scheduler:
         self, request: Request, draft: Draft, layout: PassLayout, answer: TargetOutput
     ) -> tuple[RequestStep, Ints]:
         """What a request gets of a pass, and the pass's nodes whose keys and values stay, int64 `[kept]`."""
-        statistics = request.statistics
         if isinstance(draft, RowBatch):
             codes, kept, placed = self._row_drafter.take(request, draft, answer.draw(draft.sampled))
-            statistics.accepted_per_step.append(len(placed.codes) - 1)
+            request.record_draft(draft.nodes - 1, len(placed.codes) - 1)
             return RequestStep(request.index, codes, placed=placed), kept
         accepted = self._walk(request, draft, answer)
-        statistics.realised_tvd += accepted.realised_tvd
-        statistics.accepted_per_step.append(len(accepted.path) - 1 - draft.known)
+        request.statistics.realised_tvd += accepted.realised_tvd
+        request.record_draft(draft.nodes - 1 - draft.known, len(accepted.path) - 1 - draft.known)
         codes = draft.tokens[accepted.path[1:]]
         path = accepted.path[:-1]  # the last one is the next root
         if accepted.bonus is not None:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..methods import Ar, Auto, Drafted, MethodConfig, RowParallel, Sampling, Sjd
+from ..methods import Ar, Drafted, MethodConfig, RowParallel, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints
 from .grid import MAX_BATCH_NODES, Raster
 from .heads import Heads
 from .noise import Noise
 from .statistics import RequestStatistics
 from .tree_names import named_tree
+from .windows import AdaptiveWindow
 
 _NOTHING = np.zeros(0, np.int64)
 
@@ -95,7 +96,7 @@ def method_nodes(method: MethodConfig) -> int:
         return named_tree(method.tree).nodes
     if isinstance(method, Sjd):
         return 1 + method.window
-    if isinstance(method, Ar | RowParallel | Auto):
+    if isinstance(method, Ar | RowParallel):
         return 1
     raise TypeError(f"method {method.method}: add its nodes of a pass to `method_nodes`")
 
@@ -108,30 +109,44 @@ class Request:
     raster: Raster  # of the image's codes
     rows: Sequence[PrefixRow]  # of its prefix, the conditional one first
     sampling: Sampling  # how distributions are made of logits
-    methods: Sequence[MethodConfig]  # those that it may be drawn by. If there are several, all draw the same picture
+    method: MethodConfig
     seed: int  # 0 .. 2^64 - 1
     kept: Ints | None = None  # as of its prompt
-    # the one in use; `nodes` is what its drafts take in a pass, `exact` whether it is
-    method: MethodConfig = field(init=False)
-    nodes: int = field(init=False)
-    exact: bool = field(init=False)
+    adaptive: bool = False  # whether the window of an exact `sjd` is an `AdaptiveWindow`
+    nodes: int = field(init=False)  # of its draft in the next pass
     noise: Noise = field(init=False)
     codes: list[int] = field(init=False, default_factory=list)  # so far
     tie_margin: float = field(init=False, default=0.0)  # see `likelihood.py`
     statistics: RequestStatistics = field(init=False, default_factory=RequestStatistics)
 
     def __post_init__(self) -> None:
-        assert draw_alike(self.methods)
         self.noise = Noise(self.seed)
+        self.nodes = method_nodes(self.method)
+        adapts = self.adaptive and self.exact and isinstance(self.method, Sjd)
+        self._window = AdaptiveWindow(self.nodes - 1) if adapts else None
         if self.kept is not None:
             self.statistics.kept = int((self.kept >= 0).sum())
-        self.use(self.methods[0])
 
-    def use(self, method: MethodConfig) -> None:
-        """Go on with this method, one of those that the request was made for; between passes."""
-        self.method = method
-        self.nodes = method_nodes(method)
-        self.exact = method.exact
+    @property
+    def exact(self) -> bool:
+        """Whether the tokens have the target's own distribution."""
+        return self.method.exact
+
+    @property
+    def window(self) -> int:
+        """Tokens that the next draft of `sjd` has at most."""
+        return self.nodes - 1
+
+    def adapt_window(self, images: int) -> None:
+        """Set the window of the next forward pass, which `images` images share."""
+        if self._window is not None:
+            self.nodes = 1 + self._window.size(images)
+
+    def record_draft(self, drafted: int, accepted: int) -> None:
+        """Count the drafted and the accepted tokens of a forward pass."""
+        self.statistics.accepted_per_step.append(accepted)
+        if self._window is not None:
+            self._window.record(drafted, accepted)
 
     @property
     def prefixes(self) -> list[int]:
@@ -172,13 +187,6 @@ class Request:
 
     @property
     def columns(self) -> int:
-        """Columns of a cache for prefix and image, whichever of its methods draws it."""
-        rows = any(isinstance(method, RowParallel) for method in self.methods)
-        nodes = MAX_BATCH_NODES if rows else max(map(method_nodes, self.methods))
+        """Columns of a cache for prefix and image."""
+        nodes = MAX_BATCH_NODES if isinstance(self.method, RowParallel) else method_nodes(self.method)
         return max(self.prefixes) + self.raster.tokens + nodes * (1 + (self.raster.row_end is not None)) + 2
-
-
-def draw_alike(methods: Sequence[MethodConfig]) -> bool:
-    """Whether all methods draw the same picture: exact ones, or `rows` of one window with any number of drafts."""
-    windows = {method.window if isinstance(method, RowParallel) else None for method in methods}
-    return len(methods) == 1 or all(method.exact for method in methods) or (len(windows) == 1 and windows != {None})

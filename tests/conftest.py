@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -48,6 +50,25 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         return code, *capsys.readouterr()
 
     return program
+
+
+@pytest.fixture
+def in_new_process() -> Callable[..., Any]:
+    """Calls a function of a module in a new process, which has freed no memory that still counts as its own."""
+
+    def call(function: Callable[..., Any], *arguments: object) -> Any:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            return process.submit(function, *arguments).result()
+
+    return call
+
+
+@pytest.fixture(params=[False, True], ids=["float32", "bfloat16"])
+def bfloat16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Train in float32, then in bfloat16, whichever of them is fast on this processor."""
+    for question in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        monkeypatch.setattr(f"torch.cpu.{question}", lambda: request.param)
+    return bool(request.param)
 
 
 # ---------------------------------------------------------------- exporting once

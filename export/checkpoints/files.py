@@ -9,8 +9,8 @@ import argparse
 import json
 import logging
 import pickle
+import re
 import warnings
-import zipfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -23,14 +23,19 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
-from ...inputs import brief, read_plain_file, reading, short
+from ...inputs import brief, open_plain_file, read_plain_file, reading, short
+from .pickles import check_pickles
 from .torchscript import read_torchscript
 
 Weights = dict[str, Tensor]
 Reader = TypeVar("Reader", bound=Callable[..., Any])
+Content = TypeVar("Content")
 
 _LOG = logging.getLogger(__name__)
 _WRAPPERS = ("model", "module", "state_dict", "ema")  # the first one that a file has; ema: averaged in training
+# Parts of names that compiled, data-parallel, sharded, checkpointed and averaged modules add to those of their module.
+_ADDED = {"_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_POINTER, _PAGE = re.compile(rb"version https://git-lfs"), re.compile(rb"\s*<(!doctype|html|\?xml)", re.IGNORECASE)
 TOKENIZER = "tokenizer.json"
 _REMEDY = "give the model's own tokenizer"
 _TEXT_LIMIT = 1 << 26  # bytes of a configuration or index; published ones have a few megabytes at most
@@ -55,9 +60,19 @@ def refusing(read: Reader) -> Reader:
             reading(path, "a checkpoint's file or folder", CheckpointError, remedy),
             warnings.catch_warnings(action="ignore"),
         ):
+            _refuse_stand_in(path)
             return read(*args, **named)
 
     return cast(Reader, refuse)
+
+
+def _refuse_stand_in(path: Path) -> None:
+    if path.is_file():
+        with open_plain_file(path) as file:
+            start = file.read(64)
+        found = "a Git LFS pointer" if _POINTER.match(start) else "a web page" if _PAGE.match(start) else ""
+        if found:
+            raise refusal(path, found=found, remedy="fetch the file itself, by `git lfs pull` or its download link")
 
 
 def refusal(place: Path, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
@@ -151,12 +166,10 @@ def _fields_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
+@refusing
 def read_text(path: Path) -> str:
-    """A short text from a plain file. Raises: CheckpointError, and ValueError for what is no text."""
-    try:
-        return read_plain_file(path, _TEXT_LIMIT).decode("utf-8")
-    except OSError as error:
-        raise refusal(path, problem=f"cannot be read ({brief(error)})") from error
+    """Read a short text from a plain file. Raises: CheckpointError."""
+    return read_plain_file(path, _TEXT_LIMIT).decode("utf-8")
 
 
 @refusing
@@ -194,7 +207,9 @@ def read_tokenizer(
 def read_weights(
     path: Path, counted: Callable[[int], None] = lambda size: None, averaged: bool | None = None
 ) -> Weights:
-    """The state dict in a `.pt`, `.pth`, `.bin`, `.jit` or `.safetensors` file, mapped, of the types stored.
+    """Read the state dict in a `.pt`, `.pth`, `.bin`, `.jit` or `.safetensors` file, mapped, in the types stored.
+
+    Names are those of the module itself, without what wrappers added to them.
 
     Args:
         path: the file.
@@ -219,9 +234,9 @@ def read_weights(
     if not isinstance(content, Mapping) or not content:
         found = "an empty dict" if isinstance(content, Mapping) else f"a {type(content).__name__}"
         raise refusal(path, found=found, expected="a state dict")
-    weights = {str(name): value for name, value in content.items()}
+    weights = dict(content)
     for name, value in weights.items():
-        if len(name) > _LONGEST_NAME or not name.isprintable():
+        if not isinstance(name, str) or len(name) > _LONGEST_NAME or not name.isprintable():
             raise refusal(path, found=short(name), expected="names of weights")
         if odd := _oddity(value):
             raise refusal(path, name, found=odd, expected="a tensor")
@@ -241,7 +256,22 @@ def read_weights(
         left -= read
         counted(read)
     counted(left)
-    return {name: value.detach() for name, value in weights.items()}
+    return unwrap(path, {name: value.detach() for name, value in weights.items()})
+
+
+def unwrap(path: Path, contents: Mapping[str, Content]) -> dict[str, Content]:
+    """Take what wrappers of modules add out of the names of weights in a file.
+
+    Raises: CheckpointError: two weights then have the same name.
+    """
+    unwrapped: dict[str, Content] = {}
+    for name, content in contents.items():
+        plain = ".".join(part for part in name.split(".") if part not in _ADDED)
+        if plain in unwrapped:
+            raise refusal(path, name, f"is a second {plain}", remedy="save the state dict of one module alone")
+        if not name.endswith("n_averaged"):  # a buffer of averaged modules
+            unwrapped[plain] = content
+    return unwrapped
 
 
 def _oddity(value: Any) -> str | None:
@@ -266,9 +296,9 @@ def _read(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
+        zipped = check_pickles(path)  # files of PyTorch before 1.6 are no archives, and cannot be mapped
         if path.suffix == ".jit":
             return read_torchscript(path)
-        zipped = zipfile.is_zipfile(path)  # files of PyTorch before 1.6 are not, and cannot be mapped
         with torch.serialization.safe_globals([argparse.Namespace]):  # the training arguments some files keep
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:  # its own message advises to load the file unsafely

@@ -10,22 +10,26 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from torch import Tensor, nn
 
+from ...bundle.hub import PLAIN_NAME
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...inputs import short
 from ..progress import count_megabytes, silent
-from .files import SHOWN, TOKENIZER, Config, Weights, listing, read_config, read_weights, refusal
+from .files import SHOWN, TOKENIZER, Config, Weights, listing, read_config, read_weights, refusal, unwrap
 from .lora import Adapter
 
 SINGLE = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 PAIRS = (("encoder.safetensors", "decoder.safetensors"), ("encoder.jit", "decoder.jit"))  # of image tokenizers
 _LOOSE = (".pt", ".pth")
-_OTHERS = ("optimizer", "training_args", "scheduler", "rng_state")  # what training leaves beside the weights
+_OTHERS = (".", "optimizer", "training_args", "scheduler", "rng_state")  # what macOS and training leave beside weights
+# The models whose folders have a model_type.
+_LAYOUTS = {"janus": "Janus", "chameleon": "Anole or Lumina-mGPT", "qwen2": "SimpleAR or another Qwen2"}
+_LAYOUTS |= {"emu3": "Emu3", "Emu3": "Emu3", "multi_modality": "Janus as DeepSeek publishes it"}
 _FLOATS = "floating-point numbers"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -66,6 +70,21 @@ class Checkpoint:
         """The configuration in the folder. Raises: CheckpointError."""
         return read_config(self.file(name, name.removesuffix(".json")))
 
+    def model_config(self, repository: str, *model_types: str) -> Config:
+        """Read config.json of a folder like that of a repository of the hub. Raises: CheckpointError: it is another.
+
+        model_types: those of such folders; without any, all that `_LAYOUTS` lacks.
+        """
+        remedy = f"give the folder of {repository} or one like it"
+        if not (self.place / "config.json").is_file() and any(self.place.glob("models/*/consolidated*.pth")):
+            raise self.error(found="Meta's layout", expected="that of transformers, with config.json", remedy=remedy)
+        config = self.config()
+        layout = _LAYOUTS.get(str(config.get("model_type")))
+        if model_types or layout:
+            remedy = f"this is {layout}: {remedy}" if layout else remedy
+            config.expect("model_type", *model_types or ("llama",), remedy=remedy)
+        return config
+
     def tokenizer(self) -> Path:
         """The `tokenizer.json` in the folder. Raises: CheckpointError if there is none."""
         return self.file(TOKENIZER, "tokenizer")
@@ -95,10 +114,13 @@ class Checkpoint:
         """
         paths, index, shards = [self.place], None, {}
         if self.place.is_dir():
-            names = choose_files({path.name for path in self.place.iterdir() if path.is_file()})
+            present = {path.name for path in self.place.iterdir() if path.is_file()}
+            names = choose_files(present)
             if not names:
+                loose = [name for name in present if re.search(r"-\d+-of-\d+\.", name)]
+                found = f"{listing(loose)} without an index" if loose else "no weights"
                 expected = f"one of {', '.join(SINGLE)}, one of {', '.join(INDEX)} with its files, or .pt files"
-                raise self.error(found="no weights", expected=expected)
+                raise self.error(found=found, expected=expected)
             if names[0] in INDEX:
                 index = self.place / names[0]
                 shards = read_index(index)
@@ -199,8 +221,8 @@ def read_index(path: Path) -> dict[str, list[str]]:
     shards: dict[str, list[str]] = {}
     if not isinstance(weight_map, dict) or not weight_map:
         raise config.error("weight_map", expected="the name of a file for every weight")
-    for weight, name in weight_map.items():
-        if not isinstance(name, str) or name in ("", ".", "..") or "\\" in name or PurePosixPath(name).name != name:
+    for weight, name in unwrap(path, weight_map).items():
+        if not isinstance(name, str) or not re.fullmatch(PLAIN_NAME, name):
             raise refusal(path, short(weight), found=short(name), expected="the name of a file beside it")
         shards.setdefault(name, []).append(weight)
     return shards

@@ -63,7 +63,6 @@ def fetch(place: Path | str, names: Collection[str] = ()) -> Path:
 
 
 def _choose_weights(text: str, files: Collection[str]) -> list[str]:
-    """The file of a repository with its weights, or the index of them."""
     chosen = choose_files({name for name in files if name in (*SINGLE, *INDEX, *PAIRS[0], *PAIRS[1])})
     if not chosen:
         expected = f"{SINGLE[0]} or alike"

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MOST_BYTES = 1 << 22  # of the pickle; published ones have some ten thousands
-_LONGEST_NAME = 300  # characters
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of an archive's entry: lengths of what is between it and the content
 _REBUILD = "torch._utils _rebuild_tensor_v2"
 _NAMES = {"Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Int": "int32", "Long": "int64"}
@@ -39,8 +37,6 @@ def read_torchscript(path: Path) -> dict[str, Tensor]:
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         (listing,) = (name for name in entries if name.endswith("/data.pkl"))
-        if entries[listing].file_size > _MOST_BYTES:
-            raise ValueError(f"its list of weights has {entries[listing].file_size:,} bytes")
 
         def numbers(reference: Any) -> Tensor:
             """What a storage holds, of its type."""
@@ -53,20 +49,17 @@ def read_torchscript(path: Path) -> dict[str, Tensor]:
             return whole[start : start + entry.file_size].view(_STORAGES[kind])
 
         root = _follow(archive.read(listing), numbers)
-    return dict(_named(root, "", set()))
+    return dict(_named(root, ""))
 
 
-def _named(module: Any, prefix: str, before: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a module and of those in it, with their names; before: modules that were met."""
-    if id(module) in before or len(prefix) > _LONGEST_NAME:
-        raise ValueError(f"a module within itself, or twice: {prefix[:_LONGEST_NAME]}")
-    before.add(id(module))
+def _named(module: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a module and of those in it, with their names."""
     (attributes,) = module
     for name, value in attributes.items():
         if isinstance(value, Tensor):
             yield prefix + name, value
         elif isinstance(value, _Module):
-            yield from _named(value, f"{prefix}{name}.", before)
+            yield from _named(value, f"{prefix}{name}.")
 
 
 def _follow(stream: bytes, numbers: Callable[[Any], Tensor]) -> Any:

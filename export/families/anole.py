@@ -34,6 +34,7 @@ from .common import check_grid, image_model
 
 _DIGITS = str.maketrans("ABCDEFGHIJ", "0123456789")
 CHAMELEON, LUMINA = "ChameleonForConditionalGeneration", "ChameleonXLLMXForConditionalGeneration"
+_REPOSITORIES = {CHAMELEON: "leloy/Anole-7b-v0.1-hf", LUMINA: "Alpha-VLLM/Lumina-mGPT-7B-768"}
 _MARK = "mask_image_logits"  # a field of Lumina-mGPT's configurations
 PROMPT_TOKENS = ("<s>", "<reserved08706>", "<racm3:break>")  # start, end of turn, begin of image
 _VQ_PREFIX = "model.vqmodel."  # the image encoder inside the folder: the VQGAN's files have it whole
@@ -83,7 +84,7 @@ def read_anole(
     Raises: CheckpointError, RequestError.
     """
     check_grid(grid)
-    Checkpoint(target).tokenizer()  # before gigabytes are read
+    Checkpoint(target).model_config(_REPOSITORIES[CHAMELEON], "chameleon")  # before anything large is read
     image = read_vqgan(vq, progress)
     rows = grid or image.grid
     if rows is None:
@@ -121,8 +122,8 @@ def read_chameleon(
         CheckpointError: it is another model.
     """
     checkpoint = Checkpoint(folder, progress=progress, adapters=lora)
-    config, tokenizer = checkpoint.config(), checkpoint.tokenizer()
-    config.expect("model_type", "chameleon")
+    config = checkpoint.model_config(_REPOSITORIES[architecture], "chameleon")
+    tokenizer = checkpoint.tokenizer()
     usual = LUMINA if _MARK in config.values else CHAMELEON
     configured = config.get("architectures", [usual])
     if configured != [architecture] or usual != architecture:

@@ -136,9 +136,9 @@ def vq_graphs(tokenizer: LlamaGenVQ, grid: int, varying: bool = False) -> list[G
 
 
 def _decoding_defaults(drafter: bool, neighbours: int) -> DecodingDefaults:
-    """The papers' settings, as far as the neighbour table reaches; plain decoding without a drafter."""
+    """The papers' settings, as far as the neighbour table reaches."""
     if not drafter:
-        return DecodingDefaults(method="ar")
+        return DecodingDefaults()
     exact, lantern = Eagle(tree="dynamic-59"), Lantern(tree="dynamic-59", neighbors=min(1000, neighbours), delta=0.2)
     plus = LanternPlusPlus(tree="balanced-25", neighbors=min(10, neighbours), lambda_=2.0)
-    return DecodingDefaults(method="lantern", methods=(exact, lantern, plus))
+    return DecodingDefaults(methods=(exact, lantern, plus))

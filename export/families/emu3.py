@@ -92,8 +92,7 @@ def read_emu3(
     """
     check_grid(grid)
     checkpoint = Checkpoint(target, progress=progress, adapters=lora)
-    config = checkpoint.config()
-    config.expect("model_type", *_MODEL_TYPES)
+    config = checkpoint.model_config("BAAI/Emu3-Gen-hf", *_MODEL_TYPES)
     own_vq = config.get("model_type") == _MODEL_TYPES[0]
     if own_vq and vq is not None:
         raise CheckpointError(field="vq", found=str(vq), expected="none: the target holds its own image tokenizer")
@@ -184,7 +183,6 @@ def _ids(config: Config) -> dict[str, int]:
 
 
 def _visual_tokens(path: Path, library: Tokenizer) -> range:
-    """The tokens of codes 0, 1, ... Raises: CheckpointError."""
     tokens = library.get_vocab(with_added_tokens=True)
     first, count = tokens.get(_VISUAL.format(0)), sum(name.startswith("<|visual token ") for name in tokens)
     if missing := [name for name in _FIELDS if name not in tokens]:

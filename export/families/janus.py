@@ -49,9 +49,8 @@ def read_janus(target: Path, *, lora: Sequence[Adapter] = (), progress: Progress
     Raises: CheckpointError.
     """
     checkpoint = Checkpoint(target, progress=progress, adapters=lora)
-    config, generation = checkpoint.config(), checkpoint.config("generation_config.json")
-    tokenizer = checkpoint.tokenizer()
-    config.expect("model_type", "janus")
+    config = checkpoint.model_config("deepseek-community/Janus-Pro-1B", "janus")
+    generation, tokenizer = checkpoint.config("generation_config.json"), checkpoint.tokenizer()
     text, vision, vq = (config.section(name) for name in ("text_config", "vision_config", "vq_config"))
     vq.expect("hidden_act", "gelu", None)
     pixels, patch = vision.whole("image_size"), vision.whole("patch_size")

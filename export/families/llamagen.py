@@ -184,13 +184,12 @@ def read_transformer(
 
     Raises: CheckpointError.
     """
+    beside = (path if path.is_dir() else path.parent) / "config.json"
+    if path.is_dir() and beside.is_file():
+        Checkpoint(path).model_config("jadohu/LlamaGen-T2I")
     checkpoint = Checkpoint(path, progress=progress, averaged=averaged, adapters=lora)
     checkpoint.read(keep=lambda name: not name.endswith(_UNUSED))
-    for wrapper in ("module.", "_orig_mod."):  # of data-parallel training, and compiling
-        if all(name.startswith(wrapper) for name in checkpoint.weights):
-            checkpoint.weights = checkpoint.take(wrapper).weights
     lantern = any(_LANTERN_NAMES[name] in checkpoint.weights for name in ("classes", "captions.uncond"))
-    beside = (path if path.is_dir() else path.parent) / "config.json"
     if config is not None:
         checkpoint.sources.append(("config", config))
     elif beside.is_file() and (path.is_dir() or lantern):
@@ -249,7 +248,6 @@ def _take_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondit
 
 
 def _check_feed_forward(checkpoint: Checkpoint, config: Config) -> None:
-    """Refuse official arguments that give feed-forward layers another width than the weights'."""
     multiple = config.whole("multiple_of")
     if multiple is not None:
         rows = checkpoint.shape("layers.0.ffn.gate.weight")[0]
@@ -260,7 +258,6 @@ def _check_feed_forward(checkpoint: Checkpoint, config: Config) -> None:
 
 
 def _published(checkpoint: Checkpoint) -> Published | None:
-    """The published model that has as many layers of the same width."""
     sizes = checkpoint.count("layers."), checkpoint.shape("codes")[1]
     return next((model for model in MODELS if model[:2] == sizes), None)
 
@@ -271,7 +268,8 @@ def _heads(checkpoint: Checkpoint, config: Config) -> int:
     if published := _published(checkpoint):
         return published.num_heads
     problem = "the weights do not show the number of heads, and no published model has their sizes"
-    remedy = f"give a config with {config.names.get('num_attention_heads', 'num_attention_heads')}"
+    field = config.names.get("num_attention_heads", "num_attention_heads")
+    remedy = f'give a config with {field}: a JSON file such as {{"{field}": 12}}'
     raise checkpoint.error(problem=problem, remedy=remedy)
 
 
@@ -303,7 +301,6 @@ def _grid(checkpoint: Checkpoint, config: Config, prefix: int, classes: bool, gr
 
 
 def _drafter_fields(target: LlamaGen) -> dict[str, tuple[Any, ...]]:
-    """What fields of a drafter's configuration may be, to fit its target."""
     sizes, condition = target.decoder.config, target.condition
     own: dict[str, tuple[Any, ...]] = (
         {"input_type": ("c2i",), "num_classes": (len(condition.table) - 1,)}

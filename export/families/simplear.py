@@ -58,9 +58,8 @@ def read_simplear(
     """
     check_grid(grid)
     checkpoint = Checkpoint(target, progress=progress, adapters=lora)
-    config, path = checkpoint.config(), checkpoint.tokenizer()
-    generation = checkpoint.config("generation_config.json")
-    config.expect("model_type", "qwen2", remedy="give the folder of a SimpleAR model")
+    config = checkpoint.model_config("Daniel0724/SimpleAR-0.5B-RL", "qwen2")
+    path, generation = checkpoint.tokenizer(), checkpoint.config("generation_config.json")
     config.expect("use_sliding_window", False, None, remedy="other decoders are not supported")
     checkpoint.tied = {_HEAD: _EMBED} if config.get("tie_word_embeddings") else {}
     checkpoint.read()

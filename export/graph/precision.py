@@ -358,12 +358,10 @@ def plan_storage(
 
 
 def _looks_up(node: onnx.NodeProto) -> bool:
-    """Whether a node takes whole rows of its first input."""
     return node.op_type == "Gather" and all(helper.get_attribute_value(each) == 0 for each in node.attribute)
 
 
 def _as_bytes(numbers: Tensor, kind: str) -> bytes:
-    """Numbers as a type has them, one after the other."""
     return numbers.to(getattr(torch, kind)).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

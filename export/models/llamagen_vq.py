@@ -352,9 +352,11 @@ def rename_vqgan(checkpoint: Checkpoint, coarsest_first: bool = False, names: Se
 
 
 def _read_grid(path: Path, config: VQConfig) -> int:
-    """Rows of codes; CheckpointError where the configuration contradicts the weights."""
+    text = read_text(path)
     try:
-        content = yaml.safe_load(read_text(path))
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise ValueError("aliases, which may repeat each other without end")
+        content = yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
         raise refusal(path, found=brief(error), expected="YAML") from error
     parameters = Config(path, content).section("model", "params")

@@ -48,7 +48,7 @@ def read_text_encoder(folder: Path, caption_dim: int, progress: Progress = silen
         EngineError: transformers is not installed.
     """
     checkpoint = Checkpoint(folder, "text_encoder", progress)
-    tokenizer, config = checkpoint.tokenizer(), checkpoint.config()
+    config, tokenizer = checkpoint.model_config("google/flan-t5-xl", "t5"), checkpoint.tokenizer()
     width = config.whole("d_model")
     if width != caption_dim:  # before gigabytes are read
         expected = f"{caption_dim}, the width of the transformer's captions"
@@ -63,8 +63,6 @@ def read_text_encoder(folder: Path, caption_dim: int, progress: Progress = silen
 
 
 def _read_t5(checkpoint: Checkpoint, config: Config) -> Any:
-    """The `T5Stack` with a checkpoint's weights. Raises: CheckpointError; EngineError without transformers."""
-    config.expect("model_type", "t5")
     config.expect("feed_forward_proj", "gated-gelu")
     buckets = config.whole("relative_attention_num_buckets") or 32
     distance = config.whole("relative_attention_max_distance") or 128

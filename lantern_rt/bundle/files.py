@@ -101,6 +101,14 @@ class Bundle:
             raise _refusal(path, f"code {own[0]} among its own neighbours", "it left out")
         return indices
 
+    @cached_property
+    def examples(self) -> list[str]:
+        """Prompts that the bundle's maker chose to show what it draws; none where there is no file of them."""
+        if "prompts" not in self.manifest.files:
+            return []
+        with _expecting(self.path("prompts"), "a text file of prompts"):
+            return read_plain_file(self.path("prompts"), _MANIFEST_LIMIT).decode().splitlines()
+
 
 def embedded_names() -> list[str]:
     """Names of the bundles that come with this package."""
@@ -164,7 +172,6 @@ def _find(path_or_name: str | Path) -> Path:
 
 
 def _listed(folder: Path) -> list[str]:
-    """Names of the files that a manifest lists, each checked to be of a file within its folder."""
     manifest = _parse_manifest(folder / MANIFEST_FILE, _read_manifest_text(folder))
     for role, entry in manifest.files.items():
         _check_name(folder, role, entry.path)
@@ -193,6 +200,8 @@ def _parse_manifest(path: Path, text: bytes) -> Manifest:
     if major != our_major:
         remedy = "upgrade lantern-rt, or export the bundle again"
         raise BundleError(field=str(path), found=f"bundle format {version}", expected=f"{our_major}.x", remedy=remedy)
+    if minor < 3 and isinstance(data.get("decoding"), dict):
+        data["decoding"].pop("method", None)  # a default before qualities were methods
     try:
         manifest = Manifest.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:

@@ -15,9 +15,10 @@ from ..errors import BundleError, LanternError
 from ..inputs import brief
 
 HUB = "hf:"  # what a reference begins with
-_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-REPOSITORY = rf"{_PART}/{_PART}"
-_REFERENCE = re.compile(rf"hf:({REPOSITORY})(?:/({_PART}(?:/{_PART})*))?(?:@(.+))?")
+PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of a file, which is no pattern and leads nowhere else
+REPOSITORY = rf"{PLAIN_NAME}/{PLAIN_NAME}"
+_PATH = rf"{PLAIN_NAME}(?:/{PLAIN_NAME})*"  # of a file or a revision
+_REFERENCE = re.compile(rf"hf:({REPOSITORY})(?:/({_PATH}))?(?:@({_PATH}))?")
 
 
 def read_reference(text: str, refusal: type[LanternError]) -> tuple[str, str | None, str | None]:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from ..methods import METHODS, Ar, Method, MethodConfig, MethodName, Quality, Sampling
+from ..methods import Drafted, Method, Quality, Relaxed, Sampling, Sjd
 
-FORMAT_VERSION = "3.2"
+FORMAT_VERSION = "3.3"
 _PIECE = 1 << 20  # bytes of a file that are hashed at a time
 
 # No model comes near these bounds; what claims more is damaged, and would ask for more memory or time than there is.
@@ -180,9 +180,8 @@ class Size(Part):
 
 
 class DecodingDefaults(Part):
-    """The method used when none is asked for, and each method's own defaults. `auto` chooses on the host."""
+    """Each method's own defaults, where they are not those of `methods.py`."""
 
-    method: MethodName
     methods: tuple[Method, ...] = ()
 
     @model_validator(mode="after")
@@ -209,10 +208,24 @@ class PresetFigures(Part):
 
 
 class Preset(Part):
-    """A quality of this bundle: the method that draws it, and the figures that justify it."""
+    """A quality of this bundle: the method that draws it, and the figures that justify it.
+
+    devices: of `strict`, the method on GPUs and other devices, where more nodes of a pass are nearly free; None: the
+    same. figures: None of a method that was not measured.
+    """
 
     method: Method
-    figures: PresetFigures
+    devices: Method | None = None
+    figures: PresetFigures | None = None
+
+
+# Of bundles that name none. On CPUs within 4 % of the best window on three processors (docs/measurements.md); the one
+# for devices is not measured.
+STRICT = Preset(method=Sjd(window=7), devices=Sjd(window=15))
+
+
+def _with_strict(presets: dict[Quality, Preset]) -> dict[Quality, Preset]:
+    return {"strict": STRICT, **presets}
 
 
 class Source(Part):
@@ -246,8 +259,8 @@ class Manifest(Part):
 
     `sizes`: those that a request may choose from, the one of `grid_rows` and `grid_columns` among them, which is the
     default; none where all pictures have that. `row_end`: the token that follows every row of codes but the last, and
-    is no choice: a row of `code_embeddings` behind those of codes. `presets`: the methods of the qualities `balanced`
-    and `fast`, as far as `lantern-rt eval --write-presets` has measured them; `strict` is any exact method.
+    is no choice: a row of `code_embeddings` behind those of codes. `presets`: the methods of the qualities: `strict`,
+    exact, by default `STRICT`; `balanced` and `fast` as far as `lantern-rt eval --write-presets` measured them.
     `vq_precision`: what the image decoder multiplies.
     """
 
@@ -269,14 +282,14 @@ class Manifest(Part):
     vq_precision: Literal["fp32", "fp16", "int8"] = "fp32"
     sampling: Sampling
     decoding: DecodingDefaults
-    presets: dict[Quality, Preset] = {}
+    presets: Annotated[dict[Quality, Preset], AfterValidator(_with_strict)] = Field(default={}, validate_default=True)
     files: dict[str, FileEntry]
     provenance: Provenance
 
     @property
-    def drafts(self) -> bool:
-        """Whether there is something to draft trees with."""
-        return self.drafter is not None or self.heads is not None
+    def drafters(self) -> list[str]:
+        """Names of what can draft trees, `heads` and `eagle`, the default first."""
+        return [name for name, spec in (("heads", self.heads), ("eagle", self.drafter)) if spec is not None]
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Manifest:
@@ -291,19 +304,25 @@ class Manifest(Part):
             raise ValueError(f"drafter hidden_size {own} is not the target's, {expected}")
         if (tokens := self.condition.prefix + self.picture_tokens - 1) > (most := self.target.max_positions):
             raise ValueError(f"prefix and image take {tokens:,} positions, but target max_positions is {most:,}")
-        if METHODS[self.decoding.method].needs_drafter and not self.drafts:
-            raise ValueError(f"default method {self.decoding.method} needs a drafter")
-        if "strict" in self.presets:
-            raise ValueError("`presets` has strict, which every bundle has: any exact method draws its pictures")
         for quality, preset in self.presets.items():
-            if preset.method.needs_drafter and not self.drafts:
-                raise ValueError(f"preset {quality}, {preset.method}, needs a drafter")
+            if preset.devices is not None and quality != "strict":
+                raise ValueError(f"preset {quality} has a method for devices, which would draw other images there")
+            for method in (preset.method, preset.devices or preset.method):
+                self._check_preset(quality, method)
         if self.row_end is not None and not 0 <= self.row_end - self.codebook_size < 1_000_000:
-            raise ValueError(
-                f"row_end {self.row_end} is a code, expected a row behind the {self.codebook_size} of them"
-            )
+            raise ValueError(f"row_end {self.row_end} is a code, expected a row behind the {vocab_size} of them")
         self._check_sizes()
         return self
+
+    def _check_preset(self, quality: Quality, method: Method) -> None:
+        """Raises: ValueError: the bundle cannot decode by this method of a preset."""
+        drafter = method.drafter if isinstance(method, Drafted) else None
+        if (method.needs_drafter and not self.drafters) or drafter not in (None, *self.drafters):
+            raise ValueError(f"preset {quality}, {method}, needs a drafter that the bundle lacks")
+        if isinstance(method, Relaxed) and (method.neighbors or 0) > self.neighbors:
+            raise ValueError(f"preset {quality}, {method}, needs more than the bundle's {self.neighbors} neighbors")
+        if quality == "strict" and not method.exact:
+            raise ValueError(f"preset strict, {method}, is not exact")
 
     def _check_sizes(self) -> None:
         """Raises: ValueError: sizes that contradict each other, or prompts that end without a token."""
@@ -323,14 +342,8 @@ class Manifest(Part):
     def size(self, name: str | None = None) -> Size:
         """The size of a name, by default the bundle's own. Raises: KeyError: pictures have no such size."""
         own = Size(name=f"{self.image_width}x{self.image_height}", rows=self.grid_rows, columns=self.grid_columns)
-        listed = self.sizes or (own,)
-        return (
-            next(one for one in listed if self._is_default(one)) if name is None else {o.name: o for o in listed}[name]
-        )
-
-    def preset_method(self, quality: Quality) -> MethodConfig:
-        """The method of a quality: plain decoding stands for `strict`. Raises: KeyError: there is no such preset."""
-        return Ar() if quality == "strict" else self.presets[quality].method
+        by_name = {size.name: size for size in self.sizes or (own,)}
+        return next(filter(self._is_default, by_name.values())) if name is None else by_name[name]
 
     def pixels(self, size: Size) -> tuple[int, int]:
         """Width and height of a picture of this size."""

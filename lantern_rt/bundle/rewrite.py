@@ -43,13 +43,13 @@ def write_presets(bundle: Bundle, presets: Mapping[Quality, Preset]) -> Bundle:
         BundleError: the manifest is not the one that was opened.
         OutputError: it cannot be written.
     """
-    return _rewrite(bundle, {"presets": {**bundle.manifest.presets, **presets}})
+    return _rewrite(bundle, {"format_version": FORMAT_VERSION, "presets": {**bundle.manifest.presets, **presets}})
 
 
 def write_heads(bundle: Bundle, tables: Mapping[str, NDArray[np.float16]]) -> Bundle:
     """Write heads into a bundle, in place of those it has; at once or not at all. Its digest changes with them.
 
-    Presets go: relaxed windows draw other pictures now.
+    Presets go but for `strict`: relaxed windows draw other pictures now.
 
     Args:
         bundle: as it was opened.
@@ -72,7 +72,8 @@ def write_heads(bundle: Bundle, tables: Mapping[str, NDArray[np.float16]]) -> Bu
     path = bundle.folder / f"heads-{hashlib.sha256(buffer.getvalue()).hexdigest()[:12]}.npz"
     write_output(path, buffer.getvalue(), force=True)
     files = {**manifest.files, "heads": FileEntry.of(path)}
-    changed = _rewrite(bundle, {"format_version": FORMAT_VERSION, "heads": spec, "files": files, "presets": {}})
+    presets = {"strict": manifest.presets["strict"]}
+    changed = _rewrite(bundle, {"format_version": FORMAT_VERSION, "heads": spec, "files": files, "presets": presets})
     if (old := manifest.files.get("heads")) and old.path != path.name:
         (bundle.folder / old.path).unlink(missing_ok=True)
     return changed

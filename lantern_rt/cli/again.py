@@ -11,7 +11,7 @@ from PIL import Image
 from ..bundle.files import Bundle, embedded_names
 from ..errors import BundleError, LanternError, RequestError
 from ..inputs import short
-from ..methods import PARAMETERS, Auto, MethodConfig
+from ..methods import PARAMETERS
 from ..output.recipe import CURE, Recipe, read_recipe
 from ..prompts import bundle_tokenizer
 from ..requests import SAMPLING, Request, Settings, check_request, resolve_settings
@@ -20,14 +20,8 @@ from ..results import record
 if TYPE_CHECKING:
     from .options import EngineOptions
 
-_IMAGE = {
-    "prompt",
-    "negative_prompt",
-    "class_id",
-    "embedding",
-    "edit",
-    "seed",
-}  # what a recipe says of its image besides settings
+# What a recipe says of its image besides settings.
+_IMAGE = {"prompt", "negative_prompt", "class_id", "embedding", "edit", "seed"}
 
 
 def read_again(
@@ -83,10 +77,12 @@ def recorded_settings(picture: Path, recipe: Recipe, bundle: Bundle) -> Settings
             expected=f"the one that drew it, {short(recipe.bundle)} of {recipe.bundle_digest[:12]}...",
             remedy="give that one before --from",
         )
-    names = ("method", "size", *SAMPLING, *PARAMETERS)  # without settings that are unknown or always the bundle's
     recorded = recipe.settings
+    parameters = [f"{name}={recorded[name]}" for name in PARAMETERS if name in recorded]
+    options = {name: recorded[name] for name in ("size", *SAMPLING) if name in recorded}
+    options["method"] = ":".join([recipe.method, *parameters])
     try:
-        settings = resolve_settings(bundle.manifest, {name: recorded[name] for name in names if name in recorded})
+        settings = resolve_settings(bundle.manifest, options)
     except RequestError as error:
         raise RequestError(str(error), field=str(picture)) from error
     own = settings.as_dict()
@@ -116,11 +112,5 @@ def same_picture(path: Path, bundle: Bundle, request: Request, scale: int) -> bo
         size == (scale * width, scale * height)
         and {name: str(value) for name, value in recorded.items()} == own
         and (old.sampling, old.size) == (settings.sampling, settings.size)
-        and _same_method(old.method, settings.method, bundle)
+        and (old.method == settings.method or (old.method.exact and settings.quality == "strict"))
     )
-
-
-def _same_method(old: MethodConfig, new: MethodConfig, bundle: Bundle) -> bool:
-    if not isinstance(new, Auto):
-        return old == new
-    return old.exact if new.quality == "strict" else old == bundle.manifest.presets[new.quality].method

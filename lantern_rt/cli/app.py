@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..errors import LanternError
+from ..errors import LanternError, RequestError
 
 PROGRAM = "lantern-rt"
 # Every command: the function that has its options, in a module of that name, and what the list of commands says. A
@@ -24,7 +24,6 @@ COMMANDS = {
     "export": ("export", "Turn a checkpoint into a bundle, and check every graph against it."),
     "train-drafter": ("train_drafter", "Train an EAGLE drafter for a bundle's target, or heads for its windows."),
     "build-engine": ("build_engine", "Turn a bundle into plans for a GPU; `run --engines` runs them."),
-    "tune": ("tune", "Find the fastest way to draw each quality's images on this host."),
     "bench": ("bench", "Compare the speed of methods with ar's, in turns on the same prompts and seeds."),
     "eval": ("evaluate", "Compare the images of methods with plain decoding's."),
     "push": ("push", "Send a bundle to the hub, with a model card."),
@@ -36,8 +35,25 @@ COMMANDS = {
 _OPTIONS = {"prompts": "prompt", "class_ids": "class_id", "num_images": "count", "together": "batch"}
 
 
+_CURES = {"seed": "`--seed $RANDOM` draws another image each time", "size": "--scale 2 enlarges the image twice"}
+
+
 class _Command(TyperCommand):
     """A command whose help has a section for every group of options, and whose refusals name options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            from pydantic import ValidationError  # by which typer reads values
+
+            from ..inputs import explain
+
+            if not isinstance(error.__cause__, ValidationError) or error.param is None:
+                raise
+            fields = {**explain(error.__cause__), "field": error.param.opts[-1]}
+            cure = _CURES.get(error.param.name or "", f"see `{ctx.command_path} --help`")
+            raise RequestError(**fields, remedy=cure) from error
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -51,6 +67,7 @@ class _Command(TyperCommand):
             field = error.field.replace("-", "_").replace(" ", "_")
             alias = _OPTIONS.get(field, error.field)
             error.field = names.get(field) or names.get(alias, alias)
+            error.remedy = error.remedy or _CURES.get(field, "")
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from .. import __version__
 from ..compare.bench import bench as run_bench
-from ..compare.bench import default_methods, summarize
+from ..compare.bench import default_methods, fastest, summarize
 from ..compare.turns import parse_methods, read_bundle_prompts
 from ..engines.host import processor
 from ..inputs import whole
@@ -22,6 +22,7 @@ from .options import (
     MethodsOption,
     PromptsOption,
     ProviderOption,
+    QualitiesOption,
     ThreadsOption,
 )
 
@@ -52,6 +53,7 @@ WIDE_COLUMNS = {
 def bench(
     bundle: BundleArgument = "scenes",
     method: MethodsOption = None,
+    quality: QualitiesOption = None,
     count: Annotated[int, typer.Option(help="Images of every method; there are three turns at least.")] = 8,
     batch: Annotated[int, typer.Option(help="Images decoded together.")] = 1,
     prompts: PromptsOption = None,
@@ -71,7 +73,9 @@ def bench(
     whole("batch", batch, 1, 1, 64)
     options = EngineOptions(threads, engines, provider)
     opened = options.open_bundle(bundle)
-    methods = parse_methods(method or default_methods(opened.manifest), {}, opened)
+    labels = method or ([] if quality else default_methods(opened.manifest))
+    qualities = quality or ([] if method else [*opened.manifest.presets])
+    methods = parse_methods(labels, {}, opened, qualities)
     drawn = read_bundle_prompts(opened, prompts)
     pipeline = options.load(opened)
     with progress() as show:
@@ -86,7 +90,7 @@ def bench(
     print_text(f"{facts['bundle']} ({opened.digest[:12]}), {facts['backend']}, threads: {facts['threads']}")
     print_table(WIDE_COLUMNS if wide else COLUMNS, rows)
     turns = f"{len(runs[0])} turns, images at a time: {batch}; a speed-up is the median of its turns"
-    print_text(turns, *(row["choice"] for row in rows if row["choice"]))
+    print_text(turns, fastest(rows))
 
 
 def pipeline_facts(pipeline: Pipeline) -> dict[str, Any]:

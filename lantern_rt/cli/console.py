@@ -153,7 +153,6 @@ class _Lines:
 
 @contextmanager
 def _bars() -> Iterator[Show]:
-    """Progress as bars of a terminal; what has no amount goes when the next thing begins."""
     from rich import progress as rich
     from rich.console import Console
 
@@ -174,7 +173,6 @@ def _bars() -> Iterator[Show]:
 
 
 def _duration(seconds: float) -> str:
-    """About so long, in one unit or two."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -50,7 +50,6 @@ def edit(
 
     The path of the file goes to stdout, progress and a line of statistics to stderr.
     """
-    from ..auto.chooser import with_default_method
     from ..prompts import bundle_tokenizer
     from ..requests import check_request
     from .again import same_picture
@@ -61,8 +60,7 @@ def edit(
     subject: dict[str, Any] = {"prompts": prompt}
     if prompt is not None and manifest.condition.kind == "class" and prompt.isdecimal():
         subject = {"class_ids": int(prompt)}
-    options = with_default_method({**subject, "image": image, "mask": mask, "seed": seed})
-    request = check_request(manifest, bundle_tokenizer(opened), **options)
+    request = check_request(manifest, bundle_tokenizer(opened), **subject, image=image, mask=mask, seed=seed)
     outputs = plan_outputs(
         output, [f"{image.stem}-edit-seed{seed}"], False, lambda _, path: same_picture(path, opened, request, 1)
     )

@@ -35,6 +35,7 @@ from .options import (
     MethodsOption,
     PromptsOption,
     ProviderOption,
+    QualitiesOption,
     TemperatureOption,
     ThreadsOption,
 )
@@ -50,6 +51,7 @@ _RESULT, _KIND = "eval.json", "folder of an evaluation"
 def evaluate(
     bundle: BundleArgument = "scenes",
     method: MethodsOption = None,
+    quality: QualitiesOption = None,
     prompts: PromptsOption = None,
     count: Annotated[
         int | None,
@@ -81,7 +83,7 @@ def evaluate(
         bool,
         typer.Option(
             "--write-presets",
-            help="Write the methods of the qualities balanced and fast into the bundle, by what is found.",
+            help="Write the methods of the qualities into the bundle, by what is found.",
         ),
     ] = False,
     threads: ThreadsOption = None,
@@ -104,7 +106,8 @@ def evaluate(
         check_own(opened)
     output = output or _free_folder(f"eval-{slug(manifest.name)}")
     check_new_folder(output, False, _RESULT, _KIND)
-    methods = parse_methods(method or candidate_methods(manifest), {"temperature": temperature}, opened)
+    labels = method or ([] if quality else candidate_methods(manifest))
+    methods = parse_methods(labels, {"temperature": temperature}, opened, quality or ())
     drawn = read_bundle_prompts(opened, prompts, count)
     seeds = -(-(count or 1) // len(drawn.items))
     feature_graph: Features | None = None
@@ -140,30 +143,27 @@ def evaluate(
 
 
 def _free_folder(name: str) -> Path:
-    """A folder of this name that is not there yet, or of the name and a number."""
     folders = (Path(name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
     return next(folder for folder in folders if not folder.exists())
 
 
 def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
-    """Write presets into the bundle, and print what they are."""
     if not presets:
-        print_text("no method keeps to what balanced or fast may give away: the bundle stays as it is")
+        print_text("no method is exact, or keeps to what balanced or fast may give away: the bundle stays as it is")
         return
     changed = write_into_bundle(bundle, presets)
     for quality, preset in presets.items():
         figures = preset.figures
+        assert figures is not None
         agreement = "" if figures.agreement is None else f", {figures.agreement:+.1f} points of agreement"
         gain = f"{figures.tokens_per_pass:.2f} tokens per pass, {figures.excess_nll:+.3f} nats per token{agreement}"
         print_text(f"{quality}: {preset.method}", f"  {gain}")
     print_text(
-        f"bundle {changed.manifest.name} was {bundle.digest[:12]}, is {changed.digest[:12]}: "
-        "build engine folders and tune again"
+        f"bundle {changed.manifest.name} was {bundle.digest[:12]}, is {changed.digest[:12]}: build engine folders again"
     )
 
 
 def _facts(pipeline: Pipeline) -> dict[str, str]:
-    """What was measured, on what."""
     host = host_report().facts
     return {
         **{name: str(value) for name, value in pipeline_facts(pipeline).items()},

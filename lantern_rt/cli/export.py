@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from ..inputs import require_library
+from ..memory import PeakMemory
 from .console import print_text, progress, say
-from .memory import PeakMemory
 from .options import ForceOption
 
 EXAMPLES = r"""
@@ -20,7 +20,7 @@ lantern-rt export --target hf:jadohu/LlamaGen-T2I --drafter hf:jadohu/llamagen_d
 lantern-rt export --family anole --target Anole-7b-v0.1-hf/ --vq chameleon-vqgan/ \
     --drafter anole-drafter/ --output bundles/anole
 lantern-rt export --family lumina --target Lumina-mGPT-7B-768/ --vq chameleon-vqgan/ --grid 48 --output bundles/lumina
-lantern-rt export --family janus --target Janus-Pro-1B/ --output bundles/janus
+lantern-rt export --family janus --target hf:deepseek-community/Janus-Pro-1B --output bundles/janus
 lantern-rt export --family emu3 --target hf:BAAI/Emu3-Gen-hf --output bundles/emu3
 lantern-rt export --family simplear --target SimpleAR-0.5B-RL/ --vq Cosmos-1.0-Tokenizer-DV8x16x16/ \
     --output bundles/simplear
@@ -48,7 +48,9 @@ def export(
             help="Folder of flan-t5-xl, or hf:google/flan-t5-xl: the bundle then takes prompts instead of embeddings."
         ),
     ] = None,
-    config: Annotated[str | None, typer.Option(help="JSON file with sizes that the weights do not show.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help='JSON file of what weights do not show, as {"n_head": 12, "block_size": 256}.')
+    ] = None,
     grid: Annotated[int | None, typer.Option(help="Tokens per side of an image, where no file says it.")] = None,
     weights: Annotated[
         str | None, typer.Option(help="Of LlamaGen's files with both, model or ema. [default: model]")

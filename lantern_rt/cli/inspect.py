@@ -71,6 +71,7 @@ def describe_bundle(bundle: Bundle) -> Facts:
         name: f"{preset.figures.tokens_per_pass:.2f} tokens per pass, {preset.figures.excess_nll:+.3f} nats per token, "
         f"{preset.figures.images} images, {preset.figures.date}"
         for name, preset in manifest.presets.items()
+        if preset.figures
     }
     return {
         manifest.name: {
@@ -90,7 +91,7 @@ def describe_bundle(bundle: Bundle) -> Facts:
             if spec is not None
         }
         | ({"heads": f"rank {heads.rank}, {heads.units} units"} if (heads := manifest.heads) else {}),
-        "presets": {"strict": "any exact method", **presets},
+        "presets": presets,
         "measured": measured,
         "sampling": sampling,
     }

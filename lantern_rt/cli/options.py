@@ -44,6 +44,14 @@ MethodsOption = Annotated[
         rich_help_panel=METHOD,
     ),
 ]
+QualitiesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--quality",
+        help="Preset of the bundle: strict, balanced or fast; may be given several times.",
+        rich_help_panel=METHOD,
+    ),
+]
 CfgScaleOption = Annotated[
     float | None,
     typer.Option("--cfg-scale", help="Guidance; 1 is off. [default: the bundle's]", rich_help_panel=SAMPLING),
@@ -128,15 +136,14 @@ class EngineOptions:
         Raises:
             RequestError: there is too little memory; counted where ONNX Runtime runs on the CPU, not for GPUs.
         """
-        from ..auto.memory import check_memory
         from ..engines.engine_folder import open_engine_folder
+        from ..memory import check_memory, largest_settings
         from ..pipeline import Pipeline
-        from ..requests import resolve_settings
         from .console import progress
 
         engines = None if self.engines is None else open_engine_folder(self.engines)
         if self.on_cpu(bundle):
-            check_memory(bundle, settings or resolve_settings(bundle.manifest, {"method": "auto"}), prefix)
+            check_memory(bundle, settings or largest_settings(bundle.manifest), prefix)
         with progress(lines=False) as show:
             show("loading graphs")
             return Pipeline.from_bundle(bundle, threads=self.threads, engines=engines, provider=self.provider)

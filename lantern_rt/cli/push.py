@@ -63,7 +63,6 @@ def push(
 
 
 def _read_sample(path: Path, bundle: Bundle) -> tuple[bytes, Mapping[Any, Any]]:
-    """A picture's file and what it records. Raises: RequestError, BundleError: this bundle did not draw it."""
     recipe = read_recipe(path)
     recorded_settings(path, recipe, bundle)
     with reading(path, "a picture", RequestError, CURE):
@@ -131,11 +130,9 @@ def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, A
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table and an empty one; the first row is its head."""
     head, *others = (f"| {' | '.join(map(_text, row))} |" for row in rows)
     return [head, "|---" * len(rows[0]) + "|", *others, ""]
 
 
 def _text(text: str) -> str:
-    """A text that means itself in Markdown: one line, no markup of its own but that of pictures."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

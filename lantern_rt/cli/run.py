@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -110,7 +109,7 @@ def run(
         str | None,
         typer.Option(
             metavar="NAME[:PARAMETER=VALUE]...",
-            help=f"{', '.join(METHODS)}, such as sjd:window=5. [default: auto, which takes the quality's]",
+            help=f"{', '.join(METHODS)}, such as sjd:window=5, in place of a quality.",
             rich_help_panel=METHOD,
         ),
     ] = None,
@@ -194,10 +193,9 @@ def run(
     assert last.stats is not None
     if trace and picture and record:
         _write_trace(trace, picture, record, force)
-    if last.settings.choice is not None:
-        say(last.settings.choice)
+    quality = "" if last.settings.quality is None else f" ({last.settings.quality})"
     say(
-        f"{last.stats.method}: {last.stats.tokens_per_forward_pass:.2f} tokens per pass, "
+        f"{last.settings.method}{quality}: {last.stats.tokens_per_forward_pass:.2f} tokens per pass, "
         f"{len(missing)} image{'s' * (len(missing) > 1)} in {time.perf_counter() - began:.1f} s"
     )
     if json:
@@ -243,8 +241,6 @@ def _check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> 
 
     Raises: RequestError, BundleError: as `check_request` and `open_bundle` have them.
     """
-    from ..auto.chooser import with_default_method
-    from ..compare.turns import read_prompts
     from ..prompts import bundle_tokenizer
     from ..requests import check_request
     from ..text.embeddings import read_embeddings
@@ -255,18 +251,10 @@ def _check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> 
     if "embeddings" in options:
         options = options | {"embeddings": read_embeddings(options["embeddings"])}
     bundle = engine.open_bundle(name or "scenes")
-    try:
-        return bundle, check_request(bundle.manifest, bundle_tokenizer(bundle), **with_default_method(options))
-    except RequestError as error:
-        if error.field.startswith("prompt") and "prompts" in bundle.manifest.files:
-            known = [prompt for _, prompt in read_prompts(bundle.path("prompts"))]
-            near = get_close_matches(" ".join(options.get("prompts", ())), known, 3, cutoff=0)
-            error.remedy = "; ".join(filter(None, [error.remedy, f"it draws {', '.join(map(repr, near))}"]))
-        raise
+    return bundle, check_request(bundle.manifest, bundle_tokenizer(bundle), **options)
 
 
 def _label(image: ImageRequest, number: int) -> dict[str, str | int]:
-    """What an image is drawn from: its prompt, class id, or number in the file of embeddings."""
     if image.label is None:
         return {"embedding": number}
     return {"prompt" if isinstance(image.label, str) else "class_id": image.label}
@@ -307,7 +295,6 @@ def draw_files(
 
 
 def _check_trace(trace: Path, outputs: list[Path], force: bool) -> Path:
-    """The picture's path beside the trace; both checked."""
     if trace.suffix != ".npz":
         raise OutputError(field=f"trace {trace}", found=f"the ending {trace.suffix or 'none'}", expected=".npz")
     picture = trace.with_name(trace.stem.removesuffix(".trace") + ".trace.png")

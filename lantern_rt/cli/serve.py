@@ -89,7 +89,7 @@ def serve(
     Ctrl-C does not wait.
     """
     for library in LIBRARIES:
-        require_library(library, "lantern-rt serve", "serve")
+        require_library(library, "serve", "serve")
     from ..asynchronous import AsyncPipeline
     from ..serve.server import Server
     from ..serve.state import Limits
@@ -115,7 +115,6 @@ def serve(
 
 
 def _aliases(given: Sequence[str], models: Sequence[str]) -> dict[str, str]:
-    """Models by their further names."""
     aliases: dict[str, str] = {}
     for text in given:
         name, _, model = text.partition("=")
@@ -128,8 +127,7 @@ def _aliases(given: Sequence[str], models: Sequence[str]) -> dict[str, str]:
 
 def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
     """Bundles of different names that this host has memory for, each by itself."""
-    from ..auto.memory import check_memory
-    from ..requests import resolve_settings
+    from ..memory import check_memory, largest_settings
 
     if options.engines is not None and len(names) > 1:
         expected = "one: a folder of engines is built of one bundle"
@@ -141,14 +139,13 @@ def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
             twice = f"two named {bundle.manifest.name}"
             raise RequestError(field="bundles", found=twice, expected="one each: requests choose a model by its name")
         if options.on_cpu(bundle):
-            check_memory(bundle, resolve_settings(bundle.manifest, {"method": "auto"}))
+            check_memory(bundle, largest_settings(bundle.manifest))
         by_name[bundle.manifest.name] = bundle
     return list(by_name.values())
 
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """What the server logs are lines on stderr while the block runs."""
     logger = logging.getLogger("lantern_rt.serve")
     handler = logging.StreamHandler()
     handler.addFilter(lambda record: record.levelno < logging.WARNING)  # those are said for every command

@@ -127,5 +127,5 @@ def heads(
     print_text(
         f"overlap with the target: {describe_figures(figures)}",
         f"bundle {changed.manifest.name} was {opened.digest[:12]}, is {changed.digest[:12]}: "
-        "run `lantern-rt eval --write-presets`, build engine folders and tune again",
+        "run `lantern-rt eval --write-presets`, and build engine folders again",
     )

@@ -104,7 +104,6 @@ def _match(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
 
 
 def _tables(result: Verification) -> Iterator[tuple[str, list[list[str]]]]:
-    """Title of each table, and its rows as text, the header first."""
     for title, found in (
         ("Token distributions", result.distributions),
         ("Pictures", result.pictures),

@@ -1,1 +1,1 @@
-"""Comparing methods on the same prompts and seeds: speed (`bench`), images (`eval`), and the race (`tune`)."""
+"""Comparing methods on the same prompts and seeds: speed (`bench`) and images (`eval`)."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from ..bundle.manifest import Manifest
 from ..engines.contracts import Progress
+from ..methods import Quality
 from ..pipeline import Pipeline
 from .turns import MethodRun, Prompts, Run, take_turns
 
@@ -16,12 +17,12 @@ MIN_TURNS = 3
 
 
 def default_methods(manifest: Manifest) -> list[str]:
-    """Method strings of all that a bundle can run, its presets last."""
+    """Method strings of all that a bundle can run."""
     methods = ["ar", "sjd", "rows"]
-    if manifest.drafts:
+    if manifest.drafters:
         methods += ["eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3"]
         methods += ["lantern", "lantern++"] if manifest.neighbors else []
-    return [*methods, *(f"auto:quality={quality}" for quality in ("strict", *manifest.presets))]
+    return methods
 
 
 def bench(
@@ -70,7 +71,6 @@ def summarize(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     return {
         "method": runs[0].method.label,
         "settings": runs[0].settings.as_dict(),
-        "choice": runs[-1].settings.choice,
         "exact": method.exact,
         "images_per_second": images_per_second,
         "tokens_per_second": images_per_second * len(runs[0].codes[0]),
@@ -84,6 +84,14 @@ def summarize(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
         "nll_ratio": ratio,
         "nll_error": error,
     }
+
+
+def fastest(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line that names the fastest exact method of a report's rows, and how to ask for it."""
+    best = max((row for row in rows if row["exact"]), key=lambda row: row["speed_up"])
+    label = best["method"]
+    option = "quality" if label in get_args(Quality) else "method"
+    return f"fastest exact method: {label} ({best['speed_up']:.2f}); ask for it with --{option} {label}"
 
 
 def paired_ratio(scores: Sequence[float], plain: Sequence[float]) -> tuple[float, float]:

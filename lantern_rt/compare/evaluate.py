@@ -104,7 +104,6 @@ def evaluate(
             {
                 "method": label,
                 "settings": own[-1].settings.as_dict(),
-                "choice": own[-1].settings.choice,
                 "seconds": sum(one.seconds for one in own),
                 "exact": own[-1].settings.method.exact,
                 "same_images": label not in compared or own is plain,
@@ -118,7 +117,6 @@ def evaluate(
 
 
 def _draw_reference(pipeline: Pipeline, plain: MethodRun, prompts: Prompts, seeds: int, show: Progress) -> list[Image]:
-    """Plain decoding's images of the same prompts with further seeds."""
     count = len(prompts.items) * seeds
 
     def show_reference(_: str, done: int, total: int) -> None:
@@ -135,12 +133,10 @@ def same_codes(runs: Sequence[Run], plain: Sequence[Run]) -> bool:
 
 
 def _codes(runs: Sequence[Run]) -> Ints:
-    """Codes `[images, cells]` of all images."""
     return np.array([row for one in runs for row in one.codes])
 
 
 def _tokens_per_pass(runs: Sequence[Run]) -> list[float]:
-    """Of every image."""
     length = len(runs[0].codes[0])
     return [length / image.target_passes for one in runs for image in one.statistics.per_image]
 
@@ -158,7 +154,6 @@ def _agreement_figure(
 
 
 def _single_figures(methods: Sequence[Sequence[Run]], seeds: int) -> dict[str, Figure]:
-    """Figures of single images, by the runs of every method."""
     scores = [[score for one in runs for score in one.likelihoods] for runs in methods]
     codes = np.stack([_codes(runs) for runs in methods])  # [methods, images, cells]
     tvd = [

@@ -1,4 +1,4 @@
-"""Which methods stand for the qualities `balanced` and `fast` of a bundle, by what an evaluation measured."""
+"""Which methods stand for the qualities of a bundle, by what an evaluation measured."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def candidate_methods(manifest: Manifest) -> list[str]:
 
 
 def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Quality, Preset]:
-    """For each quality the fastest method of those that keep to its limit.
+    """For each quality the fastest method of those that keep to its limit; of `strict` the fastest exact one but `ar`.
 
     Tokens per pass do not tell it: a pass of `rows` has fewer nodes than one of a window, and takes less time.
 
@@ -47,10 +47,12 @@ def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Qualit
     Returns:
         Presets by quality; none where no method keeps to the limit.
     """
-    relaxed = [entry for entry in report["methods"] if not entry["exact"]]
+    exact = [entry for entry in report["methods"] if entry["exact"] and entry["method"] not in ("ar", "strict")]
+    relaxed = [entry for entry in report["methods"] if not entry["exact"] and entry["method"] not in LIMITS]
+    candidates: dict[Quality, list[Any]] = {"strict": exact}
+    candidates |= {name: [one for one in relaxed if within(one["figures"], limit)] for name, limit in LIMITS.items()}
     presets: dict[Quality, Preset] = {}
-    for quality, limit in LIMITS.items():
-        allowed = [entry for entry in relaxed if within(entry["figures"], limit)]
+    for quality, allowed in candidates.items():
         if allowed:
             best = min(allowed, key=lambda entry: entry["seconds"])
             method = resolve_settings(manifest, {"method": best["method"]}).method
@@ -67,11 +69,11 @@ def within(figures: Mapping[str, Any], limit: Limit) -> bool:
 
 
 def _preset(method: MethodConfig, entry: Mapping[str, Any], images: int) -> Preset:
-    figures = entry["figures"]
+    figures = entry["figures"] or {}  # none of an exact method that drew the images of `ar`
     agreement = figures.get("agreement")
     measured = PresetFigures(
         tokens_per_pass=entry["tokens_per_forward_pass"],
-        excess_nll=figures["excess_nll"]["difference_to_ar"]["value"],
+        excess_nll=figures["excess_nll"]["difference_to_ar"]["value"] if figures else 0.0,
         agreement=None if agreement is None else 100 * agreement["difference_to_ar"]["value"],
         images=images,
         date=datetime.date.today().isoformat(),

@@ -56,7 +56,6 @@ def _difference(figure: Mapping[str, float]) -> str:
 
 
 def _same(method: Mapping[str, Any]) -> str:
-    """What there is to say of a method that draws plain decoding's images."""
     return f"exact: same images, {method['tokens_per_forward_pass']:.2f} tokens per pass"
 
 
@@ -65,7 +64,6 @@ def _columns(report: Mapping[str, Any]) -> dict[str, Column]:
 
 
 def _cells(method: Mapping[str, Any], name: str) -> tuple[str, str]:
-    """Value and difference to ar, the latter where it says something, with intervals."""
     figure = method["figures"][name]
     decimals = COLUMNS[name].decimals
     value = _interval(figure, f".{decimals}f")
@@ -108,7 +106,6 @@ def html_report(
 
 
 def _grid(report: Mapping[str, Any], images: Mapping[str, list[Image]]) -> str:
-    """Prompts down, methods across, the same seed in a row; the reference last."""
     count = report["images_per_method"]
     rows = []
     for i in range(0, count, max(1, count // GRID_IMAGES))[:GRID_IMAGES]:
@@ -119,7 +116,6 @@ def _grid(report: Mapping[str, Any], images: Mapping[str, list[Image]]) -> str:
 
 
 def _embedded(image: Image) -> str:
-    """An image element that holds its file."""
     small = image.copy()
     small.thumbnail((_WIDEST, _WIDEST))
     buffer = BytesIO()

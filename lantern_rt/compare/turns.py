@@ -132,22 +132,27 @@ class MethodRun:
     options: Mapping[str, Any]
 
 
-def parse_methods(labels: Sequence[str], sampling: Mapping[str, Any], bundle: Bundle) -> list[MethodRun]:
-    """Methods from strings such as `lantern++:lambda=3:tree=chain-4`; `ar` is always the first.
+def parse_methods(
+    labels: Sequence[str], sampling: Mapping[str, Any], bundle: Bundle, qualities: Sequence[str] = ()
+) -> list[MethodRun]:
+    """Methods from strings such as `lantern++:lambda=3:tree=chain-4`, then qualities; `ar` is always the first.
 
     Args:
         labels: method strings.
         sampling: guidance, temperature and filters of all.
         bundle: that runs them.
+        qualities: names of presets.
 
     Raises:
         RequestError: a method string is wrong, or is there twice.
     """
-    names = [label.strip() for label in labels]
+    names = [*(label.strip() for label in labels), *qualities]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise RequestError(field="method", found=f"{twice!r} twice", expected="different ones")
-    methods = [MethodRun(name, {**sampling, "method": name}) for name in (PLAIN, *(n for n in names if n != PLAIN))]
+    names = [PLAIN, *(name for name in names if name != PLAIN)]
+    options = ["quality" if name in qualities else "method" for name in names]
+    methods = [MethodRun(name, {**sampling, option: name}) for name, option in zip(names, options, strict=True)]
     for method in methods:
         resolve_settings(bundle.manifest, method.options)
     return methods

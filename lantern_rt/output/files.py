@@ -28,7 +28,7 @@ _OTHER_NAME = "give another name, or --force to replace it"
 
 
 def cache_folder() -> Path:
-    """Where measurements and compiled kernels of this user lie; `LANTERN_RT_CACHE` overrules the system's custom.
+    """Return the folder of this user's compiled kernels; `LANTERN_RT_CACHE` overrules the system's custom.
 
     Raises: OutputError: the user has no home folder.
     """
@@ -43,7 +43,7 @@ def cache_folder() -> Path:
         base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     if not base.is_absolute():
         remedy = "set LANTERN_RT_CACHE to a folder"
-        raise OutputError(field=str(base), found="no home folder to keep measurements in", remedy=remedy)
+        raise OutputError(field=str(base), found="no home folder to keep compiled kernels in", remedy=remedy)
     return base / "lantern-rt"
 
 
@@ -119,7 +119,6 @@ def existing_parent(goal: Path) -> Path:
 
 @contextmanager
 def _with_parents(goal: Path) -> Iterator[None]:
-    """The folders around `goal`; those made here vanish again if it was not."""
     new = [folder for folder in goal.parents if not folder.exists()]  # from the inside out
     goal.parent.mkdir(parents=True, exist_ok=True)
     try:

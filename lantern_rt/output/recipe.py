@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from io import BytesIO
+from io import SEEK_CUR, BytesIO
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 from PIL.PngImagePlugin import PngImageFile
 from pydantic import Field, Json, ValidationError, model_validator
@@ -14,7 +14,8 @@ from ..errors import RequestError
 from ..inputs import brief, explain, open_plain_file, short
 from ..methods import Config, MethodName
 
-HEAD_LIMIT = 1 << 16  # bytes of a file that are read; texts stand before the pixels
+TEXTS_LIMIT = 1 << 16  # bytes of all text chunks that are read
+CHUNKS_LIMIT = 1 << 17  # of a file, most of them pixels
 TEXT_LIMIT = 1 << 14  # characters of a text, unpacked
 PIXELS_LIMIT = 1 << 28  # 1,024 x 1,024, enlarged 16 times
 CURE = "give a PNG that `lantern-rt run` wrote"
@@ -42,8 +43,6 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _names_one_method(self) -> Recipe:
         method = self.settings.get("method")
-        if self.method == "auto":
-            raise ValueError("method: found auto, expected the one that it chose")
         if method != self.method:
             raise ValueError(f"settings.method: found {short(method)}, expected {self.method} as text chunk method")
         return self
@@ -66,16 +65,30 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _read_texts(path: Path) -> dict[str, str]:
-    """All text chunks before the pixels. What Pillow unpacks of the few bytes it is given, it limits to 64 MiB."""
+    """Return the texts of a PNG that a recipe has. Pillow limits what it unpacks of them to 64 MiB."""
     try:
         with open_plain_file(path) as file:
-            head = file.read(HEAD_LIMIT)
-        with warnings.catch_warnings(action="ignore"):  # of animations
-            image = PngImageFile(BytesIO(head))
+            image = PngImageFile(BytesIO(_without_pixels(file)))
     except Exception as error:  # of whatever kind: Pillow parses the file
-        problem = f"cannot be read as a PNG with at most {HEAD_LIMIT:,} bytes before its pixels ({brief(error)})"
+        problem = f"cannot be read as a PNG with at most {TEXTS_LIMIT:,} bytes of texts ({brief(error)})"
         raise RequestError(problem, field=str(path), remedy=CURE) from error
     if image.width * image.height > PIXELS_LIMIT:
         found = f"{image.width:,} x {image.height:,} pixels"
         raise RequestError(field=str(path), found=found, expected=f"at most {PIXELS_LIMIT:,}", remedy=CURE)
     return {name: text for name, text in image.info.items() if isinstance(name, str) and isinstance(text, str)}
+
+
+def _without_pixels(file: BinaryIO) -> bytes:
+    """Return the header of a PNG and its chunks with a recipe's texts, which some programs write behind the pixels."""
+    kept = file.read(33)  # signature and header
+    for head in islice(iter(lambda: file.read(88), b""), CHUNKS_LIMIT):  # length, kind, and the name of a text
+        file.seek(-len(head), SEEK_CUR)
+        size = 12 + int.from_bytes(head[:4])
+        name = head[8:].partition(b"\0")[0].decode("latin-1")
+        if head[4:8] in (b"tEXt", b"zTXt", b"iTXt") and name in Recipe.model_fields:
+            kept += file.read(min(size, TEXTS_LIMIT))
+        else:
+            file.seek(size, SEEK_CUR)
+        if len(kept) > TEXTS_LIMIT:
+            raise ValueError("more than that")
+    return kept + b"\0\0\0\0IEND\xaeB`\x82"

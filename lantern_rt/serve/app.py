@@ -6,13 +6,13 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import AnyUrl, TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -24,6 +24,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..errors import RequestError
+from ..inputs import short
 from .images import KINDS, ImagesEndpoint
 from .protocol import EditRequest, Figures, HttpError, ImagesRequest
 from .state import ServerState
@@ -44,7 +46,7 @@ def make_app(state: ServerState, lifespan: Lifespan | None = None, origins: Sequ
     Args:
         state: that requests share.
         lifespan: fills `state.backends`, and closes them.
-        origins: sites whose pages may ask (CORS).
+        origins: sites whose pages may ask (CORS), each as browsers send it; RequestError if not.
     """
     pages = _Pages(state)
     routes = [
@@ -65,7 +67,7 @@ def make_app(state: ServerState, lifespan: Lifespan | None = None, origins: Sequ
         middleware.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=[*origins],
+                allow_origins=[_read_origin(one) for one in origins],
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],  # OpenAI's client sends a dozen of its own
                 expose_headers=["retry-after", "x-request-id"],
@@ -73,6 +75,17 @@ def make_app(state: ServerState, lifespan: Lifespan | None = None, origins: Sequ
         )
     handlers: dict[Any, Any] = {HTTPException: _no_route, HttpError: _refuse, Exception: _refuse}
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
+
+
+def _read_origin(text: str) -> str:
+    """Return an origin as browsers send it: in small letters, without the usual port and the slash at the end."""
+    with suppress(ValidationError):
+        origin = str(AnyUrl(text)).removesuffix("/")
+        if re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*,;]+", origin):
+            return origin
+    if text == "*":
+        return text
+    raise RequestError(field="cors", found=short(text), expected="one origin such as https://ui.example, or *")
 
 
 class _Pages:

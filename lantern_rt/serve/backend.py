@@ -76,9 +76,7 @@ class LocalBackend:
     def describe(self) -> dict[str, Any]:
         """What `/v1/models` says of the model, ready for JSON."""
         manifest = self.manifest
-        methods = [name for name, kind in METHODS.items() if manifest.drafts or not kind.needs_drafter]
-        bundle = self.pipeline.pipeline.bundle
-        prompts = bundle.path("prompts").read_text("utf-8") if "prompts" in manifest.files else ""
+        methods = [name for name, kind in METHODS.items() if manifest.drafters or not kind.needs_drafter]
         size = manifest.size().name
         return {
             "size": size,
@@ -88,9 +86,9 @@ class LocalBackend:
             "takes": manifest.condition.kind,
             "classes": manifest.condition.classes,
             "methods": methods,
-            "qualities": ["strict", *manifest.presets],
+            "qualities": [*manifest.presets],
             "sampling": manifest.sampling.model_dump(),
-            "examples": prompts.splitlines()[:8],
+            "examples": self.pipeline.pipeline.bundle.examples[:8],
             "edits": "vq_encoder" in manifest.files,
         }
 
@@ -139,7 +137,8 @@ class LocalBackend:
             figures = Figures(
                 model=self.name,
                 method=str(last.settings.method),
-                choice=last.settings.choice,
+                quality=last.settings.quality,
+                exact=last.settings.method.exact,
                 seeds=[image.seed for image in images],
                 tokens_per_forward_pass=stats.tokens_per_forward_pass,
                 target_passes=sum(one.target_passes for one in stats.per_image),
@@ -152,7 +151,6 @@ class LocalBackend:
             yield Completion(pictures, size.name, tokens, last.total - kept, figures, kept)
 
     async def _file(self, request: ImagesRequest, step: StreamStep, i: int) -> bytes:
-        """Image i of a step, as the request wants it."""
         image = await self.pipeline.image(step, i)
         return await asyncio.to_thread(encode, image, request.format, request.output_compression)
 

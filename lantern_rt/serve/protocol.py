@@ -24,7 +24,6 @@ _RANDOM_SEEDS = 2**32
 _FIELDS = {  # of a body, by the parameters of a pipeline
     "num_images": "n",
     "quality": "quality_budget",
-    "methods": "method",
     "prompts": "prompt",
     "class_ids": "class_id",
 }
@@ -56,6 +55,12 @@ class ImagesRequest(BaseModel):
     background: Literal["auto", "opaque"] | None = None
     moderation: Literal["auto", "low"] | None = None
     user: Text | None = None
+    safety_identifier: Text | None = None
+    style: None = None
+    complexity: None = None
+    svg: None = None
+    frame_count: Annotated[Whole, Field(ge=9, le=9)] | None = None
+    frame_duration_ms: Annotated[Whole, Field(ge=200, le=200)] | None = None
     # ours
     negative_prompt: Text | None = None
     seed: Whole | None = None
@@ -105,7 +110,7 @@ class EditRequest(ImagesRequest):
     image: bytes = b""
     mask: bytes | None = None
     keep_rows: Whole | None = None
-    input_fidelity: Literal["high"] | None = None
+    input_fidelity: Literal["low", "high"] | None = None
 
     EVENTS: ClassVar[str] = "image_edit"
 
@@ -175,7 +180,7 @@ def complete(request: R, max_deadline: float) -> R:
             raise HttpError(400, "goes with stream", field=name, remedy="leave it out, or give stream true")
     if request.quality_budget and request.quality in _PRESETS:
         raise HttpError(400, "two qualities", field="quality", remedy="leave it out, or quality_budget")
-    if request.output_compression is not None and request.format == "png":
+    if request.output_compression not in (None, 100) and request.format == "png":
         why = "png has none"
         raise HttpError(400, field="output_compression", expected="output_format jpeg or webp", remedy=why)
     if request.deadline is not None and request.deadline > max_deadline:
@@ -192,7 +197,8 @@ class Figures:
     Args:
         model: name of the bundle.
         method: that drew, with its parameters.
-        choice: how `auto` came to it, in words.
+        quality: the preset whose method it is, None where a method was named.
+        exact: whether the method samples the target's own distribution.
         seeds: of each image.
         tokens_per_forward_pass: of an image, the mean over images.
         target_passes: of all images; a pass counts for every image in it.
@@ -204,7 +210,8 @@ class Figures:
 
     model: str
     method: str
-    choice: str | None
+    quality: str | None
+    exact: bool
     seeds: list[int]
     tokens_per_forward_pass: float
     target_passes: int
@@ -304,9 +311,8 @@ class HttpError(LanternError):
             return cls(503, "the model does not run any more", "stopped", 5, remedy="ask another server")
         if isinstance(error, RequestError):
             field = _FIELDS.get(error.field, error.field)
-            refusal = cls(
-                400, error.problem, field=field, found=error.found, expected=error.expected, remedy=error.remedy
-            )
+            remedy = "; ".join(part for part in error.remedy.split("; ") if "lantern-rt " not in part)
+            refusal = cls(400, error.problem, field=field, found=error.found, expected=error.expected, remedy=remedy)
             refusal.param = "method" if field in PARAMETERS else field
             return refusal
         if isinstance(error, LanternError):  # its words may name files of the server

@@ -36,7 +36,7 @@ class Server:
         origins: sites whose pages may ask.
 
     Raises:
-        RequestError: the port cannot be had.
+        RequestError: the port cannot be had, or an origin is none.
     """
 
     def __init__(
@@ -51,12 +51,13 @@ class Server:
         self.failure: Exception | None = None
         self._models = models
         self._backends: list[LocalBackend] = []
+        app = make_app(self.state, self._lifespan, origins)
         self._socket = listen(host, port)
         self.address = self._socket.getsockname()[:2]
         self._stopping: asyncio.Task[None] | None = None
         self._hurrying = False
         config = uvicorn.Config(
-            make_app(self.state, self._lifespan, origins),
+            app,
             http=Connection,
             backlog=BACKLOG,
             ws="none",

@@ -30,7 +30,7 @@ class Limits:
         body: bytes of its body; form: of one that holds pictures.
         body_seconds: until all of them are there.
         api_key_file: keys that are accepted, see `read_keys`; without one, anybody may ask.
-        methods: names of those that may be asked for; none: all.
+        methods: names of those that may be asked for beside qualities; none: all.
         max_n: images of a request.
         aliases: models by further names.
     """
@@ -168,8 +168,8 @@ class ServerState:
     def check_request(self, request: ImagesRequest) -> None:
         """Raises: HttpError: the server's operator does not allow it."""
         limits = self.limits
-        method = (request.method or "auto").partition(":")[0]
-        if limits.methods and method not in limits.methods:
+        method = (request.method or "").partition(":")[0]
+        if limits.methods and method and method not in limits.methods:  # qualities are the bundle's own
             raise HttpError(400, field="method", found=short(method), expected=" or ".join(limits.methods))
         if (request.n or 1) > limits.max_n:
             raise HttpError(400, field="n", found=f"{request.n}", expected=f"at most {limits.max_n}")

@@ -12,6 +12,7 @@ import difflib
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import nlargest
 from pathlib import Path
 from typing import Literal
 
@@ -30,9 +31,10 @@ _NAMED = 3  # unknown words that an error message names
 
 @dataclass(frozen=True)
 class WordTokenizer:
-    """A vocabulary: `ids` maps every word, special ones included, to its id."""
+    """A vocabulary: `ids` maps every word, special ones included, to its id. examples: prompts of known words."""
 
     ids: dict[str, int]
+    examples: tuple[str, ...] = ()
 
     @cached_property
     def words(self) -> tuple[str, ...]:
@@ -56,6 +58,11 @@ class WordTokenizer:
         if unknown:
             raise self._refusal(unknown)
         return np.array([self.ids[word] for word in words] + [0] * -extra, np.int64)
+
+    def nearest(self, prompt: object) -> list[str]:
+        """Return the three examples that share the most words with a prompt."""
+        words = {*_WORD.findall(str(prompt).lower())}
+        return nlargest(3, self.examples, key=lambda one: (len(words.intersection(one.split())), -len(one)))
 
     def _refusal(self, unknown: list[str]) -> RequestError:
         named = []

@@ -42,7 +42,6 @@ PROMPTS_SEED = 930_000
 # With heads a chain of 9 nodes had 3.18 tokens per forward pass, trees of as many 3.12, of the guided model.
 TREE = "chain-7"
 DECODING = DecodingDefaults(
-    method="lantern++",
     methods=(
         Eagle(tree="chain-5"),
         Lantern(tree=TREE, neighbors=30, delta=0.002),
@@ -173,7 +172,7 @@ def write_scenes_bundle(
             "drafter": None if drafting is None else DrafterSpec(**decoder_fields(drafting.drafter.config)),
             "condition": ConditionSpec(kind="words", prefix=SLOTS),
             "sampling": Sampling(cfg_scale=load_checkpoint(work / "target.pt").get("cfg_scale", GUIDANCE)),
-            "decoding": DECODING.model_copy(update={"method": "ar"}) if drafting is None else DECODING,
+            "decoding": DECODING,
         },
         files=files,
         sources=[(role, work / f"{role}.pt") for role in ("vq", "target")] + (drafting.sources if drafting else []),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import warnings
@@ -25,8 +26,10 @@ from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.files import read_config, read_weights
 from lantern_rt.export.families.llamagen import read_transformer
 from lantern_rt.export.models.eagle import read_drafter
+from lantern_rt.export.models.llamagen_vq import read_vqgan
 
 C2I, VQ = DATA / "llamagen-c2i/c2i_tiny.pt", DATA / "llamagen-vq/vq_tiny.pt"
+VQGAN = DATA / "chameleon-vqgan"
 CIRCLE = b"cm\nModule\n)\x81q\x00}(X\x01\x00\x00\x00ah\x00ub."  # a module whose attribute a is itself
 JIT = DATA / "simplear/cosmos/encoder.jit"
 
@@ -67,7 +70,7 @@ ODD: dict[str, Callable[[], Any]] = {
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "half.pt": (lambda path: path.write_bytes(C2I.read_bytes()[: C2I.stat().st_size // 2]), "cut short"),
     "empty.pt": (lambda path: path.write_bytes(b""), "cut short"),
-    "page.bin": (lambda path: path.write_bytes(b"<html>not found</html>"), "not a PyTorch checkpoint"),
+    "text.bin": (lambda path: path.write_bytes(b"not found"), "not a PyTorch checkpoint"),
     "half.safetensors": (lambda path: path.write_bytes(b"\x10" + b"\x00" * 7 + b"{"), "not a safetensors file"),
     "code.pt": (lambda path: torch.save({"model": Payload()}, path), "calls code"),
     "list.pt": (lambda path: torch.save([torch.ones(2)], path), "found a list, expected a state dict"),
@@ -77,8 +80,21 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "compressed.jit": (lambda path: rewritten(path, kind=zipfile.ZIP_DEFLATED), "is compressed"),
     "within-itself.jit": (
         lambda path: rewritten(path, CIRCLE),
-        "within itself",
+        "changes an object that others contain",
     ),
+    "keys-without-end.jit": (lambda path: rewritten(path, nested(DICT_WITH_KEY)), "objects within each other"),
+    "keys-without-end.pt": (lambda path: archived(path, nested(DICT_WITH_KEY)), "objects within each other"),
+    "keys-without-end.PKL.pt": (lambda path: archived(path, nested(DICT_WITH_KEY), "Data.PKL"), "within each other"),
+    "set-without-end.pt": (lambda path: archived(path, nested(SET_OF)), "objects within each other"),
+    "keys-before-zip.pt": (
+        lambda path: path.write_bytes(nested(DICT_WITH_KEY) + C2I.read_bytes()),
+        "within each other",
+    ),
+    "old-keys-without-end.pt": (lambda path: path.write_bytes(MAGIC + nested(DICT_WITH_KEY)), "within each other"),
+    "lists-without-end.pt": (lambda path: archived(path, lists(down=False)), "objects within each other"),
+    "lists-filled-later.pt": (lambda path: archived(path, lists(down=True)), "changes an object that others contain"),
+    "large.pt": (lambda path: archived(path, b"\x80\x02" + b"N" * (1 << 26) + b"."), "data.pkl has 67,108,867 bytes"),
+    "numbers-as-names.pt": (lambda path: torch.save({0: torch.ones(2)}, path), "found 0, expected names of weights"),
     "build.jit": (
         lambda path: rewritten(path, b"Vos\nVsystem\n\x93."),
         "has the opcode UNICODE",
@@ -93,6 +109,32 @@ def rewritten(path: Path, listing: bytes | None = None, kind: int = zipfile.ZIP_
     with zipfile.ZipFile(JIT) as old, zipfile.ZipFile(path, "w", kind) as new:
         for name in old.namelist():
             new.writestr(name, listing if listing and name.endswith("/data.pkl") else old.read(name))
+
+
+LEVELS = 24  # of objects within each other: 2^24 parts, which any reader still comes to an end with
+MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({}, 2)  # of old files
+DICT_WITH_KEY, SET_OF = b"}(%sNu.", b"cbuiltins\nset\n%s\x85\x85R."
+
+
+def nested(used: bytes) -> bytes:
+    """Return a pickle of tuples that each hold the one before twice; `used` says where the last one goes."""
+    pairs = [b"(h%ch%ctq%c" % (i, i, i + 1) for i in range(LEVELS)]
+    return b"\x80\x02)q\x00" + b"".join(pairs) + used % (b"h%c" % LEVELS)
+
+
+def lists(down: bool) -> bytes:
+    """Return a pickle that calls lists within each other, filled from the innermost, or from the outermost `down`."""
+    empty = b"".join(b"]q%c" % i for i in range(LEVELS + 1))
+    filled = [b"h%c(h%ch%ce" % (i, i + 1, i + 1) for i in range(LEVELS)]
+    last = b"]q\x00" + b"".join(b"]q%c(h%ch%ce" % (i + 1, i, i) for i in range(LEVELS)) + b")R."
+    return b"\x80\x02" + (empty + b"".join(filled) + b"h\x00)R." if down else last)
+
+
+def archived(path: Path, content: bytes, name: str = "data.pkl") -> None:
+    """Write a checkpoint of PyTorch with this pickle."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for entry, data in ((name, content), ("version", b"3\n"), ("byteorder", b"little")):
+            file.writestr(f"archive/{entry}", data)
 
 
 class Payload:
@@ -185,6 +227,17 @@ def test_a_configuration_that_breaks_its_reader_is_refused_shortly(tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"config\.json: ") as caught:
         read_transformer(C2I, config=path)
     assert len(str(caught.value)) < 600
+
+
+def test_a_yaml_of_aliases_is_refused_before_anything_is_made_of_it(tmp_path: Path) -> None:
+    lists = [f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]" for i in range(LEVELS)]
+    fields = f"model: {{params: {{n_embed: 128, ddconfig: {{resolution: *a{LEVELS}}}}}}}"
+    shutil.copytree(VQGAN, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "vqgan.yaml").write_text("\n".join(["a0: &a0 []", *lists, fields]))
+    with pytest.raises(CheckpointError) as caught:
+        read_vqgan(tmp_path)
+    assert caught.value.field == str(tmp_path / "vqgan.yaml")
+    assert caught.value.found.startswith("aliases")
 
 
 def test_a_pipe_or_an_endless_device_is_no_configuration(tmp_path: Path) -> None:

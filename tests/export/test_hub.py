@@ -21,6 +21,7 @@ from safetensors.torch import save
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.files import open_bundle
+from lantern_rt.bundle.hub import read_reference
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.hub import cached_origin, fetch
 
@@ -267,10 +268,19 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
     assert verified.stdout.startswith("bundle (fp32) against hf:owner/target\n")
 
 
-@pytest.mark.parametrize("text", ["hf:", "hf:a", "hf:/a/b", "hf:a/b@", "hf:a/../b", "hf:a/b/../../c", "hf:a/b/ c"])
+MALFORMED = ["hf:", "hf:a", "hf:/a/b", "hf:a/b@", "hf:a/../b", "hf:a/b/../../c", "hf:a/b/ c"]
+ELSEWHERE = [f"hf:owner/target{file}@{name}" for file in ("", "/x.pt") for name in ("../..", "v1/../..", "*", "v 1")]
+
+
+@pytest.mark.parametrize("text", [*MALFORMED, *ELSEWHERE])
 def test_a_malformed_reference_is_refused(text: str) -> None:
     with pytest.raises(CheckpointError, match=r"expected hf:owner/name, hf:owner/name/file"):
         fetch(text)
+
+
+@pytest.mark.parametrize("revision", ["v1.0", "main", "refs/pr/7", COMMIT])
+def test_a_revision_is_a_branch_a_tag_or_a_commit(revision: str) -> None:
+    assert read_reference(f"hf:a/b/c.pt@{revision}", CheckpointError) == ("a/b", "c.pt", revision)
 
 
 def test_a_plain_path_is_left_alone(tmp_path: Path) -> None:

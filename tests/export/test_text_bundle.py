@@ -52,8 +52,8 @@ def test_the_manifest_says_what_a_text_bundle_takes_and_came_from(bundle: Path, 
         "target",
         "target_config",
         "vq",
-        "text_encoder_tokenizer",
         "text_encoder_config",
+        "text_encoder_tokenizer",
         "text_encoder",
         "drafter_config",
         "drafter",
@@ -125,7 +125,7 @@ def test_a_bundle_agrees_with_its_text_encoder_and_with_no_other(
     assert [row["tensor"] for row in rows if not row["passed"]] == ["prefix_embeds"]
 
 
-def test_an_encoder_that_makes_much_of_rounding_is_verified_as_it_was_exported(program: Any, tmp_path: Path) -> None:
+def test_an_encoder_in_float16_is_verified_within_the_rounding_of_its_own_layers(program: Any, tmp_path: Path) -> None:
     save_t5(tmp_path / "t5", num_layers=8, d_ff=64, num_heads=4, d_kv=64)
     copied(tmp_path / "t5", tmp_path / "half", lambda w: w.update({name: one.half() for name, one in w.items()}))
     files = ["--target", TEXT, "--vq", VQ, "--text-encoder", tmp_path / "half", "--output", tmp_path / "bundle"]
@@ -134,7 +134,7 @@ def test_an_encoder_that_makes_much_of_rounding_is_verified_as_it_was_exported(p
     rows = json.loads(out)["tensors"]
     assert code == 0
     (row,) = (row for row in rows if row["tensor"] == "prefix_embeds")
-    assert 1e-4 < row["difference"] < row["limit"]
+    assert row["difference"] < row["limit"]
 
 
 def test_a_missing_library_is_named(encoder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:

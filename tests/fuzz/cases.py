@@ -19,7 +19,6 @@ from plan_folder import write_plans
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline
-from lantern_rt.auto.store import tuning_path
 from lantern_rt.bundle.files import GRAPHS, MANIFEST_FILE, open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.turns import Prompts
@@ -30,7 +29,7 @@ from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load
 from lantern_rt.train.drafter.data import write_shards
 
 SECONDS, MEMORY = 120, 2 << 30
-METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd:window=3", "rows:window=2", "auto")
+METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd:window=3", "rows:window=2")
 DATA = Path(__file__).parents[1] / "data"
 Case = list[str] | Callable[[], object]  # words of a command line, or a call of the library
 
@@ -154,23 +153,6 @@ def engines(originals: Originals, folder: Path, rng: random.Random) -> list[str]
     return run(originals.bundle, folder / "out", "--engines", given, *_method(rng))
 
 
-def caches(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """Damaged measurements of this host."""
-    digest = open_bundle(originals.bundle, verify=False).digest
-    key = "onnxruntime-cpu, 1 thread, 1 image at a time, sampling, "
-    choices = [{"method": "sjd", "window": 3}, {"method": "eagle", "tree": "chain-2"}]
-    record = {"method": {"method": "sjd", "window": 3}, "tokens": [2.0, 3.0], "seconds": [0.001, 0.002]}
-    content = {
-        "bundle_digest": digest,
-        "choices": {key + quality: {"method": rng.choice(choices)} for quality in ("strict", "fast")},
-        "races": {key + "balanced": [record, {**record, "method": {"method": "ar"}}]},
-    }
-    path = tuning_path(digest)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(damage_json(json.dumps(content), rng))
-    return run(originals.bundle, folder / "out", "--quality", rng.choice(("strict", "balanced", "fast")))
-
-
 def trees(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
     """Trees by odd names."""
     numbers = [str(rng.choice((0, 1, 2, 3, 9, 40, 99, 100, 128, 999, 10**9))) for _ in range(3)]
@@ -236,7 +218,6 @@ KINDS: dict[str, Callable[[Originals, Path, random.Random], Case]] = {
     "pictures": pictures,
     "shards": shards,
     "engines": engines,
-    "caches": caches,
     "trees": trees,
     "prompts": prompts,
     "tokenizers": tokenizers,

@@ -8,10 +8,10 @@ import pytest
 from cases import KINDS, Originals, check
 
 # How many of each kind are put to the program, and by the slow test.
-FAST = {"manifests": 60, "bundles": 60, "references": 20, "pictures": 60, "shards": 15, "engines": 20, "caches": 20}
+FAST = {"manifests": 60, "bundles": 60, "references": 20, "pictures": 60, "shards": 15, "engines": 20}
 FAST |= {"trees": 30, "prompts": 15, "tokenizers": 25}
 SLOW = {"manifests": 2500, "bundles": 2500, "references": 300, "pictures": 1000, "shards": 500, "engines": 1000}
-SLOW |= {"caches": 800, "trees": 700, "prompts": 250, "tokenizers": 300, "checkpoints": 300}
+SLOW |= {"trees": 700, "prompts": 250, "tokenizers": 300, "checkpoints": 300}
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def requests_of(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> l
     for i in picked:
         checked = check_request(pipe.bundle.manifest, pipe._tokenizer, PROMPTS[i], seed=SEEDS[i], **options)
         (prompt,), sampling = pipe.prefixes(pipe.engines, checked.images), checked.settings.sampling
-        requests.append(Request(i, RASTER, prompt.rows(sampling), sampling, [checked.settings.method], SEEDS[i]))
+        requests.append(Request(i, RASTER, prompt.rows(sampling), sampling, checked.settings.method, SEEDS[i]))
     return requests
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -15,19 +14,14 @@ from lantern_rt import Pipeline, open_bundle
 from lantern_rt.bundle.onnx_scan import graph_weights
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.loader import choose_providers
-from lantern_rt.engines.memory import check_products, weight_bytes
 from lantern_rt.engines.ort.providers import Providers
+from lantern_rt.engines.precisions import check_products
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import RequestError
+from lantern_rt.memory import weight_bytes
 
 CAPTIONS = np.random.default_rng(1).normal(size=(4, 6, 32)).astype(np.float32)
-METHODS: list[dict[str, Any]] = [
-    {"method": "eagle", "tree": "mc-25"},
-    {"method": "eagle", "tree": "dynamic-16"},
-    {"method": "sjd", "window": 3},
-    {"method": "sjd", "window": 15},
-    {"method": "auto"},
-]
+METHODS = ["eagle:tree=mc-25", "eagle:tree=dynamic-16", "sjd:window=3", "sjd:window=15", None]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -37,8 +31,8 @@ def test_every_exact_method_draws_the_same_codes(t2i_products_bundle: Path, temp
     plain = pipe(**asked, method="ar").codes
     alone = pipe(embeddings=CAPTIONS[2:3], temperature=temperature, seed=7, method="ar").codes
     np.testing.assert_array_equal(alone[0], plain[2])
-    for options in METHODS:
-        np.testing.assert_array_equal(pipe(**asked, **options).codes, plain)
+    for method in METHODS:
+        np.testing.assert_array_equal(pipe(**asked, method=method).codes, plain)
 
 
 def test_no_two_scores_need_to_be_settled(t2i_products_bundle: Path) -> None:

@@ -8,11 +8,10 @@ from queue import Queue
 import numpy as np
 import pytest
 
-from lantern_rt import Pipeline, RequestError
-from lantern_rt.auto import memory
-from lantern_rt.auto.memory import image_bytes
+from lantern_rt import Pipeline, RequestError, memory
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
+from lantern_rt.memory import image_bytes
 from lantern_rt.requests import resolve_settings
 from lantern_rt.results import StreamStep
 from lantern_rt.serve.server import Server
@@ -25,7 +24,7 @@ SHORT, LONG = "a red fox", "a red fox " * 60
 def room(lumina_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Free memory for an image of a prompt of 100 tokens, and of no more than that."""
     manifest = open_bundle(lumina_bundle).manifest
-    settings = resolve_settings(manifest, {"method": "auto"})
+    settings = resolve_settings(manifest, {})
     few, many = (sum(image_bytes(manifest, settings, tokens).values()) for tokens in (100, 400))
     assert few < many
     monkeypatch.setattr("lantern_rt.pipeline.available_memory", lambda: few)

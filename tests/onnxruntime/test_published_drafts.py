@@ -83,8 +83,8 @@ class Run:
         model = Model(NOTHING, drafter, codes=100, positions=positions, layout=family.layout)
         prefixes = [ids[0, : family.prefix], ids[1, family.padding : family.prefix]]
         rows = [PrefixRow(np.zeros((len(own), 1), np.float32), np.ones(len(own), bool), own) for own in prefixes]
-        self.request = Request(0, Raster(100), rows, sampling, [Lantern(tree=TREES[run])], seed=0)
-        self.drafts, self.family = EagleDrafter(model, self.request.methods, Clock()), family
+        self.request = Request(0, Raster(100), rows, sampling, Lantern(tree=TREES[run]), seed=0)
+        self.drafts, self.family = EagleDrafter(model, Lantern(tree=TREES[run]), Clock()), family
 
     def calls(self) -> Iterator[tuple[int, DraftTree]]:
         """Draft four times, each time with more tokens committed; the call's number and its tree."""

@@ -122,7 +122,7 @@ def test_requests_that_join_in_the_middle_get_the_codes_they_get_alone(
     for step in itertools.count():
         for i, method, sampling in visits[step : step + 1]:
             rows = small.prompt(backend, i).rows(sampling)
-            scheduler.submit(Request(i, model.raster, rows, sampling, [method], seed=i))
+            scheduler.submit(Request(i, model.raster, rows, sampling, method, seed=i))
         if step > len(visits) and not scheduler.busy:
             break
         for part in scheduler.step():

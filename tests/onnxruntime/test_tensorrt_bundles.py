@@ -82,9 +82,9 @@ def plans(tmp_path: Path, library: HostLibrary, t2i_drafter_bundle: Path) -> tup
 
 METHODS: dict[str, dict[str, Any]] = {
     "ar": {"method": "ar"},
-    "eagle": {"method": "eagle", "tree": "dynamic-12-4-4"},
-    "lantern": {"method": "lantern", "tree": "dynamic-12-4-4", "neighbors": 8},
-    "lantern++": {"method": "lantern++", "tree": "tree-3-210-100", "neighbors": 8},
+    "eagle": {"method": "eagle:tree=dynamic-12-4-4"},
+    "lantern": {"method": "lantern:tree=dynamic-12-4-4:neighbors=8"},
+    "lantern++": {"method": "lantern++:tree=tree-3-210-100:neighbors=8"},
 }
 
 
@@ -115,7 +115,7 @@ def test_a_bundle_of_float16_is_fed_float16_and_draws(
     pipeline = Pipeline.from_bundle(t2i_half_bundle, threads=1, engines=folder)
     prefix, width = pipeline.bundle.manifest.condition.prefix, pipeline.bundle.manifest.condition.caption_dim
     states = np.random.default_rng(0).standard_normal((1, prefix, width or 0), dtype=np.float32)
-    result = pipeline(embeddings=(states, np.ones((1, prefix), np.int64)), method="eagle", tree="chain-3", seed=1)
+    result = pipeline(embeddings=(states, np.ones((1, prefix), np.int64)), method="eagle:tree=chain-3", seed=1)
     assert result.codes[0].shape == (36,)
     cache = pipeline.engines.target.new_cache(2, 64)
     assert isinstance(cache, DeviceCache)
@@ -136,7 +136,7 @@ def draw(bundle: Path, folder: Path) -> None:
     pipeline = Pipeline.from_bundle(bundle, threads=1, engines=folder)
     prefix, width = pipeline.bundle.manifest.condition.prefix, pipeline.bundle.manifest.condition.caption_dim
     states = np.zeros((1, prefix, width or 0), np.float32)
-    pipeline(embeddings=(states, np.ones((1, prefix), np.int64)), method="eagle", tree="chain-3", seed=1)
+    pipeline(embeddings=(states, np.ones((1, prefix), np.int64)), method="eagle:tree=chain-3", seed=1)
     del pipeline
     gc.collect()
 

@@ -31,6 +31,7 @@ from recipes.scenes.target import load_target, token_losses, train_target  # noq
 from recipes.scenes.text import SLOTS  # noqa: E402
 from recipes.scenes.vq import VQ_SIZES, VQConfig, load_vq, train_vq  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("bfloat16")
 CODES = open_bundle("scenes").manifest.codebook_size
 TINY_VQ = VQConfig(patch=1, codes=32, encoder=(32, 32), decoder=((32, 1),))
 TINY = replace(CONFIG, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=32)
@@ -139,12 +140,12 @@ def test_a_target_goes_on_where_it_was_stopped(work: Path, capsys: pytest.Captur
     capsys.readouterr()
     train(0.3)
     assert capsys.readouterr().out == "target has had its 0.3 minutes\n"
-    save_checkpoint(work / "target-stable.pt", stopped | {"seconds": 9.0})
-    assert 9 < train(0.4)["seconds"] < 40  # more minutes go on from before the rate fell
+    save_checkpoint(work / "target-stable.pt", stopped | {"step": 1000})
+    assert train(0.4)["step"] > 1000  # more minutes go on from before the rate fell
 
 
 def test_a_student_learns_what_guidance_makes_of_its_teacher_and_goes_on(
-    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bfloat16: bool
 ) -> None:
     for name, value in (("SCENES", 32), ("BLANK", 0.2)):
         monkeypatch.setattr(distil_module, name, value)
@@ -155,7 +156,8 @@ def test_a_student_learns_what_guidance_makes_of_its_teacher_and_goes_on(
     with torch.no_grad():
         plain, alone = (teacher.logits(captions, codes, rows) for rows in (blank, blank | True))
     guided = torch.where(blank[:, None, None], alone, 3 * plain - 2 * alone)
-    torch.testing.assert_close(wanted.float(), guided, rtol=1e-3, atol=1e-3)
+    rounding = 0.3 if bfloat16 else 1e-3  # of logits from -4 to 4, of which guidance adds up five
+    torch.testing.assert_close(wanted.float(), guided, rtol=1e-3, atol=rounding)
     apart, steps = [divergence(wanted, plain)], []
     for minutes in (2, 4):
         train_distil(work, minutes, lr=0.03)

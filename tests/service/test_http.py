@@ -189,6 +189,20 @@ def test_models_are_served_by_name_and_draw_the_sizes_that_are_asked_for(several
         assert answer["error"]["message"].startswith(f"size: found '512x512', expected {sizes}")
 
 
+def test_a_refusal_shows_prompts_that_can_be_drawn_and_no_command_of_a_shell(
+    scenes: RunningServer, tiny: RunningServer
+) -> None:
+    status, answer = scenes.post({"prompt": "a red dog on sand"})
+    message = answer["error"]["message"]
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+    near = re.findall(r"'([^']{12,})'", message.partition("it draws ")[2])
+    assert len(near) == 3
+    assert any("on sand" in prompt for prompt in near)
+    refused = tiny.post({"prompt": "red cube", "quality_budget": "fast"})[1]["error"]["message"]
+    assert refused.startswith("quality_budget: bundle tiny has no preset fast")
+    assert "lantern-rt" not in message + refused
+
+
 def test_classes_are_asked_for_by_number(several: RunningServer) -> None:
     asked = ({"prompt": "", "class_id": 3}, {"class_id": 3}, {"class_id": 10}, {"prompt": "red cube"}, {})
     found = [several.post({"model": "tiny-c2i", **one})[0] for one in asked]

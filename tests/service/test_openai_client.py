@@ -64,7 +64,7 @@ def test_a_quality_draws_its_preset(scenes_client: openai.OpenAI, scenes_pipe: P
     assert presets
     for quality, preset in presets.items():
         answer = scenes_client.images.generate(prompt=PROMPT, extra_body={"seed": 2, "quality_budget": quality})
-        same = {"fast": "low", "balanced": "medium"}[quality]
+        same = {"fast": "low", "balanced": "medium", "strict": "high"}[quality]
         openais = scenes_client.images.generate(prompt=PROMPT, quality=same, extra_body={"seed": 2})
         assert openais.quality == same
         assert pixels(file_of(openais.data[0])).tobytes() == pixels(file_of(answer.data[0])).tobytes()
@@ -139,7 +139,8 @@ def test_errors_are_those_of_the_client(tiny_client: openai.OpenAI) -> None:
         ({"prompt": "red cube", "extra_body": {"method": "sjd:window=x"}}, "method"),
         ({"prompt": "red cube", "extra_body": {"method": "ar:window=3"}}, "method"),
         ({"prompt": "red cube", "extra_body": {"method": "eagle:tree=/tmp/tree.json"}}, "method"),  # the server's file
-        ({"prompt": "red cube", "extra_body": {"method": "auto:quality=best"}}, "quality_budget"),
+        ({"prompt": "red cube", "extra_body": {"quality_budget": "best"}}, "quality_budget"),
+        ({"prompt": "red cube", "extra_body": {"quality_budget": "strict", "method": "ar"}}, "quality_budget"),
         ({"prompt": "red cube", "extra_body": {"temperature": -1}}, "temperature"),
         ({"prompt": "red cube", "extra_body": {"seed": 1.5}}, "seed"),
         ({"prompt": "red cube", "extra_body": {"seed": 2**70}}, "seed"),
@@ -172,7 +173,7 @@ def test_models_are_listed(tiny_client: openai.OpenAI) -> None:
 @pytest.fixture(scope="module")
 def bounded(start: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
     """A server of few images at a time, two methods, and a model with another name."""
-    limits = ["--alias", "gpt-image-1=tiny", "--methods", "auto", "--methods", "ar", "--max-n", 2]
+    limits = ["--alias", "gpt-image-1=tiny", "--methods", "ar", "--max-n", 2]
     return start(tiny_folder, "--threads", 1, "--batch", 1, "--waiting", 1, *limits)
 
 
@@ -227,7 +228,7 @@ def test_operators_name_models_and_bound_requests(bounded: RunningServer) -> Non
     with client(bounded, max_retries=0) as one:
         assert one.images.generate(prompt="red cube", model="gpt-image-1", n=2, quality="standard").data
         assert [model.id for model in one.models.list().data] == ["tiny", "gpt-image-1"]
-        assert one.models.retrieve("gpt-image-1").model_extra["lantern"]["methods"] == ["ar", "auto"]
+        assert one.models.retrieve("gpt-image-1").model_extra["lantern"]["methods"] == ["ar"]
         for asked, parameter in (({"n": 3}, "n"), ({"extra_body": {"method": "sjd:window=3"}}, "method")):
             with pytest.raises(openai.BadRequestError) as caught:
                 one.images.generate(prompt="red cube", **asked)
@@ -309,7 +310,7 @@ def test_what_is_wrong_with_an_edit_is_named(scenes_client: openai.OpenAI, befor
         ({"image": b"", "mask": TRANSPARENT}, "image"),
         ({"image": [image, image], "mask": TRANSPARENT}, "image"),
         ({"mask": TRANSPARENT, "size": "64x64"}, "size"),
-        ({"mask": TRANSPARENT, "input_fidelity": "low"}, "input_fidelity"),
+        ({"mask": TRANSPARENT, "input_fidelity": "medium"}, "input_fidelity"),
         ({"mask": TRANSPARENT, "extra_body": {"keep_rows": 3}}, "mask"),
         ({"mask": TRANSPARENT, "extra_body": {"strength": 1}}, "strength"),
         ({"mask": TRANSPARENT, "prompt": "a magic cube"}, "prompt"),

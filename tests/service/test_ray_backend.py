@@ -86,7 +86,7 @@ def pixels(completion: Completion) -> list[bytes]:
     return [Image.open(io.BytesIO(one)).tobytes() for one in completion.pictures]
 
 
-@pytest.mark.parametrize("method", ["ar", "auto", "lantern++:lambda=1.23456789"])
+@pytest.mark.parametrize("method", ["ar", None, "lantern++:lambda=1.23456789"])
 def test_a_request_that_outlives_replicas_gives_the_images_of_the_pipeline(
     method: str, replica: Replica, tiny_pipe: Pipeline
 ) -> None:

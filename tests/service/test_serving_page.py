@@ -80,7 +80,7 @@ def test_a_request_is_answered_as_the_page_shows(scenes: RunningServer) -> None:
     assert shape(found) == shape(shown)
     for name in ("output_format", "quality", "background", "size", "usage"):
         assert found[name] == shown[name]
-    for name in ("model", "method", "choice", "seeds", "target_passes"):
+    for name in ("model", "method", "quality", "seeds", "target_passes"):
         assert found["lantern"][name] == shown["lantern"][name]
 
 

@@ -106,6 +106,7 @@ def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> 
         (["--deadline", "nan"], "--deadline: found nan"),
         (["--methods", "magic"], "--methods: found 'magic'"),
         (["--max-n", "11"], "--max-n: found 11"),
+        (["--cors", "ui.example", "--port", "0"], "--cors: found 'ui.example'"),
         (["--alias", "other"], "--alias: found 'other'"),
         (["--alias", "scenes=scenes"], "--alias: found 'scenes=scenes'"),
         (["scenes", "scenes"], "bundles: found two named scenes"),

@@ -21,7 +21,7 @@ from running_server import GENERATIONS, RunningServer, events, until
 
 from lantern_rt import Pipeline
 
-METHODS = ("ar", "sjd", "eagle", "lantern", "lantern++", "auto", "sjd:window=3", "eagle:tree=mc-25", "rows")
+METHODS = ("ar", "sjd", "eagle", "lantern", "lantern++", None, "sjd:window=3", "eagle:tree=mc-25", "rows")
 PROMPTS = ("red cube", "green sphere on sand")
 SEEDS = range(4)
 WRONG = (

@@ -54,7 +54,7 @@ def test_heads_learn_are_written_into_the_bundle_and_leave_exact_pictures_as_the
     assert corrected > late
     bundle = open_bundle(folder)
     assert bundle.heads is not None
-    assert bundle.manifest.presets == {}
+    assert [*bundle.manifest.presets] == ["strict"]
     with Pipeline.from_bundle(folder, threads=1) as pipeline:
         for method in ("ar", "sjd:window=3", "sjd:window=15", "eagle:tree=chain-3", "eagle:tree=dynamic-8-3-2"):
             np.testing.assert_array_equal(pipeline(class_ids=[3, 5], seed=1, method=method).codes, before)

@@ -28,6 +28,7 @@ from lantern_rt.train.drafter.folder import lantern_weights  # noqa: E402
 from lantern_rt.train.drafter.shards import ShardFolder  # noqa: E402
 from lantern_rt.train.drafter.target import Target, read_target  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("bfloat16")
 DATA = Path(__file__).parent.parent / "data"
 OPTIONS = Options(6, batch=4, cfg_scale=4.0)
 

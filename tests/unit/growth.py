@@ -23,7 +23,7 @@ import psutil
 from lantern_rt import Pipeline
 from lantern_rt.service import Service
 
-METHODS = ("ar", "sjd", "eagle", "lantern", "lantern++", "auto", "sjd:window=3", "eagle:tree=mc-25", "sjd:lambda=2")
+METHODS = ("ar", "sjd", "eagle", "lantern", "lantern++", None, "sjd:window=3", "eagle:tree=mc-25", "sjd:lambda=2")
 BATCHES = (1, 4, 2, 8, 3)
 SAMPLES = 20
 

@@ -12,7 +12,7 @@ LAYERS = (
     ("inputs", "methods"),
     ("runtime", "bundle", "text", "output"),
     ("engines", "edits", "requests", "prompts"),
-    ("auto", "results", "sharing", "ticket"),
+    ("memory", "results", "sharing", "ticket"),
     ("pipeline",),
     ("asynchronous", "service"),
     ("serve", "compare", "train", "export"),

@@ -17,7 +17,7 @@ from lantern_rt import Pipeline, RequestError, Result
 from lantern_rt.asynchronous import AsyncPipeline
 
 PROMPTS = ["red cube", "a green sphere", "red sphere on sand", "green cube on snow"]
-METHODS = ["auto", "ar", "eagle:tree=chain-3", "sjd:window=5"]
+METHODS = [None, "ar", "eagle:tree=chain-3", "sjd:window=5"]
 
 
 def same(one: Result, other: Result) -> bool:

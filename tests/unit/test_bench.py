@@ -26,13 +26,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_bundle(tmp_path_factory.mktemp("bench") / "plain", "class", drafter=False, method="ar")
+    return make_tiny_bundle(tmp_path_factory.mktemp("bench") / "plain", "class", drafter=False)
 
 
 def test_the_rows_are_what_the_bundle_can_run_and_their_figures_add_up(
     folder: Path, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert default_methods(open_bundle(plain).manifest) == ["ar", "sjd", "rows", "auto:quality=strict"]
+    assert default_methods(open_bundle(plain).manifest) == ["ar", "sjd", "rows"]
     (tmp_path / "prompts.txt").write_text("red sphere\ngreen cube on sand\n")
     options = ["--prompts", str(tmp_path / "prompts.txt"), "--threads", "1", "--count", "3", "--json"]
     assert run_program(["bench", str(folder), *options]) == 0
@@ -40,7 +40,7 @@ def test_the_rows_are_what_the_bundle_can_run_and_their_figures_add_up(
     rows = {row["method"]: row for row in report["rows"]}
     assert list(rows) == [
         "ar", "sjd", "rows", "eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3",
-        "lantern", "lantern++", "auto:quality=strict",
+        "lantern", "lantern++", "strict",
     ]  # fmt: skip
     for row in rows.values():
         assert sum(row["share"].values()) == pytest.approx(1)
@@ -52,7 +52,7 @@ def test_the_rows_are_what_the_bundle_can_run_and_their_figures_add_up(
     assert rows["sjd"]["tvd_per_token"] == 0 < rows["lantern++"]["tvd_per_token"]
     assert rows["sjd"]["share"]["drafter"] == 0 < rows["eagle:tree=chain-3"]["share"]["drafter"]
     assert rows["rows"]["tvd_per_token"] is None  # nobody knows it
-    assert rows["auto:quality=strict"]["choice"].startswith("auto chose ")
+    assert rows["strict"]["settings"] == rows["sjd"]["settings"] | {"window": 7}
 
 
 def test_the_table_has_five_columns_within_80_characters_and_more_if_it_is_wide(
@@ -66,6 +66,9 @@ def test_the_table_has_five_columns_within_80_characters_and_more_if_it_is_wide(
     assert [line.split()[::4] for line in rows[:2]] == [["ar", "yes"], ["rows:window=3", "no"]]
     assert max(len(line.rstrip()) for line in (heading, *rows[:2])) <= 80
     assert rows[2].startswith("3 turns, images at a time: 2")
+    assert rows[3] == "fastest exact method: ar (1.00); ask for it with --method ar"
+    assert run_program([*arguments[:-2], "--quality", "strict"]) == 0
+    assert capsys.readouterr().out.splitlines()[3].split()[::4] == ["strict", "yes"]
     assert run_program([*arguments, "--wide"]) == 0
     assert "NLL against ar" in capsys.readouterr().out
 

@@ -139,7 +139,7 @@ def test_a_manifest_that_cannot_be_read_says_why(folder: Path, text: bytes, expe
     [
         ("family", None, "field `family`: found nothing, expected a value"),
         ("target.hidden_size", 0, "field `target.hidden_size`: found 0, expected greater than or equal to 1"),
-        ("target.hidden_size", "8", "field `target.hidden_size`: found '8', expected integer"),
+        ("target.hidden_size", "8", "field `target.hidden_size`: found '8', expected a whole number"),
         ("target.hidden_size", 8.5, "field `target.hidden_size`: found 8.5"),
         ("target.depth", 3, "field `target.depth`: unknown, expected it left out"),
         ("target.vocab_size", 15, "target vocab_size 15 is not codebook_size 32"),
@@ -147,7 +147,6 @@ def test_a_manifest_that_cannot_be_read_says_why(folder: Path, text: bytes, expe
         ("sampling.cfg_scale", float("inf"), "field `sampling.cfg_scale`: found inf"),
         ("presets", {"fast": {"method": {"method": "ar"}, "figures": FIGURES}}, "figures.excess_nll`: found nan"),
         ("sampling.top_p", 1.5, "field `sampling.top_p`: found 1.5, expected less than or equal to 1"),
-        ("decoding.method", "magic", "field `decoding.method`: found 'magic', expected 'ar'"),
         ("decoding.methods", [{"method": "lantern", "lambda": 2.0}], "lambda`: unknown, expected it left out"),
         ("decoding.methods", [{"method": "ar"}, {"method": "ar"}], "method ar has defaults twice"),
         ("decoding.methods.1.delta", 2.0, "`decoding.methods.1.lantern.delta`: found 2.0, expected less than 1"),
@@ -214,7 +213,7 @@ def test_fields_that_contradict_each_other_are_refused(folder: Path, changes: di
 
 def test_a_newer_minor_format_explains_an_unknown_field(folder: Path) -> None:
     rewrite(folder, format_version="3.7", novelty=1)
-    assert "the bundle is of format 3.7, newer than 3.2: upgrade lantern-rt" in refusal(folder)
+    assert "the bundle is of format 3.7, newer than 3.3: upgrade lantern-rt" in refusal(folder)
 
 
 ODD_PATHS = ["../outside", "a/../../outside", "/etc/hostname", "C:/x", "a\\b", "", ".", "./target.onnx", "a//b", "a\0b"]

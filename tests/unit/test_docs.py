@@ -75,6 +75,19 @@ def commands(page: Path) -> Iterator[list[str]]:
                 yield shlex.split(arguments)
 
 
+def test_what_readme_says_to_install_runs_the_commands_that_it_shows() -> None:
+    sources = "".join(file.read_text("utf-8") for file in (ROOT / "lantern_rt/cli").glob("*.py"))
+    needed = dict(re.findall(r'require_library\(\w+, "([a-z-]+).*?", "([a-z,]+)"\)', sources))
+    assert {"serve", "export"} <= needed.keys()
+    installed: set[str] = set()
+    for line in (ROOT / "README.md").read_text("utf-8").splitlines():
+        if "pip install" in line and "pytest" not in line:  # users do not install what tests need
+            installed |= {extra for extras in re.findall(r"\[([a-z,-]+)\]", line) for extra in extras.split(",")}
+        command = re.match(r" +lantern-rt ([a-z-]+)", line)
+        if command and command[1] in needed:
+            assert set(needed[command[1]].split(",")) <= installed, line
+
+
 def refusal(arguments: list[str]) -> str:
     """What the command line refuses of these arguments, before anything runs; nothing if it takes them."""
     command: Any = typer.main.get_command(app)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageCms
 
 from lantern_rt import RequestError, open_bundle
 from lantern_rt.bundle.files import Bundle
@@ -66,6 +66,94 @@ def test_a_picture_is_read_as_it_is_seen() -> None:
     np.testing.assert_array_equal(shown[..., 3] == 0, np.asarray(palette) == 0)
     for image in (small, np.asarray(small), file(small), file(small, "WEBP", lossless=True)):
         np.testing.assert_array_equal(np.asarray(read_picture("image", image))[..., :3], COLOURS[:6, :4])
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        lambda marked: marked.astype(np.uint8),
+        lambda marked: marked.astype(np.int64),
+        lambda marked: marked.astype(np.float32),
+        lambda marked: marked.astype(np.float64) * 0.9,
+        lambda marked: marked.astype(np.int32) * 255,
+        lambda marked: marked.astype(np.uint16) * 255,
+        lambda marked: marked.astype(np.uint16) * 65535,
+        lambda marked: Image.fromarray(marked.astype(np.int32) * 255),
+        lambda marked: Image.fromarray(marked.astype(np.float32)),
+    ],
+)
+def test_a_mask_of_any_numbers_marks_what_it_marks(manifest: Manifest, numbers: Any) -> None:
+    marked = np.zeros((SIDE, SIDE), bool)
+    marked[40:50, 100:130] = True
+    np.testing.assert_array_equal(read(manifest, COLOURS, numbers(marked)).drawn, read(manifest, COLOURS, marked).drawn)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint16, np.int64])
+def test_an_image_of_wide_integers_has_its_colours(kind: Any) -> None:
+    np.testing.assert_array_equal(np.asarray(read_picture("image", COLOURS.astype(kind)))[..., :3], COLOURS)
+    np.testing.assert_array_equal(np.asarray(read_picture("image", COLOURS / 255))[..., :3], COLOURS)
+
+
+@pytest.mark.parametrize("source", [np.full((4, 4), -1), np.full((4, 4), 1.5), np.full((4, 4), np.nan)])
+def test_numbers_out_of_range_are_told_what_is_taken(source: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_picture("mask", source)
+    assert caught.value.expected == "integers 0 .. 255, floats 0 .. 1, or bool"
+
+
+def test_an_object_that_is_no_picture_is_told_what_is_taken() -> None:
+    torch = pytest.importorskip("torch")
+    for source, kind in ((torch.zeros(4, 4), "Tensor"), (io.BytesIO(), "BytesIO"), ([[1]], "list")):
+        for name in ("image", "mask"):
+            with pytest.raises(RequestError) as caught:
+                read_picture(name, source)  # type: ignore[arg-type]
+            assert (caught.value.field, caught.value.found) == (name, f"an object of type {kind}")
+
+
+def profile(space: bytes, gamma: float, colours: dict[bytes, tuple[float, float, float]]) -> bytes:
+    """A small ICC profile of displays: one curve, and where its primaries lie."""
+
+    def numbers(*values: float) -> bytes:
+        return b"".join(struct.pack(">i", round(value * 65536)) for value in values)
+
+    white = (0.9642, 1.0, 0.8249)
+    curve = b"curv\0\0\0\0" + struct.pack(">IH", 1, round(gamma * 256)) + bytes(2)
+    tags = {b"wtpt": b"XYZ \0\0\0\0" + numbers(*white), (b"rTRC" if colours else b"kTRC"): curve}
+    for name, place in colours.items():
+        tags |= {name + b"XYZ": b"XYZ \0\0\0\0" + numbers(*place), name + b"TRC": curve}
+    tags |= {b"desc": b"desc\0\0\0\0" + struct.pack(">I", 2) + b"x\0" + bytes(80)}
+    table, data = struct.pack(">I", len(tags)), b""
+    for name, tag in tags.items():
+        table += name + struct.pack(">II", 132 + 12 * len(tags) + len(data), len(tag))
+        data += tag
+    head = struct.pack(">I4sI4s4s4s", 128 + len(table + data), bytes(4), 0x02400000, b"mntr", space, b"XYZ ")
+    return (head + bytes(12) + b"acsp" + bytes(28) + numbers(*white)).ljust(128, b"\0") + table + data
+
+
+P3 = profile(
+    b"RGB ",
+    2.2,
+    {b"r": (0.51512, 0.2412, -0.00105), b"g": (0.29198, 0.69225, 0.04189), b"b": (0.1571, 0.06657, 0.78407)},
+)
+GREY = profile(b"GRAY", 1.0, {})
+OWN = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+
+
+def test_colours_are_those_that_a_viewer_shows() -> None:
+    red = Image.new("RGBA", (4, 4), (240, 60, 40, 128))
+    shown = (255, 19, 0)
+    for image, alpha in ((red, 128), (red.convert("RGB"), 255), (red.convert("RGB").quantize(8), 255)):
+        seen = read_picture("image", file(image, icc_profile=P3))
+        assert np.abs(np.array(seen.getpixel((0, 0))) - (*shown, alpha)).max() <= 2
+        assert read_picture("image", seen).getpixel((0, 0)) == seen.getpixel((0, 0)), "converted once"
+    grey = read_picture("image", file(Image.new("L", (4, 4), 55), icc_profile=GREY))
+    assert grey.getpixel((0, 0)) == (128, 128, 128, 255)
+
+
+@pytest.mark.parametrize("profile", [OWN, GREY, b"no profile", P3[:200]], ids=["sRGB", "other", "text", "cut"])
+def test_srgb_and_profiles_that_do_not_count_leave_colours_as_they_are(profile: bytes) -> None:
+    picture = read_picture("image", file(Image.fromarray(COLOURS), icc_profile=profile))
+    np.testing.assert_array_equal(np.asarray(picture)[..., :3], COLOURS)
 
 
 @pytest.mark.parametrize(

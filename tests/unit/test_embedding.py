@@ -27,7 +27,7 @@ def test_an_image_saved_by_the_user_is_drawn_again_from_its_file(
     pipe: Pipeline, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = pipe(["red cube", "green sphere"], seed=4, method="lantern++", lambda_=3)
+    result = pipe(["red cube", "green sphere"], seed=4, method="lantern++:lambda=3")
     result.images[1].save("saved.png")
     recipe = read_recipe(Path("saved.png"))
     assert (recipe.prompt, recipe.seed, recipe.method) == ("green sphere", 4, "lantern++")
@@ -137,8 +137,8 @@ def test_what_happens_is_logged_and_nothing_is_printed(
         pipe("red cube")
     opened, drawn, chosen = (record.getMessage() for record in caplog.records if record.name.startswith("lantern_rt"))
     assert opened == "opened bundle tiny on onnxruntime-cpu, threads: 1"
-    assert drawn.startswith("eagle: images: 1, ")
-    assert "(auto chose " in chosen
+    assert drawn.startswith("eagle:tree=chain-3: images: 1, ")
+    assert chosen.startswith("sjd:window=7: images: 1, ")
     assert capfd.readouterr() == ("", "")
     assert [logging.getLogger(name).handlers for name in ("lantern_rt", "lantern_rt.pipeline")] == [[], []]
 

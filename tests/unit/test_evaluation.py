@@ -72,7 +72,7 @@ def test_figures_of_images_are_those_of_the_pipeline(pipeline: Pipeline) -> None
     report, _ = evaluate_methods(pipeline, Prompts("prompts", PROMPTS[:2]), 2, methods, quiet)
     figures = {name: figure["value"] for name, figure in report["methods"][1]["figures"].items()}
     seeds: dict[str, Any] = {"seed": [0, 2], "num_images": 2}
-    relaxed = pipeline(PROMPTS[:2], **seeds, method="lantern++", lambda_=4)
+    relaxed = pipeline(PROMPTS[:2], **seeds, method="lantern++:lambda=4")
     plain = pipeline(PROMPTS[:2], **seeds, method="ar").codes
     assert figures["tvd"] * 36 == pytest.approx(relaxed.stats.realised_tvd)
     assert figures["tvd"] > 0

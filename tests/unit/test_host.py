@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from lantern_rt.cli.main import run_program
-from lantern_rt.cli.memory import anonymous_memory
 from lantern_rt.engines import doctor, host, kv_cache
 from lantern_rt.engines.doctor import host_report
 from lantern_rt.engines.gpu import Gpu
@@ -21,6 +20,7 @@ from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.engines.system import host_memory
 from lantern_rt.errors import EngineError
+from lantern_rt.memory import anonymous_memory
 
 
 def test_doctor_says_what_will_be_used(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import shutil
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 from tiny_bundle import make_tiny_bundle
 
-from lantern_rt import Pipeline
+from lantern_rt import OutputError
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines.host import thread_count
 from lantern_rt.errors import EngineError
@@ -141,27 +140,16 @@ def test_a_full_disk_is_refused_for_a_trace_and_leaves_no_part_of_it(
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["red-seed0.png"]
 
 
-def test_a_full_disk_leaves_no_part_of_the_cache(
-    words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_user_without_a_home_folder_gets_the_image(
+    words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path))
-    pipe = Pipeline.from_bundle(words_bundle, threads=1)
-    with full_disk(100), caplog.at_level(logging.WARNING):
-        for seed in range(3):
-            assert len(pipe("red", seed=seed).images) == 1
-    assert [record.getMessage().partition("(")[2][:14] for record in caplog.records] == ["File too large"]
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-def test_a_user_without_a_home_folder_gets_the_image_and_a_warning(
-    words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("LANTERN_RT_CACHE")
+    monkeypatch.delenv("LANTERN_RT_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.chdir(tmp_path)
     assert run_program(["run", str(words_bundle), "red"]) == 0
-    assert "warning: " in capsys.readouterr().err
+    with pytest.raises(OutputError, match="no home folder"):
+        cache_folder()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "lantern-rt"
 

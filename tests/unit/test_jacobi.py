@@ -265,7 +265,7 @@ def test_heads_correct_drafts_behind_a_new_code_and_guess_new_ones_by_what_stand
     states[0] = one  # of the code above, whose state is one-hot
     after, later = (50 * np.roll(one, shift, 1) for shift in (1, 2))
     heads = Heads(one, 0 * one, np.full(codes, 9.0), after, one, states, later, 0 * one[0])
-    request = Request(0, Raster(20, 3), make_prompt(1).rows(Sampling()), Sampling(temperature=0), [Sjd(window=4)], 0)
+    request = Request(0, Raster(20, 3), make_prompt(1).rows(Sampling()), Sampling(temperature=0), Sjd(window=4), 0)
     request.codes += [1, 2, 3, 4, 5, 10]
     draft = DraftTree(np.array([4, 5, 9, 6, 0]), np.arange(5) - 1)  # the first draft was accepted, the second replaced
     logits = 30 * one[None, [5, 10, 3, 7, 8]]

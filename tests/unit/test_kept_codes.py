@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from toy_engine import changing, codes_of, make_model, make_prompt, next_distribution
+from toy_engine import ToyDrafter, codes_of, make_model, make_prompt, next_distribution
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, RowParallel, Sampling, Sjd
 from lantern_rt.runtime.decode import Step, decode
@@ -78,8 +78,15 @@ def test_runs_of_kept_codes_take_one_pass_and_those_at_the_end_none() -> None:
     assert taken[-1].stats.tokens_per_forward_pass == 2 / 3
 
 
-def test_methods_may_change_while_a_picture_with_kept_codes_is_drawn() -> None:
-    kept = np.array([-1, 1, -1, -1, 2, 2, -1, -1, -1, 3, -1, -1])
-    model = make_model(VOCABULARY, CODES, columns=COLUMNS)
-    running = decode(model, [replace(make_prompt(0), kept=kept)], [0], GUIDED, EXACT[0], EXACT[1:])
-    assert codes_of(changing(running, [*EXACT[1:], *EXACT] * 4), 1)[0] == drawn_one_by_one(kept, GUIDED)
+def test_the_drafter_runs_a_long_row_of_kept_codes_in_pieces_that_fit() -> None:
+    kept = np.full(40, -1)
+    kept[3:30] = 1
+    prompts = [replace(make_prompt(0), kept=kept), make_prompt(1)]
+    drawn: dict[str, list[list[int]]] = {}
+    for method in (Ar(), Eagle(tree="chain-2")):
+        model = replace(make_model(VOCABULARY, 40, columns=COLUMNS, round_span=4), most_nodes=8)
+        drawn[method.method] = codes_of(decode(model, prompts, [1, 2], GUIDED, method), 2)
+    assert drawn["eagle"] == drawn["ar"]
+    assert isinstance(model.drafter, ToyDrafter)
+    prefix = len(prompts[0].cond.embeds)
+    assert 2 < max(nodes for _, nodes in model.drafter.passes) <= 8 + prefix

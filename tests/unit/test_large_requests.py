@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lantern_rt import Pipeline, Result
-from lantern_rt.auto import memory
-from lantern_rt.auto.memory import BATCH_BYTES, TOGETHER, image_bytes, images_together
+from lantern_rt import Pipeline, Result, memory
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import host
 from lantern_rt.engines.kv_cache import KVCache
+from lantern_rt.memory import BATCH_BYTES, TOGETHER, image_bytes, images_together, largest_settings
 from lantern_rt.output.trace import Trace
 from lantern_rt.requests import Settings, resolve_settings
 
-METHODS = ("ar", "eagle", "lantern", "sjd:window=5", "auto")
+METHODS = ("ar", "eagle", "lantern", "sjd:window=5", None)
 
 
 @pytest.fixture
@@ -41,7 +40,8 @@ def settings(words_bundle: Path, **options: Any) -> Settings:
 
 def room_for(monkeypatch: pytest.MonkeyPatch, words_bundle: Path, images: int) -> None:
     """Memory for so many images at a time, with guidance."""
-    size = sum(image_bytes(open_bundle(words_bundle).manifest, settings(words_bundle, method="auto")).values())
+    manifest = open_bundle(words_bundle).manifest
+    size = sum(image_bytes(manifest, largest_settings(manifest)).values())
     monkeypatch.setattr(memory, "BATCH_BYTES", images * size)
 
 
@@ -54,7 +54,7 @@ def same(one: Result, other: Result) -> bool:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_images_are_the_same_however_a_request_is_split(
-    pipe: Pipeline, words_bundle: Path, monkeypatch: pytest.MonkeyPatch, method: str, rows: list[int]
+    pipe: Pipeline, words_bundle: Path, monkeypatch: pytest.MonkeyPatch, method: str | None, rows: list[int]
 ) -> None:
     asked = {"prompts": ["red cube", "a green sphere"], "seed": [3, 90], "num_images": 4, "method": method}
     whole = pipe(**asked)
@@ -65,7 +65,7 @@ def test_images_are_the_same_however_a_request_is_split(
     assert max(rows) == 6
     assert same(whole, parts)
     assert parts.seeds == [3, 4, 5, 6, 90, 91, 92, 93]
-    if method != "auto":
+    if method is not None:  # whose window follows the load
         assert parts.stats.images == 8
         assert parts.stats.per_image == whole.stats.per_image
         assert parts.stats.accepted_lengths == whole.stats.accepted_lengths
@@ -131,8 +131,8 @@ def test_run_refuses_with_the_numbers_before_anything_is_loaded(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(memory, "available_memory", lambda: 100_000)
     monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded"))
-    for command in (["run", str(words_bundle), "red"], ["eval", str(words_bundle)], ["bench", str(words_bundle)],
-                    ["tune", str(words_bundle)]):  # fmt: skip
+    commands = [["run", str(words_bundle), "red", "--method", "eagle"], ["eval", str(words_bundle)]]
+    for command in [*commands, ["bench", str(words_bundle)]]:
         more = [] if command[0] == "run" else ["--prompts", str(tmp_path / "prompts.txt")]
         (tmp_path / "prompts.txt").write_text("red\ngreen\n")
         assert run_program([*command, *more]) == 2

@@ -58,38 +58,45 @@ def each(name: str, *values: Any, **others: Any) -> list[tuple[str, dict[str, An
     return [(name.rstrip("_"), {name: value, **others}) for value in values]
 
 
+def written(text: str, *values: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The parameter at fault, the last of a method string, and a request with each of its values."""
+    return [(text.rpartition(":")[2], {"method": f"{text}={value}"}) for value in values]
+
+
 OPTIONS = [
-    *each("lambda_", 2.0),  # the bundle's default method does not take it
-    *each("lambda_", 1, 0.5, -2, INF, method="lantern++"),
-    *each("lambda_", 2.0, method="lantern", delta=0.2),
-    *each("delta", 0, 1, -0.1, 1.5, NAN, INF, "0.2", True),
-    *each("delta", 0.2, method="lantern++"),
-    *each("delta", 0.2, method="ar"),
-    *each("neighbors", 0, -1, K + 1, 2.0, NAN),
-    *each("neighbors", 3, method="ar"),
-    *each("neighbors", 3, method="sjd"),  # without a bound
-    *each("drafter", "any", method="eagle"),
-    *each("drafter", "heads", method="eagle"),
-    *each("residual", "all"),
-    *each("residual", "aggregated", method="eagle"),
-    *each("residual", "aggregated", method="sjd"),
-    *each("tree", "mc-25", method="ar"),
-    *each("tree", "chain-4", method="sjd"),
-    *each("window", 4, method="eagle"),
-    *each("window", 4, method="auto"),
-    *each("window", 0, 129, 2.0, True, "4", method="sjd"),
-    *each("quality", "superb", method="auto"),
-    *each("quality", "fast", method="eagle"),
-    *each("method", "magic", ["ar"]),
+    *written("lantern++:lambda", 1, 0.5, -2, INF),
+    *written("lantern:delta=0.2:lambda", 2.0),
+    *written("lantern:delta", 0, 1, -0.1, 1.5, NAN, INF, "much", True),
+    *written("lantern++:delta", 0.2),
+    *written("ar:delta", 0.2),
+    *written("lantern:neighbors", 0, -1, K + 1, 2.5, NAN),
+    *written("ar:neighbors", 3),
+    *written("sjd:neighbors", 3),  # without a bound
+    *written("eagle:drafter", "any", "heads"),
+    *written("lantern:residual", "all"),
+    *written("eagle:residual", "aggregated"),
+    *written("sjd:residual", "aggregated"),
+    *written("ar:tree", "mc-25"),
+    *written("sjd:tree", "chain-4"),
+    *written("eagle:window", 4),
+    *written("sjd:window", 0, 129, 2.5, True, "four"),
+    *each("tree", "chain-3"),  # without a method
+    *each("drafter", "heads"),
+    *each("neighbors", 5),
+    *each("lambda", 2.0),
+    *each("window", 4, method="sjd"),
+    *each("quality", "superb", "fast", ["strict"]),
+    *each("quality", "strict", method="eagle"),
+    *each("method", "magic", "auto", "auto:quality=strict", ["ar"]),
     *each("temperature", -1, NAN, INF, 1e-9, 1e9, "1"),
     *each("top_p", 0, -0.5, 1.01, NAN),
     *each("top_k", -1, 2.5, NAN, True),
     *each("cfg_scale", -1, NAN, INF),
     *each("num_images", 0, -3, 1.5, 5000),
     *each("num_images", 1000, prompts=["red"] * 3),
-    *each("seed", -1, 2**64, 1.0, "1", [1, 2]),
+    *each("seed", -1, 2**64, 10**5000, 1.0, "1", [1, 2]),
     *each("seed", 2**64 - 1, num_images=2),
-    ("methods", {"method": "eagle:three=chain-4"}),
+    ("method", {"method": "eagle:three=chain-4"}),
     ("prompts", {"class_ids": 3}),
     ("prompts", {"class_ids": 3, "prompts": None}),
     ("prompts", {"embeddings": np.zeros((2, 3)), "prompts": None}),
@@ -184,12 +191,17 @@ def test_embeddings_that_do_not_fit_are_refused(embeds: Checker, embeddings: Any
     ("options", "sentence"),
     [
         (
-            {"lambda_": 2.0},
-            "lambda: method lantern (the bundle's default) does not take it; "
-            "leave lambda out, or use method lantern++ or sjd",
+            {"method": "lantern:lambda=2"},
+            "lambda: method lantern does not take it; leave lambda out, or use method lantern++ or sjd",
         ),
-        ({"neighbors": K + 1}, f"neighbors: found {K + 1}, expected a whole number 1 .. {K}"),
-        ({"method": "magic"}, "method: found 'magic', expected ar, eagle, lantern, lantern++, sjd, rows or auto"),
+        (
+            {"lambda_": 2.0},
+            "lambda: a parameter without its method; write it into a method that takes it (lantern++, sjd), "
+            "such as method='lantern++:lambda=2.0'",
+        ),
+        ({"method": f"lantern:neighbors={K + 1}"}, f"neighbors: found {K + 1}, expected a whole number 1 .. {K}"),
+        ({"method": "magic"}, "method: found 'magic', expected ar, eagle, lantern, lantern++, sjd or rows"),
+        ({"quality": "fast", "method": "ar"}, "quality: a quality and a method; give one of them"),
     ],
 )
 def test_refusals_are_sentences(words: Checker, options: dict[str, Any], sentence: str) -> None:
@@ -201,16 +213,16 @@ def test_refusals_are_sentences(words: Checker, options: dict[str, Any], sentenc
 def test_methods_that_a_bundle_cannot_run_are_refused(plain: Checker) -> None:
     for method in ("eagle", "lantern", "lantern++"):
         check_refusal(plain, f"method {method}", {"prompts": "red cube", "method": method})
-    assert plain.method().method == "ar"
-    check_refusal(plain, "method sjd", {"prompts": "red cube", "method": "sjd", "lambda_": 2.0})
+    assert plain.method() == Sjd(window=7)
+    check_refusal(plain, "method sjd", {"prompts": "red cube", "method": "sjd:lambda=2"})
 
 
 def test_sjd_is_exact_unless_relaxation_is_asked_for(words: Checker) -> None:
     exact = words.method(method="sjd")
     assert (exact, exact.exact) == (Sjd(window=8), True)
-    bounded = words.method(method="sjd", lambda_=3)
+    bounded = words.method(method="sjd:lambda=3")
     assert bounded == Sjd(window=8, neighbors=4, lambda_=3.0, residual="aggregated")
-    assert words.method(method="sjd", delta=0.1, neighbors=2).neighbors == 2
+    assert words.method(method="sjd:delta=0.1:neighbors=2").neighbors == 2
 
 
 def test_a_bundle_may_say_how_a_method_drafts(words: Checker) -> None:
@@ -218,19 +230,17 @@ def test_a_bundle_may_say_how_a_method_drafts(words: Checker) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    "text",
     [
-        {"method": "ar"},
-        {"method": "eagle", "tree": "chain-2"},
-        {"method": "lantern", "delta": 0.3},
-        {"method": "lantern++", "residual": "neighborhood", "lambda_": 1.5},
-        {"method": "sjd", "window": 3, "lambda_": 2.0},
+        "ar",
+        "eagle:tree=chain-2",
+        "lantern:delta=0.3",
+        "lantern++:residual=neighborhood:lambda=1.5",
+        "sjd:window=3:lambda=2",
     ],
 )
-def test_a_method_is_the_same_by_name_by_string_as_an_object_and_through_json(
-    words: Checker, options: dict[str, Any]
-) -> None:
-    method = words.method(**options)
+def test_a_method_is_the_same_by_string_as_an_object_and_through_json(words: Checker, text: str) -> None:
+    method = words.method(method=text)
     assert words.method(method=str(method)) == words.method(method=method) == method
     assert type(method).model_validate_json(method.model_dump_json()) == method
 
@@ -244,27 +254,29 @@ def with_methods(words: Checker, *methods: MethodConfig) -> Any:
 @pytest.mark.parametrize("tree", ["oak", "tree.json", "chain-0", 7, "tree-z"])
 def test_a_tree_that_is_not_there_or_fits_no_codebook_is_refused(words: Checker, tree: Any) -> None:
     with pytest.raises(TreeError):
-        words("red cube", tree=tree)
+        words("red cube", method=f"eagle:tree={tree}")
 
 
 def test_a_tree_that_is_spelled_out_is_used(words: Checker) -> None:
     pipe = Pipeline.from_bundle(words.bundle, threads=1)
-    trees = [part.tree for step in pipe.stream("red", method="eagle", tree="tree-2-10") for part in step.parts]
+    trees = [part.tree for step in pipe.stream("red", method="eagle:tree=tree-2-10") for part in step.parts]
     assert all(tree is None or tree.parents.tolist() == [-1, 0, 0, 1] for tree in trees)
 
 
 def test_an_unknown_keyword_is_a_type_error(words: Checker) -> None:
-    with pytest.raises(TypeError, match="'lamda'; did you mean 'lambda_'"):
-        words("red cube", lamda=2)
+    with pytest.raises(TypeError, match="'qualty'; did you mean 'quality'"):
+        words("red cube", qualty="fast")
     with pytest.raises(TypeError, match="'prompt'; did you mean 'prompts'"):
         words(prompt="red cube")
 
 
 def test_what_is_left_out_comes_from_the_bundle(words: Checker) -> None:
     manifest = words.bundle.manifest
-    told = {"method": "lantern", "tree": "dynamic-6-3-2", "neighbors": 4, "delta": 0.2}
+    told = {"method": "lantern:tree=dynamic-6-3-2:neighbors=4:delta=0.2"}
     sampling = {"cfg_scale": 2, "temperature": 1, "top_k": 24, "top_p": 1}
-    assert resolve_settings(manifest, {}) == resolve_settings(manifest, told | sampling)
+    assert resolve_settings(manifest, {"method": "lantern"}) == resolve_settings(manifest, told | sampling)
+    assert resolve_settings(manifest, {}) == resolve_settings(manifest, {"quality": "strict"})
+    assert resolve_settings(manifest, {}).method.exact
 
 
 def test_a_bundle_that_says_nothing_about_a_method_gets_small_trees_and_a_fitting_k(words: Checker) -> None:
@@ -279,6 +291,6 @@ def test_every_method_says_its_nodes_and_one_that_does_not_is_refused() -> None:
         method: Literal["unknown"] = "unknown"
 
     methods = [kind(method=name) for name, kind in METHODS.items()]
-    assert [method_nodes(method) for method in methods] == [1, 4, 8, 5, 9, 1, 1]
+    assert [method_nodes(method) for method in methods] == [1, 4, 8, 5, 9, 1]
     with pytest.raises(TypeError, match="method unknown"):
         method_nodes(Unknown())

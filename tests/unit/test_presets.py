@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_bundle import make_tiny_bundle
+from tiny_bundle import make_heads_bundle, make_tiny_bundle
 
 from lantern_rt import BundleError, Pipeline, open_bundle
 from lantern_rt.bundle.rewrite import write_presets
@@ -28,9 +29,12 @@ def entry(method: str, speed: float, excess: tuple[float, float], agreement: tup
     return {"method": method, "exact": False, "figures": figures, **times}
 
 
+def exact(method: str, seconds: float) -> Any:
+    return {"method": method, "exact": True, "seconds": seconds, "tokens_per_forward_pass": 9.0, "figures": None}
+
+
 def chosen(folder: Path, *entries: Any) -> dict[str, str]:
-    exact = {"method": "sjd", "exact": True, "seconds": 1.0, "tokens_per_forward_pass": 9.0, "figures": None}
-    report = {"methods": [exact, *entries], "images_per_method": 50}
+    report = {"methods": [exact("ar", 1.0), *entries], "images_per_method": 50}
     presets = choose_presets(report, open_bundle(folder).manifest)
     return {quality: str(preset.method).split(":")[0] for quality, preset in presets.items()}
 
@@ -50,6 +54,15 @@ def test_whole_intervals_have_to_keep_to_the_limits_and_the_fastest_wins(words_b
     assert chosen(words_bundle, entry("rows", 4.0, (0.0, 0.01), (-0.031, 0.01))) == {}
 
 
+def test_the_fastest_exact_method_that_was_named_is_strict(words_bundle: Path) -> None:
+    named = [exact("sjd:window=3", 30.0), exact("sjd:window=11", 20.0), exact("strict", 10.0)]
+    report = {"methods": [exact("ar", 1.0), *named], "images_per_method": 50}
+    presets = choose_presets(report, open_bundle(words_bundle).manifest)
+    assert {quality: str(preset.method) for quality, preset in presets.items()} == {"strict": "sjd:window=11"}
+    assert presets["strict"].figures is not None
+    assert presets["strict"].figures.excess_nll == 0
+
+
 def test_candidates_are_relaxed_need_no_drafter_and_can_be_run(words_bundle: Path, tmp_path: Path) -> None:
     pipeline = Pipeline.from_bundle(words_bundle, threads=1)
     candidates = candidate_methods(pipeline.bundle.manifest)
@@ -58,7 +71,7 @@ def test_candidates_are_relaxed_need_no_drafter_and_can_be_run(words_bundle: Pat
         method = pipeline("red cube", method=name).settings.method
         assert not method.exact
         assert not method.needs_drafter
-    bare = open_bundle(make_tiny_bundle(tmp_path / "bare", drafter=False, method="ar")).manifest
+    bare = open_bundle(make_tiny_bundle(tmp_path / "bare", drafter=False)).manifest
     assert {name.split(":")[0] for name in candidate_methods(bare)} == {"rows"}
 
 
@@ -80,14 +93,57 @@ def test_presets_are_written_and_drawn_by_and_the_digest_changes(
     assert f"was {before.digest[:12]}, is {after.digest[:12]}" in text
     assert str(after.manifest.presets["fast"].method) == "rows:window=2:drafts=0"
     assert after.manifest.presets["fast"].figures.images == 3
-    assert after.manifest.model_copy(update={"presets": {}}) == before.manifest
-    drawn = Pipeline.from_bundle(folder, threads=1)("red cube", method="auto", quality="balanced")
+    assert after.manifest.model_copy(update={"presets": before.manifest.presets}) == before.manifest
+    drawn = Pipeline.from_bundle(folder, threads=1)("red cube", quality="balanced")
     named = Pipeline.from_bundle(folder, threads=1)("red cube", method="rows:window=2")
     assert drawn.codes[0].tolist() == named.codes[0].tolist()
     with pytest.raises(BundleError) as error:
         write_presets(before, {})
     assert error.value.field == str(folder / "bundle.json")
-    (balanced, fast) = after.manifest.presets.values()
+    strict, balanced, fast = after.manifest.presets.values()
     other = balanced.model_copy(update={"method": RowParallel(window=3)})
-    assert write_presets(after, {"balanced": other}).manifest.presets == {"balanced": other, "fast": fast}
+    assert write_presets(after, {"balanced": other}).manifest.presets == {
+        "strict": strict,
+        "balanced": other,
+        "fast": fast,
+    }
     assert open_bundle(folder).manifest.presets["balanced"] == other
+
+
+FIGURES = {"tokens_per_pass": 2.0, "excess_nll": 0.0, "images": 1, "date": "2026-11-25"}
+
+
+def with_preset(folder: Path, method: dict[str, Any]) -> Path:
+    """The folder of a bundle whose manifest has this method as its preset `fast`."""
+    path = folder / "bundle.json"
+    presets = {"fast": {"method": method, "figures": FIGURES}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"presets": presets}))
+    return folder
+
+
+@pytest.mark.parametrize("quality", ["strict", "fast"])
+def test_a_bundle_with_heads_alone_is_warmed_up_and_draws_every_quality(tmp_path: Path, quality: Any) -> None:
+    folder = make_heads_bundle(tmp_path / "tiny").folder
+    with_preset(folder, {"method": "lantern++", "neighbors": None, "lambda": None})  # which is lossless
+    with Pipeline.from_bundle(folder, threads=1) as pipeline:
+        pipeline.warm_up()
+        drawn = pipeline("red cube", quality=quality)
+        assert drawn.codes[0].tolist() == pipeline("red cube", method="ar").codes[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("heads", "method"),
+    [
+        (True, {"method": "eagle", "tree": "chain-2", "drafter": "eagle"}),
+        (False, {"method": "eagle", "tree": "chain-2", "drafter": "heads"}),
+        (False, {"method": "lantern++", "tree": "chain-2", "neighbors": 9, "lambda": 2.0}),
+        (True, {"method": "sjd", "neighbors": 1, "delta": 0.1}),
+    ],
+)
+def test_a_preset_that_the_bundle_cannot_draw_is_refused_by_name_when_it_is_opened(
+    tmp_path: Path, heads: bool, method: dict[str, Any]
+) -> None:
+    folder = make_heads_bundle(tmp_path / "tiny").folder if heads else make_tiny_bundle(tmp_path / "tiny")
+    with pytest.raises(BundleError) as caught:
+        open_bundle(with_preset(folder, method))
+    assert caught.value.problem.startswith(f"preset fast, {method['method']}:")

@@ -50,7 +50,7 @@ def test_parameters_of_a_call_are_these() -> None:
     assert list(Options.__annotations__)[:6] == subjects
     assert list(Options.__annotations__)[-2:] == ["image", "mask"]
     assert SAMPLING == ("cfg_scale", "temperature", "top_k", "top_p", "repetition_penalty")
-    assert list(METHODS) == ["ar", "eagle", "lantern", "lantern++", "sjd", "rows", "auto"]
+    assert list(METHODS) == ["ar", "eagle", "lantern", "lantern++", "sjd", "rows"]
     assert PARAMETERS == {
         "tree": ["eagle", "lantern", "lantern++"],
         "drafter": ["eagle", "lantern", "lantern++"],
@@ -60,7 +60,6 @@ def test_parameters_of_a_call_are_these() -> None:
         "lambda": ["lantern++", "sjd"],
         "window": ["sjd", "rows"],
         "drafts": ["rows"],
-        "quality": ["auto"],
     }
 
 

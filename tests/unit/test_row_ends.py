@@ -86,7 +86,7 @@ def test_pictures_of_other_shapes_that_share_passes_change_nothing(method: Metho
 
     def run(numbers: Sequence[int]) -> list[list[int]]:
         scheduler = Scheduler(one)
-        requests = [Request(i, rasters[i], make_prompt(i).rows(sampling), sampling, (method,), i) for i in numbers]
+        requests = [Request(i, rasters[i], make_prompt(i).rows(sampling), sampling, method, i) for i in numbers]
         for request in requests:
             scheduler.submit(request)
         while scheduler.busy:

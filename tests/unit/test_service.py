@@ -17,19 +17,15 @@ import pytest
 from idle_service import left_alone
 
 from lantern_rt import Pipeline, RequestError
-from lantern_rt.auto.load import LoadRaces
-from lantern_rt.auto.race import Race
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.errors import BusyError, EngineError
-from lantern_rt.methods import Eagle
-from lantern_rt.requests import Settings
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.scheduler import Scheduler
 from lantern_rt.service import Service
 from lantern_rt.ticket import Ticket
 
 PROMPTS = ["red cube", "a green sphere", "red sphere on sand", "green cube on snow"]
-METHODS = ["auto", "ar", "eagle:tree=chain-3", "sjd:window=5", "lantern++:lambda=2", "sjd:window=3:lambda=1.5", "auto"]
+METHODS = [None, "ar", "eagle:tree=chain-3", "sjd:window=5", "lantern++:lambda=2", "sjd:window=3:lambda=1.5", None]
 
 
 @pytest.fixture
@@ -84,7 +80,7 @@ def test_every_caller_gets_the_images_that_the_pipeline_gives_alone(pipe: Pipeli
         assert (last.stats.images, last.done) == (len(alone.codes), last.total)
         grown = [np.concatenate(parts) for parts in zip(*(step.new_codes for step in caller.steps), strict=True)]
         assert all(np.array_equal(a, b) for a, b in zip(grown, alone.codes, strict=True))
-        if request["method"] != "auto":
+        if request["method"] not in (None, "sjd:window=5"):  # whose windows follow the load
             assert last.stats.per_image == alone.stats.per_image
     left_alone(service)
 
@@ -253,18 +249,6 @@ def test_closing_finishes_or_fails_who_is_there_and_takes_nobody_else(pipe: Pipe
         assert not vars(service)["_thread"].is_alive()
 
 
-def test_what_load_the_methods_are_raced_under_is_kept(pipe: Pipeline) -> None:
-    with Service(pipe, together=4) as service:
-        for images in (1, 4):
-            caller = Caller()
-            service.submit(caller, "red cube", num_images=images)
-            last = caller.last()
-            assert str(last.settings.choice).startswith("auto chose ")
-        races = vars(service)["_races"].races.values()
-        assert {images for images, _, _ in races} >= {1, 4}
-        assert any(race.turns[race.baseline] for _, _, race in races)
-
-
 def test_the_page_on_services_says_what_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs/embedding.md").read_text("utf-8")
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -290,26 +274,6 @@ def test_a_service_whose_passes_all_fail_says_that_it_cannot_draw(
         service.submit(caller, "red cube", method="ar")
         caller.last()
         assert service.open
-
-
-def test_requests_of_two_races_are_drafted_by_two_trees_in_one_pass(
-    pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    race = LoadRaces.race
-
-    def settled(own: LoadRaces, sharing: int, settings: Settings) -> Race:
-        found = race(own, sharing, settings)
-        found.settle(Eagle(tree="chain-3" if settings.sampling.greedy else "dynamic-8-4-2"))
-        return found
-
-    monkeypatch.setattr(LoadRaces, "race", settled)
-    with Service(pipe, together=4) as service:
-        callers = [Caller(), Caller()]
-        for caller, temperature in zip(callers, (0.0, 1.0), strict=True):
-            service.submit(caller, "red cube", seed=1, temperature=temperature, num_images=2, method="auto")
-        for caller, temperature in zip(callers, (0.0, 1.0), strict=True):
-            alone = pipe("red cube", seed=1, temperature=temperature, method="ar")
-            assert np.array_equal(caller.last().codes[0], alone.codes[0])
 
 
 def shared(service: Service, asked: dict[str, list[dict[str, Any]]]) -> dict[str, list[StreamStep]]:

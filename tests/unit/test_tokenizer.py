@@ -77,7 +77,7 @@ def test_too_many_words_are_counted(tokenizer: WordTokenizer) -> None:
         (layout(type="BPE"), "`model.type`.*WordLevel"),
         (layout(unk_token="?"), "`model.unk_token`.*<unk>"),
         (layout(vocab=None), "`model.vocab`"),
-        (layout(vocab={"<pad>": 0, "<unk>": "1"}), "`model.vocab.<unk>`.*integer"),
+        (layout(vocab={"<pad>": 0, "<unk>": "1"}), "`model.vocab.<unk>`.*whole number"),
         (layout(vocab={"<pad>": 0, "<unk>": 1, "a": 3}), "`model.vocab`.*each once"),
         (layout(vocab={"<pad>": 0, "<unk>": 1, "a": 1}), "`model.vocab`.*each once"),
         (layout(vocab={"a": 0, "<unk>": 1, "<pad>": 2}), "`model.vocab`.*<pad> with id 0"),

@@ -64,7 +64,7 @@ def test_prompts_are_those_of_a_file_or_of_the_bundle_or_classes_or_embeddings(t
         assert field in (error.value.field, str(error.value).partition(":")[0])
 
 
-@pytest.mark.parametrize("command", ["bench", "tune", "train-drafter data"])
+@pytest.mark.parametrize("command", ["bench", "train-drafter data"])
 def test_every_prompt_is_checked_before_anything_is_loaded_with_file_and_line(
     program: Any, words_bundle: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:

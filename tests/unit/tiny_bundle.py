@@ -17,6 +17,10 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from lantern_rt.bundle.files import Bundle, open_bundle
+from lantern_rt.bundle.rewrite import write_heads
+from lantern_rt.runtime.heads import head_shapes
+
 CODES, WIDTH, K, PREFIX, CAPTION, CELL = 32, 8, 8, 4, 6, 4
 SPLIT = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Removed", "invert": True}
 WORDS = ("a", "red", "green", "sphere", "cube", "on", "sand", "snow")
@@ -30,7 +34,7 @@ Axes = tuple[str | int, ...]
 
 
 def make_tiny_bundle(
-    folder: Path, kind: str = "words", grid: int = 6, drafter: bool = True, method: str = "lantern", damage: float = 0.0
+    folder: Path, kind: str = "words", grid: int = 6, drafter: bool = True, damage: float = 0.0
 ) -> Path:
     """Write a bundle of a kind of condition; `damage` is added to all weights of the target."""
     folder.mkdir(parents=True)
@@ -60,7 +64,7 @@ def make_tiny_bundle(
     condition: dict[str, Any] = {"kind": kind, "prefix": prefix}
     condition |= {"class": {"classes": 10}, "embeddings": {"caption_dim": CAPTION}}.get(kind, {})
     manifest = {
-        "format_version": "3.0",
+        "format_version": "3.3",
         "name": "tiny",
         "family": "test",
         "grid_rows": grid,
@@ -73,12 +77,20 @@ def make_tiny_bundle(
         "drafter": SIZES if drafter else None,
         "condition": condition,
         "sampling": {"cfg_scale": 2.0, "top_k": 24},
-        "decoding": {"method": method if drafter else "ar", "methods": METHODS if drafter else []},
+        "decoding": {"methods": METHODS if drafter else []},
         "files": {role: _entry(folder, name) for role, name in files.items()},
         "provenance": {"exporter": "test 1", "licence": "Apache-2.0"},
     }
     (folder / "bundle.json").write_text(json.dumps(manifest))
     return folder
+
+
+def make_heads_bundle(folder: Path) -> Bundle:
+    """Write a bundle that drafts with heads alone, random ones."""
+    rng = np.random.default_rng(6)
+    shapes = head_shapes(CODES, WIDTH, 4, 4)
+    tables = {name: rng.normal(size=shape).astype(np.float16) for name, shape in shapes.items()}
+    return write_heads(open_bundle(make_tiny_bundle(folder, drafter=False)), tables)
 
 
 def _entry(folder: Path, name: str) -> dict[str, Any]:

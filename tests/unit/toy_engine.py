@@ -12,13 +12,13 @@ check that every slot was given the hidden state of its own position and the cod
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lantern_rt.methods import MethodConfig, Sampling
+from lantern_rt.methods import Sampling
 from lantern_rt.runtime.decode import Step
 from lantern_rt.runtime.engine import HiddenView, Pass, PassOutput
 from lantern_rt.runtime.state import DrafterLayout, Model, PrefixRow, Prompt
@@ -328,16 +328,6 @@ def codes_of(steps: Iterable[Step], images: int) -> list[list[int]]:
         for part in step.parts:
             codes[part.request] += part.codes.tolist()
     return codes
-
-
-def changing(running: Generator[Step, MethodConfig | None, None], methods: Iterable[MethodConfig]) -> Iterator[Step]:
-    """The steps of a decode that goes on with the next of these methods after each."""
-    yield next(running)
-    for method in methods:
-        try:
-            yield running.send(method)
-        except StopIteration:
-            return
 
 
 def naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...auto.memory import images_together
 from ...bundle.manifest import Manifest
 from ...compare.turns import Prompts
 from ...engines.contracts import Progress
 from ...errors import OutputError
+from ...memory import images_together
 from ...pipeline import Pipeline
 from ...runtime.decode import decode
 from ...runtime.drafting import Commit, Drafter
@@ -29,7 +29,7 @@ from ...runtime.tree import DraftTree
 from .shards import Pictures, Shard, read_source, shard_path, write_shard
 
 SHARD = 64  # pictures
-FIRST_SEED = 700_000  # of drawn pictures; `tune` and `bench` use others
+FIRST_SEED = 700_000  # of drawn pictures; `bench` uses others
 _METHOD = "sjd:window=7"  # that draws them
 _NEAREST = 2  # drafts of a pass that are kept, behind the first that was refused
 _TOGETHER = 4  # pictures whose hidden states are computed at once

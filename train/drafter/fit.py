@@ -193,7 +193,6 @@ class Fit:
         return guided_logits(hidden, self.head, self.options.cfg_scale)
 
     def _update(self) -> float:
-        """Make one step; returns the loss."""
         options = self.options
         rate = min(1.0, (self.step + 1) / _WARM_UP, (1 - self.step / options.steps) / _COOL_DOWN)
         self.muon.param_groups[0]["lr"] = _MUON_RATE * rate

@@ -55,11 +55,10 @@ function useModel() {
     chip.addEventListener("click", () => { at("prompt").value = text; });
     return chip;
   }));
-  const explained = { ar: "ar: plain decoding", rows: "rows: several rows at once", auto: "auto: the fastest here" };
-  const ordered = ["auto", ...methods.filter((name) => name !== "auto")];
+  const explained = { strict: "strict: exact", ar: "ar: plain decoding", rows: "rows: several rows at once" };
+  const ordered = [...qualities, ...methods];
   method.replaceChildren(...ordered.map((name) => option(name, explained[name])));
   other.replaceChildren(option("", "nothing"), ...ordered.map((name) => option(name, explained[name])));
-  at("quality").replaceChildren(...qualities.map((name) => option(name, name === "strict" ? "strict: exact" : name)));
   for (const [name, value] of Object.entries(sampling)) {
     if (form.elements[name]) form.elements[name].placeholder = value;
   }
@@ -75,7 +74,6 @@ function useMethods() {
     parameters.hidden = !(select.value in PARAMETERS);
     parameters.placeholder = PARAMETERS[select.value] ?? "";
   }
-  show(at("quality-field"), [method.value, other.value].includes("auto"));
   at("fair").hidden = !other.value;
 }
 
@@ -85,8 +83,8 @@ function request(select) {
   for (const [name, value] of new FormData(form)) {
     if (value !== "") body[name] = NUMBERS.includes(name) ? Number(value) : value;
   }
-  body.method = [select.value, ...(parameters.hidden || !parameters.value ? [] : [parameters.value.trim()])].join(":");
-  if (select.value === "auto") body.quality_budget = at("quality").value;
+  const chosen = [select.value, ...(parameters.hidden || !parameters.value ? [] : [parameters.value.trim()])].join(":");
+  body[model().qualities.includes(chosen) ? "quality_budget" : "method"] = chosen;
   return body;
 }
 

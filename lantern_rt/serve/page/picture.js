@@ -12,7 +12,7 @@ export class Picture {
    */
   constructor(body, model, { live, changed, redraw, files = null }) {
     Object.assign(this, { body, model, live, changed, files, kinds: "", passes: 0, figures: null, png: "" });
-    this.label = body.method;
+    this.label = body.method ?? body.quality_budget;
     this.element = document.getElementById("panel").content.cloneNode(true).firstElementChild;
     this.part = (selector) => this.element.querySelector(selector);
     const [width, height] = (body.size ?? model.size).split("x").map(Number);
@@ -95,7 +95,7 @@ export class Picture {
     this.part(".map").setAttribute("aria-label", describe(kinds));
     this.part("progress").value = kinds.length / total;
     this.part(".count").textContent = `${kinds.length} of ${total} codes`;
-    this.part(".how").textContent = this.figures?.choice ?? this.figures?.method ?? "";
+    this.part(".how").textContent = [this.figures?.method, this.figures?.quality && `(${this.figures.quality})`].filter(Boolean).join(" ");
     this.element.classList.toggle("blind", this.part("img").hidden);
   }
 

@@ -1,0 +1,27 @@
+"""Precisions of decoders, and where they can be run."""
+
+from __future__ import annotations
+
+from ..bundle.files import Bundle
+from ..errors import RequestError
+
+INTEGERS = ("int8-weights", "int4-weights")  # integer weights, dequantized before they are multiplied
+PRODUCTS = "int8"  # integer weights and activations, multiplied as integers
+
+
+def check_products(bundle: Bundle, target: str, drafter: str | None = None) -> None:
+    """Raises: RequestError: where a decoder runs, such as `onnxruntime-cuda`, there are no products as it has them."""
+    for spec, where in ((bundle.manifest.target, target), (bundle.manifest.drafter, drafter or target)):
+        if spec is not None and spec.precision == PRODUCTS and where.startswith("onnxruntime-openvino"):
+            raise RequestError(
+                f"bundle {bundle.manifest.name} multiplies integers (int8), which OpenVINO does not",
+                found=where,
+                remedy="export it with --precision fp32, or use provider cpu",
+            )
+        mixed = spec is not None and spec.precision in INTEGERS and bundle.manifest.target.dtype == "bfloat16"
+        if mixed and where == "onnxruntime-cuda":
+            raise RequestError(
+                f"bundle {bundle.manifest.name} multiplies bfloat16 with integers, which ONNX Runtime does not",
+                found=where,
+                remedy="export it with --compute float16, or build plans of TensorRT",
+            )

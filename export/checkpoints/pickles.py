@@ -1,0 +1,68 @@
+"""A check of pickles before they are read: a few bytes can describe objects that take for ever to hash or to print.
+
+A pickle refers to objects that it has described. A tuple of the last tuple twice, sixty times over, has 600 bytes and
+2^60 parts. Readers of weights run no code, but they use such tuples as keys and show them in messages.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import zipfile
+from pathlib import Path
+from typing import BinaryIO
+
+_MAX_BYTES = 1 << 26  # of a pickle; published ones have less than a megabyte
+_MAX_REFERRED = 1 << 20  # parts and characters of the objects that any pickle may refer to
+_MAX_GROWTH = 20  # further ones for each that is described; state dicts have about two
+_FILLING = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}  # opcodes that change an object
+
+
+def check_pickles(path: Path) -> bool:
+    """Check the pickles of a PyTorch checkpoint, and return whether the file is a zip archive.
+
+    Raises: ValueError, and whatever readers of damaged files raise.
+    """
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\3\4":  # the test of torch.load
+            file.seek(0)
+            for _ in range(5):  # pickles at the start of a file of PyTorch before 1.6
+                _check_pickle(file)
+            return False
+        with zipfile.ZipFile(file) as archive:
+            for entry in archive.infolist():
+                if entry.filename.lower().endswith(".pkl"):
+                    if entry.file_size > _MAX_BYTES:
+                        raise ValueError(f"{entry.filename} has {entry.file_size:,} bytes")
+                    _check_pickle(archive.read(entry))
+    return True
+
+
+def _check_pickle(stream: bytes | BinaryIO) -> None:
+    described = referred = 0  # parts and characters
+    stack: list[list[int]] = []  # the size of each object, in a list that an object's references share
+    marks: list[int] = []
+    memo: dict[object, list[int]] = {}
+    shared: set[int] = set()
+    for opcode, argument, _ in pickletools.genops(stream):
+        before = opcode.stack_before
+        if opcode.name == "MARK":
+            marks.append(len(stack))
+        elif "PUT" in opcode.name:
+            memo[argument] = stack[-1]
+        elif "GET" in opcode.name:
+            stack.append(memo[argument])
+            shared.add(id(stack[-1]))
+            referred += stack[-1][0]
+            if referred > _MAX_REFERRED + _MAX_GROWTH * described:
+                raise ValueError("it describes objects within each other without end")
+        else:
+            size = 1 + (len(argument) if isinstance(argument, str | bytes) else 0)
+            described += size
+            marked = pickletools.markobject in before
+            start = marks.pop() - before.index(pickletools.markobject) if marked else len(stack) - len(before)
+            parts = stack[start:]
+            made = parts[0] if opcode.name in _FILLING else [0]
+            if id(made) in shared:
+                raise ValueError("it changes an object that others contain")
+            made[0] = size + sum(part[0] for part in parts)
+            stack[start:] = [made] * len(opcode.stack_after)

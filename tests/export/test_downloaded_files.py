@@ -1,0 +1,144 @@
+"""Folders and files as people download them: another layout, another model or no weights at all is named as that."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_copies import ANOLE, C2I, COSMOS, EMU3, LANTERN, SIMPLEAR, VQGAN, config_of, copied, sharded
+
+from lantern_rt.errors import CheckpointError
+from lantern_rt.export.checkpoints.files import read_config, read_tokenizer, read_weights
+from lantern_rt.export.checkpoints.folders import Checkpoint, read_index
+from lantern_rt.export.families.anole import read_anole
+from lantern_rt.export.families.emu3 import read_emu3
+from lantern_rt.export.families.janus import read_janus
+from lantern_rt.export.families.llamagen import read_transformer
+from lantern_rt.export.families.lumina import read_lumina
+from lantern_rt.export.families.simplear import read_simplear
+from lantern_rt.export.models.llamagen_vq import read_vqgan
+from lantern_rt.export.models.t5 import read_text_encoder
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4180000000\n"
+PAGES = (
+    "<!DOCTYPE html>\n<html>not found</html>",
+    "\n <HTML>log in</HTML>",
+    '<?xml version="1.0"?><Error>denied</Error>',
+)
+READERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "llamagen": (read_transformer, "jadohu/LlamaGen-T2I"),
+    "anole": (lambda folder: read_anole(folder, VQGAN), "leloy/Anole-7b-v0.1-hf"),
+    "lumina": (lambda folder: read_lumina(folder, VQGAN, grid=4), "Alpha-VLLM/Lumina-mGPT-7B-768"),
+    "janus": (read_janus, "deepseek-community/Janus-Pro-1B"),
+    "emu3": (lambda folder: read_emu3(folder, grid=4), "BAAI/Emu3-Gen-hf"),
+    "simplear": (lambda folder: read_simplear(folder, COSMOS, grid=4), "Daniel0724/SimpleAR-0.5B-RL"),
+    "text encoder": (lambda folder: read_text_encoder(folder, 32), "google/flan-t5-xl"),
+}
+FOLDERS = {"chameleon": ANOLE, "emu3": EMU3, "qwen2": SIMPLEAR}  # by model_type
+NAMES = {"chameleon": "Anole", "emu3": "Emu3", "qwen2": "SimpleAR", "multi_modality": "DeepSeek"}
+
+
+def deepseek(folder: Path) -> Path:
+    """Write a folder of Janus-Pro as DeepSeek publishes it, which has no generation_config.json."""
+    (folder / "config.json").write_text(json.dumps({"model_type": "multi_modality", "language_config": {}}))
+    shutil.copy(ANOLE / "tokenizer.json", folder)
+    torch.save({"language_model.model.embed_tokens.weight": torch.zeros(4, 4)}, folder / "pytorch_model.bin")
+    return folder
+
+
+@pytest.mark.parametrize("family", READERS)
+@pytest.mark.parametrize("kind", [*FOLDERS, "multi_modality"])
+def test_a_folder_of_another_model_is_named_and_the_needed_one_too(tmp_path: Path, kind: str, family: str) -> None:
+    read, repository = READERS[family]
+    folder = FOLDERS.get(kind) or deepseek(tmp_path)
+    if (kind, family) in (("chameleon", "anole"), ("emu3", "emu3"), ("qwen2", "simplear")):
+        read(folder)
+        return
+    with pytest.raises(CheckpointError) as caught:
+        read(folder)
+    error = caught.value
+    if (kind, family) == ("chameleon", "lumina"):
+        assert error.remedy == "family anole takes Anole, family lumina Lumina-mGPT"
+    else:
+        assert error.field == f"{folder / 'config.json'}: model_type"
+        assert error.found == repr(kind)
+        assert NAMES[kind] in error.remedy
+        assert repository in error.remedy
+
+
+@pytest.mark.parametrize("value", [["chameleon"], {"a": 1}, 7, None, "x" * 10_000])
+def test_an_odd_type_of_model_is_refused_shortly(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_anole(copied(ANOLE, tmp_path / "target", model_type=value), VQGAN)
+    assert caught.value.field.endswith("config.json: model_type")
+    assert len(caught.value.found) <= 80
+
+
+def test_the_layout_of_meta_is_named(tmp_path: Path) -> None:
+    (tmp_path / "models/7b").mkdir(parents=True)
+    (tmp_path / "models/7b/params.json").write_text("{}")
+    torch.save({"tok_embeddings.weight": torch.zeros(4, 4)}, tmp_path / "models/7b/consolidated.pth")
+    with pytest.raises(CheckpointError) as caught:
+        read_anole(tmp_path, VQGAN)
+    assert caught.value.found == "Meta's layout"
+    assert "leloy/Anole-7b-v0.1-hf" in caught.value.remedy
+
+
+@pytest.mark.parametrize("text", [LFS, *PAGES])
+@pytest.mark.parametrize("name", ["a.pt", "model.safetensors", "config.json", "tokenizer.json"])
+def test_a_pointer_or_a_page_in_place_of_a_file_is_named_as_that(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    read = {"config.json": read_config, "tokenizer.json": lambda path: read_tokenizer(path, 9)}.get(name, read_weights)
+    with pytest.raises(CheckpointError) as caught:
+        read(path)
+    assert caught.value.field == str(path)
+    assert caught.value.found == ("a Git LFS pointer" if text == LFS else "a web page")
+
+
+def test_a_pointer_in_place_of_a_yaml_is_named_as_that(tmp_path: Path) -> None:
+    shutil.copytree(VQGAN, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "vqgan.yaml").write_text(LFS)
+    with pytest.raises(CheckpointError) as caught:
+        read_vqgan(tmp_path)
+    assert (caught.value.field, caught.value.found) == (str(tmp_path / "vqgan.yaml"), "a Git LFS pointer")
+
+
+def test_shards_without_their_index_are_named(tmp_path: Path) -> None:
+    folder = sharded(LANTERN / "t2i", tmp_path / "shards")
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(folder).read()
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert caught.value.found == f"{', '.join(names)} without an index"
+    assert "model.safetensors.index.json" in caught.value.expected
+
+
+def test_files_that_macos_leaves_beside_others_are_no_weights(tmp_path: Path) -> None:
+    shutil.copy(C2I, tmp_path)
+    (tmp_path / f"._{C2I.name}").write_bytes(b"\0\5\26\7\0\2\0\0Mac OS X        ")
+    assert read_transformer(tmp_path, config=config_of(C2I)).sources[0] == ("target", tmp_path / C2I.name)
+
+
+@pytest.mark.parametrize("name", ["*", "model-[0-9].safetensors", "?", ".hidden", "a/b", "a\\b", "a b", "-rf", "", 7])
+def test_an_index_names_plain_files(tmp_path: Path, name: Any) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {"x": "model-1.safetensors", "y": name}}))
+    with pytest.raises(CheckpointError) as caught:
+        read_index(path)
+    assert caught.value.field == f"{path}: 'y'"
+    assert caught.value.found == repr(name)
+
+
+def test_the_format_of_a_configuration_is_told_where_it_is_needed(program: Any) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_transformer(C2I)
+    assert caught.value.remedy == 'give a config with n_head: a JSON file such as {"n_head": 12}'
+    code, out, _ = program("export", "--help")
+    assert code == 0
+    assert '{"n_head": 12, "block_size": 256' in " ".join(out.replace("│", " ").split())

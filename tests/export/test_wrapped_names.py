@@ -1,0 +1,225 @@
+"""Every reader reads what compiled, data-parallel, sharded, checkpointed and averaged modules save."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_copies import (
+    ANOLE,
+    C2I,
+    COSMOS,
+    DRAFTER,
+    EMU3,
+    LANTERN,
+    LUMINA,
+    SIMPLEAR,
+    T2I,
+    VQ,
+    VQGAN,
+    config_of,
+    published,
+    sharded,
+)
+from safetensors.torch import load_file, save_file
+from small_janus import random_janus, write_janus
+from small_models import save_t5
+from torch import Tensor, nn
+
+from lantern_rt.errors import CheckpointError
+from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.files import read_weights
+from lantern_rt.export.checkpoints.folders import Checkpoint
+from lantern_rt.export.families.anole import read_chameleon
+from lantern_rt.export.families.emu3 import read_emu3
+from lantern_rt.export.families.janus import read_janus
+from lantern_rt.export.families.llamagen import read_transformer
+from lantern_rt.export.families.lumina import read_lumina
+from lantern_rt.export.families.simplear import read_simplear
+from lantern_rt.export.models.cosmos_vq import load_cosmos_vq
+from lantern_rt.export.models.decoder import Decoder
+from lantern_rt.export.models.eagle import read_drafter
+from lantern_rt.export.models.llamagen_vq import read_vq, read_vqgan
+from lantern_rt.export.models.t5 import read_text_encoder
+from lantern_rt.export.writer import Model
+
+Weights = dict[str, Tensor]
+Wrap = Callable[[Weights], Weights]
+
+
+def prefixed(prefix: str) -> Wrap:
+    return lambda weights: {prefix + name: weight for name, weight in weights.items()}
+
+
+def within(part: str) -> Wrap:
+    """Wrap a module two levels above every weight, as the checkpointing of activations does."""
+
+    def wrap(weights: Weights) -> Weights:
+        parts = {name: name.split(".") for name in weights}
+        return {".".join([*own[:-2], part, *own[-2:]]): weights[name] for name, own in parts.items()}
+
+    return wrap
+
+
+def averaged(weights: Weights) -> Weights:
+    return {"n_averaged": torch.tensor(7), **prefixed("module.")(weights)}
+
+
+WRAPPERS: dict[str, Wrap] = {
+    "compiled": prefixed("_orig_mod."),
+    "data-parallel": prefixed("module."),
+    "DeepSpeed": prefixed("_forward_module."),
+    "FSDP": prefixed("_fsdp_wrapped_module."),
+    "checkpointed layers": within("_checkpoint_wrapped_module"),
+    "averaged": averaged,
+    "compiled, data-parallel": prefixed("module._orig_mod."),
+    "data-parallel, compiled": prefixed("_orig_mod.module."),
+    "data-parallel twice": prefixed("module.module."),
+    "all of them": lambda weights: prefixed("_forward_module.")(
+        averaged(prefixed("_fsdp_wrapped_module.")(within("_checkpoint_wrapped_module._orig_mod")(weights)))
+    ),
+    "averaged, in ema": averaged,
+}
+
+
+def wrap_files(folder: Path, wrapper: str) -> None:
+    """Save every file of weights in a folder again, with the names of a wrapped module; an index follows."""
+    wrap, in_ema = WRAPPERS[wrapper], wrapper.endswith("in ema")
+    for path in folder.rglob("*.jit"):
+        save_file({name: one.clone() for name, one in read_weights(path).items()}, path.with_suffix(".safetensors"))
+        path.unlink()
+    for path in list(folder.rglob("*.safetensors")):
+        weights = wrap(load_file(path))
+        if in_ema and path.name == "model.safetensors":
+            torch.save({"ema": weights}, path.with_name("pytorch_model.bin"))
+            path.unlink()
+        else:
+            save_file(weights, path)
+        index = path.with_name("model.safetensors.index.json")
+        if index.is_file():
+            content = json.loads(index.read_text())
+            kept = {name: file for name, file in content["weight_map"].items() if file != path.name}
+            index.write_text(json.dumps({"weight_map": kept | dict.fromkeys(weights, path.name)}))
+    for path in [path for suffix in ("pt", "bin", "ckpt") for path in folder.rglob(f"*.{suffix}")]:
+        content = torch.load(path, weights_only=True)
+        if "ema" not in content:
+            weights = wrap(next((content[key] for key in ("model", "state_dict") if key in content), content))
+            torch.save({"ema" if in_ema else "model": weights}, path)
+
+
+# ---------------------------------------------------------------- readers
+
+
+def copied_into(*sources: Path) -> Callable[[Path], None]:
+    def copy(folder: Path) -> None:
+        for source in sources:
+            if source.is_dir():
+                shutil.copytree(source, folder, dirs_exist_ok=True)
+            else:
+                shutil.copy(source, folder)
+
+    return copy
+
+
+def cosmos(folder: Path) -> nn.Module:
+    return load_cosmos_vq(Checkpoint(folder, "vq"))
+
+
+def small_drafter(folder: Path) -> object:
+    return read_drafter(folder, target())
+
+
+def target() -> Decoder:
+    return read_transformer(T2I, config=config_of(T2I)).decoder
+
+
+# What writes a checkpoint's folder, and what reads it.
+READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
+    "LlamaGen": (
+        copied_into(C2I),
+        lambda folder: read_transformer(folder / C2I.name, config=config_of(C2I)),
+    ),
+    "LlamaGen in LANTERN's layout": (copied_into(LANTERN / "t2i"), read_transformer),
+    "LlamaGen in shards": (
+        lambda folder: sharded(LANTERN / "c2i", folder / "shards"),
+        lambda folder: read_transformer(folder / "shards"),
+    ),
+    "LlamaGen's image tokenizer": (copied_into(VQ), lambda folder: read_vq(folder / VQ.name)),
+    "a drafter": (copied_into(DRAFTER), small_drafter),
+    "a text encoder": (save_t5, lambda folder: read_text_encoder(folder, 32)),
+    "Anole": (copied_into(ANOLE), lambda folder: read_chameleon(folder, 8)),
+    "Chameleon's image tokenizer": (copied_into(VQGAN), read_vqgan),
+    "Lumina-mGPT": (copied_into(LUMINA), lambda folder: read_lumina(folder, VQGAN, grid=4)),
+    "Janus in shards": (lambda folder: write_janus(random_janus(), folder), read_janus),
+    "Emu3": (copied_into(EMU3), lambda folder: read_emu3(folder, grid=4)),
+    "Emu3 as published": (
+        published,
+        lambda folder: read_emu3(folder / "Emu3-Gen", folder / "Emu3-VisionTokenizer", grid=4),
+    ),
+    "SimpleAR": (copied_into(SIMPLEAR), lambda folder: read_simplear(folder, COSMOS, grid=4)),
+    "Cosmos": (copied_into(COSMOS), cosmos),
+}
+
+
+def tensors(result: Any) -> Iterator[Tensor]:
+    """All tensors of what a reader returns, in order."""
+    if isinstance(result, Tensor):
+        yield computed(result)
+    elif isinstance(result, nn.Module):
+        yield from map(computed, result.state_dict().values())
+    elif isinstance(result, Model):
+        yield from tensors([*(graph.module for graph in result.graphs), result.code_embeddings])
+    elif isinstance(result, tuple | list):
+        for part in result:
+            yield from tensors(part)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Tensor]]]:
+    """A reader's folder, and the tensors that the reader finds there; made once."""
+    torch.set_num_threads(1)
+    made: dict[str, tuple[Path, list[Tensor]]] = {}
+
+    def checkpoint(reader: str) -> tuple[Path, list[Tensor]]:
+        if reader not in made:
+            write, read = READERS[reader]
+            folder = tmp_path_factory.mktemp("plain")
+            write(folder)
+            made[reader] = folder, list(tensors(read(folder)))
+        return made[reader]
+
+    return checkpoint
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_wrapped_checkpoint_reads_as_the_plain_one(
+    checkpoints: Callable[[str], tuple[Path, list[Tensor]]], tmp_path: Path, reader: str, wrapper: str
+) -> None:
+    folder, expected = checkpoints(reader)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    wrap_files(tmp_path, wrapper)
+    found = list(tensors(READERS[reader][1](tmp_path)))
+    assert len(expected) > 5
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_averaged_weights_beside_the_models_are_unwrapped_too(tmp_path: Path, weights: bool) -> None:
+    plain = {"a.weight": torch.ones(2)}
+    torch.save({"model": plain, "ema": averaged({"a.weight": torch.full((2,), 2.0)})}, tmp_path / "a.pt")
+    assert read_weights(tmp_path / "a.pt", averaged=weights)["a.weight"].tolist() == [1.0 + weights] * 2
+
+
+def test_two_weights_that_wrappers_alone_tell_apart_are_refused(tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.ones(2), "module.a.weight": torch.zeros(2)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError) as caught:
+        read_weights(tmp_path / "a.pt")
+    assert caught.value.field == f"{tmp_path / 'a.pt'}: module.a.weight"
+    assert caught.value.problem == "is a second a.weight"

@@ -1,0 +1,83 @@
+"""Every parameter of the official client's images, at its documented default or null, is one that is left out."""
+
+from __future__ import annotations
+
+import io
+import types
+from collections.abc import Iterator
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import openai
+import pytest
+from openai.types.image_create_variation_params import ImageCreateVariationParams
+from openai.types.image_edit_params import ImageEditParamsNonStreaming
+from openai.types.image_generate_params import ImageGenerateParamsNonStreaming
+from PIL import Image
+from running_server import RunningServer
+
+ENDPOINTS: dict[str, Any] = {
+    "generate": ImageGenerateParamsNonStreaming,
+    "edit": ImageEditParamsNonStreaming,
+    "create_variation": ImageCreateVariationParams,
+}
+DEFAULTS: dict[str, Any] = {
+    "background": "auto",
+    "frame_count": 9,
+    "frame_duration_ms": 200,
+    "input_fidelity": "low",
+    "moderation": "auto",
+    "n": 1,
+    "output_compression": 100,
+    "output_format": "png",
+    "partial_images": 0,
+    "quality": "auto",
+    "response_format": "b64_json",
+    "safety_identifier": "",
+    "size": "auto",
+    "stream": False,
+    "user": "",
+}
+
+
+def values(kind: Any) -> Iterator[tuple[str, Any]]:
+    """Parameters that may be left out, each with null, if it takes that, and with its default."""
+    for name, hint in get_type_hints(kind).items():
+        if name in kind.__required_keys__:
+            continue
+        if get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint):
+            yield name, None
+        if name in DEFAULTS:
+            yield name, DEFAULTS[name]
+
+
+CASES = [(method, *case) for method, kind in ENDPOINTS.items() for case in values(kind)]
+
+
+@pytest.fixture(scope="module")
+def client(tiny: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="any", max_retries=0) as one:
+        yield one
+
+
+def outcome(client: openai.OpenAI, method: str, **fields: Any) -> Any:
+    """The image, or the refusal of a bundle that has no encoder, which comes after all that is said of fields."""
+    file = io.BytesIO()
+    Image.new("RGB", (24, 24)).save(file, "PNG")
+    image = {} if method == "generate" else {"image": ("a.png", file.getvalue())}
+    ours = {"prompt": "red cube", "seed": 1, "method": "ar"}
+    prompt = {} if method == "create_variation" else {"prompt": "red cube"}
+    try:
+        answer = getattr(client.images, method)(**prompt, **image, **fields, extra_body=ours)
+    except openai.BadRequestError as error:
+        return error.param, error.message
+    return answer.data
+
+
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # the client's word on variations
+@pytest.mark.parametrize(("method", "name", "value"), CASES)
+def test_a_default_that_is_sent_is_a_parameter_left_out(
+    client: openai.OpenAI, method: str, name: str, value: Any
+) -> None:
+    expected = outcome(client, method)
+    assert outcome(client, method, **{name: value}) == expected
+    assert method == "generate" or expected[0] == "image"

@@ -1,0 +1,66 @@
+"""Errors say the same of the same fault each time, whatever object was given."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lantern_rt import LanternError, open_bundle
+from lantern_rt.edits import read_picture
+from lantern_rt.engines.host import thread_count
+from lantern_rt.methods import Options
+from lantern_rt.prompts import bundle_tokenizer
+from lantern_rt.requests import check_request
+
+ODD: dict[str, Callable[[], Any]] = {
+    "object": object,
+    "generator": lambda: (word for word in ("red",)),
+    "function": lambda: lambda: 0,
+    "file": lambda: io.BytesIO(b"red"),
+    "list": lambda: [object()],
+    "mapping": lambda: {"a": object()},
+    "set": lambda: {object()},
+    "array": lambda: np.array([object()]),
+}
+CASES = [("prompts", odd) for odd in ODD] + [(name, odd) for name in Options.__annotations__ for odd in ODD]
+
+
+def messages(call: Callable[[Any], object], odd: str) -> set[str]:
+    """What is said of two objects of a kind."""
+    texts = set()
+    objects = ODD[odd](), ODD[odd]()  # at two addresses
+    for one in objects:
+        with pytest.raises(LanternError) as caught:
+            call(one)
+        texts.add(str(caught.value))
+    return texts
+
+
+@pytest.mark.parametrize(("name", "odd"), CASES)
+def test_what_an_option_was_given_is_named_without_its_address(words_bundle: Path, name: str, odd: str) -> None:
+    bundle = open_bundle(words_bundle, verify=False)
+    tokenizer = bundle_tokenizer(bundle)
+
+    def check(value: Any) -> None:
+        check_request(bundle.manifest, tokenizer, **{"prompts": "red cube", "method": "lantern", name: value})
+
+    (text,) = messages(check, odd)
+    assert "0x" not in text
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_threads_are_named_without_an_address(odd: str) -> None:
+    (text,) = messages(thread_count, odd)
+    assert "0x" not in text
+
+
+@pytest.mark.parametrize("data", [b"", b"red", b"GIF89a" + bytes(20), b"\x89PNG\r\n\x1a\n"])
+def test_bytes_that_are_no_picture_are_refused_in_the_same_words_each_time(data: bytes) -> None:
+    with pytest.raises(LanternError) as caught:
+        read_picture("image", data)
+    assert (caught.value.field, caught.value.problem) == ("image", "cannot be read (cannot identify image file)")
