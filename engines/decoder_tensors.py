@@ -64,7 +64,6 @@ def rows_dtype(dtype: str) -> str:
 def _keys_and_values(
     when: str, spec: DecoderSpec | DrafterSpec, dtypes: tuple[str, ...], shape: tuple[int | None, ...]
 ) -> list[Tensor]:
-    """`past_key_values.0.key`, and so on."""
     parts = ((i, part) for i in range(spec.num_layers) for part in ("key", "value"))
     return [Tensor(f"{when}_key_values.{i}.{part}", dtypes, shape) for i, part in parts]
 

@@ -76,8 +76,6 @@ def device_graph(
 
 
 class _Writer(DecoderWriter):
-    """Writes one decoder for devices."""
-
     def __init__(
         self,
         folder: Path,

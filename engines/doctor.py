@@ -11,6 +11,7 @@ from .gpu import CUDA, OLDEST_DRIVER, find_gpu
 from .host import RUNTIMES, available_memory, cpu_quota, import_onnxruntime, installed, runtime_conflict, usable_cores
 from .ort.providers import DEFAULT_PROVIDER, PROVIDERS, automatic
 from .ort.session import check_provider
+from .system import host_memory
 
 _PACKAGES = ("numpy", "pillow", "pydantic", "tokenizers", "rich", "typer", "torch", "onnx")
 _FOR_ACCELERATORS = ("nvidia-cu", "tensorrt", "onnxruntime-ep-")  # how distributions' names begin
@@ -31,8 +32,6 @@ class HostReport:
 
 def host_report() -> HostReport:
     """What this host offers. Never fails: what cannot be found out is a problem."""
-    import psutil  # type: ignore[import-untyped]
-
     conflict = runtime_conflict()
     problems = [str(conflict)] if conflict else []
     providers, main = list[str](), DEFAULT_PROVIDER
@@ -61,7 +60,7 @@ def host_report() -> HostReport:
         "onnxruntime": ", ".join(f"{name} {versions[name]}" for name in installed(*RUNTIMES)) or "none installed",
         "providers": ", ".join(providers) or "none",
         "cores": f"{cores} physical usable" + ("" if quota is None else f", quota {quota:g}"),
-        "memory": f"{_gib(available_memory())} available of {_gib(psutil.virtual_memory().total)}",
+        "memory": f"{_gib(available_memory())} available of {_gib(host_memory('total'))}",
         "will use": f"ONNX Runtime, provider {main}, threads: {cores}" if usable else "nothing: see the problems",
         "gpu": f"{gpu.compute_capability}, driver for CUDA {gpu.driver}" if gpu else "none found",
         "for GPUs": f"`lantern-rt[gpu]` in place of `[cpu]`: {needed}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ FORMAT_VERSION = "5.0"
 _LIMIT = 1 << 20  # bytes of engine.json; it has a few thousand
 _AGAIN = "build the engines again"
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+# The words of a command that errors may advise: what it runs and where it writes are not for a file to choose.
+_COMMAND = r"lantern-rt\0build-engine\0[^\0-][^\0]*(\0--(backend|max-rows|max-nodes|compute-capability)\0\w[\w-]*)*"
 
 
 class BuiltGraph(Part):
@@ -157,4 +160,7 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
         fields = explain(error)
         field = f"{file}: field `{fields.pop('field')}`"
         raise EngineError(**fields, field=field, remedy=_AGAIN) from error
+    if not re.fullmatch(_COMMAND, "\0".join(manifest.command)):
+        expected = "lantern-rt build-engine, a bundle and options"
+        raise EngineError(field=f"{file}: field `command`", found="another one", expected=expected, remedy=_AGAIN)
     return EngineFolder(Path(path).resolve(), manifest)

@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import EngineError
 from ..inputs import brief, short
 from .gpu import find_gpu
+from .system import host_memory, start_threads
 
 _CPU = Path("/sys/devices/system/cpu")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -85,15 +86,22 @@ def usable_cores() -> int:
     siblings = {_read(_CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list") for cpu in cores}
     count = len(siblings)
     if "" in siblings:  # no Linux, or one that hides them
-        count = min(len(cores), psutil.cpu_count(logical=False) or len(cores))
+        count = len(cores)
+        with suppress(OSError):  # no /proc, either
+            count = min(count, psutil.cpu_count(logical=False) or count)
     return max(1, min(count, int(cpu_quota() or count)))
 
 
 def thread_count(threads: int | None) -> int:
-    """Threads of a graph, by default `usable_cores`. Raises: EngineError unless 1 .. 1024."""
+    """Return the threads of a graph, by default `usable_cores`.
+
+    Raises: EngineError: not 1 .. 1024, or more than this system starts.
+    """
     if threads is not None and (type(threads) is not int or not 1 <= threads <= 1024):
         raise EngineError(field="threads", found=short(threads), expected="1 .. 1024")
-    return threads or usable_cores()
+    count = threads or usable_cores()
+    start_threads(count)
+    return count
 
 
 def cpu_quota() -> float | None:
@@ -105,8 +113,8 @@ def available_memory() -> int:
     """Bytes that this process may still take: what is free, or what its limit or its control groups' limits leave."""
     import psutil
 
-    free = [int(psutil.virtual_memory().available)]
-    with suppress(ImportError, AttributeError):  # of systems without such limits
+    free = [host_memory("available")]
+    with suppress(ImportError, AttributeError, psutil.Error):  # of systems without such limits, or without /proc
         import resource
 
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -140,7 +148,6 @@ def runtime_conflict() -> EngineError | None:
 
 
 def _affinity() -> set[int]:
-    """Logical cores of this process; all where the system has no affinity."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
@@ -168,7 +175,6 @@ def _quota(folder: Path) -> float | None:
 
 
 def _read(path: Path) -> str:
-    """A small file's text, empty where there is none."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

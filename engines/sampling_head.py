@@ -75,7 +75,6 @@ class Head(NamedTuple):
         return inputs, [Tensor("drawn", ("float32",), (2, *nodes, self.most))]
 
     def _filtered(self, graph: GraphWriter, scaled: str) -> str:
-        """Minus infinity for codes below the lowest that the filters keep."""
         if not (self.top_k or self.top_p):
             return scaled
         kept = self.top_k or self.vocab_size

@@ -94,7 +94,6 @@ def quantise_convolutions(plan: GraphFile, ranges: dict[str, tuple[Range, Range]
 
 
 def _eight_bits(plan: GraphFile, value: str, name: str, span: Range) -> list[NodeProto]:
-    """Nodes that round a value to 8 bits of a range, under another name."""
     step = (span[1] - span[0]) / 255 or 1.0
     plan.weights[f"{name}.step"] = torch.tensor(step)
     plan.weights[f"{name}.zero"] = torch.tensor(round(-span[0] / step), dtype=torch.uint8)
@@ -133,7 +132,6 @@ def _coarsen(plan: GraphFile, kernel: str, bias: str, largest: float) -> float:
 
 
 def _multiples(plan: GraphFile, value: str, name: str, step: float) -> list[NodeProto]:
-    """Nodes that round a value to multiples of a power of two, under another name."""
     plan.weights[f"{name}.step"] = torch.tensor(step)
     return [
         helper.make_node("Div", [value, f"{name}.step"], [f"{name}.steps"], f"{name}.divide"),

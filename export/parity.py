@@ -226,7 +226,6 @@ def _multiplies_integers(name: str, plan: GraphFile) -> bool:
 
 
 def _as_stored(name: str, weight: Tensor, plan: GraphFile | None, dtype: torch.dtype) -> Tensor:
-    """A module's weight, rounded to float32 and as the graph has it."""
     known = None if plan is None else _in_plan(name, plan)
     if plan is None or known is None:
         return computed(weight).float().to(dtype)

@@ -75,9 +75,14 @@ def brief(error: BaseException, most: int = 160) -> str:
 
 
 def require_library(name: str, what: str, extra: str) -> None:
-    """Raises: EngineError: the library that `what` needs, of lantern-rt's extra `extra`, is not installed."""
+    """Raises: EngineError: the library that `what` needs, of lantern-rt's extra `extra`, cannot be imported."""
     if importlib.util.find_spec(name) is None:
         raise EngineError(f"{name} is not installed", field=what, remedy=f"run `pip install 'lantern-rt[{extra}]'`")
+    if name == "torch":
+        try:
+            os.getcwd()
+        except OSError as error:  # on which MKL ends the program
+            raise EngineError("the current folder was deleted", field=what, remedy="go to another with `cd`") from error
 
 
 @contextmanager

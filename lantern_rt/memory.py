@@ -93,13 +93,11 @@ def check_room(manifest: Manifest, request: Request, free: int) -> None:
 
 
 def _picture_bytes(manifest: Manifest, settings: Settings, prefix: int) -> dict[str, int]:
-    """What one image takes from its prompt to its pixels."""
     pixels = math.prod(manifest.pixels(manifest.size(settings.size)))
     return image_bytes(manifest, settings, prefix) | {"painting": _PIXEL * pixels}
 
 
 def _fewest_tokens(condition: ConditionSpec) -> int:
-    """Of a prompt, but for those that tell a size."""
     layout = condition.layout
     if layout is None:
         return condition.prefix
@@ -180,5 +178,8 @@ class PeakMemory(threading.Thread):
 
 def anonymous_memory() -> int | None:
     """Bytes of memory in use, files aside; None where the system does not tell."""
-    memory = psutil.Process().memory_info()
+    try:
+        memory = psutil.Process().memory_info()
+    except psutil.Error:  # Linux without /proc
+        return None
     return int(memory.rss - memory.shared) if psutil.LINUX else None

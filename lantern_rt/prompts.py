@@ -131,14 +131,22 @@ def _text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, size: Si
     return ImageRequest(prompt, inputs, (np.ones(len(cond), bool), np.ones(len(uncond), bool)), (cond, uncond))
 
 
+def _array(values: Any) -> NDArray[Any]:
+    if hasattr(values, "detach"):  # a tensor of PyTorch, which NumPy reads without gradients, and in no bfloat16
+        values = values.detach().cpu()
+        values = values.float() if values.is_floating_point() else values
+    return np.asarray(values)
+
+
 def embedding_requests(condition: ConditionSpec, embeddings: Embeddings) -> list[ImageRequest]:
     """Left-pad right-padded embeddings: real rows go to the end, padding becomes zero."""
     prefix, width = condition.prefix, condition.caption_dim or 0
     rows, mask = embeddings if isinstance(embeddings, tuple) else (embeddings, None)
     try:
-        values = np.asarray(rows, np.float32)
-        marks = np.ones(values.shape[:-1], np.bool_) if mask is None else np.asarray(mask).astype(np.bool_)
-    except (ValueError, TypeError, OverflowError) as error:
+        with np.errstate(over="ignore"):  # what is infinite then is refused below
+            values = _array(rows).astype(np.float32, casting="same_kind")
+        marks = np.ones(values.shape[:-1], np.bool_) if mask is None else _array(mask).astype(np.bool_)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # RuntimeError: of PyTorch
         raise RequestError(field="embeddings", found=brief(error), expected="an array of numbers and a mask") from error
     if values.ndim == 2:
         values, marks = values[None], marks[None]

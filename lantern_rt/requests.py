@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from shlex import quote
 from typing import Any, TypeVar, get_args
 
 import numpy as np
@@ -176,7 +177,7 @@ def _preset_method(manifest: Manifest, quality: Any) -> MethodConfig:
         raise RequestError(field="quality", found=short(quality), expected=", ".join(get_args(Quality)))
     if quality not in manifest.presets:
         problem = f"bundle {manifest.name} has no preset {quality}"
-        remedy = f"`lantern-rt eval {manifest.name} --write-presets` measures and writes presets"
+        remedy = f"`lantern-rt eval {quote(manifest.name)} --write-presets` measures and writes presets"
         raise RequestError(problem, field="quality", remedy=remedy)
     return manifest.presets[quality].method
 
@@ -235,7 +236,7 @@ def _plain(value: Any) -> Any:
 
 def _as_list(value: Any, times: int = 1) -> list[Any]:
     value = _plain(value)
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * times
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value] * times
 
 
 def _recorded_subject(info: Mapping[Any, Any], field: str) -> tuple[str | None, int | None]:

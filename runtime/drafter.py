@@ -32,7 +32,6 @@ MOST_SLOTS = 64  # committed ones of a row that are run together, its prefix apa
 
 
 def _slots(shape: StaticTree | DynamicTree) -> int:
-    """Cache slots that drafting takes; pruned nodes are drafted too."""
     return max(shape.nodes, shape.depth * shape.branch) if isinstance(shape, DynamicTree) else shape.nodes
 
 
@@ -127,7 +126,6 @@ class EagleDrafter(TreeDrafter):
         return self.cache
 
     def _sides(self) -> list[int]:
-        """Rows of every request."""
         return [len(request.rows) for request in self.requests]
 
     def _join(self, requests: Sequence[Request]) -> None:
@@ -148,11 +146,9 @@ class EagleDrafter(TreeDrafter):
         self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])
 
     def _rows(self) -> list[Ints]:
-        """Rows of each request, int64 `[sides]`."""
         return [first + np.arange(sides) for first, sides in zip(self.first_row, self._sides(), strict=True)]
 
     def _best(self, level: Level, depth: int, most: int, noisy: bool) -> list[tuple[Ints, Floats]]:
-        """The `most` best children of every slot of a level, and their log-probabilities, per request."""
         noises = [one.noise if noisy and not one.sampling.greedy else None for one in self.requests]
         on_device = level.logits
         if isinstance(on_device, DeviceLogits) and all(on_device.draws(request.sampling) for request in self.requests):
@@ -205,7 +201,6 @@ class EagleDrafter(TreeDrafter):
         return read, hidden
 
     def _run_committed(self, read: list[Ints], states: list[Floats | HiddenView], counts: list[int]) -> PassOutput:
-        """A pass over the first `counts` slots of each row, which are appended."""
         slots = max(MINIMUM_NODES, *counts)
         tokens = np.zeros((len(read), slots), np.int64)
         for row, count in enumerate(counts):
@@ -329,7 +324,6 @@ def _tokens_below(request: Request, depth: int) -> int:
 
 
 def _proposal(shape: StaticTree, levels: list[Level], rows: Ints, sampling: Sampling, node: int) -> Probabilities:
-    """What the children of a node were drawn from, for a request's `rows [sides]`."""
     depth = len(shape.paths[node - 1]) if node else 0
     level = levels[depth]
     slot = np.searchsorted(shape.levels[depth], node)
@@ -342,7 +336,6 @@ def _read(states: Floats | HiddenView) -> Floats:
 
 
 def _joined(states: list[Floats | HiddenView], counts: list[int], slots: int) -> Floats | HiddenView:
-    """The first `counts` states of each row, `[rows, slots, hidden_size]`, filled up with any."""
     sources = {id(own.source) if isinstance(own, HiddenView) else None for own in states}
     if isinstance(first := states[0], HiddenView) and len(sources) == 1:
         rows, nodes = np.zeros((2, len(states), slots), np.int64)

@@ -108,7 +108,6 @@ class Ahead:
         return late.logits + self.heads.correction(late.gate, late.left, left)
 
     def _noisy(self, position: int, logits: Floats, noisy: bool = True) -> Floats:
-        """Shaped logits with the noise of a position, `[n, vocab_size]`."""
         values = shape_logits(logits, self.request.sampling)
         if noisy and not self.request.sampling.greedy:
             values = values + self.request.noise.gumbel(position, 1, values.shape[1])
@@ -147,6 +146,5 @@ def _chain_proposal(levels: Sequence[Floats], sampling: Sampling, node: int) -> 
 
 
 def _proposal(shape: StaticTree, levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
-    """What the children of a node were drawn from."""
     depth = len(shape.paths[node - 1]) if node else 0
     return shape_distribution(levels[depth][np.searchsorted(shape.levels[depth], node)], sampling)

@@ -116,7 +116,6 @@ class TargetOutput:
         return is_decisive(span.logits[place], noise, code, self.sampling, self.tie_margin)
 
     def _look_at(self, node: int) -> Span:
-        """The span that a node is in; a tree's nodes are looked at one after the other."""
         span = self._span
         if span is None or not span.first <= node < span.first + len(span.logits):
             first, nodes = (0, len(self.structure.depths)) if self.structure.chain else (node, 1)
@@ -124,7 +123,6 @@ class TargetOutput:
         return span
 
     def _gumbel(self, first: int, logits: Floats) -> Floats | None:
-        """Noise for `logits [nodes, vocab_size]` after a chain from node `first`; none when greedy."""
         return None if self.sampling.greedy else self.noise.gumbel(self.cells[first], *logits.shape)
 
     def _read(self, nodes: slice | Sequence[int]) -> Floats:

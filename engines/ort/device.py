@@ -185,7 +185,6 @@ class NoiseTable:
         return ids
 
     def _take(self, groups: int) -> None:
-        """Room for so many groups, all of it free."""
         self.value = self.device.zeros((groups, GROUP, self.size), "float32")
         self._places, self._free = {}, list(range(groups))
 

@@ -64,7 +64,6 @@ class OrtEngine:
         return PassOutput(logits.astype(np.float32, copy=False), features.astype(np.float32, copy=False), new_kv)
 
     def _checked(self, feeds: dict[str, Array], shape: tuple[int, ...]) -> list[Array]:
-        """Outputs of the first pass of a shape. Raises: BundleError: they have other shapes than they should."""
         outputs = self._graph.run_checked(feeds)
         rows, nodes, _ = shape
         for i, (name, array) in enumerate(zip(self._graph.output_names, outputs, strict=True)):

@@ -31,6 +31,7 @@ PLAIN = 2  # runs of what is bound before it is recorded
 _UNRECORDED = -1  # the number of passes that are run op by op
 # Errors of ONNX Runtime that mean a damaged file; all others mean a graph that it cannot run.
 _DAMAGE = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
+_CURES = {"bad_alloc": "close other programs, there is too little memory", "procfs": "mount /proc"}  # by their words
 
 
 class GraphSession:
@@ -178,7 +179,7 @@ def load_session(
                 f"not a graph that can be loaded: {what}", field=str(where), remedy="export the bundle again"
             ) from error
         other = "update onnxruntime" if provider == DEFAULT_PROVIDER else f"check the driver, or use {DEFAULT_PROVIDER}"
-        remedy = "close other programs, there is too little memory" if "bad_alloc" in what else other
+        remedy = next((cure for word, cure in _CURES.items() if word in str(error)), other)
         problem = f"ONNX Runtime {runtime.__version__} does not take this graph: {what}"
         raise EngineError(problem, field=str(where), remedy=remedy) from error
     check_taken(where, chosen, session)

@@ -141,7 +141,6 @@ class Bound:
         return codes.astype(np.int64), scores
 
     def _launch(self) -> None:
-        """Send up what is in the buffer, and run the pass if it waits."""
         waiting = self._waiting.pop() if self._waiting else None
         if waiting is not None:
             self._buffer.fill(self._inputs, waiting[0])
@@ -150,7 +149,6 @@ class Bound:
             self._run()
 
     def _drawing(self, head: Head, feeds: Mapping[str, Any]) -> Drawing:
-        """The head bound for requests of this shape, made if need be."""
         shape = feeds["conditional"].shape
         drawing, noise = self._drawings.pop((head, shape), None), feeds.get("noise")
         if drawing is None or drawing.noise is not noise:  # its table may have grown

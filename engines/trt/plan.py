@@ -170,7 +170,6 @@ class Plan:
         return run
 
     def _place(self, context: Any, values: Mapping[str, Any]) -> None:
-        """Let a context run on these values."""
         shapes = {name: tuple(values[name].shape()) for name in (*self._inputs, *self._outputs)}
         for name in self._inputs:
             self._check(context.set_input_shape(name, shapes[name]), f"take `{name}` as {list(shapes[name])}")
@@ -189,7 +188,6 @@ class Plan:
         return self._contexts[profile]
 
     def _check(self, success: bool, what: str) -> None:
-        """Raises: EngineError with the library's words unless it did `what`."""
         if not success:
             library = f"{self._library.__name__} {self._library.__version__}"
             problem = f"{library} does not {what}: {first(self._errors)}"

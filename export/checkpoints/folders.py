@@ -44,6 +44,7 @@ class Checkpoint:
         progress: how much of the weights is read, in megabytes.
         averaged: as `read_weights` has it.
         adapters: merged into the weights, one after the other, once these are read.
+        tied: by names of weights, the weight that each is; an adapter of one leaves the other as it is, as in PEFT.
         weights: by the names that readers give them.
         names: those of the files by those of readers, for messages; `*` stands for the number of a layer.
         prefix: what files put before all names.
@@ -55,6 +56,7 @@ class Checkpoint:
     progress: Progress = silent
     averaged: bool | None = None
     adapters: Sequence[Adapter] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
     weights: Weights = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     prefix: str = ""
@@ -141,6 +143,7 @@ class Checkpoint:
                 raise refusal(path, twice[0], "is in a file before it, too", remedy=remedy)
             self.weights |= part
             self.sources.append((self.role, path))
+        self.weights |= {name: self.weights[own] for name, own in self.tied.items() if own in self.weights}
         for adapter in self.adapters:
             adapter.merge(self.weights, keep)
             self.sources += adapter.sources

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
@@ -22,18 +23,21 @@ from .deferred import computed, deferred
 from .files import Weights, listing, read_config, read_weights, refusal, refusing
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+# Of a linear layer. PEFT calls those of embeddings otherwise, and ignores this name there.
+_NAME = re.compile(r"base_model\.model\.((?:.+\.)?(?![^.]*embed)[^.]+)\.lora_([AB])\.weight")
 _OUTER = re.compile(r"(?:(?:model|text_model|language_model|module|_orig_mod)\.)*")  # as libraries nest it differently
 _REMEDY = "merge it with PEFT, and export the result"
-# Fields of what is merged as it is; one that is not there has PEFT's default, which is among these.
+# Fields that tell where an adapter comes from, where it applies and how it was trained, or that are read below.
+_FREE = {"auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern"}
+_FREE |= {"layers_to_transform", "lora_alpha", "lora_dropout", "peft_version", "r", "rank_pattern", "revision"}
+_FREE |= {"target_modules", "task_type", "use_rslora"}
+# Values of other fields with which PEFT merges as is done here. Fields of no name here are off, or refused.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "use_dora": (False, None),
-    "fan_in_fan_out": (False, None),
-    "alpha_pattern": ({}, None),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None),  # others change the model besides
-    "use_rslora": (True, False, None),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica", None),  # others change the model, too
+    "megatron_core": ("megatron.core", None),
+    "qalora_group_size": (16, None),
 }
 
 
@@ -55,9 +59,10 @@ class Adapter:
         """Replace weights by what they become, computed when used, in their own type.
 
         keep: whether the reader wants a weight of this name; what is added to others is left out.
-        Raises: CheckpointError: there is no such weight, or it has another shape.
+        Raises: CheckpointError: a weight is not there, has another shape, or would be infinite, or none is wanted.
         """
         places = {_inner(name): name for name in weights}
+        merged = set[str]()
         for name, (first, second, factor) in self.parts.items():
             place = places.get(_inner(name))
             if place is None and not keep(name):
@@ -69,7 +74,17 @@ class Adapter:
             weight, shape = weights[place], [len(second), first.shape[1]]
             if list(weight.shape) != shape:
                 raise refusal(self.path, name, found=f"shape {shape}", expected=f"{list(weight.shape)}, the target's")
+            if place in merged:
+                raise refusal(self.path, name, "is in the file twice, under two names", remedy=_REMEDY)
+            merged.add(place)
+            # No number of their product is larger; in float32, as the sum.
+            bound = float(abs(factor) * first.float().norm(dim=0).max() * second.float().norm(dim=1).max())
+            if not bound < torch.finfo(weight.dtype).max:
+                problem = f"adds numbers up to {bound:.1e}, which makes infinite weights"
+                raise refusal(self.path, name, problem, remedy="give a smaller scale, or correct lora_alpha")
             weights[place] = deferred(partial(_sum, weight, first, second, factor), shape, weight.dtype)
+        if not merged:
+            raise refusal(self.path, problem="adapts no layer that generates images", remedy="leave it out")
 
 
 def split_scale(text: str) -> tuple[str, float]:
@@ -90,7 +105,15 @@ def read_adapter(folder: Path, scale: float) -> Adapter:
     config, path = read_config(folder / CONFIG), folder / WEIGHTS
     for name, allowed in _PLAIN.items():
         config.expect(name, *allowed, remedy=_REMEDY)
+    for name, value in config.values.items():
+        if name not in _FREE and name not in _PLAIN and value not in (None, False, [], {}):
+            raise config.error(name, expected="PEFT's default", remedy=_REMEDY)
+    if not path.is_file():
+        raise refusal(path, problem="no such file", remedy="load the adapter with PEFT and save it again: it writes it")
     alpha = config.number("lora_alpha", 8.0)
+    ranks = [config.whole("r") or 8]
+    if config.get("rank_pattern"):
+        ranks += config.section("rank_pattern").values.values()
     matrices: dict[str, dict[str, Tensor]] = {}
     for name, weight in read_weights(path).items():
         match = _NAME.fullmatch(name)
@@ -99,9 +122,10 @@ def read_adapter(folder: Path, scale: float) -> Adapter:
         matrices.setdefault(f"{match[1]}.weight", {})[match[2]] = weight
     parts = {}
     for name, pair in matrices.items():
-        if pair.keys() != {"A", "B"} or pair["B"].shape[1] != len(pair["A"]):
+        if pair.keys() != {"A", "B"} or pair["B"].shape[1] != len(pair["A"]) or len(pair["A"]) not in ranks:
             found = " and ".join(f"lora_{one} {list(weight.shape)}" for one, weight in sorted(pair.items()))
-            raise refusal(path, name, found=found, expected="lora_A [rank, inputs] and lora_B [outputs, rank]")
+            expected = f"lora_A [rank, inputs] and lora_B [outputs, rank], of ranks {short(ranks)}"
+            raise refusal(path, name, found=found, expected=expected)
         rank = len(pair["A"])
         factor = scale * alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         parts[name] = pair["A"], pair["B"], factor

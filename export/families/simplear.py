@@ -61,10 +61,9 @@ def read_simplear(
     config = checkpoint.model_config("Daniel0724/SimpleAR-0.5B-RL", "qwen2")
     path, generation = checkpoint.tokenizer(), checkpoint.config("generation_config.json")
     config.expect("use_sliding_window", False, None, remedy="other decoders are not supported")
+    checkpoint.tied = {_HEAD: _EMBED} if config.get("tie_word_embeddings") else {}
     checkpoint.read()
-    head = _EMBED if config.get("tie_word_embeddings") else _HEAD
-    rows = min(checkpoint.shape(name)[0] for name in (_EMBED, head))
-    checkpoint.weights[_HEAD] = checkpoint.weights[head]
+    rows = min(checkpoint.shape(name)[0] for name in (_EMBED, _HEAD))
     rename_llama(checkpoint, "model.", {"embed.weight": _EMBED, "head.weight": _HEAD})
     tokenizer = read_tokenizer(path, rows)
     first = tokenizer.get_vocab_size(with_added_tokens=True)

@@ -119,7 +119,6 @@ class Ops(GraphWriter):
         return parts, scale
 
     def _rounded(self, x: str, step: Tensor) -> str:
-        """A value in integers of 8 bits, turned back."""
         scale = self.weight(f"{x}.step", step)
         parameters = scale, self.weight("integer_zero", torch.tensor(_ZERO, dtype=torch.uint8))
         return self.op("DequantizeLinear", self.op("QuantizeLinear", x, *parameters), *parameters)

@@ -29,8 +29,6 @@ Conv = tuple[Tensor, Tensor]  # weight `[out, in, height, width]` and bias, floa
 
 
 class _Skip(nn.Sequential):
-    """A norm and a convolution, whose result is added to x."""
-
     def forward(self, x: Tensor) -> Tensor:
         added: Tensor = x + self[1](self[0](x))
         return added

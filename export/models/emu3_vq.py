@@ -49,8 +49,6 @@ class _SpatialNorm(nn.Module):
 
 
 class _TimeConv(nn.Conv2d):
-    """What is left of a convolution in time, then swish."""
-
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, 3, padding=1)
 
@@ -65,8 +63,6 @@ def _time_residuals(config: VQConfig) -> nn.Sequential:
 
 
 class _VideoEncoder(Levels):
-    """Pictures to latents; `halvings` of the frames after the levels."""
-
     def __init__(self, config: VQConfig, halvings: int) -> None:
         width, sizes = config.latent_width, (config.encoder_stem, config.encoder_widths, config.latent_width)
         super().__init__(3, *sizes, config.blocks, config.attention, "downsample")
@@ -80,8 +76,6 @@ class _VideoEncoder(Levels):
 
 
 class _VideoDecoder(Levels):
-    """Code vectors `[images, code_width, rows, columns]` to pictures."""
-
     def __init__(self, config: VQConfig, doublings: int) -> None:
         width, widths = config.latent_width, config.decoder_widths
         norm = partial(_SpatialNorm, config.code_width)

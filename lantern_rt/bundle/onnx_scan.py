@@ -130,7 +130,6 @@ def float_weights(path: Path) -> int:
 
 @contextmanager
 def _mapped(path: Path) -> Iterator[tuple[mmap.mmap, slice]]:
-    """The bytes of a file, and where its outermost message lies."""
     if not path.stat().st_size:
         raise ValueError("the file is empty")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

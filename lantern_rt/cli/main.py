@@ -14,7 +14,8 @@ from contextlib import suppress
 
 import typer
 
-from ..errors import LanternError
+from ..engines.system import start_threads
+from ..errors import EngineError, LanternError
 from .app import PROGRAM, app
 from .console import say
 
@@ -27,6 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed: nobody wants it, and no file may be given its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    try:
+        start_threads(min(os.cpu_count() or 1, 64))  # as many as NumPy
+    except EngineError:  # on which its OpenBLAS would raise SIGINT, and PyTorch's OpenMP exit
+        for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+            os.environ.setdefault(name, "1")
     code = run_program(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -52,6 +58,10 @@ def run_program(arguments: Sequence[str]) -> int:
         return _fail(str(error))
     except BrokenPipeError:
         return 0
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        return _fail("the system starts no more threads; raise `ulimit -u`")
 
 
 def _run_command(arguments: Sequence[str]) -> int:

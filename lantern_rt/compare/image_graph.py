@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from ..bundle.files import Bundle
 from ..bundle.manifest import file_sha256
 from ..engines.contracts import Progress
-from ..engines.host import import_onnxruntime, usable_cores
+from ..engines.host import import_onnxruntime, thread_count
 from ..errors import RequestError
 from ..inputs import brief, open_plain_file, read_plain_file, reading
 from .statistics import Floats, Ints
@@ -88,7 +88,7 @@ class ImageGraph(ABC):
         self.prepare = prepare
         runtime = import_onnxruntime()
         options = runtime.SessionOptions()
-        options.intra_op_num_threads = threads or usable_cores()
+        options.intra_op_num_threads = thread_count(threads)
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 4
         try:
@@ -148,7 +148,6 @@ class ImageGraph(ABC):
         """What is wanted of an output of `count` images, a row an image. Raises: RequestError: it has no such rows."""
 
     def _pixels(self, image: Image) -> NDArray[Any]:
-        """float `[3, height, width]`."""
         size = (self.width or image.width, self.height or image.height)
         resized = image if image.size == size else image.resize(size, Resampling.BICUBIC)
         values = np.asarray(resized.convert("RGB"), np.float64) / 255

@@ -94,8 +94,6 @@ def _apply(steps: Steps, text: str) -> str:
 
 
 class _Text(HTMLParser):
-    """Collects the text between tags, without that of scripts, styles and templates."""
-
     def __init__(self) -> None:
         super().__init__(convert_charrefs=False)  # or the text's last entity would count when cut short
         self.parts: list[str] = []

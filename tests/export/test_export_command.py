@@ -30,6 +30,17 @@ def test_an_export_says_what_it_wrote_and_how_to_get_presets(program: Any, tmp_p
     assert (code, "precision: found 'fp8', expected one of fp32, fp16" in err) == (2, True)
 
 
+def test_a_folder_deleted_below_the_shell_is_one_line(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "deleted"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    code, _, err = program("export", "--target", C2I, "--vq", VQ, "--output", tmp_path / "b")
+    assert (code, err) == (2, "lantern-rt: export: the current folder was deleted; go to another with `cd`\n")
+
+
 def test_a_lumina_bundle_is_exported_and_verified(program: Any) -> None:
     files = ["--target", LUMINA, "--vq", VQGAN, "--grid", 4, "--output", "lumina"]
     assert program("export", "--family", "lumina", *files)[0] == 0

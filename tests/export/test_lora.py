@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_copies import C2I, EMU3, VQ, Weights, config_of, copied, edited
-from safetensors.torch import save_file
+from checkpoint_copies import C2I, COSMOS, EMU3, SIMPLEAR, VQ, Weights, config_of, copied, edited
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
@@ -17,7 +18,11 @@ from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.deferred import computed
 from lantern_rt.export.checkpoints.lora import read_adapter, split_scale
 from lantern_rt.export.families.emu3 import read_emu3
+from lantern_rt.export.families.llamagen import read_transformer
+from lantern_rt.export.families.simplear import read_simplear
+from lantern_rt.export.writer import Model
 
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FUSED, OUT = "layers.0.attention.wqkv", "layers.1.attention.wo"
 
 
@@ -38,6 +43,11 @@ def adapter(
     fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", "alpha_pattern": {}} | config
     (folder / "adapter_config.json").write_text(json.dumps(fields))
     return folder, products
+
+
+def state(model: Model) -> dict[str, Tensor]:
+    """Weights of the target."""
+    return {name: computed(weight) for name, weight in model.graphs[0].module.state_dict().items()}
 
 
 def test_adapters_are_merged_in_order_recorded_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,9 +85,60 @@ def test_names_of_a_library_that_nests_the_decoder_otherwise_are_found(tmp_path:
         read_emu3(EMU3, grid=6, lora=[read_adapter(lora, 0.7)]),
         read_emu3(copied(EMU3, tmp_path / "merged", merge), grid=6),
     )
-    found, expected = ({k: computed(v) for k, v in m.graphs[0].module.state_dict().items()} for m in models)
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6)
+    torch.testing.assert_close(*map(state, models), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("own_head", [False, True])
+def test_an_adapter_of_a_tied_head_changes_the_head_alone(tmp_path: Path, own_head: bool) -> None:
+    rows, width = load_file(SIMPLEAR / "model.safetensors")[EMBED].shape
+    lora, products = adapter(tmp_path / "lora", {"lm_head": (rows, width)})
+
+    def untie(weights: Weights) -> None:
+        weights[HEAD] = (weights[EMBED].float() + 3 * products[HEAD]).to(weights[EMBED].dtype)
+
+    tied = SIMPLEAR
+    if own_head:  # as files have it that are no safetensors
+        tied = copied(SIMPLEAR, tmp_path / "tied", lambda weights: weights.update({HEAD: weights[EMBED].clone()}))
+    found = read_simplear(tied, COSMOS, grid=4, lora=[read_adapter(lora, 1.0)])
+    expected = read_simplear(copied(SIMPLEAR, tmp_path / "untied", untie, tie_word_embeddings=False), COSMOS, grid=4)
+    torch.testing.assert_close(state(found), state(expected), rtol=0, atol=1e-5)
+    assert torch.equal(found.code_embeddings, expected.code_embeddings)
+
+
+@pytest.mark.parametrize("scale", [1e39, 1e308, -1e300])
+def test_a_scale_that_makes_infinite_weights_is_named_before_the_export(tmp_path: Path, scale: float) -> None:
+    lora, _ = adapter(tmp_path / "lora", {OUT: (64, 64)})
+    with pytest.raises(CheckpointError) as caught:
+        read_transformer(C2I, config=config_of(C2I), lora=[read_adapter(lora, scale)])
+    assert caught.value.field == f"{lora / 'adapter_model.safetensors'}: {OUT}.weight"
+    assert "infinite weights" in caught.value.problem
+    assert caught.value.remedy == "give a smaller scale, or correct lora_alpha"
+
+
+def test_numbers_that_half_precision_lacks_are_infinite_there_alone(tmp_path: Path) -> None:
+    lora, _ = adapter(tmp_path / "lora", {OUT: (64, 64)}, lora_alpha=1e7)
+    weights = {f"{OUT}.weight": torch.ones(64, 64)}
+    read_adapter(lora, 1.0).merge(weights, lambda name: True)
+    with pytest.raises(CheckpointError):
+        read_adapter(lora, 1.0).merge({f"{OUT}.weight": torch.ones(64, 64).half()}, lambda name: True)
+
+
+def test_an_adapter_of_nothing_that_is_used_is_refused(tmp_path: Path) -> None:
+    lora, _ = adapter(tmp_path / "lora", {"lm_head": (64, 64)})
+    with pytest.raises(CheckpointError) as caught:
+        read_adapter(lora, 1.0).merge(
+            {f"{OUT}.weight": torch.ones(64, 64)}, lambda name: not name.startswith("lm_head")
+        )
+    assert caught.value.problem == "adapts no layer that generates images"
+
+
+def test_an_adapter_in_pickles_alone_names_the_cure(tmp_path: Path) -> None:
+    lora, _ = adapter(tmp_path / "lora", {OUT: (64, 64)})
+    torch.save(load_file(lora / "adapter_model.safetensors"), lora / "adapter_model.bin")
+    (lora / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        read_adapter(lora, 1.0)
+    assert caught.value.remedy == "load the adapter with PEFT and save it again: it writes it"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +149,25 @@ def test_names_of_a_library_that_nests_the_decoder_otherwise_are_found(tmp_path:
         ({FUSED: (64, 64)}, {}, {}, "found shape [64, 64], expected [192, 64], the target's"),
         ({OUT: (64, 64)}, {f"base_model.model.{OUT}.lora_magnitude_vector": torch.ones(64)}, {}, "magnitude_vector"),
         ({}, {f"base_model.model.{OUT}.lora_A.weight": torch.ones(2, 64)}, {}, "wo.weight: found lora_A [2, 64]"),
+        (
+            {OUT: (64, 64), f"model.{OUT}": (64, 64)},
+            {},
+            {},
+            f"model.{OUT}.weight: is in the file twice, under two names",
+        ),
+        (
+            {"tok_embeddings": (64, 64)},
+            {},
+            {},
+            "tok_embeddings.lora_A.weight: expected lora_A and lora_B of linear layers",
+        ),
+        (
+            {OUT: (64, 64)},
+            {},
+            {"a_field_to_come": "x"},
+            "adapter_config.json: a_field_to_come: found 'x', expected PEFT's",
+        ),
+        ({OUT: (64, 64)}, {}, {"rank_pattern": ["wo"]}, "adapter_config.json: rank_pattern: found nothing"),
         ({OUT: (64, 64)}, {}, {"use_dora": True}, "adapter_config.json: use_dora: found True"),
         ({OUT: (64, 64)}, {}, {"peft_type": "IA3"}, "peft_type: found 'IA3', expected 'LORA'"),
         ({OUT: (64, 64)}, {}, {"init_lora_weights": "pissa"}, "merge it with PEFT, and export the result"),

@@ -236,6 +236,31 @@ def test_a_file_outside_the_folder_cannot_be_named(bundle: Path, engines: Path, 
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        ["sudo", "rm", "-rf", "/"],
+        ["lantern-rt", "push", "tiny", "owner/name"],
+        ["lantern-rt", "build-engine"],
+        ["lantern-rt", "build-engine", "--help"],
+        ["lantern-rt", "build-engine", "tiny", "--output", "/etc"],
+        ["lantern-rt", "build-engine", "tiny", "--backend", "--force"],
+        ["lantern-rt", "build-engine", "tiny", "--max-rows", "4; sudo rm -rf /"],
+        ["lantern-rt build-engine tiny"],
+    ],
+)
+def test_a_file_chooses_no_command_that_an_error_advises(bundle: Path, engines: Path, command: list[str]) -> None:
+    change(engines, command=command, builder_version="1.0.0")
+    error = refusal(bundle, engines)
+    assert "field `command" in error.field
+    assert error.remedy == "build the engines again"
+
+
+def test_a_bundle_of_any_name_is_one_word_of_the_command(bundle: Path, engines: Path) -> None:
+    change(engines, command=["lantern-rt", "build-engine", "my $(bundle); ls"], builder_version="1.0.0")
+    assert "build-engine 'my $(bundle); ls' --output" in refusal(bundle, engines).remedy
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("{", "expected JSON"),

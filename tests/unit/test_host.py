@@ -17,7 +17,10 @@ from lantern_rt.engines.doctor import host_report
 from lantern_rt.engines.gpu import Gpu
 from lantern_rt.engines.host import import_onnxruntime, thread_count
 from lantern_rt.engines.kv_cache import KVCache
+from lantern_rt.engines.ort.session import load_session
+from lantern_rt.engines.system import host_memory
 from lantern_rt.errors import EngineError
+from lantern_rt.memory import anonymous_memory
 
 
 def test_doctor_says_what_will_be_used(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,6 +136,28 @@ def test_without_sys_the_system_is_asked_for_physical_cores(tmp_path: Path, monk
         monkeypatch.setattr(host, "_affinity", lambda logical=logical: set(range(logical)))
         monkeypatch.setattr(psutil, "cpu_count", lambda logical, physical=physical: None if logical else physical)
         assert host.usable_cores() == cores
+
+
+def test_without_proc_the_system_is_asked_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    monkeypatch.setattr(host, "_CPU", tmp_path)
+    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host, "_affinity", lambda: {0, 1, 2})
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: (tmp_path / "cpuinfo").read_text())
+    assert host.usable_cores() == 3
+    assert 1 << 20 < host.available_memory() <= host_memory("total")
+    assert host_report().facts["memory"].count("GiB") == 2
+    assert anonymous_memory() is None
+
+
+def test_an_onnxruntime_that_needs_proc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError(f"{'FAIL : ' * 99}Secure opened-file canonicalization requires procfs at /proc/self/fd/6")
+
+    monkeypatch.setattr(import_onnxruntime(), "InferenceSession", refuse)
+    with pytest.raises(EngineError) as caught:
+        load_session(b"", 1, "cpu")
+    assert caught.value.remedy == "mount /proc"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""Streams that are full or closed, no home folder, full disks, Ctrl-C: a line at most, and 0, 2 or 130."""
+"""Full and closed streams, no home folder, full disks, limits on threads, Ctrl-C: a line at most, and 0, 2 or 130."""
 
 from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import OutputError
 from lantern_rt.cli.main import run_program
+from lantern_rt.engines.host import thread_count
+from lantern_rt.errors import EngineError
 from lantern_rt.output.files import cache_folder
 
 PROGRAM = f"{sys.executable} -m lantern_rt"
@@ -78,6 +81,46 @@ def test_ctrl_c_exits_with_130_and_keeps_finished_images_and_the_same_command_go
     monkeypatch.chdir(tmp_path)
     assert run_program([*command[:-1], "2"]) == 0
     assert "of 2 images are there already" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def without_rights() -> list[str]:
+    """What a command begins with to obey limits of processes, which root does not."""
+    if os.getuid() != 0:
+        return []
+    rights = ("--inh-caps=+dac_override", "--ambient-caps=+dac_override")  # to read and write what root may
+    words = ["setpriv", "--reuid=65534", "--clear-groups", *rights]
+    if shutil.which(words[0]) is None or subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("root cannot give up its rights here")
+    return words
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize(("threads", "code", "said"), [("64", 2, "lantern-rt: --threads: "), ("1", 0, "ar: ")])
+def test_threads_that_a_limit_forbids_are_one_line_and_one_thread_needs_none(
+    words_bundle: Path, tmp_path: Path, without_rights: list[str], processes: int, threads: str, code: int, said: str
+) -> None:
+    run = ["-m", "lantern_rt", "run", str(words_bundle), "red", "--method", "ar", "--threads", threads]
+    words = ["bash", "-c", f'ulimit -u {processes}; exec "$@"', "bash", *without_rights, sys.executable, *run]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1][: len(said)]) == (code, said)
+    assert "OpenBLAS" not in done.stderr
+    assert done.stderr.count("\n") == 1 or code == 0
+
+
+def test_a_thread_that_cannot_be_started_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    with pytest.raises(EngineError) as caught:
+        thread_count(64)
+    assert (caught.value.field, caught.value.found) == ("threads", "64")
+    monkeypatch.setattr("lantern_rt.cli.main._run_command", refuse)
+    assert run_program(["doctor"]) == 2
+    assert capsys.readouterr().err == "lantern-rt: the system starts no more threads; raise `ulimit -u`\n"
 
 
 def test_a_full_disk_is_refused_for_a_trace_and_leaves_no_part_of_it(

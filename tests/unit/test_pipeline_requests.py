@@ -13,7 +13,7 @@ from lantern_rt import Pipeline, RequestError, TreeError
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.methods import METHODS, Eagle, MethodConfig, Sjd
 from lantern_rt.prompts import bundle_tokenizer
-from lantern_rt.requests import check_request, resolve_settings
+from lantern_rt.requests import Request, check_request, resolve_settings
 from lantern_rt.runtime.state import method_nodes
 
 NAN, INF = float("nan"), float("inf")
@@ -26,8 +26,8 @@ class Checker:
         self.bundle = open_bundle(folder)
         self.tokenizer = bundle_tokenizer(self.bundle)
 
-    def __call__(self, prompts: Any = None, **request: Any) -> None:
-        check_request(self.bundle.manifest, self.tokenizer, prompts, **request)
+    def __call__(self, prompts: Any = None, **request: Any) -> Request:
+        return check_request(self.bundle.manifest, self.tokenizer, prompts, **request)
 
     def method(self, **options: Any) -> Any:
         return resolve_settings(self.bundle.manifest, options).method
@@ -107,6 +107,7 @@ OPTIONS = [
         for value in ("", "  \n", 3, [3], "red " * 2500, "red " * 5, "a purple one", "!?")
     ),
     ("prompt 2 of 2", {"prompts": ["red cube", ""]}),
+    ("prompt", {"prompts": b"red cube"}),
     *(("negative_prompt", {"prompts": "red cube", "negative_prompt": value}) for value in (3, "a purple one", " ")),
     ("negative_prompt", {"prompts": "red cube", "negative_prompt": "a sphere", "cfg_scale": 1}),
 ]
@@ -125,6 +126,9 @@ EMBEDDINGS = [
     (np.zeros((2, CAPTION)), [0, 1]),
     (np.zeros((2, CAPTION)), [0, 0]),
     np.full((2, CAPTION), np.nan),
+    np.full((2, CAPTION), 1e300),
+    np.ones((2, CAPTION), np.complex64),
+    np.full((2, CAPTION), "1"),
     "red cube",
     [[1.0], [1.0, 2.0]],
 ]
@@ -149,6 +153,33 @@ def test_a_class_out_of_range_is_refused(classes: Checker, field: str, class_ids
 
 def test_classes_have_no_negative_prompt(classes: Checker) -> None:
     check_refusal(classes, "negative_prompt", {"class_ids": 1, "negative_prompt": "a cube"})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int32"])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_tensors_of_an_encoder_are_taken_as_arrays(embeds: Checker, dtype: str, gradients: bool) -> None:
+    torch = pytest.importorskip("torch")
+    rows = np.arange(2 * CAPTION, dtype=np.float32).reshape(1, 2, CAPTION) % 8  # exact in every type
+    mask = torch.tensor([[1.0, 0.0]], requires_grad=gradients)
+    tensor = torch.from_numpy(rows).to(getattr(torch, dtype))
+    (expected,) = embeds(embeddings=(rows, [[1, 0]])).images
+    (image,) = embeds(embeddings=(tensor.requires_grad_(gradients and tensor.is_floating_point()), mask)).images
+    for name, value in expected.inputs.items():
+        np.testing.assert_array_equal(image.inputs[name], value)
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse", "complex", "list", "nested"])
+def test_tensors_that_are_no_arrays_are_refused(embeds: Checker, kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    rows = torch.ones(2, CAPTION)
+    tensors = {
+        "meta": lambda: rows.to("meta"),
+        "sparse": rows.to_sparse,
+        "complex": lambda: torch.complex(rows, rows).conj(),
+        "list": lambda: [row.requires_grad_() for row in torch.ones(2, CAPTION)],
+        "nested": lambda: torch.nested.nested_tensor([rows, rows[:1]], layout=torch.jagged),
+    }
+    check_refusal(embeds, "embeddings", {"embeddings": tensors[kind]()})
 
 
 @pytest.mark.parametrize("embeddings", EMBEDDINGS)

@@ -121,7 +121,6 @@ class _Late(Drafter):
 
 
 def _draw(pipeline: Pipeline, request: dict[str, Any], progress: Progress) -> tuple[Codes, _Late]:
-    """Codes `[pictures, cells]` of a request, and what windows drafted in vain."""
     checked = pipeline.check(**request, method=_METHOD)
     settings, images = checked.settings, checked.images
     model = pipeline.model(pipeline.engines, [settings.method])
@@ -143,7 +142,6 @@ def _draw(pipeline: Pipeline, request: dict[str, Any], progress: Progress) -> tu
 def _with_states(
     pipeline: Pipeline, request: dict[str, Any], labels: list[Any], codes: Codes, late: _Late, progress: Progress
 ) -> Pictures:
-    """What a shard holds of pictures."""
     images = pipeline.check(**request, method="ar").images
     prompts = list(pipeline.prefixes(pipeline.engines, images))
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
@@ -179,5 +177,4 @@ def _half(states: NDArray[np.float32]) -> NDArray[np.float16]:
 
 
 def _stack(rows: Sequence[NDArray[Any]], length: int) -> NDArray[Any]:
-    """Pad rows on the right to one length."""
     return np.stack([np.pad(row, ((0, length - len(row)), *[(0, 0)] * (row.ndim - 1))) for row in rows])

@@ -75,7 +75,6 @@ def draft_states(drafter: EagleDrafter, tokens: Tensor, states: Tensor, depths: 
 
 
 def _attend(query: Tensor, cache: KeysAndValues) -> Tensor:
-    """Attend with `query [rows, slots, heads, head_dim]` of the last depth in `cache`."""
     depth = len(cache) - 1
     group = query.shape[2] // cache[0][0].shape[2]
     wide = [tuple(part.repeat_interleave(group, 2) if group > 1 else part for part in pair) for pair in cache]
@@ -97,5 +96,4 @@ def _attend(query: Tensor, cache: KeysAndValues) -> Tensor:
 
 
 def _shifted(part: Tensor, slots: int) -> Tensor:
-    """`[rows, slots, ...]` moved so many slots back; what is before the first is zero."""
     return F.pad(part[:, : part.shape[1] - slots], (0, 0, 0, 0, slots, 0)) if slots else part

@@ -93,7 +93,6 @@ def _drafter_config(bundle: Bundle, graph: GraphWeights) -> DecoderConfig:
 
 
 def _check_rotation(bundle: Bundle, graph: GraphWeights, config: DecoderConfig) -> None:
-    """Check that the drafter rotates as the target does, a row earlier."""
     cos, sin = (graph.read(f"rotary.{part}")[1:] for part in ("cos", "sin"))
     table = torch.stack([cos[:, ::2], sin[:, 1::2]], -1)
     expected = rope_table(config)
@@ -104,7 +103,6 @@ def _check_rotation(bundle: Bundle, graph: GraphWeights, config: DecoderConfig) 
 
 
 def _code_offset(bundle: Bundle, table: Tensor, codes: Tensor) -> int:
-    """Find the token of code 0, where codes are a block of tokens."""
     rounded = codes.to(torch.float16).float() if not (table == codes[0]).all(1).any() else codes
     for start in torch.nonzero((table == rounded[0]).all(1)).flatten().tolist():
         if torch.equal(table[start : start + len(codes)], rounded):
@@ -113,7 +111,6 @@ def _code_offset(bundle: Bundle, table: Tensor, codes: Tensor) -> int:
 
 
 def _config_fields(bundle: Bundle, config: DecoderConfig) -> dict[str, Any]:
-    """Fields of LANTERN's config.json that tell what a drafter belongs to."""
     condition = bundle.manifest.condition
     if bundle.manifest.family == "anole":
         return {

@@ -1,0 +1,40 @@
+"""What the operating system gives this process: threads and memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from ..errors import EngineError
+
+
+def start_threads(count: int) -> None:
+    """Start so many threads at once, this one among them, and end them: libraries hang where some cannot be started.
+
+    Raises: EngineError: a limit of the system forbids it.
+    """
+    done = threading.Event()
+    threads = [threading.Thread(target=done.wait) for _ in range(count - 1)]
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError as error:
+        problem, remedy = "the system does not start so many", "raise `ulimit -u`, or give fewer"
+        raise EngineError(problem, field="threads", found=str(count), remedy=remedy) from error
+    finally:
+        done.set()
+        for thread in (thread for thread in threads if thread.ident):  # those that were started
+            thread.join()
+            while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # counted until the system has removed it
+                time.sleep(0.0001)
+
+
+def host_memory(field: str) -> int:
+    """Return a field of psutil's virtual memory, in bytes; without /proc, all physical memory."""
+    import psutil  # type: ignore[import-untyped]
+
+    try:
+        return int(getattr(psutil.virtual_memory(), field))
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

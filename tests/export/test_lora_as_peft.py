@@ -1,0 +1,159 @@
+"""LoRA adapters as the installed PEFT saves them, field by field: merged as PEFT merges them, or refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lantern_rt.errors import CheckpointError
+from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.lora import read_adapter
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own
+
+# Values other than PEFT's defaults with which adapters are merged: of fields that change them, and of those that tell
+# about them, where any value is taken. PEFT's own classes are given those of the first kind.
+CHANGING: dict[str, list[dict[str, Any]]] = {
+    "r": [{"r": 3}],
+    "lora_alpha": [{"lora_alpha": 5}, {"lora_alpha": 0.25}],
+    "lora_dropout": [{"lora_dropout": 0.5}],
+    "use_rslora": [{"use_rslora": True}, {"use_rslora": True, "rank_pattern": {"o_proj": 4}}],
+    "rank_pattern": [{"rank_pattern": {"o_proj": 4}}, {"rank_pattern": {r"layers\.1\.o_proj": 4, "q_proj": 2}}],
+    "target_modules": [{"target_modules": "all-linear"}, {"target_modules": r".*\.0\.q_proj"}],
+    "exclude_modules": [{"exclude_modules": ["o_proj"]}],
+    "layers_to_transform": [{"layers_to_transform": 1}],
+    "layers_pattern": [{"layers_to_transform": [0], "layers_pattern": "layers"}],
+    "init_lora_weights": [{"init_lora_weights": one} for one in (False, "gaussian", "orthogonal", "mica")],
+}
+TELLING: dict[str, Any] = {
+    "auto_mapping": {"base_model_class": "Model", "parent_library": "library"},
+    "base_model_name_or_path": "owner/model",
+    "eva_config": {"rho": 2.0},
+    "inference_mode": True,
+    "peft_version": "99.0",
+    "revision": "main",
+    "task_type": "CAUSAL_LM",
+}
+UNSAVED = "runtime_config"
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(12, 16, bias=False), nn.Linear(16, 12, bias=False)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(8, 12)
+        self.model = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(2))})
+        self.lm_head = nn.Linear(12, 8, bias=False)
+
+
+@pytest.fixture(scope="module")
+def peft() -> Any:
+    """The library, whose import takes seconds."""
+    return pytest.importorskip("peft")
+
+
+def save(peft: Any, folder: Path, **values: Any) -> dict[str, Tensor]:
+    """Save an adapter of random weights, and return what PEFT makes of the model with it."""
+    config = peft.LoraConfig(**{"target_modules": ["q_proj", "o_proj"]} | values)
+    model = peft.get_peft_model(Model(), config)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(weight, std=0.3)
+    model.save_pretrained(folder)
+    merged: dict[str, Tensor] = model.merge_and_unload().state_dict()
+    assert any((weight != merged[name]).any() for name, weight in Model().state_dict().items())
+    return merged
+
+
+def edit(folder: Path, **values: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def merge(folder: Path) -> dict[str, Tensor]:
+    weights = Model().state_dict()
+    read_adapter(folder, 1.0).merge(weights, lambda name: True)
+    return {name: computed(weight) for name, weight in weights.items()}
+
+
+def refusal(folder: Path) -> CheckpointError | None:
+    try:
+        merge(folder)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def test_an_adapter_with_every_field_at_its_default_is_merged_as_peft_merges_it(peft: Any, tmp_path: Path) -> None:
+    expected = save(peft, tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} - saved.keys() == {UNSAVED}
+    torch.testing.assert_close(merge(tmp_path), expected, rtol=0, atol=1e-6)
+    for name in saved.keys() - {"peft_type"}:  # as files of older releases lack it
+        less = {field: value for field, value in saved.items() if field != name}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(less))
+        torch.testing.assert_close(merge(tmp_path), expected, rtol=0, atol=1e-6)
+
+
+def test_every_field_of_another_value_is_merged_as_peft_merges_it_or_refused_by_name(peft: Any, tmp_path: Path) -> None:
+    for i, values in enumerate(values for name in CHANGING for values in CHANGING[name]):
+        expected = save(peft, tmp_path / str(i), **values)
+        torch.testing.assert_close(merge(tmp_path / str(i)), expected, rtol=0, atol=1e-6, msg=str(values))
+    names = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    folder, expected = tmp_path / "default", save(peft, tmp_path / "default")
+    default = json.loads((folder / "adapter_config.json").read_text())
+    for name in sorted(names - CHANGING.keys()):
+        for value in [TELLING[name]] if name in TELLING else (True, 17, ["other"], {"other": 1}, "other"):
+            edit(folder, **{**default, name: value})
+            if name in TELLING:
+                torch.testing.assert_close(merge(folder), expected, rtol=0, atol=1e-6)
+            else:
+                error = refusal(folder)
+                assert error is not None, (name, value)
+                assert error.field == f"{folder / 'adapter_config.json'}: {name}"
+                assert error.remedy == "merge it with PEFT, and export the result"
+        (folder / "adapter_config.json").write_text(json.dumps(default))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"alpha_pattern": {"o_proj": 3}},
+        {"use_dora": True},
+        {"lora_bias": True},
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"},
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": {"embed_tokens": [1]}},
+        {"target_modules": [], "target_parameters": ["lm_head.weight"]},
+        {"target_modules": ["embed_tokens"]},
+        {"bias": "all"},
+    ],
+    ids=str,
+)
+def test_what_peft_trains_beside_linear_layers_is_refused(peft: Any, tmp_path: Path, values: dict[str, Any]) -> None:
+    model = peft.get_peft_model(Model(), peft.LoraConfig(**{"target_modules": ["q_proj"]} | values))
+    model.save_pretrained(tmp_path)
+    assert refusal(tmp_path) is not None
+
+
+def test_a_rank_that_peft_would_not_load_is_refused(peft: Any, tmp_path: Path) -> None:
+    save(peft, tmp_path, r=3)
+    edit(tmp_path, r=2, rank_pattern={"o_proj": 3})
+    assert refusal(tmp_path) is None
+    edit(tmp_path, rank_pattern={})
+    error = refusal(tmp_path)
+    assert error is not None
+    assert error.expected.endswith("of ranks [2]")
