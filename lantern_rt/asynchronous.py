@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, Unpack
+from weakref import WeakValueDictionary
 
 from PIL.Image import Image
 
@@ -37,8 +37,11 @@ class AsyncPipeline:
         self.service = Service(pipeline, together, waiting)
         self._workers = ThreadPoolExecutor(1, "lantern-rt-images")  # decodes pictures
         self._checks = ThreadPoolExecutor(1, "lantern-rt-requests")  # checks requests, which wait for no picture
+        self._edits = ThreadPoolExecutor(1, "lantern-rt-edits")  # checks edits, whose pictures are unpacked
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()  # by callers, whose edits are checked one by one
+        self._checking = 0  # requests
         self._callers = 0  # whose pictures are to be decoded
-        self._closed = False
+        self._closed = self._dropping = False
 
     @classmethod
     async def from_bundle(
@@ -76,8 +79,12 @@ class AsyncPipeline:
         Streams still give the steps that they have, but no pictures.
         """
         self._closed = True
+        self._dropping = not drain
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._checks.shutdown)  # who came before is there
+        while self._checking:
+            await asyncio.sleep(0.01)
+        await loop.run_in_executor(None, self._checks.shutdown)
+        await loop.run_in_executor(None, self._edits.shutdown)
         await loop.run_in_executor(None, self.service.close, drain)
         while self._callers:
             await asyncio.sleep(0.01)
@@ -137,14 +144,24 @@ class AsyncPipeline:
         def hear(step: StreamStep | BaseException) -> None:
             loop.call_soon_threadsafe(news.put_nowait, step)
 
-        submit = partial(self.service.submit, hear, prompts, steps=steps, caller=caller, deadline=deadline, **options)
+        end = loop.time() + deadline
+
+        def submit() -> Ticket:
+            left = end - loop.time()
+            return self.service.submit(hear, prompts, steps=steps, caller=caller, deadline=left, **options)
+
         self._check_open()
-        submitting = self._checks.submit(submit)
+        self._checking += 1
         try:
-            ticket = await asyncio.wrap_future(submitting)
-        except asyncio.CancelledError:
-            submitting.add_done_callback(_cancel_ticket)  # before the next request is checked
-            raise
+            if options.get("image") is None:
+                ticket = await _run(self._checks, submit)
+            else:
+                async with self._turns.setdefault(caller, asyncio.Lock()):
+                    if self._dropping:
+                        self._check_open()
+                    ticket = await _run(self._edits, submit)
+        finally:
+            self._checking -= 1
         try:
             yield ticket, None
             stats = None
@@ -168,6 +185,17 @@ class AsyncPipeline:
     def _check_open(self) -> None:
         if self._closed:
             raise RequestError("closed", field="pipeline", remedy="make another")
+
+
+async def _run(executor: ThreadPoolExecutor, submit: Callable[[], Ticket]) -> Ticket:
+    submitting = executor.submit(submit)
+    try:
+        return await asyncio.wrap_future(submitting)
+    except asyncio.CancelledError:
+        submitting.add_done_callback(_cancel_ticket)  # before the next request is checked
+        raise
+    finally:
+        del submitting  # which holds an error, whose frames hold pictures
 
 
 def _cancel_ticket(submitting: Future[Ticket]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from .bundle.manifest import Manifest, Size
 from .errors import RequestError
@@ -24,6 +24,7 @@ from .runtime.engine import Bools, Floats, Ints
 
 BYTES_LIMIT = 1 << 23  # of a file
 PIXELS_LIMIT = 1 << 24  # of a picture, unpacked
+HALVED_PIXELS = 1 << 22  # above which a picture is read at half its size
 
 
 @dataclass(eq=False)
@@ -70,8 +71,13 @@ class Edit:
         return hashlib.sha256(self.pixels.tobytes() + self.drawn.tobytes()).hexdigest()
 
 
-def read_picture(name: str, source: PictureSource) -> Image.Image:
-    """A picture upright and in RGBA, its `info` kept. name: of the parameter it was given as.
+def read_picture(name: str, source: PictureSource, header_only: bool = False) -> Image.Image:
+    """A picture upright and in RGBA, its `info` kept; a large one at half its size.
+
+    Args:
+        name: of the parameter it was given as.
+        source: of the picture.
+        header_only: return what its header says, without unpacking or turning it.
 
     Raises:
         RequestError: it cannot be read, or is too large.
@@ -89,10 +95,30 @@ def read_picture(name: str, source: PictureSource) -> Image.Image:
         if image.width * image.height > PIXELS_LIMIT:
             found, most = f"{image.width:,} x {image.height:,} pixels", f"at most {PIXELS_LIMIT:,}"
             raise RequestError(field=str(path), found=found, expected=most, remedy="make it smaller")
+        if header_only:
+            return image
+        factor = 2 if image.width * image.height > HALVED_PIXELS else 1
+        if factor == 2 and image is not source and image.draft(None, (image.width // 2, image.height // 2)):
+            factor = 1  # a JPEG file, which is decoded at half its size
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        return image.convert("RGBA")
+        if image.mode not in ("L", "RGB") or "transparency" in image.info:
+            image = image.convert("RGBA")  # indices of a palette have no mean
+        return image.reduce(factor).convert("RGBA")
+
+
+def picture_size(image: PictureSource, mask: PictureSource | None = None) -> tuple[int, int]:
+    """Return the width and height of an upright picture by its header. Raises: RequestError: the mask has others."""
+    sizes = []
+    for name, source in {"image": image, **({} if mask is None else {"mask": mask})}.items():
+        header = read_picture(name, source, header_only=True)
+        with reading(Path(name), "an orientation", RequestError, "give another one"):
+            turned = Image.Image.getexif(header).get(ExifTags.Base.Orientation) in range(5, 9)  # a PNG's unpacks it
+        sizes.append(header.size[::-1] if turned else header.size)
+    if sizes[-1] != sizes[0]:
+        raise _wrong_size(sizes[-1], sizes[0])
+    return sizes[0]
 
 
 def read_edit(
@@ -138,11 +164,11 @@ def read_edit(
     return Edit(np.array(ImageOps.fit(opaque, (width, height), Image.Resampling.LANCZOS)), drawn)
 
 
-def nearest_size(manifest: Manifest, picture: Image.Image) -> str | None:
+def nearest_size(manifest: Manifest, pixels: tuple[int, int]) -> str | None:
     """The name of the size nearest to a picture's, its shape first; None where a bundle draws one only."""
 
     def distance(size: Size) -> tuple[float, float]:
-        wide, high = np.log(manifest.pixels(size)) - np.log(picture.size)
+        wide, high = np.log(manifest.pixels(size)) - np.log(pixels)
         return round(abs(wide - high), 3), abs(wide + high)
 
     return min(manifest.sizes, key=distance).name if manifest.sizes else None
@@ -152,9 +178,13 @@ def _hole(picture: Image.Image, mask: PictureSource | None) -> Image.Image:
     """Where a picture is drawn anew: 255 there, 0 elsewhere."""
     marks = picture if mask is None else read_picture("mask", mask)
     if marks.size != picture.size:
-        found, expected = (f"{one.width} x {one.height} pixels" for one in (marks, picture))
-        raise RequestError(field="mask", found=found, expected=f"{expected}, as the image has")
+        raise _wrong_size(marks.size, picture.size)
     alpha = np.asarray(marks.getchannel("A"))
     transparent = mask is None or bool((alpha < 128).any())
     hole = alpha < 128 if transparent else np.asarray(marks.convert("L")) >= 128
     return Image.fromarray(hole.astype(np.uint8) * 255)
+
+
+def _wrong_size(mask: tuple[int, int], picture: tuple[int, int]) -> RequestError:
+    found, expected = (f"{width} x {height} pixels" for width, height in (mask, picture))
+    return RequestError(field="mask", found=found, expected=f"{expected}, as the image has")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from importlib.metadata import version
 from importlib.resources import files
@@ -14,7 +12,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -22,29 +19,26 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .images import KINDS, ImagesEndpoint
+from .middleware import Gate
 from .protocol import EditRequest, Figures, HttpError, ImagesRequest
 from .state import ServerState
 
 PAGE = Path(str(files(__package__) / "page"))
-_SAFE = {
-    "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",  # a new version's page is seen at once
-    "referrer-policy": "no-referrer",
-}
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
-def make_app(state: ServerState, lifespan: Lifespan | None = None, origins: Sequence[str] = ()) -> Starlette:
+def make_app(
+    state: ServerState, lifespan: Lifespan | None = None, origins: Sequence[str] = (), hosts: Collection[str] = ()
+) -> Starlette:
     """The application.
 
     Args:
         state: that requests share.
         lifespan: fills `state.backends`, and closes them.
         origins: sites whose pages may ask (CORS).
+        hosts: names of the server, see `Gate`.
     """
     pages = _Pages(state)
     routes = [
@@ -60,7 +54,7 @@ def make_app(state: ServerState, lifespan: Lifespan | None = None, origins: Sequ
         Route("/", pages.page),
         Mount("/page", StaticFiles(directory=PAGE)),
     ]
-    middleware = [Middleware(_Headers)]
+    middleware = [Middleware(Gate, origins, hosts)]
     if origins:
         middleware.append(
             Middleware(
@@ -123,31 +117,6 @@ class _Pages:
 
     async def page(self, request: Request) -> Response:
         return FileResponse(PAGE / "index.html")
-
-
-class _Headers:
-    """Gives every request an identity, its own if it brings a short one, and every answer safe headers."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        identity = Request(scope).headers.get("x-request-id", "")
-        if not re.fullmatch(r"[\w.:-]{1,80}", identity, re.ASCII):
-            identity = secrets.token_hex(8)
-        scope.setdefault("state", {})["request_id"] = identity
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in {**_SAFE, "x-request-id": identity}.items():
-                    headers.setdefault(name, value)
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

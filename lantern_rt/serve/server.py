@@ -8,6 +8,9 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -53,10 +56,13 @@ class Server:
         self._backends: list[LocalBackend] = []
         self._socket = listen(host, port)
         self.address = self._socket.getsockname()[:2]
+        hosts: set[Any] = set()
+        if ip_address(self.address[0]).is_loopback:
+            hosts = {"localhost", host.lower(), *(urlsplit(origin).hostname for origin in origins)}
         self._stopping: asyncio.Task[None] | None = None
         self._hurrying = False
         config = uvicorn.Config(
-            make_app(self.state, self._lifespan, origins),
+            make_app(self.state, self._lifespan, origins, hosts),
             http=Connection,
             backlog=BACKLOG,
             ws="none",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter as Tally
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +31,7 @@ class Limits:
         deadline: seconds of a request.
         body: bytes of its body; form: of one that holds pictures.
         body_seconds: until all of them are there.
+        bodies: bytes of the bodies of all requests.
         api_key_file: keys that are accepted, see `read_keys`; without one, anybody may ask.
         methods: names of those that may be asked for; none: all.
         max_n: images of a request.
@@ -39,6 +42,7 @@ class Limits:
     body: int = 64 << 10
     form: int = BYTES_LIMIT
     body_seconds: float = 20.0
+    bodies: int = 1 << 27
     api_key_file: Path | None = None
     methods: Sequence[str] = ()
     max_n: int = 10
@@ -64,6 +68,43 @@ def read_keys(path: Path) -> dict[bytes, str]:
         )
     hashes = {_hash(line.split()[-1]): line for line in keys}
     return {key: " ".join(line.split()[:-1]) or f"key {key.hex()[:8]}" for key, line in hashes.items()}
+
+
+class BodyMemory:
+    """Memory for the bodies of all requests, each counted from its first byte until the request ends.
+
+    A caller may hold at most as much as remains for others, so small requests always find room.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._free = size
+        self._held = Tally[tuple[str, str]]()
+
+    @contextmanager
+    def hold(self, caller: str, kind: str, size: int) -> Iterator[None]:
+        """Reserve memory for one body while the block runs.
+
+        Args:
+            caller: key or address; each has a share for every kind of body.
+            kind: type of the content.
+            size: bytes.
+
+        Raises:
+            HttpError: the caller has to wait.
+        """
+        if self._held[caller, kind] + size > self._free - size:
+            remedy = "try again when other requests are done"
+            raise HttpError(429, "no memory for it", "busy", 5, field="body", found=f"{size:,} bytes", remedy=remedy)
+        self._count(caller, kind, size)
+        try:
+            yield
+        finally:
+            self._count(caller, kind, -size)
+
+    def _count(self, caller: str, kind: str, size: int) -> None:
+        self._free -= size
+        self._held[caller, kind] += size
+        self._held = +self._held
 
 
 class Metrics:
@@ -124,6 +165,7 @@ class ServerState:
         self.limits = limits
         self.keys: dict[bytes, str] = {}
         self.load_keys()
+        self.bodies = BodyMemory(limits.bodies)
         self.metrics = Metrics()
         self.backends: dict[str, ImageBackend] = {}
         self.active = 0

@@ -32,7 +32,7 @@ def test_more_silent_connections_than_files_leave_room_for_others(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
     size = len(server.log)
-    body = f"POST {GENERATIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n"
+    body = f"POST {GENERATIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n"
     silent = [connect(server, (b"", b"GET /livez HT", body.encode())[i % 3]) for i in range(300)]
     assert server.get("/livez")[0] == server.get("/readyz")[0] == 200
     assert server.post({"prompt": "red cube"})[0] == 200
@@ -63,7 +63,7 @@ def test_headers_that_do_not_come_are_given_up(text: str, monkeypatch: pytest.Mo
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: connections.Connection(config, state, {}), "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
         first = await reader.readuntil(b"\r\n\r\n")
         if text:
             writer.write(text.encode())

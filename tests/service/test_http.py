@@ -248,7 +248,7 @@ async def called(app: Any, path: str, content: Any = None) -> list[Any]:
 def test_a_client_that_leaves_within_its_request_is_no_error_of_the_server(tiny: RunningServer) -> None:
     host, _, port = tiny.address.rpartition(":")
     before = len(tiny.lines())
-    head = f"POST {GENERATIONS} HTTP/1.1\r\nhost: me\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n"
+    head = f"POST {GENERATIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n"
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + b'{"prompt": ')
     until(lambda: len(tiny.lines()) > before)
