@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, Unpack
 from weakref import WeakValueDictionary
@@ -117,7 +118,6 @@ class AsyncPipeline:
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """Count a caller, whom closing waits for."""
         self._check_open()
         self._callers += 1
         try:
@@ -144,22 +144,12 @@ class AsyncPipeline:
         def hear(step: StreamStep | BaseException) -> None:
             loop.call_soon_threadsafe(news.put_nowait, step)
 
-        end = loop.time() + deadline
-
-        def submit() -> Ticket:
-            left = end - loop.time()
-            return self.service.submit(hear, prompts, steps=steps, caller=caller, deadline=left, **options)
-
+        submit = partial(self.service.submit, hear, prompts, steps=steps, caller=caller, deadline=deadline, **options)
+        edit = options.get("image") is not None
         self._check_open()
         self._checking += 1
         try:
-            if options.get("image") is None:
-                ticket = await _run(self._checks, submit)
-            else:
-                async with self._turns.setdefault(caller, asyncio.Lock()):
-                    if self._dropping:
-                        self._check_open()
-                    ticket = await _run(self._edits, submit)
+            ticket = await (self._check_edit(caller, submit) if edit else _run(self._checks, submit))
         finally:
             self._checking -= 1
         try:
@@ -173,6 +163,19 @@ class AsyncPipeline:
                 stats = step.stats
         finally:
             ticket.cancel()
+
+    async def _check_edit(self, caller: str, submit: Callable[[], Ticket]) -> Ticket:
+        """Check a request with a picture, which takes a while: callers take turns, and pause as long as each took."""
+        turn = self._turns.setdefault(caller, asyncio.Lock())
+        await turn.acquire()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            if self._dropping:
+                self._check_open()
+            return await _run(self._edits, submit)
+        finally:
+            loop.call_later(loop.time() - began, turn.release)
 
     async def image(self, step: StreamStep, i: int) -> Image:
         """`step.image(i)`, decoded without holding up the event loop."""

@@ -115,7 +115,6 @@ def serve(
 
 
 def _aliases(given: Sequence[str], models: Sequence[str]) -> dict[str, str]:
-    """Models by their further names."""
     aliases: dict[str, str] = {}
     for text in given:
         name, _, model = text.partition("=")

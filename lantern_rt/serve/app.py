@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
+import secrets
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from importlib.metadata import version
 from importlib.resources import files
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -19,13 +25,21 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..inputs import short
 from .images import KINDS, ImagesEndpoint
-from .middleware import Gate
 from .protocol import EditRequest, Figures, HttpError, ImagesRequest
 from .state import ServerState
 
+LINGER_SECONDS = 3.0  # in which the rest of a body is dropped, for its client to read the response
 PAGE = Path(str(files(__package__) / "page"))
+_SAFE = {
+    "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",  # a new version's page is seen at once
+    "referrer-policy": "no-referrer",
+}
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
@@ -38,7 +52,7 @@ def make_app(
         state: that requests share.
         lifespan: fills `state.backends`, and closes them.
         origins: sites whose pages may ask (CORS).
-        hosts: names of the server, see `Gate`.
+        hosts: names of the server, besides addresses; empty where any will do.
     """
     pages = _Pages(state)
     routes = [
@@ -54,7 +68,7 @@ def make_app(
         Route("/", pages.page),
         Mount("/page", StaticFiles(directory=PAGE)),
     ]
-    middleware = [Middleware(Gate, origins, hosts)]
+    middleware = [Middleware(_Gate, origins, hosts)]
     if origins:
         middleware.append(
             Middleware(
@@ -70,8 +84,6 @@ def make_app(
 
 
 class _Pages:
-    """Everything but images."""
-
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
@@ -117,6 +129,77 @@ class _Pages:
 
     async def page(self, request: Request) -> Response:
         return FileResponse(PAGE / "index.html")
+
+
+class _Gate:
+    """Refuse requests of other sites' pages; give every request an identity and every response safe headers.
+
+    A response to a body that was not read closes the connection, once the client had time to read it.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str], hosts: Collection[str]) -> None:
+        self._app = app
+        self._origins = origins
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        identity = headers.get("x-request-id", "")
+        if not re.fullmatch(r"[\w.:-]{1,80}", identity, re.ASCII):
+            identity = secrets.token_hex(8)
+        scope.setdefault("state", {})["request_id"] = identity
+        unread = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+        closing = False
+
+        async def receive_body() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = message.get("more_body", False)
+            return message
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal closing
+            if message["type"] == "http.response.start":
+                closing = unread
+                own = {**_SAFE, "x-request-id": identity} | ({"connection": "close"} if closing else {})
+                for name, value in own.items():
+                    MutableHeaders(scope=message).setdefault(name, value)
+            elif closing:
+                message = {**message, "more_body": True}
+            await send(message)
+
+        refusal = self._refusal(scope["method"], headers)
+        app = self._app if refusal is None else JSONResponse(refusal.body(), refusal.status)
+        await app(scope, receive_body, send_with_headers)
+        if closing:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_SECONDS):
+                    while unread:
+                        await receive_body()
+            await send({"type": "http.response.body"})
+
+    def _refusal(self, method: str, headers: Headers) -> HttpError | None:
+        remedy = "`lantern-rt serve --cors SITE` allows a site"
+        host = headers.get("host", "").lower()
+        # Another site can give its name the server's address, so that the browser takes its pages for the server's own.
+        if host and self._hosts and not self._is_own(host):
+            return HttpError(403, field="host", found=short(host), expected="localhost or an address", remedy=remedy)
+        origin = headers.get("origin", "").lower()
+        own = origin in ("", f"http://{host}", f"https://{host}")
+        site = headers.get("sec-fetch-site", "none" if own else "cross-site")  # programs and old browsers send none
+        foreign = site not in ("same-origin", "none") and {origin, "*"}.isdisjoint(self._origins)
+        if foreign and method not in ("GET", "HEAD", "OPTIONS"):
+            return HttpError(403, field="origin", found=short(origin or site), expected="this site", remedy=remedy)
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        with suppress(ValueError):
+            name = urlsplit(f"//{host}").hostname or ""
+            return name in self._hosts or bool(ip_address(name))
+        return False
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

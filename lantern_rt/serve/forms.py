@@ -23,14 +23,11 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)  # the log has one
 
 
 class FormReader:
-    """One form that is being received.
+    """One form that is being received; `HttpError` says that it is damaged or too large.
 
     Args:
         content_type: header of the request, which names the boundary between parts.
         max_text: maximum number of bytes of a text field.
-
-    Raises:
-        HttpError: the form is damaged or too large. So do the methods.
     """
 
     def __init__(self, content_type: str, max_text: int) -> None:
@@ -48,7 +45,6 @@ class FormReader:
             raise _damaged(brief(error)) from error
 
     def write(self, data: bytes) -> None:
-        """Parse the next bytes of the body."""
         window = self._tail + data
         self._tail = window[-len(self._delimiter) - 1 :]
         if self._misplaced.search(window):
@@ -59,7 +55,6 @@ class FormReader:
             raise _damaged(brief(error)) from error
 
     def request(self) -> EditRequest:
-        """Return the request, once all bytes are written."""
         if not self._complete:
             raise _damaged("no whole form")
         files: dict[str, Any] = {name: self._values.pop(name) for name in FILES if name in self._values}

@@ -47,8 +47,6 @@ class ImagesEndpoint:
 
 
 class _Call:
-    """One request being answered."""
-
     def __init__(self, state: ServerState, http: Request, send: Send, kind: str) -> None:
         self._state, self._kind = state, kind
         self._http = http
@@ -60,7 +58,6 @@ class _Call:
         self._failure: Exception | None = None  # which a stream has told
 
     async def run(self) -> None:
-        """Answer it, and log how it ended."""
         status = DISCONNECTED
         facts: dict[str, Any] = {}
         try:
@@ -97,7 +94,14 @@ class _Call:
         state.check_open()
         self._key = state.check_key(self._http)
         kind, max_size = ("application/json", limits.body) if self._kind == "generations" else (FORM, limits.form)
-        with state.bodies.hold(self._key or self._client, kind, self._check_headers(kind, max_size)):
+        headers = self._http.headers
+        found = headers.get("content-type", "")
+        if found.partition(";")[0].strip().lower() != kind:
+            raise HttpError(415, field="content-type", found=repr(found[:80]), expected=kind)
+        size = int(headers.get("content-length", max_size))
+        if size > max_size:
+            raise _too_large(max_size)
+        with state.bodies.hold((self._key or self._client, kind), size):
             request = await self._read(max_size)
             state.check_request(request)
             self._quality = request.quality or ""
@@ -110,17 +114,6 @@ class _Call:
                 completion = await self._while_connected(_last(updates))
         await self._respond(JSONResponse(completion.answer(request)))
         return completion
-
-    def _check_headers(self, kind: str, max_size: int) -> int:
-        """Return the number of bytes that the body may have."""
-        headers = self._http.headers
-        found = headers.get("content-type", "")
-        if found.partition(";")[0].strip().lower() != kind:
-            raise HttpError(415, field="content-type", found=repr(found[:80]), expected=kind)
-        size = int(headers.get("content-length", max_size))
-        if size > max_size:
-            raise _too_large(max_size)
-        return size
 
     async def _read(self, max_size: int) -> ImagesRequest:
         limits = self._state.limits
@@ -149,7 +142,6 @@ class _Call:
             raise HttpError(408, f"not all of it was there after {seconds:g} s", field="body") from error
 
     async def _draw(self, backend: ImageBackend, request: ImagesRequest) -> AsyncGenerator[Event | Completion, None]:
-        """What a backend gives, until the deadline."""
         assert request.deadline is not None
         left = request.deadline - (time.perf_counter() - self._began)
         end = asyncio.get_running_loop().time() + left
@@ -167,7 +159,6 @@ class _Call:
                 yield update
 
     async def _stream(self, request: ImagesRequest, updates: AsyncGenerator[Event | Completion, None]) -> Completion:
-        """Send events as they come."""
         events = self._events(request, updates)
         response = EventSourceResponse(events, ping=PING_SECONDS, sep="\n", send_timeout=SEND_SECONDS)
         await response(self._http.scope, self._http.receive, self._send)

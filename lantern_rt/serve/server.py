@@ -78,7 +78,6 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         host, port = self.address
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 

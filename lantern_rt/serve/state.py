@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,39 +71,27 @@ def read_keys(path: Path) -> dict[bytes, str]:
 
 
 class BodyMemory:
-    """Memory for the bodies of all requests, each counted from its first byte until the request ends.
-
-    A caller may hold at most as much as remains for others, so small requests always find room.
-    """
+    """Bytes of the bodies of all requests. A caller may hold as many as remain free, so others always find room."""
 
     def __init__(self, size: int) -> None:
         self._free = size
-        self._held = Tally[tuple[str, str]]()
+        self._held = Tally[Hashable]()
 
     @contextmanager
-    def hold(self, caller: str, kind: str, size: int) -> Iterator[None]:
-        """Reserve memory for one body while the block runs.
-
-        Args:
-            caller: key or address; each has a share for every kind of body.
-            kind: type of the content.
-            size: bytes.
-
-        Raises:
-            HttpError: the caller has to wait.
-        """
-        if self._held[caller, kind] + size > self._free - size:
+    def hold(self, caller: Hashable, size: int) -> Iterator[None]:
+        """Reserve bytes for a body while the block runs. Raises: HttpError: the caller has to wait."""
+        if self._held[caller] + size > self._free - size:
             remedy = "try again when other requests are done"
             raise HttpError(429, "no memory for it", "busy", 5, field="body", found=f"{size:,} bytes", remedy=remedy)
-        self._count(caller, kind, size)
+        self._count(caller, size)
         try:
             yield
         finally:
-            self._count(caller, kind, -size)
+            self._count(caller, -size)
 
-    def _count(self, caller: str, kind: str, size: int) -> None:
+    def _count(self, caller: Hashable, size: int) -> None:
         self._free -= size
-        self._held[caller, kind] += size
+        self._held[caller] += size
         self._held = +self._held
 
 
@@ -194,11 +182,7 @@ class ServerState:
             self.keys = read_keys(self.limits.api_key_file)
 
     def check_key(self, request: Request) -> str:
-        """The name of a request's key, empty where none is needed.
-
-        Raises:
-            HttpError: keys are needed, and the request has none of them.
-        """
+        """The name of a request's key, empty where none is needed. Raises: HttpError: it has none that is known."""
         if not self.keys:
             return ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import re
-import socket
 from collections.abc import Callable
 from importlib.metadata import version
 from io import BytesIO
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from running_server import GENERATIONS, RunningServer, events, until
+from running_server import GENERATIONS, RunningServer, events, head, until
 
 from lantern_rt import AsyncPipeline, Pipeline
 from lantern_rt.runtime.scheduler import Scheduler
@@ -246,11 +245,9 @@ async def called(app: Any, path: str, content: Any = None) -> list[Any]:
 
 
 def test_a_client_that_leaves_within_its_request_is_no_error_of_the_server(tiny: RunningServer) -> None:
-    host, _, port = tiny.address.rpartition(":")
     before = len(tiny.lines())
-    head = f"POST {GENERATIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n"
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head.encode() + b'{"prompt": ')
+    with tiny.connect(head(GENERATIONS, "application/json", 99) + b'{"prompt": '):
+        pass
     until(lambda: len(tiny.lines()) > before)
     assert tiny.lines()[-1]["status"] == 499
     assert "Traceback" not in tiny.log
