@@ -40,9 +40,8 @@ class AsyncPipeline:
         self._checks = ThreadPoolExecutor(1, "lantern-rt-requests")  # checks requests, which wait for no picture
         self._edits = ThreadPoolExecutor(1, "lantern-rt-edits")  # checks edits, whose pictures are unpacked
         self._turns = WeakValueDictionary[str, asyncio.Lock]()  # by callers, whose edits are checked one by one
-        self._checking = 0  # requests
         self._callers = 0  # whose pictures are to be decoded
-        self._closed = self._dropping = False
+        self._closed = False
 
     @classmethod
     async def from_bundle(
@@ -80,12 +79,9 @@ class AsyncPipeline:
         Streams still give the steps that they have, but no pictures.
         """
         self._closed = True
-        self._dropping = not drain
         loop = asyncio.get_running_loop()
-        while self._checking:
-            await asyncio.sleep(0.01)
-        await loop.run_in_executor(None, self._checks.shutdown)
-        await loop.run_in_executor(None, self._edits.shutdown)
+        for executor in (self._checks, self._edits):
+            await loop.run_in_executor(None, executor.shutdown)  # who came before is there
         await loop.run_in_executor(None, self.service.close, drain)
         while self._callers:
             await asyncio.sleep(0.01)
@@ -145,13 +141,9 @@ class AsyncPipeline:
             loop.call_soon_threadsafe(news.put_nowait, step)
 
         submit = partial(self.service.submit, hear, prompts, steps=steps, caller=caller, deadline=deadline, **options)
-        edit = options.get("image") is not None
         self._check_open()
-        self._checking += 1
-        try:
-            ticket = await (self._check_edit(caller, submit) if edit else _run(self._checks, submit))
-        finally:
-            self._checking -= 1
+        edit = options.get("image") is not None
+        ticket = await (self._check_edit(caller, submit) if edit else _run(self._checks, submit))
         try:
             yield ticket, None
             stats = None
@@ -171,8 +163,7 @@ class AsyncPipeline:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            if self._dropping:
-                self._check_open()
+            self._check_open()
             return await _run(self._edits, submit)
         finally:
             loop.call_later(loop.time() - began, turn.release)

@@ -74,10 +74,7 @@ class Edit:
 def read_picture(name: str, source: PictureSource, header_only: bool = False) -> Image.Image:
     """A picture upright and in RGBA, its `info` kept; a large one at half its size.
 
-    Args:
-        name: of the parameter it was given as.
-        source: of the picture.
-        header_only: return what its header says, without unpacking or turning it.
+    name: of the parameter it was given as. header_only: return the picture as its header says, with no pixel unpacked.
 
     Raises:
         RequestError: it cannot be read, or is too large.
@@ -117,7 +114,8 @@ def picture_size(image: PictureSource, mask: PictureSource | None = None) -> tup
             turned = Image.Image.getexif(header).get(ExifTags.Base.Orientation) in range(5, 9)  # a PNG's unpacks it
         sizes.append(header.size[::-1] if turned else header.size)
     if sizes[-1] != sizes[0]:
-        raise _wrong_size(sizes[-1], sizes[0])
+        expected, found = (f"{width} x {height} pixels" for width, height in sizes)
+        raise RequestError(field="mask", found=found, expected=f"{expected}, as the image has")
     return sizes[0]
 
 
@@ -177,14 +175,7 @@ def nearest_size(manifest: Manifest, pixels: tuple[int, int]) -> str | None:
 def _hole(picture: Image.Image, mask: PictureSource | None) -> Image.Image:
     """Where a picture is drawn anew: 255 there, 0 elsewhere."""
     marks = picture if mask is None else read_picture("mask", mask)
-    if marks.size != picture.size:
-        raise _wrong_size(marks.size, picture.size)
     alpha = np.asarray(marks.getchannel("A"))
     transparent = mask is None or bool((alpha < 128).any())
     hole = alpha < 128 if transparent else np.asarray(marks.convert("L")) >= 128
     return Image.fromarray(hole.astype(np.uint8) * 255)
-
-
-def _wrong_size(mask: tuple[int, int], picture: tuple[int, int]) -> RequestError:
-    found, expected = (f"{width} x {height} pixels" for width, height in (mask, picture))
-    return RequestError(field="mask", found=found, expected=f"{expected}, as the image has")

@@ -67,6 +67,11 @@ class FormReader:
             fields: dict[str, Any] = explain(error)
             raise HttpError(400, **fields) from error
 
+    def close(self) -> None:
+        """Let go of all bytes, which the parser's callbacks hold in a circle."""
+        self._values.clear()
+        self._parser.parser = None
+
     def _add(self, part: Field | File) -> None:
         name = (part.field_name or b"").decode("utf-8", "replace").removesuffix("[]")
         if name in self._values:

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from datetime import UTC, datetime
 from traceback import clear_frames
 from typing import Any, TypeVar
@@ -80,11 +80,12 @@ class _Call:
                 refusal.field = refusal.param = "quality"
             if status == 500:
                 _LOG.error("a request failed", exc_info=error)
-            clear_frames(error.__traceback__)  # which hold the body, and refer to the error that refers to them
+            clear_frames(error.__traceback__)  # which hold the body
             may_quote_prompt = status == 400 and refusal.field in ("prompt", "body", "")
             facts = {"error": f"{refusal.field or 'request'}: refused" if may_quote_prompt else str(refusal)}
             if self._failure is None:
                 await self._respond(JSONResponse(refusal.body(), refusal.status, headers=refusal.headers))
+            del refusal  # whose traceback refers to this frame
         finally:  # also when it is cancelled: by a server that stops, or by Ray Serve because the client left
             self._log(status, facts)
 
@@ -121,9 +122,9 @@ class _Call:
             body = bytearray()
             await self._receive(body.extend, max_size)
             return read_request(bytes(body), limits.deadline)
-        reader = FormReader(self._http.headers["content-type"], limits.body)
-        await self._receive(reader.write, max_size)
-        form = reader.request()
+        with closing(FormReader(self._http.headers["content-type"], limits.body)) as reader:
+            await self._receive(reader.write, max_size)
+            form = reader.request()
         if self._kind == "variations" and form.mask is None and form.keep_rows is None:
             form = form.model_copy(update={"keep_rows": self._state.backend(form.model).describe()["rows"] // 2})
         return complete(form, limits.deadline)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import re
+import tracemalloc
 from collections.abc import Callable
 from importlib.metadata import version
 from io import BytesIO
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from running_server import GENERATIONS, RunningServer, events, head, until
+from running_server import EDITS, FORM, GENERATIONS, RunningServer, events, form, head, until
 
 from lantern_rt import AsyncPipeline, Pipeline
 from lantern_rt.runtime.scheduler import Scheduler
@@ -213,6 +215,40 @@ def test_a_body_that_does_not_come_is_given_up() -> None:
     start, answer = asyncio.run(answered(None, None))
     assert start["status"] == 408
     assert json.loads(answer["body"])["error"]["message"].startswith("body: not all of it was there after 0.05 s")
+
+
+@pytest.mark.parametrize(("kind", "pieces", "status"), [("edits", 4, 408), ("edits", 10, 413), ("generations", 1, 413)])
+def test_nothing_is_kept_of_a_body_that_is_refused(kind: str, pieces: int, status: int) -> None:
+    state = ServerState(Limits(body_seconds=0.05))
+    state.backends = {"slow": None}  # type: ignore[dict-item]
+    first = form({"image": b"none"}).partition(b"none")[0] if kind == "edits" else b"{"
+
+    async def receive_pieces() -> int:
+        bodies = (bytes(1 << 20) if i else first for i in range(pieces + 1))
+        statuses = []
+
+        async def receive() -> Any:
+            for body in bodies:
+                return {"type": "http.request", "body": body, "more_body": True}
+            await asyncio.sleep(60)
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status"))
+
+        headers = [(b"content-type", FORM.encode() if kind == "edits" else b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": EDITS, "headers": headers, "state": {"request_id": "1"}}
+        await ImagesEndpoint(state, kind)({**scope, "query_string": b"", "root_path": ""}, receive, send)
+        return statuses[0]
+
+    asyncio.run(receive_pieces())
+    gc.disable()  # nothing may need it
+    tracemalloc.start()
+    try:
+        assert asyncio.run(receive_pieces()) == status
+        assert tracemalloc.get_traced_memory()[0] < 1 << 19
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 async def answered(backend: Any, content: Any) -> list[Any]:
