@@ -107,8 +107,9 @@ def read_picture(name: str, source: PictureSource, header_only: bool = False) ->
 
 def picture_size(image: PictureSource, mask: PictureSource | None = None) -> tuple[int, int]:
     """Return the width and height of an upright picture by its header. Raises: RequestError: the mask has others."""
+    sources = {"image": image} if mask is None else {"image": image, "mask": mask}
     sizes = []
-    for name, source in {"image": image, **({} if mask is None else {"mask": mask})}.items():
+    for name, source in sources.items():
         header = read_picture(name, source, header_only=True)
         with reading(Path(name), "an orientation", RequestError, "give another one"):
             turned = Image.Image.getexif(header).get(ExifTags.Base.Orientation) in range(5, 9)  # a PNG's unpacks it

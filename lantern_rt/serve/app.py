@@ -175,14 +175,14 @@ class _Gate:
         app = self._app if refusal is None else JSONResponse(refusal.body(), refusal.status)
         await app(scope, receive_body, send_with_headers)
         if closing:
-            with suppress(TimeoutError):
+            with suppress(TimeoutError, asyncio.CancelledError):  # the latter of a server that ends
                 async with asyncio.timeout(LINGER_SECONDS):
                     while unread:
                         await receive_body()
             await send({"type": "http.response.body"})
 
     def _refusal(self, method: str, headers: Headers) -> HttpError | None:
-        remedy = "`lantern-rt serve --cors SITE` allows a site"
+        remedy = "`lantern-rt serve --cors ORIGIN` allows a site"
         host = headers.get("host", "").lower()
         # Another site can give its name the server's address, so that the browser takes its pages for the server's own.
         if host and self._hosts and not self._is_own(host):

@@ -73,7 +73,7 @@ class FormReader:
         self._parser.parser = None
 
     def _add(self, part: Field | File) -> None:
-        name = (part.field_name or b"").decode("utf-8", "replace").removesuffix("[]")
+        name = (part.field_name or b"").decode("utf-8", "replace").removesuffix("[]")[:80]
         if name in self._values:
             raise HttpError(400, field=name, found="more than one", expected="one")
         if len(self._values) == MAX_PARTS:

@@ -108,8 +108,10 @@ def test_hostile_forms_hold_up_nobody_and_a_server_that_was_sent_some_ends(
     for _ in range(6):
         server.connect(head(EDITS, FORM, len(hostile)) + hostile).close()
     assert server.post({"prompt": "red cube"})[0] == 200
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(60) == 0
+    with server.connect(head(EDITS, FORM, 2 * LARGE) + hostile) as unread:
+        assert unread.recv(12) == b"HTTP/1.1 413"
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
     assert "Traceback" not in server.log
 
 
