@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, Unpack
+from weakref import WeakValueDictionary
 
 from PIL.Image import Image
 
@@ -37,6 +38,8 @@ class AsyncPipeline:
         self.service = Service(pipeline, together, waiting)
         self._workers = ThreadPoolExecutor(1, "lantern-rt-images")  # decodes pictures
         self._checks = ThreadPoolExecutor(1, "lantern-rt-requests")  # checks requests, which wait for no picture
+        self._edits = ThreadPoolExecutor(1, "lantern-rt-edits")  # checks edits, whose pictures are unpacked
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()  # by callers, whose edits are checked one by one
         self._callers = 0  # whose pictures are to be decoded
         self._closed = False
 
@@ -77,7 +80,8 @@ class AsyncPipeline:
         """
         self._closed = True
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._checks.shutdown)  # who came before is there
+        for executor in (self._checks, self._edits):
+            await loop.run_in_executor(None, executor.shutdown)  # who came before is there
         await loop.run_in_executor(None, self.service.close, drain)
         while self._callers:
             await asyncio.sleep(0.01)
@@ -110,7 +114,6 @@ class AsyncPipeline:
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """Count a caller, whom closing waits for."""
         self._check_open()
         self._callers += 1
         try:
@@ -139,12 +142,8 @@ class AsyncPipeline:
 
         submit = partial(self.service.submit, hear, prompts, steps=steps, caller=caller, deadline=deadline, **options)
         self._check_open()
-        submitting = self._checks.submit(submit)
-        try:
-            ticket = await asyncio.wrap_future(submitting)
-        except asyncio.CancelledError:
-            submitting.add_done_callback(_cancel_ticket)  # before the next request is checked
-            raise
+        edit = options.get("image") is not None
+        ticket = await (self._check_edit(caller, submit) if edit else _run(self._checks, submit))
         try:
             yield ticket, None
             stats = None
@@ -157,6 +156,18 @@ class AsyncPipeline:
         finally:
             ticket.cancel()
 
+    async def _check_edit(self, caller: str, submit: Callable[[], Ticket]) -> Ticket:
+        """Check a request with a picture, which takes a while: callers take turns, and pause as long as each took."""
+        turn = self._turns.setdefault(caller, asyncio.Lock())
+        await turn.acquire()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            self._check_open()
+            return await _run(self._edits, submit)
+        finally:
+            loop.call_later(loop.time() - began, turn.release)
+
     async def image(self, step: StreamStep, i: int) -> Image:
         """`step.image(i)`, decoded without holding up the event loop."""
         with self._calling():
@@ -168,6 +179,17 @@ class AsyncPipeline:
     def _check_open(self) -> None:
         if self._closed:
             raise RequestError("closed", field="pipeline", remedy="make another")
+
+
+async def _run(executor: ThreadPoolExecutor, submit: Callable[[], Ticket]) -> Ticket:
+    submitting = executor.submit(submit)
+    try:
+        return await asyncio.wrap_future(submitting)
+    except asyncio.CancelledError:
+        submitting.add_done_callback(_cancel_ticket)  # before the next request is checked
+        raise
+    finally:
+        del submitting  # which holds an error, whose frames hold pictures
 
 
 def _cancel_ticket(submitting: Future[Ticket]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageChops, ImageCms, ImageOps
+from PIL import ExifTags, Image, ImageChops, ImageCms, ImageOps
 
 from .bundle.manifest import Manifest, Size
 from .errors import RequestError
@@ -27,6 +27,7 @@ from .runtime.engine import Bools, Floats, Ints
 BYTES_LIMIT = 1 << 23  # of a file
 PIXELS_LIMIT = 1 << 24  # of a picture, unpacked
 ROUNDING = 2  # levels by which sRGB may differ from sRGB
+HALVED_PIXELS = 1 << 22  # above which a picture is read at half its size
 
 
 @dataclass(eq=False)
@@ -73,8 +74,10 @@ class Edit:
         return hashlib.sha256(self.pixels.tobytes() + self.drawn.tobytes()).hexdigest()
 
 
-def read_picture(name: str, source: PictureSource) -> Image.Image:
-    """A picture upright and in RGBA, its `info` kept. name: of the parameter it was given as.
+def read_picture(name: str, source: PictureSource, header_only: bool = False) -> Image.Image:
+    """A picture upright and in RGBA, its `info` kept; a large one at half its size.
+
+    name: of the parameter it was given as. header_only: return the picture as its header says, with no pixel unpacked.
 
     Raises:
         RequestError: it cannot be read, or is too large.
@@ -95,10 +98,32 @@ def read_picture(name: str, source: PictureSource) -> Image.Image:
         if image.width * image.height > PIXELS_LIMIT:
             found, most = f"{image.width:,} x {image.height:,} pixels", f"at most {PIXELS_LIMIT:,}"
             raise RequestError(field=str(path), found=found, expected=most, remedy="make it smaller")
+        if header_only:
+            return image
+        factor = 2 if image.width * image.height > HALVED_PIXELS else 1
+        if factor == 2 and image is not source and image.draft(None, (image.width // 2, image.height // 2)):
+            factor = 1  # a JPEG file, which is decoded at half its size
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        return _as_seen(image)
+        if factor > 1 and (image.mode not in ("L", "LA", "RGB", "RGBA", "CMYK") or "transparency" in image.info):
+            image = image.convert("RGBA")  # indices of a palette have no mean
+        return _as_seen(image.reduce(factor))
+
+
+def picture_size(image: PictureSource, mask: PictureSource | None = None) -> tuple[int, int]:
+    """Return the width and height of an upright picture by its header. Raises: RequestError: the mask has others."""
+    sources = {"image": image} if mask is None else {"image": image, "mask": mask}
+    sizes = []
+    for name, source in sources.items():
+        header = read_picture(name, source, header_only=True)
+        with reading(Path(name), "an orientation", RequestError, "give another one"):
+            turned = Image.Image.getexif(header).get(ExifTags.Base.Orientation) in range(5, 9)  # a PNG's unpacks it
+        sizes.append(header.size[::-1] if turned else header.size)
+    if sizes[-1] != sizes[0]:
+        expected, found = (f"{width} x {height} pixels" for width, height in sizes)
+        raise RequestError(field="mask", found=found, expected=f"{expected}, as the image has")
+    return sizes[0]
 
 
 def _of_numbers(name: str, array: NDArray[Any]) -> Image.Image:
@@ -173,11 +198,11 @@ def read_edit(
     return Edit(np.array(ImageOps.fit(opaque, (width, height), Image.Resampling.LANCZOS)), drawn)
 
 
-def nearest_size(manifest: Manifest, picture: Image.Image) -> str | None:
+def nearest_size(manifest: Manifest, pixels: tuple[int, int]) -> str | None:
     """The name of the size nearest to a picture's, its shape first; None where a bundle draws one only."""
 
     def distance(size: Size) -> tuple[float, float]:
-        wide, high = np.log(manifest.pixels(size)) - np.log(picture.size)
+        wide, high = np.log(manifest.pixels(size)) - np.log(pixels)
         return round(abs(wide - high), 3), abs(wide + high)
 
     return min(manifest.sizes, key=distance).name if manifest.sizes else None
@@ -185,9 +210,6 @@ def nearest_size(manifest: Manifest, picture: Image.Image) -> str | None:
 
 def _hole(picture: Image.Image, mask: PictureSource | None) -> Image.Image:
     marks = picture if mask is None else read_picture("mask", mask)
-    if marks.size != picture.size:
-        found, expected = (f"{one.width} x {one.height} pixels" for one in (marks, picture))
-        raise RequestError(field="mask", found=found, expected=f"{expected}, as the image has")
     alpha = np.asarray(marks.getchannel("A"))
     transparent = mask is None or bool((alpha < 128).any())
     hole = alpha < 128 if transparent else np.asarray(marks.convert("L")) >= 128

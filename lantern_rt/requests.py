@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from .bundle.manifest import Manifest
-from .edits import nearest_size, read_edit, read_picture
+from .edits import nearest_size, picture_size, read_edit, read_picture
 from .errors import BundleError, RequestError, TreeError
 from .inputs import explain, short, whole
 from .methods import (
@@ -274,9 +274,9 @@ def check_request(
     Raises:
         RequestError: names the parameter at fault, and the prompt where there are several.
     """
-    picture = None if image is None else read_picture("image", image)
-    if picture is not None and options.get("size") is None:
-        options["size"] = nearest_size(manifest, picture)
+    pixels = None if image is None else picture_size(image, mask)
+    if pixels is not None and options.get("size") is None:
+        options["size"] = nearest_size(manifest, pixels)
     settings = resolve_settings(manifest, options)
     condition = manifest.condition
     kind = condition.kind
@@ -286,7 +286,9 @@ def check_request(
         "class_ids": "class ids",
         "embeddings": "text embeddings (`--embeddings FILE.npz`, in Python `embeddings=`)",
     }
-    if picture is not None and prompts is None and class_ids is None and embeddings is None:
+    picture = None
+    if image is not None and prompts is None and class_ids is None and embeddings is None:
+        picture = read_picture("image", image)
         prompts, class_ids = _recorded_subject(picture.info, own_field)
     wanted = f"{takes[own_field]}: that is what bundle {manifest.name} takes"
     subjects_by_field = {"prompts": prompts, "class_ids": class_ids, "embeddings": embeddings}
@@ -311,10 +313,7 @@ def check_request(
     else:
         assert tokenizer is not None
         subjects = text_requests(condition, tokenizer, manifest.size(settings.size), _as_list(prompts), negative_prompt)
-    edit = None
-    if picture is not None:
-        edit = read_edit(manifest, manifest.size(settings.size), picture, mask, keep_rows)
-    elif mask is not None or keep_rows is not None:
+    if image is None and (mask is not None or keep_rows is not None):
         name = "keep_rows" if mask is None else "mask"
         raise RequestError("says what is kept of an image", field=name, remedy="give the image, too")
     if not subjects:
@@ -328,6 +327,10 @@ def check_request(
         found = f"{len(seeds)} seeds for {len(subjects)} prompts"
         raise RequestError(field="seed", found=found, expected="one number, or one each")
     firsts = [whole("seed", one, 0, 0, SEED_LIMIT - count) for one in seeds]
+    edit = None
+    if image is not None:  # last: unpacking pictures takes longer than everything else
+        picture = picture or read_picture("image", image)
+        edit = read_edit(manifest, manifest.size(settings.size), picture, mask, keep_rows)
     images = [
         replace(one, seed=first + i, edit=edit)
         for one, first in zip(subjects, firsts, strict=True)

@@ -27,7 +27,7 @@ lantern-rt serve bundles/llamagen-b scenes --port 9000
 lantern-rt serve --host 0.0.0.0 --api-key-file keys.txt --batch 16 --waiting 64
 curl localhost:8000/v1/images/generations -H "content-type: application/json" -d '{"prompt": "a red cube on sand"}'
 """
-LIBRARIES = ("uvicorn", "sse_starlette", "prometheus_client")
+LIBRARIES = ("uvicorn", "sse_starlette", "prometheus_client", "python_multipart")
 LIMITS, REACH = "Limits", "Who may ask"  # groups in help
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from importlib.metadata import version
 from importlib.resources import files
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import AnyUrl, TypeAdapter, ValidationError
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -30,6 +33,7 @@ from .images import KINDS, ImagesEndpoint
 from .protocol import EditRequest, Figures, HttpError, ImagesRequest
 from .state import ServerState
 
+LINGER_SECONDS = 3.0  # in which the rest of a body is dropped, for its client to read the response
 PAGE = Path(str(files(__package__) / "page"))
 _SAFE = {
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'",
@@ -40,14 +44,21 @@ _SAFE = {
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
-def make_app(state: ServerState, lifespan: Lifespan | None = None, origins: Sequence[str] = ()) -> Starlette:
+def make_app(
+    state: ServerState, lifespan: Lifespan | None = None, origins: Sequence[str] = (), hosts: Collection[str] = ()
+) -> Starlette:
     """The application.
 
     Args:
         state: that requests share.
         lifespan: fills `state.backends`, and closes them.
-        origins: sites whose pages may ask (CORS), each as browsers send it; RequestError if not.
+        origins: sites whose pages may ask (CORS), as `read_origin` takes them.
+        hosts: names of the server, besides addresses; empty where any will do.
+
+    Raises:
+        RequestError: an origin is none.
     """
+    origins = [read_origin(one) for one in origins]
     pages = _Pages(state)
     routes = [
         *(Route(f"/v1/images/{kind}", ImagesEndpoint(state, kind), methods=["POST"]) for kind in KINDS),
@@ -62,12 +73,12 @@ def make_app(state: ServerState, lifespan: Lifespan | None = None, origins: Sequ
         Route("/", pages.page),
         Mount("/page", StaticFiles(directory=PAGE)),
     ]
-    middleware = [Middleware(_Headers)]
+    middleware = [Middleware(_Gate, origins, hosts)]
     if origins:
         middleware.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=[_read_origin(one) for one in origins],
+                allow_origins=origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],  # OpenAI's client sends a dozen of its own
                 expose_headers=["retry-after", "x-request-id"],
@@ -77,7 +88,7 @@ def make_app(state: ServerState, lifespan: Lifespan | None = None, origins: Sequ
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
 
 
-def _read_origin(text: str) -> str:
+def read_origin(text: str) -> str:
     """Return an origin as browsers send it: in small letters, without the usual port and the slash at the end."""
     with suppress(ValidationError):
         origin = str(AnyUrl(text)).removesuffix("/")
@@ -89,8 +100,6 @@ def _read_origin(text: str) -> str:
 
 
 class _Pages:
-    """Everything but images."""
-
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
@@ -138,29 +147,75 @@ class _Pages:
         return FileResponse(PAGE / "index.html")
 
 
-class _Headers:
-    """Gives every request an identity, its own if it brings a short one, and every answer safe headers."""
+class _Gate:
+    """Refuse requests of other sites' pages; give every request an identity and every response safe headers.
 
-    def __init__(self, app: ASGIApp) -> None:
+    A response to a body that was not read closes the connection, once the client had time to read it.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str], hosts: Collection[str]) -> None:
         self._app = app
+        self._origins = origins
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        identity = Request(scope).headers.get("x-request-id", "")
+        headers = Headers(scope=scope)
+        identity = headers.get("x-request-id", "")
         if not re.fullmatch(r"[\w.:-]{1,80}", identity, re.ASCII):
             identity = secrets.token_hex(8)
         scope.setdefault("state", {})["request_id"] = identity
+        unread = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+        closing = False
+
+        async def receive_body() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = message.get("more_body", False)
+            return message
 
         async def send_with_headers(message: Message) -> None:
+            nonlocal closing
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in {**_SAFE, "x-request-id": identity}.items():
-                    headers.setdefault(name, value)
+                closing = unread
+                own = {**_SAFE, "x-request-id": identity} | ({"connection": "close"} if closing else {})
+                for name, value in own.items():
+                    MutableHeaders(scope=message).setdefault(name, value)
+            elif closing:
+                message = {**message, "more_body": True}
             await send(message)
 
-        await self._app(scope, receive, send_with_headers)
+        refusal = self._refusal(scope["method"], headers)
+        app = self._app if refusal is None else JSONResponse(refusal.body(), refusal.status)
+        await app(scope, receive_body, send_with_headers)
+        if closing:
+            with suppress(TimeoutError, asyncio.CancelledError):  # the latter of a server that ends
+                async with asyncio.timeout(LINGER_SECONDS):
+                    while unread:
+                        await receive_body()
+            await send({"type": "http.response.body"})
+
+    def _refusal(self, method: str, headers: Headers) -> HttpError | None:
+        remedy = "`lantern-rt serve --cors ORIGIN` allows a site"
+        host = headers.get("host", "").lower()
+        # Another site can give its name the server's address, so that the browser takes its pages for the server's own.
+        if host and self._hosts and not self._is_own(host):
+            return HttpError(403, field="host", found=short(host), expected="localhost or an address", remedy=remedy)
+        origin = headers.get("origin", "").lower()
+        own = origin in ("", f"http://{host}", f"https://{host}")
+        site = headers.get("sec-fetch-site", "none" if own else "cross-site")  # programs and old browsers send none
+        foreign = site not in ("same-origin", "none") and {origin, "*"}.isdisjoint(self._origins)
+        if foreign and method not in ("GET", "HEAD", "OPTIONS"):
+            return HttpError(403, field="origin", found=short(origin or site), expected="this site", remedy=remedy)
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        with suppress(ValueError):
+            name = urlsplit(f"//{host}").hostname or ""
+            return name in self._hosts or bool(ip_address(name))
+        return False
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

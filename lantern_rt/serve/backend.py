@@ -46,17 +46,10 @@ class ImageBackend(Protocol):
         """What there is to do now."""
 
     def draw(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
-        """Draw a request within its deadline; close the generator to cancel.
+        """Draw a request within its deadline; close the generator to cancel. caller: who asks, by key or address.
 
-        Args:
-            request: of a client.
-            caller: who asks, by key or address.
-
-        Yields:
-            `ACCEPTED`, then the events that the request wants, then a `Completion`.
-
-        Raises:
-            LanternError: as `AsyncPipeline.generate`.
+        Yields: `ACCEPTED`, then the events that the request wants, then a `Completion`.
+        Raises: LanternError: as `AsyncPipeline.generate`.
         """
 
 
@@ -70,11 +63,9 @@ class LocalBackend:
 
     @property
     def alive(self) -> bool:
-        """Whether the decoder runs, and its last passes have not all failed."""
         return self.pipeline.service.open
 
     def describe(self) -> dict[str, Any]:
-        """What `/v1/models` says of the model, ready for JSON."""
         manifest = self.manifest
         methods = [name for name, kind in METHODS.items() if manifest.drafters or not kind.needs_drafter]
         size = manifest.size().name
@@ -93,13 +84,11 @@ class LocalBackend:
         }
 
     def load(self) -> Load:
-        """What there is to do now."""
         service = self.pipeline.service
         running = service.running
         return Load(running, max(0, service.images - running))
 
     async def draw(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
-        """Draw a request, as `ImageBackend` has it."""
         began = time.perf_counter()
         painting = 0.0  # seconds
         partial = 0  # pictures on the way so far, spaced evenly by codes

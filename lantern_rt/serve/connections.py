@@ -27,7 +27,6 @@ class Connection(H11Protocol):
     said = False  # that there were too many
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin, in place of a silent one if need be."""
         super().connection_made(transport)
         self._silent_since = self.loop.time()
         self._check_headers()
@@ -40,13 +39,11 @@ class Connection(H11Protocol):
             min(silent, key=lambda one: one._silent_since).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Take in what came."""
         if self._idle and not self.conn.trailing_data[0]:
             self._silent_since = self.loop.time()  # headers begin
         super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
         self._timer.cancel()
         super().connection_lost(exc)
 

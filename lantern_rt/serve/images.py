@@ -6,9 +6,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, closing
 from datetime import UTC, datetime
+from traceback import clear_frames
 from typing import Any, TypeVar
 
 from sse_starlette import EventSourceResponse
@@ -18,7 +19,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from .backend import ImageBackend
-from .protocol import Completion, Event, HttpError, ImagesRequest, complete, read_form, read_request
+from .forms import FORM, FormReader
+from .protocol import Completion, Event, HttpError, ImagesRequest, complete, read_request
 from .state import ServerState
 
 PING_SECONDS = 15  # without news, after which a comment keeps a stream open
@@ -45,8 +47,6 @@ class ImagesEndpoint:
 
 
 class _Call:
-    """One request being answered."""
-
     def __init__(self, state: ServerState, http: Request, send: Send, kind: str) -> None:
         self._state, self._kind = state, kind
         self._http = http
@@ -58,7 +58,6 @@ class _Call:
         self._failure: Exception | None = None  # which a stream has told
 
     async def run(self) -> None:
-        """Answer it, and log how it ended."""
         status = DISCONNECTED
         facts: dict[str, Any] = {}
         try:
@@ -81,58 +80,69 @@ class _Call:
                 refusal.field = refusal.param = "quality"
             if status == 500:
                 _LOG.error("a request failed", exc_info=error)
+            clear_frames(error.__traceback__)  # which hold the body
             may_quote_prompt = status == 400 and refusal.field in ("prompt", "body", "")
             facts = {"error": f"{refusal.field or 'request'}: refused" if may_quote_prompt else str(refusal)}
             if self._failure is None:
                 await self._respond(JSONResponse(refusal.body(), refusal.status, headers=refusal.headers))
+            del refusal  # whose traceback refers to this frame
         finally:  # also when it is cancelled: by a server that stops, or by Ray Serve because the client left
             self._log(status, facts)
 
     async def _answer(self) -> Completion:
         state = self._state
+        limits = state.limits
         state.check_open()
         self._key = state.check_key(self._http)
-        request = await self._read()
-        state.check_request(request)
-        self._quality = request.quality or ""
-        backend = state.backend(request.model)
-        self._model = backend.name
-        async with aclosing(self._draw(backend, request)) as updates:
-            await self._while_connected(anext(updates))  # accepted, or refused
-            if request.stream:
-                return await self._stream(request, updates)
-            completion = await self._while_connected(_last(updates))
+        kind, max_size = ("application/json", limits.body) if self._kind == "generations" else (FORM, limits.form)
+        headers = self._http.headers
+        found = headers.get("content-type", "")
+        if found.partition(";")[0].strip().lower() != kind:
+            raise HttpError(415, field="content-type", found=repr(found[:80]), expected=kind)
+        size = int(headers.get("content-length", max_size))
+        if size > max_size:
+            raise _too_large(max_size)
+        with state.bodies.hold((self._key or self._client, kind), size):
+            request = await self._read(max_size)
+            state.check_request(request)
+            self._quality = request.quality or ""
+            backend = state.backend(request.model)
+            self._model = backend.name
+            async with aclosing(self._draw(backend, request)) as updates:
+                await self._while_connected(anext(updates))  # accepted, or refused
+                if request.stream:
+                    return await self._stream(request, updates)
+                completion = await self._while_connected(_last(updates))
         await self._respond(JSONResponse(completion.answer(request)))
         return completion
 
-    async def _read(self) -> ImagesRequest:
+    async def _read(self, max_size: int) -> ImagesRequest:
         limits = self._state.limits
         if self._kind == "generations":
-            return read_request(await self._body("application/json", limits.body), limits.deadline)
-        body = await self._body("multipart/form-data", limits.form)
-        form = await asyncio.to_thread(read_form, self._http.headers["content-type"], body)
+            body = bytearray()
+            await self._receive(body.extend, max_size)
+            return read_request(bytes(body), limits.deadline)
+        with closing(FormReader(self._http.headers["content-type"], limits.body)) as reader:
+            await self._receive(reader.write, max_size)
+            form = reader.request()
         if self._kind == "variations" and form.mask is None and form.keep_rows is None:
             form = form.model_copy(update={"keep_rows": self._state.backend(form.model).describe()["rows"] // 2})
         return complete(form, limits.deadline)
 
-    async def _body(self, expected: str, most: int) -> bytes:
-        limits = self._state.limits
-        kind = self._http.headers.get("content-type", "")
-        if kind.partition(";")[0].strip().lower() != expected:
-            raise HttpError(415, field="content-type", found=repr(kind[:80]), expected=expected)
-        body = bytearray()
+    async def _receive(self, write: Callable[[bytes], None], max_size: int) -> None:
+        seconds = self._state.limits.body_seconds
+        size = 0
         try:
-            async with asyncio.timeout(limits.body_seconds):
+            async with asyncio.timeout(seconds):
                 async for part in self._http.stream():
-                    body += part
-                    if len(body) > most:
-                        raise HttpError(413, field="body", expected=f"at most {most:,} bytes")
+                    size += len(part)
+                    if size > max_size:
+                        raise _too_large(max_size)
+                    write(part)
         except TimeoutError as error:
-            raise HttpError(408, f"not all of it was there after {limits.body_seconds:g} s", field="body") from error
-        return bytes(body)
+            raise HttpError(408, f"not all of it was there after {seconds:g} s", field="body") from error
 
     async def _draw(self, backend: ImageBackend, request: ImagesRequest) -> AsyncGenerator[Event | Completion, None]:
-        """What a backend gives, until the deadline."""
         assert request.deadline is not None
         left = request.deadline - (time.perf_counter() - self._began)
         end = asyncio.get_running_loop().time() + left
@@ -150,7 +160,6 @@ class _Call:
                 yield update
 
     async def _stream(self, request: ImagesRequest, updates: AsyncGenerator[Event | Completion, None]) -> Completion:
-        """Send events as they come."""
         events = self._events(request, updates)
         response = EventSourceResponse(events, ping=PING_SECONDS, sep="\n", send_timeout=SEND_SECONDS)
         await response(self._http.scope, self._http.receive, self._send)
@@ -209,6 +218,10 @@ class _Call:
             "seconds": seconds,
         }
         _LOG.info("%s", json.dumps(line | facts))
+
+
+def _too_large(max_size: int) -> HttpError:
+    return HttpError(413, field="body", expected=f"at most {max_size:,} bytes")
 
 
 async def _last(updates: AsyncGenerator[Event | Completion, None]) -> Completion:

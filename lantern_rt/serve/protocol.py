@@ -5,10 +5,7 @@ from __future__ import annotations
 import base64
 import secrets
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from email import message_from_bytes
-from email.message import Message
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -118,41 +115,6 @@ class EditRequest(ImagesRequest):
         """What a call of a pipeline takes."""
         own = {"image": self.image, "mask": self.mask, "keep_rows": self.keep_rows}
         return super().options() | {name: value for name, value in own.items() if value is not None}
-
-
-def read_form(content_type: str, body: bytes) -> EditRequest:
-    """The request in a body of `multipart/form-data`. Raises: HttpError: it is none, or a field is wrong."""
-    files: dict[str, bytes] = {}
-    texts: dict[str, str] = {}
-    for name, content in _parts(content_type, body):
-        name = name.removesuffix("[]")
-        if name in files or name in texts:
-            raise HttpError(400, field=name, found="more than one", expected="one")
-        if name in ("image", "mask"):
-            files[name] = content
-        else:
-            texts[name] = content.decode("utf-8", "replace")
-    if not files.get("image"):
-        raise HttpError(400, field="image", found="none", expected="a PNG, JPEG or WebP file")
-    try:
-        return EditRequest.model_validate_strings(texts).model_copy(update=files)
-    except ValidationError as error:
-        fields: dict[str, Any] = explain(error)
-        raise HttpError(400, **fields) from error
-
-
-def _parts(content_type: str, body: bytes) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of a form (RFC 7578)."""
-    head = Message()
-    head["content-type"] = content_type
-    boundary = str(head.get_param("boundary", "")).encode("ascii", "replace")
-    _, *parts = (b"\r\n" + body).split(b"\r\n--" + boundary)
-    if not boundary or not parts or not parts[-1].startswith(b"--"):
-        raise HttpError(400, field="body", found="no whole form", expected="multipart/form-data with its boundary")
-    for part in parts[:-1]:
-        lines, _, content = part.removeprefix(b"\r\n").partition(b"\r\n\r\n")
-        headers = message_from_bytes(lines)
-        yield str(headers.get_param("name", "", "content-disposition")), content
 
 
 def read_request(body: bytes, max_deadline: float) -> ImagesRequest:

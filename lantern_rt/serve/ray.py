@@ -116,7 +116,6 @@ class Replica:
         self._backend = LocalBackend(AsyncPipeline(pipeline, together, waiting))
 
     def about(self) -> tuple[str, dict[str, Any]]:
-        """The model's name, and what clients are told of it."""
         return self._backend.name, self._backend.describe()
 
     async def draw(
@@ -181,11 +180,9 @@ class RayBackend:
         self._seconds = 1.0  # that the last request took once a replica had accepted it
 
     def describe(self) -> dict[str, Any]:
-        """What `/v1/models` says of the model, ready for JSON."""
         return self._description
 
     def load(self) -> Load:
-        """Requests that replicas have accepted from this ingress, and those that wait here for one."""
         return Load(self._running, self._waiting)
 
     async def draw(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:

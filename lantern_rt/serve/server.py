@@ -8,6 +8,9 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -15,7 +18,7 @@ from starlette.applications import Starlette
 from ..asynchronous import AsyncPipeline
 from ..errors import RequestError
 from ..inputs import brief, short
-from .app import make_app
+from .app import make_app, read_origin
 from .backend import LocalBackend
 from .connections import BACKLOG, Connection
 from .state import Limits, ServerState
@@ -51,13 +54,16 @@ class Server:
         self.failure: Exception | None = None
         self._models = models
         self._backends: list[LocalBackend] = []
-        app = make_app(self.state, self._lifespan, origins)
+        origins = [read_origin(one) for one in origins]
         self._socket = listen(host, port)
         self.address = self._socket.getsockname()[:2]
+        hosts: set[Any] = set()
+        if ip_address(self.address[0]).is_loopback:
+            hosts = {"localhost", host.lower(), *(urlsplit(origin).hostname for origin in origins)}
         self._stopping: asyncio.Task[None] | None = None
         self._hurrying = False
         config = uvicorn.Config(
-            app,
+            make_app(self.state, self._lifespan, origins, hosts),
             http=Connection,
             backlog=BACKLOG,
             ws="none",
@@ -73,7 +79,6 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         host, port = self.address
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter as Tally
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +31,7 @@ class Limits:
         deadline: seconds of a request.
         body: bytes of its body; form: of one that holds pictures.
         body_seconds: until all of them are there.
+        bodies: bytes of the bodies of all requests.
         api_key_file: keys that are accepted, see `read_keys`; without one, anybody may ask.
         methods: names of those that may be asked for beside qualities; none: all.
         max_n: images of a request.
@@ -39,6 +42,7 @@ class Limits:
     body: int = 64 << 10
     form: int = BYTES_LIMIT
     body_seconds: float = 20.0
+    bodies: int = 1 << 27
     api_key_file: Path | None = None
     methods: Sequence[str] = ()
     max_n: int = 10
@@ -64,6 +68,31 @@ def read_keys(path: Path) -> dict[bytes, str]:
         )
     hashes = {_hash(line.split()[-1]): line for line in keys}
     return {key: " ".join(line.split()[:-1]) or f"key {key.hex()[:8]}" for key, line in hashes.items()}
+
+
+class BodyMemory:
+    """Bytes of the bodies of all requests. A caller may hold as many as remain free, so others always find room."""
+
+    def __init__(self, size: int) -> None:
+        self._free = size
+        self._held = Tally[Hashable]()
+
+    @contextmanager
+    def hold(self, caller: Hashable, size: int) -> Iterator[None]:
+        """Reserve bytes for a body while the block runs. Raises: HttpError: the caller has to wait."""
+        if self._held[caller] + size > self._free - size:
+            remedy = "try again when other requests are done"
+            raise HttpError(429, "no memory for it", "busy", 5, field="body", found=f"{size:,} bytes", remedy=remedy)
+        self._count(caller, size)
+        try:
+            yield
+        finally:
+            self._count(caller, -size)
+
+    def _count(self, caller: Hashable, size: int) -> None:
+        self._free -= size
+        self._held[caller] += size
+        self._held = +self._held
 
 
 class Metrics:
@@ -124,6 +153,7 @@ class ServerState:
         self.limits = limits
         self.keys: dict[bytes, str] = {}
         self.load_keys()
+        self.bodies = BodyMemory(limits.bodies)
         self.metrics = Metrics()
         self.backends: dict[str, ImageBackend] = {}
         self.active = 0
@@ -152,11 +182,7 @@ class ServerState:
             self.keys = read_keys(self.limits.api_key_file)
 
     def check_key(self, request: Request) -> str:
-        """The name of a request's key, empty where none is needed.
-
-        Raises:
-            HttpError: keys are needed, and the request has none of them.
-        """
+        """The name of a request's key, empty where none is needed. Raises: HttpError: it has none that is known."""
         if not self.keys:
             return ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")

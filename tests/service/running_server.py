@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 GENERATIONS = "/v1/images/generations"
+EDITS = "/v1/images/edits"
+FORM = "multipart/form-data; boundary=x"
 
 
 class RunningServer:
@@ -87,6 +90,13 @@ class RunningServer:
         finally:
             connection.close()
 
+    def connect(self, sent: bytes = b"", address: str = "127.0.0.1") -> socket.socket:
+        """A connection from an address of this host, on which these bytes were sent."""
+        host, _, port = self.address.rpartition(":")
+        made = socket.create_connection((host, int(port)), 30, source_address=(address, 0))
+        made.sendall(sent)
+        return made
+
     def metric(self, name: str, **labels: str) -> float:
         """A sample of /metrics; 0 if it is not there."""
         text = ",".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
@@ -119,3 +129,19 @@ def events(body: bytes) -> list[tuple[str, dict[str, Any]]]:
     """Kinds and data of server-sent events."""
     lines = re.findall(rb"^(?:event: ([^\n]*)\n)?data: ([^\n]*)\n\n", body, re.MULTILINE)
     return [(kind.decode(), json.loads(data)) for kind, data in lines]
+
+
+def head(path: str, kind: str, length: int | str) -> bytes:
+    """The headers of a request with a body."""
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\ncontent-length: {length}\r\n\r\n".encode()
+    )
+
+
+def form(fields: dict[str, bytes]) -> bytes:
+    """A body of type `FORM`."""
+    parts = [
+        b'--x\r\ncontent-disposition: form-data; name="%s"\r\n\r\n%s\r\n' % (name.encode(), fields[name])
+        for name in fields
+    ]
+    return b"".join(parts) + b"--x--\r\n"

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import resource
-import socket
+import select
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running_server import GENERATIONS, RunningServer
+from running_server import EDITS, FORM, GENERATIONS, RunningServer, form, head
 
 from lantern_rt.serve import connections
 
-
-def connect(server: RunningServer, text: bytes = b"") -> socket.socket:
-    host, _, port = server.address.rpartition(":")
-    made = socket.create_connection((host, int(port)), timeout=30)
-    made.sendall(text)
-    return made
+JSON = "application/json"
+MEGABYTES = 8 << 20  # the most that a form may have
 
 
 @pytest.mark.slow
@@ -32,8 +30,7 @@ def test_more_silent_connections_than_files_leave_room_for_others(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
     size = len(server.log)
-    body = f"POST {GENERATIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n"
-    silent = [connect(server, (b"", b"GET /livez HT", body.encode())[i % 3]) for i in range(300)]
+    silent = [server.connect((b"", b"GET /livez HT", head(GENERATIONS, JSON, 99))[i % 3]) for i in range(300)]
     assert server.get("/livez")[0] == server.get("/readyz")[0] == 200
     assert server.post({"prompt": "red cube"})[0] == 200
     assert silent[0].recv(1) == b"", "the longest silent one was closed"
@@ -63,7 +60,7 @@ def test_headers_that_do_not_come_are_given_up(text: str, monkeypatch: pytest.Mo
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: connections.Connection(config, state, {}), "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
         first = await reader.readuntil(b"\r\n\r\n")
         if text:
             writer.write(text.encode())
@@ -77,3 +74,37 @@ def test_headers_that_do_not_come_are_given_up(text: str, monkeypatch: pytest.Mo
 
     first, rest = asyncio.run(read())
     assert (first[:12], rest) == (b"HTTP/1.1 200", b"")
+
+
+def test_a_body_that_nobody_reads_ends_its_connection(tiny: RunningServer) -> None:
+    sent = (
+        head("/nothing", JSON, 99),
+        head(GENERATIONS, "text/plain", 99) + b"{",
+        head(GENERATIONS, JSON, 1 << 30) + b"{",
+        b"GET /livez HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n",
+    )
+    with ExitStack() as stack:
+        for connection in [stack.enter_context(tiny.connect(text)) for text in sent]:
+            answer = b"".join(iter(partial(connection.recv, 1 << 16), b""))
+            assert answer.startswith(b"HTTP/1.1 ")
+            assert b"\r\nconnection: close\r\n" in answer.lower()
+
+
+def test_a_client_that_sends_first_and_reads_then_is_told_that_its_body_is_too_large(tiny: RunningServer) -> None:
+    status, headers, _ = tiny.request("POST", EDITS, bytes(MEGABYTES + 1), {"content-type": FORM})
+    assert (status, headers["connection"]) == (413, "close")
+
+
+def test_bodies_of_one_address_leave_memory_for_its_plain_requests_and_for_others(tiny: RunningServer) -> None:
+    announced = head(EDITS, FORM, MEGABYTES - 1)
+    whole = form({"image": b"none", "prompt": b"red cube"})
+    unfinished = [tiny.connect(announced, "127.0.0.7") for _ in range(9)]
+    refused, _, _ = select.select(unfinished, [], [], 15)
+    (answer,) = [one.recv(1 << 16) for one in refused]
+    assert (answer[:12], b"retry-after: 5" in answer) == (b"HTTP/1.1 429", True)
+    with tiny.connect(head(EDITS, FORM, len(whole)) + whole, "127.0.0.8") as other:
+        assert other.recv(12) == b"HTTP/1.1 400"
+    with tiny.connect(head(GENERATIONS, JSON, 22) + b'{"prompt": "red cube"}', "127.0.0.7") as plain:
+        assert plain.recv(12) == b"HTTP/1.1 200"
+    for one in unfinished:
+        one.close()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import re
-import socket
+import tracemalloc
 from collections.abc import Callable
 from importlib.metadata import version
 from io import BytesIO
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from running_server import GENERATIONS, RunningServer, events, until
+from running_server import EDITS, FORM, GENERATIONS, RunningServer, events, form, head, until
 
 from lantern_rt import AsyncPipeline, Pipeline
 from lantern_rt.runtime.batch import Batch
@@ -230,6 +231,40 @@ def test_a_body_that_does_not_come_is_given_up() -> None:
     assert json.loads(answer["body"])["error"]["message"].startswith("body: not all of it was there after 0.05 s")
 
 
+@pytest.mark.parametrize(("kind", "pieces", "status"), [("edits", 4, 408), ("edits", 10, 413), ("generations", 1, 413)])
+def test_nothing_is_kept_of_a_body_that_is_refused(kind: str, pieces: int, status: int) -> None:
+    state = ServerState(Limits(body_seconds=0.05))
+    state.backends = {"slow": None}  # type: ignore[dict-item]
+    first = form({"image": b"none"}).partition(b"none")[0] if kind == "edits" else b"{"
+
+    async def receive_pieces() -> int:
+        bodies = (bytes(1 << 20) if i else first for i in range(pieces + 1))
+        statuses = []
+
+        async def receive() -> Any:
+            for body in bodies:
+                return {"type": "http.request", "body": body, "more_body": True}
+            await asyncio.sleep(60)
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status"))
+
+        headers = [(b"content-type", FORM.encode() if kind == "edits" else b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": EDITS, "headers": headers, "state": {"request_id": "1"}}
+        await ImagesEndpoint(state, kind)({**scope, "query_string": b"", "root_path": ""}, receive, send)
+        return statuses[0]
+
+    asyncio.run(receive_pieces())
+    gc.disable()  # nothing may need it
+    tracemalloc.start()
+    try:
+        assert asyncio.run(receive_pieces()) == status
+        assert tracemalloc.get_traced_memory()[0] < 1 << 19
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+
+
 async def answered(backend: Any, content: Any) -> list[Any]:
     """What the endpoint sends for a body, or for a client that never sends one."""
     state = ServerState(Limits(body_seconds=0.05))
@@ -260,11 +295,9 @@ async def called(app: Any, path: str, content: Any = None) -> list[Any]:
 
 
 def test_a_client_that_leaves_within_its_request_is_no_error_of_the_server(tiny: RunningServer) -> None:
-    host, _, port = tiny.address.rpartition(":")
     before = len(tiny.lines())
-    head = f"POST {GENERATIONS} HTTP/1.1\r\nhost: me\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n"
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head.encode() + b'{"prompt": ')
+    with tiny.connect(head(GENERATIONS, "application/json", 99) + b'{"prompt": '):
+        pass
     until(lambda: len(tiny.lines()) > before)
     assert tiny.lines()[-1]["status"] == 499
     assert "Traceback" not in tiny.log

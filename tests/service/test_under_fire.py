@@ -58,7 +58,7 @@ class Crowd:
         body = self.rng.choice(WRONG) if kind == "wrong" else json.dumps(asked).encode()
         own = f"127.0.0.{self.rng.randrange(2, 6)}", 0  # callers share it
         reader, writer = await asyncio.open_connection(self.host, self.port, local_addr=own)
-        head = f"POST {GENERATIONS} HTTP/1.0\r\nhost: x\r\ncontent-type: application/json\r\n"  # 1.0: no chunks
+        head = f"POST {GENERATIONS} HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n"  # 1.0: no chunks
         writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         try:
             if kind == "leave":

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import io
 import random
+import threading
 from collections.abc import Coroutine
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from idle_service import left_alone
+from PIL import Image
 
 from lantern_rt import Pipeline, RequestError, Result
 from lantern_rt.asynchronous import AsyncPipeline
@@ -79,6 +83,74 @@ def test_who_gave_up_may_ask_again_at_once(pipe: Pipeline) -> None:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(pipeline.generate("red cube", num_images=1, method="ar"), patience)
             assert (await pipeline.generate("red cube")).images
+
+    run(main())
+
+
+def picture(side: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (side, side)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_texts_pass_by_edits_and_callers_of_edits_take_turns(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    unpacking, go_on = threading.Event(), threading.Event()
+
+    def unpack(name: str, source: bytes, header_only: bool = False) -> Image.Image:
+        if header_only:
+            return Image.open(io.BytesIO(source))
+        unpacking.set()
+        assert go_on.wait(60)
+        raise RequestError("it is refused", field="image")
+
+    async def main() -> None:
+        async with AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), together=2) as pipeline:
+
+            async def edit(caller: str) -> None:
+                with pytest.raises(RequestError) as caught:
+                    async with aclosing(pipeline.updates("red cube", image=picture(8), caller=caller)) as updates:
+                        await anext(updates)
+                order.append(f"{caller} {caught.value.field}")
+
+            many = [asyncio.create_task(edit("many")) for _ in range(5)]
+            await asyncio.to_thread(unpacking.wait, 60)
+            one = asyncio.create_task(edit("one"))
+            assert (await pipeline.generate("red cube", method="ar")).images, "it does not wait for pictures"
+            go_on.set()
+            await asyncio.gather(one, *many)
+            assert order.index("one image") <= 1
+            go_on.clear()
+            waiting = [asyncio.create_task(edit("many")) for _ in range(3)]
+            await asyncio.sleep(0)
+            closing = asyncio.create_task(pipeline.close(drain=False))
+            await asyncio.sleep(0)
+            go_on.set()
+            await asyncio.gather(closing, *waiting)
+            assert "many pipeline" in order, "those that waited are not unpacked any more"
+
+    monkeypatch.setattr("lantern_rt.edits.read_picture", unpack)
+    monkeypatch.setattr("lantern_rt.requests.read_picture", unpack)
+    run(main())
+
+
+def test_nothing_is_kept_of_an_edit_that_was_refused(pipe: Pipeline) -> None:
+    def pictures() -> int:
+        return sum(isinstance(one, Image.Image) for one in gc.get_objects())
+
+    async def main() -> None:
+        async with AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1)) as pipeline:
+            await pipeline.generate("red cube", method="ar")
+            before = pictures()
+            gc.disable()  # nothing may need it
+            try:
+                for _ in range(3):
+                    with pytest.raises(RequestError):
+                        await pipeline.generate("red cube", image=picture(64))
+                await pipeline.generate("red cube", method="ar")
+                assert pictures() <= before
+            finally:
+                gc.enable()
 
     run(main())
 

@@ -200,6 +200,43 @@ def test_requests_that_contradict_themselves_are_refused(bundle: Bundle) -> None
         assert caught.value.field == next(iter(options))
 
 
+def test_sizes_and_words_are_checked_before_a_pixel_is_unpacked(bundle: Bundle) -> None:
+    damaged = file(Image.fromarray(COLOURS))[:20_000]
+    exif = Image.Exif()
+    exif[0x112] = 6  # upright, it is 4 pixels wide and 6 high
+    lying = file(Image.fromarray(COLOURS[:4, :6]), exif=exif.tobytes())
+    wrong: list[tuple[dict[str, Any], str, str]] = [
+        ({"image": damaged, "mask": COLOURS[:9]}, "mask", "256 x 9 pixels"),
+        ({"image": lying, "mask": damaged}, "mask", "256 x 256 pixels, expected 4 x 6"),
+        ({"image": damaged, "prompts": "a magic cube"}, "prompt", "magic"),
+        ({"image": damaged, "num_images": 0}, "num_images", "0"),
+        ({"image": damaged, "keep_rows": 3}, "image", "truncated"),
+    ]
+    for options, field, found in wrong:
+        with pytest.raises(RequestError) as caught:
+            check_request(bundle.manifest, bundle_tokenizer(bundle), **{"prompts": "a red cube", **options})
+        assert (caught.value.field, found in str(caught.value)) == (field, True), str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_large_pictures_are_read_at_half_their_size_and_masks_with_them(manifest: Manifest, kind: str) -> None:
+    side = 2561  # more than four million pixels, and odd
+    marked = np.zeros((side, side), np.uint8)
+    marked[side // 2 + 8 :] = 255
+    large = Image.fromarray(np.where(marked, 200, 50).astype(np.uint8)).convert("RGB")
+    source = file(large, kind, quality=90)
+    assert read_picture("image", source).size == (1281, 1281)
+    edit = read(manifest, source, file(Image.fromarray(marked)))
+    assert edit.drawn.any(1).tolist() == [False] * 8 + [True] * 8
+    assert (abs(edit.pixels[:126].astype(int) - 50) < 4).all()
+    assert (abs(edit.pixels[130:].astype(int) - 200) < 4).all()
+    palette = large.quantize(2)
+    assert set(np.asarray(read_picture("image", file(palette)).convert("L")).flat) >= {50, 200}
+    opened = Image.open(io.BytesIO(source))
+    read_picture("image", opened)
+    assert opened.size == (side, side), "a caller's own picture stays as it is"
+
+
 def test_pixels_further_than_a_cell_from_what_is_drawn_are_the_originals(manifest: Manifest) -> None:
     marked: NDArray[np.bool_] = np.zeros((SIDE, SIDE), bool)
     marked[96:128, 96:128] = True

@@ -1,0 +1,92 @@
+"""Forms with files (`multipart/form-data`), parsed while their bytes come, in time and memory linear in them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from io import BytesIO
+from typing import Any
+
+from pydantic import ValidationError
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import Field, File, FormParser, parse_options_header
+
+from ..inputs import brief, explain
+from .protocol import EditRequest, HttpError
+
+FORM = "multipart/form-data"
+FILES = ("image", "mask")  # every other field is text
+MAX_PARTS = 64
+LIMITS = {"MAX_HEADER_COUNT": 4, "MAX_HEADER_SIZE": 1 << 10, "MAX_MEMORY_FILE_SIZE": float("inf")}  # of each part
+
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # the log has one line for each request
+
+
+class FormReader:
+    """One form that is being received; `HttpError` says that it is damaged or too large.
+
+    Args:
+        content_type: header of the request, which names the boundary between parts.
+        max_text: maximum number of bytes of a text field.
+    """
+
+    def __init__(self, content_type: str, max_text: int) -> None:
+        self._max_text = max_text
+        self._values: dict[str, bytes] = {}
+        self._complete = False
+        self._tail = b""
+        boundary = parse_options_header(content_type)[1].get(b"boundary") or None
+        self._delimiter = b"\r\n--" + (boundary or b"")
+        # No client writes these, and the parser steps through what follows them byte by byte.
+        self._misplaced = re.compile(re.escape(self._delimiter) + rb"(?:[^\r-]|\r[^\n]|-[^-])")
+        try:
+            self._parser = FormParser(FORM, self._add, self._add, self._end, boundary, config=LIMITS)
+        except FormParserError as error:
+            raise _damaged(brief(error)) from error
+
+    def write(self, data: bytes) -> None:
+        window = self._tail + data
+        self._tail = window[-len(self._delimiter) - 1 :]
+        if self._misplaced.search(window):
+            raise _damaged("a boundary within a part")
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise _damaged(brief(error)) from error
+
+    def request(self) -> EditRequest:
+        if not self._complete:
+            raise _damaged("no whole form")
+        files: dict[str, Any] = {name: self._values.pop(name) for name in FILES if name in self._values}
+        if not files.get("image"):
+            raise HttpError(400, field="image", found="none", expected="a PNG, JPEG or WebP file")
+        texts = {name: value.decode("utf-8", "replace") for name, value in self._values.items()}
+        try:
+            return EditRequest.model_validate_strings(texts).model_copy(update=files)
+        except ValidationError as error:
+            fields: dict[str, Any] = explain(error)
+            raise HttpError(400, **fields) from error
+
+    def close(self) -> None:
+        """Let go of all bytes, which the parser's callbacks hold in a circle."""
+        self._values.clear()
+        self._parser.parser = None
+
+    def _add(self, part: Field | File) -> None:
+        name = (part.field_name or b"").decode("utf-8", "replace").removesuffix("[]")[:80]
+        if name in self._values:
+            raise HttpError(400, field=name, found="more than one", expected="one")
+        if len(self._values) == MAX_PARTS:
+            raise _damaged(f"more than {MAX_PARTS} parts")
+        content = part.file_object if isinstance(part, File) else BytesIO(part.value or b"")
+        assert isinstance(content, BytesIO)
+        self._values[name] = content.getvalue()
+        if name not in FILES and len(self._values[name]) > self._max_text:
+            raise HttpError(413, field=name, expected=f"at most {self._max_text:,} bytes")
+
+    def _end(self) -> None:
+        self._complete = True
+
+
+def _damaged(found: str) -> HttpError:
+    return HttpError(400, field="body", found=found, expected=f"{FORM} with its boundary")
