@@ -1,8 +1,8 @@
-"""The checks that a change must pass, one session each; `nox -l` lists them, `nox -s unit` runs one, `.ci/run` runs all.
+"""The checks that a change must pass, a session each; `nox -l` lists them, `nox -s unit` runs one, `.ci/run` runs all.
 
-`install` makes `.venv` by README's line. A session that needs more packages has an environment of its own, which looks
-into `.venv` for what it lacks (`layer`). No session changes the packages that another one sees, so that two sessions may
-run side by side; only `install` writes the links of the editable install.
+`install` makes `.venv` by README's line. A session that needs more packages has an environment of its own, which finds
+in `.venv` what it lacks (`layer`). No session changes the packages that another one sees, so that two sessions may run
+side by side; only `install` writes the links of the editable install.
 """
 
 from __future__ import annotations
