@@ -174,7 +174,7 @@ def install(session: nox.Session) -> None:
     def normal(lines: str) -> set[str]:
         return {re.sub(r"\+.*", "", line).lower().replace("_", "-") for line in lines.splitlines()}
 
-    freeze = [DEV / "bin/pip", "freeze", "--exclude-editable"]
+    freeze = [str(DEV / "bin/pip"), "freeze", "--exclude-editable"]
     installed = subprocess.run(freeze, check=True, capture_output=True, text=True).stdout
     unpinned = normal(installed) - normal((ROOT / "constraints.txt").read_text("utf-8"))
     if unpinned:
