@@ -1,10 +1,11 @@
-"""What the project may weigh. A number is raised only by the commit that names the user of what it adds.
+"""What the project may weigh: statements, not lines, so that nothing is gained by folding them.
 
-The aim is 17,000 lines of product and 19,000 of tests: until then these numbers fall.
+A number is raised only by the commit that names the user of what it adds. The aim is that these numbers fall.
 """
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from lantern_rt.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("runtime", "engines", "export", "lantern_rt", "train")
-LINES = {PRODUCT: 24_597, ("tests",): 23_806, ("benchmarks",): 1_638}
+STATEMENTS = {PRODUCT: 14_083, ("recipes",): 1_601, ("tests",): 15_882, ("benchmarks",): 1_072}
+ROOM = 1.02
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LONGEST_FILE = 400
 WORDS = 13_390
 OPTIONS = 108
@@ -30,6 +33,13 @@ def line_count(file: Path) -> int:
     return file.read_text("utf-8").count("\n")
 
 
+def statement_count(file: Path) -> int:
+    """Statements of a file, docstrings apart."""
+    nodes = [*ast.walk(ast.parse(file.read_text("utf-8")))]
+    docstrings = [node for node in nodes if isinstance(node, DOCUMENTED) and ast.get_docstring(node, False) is not None]
+    return sum(isinstance(node, ast.stmt) for node in nodes) - len(docstrings)
+
+
 def options(command: Any) -> list[str]:
     """Options of a command and of those below it."""
     own = [one.opts[0] for one in command.params if one.param_type_name == "option" and one.name != "help"]
@@ -37,11 +47,11 @@ def options(command: Any) -> list[str]:
     return own + [option for name in names for option in options(command.get_command(None, name))]
 
 
-@pytest.mark.parametrize("folders", LINES, ids=", ".join)
-def test_the_code_keeps_within_its_lines(folders: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("folders", STATEMENTS, ids=", ".join)
+def test_the_code_keeps_within_its_statements(folders: tuple[str, ...]) -> None:
     files = python_files(*folders)
     assert len(files) > 5
-    assert sum(map(line_count, files)) <= LINES[folders]
+    assert sum(map(statement_count, files)) <= ROOM * STATEMENTS[folders]
 
 
 def test_no_file_is_longer_than_a_sitting() -> None:

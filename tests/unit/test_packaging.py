@@ -1,4 +1,5 @@
-"""What a package index and pip are told: links that lead somewhere, and a test line that installs no CUDA."""
+"""What a package index and pip are told: links that lead somewhere, and a test line that installs no CUDA; and that CI
+leaves out no check."""
 
 from __future__ import annotations
 
@@ -45,3 +46,14 @@ def test_the_lowest_version_of_a_dependency_is_the_same_wherever_it_is_named() -
             name, _, version = re.sub(r"\[.*\]", "", requirement).partition(">=")
             lowest.setdefault(name, set()).add(version)
     assert {name: versions for name, versions in lowest.items() if len(versions) > 1} == {}
+
+
+def test_ci_runs_every_session_once_and_contributing_names_it() -> None:
+    sessions = re.findall(r"^@nox\.session.*\ndef (\w+)", (ROOT / "noxfile.py").read_text("utf-8"), re.MULTILINE)
+    lists = dict(re.findall(r'^([A-Z]+)="([^"]*)"$', (ROOT / ".ci/run").read_text("utf-8"), re.MULTILINE))
+    names = [item.partition(":")[0] for item in f"{lists['FIRST']} {lists['SECOND']}".split()]
+    assert len(sessions) > 10
+    assert sorted(names) == sorted(sessions)
+    assert set(lists["DEVICES"].split()) <= set(names)
+    named = set(re.findall(r"`(\w+)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8")))
+    assert set(sessions) <= named

@@ -1,0 +1,381 @@
+"""The checks that a change must pass, a session each; `nox -l` lists them, `nox -s unit` runs one, `.ci/run` runs all.
+
+`install` makes `.venv` by README's line. A session that needs more packages has an environment of its own, which finds
+in `.venv` what it lacks (`layer`). No session changes the packages that another one sees, so that two sessions may run
+side by side; only `install` writes the links of the editable install.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import urllib.request
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+DEV = ROOT / ".venv"
+WORK = ROOT / "build" / "checks"  # ignored by git
+DIST = WORK / "dist"
+PRECISION = WORK / "precision"  # what the session `benchmark` exports, and `cuda` and `openvino` read
+PINNED = ("-c", "constraints.txt")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+PACKAGES = ("lantern_rt", "runtime", "engines", "export", "train")
+PYTHONS = ["3.12", "3.13", "3.14"]
+
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+INSTALL = f'pip install --extra-index-url {CPU_WHEELS} -c constraints.txt -e ".[cpu,export,dev]"'
+TEST = "pytest -n 2 --dist loadfile"
+INSTALL_TO_RUN = 'pip install -c constraints.txt -e ".[cpu,serve]"'
+RUN = 'lantern-rt run "a large red sphere left of a small blue cube on grass at sunset"'
+
+# Tests that call pydantic, tokenizers, ftfy, Pillow, typer, rich, ONNX Runtime and the libraries of HTTP; those in
+# `tests/export`, `tests/train` and `tests/recipes` call PyTorch, ONNX, safetensors, transformers and the hub.
+EDGES = (
+    "tests/unit/test_bundle.py",
+    "tests/unit/test_cli.py",
+    "tests/unit/test_evaluation_statistics.py",
+    "tests/unit/test_exactness.py",
+    "tests/unit/test_output_files.py",
+    "tests/unit/test_progress.py",
+    "tests/unit/test_text_tokenizers.py",
+    "tests/onnxruntime/test_engine.py",
+    "tests/onnxruntime/test_loader.py",
+    "tests/onnxruntime/test_scenes.py",
+    "tests/service/test_http.py",
+    "tests/service/test_odd_requests.py",
+    "tests/service/test_openai_client.py",
+)
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import lantern_rt
+absent = set(sys.argv[1:])
+seen = without = 0
+for module in pkgutil.walk_packages(lantern_rt.__path__, "lantern_rt."):
+    try:
+        importlib.import_module(module.name)
+        seen += 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in absent:
+            raise
+        without += 1
+print(f"{seen} modules imported; {without} need {', '.join(sorted(absent))}")
+sys.exit(seen < 100)
+"""
+FIND_PROVIDER = """
+import sys
+from lantern_rt.engines.host import import_onnxruntime
+from lantern_rt.engines.ort.providers import find_provider
+print(find_provider(sys.argv[1], import_onnxruntime()).execution_provider)
+"""
+CHECK_BASE = """
+import importlib.util
+for name in ("torch", "onnx"):
+    if importlib.util.find_spec(name):
+        raise SystemExit(f"the base install has {name}")
+"""
+CHECK_IMAGE = """
+from pathlib import Path
+from PIL import Image
+(path,) = Path().glob("*.png")
+with Image.open(path) as image:
+    image.load()
+    print(f"{path}: {image.width} x {image.height}, {image.text.get('method')}")
+    if image.getextrema()[0][0] == image.getextrema()[0][1]:
+        raise SystemExit("the image is blank")
+"""
+
+nox.needs_version = ">=2026.10"
+nox.options.default_venv_backend = "venv"
+nox.options.error_on_missing_interpreters = False
+for programs in Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob("versions/3.1[2-9].*/bin"):
+    os.environ["PATH"] += f"{os.pathsep}{programs}"
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore Ctrl-C, and its tests could not work
+
+
+# ---------------------------------------------------------------- environments
+
+
+def run_in_dev(session: nox.Session, *command: str) -> None:
+    """Run a program of `.venv`."""
+    if not (DEV / "bin" / command[0]).exists():
+        session.error(f"no {command[0]} in .venv; first: nox -s install")
+    path = f"{DEV / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    session.run(str(DEV / "bin" / command[0]), *command[1:], env={"VIRTUAL_ENV": str(DEV), "PATH": path}, external=True)
+
+
+def layer(session: nox.Session, *packages: str) -> None:
+    """Install packages into the session's environment, and let it find those of `.venv` behind them."""
+    (place,) = Path(session.virtualenv.location).glob("lib/python3.*/site-packages")
+    base = DEV / place.relative_to(session.virtualenv.location)
+    if not base.is_dir():
+        session.error(f"no {base}; first, with the same Python: nox -s install")
+    (place / "dev.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n", "utf-8")
+    session.install("--quiet", *packages)
+
+
+def built_wheel(session: nox.Session) -> str:
+    """Return the path of the wheel that `distributions` built."""
+    (wheel,) = DIST.glob("*.whl") if DIST.is_dir() else (None,)
+    if wheel is None:
+        session.error("no wheel; first: nox -s distributions")
+    return str(wheel)
+
+
+def empty_folder(name: str) -> Path:
+    """Return an empty folder below `build/checks`."""
+    folder = WORK / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def copy_tree(name: str) -> Path:
+    """Copy the working tree without what git ignores, and return the copy."""
+    folder = empty_folder(name)
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for file in filter(None, names.split("\0")):
+        if (ROOT / file).exists():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / file, folder / file, follow_symlinks=False)
+    return folder
+
+
+def check_readme(session: nox.Session, line: str) -> None:
+    """Fail unless README shows this command on a line of its own."""
+    if line not in map(str.strip, (ROOT / "README.md").read_text("utf-8").splitlines()):
+        session.error(f"README.md lacks this line, or noxfile.py is out of date: {line}")
+
+
+# ---------------------------------------------------------------- the package
+
+
+@nox.session(python=False)
+def install(session: nox.Session) -> None:
+    """README's install line in `.venv`, with nothing that constraints.txt does not pin."""
+    check_readme(session, f"{INSTALL} && {TEST}")
+    session.run(sys.executable, "-m", "venv", str(DEV), external=True)
+    line = INSTALL
+    try:
+        urllib.request.urlopen(CPU_WHEELS, timeout=10)
+    except OSError:  # pip would wait for this index for every package
+        line = line.replace(f"--extra-index-url {CPU_WHEELS} ", "")
+    session.run("bash", "-euc", f'PATH="{DEV}/bin:$PATH" && {line}', external=True)
+
+    def normal(lines: str) -> set[str]:
+        return {re.sub(r"\+.*", "", line).lower().replace("_", "-") for line in lines.splitlines()}
+
+    freeze = [str(DEV / "bin/pip"), "freeze", "--exclude-editable"]
+    installed = subprocess.run(freeze, check=True, capture_output=True, text=True).stdout
+    unpinned = normal(installed) - normal((ROOT / "constraints.txt").read_text("utf-8"))
+    if unpinned:
+        session.error(f"not pinned in constraints.txt: {', '.join(sorted(unpinned))}")
+
+
+@nox.session(python=False)
+def unit(session: nox.Session) -> None:
+    """README's test line: all fast tests."""
+    check_readme(session, f"{INSTALL} && {TEST}")
+    run_in_dev(session, *TEST.split(), *session.posargs)
+
+
+@nox.session(python=False)
+def lint(session: nox.Session) -> None:
+    """Style and format by ruff, and the Python reference, which fails on a docstring that it cannot read."""
+    run_in_dev(session, "ruff", "check", ".")
+    run_in_dev(session, "ruff", "format", "--check", ".")
+    run_in_dev(session, "python", "docs/reference.py", str(empty_folder("reference") / "reference.md"))
+
+
+@nox.session
+def distributions(session: nox.Session) -> None:
+    """The source distribution, of every file of the repository, and the wheel from it, without a warning."""
+    tree = copy_tree("tree")
+    files = {str(file.relative_to(tree)) for file in tree.rglob("*") if file.is_file()}
+    session.install("--quiet", *PINNED, "build", "twine")
+    out = empty_folder("dist")
+    command = ("python", "-m", "build", "--outdir", str(out), str(tree))
+    log = session.run(*command, env={"PYTHONDONTWRITEBYTECODE": None}, silent=True) or ""
+    if "warning" in str(log).lower():
+        session.error(f"building warns:\n{log}")
+    session.run("twine", "check", "--strict", *map(str, out.iterdir()))
+    (archive,) = out.glob("*.tar.gz")
+    with tarfile.open(archive) as content:
+        missing = files - {name.partition("/")[2] for name in content.getnames()}
+    if missing:
+        session.error(f"not in the source distribution: {', '.join(sorted(missing))}")
+    session.log(", ".join(f"{file.name}: {file.stat().st_size} bytes" for file in out.iterdir()))
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Strict types of all modules as users see them: of the installed wheel, from outside; and of noxfile.py."""
+    layer(session, *PINNED, "nox")
+    session.install("--quiet", "--no-deps", "--force-reinstall", built_wheel(session))
+    mypy = ("python", "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml"))
+    with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
+        report = str(session.run(*mypy, "-p", "lantern_rt", silent=True))
+        session.run(*mypy, str(ROOT / "noxfile.py"))
+    seen = re.search(r"no issues found in (\d+) source files", report)
+    files = sum(len(list((ROOT / package).rglob("*.py"))) for package in PACKAGES)
+    session.log(f"{report.strip()}, {files} Python files")
+    if not seen or int(seen[1]) < files:
+        session.error("mypy did not see every file")
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """The wheel alone, without PyTorch, in an empty folder: README's first image, `inspect`, `doctor`."""
+    check_readme(session, f"{INSTALL_TO_RUN} && {RUN}")
+    session.install("--quiet", *PINNED, f"{built_wheel(session)}[cpu]")
+    with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
+        session.run("python", "-c", CHECK_BASE)
+        session.run("bash", "-euc", RUN, external=True)
+        session.run("lantern-rt", "inspect", "scenes", silent=True)
+        session.run("lantern-rt", "doctor")
+        session.run("python", "-c", CHECK_IMAGE)
+
+
+@nox.session(python=False)
+def benchmark(session: nox.Session) -> None:
+    """Benchmarks' smoke runs: every benchmark still works, precisions are as near as their limits say."""
+    for name in ("decode", "gpu_check"):
+        run_in_dev(session, "python", f"benchmarks/{name}.py", "--smoke")
+    precision = ("python", "benchmarks/precision.py", "--smoke", "--work", str(empty_folder("precision")))
+    stored = ("fp32", "fp16+float16", "int8-weights+float16", "int4-weights+float16", "bf16+bfloat16")
+    run_in_dev(session, *precision)
+    run_in_dev(session, *precision, "--only", "quality", "--methods", "ar", "--precisions", *stored)
+    work = str(empty_folder("export"))
+    for shape in ("GPT-XL", "Anole-7B", "Lumina-7B", "Emu3-8B"):
+        run_in_dev(session, "python", "benchmarks/export.py", "--shape", shape, "--smoke", "--work", work)
+
+
+# ---------------------------------------------------------------- other versions, other processors
+
+
+@nox.session
+def lowest(session: nox.Session) -> None:
+    """The lowest versions that pyproject.toml allows, with the vector sums of other processors, at libraries' edges."""
+    extras = (line for name in ("cpu", "export", "serve", "dev") for line in EXTRAS[name])
+    layer(session, *{line.replace(">=", "==") for line in (*PROJECT["dependencies"], *extras) if ">=" in line})
+    sums = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}  # as on ARM
+    with session.chdir(copy_tree("lowest")):  # whose bundles are exported by these versions
+        session.run("python", "-m", "pytest", "tests/recipes", "tests/train", "tests/export", *EDGES, env=sums)
+
+
+@nox.session(python=PYTHONS)
+def pythons(session: nox.Session) -> None:
+    """Every module of the wheel imported by other Pythons, without PyTorch; unit tests on the newest."""
+    from python_discovery import get_interpreter  # a dependency of nox
+
+    newest = next((version for version in reversed(PYTHONS) if get_interpreter(version)), None)
+    needs_torch = ("peft", "lantern-rt")
+    tools = [line for line in EXTRAS["dev"] if not line.startswith(needs_torch)] if session.python == newest else []
+    session.install("--quiet", *PINNED, f"{built_wheel(session)}[cpu,serve]", "onnx", *tools)
+    absent = ("torch", "safetensors", "transformers", "yaml", "ray", "polygraphy", "tensorrt", "tensorrt_rtx")
+    with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
+        session.run("python", "-c", IMPORT_ALL, *absent)
+    bytecode = {"PYTHONPYCACHEPREFIX": str(empty_folder("bytecode"))}
+    session.run("python", "-W", "error", "-m", "compileall", "-q", "-f", *PACKAGES, env=bytecode)
+    if session.python == newest:
+        session.run("python", "-m", "pytest", "tests/unit")
+
+
+# ---------------------------------------------------------------- as users would
+
+
+@nox.session
+def journeys(session: nox.Session) -> None:
+    """The first hour's guide, an export from the hub, the page in a browser, replicas on two nodes, and manifests."""
+    layer(session, *PINNED, *EXTRAS["browser"], *EXTRAS["ray"], "kubernetes-validate")
+    if not shutil.which("chromium") and os.geteuid() == 0 and shutil.which("apt-get"):
+        session.run("bash", "-c", "(apt-get -qq update && apt-get -qq install -y chromium) >/dev/null 2>&1 || true",
+                    env={"DEBIAN_FRONTEND": "noninteractive"}, external=True)  # fmt: skip
+    if not shutil.which("chromium"):
+        session.warn("no Chromium here, and it cannot be installed: tests of the page are skipped")
+    pytest = ("python", "-m", "pytest", "-rs")
+    service = "tests/service/test"
+    manifests = f"{service}_deployment.py::test_the_manifests_are_what_kubernetes_knows_and_name_what_the_server_has"
+    session.run(*pytest, f"{service}_ray_backend.py", manifests)
+    session.run(*pytest, "-m", "slow", "tests/export/test_first_hour.py", "tests/export/test_hub.py",
+                *(f"{service}_{name}.py" for name in ("page", "ray", "scale_out_page", "connections")))  # fmt: skip
+
+
+@nox.session
+def gradio(session: nox.Session) -> None:
+    """The example for Gradio, with the older Pillow that it wants."""
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    limits = empty_folder("gradio") / "constraints.txt"
+    limits.write_text("\n".join(line for line in lines if not line.startswith("pillow")), "utf-8")
+    layer(session, "-c", str(limits), "gradio")
+    session.run("python", "-m", "pytest", "tests/unit/test_examples.py", "-k", "gradio")
+
+
+# ---------------------------------------------------------------- devices that are not here
+
+
+def check_provider(session: nox.Session, name: str, *around: str) -> None:
+    """Fail unless the environment has the provider, whose tests would be skipped."""
+    session.run(*around, "python", "-c", FIND_PROVIDER, name, external=bool(around))
+
+
+@nox.session
+def plans(session: nox.Session) -> None:
+    """Plans of TensorRT-RTX, built ahead for GPUs, also those too large for `unit`; Polygraphy's lint of graphs."""
+    layer(session, *PINNED, *EXTRAS["tensorrt-rtx"], "onnx-graphsurgeon")
+    session.run("python", "-m", "pytest", "tests/tensorrt", "-m", "not gpu")
+
+
+@nox.session
+def cuda(session: nox.Session) -> None:
+    """ONNX Runtime's CUDA provider, on libraries that count and compute nothing: no GPU is needed."""
+    session.install("--quiet", *PINNED, built_wheel(session), "onnxruntime-gpu", "pytest")
+    session.run("python", "-m", "pytest", "tests/cuda", env={"LANTERN_BUNDLES": str(PRECISION)})
+
+
+@nox.session
+def openvino(session: nox.Session) -> None:
+    """ONNX Runtime's OpenVINO plugin, on this CPU."""
+    layer(session, *PINNED, *EXTRAS["openvino"])
+    if "GenuineIntel" not in Path("/proc/cpuinfo").read_text():
+        report = session.run("python", "-c", FIND_PROVIDER, "openvino", silent=True, success_codes=(0, 1))
+        if "finds no device" in str(report):
+            session.skip("OpenVINO's plugin finds no device on this processor, which is not Intel's")
+    check_provider(session, "openvino")
+    session.run("python", "-m", "pytest", "tests/openvino", env={"LANTERN_BUNDLES": str(PRECISION)})
+
+
+@nox.session
+def webgpu(session: nox.Session) -> None:
+    """ONNX Runtime's WebGPU plugin on Vulkan in software: Mesa's lavapipe, and SwiftShader, which has no float16."""
+    vulkan = str(ROOT / ".ci/vulkan")
+    with_card = (vulkan, "with-card")
+    if subprocess.run([*with_card, "true"], capture_output=True).returncode != 0:
+        session.skip("no private mounts here (unshare --user --map-root-user --mount) to show a graphics card in")
+    layer(session, *PINNED, *EXTRAS["webgpu"])
+    tests = ["tests/webgpu"]
+    for name in ("lavapipe", "swiftshader"):
+        folder = empty_folder(name)
+        if subprocess.run([vulkan, name, str(folder)], capture_output=True).returncode != 0:
+            session.warn(f"skipped: no {name} can be had by apt-get")
+            continue
+        session.env["VK_ICD_FILENAMES"] = str(folder / "icd.json")
+        session.env["LD_LIBRARY_PATH"] = str(folder / "lib")
+        session.env["XDG_RUNTIME_DIR"] = str(WORK)
+        check_provider(session, "webgpu", *with_card)
+        report = session.run(*with_card, "python", "-m", "pytest", "-rs", *tests, silent=True, external=True)
+        session.log(report)
+        if name == "lavapipe" and "skipped" in str(report):
+            session.error("lavapipe has float16, but tests were skipped")
+        tests = ["tests/webgpu/test_webgpu_provider.py", "-k", "logits or no_node or besides"]  # seven times as slow
