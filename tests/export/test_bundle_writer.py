@@ -80,7 +80,7 @@ def parts() -> Model:
             "target": DecoderSpec(**decoder_fields(CONFIG), max_positions=CONFIG.positions),
             "condition": {"kind": "class", "prefix": 1, "classes": 16},
             "sampling": {},
-            "decoding": {"method": "ar"},
+            "decoding": {},
         },
     )
 
@@ -255,10 +255,9 @@ def test_the_manifest_tells_where_a_bundle_came_from(t2i_drafter_bundle: Path, c
     manifest = open_bundle(t2i_drafter_bundle).manifest
     roles = ["target", "config", "vq", "drafter_config", "drafter"]
     assert [source.role for source in manifest.provenance.sources] == roles
-    assert manifest.decoding.method == "lantern"
     assert next(one for one in manifest.decoding.methods if one.method == "lantern").neighbors == 127
     assert (manifest.sampling.cfg_scale, manifest.sampling.top_k) == (7.5, 1000)
     plain = open_bundle(c2i_bundle).manifest
-    assert (plain.decoding.method, plain.drafter) == ("ar", None)
+    assert (plain.decoding.methods, plain.drafter) == ((), None)
     assert (plain.sampling.cfg_scale, plain.sampling.top_k) == (4.0, 0)
     assert (plain.image_height, plain.condition.classes) == (64, 10)

@@ -20,7 +20,7 @@ def test_an_export_says_what_it_wrote_and_how_to_get_presets(program: Any, tmp_p
     code, out, err = program(*command, "--compute", "float16")
     assert code == 0
     manifest = open_bundle(bundle).manifest
-    assert (manifest.target.dtype, manifest.target.precision, manifest.presets) == ("float16", "fp16", {})
+    assert (manifest.target.dtype, manifest.target.precision, [*manifest.presets]) == ("float16", "fp16", ["strict"])
     assert out.strip() == str(bundle)
     assert "writing target.onnx" in err
     assert "GB of memory besides mapped files" in err

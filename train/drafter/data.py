@@ -25,7 +25,6 @@ from ...runtime.decode import decode
 from ...runtime.drafting import Commit, Drafter
 from ...runtime.likelihood import sequence_states
 from ...runtime.state import Prompt
-from ...runtime.tree import DraftTree
 from .shards import Pictures, Shard, read_source, shard_path, write_shard
 
 SHARD = 64  # pictures
@@ -108,10 +107,10 @@ class _Late(Drafter):
     def commit(self, commits: Sequence[Commit]) -> None:
         """Take in a pass."""
         for one in commits:
-            if not isinstance(one.draft, DraftTree):
+            if one.draft is None:
                 continue
             picture, count = one.request.index, len(one.tokens)
-            for node in range(count, min(count + _NEAREST, one.draft.nodes)):
+            for node in range(count, min(count + _NEAREST, len(one.draft.tokens))):
                 place, cell = self.found[picture], len(one.request.codes) + node - count
                 if place < self.cells.shape[1] and cell < self.cells.shape[1]:
                     self.cells[picture, place], self.codes[picture, place] = cell, one.draft.tokens[node]
