@@ -30,6 +30,7 @@ from lantern_rt.engines.trt.plan import Plan
 from lantern_rt.errors import EngineError
 from lantern_rt.export import plans as plans_module
 from lantern_rt.export.verify import Verification
+from lantern_rt.methods import Sjd
 from lantern_rt.pipeline import Pipeline
 
 # ---------------------------------------------------------------- functions and bundles
@@ -81,6 +82,7 @@ def plans(tmp_path: Path, library: HostLibrary, t2i_drafter_bundle: Path) -> tup
 
 
 METHODS: dict[str, dict[str, Any]] = {
+    "strict": {},
     "ar": {"method": "ar"},
     "eagle": {"method": "eagle:tree=dynamic-12-4-4"},
     "lantern": {"method": "lantern:tree=dynamic-12-4-4:neighbors=8"},
@@ -103,7 +105,23 @@ def test_a_bundle_draws_the_same_images_from_plans(plans: tuple[Path, Path, Host
         np.testing.assert_array_equal(found, plain)
     for plain, found in zip(*(result.images for result in results), strict=True):
         np.testing.assert_array_equal(np.asarray(found), np.asarray(plain))
-    assert len(library.engines) == (2 if method == "ar" else 3)  # the condition graph stays with ONNX Runtime
+    assert len(library.engines) == (
+        2 if method in ("strict", "ar") else 3
+    )  # the condition graph stays with ONNX Runtime
+
+
+@pytest.mark.parametrize(("max_nodes", "window"), [(64, 15), (8, 7)])
+def test_the_default_is_an_exact_window_as_wide_as_plans_allow(
+    tmp_path: Path, library: HostLibrary, t2i_drafter_bundle: Path, max_nodes: int, window: int
+) -> None:
+    folder = build_plans(t2i_drafter_bundle, tmp_path / "plans", max_nodes)
+    on_cpu = Pipeline.from_bundle(t2i_drafter_bundle, threads=1)
+    pipeline = Pipeline.from_bundle(t2i_drafter_bundle, threads=1, engines=folder)
+    states = np.zeros((on_cpu.bundle.manifest.condition.prefix, on_cpu.bundle.manifest.condition.caption_dim or 0))
+    plain, found = (pipe(embeddings=states, seed=1) for pipe in (on_cpu, pipeline))
+    assert (plain.settings.method, found.settings.method) == (Sjd(window=7), Sjd(window=window))
+    assert plain.settings.quality == found.settings.quality == "strict"
+    np.testing.assert_array_equal(found.codes[0], plain.codes[0])
 
 
 def test_a_bundle_of_float16_is_fed_float16_and_draws(

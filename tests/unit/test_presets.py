@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from tiny_bundle import make_heads_bundle, make_tiny_bundle
 
 from lantern_rt import BundleError, Pipeline, open_bundle
+from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.bundle.rewrite import write_presets
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.presets import candidate_methods, choose_presets
-from lantern_rt.methods import RowParallel
+from lantern_rt.methods import RowParallel, Sjd
+from lantern_rt.requests import resolve_settings
 
 
 def figure(low: float, high: float) -> dict[str, Any]:
@@ -147,3 +150,24 @@ def test_a_preset_that_the_bundle_cannot_draw_is_refused_by_name_when_it_is_open
     with pytest.raises(BundleError) as caught:
         open_bundle(with_preset(folder, method))
     assert caught.value.problem.startswith(f"preset fast, {method['method']}:")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("precision", ["fp32", "int8", "int8-weights"])
+def test_the_default_speculates_and_is_exact_in_every_precision(words_bundle: Path, dtype: str, precision: str) -> None:
+    manifest = open_bundle(words_bundle).manifest
+    target = manifest.target.model_copy(update={"dtype": dtype, "precision": precision})
+    settings = resolve_settings(manifest.model_copy(update={"target": target}), {})
+    assert (settings.method, settings.quality, settings.method.exact) == (Sjd(window=7), "strict", True)
+
+
+def test_presets_of_strict_are_exact_and_others_are_the_same_method_everywhere(words_bundle: Path) -> None:
+    manifest = open_bundle(words_bundle).manifest
+    relaxed, exact = {"method": "rows", "window": 2}, {"method": "sjd", "window": 3}
+    for presets, fault in (
+        ({"strict": {"method": relaxed}}, "is not exact"),
+        ({"strict": {"method": exact, "devices": relaxed}}, "is not exact"),
+        ({"fast": {"method": relaxed, "devices": exact}}, "would draw other images there"),
+    ):
+        with pytest.raises(ValidationError, match=fault):
+            Manifest.model_validate(manifest.model_dump() | {"presets": presets})
