@@ -33,9 +33,8 @@ def main(path: str, methods: Sequence[str]) -> None:
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default()
     for line, (method, results) in enumerate(rows):
         top = line * (height + MARGIN)
-        named = f"{method}, {results[-1].settings.method}" if method.startswith("auto") else method
         tokens = mean(result.stats.tokens_per_forward_pass for result in results)
-        draw.text((4, top + 4), f"{named}: {tokens:.2f} tokens per forward pass", "black", font)
+        draw.text((4, top + 4), f"{method}: {tokens:.2f} tokens per forward pass", "black", font)
         for column, result in enumerate(results):
             sheet.paste(result.images[0].reduce(2), (column * width, top + MARGIN))
     sheet.quantize(256, dither=Image.Dither.FLOYDSTEINBERG).save(path, optimize=True)

@@ -37,7 +37,7 @@ def make_app(pipe: Pipeline) -> gradio.Blocks:
                 prompt = gradio.Textbox(label="Prompt")
                 negative_prompt = gradio.Textbox(label="Negative prompt", visible=manifest.sampling.guided)
                 seed = gradio.Number(value=0, precision=0, minimum=0, label="Seed")
-                quality = gradio.Dropdown(["strict", *manifest.presets], value="strict", label="Quality")
+                quality = gradio.Dropdown([*manifest.presets], value="strict", label="Quality")
                 button, stop = gradio.Button("Draw", variant="primary"), gradio.Button("Stop")
             with gradio.Column():
                 picture = gradio.Image(format="png", label="Picture", interactive=False)
