@@ -208,7 +208,7 @@ def _round(*modules: nn.Module) -> None:
 
 
 def _prompts() -> bytes:
-    """Captions to tune with, one a line, of scenes that nothing else uses."""
+    """Captions to compare with, one a line, of scenes that nothing else uses."""
     rng = np.random.default_rng(PROMPTS_SEED)
     return "".join(f"{describe(sample_scene(rng), rng)}\n" for _ in range(64)).encode()
 
