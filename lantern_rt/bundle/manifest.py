@@ -255,7 +255,7 @@ class Manifest(Part):
 
     `files` maps roles to files: `target`, `vq_decoder`, `condition`, `code_embeddings` always; `drafter`,
     `heads` and `neighbors` when there are any; `tokenizer` for kinds `words`, `text` and `tokens`;
-    optional is `prompts` (one a line, to compare with); further roles are external data of a graph (`target.data`, ...).
+    optional is `prompts` (to compare with); further roles are external data of a graph (`target.data`, ...).
 
     `sizes`: those that a request may choose from, the one of `grid_rows` and `grid_columns` among them, which is the
     default; none where all pictures have that. `row_end`: the token that follows every row of codes but the last, and
