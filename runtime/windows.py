@@ -7,7 +7,7 @@ It follows from counts alone and never from a clock: the same requests take the 
 from __future__ import annotations
 
 # Images that share a forward pass, up to a number, and the widest window of each; measured (docs/measurements.md).
-SHARED = ((1, 128), (4, 7), (8, 2))
+SHARED = ((1, 128), (2, 7), (4, 3), (8, 2))
 CROWDED = 1  # the widest window of each of more images, not measured
 # Time of a further node of a forward pass, in passes of one node: 8 nodes took 1.7 in float32 on two AVX-512 cores.
 # With AVX2 alone nodes of int8 cost more than twice that, so windows narrow later there than would pay.

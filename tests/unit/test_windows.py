@@ -38,7 +38,7 @@ def test_a_few_rejections_leave_a_window_as_it_is() -> None:
         window.record(7, accepted)
 
 
-@pytest.mark.parametrize(("images", "most"), [(1, 15), (2, 7), (4, 7), (5, 2), (8, 2), (9, 1), (64, 1)])
+@pytest.mark.parametrize(("images", "most"), [(1, 15), (2, 7), (3, 3), (4, 3), (5, 2), (8, 2), (9, 1), (64, 1)])
 def test_the_more_images_share_a_pass_the_narrower_are_their_windows(images: int, most: int) -> None:
     assert AdaptiveWindow(15).size(images) == most
 
@@ -51,6 +51,6 @@ def test_passes_of_several_images_have_few_nodes_and_draw_the_codes_of_plain_dec
     assert isinstance(model.target, ToyTarget)
     prefill, *passes = model.target.passes
     assert prefill[0] == images
-    widest = {1: 13, 3: 8, 6: 3, 10: 2}[images]
+    widest = {1: 13, 3: 4, 6: 3, 10: 2}[images]
     assert all(nodes <= widest for rows, nodes in passes if rows == images)
     assert codes == codes_of(decode(make_model(5, 25, round_span=4), prompts, range(images), sampling, Ar()), images)
