@@ -1,4 +1,4 @@
-"""Anole's exported graphs against numbers of transformers (target) and the published LANTERN code (drafter)."""
+"""Anole's graphs against numbers of transformers (target), LANTERN (drafter) and Chameleon (image tokenizer)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from goldens import DATA, Arrays, Run, close, embed, golden
 from numpy.typing import NDArray
+from shared_goldens import ImageTokenizerGolden
 
 CODES = slice(4, 132)  # the image tokens
 
@@ -84,3 +85,12 @@ def test_the_target_graph_gives_the_hidden_states_the_drafter_was_run_on(anole_b
     embeds = embed(anole_bundle, ids)
     out = Run(anole_bundle, rows=2).step(visible, positions=drafter["target_position_ids"], input_embeds=embeds)
     close(out["hidden_states"][real], drafter["target_hidden"][real])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(anole_bundle: Path) -> tuple[Path, Arrays]:
+    return anole_bundle, golden("chameleon-vqgan")
+
+
+class TestImageTokenizer(ImageTokenizerGolden):
+    pass

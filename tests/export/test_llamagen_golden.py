@@ -10,6 +10,7 @@ import pytest
 from goldens import GUIDED, Arrays, Run, close, golden, guide, manifest
 from numpy.typing import NDArray
 from onnx import numpy_helper
+from shared_goldens import ImageTokenizerGolden
 
 from lantern_rt import Pipeline
 from lantern_rt.export.parity import Sessions
@@ -232,3 +233,15 @@ def test_the_target_graph_gives_the_hidden_states_the_drafter_was_run_on(
     real = np.pad(np.tile(arrays["emb_mask"], (2, 1)) > 0, ((0, 0), (0, codes.shape[1])), constant_values=True)
     out = Run(t2i_drafter_bundle, rows=2).step(visible(real, True), input_embeds=np.concatenate([prefix, codes], 1))
     close(out["hidden_states"], arrays["target_hidden"])
+
+
+# ---------------------------------------------------------------- the image tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(c2i_bundle: Path) -> tuple[Path, Arrays]:
+    return c2i_bundle, golden("llamagen-vq")
+
+
+class TestImageTokenizer(ImageTokenizerGolden):
+    pass

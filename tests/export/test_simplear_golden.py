@@ -13,6 +13,7 @@ import torch
 from goldens import DATA, GUIDED, Sides, close, golden, manifest, observed
 from numpy.typing import NDArray
 from safetensors.torch import load_file
+from shared_goldens import DecoderGolden, Family, log_softmax
 from tokenizers import Tokenizer
 
 from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, prompt_layout
@@ -31,11 +32,18 @@ TRACES = {trace["name"]: trace for trace in json.loads((FOLDER / "traces.json").
 G, GENERATION = golden("simplear"), json.loads((FOLDER / "model/generation_config.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def family(simplear_bundle: Path) -> Family:
+    return Family(simplear_bundle, G, CODES, scale=6.0, scored=log_softmax)
+
+
+class TestDecoder(DecoderGolden):
+    pass
+
+
 def over_codes(scores: NDArray[np.float32]) -> NDArray[np.float32]:
     """Log-probabilities among codes alone."""
-    wide = scores[..., CODES] if scores.shape[-1] == CODES.stop else scores
-    wide = wide.astype(np.float64) - wide.max(-1, keepdims=True)
-    return (wide - np.log(np.exp(wide).sum(-1, keepdims=True))).astype(np.float32)
+    return log_softmax(scores[..., CODES] if scores.shape[-1] == CODES.stop else scores)
 
 
 def test_filter_probs_of_the_whole_vocabulary() -> None:
