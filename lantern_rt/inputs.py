@@ -21,6 +21,14 @@ from pydantic import ValidationError
 
 from .errors import EngineError, LanternError, RequestError
 
+# Parameters of a pipeline that the command line or HTTP names otherwise: (option, field of a request).
+PARAMETER_NAMES = {
+    "prompts": ("prompt", "prompt"),
+    "class_ids": ("class_id", "class_id"),
+    "num_images": ("count", "n"),
+    "quality": ("quality", "quality_budget"),
+    "together": ("batch", "together"),
+}
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MAX_BITS = 1 << 12  # of a whole number that is shown; Python refuses to make texts of longer ones
 _SHORT = reprlib.Repr()  # stops after so many parts, where repr would first make the whole text

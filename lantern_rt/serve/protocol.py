@@ -11,20 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import BusyError, LanternError, RequestError
-from ..inputs import explain
+from ..inputs import PARAMETER_NAMES, explain
 from ..methods import PARAMETERS, Quality
 from ..requests import SAMPLING
 
 MAX_PARTIAL_IMAGES = 64
 MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 _RANDOM_SEEDS = 2**32
-_FIELDS = {  # of a body, by the parameters of a pipeline
-    "num_images": "n",
-    "quality": "quality_budget",
-    "prompts": "prompt",
-    "class_ids": "class_id",
-}
-
 _PRESETS = {"low": "fast", "medium": "balanced", "high": "strict", "hd": "strict"}  # by OpenAI's qualities
 
 Event = dict[str, Any]  # of a stream; `type` is its kind
@@ -272,7 +265,7 @@ class HttpError(LanternError):
         if isinstance(error, RequestError) and error.field in ("service", "pipeline"):  # it was closed
             return cls(503, "the model does not run any more", "stopped", 5, remedy="ask another server")
         if isinstance(error, RequestError):
-            field = _FIELDS.get(error.field, error.field)
+            _, field = PARAMETER_NAMES.get(error.field, ("", error.field))
             remedy = "; ".join(part for part in error.remedy.split("; ") if "lantern-rt " not in part)
             refusal = cls(400, error.problem, field=field, found=error.found, expected=error.expected, remedy=remedy)
             refusal.param = "method" if field in PARAMETERS else field
