@@ -13,6 +13,23 @@ settings.register_profile("patient", deadline=None, max_examples=60)
 settings.load_profile("patient")
 
 
+@pytest.fixture
+def system_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Replace the files below /proc and /sys by those that the test enters here, text by path."""
+    files: dict[str, str] = {}
+    read = Path.read_text
+
+    def read_text(path: Path, *arguments: Any, **options: Any) -> str:
+        if not str(path).startswith(("/proc/", "/sys/")):
+            return read(path, *arguments, **options)
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    return files
+
+
 @pytest.fixture(scope="session")
 def words_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prompts of known words, 6 x 6 codes; not to be changed."""

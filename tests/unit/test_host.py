@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.engines import doctor, host, kv_cache
 from lantern_rt.engines.doctor import host_report
 from lantern_rt.engines.gpu import Gpu
-from lantern_rt.engines.host import import_onnxruntime, thread_count
+from lantern_rt.engines.host import RUNTIMES, import_onnxruntime, thread_count
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.engines.system import host_memory
@@ -34,29 +35,42 @@ def test_doctor_says_what_will_be_used(capsys: pytest.CaptureFixture[str]) -> No
     assert all(name in out for name in report["facts"])
 
 
-def test_two_onnxruntime_distributions_are_a_problem_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "installed", lambda *names: list(names))
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Add a distribution that has metadata and no module."""
+
+    def install(name: str) -> None:
+        folder = tmp_path / f"{name.replace('-', '_')}-1.7.1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.7.1\n")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    return install
+
+
+def test_two_onnxruntime_distributions_are_a_problem_with_its_remedy(install: Callable[[str], None]) -> None:
+    for name in RUNTIMES:
+        install(name)
     (problem,) = host_report().problems
     assert "pip uninstall -y onnxruntime onnxruntime-gpu" in problem
 
 
-def test_a_missing_onnxruntime_is_a_problem_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
+def test_a_missing_onnxruntime_is_a_problem_and_no_crash(
+    install: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert "pip install 'lantern-rt[cpu]'" in host_report().problems[0]
-    monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(EngineError):
         import_onnxruntime()
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1" if name == "tensorrt-rtx" else version(name))
+    install("tensorrt-rtx")
     assert "pip install 'lantern-rt[gpu]'" in host_report().problems[0]
 
 
-def test_a_driver_older_than_the_installed_libraries_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_older_than_the_installed_libraries_is_a_problem(
+    install: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "find_gpu", lambda: Gpu("12.8", "SM89", "L4"))
-    monkeypatch.setattr(doctor, "_installed", lambda: {"tensorrt-rtx": "1.7.1"})
-    monkeypatch.setattr(doctor, "installed", lambda *_: [])
+    install("tensorrt-rtx")
     assert "found one for CUDA 12.8, expected CUDA 13, driver 580 or newer" in host_report().problems[-1]
 
 
@@ -72,10 +86,11 @@ def test_ctrl_c_while_onnxruntime_is_imported_is_no_missing_library(monkeypatch:
         import_onnxruntime()
 
 
-def test_an_installed_provider_that_cannot_run_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_provider_that_cannot_run_is_a_problem(
+    install: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("onnxruntime")
-    monkeypatch.setattr(doctor, "_installed", lambda: {"onnxruntime-ep-webgpu": "1"})
-    monkeypatch.setattr(doctor, "installed", lambda *_: [])
+    install("onnxruntime-ep-webgpu")
     monkeypatch.setitem(sys.modules, "onnxruntime_ep_webgpu", None)
     (problem,) = host_report().problems
     assert problem.startswith("provider webgpu: no module onnxruntime_ep_webgpu")
@@ -88,65 +103,59 @@ def test_numbers_of_threads_have_bounds(threads: int) -> None:
     assert caught.value.field == "threads"
 
 
+CGROUP = "/sys/fs/cgroup"
+GROUPS = {"/proc/self/cgroup": "0::/a/../b\n3:cpu,cpuacct:/c\n4:memory:/d"}  # of this process
+SIBLINGS = {f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 2},{n % 2 + 2}" for n in range(4)}
+
+
+def first_version(folder: str, quota: int) -> dict[str, str]:
+    """Files of a CPU quota in a control group of version 1."""
+    return {f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": "100000\n"}
+
+
 @pytest.mark.parametrize(
-    ("files", "quota"),
+    ("files", "logical", "physical", "expected"),
     [
-        ({}, None),
-        ({"cpu.max": "max 100000"}, None),
-        ({"cpu.max": "150000 100000"}, 1.5),
-        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
-        ({"cpu.max": "nonsense"}, None),
+        ({}, 8, 4, "4 physical usable"),  # as on macOS and Windows
+        ({}, 2, 4, "2 physical usable"),
+        ({}, 8, None, "8 physical usable"),
+        (SIBLINGS, 4, 4, "2 physical usable"),  # hyperthreads of one core count once
+        ({f"{CGROUP}/cpu.max": "max 100000"}, 4, 4, "4 physical usable"),
+        ({f"{CGROUP}/cpu.max": "nonsense"}, 4, 4, "4 physical usable"),
+        ({f"{CGROUP}/cpu.max": "150000 100000"}, 4, 4, "1 physical usable, quota 1.5"),
+        (first_version(f"{CGROUP}/cpu", 200000), 4, 4, "2 physical usable, quota 2"),
+        (first_version(f"{CGROUP}/cpu", -1), 4, 4, "4 physical usable"),
+        (GROUPS | {f"{CGROUP}/a/b/cpu.max": "300000 100000"}, 4, 4, "3 physical usable, quota 3"),
+        (GROUPS | {f"{CGROUP}/a/cpu.max": "100000 100000"}, 4, 4, "1 physical usable, quota 1"),
+        (GROUPS | first_version(f"{CGROUP}/cpu/c", 200000), 4, 4, "2 physical usable, quota 2"),
+        (GROUPS | {f"{CGROUP}/d/cpu.max": "100000 100000"}, 4, 4, "4 physical usable"),  # a group for memory only
     ],
 )
-def test_the_cpu_quota_limits_the_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], quota: float | None
+def test_doctor_names_the_physical_cores_within_affinity_and_quota_which_are_the_threads(
+    system_files: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, str],
+    logical: int,
+    physical: int | None,
+    expected: str,
 ) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(host, "_CGROUP", tmp_path)
-    monkeypatch.setattr(host, "_affinity", lambda: {0, 1, 2, 3})
-    monkeypatch.setattr(host, "_CPU", tmp_path)
-    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 4)
-    assert host.cpu_quota() == quota
-    assert host.usable_cores() == (4 if quota is None else int(quota))
+    system_files.update(files)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(logical)}, raising=False)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: None if logical else physical)
+    assert host_report().facts["cores"] == expected
+    assert thread_count(None) == int(expected[0])
 
 
-def test_control_groups_are_the_processs_own_and_all_above_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_read", lambda path: "0::/a/../b\n3:cpu,cpuacct:/c\n4:memory:/d")
-    own = ("", "cpu", "a", "a/b", "cpu/c")
-    assert host._cgroups() == [host._CGROUP / path for path in own]
-
-
-def test_hyperthreads_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for cpu in range(4):
-        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
-        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
-    monkeypatch.setattr(host, "_CPU", tmp_path)
-    monkeypatch.setattr(host, "_CGROUP", tmp_path)
-    monkeypatch.setattr(host, "_affinity", lambda: {0, 1, 2, 3})
-    assert host.usable_cores() == 2
-
-
-def test_without_sys_the_system_is_asked_for_physical_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_CPU", tmp_path)  # as on macOS and Windows
-    monkeypatch.setattr(host, "_CGROUP", tmp_path)
-    for logical, physical, cores in ((8, 4, 4), (2, 4, 2), (8, None, 8)):
-        monkeypatch.setattr(host, "_affinity", lambda logical=logical: set(range(logical)))
-        monkeypatch.setattr(psutil, "cpu_count", lambda logical, physical=physical: None if logical else physical)
-        assert host.usable_cores() == cores
-
-
-def test_without_proc_the_system_is_asked_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proc_the_system_is_asked_for_memory(
+    tmp_path: Path, system_files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
-    monkeypatch.setattr(host, "_CPU", tmp_path)
-    monkeypatch.setattr(host, "_CGROUP", tmp_path)
-    monkeypatch.setattr(host, "_affinity", lambda: {0, 1, 2})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: (tmp_path / "cpuinfo").read_text())
-    assert host.usable_cores() == 3
+    facts = host_report().facts
+    assert facts["cores"] == "3 physical usable"
+    assert facts["memory"].count("GiB") == 2
     assert 1 << 20 < host.available_memory() <= host_memory("total")
-    assert host_report().facts["memory"].count("GiB") == 2
     assert anonymous_memory() is None
 
 
@@ -170,18 +179,22 @@ def test_an_onnxruntime_that_needs_proc_says_so(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_instruction_sets_are_known_without_proc(
-    monkeypatch: pytest.MonkeyPatch, system: str, machine: str, features: dict[str, bool], expected: str
+    system_files: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    system: str,
+    machine: str,
+    features: dict[str, bool],
+    expected: str,
 ) -> None:
-    monkeypatch.setattr(host, "_CPU_INFO", Path("nowhere"))
-    monkeypatch.setattr(host, "_numpy_features", lambda: features)
+    monkeypatch.setattr("numpy._core._multiarray_umath.__cpu_features__", features)
     monkeypatch.setattr("sys.platform", system)
     monkeypatch.setattr("platform.machine", lambda: machine)
     assert host.processor() == expected
 
 
-def test_numpy_says_what_linux_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_knows_only_instruction_sets_that_linux_knows(request: pytest.FixtureRequest) -> None:
     before = host.processor().split()
-    monkeypatch.setattr(host, "_CPU_INFO", Path("nowhere"))
+    request.getfixturevalue("system_files")
     assert {*host.processor().split()} <= {*before}
 
 

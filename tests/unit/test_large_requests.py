@@ -144,12 +144,11 @@ def test_run_refuses_with_the_numbers_before_anything_is_loaded(
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
 
 
-def test_the_memory_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_control_group_counts(system_files: dict[str, str]) -> None:
     free = host.available_memory()
     assert 0 < free < 1 << 50
     for name, text in (("max", "5000000"), ("current", "4000000"), ("stat", "anon 1\ninactive_file 200000\n")):
-        (tmp_path / f"memory.{name}").write_text(text)
-    monkeypatch.setattr(host, "_cgroups", lambda: [tmp_path, tmp_path / "none"])
+        system_files[f"/sys/fs/cgroup/memory.{name}"] = text
     assert host.available_memory() == 1_200_000
-    (tmp_path / "memory.max").write_text("max")
+    system_files["/sys/fs/cgroup/memory.max"] = "max"
     assert host.available_memory() > 1_200_000
