@@ -13,7 +13,7 @@ from ..compare.turns import parse_methods, read_bundle_prompts
 from ..engines.host import processor
 from ..inputs import whole
 from ..pipeline import Pipeline
-from .console import print_json, print_table, print_text, progress
+from .console import print_json, print_table, print_text, show_progress
 from .options import (
     BundleArgument,
     EngineOptions,
@@ -78,8 +78,8 @@ def bench(
     methods = parse_methods(labels, {}, opened, qualities)
     drawn = read_bundle_prompts(opened, prompts)
     pipeline = options.load(opened)
-    with progress() as show:
-        runs = run_bench(pipeline, methods, drawn, batch, count, show)
+    with show_progress() as progress:
+        runs = run_bench(pipeline, methods, drawn, batch, count, progress)
     rows = [summarize(own, runs[0]) for own in runs]
     facts = pipeline_facts(pipeline)
     if json:

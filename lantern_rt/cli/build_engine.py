@@ -9,7 +9,7 @@ import typer
 
 from ..engines.build import build_engines
 from ..engines.profiles import BuildOptions
-from .console import print_json, print_text, progress, say
+from .console import print_json, print_stderr, print_text, show_progress
 from .options import BundleArgument, ForceOption, JsonOption, open_bundle
 
 EXAMPLES = r"""
@@ -45,13 +45,15 @@ def build_engine(
     options = BuildOptions(backend, max_rows, max_nodes, tuple(compute_capability or ()))
     opened = open_bundle(bundle)
     if opened.manifest.target.dtype == "float32":
-        say("note: this bundle computes in float32, and so will its plans; exported with --compute float16, they take "
-            "half the memory")  # fmt: skip
-    with progress() as show:
-        manifest, lines = build_engines(opened, bundle, options, output, force, show, dry_run)
+        print_stderr(
+            "note: this bundle computes in float32, and so will its plans; exported with --compute float16, they take "
+            "half the memory"
+        )
+    with show_progress() as progress:
+        manifest, lines = build_engines(opened, bundle, options, output, force, progress, dry_run)
     if json:
         print_json({"folder": str(output), "manifest": manifest.model_dump(mode="json"), "by_hand": lines})
         return
     for role, graph in manifest.graphs.items():
-        say(f"{role}: {graph.seconds:.1f} s, {graph.bytes / 2**20:,.1f} MiB")
+        print_stderr(f"{role}: {graph.seconds:.1f} s, {graph.bytes / 2**20:,.1f} MiB")
     print_text("\n".join(lines) if dry_run else output)

@@ -16,19 +16,19 @@ from typing import Any, Protocol
 from ..errors import OutputError, printable
 from ..output.tables import text_table
 
-QUIET = 2.0  # seconds before the first line of progress
-INTERVAL = 5.0  # seconds between two lines of progress
+FIRST_LINE_SECONDS = 2.0  # seconds before the first line of progress
+LINE_SECONDS = 5.0  # seconds between two lines of progress
 
 Facts = dict[str, dict[str, str]]  # section -> name -> value
 
 
-class Show(Protocol):
+class ProgressCallback(Protocol):
     """Takes what is being done, and how much of it is done."""
 
     def __call__(self, what: str, done: int = 0, total: int = 0) -> None: ...
 
 
-def say(line: str) -> None:
+def print_stderr(line: str) -> None:
     """Print one line to stderr, if that can be written."""
     with suppress(OSError):
         print(printable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
@@ -89,7 +89,7 @@ class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if text not in self._texts:
-            say(f"warning: {text}")
+            print_stderr(f"warning: {text}")
         self._texts.add(text)
 
 
@@ -106,7 +106,7 @@ def print_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def progress(lines: bool = True) -> Iterator[Show]:
+def show_progress(lines: bool = True) -> Iterator[ProgressCallback]:
     """Show on stderr what is being done, `[done/total]`, and how long it still takes.
 
     On a terminal these are bars; elsewhere a line every five seconds, from the second second on.
@@ -115,18 +115,18 @@ def progress(lines: bool = True) -> Iterator[Show]:
         lines: elsewhere, print a line when a thing begins, too.
     """
     if sys.stderr.isatty():
-        with _bars() as show:
-            yield show
+        with _progress_bars() as progress:
+            yield progress
     else:
-        yield _Lines(lines)
+        yield _ProgressLines(lines)
 
 
-class _Lines:
+class _ProgressLines:
     """Progress as lines."""
 
     def __init__(self, lines: bool) -> None:
         self._lines = lines
-        self._next = time.monotonic() + QUIET
+        self._next = time.monotonic() + FIRST_LINE_SECONDS
         self._starts: dict[str, tuple[float, int]] = {}  # when each thing began, and how much of it was done then
         self._latest: dict[str, tuple[float, int]] = {}  # the same of what was done last
 
@@ -136,23 +136,23 @@ class _Lines:
             self._starts[what] = (now, done)
             self._latest[what] = (now, done)
             if self._lines:
-                say(what)
+                print_stderr(what)
         if done > self._latest[what][1]:
             self._latest[what] = (now, done)
         if not total or now < self._next:
             return
-        self._next = now + INTERVAL
+        self._next = now + LINE_SECONDS
         began, first = self._starts[what]
         line = f"{what} [{done:,}/{total:,}]"
         latest, _ = self._latest[what]
         if done > first:
             left = (latest - began) / (done - first) * (total - done) - (now - latest)
-            line += f", about {_duration(max(0.0, left))} left"
-        say(line)
+            line += f", about {_format_duration(max(0.0, left))} left"
+        print_stderr(line)
 
 
 @contextmanager
-def _bars() -> Iterator[Show]:
+def _progress_bars() -> Iterator[ProgressCallback]:
     from rich import progress as rich
     from rich.console import Console
 
@@ -161,7 +161,7 @@ def _bars() -> Iterator[Show]:
     with rich.Progress(*words, *numbers, console=Console(stderr=True)) as bars:
         tasks: dict[str, rich.TaskID] = {}
 
-        def show(what: str, done: int = 0, total: int = 0) -> None:
+        def progress(what: str, done: int = 0, total: int = 0) -> None:
             if what not in tasks:
                 for task in bars.tasks:
                     bars.update(task.id, visible=bool(task.fields["amount"]))
@@ -169,10 +169,10 @@ def _bars() -> Iterator[Show]:
             amount = f"[{done:,}/{total:,}]" if total else ""
             bars.update(tasks[what], completed=done, total=total or None, amount=amount)
 
-        yield show
+        yield progress
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

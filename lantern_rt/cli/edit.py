@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from ..output.names import plan_outputs
-from .console import print_text, say
+from .console import print_stderr, print_text
 from .options import OUTPUT, SUBJECTS, BundleArgument, EngineOptions
-from .run import draw_files
+from .run import generate_files
 
 EXAMPLES = """
 lantern-rt edit scene.png --mask mask.png --prompt "a green cone left of a blue cube on grass"
@@ -52,7 +52,7 @@ def edit(
     """
     from ..prompts import bundle_tokenizer
     from ..requests import check_request
-    from .again import same_picture
+    from .replay import holds_image
 
     engine = EngineOptions()
     opened = engine.open_bundle(bundle)
@@ -62,15 +62,15 @@ def edit(
         subject = {"class_ids": int(prompt)}
     request = check_request(manifest, bundle_tokenizer(opened), **subject, image=image, mask=mask, seed=seed)
     outputs = plan_outputs(
-        output, [f"{image.stem}-edit-seed{seed}"], False, lambda _, path: same_picture(path, opened, request, 1)
+        output, [f"{image.stem}-edit-seed{seed}"], False, lambda _, path: holds_image(path, opened, request, 1)
     )
     ((path, there),) = outputs
     if there:
-        say("the picture is there already")
+        print_stderr("the picture is there already")
     else:
         began = time.perf_counter()
         pipeline = engine.load(opened, request.settings)
-        last = draw_files(pipeline, request, outputs, 1, None, False)
+        last = generate_files(pipeline, request, outputs, 1, None, False)
         assert last.stats is not None
-        say(f"{last.stats.method}: {time.perf_counter() - began:.1f} s")
+        print_stderr(f"{last.stats.method}: {time.perf_counter() - began:.1f} s")
     print_text(path)

@@ -27,7 +27,7 @@ from ..output.files import check_new_folder, folder_or_nothing
 from ..output.names import slug
 from ..pipeline import Pipeline
 from .bench import pipeline_facts
-from .console import print_text, progress
+from .console import print_text, show_progress
 from .options import (
     BundleArgument,
     EngineOptions,
@@ -125,12 +125,14 @@ def evaluate(
     if reference is not None:
         if feature_graph is None:
             raise RequestError("there is nothing to compare by", field="reference", remedy="give --features")
-        with progress(lines=False) as show:
+        with show_progress(lines=False) as progress:
             size = (manifest.image_width, manifest.image_height)
-            real = folder_features(feature_graph, reference, size, show)
+            real = folder_features(feature_graph, reference, size, progress)
     pipeline = options.load(opened)
-    with progress() as show:
-        report, pictures = run_evaluation(pipeline, drawn, seeds, methods, show, feature_graph, agreement_graph, real)
+    with show_progress() as progress:
+        report, pictures = run_evaluation(
+            pipeline, drawn, seeds, methods, progress, feature_graph, agreement_graph, real
+        )
     facts = _facts(pipeline)
     facts["reference"] = "ar, other seeds" if real is None else f"{reference}, {len(real)} images"
     with folder_or_nothing(output, False, _RESULT, _KIND) as folder:

@@ -10,7 +10,7 @@ import typer
 
 from ..inputs import require_library
 from ..memory import PeakMemory
-from .console import print_text, progress, say
+from .console import print_stderr, print_text, show_progress
 from .options import ForceOption
 
 EXAMPLES = r"""
@@ -99,22 +99,22 @@ def export(
     check_family(family, options)
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "export", "cpu,export")
-    with progress(lines=False) as show:
-        show("loading PyTorch")
+    with show_progress(lines=False) as progress:
+        progress("loading PyTorch")
         from ..export.graph.precision import read_precisions
         from ..export.writer import check_output, export_model
 
     precisions = read_precisions(precision, drafter_precision, compute, vq_precision)
     if precision == "auto":
-        say(f"precision: {precisions.target}, the fastest on this processor")
+        print_stderr(f"precision: {precisions.target}, the fastest on this processor")
     check_output(output, force)  # before anything is fetched
     start = time.perf_counter()
-    with PeakMemory() as peak, progress() as show:
-        model = read_family(family, options, show)
-        export_model(model, output, precisions=precisions, force=force, progress=show)
+    with PeakMemory() as peak, show_progress() as progress:
+        model = read_family(family, options, progress)
+        export_model(model, output, precisions=precisions, force=force, progress=progress)
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
     amount = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-    say(f"wrote {amount} in {time.perf_counter() - start:.0f} s{memory}")
-    say(f"quality: strict; for balanced and fast, run `lantern-rt eval {output} --write-presets`")
+    print_stderr(f"wrote {amount} in {time.perf_counter() - start:.0f} s{memory}")
+    print_stderr(f"quality: strict; for balanced and fast, run `lantern-rt eval {output} --write-presets`")
     print_text(output)

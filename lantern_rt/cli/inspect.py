@@ -9,7 +9,7 @@ import typer
 from ..bundle.files import Bundle, embedded_names
 from ..engines.engine_folder import EngineFolder, is_engine_folder, open_engine_folder
 from ..errors import RequestError
-from .console import Facts, print_facts, print_json, print_text, progress
+from .console import Facts, print_facts, print_json, print_text, show_progress
 from .options import JsonOption, open_bundle
 
 EXAMPLES = """
@@ -32,8 +32,8 @@ def inspect(
     """Check a bundle or an engine folder, hashes included, and print what it says about itself; all of it in JSON."""
     if bundle not in embedded_names() and is_engine_folder(bundle):
         engines = open_engine_folder(bundle)
-        with progress(lines=False) as show:
-            show("checking the engines' files")
+        with show_progress(lines=False) as progress:
+            progress("checking the engines' files")
             engines.check_files()
         if json:
             print_json({"folder": str(engines.folder), "manifest": engines.manifest.model_dump(mode="json")})

@@ -17,7 +17,7 @@ import typer
 from ..engines.system import start_threads
 from ..errors import EngineError, LanternError
 from .app import PROGRAM, app
-from .console import say
+from .console import print_stderr
 
 FAILED, INTERRUPTED = 2, 130
 
@@ -84,5 +84,5 @@ def _run_command(arguments: Sequence[str]) -> int:
 def _fail(message: str, code: int = FAILED) -> int:
     with suppress(OSError):
         sys.stdout.flush()
-    say(f"lantern-rt: {' '.join(message.split())}")
+    print_stderr(f"lantern-rt: {' '.join(message.split())}")
     return code

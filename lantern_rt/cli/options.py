@@ -106,17 +106,17 @@ class EngineOptions:
     engines: Path | None = None
     provider: list[str] | None = None
 
-    def on_cpu(self, bundle: Bundle) -> bool:
+    def runs_on_cpu(self, bundle: Bundle) -> bool:
         """Whether ONNX Runtime runs the bundle's own graphs on the CPU; says so where `auto` is a GPU."""
         from ..engines.loader import choose_providers
-        from .console import say
+        from .console import print_stderr
 
         if self.engines is not None:
             return False
         chosen = Providers.read(self.provider or ())
         main = choose_providers(chosen, bundle).main
         if main not in (DEFAULT_PROVIDER, chosen.main):
-            say(f"running on the GPU, provider {main}; --provider cpu for the CPU")
+            print_stderr(f"running on the GPU, provider {main}; --provider cpu for the CPU")
         return main == DEFAULT_PROVIDER
 
     def open_bundle(self, name: str) -> Bundle:
@@ -139,24 +139,24 @@ class EngineOptions:
         from ..engines.engine_folder import open_engine_folder
         from ..memory import check_memory, largest_settings
         from ..pipeline import Pipeline
-        from .console import progress
+        from .console import show_progress
 
         engines = None if self.engines is None else open_engine_folder(self.engines)
-        if self.on_cpu(bundle):
+        if self.runs_on_cpu(bundle):
             check_memory(bundle, settings or largest_settings(bundle.manifest), prefix)
-        with progress(lines=False) as show:
-            show("loading graphs")
+        with show_progress(lines=False) as progress:
+            progress("loading graphs")
             return Pipeline.from_bundle(bundle, threads=self.threads, engines=engines, provider=self.provider)
 
 
 def open_bundle(name: str, unread: Collection[str] = ()) -> Bundle:
     """Open a bundle and show how far checking its files is; `unread` as in `bundle.files.open_bundle`."""
     from ..bundle import files
-    from .console import progress
+    from .console import show_progress
 
-    with progress(lines=False) as show:
+    with show_progress(lines=False) as progress:
 
         def counted(done: int, total: int) -> None:
-            show("checking the bundle's files (MB)", -(-done // 10**6), -(-total // 10**6))
+            progress("checking the bundle's files (MB)", -(-done // 10**6), -(-total // 10**6))
 
         return files.open_bundle(name, unread=unread, counted=counted)

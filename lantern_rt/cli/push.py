@@ -14,10 +14,10 @@ from ..bundle.hub import HUB, REPOSITORY, reaching
 from ..errors import OutputError, RequestError
 from ..inputs import read_plain_file, reading, short
 from ..output.recipe import CURE, read_recipe
-from .again import recorded_settings
-from .console import print_text, progress, say
+from .console import print_stderr, print_text, show_progress
 from .inspect import describe_bundle
 from .options import BundleArgument, EngineOptions, open_bundle
+from .replay import settings_of_recipe
 
 EXAMPLES = """
 lantern-rt push bundles/llamagen-b owner/llamagen-b
@@ -55,7 +55,7 @@ def push(
     for name in (MANIFEST_FILE, *(entry.path for entry in opened.manifest.files.values())):
         files[name] = opened.folder / name
     files["README.md"] = model_card(opened, repository, [texts for _, texts in samples]).encode()
-    say(f"sending {len(files)} files")
+    print_stderr(f"sending {len(files)} files")
     added = [CommitOperationAdd(name, content) for name, content in files.items()]
     with reaching(repository, OutputError, "try again: what has arrived is not sent twice"):
         commit = HfApi().create_commit(repository, added, commit_message=f"Bundle {opened.digest[:12]}")
@@ -64,7 +64,7 @@ def push(
 
 def _read_sample(path: Path, bundle: Bundle) -> tuple[bytes, Mapping[Any, Any]]:
     recipe = read_recipe(path)
-    recorded_settings(path, recipe, bundle)
+    settings_of_recipe(path, recipe, bundle)
     with reading(path, "a picture", RequestError, CURE):
         return read_plain_file(path, _PICTURE_LIMIT), recipe.model_dump(exclude_none=True)
 
@@ -79,9 +79,9 @@ def _draw_samples(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
     except RequestError as error:
         error.remedy = "draw pictures with `lantern-rt run`, and name them behind the repository"
         raise
-    with EngineOptions().load(bundle) as pipeline, progress(lines=False) as show:
+    with EngineOptions().load(bundle) as pipeline, show_progress(lines=False) as progress:
         for step in pipeline.stream(**prompts.request(0, len(prompts.items), first_seed=0)):
-            show("drawing pictures for the card", step.done, step.total)
+            progress("drawing pictures for the card", step.done, step.total)
         images = [step.image(i) for i in range(len(prompts.items))]
     return [(png_bytes(image, image.info), image.info) for image in images]
 

@@ -15,7 +15,7 @@ from ..inputs import short, whole
 from ..methods import METHODS
 from ..output.files import check_output
 from ..output.names import plan_outputs, slug
-from .console import print_json, print_text, progress, say
+from .console import print_json, print_stderr, print_text, show_progress
 from .options import (
     METHOD,
     OUTPUT,
@@ -146,10 +146,10 @@ def run(
     of the files go to stdout, progress and a line of statistics to stderr.
     """
     from ..output.trace import Trace
-    from .again import read_again, same_picture
+    from .replay import holds_image, read_recorded_request
 
     whole("scale", scale, 1, 1, 16)
-    name, prompts = _bundle_and_prompts(words or [])
+    name, prompts = _split_words(words or [])
     prompts += prompt or []
     subjects = {"prompts": prompts or None, "class_ids": class_id or None, "embeddings": embeddings}
     settings = {
@@ -164,21 +164,21 @@ def run(
     options = {key: value for key, value in (subjects | settings | sampling).items() if value is not None}
     engine = EngineOptions(threads, engines, provider)
     if source is None:
-        bundle, request = _check(engine, name, options)
-        stems = [_stem(image, i // (count or 1), embeddings) for i, image in enumerate(request.images)]
+        bundle, request = _open_and_check(engine, name, options)
+        stems = [_file_stem(image, i // (count or 1), embeddings) for i, image in enumerate(request.images)]
     else:
-        bundle, request = read_again(source, options, engine, name)
+        bundle, request = read_recorded_request(source, options, engine, name)
         stems = [f"{source.stem}-again"]
 
     def there(i: int, path: Path) -> bool:
-        return same_picture(path, bundle, replace(request, images=[request.images[i]]), scale)
+        return holds_image(path, bundle, replace(request, images=[request.images[i]]), scale)
 
     outputs = plan_outputs(output, stems, force, there)
     missing = [i for i, (_, drawn) in enumerate(outputs) if json or trace or not drawn]
     paths = [path for path, _ in outputs]
     picture = None if trace is None else _check_trace(trace, paths, force)
     if len(missing) < len(paths):
-        say(f"{len(paths) - len(missing)} of {len(paths)} images are there already; --force draws them again")
+        print_stderr(f"{len(paths) - len(missing)} of {len(paths)} images are there already; --force draws them again")
     if not missing:
         print_text(*paths)
         return
@@ -189,18 +189,23 @@ def run(
     grid = bundle.manifest.size(request.settings.size)
     record = None if trace is None else Trace(grid.rows, grid.columns)
     request = replace(request, images=[request.images[i] for i in missing])
-    last = draw_files(pipeline, request, [outputs[i] for i in missing], scale, record, force)
+    last = generate_files(pipeline, request, [outputs[i] for i in missing], scale, record, force)
     assert last.stats is not None
     if trace and picture and record:
         _write_trace(trace, picture, record, force)
     quality = "" if last.settings.quality is None else f" ({last.settings.quality})"
-    say(
+    print_stderr(
         f"{last.settings.method}{quality}: {last.stats.tokens_per_forward_pass:.2f} tokens per pass, "
         f"{len(missing)} image{'s' * (len(missing) > 1)} in {time.perf_counter() - began:.1f} s"
     )
     if json:
         images = [
-            {"codes": codes.tolist(), "seed": image.seed, **_label(image, i // (count or 1)), "output": str(path)}
+            {
+                "codes": codes.tolist(),
+                "seed": image.seed,
+                **_label_field(image, i // (count or 1)),
+                "output": str(path),
+            }
             for i, (image, codes, path) in enumerate(zip(request.images, last.codes, paths, strict=True))
         ]
         stats = {name: value for name, value in vars(last.stats).items() if name not in ("images", "per_image")}
@@ -209,7 +214,7 @@ def run(
         print_text(*paths)
 
 
-def _bundle_and_prompts(words: list[str]) -> tuple[str | None, list[str]]:
+def _split_words(words: list[str]) -> tuple[str | None, list[str]]:
     """The words without an option: a bundle, if the first one names one, then prompts.
 
     Raises: RequestError: a prompt was not put in quotes, or a bundle misspelt.
@@ -236,7 +241,7 @@ def _is_bundle(word: str) -> bool:
     return False
 
 
-def _check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> tuple[Bundle, Request]:
+def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> tuple[Bundle, Request]:
     """The bundle, and the request that these options make of it.
 
     Raises: RequestError, BundleError: as `check_request` and `open_bundle` have them.
@@ -254,13 +259,13 @@ def _check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> 
     return bundle, check_request(bundle.manifest, bundle_tokenizer(bundle), **options)
 
 
-def _label(image: ImageRequest, number: int) -> dict[str, str | int]:
+def _label_field(image: ImageRequest, number: int) -> dict[str, str | int]:
     if image.label is None:
         return {"embedding": number}
     return {"prompt" if isinstance(image.label, str) else "class_id": image.label}
 
 
-def _stem(image: ImageRequest, number: int, embeddings: Path | None) -> str:
+def _file_stem(image: ImageRequest, number: int, embeddings: Path | None) -> str:
     if isinstance(image.label, str):
         return f"{slug(image.label)}-seed{image.seed}"
     if embeddings is None:
@@ -268,7 +273,7 @@ def _stem(image: ImageRequest, number: int, embeddings: Path | None) -> str:
     return f"{slug(embeddings.stem)}-{number}-seed{image.seed}"
 
 
-def draw_files(
+def generate_files(
     pipeline: Pipeline,
     request: Request,
     outputs: list[tuple[Path, bool]],
@@ -281,11 +286,11 @@ def draw_files(
     from ..output.images import enlarge, png_bytes
 
     pending = dict(enumerate(outputs))
-    with progress(lines=False) as show:
+    with show_progress(lines=False) as progress:
         for step in pipeline.decode(request):
             if trace is not None:
                 trace.add(step)
-            show("tokens", step.done, step.total)
+            progress("tokens", step.done, step.total)
             for i in [i for i in pending if len(step.codes[i]) * len(outputs) == step.total]:
                 image = enlarge(step.image(i), scale)
                 path, there = pending.pop(i)
@@ -312,4 +317,4 @@ def _write_trace(trace: Path, picture: Path, record: Trace, force: bool) -> None
 
     write_output(trace, record.npz_bytes(), force)
     write_output(picture, png_bytes(record.picture(), {}), force)
-    say(f"trace: {trace} and {picture}")
+    print_stderr(f"trace: {trace} and {picture}")

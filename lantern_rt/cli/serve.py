@@ -15,7 +15,7 @@ import typer
 from ..errors import RequestError
 from ..inputs import require_library, whole
 from ..methods import METHODS
-from .console import say
+from .console import print_stderr
 from .options import EngineOptions, EnginesOption, ProviderOption, ThreadsOption
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def serve(
     own = Limits(deadline=deadline, api_key_file=api_key_file, methods=methods or (), max_n=max_n, aliases=aliases)
     server = Server(models, host, port, own, cors or ())
     names = ", ".join(bundle.manifest.name for bundle in opened)
-    say(f"{names}: {server.url} (a page; images at /v1/images/generations); Ctrl-C stops")
+    print_stderr(f"{names}: {server.url} (a page; images at /v1/images/generations); Ctrl-C stops")
     with _logged():
         server.run()
 
@@ -138,7 +138,7 @@ def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
         if bundle.manifest.name in by_name:
             twice = f"two named {bundle.manifest.name}"
             raise RequestError(field="bundles", found=twice, expected="one each: requests choose a model by its name")
-        if options.on_cpu(bundle):
+        if options.runs_on_cpu(bundle):
             check_memory(bundle, largest_settings(bundle.manifest))
         by_name[bundle.manifest.name] = bundle
     return list(by_name.values())

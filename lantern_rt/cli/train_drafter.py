@@ -9,7 +9,7 @@ import typer
 
 from ..bundle.rewrite import check_own, write_heads
 from ..inputs import require_library, whole
-from .console import print_text, progress, say
+from .console import print_stderr, print_text, show_progress
 from .options import (
     ENGINE,
     BundleArgument,
@@ -58,11 +58,11 @@ def data(
     opened = engine.open_bundle(bundle)
     read_source(opened.manifest)  # other families are refused before anything is drawn
     items = read_bundle_prompts(opened, prompts, opened.manifest.condition.classes)
-    say(f"{count:,} images, up to {estimate_bytes(opened.manifest, count) / 1e9:.2f} GB")
+    print_stderr(f"{count:,} images, up to {estimate_bytes(opened.manifest, count) / 1e9:.2f} GB")
     pipeline = engine.load(opened)
-    with progress(lines=False) as show:
-        for done in write_shards(pipeline, items, count, output, show):
-            show("images", min(done, count), count)
+    with show_progress(lines=False) as progress:
+        for done in write_shards(pipeline, items, count, output, progress):
+            progress("images", min(done, count), count)
     print_text(output)
 
 
@@ -80,8 +80,8 @@ def fit(
     """
     for library in ("torch", "safetensors", "onnx"):
         require_library(library, "train-drafter fit", "cpu,train")
-    with progress(lines=False) as show:
-        show("loading PyTorch")
+    with show_progress(lines=False) as progress:
+        progress("loading PyTorch")
         from ..train.drafter.fit import Fit, Options, check_device, describe_figures
         from ..train.drafter.target import read_target
 
@@ -89,11 +89,11 @@ def fit(
     opened = open_bundle(bundle)
     target = read_target(opened)
     options = Options(whole("steps", steps, 1, 1, 10**9), cfg_scale=opened.manifest.sampling.cfg_scale)
-    with progress(lines=False) as show:
-        show("reading data")
+    with show_progress(lines=False) as progress:
+        progress("reading data")
         fitting = Fit(data, target, options, output, device)
-        figures = fitting.run(show, say)
-    say(describe_figures(figures))
+        figures = fitting.run(progress, print_stderr)
+    print_stderr(describe_figures(figures))
     print_text(output)
 
 
@@ -109,8 +109,8 @@ def heads(
     """
     for library in ("torch", "safetensors", "onnx"):
         require_library(library, "train-drafter heads", "cpu,train")
-    with progress(lines=False) as show:
-        show("loading PyTorch")
+    with show_progress(lines=False) as progress:
+        progress("loading PyTorch")
         from ..train.drafter.fit import describe_figures
         from ..train.drafter.heads import fit_heads
         from ..train.drafter.target import read_target
@@ -118,10 +118,10 @@ def heads(
     opened = open_bundle(bundle)
     check_own(opened)
     target = read_target(opened)
-    with progress(lines=False) as show:
-        show("reading data")
+    with show_progress(lines=False) as progress:
+        progress("reading data")
         tables, figures = fit_heads(
-            data, target, opened.manifest.sampling.cfg_scale, whole("steps", steps, 1, 1, 10**9), show
+            data, target, opened.manifest.sampling.cfg_scale, whole("steps", steps, 1, 1, 10**9), progress
         )
     changed = write_heads(opened, tables)
     print_text(

@@ -14,7 +14,7 @@ from ..engines.engine_folder import open_engine_folder
 from ..errors import CheckpointError, RequestError
 from ..inputs import require_library
 from ..output.tables import text_table
-from .console import print_text, progress, say
+from .console import print_stderr, print_text, show_progress
 from .options import BundleArgument, JsonOption, open_bundle
 
 if TYPE_CHECKING:
@@ -55,22 +55,22 @@ def verify(
     options = _match(opened.manifest, checkpoints) if checkpoints else {}
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "verify", "cpu,export")
-    with progress(lines=False) as show:
-        show("loading PyTorch")
+    with show_progress(lines=False) as progress:
+        progress("loading PyTorch")
         from ..export.registry import read_family
         from ..export.verify import verify as compare
-    with progress() as show:
+    with show_progress() as progress:
         if engines:
             from ..export.plans import verify_plans
 
-            result, reason = verify_plans(opened, open_engine_folder(engines), show)
+            result, reason = verify_plans(opened, open_engine_folder(engines), progress)
             if reason:
-                say(f"note: plans were not run: {reason}")
+                print_stderr(f"note: plans were not run: {reason}")
         elif options:
-            model = read_family(opened.manifest.family, options, show)
-            result = compare(opened, model, options["target"], show)
+            model = read_family(opened.manifest.family, options, progress)
+            result = compare(opened, model, options["target"], progress)
         else:
-            result = compare(opened, progress=show)
+            result = compare(opened, progress=progress)
     if json:
         print_text(dumps(result.as_dict()))  # differences may be infinite
     else:

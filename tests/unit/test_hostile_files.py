@@ -17,7 +17,7 @@ from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline
 from lantern_rt.bundle.files import MANIFEST_FILE, Bundle, open_bundle
-from lantern_rt.cli.console import print_facts, print_json, print_table, progress, say
+from lantern_rt.cli.console import print_facts, print_json, print_stderr, print_table, show_progress
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.turns import read_prompts
 from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
@@ -86,12 +86,12 @@ def test_text_keeps_its_lines_and_letters_and_loses_what_a_terminal_acts_on() ->
 
 
 def test_everything_that_commands_print_is_safe(capsys: pytest.CaptureFixture[str]) -> None:
-    say(HOSTILE)
+    print_stderr(HOSTILE)
     print_json({HOSTILE: HOSTILE})
     print_facts({HOSTILE: {HOSTILE: HOSTILE + "\nforged  line"}})
     print_table({"name": "{name}"}, [{"name": HOSTILE}])
-    with progress() as show:
-        show(HOSTILE)
+    with show_progress() as progress:
+        progress(HOSTILE)
     captured = capsys.readouterr()
     assert "evil" in captured.out
     assert "evil" in captured.err

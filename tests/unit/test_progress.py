@@ -10,7 +10,7 @@ import pytest
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.cli import console
-from lantern_rt.cli.console import progress
+from lantern_rt.cli.console import show_progress
 from lantern_rt.cli.main import run_program
 
 
@@ -23,24 +23,24 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_what_is_quick_prints_nothing_but_the_things_that_begin(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress(lines=False) as show:
-        show("codes", 3, 4)
+    with show_progress(lines=False) as progress:
+        progress("codes", 3, 4)
     assert capsys.readouterr().err == ""
-    with progress() as show:
-        show("sorting")
-        show("sorting")
-        show("hashing")
+    with show_progress() as progress:
+        progress("sorting")
+        progress("sorting")
+        progress("hashing")
     assert capsys.readouterr().err == "sorting\nhashing\n"
 
 
 def test_a_line_says_how_much_is_done_and_how_long_the_rest_takes_at_this_speed(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with progress(lines=False) as show:
-        show("codes", 4000, 16_384)  # resumed: what was there before says nothing of the speed
+    with show_progress(lines=False) as progress:
+        progress("codes", 4000, 16_384)  # resumed: what was there before says nothing of the speed
         for seconds, done in ((3, 4000), (4, 4050), (96, 4096), (99, 4100), (102, 16_384)):
             clock[0] = 1000.0 + seconds
-            show("codes", done, 16_384)
+            progress("codes", done, 16_384)
     assert capsys.readouterr().err.splitlines() == [
         "codes [4,000/16,384]",
         "codes [4,096/16,384], about 3 h 24 min left",
@@ -51,10 +51,10 @@ def test_a_line_says_how_much_is_done_and_how_long_the_rest_takes_at_this_speed(
 def test_an_estimate_counts_down_while_a_part_takes_its_time(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with progress(lines=False) as show:
+    with show_progress(lines=False) as progress:
         for seconds, done in ((0, 0), (60, 1), (80, 1), (115, 1), (400, 1)):
             clock[0] = 1000.0 + seconds
-            show("images", done, 3)
+            progress("images", done, 3)
     left = [line.partition("about ")[2] for line in capsys.readouterr().err.splitlines()]
     assert left == ["2 min 0 s left", "1 min 40 s left", "1 min 5 s left", "0 s left"]
 
@@ -64,10 +64,10 @@ def test_on_a_terminal_bars_show_how_much_is_done(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with progress() as show:
-        show("[sorting]")
+    with show_progress() as progress:
+        progress("[sorting]")
         for done in range(3):
-            show("codes", done, 4096)
+            progress("codes", done, 4096)
     last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).splitlines()[-1]
     assert re.search(r"codes .* \[2/4,096\]", last)
     assert "sorting" not in last
@@ -76,8 +76,8 @@ def test_on_a_terminal_bars_show_how_much_is_done(
 def test_run_off_a_terminal_prints_lines_of_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(console, "QUIET", 0.0)
-    monkeypatch.setattr(console, "INTERVAL", 0.0)
+    monkeypatch.setattr(console, "FIRST_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
     bundle = make_tiny_bundle(tmp_path / "tiny")
     assert run_program(["run", str(bundle), "red", "--output", str(tmp_path / "red.png"), "--threads", "1"]) == 0
     assert re.search(r"^tokens \[\d+/36\]", capsys.readouterr().err, re.MULTILINE)

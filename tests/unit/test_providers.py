@@ -180,11 +180,11 @@ def test_a_gpu_that_cannot_be_used_stops_loading_and_one_that_a_bundle_cannot_us
     bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny"))
     monkeypatch.setattr("lantern_rt.engines.loader.automatic", lambda _: "cuda")
     assert refusal(Pipeline.from_bundle, bundle).field == "provider cuda"
-    assert not EngineOptions().on_cpu(bundle)
+    assert not EngineOptions().runs_on_cpu(bundle)
     assert capsys.readouterr().err == "running on the GPU, provider cuda; --provider cpu for the CPU\n"
     target = bundle.manifest.target.model_copy(update={"precision": "int8"})
     integers = replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target}))
-    assert EngineOptions().on_cpu(integers)
+    assert EngineOptions().runs_on_cpu(integers)
 
 
 def test_what_records_passes_is_allowed_from_the_versions_on_that_are_tested() -> None:

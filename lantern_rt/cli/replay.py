@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _IMAGE = {"prompt", "negative_prompt", "class_id", "embedding", "edit", "seed"}
 
 
-def read_again(
+def read_recorded_request(
     picture: Path, options: Mapping[str, Any], engine: EngineOptions, name: str | None
 ) -> tuple[Bundle, Request]:
     """The bundle and the request that draw a picture again.
@@ -45,10 +45,10 @@ def read_again(
         problem = f"was drawn by bundle {short(recipe.bundle)}"
         raise RequestError(problem, field=str(picture), remedy="give the folder of that before --from")
     bundle = engine.open_bundle(recipe.bundle if name is None else name)
-    return bundle, recorded_request(picture, recipe, bundle)
+    return bundle, request_of_recipe(picture, recipe, bundle)
 
 
-def recorded_request(picture: Path, recipe: Recipe, bundle: Bundle) -> Request:
+def request_of_recipe(picture: Path, recipe: Recipe, bundle: Bundle) -> Request:
     """The request that draws exactly this picture with its bundle.
 
     Raises:
@@ -57,7 +57,7 @@ def recorded_request(picture: Path, recipe: Recipe, bundle: Bundle) -> Request:
     if recipe.edit is not None:
         problem = "records a change of another picture, which it does not hold"
         raise RequestError(problem, field=str(picture), remedy="give that picture to `lantern-rt edit`")
-    settings = recorded_settings(picture, recipe, bundle)
+    settings = settings_of_recipe(picture, recipe, bundle)
     options = {name: getattr(settings.sampling, name) for name in SAMPLING}
     options |= {"method": settings.method, "size": settings.size, "seed": recipe.seed}
     subjects: dict[str, Any] = {"prompts": recipe.prompt, "class_ids": recipe.class_id}
@@ -68,8 +68,8 @@ def recorded_request(picture: Path, recipe: Recipe, bundle: Bundle) -> Request:
         raise RequestError(str(error), field=str(picture)) from error
 
 
-def recorded_settings(picture: Path, recipe: Recipe, bundle: Bundle) -> Settings:
-    """The settings of a recipe, as its bundle understands them; raises as `recorded_request` does."""
+def settings_of_recipe(picture: Path, recipe: Recipe, bundle: Bundle) -> Settings:
+    """The settings of a recipe, as its bundle understands them; raises as `request_of_recipe` does."""
     if bundle.digest != recipe.bundle_digest:
         raise BundleError(
             field=str(picture),
@@ -94,11 +94,11 @@ def recorded_settings(picture: Path, recipe: Recipe, bundle: Bundle) -> Settings
     return settings
 
 
-def same_picture(path: Path, bundle: Bundle, request: Request, scale: int) -> bool:
+def holds_image(path: Path, bundle: Bundle, request: Request, scale: int) -> bool:
     """Whether a file already holds the picture, enlarged so many times, of this request of one image."""
     try:
         recipe = read_recipe(path)
-        old = recorded_settings(path, recipe, bundle)
+        old = settings_of_recipe(path, recipe, bundle)
         with Image.open(path) as file:
             size = file.size
     except (LanternError, OSError):
