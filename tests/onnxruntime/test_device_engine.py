@@ -19,8 +19,10 @@ from tiny_graphs import TINY
 from tiny_rig import spec_of
 
 from lantern_rt.bundle.files import open_bundle
+from lantern_rt.engines.contracts import Tensor
 from lantern_rt.engines.device_engine import DeviceCache
-from lantern_rt.engines.ort.device import Device
+from lantern_rt.engines.graph_writer import GraphWriter
+from lantern_rt.engines.ort.device import Device, Written
 from lantern_rt.engines.ort.engine import OrtDeviceEngine
 from lantern_rt.engines.ort.providers import PROVIDERS
 from lantern_rt.engines.ort.slabs import Slabs
@@ -173,13 +175,18 @@ def test_passes_of_many_nodes_are_not_kept(target: OrtDeviceEngine) -> None:
         assert len(bound) - before == kept
 
 
+def write_copy(graph: GraphWriter) -> Written:
+    graph.op("Identity", "data", name="out")
+    return [Tensor("data", ("float32",), (None,))], [Tensor("out", ("float32",), (None,))]
+
+
 def test_what_is_bound_is_recorded_at_its_third_run_if_there_is_room_and_forgotten_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(PROVIDERS, "cpu", PROVIDERS["cpu"]._replace(most_recorded=1))
     device, ran, forgotten = Device("cpu"), list[str](), list[int]()
-    values = {"shape": np.array([2]), "out": device.zeros((2,), "float32")}
-    (graph,) = device._graphs.values()
+    values = {"data": np.zeros(2, np.float32), "out": device.empty((2,), "float32")}
+    graph = device.graph("copy", write_copy)
     graph.session = SimpleNamespace(
         io_binding=graph.session.io_binding,
         run_with_iobinding=lambda binding, options: ran.append(options.get_run_config_entry("gpu_graph_id")),
@@ -196,9 +203,11 @@ def test_what_is_bound_is_recorded_at_its_third_run_if_there_is_room_and_forgott
 def test_memory_that_was_given_back_last_is_kept_for_the_next_cache() -> None:
     slabs = Slabs(Device("cpu"), 1, "float32", 4, None)
     leases = [slabs.take(1, columns) for columns in (1, 2, 3)]
+    used = [lease.slab for lease in leases]
     while leases:
         del leases[0]
-    assert [slab.shape[1] for slab in slabs._kept.values()] == [2, 3]
+    again = [slabs.take(1, columns) for columns in (3, 2, 1)]
+    assert [lease.slab in used for lease in again] == [True, True, False]
 
 
 def test_several_threads_may_use_one_engine(target: OrtDeviceEngine) -> None:

@@ -12,7 +12,6 @@ from lantern_rt import Pipeline
 from lantern_rt.engines.ort import slabs
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.ort.providers import PROVIDERS
-from lantern_rt.requests import check_request
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.raster import Raster
 from lantern_rt.runtime.state import Request
@@ -50,7 +49,7 @@ def on_device(float_scenes_bundle: Path) -> Pipeline:
 def requests_of(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> list[Request]:
     requests = []
     for i in picked:
-        checked = check_request(pipe.bundle.manifest, pipe._tokenizer, PROMPTS[i], seed=SEEDS[i], **options)
+        checked = pipe.check(PROMPTS[i], seed=SEEDS[i], **options)
         (prompt,), sampling = pipe.prefixes(pipe.engines, checked.images), checked.settings.sampling
         requests.append(Request(i, RASTER, prompt.rows(sampling), sampling, checked.settings.method, SEEDS[i]))
     return requests

@@ -57,6 +57,19 @@ def asking(sampling: Sampling, noise: Noise | None, first: int = 0, start: int =
     return SampleRequest(slice(first, first + sides), nodes, sampling, noise, start + np.arange(count))
 
 
+class UploadedNoise(Noise):
+    """Noise that lists the groups brought to the device."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.uploads: list[int] = []
+
+    def gumbel(self, first: int, count: int, size: int) -> Floats:
+        if count == GROUP:
+            self.uploads.append(first // GROUP)
+        return super().gumbel(first, count, size)
+
+
 def on_host(logits: Floats, asked: SampleRequest, most: int) -> tuple[Ints, Floats]:
     rows = np.arange(asked.rows.start, asked.rows.stop)[:, None]
     values = shape_logits(guide(logits[rows, asked.nodes], asked.sampling), asked.sampling)
@@ -144,26 +157,26 @@ def test_more_seeds_and_positions_than_the_noise_table_has_places_are_drawn_righ
 
 
 def test_only_the_noise_that_is_read_is_brought_to_the_device() -> None:
-    device = Device("cpu")
-    on(device, logits_of()).best([asking(Sampling(), Noise(9), start=GROUP + 1, count=4)], 1)
-    table = device._noise[VOCABULARY]
-    assert [*table._places] == [(9, 1)]
-    on(device, logits_of()).best([asking(Sampling(), Noise(seed), count=4) for seed in range(40)], 1)
-    assert table.value.shape()[0] == 80  # the next to come need not push these out
+    rows, groups = on(Device("cpu"), logits_of()), [UploadedNoise(seed) for seed in range(80)]
+    rows.best([asking(Sampling(), groups[0], start=GROUP + 1, count=4)], 1)
+    assert groups[0].uploads == [1]
+    for part in (groups[:40], groups[40:], groups[:40]):
+        rows.best([asking(Sampling(), noise, count=4) for noise in part], 1)
+    assert [noise.uploads for noise in groups] == [[1, 0], *[[0]] * 79]  # the first 40 left room for the others
 
 
 def test_noise_that_has_made_room_for_other_comes_back() -> None:
     device, logits = Device("cpu"), logits_of(rows=1, nodes=4)
     rows = on(device, logits)
-    asked = [asking(Sampling(), Noise(seed), start=GROUP * seed, count=2) for seed in range(80)]
+    noises = [UploadedNoise(seed) for seed in range(80)]
+    asked = [asking(Sampling(), noise, start=GROUP * noise.seed, count=2) for noise in noises]
     for one in [*asked, *asked[::3], *asked[::-1]]:
         (found,) = rows.best([one], 1)
         agree(found, on_host(logits, one, 1))
     for old, new in zip(asked[31::-1], asked[40:72], strict=True):  # the one used longest ago must not make room
         for found, one in zip(rows.best([new, old], 1), (new, old), strict=True):
             agree(found, on_host(logits, one, 1))
-    table = device._noise[VOCABULARY]
-    assert table.value.shape()[0] < GROUP * len(asked)  # or nothing had to make room
+    assert max(len(noise.uploads) for noise in noises) > 1  # or nothing had to make room
 
 
 def test_several_threads_draw_at_once_what_each_draws_alone() -> None:

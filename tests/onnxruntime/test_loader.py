@@ -89,12 +89,15 @@ def test_every_graph_of_a_bundle_loads_and_runs(folder: Path) -> None:
     assert engines.target.new_cache(2, 5).lengths.tolist() == [0, 0]
 
 
-def test_the_drafter_is_loaded_when_first_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bundle = open_bundle(folder)
+def test_the_drafter_is_loaded_when_first_asked_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "bundle"))
+    bundle = open_bundle(copy)
+    (copy / "drafter.onnx").unlink()
     engines = Engines(bundle, ONE)
-    assert engines._drafter is None
-    engines.load_all()
-    assert engines._drafter is not None
+    with refused(BundleError, "drafter.onnx"):
+        engines.load_all()
     monkeypatch.setattr(type(bundle), "path", lambda _self, role: folder / "target.onnx")
     with pytest.raises(BundleError) as caught:
         Engines(bundle, ONE)

@@ -23,6 +23,7 @@ from lantern_rt.serve import ray
 from lantern_rt.serve.backend import ACCEPTED, Load
 from lantern_rt.serve.protocol import Completion, ImagesRequest
 from lantern_rt.serve.ray import MAX_REPLICAS_LOST, RayBackend, Replica, Settings, app
+from lantern_rt.service import Service
 
 PROMPT = "red cube"
 
@@ -161,10 +162,10 @@ def test_closing_a_request_cancels_its_replica(replica: Replica) -> None:
     asyncio.run(leave())
 
 
-def test_a_replica_is_healthy_until_its_service_ends(tiny_folder: Path) -> None:
+def test_a_replica_is_healthy_until_its_service_ends(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = Replica(str(tiny_folder), 1, 1, {"threads": 1})
     own.check_health()
-    own._backend.pipeline.service.close()
+    monkeypatch.setattr(Service, "open", False)
     with pytest.raises(EngineError):
         own.check_health()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -102,11 +103,17 @@ def test_passes_that_decide_ties_are_counted() -> None:
 def test_neighbours_choose_together_what_each_would_choose_as_far_as_memory_goes(count: int, together: int) -> None:
     logits = np.random.default_rng(0).normal(size=(count, 3, 5)).astype(np.float32)
     chain = DraftTree(np.arange(2), np.array([-1, 0])).structure
-    own = [TargetOutput(lambda nodes: logits, chain, Noise(i), range(4, 6), Sampling()) for i in range(count)]
+    alone: list[int] = []
+
+    def read(i: int, nodes: object) -> Rows:
+        alone.append(i)
+        return logits[i : i + 1, :2]
+
+    own = [TargetOutput(partial(read, i), chain, Noise(i), range(4, 6), Sampling()) for i in range(count)]
     choose_together(logits, [(one, slice(i, i + 1)) for i, one in enumerate(own)])
-    expected = [choose(logits[i, :2], Noise(i).gumbel(4, 2, 5), Sampling()).tolist() for i in range(together)]
-    assert [[*one._choices.values()] for one in own[:together]] == expected
-    assert not any(one._choices for one in own[together:])
+    expected = [choose(logits[i, :2], Noise(i).gumbel(4, 2, 5), Sampling()).tolist() for i in range(count)]
+    assert [[one.guess(node) for node in range(2)] for one in own] == expected
+    assert alone == [*range(together, count)]
 
 
 @st.composite
