@@ -34,8 +34,8 @@ from .protocol import EditRequest, Figures, HttpError, ImagesRequest
 from .state import ServerState
 
 LINGER_SECONDS = 3.0  # in which the rest of a body is dropped, for its client to read the response
-PAGE = Path(str(files(__package__) / "page"))
-_SAFE = {
+PAGE_FOLDER = Path(str(files(__package__) / "page"))
+_SECURITY_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",  # a new version's page is seen at once
@@ -59,7 +59,7 @@ def make_app(
         RequestError: an origin is none.
     """
     origins = [read_origin(one) for one in origins]
-    pages = _Pages(state)
+    pages = _InfoRoutes(state)
     routes = [
         *(Route(f"/v1/images/{kind}", ImagesEndpoint(state, kind), methods=["POST"]) for kind in KINDS),
         Route("/v1/models", pages.models),
@@ -71,9 +71,9 @@ def make_app(
         Route("/openapi.json", pages.openapi),
         Route("/docs", pages.docs),
         Route("/", pages.page),
-        Mount("/page", StaticFiles(directory=PAGE)),
+        Mount("/page", StaticFiles(directory=PAGE_FOLDER)),
     ]
-    middleware = [Middleware(_Gate, origins, hosts)]
+    middleware = [Middleware(_RequestGuard, origins, hosts)]
     if origins:
         middleware.append(
             Middleware(
@@ -84,7 +84,11 @@ def make_app(
                 expose_headers=["retry-after", "x-request-id"],
             )
         )
-    handlers: dict[Any, Any] = {HTTPException: _no_route, HttpError: _refuse, Exception: _refuse}
+    handlers: dict[Any, Any] = {
+        HTTPException: _routing_error,
+        HttpError: _error_response,
+        Exception: _error_response,
+    }
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
 
 
@@ -99,7 +103,7 @@ def read_origin(text: str) -> str:
     raise RequestError(field="cors", found=short(text), expected="one origin such as https://ui.example, or *")
 
 
-class _Pages:
+class _InfoRoutes:
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
@@ -133,7 +137,7 @@ class _Pages:
         return Response(self._state.metrics.text(self._state.backends.values()), media_type="text/plain; version=0.0.4")
 
     async def openapi(self, request: Request) -> Response:
-        document = json.loads((PAGE / "openapi.json").read_text("utf-8"))
+        document = json.loads((PAGE_FOLDER / "openapi.json").read_text("utf-8"))
         document["info"]["version"] = version("lantern-rt")
         requests = {one.__name__: one.model_json_schema() for one in (ImagesRequest, EditRequest)}
         own = {**requests, "Figures": TypeAdapter(Figures).json_schema()}
@@ -141,13 +145,13 @@ class _Pages:
         return JSONResponse(document)
 
     async def docs(self, request: Request) -> Response:
-        return FileResponse(PAGE / "docs.html")
+        return FileResponse(PAGE_FOLDER / "docs.html")
 
     async def page(self, request: Request) -> Response:
-        return FileResponse(PAGE / "index.html")
+        return FileResponse(PAGE_FOLDER / "index.html")
 
 
-class _Gate:
+class _RequestGuard:
     """Refuse requests of other sites' pages; give every request an identity and every response safe headers.
 
     A response to a body that was not read closes the connection, once the client had time to read it.
@@ -180,14 +184,14 @@ class _Gate:
             nonlocal closing
             if message["type"] == "http.response.start":
                 closing = unread
-                own = {**_SAFE, "x-request-id": identity} | ({"connection": "close"} if closing else {})
+                own = {**_SECURITY_HEADERS, "x-request-id": identity} | ({"connection": "close"} if closing else {})
                 for name, value in own.items():
                     MutableHeaders(scope=message).setdefault(name, value)
             elif closing:
                 message = {**message, "more_body": True}
             await send(message)
 
-        refusal = self._refusal(scope["method"], headers)
+        refusal = self._check_site(scope["method"], headers)
         app = self._app if refusal is None else JSONResponse(refusal.body(), refusal.status)
         await app(scope, receive_body, send_with_headers)
         if closing:
@@ -197,11 +201,11 @@ class _Gate:
                         await receive_body()
             await send({"type": "http.response.body"})
 
-    def _refusal(self, method: str, headers: Headers) -> HttpError | None:
+    def _check_site(self, method: str, headers: Headers) -> HttpError | None:
         remedy = "`lantern-rt serve --cors ORIGIN` allows a site"
         host = headers.get("host", "").lower()
         # Another site can give its name the server's address, so that the browser takes its pages for the server's own.
-        if host and self._hosts and not self._is_own(host):
+        if host and self._hosts and not self._names_server(host):
             return HttpError(403, field="host", found=short(host), expected="localhost or an address", remedy=remedy)
         origin = headers.get("origin", "").lower()
         own = origin in ("", f"http://{host}", f"https://{host}")
@@ -211,19 +215,19 @@ class _Gate:
             return HttpError(403, field="origin", found=short(origin or site), expected="this site", remedy=remedy)
         return None
 
-    def _is_own(self, host: str) -> bool:
+    def _names_server(self, host: str) -> bool:
         with suppress(ValueError):
             name = urlsplit(f"//{host}").hostname or ""
             return name in self._hosts or bool(ip_address(name))
         return False
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
-    refusal = HttpError.of(error)
+async def _error_response(request: Request, error: Exception) -> Response:
+    refusal = HttpError.from_exception(error)
     return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
+async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     place = f"{request.method} {request.url.path}"
     if error.status_code == 405:

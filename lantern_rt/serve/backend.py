@@ -18,9 +18,9 @@ from ..output.images import png_bytes
 from ..results import StreamStep
 from ..runtime.drafting import RequestStep
 from ..runtime.engine import Bools
-from .protocol import Completion, Event, Figures, ImagesRequest, picture_event
+from .protocol import Completion, Event, Figures, ImagesRequest, image_event
 
-ACCEPTED: Event = {"type": "accepted"}  # a request has its place; clients are not sent this
+ADMITTED: Event = {"type": "admitted"}  # a request has its place; clients are not sent this
 
 
 class Load(NamedTuple):
@@ -45,10 +45,10 @@ class ImageBackend(Protocol):
     def load(self) -> Load:
         """What there is to do now."""
 
-    def draw(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
+    def generate(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
         """Draw a request within its deadline; close the generator to cancel. caller: who asks, by key or address.
 
-        Yields: `ACCEPTED`, then the events that the request wants, then a `Completion`.
+        Yields: `ADMITTED`, then the events that the request wants, then a `Completion`.
         Raises: LanternError: as `AsyncPipeline.generate`.
         """
 
@@ -88,9 +88,9 @@ class LocalBackend:
         running = service.running
         return Load(running, max(0, service.images - running))
 
-    async def draw(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
+    async def generate(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
         began = time.perf_counter()
-        painting = 0.0  # seconds
+        image_seconds = 0.0  # seconds
         partial = 0  # pictures on the way so far, spaced evenly by codes
         count = request.partial_images or 0
         every_step = bool(request.steps or count)
@@ -98,29 +98,29 @@ class LocalBackend:
         updates = self.pipeline.updates(**request.options(), steps=every_step, caller=caller, deadline=within)
         async with aclosing(updates):
             ticket, _ = await anext(updates)
-            yield ACCEPTED
+            yield ADMITTED
             edit = ticket.request.images[0].edit
-            given = None if edit is None or edit.kept is None else edit.kept >= 0  # cells
+            preserved = None if edit is None or edit.kept is None else edit.kept >= 0  # cells
             async for _, step in updates:
                 assert step is not None
                 last = step
                 size = self.manifest.size(step.settings.size)
                 if request.steps:
-                    yield step_event(step, size.rows, size.columns, given)
+                    yield step_event(step, size.rows, size.columns, preserved)
                 done, total = step.done, step.total
-                if given is not None:
-                    done, total = (int(own[~given].sum()) for own in (step.cells[0] >= 0, ~given))
+                if preserved is not None:
+                    done, total = (int(own[~preserved].sum()) for own in (step.cells[0] >= 0, ~preserved))
                 due = min(count, done * (count + 1) // total)
                 if due > partial and step.stats is None:
                     partial, before = due, time.perf_counter()
-                    event = picture_event("partial_image", request, size.name, await self._file(request, step, 0))
-                    painting += time.perf_counter() - before
+                    event = image_event("partial_image", request, size.name, await self._encode(request, step, 0))
+                    image_seconds += time.perf_counter() - before
                     yield event | {"partial_image_index": partial - 1}
             before = time.perf_counter()
-            pictures = [await self._file(request, last, i) for i in range(len(last.codes))]
+            files = [await self._encode(request, last, i) for i in range(len(last.codes))]
             now = time.perf_counter()
             images = ticket.request.images
-            kept = 0 if given is None else int(given.sum()) * len(images)
+            num_preserved = 0 if preserved is None else int(preserved.sum()) * len(images)
             stats = last.stats
             assert stats is not None
             figures = Figures(
@@ -131,29 +131,29 @@ class LocalBackend:
                 seeds=[image.seed for image in images],
                 tokens_per_forward_pass=stats.tokens_per_forward_pass,
                 target_passes=sum(one.target_passes for one in stats.per_image),
-                realised_tvd_per_token=stats.realised_tvd * len(images) / (last.total - kept),
+                realised_tvd_per_token=stats.realised_tvd * len(images) / (last.total - num_preserved),
                 seconds=now - began,
                 queue_seconds=ticket.waited or 0.0,
-                picture_seconds=painting + now - before,
+                picture_seconds=image_seconds + now - before,
             )
             tokens = sum(int(image.real[0].sum()) for image in images)
-            yield Completion(pictures, size.name, tokens, last.total - kept, figures, kept)
+            yield Completion(files, size.name, tokens, last.total - num_preserved, figures, num_preserved)
 
-    async def _file(self, request: ImagesRequest, step: StreamStep, i: int) -> bytes:
+    async def _encode(self, request: ImagesRequest, step: StreamStep, i: int) -> bytes:
         image = await self.pipeline.image(step, i)
-        return await asyncio.to_thread(encode, image, request.format, request.output_compression)
+        return await asyncio.to_thread(encode_image, image, request.format, request.output_compression)
 
 
-def step_event(step: StreamStep, rows: int, columns: int, given: Bools | None = None) -> Event:
-    """What a pass gave the first image, on a grid of so many rows and columns; given: cells of which it keeps codes.
+def step_event(step: StreamStep, rows: int, columns: int, preserved: Bools | None = None) -> Event:
+    """What a pass gave the first image, on a grid of rows and columns; preserved: cells of which it keeps codes.
 
     `kinds` has a letter for each new code, `done` counts codes with those of this pass: a client that places them by it
     is right also where a picture begins anew.
     """
     part = step.parts[0]
-    kinds = code_kinds(part)
-    if given is not None:
-        own = given[len(step.codes[0]) - len(kinds) : len(step.codes[0])]
+    kinds = token_kinds(part)
+    if preserved is not None:
+        own = preserved[len(step.codes[0]) - len(kinds) : len(step.codes[0])]
         kinds = "".join("k" if kept else kind for kind, kept in zip(kinds, own, strict=True))
     return {
         "type": "lantern.step",
@@ -167,7 +167,7 @@ def step_event(step: StreamStep, rows: int, columns: int, given: Bools | None = 
     }
 
 
-def code_kinds(part: RequestStep) -> str:
+def token_kinds(part: RequestStep) -> str:
     """How each code of a pass came to be, one letter a code.
 
     `d`: drafted and accepted; `r`: drafted, and accepted by relaxation alone; `x`: redrawn by the target, which refused
@@ -182,7 +182,7 @@ def code_kinds(part: RequestStep) -> str:
     return "".join(letters).ljust(len(part.codes), "n")
 
 
-def encode(image: Image, file: str, compression: int | None) -> bytes:
+def encode_image(image: Image, file: str, compression: int | None) -> bytes:
     """A picture as a file.
 
     Args:

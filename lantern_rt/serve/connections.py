@@ -14,26 +14,26 @@ _LOG = logging.getLogger(__name__)
 try:
     from resource import RLIMIT_NOFILE, getrlimit
 
-    _FILES = getrlimit(RLIMIT_NOFILE)[0]
+    _MAX_FILES = getrlimit(RLIMIT_NOFILE)[0]
 except ImportError:  # a system without such limits
-    _FILES = 1 << 13
-MOST_CONNECTIONS = max(8, min(4096, _FILES // 2))
-BACKLOG = max(8, min(2048, _FILES // 8))  # are taken before one of them can be closed again
+    _MAX_FILES = 1 << 13
+MAX_CONNECTIONS = max(8, min(4096, _MAX_FILES // 2))
+BACKLOG = max(8, min(2048, _MAX_FILES // 8))  # are taken before one of them can be closed again
 
 
 class Connection(H11Protocol):
     """One connection. Where there are too many, the one that was silent longest makes room: health checks get in."""
 
-    said = False  # that there were too many
+    warned = False  # that there were too many
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._silent_since = self.loop.time()
         self._check_headers()
-        if len(self.connections) > MOST_CONNECTIONS:
-            if not Connection.said:
-                _LOG.warning("more than %d connections: silent ones are closed", MOST_CONNECTIONS)
-            Connection.said = True
+        if len(self.connections) > MAX_CONNECTIONS:
+            if not Connection.warned:
+                _LOG.warning("more than %d connections: silent ones are closed", MAX_CONNECTIONS)
+            Connection.warned = True
             there = (one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing())
             silent = [one for one in there if one._idle or one.cycle.more_body]
             min(silent, key=lambda one: one._silent_since).transport.abort()

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from .backend import ImageBackend
 from .forms import FORM, FormReader
-from .protocol import Completion, Event, HttpError, ImagesRequest, complete, read_request
+from .protocol import Completion, Event, HttpError, ImagesRequest, read_request, set_defaults
 from .state import ServerState
 
 PING_SECONDS = 15  # without news, after which a comment keeps a stream open
@@ -39,14 +39,14 @@ class ImagesEndpoint:
         self._state, self._kind = state, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._state.active += 1
+        self._state.active_requests += 1
         try:
-            await _Call(self._state, Request(scope, receive), send, self._kind).run()
+            await _RequestHandler(self._state, Request(scope, receive), send, self._kind).run()
         finally:
-            self._state.active -= 1
+            self._state.active_requests -= 1
 
 
-class _Call:
+class _RequestHandler:
     def __init__(self, state: ServerState, http: Request, send: Send, kind: str) -> None:
         self._state, self._kind = state, kind
         self._http = http
@@ -61,9 +61,9 @@ class _Call:
         status = DISCONNECTED
         facts: dict[str, Any] = {}
         try:
-            completion = await self._answer()
+            completion = await self._handle()
             status = 200
-            self._state.metrics.finished(completion)
+            self._state.metrics.count_completion(completion)
             figures = completion.figures
             facts = {
                 "method": figures.method,
@@ -74,7 +74,7 @@ class _Call:
         except (ClientDisconnect, ConnectionError, SendTimeoutError):
             pass
         except Exception as error:
-            refusal = HttpError.of(error)
+            refusal = HttpError.from_exception(error)
             status = refusal.status
             if refusal.field == "quality_budget" and self._quality:
                 refusal.field = refusal.param = "quality"
@@ -89,12 +89,13 @@ class _Call:
         finally:  # also when it is cancelled: by a server that stops, or by Ray Serve because the client left
             self._log(status, facts)
 
-    async def _answer(self) -> Completion:
+    async def _handle(self) -> Completion:
         state = self._state
         limits = state.limits
         state.check_open()
         self._key = state.check_key(self._http)
-        kind, max_size = ("application/json", limits.body) if self._kind == "generations" else (FORM, limits.form)
+        is_form = self._kind != "generations"
+        kind, max_size = (FORM, limits.max_form_bytes) if is_form else ("application/json", limits.max_body_bytes)
         headers = self._http.headers
         found = headers.get("content-type", "")
         if found.partition(";")[0].strip().lower() != kind:
@@ -102,17 +103,17 @@ class _Call:
         size = int(headers.get("content-length", max_size))
         if size > max_size:
             raise _too_large(max_size)
-        with state.bodies.hold((self._key or self._client, kind), size):
+        with state.body_memory.reserve((self._key or self._client, kind), size):
             request = await self._read(max_size)
             state.check_request(request)
             self._quality = request.quality or ""
             backend = state.backend(request.model)
             self._model = backend.name
-            async with aclosing(self._draw(backend, request)) as updates:
-                await self._while_connected(anext(updates))  # accepted, or refused
+            async with aclosing(self._generate(backend, request)) as updates:
+                await self._unless_disconnected(anext(updates))  # accepted, or refused
                 if request.stream:
                     return await self._stream(request, updates)
-                completion = await self._while_connected(_last(updates))
+                completion = await self._unless_disconnected(_completion_of(updates))
         await self._respond(JSONResponse(completion.answer(request)))
         return completion
 
@@ -122,15 +123,15 @@ class _Call:
             body = bytearray()
             await self._receive(body.extend, max_size)
             return read_request(bytes(body), limits.deadline)
-        with closing(FormReader(self._http.headers["content-type"], limits.body)) as reader:
+        with closing(FormReader(self._http.headers["content-type"], limits.max_body_bytes)) as reader:
             await self._receive(reader.write, max_size)
             form = reader.request()
         if self._kind == "variations" and form.mask is None and form.keep_rows is None:
             form = form.model_copy(update={"keep_rows": self._state.backend(form.model).describe()["rows"] // 2})
-        return complete(form, limits.deadline)
+        return set_defaults(form, limits.deadline)
 
     async def _receive(self, write: Callable[[bytes], None], max_size: int) -> None:
-        seconds = self._state.limits.body_seconds
+        seconds = self._state.limits.body_timeout
         size = 0
         try:
             async with asyncio.timeout(seconds):
@@ -142,12 +143,14 @@ class _Call:
         except TimeoutError as error:
             raise HttpError(408, f"not all of it was there after {seconds:g} s", field="body") from error
 
-    async def _draw(self, backend: ImageBackend, request: ImagesRequest) -> AsyncGenerator[Event | Completion, None]:
+    async def _generate(
+        self, backend: ImageBackend, request: ImagesRequest
+    ) -> AsyncGenerator[Event | Completion, None]:
         assert request.deadline is not None
         left = request.deadline - (time.perf_counter() - self._began)
         end = asyncio.get_running_loop().time() + left
         own = request.model_copy(update={"deadline": left})
-        async with aclosing(backend.draw(own, self._key or self._client)) as updates:
+        async with aclosing(backend.generate(own, self._key or self._client)) as updates:
             while True:
                 try:
                     async with asyncio.timeout_at(end):
@@ -181,12 +184,12 @@ class _Call:
                     self._completion = update
         except Exception as error:
             self._failure = error
-            yield {"data": json.dumps(HttpError.of(error).body())}
+            yield {"data": json.dumps(HttpError.from_exception(error).body())}
 
-    async def _while_connected(self, work: Awaitable[T]) -> T:
+    async def _unless_disconnected(self, work: Awaitable[T]) -> T:
         """What the work gives, unless the client leaves first; then it is cancelled. Raises: ClientDisconnect."""
         working = asyncio.ensure_future(work)
-        leaving = asyncio.create_task(_disconnected(self._http.receive))
+        leaving = asyncio.create_task(_wait_for_disconnect(self._http.receive))
         try:
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -224,14 +227,14 @@ def _too_large(max_size: int) -> HttpError:
     return HttpError(413, field="body", expected=f"at most {max_size:,} bytes")
 
 
-async def _last(updates: AsyncGenerator[Event | Completion, None]) -> Completion:
+async def _completion_of(updates: AsyncGenerator[Event | Completion, None]) -> Completion:
     async for update in updates:
         last = update
     assert isinstance(last, Completion)
     return last
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     """Wait until the client leaves; its body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

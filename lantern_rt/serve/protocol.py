@@ -21,9 +21,9 @@ _RANDOM_SEEDS = 2**32
 _PRESETS = {"low": "fast", "medium": "balanced", "high": "strict", "hd": "strict"}  # by OpenAI's qualities
 
 Event = dict[str, Any]  # of a stream; `type` is its kind
-Text = Annotated[str, Field(strict=True)]
-Whole = Annotated[int, Field(strict=True)]
-Flag = Annotated[bool, Field(strict=True)]
+StrictText = Annotated[str, Field(strict=True)]
+StrictInt = Annotated[int, Field(strict=True)]
+StrictBool = Annotated[bool, Field(strict=True)]
 
 
 class ImagesRequest(BaseModel):
@@ -31,41 +31,41 @@ class ImagesRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    prompt: Text | None = None
-    model: Text | None = None
-    n: Annotated[Whole, Field(ge=1, le=10)] | None = None
-    size: Text | None = None
+    prompt: StrictText | None = None
+    model: StrictText | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=10)] | None = None
+    size: StrictText | None = None
     response_format: Literal["b64_json", "url"] | None = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
-    output_compression: Annotated[Whole, Field(ge=0, le=100)] | None = None
-    stream: Flag | None = None
-    partial_images: Annotated[Whole, Field(ge=0, le=MAX_PARTIAL_IMAGES)] | None = None
+    output_compression: Annotated[StrictInt, Field(ge=0, le=100)] | None = None
+    stream: StrictBool | None = None
+    partial_images: Annotated[StrictInt, Field(ge=0, le=MAX_PARTIAL_IMAGES)] | None = None
     quality: Literal["auto", "standard", "low", "medium", "high", "hd"] | None = None
     # OpenAI's fields that leave us one thing to do
     background: Literal["auto", "opaque"] | None = None
     moderation: Literal["auto", "low"] | None = None
-    user: Text | None = None
-    safety_identifier: Text | None = None
+    user: StrictText | None = None
+    safety_identifier: StrictText | None = None
     style: None = None
     complexity: None = None
     svg: None = None
-    frame_count: Annotated[Whole, Field(ge=9, le=9)] | None = None
-    frame_duration_ms: Annotated[Whole, Field(ge=200, le=200)] | None = None
+    frame_count: Annotated[StrictInt, Field(ge=9, le=9)] | None = None
+    frame_duration_ms: Annotated[StrictInt, Field(ge=200, le=200)] | None = None
     # ours
-    negative_prompt: Text | None = None
-    seed: Whole | None = None
-    class_id: Whole | None = None
-    method: Text | None = None
+    negative_prompt: StrictText | None = None
+    seed: StrictInt | None = None
+    class_id: StrictInt | None = None
+    method: StrictText | None = None
     quality_budget: Quality | None = None
     cfg_scale: float | None = None
     temperature: float | None = None
-    top_k: Whole | None = None
+    top_k: StrictInt | None = None
     top_p: float | None = None
     repetition_penalty: float | None = None
     deadline: Annotated[float, Field(gt=0)] | None = None
-    steps: Flag | None = None
+    steps: StrictBool | None = None
 
-    EVENTS: ClassVar[str] = "image_generation"  # what kinds of a stream's events begin with
+    EVENT_PREFIX: ClassVar[str] = "image_generation"  # what kinds of a stream's events begin with
 
     @property
     def format(self) -> str:
@@ -99,10 +99,10 @@ class EditRequest(ImagesRequest):
 
     image: bytes = b""
     mask: bytes | None = None
-    keep_rows: Whole | None = None
+    keep_rows: StrictInt | None = None
     input_fidelity: Literal["low", "high"] | None = None
 
-    EVENTS: ClassVar[str] = "image_edit"
+    EVENT_PREFIX: ClassVar[str] = "image_edit"
 
     def options(self) -> dict[str, Any]:
         """What a call of a pipeline takes."""
@@ -122,10 +122,10 @@ def read_request(body: bytes, max_deadline: float) -> ImagesRequest:
         fields: dict[str, Any] = explain(error)
         fields["field"] = fields["field"] or "body"
         raise HttpError(400, **fields) from error
-    return complete(request, max_deadline)
+    return set_defaults(request, max_deadline)
 
 
-def complete(request: R, max_deadline: float) -> R:
+def set_defaults(request: R, max_deadline: float) -> R:
     """The request with a seed and a deadline. Raises: HttpError: fields that contradict each other."""
     if request.stream and (request.n or 1) > 1:
         why = "events do not say which image they are of"
@@ -180,37 +180,37 @@ class Figures:
 class Completion:
     """A request's pictures, all of one size (WIDTHxHEIGHT), as files; tokens of all of them together, and figures."""
 
-    pictures: list[bytes]
+    images: list[bytes]
     size: str
     input_tokens: int
     output_tokens: int
     figures: Figures
-    kept: int = 0  # codes of all of them that were given, not drawn
+    preserved: int = 0  # codes of all of them that were given, not drawn
 
     def answer(self, request: ImagesRequest) -> dict[str, Any]:
         """The answer to a request that is not streamed."""
         if request.response_format == "url":
             media = MEDIA_TYPES[request.format]
-            data = [{"url": f"data:{media};base64,{_base64(picture)}"} for picture in self.pictures]
+            data = [{"url": f"data:{media};base64,{_base64(picture)}"} for picture in self.images]
         else:
-            data = [{"b64_json": _base64(picture)} for picture in self.pictures]
-        return {"created": int(time.time()), "data": data, **_appearance(request, self.size), **self._cost()}
+            data = [{"b64_json": _base64(picture)} for picture in self.images]
+        return {"created": int(time.time()), "data": data, **_image_format(request, self.size), **self._usage()}
 
     def event(self, request: ImagesRequest) -> Event:
         """The last event of a stream."""
-        return picture_event("completed", request, self.size, self.pictures[0]) | self._cost()
+        return image_event("completed", request, self.size, self.images[0]) | self._usage()
 
-    def _cost(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, Any]:
         usage = {
-            "input_tokens": self.input_tokens + self.kept,
+            "input_tokens": self.input_tokens + self.preserved,
             "output_tokens": self.output_tokens,
-            "total_tokens": self.input_tokens + self.kept + self.output_tokens,
-            "input_tokens_details": {"image_tokens": self.kept, "text_tokens": self.input_tokens},
+            "total_tokens": self.input_tokens + self.preserved + self.output_tokens,
+            "input_tokens_details": {"image_tokens": self.preserved, "text_tokens": self.input_tokens},
         }
         return {"usage": usage, "lantern": asdict(self.figures)}
 
 
-def picture_event(kind: str, request: ImagesRequest, size: str, picture: bytes) -> Event:
+def image_event(kind: str, request: ImagesRequest, size: str, picture: bytes) -> Event:
     """An event with a picture.
 
     Args:
@@ -220,14 +220,14 @@ def picture_event(kind: str, request: ImagesRequest, size: str, picture: bytes) 
         picture: a file.
     """
     return {
-        "type": f"{request.EVENTS}.{kind}",
+        "type": f"{request.EVENT_PREFIX}.{kind}",
         "b64_json": _base64(picture),
         "created_at": int(time.time()),
-        **_appearance(request, size),
+        **_image_format(request, size),
     }
 
 
-def _appearance(request: ImagesRequest, size: str) -> dict[str, str]:
+def _image_format(request: ImagesRequest, size: str) -> dict[str, str]:
     quality = {"hd": "high", "standard": "auto"}.get(request.quality or "auto", request.quality or "auto")
     return {"output_format": request.format, "quality": quality, "background": "opaque", "size": size}
 
@@ -247,16 +247,16 @@ class HttpError(LanternError):
     """
 
     def __init__(
-        self, status: int, problem: str = "", code: str | None = None, seconds: int | None = None, **fields: str
+        self, status: int, problem: str = "", code: str | None = None, retry_after: int | None = None, **fields: str
     ) -> None:
         super().__init__(problem, **fields)
         self.status = status
         self.code = "invalid_value" if status == 400 else code
-        self.seconds = seconds
+        self.retry_after = retry_after
         self.param = self.field
 
     @classmethod
-    def of(cls, error: Exception) -> HttpError:
+    def from_exception(cls, error: Exception) -> HttpError:
         """What an error is over HTTP. The user's own are told; of bugs only that there was one."""
         if isinstance(error, HttpError):
             return error
@@ -285,4 +285,4 @@ class HttpError(LanternError):
     @property
     def headers(self) -> dict[str, str]:
         """Headers that go with it."""
-        return {} if self.seconds is None else {"retry-after": str(self.seconds)}
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}

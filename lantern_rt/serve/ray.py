@@ -27,14 +27,14 @@ from ..asynchronous import AsyncPipeline
 from ..errors import BusyError, EngineError, LanternError, RequestError
 from ..pipeline import Pipeline
 from .app import make_app
-from .backend import ACCEPTED, ImageBackend, Load, LocalBackend
+from .backend import ADMITTED, ImageBackend, Load, LocalBackend
 from .protocol import Completion, Event, ImagesRequest
 from .state import Limits, ServerState
 
 _LOG = logging.getLogger(__name__)
 MAX_REPLICAS_LOST = 5  # by one request: one that kills them all must not go on for ever
 RETRY_SECONDS = 1.0  # after which a request whose replica died asks again where there is no room
-GRACE = 5.0  # seconds that a replica goes on after a request's deadline, which is the ingress' to keep
+GRACE_SECONDS = 5.0  # seconds that a replica goes on after a request's deadline, which is the ingress' to keep
 
 
 class Settings(BaseModel):
@@ -91,13 +91,13 @@ def app(settings: Settings) -> serve.Application:
         autoscaling_config=scaling,
         ray_actor_options={"num_cpus": settings.threads or 1},
         max_replicas_per_node=1 if settings.threads is None else 100,
-        graceful_shutdown_timeout_s=settings.deadline + GRACE,
+        graceful_shutdown_timeout_s=settings.deadline + GRACE_SECONDS,
     )(Replica)
     ingress = serve.deployment(
         name="ingress",
         max_ongoing_requests=4096,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=settings.deadline + GRACE,
+        graceful_shutdown_timeout_s=settings.deadline + GRACE_SECONDS,
     )(serve.ingress()(Ingress))
     usual = {"threads": settings.threads, **settings.pipeline}
     replicas = []
@@ -115,18 +115,18 @@ class Replica:
         pipeline.warm_up()
         self._backend = LocalBackend(AsyncPipeline(pipeline, together, waiting))
 
-    def about(self) -> tuple[str, dict[str, Any]]:
+    def describe(self) -> tuple[str, dict[str, Any]]:
         return self._backend.name, self._backend.describe()
 
-    async def draw(
+    async def generate(
         self, request: ImagesRequest, caller: str = ""
     ) -> AsyncGenerator[Event | Completion | LanternError, None]:
         """Draw a request; an error of the user's is the last thing that comes, so that it arrives as what it is."""
         assert request.deadline is not None
         try:
             async with (
-                asyncio.timeout(request.deadline + GRACE),
-                aclosing(self._backend.draw(request, caller)) as updates,
+                asyncio.timeout(request.deadline + GRACE_SECONDS),
+                aclosing(self._backend.generate(request, caller)) as updates,
             ):
                 async for update in updates:
                     yield update
@@ -159,7 +159,7 @@ class Ingress:
         """Ray sends requests to an ingress once every bundle has a replica that can tell what it draws."""
         backends: dict[str, ImageBackend] = {}
         for replicas in self._replicas:
-            name, description = await replicas.about.remote()
+            name, description = await replicas.describe.remote()
             if name in backends:
                 raise RequestError(field="bundles", found=f"two models named {name}", expected="another name each")
             backends[name] = RayBackend(name, description, replicas)
@@ -185,7 +185,7 @@ class RayBackend:
     def load(self) -> Load:
         return Load(self._running, self._waiting)
 
-    async def draw(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
+    async def generate(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
         """Draw a request, and once more from its beginning by another replica whenever one dies.
 
         The seed makes it the same image; events come again.
@@ -201,7 +201,7 @@ class RayBackend:
             while True:
                 left = (request.deadline or math.inf) - (time.perf_counter() - began)
                 own = request.model_copy(update={"deadline": left})
-                response: Any = self._replicas.draw.remote(own, caller)  # Ray's own type has no types
+                response: Any = self._replicas.generate.remote(own, caller)  # Ray's own type has no types
                 try:
                     async for update in response:
                         if isinstance(update, LanternError):
@@ -217,7 +217,7 @@ class RayBackend:
                             )
                             yield replace(update, figures=figures)
                             return
-                        if update != ACCEPTED:
+                        if update != ADMITTED:
                             yield update
                         elif queue_seconds is None:
                             queue_seconds = time.perf_counter() - began
@@ -226,7 +226,7 @@ class RayBackend:
                             yield update
                 except (BackPressureError, BusyError) as error:
                     if queue_seconds is None or not replicas_lost:
-                        raise self._busy(error) from error
+                        raise self._busy_error(error) from error
                     await asyncio.sleep(RETRY_SECONDS)  # it had a place, which died
                 except RayError as error:  # not an error of the replica, but its end
                     replicas_lost += 1
@@ -242,6 +242,6 @@ class RayBackend:
             else:
                 self._running -= 1
 
-    def _busy(self, error: BackPressureError | BusyError) -> BusyError:
+    def _busy_error(self, error: BackPressureError | BusyError) -> BusyError:
         seconds = error.seconds if isinstance(error, BusyError) else math.ceil(self._seconds * random.uniform(1, 3))
         return BusyError("no replica has room", seconds)

@@ -61,7 +61,7 @@ class Server:
         if ip_address(self.address[0]).is_loopback:
             hosts = {"localhost", host.lower(), *(urlsplit(origin).hostname for origin in origins)}
         self._stopping: asyncio.Task[None] | None = None
-        self._hurrying = False
+        self._skip_waiting = False
         config = uvicorn.Config(
             make_app(self.state, self._lifespan, origins, hosts),
             http=Connection,
@@ -127,15 +127,15 @@ class Server:
         elif self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         elif number == signal.SIGINT:
-            self._hurrying = True
+            self._skip_waiting = True
 
     async def _stop(self) -> None:
         """Take no more requests, finish those that are there, as far as there is time, and tell the others."""
         self.state.draining = True
-        _LOG.info("draining: %d requests", self.state.active)
+        _LOG.info("draining: %d requests", self.state.active_requests)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.state.limits.deadline
-        while self.state.active and not self._hurrying and loop.time() < deadline:
+        while self.state.active_requests and not self._skip_waiting and loop.time() < deadline:
             await asyncio.sleep(0.05)
         await self._close()
         self._uvicorn.should_exit = True

@@ -39,10 +39,10 @@ class Limits:
     """
 
     deadline: float = 600.0
-    body: int = 64 << 10
-    form: int = BYTES_LIMIT
-    body_seconds: float = 20.0
-    bodies: int = 1 << 27
+    max_body_bytes: int = 64 << 10
+    max_form_bytes: int = BYTES_LIMIT
+    body_timeout: float = 20.0
+    max_total_body_bytes: int = 1 << 27
     api_key_file: Path | None = None
     methods: Sequence[str] = ()
     max_n: int = 10
@@ -78,7 +78,7 @@ class BodyMemory:
         self._held = Tally[Hashable]()
 
     @contextmanager
-    def hold(self, caller: Hashable, size: int) -> Iterator[None]:
+    def reserve(self, caller: Hashable, size: int) -> Iterator[None]:
         """Reserve bytes for a body while the block runs. Raises: HttpError: the caller has to wait."""
         if self._held[caller] + size > self._free - size:
             remedy = "try again when other requests are done"
@@ -120,7 +120,7 @@ class Metrics:
         self._running = Gauge("lantern_images_running", "Images that share passes now.", ("model",), registry=registry)
         self._waiting = Gauge("lantern_images_waiting", "Images that wait.", ("model",), registry=registry)
 
-    def finished(self, completion: Completion) -> None:
+    def count_completion(self, completion: Completion) -> None:
         """Count a request that was drawn; methods by name only, as clients may make up any number of parameters."""
         figures = completion.figures
         model = figures.model
@@ -153,10 +153,10 @@ class ServerState:
         self.limits = limits
         self.keys: dict[bytes, str] = {}
         self.load_keys()
-        self.bodies = BodyMemory(limits.bodies)
+        self.body_memory = BodyMemory(limits.max_total_body_bytes)
         self.metrics = Metrics()
         self.backends: dict[str, ImageBackend] = {}
-        self.active = 0
+        self.active_requests = 0
         self.draining = False
         self.started = int(time.time())
 

@@ -22,7 +22,7 @@ from lantern_rt import AsyncPipeline, Pipeline
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.serve import images
 from lantern_rt.serve.app import make_app
-from lantern_rt.serve.backend import ACCEPTED, LocalBackend
+from lantern_rt.serve.backend import ADMITTED, LocalBackend
 from lantern_rt.serve.images import ImagesEndpoint
 from lantern_rt.serve.protocol import ImagesRequest
 from lantern_rt.serve.state import Limits, ServerState
@@ -214,8 +214,8 @@ def test_waiting_streams_are_kept_open(scenes: RunningServer, monkeypatch: pytes
     class Slow:
         name = "slow"
 
-        async def draw(self, request: Any, caller: str) -> Any:
-            yield ACCEPTED
+        async def generate(self, request: Any, caller: str) -> Any:
+            yield ADMITTED
             await asyncio.sleep(60)
 
     monkeypatch.setattr(images, "PING_SECONDS", 0.01)
@@ -233,7 +233,7 @@ def test_a_body_that_does_not_come_is_given_up() -> None:
 
 @pytest.mark.parametrize(("kind", "pieces", "status"), [("edits", 4, 408), ("edits", 10, 413), ("generations", 1, 413)])
 def test_nothing_is_kept_of_a_body_that_is_refused(kind: str, pieces: int, status: int) -> None:
-    state = ServerState(Limits(body_seconds=0.05))
+    state = ServerState(Limits(body_timeout=0.05))
     state.backends = {"slow": None}  # type: ignore[dict-item]
     first = form({"image": b"none"}).partition(b"none")[0] if kind == "edits" else b"{"
 
@@ -267,10 +267,10 @@ def test_nothing_is_kept_of_a_body_that_is_refused(kind: str, pieces: int, statu
 
 async def answered(backend: Any, content: Any) -> list[Any]:
     """What the endpoint sends for a body, or for a client that never sends one."""
-    state = ServerState(Limits(body_seconds=0.05))
+    state = ServerState(Limits(body_timeout=0.05))
     state.backends = {"slow": backend}
     sent = await called(ImagesEndpoint(state), GENERATIONS, content)
-    assert not state.active
+    assert not state.active_requests
     return sent
 
 

@@ -20,7 +20,7 @@ from ray.serve.exceptions import BackPressureError
 from lantern_rt import Pipeline, RequestError
 from lantern_rt.errors import BusyError, EngineError
 from lantern_rt.serve import ray
-from lantern_rt.serve.backend import ACCEPTED, Load
+from lantern_rt.serve.backend import ADMITTED, Load
 from lantern_rt.serve.protocol import Completion, ImagesRequest
 from lantern_rt.serve.ray import MAX_REPLICAS_LOST, RayBackend, Replica, Settings, app
 from lantern_rt.service import Service
@@ -54,7 +54,7 @@ class Replicas:
         self._replica, self._dies = replica, iter(dies)
         self._error = error or ActorUnavailableError("lost", b"1" * 16)
         self.responses: list[Response] = []
-        self.draw = self
+        self.generate = self
 
     def options(self, stream: bool) -> Replicas:
         assert stream
@@ -63,7 +63,7 @@ class Replicas:
     def remote(self, request: ImagesRequest, caller: str) -> Response:
         dies = next(self._dies, None)
         failure = (0, dies) if isinstance(dies, Exception) else (dies, self._error)
-        updates = self._replica.draw(pickle.loads(pickle.dumps(request)), caller)
+        updates = self._replica.generate(pickle.loads(pickle.dumps(request)), caller)
         self.responses.append(Response(updates, *failure))
         return self.responses[-1]
 
@@ -78,13 +78,13 @@ def draw(replicas: Replicas, **options: Any) -> list[Any]:
     request = ImagesRequest(prompt=PROMPT, seed=3, deadline=600, **options)
 
     async def hear() -> list[Any]:
-        return [update async for update in RayBackend("tiny", {}, replicas).draw(request)]  # type: ignore[arg-type]
+        return [update async for update in RayBackend("tiny", {}, replicas).generate(request)]  # type: ignore[arg-type]
 
     return asyncio.run(hear())
 
 
 def pixels(completion: Completion) -> list[bytes]:
-    return [Image.open(io.BytesIO(one)).tobytes() for one in completion.pictures]
+    return [Image.open(io.BytesIO(one)).tobytes() for one in completion.images]
 
 
 @pytest.mark.parametrize("method", ["ar", None, "lantern++:lambda=1.23456789"])
@@ -94,7 +94,7 @@ def test_a_request_that_outlives_replicas_gives_the_images_of_the_pipeline(
     replicas = Replicas(replica, 0, 1, 1)
     accepted, completion = draw(replicas, method=method, n=2)
     images = tiny_pipe(PROMPT, seed=3, method=method, num_images=2).images
-    assert accepted == ACCEPTED
+    assert accepted == ADMITTED
     assert pixels(completion) == [image.tobytes() for image in images]
     assert len(replicas.responses) == 4
 
@@ -105,7 +105,7 @@ def test_a_stream_begins_anew_and_its_steps_say_where(replica: Replica, tiny_pip
     for event in events:
         if event["type"] == "lantern.step":
             kinds = kinds[: event["done"] - len(event["kinds"])] + event["kinds"]
-    assert accepted == ACCEPTED
+    assert accepted == ADMITTED
     assert len(kinds) == len(tiny_pipe(PROMPT, seed=3).codes[0])
     assert sum(event.get("done") == events[0]["done"] for event in events) == 2
     assert {event["partial_image_index"] for event in events if "b64_json" in event} == {0, 1, 2}
@@ -136,7 +136,7 @@ def test_a_request_that_had_a_place_waits_for_another(replica: Replica, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("error", "replicas_lost"), [(ActorDiedError(), MAX_REPLICAS_LOST), (RayTaskError("draw", "", KeyError()), 1)]
+    ("error", "replicas_lost"), [(ActorDiedError(), MAX_REPLICAS_LOST), (RayTaskError("generate", "", KeyError()), 1)]
 )
 def test_a_request_that_kills_its_replicas_ends_and_so_does_one_that_finds_a_bug(
     error: Exception, replicas_lost: int, replica: Replica
@@ -152,7 +152,7 @@ def test_closing_a_request_cancels_its_replica(replica: Replica) -> None:
 
     async def leave() -> None:
         backend = RayBackend("tiny", {}, replicas)  # type: ignore[arg-type]
-        updates = backend.draw(ImagesRequest(prompt=PROMPT, deadline=600))
+        updates = backend.generate(ImagesRequest(prompt=PROMPT, deadline=600))
         await anext(updates)
         assert backend.load() == Load(1, 0)
         await updates.aclose()
