@@ -151,7 +151,7 @@ def _refused(problem: str = "", **fields: str) -> EngineError:
     return EngineError(problem, field="provider", **fields)
 
 
-_registered: set[str] = set()  # plugins of this process, by module
+_registered: set[tuple[Any, str]] = set()  # onnxruntime modules, each with a plugin's module registered in it
 _lock = threading.Lock()
 
 
@@ -191,10 +191,10 @@ def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
     field, module = f"provider {provider.name}", provider.package.replace("-", "_")
     with _lock:
         try:
-            if module not in _registered:
+            if (runtime, module) not in _registered:
                 path = importlib.import_module(module).get_library_path()
                 runtime.register_execution_provider_library(provider.execution_provider, path)
-                _registered.add(module)
+                _registered.add((runtime, module))
         except ModuleNotFoundError as error:
             remedy = f"run `pip install {provider.package}`"
             raise EngineError(f"no module {module}", field=field, remedy=remedy) from error

@@ -27,9 +27,9 @@ from ..kv_cache import round_up
 from ..sampling_head import LEFT_OUT, Head
 from .device import Device, Written
 
+MAX_BOUND_PASSES = 32  # passes of a slab: their outputs take memory, and recordings
 _ALIGNED = 256  # bytes: where arrays of a buffer begin
 _KEPT = 2  # slabs that no cache uses
-_MOST_BOUND = 32  # passes of a slab: their outputs take memory, and recordings
 _MOST_DRAWINGS = 8  # heads of a bound pass
 
 
@@ -231,7 +231,7 @@ class Slabs:
         key = next(one for one in places if one not in slab.bound or not slab.bound[one].users)
         bound = slab.bound.pop(key, None) or make()
         slab.bound[key] = bound
-        if len(slab.bound) > _MOST_BOUND:
+        if len(slab.bound) > MAX_BOUND_PASSES:
             del slab.bound[next(iter(slab.bound))]
         return bound
 

@@ -72,7 +72,7 @@ def train_distil(work: Path, minutes: float, batch: int = 8, lr: float = 0.006, 
     if before >= 60 * minutes:
         print(f"the student has had its {minutes:g} minutes")
         return
-    captions, codes, blank, wanted = _lessons(work, teacher, device)
+    captions, codes, blank, wanted = make_lessons(work, teacher, device)
     watch = Stopwatch(device, before)
 
     def save() -> None:
@@ -107,7 +107,7 @@ def train_distil(work: Path, minutes: float, batch: int = 8, lr: float = 0.006, 
 
 
 @torch.no_grad()
-def _lessons(work: Path, teacher: ScenesTarget, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make_lessons(work: Path, teacher: ScenesTarget, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Caption ids `[scenes, 24]`, codes `[scenes, 256]`, who is blank `[scenes]`, and the teacher's logits, float16
     `[scenes, 256, codes]`: 2 GB."""
     vq = load_vq(work).to(device)

@@ -12,6 +12,7 @@ from lantern_rt import Pipeline
 from lantern_rt.engines.ort import slabs
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.ort.providers import PROVIDERS
+from lantern_rt.engines.ort.slabs import Bound, Slab, Slabs
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.raster import Raster
 from lantern_rt.runtime.state import Request
@@ -94,12 +95,19 @@ def test_a_drafter_elsewhere_than_the_target_draws_the_same_codes(
 
 
 def test_shapes_that_make_room_for_others_are_bound_anew_and_draw_the_same(
-    on_cpu: Pipeline, on_device: Pipeline, monkeypatch: pytest.MonkeyPatch
+    on_cpu: Pipeline, float_scenes_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slabs, "_MOST_BOUND", 2)
-    options, drafter = {"method": "eagle:tree=dynamic-16-6-4:drafter=eagle"}, on_device.engines.drafter
-    assert isinstance(drafter, OrtDeviceEngine)
-    drafter._slabs._kept.clear()  # of tests before
-    expected, found = (drawn(pipe, [0, 1], options) for pipe in (on_cpu, on_device))
+    counts: list[int] = []
+    bound = Slabs.bound
+
+    def count(own: Slabs, slab: Slab, *arguments: Any) -> Bound:
+        found = bound(own, slab, *arguments)
+        counts.append(len(slab.bound))
+        return found
+
+    monkeypatch.setattr(Slabs, "bound", count)
+    monkeypatch.setattr(slabs, "MAX_BOUND_PASSES", 2)
+    options = {"method": "eagle:tree=dynamic-16-6-4:drafter=eagle"}
+    expected, found = (drawn(pipe, [0, 1], options) for pipe in (on_cpu, device_pipeline(float_scenes_bundle)))
     assert [one.codes[:LENGTH] for one in found] == [one.codes[:LENGTH] for one in expected]
-    assert max(len(slab.bound) for slab in drafter._slabs._kept.values()) == 2
+    assert max(counts) == 2

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from queue import Queue
 
 import numpy as np
 import pytest
+import uvicorn
 
 from lantern_rt import Pipeline, RequestError, memory
 from lantern_rt.bundle.files import open_bundle
@@ -14,7 +16,6 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.memory import image_bytes
 from lantern_rt.requests import resolve_settings
 from lantern_rt.results import StreamStep
-from lantern_rt.serve.server import Server
 from lantern_rt.service import Service
 
 SHORT, LONG = "a red fox", "a red fox " * 60
@@ -52,13 +53,13 @@ def test_a_server_starts_where_an_image_of_a_short_prompt_fits(
     lumina_bundle: Path, room: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = sum(file.stat().st_size for file in lumina_bundle.iterdir())
-    started: list[Server] = []
+    started: list[uvicorn.Server] = []
 
-    def start(server: Server) -> None:
+    def start(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
         started.append(server)
-        server._socket.close()
+        sockets[0].close()
 
-    monkeypatch.setattr(Server, "run", start)
+    monkeypatch.setattr(uvicorn.Server, "run", start)
     for free, code in ((room + 4 * weights, 0), (room // 4, 2)):
         monkeypatch.setattr(memory, "available_memory", lambda free=free: free)
         assert run_program(["serve", str(lumina_bundle), "--port", "0"]) == code

@@ -151,7 +151,7 @@ def test_a_student_learns_what_guidance_makes_of_its_teacher_and_goes_on(
         monkeypatch.setattr(distil_module, name, value)
     torch.manual_seed(0)
     teacher = save_target(work, replace(TINY, vocab_size=32))
-    captions, codes, blank, wanted = distil_module._lessons(work, teacher, "cpu")
+    captions, codes, blank, wanted = distil_module.make_lessons(work, teacher, "cpu")
     assert 0 < blank.sum() < 32
     with torch.no_grad():
         plain, alone = (teacher.logits(captions, codes, rows) for rows in (blank, blank | True))

@@ -18,7 +18,6 @@ import pytest
 from running_server import RunningServer
 
 from lantern_rt.cli.main import run_program
-from lantern_rt.serve.server import Server
 
 yaml = pytest.importorskip("yaml")
 
@@ -117,7 +116,7 @@ COMMANDS = {
 def test_the_command_of_a_container_is_one_of_a_server(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert instructions("ENTRYPOINT") == ['["lantern-rt"]']
     assert command[0] == "serve"
-    monkeypatch.setattr(Server, "run", lambda own: vars(own)["_socket"].close())
+    monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: [one.close() for one in sockets])
     assert run_program([*command, "--port", "0"]) == 0
 
 

@@ -111,14 +111,14 @@ def test_threads_that_a_limit_forbids_are_one_line_and_one_thread_needs_none(
 def test_a_thread_that_cannot_be_started_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(_: object) -> None:
+    def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("threading.Thread.start", refuse)
     with pytest.raises(EngineError) as caught:
         thread_count(64)
     assert (caught.value.field, caught.value.found) == ("threads", "64")
-    monkeypatch.setattr("lantern_rt.cli.main._run_command", refuse)
+    monkeypatch.setattr("lantern_rt.cli.doctor.host_report", refuse)
     assert run_program(["doctor"]) == 2
     assert capsys.readouterr().err == "lantern-rt: the system starts no more threads; raise `ulimit -u`\n"
 

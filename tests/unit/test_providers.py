@@ -143,7 +143,6 @@ def test_a_provider_without_convolutions_is_refused_before_an_image_is_decoded(m
 
 
 def test_a_plugin_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "_registered", set())
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
     runtime = Runtime(CPU, devices=(WEBGPU, WEBGPU))
     for _ in range(2):
@@ -157,15 +156,13 @@ def test_a_plugin_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plugin_that_is_missing_broken_or_without_a_device_is_refused(
     monkeypatch: pytest.MonkeyPatch, path: str | None, words: str
 ) -> None:
-    monkeypatch.setattr(providers, "_registered", set())
     module = None if path is None else SimpleNamespace(get_library_path=lambda: path)
     monkeypatch.setitem(sys.modules, PLUGIN, module)
     assert words in refusal(find_provider, "webgpu", Runtime(CPU, devices=("OtherExecutionProvider",))).problem
 
 
 def test_by_default_a_gpu_that_is_there_and_has_its_package_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "_registered", {PLUGIN})
-    monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
     for package, provider in (("onnxruntime", "cpu"), ("onnxruntime-gpu", "cuda"), ("onnxruntime-ep-webgpu", "webgpu")):
         monkeypatch.setattr(providers, "installed", lambda name, package=package: name == package)
         for gpu, expected in ((Gpu("13.0", "SM89", "L4"), provider), (None, "cpu")):
