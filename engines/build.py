@@ -25,7 +25,7 @@ def build_engines(
     options: BuildOptions,
     output: Path,
     force: bool,
-    say: Progress,
+    progress: Progress,
     dry_run: bool = False,
 ) -> tuple[EngineManifest, list[str]]:
     """Build a plan of every graph that the backend takes and write the folder.
@@ -36,7 +36,7 @@ def build_engines(
         options: for what.
         output: the folder to write.
         force: replace an engine folder that is there.
-        say: called with what is being done.
+        progress: progress callback.
         dry_run: write the graphs, which needs no library and no GPU, and build nothing.
 
     Returns:
@@ -67,7 +67,7 @@ def build_engines(
             if dry_run:
                 continue
             graph = folder / f"{role}.onnx"
-            plan = build_plan(backend, graph, inputs, capabilities, say)
+            plan = build_plan(backend, graph, inputs, capabilities, progress)
             graphs[role] = BuiltGraph(
                 path=plan.name,
                 blake2b=file_blake2b(plan),

@@ -22,28 +22,28 @@ _BLOCK_BYTES = 1 << 20  # of one float64 block of distances: it stays in a core'
 def neighbour_table(
     codebook: NDArray[np.floating[Any]],
     k: int = MOST,
-    counted: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> NDArray[np.unsignedinteger[Any]]:
     """Sort the rows of a codebook by their distance to each.
 
     Args:
         codebook: `[codes, width]`.
         k: how many of the nearest are kept.
-        counted: told how many rows are done, of how many.
+        progress: told how many rows are done, of how many.
 
     Returns:
         `[codes, k]`, nearest first, the code itself left out; equal distances in order of index.
     """
     codes, width = codebook.shape
     k = min(k, codes - 1)
-    regular = _grid_table(codebook, k, counted)
+    regular = _grid_table(codebook, k, progress)
     if regular is not None:
         return regular
     table = np.ascontiguousarray(codebook, np.float64)
     columns, norms = np.ascontiguousarray(table.T), np.square(table).sum(1)
     error = 8 * (width + 4) * np.finfo(np.float64).eps * norms.max()  # of a product's square, with room to spare
     indices = np.empty((codes, k), np.min_scalar_type(codes - 1))
-    counted(0, codes)
+    progress(0, codes)
     block = max(1, _BLOCK_BYTES // (8 * codes))
     for start in range(0, codes, block):
         rows = np.arange(start, min(start + block, codes))
@@ -55,7 +55,7 @@ def neighbour_table(
                 difference = column[rows, None] - column
                 square += np.square(difference, out=difference)
             indices[rows], _ = _nearest(square, rows, k)
-        counted(int(rows[-1]) + 1, codes)
+        progress(int(rows[-1]) + 1, codes)
     return indices
 
 
@@ -71,7 +71,7 @@ def _nearest(
 
 
 def _grid_table(
-    codebook: NDArray[np.floating[Any]], k: int, counted: Callable[[int, int], None]
+    codebook: NDArray[np.floating[Any]], k: int, progress: Callable[[int, int], None]
 ) -> NDArray[np.unsignedinteger[Any]] | None:
     """The table of rows that are all combinations of evenly spaced numbers, the first column changing fastest."""
     codes, points = len(codebook), [np.unique(column).astype(np.float64) for column in codebook.T]
@@ -91,10 +91,10 @@ def _grid_table(
     within = [(own >= 0) & (own < len(own)) for own in ends]  # by column, [digits, steps]
     indices = np.empty((codes, k), np.min_scalar_type(codes - 1))
     for start in range(0, codes, block := max(1, _BLOCK_BYTES // len(order))):
-        counted(start, codes)
+        progress(start, codes)
         rows = np.arange(start, min(start + block, codes))
         inside = np.logical_and.reduce([own[at[rows]] for own, at in zip(within, digits, strict=True)])
         counts, places = inside.sum(1), np.nonzero(inside)[1]
         indices[rows] = rows[:, None] + shifts[places[(counts.cumsum() - counts)[:, None] + np.arange(k)]]
-    counted(codes, codes)
+    progress(codes, codes)
     return indices

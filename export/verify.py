@@ -183,8 +183,8 @@ def _compare_arrays(bundle: Bundle, model: Model, result: Verification, progress
     embeddings = computed(model.code_embeddings).float().numpy()
     result.add("code_embeddings", "rows", difference(bundle.code_embeddings, embeddings), _ARRAY_LIMIT)
     if bundle.manifest.neighbors:
-        counted = partial(progress, "sorting neighbours")
-        table = neighbour_table(model.codebook, bundle.manifest.neighbors, counted)
+        sorting = partial(progress, "sorting neighbours")
+        table = neighbour_table(model.codebook, bundle.manifest.neighbors, sorting)
         result.add("neighbors", "indices", difference(bundle.neighbors.astype(table.dtype), table), 0.0)
     for role, (_, content) in model.files.items():
         result.add(role, "bytes", 0.0 if bundle.path(role).read_bytes() == content else np.inf, 0.0)

@@ -29,7 +29,7 @@ from .methods import Ar, Drafted, DrawOptions, MethodConfig, Options, PictureSou
 from .output.images import blank, grey_out, recorded, to_image
 from .prompts import ImageRequest, bundle_tokenizer
 from .requests import Request, Settings, check_request, resolve_settings
-from .results import Ints, Progress, Result, StreamStep, record, result_of
+from .results import Ints, Result, StreamState, StreamStep, record, result_of
 from .runtime.decode import decode
 from .runtime.state import DrafterLayout, Model, PrefixRow, Prompt
 
@@ -289,9 +289,9 @@ class Pipeline:
         seeds = [image.seed for image in images]
         prompts = self.prefixes(engines, images)
         adaptive = settings.quality is not None and engines.on_cpu
-        progress = Progress(len(images), model.codes)
+        state = StreamState(len(images), model.codes)
         for step in decode(model, prompts, seeds, settings.sampling, settings.method, together, adaptive=adaptive):
-            yield progress.add(step, settings, partial(self.draw, images, settings))
+            yield state.add(step, settings, partial(self.draw, images, settings))
         stats = step.stats
         assert stats is not None
         _LOG.info(

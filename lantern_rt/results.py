@@ -89,7 +89,7 @@ def result_of(images: Sequence[ImageRequest], pictures: list[Image], last: Strea
     return Result(pictures, last.codes, seeds, labels, last.stats, last.settings)
 
 
-class Progress:
+class StreamState:
     """Codes of a request's images as they come, `cells` of each.
 
     Attributes:

@@ -326,7 +326,7 @@ class Service:
             stats = summarise(settings.method.method, codes, target, drafter, records)
         own = [part._replace(request=part.request - samples[0].index) for part in parts]
         draw = partial(self.pipeline.draw, ticket.request.images, settings)
-        step = ticket.progress.add(Step(own, total - missing, total, stats), settings, draw)
+        step = ticket.stream_state.add(Step(own, total - missing, total, stats), settings, draw)
         if stats is not None:
             self._failures = 0
             self._end(ticket, step)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .requests import Request
-from .results import Progress, StreamStep
+from .results import StreamState, StreamStep
 from .runtime import state
 from .runtime.raster import Raster
 from .runtime.statistics import Clock
@@ -34,7 +34,7 @@ class Ticket:
     ended: bool = False
 
     def __post_init__(self) -> None:
-        self.progress = Progress(len(self.request.images), self.raster.codes)
+        self.stream_state = StreamState(len(self.request.images), self.raster.codes)
 
     @property
     def waits(self) -> bool:

@@ -97,7 +97,7 @@ def ranges(name: str, shape: Sequence[int | str | None], profile: Profile, entri
     return low, best, high
 
 
-def build_plan(name: str, graph: Path, shapes: Sequence[Inputs], gpus: Sequence[str], say: Progress) -> Path:
+def build_plan(name: str, graph: Path, shapes: Sequence[Inputs], gpus: Sequence[str], progress: Progress) -> Path:
     """Build a plan of a graph in a file, a profile for each of `shapes`, and write it beside the graph.
 
     gpus: the compute capabilities to build for, of TensorRT-RTX.
@@ -109,7 +109,7 @@ def build_plan(name: str, graph: Path, shapes: Sequence[Inputs], gpus: Sequence[
     trt, errors, timings = polygraphy("backend.trt"), _Errors(), None
     if name != RTX:  # which times nothing
         timings = timing_cache(library.__version__)
-    monitor = make_monitor(library, f"building {graph.stem}", say)
+    monitor = make_monitor(library, f"building {graph.stem}", progress)
     options = {"profiles": [], "progress_monitor": monitor, "load_timing_cache": timings}
     for inputs in shapes:
         options["profiles"].append(profile := trt.Profile())
@@ -194,7 +194,7 @@ class _Errors(logging.Filter):
         return False
 
 
-def make_monitor(library: Any, what: str, say: Progress) -> Any:
+def make_monitor(library: Any, what: str, progress: Progress) -> Any:
     """A progress monitor that passes on what has no parent but the build itself, and stops the build on Ctrl-C.
 
     `interrupted` on the result tells that it did: an exception must not cross the library's own frames.
@@ -213,7 +213,7 @@ def make_monitor(library: Any, what: str, say: Progress) -> Any:
         def step_complete(self, name: str, step: int) -> bool:
             try:
                 if name in self._steps:
-                    say(f"{what}: {name[0].lower()}{name[1:]}", step + 1, self._steps[name])
+                    progress(f"{what}: {name[0].lower()}{name[1:]}", step + 1, self._steps[name])
             except KeyboardInterrupt:
                 self.interrupted = True
             return not self.interrupted

@@ -205,7 +205,7 @@ def read_tokenizer(
 
 @refusing
 def read_weights(
-    path: Path, counted: Callable[[int], None] = lambda size: None, averaged: bool | None = None
+    path: Path, progress: Callable[[int], None] = lambda size: None, averaged: bool | None = None
 ) -> Weights:
     """Read the state dict in a `.pt`, `.pth`, `.bin`, `.jit` or `.safetensors` file, mapped, in the types stored.
 
@@ -213,7 +213,7 @@ def read_weights(
 
     Args:
         path: the file.
-        counted: told of so many bytes of the file as each weight is read, all together its size.
+        progress: told of so many bytes of the file as each weight is read, all together its size.
         averaged: of a file with `ema` and another state dict, whether to take `ema`; None takes the other and warns.
 
     Raises:
@@ -254,8 +254,8 @@ def read_weights(
                 raise refusal(path, name, found="NaN or infinite values", expected="finite ones")
         read = min(left, value.nbytes)  # weights may share numbers
         left -= read
-        counted(read)
-    counted(left)
+        progress(read)
+    progress(left)
     return unwrap(path, {name: value.detach() for name, value in weights.items()})
 
 

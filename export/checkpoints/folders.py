@@ -130,9 +130,9 @@ class Checkpoint:
                 problem = f"lacks {listing(absent)} of the {len(paths)} files in {names[0]}"
                 raise self.error(problem=problem, remedy="download them into that folder")
         size = sum(path.stat().st_size for path in paths if path.is_file())
-        counted = count_megabytes(f"reading {self.place.name}", size, self.progress)
+        progress = count_megabytes(f"reading {self.place.name}", size, self.progress)
         for path in paths:
-            part = {name: weight for name, weight in read_weights(path, counted, self.averaged).items() if keep(name)}
+            part = {name: weight for name, weight in read_weights(path, progress, self.averaged).items() if keep(name)}
             if index:
                 listed = {name for name in shards[path.name] if keep(name)}
                 if problems := _differences(listed - (set(optional) - part.keys()), part.keys()):

@@ -246,10 +246,10 @@ class GraphFile:
         scales = Part(f"{name}.scales", self.compute, (shape[0] // size, shape[1]))
         return [Part(f"{name}.{kind}", kind, shape), scales]
 
-    def write(self, path: Path, written: Callable[[int], None] = lambda count: None) -> list[Path]:
+    def write(self, path: Path, progress: Callable[[int], None] = lambda count: None) -> list[Path]:
         """Write `path`, and `path.data` if the weights are larger than a megabyte; returns the files written.
 
-        `written` is told of every so many bytes of weights.
+        `progress` is told of every so many bytes of weights.
         """
         external = path.with_name(path.name + ".data") if self.size > 1 << 20 else None
         with external.open("wb") if external else nullcontext() as file:
@@ -259,18 +259,18 @@ class GraphFile:
                     self.storages[name] = resolve_dtype(name, weight, kind, self.rule)
                     if self.compute == "float16" and kind in _LARGEST:  # what integers times scales give must fit, too
                         resolve_dtype(name, weight, "float16", "fp16")
-                self._write_weight(name, file, written)
+                self._write_weight(name, file, progress)
         self._insert_decoders()
         path.write_bytes(self.model.SerializeToString())
         return [path, external] if external else [path]
 
-    def _write_weight(self, name: str, file: BinaryIO | None, written: Callable[[int], None]) -> None:
+    def _write_weight(self, name: str, file: BinaryIO | None, progress: Callable[[int], None]) -> None:
         scales: list[bytes] = []  # of integers, filled in while those are written
         for part, chunks in zip(self.parts(name), (self._chunks(name, scales), scales), strict=False):
             proto = self.model.graph.initializer.add(name=part.name, dims=part.shape, data_type=TYPES[part.kind])
             if file is None or part.bytes <= _EXTERNAL_ABOVE:
                 proto.raw_data = b"".join(chunks)
-                written(part.bytes)
+                progress(part.bytes)
                 continue
             file.write(b"\0" * (-file.tell() % _ALIGNMENT))
             proto.data_location = TensorProto.EXTERNAL
@@ -279,7 +279,7 @@ class GraphFile:
                 proto.external_data.add(key=key, value=str(value))
             for data in chunks:
                 file.write(data)
-                written(len(data))
+                progress(len(data))
 
     def _chunks(self, name: str, scales: list[bytes]) -> Iterator[bytes]:
         """The bytes of a weight's first part; fills in the scales of integers."""

@@ -119,13 +119,13 @@ def open_bundle(
     path_or_name: str | Path,
     verify: bool = True,
     unread: Collection[str] = (),
-    counted: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Bundle:
     """Open a bundle folder, an embedded bundle by name, or one of the hub by `hf:owner/name[@revision]`, and check it.
 
     A plain word is a name first and a folder second; write `./word` for the folder. `verify` reads every
     file to compare its sha256, but for roles that are `unread` because engines stand for them; sizes, places
-    and graph references are always checked. `counted` is told how many bytes are compared, of how many.
+    and graph references are always checked. `progress` is told how many bytes are compared, of how many.
     Raises: BundleError.
     """
     name = path_or_name.as_posix() if isinstance(path_or_name, Path) else path_or_name
@@ -140,8 +140,8 @@ def open_bundle(
     def count(size: int) -> None:
         nonlocal done
         done += size
-        if counted:
-            counted(done, total)
+        if progress:
+            progress(done, total)
 
     count(0)
     for role, entry in manifest.files.items():
@@ -225,10 +225,10 @@ def _check_name(folder: Path, role: str, name: str) -> None:
         )
 
 
-def _check_file(folder: Path, home: Path, role: str, entry: FileEntry, counted: Callable[[int], None] | None) -> None:
+def _check_file(folder: Path, home: Path, role: str, entry: FileEntry, progress: Callable[[int], None] | None) -> None:
     """Refuse what is not a plain file of the folder, or not the file that was exported.
 
-    home: where links of the folder may lead. counted: told of the bytes that are hashed; None: none are.
+    home: where links of the folder may lead. progress: told of the bytes that are hashed; None: none are.
     """
     _check_name(folder, role, entry.path)
     path = folder / entry.path
@@ -241,7 +241,7 @@ def _check_file(folder: Path, home: Path, role: str, entry: FileEntry, counted: 
         size = real.stat().st_size
         if size != entry.bytes:
             raise _refusal(path, f"{size:,} bytes", f"{entry.bytes:,}")
-        sha256 = entry.sha256 if counted is None else file_sha256(real, counted)
+        sha256 = entry.sha256 if progress is None else file_sha256(real, progress)
         if sha256 != entry.sha256:
             raise _refusal(path, f"sha256 {sha256[:12]}...", f"{entry.sha256[:12]}...")
     except FileNotFoundError as error:

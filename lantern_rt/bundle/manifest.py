@@ -27,13 +27,13 @@ TokenId = Annotated[int, Field(ge=0, le=2**31)]
 Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-weights", "int8"]
 
 
-def file_sha256(path: Path, counted: Callable[[int], None] = lambda size: None) -> str:
-    """Hex digest of a file, read in pieces; `counted` is told of the bytes of each."""
+def file_sha256(path: Path, progress: Callable[[int], None] = lambda size: None) -> str:
+    """Hex digest of a file, read in pieces; `progress` is told of the bytes of each."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
             digest.update(piece)
-            counted(len(piece))
+            progress(len(piece))
     return digest.hexdigest()
 
 
@@ -51,9 +51,9 @@ class FileEntry(Part):
     bytes: Annotated[int, Field(ge=0, le=2**50)]
 
     @classmethod
-    def of(cls, path: Path, counted: Callable[[int], None] = lambda size: None) -> FileEntry:
+    def of(cls, path: Path, progress: Callable[[int], None] = lambda size: None) -> FileEntry:
         """The entry of a file at the top of its bundle; reads all of it, as `file_sha256` does."""
-        return cls(path=path.name, sha256=file_sha256(path, counted), bytes=path.stat().st_size)
+        return cls(path=path.name, sha256=file_sha256(path, progress), bytes=path.stat().st_size)
 
 
 class _Sizes(Part):

@@ -156,7 +156,7 @@ def open_bundle(name: str, unread: Collection[str] = ()) -> Bundle:
 
     with show_progress(lines=False) as progress:
 
-        def counted(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             progress("checking the bundle's files (MB)", -(-done // 10**6), -(-total // 10**6))
 
-        return files.open_bundle(name, unread=unread, counted=counted)
+        return files.open_bundle(name, unread=unread, progress=report)

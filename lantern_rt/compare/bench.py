@@ -26,7 +26,7 @@ def default_methods(manifest: Manifest) -> list[str]:
 
 
 def bench(
-    pipeline: Pipeline, methods: Sequence[MethodRun], prompts: Prompts, batch: int, count: int, show: Progress
+    pipeline: Pipeline, methods: Sequence[MethodRun], prompts: Prompts, batch: int, count: int, progress: Progress
 ) -> list[list[Run]]:
     """Run all methods in turns, after one turn that is not counted.
 
@@ -36,7 +36,7 @@ def bench(
         prompts: to draw.
         batch: images decoded together.
         count: images of every method, at least; there are three turns in any case.
-        show: takes progress.
+        progress: progress callback.
 
     Returns:
         Runs by method and turn.
@@ -45,7 +45,7 @@ def bench(
     requests = (prompts.request(max(turn, 0), batch) for turn in range(-1, turns))
     by_turn = [
         [replace(one, images=[]) for one in runs]  # pictures were painted for the time it takes
-        for runs in take_turns(pipeline, methods, requests, show=show, total=(turns + 1) * batch)
+        for runs in take_turns(pipeline, methods, requests, progress=progress, total=(turns + 1) * batch)
     ]
     return [list(runs) for runs in zip(*by_turn[1:], strict=True)]
 

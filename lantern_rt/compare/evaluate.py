@@ -36,7 +36,7 @@ def evaluate(
     prompts: Prompts,
     seeds: int,
     methods: Sequence[MethodRun],
-    show: Progress,
+    progress: Progress,
     features: Features | None = None,
     agreement: Agreement | None = None,
     real: Floats | None = None,
@@ -48,7 +48,7 @@ def evaluate(
         prompts: to draw; image n of all has seed n, whatever the method.
         seeds: images of a prompt.
         methods: plain decoding first.
-        show: takes progress.
+        progress: progress callback.
         features: None leaves figures of sets of images out.
         agreement: None leaves the figure of prompts out.
         real: features `[n, width]` of images, to which distances are measured instead of to plain decoding's own.
@@ -70,28 +70,30 @@ def evaluate(
         features([nothing])
     if agreement is not None:
         agreement([nothing], [max(labels, key=len)])
-    turns = list(take_turns(pipeline, methods, prompts.requests(BATCH, seeds, 0), score=False, show=show, total=count))
+    turns = list(
+        take_turns(pipeline, methods, prompts.requests(BATCH, seeds, 0), score=False, progress=progress, total=count)
+    )
     runs = {method.label: list(own) for method, own in zip(methods, zip(*turns, strict=True), strict=True)}
     plain, *_ = runs.values()
     compared = {label: own for label, own in runs.items() if own is plain or not same_codes(own, plain)}
     for number, (label, own) in enumerate(compared.items()):
-        show("likelihoods", number, len(compared))
+        progress("likelihoods", number, len(compared))
         requests = prompts.requests(BATCH, seeds, 0)
         compared[label] = [scored(pipeline, one, request) for one, request in zip(own, requests, strict=True)]
     drawn = {label: [image for one in own for image in one.images] for label, own in compared.items()}
     figures = _single_figures(list(compared.values()), seeds)
     if agreement is not None:
-        figures["agreement"] = _agreement_figure(agreement, labels, seeds, drawn, show)
+        figures["agreement"] = _agreement_figure(agreement, labels, seeds, drawn, progress)
     if features is not None:
         sets: list[Floats] = []
         for own_images in drawn.values():
-            show("features", len(sets), len(drawn))
+            progress("features", len(sets), len(drawn))
             sets.append(features(own_images))
         if real is None:
-            drawn[REFERENCE] = _draw_reference(pipeline, methods[0], prompts, seeds, show)
-            figures["frechet"] = frechet_figure(sets, features(drawn[REFERENCE]), seeds, show)
+            drawn[REFERENCE] = _draw_reference(pipeline, methods[0], prompts, seeds, progress)
+            figures["frechet"] = frechet_figure(sets, features(drawn[REFERENCE]), seeds, progress)
         else:
-            figures["frechet"] = frechet_figure(sets, real, seeds, show, paired=False)
+            figures["frechet"] = frechet_figure(sets, real, seeds, progress, paired=False)
     columns = {label: {name: figure[i] for name, figure in figures.items()} for i, label in enumerate(compared)}
     report = {
         "prompts": labels,
@@ -116,14 +118,16 @@ def evaluate(
     return report, drawn
 
 
-def _draw_reference(pipeline: Pipeline, plain: MethodRun, prompts: Prompts, seeds: int, show: Progress) -> list[Image]:
+def _draw_reference(
+    pipeline: Pipeline, plain: MethodRun, prompts: Prompts, seeds: int, progress: Progress
+) -> list[Image]:
     count = len(prompts.items) * seeds
 
-    def show_reference(_: str, done: int, total: int) -> None:
-        show(f"images of {REFERENCE}", done, total)
+    def report_reference(_: str, done: int, total: int) -> None:
+        progress(f"images of {REFERENCE}", done, total)
 
     others = prompts.requests(BATCH, seeds, first_seed=count)
-    turns = take_turns(pipeline, [plain], others, score=False, show=show_reference, total=count)
+    turns = take_turns(pipeline, [plain], others, score=False, progress=report_reference, total=count)
     return [image for (own,) in turns for image in own.images]
 
 
@@ -142,13 +146,13 @@ def _tokens_per_pass(runs: Sequence[Run]) -> list[float]:
 
 
 def _agreement_figure(
-    agreement: Agreement, labels: Sequence[str], seeds: int, drawn: Mapping[str, Sequence[Image]], show: Progress
+    agreement: Agreement, labels: Sequence[str], seeds: int, drawn: Mapping[str, Sequence[Image]], progress: Progress
 ) -> Figure:
     """Agreement of every method's images with their prompts; drawn: images by label."""
     prompts = [label for label in labels for _ in range(seeds)]
     values: list[Floats] = []
     for own_images in drawn.values():
-        show("prompt agreement", len(values), len(drawn))
+        progress("prompt agreement", len(values), len(drawn))
         values.append(agreement(own_images, prompts))
     return estimate_mean(values, seeds)
 
@@ -168,7 +172,7 @@ def _single_figures(methods: Sequence[Sequence[Run]], seeds: int) -> dict[str, F
 
 
 def frechet_figure(
-    sets: Sequence[Floats], reference: Floats, seeds: int, show: Progress, paired: bool = True
+    sets: Sequence[Floats], reference: Floats, seeds: int, progress: Progress, paired: bool = True
 ) -> Figure:
     """Frechet distances of sets of images to a reference.
 
@@ -176,7 +180,7 @@ def frechet_figure(
         sets: features `[prompts x seeds, width]` of every method.
         reference: features of the same prompts and as many seeds, or of any images.
         seeds: of a prompt.
-        show: takes progress.
+        progress: progress callback.
         paired: whether the reference is of the same prompts, and resampled with them.
     """
     by_prompt = np.arange(len(sets[0])).reshape(-1, seeds)
@@ -186,7 +190,7 @@ def frechet_figure(
 
     def distances(chosen: Ints) -> list[float]:
         nonlocal evaluated
-        show("Frechet distances", evaluated, resamples)
+        progress("Frechet distances", evaluated, resamples)
         evaluated += 1
         images = by_prompt[chosen].ravel()
         other = fit_gaussian(reference[images]) if paired else whole

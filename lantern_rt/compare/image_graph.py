@@ -187,7 +187,7 @@ class Features(ImageGraph):
         return values if values.ndim == 2 else np.asarray(values.mean((2, 3) if values.ndim == 4 else 1))
 
 
-def folder_features(features: Features, folder: Path, size: tuple[int, int], show: Progress) -> Floats:
+def folder_features(features: Features, folder: Path, size: tuple[int, int], progress: Progress) -> Floats:
     """Features of all images in a folder, cut to the middle and brought to the `size` that a bundle draws.
 
     Raises:
@@ -198,7 +198,7 @@ def folder_features(features: Features, folder: Path, size: tuple[int, int], sho
         raise RequestError(field=f"reference {folder}", found=f"{len(files)} images", expected="at least 2")
     rows = []
     for number, path in enumerate(files):
-        show("features of real images", number, len(files))
+        progress("features of real images", number, len(files))
         with reading(path, "an image", RequestError, "take it out of the folder"), open_plain_file(path) as file:
             image = ImageOps.fit(open_image(file).convert("RGB"), size, Resampling.BICUBIC)
         rows.append(features([image]))

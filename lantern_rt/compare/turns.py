@@ -208,7 +208,7 @@ def take_turns(
     requests: Iterable[Mapping[str, Any]],
     paint: bool = True,
     score: bool = True,
-    show: Progress = lambda what, done, total: None,
+    progress: Progress = lambda what, done, total: None,
     total: int = 0,
 ) -> Iterator[list[Run]]:
     """A turn per request: the runs of all methods, in the order of `methods`, whichever went first.
@@ -219,18 +219,18 @@ def take_turns(
         requests: arguments of pipeline calls.
         paint: whether to make the pictures.
         score: whether to compute likelihoods, after the turn.
-        show: takes progress.
+        progress: progress callback.
         total: images of a method, for that.
     """
     count = len(methods)
     drawn = 0
-    show("images", drawn, count * total)
+    progress("images", drawn, count * total)
     for turn, request in enumerate(requests):
         by_method: dict[int, Run] = {}
         for i in range(count):
             number = (turn + i) % count
             by_method[number] = run(pipeline, methods[number], request, paint)
             drawn += len(by_method[number].codes)
-            show("images", drawn, count * total)
+            progress("images", drawn, count * total)
         runs = [by_method[number] for number in range(count)]
         yield [scored(pipeline, one, request) for one in runs] if score else runs

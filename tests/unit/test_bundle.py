@@ -90,16 +90,16 @@ def test_bytes_are_counted_as_they_are_hashed() -> None:
     told: list[tuple[int, int]] = []
     entries = open_bundle("scenes").manifest.files
     size = sum(entry.bytes for entry in entries.values())
-    open_bundle("scenes", counted=lambda *one: told.append(one))
+    open_bundle("scenes", progress=lambda *one: told.append(one))
     assert told[0] == (0, size)
     assert told[-1] == (size, size)
     assert told == sorted(told)
     assert len(told) > len(entries), "large files are counted in pieces"
     told.clear()
-    open_bundle("scenes", unread=["target.data"], counted=lambda *one: told.append(one))
+    open_bundle("scenes", unread=["target.data"], progress=lambda *one: told.append(one))
     assert {total for _, total in told} == {size - entries["target.data"].bytes}
     told.clear()
-    open_bundle("scenes", verify=False, counted=lambda *one: told.append(one))
+    open_bundle("scenes", verify=False, progress=lambda *one: told.append(one))
     assert told == [(0, 0)]
 
 
