@@ -19,9 +19,9 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from ..bundle.files import Bundle
-from ..bundle.manifest import Part
 from ..errors import EngineError
 from ..inputs import brief, explain, read_plain_file, reading, short
+from ..methods import FrozenModel
 from .profiles import BACKENDS, Profile
 
 ENGINE_FILE, KIND = "engine.json", "engine folder"
@@ -33,7 +33,7 @@ Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _COMMAND = r"lantern-rt\0build-engine\0[^\0-][^\0]*(\0--(backend|max-rows|max-nodes|compute-capability)\0\w[\w-]*)*"
 
 
-class BuiltGraph(Part):
+class BuiltGraph(FrozenModel):
     """One plan, by its plain file name, and the shapes it takes.
 
     onnx: the hash of the graph that it was built from, `<role>.onnx` beside it.
@@ -49,7 +49,7 @@ class BuiltGraph(Part):
     seconds: float
 
 
-class EngineManifest(Part):
+class EngineManifest(FrozenModel):
     """The whole of `engine.json`.
 
     compute_capabilities: GPUs that the plans run on. gpu: the name of the only one, where the library builds for one.

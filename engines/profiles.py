@@ -8,9 +8,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..bundle.manifest import Manifest, Part
+from ..bundle.manifest import Manifest
 from ..errors import RequestError
 from ..inputs import short
+from ..methods import FrozenModel
 from .kv_cache import SPAN_STEP, round_up
 
 RTX = "tensorrt-rtx"
@@ -19,7 +20,7 @@ Size = Annotated[int, Field(ge=0, le=1 << 24)]
 Range = tuple[Size, Size, Size]  # smallest, the one to tune for, largest
 
 
-class Profile(Part):
+class Profile(FrozenModel):
     """Ranges of one kind of pass. columns: of a cache, from the first to the last one that a node sees."""
 
     name: str

@@ -27,11 +27,11 @@ FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
 Residual = Literal["aggregated", "neighborhood"]
 
 
-class Config(BaseModel):
-    """Base of all of these: immutable, finite numbers of the right type, no unknown fields."""
+class FrozenModel(BaseModel):
+    """Base of methods, sampling and manifest parts: immutable, rejects unknown fields, NaN and infinity."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True, serialize_by_alias=True
+        frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, serialize_by_alias=True
     )
 
 
@@ -41,7 +41,7 @@ def _greedy_or_warm(temperature: float) -> float:
     return temperature
 
 
-class Sampling(Config):
+class Sampling(FrozenModel, strict=True):
     """How a distribution is made from logits.
 
     Guided logits are uncond + cfg_scale * (cond - uncond); at exactly 1 the unconditional row is not run at all.
@@ -79,7 +79,7 @@ class Sampling(Config):
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
 
 
-class MethodConfig(Config):
+class MethodConfig(FrozenModel, strict=True):
     """Base of the methods. method: its name. needs_drafter: whether a bundle must have a drafter or heads."""
 
     method: str

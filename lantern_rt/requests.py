@@ -21,9 +21,9 @@ from .inputs import explain, short, whole
 from .methods import (
     METHODS,
     PARAMETERS,
-    Config,
     Drafted,
     Embeddings,
+    FrozenModel,
     MethodConfig,
     Options,
     PictureSource,
@@ -40,7 +40,7 @@ SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p", "repetition_penalty")
 
 IMAGES_LIMIT = 1024  # in one request
 SEED_LIMIT = 2**64
-C = TypeVar("C", bound=Config)
+C = TypeVar("C", bound=FrozenModel)
 
 
 @dataclass(frozen=True)

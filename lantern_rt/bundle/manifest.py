@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from ..methods import Drafted, Method, Quality, Relaxed, Sampling, Sjd
+from ..methods import Drafted, FrozenModel, Method, Quality, Relaxed, Sampling, Sjd
 
 FORMAT_VERSION = "3.3"
 _PIECE = 1 << 20  # bytes of a file that are hashed at a time
@@ -37,13 +37,7 @@ def file_sha256(path: Path, progress: Callable[[int], None] = lambda size: None)
     return digest.hexdigest()
 
 
-class Part(BaseModel):
-    """Base of all manifest parts: immutable, no unknown fields, finite numbers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class FileEntry(Part):
+class FileEntry(FrozenModel):
     """One file of the bundle; `path` is relative to it, with forward slashes."""
 
     path: str
@@ -56,7 +50,7 @@ class FileEntry(Part):
         return cls(path=path.name, sha256=file_sha256(path, progress), bytes=path.stat().st_size)
 
 
-class _Sizes(Part):
+class _Sizes(FrozenModel):
     """What target and drafter have in common. Cache tensors are `[past, rows, num_kv_heads, head_dim]`."""
 
     hidden_size: Count
@@ -97,7 +91,7 @@ class DrafterSpec(_Sizes):
     head_codes: Count | None = None
 
 
-class HeadsSpec(Part):
+class HeadsSpec(FrozenModel):
     """What windows draft with, and trees that ask for it: see `runtime/heads.py`.
 
     rank: of corrections. units: of guesses.
@@ -107,7 +101,7 @@ class HeadsSpec(Part):
     units: Few
 
 
-class TokenLayout(Part):
+class TokenLayout(FrozenModel):
     """How a prompt becomes the token ids of its two rows, for kind `tokens`.
 
     The prompt replaces `{prompt}` in `template`, the size's name `{size}`; the text is tokenised without the
@@ -131,7 +125,7 @@ class TokenLayout(Part):
         return self
 
 
-class ConditionSpec(Part):
+class ConditionSpec(FrozenModel):
     """What an image is conditioned on, and how that becomes prefix rows.
 
     `class`: input `class_ids [rows]` int64. `words`: a caption of known words, input `token_ids
@@ -162,7 +156,7 @@ class ConditionSpec(Part):
         return self
 
 
-class Size(Part):
+class Size(FrozenModel):
     """A size of pictures. name: width x height in pixels, as users and templates say it. rows, columns: of its codes.
 
     tokens: what announces it, at the end of both rows of a prompt.
@@ -179,7 +173,7 @@ class Size(Part):
         return self.rows * self.columns
 
 
-class DecodingDefaults(Part):
+class DecodingDefaults(FrozenModel):
     """Each method's own defaults, where they are not those of `methods.py`."""
 
     methods: tuple[Method, ...] = ()
@@ -192,7 +186,7 @@ class DecodingDefaults(Part):
         return self
 
 
-class PresetFigures(Part):
+class PresetFigures(FrozenModel):
     """What `lantern-rt eval` measured of a preset's method.
 
     tokens_per_pass: tokens of an image per forward pass of the target. excess_nll: nats per token above plain
@@ -207,7 +201,7 @@ class PresetFigures(Part):
     date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
 
 
-class Preset(Part):
+class Preset(FrozenModel):
     """A quality of this bundle: the method that draws it, and the figures that justify it.
 
     devices: of `strict`, the method on GPUs and other devices, where more nodes of a pass are nearly free; None: the
@@ -228,7 +222,7 @@ def _with_strict(presets: dict[Quality, Preset]) -> dict[Quality, Preset]:
     return {"strict": STRICT, **presets}
 
 
-class Source(Part):
+class Source(FrozenModel):
     """A checkpoint file this bundle was made from; `origin`: the repository and revision it was fetched from."""
 
     role: str
@@ -237,7 +231,7 @@ class Source(Part):
     origin: str | None = None
 
 
-class Provenance(Part):
+class Provenance(FrozenModel):
     """Who made the bundle, from what, under which licence; `weights`: those taken of files with both, if chosen.
 
     calibration: of an image decoder in int8, what its ranges were found on.
@@ -250,7 +244,7 @@ class Provenance(Part):
     calibration: str | None = None
 
 
-class Manifest(Part):
+class Manifest(FrozenModel):
     """The whole of `bundle.json`.
 
     `files` maps roles to files: `target`, `vq_decoder`, `condition`, `code_embeddings` always; `drafter`,

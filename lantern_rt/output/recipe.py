@@ -12,7 +12,7 @@ from pydantic import Field, Json, ValidationError, model_validator
 
 from ..errors import RequestError
 from ..inputs import brief, explain, open_plain_file, short
-from ..methods import Config, MethodName
+from ..methods import FrozenModel, MethodName
 
 TEXTS_LIMIT = 1 << 16  # bytes of all text chunks that are read
 CHUNKS_LIMIT = 1 << 17  # of a file, most of them pixels
@@ -21,7 +21,7 @@ PIXELS_LIMIT = 1 << 28  # 1,024 x 1,024, enlarged 16 times
 CURE = "give a PNG that `lantern-rt run` wrote"
 
 
-class Recipe(Config):
+class Recipe(FrozenModel, strict=True):
     """What draws a picture again: a field for each text chunk that its PNG must have, and its prompt or class id.
 
     embedding: hash of what it was drawn of, if of neither. edit: of the picture that was changed, and of its mask.
