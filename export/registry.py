@@ -11,7 +11,7 @@ from ..errors import CheckpointError
 from .progress import silent
 
 if TYPE_CHECKING:
-    from .writer import Model
+    from .model import Model
 
 # Each has a reader `read_<family>` in `export.families.<family>` with parameters of these names.
 FAMILIES = {

@@ -1,22 +1,19 @@
 """From a model to a bundle: graphs, arrays and files into a folder beside the goal, checked, hashed, then renamed.
 
 The goal appears whole or not at all, also after an error or Ctrl-C. A family reads its files into a `Model`;
-`export_model` writes its bundle, `verify` compares a bundle with it.
+`export_model` writes its bundle.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
 
 from .. import __version__
 from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Source, file_sha256
@@ -26,43 +23,15 @@ from ..output.files import check_new_folder, existing_parent, folder_or_nothing
 from .checkpoints.deferred import computed
 from .checkpoints.hub import cached_origin
 from .convolutions import CALIBRATION, calibrate, quantise_convolutions
-from .graph.graphs import Graph, in_half, plan_graph
+from .graph.graphs import in_half, plan_graph
 from .graph.precision import Precisions
-from .neighbours import MOST, neighbour_table
-from .parity import check_parity, check_pictures
+from .model import Model
+from .neighbours import neighbour_table
 from .progress import count_megabytes, silent
+from .verify import check_images, check_parity
 
 _MANIFEST = "bundle.json"
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Model:
-    """All that a bundle is made from; weights are mapped or deferred until they are written.
-
-    Args:
-        graphs: each becomes `<role>.onnx`.
-        code_embeddings: `[codes, hidden_size]`, the target's input rows for codes.
-        codebook: `[codes, code_dim]`, what neighbours are sorted by.
-        fields: those of `Manifest` that are not filled in here.
-        sources: files by role, for the provenance.
-        files: further roles with a file name and its content (`tokenizer`: `("tokenizer.json", ...)`).
-        neighbors: how many of every code are kept.
-        licence: of the checkpoint.
-        weights: as `Provenance` has it.
-        drafts_for: the sha256 of a bundle's target weights that the drafter learned from, where it says so.
-    """
-
-    graphs: Sequence[Graph]
-    code_embeddings: Tensor
-    codebook: NDArray[np.floating[Any]]
-    fields: Mapping[str, Any]
-    sources: Sequence[tuple[str, Path]] = ()
-    files: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
-    neighbors: int = MOST
-    licence: str = "unknown (see the checkpoint's source)"
-    weights: str | None = None
-    drafts_for: str | None = None
 
 
 def export_model(
@@ -133,7 +102,7 @@ def export_model(
                 raise
             paths |= dict(zip((graph.role, f"{graph.role}.data"), files, strict=False))
             if rounded != "fp32":
-                check_pictures(graph, files[0], rounded, progress)
+                check_images(graph, files[0], rounded, progress)
             else:
                 check_parity(graph, files[0], plan, progress)
         paths["code_embeddings"] = folder / "code_embeddings.npy"

@@ -24,12 +24,12 @@ from ..checkpoints.files import Config, listing, refusing
 from ..checkpoints.folders import Checkpoint
 from ..checkpoints.lora import Adapter
 from ..graph.conditions import Condition, token_condition
+from ..model import Model
 from ..models.decoder import Decoder
 from ..models.eagle import read_drafter
 from ..models.llama import decoder_config, rename_llama
 from ..models.llamagen_vq import VQGAN, read_vqgan
 from ..progress import silent
-from ..writer import Model
 from .common import check_grid, image_model
 
 _DIGITS = str.maketrans("ABCDEFGHIJ", "0123456789")

@@ -18,11 +18,11 @@ from ..checkpoints.files import TOKENIZER
 from ..graph.conditions import Condition
 from ..graph.graphs import Graph, cases_of, target_graph
 from ..graph.onnx_ops import Value
+from ..model import Model
 from ..models.decoder import Decoder, DecoderConfig
 from ..models.eagle import Drafting, drafter_graph
 from ..models.llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder
 from ..neighbours import MOST
-from ..writer import Model
 
 _LARGE_PICTURE = 256  # pixels a side, beyond which a check with more than one picture takes too much memory
 _CHECKED = 128  # pixels a side of the checks of graphs for pictures of any size: 720 take several GB

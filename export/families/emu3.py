@@ -26,12 +26,12 @@ from ..checkpoints.files import Config, read_text, read_tokenizer, refusal, refu
 from ..checkpoints.folders import Checkpoint
 from ..checkpoints.lora import Adapter
 from ..graph.conditions import token_condition
+from ..model import Model
 from ..models.decoder import Decoder
 from ..models.emu3_vq import load_emu3_vq
 from ..models.llama import decoder_config, rename_llama
 from ..models.llamagen_vq import CODEBOOK
 from ..progress import silent
-from ..writer import Model
 from .common import check_grid, image_model
 
 # What follows the caption and what the unconditional row says in Emu3's own program, and its settings.

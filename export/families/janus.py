@@ -22,11 +22,11 @@ from ..checkpoints.files import Config, refusing
 from ..checkpoints.folders import Checkpoint
 from ..checkpoints.lora import Adapter
 from ..graph.conditions import token_condition
+from ..model import Model
 from ..models.decoder import Decoder
 from ..models.llama import decoder_config, rename_llama
 from ..models.llamagen_vq import load_vq, rename_vqgan
 from ..progress import silent
-from ..writer import Model
 from .common import check_grid, image_model
 
 _LANGUAGE, _ALIGNER = "model.language_model.", "model.generation_aligner."

@@ -24,13 +24,13 @@ from ..checkpoints.files import Config, read_config, refusing
 from ..checkpoints.folders import Checkpoint
 from ..checkpoints.lora import Adapter
 from ..graph.conditions import CaptionCondition, ClassCondition, text_condition
+from ..model import Model
 from ..models.decoder import Decoder, DecoderConfig
 from ..models.eagle import read_drafter
 from ..models.llama import layer_sizes, rename_llama
 from ..models.llamagen_vq import read_vq
 from ..models.t5 import read_text_encoder
 from ..progress import silent
-from ..writer import Model
 from .common import check_grid, image_model
 
 _CELL = 16  # pixels along a side of a code, of the published tokenizers

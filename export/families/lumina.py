@@ -16,9 +16,9 @@ from ...errors import CheckpointError
 from ...methods import Sampling
 from ..checkpoints.files import refusal, refusing
 from ..checkpoints.lora import Adapter
+from ..model import Model
 from ..models.llamagen_vq import read_vqgan
 from ..progress import silent
-from ..writer import Model
 from .anole import LUMINA, PROMPT_TOKENS, chameleon_model, read_chameleon
 from .common import check_grid
 

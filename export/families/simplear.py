@@ -21,11 +21,11 @@ from ..checkpoints.files import read_tokenizer, refusal, refusing
 from ..checkpoints.folders import Checkpoint
 from ..checkpoints.lora import Adapter
 from ..graph.conditions import token_condition
+from ..model import Model
 from ..models.cosmos_vq import load_cosmos_vq
 from ..models.decoder import Decoder
 from ..models.llama import decoder_config, rename_llama
 from ..progress import silent
-from ..writer import Model
 from .common import check_grid, image_model
 from .emu3 import grids
 

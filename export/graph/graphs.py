@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
+from ...runtime.tree import DraftTree
 from ..checkpoints.deferred import permuted
 from ..models.decoder import Decoder, DecoderConfig, LayerStack
 from .decoder_graph import PastFirstWriter
@@ -169,16 +170,21 @@ def _decoder_cases(
             values[value.name] = generator.standard_normal((longest, rows, *heads), dtype=np.float32)
         return name, values
 
-    parents = np.array([-1, 0, 0, 1, 1, 2, 3])
-    tree = np.eye(len(parents), dtype=bool)
-    for node, parent in enumerate(parents):
-        tree[node] |= tree[parent] if parent >= 0 else False
+    tree = tree_mask((-1, 0, 0, 1, 1, 2, 3))
     causal = np.tri(prefix, dtype=bool)
     yield case("prefill", [0, 0], causal)
     yield case("one node", [prefix + 3] * 2, np.ones((1, 1), bool))
     yield case("tree", [prefix + 2] * 2, tree)
     yield case("three rows, causal", [prefix + 1, 1, prefix], causal)
     yield case("rows of different length", [prefix, prefix + 4], tree)
+
+
+def tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
+    """Return the attention mask of a draft tree, `[nodes, nodes]`: each node sees itself and its ancestors.
+
+    parents: index of each node's parent, -1 for the root.
+    """
+    return DraftTree(np.zeros(len(parents), np.int64), np.array(parents)).structure.ancestors
 
 
 def _trace(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:

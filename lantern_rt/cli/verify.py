@@ -58,19 +58,18 @@ def verify(
     with show_progress(lines=False) as progress:
         progress("loading PyTorch")
         from ..export.registry import read_family
-        from ..export.verify import verify as compare
+        from ..export.verify import verify as verify_bundle
+        from ..export.verify import verify_engines
     with show_progress() as progress:
         if engines:
-            from ..export.plans import verify_plans
-
-            result, reason = verify_plans(opened, open_engine_folder(engines), progress)
+            result, reason = verify_engines(opened, open_engine_folder(engines), progress)
             if reason:
                 print_stderr(f"note: plans were not run: {reason}")
         elif options:
             model = read_family(opened.manifest.family, options, progress)
-            result = compare(opened, model, options["target"], progress)
+            result = verify_bundle(opened, model, options["target"], progress)
         else:
-            result = compare(opened, progress=progress)
+            result = verify_bundle(opened, progress=progress)
     if json:
         print_text(dumps(result.as_dict()))  # differences may be infinite
     else:

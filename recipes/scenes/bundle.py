@@ -23,9 +23,10 @@ from lantern_rt.export.families.common import decoder_fields
 from lantern_rt.export.graph.graphs import Graph, cases_of, target_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.graph.precision import read_precisions
+from lantern_rt.export.model import Model
 from lantern_rt.export.models.decoder import Attention, Decoder
 from lantern_rt.export.models.eagle import Drafting, drafter_graph, read_drafter
-from lantern_rt.export.writer import Model, export_model
+from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, Sampling
 
 from .checkpoints import load_checkpoint

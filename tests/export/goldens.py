@@ -12,8 +12,8 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from lantern_rt.bundle.manifest import Manifest
+from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
-from lantern_rt.export.parity import Sessions
 
 Arrays = dict[str, NDArray[Any]]
 PLAIN, GUIDED = 1e-4, 3e-4
@@ -36,7 +36,7 @@ def close(found: np.ndarray, expected: np.ndarray, tolerance: float = PLAIN) -> 
 def embed(bundle: Path, ids: Any) -> NDArray[np.float32]:
     """Prefix rows `[rows, tokens, width]` of token ids, those of one row or of several."""
     tokens = np.atleast_2d(np.array(ids, np.int64))
-    out = Sessions(bundle / "condition.onnx").run({"token_ids": tokens, "uncond_ids": tokens[:, :1]})
+    out = GraphFileSession(bundle / "condition.onnx").run({"token_ids": tokens, "uncond_ids": tokens[:, :1]})
     np.testing.assert_array_equal(out["uncond_embeds"], out["prefix_embeds"][:, :1])
     return out["prefix_embeds"]
 
@@ -59,7 +59,7 @@ class Run:
 
     def __init__(self, bundle: Path, role: str = "target", rows: int = 1) -> None:
         spec = getattr(manifest(bundle), role)
-        self.session = Sessions(bundle / f"{role}.onnx")
+        self.session = GraphFileSession(bundle / f"{role}.onnx")
         parts = [f"{i}.{part}" for i in range(spec.num_layers) for part in ("key", "value")]
         self.past = {part: np.zeros((0, rows, spec.num_kv_heads, spec.head_dim), np.float32) for part in parts}
         self.columns = np.zeros((rows, 0), bool)  # which past columns real rows may see

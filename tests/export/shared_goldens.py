@@ -12,8 +12,8 @@ import pytest
 from goldens import GUIDED, Arrays, Sides, close, embed, manifest, observed
 from numpy.typing import NDArray
 
+from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
-from lantern_rt.export.parity import Sessions
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
 from lantern_rt.runtime.sampling import guide, shape_logits
@@ -155,7 +155,7 @@ class ImageTokenizerGolden:
         self, tokenizer: tuple[Path, Arrays]
     ) -> None:
         bundle, arrays = tokenizer
-        found = Sessions(bundle / "vq_encoder.onnx").run({"images": arrays["image"]})
+        found = GraphFileSession(bundle / "vq_encoder.onnx").run({"images": arrays["image"]})
         close(found["pre_quant"], arrays["pre_quant"])
         np.testing.assert_array_equal(found["codes"], arrays["encoded_codes"])
         if "reconstruction" in arrays:

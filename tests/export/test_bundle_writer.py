@@ -23,8 +23,9 @@ from lantern_rt.errors import OutputError, ParityError
 from lantern_rt.export.families.common import decoder_fields
 from lantern_rt.export.graph.graphs import Graph, cases_of, target_graph
 from lantern_rt.export.graph.onnx_ops import Value
+from lantern_rt.export.model import Model
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
-from lantern_rt.export.writer import Model, export_model
+from lantern_rt.export.writer import export_model
 from lantern_rt.output.files import folder_or_nothing
 
 CONFIG = DecoderConfig(

@@ -17,12 +17,13 @@ from goldens import observed
 
 from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.cli.main import run_program
+from lantern_rt.export.compare import compare_with_module
 from lantern_rt.export.convolutions import calibrate, quantise_convolutions
 from lantern_rt.export.families.common import vq_graphs
 from lantern_rt.export.families.emu3 import read_emu3
 from lantern_rt.export.graph.graphs import Graph, plan_graph
+from lantern_rt.export.measures import image_difference
 from lantern_rt.export.models.llamagen_vq import read_vq, read_vqgan
-from lantern_rt.export.parity import compare, picture_difference
 
 
 def calm(weights: Weights) -> None:
@@ -49,7 +50,7 @@ def test_pictures_by_integers_are_near_the_checkpoints_and_no_order_of_sums_chan
     plan = plan_graph(graph)
     quantise_convolutions(plan, calibrate(graph, 96))
     plan.write(path)
-    levels, psnr = picture_difference(compare(graph, path, [*graph.cases]))
+    levels, psnr = image_difference(compare_with_module(graph, path, [*graph.cases]))
     assert levels < 2
     assert psnr > 40
     model = onnx.load(path)

@@ -30,7 +30,7 @@ from lantern_rt.export.families.emu3 import (
     read_emu3,
 )
 from lantern_rt.export.graph.graphs import write_graph
-from lantern_rt.export.writer import Model
+from lantern_rt.export.model import Model
 from lantern_rt.prompts import text_requests
 from lantern_rt.runtime.raster import Raster
 from lantern_rt.text.tokenizers import TemplateTokenizer

@@ -13,7 +13,7 @@ from goldens import DATA, GUIDED, Sides, close, golden, observed
 from numpy.typing import NDArray
 from shared_goldens import SIDES, Family, RowEndDecoderGolden, log_softmax, mixed
 
-from lantern_rt.export.parity import Sessions
+from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
 from lantern_rt.runtime.sampling import choose, guide, shape_distribution
@@ -117,14 +117,16 @@ def test_vq_codes_become_vq_code_vectors_vq_post_quant_vq_z_vq_zq_and_vq_decoded
 
 @pytest.mark.parametrize("trace", DRAWN, ids=lambda trace: f"{trace['name']}_pixels_and_uint8")
 def test_codes_of_runs_become_their_pictures(family: Family, trace: dict[str, Any]) -> None:
-    (picture,) = Sessions(family.bundle / "vq_decoder.onnx").run({"codes": np.array([trace["codes"]])})["images"]
+    (picture,) = GraphFileSession(family.bundle / "vq_decoder.onnx").run({"codes": np.array([trace["codes"]])})[
+        "images"
+    ]
     close(picture, family.arrays[f"{trace['name']}_pixels"])
     expected = family.arrays[f"{trace['name']}_uint8"]
     assert np.abs(np.asarray(to_image(picture)).astype(int) - expected).max() <= 1
 
 
 def test_vq_image_becomes_vq_pre_quant_and_vq_encoded(family: Family) -> None:
-    found = Sessions(family.bundle / "vq_encoder.onnx").run({"images": family.arrays["vq_image"]})
+    found = GraphFileSession(family.bundle / "vq_encoder.onnx").run({"images": family.arrays["vq_image"]})
     close(found["pre_quant"], family.arrays["vq_pre_quant"])
     np.testing.assert_array_equal(
         found["codes"].reshape(family.arrays["vq_encoded"].shape), family.arrays["vq_encoded"]

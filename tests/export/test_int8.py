@@ -18,9 +18,11 @@ from small_models import CONFIG, randomise_norms, stored
 
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.errors import ParityError
+from lantern_rt.export.compare import run_module
 from lantern_rt.export.graph.graphs import Graph, plan_graph
 from lantern_rt.export.graph.precision import quantise, round_nodes
-from lantern_rt.export.parity import check_parity, noise, run_module
+from lantern_rt.export.measures import noise
+from lantern_rt.export.verify import check_parity
 
 NODES = 24
 HIDDEN = -1e9
@@ -123,11 +125,11 @@ def test_the_graph_computes_what_the_module_does_with_rounded_nodes(graph: Graph
     plan = plan_graph(graph, "int8")
     path = plan.write(tmp_path / "target.onnx")[0]
     assert plan.storages["head.weight"] == "columns"
-    assert check_parity(graph, path, plan=plan) < 0.1
+    assert check_parity(graph, path, plan) < 0.1
     with torch.no_grad():
         dict(graph.module.named_parameters())["layers.1.attention.qkv.weight"][-20:] += 0.5
     with pytest.raises(ParityError, match=r"new_key_values\.1\.value by"):
-        check_parity(graph, path, plan=plan)
+        check_parity(graph, path, plan)
 
 
 def test_what_has_outliers_keeps_15_bits(graph: Graph, session: Any, embeds: Floats) -> None:

@@ -16,8 +16,8 @@ from small_janus import BEGIN, CODES, GRID, START, WORDS, random_janus, write_ja
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
+from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.families.janus import read_janus
-from lantern_rt.export.parity import Sessions
 from lantern_rt.export.writer import export_model
 
 pytest.importorskip("transformers")
@@ -64,10 +64,10 @@ def test_prompt_and_codes_give_transformers_hidden_states_and_logits(model: Any,
 
 def test_codes_become_transformers_pictures_and_pictures_its_codes(model: Any, bundle: Path) -> None:
     codes = torch.randint(CODES, (2, GRID**2), generator=torch.Generator().manual_seed(2))
-    pictures = Sessions(bundle / "vq_decoder.onnx").run({"codes": codes.numpy()})["images"]
+    pictures = GraphFileSession(bundle / "vq_decoder.onnx").run({"codes": codes.numpy()})["images"]
     close(pictures, model.decode_image_tokens(codes).permute(0, 3, 1, 2))
     images = torch.rand((2, 3, 32, 32), generator=torch.Generator().manual_seed(3)) * 2 - 1
-    found = Sessions(bundle / "vq_encoder.onnx").run({"images": images.numpy()})["codes"]
+    found = GraphFileSession(bundle / "vq_encoder.onnx").run({"images": images.numpy()})["codes"]
     np.testing.assert_array_equal(found.ravel(), model.model.vqmodel.encode(images).image_tokens.numpy())
 
 

@@ -21,12 +21,14 @@ from lantern_rt import Pipeline, open_bundle
 from lantern_rt.bundle.manifest import Precision
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError, RequestError
+from lantern_rt.export.compare import DeviceLayoutSession, GraphFileSession
 from lantern_rt.export.families.llamagen import read_llamagen
 from lantern_rt.export.graph.graphs import Graph, in_half, plan_graph, target_graph, write_graph
 from lantern_rt.export.graph.precision import Rule, read_precisions
+from lantern_rt.export.measures import difference
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
-from lantern_rt.export.parity import DeviceLayout, Sessions, check_parity, difference
+from lantern_rt.export.verify import check_parity
 from lantern_rt.export.writer import export_model
 
 LLAMA = replace(CONFIG, rotary="sequence", rope_style="half", prefix_rotation="identity")
@@ -77,7 +79,11 @@ GRAPHS |= {name: drafter(*given) for name, given in DRAFTERS.items()}
 def furthest(graph: Graph, folder: Path, rule: Rule = "fp32") -> float:
     """How far the two layouts of a graph's file are apart, on all of its cases."""
     path, *_ = plan_graph(graph, rule).write(folder / f"{graph.role}.onnx")
-    plain, device, worst = Sessions(path, lean=True), DeviceLayout(graph, path, lean=True), 0.0
+    plain, device, worst = (
+        GraphFileSession(path, low_memory=True),
+        DeviceLayoutSession(graph, path, low_memory=True),
+        0.0,
+    )
     for inputs in graph.cases.values():
         expected, found = plain.run(inputs), device.run(inputs)
         assert found.keys() == expected.keys()
@@ -99,7 +105,7 @@ def test_weights_that_are_stored_smaller_are_the_same_to_both(name: str, rule: R
 def test_columns_that_no_node_sees_do_not_matter(tmp_path: Path) -> None:
     graph = GRAPHS["grid, interleaved"]
     path, *_ = plan_graph(graph, "fp32").write(tmp_path / "target.onnx")
-    device, inputs = DeviceLayout(graph, path), dict(graph.cases["rows of different length"])
+    device, inputs = DeviceLayoutSession(graph, path), dict(graph.cases["rows of different length"])
     expected = device.run(inputs)
     for name in [name for name in inputs if name.startswith("past_")]:
         inputs[name] = inputs[name].copy()

@@ -13,14 +13,14 @@ from onnx import numpy_helper
 from shared_goldens import ImageTokenizerGolden
 
 from lantern_rt import Pipeline
-from lantern_rt.export.parity import Sessions
+from lantern_rt.export.compare import GraphFileSession
 
 INPUTS = {"c2i": {"class_ids": "class_ids"}, "t2i": {"caption_embeds": "caption_emb", "caption_mask": "emb_mask"}}
 
 
 def condition(bundle: Path, **inputs: NDArray[np.generic]) -> NDArray[np.float32]:
     """Prefix rows of all conditional rows, then all unconditional rows."""
-    out = Sessions(bundle / "condition.onnx").run(inputs)
+    out = GraphFileSession(bundle / "condition.onnx").run(inputs)
     return np.concatenate([out["prefix_embeds"], out["uncond_embeds"]])
 
 

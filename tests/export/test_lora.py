@@ -20,7 +20,7 @@ from lantern_rt.export.checkpoints.lora import read_adapter, split_scale
 from lantern_rt.export.families.emu3 import read_emu3
 from lantern_rt.export.families.llamagen import read_transformer
 from lantern_rt.export.families.simplear import read_simplear
-from lantern_rt.export.writer import Model
+from lantern_rt.export.model import Model
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FUSED, OUT = "layers.0.attention.wqkv", "layers.1.attention.wo"

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from lantern_rt.engines.device_graph import MASKED
 from lantern_rt.errors import BundleError, ParityError
+from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.families.common import vq_graphs
 from lantern_rt.export.graph.graphs import Graph, cases_of, target_graph, write_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
 from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
-from lantern_rt.export.parity import Sessions, check_parity, tolerance_of
+from lantern_rt.export.verify import check_parity, tolerance_of
 
 
 @st.composite
@@ -223,7 +224,7 @@ def test_attention_has_no_weights_that_processors_are_slow_with_and_hidden_colum
     softmaxes = [node.output[0] for node in model.graph.node if node.op_type == "Softmax"]
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in softmaxes)
     inputs = graph.cases["rows of different length"]
-    found = Sessions(tmp_path / "target.onnx", lean=True, model=model.SerializeToString()).run(inputs)
+    found = GraphFileSession(tmp_path / "target.onnx", low_memory=True, model=model.SerializeToString()).run(inputs)
     hidden, shape = inputs["attention_mask"] < 0, found[softmaxes[0]].shape  # queries of one group are stacked
     hidden = np.broadcast_to(np.tile(hidden, (1, 1, shape[2] // hidden.shape[2], 1)), shape)
     assert hidden.any()

@@ -15,6 +15,7 @@ from small_models import stored
 
 from lantern_rt.bundle.manifest import Precision
 from lantern_rt.errors import CheckpointError, RequestError
+from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import in_half, plan_graph
 from lantern_rt.export.graph.precision import (
     Storage,
@@ -26,7 +27,7 @@ from lantern_rt.export.graph.precision import (
     resolve_dtype,
     storage,
 )
-from lantern_rt.export.parity import Sessions, check_parity
+from lantern_rt.export.verify import check_parity
 
 PRECISIONS = [name for name in get_args(Precision) if name != "bf16"]  # which float32 graphs do not have
 
@@ -141,7 +142,7 @@ def test_graphs_of_bfloat16_compute_in_float32_with_what_is_stored(tmp_path: Pat
     graph = replace(stored(torch.bfloat16), compute="bfloat16")
     plan = plan_graph(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
-    assert check_parity(graph, path, plan=plan) < 2e-5
+    assert check_parity(graph, path, plan) < 2e-5
     kinds = {tensor.name: tensor.data_type for tensor in onnx.load(path).graph.initializer}
     name = "layers.0.ffn.up.weight." + ("bfloat16" if rule == "bf16" else "scales")
     assert kinds[name] == kinds["head.weight.bfloat16"] == TensorProto.BFLOAT16
@@ -155,7 +156,7 @@ def test_a_graph_computes_with_the_rounded_weights(tmp_path: Path, rule: Precisi
     plan = plan_graph(graph, rule)
     expected = plan.size
     path = plan.write(tmp_path / "target.onnx")[0]
-    assert check_parity(graph, path, plan=plan) < (0.1 if rule == "int8" else 2e-5)
+    assert check_parity(graph, path, plan) < (0.1 if rule == "int8" else 2e-5)
     model = onnx.load(path)
     types = {tensor.data_type for tensor in model.graph.initializer}
     assert (TensorProto.INT8 in types, TensorProto.INT4 in types) == ("int8" in rule, rule == "int4-weights")
@@ -172,7 +173,7 @@ def test_integer_weights_are_turned_back_to_float16_where_that_is_computed_with(
     graph = in_half(stored(torch.bfloat16))
     plan = plan_graph(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
-    assert check_parity(graph, path, plan=plan) < 0.01  # in both layouts, of which GPUs get the second
+    assert check_parity(graph, path, plan) < 0.01  # in both layouts, of which GPUs get the second
     kinds = {tensor.name: tensor.data_type for tensor in onnx.load(path).graph.initializer}
     assert kinds["layers.0.ffn.up.weight.scales"] == kinds["head.weight"] == TensorProto.FLOAT16
     wrong = plan_graph(graph, rule)
@@ -185,7 +186,7 @@ def test_integer_weights_are_turned_back_to_float16_where_that_is_computed_with(
 def test_integer_graphs_give_a_node_the_same_numbers_whatever_stands_beside_it(tmp_path: Path, rule: Precision) -> None:
     graph = stored(torch.float32)
     path = plan_graph(graph, rule).write(tmp_path / "target.onnx")[0]
-    sessions = Sessions(path)  # with all fusions, as pictures are made
+    sessions = GraphFileSession(path)  # with all fusions, as pictures are made
     inputs = dict(list(graph.cases.values())[-1])
     nodes = inputs["position_ids"].shape[1]
     whole = sessions.run(inputs)["logits"]

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from shared_goldens import DecoderGolden, Family, log_softmax
 from tokenizers import Tokenizer
 
+from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, prompt_layout
 from lantern_rt.export.models.cosmos_vq import haar_bands
 from lantern_rt.export.models.fsq import code_vectors, nearest_codes
-from lantern_rt.export.parity import Sessions
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
 from lantern_rt.prompts import text_requests
@@ -145,16 +145,16 @@ def test_vq_image_becomes_encoder_out_pre_quant_encoded_quantized_and_reconstruc
     out, latents = observed(path, [reading["quant_conv.weight"].input[0], "pre_quant"], feeds)
     close(out, G["vq_encoder_out"])
     close(latents, G["vq_pre_quant"])
-    codes = Sessions(path).run(feeds)["codes"].reshape(G["vq_encoded"].shape)
+    codes = GraphFileSession(path).run(feeds)["codes"].reshape(G["vq_encoded"].shape)
     np.testing.assert_array_equal(codes, G["vq_encoded"])
     close(code_vectors(torch.from_numpy(codes), (4, 4, 4, 3, 3)).numpy(), G["vq_quantized"])
-    close(Sessions(simplear_bundle / "vq_decoder.onnx").run({"codes": codes})["images"], G["vq_reconstruction"])
+    close(GraphFileSession(simplear_bundle / "vq_decoder.onnx").run({"codes": codes})["images"], G["vq_reconstruction"])
 
 
 @pytest.mark.parametrize("name", ["run0_cfg6", "run1_cfg6", "run2_cfg6", "run1_published"])
 def test_codes_of_runs_become_their_pixels_and_uint8(simplear_bundle: Path, name: str) -> None:
     feeds = {"codes": np.array([TRACES[name]["codes"]])}
-    (picture,) = Sessions(simplear_bundle / "vq_decoder.onnx").run(feeds)["images"]
+    (picture,) = GraphFileSession(simplear_bundle / "vq_decoder.onnx").run(feeds)["images"]
     close(picture, G[f"{name}_pixels"])
     assert np.abs(np.asarray(to_image(picture)).astype(int) - G[f"{name}_uint8"]).max() <= 1
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from small_models import save_t5
 
+from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.conditions import CaptionCondition, text_condition
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.models.t5 import read_text_encoder
-from lantern_rt.export.parity import Sessions, check_parity
+from lantern_rt.export.verify import check_parity
 
 transformers = pytest.importorskip("transformers")
 
@@ -58,11 +59,13 @@ def test_prompts_of_every_length_give_what_transformers_and_llamagen_compute(tmp
     graph = text_condition(read_text_encoder(tmp_path / "t5", 32).encoder, b"", projection).graph
     path = write_graph(graph, tmp_path)[0]
     ids, mask = prompts([1, 7, 64, 119, 120], 120, 50)
-    out = Sessions(path).run(left(ids, mask))
+    out = GraphFileSession(path).run(left(ids, mask))
     expected = published(encoder, projection, ids, mask)
     np.testing.assert_allclose(out["prefix_embeds"], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
     for i, length in enumerate(mask.sum(1)):  # each alone, without padding
-        alone = Sessions(path).run({"token_ids": ids[i : i + 1, :length], "token_mask": mask[i : i + 1, :length]})
+        alone = GraphFileSession(path).run(
+            {"token_ids": ids[i : i + 1, :length], "token_mask": mask[i : i + 1, :length]}
+        )
         np.testing.assert_allclose(alone["prefix_embeds"][0], expected[i], rtol=0, atol=1e-4 * np.abs(expected).max())
         assert not alone["prefix_embeds"][0, : 120 - length].any()
     with torch.no_grad():
@@ -109,7 +112,7 @@ def test_encoders_of_any_size_equal_transformers(
     assert check_parity(graph, path) < 1e-4
     ids, mask = prompts([1, max(prefix // 2, 1), prefix], prefix, 50)
     expected = published(encoder, projection, ids, mask)
-    found = Sessions(path).run(left(ids, mask))["prefix_embeds"]
+    found = GraphFileSession(path).run(left(ids, mask))["prefix_embeds"]
     np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5 * max(1, np.abs(expected).max()))
 
 

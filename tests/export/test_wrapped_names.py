@@ -41,12 +41,12 @@ from lantern_rt.export.families.janus import read_janus
 from lantern_rt.export.families.llamagen import read_transformer
 from lantern_rt.export.families.lumina import read_lumina
 from lantern_rt.export.families.simplear import read_simplear
+from lantern_rt.export.model import Model
 from lantern_rt.export.models.cosmos_vq import load_cosmos_vq
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import read_drafter
 from lantern_rt.export.models.llamagen_vq import read_vq, read_vqgan
 from lantern_rt.export.models.t5 import read_text_encoder
-from lantern_rt.export.writer import Model
 
 Weights = dict[str, Tensor]
 Wrap = Callable[[Weights], Weights]

@@ -18,11 +18,12 @@ from tiny_rig import drafter_spec_of, spec_of
 
 from lantern_rt.engines.device_graph import device_graph
 from lantern_rt.engines.ort.session import load_session
-from lantern_rt.export import parity
+from lantern_rt.export import compare
 from lantern_rt.export.graph.graphs import HALF_TOLERANCE, Graph, in_half, target_graph, write_graph
 from lantern_rt.export.graph.precision import Rule
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
+from lantern_rt.export.verify import check_parity
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 CAPACITY, SPAN = 64, 48
@@ -135,8 +136,8 @@ def test_a_cache_written_in_any_order_gives_what_the_module_gives(
         models.append(device_graph(*arguments, **options, plain=plain))
         return models[-1]
 
-    monkeypatch.setattr(parity, "device_graph", note)
-    parity.check_parity(graph, path)
+    monkeypatch.setattr(compare, "device_graph", note)
+    check_parity(graph, path)
     assert [FUSED in one.model for one in models] == [not plain]
     for node in onnx.load_from_string(models[0].model).graph.node:
         sizes = {one.name: one.i for one in node.attribute}

@@ -15,7 +15,7 @@ DRAW = (
 )
 
 
-@pytest.mark.parametrize("code", [DRAW, "import lantern_rt.export.parity"])
+@pytest.mark.parametrize("code", [DRAW, "import lantern_rt.export.verify"])
 def test_drawing_and_exporting_leave_no_identity_and_no_events_in_the_home_folder(tmp_path: Path, code: str) -> None:
     if "export" in code:
         pytest.importorskip("torch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from lantern_rt.engines.trt.builder import Inputs
 from lantern_rt.engines.trt.engine import TensorRTFunction
 from lantern_rt.engines.trt.plan import Plan
 from lantern_rt.errors import EngineError
-from lantern_rt.export import plans as plans_module
+from lantern_rt.export import compare_engines as compare_module
+from lantern_rt.export import verify as verify_module
 from lantern_rt.export.verify import Verification
 from lantern_rt.methods import Sjd
 from lantern_rt.pipeline import Pipeline
@@ -184,9 +186,9 @@ def test_an_engine_folder_is_compared_with_its_bundle_on_recorded_passes(
     bundle, folder, library = plans
 
     def verified() -> tuple[Verification, str | None]:
-        return plans_module.verify_plans(open_bundle(bundle), open_engine_folder(folder), lambda *said: None)
+        return verify_module.verify_engines(open_bundle(bundle), open_engine_folder(folder), lambda *said: None)
 
-    monkeypatch.setattr(plans_module, "find_gpu", lambda: None)
+    monkeypatch.setattr(verify_module, "find_gpu", lambda: None)
     result, reason = verified()
     assert result.passed
     assert reason == "they need a GPU of SM89, and here is none, or no driver"
@@ -197,7 +199,7 @@ def test_an_engine_folder_is_compared_with_its_bundle_on_recorded_passes(
     wrong = {"logits": 1.0}
 
     class Runner:
-        def __init__(self, backend: str, path: Path, stack: object) -> None:
+        def __init__(self, backend: str, path: Path) -> None:
             self.engine = _Engine(json.loads(path.read_bytes()), library.Runtime(None))
 
         def set_profile(self, index: int) -> None:
@@ -211,8 +213,8 @@ def test_an_engine_folder_is_compared_with_its_bundle_on_recorded_passes(
             found = zip(names, self.engine.session.run(names, feeds), strict=True)
             return {name: array + wrong.get(name, 0) for name, array in found}
 
-    monkeypatch.setattr(plans_module, "find_gpu", lambda: Gpu("13.0", "SM89", "L4"))
-    monkeypatch.setattr(plans_module, "plan_runner", Runner)
+    monkeypatch.setattr(verify_module, "find_gpu", lambda: Gpu("13.0", "SM89", "L4"))
+    monkeypatch.setattr(compare_module, "open_engine", lambda *built: nullcontext(Runner(*built)))
     result, reason = verified()
     assert reason is None
     failed = {(row["graph"].partition(":")[0], row["tensor"]) for row in result.tensors if not row["passed"]}
@@ -233,11 +235,11 @@ def test_a_graph_that_computes_something_else_than_its_bundle_is_found(
             if attribute.name == "interleaved":
                 attribute.i ^= 1  # the other way of pairing numbers
     (folder / "target.onnx").write_bytes(graph.SerializeToString())
-    monkeypatch.setattr(plans_module, "find_gpu", lambda: None)
+    monkeypatch.setattr(verify_module, "find_gpu", lambda: None)
     opened = open_bundle(bundle), open_engine_folder(folder), lambda *said: None
     with pytest.raises(EngineError, match="another graph"):
-        plans_module.verify_plans(*opened)
+        verify_module.verify_engines(*opened)
     opened[1].manifest.graphs["target"].__dict__["onnx"] = file_blake2b(folder / "target.onnx")
-    result, _ = plans_module.verify_plans(*opened)
+    result, _ = verify_module.verify_engines(*opened)
     failed = {row["graph"] for row in result.tensors if not row["passed"]}
     assert failed == {f"target.onnx: {what} rows" for what in ("chain, 1", "tree, 1", "chain, 4", "tree, 4")}

@@ -1,0 +1,336 @@
+"""Both sides of a comparison, run on the same inputs: a graph file and its torch module, or ONNX's reference evaluator.
+
+`verify` judges the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..bundle.manifest import DrafterSpec, Manifest
+from ..engines.columns import Places, fill_up, node_count
+from ..engines.contracts import Progress
+from ..engines.device_graph import device_graph
+from ..engines.host import import_onnxruntime
+from ..errors import BundleError
+from ..inputs import reading, short
+from ..runtime.engine import Pass
+from .checkpoints.deferred import computed, deferred
+from .graph.graphs import HIDDEN, Arrays, Graph
+from .graph.onnx_ops import FINE
+from .graph.precision import GraphFile, fake_quantize, round_nodes
+from .models.decoder import LayerStack
+from .progress import silent
+
+onnxruntime: Any = import_onnxruntime()
+
+_MIN_HALF = -6e4  # stands for the lowest number of a mask in float16
+_SIZES = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
+_MAX_INPUT = 1 << 28  # numbers in a random input: a damaged graph may declare any size
+
+
+class CaseResult(NamedTuple):
+    """The outputs of both sides on one test case, by name of the output."""
+
+    case: str
+    outputs: Arrays
+    expected: Arrays
+
+
+def compare_with_module(
+    graph: Graph,
+    path: Path,
+    cases: Sequence[str] | None = None,
+    graph_file: GraphFile | None = None,
+    low_memory: bool = False,
+    progress: Progress = silent,
+) -> Iterator[CaseResult]:
+    """Run a graph file and its module on test cases, in ONNX Runtime and PyTorch on the CPU.
+
+    A decoder's file runs twice: as it is, and in the device layout that accelerators get. Neither side ever holds all
+    weights in float32: those of the module are converted where they are used, and the file's may stay mapped.
+
+    Args:
+        graph: the graph's module and test cases.
+        path: the graph file.
+        cases: names of the test cases to run, None for all.
+        graph_file: description that the file was written from, to round the module's weights like the file's; None
+            leaves them as they are.
+        low_memory: whether to run the file as `GraphFileSession` does with `low_memory`.
+        progress: progress callback, called for each run.
+
+    Raises:
+        BundleError: the file does not run.
+    """
+    names = [*graph.cases] if cases is None else cases
+    layouts: dict[str, Callable[[], GraphFileSession | DeviceLayoutSession]] = {
+        "": partial(GraphFileSession, path, low_memory)
+    }
+    if isinstance(graph.module, LayerStack):
+        layouts[", device layout"] = partial(DeviceLayoutSession, graph, path, low_memory)
+    report = partial(progress, f"comparing {path.name}")
+    total = (len(layouts) + 1) * len(names)
+    done = 0
+    results: dict[str, list[Arrays]] = {}
+    for layout, open_session in layouts.items():
+        results[layout] = []
+        with reading(path, "a graph that runs", BundleError, "export the bundle again"):
+            session = open_session()
+            for name in names:
+                report(done, total)
+                results[layout].append(session.run(graph.cases[name]))
+                done += 1
+            del session  # frees its memory before the next session or the module needs as much
+    for i, name in enumerate(names):
+        report(done, total)
+        expected = run_module(graph, graph.cases[name], graph_file)
+        done += 1
+        for layout, outputs in results.items():
+            yield CaseResult(f"{name}{layout}", outputs[i], expected)
+    report(done, total)
+
+
+def run_module(
+    graph: Graph, inputs: Arrays, graph_file: GraphFile | None = None, dtype: torch.dtype = torch.float32
+) -> Arrays:
+    """Run a graph's module on one test case.
+
+    Args:
+        graph: the graph with its module.
+        inputs: arrays by name of the graph's inputs.
+        graph_file: description of the file like whose weights the module's are rounded, None for no rounding.
+        dtype: type to compute in.
+
+    Returns:
+        Arrays by name of the graph's outputs.
+    """
+    with torch.no_grad(), converted_weights(graph.module, graph_file, dtype):
+        result = graph.module(*(torch.from_numpy(inputs[value.name]) for value in graph.inputs))
+    tensors = (result,) if isinstance(result, Tensor) else result
+    return {value.name: tensor.numpy() for value, tensor in zip(graph.outputs, tensors, strict=True)}
+
+
+@contextmanager
+def converted_weights(
+    module: nn.Module, graph_file: GraphFile | None = None, dtype: torch.dtype = torch.float32
+) -> Iterator[None]:
+    """Have a module compute in `dtype` with weights that are rounded and converted where they are used.
+
+    Of an embedding table, only the rows that are looked up are converted.
+    """
+    with ExitStack() as undo:
+        for prefix, part in module.named_modules():
+            if isinstance(part, nn.Embedding):
+                convert = partial(_convert, f"{prefix}.weight", graph_file=graph_file, dtype=dtype)
+                hook = part.register_forward_hook(lambda *call, convert=convert: convert(call[-1]))
+                undo.callback(hook.remove)
+                continue
+            if isinstance(part, nn.Linear) and _has_int8_matmul(f"{prefix}.weight", graph_file):
+                undo.callback(part.register_forward_pre_hook(lambda _, inputs: round_nodes(*inputs)).remove)
+            for tensors in (part._parameters, part._buffers):
+                for leaf, value in tensors.items():
+                    if value is not None and value.is_floating_point():
+                        undo.callback(tensors.__setitem__, leaf, value)
+                        make = partial(_convert, f"{prefix}.{leaf}".removeprefix("."), value, graph_file, dtype)
+                        tensors[leaf] = deferred(make, value.shape, dtype)
+        yield
+
+
+def _has_int8_matmul(name: str, graph_file: GraphFile | None) -> bool:
+    """Return whether the graph multiplies a weight as int8, with activations that are rounded to 8 bits as well."""
+    stored = None if graph_file is None else _name_in_file(name, graph_file)
+    if graph_file is None or stored is None:
+        return False
+    return graph_file.storages[stored] == "columns" and not name.endswith(FINE)
+
+
+def _convert(name: str, weight: Tensor, graph_file: GraphFile | None, dtype: torch.dtype) -> Tensor:
+    stored = None if graph_file is None else _name_in_file(name, graph_file)
+    if graph_file is None or stored is None:
+        return computed(weight).float().to(dtype)
+    storage = graph_file.storages[stored]
+    return fake_quantize(weight, storage, stored in graph_file.matrices, graph_file.compute).to(dtype)
+
+
+def _name_in_file(name: str, graph_file: GraphFile) -> str | None:
+    """Return the graph's name of a module's weight, which may lack the first part, or None if the graph has none."""
+    return next((known for known in (name, name.partition(".")[2]) if known in graph_file.storages), None)
+
+
+class GraphFileSession:
+    """ONNX Runtime on one graph file, for inputs with and without an empty past.
+
+    ONNX Runtime 1.31 divides by zero in a fused product over an empty tensor: inputs with one run in a session of
+    their own without that fusion.
+
+    Args:
+        path: the graph file.
+        low_memory: whether to fuse, fold and copy nothing. Weights are then read from the mapped file, and those of
+            other types are decoded one at a time, if nodes run in the order they are written in (66 MB at the peak
+            instead of 800).
+        model: serialized model to run instead of the file, with weights from the file's folder.
+    """
+
+    def __init__(self, path: Path, low_memory: bool = False, model: bytes | None = None) -> None:
+        self.path = path
+        self.low_memory = low_memory
+        self.model = model
+        self._sessions: dict[bool, Any] = {}
+
+    def run(self, inputs: Arrays) -> Arrays:
+        """Return all outputs by name; inputs and outputs are float32 where the graph has float16."""
+        empty = not self.low_memory and any(array.size == 0 for array in inputs.values())
+        if empty not in self._sessions:
+            self._sessions[empty] = onnxruntime.InferenceSession(
+                self.path if self.model is None else self.model,
+                self._options(),
+                providers=["CPUExecutionProvider"],
+                disabled_optimizers=["MatmulTransposeFusion"] if empty else None,
+            )
+        session = self._sessions[empty]
+        halves = {tensor.name for tensor in session.get_inputs() if tensor.type == "tensor(float16)"}
+        outputs = session.run(None, _narrow(inputs, halves))
+        return dict(zip((output.name for output in session.get_outputs()), map(widen, outputs), strict=True))
+
+    def _options(self) -> Any:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 4
+        # ONNX Runtime ignores this where it is given a file.
+        folder = str(self.path.parent)
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+        # Both keep memory after the session is gone.
+        options.enable_cpu_mem_arena = False
+        options.enable_mem_pattern = False
+        if self.low_memory:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+            for step in ("prepacking", "quant_qdq"):  # would decode all weights first
+                options.add_session_config_entry(f"session.disable_{step}", "1")
+        return options
+
+
+class DeviceLayoutSession:
+    """ONNX Runtime on a decoder's file in the device layout, with past entries in random cache columns.
+
+    Args:
+        graph: the decoder's graph.
+        path: the graph file.
+        low_memory: whether to run it as `GraphFileSession` does with `low_memory`.
+    """
+
+    def __init__(self, graph: Graph, path: Path, low_memory: bool = False) -> None:
+        sizes = {name: getattr(graph.module.config, name) for name in _SIZES}
+        make = partial(device_graph, path, DrafterSpec(**sizes), drafts=graph.role == "drafter")
+        device = make()
+        if device.dtype == "bfloat16":  # CPUs do not compute in it
+            device = make(plain=True)
+        self._session = GraphFileSession(path, low_memory, device.model)
+        self._heads = (sizes["num_kv_heads"], sizes["head_dim"])
+
+    def run(self, inputs: Arrays) -> Arrays:
+        """Return all outputs for inputs of the file's own graph, with its names and shapes."""
+        rows, nodes = inputs["position_ids"].shape
+        heads, width = self._heads
+        past = inputs["attention_mask"].shape[3] - nodes
+        cache = Places(np.full(rows, past), past + nodes)
+        columns = np.random.default_rng(0).permutation(cache.columns - 1)[:past]
+        cache.column_of[:, :past] = columns
+        batch = Pass(
+            inputs["position_ids"],
+            inputs["attention_mask"][:, 0] == 0,
+            inputs.get("input_ids"),
+            inputs.get("input_embeds"),
+            inputs.get("target_hidden"),
+        )
+        feeds = device_feeds(batch, cache, node_count(nodes))
+        for name in [name for name in inputs if name.startswith("past_")]:
+            feeds[name] = np.zeros((rows, cache.columns, heads * width), np.float32)
+            feeds[name][:, columns] = inputs[name].transpose(1, 0, 2, 3).reshape(rows, past, heads * width)
+        outputs = self._session.run(feeds)
+        results = {name: outputs.pop(name)[:, :nodes] for name in ("logits", "hidden_states")}
+        for name, array in outputs.items():
+            new = array[np.arange(rows)[:, None], cache.written].reshape(rows, nodes, heads, width)
+            results[name.replace("present", "new", 1)] = new.transpose(1, 0, 2, 3)
+        return results
+
+
+def device_feeds(batch: Pass, cache: Places, padded: int) -> Arrays:
+    """Return the inputs of a device layout for a pass, without keys and values, padded to `padded` nodes a row."""
+    rows, nodes = batch.positions.shape
+    feeds = cache.encode(batch, padded)
+    ids = fill_up(np.arange(rows * nodes).reshape(rows, nodes), padded, np.int32)
+    if batch.tokens is None:
+        embeds = np.asarray(batch.embeds)
+        return feeds | {"token_ids": ids, "embeddings": embeds.reshape(-1, embeds.shape[2])}
+    tokens = fill_up(batch.tokens, padded, np.int32)
+    return feeds | {"token_ids": tokens, "hidden": np.asarray(batch.hidden), "hidden_ids": ids}
+
+
+def compare_with_evaluator(path: Path, manifest: Manifest) -> CaseResult:
+    """Run a graph file in ONNX Runtime and in ONNX's reference evaluator on small random inputs.
+
+    This shows errors of ONNX Runtime's fusions and kernels, without the checkpoint that the graph was exported from.
+    Both sides read the same file, so it does not show what rounding did to the weights.
+
+    Raises:
+        ValueError: the graph declares an input that is too large.
+    """
+    from onnx.reference import ReferenceEvaluator
+
+    graph = onnx.load(path, load_external_data=False).graph
+    halves = {value.name for value in graph.input if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16}
+    inputs = _small_inputs(graph.input, manifest)
+    outputs = map(widen, ReferenceEvaluator(str(path)).run(None, _narrow(inputs, halves)))
+    expected = dict(zip((output.name for output in graph.output), outputs, strict=True))
+    return CaseResult("", GraphFileSession(path).run(inputs), expected)
+
+
+def _small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> Arrays:
+    pixels = 2 * manifest.image_height // manifest.grid_rows  # of two codes
+    sizes = {"rows": 2, "nodes": 3, "past": 4, "past + nodes": 7, "images": 1, "height": pixels, "width": pixels}
+    limits = {
+        "codes": manifest.codebook_size,
+        "input_ids": manifest.target.vocab_size,
+        "position_ids": manifest.target.max_positions,
+        "class_ids": manifest.condition.classes or 1,
+    }
+    generator = np.random.default_rng(0)
+    arrays: Arrays = {}
+    for value in inputs:
+        tensor = value.type.tensor_type
+        shape = [axis.dim_value or sizes.get(axis.dim_param, 2) for axis in tensor.shape.dim]
+        if prod(shape) > _MAX_INPUT:
+            raise ValueError(f"input {short(value.name)} of sizes {short(shape)}")
+        if tensor.elem_type == onnx.TensorProto.INT64:
+            arrays[value.name] = generator.integers(limits.get(value.name, 2), size=shape)
+        elif value.name == "attention_mask":  # causal among the new nodes
+            visible = np.tri(shape[2], shape[3], shape[3] - shape[2], dtype=bool)
+            arrays[value.name] = np.broadcast_to(np.where(visible, 0, HIDDEN), shape).astype("f4")
+        else:
+            arrays[value.name] = generator.standard_normal(shape, np.float32)
+    return arrays
+
+
+def _narrow(inputs: Arrays, names: Collection[str]) -> Arrays:
+    """Return the inputs, with those named converted to float16."""
+    return {
+        name: np.maximum(array, _MIN_HALF).astype(np.float16) if name in names else array
+        for name, array in inputs.items()
+    }
+
+
+def widen(array: NDArray[Any]) -> NDArray[Any]:
+    """Return the array in float32 if it is float16, unchanged otherwise."""
+    return array.astype(np.float32) if array.dtype == np.float16 else array

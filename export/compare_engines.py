@@ -1,0 +1,127 @@
+"""Both sides of the comparison of an engine folder with its bundle, run on the same passes.
+
+The graphs that engines were built from run in ONNX Runtime on any host and are compared with the bundle's; TensorRT
+engines run on their GPU and are compared with those graphs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..bundle.files import Bundle
+from ..bundle.manifest import DecoderSpec, DrafterSpec, Precision
+from ..engines.columns import Places
+from ..engines.contracts import Progress
+from ..engines.decoder_tensors import device_tensors
+from ..engines.engine_folder import BuiltGraph, EngineFolder, file_blake2b
+from ..engines.ort.engine import OrtEngine
+from ..engines.ort.session import GraphSession
+from ..engines.profiles import capacity_of
+from ..engines.trt.builder import import_polygraphy
+from ..runtime.engine import Pass
+from .compare import CaseResult, device_feeds, widen
+from .graph.graphs import Arrays, tree_mask
+
+_ROWS = (1, 4)  # batch sizes to compare, at most as large as the engine was built for
+_TREE = (-1, 0, 0, 1, 1, 2)  # parents of the nodes of a draft tree
+
+
+def compare_engines(
+    bundle: Bundle, folder: EngineFolder, with_engines: bool, progress: Progress
+) -> Iterator[tuple[Precision, CaseResult]]:
+    """Run the decoders of a bundle, the graphs of its engine folder and, on their GPU, the engines.
+
+    Args:
+        bundle: the bundle.
+        folder: its engine folder.
+        with_engines: whether to run the engines, too.
+        progress: progress callback, called for each pass.
+
+    Yields:
+        The precision of a decoder, and the results of one pass.
+
+    Raises:
+        EngineError: a graph is not the one that the engine was built from.
+        BundleError: a graph does not run.
+    """
+    specs = {"target": bundle.manifest.target, "drafter": bundle.manifest.drafter}
+    for role, spec in specs.items():
+        built = folder.manifest.graphs.get(role)
+        if spec is None or built is None:
+            continue
+        graph = folder.folder / f"{role}.onnx"
+        if file_blake2b(graph) != built.onnx:
+            raise folder.other("another graph", "the one that its plan was built from", graph)
+        engine = open_engine(folder.manifest.backend, folder.path(role)) if with_engines else nullcontext()
+        with engine as runner:
+            for name, feeds, outputs, expected in _run_passes(bundle, role, spec, graph, built):
+                progress(f"comparing {role}: {name}", 0, 1)
+                yield spec.precision, CaseResult(f"{role}.onnx: {name}", outputs, expected)
+                if runner is not None:
+                    fits = [profile.nodes[2] >= feeds["seen"].shape[1] for profile in built.profiles]
+                    runner.set_profile(fits.index(True))
+                    results = {key: widen(array) for key, array in runner.infer(feeds).items()}
+                    yield spec.precision, CaseResult(f"{role}.plan: {name}", results, outputs)
+
+
+def open_engine(backend: str, path: Path) -> Any:
+    """Return Polygraphy's runner of a TensorRT engine, a context manager that loads the engine on this GPU."""
+    trt = import_polygraphy(backend)("backend.trt")
+    # Polygraphy looks for CUDA's runtime in these folders, and not where packages of CUDA 13 have it.
+    cuda = [str(folder) for place in sys.path for folder in Path(place).glob("nvidia/*/lib")]
+    os.environ["LD_LIBRARY_PATH"] = ":".join([*cuda, os.environ.get("LD_LIBRARY_PATH", "")])
+    return trt.TrtRunner(trt.EngineFromPath(str(path)))
+
+
+def _run_passes(
+    bundle: Bundle, role: str, spec: DecoderSpec | DrafterSpec, graph: Path, built: BuiltGraph
+) -> Iterator[tuple[str, Arrays, Arrays, Arrays]]:
+    """Run a prefill, a chain and a tree, each on the past that the passes before it left.
+
+    Yields:
+        The name of a pass, inputs of the engine's graph, its outputs, and outputs of the bundle's graph.
+    """
+    drafts = role == "drafter"
+    prefix = bundle.manifest.condition.prefix
+    path = bundle.path(role)
+    rng = np.random.default_rng(0)
+    capacity = capacity_of(built.profiles)
+    tensors = device_tensors(spec, drafts, ("float32", "float16"), capacity)
+    session = GraphSession(path, *tensors, model=graph.read_bytes())
+    table = None if drafts else bundle.code_embeddings
+    engine = OrtEngine(path, spec, table, None)
+    masks = {"prefill": np.tri(max(prefix, 2), dtype=bool), "chain": np.tri(2, dtype=bool), "tree": tree_mask(_TREE)}
+    for rows in sorted({min(rows, built.profiles[0].rows[2]) for rows in _ROWS}):
+        cache = engine.new_cache(rows, prefix + 8)
+        columns = Places(np.zeros(rows, np.int64), capacity, capacity)
+        entry = (rows, spec.num_kv_heads, capacity, spec.head_dim)
+        past = {name: np.zeros(entry, dtype) for name, dtype in session.dtypes.items() if name.startswith("past")}
+        for name, among in masks.items():
+            nodes = len(among)
+            start = int(columns.lengths[0])
+            codes = rng.integers(0, bundle.manifest.codebook_size, (rows, nodes))
+            states = rng.standard_normal((rows, nodes, spec.hidden_size), np.float32) if table is None else table[codes]
+            positions = np.tile(start + among.sum(1) - 1, (rows, 1))
+            length = engine.next_past_length(cache, nodes)
+            mask = np.zeros((rows, nodes, length + nodes), bool)
+            mask[:, :, :start] = True
+            mask[:, :, length:] = among
+            batch = Pass(positions, mask, codes, hidden=states) if drafts else Pass(positions, mask, embeds=states)
+            feeds = device_feeds(batch, columns, nodes) | past
+            states_name = "hidden" if drafts else "embeddings"
+            feeds[states_name] = feeds[states_name].astype(session.dtypes[states_name])
+            outputs = dict(zip(session.output_names, session.run(feeds), strict=True))
+            past = {key: outputs[key.replace("past", "present", 1)] for key in past}
+            output = engine.run(batch, cache)
+            cache.append(output.new_kv, [np.arange(nodes)] * rows)
+            columns.lengths += nodes
+            expected = {"logits": np.asarray(output.logits), "hidden_states": np.asarray(output.hidden)}
+            widened = {key: widen(array) for key, array in outputs.items()}
+            yield f"{name}, {rows} rows", feeds, widened, expected

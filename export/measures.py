@@ -1,0 +1,69 @@
+"""Measures of the difference between two arrays, images or token distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..output.images import to_image
+from .compare import CaseResult
+
+TIE = 0.8  # a token that is at least this times as likely as the likeliest counts as the likeliest
+
+
+def difference(result: NDArray[Any], expected: NDArray[Any]) -> float:
+    """Return the largest difference of two arrays: absolute up to values of 1, relative to the largest value above.
+
+    The result is infinite where shapes, types or infinities differ, or a number is NaN. Differences of integers are
+    never divided.
+    """
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return np.inf
+    if not expected.size:
+        return 0.0
+    wide = expected.astype(np.float64)
+    with np.errstate(all="ignore"):
+        differences = np.where(result == expected, 0, np.abs(result.astype(np.float64) - wide))
+    largest = float(np.nan_to_num(differences, nan=np.inf, posinf=np.inf).max())
+    scale = 1.0 if np.issubdtype(expected.dtype, np.integer) else max(1.0, float(np.abs(wide).max()))
+    return largest / scale if np.isfinite(scale) else largest
+
+
+def noise(result: NDArray[Any], expected: NDArray[Any]) -> float:
+    """Return the norm of the difference of two arrays over the norm of `expected`; infinite if shapes differ."""
+    if result.shape != expected.shape or not np.isfinite(result).all():
+        return np.inf
+    signal = float(np.linalg.norm(expected.astype(np.float64)))
+    return float(np.linalg.norm(result.astype(np.float64) - expected)) / max(signal, 1e-30)
+
+
+def image_difference(results: Iterable[CaseResult]) -> tuple[float, float]:
+    """Return the mean difference of images in levels of 255, and their peak signal-to-noise ratio in dB."""
+    differences = [
+        np.asarray(to_image(image), np.float64).ravel() - np.asarray(to_image(other), np.float64).ravel()
+        for _, outputs, expected in results
+        for image, other in zip(outputs["images"], expected["images"], strict=True)
+    ]
+    levels = np.concatenate(differences)
+    error = max(float(np.square(levels).mean()), 1e-9)
+    return float(np.abs(levels).mean()), float(10 * np.log10(255**2 / error))
+
+
+def agree(expected: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return whether the likeliest token of `logits [.., tokens]` is the likeliest of `expected`, up to `TIE`."""
+    chosen = np.take_along_axis(expected, logits.argmax(-1)[..., None], -1)[..., 0]
+    close: NDArray[np.bool_] = chosen >= expected.max(-1) + np.log(TIE)
+    return close
+
+
+def divergence(expected: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.float64]:
+    """Return KL(softmax(expected) || softmax(logits)) over the last axis, in nats, in float64."""
+    logs = []
+    for values in (expected, logits):
+        shifted = values.astype(np.float64) - values.max(-1, keepdims=True)
+        logs.append(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
+    total: NDArray[np.float64] = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)
+    return np.maximum(total, 0)

@@ -1,0 +1,44 @@
+"""What a bundle is made from: graphs, arrays and files of a family's checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .graph.graphs import Graph
+from .neighbours import MOST
+
+
+@dataclass(frozen=True)
+class Model:
+    """Everything that a bundle is made from; weights are mapped or deferred until they are written.
+
+    Args:
+        graphs: graphs of the bundle, each written as `<role>.onnx`.
+        code_embeddings: the target's input embeddings of codes, `[codes, hidden_size]`.
+        codebook: codebook vectors, by which neighbours are sorted, `[codes, code_dim]`.
+        fields: fields of `Manifest`, apart from those that the exporter fills in.
+        sources: role and path of each checkpoint file, for the provenance.
+        files: file name and content by role, such as `tokenizer`: `("tokenizer.json", ...)`.
+        neighbors: number of neighbours stored for each code.
+        licence: licence of the checkpoint.
+        weights: `weights` of `Provenance`: which of a checkpoint's sets of weights was exported.
+        drafts_for: sha256 of the target weights that the drafter was trained on, None if unknown.
+    """
+
+    graphs: Sequence[Graph]
+    code_embeddings: Tensor
+    codebook: NDArray[np.floating[Any]]
+    fields: Mapping[str, Any]
+    sources: Sequence[tuple[str, Path]] = ()
+    files: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
+    neighbors: int = MOST
+    licence: str = "unknown (see the checkpoint's source)"
+    weights: str | None = None
+    drafts_for: str | None = None
