@@ -66,8 +66,8 @@ class Engines:
         target = folder.manifest.graphs.get("target") if folder else None
         built = target.profiles if target else ()
         most = max((profile.nodes[2] for profile in built), default=_UNLIMITED)
-        self.most_nodes = most if bundle.manifest.row_end is None else most // 2  # of drafts, each with a row's end
-        self.most_rows = max((profile.rows[2] for profile in built), default=_UNLIMITED)
+        self.max_nodes = most if bundle.manifest.row_end is None else most // 2  # of drafts, each with a row's end
+        self.max_rows = max((profile.rows[2] for profile in built), default=_UNLIMITED)
         self._lock = threading.Lock()
         self._drafter: Engine | None = None
         self._vq_encoder: Function | None = None

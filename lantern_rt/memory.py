@@ -25,7 +25,7 @@ from .runtime.state import method_nodes
 
 FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
 MOST_WEIGHTS = 1 << 50
-TOGETHER = 64  # images at most
+MAX_IMAGES = 64  # images at most
 BATCH_BYTES = 2 << 30  # that they may take, or half of what is free
 _NODES = 64  # of a pass of one image, at least
 _PIXEL = 1024  # bytes that an image decoder takes for a pixel: two layers of 128 channels
@@ -37,14 +37,14 @@ def largest_settings(manifest: Manifest) -> Settings:
     return resolve_settings(manifest, {"method": "eagle:drafter=eagle" if manifest.drafter else "ar"})
 
 
-def images_together(manifest: Manifest, settings: Settings, most_rows: int) -> int:
+def compute_max_images(manifest: Manifest, settings: Settings, max_rows: int) -> int:
     """Images decoded together: at most 64, at most 2 GiB of keys, values and logits, or half of the free memory.
 
-    most_rows: of a pass; guidance makes two of an image. At least one.
+    max_rows: of a pass; guidance makes two of an image. At least one.
     """
     budget = min(BATCH_BYTES, available_memory() // 2)
-    rows = most_rows // (2 if settings.sampling.guided else 1)
-    return max(1, min(TOGETHER, rows, budget // sum(image_bytes(manifest, settings).values())))
+    rows = max_rows // (2 if settings.sampling.guided else 1)
+    return max(1, min(MAX_IMAGES, rows, budget // sum(image_bytes(manifest, settings).values())))
 
 
 def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = None) -> dict[str, int]:

@@ -24,7 +24,7 @@ from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import BundleError, RequestError
 from .inputs import whole
-from .memory import check_room, images_together
+from .memory import check_room, compute_max_images
 from .methods import Ar, Drafted, DrawOptions, MethodConfig, Options, PictureSource, Relaxed, Sjd
 from .output.images import blank, grey_out, recorded, to_image
 from .prompts import ImageRequest, bundle_tokenizer
@@ -265,8 +265,8 @@ class Pipeline:
         engines = self.engines  # also when the pipeline is closed meanwhile
         self.check_room(request)
         settings = self.settings_here(request.settings)
-        together = images_together(self.bundle.manifest, settings, engines.most_rows)
-        return self._decode(engines, request.images, settings, min(len(request.images), together))
+        max_images = compute_max_images(self.bundle.manifest, settings, engines.max_rows)
+        return self._decode(engines, request.images, settings, min(len(request.images), max_images))
 
     def settings_here(self, settings: Settings) -> Settings:
         """Return the settings, off the CPU with the method that their preset has for devices.
@@ -276,21 +276,21 @@ class Pipeline:
         if settings.quality is None or self.engines.on_cpu:
             return settings
         method = self.bundle.manifest.presets[settings.quality].devices or settings.method
-        widest = self.engines.most_nodes - 1
+        widest = self.engines.max_nodes - 1
         if isinstance(method, Sjd) and method.exact and method.window > widest:
             method = Sjd(window=widest) if widest else Ar()
         return replace(settings, method=method)
 
     def _decode(
-        self, engines: Engines, images: Sequence[ImageRequest], settings: Settings, together: int
+        self, engines: Engines, images: Sequence[ImageRequest], settings: Settings, max_images: int
     ) -> Generator[StreamStep, None, None]:
-        """Steps of a request, `together` images at a time."""
+        """Steps of a request, `max_images` images at a time."""
         model = self.model(engines, [settings.method], settings.size)
         seeds = [image.seed for image in images]
         prompts = self.prefixes(engines, images)
         adaptive = settings.quality is not None and engines.on_cpu
         state = StreamState(len(images), model.codes)
-        for step in decode(model, prompts, seeds, settings.sampling, settings.method, together, adaptive=adaptive):
+        for step in decode(model, prompts, seeds, settings.sampling, settings.method, max_images, adaptive=adaptive):
             yield state.add(step, settings, partial(self.draw, images, settings))
         stats = step.stats
         assert stats is not None
@@ -338,7 +338,7 @@ class Pipeline:
             grid.columns,
             self.bundle.neighbors if neighbors else None,
             engines.rounding,
-            engines.most_nodes,
+            engines.max_nodes,
             manifest.row_end,
             self.bundle.heads if any(isinstance(method, Sjd | Drafted) for method in methods) else None,
         )

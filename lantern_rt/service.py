@@ -19,7 +19,7 @@ from typing import Self, Unpack
 
 from .errors import LanternError, RequestError
 from .inputs import whole
-from .memory import images_together, largest_settings
+from .memory import compute_max_images, largest_settings
 from .methods import Ar, Eagle, Options, RowParallel, Sjd
 from .pipeline import Pipeline
 from .results import StreamStep
@@ -32,8 +32,8 @@ from .sharing import Room, Turns, next_in_turn
 from .ticket import Listener, Ticket
 
 _LOG = logging.getLogger(__name__)
-MOST_NODES = 65  # of a request in a pass: all that share it are padded to the widest
-GROUPS = MOST_NODES.bit_length() + 1  # of requests that share passes, by nodes
+MAX_NODES = 65  # of a request in a pass: all that share it are padded to the widest
+GROUPS = MAX_NODES.bit_length() + 1  # of requests that share passes, by nodes
 FEW_NODES = 2  # of a request in a pass: what drafts more takes time from others that share it
 MOST_FAILURES = 3  # passes that failed one after the other
 
@@ -56,11 +56,11 @@ class Service:
         self._engines = engines = pipeline.engines
         window = Sjd(neighbors=1, lambda_=2) if manifest.neighbors else Sjd()  # with all that any method needs
         self.model = pipeline.model(engines, [Eagle() if manifest.drafter else Ar(), window])
-        together_here = images_together(manifest, largest_settings(manifest), engines.most_rows)
-        usual = min(together_here, max(1, engines.most_rows // 2))
-        self.together = whole("together", together, usual, 1, 4096)
-        self.room = Room(self.together, whole("waiting", waiting, 256, 0, 1 << 20))
-        self._rows = min(2 * self.together, engines.most_rows)
+        fitting = compute_max_images(manifest, largest_settings(manifest), engines.max_rows)
+        usual = min(fitting, max(1, engines.max_rows // 2))
+        self._max_images = whole("together", together, usual, 1, 4096)
+        self.room = Room(self._max_images, whole("waiting", waiting, 256, 0, 1 << 20))
+        self._rows = min(2 * self._max_images, engines.max_rows)
         self._clocks = Clock(), Clock()
         self._batches = self._new_batches()
         self._turns = Turns()
@@ -134,7 +134,7 @@ class Service:
         raster = replace(self.model.raster, codes=size.codes, columns=size.columns)
         ticket = Ticket(self.forget, request, listener, steps, caller, deadline, raster)
         nodes = state.method_nodes(request.settings.method)
-        max_nodes = min(MOST_NODES, self._engines.most_nodes)
+        max_nodes = min(MAX_NODES, self._engines.max_nodes)
         if nodes > max_nodes:
             expected = f"at most {max_nodes} where passes are shared"
             raise RequestError(field="method", found=f"{nodes} nodes in a pass", expected=expected)
@@ -254,12 +254,12 @@ class Service:
         """Return who waits for a place, by group, in the order in which they are to have places."""
         active = [sample for batch in self._batches.values() for sample in batch.active]
         held = Counter(self._tickets[sample.index].caller for sample in active)
-        share = max(1, self.together // self._callers) if self._callers > 1 else self.room.total
+        share = max(1, self._max_images // self._callers) if self._callers > 1 else self.room.total
         order = next_in_turn([(self._tickets[one.index].caller, one) for one in self._waiting], held, share)
         groups = [self._group(sample) for sample in order]
         used = {group for group, batch in self._batches.items() if batch.active}
         if len(used.union(groups)) > 1:  # whose turn it is says nothing about places
-            order = order[: self.together - len(active)]
+            order = order[: self._max_images - len(active)]
         waiting: dict[int, list[state.Request]] = {}
         for sample, group in zip(order, groups, strict=False):
             waiting.setdefault(group, []).append(sample)
@@ -270,12 +270,12 @@ class Service:
         method = sample.method
         if self._callers < 2 or (method.exact and (sample.nodes <= FEW_NODES or isinstance(method, Sjd))):
             return 0
-        return (MOST_NODES if isinstance(method, RowParallel) else sample.nodes).bit_length()
+        return (MAX_NODES if isinstance(method, RowParallel) else sample.nodes).bit_length()
 
     def _step(self) -> None:
         """One pass, and what it gave to those whose request it was."""
         waiting = self._waiting_by_group()
-        free = self.together - sum(len(batch.active) for batch in self._batches.values())
+        free = self._max_images - sum(len(batch.active) for batch in self._batches.values())
         callers: dict[int, set[str]] = {}
         new: dict[int, list[state.Request]] = {}
         for group, batch in self._batches.items():

@@ -21,8 +21,9 @@ T = TypeVar("T")
 class Room:
     """Room for images that share passes, and that wait for them. A service calls it with its lock held."""
 
-    def __init__(self, together: int, waiting: int) -> None:
-        self.together, self.total = together, together + waiting
+    def __init__(self, max_images: int, waiting: int) -> None:
+        self.max_images = max_images
+        self.total = max_images + waiting
         self.images = 0  # that were taken and have not ended
         self.held = Counter[str]()  # the same of each caller who has any
         self._left: dict[str, float] = {}  # when others had their last image
@@ -53,7 +54,7 @@ class Room:
 
     def needed(self, images: int) -> float:
         """Seconds until so many images are done, of which as many share passes as can; the last may begin anew."""
-        batch = min(images, self.together)
+        batch = min(images, self.max_images)
         return math.ceil(images / batch) * batch * self.seconds / _IN_TIME
 
     def check(self, caller: str, images: int, deadline: float) -> None:
@@ -74,7 +75,7 @@ class Room:
 
     def is_late(self, images: int, end: float) -> bool:
         """Whether images that begin now, beside others, are not done by then."""
-        batch = max(images, min(self.together, self.images))
+        batch = max(images, min(self.max_images, self.images))
         return self.images > images and time.perf_counter() + self.needed(batch) > end
 
     def busy(self, excess: float, images: int) -> BusyError:

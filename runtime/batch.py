@@ -49,10 +49,10 @@ class Batch:
         self.target_clock, self.drafter_clock = clocks or (Clock(), Clock())
         self.active: list[Request] = []
         self._cache: Cache | None = None  # of the active requests' rows, in their order
-        self._plain = TreeDrafter(model.most_nodes)
+        self._plain = TreeDrafter(model.max_nodes)
         # windows, and trees with heads
-        self._windows = HeadDrafter(model.heads) if model.heads else JacobiDrafter(model.most_nodes)
-        self._row_drafter = RowDrafter(model.most_nodes)
+        self._windows = HeadDrafter(model.heads) if model.heads else JacobiDrafter(model.max_nodes)
+        self._row_drafter = RowDrafter(model.max_nodes)
         self._drafters: dict[str, Drafter] = {"ar": self._plain, "sjd": self._windows, "rows": self._row_drafter}
         self._eagles: dict[Request, EagleDrafter] = {}  # one for all requests of a method, greedy ones apart
         self._arrange()

@@ -36,7 +36,7 @@ def decode(
     seeds: Sequence[int],
     sampling: Sampling,
     method: MethodConfig,
-    together: int = 1 << 16,
+    max_images: int = 1 << 16,
     listener: Drafter | None = None,
     adaptive: bool = False,
 ) -> Generator[Step, None, None]:
@@ -48,7 +48,7 @@ def decode(
         seeds: one a prompt, 0 .. 2^64 - 1.
         sampling: how distributions are made of logits.
         method: how tokens are drafted and accepted.
-        together: images that share passes at most; as one is done, the next begins.
+        max_images: maximum number of images per forward pass; when one is done, the next joins.
         listener: that hears of every pass what it committed.
         adaptive: whether an exact window narrows as `windows.py` has it.
 
@@ -62,10 +62,10 @@ def decode(
     done = 0
     stats = None
     while stats is None:
-        for i, (prompt, seed) in islice(coming, together - len(batch.active) - len(waiting)):
+        for i, (prompt, seed) in islice(coming, max_images - len(batch.active) - len(waiting)):
             rows = prompt.rows(sampling)
             waiting.append(Request(i, model.raster, rows, sampling, method, seed, prompt.kept, adaptive))
-        if new := joining(batch, waiting, together):
+        if new := joining(batch, waiting, max_images):
             del waiting[: len(new)]
             records += [request.statistics for request in new]
             parts = batch.join(new)

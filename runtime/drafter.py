@@ -63,7 +63,7 @@ class EagleDrafter(TreeDrafter):
     needs_new_codes = True
 
     def __init__(self, model: Model, method: Drafted, clock: Clock) -> None:
-        super().__init__(model.most_nodes)
+        super().__init__(model.max_nodes)
         assert model.drafter is not None  # requests are refused where there is none
         self.engine: Engine = model.drafter
         self.shape = named_tree(method.tree)
@@ -73,7 +73,7 @@ class EagleDrafter(TreeDrafter):
         self.last_position = model.positions - 1 + model.layout.position_shift
         self.row_end = model.row_end
         self.slots = _slots(self.shape) * (1 if self.row_end is None else 2)
-        self.most = min(model.most_nodes, MOST_SLOTS)
+        self.most = min(model.max_nodes, MOST_SLOTS)
         self.requests: list[Request] = []  # as rows of the cache, whose rows are those of each request in turn
         self.cache: Cache | None = None
         self.pending: dict[Request, Pending] = {}

@@ -45,7 +45,7 @@ class Model:
     # nats by which the difference of two of the target's logits may depend on the pass; 0 leaves ties to
     # whichever pass meets them, see `likelihood.py`
     rounding: float = 0.0
-    most_nodes: int = 1 << 20  # of a draft in a pass
+    max_nodes: int = 1 << 20  # of a draft in a pass
     row_end: int | None = None  # token at the end of a row, see `raster.py`
     # what windows draft with, and trees that ask for them; None where no method does
     heads: Heads | None = None

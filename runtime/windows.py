@@ -27,13 +27,13 @@ class AdaptiveWindow:
         self._window = max_window
         self._balance = 0.0  # forward passes that drafts saved since the window changed
 
-    def size(self, images: int) -> int:
+    def size(self, num_images: int) -> int:
         """Return how many tokens to draft in the next forward pass.
 
         Args:
-            images: number of images that share the pass, from 1.
+            num_images: number of images that share the pass, from 1.
         """
-        widest = next((window for count, window in SHARED if images <= count), CROWDED)
+        widest = next((window for count, window in SHARED if num_images <= count), CROWDED)
         return min(self._window, widest)
 
     def record(self, drafted: int, accepted: int) -> None:

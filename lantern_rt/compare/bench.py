@@ -26,7 +26,12 @@ def default_methods(manifest: Manifest) -> list[str]:
 
 
 def bench(
-    pipeline: Pipeline, methods: Sequence[MethodRun], prompts: Prompts, batch: int, count: int, progress: Progress
+    pipeline: Pipeline,
+    methods: Sequence[MethodRun],
+    prompts: Prompts,
+    batch_size: int,
+    min_images: int,
+    progress: Progress,
 ) -> list[list[Run]]:
     """Run all methods in turns, after one turn that is not counted.
 
@@ -34,18 +39,18 @@ def bench(
         pipeline: that runs them.
         methods: plain decoding first.
         prompts: to draw.
-        batch: images decoded together.
-        count: images of every method, at least; there are three turns in any case.
+        batch_size: number of images per forward pass.
+        min_images: minimum number of images per method; there are three turns in any case.
         progress: progress callback.
 
     Returns:
         Runs by method and turn.
     """
-    turns = max(MIN_TURNS, -(-count // batch))
-    requests = (prompts.request(max(turn, 0), batch) for turn in range(-1, turns))
+    turns = max(MIN_TURNS, -(-min_images // batch_size))
+    requests = (prompts.request(max(turn, 0), batch_size) for turn in range(-1, turns))
     by_turn = [
         [replace(one, images=[]) for one in runs]  # pictures were painted for the time it takes
-        for runs in take_turns(pipeline, methods, requests, progress=progress, total=(turns + 1) * batch)
+        for runs in take_turns(pipeline, methods, requests, progress=progress, total=(turns + 1) * batch_size)
     ]
     return [list(runs) for runs in zip(*by_turn[1:], strict=True)]
 

@@ -26,7 +26,7 @@ from .turns import MethodRun, Prompts, Run, scored, take_turns
 MIN_PROMPTS = 2
 ENOUGH_PROMPTS = 30
 IMAGES_PER_FEATURE = 10
-BATCH = 8  # images decoded together
+BATCH_SIZE = 8  # images per forward pass
 REFERENCE = "ar, other seeds"
 _WIDE, _RESAMPLES_WIDE = 256, 200  # features, or images if fewer, from which on a Frechet distance takes a while
 
@@ -71,14 +71,16 @@ def evaluate(
     if agreement is not None:
         agreement([nothing], [max(labels, key=len)])
     turns = list(
-        take_turns(pipeline, methods, prompts.requests(BATCH, seeds, 0), score=False, progress=progress, total=count)
+        take_turns(
+            pipeline, methods, prompts.requests(BATCH_SIZE, seeds, 0), score=False, progress=progress, total=count
+        )
     )
     runs = {method.label: list(own) for method, own in zip(methods, zip(*turns, strict=True), strict=True)}
     plain, *_ = runs.values()
     compared = {label: own for label, own in runs.items() if own is plain or not same_codes(own, plain)}
     for number, (label, own) in enumerate(compared.items()):
         progress("likelihoods", number, len(compared))
-        requests = prompts.requests(BATCH, seeds, 0)
+        requests = prompts.requests(BATCH_SIZE, seeds, 0)
         compared[label] = [scored(pipeline, one, request) for one, request in zip(own, requests, strict=True)]
     drawn = {label: [image for one in own for image in one.images] for label, own in compared.items()}
     figures = _single_figures(list(compared.values()), seeds)
@@ -126,7 +128,7 @@ def _draw_reference(
     def report_reference(_: str, done: int, total: int) -> None:
         progress(f"images of {REFERENCE}", done, total)
 
-    others = prompts.requests(BATCH, seeds, first_seed=count)
+    others = prompts.requests(BATCH_SIZE, seeds, first_seed=count)
     turns = take_turns(pipeline, [plain], others, score=False, progress=report_reference, total=count)
     return [image for (own,) in turns for image in own.images]
 

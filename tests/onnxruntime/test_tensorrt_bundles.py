@@ -148,7 +148,7 @@ def test_ends_of_rows_take_half_of_the_nodes_that_plans_were_built_for(
     folder = build_plans(lumina_bundle, tmp_path / "plans", max_nodes=64)
     most = max(profile.nodes[2] for profile in open_engine_folder(folder).manifest.graphs["target"].profiles)
     engines = Pipeline.from_bundle(lumina_bundle, threads=1, engines=folder).engines
-    assert (engines.most_nodes, engines.most_rows) == (most // 2, 6)
+    assert (engines.max_nodes, engines.max_rows) == (most // 2, 6)
 
 
 def draw(bundle: Path, folder: Path) -> None:

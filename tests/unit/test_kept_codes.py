@@ -84,7 +84,7 @@ def test_the_drafter_runs_a_long_row_of_kept_codes_in_pieces_that_fit() -> None:
     prompts = [replace(make_prompt(0), kept=kept), make_prompt(1)]
     drawn: dict[str, list[list[int]]] = {}
     for method in (Ar(), Eagle(tree="chain-2")):
-        model = replace(make_model(VOCABULARY, 40, columns=COLUMNS, round_span=4), most_nodes=8)
+        model = replace(make_model(VOCABULARY, 40, columns=COLUMNS, round_span=4), max_nodes=8)
         drawn[method.method] = codes_of(decode(model, prompts, [1, 2], GUIDED, method), 2)
     assert drawn["eagle"] == drawn["ar"]
     assert isinstance(model.drafter, ToyDrafter)

@@ -130,7 +130,7 @@ def test_every_token_is_the_choice_after_what_the_definition_lets_it_see(
         expected = [told(model, prompt, window, sampling, draw)]
         for drafts in (0, 1, 2, 5):
             assert drawn(model, [prompt], window, [seed], sampling, drafts) == expected
-        narrow = replace(toy(rows, columns, ends=ends), most_nodes=2)
+        narrow = replace(toy(rows, columns, ends=ends), max_nodes=2)
         assert drawn(narrow, [prompt], window, [seed], sampling, drafts=1) == expected
         assert {nodes for _, nodes in narrow.target.passes[1:]} == {2}  # type: ignore[attr-defined]
 
@@ -194,7 +194,7 @@ def test_a_picture_is_the_same_whatever_number_of_drafts_passes_take(drafts: int
     model, prompts, seeds = toy(4, 4, ends=ends), [make_prompt(i) for i in range(3)], [5, 6, 7]
     expected = drawn(model, prompts, window, seeds, GUIDED)
     method = RowParallel(window=window, drafts=drafts)
-    assert codes_of(decode(model, prompts, seeds, GUIDED, method, together=2), 3) == expected
+    assert codes_of(decode(model, prompts, seeds, GUIDED, method, max_images=2), 3) == expected
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])

@@ -19,7 +19,7 @@ from ...bundle.manifest import Manifest
 from ...compare.turns import Prompts
 from ...engines.contracts import Progress
 from ...errors import OutputError
-from ...memory import images_together
+from ...memory import compute_max_images
 from ...pipeline import Pipeline
 from ...runtime.decode import decode
 from ...runtime.drafting import Commit, Drafter
@@ -126,9 +126,9 @@ def _draw(pipeline: Pipeline, request: dict[str, Any], progress: Progress) -> tu
     late = _Late(len(images), model.codes, pipeline.bundle.manifest.target.hidden_size)
     codes = np.zeros((len(images), model.codes), np.int32)
     filled = [0] * len(images)
-    together = images_together(pipeline.bundle.manifest, settings, pipeline.engines.most_rows)
+    max_images = compute_max_images(pipeline.bundle.manifest, settings, pipeline.engines.max_rows)
     prompts, seeds = pipeline.prefixes(pipeline.engines, images), [image.seed for image in images]
-    steps = decode(model, prompts, seeds, settings.sampling, settings.method, together=together, listener=late)
+    steps = decode(model, prompts, seeds, settings.sampling, settings.method, max_images=max_images, listener=late)
     for step in steps:
         for part in step.parts:
             end = filled[part.request] + len(part.codes)
