@@ -33,7 +33,7 @@ from random_bundle import SHAPES, random_bundle
 from lantern_rt import LanternError, Pipeline
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.rewrite import write_heads
-from lantern_rt.compare.turns import read_bundle_prompts
+from lantern_rt.compare.prompts import read_bundle_prompts
 from lantern_rt.engines.host import processor
 from lantern_rt.runtime.heads import head_shapes
 from lantern_rt.train.drafter.heads import RANK, UNITS

@@ -30,7 +30,8 @@ from decode import NODES, REPEATS, pass_seconds
 
 from lantern_rt import LanternError, Pipeline, __version__
 from lantern_rt.cli.console import print_table
-from lantern_rt.compare.turns import MethodRun, read_bundle_prompts, run
+from lantern_rt.compare.prompts import read_bundle_prompts
+from lantern_rt.compare.turns import MethodRun, run
 from lantern_rt.engines.host import processor
 from lantern_rt.export.verify import agree, divergence
 from lantern_rt.runtime.likelihood import sequence_logits

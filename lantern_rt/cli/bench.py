@@ -9,7 +9,8 @@ import typer
 from .. import __version__
 from ..compare.bench import bench as run_bench
 from ..compare.bench import default_methods, fastest, summarize
-from ..compare.turns import parse_methods, read_bundle_prompts
+from ..compare.prompts import read_bundle_prompts
+from ..compare.turns import parse_methods
 from ..engines.host import processor
 from ..inputs import whole
 from ..pipeline import Pipeline

@@ -17,8 +17,9 @@ from ..bundle.rewrite import write_presets as write_into_bundle
 from ..compare.evaluate import evaluate as run_evaluation
 from ..compare.image_graph import Agreement, EncoderFeatures, Features, folder_features, read_preprocessing
 from ..compare.presets import candidate_methods, choose_presets
+from ..compare.prompts import read_bundle_prompts
 from ..compare.report import html_report, text_report
-from ..compare.turns import parse_methods, read_bundle_prompts
+from ..compare.turns import parse_methods
 from ..engines.doctor import host_report
 from ..engines.host import usable_cores
 from ..errors import RequestError

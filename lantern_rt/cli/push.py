@@ -71,7 +71,7 @@ def _read_sample(path: Path, bundle: Bundle) -> tuple[bytes, Mapping[Any, Any]]:
 
 def _draw_samples(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
     """As many pictures as there are prompts for. Raises: RequestError: the bundle has no prompts of its own."""
-    from ..compare.turns import read_bundle_prompts
+    from ..compare.prompts import read_bundle_prompts
     from ..output.images import png_bytes
 
     try:

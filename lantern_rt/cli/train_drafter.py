@@ -49,7 +49,7 @@ def data(
 ) -> None:
     """Have the target draw images to train on."""
     require_library("safetensors", "train-drafter data", "cpu,train")
-    from ..compare.turns import read_bundle_prompts
+    from ..compare.prompts import read_bundle_prompts
     from ..train.drafter.data import estimate_bytes, write_shards
     from ..train.drafter.shards import read_source
 

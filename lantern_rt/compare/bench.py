@@ -11,7 +11,8 @@ from ..bundle.manifest import Manifest
 from ..engines.contracts import Progress
 from ..methods import Quality
 from ..pipeline import Pipeline
-from .turns import MethodRun, Prompts, Run, take_turns
+from .prompts import Prompts
+from .turns import MethodRun, Run, take_turns
 
 MIN_TURNS = 3
 

@@ -20,8 +20,9 @@ from ..errors import RequestError
 from ..output.images import blank
 from ..pipeline import Pipeline
 from .image_graph import Agreement, Features
+from .prompts import Prompts
 from .statistics import RESAMPLES, Figure, Floats, Ints, estimate, estimate_mean, fit_gaussian, frechet_distance
-from .turns import MethodRun, Prompts, Run, scored, take_turns
+from .turns import MethodRun, Run, scored, take_turns
 
 MIN_PROMPTS = 2
 ENOUGH_PROMPTS = 30

@@ -8,7 +8,7 @@ import numpy as np
 
 from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.bundle.manifest import file_sha256
-from lantern_rt.compare.turns import Prompts
+from lantern_rt.compare.prompts import Prompts
 from lantern_rt.pipeline import Pipeline
 from lantern_rt.train.drafter.data import SHARD, write_shards
 from lantern_rt.train.drafter.fit import Fit, Options, describe_figures

@@ -21,7 +21,7 @@ from tiny_bundle import make_tiny_bundle
 from lantern_rt import Pipeline
 from lantern_rt.bundle.files import GRAPHS, MANIFEST_FILE, open_bundle
 from lantern_rt.cli.main import run_program
-from lantern_rt.compare.turns import Prompts
+from lantern_rt.compare.prompts import Prompts
 from lantern_rt.engines.engine_folder import ENGINE_FILE
 from lantern_rt.errors import LanternError
 from lantern_rt.output.images import png_bytes

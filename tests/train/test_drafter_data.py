@@ -14,7 +14,7 @@ import pytest
 
 from lantern_rt import CheckpointError, OutputError, Pipeline
 from lantern_rt.cli.main import run_program
-from lantern_rt.compare.turns import Prompts
+from lantern_rt.compare.prompts import Prompts
 
 pytest.importorskip("safetensors")
 

@@ -13,7 +13,7 @@ import pytest
 
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError, open_bundle
 from lantern_rt.cli.main import run_program
-from lantern_rt.compare.turns import Prompts
+from lantern_rt.compare.prompts import Prompts
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnx")

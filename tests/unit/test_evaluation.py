@@ -19,9 +19,10 @@ from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.evaluate import evaluate as evaluate_methods
 from lantern_rt.compare.image_graph import Agreement, EncoderFeatures, Features, Preprocessing
+from lantern_rt.compare.prompts import Prompts
 from lantern_rt.compare.report import COLUMNS
 from lantern_rt.compare.statistics import Floats, fit_gaussian, frechet_distance
-from lantern_rt.compare.turns import MethodRun, Prompts, parse_methods
+from lantern_rt.compare.turns import MethodRun, parse_methods
 
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow", "a green sphere")
 PLAIN = MethodRun("ar", {"method": "ar"})

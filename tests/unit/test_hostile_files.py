@@ -19,7 +19,7 @@ from lantern_rt import Pipeline
 from lantern_rt.bundle.files import MANIFEST_FILE, Bundle, open_bundle
 from lantern_rt.cli.console import print_facts, print_json, print_stderr, print_table, show_progress
 from lantern_rt.cli.main import run_program
-from lantern_rt.compare.turns import read_prompts
+from lantern_rt.compare.prompts import read_prompts
 from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.errors import BundleError, EngineError, LanternError, TreeError, printable

@@ -10,7 +10,8 @@ import pytest
 from tiny_bundle import CAPTION, make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError, open_bundle
-from lantern_rt.compare.turns import MethodRun, Prompts, parse_methods, read_bundle_prompts, run, scored, take_turns
+from lantern_rt.compare.prompts import Prompts, read_bundle_prompts
+from lantern_rt.compare.turns import MethodRun, parse_methods, run, scored, take_turns
 
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow")
 

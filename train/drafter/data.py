@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...bundle.manifest import Manifest
-from ...compare.turns import Prompts
+from ...compare.prompts import Prompts
 from ...engines.contracts import Progress
 from ...errors import OutputError
 from ...memory import compute_max_images
