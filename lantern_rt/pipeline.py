@@ -322,25 +322,38 @@ class Pipeline:
             first, second = (PrefixRow(*row) for row in rows)
             yield from [Prompt(first, second, kept)] * (1 + len(others))
 
-    def model(self, engines: Engines, methods: Sequence[MethodConfig], size: str | None = None) -> Model:
-        """What the runtime needs to draw pictures of a size, by default the bundle's, by these methods."""
+    def model(self, engines: Engines, methods: Sequence[MethodConfig] | None = None, size: str | None = None) -> Model:
+        """Load what the runtime needs to generate images.
+
+        Args:
+            engines: loaded graphs.
+            methods: methods that will run; graphs and tables that none of them reads stay unloaded. None: any method
+                may run.
+            size: name of the image size; None: the bundle's default.
+        """
         manifest = self.bundle.manifest
-        own = {one.name for one in fields(DrafterLayout)}
-        layout = manifest.drafter.model_dump(include=own) if manifest.drafter else {}
+        names = {field.name for field in fields(DrafterLayout)}
+        layout = manifest.drafter.model_dump(include=names) if manifest.drafter else {}
         grid = manifest.size(size)
-        neighbors = any(isinstance(method, Relaxed) and method.neighbors for method in methods)
+        if methods is None:
+            uses_drafter = uses_heads = True
+            uses_neighbors = manifest.neighbors > 0
+        else:
+            uses_drafter = any(isinstance(method, Drafted) and not method.by_heads for method in methods)
+            uses_heads = any(isinstance(method, Sjd | Drafted) for method in methods)
+            uses_neighbors = any(isinstance(method, Relaxed) and method.neighbors for method in methods)
         return Model(
             engines.target,
-            engines.drafter if any(isinstance(method, Drafted) and not method.by_heads for method in methods) else None,
+            engines.drafter if uses_drafter else None,
             grid.codes,
             manifest.target.max_positions,
             DrafterLayout(**layout),
             grid.columns,
-            self.bundle.neighbors if neighbors else None,
+            self.bundle.neighbors if uses_neighbors else None,
             engines.rounding,
             engines.max_nodes,
             manifest.row_end,
-            self.bundle.heads if any(isinstance(method, Sjd | Drafted) for method in methods) else None,
+            self.bundle.heads if uses_heads else None,
         )
 
     def draw(self, images: Sequence[ImageRequest], settings: Settings, i: int, cells: Ints) -> Image:

@@ -96,14 +96,7 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
         method = _preset_method(manifest, quality)
     elif quality is not None:
         raise RequestError("a quality and a method", field="quality", remedy="give one of them")
-    name, parameters = method, dict[str, Any]()
-    complete = None
-    if isinstance(method, MethodConfig):
-        name, parameters = method.method, method.parameters()
-        complete = method.model_dump()
-    elif isinstance(method, str) and ":" in method:
-        name, parameters = parse_method(method)
-    return Settings(_resolve_method(manifest, name, parameters, complete), sampling, size, quality)
+    return Settings(_resolve_method(manifest, method), sampling, size, quality)
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
@@ -132,20 +125,24 @@ def _resolve_size(manifest: Manifest, size: Any) -> str | None:
     return manifest.size(size).name if manifest.sizes else None
 
 
-def _resolve_method(
-    manifest: Manifest, name: Any, parameters: dict[str, Any], complete: dict[str, Any] | None
-) -> MethodConfig:
-    """Return the method that a bundle decodes by.
+def _resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
+    """Return a method whose parameters are all set and fit the bundle.
 
     Args:
-        manifest: of the bundle.
-        name: of the method.
-        parameters: those that are set.
-        complete: all fields of a method that was given as an object; None: the bundle's defaults fill in the others.
+        manifest: manifest of the bundle, whose defaults complete a method string.
+        method: a method object, which is complete, or a method string.
 
     Raises:
         RequestError: there is no such method, or the bundle lacks what it needs.
     """
+    complete = isinstance(method, MethodConfig)
+    name = method
+    parameters: dict[str, Any] = {}
+    if isinstance(method, MethodConfig):
+        name = method.method
+        parameters = method.parameters()
+    elif isinstance(method, str) and ":" in method:
+        name, parameters = parse_method(method)
     *others, last = METHODS
     if name not in (*others, last):  # whatever its type
         raise RequestError(field="method", found=short(name), expected=f"{', '.join(others)} or {last}")
@@ -157,8 +154,8 @@ def _resolve_method(
         if name not in PARAMETERS[parameter]:
             remedy = f"leave {parameter} out, or use method {' or '.join(PARAMETERS[parameter])}"
             raise RequestError(f"method {name} does not take it", field=parameter, remedy=remedy)
-    fields = complete or _defaults(manifest, name) | parameters
-    if issubclass(kind, Relaxed) and (complete is None or "neighbors" in parameters):
+    fields = method.model_dump() if complete else _defaults(manifest, name) | parameters
+    if issubclass(kind, Relaxed) and (not complete or "neighbors" in parameters):
         fields |= _neighborhood(manifest, name, parameters)
     if issubclass(kind, Drafted):
         drafter = fields.get("drafter")
@@ -188,15 +185,15 @@ def _defaults(manifest: Manifest, name: str) -> dict[str, Any]:
 
 
 def _neighborhood(manifest: Manifest, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """neighbors, its bound and residual, as far as the method aggregates at all; else all of them None."""
+    """Return the neighbors, bound and residual of a relaxed method; all of them None if it adds no neighbours."""
     bounds = [bound for bound in ("delta", "lambda") if name in PARAMETERS[bound]]
-    chosen = [bound for bound in bounds if bound in parameters]
-    if not chosen and len(bounds) > 1:
+    default_bound = bounds[0] if len(bounds) == 1 else None
+    bound = next((bound for bound in bounds if bound in parameters), default_bound)
+    if bound is None:
         if idle := [one for one in ("neighbors", "residual") if one in parameters]:
             problem = f"method {name} aggregates nothing unless bounded"
             raise RequestError(problem, field=idle[0], remedy="give delta or lambda too")
         return dict.fromkeys([*bounds, "neighbors", "residual"])
-    bound = chosen[0] if chosen else bounds[0]
     if not manifest.neighbors:
         problem = f"bundle {manifest.name} has no neighbour table"
         raise RequestError(problem, field=f"method {name}", remedy="use method ar, eagle or sjd")

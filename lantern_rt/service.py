@@ -20,7 +20,7 @@ from typing import Self, Unpack
 from .errors import LanternError, RequestError
 from .inputs import whole
 from .memory import compute_max_images, largest_settings
-from .methods import Ar, Eagle, Options, RowParallel, Sjd
+from .methods import Options, RowParallel, Sjd
 from .pipeline import Pipeline
 from .results import StreamStep
 from .runtime import state
@@ -54,8 +54,7 @@ class Service:
         self.pipeline = pipeline
         manifest = pipeline.bundle.manifest
         self._engines = engines = pipeline.engines
-        window = Sjd(neighbors=1, lambda_=2) if manifest.neighbors else Sjd()  # with all that any method needs
-        self.model = pipeline.model(engines, [Eagle() if manifest.drafter else Ar(), window])
+        self.model = pipeline.model(engines)
         fitting = compute_max_images(manifest, largest_settings(manifest), engines.max_rows)
         usual = min(fitting, max(1, engines.max_rows // 2))
         self._max_images = whole("together", together, usual, 1, 4096)
