@@ -1,1 +1,1 @@
-"""A bundle behind HTTP: OpenAI's Images API, live pictures, metrics. HTTP knows `AsyncPipeline` and no decoder."""
+"""HTTP server for bundles: OpenAI's Images API, a live web page and metrics, on top of `AsyncPipeline`."""

@@ -1,4 +1,4 @@
-"""The server's routes, as a Starlette application."""
+"""Starlette application with the routes of the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -33,12 +33,12 @@ from .images import KINDS, ImagesEndpoint
 from .protocol import EditRequest, Figures, HttpError, ImagesRequest
 from .state import ServerState
 
-LINGER_SECONDS = 3.0  # in which the rest of a body is dropped, for its client to read the response
+LINGER_SECONDS = 3.0  # time to drain an unread body, so the client can read the response
 PAGE_FOLDER = Path(str(files(__package__) / "page"))
 _SECURITY_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",  # a new version's page is seen at once
+    "cache-control": "no-cache",  # browsers load a new version of the page at once
     "referrer-policy": "no-referrer",
 }
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
@@ -47,30 +47,30 @@ Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 def make_app(
     state: ServerState, lifespan: Lifespan | None = None, origins: Sequence[str] = (), hosts: Collection[str] = ()
 ) -> Starlette:
-    """The application.
+    """Create the application.
 
     Args:
-        state: that requests share.
-        lifespan: fills `state.backends`, and closes them.
-        origins: sites whose pages may ask (CORS), as `read_origin` takes them.
-        hosts: names of the server, besides addresses; empty where any will do.
+        state: state that requests share.
+        lifespan: context that fills `state.backends` and closes the backends.
+        origins: sites whose pages may send requests (CORS), as in `read_origin`.
+        hosts: accepted names of the server besides addresses; empty: any name.
 
     Raises:
-        RequestError: an origin is none.
+        RequestError: an origin is invalid.
     """
-    origins = [read_origin(one) for one in origins]
-    pages = _InfoRoutes(state)
+    origins = [read_origin(origin) for origin in origins]
+    info = _InfoRoutes(state)
     routes = [
         *(Route(f"/v1/images/{kind}", ImagesEndpoint(state, kind), methods=["POST"]) for kind in KINDS),
-        Route("/v1/models", pages.models),
-        Route("/v1/models/{name:path}", pages.model),
-        Route("/livez", pages.live),
-        Route("/readyz", pages.ready),
-        Route("/health", pages.ready),
-        Route("/metrics", pages.metrics),
-        Route("/openapi.json", pages.openapi),
-        Route("/docs", pages.docs),
-        Route("/", pages.page),
+        Route("/v1/models", info.models),
+        Route("/v1/models/{name:path}", info.model),
+        Route("/livez", info.live),
+        Route("/readyz", info.ready),
+        Route("/health", info.ready),
+        Route("/metrics", info.metrics),
+        Route("/openapi.json", info.openapi),
+        Route("/docs", info.docs),
+        Route("/", info.page),
         Mount("/page", StaticFiles(directory=PAGE_FOLDER)),
     ]
     middleware = [Middleware(_RequestGuard, origins, hosts)]
@@ -80,7 +80,7 @@ def make_app(
                 CORSMiddleware,
                 allow_origins=origins,
                 allow_methods=["GET", "POST"],
-                allow_headers=["*"],  # OpenAI's client sends a dozen of its own
+                allow_headers=["*"],  # OpenAI's client sends a dozen extra headers
                 expose_headers=["retry-after", "x-request-id"],
             )
         )
@@ -93,68 +93,69 @@ def make_app(
 
 
 def read_origin(text: str) -> str:
-    """Return an origin as browsers send it: in small letters, without the usual port and the slash at the end."""
+    """Normalize an origin as browsers do: lower case, without default port and final slash."""
     with suppress(ValidationError):
         origin = str(AnyUrl(text)).removesuffix("/")
         if re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*,;]+", origin):
             return origin
     if text == "*":
         return text
-    raise RequestError(field="cors", found=short(text), expected="one origin such as https://ui.example, or *")
+    raise RequestError(field="cors", found=short(text), expected="an origin such as https://ui.example, or *")
 
 
 class _InfoRoutes:
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
-    async def models(self, request: Request) -> Response:
-        self._state.check_key(request)
+    async def models(self, http: HttpRequest) -> Response:
+        self._state.check_key(http)
         names = [*self._state.backends, *(self._state.limits.aliases if self._state.backends else ())]
         models = [self._describe(name) for name in names]
         return JSONResponse({"object": "list", "data": models})
 
-    async def model(self, request: Request) -> Response:
-        self._state.check_key(request)
+    async def model(self, http: HttpRequest) -> Response:
+        self._state.check_key(http)
         self._state.check_open()
-        return JSONResponse(self._describe(request.path_params["name"]))
+        return JSONResponse(self._describe(http.path_params["name"]))
 
     def _describe(self, name: str) -> dict[str, Any]:
-        backend, limits = self._state.backend(name), self._state.limits
-        own = {"object": "model", "created": self._state.started, "owned_by": "lantern-rt", "root": backend.name}
+        backend = self._state.backend(name)
+        limits = self._state.limits
+        entry = {"object": "model", "created": self._state.started, "owned_by": "lantern-rt", "root": backend.name}
         facts = backend.describe()
         methods = [method for method in facts["methods"] if method in (limits.methods or facts["methods"])]
-        return {"id": name, **own, "lantern": {**facts, "methods": methods}}
+        return {"id": name, **entry, "lantern": {**facts, "methods": methods}}
 
-    async def live(self, request: Request) -> Response:
+    async def live(self, http: HttpRequest) -> Response:
         failed = self._state.status == "failed"
         return JSONResponse({"status": "failed" if failed else "live"}, 503 if failed else 200)
 
-    async def ready(self, request: Request) -> Response:
+    async def ready(self, http: HttpRequest) -> Response:
         status = self._state.status
         return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
-    async def metrics(self, request: Request) -> Response:
+    async def metrics(self, http: HttpRequest) -> Response:
         return Response(self._state.metrics.text(self._state.backends.values()), media_type="text/plain; version=0.0.4")
 
-    async def openapi(self, request: Request) -> Response:
+    async def openapi(self, http: HttpRequest) -> Response:
         document = json.loads((PAGE_FOLDER / "openapi.json").read_text("utf-8"))
         document["info"]["version"] = version("lantern-rt")
-        requests = {one.__name__: one.model_json_schema() for one in (ImagesRequest, EditRequest)}
-        own = {**requests, "Figures": TypeAdapter(Figures).json_schema()}
-        document["components"]["schemas"] |= own
+        schemas = {model.__name__: model.model_json_schema() for model in (ImagesRequest, EditRequest)}
+        document["components"]["schemas"] |= {**schemas, "Figures": TypeAdapter(Figures).json_schema()}
         return JSONResponse(document)
 
-    async def docs(self, request: Request) -> Response:
+    async def docs(self, http: HttpRequest) -> Response:
         return FileResponse(PAGE_FOLDER / "docs.html")
 
-    async def page(self, request: Request) -> Response:
+    async def page(self, http: HttpRequest) -> Response:
         return FileResponse(PAGE_FOLDER / "index.html")
 
 
 class _RequestGuard:
-    """Refuse requests of other sites' pages; give every request an identity and every response safe headers.
+    """Middleware that rejects requests from pages of other sites, and adds request ids and security headers.
 
-    A response to a body that was not read closes the connection, once the client had time to read it.
+    After a response to a request whose body was not read, it closes the connection, but first lets the client read the
+    response.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str], hosts: Collection[str]) -> None:
@@ -184,35 +185,37 @@ class _RequestGuard:
             nonlocal closing
             if message["type"] == "http.response.start":
                 closing = unread
-                own = {**_SECURITY_HEADERS, "x-request-id": identity} | ({"connection": "close"} if closing else {})
-                for name, value in own.items():
+                added = {**_SECURITY_HEADERS, "x-request-id": identity} | ({"connection": "close"} if closing else {})
+                for name, value in added.items():
                     MutableHeaders(scope=message).setdefault(name, value)
             elif closing:
                 message = {**message, "more_body": True}
             await send(message)
 
-        refusal = self._check_site(scope["method"], headers)
-        app = self._app if refusal is None else JSONResponse(refusal.body(), refusal.status)
+        error = self._check_site(scope["method"], headers)
+        app = self._app if error is None else JSONResponse(error.body(), error.status)
         await app(scope, receive_body, send_with_headers)
         if closing:
-            with suppress(TimeoutError, asyncio.CancelledError):  # the latter of a server that ends
+            with suppress(TimeoutError, asyncio.CancelledError):  # the server is stopping
                 async with asyncio.timeout(LINGER_SECONDS):
                     while unread:
                         await receive_body()
             await send({"type": "http.response.body"})
 
     def _check_site(self, method: str, headers: Headers) -> HttpError | None:
-        remedy = "`lantern-rt serve --cors ORIGIN` allows a site"
+        remedy = "allow a site with `lantern-rt serve --cors ORIGIN`"
         host = headers.get("host", "").lower()
-        # Another site can give its name the server's address, so that the browser takes its pages for the server's own.
+        # DNS rebinding: another site can point its name to this server, and browsers then trust its pages as ours.
         if host and self._hosts and not self._names_server(host):
             return HttpError(403, field="host", found=short(host), expected="localhost or an address", remedy=remedy)
         origin = headers.get("origin", "").lower()
-        own = origin in ("", f"http://{host}", f"https://{host}")
-        site = headers.get("sec-fetch-site", "none" if own else "cross-site")  # programs and old browsers send none
+        same = origin in ("", f"http://{host}", f"https://{host}")
+        site = headers.get("sec-fetch-site", "none" if same else "cross-site")  # programs do not send this header
         foreign = site not in ("same-origin", "none") and {origin, "*"}.isdisjoint(self._origins)
         if foreign and method not in ("GET", "HEAD", "OPTIONS"):
-            return HttpError(403, field="origin", found=short(origin or site), expected="this site", remedy=remedy)
+            return HttpError(
+                403, field="origin", found=short(origin or site), expected="a page of this server", remedy=remedy
+            )
         return None
 
     def _names_server(self, host: str) -> bool:
@@ -222,17 +225,17 @@ class _RequestGuard:
         return False
 
 
-async def _error_response(request: Request, error: Exception) -> Response:
-    refusal = HttpError.from_exception(error)
-    return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
+async def _error_response(http: HttpRequest, error: Exception) -> Response:
+    http_error = HttpError.from_exception(error)
+    return JSONResponse(http_error.body(), http_error.status, headers=http_error.headers)
 
 
-async def _routing_error(request: Request, error: Exception) -> Response:
+async def _routing_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    place = f"{request.method} {request.url.path}"
+    route = f"{http.method} {http.url.path}"
     if error.status_code == 405:
-        refusal = HttpError(405, "another method is needed", field=place)
+        http_error = HttpError(405, "the HTTP method is not allowed", field=route)
     else:
-        problem = "there is nothing"
-        refusal = HttpError(error.status_code, problem, field=place, remedy="images are at /v1/images/generations")
-    return JSONResponse(refusal.body(), error.status_code, headers=error.headers)
+        remedy = "generate images at /v1/images/generations"
+        http_error = HttpError(error.status_code, "no such path", field=route, remedy=remedy)
+    return JSONResponse(http_error.body(), error.status_code, headers=error.headers)

@@ -1,4 +1,4 @@
-"""What draws the images of a server: a pipeline of this process; replicas in other ones are in `ray.py`."""
+"""Image backends of the server: a pipeline in this process. `ray.py` has the backend of replicas."""
 
 from __future__ import annotations
 
@@ -20,41 +20,48 @@ from ..runtime.drafting import RequestStep
 from ..runtime.engine import Bools
 from .protocol import Completion, Event, Figures, ImagesRequest, image_event
 
-ADMITTED: Event = {"type": "admitted"}  # a request has its place; clients are not sent this
+ADMITTED: Event = {"type": "admitted"}  # the request is queued; not sent to clients
 
 
 class Load(NamedTuple):
-    """Images that share passes now, and those that wait."""
+    """Number of images being generated and number of queued images."""
 
     running: int
     waiting: int
 
 
 class ImageBackend(Protocol):
-    """Whatever draws images for a server: one model, of this name."""
+    """A model that generates images for the server. name: name of the model."""
 
     name: str
 
     @property
     def alive(self) -> bool:
-        """Whether it can draw."""
+        """Whether the model can generate images."""
 
     def describe(self) -> dict[str, Any]:
-        """What `/v1/models` says of the model, ready for JSON."""
+        """Return the entry of the model in `/v1/models`, ready for JSON."""
 
     def load(self) -> Load:
-        """What there is to do now."""
+        """Return the current load."""
 
     def generate(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
-        """Draw a request within its deadline; close the generator to cancel. caller: who asks, by key or address.
+        """Generate the images of a request within its deadline. Closing the generator cancels the request.
 
-        Yields: `ADMITTED`, then the events that the request wants, then a `Completion`.
-        Raises: LanternError: as `AsyncPipeline.generate`.
+        Args:
+            request: checked request.
+            caller: key or address of the caller, for fair sharing.
+
+        Yields:
+            `ADMITTED`, then the events that the request selects, then a `Completion`.
+
+        Raises:
+            LanternError: the errors of `AsyncPipeline.generate`.
         """
 
 
 class LocalBackend:
-    """Draws with a pipeline of this process."""
+    """Backend with a pipeline in this process."""
 
     def __init__(self, pipeline: AsyncPipeline) -> None:
         self.pipeline = pipeline
@@ -71,7 +78,7 @@ class LocalBackend:
         size = manifest.size().name
         return {
             "size": size,
-            "sizes": [one.name for one in manifest.sizes] or [size],
+            "sizes": [entry.name for entry in manifest.sizes] or [size],
             "rows": manifest.grid_rows,
             "columns": manifest.grid_columns,
             "takes": manifest.condition.kind,
@@ -90,32 +97,35 @@ class LocalBackend:
 
     async def generate(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
         began = time.perf_counter()
-        image_seconds = 0.0  # seconds
-        partial = 0  # pictures on the way so far, spaced evenly by codes
-        count = request.partial_images or 0
-        every_step = bool(request.steps or count)
-        within = math.inf if request.deadline is None else request.deadline
-        updates = self.pipeline.updates(**request.options(), steps=every_step, caller=caller, deadline=within)
+        image_seconds = 0.0  # time to decode and encode partial images
+        num_sent = 0  # partial images sent, spaced evenly by tokens
+        num_partial = request.partial_images or 0
+        every_step = bool(request.steps or num_partial)
+        deadline = math.inf if request.deadline is None else request.deadline
+        updates = self.pipeline.updates(**request.options(), steps=every_step, caller=caller, deadline=deadline)
         async with aclosing(updates):
             ticket, _ = await anext(updates)
             yield ADMITTED
             edit = ticket.request.images[0].edit
-            preserved = None if edit is None or edit.kept is None else edit.kept >= 0  # cells
+            preserved = None if edit is None or edit.kept is None else edit.kept >= 0  # [cells]
             async for _, step in updates:
                 assert step is not None
                 last = step
                 size = self.manifest.size(step.settings.size)
                 if request.steps:
                     yield step_event(step, size.rows, size.columns, preserved)
-                done, total = step.done, step.total
+                done = step.done
+                total = step.total
                 if preserved is not None:
-                    done, total = (int(own[~preserved].sum()) for own in (step.cells[0] >= 0, ~preserved))
-                due = min(count, done * (count + 1) // total)
-                if due > partial and step.stats is None:
-                    partial, before = due, time.perf_counter()
+                    done = int((step.cells[0] >= 0)[~preserved].sum())
+                    total = int((~preserved).sum())
+                due = min(num_partial, done * (num_partial + 1) // total)
+                if due > num_sent and step.stats is None:
+                    num_sent = due
+                    before = time.perf_counter()
                     event = image_event("partial_image", request, size.name, await self._encode(request, step, 0))
                     image_seconds += time.perf_counter() - before
-                    yield event | {"partial_image_index": partial - 1}
+                    yield event | {"partial_image_index": num_sent - 1}
             before = time.perf_counter()
             files = [await self._encode(request, last, i) for i in range(len(last.codes))]
             now = time.perf_counter()
@@ -130,7 +140,7 @@ class LocalBackend:
                 exact=last.settings.method.exact,
                 seeds=[image.seed for image in images],
                 tokens_per_forward_pass=stats.tokens_per_forward_pass,
-                target_passes=sum(one.target_passes for one in stats.per_image),
+                target_passes=sum(image.target_passes for image in stats.per_image),
                 realised_tvd_per_token=stats.realised_tvd * len(images) / (last.total - num_preserved),
                 seconds=now - began,
                 queue_seconds=ticket.waited or 0.0,
@@ -145,16 +155,22 @@ class LocalBackend:
 
 
 def step_event(step: StreamStep, rows: int, columns: int, preserved: Bools | None = None) -> Event:
-    """What a pass gave the first image, on a grid of rows and columns; preserved: cells of which it keeps codes.
+    """Create the event of one step for the first image.
 
-    `kinds` has a letter for each new code, `done` counts codes with those of this pass: a client that places them by it
-    is right also where a picture begins anew.
+    `kinds` has one letter per new token. `done` counts all tokens so far, including the new tokens, so a client can
+    place them even after another replica has restarted the image.
+
+    Args:
+        step: state after the step.
+        rows: number of rows of the token grid.
+        columns: number of columns of the token grid.
+        preserved: cells whose tokens an edit preserves, bool `[cells]`; None without an edit.
     """
     part = step.parts[0]
     kinds = token_kinds(part)
     if preserved is not None:
-        own = preserved[len(step.codes[0]) - len(kinds) : len(step.codes[0])]
-        kinds = "".join("k" if kept else kind for kind, kept in zip(kinds, own, strict=True))
+        new = preserved[len(step.codes[0]) - len(kinds) : len(step.codes[0])]
+        kinds = "".join("k" if is_preserved else kind for kind, is_preserved in zip(kinds, new, strict=True))
     return {
         "type": "lantern.step",
         "done": step.done,
@@ -168,12 +184,15 @@ def step_event(step: StreamStep, rows: int, columns: int, preserved: Bools | Non
 
 
 def token_kinds(part: RequestStep) -> str:
-    """How each code of a pass came to be, one letter a code.
+    """Return the origin of each new token, as one letter per token.
 
-    `d`: drafted and accepted; `r`: drafted, and accepted by relaxation alone; `x`: redrawn by the target, which refused
-    what was drafted there; `n`: drawn by the target where nothing was drafted, or kept.
+    - `d`: drafted and accepted
+    - `r`: drafted, accepted only because acceptance is relaxed
+    - `x`: sampled by the target after a draft token was rejected
+    - `n`: sampled by the target without a draft token, or preserved
     """
-    tree, acceptance = part.tree, part.acceptance
+    tree = part.tree
+    acceptance = part.acceptance
     if tree is None or acceptance is None:
         return "n" * len(part.codes)
     letters = ["r" if node in acceptance.relaxed else "d" for node in acceptance.path[1:]]
@@ -182,16 +201,16 @@ def token_kinds(part: RequestStep) -> str:
     return "".join(letters).ljust(len(part.codes), "n")
 
 
-def encode_image(image: Image, file: str, compression: int | None) -> bytes:
-    """A picture as a file.
+def encode_image(image: Image, file_format: str, compression: int | None) -> bytes:
+    """Encode an image as a file.
 
     Args:
-        image: whose `info` a PNG file holds, to draw it again.
-        file: png, jpeg or webp.
-        compression: quality of jpeg and webp, 0 .. 100.
+        image: image; a PNG file records its `info`, from which the image can be generated again.
+        file_format: png, jpeg or webp.
+        compression: quality of jpeg and webp, 0 .. 100; None: 90.
     """
-    if file == "png":
+    if file_format == "png":
         return png_bytes(image, image.info)
     buffer = io.BytesIO()
-    image.save(buffer, file.upper(), quality=90 if compression is None else compression)
+    image.save(buffer, file_format.upper(), quality=90 if compression is None else compression)
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Connections: how many there may be, and how long one may be silent."""
+"""Limits on the number of HTTP connections and on their idle time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEADER_SECONDS = 20.0  # until a request's headers are there
+HEADER_SECONDS = 20.0  # timeout for the headers of a request
 _LOG = logging.getLogger(__name__)
 
 
@@ -15,32 +15,37 @@ try:
     from resource import RLIMIT_NOFILE, getrlimit
 
     _MAX_FILES = getrlimit(RLIMIT_NOFILE)[0]
-except ImportError:  # a system without such limits
+except ImportError:  # Windows does not limit open files
     _MAX_FILES = 1 << 13
 MAX_CONNECTIONS = max(8, min(4096, _MAX_FILES // 2))
-BACKLOG = max(8, min(2048, _MAX_FILES // 8))  # are taken before one of them can be closed again
+BACKLOG = max(8, min(2048, _MAX_FILES // 8))  # connections accepted before the first of them can be closed
 
 
 class Connection(H11Protocol):
-    """One connection. Where there are too many, the one that was silent longest makes room: health checks get in."""
+    """HTTP connection. Above the limit, the connection that was idle longest is closed, so health checks get in."""
 
-    warned = False  # that there were too many
+    warned = False  # whether the log mentions the limit
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._silent_since = self.loop.time()
+        self._idle_since = self.loop.time()
         self._check_headers()
         if len(self.connections) > MAX_CONNECTIONS:
             if not Connection.warned:
-                _LOG.warning("more than %d connections: silent ones are closed", MAX_CONNECTIONS)
+                _LOG.warning("more than %d connections: closing idle connections", MAX_CONNECTIONS)
             Connection.warned = True
-            there = (one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing())
-            silent = [one for one in there if one._idle or one.cycle.more_body]
-            min(silent, key=lambda one: one._silent_since).transport.abort()
+            idle = [
+                connection
+                for connection in self.connections
+                if isinstance(connection, Connection)
+                and not connection.transport.is_closing()
+                and (connection._idle or connection.cycle.more_body)
+            ]
+            min(idle, key=lambda connection: connection._idle_since).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._idle and not self.conn.trailing_data[0]:
-            self._silent_since = self.loop.time()  # headers begin
+            self._idle_since = self.loop.time()  # the first bytes of a request
         super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -52,8 +57,8 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _check_headers(self) -> None:
-        """Give up if they do not come; between requests, as long as nothing comes, uvicorn's own time-out counts."""
+        """Close the connection if headers take too long. Uvicorn's keep-alive timeout applies between requests."""
         self._timer = self.loop.call_later(HEADER_SECONDS / 4, self._check_headers)
-        due = self._idle and (self.cycle is None or self.conn.trailing_data[0])
-        if due and self._silent_since + HEADER_SECONDS < self.loop.time():
+        awaits_headers = self._idle and (self.cycle is None or self.conn.trailing_data[0])
+        if awaits_headers and self._idle_since + HEADER_SECONDS < self.loop.time():
             self.transport.abort()

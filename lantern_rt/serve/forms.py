@@ -1,4 +1,4 @@
-"""Forms with files (`multipart/form-data`), parsed while their bytes come, in time and memory linear in them."""
+"""Parser for forms with files (`multipart/form-data`), with time and memory linear in the size of the form."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..inputs import brief, explain
 from .protocol import EditRequest, HttpError
 
 FORM = "multipart/form-data"
-FILES = ("image", "mask")  # every other field is text
+FILES = ("image", "mask")  # all other fields are text
 MAX_PARTS = 64
-LIMITS = {"MAX_HEADER_COUNT": 4, "MAX_HEADER_SIZE": 1 << 10, "MAX_MEMORY_FILE_SIZE": float("inf")}  # of each part
+LIMITS = {"MAX_HEADER_COUNT": 4, "MAX_HEADER_SIZE": 1 << 10, "MAX_MEMORY_FILE_SIZE": float("inf")}  # per part
 
-logging.getLogger("python_multipart").setLevel(logging.ERROR)  # the log has one line for each request
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # our log has one line per request
 
 
 class FormReader:
-    """One form that is being received; `HttpError` says that it is damaged or too large.
+    """Incremental parser of one form. Its methods raise `HttpError` if the form is malformed or too large.
 
     Args:
-        content_type: header of the request, which names the boundary between parts.
+        content_type: header of the request, with the boundary between parts.
         max_text: maximum number of bytes of a text field.
     """
 
@@ -37,26 +37,28 @@ class FormReader:
         self._tail = b""
         boundary = parse_options_header(content_type)[1].get(b"boundary") or None
         self._delimiter = b"\r\n--" + (boundary or b"")
-        # No client writes these, and the parser steps through what follows them byte by byte.
+        # No client sends a boundary within a part, after which the parser would slow down to single bytes.
         self._misplaced = re.compile(re.escape(self._delimiter) + rb"(?:[^\r-]|\r[^\n]|-[^-])")
         try:
             self._parser = FormParser(FORM, self._add, self._add, self._end, boundary, config=LIMITS)
         except FormParserError as error:
-            raise _damaged(brief(error)) from error
+            raise _malformed(brief(error)) from error
 
     def write(self, data: bytes) -> None:
+        """Parse the next bytes of the form."""
         window = self._tail + data
         self._tail = window[-len(self._delimiter) - 1 :]
         if self._misplaced.search(window):
-            raise _damaged("a boundary within a part")
+            raise _malformed("a boundary within a part")
         try:
             self._parser.write(data)
         except FormParserError as error:
-            raise _damaged(brief(error)) from error
+            raise _malformed(brief(error)) from error
 
     def request(self) -> EditRequest:
+        """Return the request, once all bytes are parsed."""
         if not self._complete:
-            raise _damaged("no whole form")
+            raise _malformed("an incomplete form")
         files: dict[str, Any] = {name: self._values.pop(name) for name in FILES if name in self._values}
         if not files.get("image"):
             raise HttpError(400, field="image", found="none", expected="a PNG, JPEG or WebP file")
@@ -68,7 +70,7 @@ class FormReader:
             raise HttpError(400, **fields) from error
 
     def close(self) -> None:
-        """Let go of all bytes, which the parser's callbacks hold in a circle."""
+        """Free all bytes at once; the parser's callbacks form a reference cycle."""
         self._values.clear()
         self._parser.parser = None
 
@@ -77,7 +79,7 @@ class FormReader:
         if name in self._values:
             raise HttpError(400, field=name, found="more than one", expected="one")
         if len(self._values) == MAX_PARTS:
-            raise _damaged(f"more than {MAX_PARTS} parts")
+            raise _malformed(f"more than {MAX_PARTS} parts")
         content = part.file_object if isinstance(part, File) else BytesIO(part.value or b"")
         assert isinstance(content, BytesIO)
         self._values[name] = content.getvalue()
@@ -88,5 +90,5 @@ class FormReader:
         self._complete = True
 
 
-def _damaged(found: str) -> HttpError:
-    return HttpError(400, field="body", found=found, expected=f"{FORM} with its boundary")
+def _malformed(fault: str) -> HttpError:
+    return HttpError(400, field="body", found=fault, expected=f"{FORM} with its boundary")

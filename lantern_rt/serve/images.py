@@ -1,4 +1,4 @@
-"""`POST /v1/images/generations`, and its sisters: one request from its body to its last byte, however it ends."""
+"""Endpoints that generate images, `POST /v1/images/...`: each request from its body to the end of its response."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from sse_starlette import EventSourceResponse
 from sse_starlette.sse import SendTimeoutError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -23,9 +24,9 @@ from .forms import FORM, FormReader
 from .protocol import Completion, Event, HttpError, ImagesRequest, read_request, set_defaults
 from .state import ServerState
 
-PING_SECONDS = 15  # without news, after which a comment keeps a stream open
-SEND_SECONDS = 60.0  # that a client has to take an event, so that one that reads nothing ends, too
-DISCONNECTED = 499  # what logs say of a client that left
+PING_SECONDS = 15  # interval of comments that keep a silent stream open
+SEND_SECONDS = 60.0  # timeout for a client that stops reading a stream
+DISCONNECTED = 499  # status in logs if the client disconnected
 KINDS = ("generations", "edits", "variations")
 T = TypeVar("T")
 
@@ -33,29 +34,31 @@ _LOG = logging.getLogger(__name__)
 
 
 class ImagesEndpoint:
-    """An endpoint, as an ASGI application. kind: one of `KINDS`."""
+    """ASGI application of one endpoint. kind: one of `KINDS`."""
 
     def __init__(self, state: ServerState, kind: str = "generations") -> None:
-        self._state, self._kind = state, kind
+        self._state = state
+        self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._state.active_requests += 1
         try:
-            await _RequestHandler(self._state, Request(scope, receive), send, self._kind).run()
+            await _RequestHandler(self._state, HttpRequest(scope, receive), send, self._kind).run()
         finally:
             self._state.active_requests -= 1
 
 
 class _RequestHandler:
-    def __init__(self, state: ServerState, http: Request, send: Send, kind: str) -> None:
-        self._state, self._kind = state, kind
+    def __init__(self, state: ServerState, http: HttpRequest, send: Send, kind: str) -> None:
+        self._state = state
+        self._kind = kind
         self._http = http
         self._send = send
         self._began = time.perf_counter()
         self._model = self._key = self._quality = ""
         self._client = http.client.host if http.client else ""
         self._completion: Completion | None = None
-        self._failure: Exception | None = None  # which a stream has told
+        self._failure: Exception | None = None  # error that a stream has already sent
 
     async def run(self) -> None:
         status = DISCONNECTED
@@ -74,19 +77,19 @@ class _RequestHandler:
         except (ClientDisconnect, ConnectionError, SendTimeoutError):
             pass
         except Exception as error:
-            refusal = HttpError.from_exception(error)
-            status = refusal.status
-            if refusal.field == "quality_budget" and self._quality:
-                refusal.field = refusal.param = "quality"
+            http_error = HttpError.from_exception(error)
+            status = http_error.status
+            if http_error.field == "quality_budget" and self._quality:
+                http_error.field = http_error.param = "quality"
             if status == 500:
                 _LOG.error("a request failed", exc_info=error)
-            clear_frames(error.__traceback__)  # which hold the body
-            may_quote_prompt = status == 400 and refusal.field in ("prompt", "body", "")
-            facts = {"error": f"{refusal.field or 'request'}: refused" if may_quote_prompt else str(refusal)}
+            clear_frames(error.__traceback__)  # the frames hold the body
+            may_quote_prompt = status == 400 and http_error.field in ("prompt", "body", "")
+            facts = {"error": f"{http_error.field or 'request'}: refused" if may_quote_prompt else str(http_error)}
             if self._failure is None:
-                await self._respond(JSONResponse(refusal.body(), refusal.status, headers=refusal.headers))
-            del refusal  # whose traceback refers to this frame
-        finally:  # also when it is cancelled: by a server that stops, or by Ray Serve because the client left
+                await self._respond(JSONResponse(http_error.body(), http_error.status, headers=http_error.headers))
+            del http_error  # its traceback refers to this frame
+        finally:  # also if this task is cancelled: the server stops, or the client of Ray Serve disconnected
             self._log(status, facts)
 
     async def _handle(self) -> Completion:
@@ -97,9 +100,9 @@ class _RequestHandler:
         is_form = self._kind != "generations"
         kind, max_size = (FORM, limits.max_form_bytes) if is_form else ("application/json", limits.max_body_bytes)
         headers = self._http.headers
-        found = headers.get("content-type", "")
-        if found.partition(";")[0].strip().lower() != kind:
-            raise HttpError(415, field="content-type", found=repr(found[:80]), expected=kind)
+        content_type = headers.get("content-type", "")
+        if content_type.partition(";")[0].strip().lower() != kind:
+            raise HttpError(415, field="content-type", found=repr(content_type[:80]), expected=kind)
         size = int(headers.get("content-length", max_size))
         if size > max_size:
             raise _too_large(max_size)
@@ -110,11 +113,11 @@ class _RequestHandler:
             backend = state.backend(request.model)
             self._model = backend.name
             async with aclosing(self._generate(backend, request)) as updates:
-                await self._unless_disconnected(anext(updates))  # accepted, or refused
+                await self._unless_disconnected(anext(updates))  # admitted or rejected
                 if request.stream:
                     return await self._stream(request, updates)
                 completion = await self._unless_disconnected(_completion_of(updates))
-        await self._respond(JSONResponse(completion.answer(request)))
+        await self._respond(JSONResponse(completion.response_body(request)))
         return completion
 
     async def _read(self, max_size: int) -> ImagesRequest:
@@ -131,26 +134,26 @@ class _RequestHandler:
         return set_defaults(form, limits.deadline)
 
     async def _receive(self, write: Callable[[bytes], None], max_size: int) -> None:
-        seconds = self._state.limits.body_timeout
+        timeout = self._state.limits.body_timeout
         size = 0
         try:
-            async with asyncio.timeout(seconds):
-                async for part in self._http.stream():
-                    size += len(part)
+            async with asyncio.timeout(timeout):
+                async for chunk in self._http.stream():
+                    size += len(chunk)
                     if size > max_size:
                         raise _too_large(max_size)
-                    write(part)
+                    write(chunk)
         except TimeoutError as error:
-            raise HttpError(408, f"not all of it was there after {seconds:g} s", field="body") from error
+            raise HttpError(408, f"incomplete after {timeout:g} s", field="body") from error
 
     async def _generate(
         self, backend: ImageBackend, request: ImagesRequest
     ) -> AsyncGenerator[Event | Completion, None]:
         assert request.deadline is not None
-        left = request.deadline - (time.perf_counter() - self._began)
-        end = asyncio.get_running_loop().time() + left
-        own = request.model_copy(update={"deadline": left})
-        async with aclosing(backend.generate(own, self._key or self._client)) as updates:
+        remaining = request.deadline - (time.perf_counter() - self._began)
+        end = asyncio.get_running_loop().time() + remaining
+        timed_request = request.model_copy(update={"deadline": remaining})
+        async with aclosing(backend.generate(timed_request, self._key or self._client)) as updates:
             while True:
                 try:
                     async with asyncio.timeout_at(end):
@@ -158,7 +161,7 @@ class _RequestHandler:
                 except StopAsyncIteration:
                     return
                 except TimeoutError as error:
-                    problem = f"the image was not done after {request.deadline:g} s"
+                    problem = f"the image was not finished after {request.deadline:g} s"
                     raise HttpError(504, problem, "deadline_exceeded", field="deadline") from error
                 yield update
 
@@ -175,10 +178,10 @@ class _RequestHandler:
     async def _events(
         self, request: ImagesRequest, updates: AsyncGenerator[Event | Completion, None]
     ) -> AsyncGenerator[dict[str, str], None]:
-        """Server-sent events; an error in the middle is the last one, without a name, as OpenAI's client wants it."""
+        """Yield server-sent events. An error is the last event and has no name, as OpenAI's client expects."""
         try:
             async for update in updates:
-                event = update.event(request) if isinstance(update, Completion) else update
+                event = update.final_event(request) if isinstance(update, Completion) else update
                 yield {"event": event["type"], "data": json.dumps(event)}
                 if isinstance(update, Completion):
                     self._completion = update
@@ -187,24 +190,24 @@ class _RequestHandler:
             yield {"data": json.dumps(HttpError.from_exception(error).body())}
 
     async def _unless_disconnected(self, work: Awaitable[T]) -> T:
-        """What the work gives, unless the client leaves first; then it is cancelled. Raises: ClientDisconnect."""
-        working = asyncio.ensure_future(work)
-        leaving = asyncio.create_task(_wait_for_disconnect(self._http.receive))
+        """Return the result of `work`, or cancel it if the client disconnects. Raises: ClientDisconnect."""
+        result = asyncio.ensure_future(work)
+        disconnect = asyncio.create_task(_wait_for_disconnect(self._http.receive))
         try:
-            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
+            await asyncio.wait({result, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
                 raise ClientDisconnect
-            return working.result()
+            return result.result()
         finally:
-            for task in (working, leaving):
+            for task in (result, disconnect):
                 task.cancel()
-            await asyncio.gather(working, leaving, return_exceptions=True)
+            await asyncio.gather(result, disconnect, return_exceptions=True)
 
     async def _respond(self, response: JSONResponse) -> None:
         await response(self._http.scope, self._http.receive, self._send)
 
     def _log(self, status: int, facts: dict[str, Any]) -> None:
-        """Count the request, and log a line of JSON; never its prompt."""
+        """Count the request and log a line of JSON, without the prompt."""
         metrics = self._state.metrics
         metrics.requests.labels(self._model, str(status)).inc()
         if status in (DISCONNECTED, 504):
@@ -235,6 +238,6 @@ async def _completion_of(updates: AsyncGenerator[Event | Completion, None]) -> C
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client leaves; its body has been read."""
+    """Wait until the client disconnects, after its body was received."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""What goes over the wire: requests, answers, events and errors of OpenAI's Images API, and ours."""
+"""Requests, responses, events and errors of OpenAI's Images API, with the fields that lantern-rt adds."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from ..requests import SAMPLING
 MAX_PARTIAL_IMAGES = 64
 MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 _RANDOM_SEEDS = 2**32
-_PRESETS = {"low": "fast", "medium": "balanced", "high": "strict", "hd": "strict"}  # by OpenAI's qualities
+# Presets for the values of OpenAI's field `quality`.
+_PRESETS = {"low": "fast", "medium": "balanced", "high": "strict", "hd": "strict"}
 
-Event = dict[str, Any]  # of a stream; `type` is its kind
+Event = dict[str, Any]  # one event of a stream; `type` names its kind
 StrictText = Annotated[str, Field(strict=True)]
 StrictInt = Annotated[int, Field(strict=True)]
 StrictBool = Annotated[bool, Field(strict=True)]
 
 
 class ImagesRequest(BaseModel):
-    """A body of `POST /v1/images/generations`. What is left out, or null, is the bundle's default."""
+    """Body of `POST /v1/images/generations`. A field that is missing or null has the bundle's default."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -41,7 +42,7 @@ class ImagesRequest(BaseModel):
     stream: StrictBool | None = None
     partial_images: Annotated[StrictInt, Field(ge=0, le=MAX_PARTIAL_IMAGES)] | None = None
     quality: Literal["auto", "standard", "low", "medium", "high", "hd"] | None = None
-    # OpenAI's fields that leave us one thing to do
+    # Fields of OpenAI's API that are accepted with the values that change nothing.
     background: Literal["auto", "opaque"] | None = None
     moderation: Literal["auto", "low"] | None = None
     user: StrictText | None = None
@@ -51,7 +52,7 @@ class ImagesRequest(BaseModel):
     svg: None = None
     frame_count: Annotated[StrictInt, Field(ge=9, le=9)] | None = None
     frame_duration_ms: Annotated[StrictInt, Field(ge=200, le=200)] | None = None
-    # ours
+    # Fields that lantern-rt adds.
     negative_prompt: StrictText | None = None
     seed: StrictInt | None = None
     class_id: StrictInt | None = None
@@ -65,15 +66,15 @@ class ImagesRequest(BaseModel):
     deadline: Annotated[float, Field(gt=0)] | None = None
     steps: StrictBool | None = None
 
-    EVENT_PREFIX: ClassVar[str] = "image_generation"  # what kinds of a stream's events begin with
+    EVENT_PREFIX: ClassVar[str] = "image_generation"  # first part of the `type` of image events
 
     @property
     def format(self) -> str:
-        """Of the files: png, jpeg or webp."""
+        """File format of the images: png, jpeg or webp."""
         return self.output_format or "png"
 
     def options(self) -> dict[str, Any]:
-        """What a call of a pipeline takes."""
+        """Return the arguments for `AsyncPipeline`."""
         values = {
             "prompts": None if self.class_id is not None and not self.prompt else self.prompt,
             "class_ids": self.class_id,
@@ -92,9 +93,10 @@ R = TypeVar("R", bound=ImagesRequest)
 
 
 class EditRequest(ImagesRequest):
-    """A form of `POST /v1/images/edits` or `/v1/images/variations`: a picture, of which a part is drawn anew.
+    """Form of `POST /v1/images/edits` or `/v1/images/variations`: an image of which a part is generated again.
 
-    Without `mask` and `keep_rows`, what is transparent of it; of variations, all below half of its rows of codes.
+    `mask` or `keep_rows` chooses the part. Without them, an edit changes the transparent pixels, and a variation the
+    lower half of the token rows.
     """
 
     image: bytes = b""
@@ -105,16 +107,20 @@ class EditRequest(ImagesRequest):
     EVENT_PREFIX: ClassVar[str] = "image_edit"
 
     def options(self) -> dict[str, Any]:
-        """What a call of a pipeline takes."""
-        own = {"image": self.image, "mask": self.mask, "keep_rows": self.keep_rows}
-        return super().options() | {name: value for name, value in own.items() if value is not None}
+        """Return the arguments for `AsyncPipeline`."""
+        edit = {"image": self.image, "mask": self.mask, "keep_rows": self.keep_rows}
+        return super().options() | {name: value for name, value in edit.items() if value is not None}
 
 
 def read_request(body: bytes, max_deadline: float) -> ImagesRequest:
-    """Check a body of JSON as far as it can be without a bundle.
+    """Parse a JSON body and check it as far as possible without a bundle.
 
-    max_deadline: seconds that a request may take, which is the deadline of one that has none. Raises: HttpError: names
-    the field at fault.
+    Args:
+        body: JSON text.
+        max_deadline: maximum deadline in seconds, and the default deadline.
+
+    Raises:
+        HttpError: a field is invalid.
     """
     try:
         request = ImagesRequest.model_validate_json(body)
@@ -126,41 +132,41 @@ def read_request(body: bytes, max_deadline: float) -> ImagesRequest:
 
 
 def set_defaults(request: R, max_deadline: float) -> R:
-    """The request with a seed and a deadline. Raises: HttpError: fields that contradict each other."""
+    """Return the request with a seed and a deadline. Raises: HttpError: fields contradict each other."""
     if request.stream and (request.n or 1) > 1:
-        why = "events do not say which image they are of"
-        raise HttpError(400, field="n", found=f"{request.n} with stream", expected="1", remedy=why)
+        remedy = "stream one image per request"
+        raise HttpError(400, field="n", found=f"{request.n} with stream", expected="1", remedy=remedy)
     for name in ("partial_images", "steps"):
         if getattr(request, name) and not request.stream:
-            raise HttpError(400, "goes with stream", field=name, remedy="leave it out, or give stream true")
+            raise HttpError(400, "requires stream", field=name, remedy=f"set stream to true, or leave {name} out")
     if request.quality_budget and request.quality in _PRESETS:
-        raise HttpError(400, "two qualities", field="quality", remedy="leave it out, or quality_budget")
+        raise HttpError(400, "conflicts with quality_budget", field="quality", remedy="give one of them")
     if request.output_compression not in (None, 100) and request.format == "png":
-        why = "png has none"
-        raise HttpError(400, field="output_compression", expected="output_format jpeg or webp", remedy=why)
+        remedy = "leave it out for png"
+        raise HttpError(400, field="output_compression", expected="output_format jpeg or webp", remedy=remedy)
     if request.deadline is not None and request.deadline > max_deadline:
-        most = f"at most {max_deadline:g} s, the server's"
-        raise HttpError(400, field="deadline", found=f"{request.deadline:g} s", expected=most)
+        expected = f"at most {max_deadline:g} s, the server's limit"
+        raise HttpError(400, field="deadline", found=f"{request.deadline:g} s", expected=expected)
     seed = secrets.randbelow(_RANDOM_SEEDS) if request.seed is None else request.seed
     return request.model_copy(update={"seed": seed, "deadline": request.deadline or max_deadline})
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What drawing a request took; `lantern` of an answer.
+    """Method, seeds and costs of a finished request; the field `lantern` of a response.
 
     Args:
         model: name of the bundle.
-        method: that drew, with its parameters.
-        quality: the preset whose method it is, None where a method was named.
-        exact: whether the method samples the target's own distribution.
-        seeds: of each image.
-        tokens_per_forward_pass: of an image, the mean over images.
-        target_passes: of all images; a pass counts for every image in it.
-        realised_tvd_per_token: given away by relaxed acceptance.
-        seconds: all of it.
-        queue_seconds: before the first pass.
-        picture_seconds: decoding and encoding pictures, also those on the way.
+        method: decoding method with its parameters.
+        quality: preset that chose the method; None if the request named the method.
+        exact: whether the method samples from the target's distribution.
+        seeds: seed of each image.
+        tokens_per_forward_pass: tokens per forward pass of an image, averaged over images.
+        target_passes: number of target passes, each counted once for every image in it.
+        realised_tvd_per_token: total variation distance per token that relaxed acceptance caused.
+        seconds: duration of the request.
+        queue_seconds: time before the first forward pass.
+        picture_seconds: time to decode and encode images, partial images included.
     """
 
     model: str
@@ -178,26 +184,35 @@ class Figures:
 
 @dataclass(frozen=True)
 class Completion:
-    """A request's pictures, all of one size (WIDTHxHEIGHT), as files; tokens of all of them together, and figures."""
+    """Finished images of a request.
+
+    Args:
+        images: image files, one per image.
+        size: size of every image, as WIDTHxHEIGHT.
+        input_tokens: number of prompt tokens of all images.
+        output_tokens: number of tokens sampled for all images.
+        figures: method, seeds and costs.
+        preserved: number of tokens of all images that an edit preserved.
+    """
 
     images: list[bytes]
     size: str
     input_tokens: int
     output_tokens: int
     figures: Figures
-    preserved: int = 0  # codes of all of them that were given, not drawn
+    preserved: int = 0
 
-    def answer(self, request: ImagesRequest) -> dict[str, Any]:
-        """The answer to a request that is not streamed."""
+    def response_body(self, request: ImagesRequest) -> dict[str, Any]:
+        """Return the response to a request without `stream`."""
         if request.response_format == "url":
             media = MEDIA_TYPES[request.format]
-            data = [{"url": f"data:{media};base64,{_base64(picture)}"} for picture in self.images]
+            data = [{"url": f"data:{media};base64,{_base64(image)}"} for image in self.images]
         else:
-            data = [{"b64_json": _base64(picture)} for picture in self.images]
+            data = [{"b64_json": _base64(image)} for image in self.images]
         return {"created": int(time.time()), "data": data, **_image_format(request, self.size), **self._usage()}
 
-    def event(self, request: ImagesRequest) -> Event:
-        """The last event of a stream."""
+    def final_event(self, request: ImagesRequest) -> Event:
+        """Return the last event of a stream."""
         return image_event("completed", request, self.size, self.images[0]) | self._usage()
 
     def _usage(self) -> dict[str, Any]:
@@ -210,18 +225,18 @@ class Completion:
         return {"usage": usage, "lantern": asdict(self.figures)}
 
 
-def image_event(kind: str, request: ImagesRequest, size: str, picture: bytes) -> Event:
-    """An event with a picture.
+def image_event(kind: str, request: ImagesRequest, size: str, image: bytes) -> Event:
+    """Create a stream event that contains an image.
 
     Args:
         kind: `completed` or `partial_image`.
-        request: that it answers.
-        size: of the picture, WIDTHxHEIGHT.
-        picture: a file.
+        request: request of the stream.
+        size: size of the image, as WIDTHxHEIGHT.
+        image: image file.
     """
     return {
         "type": f"{request.EVENT_PREFIX}.{kind}",
-        "b64_json": _base64(picture),
+        "b64_json": _base64(image),
         "created_at": int(time.time()),
         **_image_format(request, size),
     }
@@ -237,13 +252,15 @@ def _base64(data: bytes) -> str:
 
 
 class HttpError(LanternError):
-    """An error as OpenAI's clients know it.
+    """An error in the form that OpenAI's clients expect.
 
     Args:
-        status: of HTTP.
-        problem, fields: as for `LanternError`; `field` is one of `ImagesRequest`, or another part of what came.
-        code: a word for programs; that of status 400 is `invalid_value`.
-        seconds: when to try again, if that helps.
+        status: HTTP status.
+        problem: problem, as in `LanternError`.
+        code: OpenAI's error code; `invalid_value` for status 400.
+        retry_after: seconds after which to try again; None if that does not help.
+        fields: `field`, `found`, `expected` and `remedy`, as in `LanternError`; `field` is a field of `ImagesRequest`
+            or another part of the HTTP request.
     """
 
     def __init__(
@@ -257,32 +274,32 @@ class HttpError(LanternError):
 
     @classmethod
     def from_exception(cls, error: Exception) -> HttpError:
-        """What an error is over HTTP. The user's own are told; of bugs only that there was one."""
+        """Convert an exception. The details of a server's fault stay in its log."""
         if isinstance(error, HttpError):
             return error
         if isinstance(error, BusyError):
             return cls(429, str(error), "busy", error.seconds)
-        if isinstance(error, RequestError) and error.field in ("service", "pipeline"):  # it was closed
-            return cls(503, "the model does not run any more", "stopped", 5, remedy="ask another server")
+        if isinstance(error, RequestError) and error.field in ("service", "pipeline"):  # closed
+            return cls(503, "the model has stopped", "stopped", 5, remedy="use another server")
         if isinstance(error, RequestError):
             _, field = PARAMETER_NAMES.get(error.field, ("", error.field))
             remedy = "; ".join(part for part in error.remedy.split("; ") if "lantern-rt " not in part)
-            refusal = cls(400, error.problem, field=field, found=error.found, expected=error.expected, remedy=remedy)
-            refusal.param = "method" if field in PARAMETERS else field
-            return refusal
-        if isinstance(error, LanternError):  # its words may name files of the server
-            return cls(500, "the server's engines failed", "engine_failed", remedy="its log says more")
-        return cls(500, "an error in the server", remedy="its log says more")
+            converted = cls(400, error.problem, field=field, found=error.found, expected=error.expected, remedy=remedy)
+            converted.param = "method" if field in PARAMETERS else field
+            return converted
+        if isinstance(error, LanternError):  # the message may name files of the server
+            return cls(500, "an engine of the server failed", "engine_failed", remedy="see the server's log")
+        return cls(500, "internal server error", remedy="see the server's log")
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        of_body = self.param.isidentifier() and self.param not in ("authorization", "body")
-        param = self.param if of_body else None
+        is_field = self.param.isidentifier() and self.param not in ("authorization", "body")
+        param = self.param if is_field else None
         return {"error": {"message": str(self), "type": kind, "param": param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that go with it."""
+        """HTTP headers of the response."""
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}

@@ -1,7 +1,7 @@
-"""Many replicas behind one address, on Ray Serve: `serve run lantern_rt.serve.ray:app`.
+"""Replicas on Ray Serve behind one address: `serve run lantern_rt.serve.ray:app`.
 
-A replica holds a pipeline. The ingress is the application of `lantern-rt serve`; its requests go to replicas. An image
-depends on bundle, seed and settings alone, so a request whose replica dies is drawn again by another one.
+Each replica holds a pipeline. The ingress is the application of `lantern-rt serve`, which forwards requests to the
+replicas. An image depends on bundle, seed and settings alone, so after a replica dies another one repeats its requests.
 """
 
 # Without `from __future__ import annotations`: Ray reads the annotation of `app`'s argument.
@@ -32,27 +32,30 @@ from .protocol import Completion, Event, ImagesRequest
 from .state import Limits, ServerState
 
 _LOG = logging.getLogger(__name__)
-MAX_REPLICAS_LOST = 5  # by one request: one that kills them all must not go on for ever
-RETRY_SECONDS = 1.0  # after which a request whose replica died asks again where there is no room
-GRACE_SECONDS = 5.0  # seconds that a replica goes on after a request's deadline, which is the ingress' to keep
+MAX_REPLICAS_LOST = 5  # per request, so that a request that kills its replicas ends
+RETRY_SECONDS = 1.0  # pause of a request that lost its replica, while all others are full
+GRACE_SECONDS = 5.0  # time after a request's deadline, which the ingress enforces, until its replica gives up
 
 
 class Settings(BaseModel):
-    """What `app` takes. Everything else is Ray's own: `deployments` of its configuration file.
+    """Arguments of `app`. Other settings are `deployments` in Ray's configuration file.
 
     Args:
-        bundles: folders, or names of embedded ones; one deployment each, of the folder's name; a mapping gives options
-            of its own to each.
-        threads: of a replica, and processors that Ray reserves for it; left out, a node has one replica of a bundle,
-            which takes every core.
-        pipeline: what `Pipeline.from_bundle` takes besides.
-        together: images of a replica that share passes.
-        waiting: images that may wait there.
-        queued: requests that may wait at an ingress until a replica has room.
-        autoscaling: of each bundle, fields of Ray's `AutoscalingConfig`.
-        deadline: seconds of a request, and those that a replica has to end in.
-        api_key_file, methods, max_n, aliases: as for `lantern-rt serve`; an alias is a key, its model the value.
-        cors: sites whose pages may ask.
+        bundles: bundle folders or names of embedded bundles, each deployed under the name of its folder; or a mapping
+            from bundles to options of `Pipeline.from_bundle`.
+        threads: number of threads of a replica, and of processors that Ray reserves for it; None: one replica of a
+            bundle per node, which uses all cores.
+        pipeline: further options of `Pipeline.from_bundle`.
+        together: maximum batch size of a replica, in images.
+        waiting: maximum number of queued images of a replica.
+        queued: maximum number of requests that wait at an ingress until a replica has room.
+        autoscaling: fields of Ray's `AutoscalingConfig` for every bundle.
+        deadline: maximum duration of a request in seconds, and of the shutdown of a replica.
+        api_key_file: file of API keys, as in `lantern-rt serve`.
+        methods: names of the methods that requests may select.
+        max_n: maximum number of images per request.
+        aliases: additional names of models, alias to model.
+        cors: sites whose pages may send requests.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -73,16 +76,16 @@ class Settings(BaseModel):
 
 
 def app(settings: Settings) -> serve.Application:
-    """The application for `serve run lantern_rt.serve.ray:app` and configuration files.
+    """Create the application for `serve run lantern_rt.serve.ray:app` and configuration files.
 
     Raises:
-        RequestError: bundles that cannot have deployments of their own.
+        RequestError: there are no bundles, or names of deployments are not unique.
     """
     bundles = {settings.bundles: {}} if isinstance(settings.bundles, str) else settings.bundles
     names = [Path(bundle).name for bundle in bundles]
     if not names or len({*names, "ingress"}) <= len(names):
         found = ", ".join(names) or "none"
-        expected = "one or more, each of another name, none named ingress"
+        expected = "bundles with different names, none named ingress"
         raise RequestError(field="bundles", found=found, expected=expected)
     scaling = {"max_replicas": 4, "target_ongoing_requests": settings.together, **settings.autoscaling}
     replica = serve.deployment(
@@ -99,16 +102,16 @@ def app(settings: Settings) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=settings.deadline + GRACE_SECONDS,
     )(serve.ingress()(Ingress))
-    usual = {"threads": settings.threads, **settings.pipeline}
+    defaults = {"threads": settings.threads, **settings.pipeline}
     replicas = []
     for name, bundle in zip(names, bundles, strict=True):
-        options = usual | (bundles[bundle] if isinstance(bundles, dict) else {})
+        options = defaults | (bundles[bundle] if isinstance(bundles, dict) else {})
         replicas.append(replica.options(name=name).bind(bundle, settings.together, settings.waiting, options))
     return ingress.bind(settings, replicas)
 
 
 class Replica:
-    """A bundle's pipeline in a process of its own."""
+    """Process with the pipeline of one bundle."""
 
     def __init__(self, bundle: str, together: int, waiting: int, options: dict[str, Any]) -> None:
         pipeline = Pipeline.from_bundle(bundle, **options)
@@ -116,12 +119,13 @@ class Replica:
         self._backend = LocalBackend(AsyncPipeline(pipeline, together, waiting))
 
     def describe(self) -> tuple[str, dict[str, Any]]:
+        """Return the name of the model and its entry in `/v1/models`."""
         return self._backend.name, self._backend.describe()
 
     async def generate(
         self, request: ImagesRequest, caller: str = ""
     ) -> AsyncGenerator[Event | Completion | LanternError, None]:
-        """Draw a request; an error of the user's is the last thing that comes, so that it arrives as what it is."""
+        """Generate images. A `LanternError` is yielded as the last item, because Ray would wrap a raised error."""
         assert request.deadline is not None
         try:
             async with (
@@ -134,20 +138,20 @@ class Replica:
             yield error
 
     def check_health(self) -> None:
-        """Raises: EngineError: the replica is to be replaced."""
+        """Raise `EngineError` if Ray has to replace the replica."""
         if not self._backend.pipeline.service.open:
-            raise EngineError("it ended", field="service", expected="it to run", remedy="see the log")
+            raise EngineError("stopped", field="service", expected="a running service", remedy="see the log")
 
 
 class Ingress:
-    """The application of `lantern-rt serve`, whose requests go to replicas."""
+    """Application of `lantern-rt serve` that forwards requests to replicas."""
 
     def __init__(self, settings: Settings, replicas: Sequence[DeploymentHandle[Replica]]) -> None:
-        own = settings.model_dump(include={"deadline", "api_key_file", "methods", "max_n", "aliases"})
-        self._state = ServerState(Limits(**own))
+        limits = settings.model_dump(include={"deadline", "api_key_file", "methods", "max_n", "aliases"})
+        self._state = ServerState(Limits(**limits))
         self._replicas = replicas
         self._settings = settings
-        log = logging.getLogger(__package__)  # a line of JSON for each request
+        log = logging.getLogger(__package__)  # one line of JSON per request
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
 
@@ -156,28 +160,28 @@ class Ingress:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """Ray sends requests to an ingress once every bundle has a replica that can tell what it draws."""
+        """Create the backends. Ray sends no requests before this has finished."""
         backends: dict[str, ImageBackend] = {}
         for replicas in self._replicas:
             name, description = await replicas.describe.remote()
             if name in backends:
-                raise RequestError(field="bundles", found=f"two models named {name}", expected="another name each")
+                raise RequestError(field="bundles", found=f"two models named {name}", expected="different names")
             backends[name] = RayBackend(name, description, replicas)
         self._state.backends = backends
         yield
 
 
 class RayBackend:
-    """Draws with replicas of one bundle."""
+    """Backend with the replicas of one bundle."""
 
     def __init__(self, name: str, description: dict[str, Any], replicas: DeploymentHandle[Replica]) -> None:
         self.name = name
-        self.alive = True  # Ray replaces replicas that are not
+        self.alive = True  # Ray replaces dead replicas
         self._description = description
         self._replicas = replicas.options(stream=True)
         self._running = 0
         self._waiting = 0
-        self._seconds = 1.0  # that the last request took once a replica had accepted it
+        self._duration = 1.0  # duration of the last request after a replica admitted it
 
     def describe(self) -> dict[str, Any]:
         return self._description
@@ -186,22 +190,26 @@ class RayBackend:
         return Load(self._running, self._waiting)
 
     async def generate(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
-        """Draw a request, and once more from its beginning by another replica whenever one dies.
+        """Generate the images of a request. If a replica dies, another one starts again and repeats the events.
 
-        The seed makes it the same image; events come again.
+        The seed of the request makes the images the same.
+
+        Args:
+            request: checked request.
+            caller: key or address of the caller, for fair sharing.
 
         Raises:
             BusyError: no replica has room.
         """
         began = time.perf_counter()
-        queue_seconds: float | None = None  # seconds until a replica accepted it
+        queue_seconds: float | None = None  # time until a replica admitted the request
         replicas_lost = 0
         self._waiting += 1
         try:
             while True:
-                left = (request.deadline or math.inf) - (time.perf_counter() - began)
-                own = request.model_copy(update={"deadline": left})
-                response: Any = self._replicas.generate.remote(own, caller)  # Ray's own type has no types
+                remaining = (request.deadline or math.inf) - (time.perf_counter() - began)
+                timed_request = request.model_copy(update={"deadline": remaining})
+                response: Any = self._replicas.generate.remote(timed_request, caller)  # Ray's type lacks methods
                 try:
                     async for update in response:
                         if isinstance(update, LanternError):
@@ -209,7 +217,7 @@ class RayBackend:
                         if isinstance(update, Completion):
                             assert queue_seconds is not None
                             seconds = time.perf_counter() - began
-                            self._seconds = seconds - queue_seconds
+                            self._duration = seconds - queue_seconds
                             figures = replace(
                                 update.figures,
                                 seconds=seconds,
@@ -227,12 +235,12 @@ class RayBackend:
                 except (BackPressureError, BusyError) as error:
                     if queue_seconds is None or not replicas_lost:
                         raise self._busy_error(error) from error
-                    await asyncio.sleep(RETRY_SECONDS)  # it had a place, which died
-                except RayError as error:  # not an error of the replica, but its end
+                    await asyncio.sleep(RETRY_SECONDS)  # its replica died, so the request waits for another
+                except RayError as error:  # the replica died; its errors were yielded
                     replicas_lost += 1
                     if isinstance(error, RayTaskError) or replicas_lost == MAX_REPLICAS_LOST:
                         raise
-                    _LOG.warning("%s: lost a replica (%s); another one begins anew", self.name, type(error).__name__)
+                    _LOG.warning("%s: lost a replica (%s); another one starts again", self.name, type(error).__name__)
                 except (GeneratorExit, asyncio.CancelledError):
                     response.cancel()
                     raise
@@ -243,5 +251,5 @@ class RayBackend:
                 self._running -= 1
 
     def _busy_error(self, error: BackPressureError | BusyError) -> BusyError:
-        seconds = error.seconds if isinstance(error, BusyError) else math.ceil(self._seconds * random.uniform(1, 3))
+        seconds = error.seconds if isinstance(error, BusyError) else math.ceil(self._duration * random.uniform(1, 3))
         return BusyError("no replica has room", seconds)

@@ -1,4 +1,4 @@
-"""Runs the application with uvicorn: models are loaded behind an open port, signals drain."""
+"""Server process: uvicorn, loading of models behind an open port, and draining on signals."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from .connections import BACKLOG, Connection
 from .state import Limits, ServerState
 
 _LOG = logging.getLogger(__name__)
-SIGNALS = [one for one in signal.Signals if one.name in ("SIGINT", "SIGTERM", "SIGHUP")]  # not all systems have all
-FLUSH_SECONDS = 1  # that connections have to take their last bytes
+SIGNALS = [item for item in signal.Signals if item.name in ("SIGINT", "SIGTERM", "SIGHUP")]  # Windows lacks SIGHUP
+FLUSH_SECONDS = 1  # timeout for the last bytes of open connections
 
 
 class Server:
-    """One server process, in the main thread.
+    """Server that runs in the main thread of its process.
 
     Args:
-        models: each loads a pipeline; called one after the other.
-        host: address to listen at.
-        port: 0 takes a free one.
-        limits: of requests; their deadline is also what a server that is stopped waits for them.
-        origins: sites whose pages may ask.
+        models: functions that load one pipeline each, called one after the other.
+        host: address to listen on.
+        port: port to listen on; 0: a free port.
+        limits: limits of requests; a server that is stopping waits up to the deadline for them.
+        origins: sites whose pages may send requests.
 
     Raises:
-        RequestError: the port cannot be had, or an origin is none.
+        RequestError: the port is not available, or an origin is invalid.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Server:
         self.failure: Exception | None = None
         self._models = models
         self._backends: list[LocalBackend] = []
-        origins = [read_origin(one) for one in origins]
+        origins = [read_origin(origin) for origin in origins]
         self._socket = listen(host, port)
         self.address = self._socket.getsockname()[:2]
         hosts: set[Any] = set()
@@ -79,18 +79,19 @@ class Server:
 
     @property
     def url(self) -> str:
+        """Address of the server."""
         host, port = self.address
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self) -> None:
-        """Serve until a signal ends it. Raises: LanternError, or what else it was, where a model cannot be loaded."""
+        """Serve until a signal stops the server. Raises: the exception that loading a model raised."""
         self._uvicorn.run([self._socket])
         if self.failure is not None:
             raise self.failure
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        # In place of uvicorn's handlers, which close the port at once: a balancer must see `/readyz` turn first.
+        # Uvicorn's handlers would close the port at once, before a load balancer sees the new status of `/readyz`.
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             signal.signal(number, lambda number, frame: loop.call_soon_threadsafe(self._handle_signal, number))
@@ -109,7 +110,7 @@ class Server:
                 pipeline = await load()
                 self._backends.append(LocalBackend(pipeline))
                 await loop.run_in_executor(None, pipeline.pipeline.warm_up)
-        except Exception as error:  # also for want of memory: a server that loads for ever helps nobody
+        except Exception as error:  # including MemoryError: without its models the server is useless
             self.failure = error
             self._uvicorn.should_exit = True
             return
@@ -117,20 +118,20 @@ class Server:
         _LOG.info("ready: %s", ", ".join(self.state.backends))
 
     def _handle_signal(self, number: int) -> None:
-        """Stop, where a second Ctrl-C does not wait for requests; SIGHUP has keys read again."""
+        """Stop; on SIGHUP, reload the keys instead. A second Ctrl-C stops without waiting for requests."""
         if signal.Signals(number).name == "SIGHUP":
             try:
                 self.state.load_keys()
-                _LOG.info("keys: %d", len(self.state.keys))
+                _LOG.info("keys reloaded: %d", len(self.state.keys))
             except RequestError as error:
-                _LOG.warning("keys are as they were: %s", error)
+                _LOG.warning("keys were not reloaded: %s", error)
         elif self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         elif number == signal.SIGINT:
             self._skip_waiting = True
 
     async def _stop(self) -> None:
-        """Take no more requests, finish those that are there, as far as there is time, and tell the others."""
+        """Stop accepting requests, wait for running requests up to the deadline, and cancel the others."""
         self.state.draining = True
         _LOG.info("draining: %d requests", self.state.active_requests)
         loop = asyncio.get_running_loop()
@@ -146,10 +147,10 @@ class Server:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises: RequestError: the address is not this host's, or in use."""
+    """Open a listening socket. Raises: RequestError: the address is in use, or not of this host."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except (OSError, OverflowError, UnicodeError) as error:
-        problem = f"cannot listen at {short(host)}, {port} ({brief(error)})"
-        raise RequestError(problem, field="port", remedy="give another one") from error
+        problem = f"cannot listen on {short(host)}, port {port} ({brief(error)})"
+        raise RequestError(problem, field="port", remedy="give another port or --host") from error

@@ -1,4 +1,4 @@
-"""What all requests of a server share: models, limits, keys, whether it takes work, metrics, logs."""
+"""State that all requests of a server share: models, limits, API keys, status and metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 
 from ..edits import BYTES_LIMIT
 from ..errors import RequestError
@@ -19,23 +19,24 @@ from ..inputs import read_plain_file, reading, short
 from .backend import ImageBackend
 from .protocol import Completion, HttpError, ImagesRequest
 
-MAX_KEYS_FILE = 1 << 20  # bytes
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)  # buckets of histograms
+MAX_KEY_FILE_BYTES = 1 << 20
+BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)  # bounds of histograms in seconds
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may take, and who may ask.
+    """Limits of requests and access rules.
 
     Args:
-        deadline: seconds of a request.
-        body: bytes of its body; form: of one that holds pictures.
-        body_seconds: until all of them are there.
-        bodies: bytes of the bodies of all requests.
-        api_key_file: keys that are accepted, see `read_keys`; without one, anybody may ask.
-        methods: names of those that may be asked for beside qualities; none: all.
-        max_n: images of a request.
-        aliases: models by further names.
+        deadline: maximum duration of a request in seconds.
+        max_body_bytes: maximum size of a JSON body.
+        max_form_bytes: maximum size of a form, which contains images.
+        body_timeout: maximum time in seconds to receive a body.
+        max_total_body_bytes: maximum size of the bodies of all requests together.
+        api_key_file: file of valid API keys, see `read_keys`; None: no key is needed.
+        methods: names of the methods that requests may select, besides qualities; empty: all.
+        max_n: maximum number of images per request.
+        aliases: additional names of models, alias to model.
     """
 
     deadline: float = 600.0
@@ -50,28 +51,29 @@ class Limits:
 
 
 def read_keys(path: Path) -> dict[bytes, str]:
-    """Names of the keys in a file, by their hashes: on each line a key, or a name and a key.
+    """Read API keys from a file with a key, or a name and a key, on each line.
 
-    Empty lines and those that begin with # do not count. A key without a name has the beginning of its hash.
+    Empty lines and lines that begin with # are ignored.
+
+    Returns:
+        The name of each key by the hash of the key. A key without a name is named by the first digits of the hash.
 
     Raises:
         RequestError: the file cannot be read, or has no key.
     """
-    with reading(path, "a file of API keys, one a line", RequestError, "give another file"):
-        lines = [line.strip() for line in read_plain_file(path, MAX_KEYS_FILE).decode("utf-8-sig").splitlines()]
+    with reading(path, "a file of API keys, one per line", RequestError, "give another file"):
+        lines = [line.strip() for line in read_plain_file(path, MAX_KEY_FILE_BYTES).decode("utf-8-sig").splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise RequestError(field="api_key_file", found=f"no key in {path}", expected="one a line")
+        raise RequestError(field="api_key_file", found=f"no key in {path}", expected="one key per line")
     if not all(key.isascii() for key in keys):
-        raise RequestError(
-            field="api_key_file", found=f"a key in {path} that is not ASCII", expected="what a header carries"
-        )
+        raise RequestError(field="api_key_file", found=f"a key in {path} with other characters", expected="ASCII keys")
     hashes = {_hash(line.split()[-1]): line for line in keys}
     return {key: " ".join(line.split()[:-1]) or f"key {key.hex()[:8]}" for key, line in hashes.items()}
 
 
 class BodyMemory:
-    """Bytes of the bodies of all requests. A caller may hold as many as remain free, so others always find room."""
+    """Memory budget for request bodies. A caller may hold at most as much as stays free, so others always find room."""
 
     def __init__(self, size: int) -> None:
         self._free = size
@@ -79,51 +81,54 @@ class BodyMemory:
 
     @contextmanager
     def reserve(self, caller: Hashable, size: int) -> Iterator[None]:
-        """Reserve bytes for a body while the block runs. Raises: HttpError: the caller has to wait."""
+        """Allocate `size` bytes for a body while the block runs. Raises: HttpError: the caller exceeds its share."""
         if self._held[caller] + size > self._free - size:
-            remedy = "try again when other requests are done"
-            raise HttpError(429, "no memory for it", "busy", 5, field="body", found=f"{size:,} bytes", remedy=remedy)
-        self._count(caller, size)
+            remedy = "try again when other requests are finished"
+            raise HttpError(
+                429, "no memory for the body", "busy", 5, field="body", found=f"{size:,} bytes", remedy=remedy
+            )
+        self._add(caller, size)
         try:
             yield
         finally:
-            self._count(caller, -size)
+            self._add(caller, -size)
 
-    def _count(self, caller: Hashable, size: int) -> None:
+    def _add(self, caller: Hashable, size: int) -> None:
         self._free -= size
         self._held[caller] += size
         self._held = +self._held
 
 
 class Metrics:
-    """Counters of one server, in a registry of their own."""
+    """Prometheus metrics of one server."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         ProcessCollector(registry=registry)
 
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(f"lantern_{name}", what, ("model", *labels), registry=registry)
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"lantern_{name}", text, ("model", *labels), registry=registry)
 
-        def histogram(name: str, what: str) -> Histogram:
-            return Histogram(f"lantern_{name}_seconds", what, ("model",), buckets=SECONDS, registry=registry)
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"lantern_{name}_seconds", text, ("model",), buckets=BUCKETS, registry=registry)
 
-        self.requests = counter("requests", "Requests that were answered, by HTTP status.", "code")
-        self.images = counter("images", "Images drawn, by method.", "method")
-        self.aborted = counter("aborted", "Requests that ended early: disconnected, deadline.", "reason")
-        self.tokens = counter("tokens", "Codes drawn.")
-        self.passes = counter("target_passes", "Target passes, counted for every image that took part.")
-        self.tvd = counter("realised_tvd", "Total variation that relaxed acceptance gave away, summed over codes.")
-        self.queue = histogram("queue", "Seconds before a request's first pass.")
+        self.requests = counter("requests", "Finished requests, by HTTP status.", "code")
+        self.images = counter("images", "Generated images, by method.", "method")
+        self.aborted = counter("aborted", "Requests that ended early, by reason: disconnected, deadline.", "reason")
+        self.tokens = counter("tokens", "Sampled tokens.")
+        self.passes = counter("target_passes", "Target passes, each counted once for every image in it.")
+        self.tvd = counter("realised_tvd", "Total variation distance caused by relaxed acceptance, summed over tokens.")
+        self.queue = histogram("queue", "Seconds before the first forward pass of a request.")
         self.request = histogram("request", "Seconds of a whole request.")
-        self.picture = histogram("picture", "Seconds a request took to decode and encode its pictures.")
-        self._running = Gauge("lantern_images_running", "Images that share passes now.", ("model",), registry=registry)
-        self._waiting = Gauge("lantern_images_waiting", "Images that wait.", ("model",), registry=registry)
+        self.picture = histogram("picture", "Seconds to decode and encode the images of a request.")
+        self._running = Gauge("lantern_images_running", "Images being generated.", ("model",), registry=registry)
+        self._waiting = Gauge("lantern_images_waiting", "Queued images.", ("model",), registry=registry)
 
     def count_completion(self, completion: Completion) -> None:
-        """Count a request that was drawn; methods by name only, as clients may make up any number of parameters."""
+        """Count a finished request."""
         figures = completion.figures
         model = figures.model
+        # Methods are labelled by name alone: parameters would make any number of labels.
         self.images.labels(model, figures.method.partition(":")[0]).inc(len(figures.seeds))
         self.tokens.labels(model).inc(completion.output_tokens)
         self.passes.labels(model).inc(figures.target_passes)
@@ -133,7 +138,7 @@ class Metrics:
         self.picture.labels(model).observe(figures.picture_seconds)
 
     def text(self, backends: Iterable[ImageBackend]) -> bytes:
-        """All of it in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         for backend in backends:
             for gauge, value in zip((self._running, self._waiting), backend.load(), strict=True):
                 gauge.labels(backend.name).set(value)
@@ -141,12 +146,12 @@ class Metrics:
 
 
 class ServerState:
-    """One server.
+    """State of one server.
 
     Attributes:
-        backends: its models by name, when they are ready.
-        active: requests being answered.
-        draining: whether it is about to stop.
+        backends: models by name; empty until all are loaded.
+        active_requests: number of requests being handled.
+        draining: whether the server is stopping.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -162,7 +167,7 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """`loading`, `ready`, `draining`, or `failed` where a model cannot draw any more."""
+        """`loading`, `ready`, `draining`, or `failed` if a model can no longer generate images."""
         if self.draining:
             return "draining"
         if not all(backend.alive for backend in self.backends.values()):
@@ -170,38 +175,38 @@ class ServerState:
         return "ready" if self.backends else "loading"
 
     def check_open(self) -> None:
-        """Raises: HttpError: requests are not taken yet, or not any more."""
+        """Raise `HttpError` unless the server accepts requests."""
         if self.draining:
-            raise HttpError(503, "the server is about to stop", "draining", 5, remedy="ask another one")
+            raise HttpError(503, "the server is stopping", "draining", 5, remedy="use another server")
         if not self.backends:
-            raise HttpError(503, "the models are being loaded", "loading", 2, remedy="try again in a few seconds")
+            raise HttpError(503, "models are loading", "loading", 2, remedy="try again in a few seconds")
 
     def load_keys(self) -> None:
-        """Read the file of keys, again. Raises: RequestError: it has none; those that were read before are kept."""
+        """Read the file of API keys again. Raises: RequestError: the file has no valid keys; the old keys stay."""
         if self.limits.api_key_file is not None:
             self.keys = read_keys(self.limits.api_key_file)
 
-    def check_key(self, request: Request) -> str:
-        """The name of a request's key, empty where none is needed. Raises: HttpError: it has none that is known."""
+    def check_key(self, http: HttpRequest) -> str:
+        """Return the name of the request's API key, empty if none is needed. Raises: HttpError: the key is invalid."""
         if not self.keys:
             return ""
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        scheme, _, key = http.headers.get("authorization", "").partition(" ")
         digest = _hash(key.strip())
         if scheme.lower() != "bearer" or digest not in self.keys:
-            raise HttpError(401, "no known key", "invalid_api_key", field="authorization", expected="`Bearer KEY`")
+            raise HttpError(401, "invalid API key", "invalid_api_key", field="authorization", expected="`Bearer KEY`")
         return self.keys[digest]
 
     def check_request(self, request: ImagesRequest) -> None:
-        """Raises: HttpError: the server's operator does not allow it."""
+        """Raise `HttpError` if the limits do not allow the request."""
         limits = self.limits
         method = (request.method or "").partition(":")[0]
-        if limits.methods and method and method not in limits.methods:  # qualities are the bundle's own
+        if limits.methods and method and method not in limits.methods:  # qualities are always allowed
             raise HttpError(400, field="method", found=short(method), expected=" or ".join(limits.methods))
         if (request.n or 1) > limits.max_n:
             raise HttpError(400, field="n", found=f"{request.n}", expected=f"at most {limits.max_n}")
 
     def backend(self, name: str | None) -> ImageBackend:
-        """A model by its name or alias; the first one without. Raises: HttpError: there is none of that name."""
+        """Return the model of a name or alias; None: the first model. Raises: HttpError: the model is unknown."""
         if name is None:
             return next(iter(self.backends.values()))
         name = self.limits.aliases.get(name, name)

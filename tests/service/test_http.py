@@ -228,7 +228,7 @@ def test_waiting_streams_are_kept_open(scenes: RunningServer, monkeypatch: pytes
 def test_a_body_that_does_not_come_is_given_up() -> None:
     start, answer = asyncio.run(answered(None, None))
     assert start["status"] == 408
-    assert json.loads(answer["body"])["error"]["message"].startswith("body: not all of it was there after 0.05 s")
+    assert json.loads(answer["body"])["error"]["message"].startswith("body: incomplete after 0.05 s")
 
 
 @pytest.mark.parametrize(("kind", "pieces", "status"), [("edits", 4, 408), ("edits", 10, 413), ("generations", 1, 413)])

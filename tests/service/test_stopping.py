@@ -93,7 +93,7 @@ def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> 
         port = taken.getsockname()[1]
         assert run_program(["serve", "--port", str(port)]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("lantern-rt: --port: cannot listen at '127.0.0.1'")
+    assert line.startswith("lantern-rt: --port: cannot listen on '127.0.0.1'")
     assert run_program(["serve", "--host", "no.such.host.invalid", "--port", "0"]) == 2
 
 
