@@ -31,7 +31,7 @@ from decode import NODES, REPEATS, pass_seconds
 from lantern_rt import LanternError, Pipeline, __version__
 from lantern_rt.cli.console import print_table
 from lantern_rt.compare.prompts import read_bundle_prompts
-from lantern_rt.compare.turns import MethodRun, run
+from lantern_rt.compare.turns import ComparedMethod, run
 from lantern_rt.engines.host import processor
 from lantern_rt.export.verify import agree, divergence
 from lantern_rt.runtime.likelihood import sequence_logits
@@ -78,7 +78,7 @@ def passes(pipelines: dict[str, Pipeline], rows: int, repeats: int) -> None:
 def speed(pipelines: dict[str, Pipeline], methods: Sequence[str], turns: int) -> None:
     """Print how fast every method is at every precision, over plain decoding in float32 of the same turn."""
     prompts = read_bundle_prompts(pipelines["fp32"].bundle)
-    runs = [(precision, MethodRun(method, {"method": method})) for method in methods for precision in pipelines]
+    runs = [(precision, ComparedMethod(method, {"method": method})) for method in methods for precision in pipelines]
     for precision, method in runs:  # shapes of passes are met once before they are timed
         pipelines[precision](**prompts.request(0, 1), **method.options)
     by_turn = []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..bundle.files import Bundle
 from ..errors import EngineError
-from ..output.files import check_new_folder, folder_or_nothing
+from ..output.files import atomic_folder, check_new_folder
 from .contracts import Progress
 from .engine_folder import ENGINE_FILE, FORMAT_VERSION, KIND, BuiltGraph, EngineManifest, file_blake2b
 from .gpu import find_gpu
@@ -56,7 +56,7 @@ def build_engines(
         command += ["--compute-capability", name]
     version = "none" if dry_run else str(import_library(backend).__version__)
     check_new_folder(output, force, ENGINE_FILE, KIND)
-    with folder_or_nothing(output, force, ENGINE_FILE, KIND) as folder:
+    with atomic_folder(output, force, ENGINE_FILE, KIND) as folder:
         graphs, lines = dict[str, BuiltGraph](), list[str]()
         for role in (role for role in ROLES if role in bundle.manifest.files):
             start, shapes = time.perf_counter(), profiles(bundle.manifest, role, options)

@@ -69,7 +69,7 @@ def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[Prof
         return (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     rows = (1, min(2, options.max_rows), options.max_rows)
     nodes = options.max_nodes
-    largest = round_up(manifest.condition.prefix + manifest.picture_tokens + nodes)  # an image and the largest pass
+    largest = round_up(manifest.condition.prefix + manifest.max_image_tokens + nodes)  # an image and the largest pass
     if role == "drafter":
         largest += round_up(nodes)  # cached until the draft has been verified
     columns = (SPAN_STEP, max(SPAN_STEP, round_up(largest // 2)), largest)

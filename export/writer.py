@@ -19,7 +19,7 @@ from .. import __version__
 from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Source, file_sha256
 from ..engines.contracts import Progress
 from ..errors import CheckpointError, OutputError
-from ..output.files import check_new_folder, existing_parent, folder_or_nothing
+from ..output.files import atomic_folder, check_new_folder, existing_parent
 from .checkpoints.deferred import computed
 from .checkpoints.hub import cached_origin
 from .convolutions import CALIBRATION, calibrate, quantise_convolutions
@@ -83,7 +83,7 @@ def export_model(
             expected=f"{needed / 1e9:.2f} GB, which the bundle takes",
             remedy="free some, choose another place, or a smaller precision",
         )
-    with folder_or_nothing(output, force, _MANIFEST, "bundle") as folder:
+    with atomic_folder(output, force, _MANIFEST, "bundle") as folder:
         paths = {"neighbors": folder / "neighbors.npz"}
         table = neighbour_table(model.codebook, model.neighbors, partial(progress, "sorting neighbours"))
         np.savez(paths["neighbors"], indices=table)

@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]
 
 from .bundle.files import Bundle
 from .bundle.manifest import ConditionSpec, DecoderSpec, DrafterSpec, Manifest
-from .bundle.onnx_scan import float_weights
+from .bundle.onnx_scan import count_float_weights
 from .engines.host import available_memory
 from .engines.kv_cache import SPAN_STEP, round_up
 from .engines.precisions import INTEGERS, PRODUCTS
@@ -53,7 +53,7 @@ def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = Non
     rows, size = 2 if settings.sampling.guided else 1, 2 if manifest.target.dtype == "float16" else 4
     nodes = max(_NODES, method_nodes(settings.method))
     drafted = nodes * (1 + (manifest.row_end is not None))
-    columns = round_up(prompt + manifest.picture_tokens + drafted + 2)
+    columns = round_up(prompt + manifest.max_image_tokens + drafted + 2)
     specs = {"target": manifest.target, "drafter": manifest.drafter if _drafts(settings) else None}
     needed = {f"cache of the {role}": cache_bytes(spec, rows, columns, size) for role, spec in specs.items() if spec}
     passes = (prompt, SPAN_STEP), (nodes, columns)  # nodes and past: of the prompt, of a picture
@@ -144,7 +144,7 @@ def weight_bytes(bundle: Bundle, role: str) -> int:
         return sum(entry.bytes for name, entry in manifest.files.items() if name in (role, f"{role}.data"))
     path = bundle.path(role)
     try:
-        weights = float_weights(path)
+        weights = count_float_weights(path)
         if weights >= MOST_WEIGHTS:
             raise ValueError("more weights than any file holds")
     except (ValueError, OSError) as error:

@@ -26,7 +26,7 @@ from .errors import BundleError, RequestError
 from .inputs import whole
 from .memory import check_room, compute_max_images
 from .methods import Ar, Drafted, DrawOptions, MethodConfig, Options, PictureSource, Relaxed, Sjd
-from .output.images import blank, grey_out, recorded, to_image
+from .output.images import blank_image, grey_out, to_image, with_record
 from .prompts import ImageRequest, bundle_tokenizer
 from .requests import Request, Settings, check_request, resolve_settings
 from .results import Ints, Result, StreamState, StreamStep, record, result_of
@@ -91,8 +91,8 @@ class Pipeline:
         if folder is not None and chosen not in (Providers(), ON_CPU):
             expected = f"{folder.manifest.backend}, which {folder.folder} was built for"
             raise RequestError(field="provider", found=str(chosen), expected=expected, remedy="leave the provider out")
-        unread = folder.replaced() if folder else ()
-        opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, unread)
+        skipped_roles = folder.replaced() if folder else ()
+        opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, skipped_roles)
         providers = choose_providers(chosen, opened) if folder is None else ON_CPU
         loaded = Engines(opened, threads, providers, folder)
         _LOG.info("opened bundle %s on %s, threads: %d", opened.manifest.name, loaded.backend, loaded.threads)
@@ -365,11 +365,11 @@ class Pipeline:
             cells = np.where(cells < 0, edit.kept, cells)
         known = cells >= 0
         if not known.any():
-            return blank(*manifest.pixels(size))
+            return blank_image(*manifest.pixels(size))
         filled = cells[np.maximum.accumulate(np.where(known, np.arange(len(cells)), 0))]  # as the last known one
         image = to_image(self.engines.vq_decoder(filled.reshape(1, size.rows, size.columns))[0])
         if edit is not None:
             image = edit.blend(image)
         if not known.all():
             return grey_out(image, known.reshape(size.rows, size.columns))
-        return recorded(image, record(self.bundle, settings, images[i]))
+        return with_record(image, record(self.bundle, settings, images[i]))

@@ -18,7 +18,7 @@ from .errors import RequestError
 from .inputs import brief, short, whole
 from .methods import Embeddings
 from .text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
-from .text.words import WordTokenizer, read_tokenizer
+from .text.words import WordTokenizer, read_word_tokenizer
 
 Label = str | int | None
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
@@ -52,7 +52,7 @@ def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
     if condition.layout is not None:
         return TemplateTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.layout.template)
     if condition.kind == "words":
-        return replace(read_tokenizer(bundle.path("tokenizer")), examples=tuple(bundle.examples))
+        return replace(read_word_tokenizer(bundle.path("tokenizer")), examples=tuple(bundle.examples))
     return None
 
 
@@ -93,14 +93,14 @@ def _text_requests(
     field: str, condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any]
 ) -> list[ImageRequest]:
     if isinstance(tokenizer, TemplateTokenizer):
-        tokenizer = tokenizer.of_size(size.name)
+        tokenizer = tokenizer.for_size(size.name)
     requests = []
     for i, prompt in enumerate(prompts):
         try:
             requests.append(_text_request(condition, tokenizer, size, prompt))
         except RequestError as error:
             error.field = _nth(field, i, len(prompts))
-            if near := tokenizer.nearest(prompt) if isinstance(tokenizer, WordTokenizer) else []:
+            if near := tokenizer.nearest_examples(prompt) if isinstance(tokenizer, WordTokenizer) else []:
                 error.remedy = "; ".join(filter(None, [error.remedy, f"it draws {', '.join(map(repr, near))}"]))
             raise
     return requests

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from ...bundle.hub import HUB, reaching, read_reference, refused
+from ...bundle.hub import HUB, hub_errors, is_rejected, parse_reference
 from ...errors import CheckpointError, LanternError
 from .files import listing
 from .folders import INDEX, PAIRS, SINGLE, choose_files, read_index
@@ -38,11 +38,11 @@ def fetch(place: Path | str, names: Collection[str] = ()) -> Path:
     text = place.as_posix() if isinstance(place, Path) else place
     if not text.startswith(HUB):
         return Path(place)
-    repository, file, revision = read_reference(text, CheckpointError)
+    repository, file, revision = parse_reference(text, CheckpointError)
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 
     remedy = f"try again, or download {file or 'the folder'} of {repository} by hand and give its path"
-    with reaching(text, CheckpointError, remedy):
+    with hub_errors(text, CheckpointError, remedy):
         try:
             info = HfApi().model_info(repository, revision=revision)
             files = [sibling.rfilename for sibling in info.siblings or []]
@@ -54,7 +54,7 @@ def fetch(place: Path | str, names: Collection[str] = ()) -> Path:
         except Exception as error:
             # What an earlier call left; whether it is whole is seen when it is read.
             cached = try_to_load_from_cache(repository, file or [*names, *_SIDE_FILES][0], revision=revision)
-            if isinstance(error, LanternError) or refused(error) or not isinstance(cached, str):
+            if isinstance(error, LanternError) or is_rejected(error) or not isinstance(cached, str):
                 raise
             return Path(cached) if file else Path(cached).parent
     if file and not (folder / file).is_file():

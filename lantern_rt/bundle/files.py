@@ -118,13 +118,13 @@ def embedded_names() -> list[str]:
 def open_bundle(
     path_or_name: str | Path,
     verify: bool = True,
-    unread: Collection[str] = (),
+    skipped_roles: Collection[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Bundle:
     """Open a bundle folder, an embedded bundle by name, or one of the hub by `hf:owner/name[@revision]`, and check it.
 
     A plain word is a name first and a folder second; write `./word` for the folder. `verify` reads every
-    file to compare its sha256, but for roles that are `unread` because engines stand for them; sizes, places
+    file to compare its sha256, but for roles that are `skipped_roles` because engines stand for them; sizes, places
     and graph references are always checked. `progress` is told how many bytes are compared, of how many.
     Raises: BundleError.
     """
@@ -134,7 +134,7 @@ def open_bundle(
     home = folder.parents[1] if fetched else folder  # the hub's cache keeps files beside the folder, which has links
     text = _read_manifest_text(folder)
     manifest = _parse_manifest(folder / MANIFEST_FILE, text)
-    hashed = {role for role in manifest.files if verify and role not in unread}
+    hashed = {role for role in manifest.files if verify and role not in skipped_roles}
     done, total = 0, sum(manifest.files[role].bytes for role in hashed)
 
     def count(size: int) -> None:
@@ -265,7 +265,7 @@ def _check_references(path: Path, home: PurePosixPath, own: set[str]) -> None:
 
 
 def _read_array(path: Path, name: str | None, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> NDArray[Any]:
-    """An .npy, mapped, or the array `name` of an .npz, refused unread if it unpacks to more than its shape allows."""
+    """An .npy, mapped, or the array `name` of an .npz, refused unread if it unpacks to more than its shape."""
     array: NDArray[Any]
     if name is None:
         with _expecting(path, "a NumPy array without pickled objects"):

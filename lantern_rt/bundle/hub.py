@@ -21,7 +21,7 @@ _PATH = rf"{PLAIN_NAME}(?:/{PLAIN_NAME})*"  # of a file or a revision
 _REFERENCE = re.compile(rf"hf:({REPOSITORY})(?:/({_PATH}))?(?:@({_PATH}))?")
 
 
-def read_reference(text: str, refusal: type[LanternError]) -> tuple[str, str | None, str | None]:
+def parse_reference(text: str, refusal: type[LanternError]) -> tuple[str, str | None, str | None]:
     """Repository, file and revision of a reference. Raises: what `refusal` is: it is malformed."""
     match = _REFERENCE.fullmatch(text)
     if match is None:
@@ -30,7 +30,7 @@ def read_reference(text: str, refusal: type[LanternError]) -> tuple[str, str | N
     return match[1], match[2], match[3]
 
 
-def refused(error: Exception) -> bool:
+def is_rejected(error: Exception) -> bool:
     """Whether the hub was reached and says no: a wrong name, terms that were not accepted, no token."""
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -39,7 +39,7 @@ def refused(error: Exception) -> bool:
 
 
 @contextmanager
-def reaching(field: str, refusal: type[LanternError], remedy: str) -> Iterator[None]:
+def hub_errors(field: str, refusal: type[LanternError], remedy: str) -> Iterator[None]:
     """Any error of the library, or of its network client, becomes a `refusal`; `remedy` if the hub is out of reach."""
     try:
         yield
@@ -47,7 +47,7 @@ def reaching(field: str, refusal: type[LanternError], remedy: str) -> Iterator[N
         raise
     except Exception as error:  # they share no base class
         problem = "the hub cannot be reached"
-        if refused(error):
+        if is_rejected(error):
             problem = "the hub refuses it"
             remedy = "check the name, accept the terms on its page, or run `hf auth login`"
         raise refusal(f"{problem} ({brief(error)})", field=field, remedy=remedy) from error
@@ -64,12 +64,12 @@ def fetch_bundle(text: str, manifest: str, listed: Callable[[Path], Iterable[str
     Raises:
         BundleError: a malformed reference, no such bundle, or it can neither be reached nor is in the cache.
     """
-    repository, file, revision = read_reference(text, BundleError)
+    repository, file, revision = parse_reference(text, BundleError)
     if file is not None:
         raise BundleError(field=text, found=f"the file {file}", expected="the name of a whole repository")
     from huggingface_hub import hf_hub_download
 
-    with reaching(text, BundleError, f"try again, or download the files of {repository} and give their folder"):
+    with hub_errors(text, BundleError, f"try again, or download the files of {repository} and give their folder"):
         folder = Path(hf_hub_download(repository, manifest, revision=revision)).parent
         for name in listed(folder):
             hf_hub_download(repository, name, revision=folder.name)

@@ -19,10 +19,10 @@ _PIECE = 1 << 20  # bytes of a file that are hashed at a time
 
 # No model comes near these bounds; what claims more is damaged, and would ask for more memory or time than there is.
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
-Few = Annotated[int, Field(ge=1, le=1024)]
+SmallCount = Annotated[int, Field(ge=1, le=1024)]
 Side = Annotated[int, Field(ge=1, le=256)]  # codes
-MOST_PIXELS = 8192  # along a side
-Pixels = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
+MAX_PIXELS = 8192  # along a side
+Pixels = Annotated[int, Field(ge=1, le=MAX_PIXELS)]
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
 Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-weights", "int8"]
 
@@ -54,9 +54,9 @@ class _Sizes(FrozenModel):
     """What target and drafter have in common. Cache tensors are `[past, rows, num_kv_heads, head_dim]`."""
 
     hidden_size: Count
-    num_layers: Few
-    num_kv_heads: Few
-    head_dim: Few
+    num_layers: SmallCount
+    num_kv_heads: SmallCount
+    head_dim: SmallCount
     vocab_size: Count
 
 
@@ -97,8 +97,8 @@ class HeadsSpec(FrozenModel):
     rank: of corrections. units: of guesses.
     """
 
-    rank: Few
-    units: Few
+    rank: SmallCount
+    units: SmallCount
 
 
 class TokenLayout(FrozenModel):
@@ -296,7 +296,7 @@ class Manifest(FrozenModel):
             raise ValueError(f"target vocab_size {vocab_size} is not codebook_size {self.codebook_size}")
         if self.drafter and (own := self.drafter.hidden_size) != (expected := self.target.hidden_size):
             raise ValueError(f"drafter hidden_size {own} is not the target's, {expected}")
-        if (tokens := self.condition.prefix + self.picture_tokens - 1) > (most := self.target.max_positions):
+        if (tokens := self.condition.prefix + self.max_image_tokens - 1) > (most := self.target.max_positions):
             raise ValueError(f"prefix and image take {tokens:,} positions, but target max_positions is {most:,}")
         for quality, preset in self.presets.items():
             if preset.devices is not None and quality != "strict":
@@ -325,8 +325,8 @@ class Manifest(FrozenModel):
             raise ValueError("`sizes` has a name or a grid twice; expected each once")
         if self.sizes and not any(self._is_default(size) for size in self.sizes):
             raise ValueError(f"`sizes` lacks the default grid, {self.grid_rows} x {self.grid_columns}")
-        if large := next((size.name for size in self.sizes if max(self.pixels(size)) > MOST_PIXELS), None):
-            raise ValueError(f"size {large} has more than {MOST_PIXELS} pixels along a side")
+        if large := next((size.name for size in self.sizes if max(self.pixels(size)) > MAX_PIXELS), None):
+            raise ValueError(f"size {large} has more than {MAX_PIXELS} pixels along a side")
         if layout is not None and layout.uncond == () and not all(size.tokens for size in self.sizes or (self.size(),)):
             raise ValueError("`uncond` is empty, and so are the tokens of a size; the unconditional row needs one")
 
@@ -344,7 +344,7 @@ class Manifest(FrozenModel):
         return self.image_width * size.columns // self.grid_columns, self.image_height * size.rows // self.grid_rows
 
     @property
-    def picture_tokens(self) -> int:
+    def max_image_tokens(self) -> int:
         """Most tokens of a picture in its sequence: codes, and ends of all rows but the last."""
         return max(size.codes + (size.rows - 1) * (self.row_end is not None) for size in self.sizes or (self.size(),))
 

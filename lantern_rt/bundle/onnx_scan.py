@@ -123,7 +123,7 @@ def graph_weights(path: Path) -> dict[str, Weight]:
     return weights
 
 
-def float_weights(path: Path) -> int:
+def count_float_weights(path: Path) -> int:
     """How many numbers the float weights of a graph hold. Raises: ValueError: it is no ONNX graph. OSError."""
     return sum(math.prod(one.shape) for one in graph_weights(path).values() if "float" in one.dtype)
 

@@ -19,7 +19,7 @@ from .files import MANIFEST_FILE, Bundle
 from .manifest import FORMAT_VERSION, FileEntry, HeadsSpec, Manifest, Preset
 
 
-def check_own(bundle: Bundle) -> None:
+def check_editable(bundle: Bundle) -> None:
     """Raises: OutputError: the bundle lies in the hub's cache, which is to be left as it was fetched."""
     path = bundle.folder / MANIFEST_FILE
     if path.is_symlink():

@@ -12,7 +12,7 @@ import typer
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Preset
-from ..bundle.rewrite import check_own
+from ..bundle.rewrite import check_editable
 from ..bundle.rewrite import write_presets as write_into_bundle
 from ..compare.evaluate import evaluate as run_evaluation
 from ..compare.image_graph import Agreement, EncoderFeatures, Features, folder_features, read_preprocessing
@@ -24,7 +24,7 @@ from ..engines.doctor import host_report
 from ..engines.host import usable_cores
 from ..errors import RequestError
 from ..methods import Quality
-from ..output.files import check_new_folder, folder_or_nothing
+from ..output.files import atomic_folder, check_new_folder
 from ..output.names import slug
 from ..pipeline import Pipeline
 from .bench import pipeline_facts
@@ -104,7 +104,7 @@ def evaluate(
     opened = options.open_bundle(bundle)
     manifest = opened.manifest
     if write_presets:
-        check_own(opened)
+        check_editable(opened)
     output = output or _free_folder(f"eval-{slug(manifest.name)}")
     check_new_folder(output, False, _RESULT, _KIND)
     labels = method or ([] if quality else candidate_methods(manifest))
@@ -136,7 +136,7 @@ def evaluate(
         )
     facts = _facts(pipeline)
     facts["reference"] = "ar, other seeds" if real is None else f"{reference}, {len(real)} images"
-    with folder_or_nothing(output, False, _RESULT, _KIND) as folder:
+    with atomic_folder(output, False, _RESULT, _KIND) as folder:
         (folder / _RESULT).write_text(dumps({**facts, **report}, indent=1, allow_nan=False) + "\n", "utf-8")
         page = html_report(report, pictures, facts, f"{manifest.name}: decoding methods compared")
         (folder / "report.html").write_text(page, "utf-8")

@@ -52,12 +52,12 @@ def inspect(
 
 
 def _print_words(bundle: Bundle) -> None:
-    from ..text.words import read_tokenizer
+    from ..text.words import read_word_tokenizer
 
     kind = bundle.manifest.condition.kind
     if kind != "words":
         raise RequestError(field="words", found=f"a bundle of kind {kind}", expected="one of known words")
-    print_text(*read_tokenizer(bundle.path("tokenizer")).words)
+    print_text(*read_word_tokenizer(bundle.path("tokenizer")).words)
 
 
 def describe_bundle(bundle: Bundle) -> Facts:

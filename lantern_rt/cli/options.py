@@ -149,8 +149,8 @@ class EngineOptions:
             return Pipeline.from_bundle(bundle, threads=self.threads, engines=engines, provider=self.provider)
 
 
-def open_bundle(name: str, unread: Collection[str] = ()) -> Bundle:
-    """Open a bundle and show how far checking its files is; `unread` as in `bundle.files.open_bundle`."""
+def open_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
+    """Open a bundle and show how far checking its files is; `skipped_roles` as in `bundle.files.open_bundle`."""
     from ..bundle import files
     from .console import show_progress
 
@@ -159,4 +159,4 @@ def open_bundle(name: str, unread: Collection[str] = ()) -> Bundle:
         def report(done: int, total: int) -> None:
             progress("checking the bundle's files (MB)", -(-done // 10**6), -(-total // 10**6))
 
-        return files.open_bundle(name, unread=unread, progress=report)
+        return files.open_bundle(name, skipped_roles=skipped_roles, progress=report)

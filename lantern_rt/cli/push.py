@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..bundle.files import MANIFEST_FILE, Bundle
-from ..bundle.hub import HUB, REPOSITORY, reaching
+from ..bundle.hub import HUB, REPOSITORY, hub_errors
 from ..errors import OutputError, RequestError
 from ..inputs import read_plain_file, reading, short
 from ..output.recipe import CURE, read_recipe
@@ -48,7 +48,7 @@ def push(
         raise RequestError(field="repository", found=short(repository), expected="owner/name")
     opened = open_bundle(bundle)
     samples = [_read_sample(path, opened) for path in pictures or ()]
-    with reaching(repository, OutputError, "try again"):
+    with hub_errors(repository, OutputError, "try again"):
         HfApi().create_repo(repository, private=True, exist_ok=True)  # before anything is drawn
     samples = samples or _draw_samples(opened)
     files: dict[str, Path | bytes] = {f"samples/{i}.png": content for i, (content, _) in enumerate(samples, 1)}
@@ -57,7 +57,7 @@ def push(
     files["README.md"] = model_card(opened, repository, [texts for _, texts in samples]).encode()
     print_stderr(f"sending {len(files)} files")
     added = [CommitOperationAdd(name, content) for name, content in files.items()]
-    with reaching(repository, OutputError, "try again: what has arrived is not sent twice"):
+    with hub_errors(repository, OutputError, "try again: what has arrived is not sent twice"):
         commit = HfApi().create_commit(repository, added, commit_message=f"Bundle {opened.digest[:12]}")
     print_text(f"{HUB}{repository}@{commit.oid}")
 

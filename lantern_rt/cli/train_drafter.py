@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..bundle.rewrite import check_own, write_heads
+from ..bundle.rewrite import check_editable, write_heads
 from ..inputs import require_library, whole
 from .console import print_stderr, print_text, show_progress
 from .options import (
@@ -116,7 +116,7 @@ def heads(
         from ..train.drafter.target import read_target
 
     opened = open_bundle(bundle)
-    check_own(opened)
+    check_editable(opened)
     target = read_target(opened)
     with show_progress(lines=False) as progress:
         progress("reading data")

@@ -12,7 +12,7 @@ from ..engines.contracts import Progress
 from ..methods import Quality
 from ..pipeline import Pipeline
 from .prompts import Prompts
-from .turns import MethodRun, Run, take_turns
+from .turns import ComparedMethod, Run, run_in_turns
 
 MIN_TURNS = 3
 
@@ -28,7 +28,7 @@ def default_methods(manifest: Manifest) -> list[str]:
 
 def bench(
     pipeline: Pipeline,
-    methods: Sequence[MethodRun],
+    methods: Sequence[ComparedMethod],
     prompts: Prompts,
     batch_size: int,
     min_images: int,
@@ -51,7 +51,7 @@ def bench(
     requests = (prompts.request(max(turn, 0), batch_size) for turn in range(-1, turns))
     by_turn = [
         [replace(one, images=[]) for one in runs]  # pictures were painted for the time it takes
-        for runs in take_turns(pipeline, methods, requests, progress=progress, total=(turns + 1) * batch_size)
+        for runs in run_in_turns(pipeline, methods, requests, progress=progress, total=(turns + 1) * batch_size)
     ]
     return [list(runs) for runs in zip(*by_turn[1:], strict=True)]
 

@@ -17,12 +17,12 @@ from PIL.Image import Image
 
 from ..engines.contracts import Progress
 from ..errors import RequestError
-from ..output.images import blank
+from ..output.images import blank_image
 from ..pipeline import Pipeline
 from .image_graph import Agreement, Features
 from .prompts import Prompts
 from .statistics import RESAMPLES, Figure, Floats, Ints, estimate, estimate_mean, fit_gaussian, frechet_distance
-from .turns import MethodRun, Run, scored, take_turns
+from .turns import ComparedMethod, Run, add_likelihoods, run_in_turns
 
 MIN_PROMPTS = 2
 ENOUGH_PROMPTS = 30
@@ -36,7 +36,7 @@ def evaluate(
     pipeline: Pipeline,
     prompts: Prompts,
     seeds: int,
-    methods: Sequence[MethodRun],
+    methods: Sequence[ComparedMethod],
     progress: Progress,
     features: Features | None = None,
     agreement: Agreement | None = None,
@@ -66,13 +66,13 @@ def evaluate(
     manifest = pipeline.bundle.manifest
     if len(labels) < MIN_PROMPTS:
         raise RequestError(field="prompts", found=str(len(labels)), expected=f"at least {MIN_PROMPTS} to compare")
-    nothing = blank(manifest.image_width, manifest.image_height)
+    nothing = blank_image(manifest.image_width, manifest.image_height)
     if features is not None:  # let it fail before the work
         features([nothing])
     if agreement is not None:
         agreement([nothing], [max(labels, key=len)])
     turns = list(
-        take_turns(
+        run_in_turns(
             pipeline, methods, prompts.requests(BATCH_SIZE, seeds, 0), score=False, progress=progress, total=count
         )
     )
@@ -82,7 +82,7 @@ def evaluate(
     for number, (label, own) in enumerate(compared.items()):
         progress("likelihoods", number, len(compared))
         requests = prompts.requests(BATCH_SIZE, seeds, 0)
-        compared[label] = [scored(pipeline, one, request) for one, request in zip(own, requests, strict=True)]
+        compared[label] = [add_likelihoods(pipeline, one, request) for one, request in zip(own, requests, strict=True)]
     drawn = {label: [image for one in own for image in one.images] for label, own in compared.items()}
     figures = _single_figures(list(compared.values()), seeds)
     if agreement is not None:
@@ -122,7 +122,7 @@ def evaluate(
 
 
 def _draw_reference(
-    pipeline: Pipeline, plain: MethodRun, prompts: Prompts, seeds: int, progress: Progress
+    pipeline: Pipeline, plain: ComparedMethod, prompts: Prompts, seeds: int, progress: Progress
 ) -> list[Image]:
     count = len(prompts.items) * seeds
 
@@ -130,7 +130,7 @@ def _draw_reference(
         progress(f"images of {REFERENCE}", done, total)
 
     others = prompts.requests(BATCH_SIZE, seeds, first_seed=count)
-    turns = take_turns(pipeline, [plain], others, score=False, progress=report_reference, total=count)
+    turns = run_in_turns(pipeline, [plain], others, score=False, progress=report_reference, total=count)
     return [image for (own,) in turns for image in own.images]
 
 

@@ -50,7 +50,9 @@ def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Qualit
     exact = [entry for entry in report["methods"] if entry["exact"] and entry["method"] not in ("ar", "strict")]
     relaxed = [entry for entry in report["methods"] if not entry["exact"] and entry["method"] not in LIMITS]
     candidates: dict[Quality, list[Any]] = {"strict": exact}
-    candidates |= {name: [one for one in relaxed if within(one["figures"], limit)] for name, limit in LIMITS.items()}
+    candidates |= {
+        name: [one for one in relaxed if keeps_limit(one["figures"], limit)] for name, limit in LIMITS.items()
+    }
     presets: dict[Quality, Preset] = {}
     for quality, allowed in candidates.items():
         if allowed:
@@ -60,7 +62,7 @@ def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Qualit
     return presets
 
 
-def within(figures: Mapping[str, Any], limit: Limit) -> bool:
+def keeps_limit(figures: Mapping[str, Any], limit: Limit) -> bool:
     """Whether a method's figures keep to a limit."""
     excess = figures["excess_nll"]["difference_to_ar"]
     if max(-excess["low"], excess["high"]) > limit.excess_nll:

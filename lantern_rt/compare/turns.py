@@ -27,7 +27,7 @@ PLAIN = "ar"
 
 
 @dataclass(frozen=True)
-class MethodRun:
+class ComparedMethod:
     """A method to run: its label, and the options of a request that carry it out, sampling included."""
 
     label: str
@@ -36,7 +36,7 @@ class MethodRun:
 
 def parse_methods(
     labels: Sequence[str], sampling: Mapping[str, Any], bundle: Bundle, qualities: Sequence[str] = ()
-) -> list[MethodRun]:
+) -> list[ComparedMethod]:
     """Methods from strings such as `lantern++:lambda=3:tree=chain-4`, then qualities; `ar` is always the first.
 
     Args:
@@ -54,7 +54,7 @@ def parse_methods(
         raise RequestError(field="method", found=f"{twice!r} twice", expected="different ones")
     names = [PLAIN, *(name for name in names if name != PLAIN)]
     options = ["quality" if name in qualities else "method" for name in names]
-    methods = [MethodRun(name, {**sampling, option: name}) for name, option in zip(names, options, strict=True)]
+    methods = [ComparedMethod(name, {**sampling, option: name}) for name, option in zip(names, options, strict=True)]
     for method in methods:
         resolve_settings(bundle.manifest, method.options)
     return methods
@@ -74,7 +74,7 @@ class Run:
         likelihoods: of each image's codes, once they are computed.
     """
 
-    method: MethodRun
+    method: ComparedMethod
     settings: Settings
     codes: list[Ints]
     images: list[Image]
@@ -88,27 +88,27 @@ class Run:
         return self.statistics.realised_tvd / len(self.codes[0])
 
 
-def run(pipeline: Pipeline, method: MethodRun, request: Mapping[str, Any], paint: bool = True) -> Run:
+def run(pipeline: Pipeline, method: ComparedMethod, request: Mapping[str, Any], make_images: bool = True) -> Run:
     """Run one method on one request."""
     began = time.perf_counter()
     (step,) = deque(pipeline.stream(**request, **method.options), maxlen=1)
-    images = [step.image(i) for i in range(len(step.codes))] if paint else []
+    images = [step.image(i) for i in range(len(step.codes))] if make_images else []
     seconds = time.perf_counter() - began
     assert step.stats is not None
     return Run(method, step.settings, step.codes, images, step.stats, seconds)
 
 
-def scored(pipeline: Pipeline, one: Run, request: Mapping[str, Any]) -> Run:
+def add_likelihoods(pipeline: Pipeline, one: Run, request: Mapping[str, Any]) -> Run:
     """The run with the likelihoods that the target gives its codes."""
     sampling = {name: getattr(one.settings.sampling, name) for name in SAMPLING}
     return replace(one, likelihoods=pipeline.likelihoods(one.codes, **request, **sampling, method=PLAIN))
 
 
-def take_turns(
+def run_in_turns(
     pipeline: Pipeline,
-    methods: Sequence[MethodRun],
+    methods: Sequence[ComparedMethod],
     requests: Iterable[Mapping[str, Any]],
-    paint: bool = True,
+    make_images: bool = True,
     score: bool = True,
     progress: Progress = lambda what, done, total: None,
     total: int = 0,
@@ -119,7 +119,7 @@ def take_turns(
         pipeline: that runs them.
         methods: to run.
         requests: arguments of pipeline calls.
-        paint: whether to make the pictures.
+        make_images: whether to make the pictures.
         score: whether to compute likelihoods, after the turn.
         progress: progress callback.
         total: images of a method, for that.
@@ -131,8 +131,8 @@ def take_turns(
         by_method: dict[int, Run] = {}
         for i in range(count):
             number = (turn + i) % count
-            by_method[number] = run(pipeline, methods[number], request, paint)
+            by_method[number] = run(pipeline, methods[number], request, make_images)
             drawn += len(by_method[number].codes)
             progress("images", drawn, count * total)
         runs = [by_method[number] for number in range(count)]
-        yield [scored(pipeline, one, request) for one in runs] if score else runs
+        yield [add_likelihoods(pipeline, one, request) for one in runs] if score else runs

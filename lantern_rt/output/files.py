@@ -64,7 +64,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def check_output(path: Path, force: bool) -> None:
     """Raise OutputError now if `path` could not be written later."""
-    with refusing(path):
+    with output_errors(path):
         if path.is_dir():
             raise OutputError(field=str(path), found="a folder", expected="a file name")
         if os.path.lexists(path) and not force:  # a link to nowhere, too
@@ -75,7 +75,7 @@ def check_output(path: Path, force: bool) -> None:
 def check_new_folder(output: Path, force: bool, marker: str, kind: str) -> None:
     """Refuse a goal that is there already, or that `force` would replace without being of this kind."""
     if not os.path.lexists(output):
-        with refusing(output), tempfile.TemporaryFile(dir=existing_parent(output)):
+        with output_errors(output), tempfile.TemporaryFile(dir=existing_parent(output)):
             return
     if not force:
         raise OutputError("is there already", field=str(output), remedy=_OTHER_NAME)
@@ -87,17 +87,17 @@ def check_new_folder(output: Path, force: bool, marker: str, kind: str) -> None:
 
 def write_output(path: Path, data: bytes, force: bool) -> None:
     """Write a whole file or nothing; creates the file's folder. Raises: OutputError."""
-    with refusing(path), _with_parents(path):
+    with output_errors(path), _with_parents(path):
         if not force and os.path.lexists(path):
             raise OutputError("a file appeared meanwhile", field=str(path), remedy=_OTHER_NAME)
         replace_file(path, data)
 
 
 @contextmanager
-def folder_or_nothing(output: Path, force: bool, marker: str, kind: str) -> Iterator[Path]:
+def atomic_folder(output: Path, force: bool, marker: str, kind: str) -> Iterator[Path]:
     """A new folder that becomes `output` when the block ends well, and vanishes otherwise; so do folders around it."""
     output = output.resolve()
-    with refusing(output, (OSError,)), _with_parents(output), _hidden_folder(output) as work:
+    with output_errors(output, (OSError,)), _with_parents(output), _hidden_folder(output) as work:
         folder, old = work / "new", work / "old"
         folder.mkdir()
         yield folder
@@ -175,7 +175,7 @@ def check_parent(path: Path) -> None:
 
 
 @contextmanager
-def refusing(path: Path, errors: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
+def output_errors(path: Path, errors: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
     """Turn what the system says, such as that a name is too long, into the refusal to write `path`."""
     try:
         yield

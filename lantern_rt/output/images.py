@@ -16,7 +16,7 @@ from ..errors import BundleError
 GREY = (128, 128, 128)  # painted where nothing has been decoded yet
 
 
-class Picture(Image.Image):
+class RecordedImage(Image.Image):
     """An image whose `info` records how it was made; `save` writes the record into PNG files."""
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
@@ -24,9 +24,9 @@ class Picture(Image.Image):
         super().save(fp, format, **{"pnginfo": _chunks(self.info), **params})
 
 
-def recorded(image: Image.Image, texts: Mapping[Any, str]) -> Picture:
+def with_record(image: Image.Image, texts: Mapping[Any, str]) -> RecordedImage:
     """The picture with `texts` as its record."""
-    picture = Picture()
+    picture = RecordedImage()
     picture.__setstate__(image.__getstate__())
     picture.info = {**texts}
     return picture
@@ -41,7 +41,7 @@ def to_image(pixels: NDArray[np.float32]) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(levels.transpose(1, 2, 0)))
 
 
-def blank(width: int, height: int) -> Image.Image:
+def blank_image(width: int, height: int) -> Image.Image:
     """A picture of which nothing is known."""
     return Image.new("RGB", (width, height), GREY)
 

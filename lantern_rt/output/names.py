@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from ..errors import OutputError
-from .files import check_output, check_parent, refusing
+from .files import check_output, check_parent, output_errors
 
 SLUG_LIMIT = 60  # characters
 
@@ -38,7 +38,7 @@ def plan_outputs(
         OutputError: one cannot be written, or `output` is a file that is there and holds another image.
     """
     folder = Path(output or ".")
-    with refusing(folder):
+    with output_errors(folder):
         if output is not None and not folder.is_dir() and not output.endswith(("/", os.sep)):
             if folder.suffix.lower() == ".png":
                 return [_one_file(folder, stems, force, drawn)]

@@ -43,7 +43,7 @@ _ANCHORS = np.array([(38, 34, 98), (33, 105, 150), (40, 165, 130), (150, 205, 70
 _MISSING, _PAPER = (220, 220, 220), (255, 255, 255)
 
 
-class Part(NamedTuple):
+class TraceStep(NamedTuple):
     """What one step did to one image. tree_tokens, tree_parents and path are empty where nothing was drafted."""
 
     step: int
@@ -60,7 +60,7 @@ class Trace:
 
     rows: int
     columns: int
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TraceStep] = field(default_factory=list)
     steps: int = 0
 
     def add(self, step: Step) -> None:
@@ -68,7 +68,7 @@ class Trace:
         for part in step.parts:
             tokens, parents = (_EMPTY, _EMPTY) if part.tree is None else (part.tree.tokens, part.tree.parents)
             path = _EMPTY if part.acceptance is None else np.array(part.acceptance.path, np.int64)
-            self.parts.append(Part(self.steps, part.request, part.codes, tokens, parents, path))
+            self.parts.append(TraceStep(self.steps, part.request, part.codes, tokens, parents, path))
         self.steps += 1
 
     def npz_bytes(self) -> bytes:
@@ -124,7 +124,7 @@ class Trace:
             draw.text((x * _CELL + 4, y * _CELL + 2), f"{value}", "black", font)
         return picture
 
-    def _cells(self, value: Callable[[Part], Ints | int]) -> Ints:
+    def _cells(self, value: Callable[[TraceStep], Ints | int]) -> Ints:
         """A value of the parts laid out over the cells they filled, `[images, cells]`; -1 elsewhere."""
         images = 1 + max((part.image for part in self.parts), default=-1)
         cells, filled = np.full((images, self.rows * self.columns), -1, np.int64), [0] * images

@@ -47,13 +47,13 @@ class CaptionTokenizer:
 class TemplateTokenizer:
     """For conditions of kind `tokens`: each prompt replaces `{prompt}` in `template`; too long a text is refused.
 
-    `{size}` stands for the name of the picture's size: ask one `of_size`.
+    `{size}` stands for the name of the picture's size: ask one `for_size`.
     """
 
     library: Tokenizer
     template: str = "{prompt}"
 
-    def of_size(self, name: str) -> TemplateTokenizer:
+    def for_size(self, name: str) -> TemplateTokenizer:
         """The tokenizer of prompts for pictures of this size."""
         return replace(self, template=self.template.replace("{size}", name))
 

@@ -59,7 +59,7 @@ class WordTokenizer:
             raise self._refusal(unknown)
         return np.array([self.ids[word] for word in words] + [0] * -extra, np.int64)
 
-    def nearest(self, prompt: object) -> list[str]:
+    def nearest_examples(self, prompt: object) -> list[str]:
         """Return the three examples that share the most words with a prompt."""
         words = {*_WORD.findall(str(prompt).lower())}
         return nlargest(3, self.examples, key=lambda one: (len(words.intersection(one.split())), -len(one)))
@@ -98,7 +98,7 @@ class _TokenizerFile(BaseModel):
     model: _WordLevel
 
 
-def read_tokenizer(path: Path) -> WordTokenizer:
+def read_word_tokenizer(path: Path) -> WordTokenizer:
     """Read and check a `tokenizer.json`, without the library, which would take 5 MB of a small model's 130.
 
     Raises: BundleError: it lists no words.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from lantern_rt.compare.turns import MethodRun, take_turns
+from lantern_rt.compare.turns import ComparedMethod, run_in_turns
 from lantern_rt.pipeline import Pipeline
 
 from .data import render_scenes
@@ -66,8 +66,8 @@ def evaluate_bundle(
     pictures: dict[str, NDArray[np.uint8]] = {}
     plain: list[dict[str, bool]] = []  # marks of the first method
     requests = [{"prompts": prompts[i : i + batch], "seed": 1000 + i} for i in range(0, count, batch)]
-    contenders = [MethodRun(method, {"method": method}) for method in methods]
-    turns = list(take_turns(pipe, contenders, requests, score=False))
+    contenders = [ComparedMethod(method, {"method": method}) for method in methods]
+    turns = list(run_in_turns(pipe, contenders, requests, score=False))
     for method, runs in zip(methods, zip(*turns, strict=True), strict=True):
         pictures[method] = np.stack([np.asarray(image) for run in runs for image in run.images])
         shares = [(len(run.images) / count, run.statistics) for run in runs]

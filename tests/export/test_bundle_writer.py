@@ -26,7 +26,7 @@ from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.model import Model
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.writer import export_model
-from lantern_rt.output.files import folder_or_nothing
+from lantern_rt.output.files import atomic_folder
 
 CONFIG = DecoderConfig(
     hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=8, vocab_size=16, grid=2, prefix=1
@@ -149,10 +149,10 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from lantern_rt.cli import main as program
-from lantern_rt.output.files import folder_or_nothing
+from lantern_rt.output.files import atomic_folder
 
 def write(arguments):
-    with folder_or_nothing(Path(*arguments), False, "bundle.json", "bundle"):
+    with atomic_folder(Path(*arguments), False, "bundle.json", "bundle"):
         print("half-written", flush=True)
         time.sleep(60)
 
@@ -172,7 +172,7 @@ def test_a_terminated_export_leaves_nothing_and_a_killed_one_until_the_next(
         (partial,) = (tmp_path / "bundles").iterdir()
         other = tmp_path / "bundles/.other.x.partial"
         other.mkdir()
-        with folder_or_nothing(goal, False, "bundle.json", "bundle"):
+        with atomic_folder(goal, False, "bundle.json", "bundle"):
             assert partial.is_dir()  # that of a program at work
         shutil.rmtree(goal)
         program.send_signal(number)

@@ -21,7 +21,7 @@ from safetensors.torch import save
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.bundle.hub import read_reference
+from lantern_rt.bundle.hub import parse_reference
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.hub import cached_origin, fetch
 
@@ -280,7 +280,7 @@ def test_a_malformed_reference_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("revision", ["v1.0", "main", "refs/pr/7", COMMIT])
 def test_a_revision_is_a_branch_a_tag_or_a_commit(revision: str) -> None:
-    assert read_reference(f"hf:a/b/c.pt@{revision}", CheckpointError) == ("a/b", "c.pt", revision)
+    assert parse_reference(f"hf:a/b/c.pt@{revision}", CheckpointError) == ("a/b", "c.pt", revision)
 
 
 def test_a_plain_path_is_left_alone(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_bytes_are_counted_as_they_are_hashed() -> None:
     assert told == sorted(told)
     assert len(told) > len(entries), "large files are counted in pieces"
     told.clear()
-    open_bundle("scenes", unread=["target.data"], progress=lambda *one: told.append(one))
+    open_bundle("scenes", skipped_roles=["target.data"], progress=lambda *one: told.append(one))
     assert {total for _, total in told} == {size - entries["target.data"].bytes}
     told.clear()
     open_bundle("scenes", verify=False, progress=lambda *one: told.append(one))

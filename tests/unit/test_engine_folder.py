@@ -186,7 +186,7 @@ def test_graphs_that_plans_stand_for_are_not_read(bundle: Path, engines: Path, t
     (copy / "target.onnx").write_bytes(data)
     with pytest.raises(BundleError):
         open_bundle(copy)
-    open_bundle(copy, unread=open_engine_folder(engines).replaced())
+    open_bundle(copy, skipped_roles=open_engine_folder(engines).replaced())
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ from lantern_rt.compare.image_graph import Agreement, EncoderFeatures, Features,
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.compare.report import COLUMNS
 from lantern_rt.compare.statistics import Floats, fit_gaussian, frechet_distance
-from lantern_rt.compare.turns import MethodRun, parse_methods
+from lantern_rt.compare.turns import ComparedMethod, parse_methods
 
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow", "a green sphere")
-PLAIN = MethodRun("ar", {"method": "ar"})
+PLAIN = ComparedMethod("ar", {"method": "ar"})
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from lantern_rt.inputs import reading, short
 from lantern_rt.output.recipe import read_recipe
 from lantern_rt.runtime.tree_names import named_tree
 from lantern_rt.text.tokenizers import CaptionTokenizer, load_tokenizer
-from lantern_rt.text.words import read_tokenizer
+from lantern_rt.text.words import read_word_tokenizer
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\u2066\u200f\x7f\r"
 
@@ -146,7 +146,7 @@ def test_words_of_the_command_line_cannot_reach_the_terminal(capsys: pytest.Capt
     "read",
     [
         read_prompts,
-        read_tokenizer,
+        read_word_tokenizer,
         read_recipe,
         lambda path: open_bundle(path.parent),
         lambda path: open_engine_folder(path.parent),
@@ -170,7 +170,7 @@ def test_files_that_are_too_large_are_refused_unread(tmp_path: Path) -> None:
     large = tmp_path / "large.json"
     with large.open("wb") as file:
         file.truncate(1 << 40)
-    for read in (read_prompts, read_tokenizer):
+    for read in (read_prompts, read_word_tokenizer):
         with refused(LanternError, f"{large}: ", "more than "):
             read(large)
 

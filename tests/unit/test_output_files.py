@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from lantern_rt.errors import OutputError
-from lantern_rt.output.files import check_output, folder_or_nothing, replace_file, write_output
+from lantern_rt.output.files import atomic_folder, check_output, replace_file, write_output
 from lantern_rt.output.names import plan_outputs
 
 
 def write_folder(goal: Path) -> None:
-    with folder_or_nothing(goal, False, "bundle.json", "bundle") as folder:
+    with atomic_folder(goal, False, "bundle.json", "bundle") as folder:
         (folder / "bundle.json").touch()
 
 

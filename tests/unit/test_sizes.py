@@ -34,7 +34,7 @@ def test_a_bundle_of_several_sizes_takes_each_by_its_name(class_bundle: Path) ->
     assert resolve_settings(manifest, AR).size == "24x24"
     assert resolve_settings(manifest, {**AR, "size": "36x12"}).as_dict()["size"] == "36x12"
     assert manifest.pixels(manifest.size("36x12")) == (36, 12)
-    assert manifest.picture_tokens == 41  # 6 rows of 6, and the ends of five
+    assert manifest.max_image_tokens == 41  # 6 rows of 6, and the ends of five
     for wrong in ("12x36", "", "36 x 12", 24, ["36x12"]):
         with refused(RequestError, "size: found", "expected 36x12, 24x24"):
             resolve_settings(manifest, {**AR, "size": wrong})

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from lantern_rt.bundle.files import EMBEDDED
 from lantern_rt.errors import BundleError, RequestError
-from lantern_rt.text.words import WordTokenizer, read_tokenizer
+from lantern_rt.text.words import WordTokenizer, read_word_tokenizer
 
 WORDS = ["<pad>", "<unk>", "a", "ball", "blue", "cube", "on", "red", "snow", "under"]
 
@@ -29,7 +29,7 @@ def written(path: Path, data: Any) -> Path:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> WordTokenizer:
-    return read_tokenizer(written(tmp_path / "tokenizer.json", layout()))
+    return read_word_tokenizer(written(tmp_path / "tokenizer.json", layout()))
 
 
 def refusal(tokenizer: WordTokenizer, prompt: str, slots: int = 8) -> str:
@@ -92,12 +92,12 @@ def test_a_file_that_is_no_word_tokenizer_is_refused(tmp_path: Path, data: Any, 
     elif data is not None:
         written(path, data)
     with pytest.raises(BundleError, match=rf"tokenizer\.json: .*{expected}.*export the bundle again\Z"):
-        read_tokenizer(path)
+        read_word_tokenizer(path)
 
 
 def test_the_tokenizers_library_gives_the_ids_of_the_embedded_bundle() -> None:
     path = EMBEDDED / "scenes" / "tokenizer.json"
-    words = read_tokenizer(path)
+    words = read_word_tokenizer(path)
     library = Tokenizer.from_file(str(path))
     prompt = ", ".join(words.words).upper()
     assert words.encode(prompt, len(words.words)).tolist() == library.encode(prompt).ids

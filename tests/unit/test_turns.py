@@ -11,7 +11,7 @@ from tiny_bundle import CAPTION, make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError, open_bundle
 from lantern_rt.compare.prompts import Prompts, read_bundle_prompts
-from lantern_rt.compare.turns import MethodRun, parse_methods, run, scored, take_turns
+from lantern_rt.compare.turns import ComparedMethod, add_likelihoods, parse_methods, run, run_in_turns
 
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow")
 
@@ -95,7 +95,7 @@ def test_every_turn_begins_with_another_method_and_likelihoods_wait_for_its_end(
         monkeypatch.setattr(pipeline, name, recorded(name, getattr(pipeline, name)))
     methods = parse_methods(["sjd", "eagle"], {}, pipeline.bundle)
     requests = [Prompts("prompts", PROMPTS).request(i, 1) for i in range(3)]
-    turns = list(take_turns(pipeline, methods, requests))
+    turns = list(run_in_turns(pipeline, methods, requests))
     assert [[one.method.label for one in turn] for turn in turns] == [["ar", "sjd", "eagle"]] * 3
     order = ["ar", "sjd", "eagle", "sjd", "eagle", "ar", "eagle", "ar", "sjd"]
     assert [call.split()[1] for call in calls if call.startswith("stream")] == order
@@ -104,7 +104,7 @@ def test_every_turn_begins_with_another_method_and_likelihoods_wait_for_its_end(
 
 def test_a_run_is_what_the_pipeline_gives_and_only_what_is_asked_for_is_done(pipeline: Pipeline) -> None:
     request = {"prompts": PROMPTS[:2], "seed": [5, 6]}
-    method = MethodRun("relaxed", {"method": "lantern++", "temperature": 0.9})
+    method = ComparedMethod("relaxed", {"method": "lantern++", "temperature": 0.9})
     one = run(pipeline, method, request)
     result = pipeline(**request, method="lantern++", temperature=0.9)
     assert [codes.tolist() for codes in one.codes] == [codes.tolist() for codes in result.codes]
@@ -113,9 +113,11 @@ def test_a_run_is_what_the_pipeline_gives_and_only_what_is_asked_for_is_done(pip
     assert one.tvd_per_token == pytest.approx(result.stats.realised_tvd / 36)
     assert one.tvd_per_token > 0
     assert one.seconds >= one.statistics.seconds
-    assert scored(pipeline, one, request).likelihoods == pipeline.likelihoods(result.codes, **request, temperature=0.9)
-    assert run(pipeline, method, request, paint=False).images == []
-    ((unscored,),) = take_turns(pipeline, [method], [request], score=False)
+    assert add_likelihoods(pipeline, one, request).likelihoods == pipeline.likelihoods(
+        result.codes, **request, temperature=0.9
+    )
+    assert run(pipeline, method, request, make_images=False).images == []
+    ((unscored,),) = run_in_turns(pipeline, [method], [request], score=False)
     assert (len(unscored.images), unscored.likelihoods) == (2, [])
 
 
