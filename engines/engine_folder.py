@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 
 from ..bundle.files import Bundle
 from ..errors import EngineError
-from ..inputs import brief, explain, read_plain_file, reading, short
+from ..inputs import error_fields, format_error, format_value, read_plain_file, reading
 from ..methods import FrozenModel
 from .profiles import BACKENDS, Profile
 
@@ -121,7 +121,7 @@ class EngineFolder:
                 raise self.other("no file", "a plan", path)
             found = file_blake2b(path)
         except OSError as error:
-            raise EngineError(f"cannot be read ({brief(error)})", field=str(path)) from error
+            raise EngineError(f"cannot be read ({format_error(error)})", field=str(path)) from error
         if found != entry.blake2b:
             expected = f"{entry.blake2b[:12]}...: engines are code and an altered one is not run"
             raise self.other(f"hash {found[:12]}...", expected, path)
@@ -147,17 +147,19 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
         remedy = "an engine folder is written by `lantern-rt build-engine`"
         raise EngineError(f"no {ENGINE_FILE} in it", field=str(path), remedy=remedy) from error
     except (OSError, ValueError) as error:
-        raise EngineError(f"cannot be read ({brief(error)})", field=str(file), expected="a short JSON text") from error
+        raise EngineError(
+            f"cannot be read ({format_error(error)})", field=str(file), expected="a short JSON text"
+        ) from error
     with reading(file, "JSON", EngineError, _AGAIN):
         data = json.loads(text)
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
-        found = f"engine format {short(version)}"
+        found = f"engine format {format_value(version)}"
         raise EngineError(field=str(file), found=found, expected=FORMAT_VERSION, remedy=_AGAIN)
     try:
         manifest = EngineManifest.model_validate_json(text, strict=True)
     except ValidationError as error:
-        fields = explain(error)
+        fields = error_fields(error)
         field = f"{file}: field `{fields.pop('field')}`"
         raise EngineError(**fields, field=field, remedy=_AGAIN) from error
     if not re.fullmatch(_COMMAND, "\0".join(manifest.command)):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EngineError
-from ..inputs import brief, short
+from ..inputs import format_error, format_value
 from .gpu import find_gpu
 from .system import host_memory, start_threads
 
@@ -52,7 +52,7 @@ def import_onnxruntime() -> Any:
                 raise conflict from error
             install = "install" if isinstance(error, ImportError) else "install --force-reinstall"
             extra = "gpu" if find_gpu() or installed("tensorrt", "tensorrt-rtx") else "cpu"  # plans run on GPUs
-            problem = f"onnxruntime cannot be imported ({brief(error, 200)})"
+            problem = f"onnxruntime cannot be imported ({format_error(error, 200)})"
             raise EngineError(problem, remedy=f"install it with `pip {install} 'lantern-rt[{extra}]'`") from error
     return onnxruntime
 
@@ -98,7 +98,7 @@ def thread_count(threads: int | None) -> int:
     Raises: EngineError: not 1 .. 1024, or more than this system starts.
     """
     if threads is not None and (type(threads) is not int or not 1 <= threads <= 1024):
-        raise EngineError(field="threads", found=short(threads), expected="1 .. 1024")
+        raise EngineError(field="threads", found=format_value(threads), expected="1 .. 1024")
     count = threads or usable_cores()
     start_threads(count)
     return count

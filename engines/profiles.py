@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ..bundle.manifest import Manifest
 from ..errors import RequestError
-from ..inputs import short
+from ..inputs import format_value
 from ..methods import FrozenModel
 from .kv_cache import SPAN_STEP, round_up
 
@@ -50,10 +50,12 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise RequestError(field="backend", found=short(self.backend), expected=f"one of {', '.join(BACKENDS)}")
+            raise RequestError(
+                field="backend", found=format_value(self.backend), expected=f"one of {', '.join(BACKENDS)}"
+            )
         for name, value, low in (("max_rows", self.max_rows, 1), ("max_nodes", self.max_nodes, 2)):
             if not low <= value <= 4096:
-                raise RequestError(field=name, found=short(value), expected=f"{low} .. 4096")
+                raise RequestError(field=name, found=format_value(value), expected=f"{low} .. 4096")
         if self.compute_capabilities and self.backend != RTX:
             raise RequestError(field="compute_capability", found=f"backend {self.backend}", expected=RTX)
 

@@ -24,7 +24,7 @@ from ..engines.contracts import Progress
 from ..engines.engine_folder import EngineFolder
 from ..engines.gpu import find_gpu
 from ..errors import BundleError, CheckpointError, ParityError
-from ..inputs import reading, short
+from ..inputs import format_value, reading
 from .checkpoints.deferred import computed
 from .compare import CaseResult, compare_with_evaluator, compare_with_module, run_module
 from .compare_engines import compare_engines
@@ -256,8 +256,8 @@ def _check_sizes(manifest: Manifest, model: Model) -> None:
         if value != expected[name]:
             raise CheckpointError(
                 field=f"{files['drafter' if name.startswith('drafter.') else 'target']}: {name}",
-                found=short(value),
-                expected=f"{short(expected[name])}, as the bundle has",
+                found=format_value(value),
+                expected=f"{format_value(expected[name])}, as the bundle has",
                 remedy="give the checkpoint that it was made from",
             )
 

@@ -20,7 +20,7 @@ from PIL import ExifTags, Image, ImageChops, ImageCms, ImageOps
 
 from .bundle.manifest import Manifest, Size
 from .errors import RequestError
-from .inputs import read_plain_file, reading, whole
+from .inputs import check_int, read_plain_file, reading
 from .methods import PictureSource
 from .runtime.engine import Bools, Floats, Ints
 
@@ -182,7 +182,7 @@ def read_edit(
     if keep_rows is not None:
         if mask is not None:
             raise RequestError("says what is kept, as keep_rows does", field="mask", remedy="give one of them")
-        kept = whole("keep_rows", keep_rows, 0, 1, size.rows - 1)
+        kept = check_int("keep_rows", keep_rows, 0, 1, size.rows - 1)
         drawn = np.repeat(np.arange(size.rows)[:, None] >= kept, size.columns, 1)
     else:
         hole = ImageOps.fit(_hole(picture, mask), (width, height), Image.Resampling.BOX)

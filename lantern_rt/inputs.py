@@ -35,15 +35,15 @@ _SHORT = reprlib.Repr()  # stops after so many parts, where repr would first mak
 vars(_SHORT).update(maxlevel=3, maxdict=80, maxlist=80, maxtuple=80, maxset=80, maxstring=80, maxother=80)
 
 
-def whole(name: str, value: Any, default: int, low: int, high: int) -> int:
+def check_int(name: str, value: Any, default: int, low: int, high: int) -> int:
     """A whole number from `low` to `high`, both included; None gives the default."""
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
-        raise RequestError(field=name, found=short(value), expected=f"a whole number {low} .. {high}")
+        raise RequestError(field=name, found=format_value(value), expected=f"a whole number {low} .. {high}")
     return int(value)
 
 
-def explain(error: ValidationError) -> dict[str, str]:
+def error_fields(error: ValidationError) -> dict[str, str]:
     """Fields of a `LanternError` about the first value at fault; `field` is its dotted name."""
     first = error.errors(include_url=False, include_context=False)[0]
     field = " ".join(".".join(str(part) for part in first["loc"]).split())[:80]
@@ -51,7 +51,7 @@ def explain(error: ValidationError) -> dict[str, str]:
         return {"field": field, "found": "nothing", "expected": "a value"}
     if first["type"] in ("extra_forbidden", "none_required"):
         return {"field": field, "problem": "unknown", "expected": "it left out"}
-    found = short(first["input"])
+    found = format_value(first["input"])
     if first["type"] == "value_error":
         found = "" if isinstance(first["input"], dict) else found
         return {"field": field, "found": found, "problem": first["msg"].removeprefix("Value error, ")}
@@ -60,7 +60,7 @@ def explain(error: ValidationError) -> dict[str, str]:
     return {"field": field, "found": found, "expected": expected}
 
 
-def short(value: object) -> str:
+def format_value(value: object) -> str:
     """A value for a message: one line of at most 80 characters, text in quotes, no addresses in memory."""
     value = str(value) if isinstance(value, Path) else value
     if isinstance(value, str):
@@ -75,7 +75,7 @@ def short(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def brief(error: BaseException, most: int = 160) -> str:
+def format_error(error: BaseException, most: int = 160) -> str:
     """What an error says, as one line of at most `most` characters, without addresses of objects."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     text = re.sub(r" <\S+ object>", "", _ADDRESS.sub("", text))
@@ -104,13 +104,13 @@ def reading(path: Path, expected: str, refusal: type[LanternError], cure: str) -
     except LanternError:
         raise
     except ValidationError as error:
-        fields = explain(error)
+        fields = error_fields(error)
         field = f"{path}: field `{fields.pop('field')}`"
         raise refusal(**fields, field=field, remedy=f"expected {expected}; {cure}") from error
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        problem = f"cannot be read ({brief(error)})" if isinstance(error, OSError) else brief(error)
+        problem = f"cannot be read ({format_error(error)})" if isinstance(error, OSError) else format_error(error)
         raise refusal(problem, field=str(path), expected=expected, remedy=cure) from error
 
 

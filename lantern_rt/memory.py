@@ -18,7 +18,7 @@ from .engines.host import available_memory
 from .engines.kv_cache import SPAN_STEP, round_up
 from .engines.precisions import INTEGERS, PRODUCTS
 from .errors import BundleError, RequestError
-from .inputs import brief
+from .inputs import format_error
 from .methods import Drafted
 from .requests import Request, Settings, resolve_settings
 from .runtime.state import method_nodes
@@ -149,7 +149,7 @@ def weight_bytes(bundle: Bundle, role: str) -> int:
             raise ValueError("more weights than any file holds")
     except (ValueError, OSError) as error:
         raise BundleError(
-            field=str(path), found=brief(error), expected="an ONNX graph", remedy="export the bundle again"
+            field=str(path), found=format_error(error), expected="an ONNX graph", remedy="export the bundle again"
         ) from error
     return 4 * weights
 

@@ -23,7 +23,7 @@ from .bundle.files import Bundle, open_bundle
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import BundleError, RequestError
-from .inputs import whole
+from .inputs import check_int
 from .memory import check_room, compute_max_images
 from .methods import Ar, Drafted, DrawOptions, MethodConfig, Options, PictureSource, Relaxed, Sjd
 from .output.images import blank_image, grey_out, to_image, with_record
@@ -207,7 +207,7 @@ class Pipeline:
         Raises:
             RequestError, EngineError: as a call does.
         """
-        tries = whole("tries", tries, 1, 1, MOST_TRIES)
+        tries = check_int("tries", tries, 1, 1, MOST_TRIES)
         asked: Options = {**options, "image": image, "mask": mask}
         asked["num_images"] = tries * (options.get("num_images") or 1)
         result = self(prompts, callback_on_step=callback_on_step, **asked)

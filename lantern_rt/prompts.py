@@ -15,7 +15,7 @@ from .bundle.files import Bundle
 from .bundle.manifest import ConditionSpec, Size
 from .edits import Edit
 from .errors import RequestError
-from .inputs import brief, short, whole
+from .inputs import check_int, format_error, format_value
 from .methods import Embeddings
 from .text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from .text.words import WordTokenizer, read_word_tokenizer
@@ -63,7 +63,7 @@ def _nth(name: str, i: int, count: int) -> str:
 def class_requests(condition: ConditionSpec, class_ids: list[Any]) -> list[ImageRequest]:
     """What is made of every class id. Raises: RequestError: one is out of range."""
     last = (condition.classes or 1) - 1
-    ids = [whole(_nth("class id", i, len(class_ids)), one, 0, 0, last) for i, one in enumerate(class_ids)]
+    ids = [check_int(_nth("class id", i, len(class_ids)), one, 0, 0, last) for i, one in enumerate(class_ids)]
     real = np.ones(condition.prefix, np.bool_)
     return [ImageRequest(i, {"class_ids": np.array([i], np.int64)}, (real, real)) for i in ids]
 
@@ -108,11 +108,11 @@ def _text_requests(
 
 def _text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompt: Any) -> ImageRequest:
     if not isinstance(prompt, str):
-        raise RequestError(field="prompt", found=short(prompt), expected="text or a list of texts")
+        raise RequestError(field="prompt", found=format_value(prompt), expected="text or a list of texts")
     if not prompt.strip():
         raise RequestError(field="prompt", found="an empty one", expected="a few words")
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # how Python passes on bytes of arguments
-        raise RequestError(field="prompt", found=short(prompt), expected="text in UTF-8", remedy="type it again")
+        raise RequestError(field="prompt", found=format_value(prompt), expected="text in UTF-8", remedy="type it again")
     if len(prompt) > PROMPT_LIMIT:
         raise RequestError(field="prompt", found=f"{len(prompt):,} characters", expected=f"at most {PROMPT_LIMIT:,}")
     layout, prefix = condition.layout, condition.prefix
@@ -147,7 +147,9 @@ def embedding_requests(condition: ConditionSpec, embeddings: Embeddings) -> list
             values = _array(rows).astype(np.float32, casting="same_kind")
         marks = np.ones(values.shape[:-1], np.bool_) if mask is None else _array(mask).astype(np.bool_)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # RuntimeError: of PyTorch
-        raise RequestError(field="embeddings", found=brief(error), expected="an array of numbers and a mask") from error
+        raise RequestError(
+            field="embeddings", found=format_error(error), expected="an array of numbers and a mask"
+        ) from error
     if values.ndim == 2:
         values, marks = values[None], marks[None]
     fits = values.ndim == 3 and values.shape[0] > 0 and 1 <= values.shape[1] <= prefix and values.shape[2] == width

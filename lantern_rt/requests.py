@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from .bundle.manifest import Manifest
 from .edits import nearest_size, picture_size, read_edit, read_picture
 from .errors import BundleError, RequestError, TreeError
-from .inputs import explain, short, whole
+from .inputs import check_int, error_fields, format_value
 from .methods import (
     METHODS,
     PARAMETERS,
@@ -108,7 +108,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
     unknown = sorted(given.keys() - {"method", "quality", "size", *SAMPLING})
     for name in unknown:
         if takers := PARAMETERS.get(name.rstrip("_")):
-            example = f"{takers[0]}:{name.rstrip('_')}={short(given[name])}"
+            example = f"{takers[0]}:{name.rstrip('_')}={format_value(given[name])}"
             remedy = f"write it into a method that takes it ({', '.join(takers)}), such as method={example!r}"
             raise RequestError("a parameter without its method", field=name.rstrip("_"), remedy=remedy)
     if unknown:
@@ -121,7 +121,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
 def _resolve_size(manifest: Manifest, size: Any) -> str | None:
     names = [one.name for one in manifest.sizes or (manifest.size(),)]
     if size is not None and size not in names:
-        raise RequestError(field="size", found=short(size), expected=", ".join(names))
+        raise RequestError(field="size", found=format_value(size), expected=", ".join(names))
     return manifest.size(size).name if manifest.sizes else None
 
 
@@ -145,7 +145,7 @@ def _resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
         name, parameters = parse_method(method)
     *others, last = METHODS
     if name not in (*others, last):  # whatever its type
-        raise RequestError(field="method", found=short(name), expected=f"{', '.join(others)} or {last}")
+        raise RequestError(field="method", found=format_value(name), expected=f"{', '.join(others)} or {last}")
     kind = METHODS[name]
     if kind.needs_drafter and not manifest.drafters:
         problem = f"bundle {manifest.name} has no drafter"
@@ -163,7 +163,7 @@ def _resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
             fields["drafter"] = "heads"
         if drafter is not None and drafter not in manifest.drafters:
             expected = f"{' or '.join(manifest.drafters)}, which the bundle has"
-            raise RequestError(field="drafter", found=short(drafter), expected=expected)
+            raise RequestError(field="drafter", found=format_value(drafter), expected=expected)
         fields["tree"] = _tree(manifest, fields["tree"], by_bundle="tree" not in parameters)
     return _validate(kind, fields)
 
@@ -171,7 +171,7 @@ def _resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
 def _preset_method(manifest: Manifest, quality: Any) -> MethodConfig:
     """Return the method of a quality. Raises: RequestError: there is no such quality, or the bundle has no preset."""
     if quality not in get_args(Quality):
-        raise RequestError(field="quality", found=short(quality), expected=", ".join(get_args(Quality)))
+        raise RequestError(field="quality", found=format_value(quality), expected=", ".join(get_args(Quality)))
     if quality not in manifest.presets:
         problem = f"bundle {manifest.name} has no preset {quality}"
         remedy = f"`lantern-rt eval {quote(manifest.name)} --write-presets` measures and writes presets"
@@ -199,19 +199,19 @@ def _neighborhood(manifest: Manifest, name: str, parameters: Mapping[str, Any]) 
         raise RequestError(problem, field=f"method {name}", remedy="use method ar, eagle or sjd")
     defaults = _defaults(manifest, "lantern" if bound == "delta" else "lantern++")
     default = min(defaults.get("neighbors", 0), manifest.neighbors)
-    neighbors = whole("neighbors", parameters.get("neighbors"), default, 1, manifest.neighbors)
+    neighbors = check_int("neighbors", parameters.get("neighbors"), default, 1, manifest.neighbors)
     return {"residual": "aggregated", bound: defaults.get(bound), **parameters, "neighbors": neighbors}
 
 
 def _tree(manifest: Manifest, name: Any, by_bundle: bool) -> str:
     """The name of a tree that exists and fits the codebook; a file's tree by a name that holds its shape."""
     if not isinstance(name, str):
-        raise TreeError(field="tree", found=short(name), expected="a name")
+        raise TreeError(field="tree", found=format_value(name), expected="a name")
     try:
         shape = named_tree(name)
     except TreeError as error:
         if by_bundle:
-            raise BundleError(f"default tree {short(name)}: {error}", field=f"bundle {manifest.name}") from error
+            raise BundleError(f"default tree {format_value(name)}: {error}", field=f"bundle {manifest.name}") from error
         raise
     widest = max(map(len, shape.children)) if isinstance(shape, StaticTree) else 0
     if widest > manifest.codebook_size:
@@ -224,7 +224,7 @@ def _validate(kind: type[C], fields: Mapping[str, Any]) -> C:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise RequestError(**explain(error)) from error
+        raise RequestError(**error_fields(error)) from error
 
 
 def _plain(value: Any) -> Any:
@@ -315,7 +315,7 @@ def check_request(
         raise RequestError("says what is kept of an image", field=name, remedy="give the image, too")
     if not subjects:
         raise RequestError(field=own_field, found="an empty list", expected=wanted)
-    count = whole("num_images", num_images, 1, 1, IMAGES_LIMIT)
+    count = check_int("num_images", num_images, 1, 1, IMAGES_LIMIT)
     if len(subjects) * count > IMAGES_LIMIT:
         found = f"{len(subjects)} x {count} images"
         raise RequestError(field="num_images", found=found, expected=f"at most {IMAGES_LIMIT} in one request")
@@ -323,7 +323,7 @@ def check_request(
     if len(seeds) != len(subjects):
         found = f"{len(seeds)} seeds for {len(subjects)} prompts"
         raise RequestError(field="seed", found=found, expected="one number, or one each")
-    firsts = [whole("seed", one, 0, 0, SEED_LIMIT - count) for one in seeds]
+    firsts = [check_int("seed", one, 0, 0, SEED_LIMIT - count) for one in seeds]
     edit = None
     if image is not None:  # last: unpacking pictures takes longer than everything else
         picture = picture or read_picture("image", image)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Self, Unpack
 
 from .errors import LanternError, RequestError
-from .inputs import whole
+from .inputs import check_int
 from .memory import compute_max_images, largest_settings
 from .methods import Options, RowParallel, Sjd
 from .pipeline import Pipeline
@@ -57,8 +57,8 @@ class Service:
         self.model = pipeline.model(engines)
         fitting = compute_max_images(manifest, largest_settings(manifest), engines.max_rows)
         usual = min(fitting, max(1, engines.max_rows // 2))
-        self._max_images = whole("together", together, usual, 1, 4096)
-        self.room = Room(self._max_images, whole("waiting", waiting, 256, 0, 1 << 20))
+        self._max_images = check_int("together", together, usual, 1, 4096)
+        self.room = Room(self._max_images, check_int("waiting", waiting, 256, 0, 1 << 20))
         self._rows = min(2 * self._max_images, engines.max_rows)
         self._clocks = Clock(), Clock()
         self._batches = self._new_batches()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..errors import TreeError
-from ..inputs import short
+from ..inputs import format_value
 from .tree import DynamicTree, StaticTree
 
 
@@ -50,6 +50,6 @@ def named_tree(spec: str) -> StaticTree | DynamicTree:
             return StaticTree(_grow(match[1][1:]))
         except ValueError as error:
             expected = "one digit (0 .. 9, a .. z) a level for each node of the level above"
-            raise TreeError(field="tree", found=short(spec), expected=expected) from error
+            raise TreeError(field="tree", found=format_value(spec), expected=expected) from error
     names = ", ".join([*sorted(PUBLISHED), "chain-N", "dynamic-NODES[-DEPTH-BRANCH]", "tree-LEVELS"])
-    raise TreeError(field="tree", found=short(spec), expected=names)
+    raise TreeError(field="tree", found=format_value(spec), expected=names)

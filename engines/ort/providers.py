@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...errors import EngineError
-from ...inputs import brief, short
+from ...inputs import format_error, format_value
 from ..gpu import find_gpu
 from ..host import installed
 
@@ -134,7 +134,7 @@ class Providers(NamedTuple):
             role, named, name = one.strip().rpartition("=")
             if named and role not in _OWN:
                 remedy = "all others run on one provider, NAME"
-                raise _refused(found=f"graph {short(role)}", expected=" or ".join(_OWN), remedy=remedy)
+                raise _refused(found=f"graph {format_value(role)}", expected=" or ".join(_OWN), remedy=remedy)
             if role in own:
                 raise _refused(found=f"{own[role]} and {name} for {role or 'all graphs'}", expected="one")
             if (named or name != AUTO) and _named(name).rounds and role != IMAGE_DECODER:
@@ -182,7 +182,7 @@ def automatic(runtime: Any) -> str:
 
 def _named(name: str) -> Provider:
     if (provider := PROVIDERS.get(name)) is None:
-        raise _refused(found=short(name), expected=f"one of {', '.join([AUTO, *PROVIDERS])}")
+        raise _refused(found=format_value(name), expected=f"one of {', '.join([AUTO, *PROVIDERS])}")
     return provider
 
 
@@ -199,7 +199,7 @@ def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
             remedy = f"run `pip install {provider.package}`"
             raise EngineError(f"no module {module}", field=field, remedy=remedy) from error
         except Exception as error:
-            problem = f"onnxruntime {runtime.__version__} cannot load its library ({brief(error, 200)})"
+            problem = f"onnxruntime {runtime.__version__} cannot load its library ({format_error(error, 200)})"
             remedy = f"check the device's driver, or update onnxruntime and {provider.package}"
             raise EngineError(problem, field=field, remedy=remedy) from error
     return [one for one in runtime.get_ep_devices() if one.ep_name == provider.execution_provider]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import BundleError, EngineError
-from ...inputs import brief, reading
+from ...inputs import format_error, reading
 from ..contracts import HOLDS, Array, Part, Tensor, numpy_types
 from ..graph_writer import TYPES, convolution_graph
 from ..host import import_onnxruntime, thread_count
@@ -129,7 +129,7 @@ class GraphSession:
             with turn(self.provider):
                 return run(*arguments)
         except Exception as error:
-            problem = f"ONNX Runtime failed to run the graph: {brief(error, 200)}"
+            problem = f"ONNX Runtime failed to run the graph: {format_error(error, 200)}"
             remedy = "" if self.provider == DEFAULT_PROVIDER else "use another provider, or export in float32"
             raise EngineError(problem, field=str(self.path), remedy=remedy) from error
 
@@ -173,7 +173,7 @@ def load_session(
         with turn(provider):
             session = runtime.InferenceSession(graph, options, providers=providers or None, enable_fallback=False)
     except Exception as error:
-        what = brief(error, 200)
+        what = format_error(error, 200)
         if type(error).__name__ in _DAMAGE:
             raise BundleError(
                 f"not a graph that can be loaded: {what}", field=str(where), remedy="export the bundle again"
@@ -199,7 +199,7 @@ def check_provider(name: str) -> None:
         session.run(None, {"image": np.zeros((1, 1, 2, 2), np.float32), "kernel": np.zeros((1, 1, 1, 1), np.float32)})
     except Exception as error:
         raise EngineError(
-            f"ONNX Runtime cannot run a convolution ({brief(error, 200)})",
+            f"ONNX Runtime cannot run a convolution ({format_error(error, 200)})",
             field=f"provider {name}",
             remedy=f"install {provider.library or 'its driver'}: {provider.package}",
         ) from error

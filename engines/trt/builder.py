@@ -18,7 +18,7 @@ from typing import Any
 
 from ...bundle.files import Bundle
 from ...errors import EngineError, OutputError, RequestError
-from ...inputs import brief, short
+from ...inputs import format_error, format_value
 from ...output.files import cache_folder
 from ..contracts import Progress, Tensor
 from ..device_graph import WORD, device_graph
@@ -39,7 +39,7 @@ def import_library(name: str, module: str | None = None) -> Any:
         found = importlib.import_module(own)
         _ = found.__version__  # any folder of that name on the path would be a module, too
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        problem = f"{own} cannot be imported ({brief(error, 200)})"
+        problem = f"{own} cannot be imported ({format_error(error, 200)})"
         raise EngineError(problem, remedy=f"install it with `pip install 'lantern-rt[{name}]'`") from error
     return found
 
@@ -118,7 +118,9 @@ def build_plan(name: str, graph: Path, shapes: Sequence[Inputs], gpus: Sequence[
     if name == RTX:
         known = [one for one in library.ComputeCapability.__members__ if one.startswith("SM")]
         if odd := [one for one in gpus if one not in known]:
-            raise RequestError(field="compute_capability", found=short(odd[0]), expected=f"one of {', '.join(known)}")
+            raise RequestError(
+                field="compute_capability", found=format_value(odd[0]), expected=f"one of {', '.join(known)}"
+            )
         capabilities = [(int(one[2:-1]), int(one[-1])) for one in gpus]
         config = polygraphy("backend.tensorrt_rtx").CreateConfigRTX(compute_capabilities=capabilities, **options)
     else:

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
-from ...inputs import brief, open_plain_file, read_plain_file, reading, short
+from ...inputs import format_error, format_value, open_plain_file, read_plain_file, reading
 from .pickles import check_pickles
 from .torchscript import read_torchscript
 
@@ -97,7 +97,7 @@ class Config:
     def error(self, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
         """An error about a field of this file, or all of it; its value is found unless `parts` say more."""
         if name and not problem:
-            parts.setdefault("found", short(self.get(name)))
+            parts.setdefault("found", format_value(self.get(name)))
         return refusal(self.path, self.names.get(name, name), problem, **parts)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -130,7 +130,7 @@ class Config:
     def expect(self, name: str, *allowed: Any, remedy: str = "give files of one model") -> None:
         """Refuse a field of any other value. Raises: CheckpointError."""
         if self.get(name) not in allowed:
-            choices = " or ".join(short(choice) for choice in allowed if choice is not None) or "none"
+            choices = " or ".join(format_value(choice) for choice in allowed if choice is not None) or "none"
             raise self.error(name, expected=choices, remedy=remedy)
 
     def know(self, names: Collection[str]) -> None:
@@ -152,7 +152,7 @@ def read_config(path: Path) -> Config:
     try:
         values = json.loads(read_text(path), object_pairs_hook=_fields_once)
     except (ValueError, RecursionError) as error:
-        raise refusal(path, found=brief(error), expected="JSON") from error
+        raise refusal(path, found=format_error(error), expected="JSON") from error
     if not isinstance(values, dict):
         raise refusal(path, found=f"a {type(values).__name__}", expected="a JSON object")
     return Config(path, values)
@@ -162,7 +162,7 @@ def _fields_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     twice = next((name for name, value in pairs if fields[name] != value), None)
     if twice is not None:
-        raise ValueError(f"{short(twice)} twice, with two values")
+        raise ValueError(f"{format_value(twice)} twice, with two values")
     return fields
 
 
@@ -191,15 +191,15 @@ def read_tokenizer(
         tokenizer = Tokenizer.from_file(str(path)) if content is None else Tokenizer.from_buffer(content)
         tokens = tokenizer.get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises plain Exception
-        raise refusal(path, found=brief(error), expected="a tokenizer in JSON") from error
+        raise refusal(path, found=format_error(error), expected="a tokenizer in JSON") from error
     name, highest = max(tokens.items(), key=lambda item: item[1])
     if highest >= rows:
         expected = f"at most {rows - 1}, as the model embeds {rows} tokens"
-        raise refusal(path, f"token {short(name)}", found=f"id {highest}", expected=expected, remedy=_REMEDY)
+        raise refusal(path, f"token {format_value(name)}", found=f"id {highest}", expected=expected, remedy=_REMEDY)
     for name, wanted in (named or {}).items():
         if tokens.get(name) != wanted:
             found = f"id {tokens[name]}" if name in tokens else "no id"
-            raise refusal(path, f"token {short(name)}", found=found, expected=f"id {wanted}", remedy=_REMEDY)
+            raise refusal(path, f"token {format_value(name)}", found=found, expected=f"id {wanted}", remedy=_REMEDY)
     return tokenizer
 
 
@@ -237,7 +237,7 @@ def read_weights(
     weights = dict(content)
     for name, value in weights.items():
         if not isinstance(name, str) or len(name) > _LONGEST_NAME or not name.isprintable():
-            raise refusal(path, found=short(name), expected="names of weights")
+            raise refusal(path, found=format_value(name), expected="names of weights")
         if odd := _oddity(value):
             raise refusal(path, name, found=odd, expected="a tensor")
     size = path.stat().st_size
@@ -308,4 +308,4 @@ def _read(path: Path) -> Any:
         raise refusal(path, problem=problem, remedy="save its state dict alone") from error
     except Exception as error:  # of broken files, readers raise whatever they like
         kind = "safetensors file" if path.suffix == ".safetensors" else "PyTorch checkpoint"
-        raise refusal(path, problem=f"is not a {kind}, or is cut short ({brief(error)})") from error
+        raise refusal(path, problem=f"is not a {kind}, or is cut short ({format_error(error)})") from error

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...bundle.hub import PLAIN_NAME
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
-from ...inputs import short
+from ...inputs import format_value
 from ..progress import count_megabytes, silent
 from .files import SHOWN, TOKENIZER, Config, Weights, listing, read_config, read_weights, refusal, unwrap
 from .lora import Adapter
@@ -223,7 +223,7 @@ def read_index(path: Path) -> dict[str, list[str]]:
         raise config.error("weight_map", expected="the name of a file for every weight")
     for weight, name in unwrap(path, weight_map).items():
         if not isinstance(name, str) or not re.fullmatch(PLAIN_NAME, name):
-            raise refusal(path, short(weight), found=short(name), expected="the name of a file beside it")
+            raise refusal(path, format_value(weight), found=format_value(name), expected="the name of a file beside it")
         shards.setdefault(name, []).append(weight)
     return shards
 

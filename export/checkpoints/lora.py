@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...inputs import short
+from ...inputs import format_value
 from .deferred import computed, deferred
 from .files import Weights, listing, read_config, read_weights, refusal, refusing
 
@@ -95,7 +95,9 @@ def split_scale(text: str) -> tuple[str, float]:
     except ValueError:
         return text, 1.0
     if not place or not math.isfinite(scale):
-        raise CheckpointError(field="lora", found=short(text), expected="FOLDER or FOLDER:scale, such as style/:0.8")
+        raise CheckpointError(
+            field="lora", found=format_value(text), expected="FOLDER or FOLDER:scale, such as style/:0.8"
+        )
     return place, scale
 
 
@@ -124,7 +126,7 @@ def read_adapter(folder: Path, scale: float) -> Adapter:
     for name, pair in matrices.items():
         if pair.keys() != {"A", "B"} or pair["B"].shape[1] != len(pair["A"]) or len(pair["A"]) not in ranks:
             found = " and ".join(f"lora_{one} {list(weight.shape)}" for one, weight in sorted(pair.items()))
-            expected = f"lora_A [rank, inputs] and lora_B [outputs, rank], of ranks {short(ranks)}"
+            expected = f"lora_A [rank, inputs] and lora_B [outputs, rank], of ranks {format_value(ranks)}"
             raise refusal(path, name, found=found, expected=expected)
         rank = len(pair["A"])
         factor = scale * alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...bundle.manifest import TokenLayout
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
-from ...inputs import short
+from ...inputs import format_value
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, listing, refusing
@@ -127,7 +127,7 @@ def read_chameleon(
     usual = LUMINA if _MARK in config.values else CHAMELEON
     configured = config.get("architectures", [usual])
     if configured != [architecture] or usual != architecture:
-        found = f"{short(configured)} {'with' if usual == LUMINA else 'without'} {_MARK}"
+        found = f"{format_value(configured)} {'with' if usual == LUMINA else 'without'} {_MARK}"
         remedy = "family anole takes Anole, family lumina Lumina-mGPT"
         raise config.error("architectures", found=found, expected=f"a {architecture}", remedy=remedy)
     codes, names = _read_vocabulary(config, tokens)

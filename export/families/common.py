@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec, Size
 from ...errors import CheckpointError, RequestError
-from ...inputs import short
+from ...inputs import format_value
 from ...methods import Eagle, Lantern, LanternPlusPlus, Sampling
 from ..checkpoints.files import TOKENIZER
 from ..graph.conditions import Condition
@@ -99,7 +99,7 @@ def image_model(
 def check_grid(grid: int | None) -> None:
     """Raises: RequestError for a number of code rows that makes no sense."""
     if grid is not None and not 1 <= grid <= 256:
-        raise RequestError(field="grid", found=short(grid), expected="1 to 256 code rows")
+        raise RequestError(field="grid", found=format_value(grid), expected="1 to 256 code rows")
 
 
 def decoder_fields(sizes: DecoderConfig) -> dict[str, Any]:

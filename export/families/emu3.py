@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, normalizers
 from ...bundle.manifest import Size, TokenLayout
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
-from ...inputs import require_library, short
+from ...inputs import format_value, require_library
 from ...methods import Sampling
 from ..checkpoints.deferred import joined, without_weights
 from ..checkpoints.files import Config, read_text, read_tokenizer, refusal, refusing
@@ -222,7 +222,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            raise refusal(path, found=short(line), expected="a token in base 64 and its rank") from error
+            raise refusal(path, found=format_value(line), expected="a token in base 64 and its rank") from error
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
         raise refusal(path, problem="expected the ranks 0, 1, ..., each once, and all bytes among the tokens")
     return ranks

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...engines.contracts import Progress
 from ...errors import CheckpointError, RequestError
-from ...inputs import short
+from ...inputs import format_value
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, read_config, refusing
@@ -121,7 +121,7 @@ def read_llamagen(
     """
     check_grid(grid)
     if weights not in (None, "model", "ema"):
-        raise RequestError(field="weights", found=short(weights), expected="model or ema")
+        raise RequestError(field="weights", found=format_value(weights), expected="model or ema")
     averaged = None if weights is None else weights == "ema"
     transformer = read_transformer(target, config=config, grid=grid, averaged=averaged, lora=lora, progress=progress)
     image, vq_sources = read_vq(vq, progress, averaged)
@@ -284,9 +284,11 @@ def _grid(checkpoint: Checkpoint, config: Config, prefix: int, classes: bool, gr
     for field, cells in sizes:
         rows = isqrt(max(cells, 0))
         if not rows or rows**2 != cells:
-            raise CheckpointError(field=field, found=f"{short(cells)} codes", expected="a square grid of them")
+            raise CheckpointError(field=field, found=f"{format_value(cells)} codes", expected="a square grid of them")
         if grid not in (None, rows):
-            raise CheckpointError(field=field, found=f"a grid of {short(rows)}", expected=f"{grid}, as elsewhere")
+            raise CheckpointError(
+                field=field, found=f"a grid of {format_value(rows)}", expected=f"{grid}, as elsewhere"
+            )
         grid = rows
     published = _published(checkpoint)
     grids: tuple[int, ...] = ()

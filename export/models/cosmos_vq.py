@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ...inputs import short
+from ...inputs import format_value
 from ..checkpoints.folders import Checkpoint
 from .fsq import code_vectors
 from .llamagen_vq import CODEBOOK, LlamaGenVQ, Resize, VQConfig, group_norm, load_vq, rename_vqgan
@@ -53,7 +53,7 @@ def load_cosmos_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
     found = [checkpoint.weights.pop(f"{part}quantizer._levels", None) for part in ("", "inv_quant.")]
     levels = next((tuple(own.flatten().tolist()) for own in found if own is not None), tuple(listed))
     if not all(type(level) is int and 1 < level < 256 for level in levels) or prod(levels) >= 1 << 20:
-        raise checkpoint.error("quantizer._levels", found=short(levels), expected="levels of a code's digits")
+        raise checkpoint.error("quantizer._levels", found=format_value(levels), expected="levels of a code's digits")
     _fold(checkpoint)
     checkpoint.weights[CODEBOOK] = code_vectors(torch.arange(prod(levels)), levels)
     rename_vqgan(checkpoint, names=_NAMES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...inputs import short
+from ...inputs import format_value
 from ..checkpoints.deferred import joined
 from ..checkpoints.files import Config
 from ..checkpoints.folders import Checkpoint
@@ -138,5 +138,5 @@ def rope_base(config: Config) -> float:
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, Mapping) else scaling
     if kind != "default":
-        raise config.error("rope_parameters", found=f"type {short(kind)}", expected="plain positions (default)")
+        raise config.error("rope_parameters", found=f"type {format_value(kind)}", expected="plain positions (default)")
     return Config(config.path, scaling if "rope_theta" in scaling else config.values).number("rope_theta", 10000.0)

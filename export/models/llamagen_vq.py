@@ -21,7 +21,7 @@ import yaml  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from ...engines.contracts import Progress
-from ...inputs import brief
+from ...inputs import format_error
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, read_text, refusal, refusing
 from ..checkpoints.folders import Checkpoint
@@ -358,7 +358,7 @@ def _read_grid(path: Path, config: VQConfig) -> int:
             raise ValueError("aliases, which may repeat each other without end")
         content = yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
-        raise refusal(path, found=brief(error), expected="YAML") from error
+        raise refusal(path, found=format_error(error), expected="YAML") from error
     parameters = Config(path, content).section("model", "params")
     parameters.agree(n_embed=config.codes, embed_dim=config.code_width)
     sizes = parameters.section("ddconfig")

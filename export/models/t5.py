@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...engines.contracts import Progress
-from ...inputs import brief, require_library
+from ...inputs import format_error, require_library
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, listing, read_tokenizer, refusal, refusing
 from ..checkpoints.folders import Checkpoint
@@ -87,7 +87,7 @@ def _read_t5(checkpoint: Checkpoint, config: Config) -> Any:
         with without_weights():
             encoder = T5EncoderModel(T5Config.from_dict(dict(config.values))).encoder
     except Exception as error:  # the library's checks of a configuration share no base class
-        raise config.error(found=brief(error), expected="the configuration of a T5") from error
+        raise config.error(found=format_error(error), expected="the configuration of a T5") from error
     finally:
         logger.setLevel(level)
     weights.load_strict(encoder)

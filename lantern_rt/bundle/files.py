@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from ..errors import BundleError
-from ..inputs import brief, explain, read_plain_file, reading, short
+from ..inputs import error_fields, format_error, format_value, read_plain_file, reading
 from ..runtime.heads import Heads, head_shapes
 from .hub import HUB, fetch_bundle
 from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
@@ -150,7 +150,9 @@ def open_bundle(
     for role, entry in manifest.files.items():
         if role in GRAPHS and not entry.path.endswith(".onnx"):
             field = f"{folder / MANIFEST_FILE}: file {role}"
-            raise BundleError(field=field, found=f"path {short(entry.path)}", expected="a name that ends in .onnx")
+            raise BundleError(
+                field=field, found=f"path {format_value(entry.path)}", expected="a name that ends in .onnx"
+            )
         if entry.path.endswith(".onnx"):
             _check_references(folder / entry.path, PurePosixPath(entry.path).parent, own)
     return Bundle(folder, manifest, hashlib.sha256(text).hexdigest())
@@ -160,13 +162,13 @@ def _find(path_or_name: str | Path) -> Path:
     names = embedded_names()
     if isinstance(path_or_name, str) and path_or_name in names:
         return EMBEDDED / path_or_name
-    folder, named = Path(path_or_name), f"bundle {short(path_or_name)}"
+    folder, named = Path(path_or_name), f"bundle {format_value(path_or_name)}"
     try:
         if folder.is_dir():
             return folder.resolve()
         found = "a file" if folder.exists() else "neither a folder nor an embedded bundle"
     except (OSError, ValueError, RuntimeError) as error:
-        raise BundleError(f"not a usable path ({brief(error)})", field=named) from error
+        raise BundleError(f"not a usable path ({format_error(error)})", field=named) from error
     known = ", ".join(names) or "none in this installation"
     raise BundleError(field=named, found=found, expected=f"a bundle's folder or an embedded name: {known}")
 
@@ -185,7 +187,7 @@ def _read_manifest_text(folder: Path) -> bytes:
     except FileNotFoundError as error:
         raise BundleError(f"no {MANIFEST_FILE} in it", field=str(folder), expected="an exported bundle") from error
     except (OSError, ValueError) as error:
-        raise BundleError(f"cannot be read ({brief(error)})", field=str(path)) from error
+        raise BundleError(f"cannot be read ({format_error(error)})", field=str(path)) from error
 
 
 def _parse_manifest(path: Path, text: bytes) -> Manifest:
@@ -194,7 +196,7 @@ def _parse_manifest(path: Path, text: bytes) -> Manifest:
     version = data.get("format_version") if isinstance(data, dict) else None
     if not isinstance(version, str) or not re.fullmatch(r"[0-9]{1,4}\.[0-9]{1,4}", version):
         expected = f"a version such as {FORMAT_VERSION}"
-        raise BundleError(field=f"{path}: field `format_version`", found=short(version), expected=expected)
+        raise BundleError(field=f"{path}: field `format_version`", found=format_value(version), expected=expected)
     major, minor = map(int, version.split("."))
     our_major, our_minor = map(int, FORMAT_VERSION.split("."))
     if major != our_major:
@@ -205,7 +207,7 @@ def _parse_manifest(path: Path, text: bytes) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        fields = explain(error)
+        fields = error_fields(error)
         newer = f"the bundle is of format {version}, newer than {FORMAT_VERSION}: upgrade lantern-rt"
         place = f"{path}: field `{fields.pop('field') or 'manifest'}`"
         raise BundleError(**fields, field=place, remedy=newer if minor > our_minor else "") from error
@@ -219,8 +221,8 @@ def _check_name(folder: Path, role: str, name: str) -> None:
     odd = "\\" in name or ":" in name or not name.isprintable() or len(name) > 1000
     if odd or any(part in ("", ".", "..") for part in name.split("/")):
         raise BundleError(
-            field=f"{folder / MANIFEST_FILE}: file {short(role)}",
-            found=f"path {short(name)}",
+            field=f"{folder / MANIFEST_FILE}: file {format_value(role)}",
+            found=f"path {format_value(name)}",
             expected="a path inside the folder, with forward slashes",
         )
 
@@ -245,9 +247,9 @@ def _check_file(folder: Path, home: Path, role: str, entry: FileEntry, progress:
         if sha256 != entry.sha256:
             raise _refusal(path, f"sha256 {sha256[:12]}...", f"{entry.sha256[:12]}...")
     except FileNotFoundError as error:
-        raise _refusal(path, "no file", f"{short(role)} there") from error
+        raise _refusal(path, "no file", f"{format_value(role)} there") from error
     except (OSError, RuntimeError) as error:
-        raise BundleError(f"cannot be read ({brief(error)})", field=str(path)) from error
+        raise BundleError(f"cannot be read ({format_error(error)})", field=str(path)) from error
 
 
 def _check_references(path: Path, home: PurePosixPath, own: set[str]) -> None:
@@ -257,7 +259,7 @@ def _check_references(path: Path, home: PurePosixPath, own: set[str]) -> None:
     for location in sorted(locations):
         if str(home / location) not in own or "\\" in location:
             raise BundleError(
-                f"the graph reads the file {short(location)}",
+                f"the graph reads the file {format_value(location)}",
                 field=str(path),
                 expected=f"one that {MANIFEST_FILE} lists",
                 remedy="do not use this bundle unless you trust its source, export it again",
@@ -292,5 +294,5 @@ def _expecting(path: Path, what: str) -> AbstractContextManager[None]:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
-        raise ValueError(f"the key {short(Counter(name for name, _ in pairs).most_common(1)[0][0])} twice")
+        raise ValueError(f"the key {format_value(Counter(name for name, _ in pairs).most_common(1)[0][0])} twice")
     return dict(pairs)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import BundleError, LanternError
-from ..inputs import brief
+from ..inputs import format_error
 
 HUB = "hf:"  # what a reference begins with
 PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of a file, which is no pattern and leads nowhere else
@@ -50,7 +50,7 @@ def hub_errors(field: str, refusal: type[LanternError], remedy: str) -> Iterator
         if is_rejected(error):
             problem = "the hub refuses it"
             remedy = "check the name, accept the terms on its page, or run `hf auth login`"
-        raise refusal(f"{problem} ({brief(error)})", field=field, remedy=remedy) from error
+        raise refusal(f"{problem} ({format_error(error)})", field=field, remedy=remedy) from error
 
 
 def fetch_bundle(text: str, manifest: str, listed: Callable[[Path], Iterable[str]]) -> Path:

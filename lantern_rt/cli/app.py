@@ -45,11 +45,11 @@ class _Command(TyperCommand):
         except typer.BadParameter as error:
             from pydantic import ValidationError  # typer parses values with pydantic
 
-            from ..inputs import explain
+            from ..inputs import error_fields
 
             if not isinstance(error.__cause__, ValidationError) or error.param is None:
                 raise
-            fields = {**explain(error.__cause__), "field": error.param.opts[-1]}
+            fields = {**error_fields(error.__cause__), "field": error.param.opts[-1]}
             remedy = _REMEDIES.get(error.param.name or "", f"see `{ctx.command_path} --help`")
             raise RequestError(**fields, remedy=remedy) from error
 

@@ -12,7 +12,7 @@ from ..compare.bench import default_methods, fastest, summarize
 from ..compare.prompts import read_bundle_prompts
 from ..compare.turns import parse_methods
 from ..engines.host import processor
-from ..inputs import whole
+from ..inputs import check_int
 from ..pipeline import Pipeline
 from .console import print_json, print_table, print_text, show_progress
 from .options import (
@@ -70,8 +70,8 @@ def bench(
 
     By default all that the bundle can run. Best with nothing else running.
     """
-    whole("count", count, 8, 1, 10_000)
-    whole("batch", batch, 1, 1, 64)
+    check_int("count", count, 8, 1, 10_000)
+    check_int("batch", batch, 1, 1, 64)
     options = EngineOptions(threads, engines, provider)
     opened = options.open_bundle(bundle)
     labels = method or ([] if quality else default_methods(opened.manifest))

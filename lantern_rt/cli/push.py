@@ -12,7 +12,7 @@ import typer
 from ..bundle.files import MANIFEST_FILE, Bundle
 from ..bundle.hub import HUB, REPOSITORY, hub_errors
 from ..errors import OutputError, RequestError
-from ..inputs import read_plain_file, reading, short
+from ..inputs import format_value, read_plain_file, reading
 from ..output.recipe import CURE, read_recipe
 from .console import print_stderr, print_text, show_progress
 from .inspect import describe_bundle
@@ -45,7 +45,7 @@ def push(
     from huggingface_hub import CommitOperationAdd, HfApi
 
     if re.fullmatch(REPOSITORY, repository) is None:
-        raise RequestError(field="repository", found=short(repository), expected="owner/name")
+        raise RequestError(field="repository", found=format_value(repository), expected="owner/name")
     opened = open_bundle(bundle)
     samples = [_read_sample(path, opened) for path in pictures or ()]
     with hub_errors(repository, OutputError, "try again"):

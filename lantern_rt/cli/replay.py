@@ -10,7 +10,7 @@ from PIL import Image
 
 from ..bundle.files import Bundle, embedded_names
 from ..errors import BundleError, LanternError, RequestError
-from ..inputs import short
+from ..inputs import format_value
 from ..methods import PARAMETERS
 from ..output.recipe import CURE, Recipe, read_recipe
 from ..prompts import bundle_tokenizer
@@ -42,7 +42,7 @@ def read_recorded_request(
         raise RequestError(field=option, found=f"it together with --from {picture}, which records that itself")
     recipe = read_recipe(picture)
     if name is None and recipe.bundle not in embedded_names():  # a name in a file is never a path
-        problem = f"was drawn by bundle {short(recipe.bundle)}"
+        problem = f"was drawn by bundle {format_value(recipe.bundle)}"
         raise RequestError(problem, field=str(picture), remedy="give the folder of that before --from")
     bundle = engine.open_bundle(recipe.bundle if name is None else name)
     return bundle, request_of_recipe(picture, recipe, bundle)
@@ -74,7 +74,7 @@ def settings_of_recipe(picture: Path, recipe: Recipe, bundle: Bundle) -> Setting
         raise BundleError(
             field=str(picture),
             found=f"bundle {bundle.folder} of digest {bundle.digest[:12]}...",
-            expected=f"the one that drew it, {short(recipe.bundle)} of {recipe.bundle_digest[:12]}...",
+            expected=f"the one that drew it, {format_value(recipe.bundle)} of {recipe.bundle_digest[:12]}...",
             remedy="give that one before --from",
         )
     recorded = recipe.settings
@@ -88,8 +88,8 @@ def settings_of_recipe(picture: Path, recipe: Recipe, bundle: Bundle) -> Setting
     own = settings.as_dict()
     for name in sorted(recorded.keys() | own.keys()):
         if name not in recorded or name not in own or recorded[name] != own[name]:
-            found, expected = (short(side[name]) if name in side else "nothing" for side in (recorded, own))
-            field = f"{picture}: settings: {short(name)}"
+            found, expected = (format_value(side[name]) if name in side else "nothing" for side in (recorded, own))
+            field = f"{picture}: settings: {format_value(name)}"
             raise RequestError(field=field, found=found, expected=expected, remedy=CURE)
     return settings
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OutputError, RequestError
-from ..inputs import short, whole
+from ..inputs import check_int, format_value
 from ..methods import METHODS
 from ..output.files import check_output
 from ..output.names import plan_outputs, slug
@@ -148,7 +148,7 @@ def run(
     from ..output.trace import Trace
     from .replay import holds_image, read_recorded_request
 
-    whole("scale", scale, 1, 1, 16)
+    check_int("scale", scale, 1, 1, 16)
     name, prompts = _split_words(words or [])
     prompts += prompt or []
     subjects = {"prompts": prompts or None, "class_ids": class_id or None, "embeddings": embeddings}
@@ -224,7 +224,7 @@ def _split_words(words: list[str]) -> tuple[str | None, list[str]]:
         bundle, *words = words
     single = [word for word in words if " " not in word.strip()]
     if len(words) > 1 and single:
-        found = f"the single word {short(single[0])} among {len(words)}"
+        found = f"the single word {format_value(single[0])} among {len(words)}"
         expected = "a bundle's folder or name, then each prompt in quotes"
         raise RequestError(field="prompt", found=found, expected=expected)
     return bundle, words

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import RequestError
-from ..inputs import require_library, whole
+from ..inputs import check_int, require_library
 from ..methods import METHODS
 from .console import print_stderr
 from .options import EngineOptions, EnginesOption, ProviderOption, ThreadsOption
@@ -96,8 +96,8 @@ def serve(
 
     if not 0 < deadline < 1e9:
         raise RequestError(field="deadline", found=f"{deadline:g}", expected="seconds above 0")
-    whole("port", port, 8000, 0, 65535)
-    whole("max_n", max_n, 10, 1, 10)
+    check_int("port", port, 8000, 0, 65535)
+    check_int("max_n", max_n, 10, 1, 10)
     for name in methods or ():
         if name not in METHODS:
             raise RequestError(field="methods", found=repr(name), expected=", ".join(METHODS))

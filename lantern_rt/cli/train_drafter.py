@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..bundle.rewrite import check_editable, write_heads
-from ..inputs import require_library, whole
+from ..inputs import check_int, require_library
 from .console import print_stderr, print_text, show_progress
 from .options import (
     ENGINE,
@@ -53,7 +53,7 @@ def data(
     from ..train.drafter.data import estimate_bytes, write_shards
     from ..train.drafter.shards import read_source
 
-    whole("count", count, 1, 1, 100_000_000)
+    check_int("count", count, 1, 1, 100_000_000)
     engine = EngineOptions(threads, None, provider)
     opened = engine.open_bundle(bundle)
     read_source(opened.manifest)  # other families are refused before anything is drawn
@@ -88,7 +88,7 @@ def fit(
     check_device(device)
     opened = open_bundle(bundle)
     target = read_target(opened)
-    options = Options(whole("steps", steps, 1, 1, 10**9), cfg_scale=opened.manifest.sampling.cfg_scale)
+    options = Options(check_int("steps", steps, 1, 1, 10**9), cfg_scale=opened.manifest.sampling.cfg_scale)
     with show_progress(lines=False) as progress:
         progress("reading data")
         fitting = Fit(data, target, options, output, device)
@@ -121,7 +121,7 @@ def heads(
     with show_progress(lines=False) as progress:
         progress("reading data")
         tables, figures = fit_heads(
-            data, target, opened.manifest.sampling.cfg_scale, whole("steps", steps, 1, 1, 10**9), progress
+            data, target, opened.manifest.sampling.cfg_scale, check_int("steps", steps, 1, 1, 10**9), progress
         )
     changed = write_heads(opened, tables)
     print_text(

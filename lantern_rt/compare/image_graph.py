@@ -20,7 +20,7 @@ from ..bundle.manifest import file_sha256
 from ..engines.contracts import Progress
 from ..engines.host import import_onnxruntime, thread_count
 from ..errors import RequestError
-from ..inputs import brief, open_plain_file, read_plain_file, reading
+from ..inputs import format_error, open_plain_file, read_plain_file, reading
 from .statistics import Floats, Ints
 
 BATCH = 8  # images in one run
@@ -98,7 +98,7 @@ class ImageGraph(ABC):
             inputs = self.session.get_inputs()
             images = [one for one in inputs if one.type == "tensor(float)" and len(one.shape) == 4]
         except Exception as error:
-            raise self._refusal(f"no ONNX graph that can be loaded ({brief(error)})") from error
+            raise self._refusal(f"no ONNX graph that can be loaded ({format_error(error)})") from error
         self.facts: dict[str, Any] = {"name": path.stem, "file": path.name, "sha256": sha256}
         images = [one for one in images if one.shape[1] == 3 or not isinstance(one.shape[1], int)]
         if len(images) != 1:
@@ -137,7 +137,7 @@ class ImageGraph(ABC):
                 shapes = ", ".join(f"{name} {list(values.shape)}" for name, values in inputs.items())
                 remedy = f"export it for any number of images; {PREPROCESSING_FILE} beside it sets another size"
                 remedy += f", truncation in {TOKENIZER_FILE} the most tokens" if texts else ""
-                raise self._refusal(f"failed on {shapes} ({brief(error)})", remedy=remedy) from error
+                raise self._refusal(f"failed on {shapes} ({format_error(error)})", remedy=remedy) from error
             if not np.isfinite(values).all():
                 raise self._refusal("gave NaN or infinity")
             parts.append(self._rows(values, len(images[some])))

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..bundle.files import Bundle
 from ..errors import RequestError
-from ..inputs import read_plain_file, reading, whole
+from ..inputs import check_int, read_plain_file, reading
 from ..prompts import bundle_tokenizer, text_requests
 from ..requests import check_request
 from ..text.embeddings import read_embeddings
@@ -71,7 +71,7 @@ def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | N
     """
     manifest = bundle.manifest
     kind = manifest.condition.kind
-    most = whole("count", count, CLASSES if kind == "class" else MAX_PROMPTS, 1, MAX_PROMPTS)
+    most = check_int("count", count, CLASSES if kind == "class" else MAX_PROMPTS, 1, MAX_PROMPTS)
     if kind == "class":
         if path is not None:
             raise RequestError(f"bundle {manifest.name} takes class ids", field="prompts", remedy="leave --prompts out")

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import OutputError
-from ..inputs import brief
+from ..inputs import format_error
 
 try:
     import fcntl
@@ -180,5 +180,5 @@ def output_errors(path: Path, errors: tuple[type[Exception], ...] = (OSError, Va
     try:
         yield
     except errors as error:
-        problem = f"cannot be written ({brief(error)})"
+        problem = f"cannot be written ({format_error(error)})"
         raise OutputError(problem, field=str(path), remedy="give another path") from error

@@ -11,7 +11,7 @@ from PIL.PngImagePlugin import PngImageFile
 from pydantic import Field, Json, ValidationError, model_validator
 
 from ..errors import RequestError
-from ..inputs import brief, explain, open_plain_file, short
+from ..inputs import error_fields, format_error, format_value, open_plain_file
 from ..methods import FrozenModel, MethodName
 
 TEXTS_LIMIT = 1 << 16  # bytes of all text chunks that are read
@@ -44,7 +44,9 @@ class Recipe(FrozenModel, strict=True):
     def _names_one_method(self) -> Recipe:
         method = self.settings.get("method")
         if method != self.method:
-            raise ValueError(f"settings.method: found {short(method)}, expected {self.method} as text chunk method")
+            raise ValueError(
+                f"settings.method: found {format_value(method)}, expected {self.method} as text chunk method"
+            )
         return self
 
 
@@ -58,7 +60,7 @@ def read_recipe(path: Path) -> Recipe:
     try:
         return Recipe.model_validate_strings(texts)
     except ValidationError as error:
-        fields = explain(error)
+        fields = error_fields(error)
         field = fields.pop("field")
         place = f"{path}: text chunk {field}" if field else str(path)
         raise RequestError(**fields, field=place, remedy=CURE) from error
@@ -70,7 +72,7 @@ def _read_texts(path: Path) -> dict[str, str]:
         with open_plain_file(path) as file:
             image = PngImageFile(BytesIO(_without_pixels(file)))
     except Exception as error:  # of whatever kind: Pillow parses the file
-        problem = f"cannot be read as a PNG with at most {TEXTS_LIMIT:,} bytes of texts ({brief(error)})"
+        problem = f"cannot be read as a PNG with at most {TEXTS_LIMIT:,} bytes of texts ({format_error(error)})"
         raise RequestError(problem, field=str(path), remedy=CURE) from error
     if image.width * image.height > PIXELS_LIMIT:
         found = f"{image.width:,} x {image.height:,} pixels"

@@ -28,7 +28,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import RequestError
-from ..inputs import short
+from ..inputs import format_value
 from .images import KINDS, ImagesEndpoint
 from .protocol import EditRequest, Figures, HttpError, ImagesRequest
 from .state import ServerState
@@ -100,7 +100,7 @@ def read_origin(text: str) -> str:
             return origin
     if text == "*":
         return text
-    raise RequestError(field="cors", found=short(text), expected="an origin such as https://ui.example, or *")
+    raise RequestError(field="cors", found=format_value(text), expected="an origin such as https://ui.example, or *")
 
 
 class _InfoRoutes:
@@ -207,14 +207,16 @@ class _RequestGuard:
         host = headers.get("host", "").lower()
         # DNS rebinding: another site can point its name to this server, and browsers then trust its pages as ours.
         if host and self._hosts and not self._names_server(host):
-            return HttpError(403, field="host", found=short(host), expected="localhost or an address", remedy=remedy)
+            return HttpError(
+                403, field="host", found=format_value(host), expected="localhost or an address", remedy=remedy
+            )
         origin = headers.get("origin", "").lower()
         same = origin in ("", f"http://{host}", f"https://{host}")
         site = headers.get("sec-fetch-site", "none" if same else "cross-site")  # programs do not send this header
         foreign = site not in ("same-origin", "none") and {origin, "*"}.isdisjoint(self._origins)
         if foreign and method not in ("GET", "HEAD", "OPTIONS"):
             return HttpError(
-                403, field="origin", found=short(origin or site), expected="a page of this server", remedy=remedy
+                403, field="origin", found=format_value(origin or site), expected="a page of this server", remedy=remedy
             )
         return None
 

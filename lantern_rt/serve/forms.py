@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import Field, File, FormParser, parse_options_header
 
-from ..inputs import brief, explain
+from ..inputs import error_fields, format_error
 from .protocol import EditRequest, HttpError
 
 FORM = "multipart/form-data"
@@ -42,7 +42,7 @@ class FormReader:
         try:
             self._parser = FormParser(FORM, self._add, self._add, self._end, boundary, config=LIMITS)
         except FormParserError as error:
-            raise _malformed(brief(error)) from error
+            raise _malformed(format_error(error)) from error
 
     def write(self, data: bytes) -> None:
         """Parse the next bytes of the form."""
@@ -53,7 +53,7 @@ class FormReader:
         try:
             self._parser.write(data)
         except FormParserError as error:
-            raise _malformed(brief(error)) from error
+            raise _malformed(format_error(error)) from error
 
     def request(self) -> EditRequest:
         """Return the request, once all bytes are parsed."""
@@ -66,7 +66,7 @@ class FormReader:
         try:
             return EditRequest.model_validate_strings(texts).model_copy(update=files)
         except ValidationError as error:
-            fields: dict[str, Any] = explain(error)
+            fields: dict[str, Any] = error_fields(error)
             raise HttpError(400, **fields) from error
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import BusyError, LanternError, RequestError
-from ..inputs import PARAMETER_NAMES, explain
+from ..inputs import PARAMETER_NAMES, error_fields
 from ..methods import PARAMETERS, Quality
 from ..requests import SAMPLING
 
@@ -125,7 +125,7 @@ def read_request(body: bytes, max_deadline: float) -> ImagesRequest:
     try:
         request = ImagesRequest.model_validate_json(body)
     except ValidationError as error:
-        fields: dict[str, Any] = explain(error)
+        fields: dict[str, Any] = error_fields(error)
         fields["field"] = fields["field"] or "body"
         raise HttpError(400, **fields) from error
     return set_defaults(request, max_deadline)

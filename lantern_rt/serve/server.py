@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 
 from ..asynchronous import AsyncPipeline
 from ..errors import RequestError
-from ..inputs import brief, short
+from ..inputs import format_error, format_value
 from .app import make_app, read_origin
 from .backend import LocalBackend
 from .connections import BACKLOG, Connection
@@ -152,5 +152,5 @@ def listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except (OSError, OverflowError, UnicodeError) as error:
-        problem = f"cannot listen on {short(host)}, port {port} ({brief(error)})"
+        problem = f"cannot listen on {format_value(host)}, port {port} ({format_error(error)})"
         raise RequestError(problem, field="port", remedy="give another port or --host") from error

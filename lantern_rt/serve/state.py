@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 
 from ..edits import BYTES_LIMIT
 from ..errors import RequestError
-from ..inputs import read_plain_file, reading, short
+from ..inputs import format_value, read_plain_file, reading
 from .backend import ImageBackend
 from .protocol import Completion, HttpError, ImagesRequest
 
@@ -201,7 +201,7 @@ class ServerState:
         limits = self.limits
         method = (request.method or "").partition(":")[0]
         if limits.methods and method and method not in limits.methods:  # qualities are always allowed
-            raise HttpError(400, field="method", found=short(method), expected=" or ".join(limits.methods))
+            raise HttpError(400, field="method", found=format_value(method), expected=" or ".join(limits.methods))
         if (request.n or 1) > limits.max_n:
             raise HttpError(400, field="n", found=f"{request.n}", expected=f"at most {limits.max_n}")
 
@@ -212,7 +212,7 @@ class ServerState:
         name = self.limits.aliases.get(name, name)
         if name not in self.backends:
             names = ", ".join([*self.backends, *self.limits.aliases])
-            raise HttpError(404, code="model_not_found", field="model", found=short(name), expected=names)
+            raise HttpError(404, code="model_not_found", field="model", found=format_value(name), expected=names)
         return self.backends[name]
 
 

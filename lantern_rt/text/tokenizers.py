@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BundleError, RequestError
-from ..inputs import read_plain_file, reading, short
+from ..inputs import format_value, read_plain_file, reading
 from .captions import clean_caption
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _check_template(text: str) -> None:
         pieces = [*one.get("single", []), *one.get("pair", [])]
         names = {piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece}
         if unknown := names - one.get("special_tokens", {}).keys():
-            raise ValueError(f"token {short(min(unknown))} in its template, which does not say what that is")
+            raise ValueError(f"token {format_value(min(unknown))} in its template, which does not say what that is")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

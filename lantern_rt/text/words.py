@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, StrictInt, field_validator
 
 from ..errors import BundleError, RequestError
-from ..inputs import read_plain_file, reading, short
+from ..inputs import format_value, read_plain_file, reading
 
 PAD, UNKNOWN = "<pad>", "<unk>"
 _WORD = re.compile(r"[^\W_]+")
@@ -68,7 +68,7 @@ class WordTokenizer:
         named = []
         for word in unknown[:_NAMED]:
             close = " or ".join(difflib.get_close_matches(word[:40], self.words, n=3))
-            named.append(short(word) + (f" (did you mean {close}?)" if close else ""))
+            named.append(format_value(word) + (f" (did you mean {close}?)" if close else ""))
         more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
         found = f"unknown word{'s' * (len(unknown) > 1)} {', '.join(named)}{more}"
         expected = f"some of the {len(self.words)} words that this model knows, such as {', '.join(self.words[-3:])}"

@@ -23,7 +23,7 @@ from lantern_rt.compare.prompts import read_prompts
 from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.errors import BundleError, EngineError, LanternError, TreeError, printable
-from lantern_rt.inputs import reading, short
+from lantern_rt.inputs import format_value, reading
 from lantern_rt.output.recipe import read_recipe
 from lantern_rt.runtime.tree_names import named_tree
 from lantern_rt.text.tokenizers import CaptionTokenizer, load_tokenizer
@@ -70,13 +70,13 @@ def test_the_text_of_a_value_is_cut_while_it_is_made() -> None:
     Part.made = 0
     many: Any = [Part()] * 10_000
     for value in (many, {"a": many}, (many, many), {i: Part() for i in range(10_000)}):
-        assert short(value).endswith("...")
-        assert len(short(value)) == 80
+        assert format_value(value).endswith("...")
+        assert len(format_value(value)) == 80
     assert Part.made < 2000
     for _ in range(100):
         many = (many, many)
-    assert len(short(many)) <= 80
-    assert short([1, "a", {"b": [None, 2.5]}]) == "[1, 'a', {'b': [None, 2.5]}]"
+    assert len(format_value(many)) <= 80
+    assert format_value([1, "a", {"b": [None, 2.5]}]) == "[1, 'a', {'b': [None, 2.5]}]"
 
 
 def test_text_keeps_its_lines_and_letters_and_loses_what_a_terminal_acts_on() -> None:

@@ -24,7 +24,7 @@ from ... import __version__
 from ...engines.contracts import Progress
 from ...errors import CheckpointError, RequestError
 from ...export.models.eagle import EagleDrafter
-from ...inputs import brief, open_plain_file, reading, short
+from ...inputs import format_error, format_value, open_plain_file, reading
 from ...output.files import check_new_folder, write_output
 from ..muon import Muon
 from ..precision import mixed_precision
@@ -69,8 +69,8 @@ def check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device).item()  # not so on `meta`, which holds no numbers
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
-        problem = f"PyTorch {torch.__version__} cannot compute there ({brief(error, 80)})"
-        raise RequestError(problem, field="device", found=short(device), remedy="give cpu") from error
+        problem = f"PyTorch {torch.__version__} cannot compute there ({format_error(error, 80)})"
+        raise RequestError(problem, field="device", found=format_value(device), remedy="give cpu") from error
 
 
 def state_path(output: Path) -> Path:

@@ -21,7 +21,7 @@ from safetensors.numpy import save
 
 from ...bundle.manifest import Manifest
 from ...errors import CheckpointError
-from ...inputs import open_plain_file, reading, short
+from ...inputs import format_value, open_plain_file, reading
 from ...output.files import write_output
 
 FORMAT = "lantern-rt drafter data 3"
@@ -152,7 +152,7 @@ class Shard:
                 self._file = untyped(path, "np")
             metadata = self._file.metadata() or {}
             if metadata.get("format") != FORMAT:
-                raise ValueError(f"format {short(metadata.get('format'))}, not {FORMAT}")
+                raise ValueError(f"format {format_value(metadata.get('format'))}, not {FORMAT}")
             self.source = Source(**json.loads(metadata["source"]))
             self.subjects: list[Any] = list(json.loads(metadata["prompt"]))
             self._check_shapes()
@@ -225,7 +225,9 @@ class ShardFolder:
                 value = getattr(shard.source, name)
                 if value != expected:
                     field = f"{shard.path}: {name}"
-                    raise CheckpointError(field=field, found=short(value), expected=f"{expected}, as of the bundle")
+                    raise CheckpointError(
+                        field=field, found=format_value(value), expected=f"{expected}, as of the bundle"
+                    )
         self.digest = blake2b("".join(shard.digest for shard in self.shards).encode(), digest_size=16).hexdigest()
         self._starts = list(accumulate((len(shard.subjects) for shard in self.shards), initial=0))
         if len(self) < 2:
