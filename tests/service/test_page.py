@@ -88,7 +88,7 @@ def test_a_picture_grows_before_it_is_done(page: Page) -> None:
     }""")
     draw(page, "ar")
     expect(page.locator("#status")).to_contain_text("Done in")
-    expect(page.locator(".count")).to_have_text(f"{CODES} of {CODES} codes")
+    expect(page.locator(".count")).to_have_text(f"{CODES} of {CODES} tokens")
     assert page.evaluate("window.seen.size") > 4
     assert (
         page.locator(".stage img").evaluate("image => image.naturalWidth") == open_bundle("scenes").manifest.image_width
@@ -98,13 +98,13 @@ def test_a_picture_grows_before_it_is_done(page: Page) -> None:
 def test_map_and_statistics_tell_how_the_codes_came_to_be(page: Page) -> None:
     draw(page, "sjd")
     table = figures(page)
-    kinds = ["drafted and accepted", "accepted by relaxation", "draft rejected, redrawn", "nothing drafted"]
+    kinds = ["drafted and accepted", "accepted by relaxation", "draft rejected, resampled", "nothing drafted"]
     assert list(table)[:4] == kinds
     assert sum(int(table[kind][0]) for kind in kinds) == CODES
     assert int(table["drafted and accepted"][0]) > 0
     assert table["accepted by relaxation"] == table["Realised TVD per token"] == ["0"]
     assert float(table["Tokens per forward pass"][0]) == pytest.approx(CODES / int(table["Target passes"][0]), abs=0.01)
-    assert page.locator(".map").get_attribute("aria-label").startswith(f"Map of {CODES} codes: ")
+    assert page.locator(".map").get_attribute("aria-label").startswith(f"Map of {CODES} tokens: ")
     expect(page.locator(".how")).to_contain_text("sjd:window=")
     assert page.locator("#method option").all_inner_texts()[:3] == ["strict: exact", "balanced", "fast"]
     expect(page.locator(".over")).to_be_hidden()
@@ -115,7 +115,7 @@ def test_map_and_statistics_tell_how_the_codes_came_to_be(page: Page) -> None:
 def test_exact_methods_give_the_same_picture_and_are_compared(page: Page) -> None:
     draw(page, "sjd", "ar")
     expect(page.locator("#status")).to_contain_text("times as fast as")
-    expect(page.locator("#status")).to_contain_text("Same picture, byte for byte.")
+    expect(page.locator("#status")).to_contain_text("Same image, byte for byte.")
     table = figures(page)
     assert table["nothing drafted"][1] == str(CODES)
     drafted, plain = map(float, table["Tokens per forward pass"])
@@ -127,7 +127,7 @@ def test_a_relaxed_method_may_draw_another_picture(page: Page) -> None:
     page.select_option("#method", "lantern++")
     page.fill("#method-parameters", "lambda=3")
     draw(page, "lantern++", "ar")
-    expect(page.locator("#status")).to_contain_text("Different pictures: relaxed acceptance may change them.")
+    expect(page.locator("#status")).to_contain_text("Different images: relaxed acceptance may change them.")
     assert float(figures(page)["Realised TVD per token"][0]) > 0
     expect(page.locator("h2").first).to_have_text("lantern++:lambda=3")
 
@@ -137,10 +137,10 @@ def test_cancelling_stops_the_picture_and_frees_the_server(page: Page, scenes: R
     others = Thread(target=scenes.post, args=({"prompt": "a cube", "method": "ar", "n": 3},))
     others.start()  # beside which it is slow, but does not wait
     page.click("#draw")
-    expect(page.locator(".count")).not_to_have_text(f"0 of {CODES} codes")
+    expect(page.locator(".count")).not_to_have_text(f"0 of {CODES} tokens")
     for key in ("Enter", "Space"):  # on the button, which keeps the focus
         page.keyboard.press(key)
-    expect(page.locator("#status")).to_have_text("Drawing with ar")
+    expect(page.locator("#status")).to_have_text("Generating with ar")
     page.click("#cancel")
     expect(page.locator("#status")).to_have_text("Cancelled")
     assert int(page.locator(".count").inner_text().split()[0]) < CODES
@@ -234,7 +234,7 @@ def test_a_part_that_is_painted_over_is_drawn_anew(page: Page, phone: Page) -> N
         after = read(change(one))
         assert (after != before).any(2)[112:144, 112:144].mean() > 0.5
         assert (after == before)[:48].all()
-        assert 0 < int(figures(one)["kept of the picture"][0]) < CODES - 12
+        assert 0 < int(figures(one)["preserved by the edit"][0]) < CODES - 12
         assert one.evaluate("document.documentElement.scrollWidth") <= one.viewport_size["width"]
 
 

@@ -1,15 +1,15 @@
-// The API's description, made of /openapi.json.
+// Description of the API, generated from /openapi.json.
 
 const { paths, components } = await (await fetch("openapi.json")).json();
 
-/** An element of this kind, with text or other elements within. */
+/** Create an element with text or other elements in it. */
 function element(kind, ...within) {
   const made = document.createElement(kind);
   made.append(...within);
   return made;
 }
 
-/** A schema in words. */
+/** Describe a schema in words. */
 function words(schema) {
   if (schema.$ref) return schema.$ref.split("/").pop();
   if (schema.anyOf) return schema.anyOf.filter(({ type }) => type !== "null").map(words).join(" or ");

@@ -1,4 +1,4 @@
-// What pictures cost, as a table with a column for each, and in words.
+// Statistics of the images: a table with a column per image, and a comparison in words.
 
 import { count, paint, used } from "./map.js";
 import { same } from "./picture.js";
@@ -7,7 +7,7 @@ const FIGURES = [
   ["Tokens per forward pass", ({ figures }) => figures.tokens_per_forward_pass.toFixed(2)],
   ["Target passes", ({ figures }) => figures.target_passes],
   ["Seconds", ({ figures }) => figures.seconds.toFixed(2)],
-  ["Codes per second", ({ figures, kinds }) => Math.round((kinds.length - count(kinds, "k")) / figures.seconds)],
+  ["Tokens per second", ({ figures, kinds }) => Math.round((kinds.length - count(kinds, "k")) / figures.seconds)],
   ["Realised TVD per token", ({ figures }) => figures.realised_tvd_per_token?.toFixed(4).replace(/^0\.0000$/, "0")],
 ];
 
@@ -17,7 +17,7 @@ export function element(tag, text, attributes = {}) {
   return Object.assign(made, attributes);
 }
 
-/** Head and bodies of the table. */
+/** Build the head and bodies of the table. */
 export function rows(pictures) {
   const row = (head, ...cells) => {
     const made = element("tr");
@@ -48,12 +48,12 @@ export function rows(pictures) {
   });
 }
 
-/** What two pictures of one seed say about their methods. */
+/** Compare the methods of two images with the same seed. */
 export function compared(one, two) {
   const [fast, slow] = [one, two].toSorted((a, b) => a.figures.seconds - b.figures.seconds);
   const times = slow.figures.seconds / fast.figures.seconds;
   const relaxed = [one, two].some(({ figures }) => figures.realised_tvd_per_token > 0);
-  const alike = same(one, two) ? "Same picture, byte for byte." :
-    `Different pictures${relaxed ? ": relaxed acceptance may change them" : ""}.`;
+  const alike = same(one, two) ? "Same image, byte for byte." :
+    `Different images${relaxed ? ": relaxed acceptance may change them" : ""}.`;
   return `${fast.label} was ${times.toFixed(2)} times as fast as ${slow.label}. ${alike}`;
 }

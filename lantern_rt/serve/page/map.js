@@ -1,14 +1,14 @@
-// How each code came to be: colours (Okabe and Ito's, safe for colour-blind eyes), marks and words.
+// Map of the origin of each token: colours (Okabe and Ito's, safe for colour-blind eyes), marks and words.
 
 export const KINDS = {
   d: { colour: "#0072b2", text: "drafted and accepted" },
   r: { colour: "#e69f00", mark: "M5.5 5.5h.01", ink: "#000", width: 4, text: "accepted by relaxation" },
-  x: { colour: "#d55e00", mark: "M3 3L8 8M8 3L3 8", ink: "#fff", width: 1.2, text: "draft rejected, redrawn" },
+  x: { colour: "#d55e00", mark: "M3 3L8 8M8 3L3 8", ink: "#fff", width: 1.2, text: "draft rejected, resampled" },
   n: { colour: "#c3c9d1", text: "nothing drafted" },
-  k: { colour: "#009e73", text: "kept of the picture" },
+  k: { colour: "#009e73", text: "preserved by the edit" },
 };
 
-/** Paint `kinds`, one letter per code in raster order, on a grid of rows and columns. */
+/** Paint `kinds`, one letter per token in raster order, on a grid of rows and columns. */
 export function paint(canvas, kinds, rows, columns) {
   const shown = canvas.clientWidth * devicePixelRatio / columns, cell = Math.max(4, Math.round(shown || 28));
   canvas.width = columns * cell;
@@ -26,7 +26,7 @@ export function paint(canvas, kinds, rows, columns) {
   });
 }
 
-/** Kinds that are told of; one only where there is any. */
+/** Kinds to list: all, but "preserved" only if it occurs. */
 export function used(kinds) {
   return Object.entries(KINDS).filter(([kind]) => kind !== "k" || kinds.includes(kind));
 }
@@ -35,8 +35,8 @@ export function count(kinds, kind) {
   return kinds.split(kind).length - 1;
 }
 
-/** The map in words. */
+/** Describe the map in words. */
 export function describe(kinds) {
   const parts = used(kinds).map(([kind, { text }]) => `${count(kinds, kind)} ${text}`);
-  return `Map of ${kinds.length} codes: ${parts.join(", ")}`;
+  return `Map of ${kinds.length} tokens: ${parts.join(", ")}`;
 }

@@ -1,7 +1,7 @@
-// A mask that is painted over a picture: strokes of a brush, and the file that says where to draw anew.
+// A mask that the user paints over an image, and its file for an edit request.
 
 export class Mask {
-  /** canvas: over the picture, of its size in pixels. brush: the input that says how wide strokes are, of 256. */
+  /** canvas: canvas over the image, of the same size in pixels. brush: input of the stroke width, in 1/256 of the canvas. */
   constructor(canvas, brush, width, height) {
     Object.assign(this, { canvas, brush, empty: true });
     Object.assign(canvas, { width, height });
@@ -31,7 +31,7 @@ export class Mask {
     this.empty = true;
   }
 
-  /** A PNG that is transparent where it was painted. */
+  /** Create a PNG that is transparent where the user painted. */
   file() {
     const { width, height } = this.canvas, made = Object.assign(document.createElement("canvas"), { width, height });
     const pen = made.getContext("2d");
@@ -44,7 +44,7 @@ export class Mask {
 
 export const png = (canvas) => new Promise((done) => { canvas.toBlob(done, "image/png"); });
 
-/** A picture's file scaled to cover a size, what is beyond cut off, as PNG. */
+/** Scale and crop an image file to a size, as PNG. */
 export async function fitted(file, width, height) {
   const image = await createImageBitmap(file), scale = Math.max(width / image.width, height / image.height);
   const canvas = Object.assign(document.createElement("canvas"), { width, height });

@@ -1,4 +1,4 @@
-// The page: a form, and what comes of it.
+// The page: a form, and the images generated from it.
 
 import { compared, element, rows } from "./figures.js";
 import { fitted } from "./mask.js";
@@ -24,7 +24,7 @@ async function load() {
   } catch (error) {
     return fail(error);
   }
-  if (!known.length) return setTimeout(load, 1000);  // the server is loading them
+  if (!known.length) return setTimeout(load, 1000);  // the server is loading its models
   at("model").replaceChildren(...known.map(({ id }) => option(id)));
   show(at("model-field"), known.length > 1);
   form.hidden = false;
@@ -39,7 +39,7 @@ const model = () => {
 
 function useModel() {
   const { id, size, sizes = [size], rows, columns, takes, classes, methods, qualities, sampling, examples, edits } = model();
-  at("about").textContent = `${id}, ${size.replace("x", " x ")} pixels, ${rows} x ${columns} codes`;
+  at("about").textContent = `${id}, ${size.replace("x", " x ")} pixels, ${rows} x ${columns} tokens`;
   at("size").replaceChildren(...sizes.map((name) => option(name)));
   at("size").value = size;
   show(at("size-field"), sizes.length > 1);
@@ -55,7 +55,7 @@ function useModel() {
     chip.addEventListener("click", () => { at("prompt").value = text; });
     return chip;
   }));
-  const explained = { strict: "strict: exact", ar: "ar: plain decoding", rows: "rows: several rows at once" };
+  const explained = { strict: "strict: exact", ar: "ar: plain decoding", rows: "rows: several rows per step" };
   const ordered = [...qualities, ...methods];
   method.replaceChildren(...ordered.map((name) => option(name, explained[name])));
   other.replaceChildren(option("", "nothing"), ...ordered.map((name) => option(name, explained[name])));
@@ -64,7 +64,7 @@ function useModel() {
   }
   show(at("open-field"), edits);
   at("draw").disabled = takes === "embeddings";
-  report(takes === "embeddings" ? "This model takes text embeddings, which this page cannot give." : "Ready");
+  report(takes === "embeddings" ? "This page cannot send text embeddings, which this model needs." : "Ready");
   useMethods();
 }
 
@@ -77,7 +77,7 @@ function useMethods() {
   at("fair").hidden = !other.value;
 }
 
-/** The request for one method: only what was filled in. */
+/** Build the request for one method from the fields that are filled in. */
 function request(select) {
   const body = {}, parameters = at(`${select.id}-parameters`);
   for (const [name, value] of new FormData(form)) {
@@ -90,7 +90,7 @@ function request(select) {
 
 const ready = () => !running && !at("draw").disabled && form.reportValidity();
 
-/** Draw what the form says; files: of a picture of which a part is drawn anew. */
+/** Generate images from the form. files: image and mask of an edit, null without one. */
 async function start(files = null) {
   if (!ready()) return;
   running = new AbortController();
@@ -100,7 +100,7 @@ async function start(files = null) {
   busy(true);
   try {
     for (const picture of pictures) {
-      report(`Drawing with ${picture.label}`);
+      report(`Generating with ${picture.label}`);
       await picture.draw(running.signal);
     }
     report(pictures.length > 1 ? compared(...pictures) : `Done in ${pictures[0].figures.seconds.toFixed(2)} s`);
@@ -113,7 +113,7 @@ async function start(files = null) {
   changed();
 }
 
-/** Show pictures in place of others. */
+/** Replace the images on the page. */
 function place(shown) {
   pictures = shown;
   at("error").hidden = true;
@@ -123,11 +123,11 @@ function place(shown) {
 }
 
 async function redraw(picture) {
-  if (picture.mask.empty) return report("Paint over a part of the picture first");
+  if (picture.mask.empty) return report("Paint over a part of the image first");
   if (ready()) start({ image: picture.file, mask: await picture.mask.file() });
 }
 
-/** A picture of the user's own, to be changed. */
+/** Open an image file for editing. */
 async function open(file) {
   if (!file || running) return;
   const { size } = model(), [width, height] = (request(method).size ?? size).split("x").map(Number);
@@ -136,19 +136,19 @@ async function open(file) {
     picture.open(await fitted(file, width, height));
     place([picture]);
     changed();
-    report("Paint over what is to be drawn anew");
+    report("Paint over the part to regenerate");
   } catch {
-    fail(new Error(`${file.name} is no picture that this browser can read.`));
+    fail(new Error(`This browser cannot read ${file.name} as an image.`));
   }
 }
 
 function busy(yes) {
   at("cancel").hidden = !yes;
-  at("draw").setAttribute("aria-disabled", yes);  // it keeps the focus: Enter once more does nothing
+  at("draw").setAttribute("aria-disabled", yes);  // not `disabled`, which would lose the focus
   if (yes) at("output").scrollIntoView({ block: "nearest" });
 }
 
-/** Show what changed, once per frame of the screen. */
+/** Update the page, at most once per frame. */
 function changed() {
   if (dirty) return;
   dirty = true;
@@ -167,7 +167,7 @@ function report(text) {
 function fail(error) {
   at("error").textContent = error.message;
   at("error").hidden = false;
-  report("Not drawn");
+  report("Failed");
   if (!pictures.some(({ kinds }) => kinds)) at("output").hidden = at("overlay-field").hidden = true;
   if (error.status === 401) {
     at("key-form").hidden = false;

@@ -1,4 +1,4 @@
-// One picture while it is drawn: its panel on the page, its map and its figures.
+// One image while it is generated: its panel on the page, its map and its statistics.
 
 import { count, describe, paint } from "./map.js";
 import { Mask } from "./mask.js";
@@ -6,9 +6,8 @@ import { address, apiKey, draw, ServerError } from "./server.js";
 
 export class Picture {
   /**
-   * body: the request's own fields, also what the curl command sends. live: show the picture while it grows. changed:
-   * called when there is news. redraw: called with this picture when a part of it is to be drawn anew. files: of the
-   * picture that this one changes.
+   * body: fields of the request, which the curl command sends too. live: show partial images. changed: callback after
+   * every change. redraw: callback that regenerates a part of this picture. files: image and mask of an edit.
    */
   constructor(body, model, { live, changed, redraw, files = null }) {
     Object.assign(this, { body, model, live, changed, files, kinds: "", passes: 0, figures: null, png: "" });
@@ -29,7 +28,7 @@ export class Picture {
     this.show();
   }
 
-  /** Draw it to the end. Throws what stops it. */
+  /** Generate the image. Throws the error that stops it. */
   async draw(signal) {
     const { rows } = this.model;
     const partial_images = this.live ? Math.min(rows - 1, 64) : 0;
@@ -39,11 +38,11 @@ export class Picture {
       if (event.b64_json) this.showPicture(event.b64_json);
       if (event.type.endsWith(".completed")) this.finish(event);
     }
-    if (!this.png) throw new ServerError(0, "The connection ended before the picture was done.");
+    if (!this.png) throw new ServerError(0, "The connection ended before the image was finished.");
   }
 
   step({ kinds, done, total, rows, columns, method }) {
-    const before = this.kinds.slice(0, done - kinds.length);  // a picture whose replica died begins anew
+    const before = this.kinds.slice(0, done - kinds.length);  // a new replica may start the image again
     Object.assign(this, { rows, columns, total, kinds: before + kinds, passes: before ? this.passes + 1 : 1 });
     const seconds = (performance.now() - this.began) / 1000, drawn = done - count(this.kinds, "k");
     this.figures = { method, target_passes: this.passes, tokens_per_forward_pass: drawn / this.passes, seconds };
@@ -61,7 +60,7 @@ export class Picture {
     this.changed();
   }
 
-  /** Show a picture that was not drawn here, to be changed. */
+  /** Show an image file for editing. */
   open(file) {
     this.file = file;
     this.showFile(file);
@@ -74,7 +73,7 @@ export class Picture {
     Object.assign(this.part("img"), { src: URL.createObjectURL(file), alt: this.label, hidden: false });
   }
 
-  /** Begin or end to paint what is to be drawn anew. */
+  /** Start or stop painting the mask. */
   paint(yes) {
     this.part(".mask").hidden = this.part(".painting").hidden = !yes;
     this.part(".change").hidden = yes || !this.figures;
@@ -88,18 +87,18 @@ export class Picture {
     image.hidden = false;
   }
 
-  /** Bring the panel up to date. */
+  /** Update the panel. */
   show() {
     const { kinds, rows = this.model.rows, columns = this.model.columns, total = rows * columns } = this;
     for (const canvas of this.element.querySelectorAll(".over, .map")) paint(canvas, kinds, rows, columns);
     this.part(".map").setAttribute("aria-label", describe(kinds));
     this.part("progress").value = kinds.length / total;
-    this.part(".count").textContent = `${kinds.length} of ${total} codes`;
+    this.part(".count").textContent = `${kinds.length} of ${total} tokens`;
     this.part(".how").textContent = [this.figures?.method, this.figures?.quality && `(${this.figures.quality})`].filter(Boolean).join(" ");
     this.element.classList.toggle("blind", this.part("img").hidden);
   }
 
-  /** A command that draws the same picture, the API key left to the environment. */
+  /** Shell command that generates the same image, with the API key from an environment variable. */
   get command() {
     const quoted = JSON.stringify(this.body).replaceAll("'", "'\\''");
     return [
@@ -118,7 +117,7 @@ export class Picture {
   }
 }
 
-/** Whether two PNG files hold the same picture, byte for byte; texts about how it was made do not count. */
+/** Whether two PNG files hold the same image, byte for byte, whatever their text chunks. */
 export function same(one, other) {
   return pixels(one.png) === pixels(other.png);
 }

@@ -1,6 +1,6 @@
-// What the server says: its models, and the events of a picture that is drawn.
+// Requests to the server: its models, and the events of a streamed image.
 
-/** An answer that is an error; the message is the server's own line. */
+/** An error response; the message is that of the server. */
 export class ServerError extends Error {
   constructor(status, message, wait) {
     super(wait && !/try again/i.test(message) ? `${message}; try again in ${wait} s` : message);
@@ -29,7 +29,7 @@ export async function models() {
   return (await (await ask("v1/models")).json()).data;
 }
 
-/** A body as a form with files. */
+/** Convert a body and files to a form. */
 function form(body, files) {
   const made = new FormData();
   for (const [name, value] of Object.entries({ ...body, ...files })) {
@@ -38,7 +38,7 @@ function form(body, files) {
   return made;
 }
 
-/** The events of a streamed picture, the error that may be among them thrown. files: of a picture that is changed. */
+/** Yield the events of a streamed image; throw an error event. files: image and mask of an edit, else null. */
 export async function* draw(body, files, signal) {
   const [kind, sent] = files ? ["edits", form(body, files)] : ["generations", JSON.stringify(body)];
   const answer = await ask(`v1/images/${kind}`, { method: "POST", body: sent, signal });
@@ -51,7 +51,7 @@ export async function* draw(body, files, signal) {
     rest = blocks.pop();
     for (const block of blocks) {
       const data = block.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5)).join("\n");
-      if (!data.trim().startsWith("{")) continue;  // a comment, or a closing word
+      if (!data.trim().startsWith("{")) continue;  // a comment, or `[DONE]`
       const event = JSON.parse(data);
       if (event.error) throw new ServerError(answer.status, event.error.message);
       yield event;
