@@ -18,7 +18,7 @@ methods in `lantern_rt.methods`.
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [HEAD]
     for name in sorted(lantern_rt.__all__, key=str.lower):
         value = getattr(lantern_rt, name)
@@ -32,7 +32,7 @@ def page() -> str:
 
 
 def _of_class(name: str, kind: type) -> Iterator[str]:
-    """A class, its fields, and the methods that it defines itself, in the order of its source."""
+    """Yield a class with its fields, then the methods that it defines, in the order of its source."""
     base = f"An error, of kind `{kind.__bases__[0].__name__}`.\n\n" if issubclass(kind, Exception) else ""
     fields = "\n".join(f"    {field}: {_plain(note)}" for field, note in inspect.get_annotations(kind).items())
     yield f"## {name}\n\n{base}{_text(kind)}" + (f"\n{fields}\n" if fields else "")
@@ -40,12 +40,13 @@ def _of_class(name: str, kind: type) -> Iterator[str]:
         function = value.__func__ if isinstance(value, classmethod) else value
         public = not attribute.startswith("_") or attribute == "__call__"
         if public and inspect.isfunction(function) and function.__doc__ and function.__qualname__.startswith(name):
-            title, call = f"{name}.{attribute}", name.lower() if attribute == "__call__" else f"{name}.{attribute}"
+            title = f"{name}.{attribute}"
+            call = name.lower() if attribute == "__call__" else title
             yield f"### {title}\n\n{_signature(call, value)}{_text(function)}"
 
 
 def _signature(title: str, value: Any) -> str:
-    """The call, one parameter a line, as a block of code."""
+    """Return the call, one parameter a line, as a block of code."""
     function = value.__func__ if isinstance(value, classmethod) else value
     signature = inspect.signature(function)
     lines: list[str] = []
@@ -58,7 +59,8 @@ def _signature(title: str, value: Any) -> str:
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
         lines.append(f"{stars}{parameter.name}: {_plain(parameter.annotation)}{default}")
     inside = "".join(f"        {line},\n" for line in lines)
-    short, end = f"    {title}({', '.join(lines)})", f" -> {_plain(signature.return_annotation)}\n\n"
+    short = f"    {title}({', '.join(lines)})"
+    end = f" -> {_plain(signature.return_annotation)}\n\n"
     return (short if len(short) <= 80 else f"    {title}(\n{inside}    )") + end
 
 
