@@ -1,1 +1,1 @@
-"""Comparing methods on the same prompts and seeds: speed (`bench`) and images (`eval`)."""
+"""Comparisons of methods on the same prompts and seeds: speed (`bench`) and image quality (`eval`)."""

@@ -1,4 +1,4 @@
-"""Methods against plain decoding: how fast they are, where the time goes, and what they give away."""
+"""Benchmarks of methods against plain decoding: speed, shares of time, and deviation from the target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIN_TURNS = 3
 
 
 def default_methods(manifest: Manifest) -> list[str]:
-    """Method strings of all that a bundle can run."""
+    """Return strings of the methods that a bundle supports."""
     methods = ["ar", "sjd", "rows"]
     if manifest.drafters:
         methods += ["eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3"]
@@ -34,14 +34,14 @@ def bench(
     min_images: int,
     progress: Progress,
 ) -> list[list[Run]]:
-    """Run all methods in turns, after one turn that is not counted.
+    """Run the methods in turns, after a warm-up turn that is discarded.
 
     Args:
-        pipeline: that runs them.
-        methods: plain decoding first.
-        prompts: to draw.
-        batch_size: number of images per forward pass.
-        min_images: minimum number of images per method; there are three turns in any case.
+        pipeline: the pipeline to measure.
+        methods: the methods, plain decoding first.
+        prompts: prompts of the images.
+        batch_size: number of images per request.
+        min_images: minimum number of images per method; every method runs at least three times.
         progress: progress callback.
 
     Returns:
@@ -50,29 +50,34 @@ def bench(
     turns = max(MIN_TURNS, -(-min_images // batch_size))
     requests = (prompts.request(max(turn, 0), batch_size) for turn in range(-1, turns))
     by_turn = [
-        [replace(one, images=[]) for one in runs]  # pictures were painted for the time it takes
+        [replace(run, images=[]) for run in runs]  # Images are made to be timed, not to be used.
         for runs in run_in_turns(pipeline, methods, requests, progress=progress, total=(turns + 1) * batch_size)
     ]
     return [list(runs) for runs in zip(*by_turn[1:], strict=True)]
 
 
 def summarize(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
-    """A method's runs beside those of plain decoding, ready for JSON; times and shares are of whole calls.
+    """Summarize runs relative to plain decoding, as a JSON object.
 
-    The speed-up is the median of the ratios of turns, as both runs of a turn met the same moment of the host.
+    The speed-up is the median over turns, since both runs of a turn share the load of the host at that moment. Times
+    and shares refer to whole pipeline calls.
+
+    Args:
+        runs: the runs of one method.
+        plain: the runs of plain decoding in the same turns.
     """
-    stats = [one.statistics for one in runs]
-    total = sum(one.seconds for one in runs)
+    stats = [run.statistics for run in runs]
+    total = sum(run.seconds for run in runs)
     method = runs[0].settings.method
-    images_per_second = len(runs[0].codes) / statistics.median(one.seconds for one in runs)
-    speed_ups = [ar.seconds / one.seconds for one, ar in zip(runs, plain, strict=True)]
-    nats = [score.nats for one in runs for score in one.likelihoods]
-    plain_nats = [score.nats for one in plain for score in one.likelihoods]
+    images_per_second = len(runs[0].codes) / statistics.median(run.seconds for run in runs)
+    speed_ups = [ar.seconds / run.seconds for run, ar in zip(runs, plain, strict=True)]
+    nats = [score.nats for run in runs for score in run.likelihoods]
+    plain_nats = [score.nats for run in plain for score in run.likelihoods]
     ratio, error = paired_ratio(nats, plain_nats)
     share = {
-        "target": sum(one.target_seconds for one in stats) / total,
-        "drafter": sum(one.drafter_seconds for one in stats) / total,
-        "host": sum(one.host_seconds for one in stats) / total,
+        "target": sum(entry.target_seconds for entry in stats) / total,
+        "drafter": sum(entry.drafter_seconds for entry in stats) / total,
+        "host": sum(entry.host_seconds for entry in stats) / total,
     }
     return {
         "method": runs[0].method.label,
@@ -82,10 +87,10 @@ def summarize(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
         "tokens_per_second": images_per_second * len(runs[0].codes[0]),
         "speed_up": statistics.median(speed_ups),
         "speed_ups": speed_ups,
-        "tokens_per_forward_pass": statistics.mean(one.tokens_per_forward_pass for one in stats),
+        "tokens_per_forward_pass": statistics.mean(entry.tokens_per_forward_pass for entry in stats),
         "drafter_passes_per_target_pass": sum(s.drafter_passes for s in stats) / sum(s.target_passes for s in stats),
         "share": share | {"text_and_images": 1 - sum(share.values())},
-        "tvd_per_token": statistics.mean(one.tvd_per_token for one in runs) if method.measured else None,
+        "tvd_per_token": statistics.mean(run.tvd_per_token for run in runs) if method.measured else None,
         "nll_per_token": statistics.mean(nats),
         "nll_ratio": ratio,
         "nll_error": error,
@@ -93,7 +98,7 @@ def summarize(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
 
 
 def fastest(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line that names the fastest exact method of a report's rows, and how to ask for it."""
+    """Return a line that names the fastest exact method among a report's rows, and the option that selects it."""
     best = max((row for row in rows if row["exact"]), key=lambda row: row["speed_up"])
     label = best["method"]
     option = "quality" if label in get_args(Quality) else "method"
@@ -101,7 +106,7 @@ def fastest(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def paired_ratio(scores: Sequence[float], plain: Sequence[float]) -> tuple[float, float]:
-    """Ratio of the sums over the same two or more images, and its standard error."""
+    """Return the ratio of two sums over the same images (at least two), and its standard error."""
     ratio = sum(scores) / sum(plain)
-    spread = statistics.stdev(own - ratio * other for own, other in zip(scores, plain, strict=True))
+    spread = statistics.stdev(score - ratio * reference for score, reference in zip(scores, plain, strict=True))
     return ratio, spread * len(plain) ** 0.5 / sum(plain)

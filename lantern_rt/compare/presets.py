@@ -1,4 +1,4 @@
-"""Which methods stand for the qualities of a bundle, by what an evaluation measured."""
+"""Choice of the method for each quality of a bundle, from the report of an evaluation."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from ..bundle.manifest import Manifest, Preset, PresetFigures
 from ..methods import MethodConfig, Quality
 from ..requests import resolve_settings
 
-ROW_WINDOWS = (8, 6, 4, 3)  # sixteenths of the grid's columns
+ROW_WINDOWS = (8, 6, 4, 3)  # In sixteenths of the number of grid columns.
 LAMBDAS = (1.5, 2, 3)
 
 
 class Limit(NamedTuple):
-    """What a quality may give away; whole 95 % intervals of the differences to plain decoding have to keep to it.
+    """Maximum deviation of a quality from plain decoding. The whole 95 % interval must lie within the limit.
 
-    excess_nll: nats per token to either side: tokens more likely than the target's own are a departure, too.
-    agreement: of 1, downwards.
+    Args:
+        excess_nll: nats per token in both directions, since tokens that are too likely are a deviation, too.
+        agreement: maximum loss of prompt agreement, in 0 .. 1.
     """
 
     excess_nll: float
@@ -29,29 +30,30 @@ LIMITS: dict[Quality, Limit] = {"balanced": Limit(0.04, 0.02), "fast": Limit(0.1
 
 
 def candidate_methods(manifest: Manifest) -> list[str]:
-    """Method strings of relaxed methods that any host can run fast: windows and rows, without a drafter's cost."""
+    """Return strings of relaxed methods that need no drafter: windows and rows, which are fast on every host."""
     windows = dict.fromkeys(max(1, manifest.grid_columns * share // 16) for share in ROW_WINDOWS)
     relaxed = [f"sjd:window=7:lambda={bound}" for bound in LAMBDAS] if manifest.neighbors else []
     return [*relaxed, *(f"rows:window={window}:drafts=1" for window in windows)]
 
 
 def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Quality, Preset]:
-    """For each quality the fastest method of those that keep to its limit; of `strict` the fastest exact one but `ar`.
+    """Choose the fastest method within the limit of each quality; for `strict`, the fastest exact method except `ar`.
 
-    Tokens per pass do not tell it: a pass of `rows` has fewer nodes than one of a window, and takes less time.
+    Methods are compared by seconds, not by tokens per pass, since a pass of `rows` has fewer nodes than a pass of a
+    window and takes less time.
 
     Args:
-        report: of `evaluate`, drawn with the bundle's own sampling.
-        manifest: of the bundle.
+        report: report of `evaluate` with the bundle's default sampling.
+        manifest: manifest of the bundle.
 
     Returns:
-        Presets by quality; none where no method keeps to the limit.
+        Presets by quality. A quality that no method satisfies is left out.
     """
     exact = [entry for entry in report["methods"] if entry["exact"] and entry["method"] not in ("ar", "strict")]
     relaxed = [entry for entry in report["methods"] if not entry["exact"] and entry["method"] not in LIMITS]
     candidates: dict[Quality, list[Any]] = {"strict": exact}
     candidates |= {
-        name: [one for one in relaxed if keeps_limit(one["figures"], limit)] for name, limit in LIMITS.items()
+        name: [entry for entry in relaxed if keeps_limit(entry["figures"], limit)] for name, limit in LIMITS.items()
     }
     presets: dict[Quality, Preset] = {}
     for quality, allowed in candidates.items():
@@ -63,7 +65,7 @@ def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Qualit
 
 
 def keeps_limit(figures: Mapping[str, Any], limit: Limit) -> bool:
-    """Whether a method's figures keep to a limit."""
+    """Return whether a method's figures are within a limit."""
     excess = figures["excess_nll"]["difference_to_ar"]
     if max(-excess["low"], excess["high"]) > limit.excess_nll:
         return False
@@ -71,7 +73,7 @@ def keeps_limit(figures: Mapping[str, Any], limit: Limit) -> bool:
 
 
 def _preset(method: MethodConfig, entry: Mapping[str, Any], images: int) -> Preset:
-    figures = entry["figures"] or {}  # none of an exact method that drew the images of `ar`
+    figures = entry["figures"] or {}  # None if an exact method generated the images of `ar`.
     agreement = figures.get("agreement")
     measured = PresetFigures(
         tokens_per_pass=entry["tokens_per_forward_pass"],

@@ -17,17 +17,17 @@ from ..requests import check_request
 from ..text.embeddings import read_embeddings
 
 MAX_PROMPTS = 100_000
-CLASSES = 64  # class ids where no count is given, spread over all
-_PROMPTS_LIMIT = 1 << 24  # bytes of a file
+CLASSES = 64  # Default number of class ids.
+_PROMPTS_LIMIT = 1 << 24  # Maximum size of a text file in bytes.
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What images are drawn of.
+    """Prompts, class ids or text embeddings to generate images from.
 
     Args:
-        kind: `prompts`, `class_ids` or `embeddings`, as a pipeline call names them.
-        items: texts, ids, or pairs of embeddings `[tokens, dim]` and mask `[tokens]`.
+        kind: parameter of a pipeline call: `prompts`, `class_ids` or `embeddings`.
+        items: texts, class ids, or pairs of embeddings `[tokens, dim]` and mask `[tokens]`.
     """
 
     kind: str
@@ -35,48 +35,60 @@ class Prompts:
 
     @property
     def labels(self) -> list[str]:
-        """Each as text."""
+        """A text for each item."""
         if self.kind == "embeddings":
             return [f"embedding {i}" for i in range(len(self.items))]
         return [item if isinstance(item, str) else f"class {item}" for item in self.items]
 
     def request(self, index: int, images: int, first_seed: int = 10_000) -> dict[str, Any]:
-        """Arguments of a pipeline call for batch `index` of an endless row: the prompts over and over, new seeds."""
+        """Return keyword arguments of a pipeline call for batch `index`; prompts repeat forever, seeds never do.
+
+        Args:
+            index: number of the batch, from 0.
+            images: batch size.
+            first_seed: seed of the first image of batch 0.
+        """
         return self._arguments(range(index * images, (index + 1) * images), 1, first_seed)
 
     def requests(self, images: int, seeds: int, first_seed: int) -> Iterator[dict[str, Any]]:
-        """Arguments of pipeline calls for all prompts with `seeds` images each, `images` at a time."""
+        """Yield keyword arguments of the pipeline calls that generate `seeds` images of every prompt.
+
+        Args:
+            images: maximum batch size.
+            seeds: number of images per prompt.
+            first_seed: seed of the first image.
+        """
         count = len(self.items) * seeds
         for start in range(0, count, images):
             yield self._arguments(range(start, min(start + images, count)), seeds, first_seed)
 
     def _arguments(self, numbers: range, seeds: int, first_seed: int) -> dict[str, Any]:
-        """For images of these numbers; embeddings are stacked: `[images, tokens, dim]` and `[images, tokens]`."""
         chosen: Any = [self.items[number // seeds % len(self.items)] for number in numbers]
         if self.kind == "embeddings":
-            chosen = tuple(map(np.stack, zip(*chosen, strict=True)))
+            chosen = tuple(map(np.stack, zip(*chosen, strict=True)))  # [images, tokens, dim], [images, tokens]
         return {self.kind: chosen, "seed": [first_seed + number for number in numbers]}
 
 
 def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | None = None) -> Prompts:
-    """Read prompts, each checked to be one that a bundle can draw.
+    """Read and check the prompts, class ids or text embeddings that a bundle is compared on.
 
     Args:
-        bundle: what it takes decides what is read.
-        path: a text file, one prompt a line, by default the bundle's own; for text embeddings an .npz of them.
-        count: the first so many at most; class ids are spread over all classes. By default all, of classes 64.
+        bundle: the bundle, which decides what is read.
+        path: text file with one prompt per line, or an .npz of text embeddings. None: the bundle's example prompts.
+        count: maximum number of prompts. Class ids are spread over all classes. None: all prompts, or 64 classes.
 
     Raises:
-        RequestError: the bundle takes nothing of the kind, there are none, or one cannot be drawn: `file:line`.
+        RequestError: the bundle takes class ids but `path` is given, there are no prompts, or a prompt is invalid; the
+            field is then `file:line`.
     """
     manifest = bundle.manifest
     kind = manifest.condition.kind
-    most = check_int("count", count, CLASSES if kind == "class" else MAX_PROMPTS, 1, MAX_PROMPTS)
+    limit = check_int("count", count, CLASSES if kind == "class" else MAX_PROMPTS, 1, MAX_PROMPTS)
     if kind == "class":
         if path is not None:
-            raise RequestError(f"bundle {manifest.name} takes class ids", field="prompts", remedy="leave --prompts out")
+            raise RequestError(f"bundle {manifest.name} takes class ids", field="prompts", remedy="omit --prompts")
         classes = manifest.condition.classes or 1
-        number = min(most, classes)
+        number = min(limit, classes)
         return Prompts("class_ids", [i * classes // number for i in range(number)])
     if path is None and "prompts" in manifest.files:
         path = bundle.path("prompts")
@@ -84,12 +96,12 @@ def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | N
         remedy = "give --prompts FILE"
         if kind == "embeddings":
             remedy += " with an .npz of text embeddings, or export it with --text-encoder"
-        raise RequestError(f"bundle {manifest.name} has no prompts of its own", field="prompts", remedy=remedy)
+        raise RequestError(f"bundle {manifest.name} contains no prompts", field="prompts", remedy=remedy)
     if kind == "embeddings":
         rows, masks = read_embeddings(path)
         check_request(manifest, None, embeddings=(rows, masks))
-        return Prompts("embeddings", list(zip(rows, masks, strict=True))[:most])
-    prompts = read_prompts(path)[:most]
+        return Prompts("embeddings", list(zip(rows, masks, strict=True))[:limit])
+    prompts = read_prompts(path)[:limit]
     tokenizer = bundle_tokenizer(bundle)
     assert tokenizer is not None
     for line, prompt in prompts:
@@ -102,10 +114,14 @@ def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | N
 
 
 def read_prompts(path: Path) -> list[tuple[int, str]]:
-    """Lines of a text file that are not empty, with their numbers. Raises: RequestError: there are none."""
-    with reading(path, "a text file of prompts", RequestError, "give one prompt a line, in UTF-8"):
+    """Read the nonempty lines of a text file, with their line numbers.
+
+    Raises:
+        RequestError: the file cannot be read or has no prompt.
+    """
+    with reading(path, "a text file of prompts", RequestError, "give one prompt per line, in UTF-8"):
         text = read_plain_file(path, _PROMPTS_LIMIT).decode()
     prompts = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not prompts:
-        raise RequestError(field=f"prompts {path}", found="no prompt", expected="one a line")
+        raise RequestError(field=f"prompts {path}", found="no prompt", expected="one per line")
     return prompts

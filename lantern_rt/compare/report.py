@@ -1,4 +1,4 @@
-"""An evaluation as lines of text, and as one HTML page that needs nothing else: tables, paired images."""
+"""Reports of an evaluation: lines of text, and a self-contained HTML page with tables and paired images."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from PIL.Image import Image
 
 from ..output.tables import html_page, html_table, text_table
 
-GRID_IMAGES = 24  # rows of images
-_WIDEST = 256  # pixels of an image in the page
+GRID_IMAGES = 24  # Maximum number of image rows.
+_MAX_SIDE = 256  # Maximum width and height of an image in the page, in pixels.
 
 
 class Column(NamedTuple):
-    """How a figure is shown. better: what is."""
+    """A column of the report: heading, number of decimals, and a hint how to read the figure."""
 
     heading: str
     decimals: int
-    better: str
+    hint: str
 
 
 COLUMNS = {
@@ -37,7 +37,7 @@ _ESSENTIAL = ("excess_nll", "agreement")
 
 
 def text_report(report: Mapping[str, Any]) -> str:
-    """The essential as lines of text: speed of every method, and how far its images are from ar's."""
+    """Return lines of text: speed of every method, and how far its images are from those that `ar` generates."""
     columns = {name: column for name, column in _columns(report).items() if name in _ESSENTIAL}
     rows = [("method", "tokens per pass", *(column.heading for column in columns.values()))]
     for method in report["methods"]:
@@ -55,7 +55,7 @@ def _difference(figure: Mapping[str, float]) -> str:
     return f"{figure['value']:+.3f} +- {half:.3f}"
 
 
-def _same(method: Mapping[str, Any]) -> str:
+def _exact_cell(method: Mapping[str, Any]) -> str:
     return f"exact: same images, {method['tokens_per_forward_pass']:.2f} tokens per pass"
 
 
@@ -78,22 +78,22 @@ def _interval(figure: Mapping[str, float], kind: str) -> str:
 def html_report(
     report: Mapping[str, Any], images: Mapping[str, list[Image]], facts: Mapping[str, str], title: str
 ) -> str:
-    """The page.
+    """Return the HTML page of an evaluation.
 
     Args:
-        report: as `evaluate` gives it.
-        images: as `evaluate` gives them.
-        facts: lines about bundle and host, by name.
-        title: its heading.
+        report: report of `evaluate`.
+        images: images of every method, from `evaluate`.
+        facts: descriptions of bundle and host, by name.
+        title: heading of the page.
     """
     columns = _columns(report)
     figures: list[tuple[str, ...]] = []
     for method in report["methods"]:
-        cells = [_same(method)]
+        cells = [_exact_cell(method)]
         if method["figures"]:
             cells = ["{}<small>{}</small>".format(*_cells(method, name)) for name in columns]
         figures.append((escape(method["method"]), *cells))
-    headings = [f"{column.heading}<small>{column.better}</small>" for column in columns.values()]
+    headings = [f"{column.heading}<small>{column.hint}</small>" for column in columns.values()]
     notes = "".join(f"<li>{escape(note)}</li>" for note in report["notes"])
     parts = [
         html_table([(escape(name), escape(text)) for name, text in facts.items()]),
@@ -110,14 +110,14 @@ def _grid(report: Mapping[str, Any], images: Mapping[str, list[Image]]) -> str:
     rows = []
     for i in range(0, count, max(1, count // GRID_IMAGES))[:GRID_IMAGES]:
         prompt = report["prompts"][i // report["seeds_per_prompt"]]
-        embedded = (_embedded(own[i]) for own in images.values())
+        embedded = (_image_tag(method_images[i]) for method_images in images.values())
         rows.append((f"{escape(prompt)}<br>seed {i}", *embedded))
     return html_table(rows, [escape(label) for label in ("prompt", *images)])
 
 
-def _embedded(image: Image) -> str:
+def _image_tag(image: Image) -> str:
     small = image.copy()
-    small.thumbnail((_WIDEST, _WIDEST))
+    small.thumbnail((_MAX_SIDE, _MAX_SIDE))
     buffer = BytesIO()
     small.save(buffer, "JPEG", quality=88)
     return f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}">'

@@ -1,7 +1,7 @@
-"""Methods in turns on the same prompts and seeds: the one loop behind bench, eval and the recipes.
+"""The loop that runs methods in turns on the same prompts and seeds, for `bench`, `eval` and the recipes.
 
-Every turn runs all methods on the same request, one after another, each turn beginning with another one, so that a slow
-moment of the host hits all of them alike. Likelihoods are computed outside the timed part.
+A turn runs every method on one request. Each turn starts with a different method, so that a slow moment of the host
+affects all methods alike. Likelihoods are computed after the timed part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ PLAIN = "ar"
 
 @dataclass(frozen=True)
 class ComparedMethod:
-    """A method to run: its label, and the options of a request that carry it out, sampling included."""
+    """A method to compare.
+
+    Args:
+        label: method string or name of a quality.
+        options: options of a pipeline call that select the method and its sampling.
+    """
 
     label: str
     options: Mapping[str, Any]
@@ -37,21 +42,21 @@ class ComparedMethod:
 def parse_methods(
     labels: Sequence[str], sampling: Mapping[str, Any], bundle: Bundle, qualities: Sequence[str] = ()
 ) -> list[ComparedMethod]:
-    """Methods from strings such as `lantern++:lambda=3:tree=chain-4`, then qualities; `ar` is always the first.
+    """Return the methods to compare: `ar` first, then `labels` and `qualities`.
 
     Args:
-        labels: method strings.
-        sampling: guidance, temperature and filters of all.
-        bundle: that runs them.
+        labels: method strings such as `lantern++:lambda=3:tree=chain-4`.
+        sampling: guidance, temperature and filters of every method.
+        bundle: the bundle that must support the methods.
         qualities: names of presets.
 
     Raises:
-        RequestError: a method string is wrong, or is there twice.
+        RequestError: a method string is invalid or repeated.
     """
     names = [*(label.strip() for label in labels), *qualities]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise RequestError(field="method", found=f"{twice!r} twice", expected="different ones")
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise RequestError(field="method", found=f"{repeated!r} twice", expected="each method once")
     names = [PLAIN, *(name for name in names if name != PLAIN)]
     options = ["quality" if name in qualities else "method" for name in names]
     methods = [ComparedMethod(name, {**sampling, option: name}) for name, option in zip(names, options, strict=True)]
@@ -62,16 +67,16 @@ def parse_methods(
 
 @dataclass(frozen=True)
 class Run:
-    """One call of one method.
+    """The result of one pipeline call with one method.
 
     Args:
-        method: that ran.
-        settings: that it had.
+        method: the method.
+        settings: the resolved settings of the call.
         codes: `[cells]` of each image.
-        images: the pictures; none where they were not painted.
-        statistics: of the decode.
-        seconds: of the whole call, pictures included if they were painted.
-        likelihoods: of each image's codes, once they are computed.
+        images: the images, empty if they were not made.
+        statistics: statistics of decoding.
+        seconds: duration of the call, including making the images.
+        likelihoods: likelihood of each image's codes, empty until computed.
     """
 
     method: ComparedMethod
@@ -84,12 +89,19 @@ class Run:
 
     @property
     def tvd_per_token(self) -> float:
-        """Mean total variation given away per token."""
+        """Mean total variation distance per token between the sampled and the target distribution."""
         return self.statistics.realised_tvd / len(self.codes[0])
 
 
 def run(pipeline: Pipeline, method: ComparedMethod, request: Mapping[str, Any], make_images: bool = True) -> Run:
-    """Run one method on one request."""
+    """Run one method on one request and measure the time.
+
+    Args:
+        pipeline: the pipeline to call.
+        method: the method to run.
+        request: keyword arguments that give prompts and seeds.
+        make_images: whether to decode the codes to images.
+    """
     began = time.perf_counter()
     (step,) = deque(pipeline.stream(**request, **method.options), maxlen=1)
     images = [step.image(i) for i in range(len(step.codes))] if make_images else []
@@ -98,10 +110,16 @@ def run(pipeline: Pipeline, method: ComparedMethod, request: Mapping[str, Any], 
     return Run(method, step.settings, step.codes, images, step.stats, seconds)
 
 
-def add_likelihoods(pipeline: Pipeline, one: Run, request: Mapping[str, Any]) -> Run:
-    """The run with the likelihoods that the target gives its codes."""
-    sampling = {name: getattr(one.settings.sampling, name) for name in SAMPLING}
-    return replace(one, likelihoods=pipeline.likelihoods(one.codes, **request, **sampling, method=PLAIN))
+def add_likelihoods(pipeline: Pipeline, run: Run, request: Mapping[str, Any]) -> Run:
+    """Return a copy of `run` with the target's likelihoods of its codes.
+
+    Args:
+        pipeline: the pipeline that made the run.
+        run: the run to score.
+        request: keyword arguments that the run was made with.
+    """
+    sampling = {name: getattr(run.settings.sampling, name) for name in SAMPLING}
+    return replace(run, likelihoods=pipeline.likelihoods(run.codes, **request, **sampling, method=PLAIN))
 
 
 def run_in_turns(
@@ -113,26 +131,26 @@ def run_in_turns(
     progress: Progress = lambda what, done, total: None,
     total: int = 0,
 ) -> Iterator[list[Run]]:
-    """A turn per request: the runs of all methods, in the order of `methods`, whichever went first.
+    """Yield one list of runs per request, in the order of `methods`.
 
     Args:
-        pipeline: that runs them.
-        methods: to run.
-        requests: arguments of pipeline calls.
-        make_images: whether to make the pictures.
-        score: whether to compute likelihoods, after the turn.
+        pipeline: the pipeline to call.
+        methods: the methods to run on every request.
+        requests: keyword arguments of pipeline calls.
+        make_images: whether to decode the codes to images.
+        score: whether to compute likelihoods after each turn.
         progress: progress callback.
-        total: images of a method, for that.
+        total: number of images per method, for `progress`.
     """
     count = len(methods)
-    drawn = 0
-    progress("images", drawn, count * total)
+    num_images = 0
+    progress("images", num_images, count * total)
     for turn, request in enumerate(requests):
-        by_method: dict[int, Run] = {}
+        run_of_method: dict[int, Run] = {}
         for i in range(count):
-            number = (turn + i) % count
-            by_method[number] = run(pipeline, methods[number], request, make_images)
-            drawn += len(by_method[number].codes)
-            progress("images", drawn, count * total)
-        runs = [by_method[number] for number in range(count)]
-        yield [add_likelihoods(pipeline, one, request) for one in runs] if score else runs
+            index = (turn + i) % count
+            run_of_method[index] = run(pipeline, methods[index], request, make_images)
+            num_images += len(run_of_method[index].codes)
+            progress("images", num_images, count * total)
+        runs = [run_of_method[index] for index in range(count)]
+        yield [add_likelihoods(pipeline, unscored, request) for unscored in runs] if score else runs

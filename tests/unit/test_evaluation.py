@@ -207,7 +207,7 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--method", "sjd", "--method", "sjd"], "found 'sjd' twice, expected different ones"),
+        (["--method", "sjd", "--method", "sjd"], "found 'sjd' twice, expected each method once"),
         (["--method", "sgd"], "method: found 'sgd', expected ar, eagle"),
         (["--method", "sjd:windows=3"], "found 'windows=3' in 'sjd:windows=3', expected PARAMETER=VALUE, of tree"),
         (["--count", "1"], "prompts: found 1, expected at least 2 to compare"),
