@@ -28,7 +28,7 @@ from ..inputs import format_value, reading
 from ..runtime.engine import Pass
 from .checkpoints.deferred import computed, deferred
 from .graph.graphs import HIDDEN, Arrays, Graph
-from .graph.onnx_ops import FINE
+from .graph.onnx_ops import TWO_INTEGERS
 from .graph.precision import GraphFile, fake_quantize, round_nodes
 from .models.decoder import LayerStack
 from .progress import silent
@@ -152,7 +152,7 @@ def _has_int8_matmul(name: str, graph_file: GraphFile | None) -> bool:
     stored = None if graph_file is None else _name_in_file(name, graph_file)
     if graph_file is None or stored is None:
         return False
-    return graph_file.storages[stored] == "columns" and not name.endswith(FINE)
+    return graph_file.storages[stored] == "columns" and not name.endswith(TWO_INTEGERS)
 
 
 def _convert(name: str, weight: Tensor, graph_file: GraphFile | None, dtype: torch.dtype) -> Tensor:

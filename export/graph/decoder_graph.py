@@ -1,15 +1,15 @@
-"""The target and drafter graphs, op by op: what `Decoder.forward` computes, in the fewest ops that runtimes fuse.
+"""The target and drafter graphs, op by op: `Decoder.forward` in the fewest ops that runtimes fuse.
 
-Written by hand rather than traced because these graphs run hundreds of times an image: reshapes need no shape
-arithmetic, query weights carry the attention scale where it is a power of two, and the order of transposes is the
-one that ONNX Runtime folds into its matrix products, so that the past is read where it lies.
+These graphs run hundreds of times per image, so they are written by hand rather than traced: reshapes need no shape
+arithmetic, query weights include the attention scale where it is a power of two, and transposes come in the order that
+ONNX Runtime folds into its matrix products, so that the past is read in place.
 
-With products of integers (`Ops.integers`), a difference in the last bit of what is rounded to 8 bits becomes one in the
-first three digits. So nothing may depend on how nodes share passes: all sums over columns are sums of integers that
-float32 holds, exact in any order, and attention draws on values that are multiples of a power of two.
+With int8 matmul (`Ops.int8_matmul`), activations are rounded to 8 bits, and a difference in the last bit before that
+becomes a difference in the first three digits. So no result may depend on how nodes share forward passes: attention
+weights and values are rounded to multiples of fixed steps, which float32 adds without rounding, in any order.
 
-Past tensors may be empty as far as ONNX goes, but ONNX Runtime 1.31 divides by zero in the fused product on an empty
-past: an engine on it feeds at least one column and hides it with the mask.
+ONNX allows an empty past, but ONNX Runtime 1.31 divides by zero in the fused product over one: an engine that uses it
+feeds at least one column, which the mask hides.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from torch import Tensor
 from ...engines.graph_writer import HEAD_EPSILON, DecoderWriter
 from ..checkpoints.deferred import computed, deferred
 from ..models.decoder import LayerStack
-from .onnx_ops import LARGEST_NODE, Ops
+from .onnx_ops import MAX_INT8_ACTIVATION, Ops
 
-_EXACT = 24  # bits of integers that float32 holds, and sums of them must keep to
-_SHARES, _VALUES = 4096, 2047  # attention's weights are in units of 1 / 4096, values up to 2047 of their own units
-_MOST_NODES = 128  # of a pass, beside the positions of an image
-_LEAST_WEIGHT = 70.0  # in nats below the largest
+_EXACT_BITS = 24  # float32 holds integers of as many bits, which sums must not exceed
+_WEIGHT_STEPS = 4096  # attention weights are multiples of 1 / 4096
+_VALUE_STEPS = 2047  # maximum of values, in steps of their channel
+_MAX_NODES = 128  # nodes of a pass, in addition to the positions of an image
+_MIN_LOG_WEIGHT = 70.0  # nats by which an attention weight may lie below the largest
 
 
 class PastFirstWriter(DecoderWriter):
-    """The layout of CPUs: embeddings, mask and past go in, new keys and values come out.
+    """Writes the layout for CPUs: inputs are embeddings, mask and past, outputs include new keys and values.
 
     Args:
-        ops: what is written to.
-        stack: a target or drafter.
+        ops: graph to write to.
+        stack: target or drafter to write.
     """
 
     graph: Ops
@@ -49,17 +50,18 @@ class PastFirstWriter(DecoderWriter):
             config.num_heads,
             config.num_heads // config.num_kv_heads,
         )
-        self.config, self.rope = config, stack.rope
-        self.columns = config.positions + _MOST_NODES  # past and nodes, at the most
+        self.config = config
+        self.rope = stack.rope
+        self.columns = config.positions + _MAX_NODES  # maximum number of past columns and nodes
         self.scale = config.head_dim**-0.5  # softmax(q k / sqrt(head_dim))
-        # A power of two goes into the query weights without rounding them; where queries are normed, the root goes into
-        # the norm; any other is a multiplication of its own.
-        self.folds = not config.query_key_norm and math.log2(self.scale).is_integer()
+        # A power of two is folded into the query weights, which it does not round. Where queries are normed, the norm's
+        # weights include the scale. Otherwise a node of its own multiplies.
+        self.folds_scale = not config.query_key_norm and math.log2(self.scale).is_integer()
 
     def write(self, x: str) -> None:
-        """All outputs, of what goes into the first layer `[rows, nodes, hidden_size]`."""
+        """Write all layers and outputs; `x` is the input of the first layer, `[rows, nodes, hidden_size]`."""
         ops = self.graph
-        self.cos, self.sin, swap = self.rotation()
+        self.cos, self.sin, swap = self._write_rotation()
         past = ops.op("Shape", "past_key_values.0.key", start=0, end=1)
         nodes = ops.op("Shape", "position_ids", start=1, end=2)
         self.mask = self.for_groups("attention_mask")  # [rows, 1, group * nodes, past + nodes]
@@ -68,19 +70,20 @@ class PastFirstWriter(DecoderWriter):
         self.decoder(x, self.config.num_layers)
 
     def product(self, x: str, weight: str, output: str | None) -> str:
-        return self.graph.linear(x, weight, self.scaled(weight), output)
+        return self.graph.linear(x, weight, self._scaled(weight), output)
 
     def weight(self, name: str) -> str:
-        return self.graph.weight(name, self.scaled(name))
+        return self.graph.weight(name, self._scaled(name))
 
-    def scaled(self, name: str) -> Tensor:
-        """A weight or bias; those of queries times `scale`, if that goes into them."""
-        own, config = self.weights[name], self.config
-        if not (self.folds and ".qkv." in name):
-            return own  # type: ignore[no-any-return]
+    def _scaled(self, name: str) -> Tensor:
+        """Return a weight or bias; the rows of queries are multiplied by `scale` if it is folded into them."""
+        weight = self.weights[name]
+        config = self.config
+        if not (self.folds_scale and ".qkv." in name):
+            return weight  # type: ignore[no-any-return]
         factors = torch.tensor([self.scale] * config.num_heads + [1.0] * 2 * config.num_kv_heads)
-        rows = factors.repeat_interleave(config.head_dim).view(-1, *[1] * (own.ndim - 1))
-        return deferred(lambda: computed(own).float() * rows, own.shape, torch.float32)
+        rows = factors.repeat_interleave(config.head_dim).view(-1, *[1] * (weight.ndim - 1))
+        return deferred(lambda: computed(weight).float() * rows, weight.shape, torch.float32)
 
     def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
         x = x if added is None else self.graph.op("Add", x, added)
@@ -88,116 +91,145 @@ class PastFirstWriter(DecoderWriter):
 
     def gelu(self, x: str) -> str:
         ops = self.graph
-        root, one, half = (ops.number(*n) for n in (("root_half", 0.5**0.5), ("one", 1.0), ("half", 0.5)))
+        root = ops.number("root_half", 0.5**0.5)
+        one = ops.number("one", 1.0)
+        half = ops.number("half", 0.5)
         erf = ops.op("Add", ops.op("Erf", ops.op("Mul", x, root)), one)
         return ops.op("Mul", ops.op("Mul", x, erf), half)  # x / 2 * (1 + erf(x / sqrt(2)))
 
-    def rotation(self) -> tuple[str, str, Tensor]:
-        """Two halves of the rotation `[rows, nodes, 1, head_dim]`, and a matrix that swaps the numbers of a pair.
+    def _write_rotation(self) -> tuple[str, str, Tensor]:
+        """Write the look-up of rotary tables by position.
 
-        Cosines have each number twice; so have sines, negative at the first number of a pair.
+        Returns:
+            Cosines and sines, `[rows, nodes, 1, head_dim]`, each twice and sines negative at the first number of a
+            pair, and a matrix that swaps the numbers of each pair.
         """
-        ops, rope = self.graph, self.rope
+        ops = self.graph
+        rope = self.rope
         width = 2 * rope.shape[1]
         halves = self.config.rope_style == "half"
         order = torch.arange(width).view(2, -1).t() if halves else torch.arange(width).view(-1, 2)  # [pairs, 2]
-        place = order.flatten().argsort()  # where each number stands in `order`
-        pairs, sign = order.flip(1).flatten()[place], torch.tensor([-1.0, 1.0]).repeat(width // 2)[place]
-        tables = {"cos": rope[:, place // 2, 0], "sin": rope[:, place // 2, 1] * sign}
+        index = order.flatten().argsort()  # of each number in `order`
+        partner = order.flip(1).flatten()[index]
+        sign = torch.tensor([-1.0, 1.0]).repeat(width // 2)[index]
+        tables = {"cos": rope[:, index // 2, 0], "sin": rope[:, index // 2, 1] * sign}
         cos, sin = (
             ops.op("Unsqueeze", ops.op("Gather", ops.weight(f"rotary.{part}", table), "position_ids"), ops.ints(2))
             for part, table in tables.items()
         )
-        return cos, sin, torch.eye(width)[pairs]
+        return cos, sin, torch.eye(width)[partner]
 
     def rotated(self, joint: str, at: str) -> tuple[str, str, str]:
-        """As `DecoderWriter`, each `[rows, nodes, heads or num_kv_heads, head_dim]`."""
-        ops, config = self.graph, self.config
-        heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        """Split and rotate as `DecoderWriter.rotated`; results are `[rows, nodes, heads or num_kv_heads, head_dim]`."""
+        ops = self.graph
+        config = self.config
+        heads = config.num_heads
+        num_kv_heads = config.num_kv_heads
         joint = ops.reshape(joint, 0, 0, heads + 2 * num_kv_heads, config.head_dim)
         sizes = ops.ints(heads + num_kv_heads, num_kv_heads)
         both, value = ops.many("Split", [joint, sizes], [f"{at}.query_key", f"{at}.value"], axis=2)
-        if self.exact(at):
-            value = self.multiples(value, at)
+        if self._has_exact_attention(at):
+            value = self._round_values(value, at)
         if config.query_key_norm:
-            both = self.head_norms(both, f"{at}.attention")
+            both = self._write_head_norms(both, f"{at}.attention")
         swapped = ops.op("MatMul", both, self.swap)
         both = ops.op("Add", ops.op("Mul", both, self.cos), ops.op("Mul", swapped, self.sin))
         query, key = ops.many("Split", [both, ops.ints(heads, num_kv_heads)], [f"{at}.query", f"{at}.key"], axis=2)
         return query, key, value
 
-    def exact(self, at: str) -> bool:
-        """Whether a layer's sums over columns are exact; drafters only propose: any sum will do."""
-        return self.graph.integers and f"{at}.attention_norm.weight" in self.weights
+    def _has_exact_attention(self, at: str) -> bool:
+        """Return whether a layer's sums over columns must be exact; a drafter's need not, since it only proposes."""
+        return self.graph.int8_matmul and f"{at}.attention_norm.weight" in self.weights
 
-    def head_norms(self, x: str, at: str) -> str:
-        """Each head of queries (then times `scale`) and keys `[rows, nodes, heads + num_kv_heads, width]`."""
-        ops, x = self.graph, self.graph.wide_value(x)
+    def _write_head_norms(self, x: str, at: str) -> str:
+        """Write the norms of queries, which include `scale`, and keys, `[rows, nodes, heads + num_kv_heads, width]`."""
+        ops = self.graph
+        x = ops.wide_value(x)
         centred = ops.op("Sub", x, ops.op("ReduceMean", x, ops.ints(-1), keepdims=1))
         y = ops.op("Div", centred, _write_rms(ops, centred, HEAD_EPSILON))
-        y = ops.cast(y, "float32") if ops.integers else y
+        y = ops.cast(y, "float32") if ops.int8_matmul else y
         for op, part in (("Mul", "weight"), ("Add", "bias")):
-            query, key = (self.weights[f"{at}.{own}_norm.{part}"].float() for own in ("query", "key"))
+            query, key = (self.weights[f"{at}.{kind}_norm.{part}"].float() for kind in ("query", "key"))
             numbers = torch.cat([query * self.scale, key])
             y = ops.op(op, y, ops.weight(f"{at}.head_norm.{part}", numbers, wide=True))
         return self.narrow(y)
 
     def attend(self, query: str, key: str, value: str, at: str) -> str:
-        ops, width, num_kv_heads = self.graph, self.config.head_dim, self.config.num_kv_heads
+        ops = self.graph
+        width = self.config.head_dim
+        num_kv_heads = self.config.num_kv_heads
+        exact = self._has_exact_attention(at)
         cache = at.replace("layers", "key_values")
         new_key = ops.transpose(key, 1, 0, 2, 3, name=f"new_{cache}.key")  # [nodes, rows, num_kv_heads, width]
         new_value = ops.transpose(value, 1, 0, 2, 3, name=f"new_{cache}.value")
-        past_key, past_value = f"past_{cache}.key", f"past_{cache}.value"
+        past_key = f"past_{cache}.key"
+        past_value = f"past_{cache}.value"
 
-        if not self.folds and not self.config.query_key_norm:
+        if not self.folds_scale and not self.config.query_key_norm:
             query = ops.op("Mul", query, ops.number("attention_scale", self.scale))
         query = ops.transpose(query, 0, 2, 1, 3)  # [rows, heads, nodes, width]
         if self.group > 1:  # queries of one group share a key head: stack them along the nodes
             query = ops.reshape(query, 0, num_kv_heads, -1, width)
         scores = [ops.op("MatMul", query, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, new_key)]
-        seen = ops.op("Add", ops.op("Concat", *scores, axis=-1), self.mask)
-        shares = _write_shares(ops, seen, self.columns) if self.exact(at) else _write_softmax(ops, seen)
-        parts = ops.many("Split", [shares, self.past_and_new], [f"{at}.on_past", f"{at}.on_new"], axis=-1)
+        masked = ops.op("Add", ops.op("Concat", *scores, axis=-1), self.mask)
+        weights = _write_exact_softmax(ops, masked, self.columns) if exact else _write_softmax(ops, masked)
+        parts = ops.many("Split", [weights, self.past_and_new], [f"{at}.on_past", f"{at}.on_new"], axis=-1)
         values = zip(parts, (past_value, new_value), strict=True)
         mixed = ops.op("Add", *(ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3)) for part, v in values))
-        if self.exact(at):  # [rows, num_kv_heads, group * nodes, width]
-            mixed = ops.op("Mul", mixed, ops.number("share", 1 / _SHARES))
+        if exact:  # [rows, num_kv_heads, group * nodes, width]
+            mixed = ops.op("Mul", mixed, ops.number("share", 1 / _WEIGHT_STEPS))
         if self.group > 1:
             nodes = ops.op("Shape", "position_ids", start=1, end=2)
             shape = ops.op("Concat", ops.ints(0, self.heads), nodes, ops.ints(width), axis=0)
             mixed = ops.op("Reshape", mixed, shape)
         return ops.reshape(ops.transpose(mixed, 0, 2, 1, 3), 0, 0, self.heads * width)
 
-    def multiples(self, value: str, at: str) -> str:
-        """Values `[rows, nodes, num_kv_heads, width]`, rounded to multiples of powers of two, at most 2047 times these.
+    def _round_values(self, value: str, at: str) -> str:
+        """Round values `[rows, nodes, num_kv_heads, width]` to multiples of a power of two for each channel.
 
-        The power of each follows from the longest vector that the norm before it gives, and the bias, so that no value
-        lies beyond; what rounding adds to that is cut off.
+        The power follows from the largest value that the norm's output and the bias can lead to, so that no value
+        exceeds `_VALUE_STEPS` steps but by rounding, which is clipped.
         """
-        ops, shape = self.graph, (self.config.num_kv_heads, self.config.head_dim)
-        most = min(_VALUES, (2**_EXACT - 1) // (_SHARES + self.columns // 2))
-        projection, norm = self.weights[f"{at}.attention.qkv.weight"], self.weights[f"{at}.attention_norm.weight"]
+        ops = self.graph
+        shape = (self.config.num_kv_heads, self.config.head_dim)
+        max_steps = min(_VALUE_STEPS, (2**_EXACT_BITS - 1) // (_WEIGHT_STEPS + self.columns // 2))
+        projection = self.weights[f"{at}.attention.qkv.weight"]
+        norm = self.weights[f"{at}.attention_norm.weight"]
         bias = self.weights.get(f"{at}.attention.qkv.bias", torch.zeros(1))
 
-        def units() -> Tensor:
+        def compute_steps() -> Tensor:
             rows = computed(projection)[-math.prod(shape) :].float()
-            longest = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * computed(norm), dim=1)
-            longest += computed(bias)[-len(rows) :].float().abs()
-            return torch.exp2(torch.ceil(torch.log2(longest.clamp(1e-30) / most))).view(shape)
+            largest = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * computed(norm), dim=1)
+            largest += computed(bias)[-len(rows) :].float().abs()
+            return torch.exp2(torch.ceil(torch.log2(largest.clamp(1e-30) / max_steps))).view(shape)
 
-        unit = ops.weight(f"{at}.value_units", deferred(units, shape, torch.float32))
-        limits = (ops.number("least_value", -float(most)), ops.number("most_value", float(most)))
-        return ops.op("Mul", ops.op("Clip", ops.op("Round", ops.op("Div", value, unit)), *limits), unit)
+        step = ops.weight(f"{at}.value_units", deferred(compute_steps, shape, torch.float32))
+        limits = (ops.number("least_value", -float(max_steps)), ops.number("most_value", float(max_steps)))
+        return ops.op("Mul", ops.op("Clip", ops.op("Round", ops.op("Div", value, step)), *limits), step)
 
 
 def write_rms_norm(ops: Ops, x: str, name: str, weight: Tensor, eps: float, output: str | None = None) -> str:
-    """x / rms(x), scaled by the weight of that name; output: name of the result."""
-    x, cast = ops.wide_value(x), ops.half or ops.integers
-    normed, scale = ops.op("Div", x, _write_rms(ops, x, eps)), ops.wide_weight(name, weight)
+    """Write `x / rms(x) * weight`.
+
+    Args:
+        ops: graph to write to.
+        x: name of the input, `[rows, nodes, width]`.
+        name: name of the weight in the graph.
+        weight: the weight, `[width]`.
+        eps: number added to the mean square.
+        output: name of the result, None for any.
+
+    Returns:
+        Name of the result.
+    """
+    cast = ops.half or ops.int8_matmul
+    x = ops.wide_value(x)
+    normed = ops.op("Div", x, _write_rms(ops, x, eps))
+    scale = ops.wide_weight(name, weight)
     scaled = ops.op("Mul", normed, scale, name=None if cast else output)
     scaled = ops.cast(scaled, "float16" if ops.half else "float32", output) if cast else scaled
-    if ops.integers:  # no number is larger than the root of as many, times its weight
-        ops.steps[scaled] = computed(weight).float().abs().max() * len(weight) ** 0.5 / LARGEST_NODE
+    if ops.int8_matmul:  # no normed number exceeds the root of the width, before its weight
+        ops.steps[scaled] = computed(weight).float().abs().max() * len(weight) ** 0.5 / MAX_INT8_ACTIVATION
     return scaled
 
 
@@ -208,24 +240,24 @@ def _write_rms(ops: Ops, x: str, eps: float) -> str:
 
 
 def _write_softmax(ops: Ops, scores: str) -> str:
-    """Softmax over the last axis in which nothing weighs less than e^-70 of the largest, hidden columns included.
+    """Write a softmax over the last axis in which no weight, of hidden columns neither, is below e^-70 of the largest.
 
-    That is nothing to a sum in float32. But numbers below 1e-38, and what makes them, cost a processor a hundred times
-    as much: passes of `scenes` with 8 nodes took 30 % longer (measured here).
+    Such weights do not change a sum in float32. But processors take a hundred times as long for numbers below 1e-38:
+    passes of `scenes` with 8 nodes took 30 % longer with them.
     """
     largest = ops.op("ReduceMax", scores, ops.ints(-1), keepdims=1)
-    least = ops.op("Sub", largest, ops.number("least_weight", _LEAST_WEIGHT))
-    return ops.op("Softmax", ops.op("Max", scores, least), axis=-1)
+    lowest = ops.op("Sub", largest, ops.number("least_weight", _MIN_LOG_WEIGHT))
+    return ops.op("Softmax", ops.op("Max", scores, lowest), axis=-1)
 
 
-def _write_shares(ops: Ops, scores: str, columns: int) -> str:
-    """Softmax over the last axis in units of 1 / 4096: whole numbers, whose sums with values float32 holds exactly.
+def _write_exact_softmax(ops: Ops, scores: str, columns: int) -> str:
+    """Write a softmax over the last axis whose weights are integers, in units of 1 / `_WEIGHT_STEPS`.
 
-    Numerators are whole as well, as large as sums over all columns allow, so that the denominator is exact.
+    Numerators are integers, too, as large as an exact sum over all columns allows, so that the denominator is exact.
     """
-    finest = float(2 ** (_EXACT - math.ceil(math.log2(columns))))
+    finest = float(2 ** (_EXACT_BITS - math.ceil(math.log2(columns))))
     largest = ops.op("ReduceMax", scores, ops.ints(-1), keepdims=1)
     shifted = ops.op("Sub", scores, ops.op("Sub", largest, ops.number("log_finest", math.log(finest))))
     numerators = ops.op("Round", ops.op("Exp", ops.op("Max", shifted, ops.number("no_share", -1.0))))
     total = ops.op("ReduceSum", numerators, ops.ints(-1), keepdims=1)
-    return ops.op("Round", ops.op("Mul", numerators, ops.op("Div", ops.number("shares", float(_SHARES)), total)))
+    return ops.op("Round", ops.op("Mul", numerators, ops.op("Div", ops.number("shares", float(_WEIGHT_STEPS)), total)))

@@ -79,12 +79,12 @@ def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
             _narrow(model)
             storages, rule = dict.fromkeys(storages, "float16"), "fp16"
         return GraphFile(model, weights, storages, set(), rule, graph.compute)
-    ops = Ops(half=graph.compute == "float16", integers=rule == "int8")
+    ops = Ops(half=graph.compute == "float16", int8_matmul=rule == "int8")
     graph.write(ops)
     model = ops.model(graph.role, graph.inputs, graph.outputs)
     names = graph.module.state_dict().keys()
     own = names | {name.partition(".")[2] for name in names}  # the module may wrap what the graph is written from
-    matrices = {name for name in ops.matrices if ops.integers or not name.startswith("head.")}
+    matrices = {name for name in ops.matrices if ops.int8_matmul or not name.startswith("head.")}
     storages = plan_storage(ops.weights, own, matrices, rule, graph.compute)
     if ops.half:
         narrow = {name for name, kind in storages.items() if kind == "float32"} - ops.wide

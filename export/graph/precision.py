@@ -28,7 +28,7 @@ from ...engines.graph_writer import TYPES
 from ...engines.host import processor
 from ...errors import CheckpointError, RequestError
 from ..checkpoints.deferred import computed
-from .onnx_ops import BLOCK_OPSET, LARGEST_NODE
+from .onnx_ops import BLOCK_OPSET, MAX_INT8_ACTIVATION
 
 _EXTERNAL_ABOVE = 1024  # bytes: smaller weights stay in the graph, where shape inference can read them
 _ALIGNMENT = 4096
@@ -196,7 +196,7 @@ def fake_quantize(weight: Tensor, kind: Storage, matrix: bool, compute: Compute 
 
 def round_nodes(x: Tensor) -> Tensor:
     """`x [..., inputs]` as products of integers see it: each node in 127 steps to either side of 0."""
-    scale = x.abs().amax(-1, keepdim=True) / LARGEST_NODE
+    scale = x.abs().amax(-1, keepdim=True) / MAX_INT8_ACTIVATION
     return (x / torch.where(scale > 0, scale, 1.0)).round_() * scale
 
 
