@@ -18,9 +18,9 @@ from .bundle.files import Bundle
 from .errors import RequestError
 from .methods import Options
 from .pipeline import Pipeline
-from .results import Result, StreamStep, result_of
+from .results import Result, StreamStep, build_result
 from .service import Service
-from .ticket import Ticket
+from .service_request import ServiceRequest
 
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder
@@ -95,10 +95,10 @@ class AsyncPipeline:
         """
         with self._calling():
             async for ticket, step in self.updates(prompts, steps=False, **options):
-                images, last = ticket.request.images, step
+                images, last = ticket.checked.images, step
             assert last is not None
             pictures = [await self._picture(last, i) for i in range(len(images))]
-            return result_of(images, pictures, last)
+            return build_result(images, pictures, last)
 
     async def stream(
         self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]
@@ -129,7 +129,7 @@ class AsyncPipeline:
         caller: str = "",
         deadline: float = math.inf,
         **options: Unpack[Options],
-    ) -> AsyncGenerator[tuple[Ticket, StreamStep | None], None]:
+    ) -> AsyncGenerator[tuple[ServiceRequest, StreamStep | None], None]:
         """A request's ticket and its steps; first the ticket alone, when the request is taken. For servers.
 
         Takes what `Service.submit` takes. Raises: as `generate`.
@@ -156,7 +156,7 @@ class AsyncPipeline:
         finally:
             ticket.cancel()
 
-    async def _check_edit(self, caller: str, submit: Callable[[], Ticket]) -> Ticket:
+    async def _check_edit(self, caller: str, submit: Callable[[], ServiceRequest]) -> ServiceRequest:
         """Check a request with a picture, which takes a while: callers take turns, and pause as long as each took."""
         turn = self._turns.setdefault(caller, asyncio.Lock())
         await turn.acquire()
@@ -181,7 +181,7 @@ class AsyncPipeline:
             raise RequestError("closed", field="pipeline", remedy="make another")
 
 
-async def _run(executor: ThreadPoolExecutor, submit: Callable[[], Ticket]) -> Ticket:
+async def _run(executor: ThreadPoolExecutor, submit: Callable[[], ServiceRequest]) -> ServiceRequest:
     submitting = executor.submit(submit)
     try:
         return await asyncio.wrap_future(submitting)
@@ -192,6 +192,6 @@ async def _run(executor: ThreadPoolExecutor, submit: Callable[[], Ticket]) -> Ti
         del submitting  # which holds an error, whose frames hold pictures
 
 
-def _cancel_ticket(submitting: Future[Ticket]) -> None:
+def _cancel_ticket(submitting: Future[ServiceRequest]) -> None:
     if not submitting.cancelled() and submitting.exception() is None:
         submitting.result().cancel()

@@ -21,7 +21,7 @@ from PIL import ExifTags, Image, ImageChops, ImageCms, ImageOps
 from .bundle.manifest import Manifest, Size
 from .errors import RequestError
 from .inputs import check_int, read_plain_file, reading
-from .methods import PictureSource
+from .methods import ImageSource
 from .runtime.engine import Bools, Floats, Ints
 
 BYTES_LIMIT = 1 << 23  # of a file
@@ -32,22 +32,24 @@ HALVED_PIXELS = 1 << 22  # above which a picture is read at half its size
 
 @dataclass(eq=False)
 class Edit:
-    """A picture, and which of its cells are drawn anew; those of all other cells are kept.
+    """An image and the cells of it to generate again; the tokens of all other cells are preserved.
 
-    pixels: uint8 `[height, width, 3]`. drawn: bool `[rows, columns]`. kept: codes of cells that stay, -1 in the others,
-    int64 `[cells]`; None until they were encoded.
+    Attributes:
+        pixels: uint8 `[height, width, 3]`.
+        regenerated: cells to generate again, bool `[rows, columns]`.
+        preserved: tokens of preserved cells, -1 in the others, int64 `[cells]`; None before `encode`.
     """
 
     pixels: NDArray[np.uint8]
-    drawn: Bools
-    kept: Ints | None = field(init=False, default=None)
+    regenerated: Bools
+    preserved: Ints | None = field(init=False, default=None)
 
     def encode(self, encoder: Callable[[Floats], Ints]) -> Ints:
-        """`kept`, by an encoder of pictures `[1, 3, height, width]` in -1 .. 1; once."""
-        if self.kept is None:
+        """`preserved`, by an encoder of pictures `[1, 3, height, width]` in -1 .. 1; once."""
+        if self.preserved is None:
             images = np.moveaxis(self.pixels, 2, 0)[None].astype(np.float32) / np.float32(127.5) - 1
-            self.kept = np.where(self.drawn.ravel(), -1, encoder(images)[0])
-        return self.kept
+            self.preserved = np.where(self.regenerated.ravel(), -1, encoder(images)[0])
+        return self.preserved
 
     def blend(self, image: Image.Image) -> Image.Image:
         """A new picture inside of drawn cells, the old one outside; between them both, for the width of a cell.
@@ -55,8 +57,8 @@ class Edit:
         A cell's code moves pixels beyond it, less and less: a seam would show where they were cut off.
         """
         height, width, _ = self.pixels.shape
-        cell = height // len(self.drawn)
-        grown = self.drawn.repeat(cell, 0).repeat(width // self.drawn.shape[1], 1)
+        cell = height // len(self.regenerated)
+        grown = self.regenerated.repeat(cell, 0).repeat(width // self.regenerated.shape[1], 1)
         weight = np.zeros((height, width), np.float32)
         for _ in range(cell):
             weight += grown
@@ -71,10 +73,10 @@ class Edit:
     @property
     def digest(self) -> str:
         """What tells it from other edits: a hash of its pixels and cells."""
-        return hashlib.sha256(self.pixels.tobytes() + self.drawn.tobytes()).hexdigest()
+        return hashlib.sha256(self.pixels.tobytes() + self.regenerated.tobytes()).hexdigest()
 
 
-def read_picture(name: str, source: PictureSource, header_only: bool = False) -> Image.Image:
+def read_image(name: str, source: ImageSource, header_only: bool = False) -> Image.Image:
     """A picture upright and in RGBA, its `info` kept; a large one at half its size.
 
     name: of the parameter it was given as. header_only: return the picture as its header says, with no pixel unpacked.
@@ -111,12 +113,12 @@ def read_picture(name: str, source: PictureSource, header_only: bool = False) ->
         return _as_seen(image.reduce(factor))
 
 
-def picture_size(image: PictureSource, mask: PictureSource | None = None) -> tuple[int, int]:
+def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tuple[int, int]:
     """Return the width and height of an upright picture by its header. Raises: RequestError: the mask has others."""
     sources = {"image": image} if mask is None else {"image": image, "mask": mask}
     sizes = []
     for name, source in sources.items():
-        header = read_picture(name, source, header_only=True)
+        header = read_image(name, source, header_only=True)
         with reading(Path(name), "an orientation", RequestError, "give another one"):
             turned = Image.Image.getexif(header).get(ExifTags.Base.Orientation) in range(5, 9)  # a PNG's unpacks it
         sizes.append(header.size[::-1] if turned else header.size)
@@ -155,11 +157,11 @@ def _as_seen(image: Image.Image) -> Image.Image:
     return plain
 
 
-def read_edit(
+def prepare_edit(
     manifest: Manifest,
     size: Size,
     picture: Image.Image,
-    mask: PictureSource | None = None,
+    mask: ImageSource | None = None,
     keep_rows: int | None = None,
 ) -> Edit:
     """What is to be changed of a picture, which is scaled to cover the size and cut in the middle.
@@ -167,7 +169,7 @@ def read_edit(
     Args:
         manifest: of the bundle.
         size: of its pictures that is drawn.
-        picture: from `read_picture`.
+        picture: from `read_image`.
         mask: of the picture's size; where it is transparent or, if nothing of it is, white, cells are drawn anew. None:
             where the picture itself is transparent.
         keep_rows: instead of a mask, rows of codes at the top that are kept.
@@ -208,8 +210,8 @@ def nearest_size(manifest: Manifest, pixels: tuple[int, int]) -> str | None:
     return min(manifest.sizes, key=distance).name if manifest.sizes else None
 
 
-def _hole(picture: Image.Image, mask: PictureSource | None) -> Image.Image:
-    marks = picture if mask is None else read_picture("mask", mask)
+def _hole(picture: Image.Image, mask: ImageSource | None) -> Image.Image:
+    marks = picture if mask is None else read_image("mask", mask)
     alpha = np.asarray(marks.getchannel("A"))
     transparent = mask is None or bool((alpha < 128).any())
     hole = alpha < 128 if transparent else np.asarray(marks.convert("L")) >= 128

@@ -62,10 +62,15 @@ def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = Non
 
 
 def check_memory(bundle: Bundle, settings: Settings, prefix: int | None = None) -> None:
-    """Refuse what this host has no memory for: weights, and the decoding of one image.
+    """Raise an error if the weights and one image need more memory than is free.
 
-    prefix: tokens of the prompt; None: as few as there may be, as every request is looked at by `check_room`. Raises:
-    RequestError: with all the numbers.
+    Args:
+        bundle: opened bundle.
+        settings: settings of the image.
+        prefix: number of prompt tokens; None: the fewest possible, because `check_image_memory` checks every request.
+
+    Raises:
+        RequestError: names the memory needed, by use, and the free memory.
     """
     manifest, drafts = bundle.manifest, _drafts(settings)
     roles = ("target", "drafter", "condition", "vq_decoder")
@@ -79,7 +84,7 @@ def check_memory(bundle: Bundle, settings: Settings, prefix: int | None = None) 
         raise RequestError(field="memory", found=f"{_gib(free)} free", expected=expected, remedy="close other programs")
 
 
-def check_room(manifest: Manifest, request: Request, free: int) -> None:
+def check_image_memory(manifest: Manifest, request: Request, free: int) -> None:
     """Refuse a request of which one image alone takes more than what was free once the weights were loaded.
 
     Raises: RequestError: with all the numbers.
@@ -110,7 +115,7 @@ def _sizes(needed: Mapping[str, int]) -> str:
 
 
 def _drafts(settings: Settings) -> bool:
-    return isinstance(settings.method, Drafted) and not settings.method.by_heads
+    return isinstance(settings.method, Drafted) and not settings.method.uses_draft_heads
 
 
 def _gib(size: int) -> str:

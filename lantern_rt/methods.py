@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Embeddings: TypeAlias = "ArrayLike | tuple[ArrayLike, ArrayLike]"
-PictureSource: TypeAlias = "Image | NDArray[Any] | str | Path | bytes"
+ImageSource: TypeAlias = "Image | NDArray[Any] | str | Path | bytes"
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
 Residual = Literal["aggregated", "neighborhood"]
 
@@ -91,7 +91,7 @@ class MethodConfig(FrozenModel, strict=True):
         return True
 
     @property
-    def measured(self) -> bool:
+    def measures_distance(self) -> bool:
         """Whether decoding adds up how far tokens move from the target's distribution (`realised_tvd`)."""
         return True
 
@@ -128,7 +128,7 @@ class Drafted(MethodConfig):
     drafter: DrafterName = None
 
     @property
-    def by_heads(self) -> bool:
+    def uses_draft_heads(self) -> bool:
         """Whether heads draft."""
         return self.drafter == "heads"
 
@@ -228,7 +228,7 @@ class RowParallel(MethodConfig):
         return False
 
     @property
-    def measured(self) -> bool:
+    def measures_distance(self) -> bool:
         """No: it would take a pass over the whole picture."""
         return False
 
@@ -249,7 +249,7 @@ for _name, _class in METHODS.items():
             PARAMETERS.setdefault(_info.alias or _field, []).append(_name)
 
 
-class DrawOptions(TypedDict, total=False):
+class GenerationOptions(TypedDict, total=False):
     """Those of `Options` without a picture that is changed."""
 
     class_ids: int | Sequence[int] | None
@@ -268,7 +268,7 @@ class DrawOptions(TypedDict, total=False):
     size: str | None
 
 
-class Options(DrawOptions, total=False):
+class Options(GenerationOptions, total=False):
     """What a call of a pipeline takes besides prompts; what is left out, or None, comes from the bundle.
 
     What to draw: `class_ids` or `embeddings`, for bundles that take those instead of prompts; embeddings alone or with
@@ -285,8 +285,8 @@ class Options(DrawOptions, total=False):
     distribution. Limits: docs/methods.md, or `lantern-rt run --help`.
     """
 
-    image: PictureSource | None
-    mask: PictureSource | None
+    image: ImageSource | None
+    mask: ImageSource | None
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:

@@ -24,12 +24,12 @@ from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import BundleError, RequestError
 from .inputs import check_int
-from .memory import check_room, compute_max_images
-from .methods import Ar, Drafted, DrawOptions, MethodConfig, Options, PictureSource, Relaxed, Sjd
+from .memory import check_image_memory, compute_max_images
+from .methods import Ar, Drafted, GenerationOptions, ImageSource, MethodConfig, Options, Relaxed, Sjd
 from .output.images import blank_image, grey_out, to_image, with_record
-from .prompts import ImageRequest, bundle_tokenizer
+from .prompts import ImageRequest, load_bundle_tokenizer
 from .requests import Request, Settings, check_request, resolve_settings
-from .results import Ints, Result, StreamState, StreamStep, record, result_of
+from .results import Ints, Result, StreamState, StreamStep, build_result, recipe_fields
 from .runtime.decode import decode
 from .runtime.state import DrafterLayout, Model, PrefixRow, Prompt
 
@@ -53,7 +53,7 @@ class Pipeline:
 
     def __init__(self, bundle: Bundle, engines: Engines) -> None:
         self.bundle = bundle
-        self._tokenizer = bundle_tokenizer(bundle)
+        self._tokenizer = load_bundle_tokenizer(bundle)
         self._engines: Engines | None = engines
         self._free = available_memory() if engines.on_cpu else None
         self._process = os.getpid()
@@ -165,7 +165,7 @@ class Pipeline:
         for last in self.decode(request):
             if callback_on_step is not None:
                 callback_on_step(last)
-        return result_of(request.images, [last.image(i) for i in range(len(last.codes))], last)
+        return build_result(request.images, [last.image(i) for i in range(len(last.codes))], last)
 
     def stream(
         self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]
@@ -182,13 +182,13 @@ class Pipeline:
 
     def edit(
         self,
-        image: PictureSource,
-        mask: PictureSource | None = None,
+        image: ImageSource,
+        mask: ImageSource | None = None,
         prompts: str | Sequence[str] | None = None,
         *,
         tries: int = 1,
         callback_on_step: Callable[[StreamStep], object] | None = None,
-        **options: Unpack[DrawOptions],
+        **options: Unpack[GenerationOptions],
     ) -> Result:
         """Draw a part of a picture anew; takes what a call takes, where `Options` says what image and mask are.
 
@@ -236,7 +236,7 @@ class Pipeline:
         method, size = checked.settings.method, checked.settings.size
         model, prefixes = self.model(engines, [method], size), self.prefixes(engines, checked.images)
         edits = [one.edit for one in checked.images]
-        kept = [None if one is None or one.drawn.all() else ~one.drawn.ravel() for one in edits]
+        kept = [None if one is None or one.regenerated.all() else ~one.regenerated.ravel() for one in edits]
         sampling = checked.settings.sampling
         return [likelihood(model, p, c, sampling, k) for p, c, k in zip(prefixes, codes, kept, strict=True)]
 
@@ -251,10 +251,10 @@ class Pipeline:
             request.images[0].edit.encode(self.engines.vq_encoder)
         return request
 
-    def check_room(self, request: Request) -> None:
+    def check_image_memory(self, request: Request) -> None:
         """Raises: RequestError: an image of the request takes more memory than there was beside the weights."""
         if self._free is not None:
-            check_room(self.bundle.manifest, request, self._free)
+            check_image_memory(self.bundle.manifest, request, self._free)
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
         """Decode a checked request, step by step.
@@ -263,12 +263,12 @@ class Pipeline:
             RequestError: there is no memory for it, or the pipeline was closed; before the first step.
         """
         engines = self.engines  # also when the pipeline is closed meanwhile
-        self.check_room(request)
-        settings = self.settings_here(request.settings)
+        self.check_image_memory(request)
+        settings = self.adapt_settings(request.settings)
         max_images = compute_max_images(self.bundle.manifest, settings, engines.max_rows)
         return self._decode(engines, request.images, settings, min(len(request.images), max_images))
 
-    def settings_here(self, settings: Settings) -> Settings:
+    def adapt_settings(self, settings: Settings) -> Settings:
         """Return the settings, off the CPU with the method that their preset has for devices.
 
         An exact window is no wider than the engines' passes.
@@ -339,7 +339,7 @@ class Pipeline:
             uses_drafter = uses_heads = True
             uses_neighbors = manifest.neighbors > 0
         else:
-            uses_drafter = any(isinstance(method, Drafted) and not method.by_heads for method in methods)
+            uses_drafter = any(isinstance(method, Drafted) and not method.uses_draft_heads for method in methods)
             uses_heads = any(isinstance(method, Sjd | Drafted) for method in methods)
             uses_neighbors = any(isinstance(method, Relaxed) and method.neighbors for method in methods)
         return Model(
@@ -361,8 +361,8 @@ class Pipeline:
         manifest = self.bundle.manifest
         size = manifest.size(settings.size)
         edit = images[i].edit
-        if edit is not None and edit.kept is not None:
-            cells = np.where(cells < 0, edit.kept, cells)
+        if edit is not None and edit.preserved is not None:
+            cells = np.where(cells < 0, edit.preserved, cells)
         known = cells >= 0
         if not known.any():
             return blank_image(*manifest.pixels(size))
@@ -372,4 +372,4 @@ class Pipeline:
             image = edit.blend(image)
         if not known.all():
             return grey_out(image, known.reshape(size.rows, size.columns))
-        return with_record(image, record(self.bundle, settings, images[i]))
+        return with_record(image, recipe_fields(self.bundle, settings, images[i]))

@@ -44,7 +44,7 @@ class ImageRequest:
     edit: Edit | None = None
 
 
-def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
+def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
     """The tokenizer of a bundle that takes prompts."""
     condition = bundle.manifest.condition
     if condition.kind == "text":
@@ -60,7 +60,7 @@ def _nth(name: str, i: int, count: int) -> str:
     return name if count == 1 else f"{name} {i + 1} of {count}"
 
 
-def class_requests(condition: ConditionSpec, class_ids: list[Any]) -> list[ImageRequest]:
+def prepare_class_ids(condition: ConditionSpec, class_ids: list[Any]) -> list[ImageRequest]:
     """What is made of every class id. Raises: RequestError: one is out of range."""
     last = (condition.classes or 1) - 1
     ids = [check_int(_nth("class id", i, len(class_ids)), one, 0, 0, last) for i, one in enumerate(class_ids)]
@@ -68,16 +68,16 @@ def class_requests(condition: ConditionSpec, class_ids: list[Any]) -> list[Image
     return [ImageRequest(i, {"class_ids": np.array([i], np.int64)}, (real, real)) for i in ids]
 
 
-def text_requests(
+def prepare_prompts(
     condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any], negative: Any = None
 ) -> list[ImageRequest]:
     """What is made of every prompt and of the negative one, if any; a refusal says which one it is of."""
-    requests = _text_requests("prompt", condition, tokenizer, size, prompts)
+    requests = _prepare_prompts("prompt", condition, tokenizer, size, prompts)
     if negative is None:
         return requests
     if isinstance(tokenizer, TemplateTokenizer) and condition.layout and condition.layout.negative:
         tokenizer = replace(tokenizer, template=condition.layout.negative)
-    (other,) = _text_requests("negative_prompt", condition, tokenizer, size, [negative])
+    (other,) = _prepare_prompts("negative_prompt", condition, tokenizer, size, [negative])
     return [
         replace(
             one,
@@ -89,7 +89,7 @@ def text_requests(
     ]
 
 
-def _text_requests(
+def _prepare_prompts(
     field: str, condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any]
 ) -> list[ImageRequest]:
     if isinstance(tokenizer, TemplateTokenizer):
@@ -97,7 +97,7 @@ def _text_requests(
     requests = []
     for i, prompt in enumerate(prompts):
         try:
-            requests.append(_text_request(condition, tokenizer, size, prompt))
+            requests.append(_prepare_prompt(condition, tokenizer, size, prompt))
         except RequestError as error:
             error.field = _nth(field, i, len(prompts))
             if near := tokenizer.nearest_examples(prompt) if isinstance(tokenizer, WordTokenizer) else []:
@@ -106,7 +106,7 @@ def _text_requests(
     return requests
 
 
-def _text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompt: Any) -> ImageRequest:
+def _prepare_prompt(condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompt: Any) -> ImageRequest:
     if not isinstance(prompt, str):
         raise RequestError(field="prompt", found=format_value(prompt), expected="text or a list of texts")
     if not prompt.strip():
@@ -138,7 +138,7 @@ def _array(values: Any) -> NDArray[Any]:
     return np.asarray(values)
 
 
-def embedding_requests(condition: ConditionSpec, embeddings: Embeddings) -> list[ImageRequest]:
+def prepare_embeddings(condition: ConditionSpec, embeddings: Embeddings) -> list[ImageRequest]:
     """Left-pad right-padded embeddings: real rows go to the end, padding becomes zero."""
     prefix, width = condition.prefix, condition.caption_dim or 0
     rows, mask = embeddings if isinstance(embeddings, tuple) else (embeddings, None)

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from .bundle.manifest import Manifest
-from .edits import nearest_size, picture_size, read_edit, read_picture
+from .edits import nearest_size, prepare_edit, read_image, read_image_size
 from .errors import BundleError, RequestError, TreeError
 from .inputs import check_int, error_fields, format_value
 from .methods import (
@@ -24,15 +24,15 @@ from .methods import (
     Drafted,
     Embeddings,
     FrozenModel,
+    ImageSource,
     MethodConfig,
     Options,
-    PictureSource,
     Quality,
     Relaxed,
     Sampling,
     parse_method,
 )
-from .prompts import ImageRequest, PromptTokenizer, class_requests, embedding_requests, text_requests
+from .prompts import ImageRequest, PromptTokenizer, prepare_class_ids, prepare_embeddings, prepare_prompts
 from .runtime.tree import StaticTree
 from .runtime.tree_names import named_tree
 
@@ -251,8 +251,8 @@ def check_request(
     class_ids: int | Sequence[int] | None = None,
     embeddings: Embeddings | None = None,
     negative_prompt: str | None = None,
-    image: PictureSource | None = None,
-    mask: PictureSource | None = None,
+    image: ImageSource | None = None,
+    mask: ImageSource | None = None,
     keep_rows: int | None = None,
     seed: int | Sequence[int] = 0,
     num_images: int = 1,
@@ -271,7 +271,7 @@ def check_request(
     Raises:
         RequestError: names the parameter at fault, and the prompt where there are several.
     """
-    pixels = None if image is None else picture_size(image, mask)
+    pixels = None if image is None else read_image_size(image, mask)
     if pixels is not None and options.get("size") is None:
         options["size"] = nearest_size(manifest, pixels)
     settings = resolve_settings(manifest, options)
@@ -285,7 +285,7 @@ def check_request(
     }
     picture = None
     if image is not None and prompts is None and class_ids is None and embeddings is None:
-        picture = read_picture("image", image)
+        picture = read_image("image", image)
         prompts, class_ids = _recorded_subject(picture.info, own_field)
     wanted = f"{takes[own_field]}: that is what bundle {manifest.name} takes"
     subjects_by_field = {"prompts": prompts, "class_ids": class_ids, "embeddings": embeddings}
@@ -304,12 +304,14 @@ def check_request(
         remedy = "leave it out, or give a larger cfg_scale"
         raise RequestError("does nothing without guidance", field="negative_prompt", found="cfg_scale 1", remedy=remedy)
     if embeddings is not None:
-        subjects = embedding_requests(condition, embeddings)
+        subjects = prepare_embeddings(condition, embeddings)
     elif class_ids is not None:
-        subjects = class_requests(condition, _as_list(class_ids))
+        subjects = prepare_class_ids(condition, _as_list(class_ids))
     else:
         assert tokenizer is not None
-        subjects = text_requests(condition, tokenizer, manifest.size(settings.size), _as_list(prompts), negative_prompt)
+        subjects = prepare_prompts(
+            condition, tokenizer, manifest.size(settings.size), _as_list(prompts), negative_prompt
+        )
     if image is None and (mask is not None or keep_rows is not None):
         name = "keep_rows" if mask is None else "mask"
         raise RequestError("says what is kept of an image", field=name, remedy="give the image, too")
@@ -326,8 +328,8 @@ def check_request(
     firsts = [check_int("seed", one, 0, 0, SEED_LIMIT - count) for one in seeds]
     edit = None
     if image is not None:  # last: unpacking pictures takes longer than everything else
-        picture = picture or read_picture("image", image)
-        edit = read_edit(manifest, manifest.size(settings.size), picture, mask, keep_rows)
+        picture = picture or read_image("image", image)
+        edit = prepare_edit(manifest, manifest.size(settings.size), picture, mask, keep_rows)
     images = [
         replace(one, seed=first + i, edit=edit)
         for one, first in zip(subjects, firsts, strict=True)

@@ -81,7 +81,7 @@ class StreamStep(Step):
         return self.draw(i, self.cells[i])
 
 
-def result_of(images: Sequence[ImageRequest], pictures: list[Image], last: StreamStep) -> Result:
+def build_result(images: Sequence[ImageRequest], pictures: list[Image], last: StreamStep) -> Result:
     """The result of a request that ended with this step."""
     assert last.stats is not None
     seeds = [image.seed for image in images]
@@ -117,7 +117,7 @@ class StreamState:
         return StreamStep(step.parts, step.done, step.total, step.stats, new_codes, codes, cells, settings, draw)
 
 
-def record(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str, str]:
+def recipe_fields(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str, str]:
     """What draws an image again, as its `info` and PNG files hold it; of embeddings and edits only the hash."""
     kind = "prompt" if isinstance(image.label, str) else "class_id"
     subject = {kind: str(image.label)}

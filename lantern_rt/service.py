@@ -28,8 +28,8 @@ from .runtime.batch import Batch
 from .runtime.decode import Step, joining
 from .runtime.drafting import RequestStep
 from .runtime.statistics import Clock, summarise
-from .sharing import Room, Turns, next_in_turn
-from .ticket import Listener, Ticket
+from .service_request import Listener, ServiceRequest
+from .sharing import Room, Turns, fair_order
 
 _LOG = logging.getLogger(__name__)
 MAX_NODES = 65  # of a request in a pass: all that share it are padded to the widest
@@ -63,13 +63,13 @@ class Service:
         self._clocks = Clock(), Clock()
         self._batches = self._new_batches()
         self._turns = Turns()
-        self._tickets: dict[int, Ticket] = {}  # by the index of a sample
+        self._tickets: dict[int, ServiceRequest] = {}  # by the index of a sample
         self._waiting: list[state.Request] = []  # samples that have no place yet
         self._count = 0  # samples so far
         self._callers = 0  # of late
         self._changed = threading.Condition()
-        self._arriving: deque[Ticket] = deque()
-        self._leaving: deque[Ticket] = deque()
+        self._arriving: deque[ServiceRequest] = deque()
+        self._leaving: deque[ServiceRequest] = deque()
         self._since = time.perf_counter()  # when there was nothing to do, or a pass was done
         self._closing = self._draining = False
         self._failures = 0  # passes since the last image that was done
@@ -106,7 +106,7 @@ class Service:
         caller: str = "",
         deadline: float = math.inf,
         **options: Unpack[Options],
-    ) -> Ticket:
+    ) -> ServiceRequest:
         """Have a request drawn; takes what a call of the pipeline takes, and checks it at once.
 
         Args:
@@ -126,12 +126,12 @@ class Service:
         """
         _ = self.pipeline.engines  # refused in a forked process, where nobody would draw
         request = self.pipeline.check(prompts, **options)
-        request = replace(request, settings=self.pipeline.settings_here(request.settings))
-        self.pipeline.check_room(request)
+        request = replace(request, settings=self.pipeline.adapt_settings(request.settings))
+        self.pipeline.check_image_memory(request)
         images = len(request.images)
         size = self.pipeline.bundle.manifest.size(request.settings.size)
         raster = replace(self.model.raster, codes=size.codes, columns=size.columns)
-        ticket = Ticket(self.forget, request, listener, steps, caller, deadline, raster)
+        ticket = ServiceRequest(self.forget, request, listener, steps, caller, deadline, raster)
         nodes = state.method_nodes(request.settings.method)
         max_nodes = min(MAX_NODES, self._engines.max_nodes)
         if nodes > max_nodes:
@@ -152,7 +152,7 @@ class Service:
             self._changed.notify()
         return ticket
 
-    def forget(self, ticket: Ticket) -> None:
+    def forget(self, ticket: ServiceRequest) -> None:
         """Cancel a request; nothing happens if it has ended."""
         with self._changed:
             self.room.count(ticket.caller, -ticket.places)
@@ -203,20 +203,20 @@ class Service:
         self._shed()
         return True
 
-    def _next(self, tickets: deque[Ticket]) -> Ticket | None:
+    def _next(self, tickets: deque[ServiceRequest]) -> ServiceRequest | None:
         with self._changed:
             return tickets.popleft() if tickets else None
 
-    def _begin(self, ticket: Ticket) -> None:
+    def _begin(self, ticket: ServiceRequest) -> None:
         """Have a request's images wait for places; a request that cannot be prepared hears why."""
-        settings = ticket.request.settings
+        settings = ticket.checked.settings
         try:
-            prompts = list(self.pipeline.prefixes(self._engines, ticket.request.images))
+            prompts = list(self.pipeline.prefixes(self._engines, ticket.checked.images))
         except Exception as error:
             self._end(ticket, error)
             return
         ticket.clocks = self._clocks[0].copy(), self._clocks[1].copy()
-        for prompt, image in zip(prompts, ticket.request.images, strict=True):
+        for prompt, image in zip(prompts, ticket.checked.images, strict=True):
             rows = prompt.rows(settings.sampling)
             sample = state.Request(
                 self._count,
@@ -236,7 +236,7 @@ class Service:
     def _shed(self) -> None:
         """Refuse who waits and cannot be done in time any more, then the last of who has too much of the room."""
         waiting = [one for one in dict.fromkeys(self._tickets[sample.index] for sample in self._waiting) if one.waits]
-        refused: dict[Ticket, Exception] = {}
+        refused: dict[ServiceRequest, Exception] = {}
         with self._changed:
             self._callers = self.room.callers()
             over, held = self.room.images - self.room.total, self.room.held
@@ -254,7 +254,7 @@ class Service:
         active = [sample for batch in self._batches.values() for sample in batch.active]
         held = Counter(self._tickets[sample.index].caller for sample in active)
         share = max(1, self._max_images // self._callers) if self._callers > 1 else self.room.total
-        order = next_in_turn([(self._tickets[one.index].caller, one) for one in self._waiting], held, share)
+        order = fair_order([(self._tickets[one.index].caller, one) for one in self._waiting], held, share)
         groups = [self._group(sample) for sample in order]
         used = {group for group, batch in self._batches.items() if batch.active}
         if len(used.union(groups)) > 1:  # whose turn it is says nothing about places
@@ -304,16 +304,16 @@ class Service:
             images = sum(len(part.codes) / self._tickets[part.request].raster.codes for part in parts)
             self.room.measure(now - self._since, images)
         self._since = now
-        steps: dict[Ticket, list[RequestStep]] = {}
+        steps: dict[ServiceRequest, list[RequestStep]] = {}
         for part in parts:
             steps.setdefault(self._tickets[part.request], []).append(part)
         for ticket, own in steps.items():
             ticket.waited = began - ticket.came if ticket.waited is None else ticket.waited
             self._tell(ticket, own)
 
-    def _tell(self, ticket: Ticket, parts: list[RequestStep]) -> None:
+    def _tell(self, ticket: ServiceRequest, parts: list[RequestStep]) -> None:
         """Tell a request's listener what a pass gave its images."""
-        settings = ticket.request.settings
+        settings = ticket.checked.settings
         samples = ticket.samples
         codes = ticket.raster.codes
         total = codes * len(samples)
@@ -324,7 +324,7 @@ class Service:
             records = [sample.statistics for sample in samples]
             stats = summarise(settings.method.method, codes, target, drafter, records)
         own = [part._replace(request=part.request - samples[0].index) for part in parts]
-        draw = partial(self.pipeline.draw, ticket.request.images, settings)
+        draw = partial(self.pipeline.draw, ticket.checked.images, settings)
         step = ticket.stream_state.add(Step(own, total - missing, total, stats), settings, draw)
         if stats is not None:
             self._failures = 0
@@ -332,7 +332,7 @@ class Service:
         elif ticket.steps:
             self._hear(ticket, step)
 
-    def _end(self, ticket: Ticket, last: StreamStep | BaseException | None = None) -> None:
+    def _end(self, ticket: ServiceRequest, last: StreamStep | BaseException | None = None) -> None:
         """Forget a request, and tell its listener how it ended, unless it left by itself."""
         if not ticket.ended:
             self._forget(ticket, last)
@@ -340,7 +340,7 @@ class Service:
             for batch in self._batches.values():
                 batch.leave(ticket.samples)
 
-    def _forget(self, ticket: Ticket, last: StreamStep | BaseException | None) -> None:
+    def _forget(self, ticket: ServiceRequest, last: StreamStep | BaseException | None) -> None:
         ticket.ended = True
         for sample in ticket.samples:
             self._tickets.pop(sample.index, None)
@@ -350,7 +350,7 @@ class Service:
         if last is not None:
             self._hear(ticket, last)
 
-    def _hear(self, ticket: Ticket, news: StreamStep | BaseException) -> None:
+    def _hear(self, ticket: ServiceRequest, news: StreamStep | BaseException) -> None:
         """Call a listener; one that fails ends its own request only."""
         try:
             ticket.listener(news)

@@ -93,7 +93,7 @@ class Room:
         return BusyError(f"found {self.images} images before this one", max(1, math.ceil(seconds)))
 
 
-def next_in_turn(waiting: Sequence[tuple[str, T]], held: Counter[str], share: int) -> list[T]:
+def fair_order(waiting: Sequence[tuple[str, T]], held: Counter[str], share: int) -> list[T]:
     """Those who wait, in the order in which they get places: callers who hold the fewest first, none more than a share.
 
     waiting: callers and what they want drawn, in the order in which they came.

@@ -123,7 +123,7 @@ class Batch:
             self._cache = cache
         for request in requests:
             method = request.method
-            if isinstance(method, Drafted) and not method.by_heads:
+            if isinstance(method, Drafted) and not method.uses_draft_heads:
                 kind = method, request.sampling.greedy
                 same = (own for one, own in self._eagles.items() if (one.method, one.sampling.greedy) == kind)
                 self._eagles[request] = next(same, None) or EagleDrafter(self.model, method, self.drafter_clock)
@@ -168,7 +168,7 @@ class Batch:
         """Where drafts of the method in use come from; some drafters have none behind codes that are kept."""
         method = request.method
         usual = self._drafters.get(method.method, self._windows)
-        if isinstance(method, Drafted) and not method.by_heads:
+        if isinstance(method, Drafted) and not method.uses_draft_heads:
             usual = self._eagles[request]
         return self._plain if usual.needs_new_codes and len(request.run()[0]) else usual
 

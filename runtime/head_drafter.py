@@ -42,7 +42,7 @@ class HeadDrafter(TreeDrafter):
         """Keep what a pass said about positions that are undecided."""
         for one in commits:
             method = one.request.method
-            ours = isinstance(method, Sjd) or (isinstance(method, Drafted) and method.by_heads)
+            ours = isinstance(method, Sjd) or (isinstance(method, Drafted) and method.uses_draft_heads)
             if one.request.missing and ours:
                 if one.request not in self._ahead:
                     self._ahead[one.request] = Ahead(one.request, self._heads)

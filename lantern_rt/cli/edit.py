@@ -50,7 +50,7 @@ def edit(
 
     The path of the file goes to stdout, progress and a line of statistics to stderr.
     """
-    from ..prompts import bundle_tokenizer
+    from ..prompts import load_bundle_tokenizer
     from ..requests import check_request
     from .replay import holds_image
 
@@ -60,7 +60,7 @@ def edit(
     subject: dict[str, Any] = {"prompts": prompt}
     if prompt is not None and manifest.condition.kind == "class" and prompt.isdecimal():
         subject = {"class_ids": int(prompt)}
-    request = check_request(manifest, bundle_tokenizer(opened), **subject, image=image, mask=mask, seed=seed)
+    request = check_request(manifest, load_bundle_tokenizer(opened), **subject, image=image, mask=mask, seed=seed)
     outputs = plan_outputs(
         output, [f"{image.stem}-edit-seed{seed}"], False, lambda _, path: holds_image(path, opened, request, 1)
     )

@@ -13,9 +13,9 @@ from ..errors import BundleError, LanternError, RequestError
 from ..inputs import format_value
 from ..methods import PARAMETERS
 from ..output.recipe import CURE, Recipe, read_recipe
-from ..prompts import bundle_tokenizer
+from ..prompts import load_bundle_tokenizer
 from ..requests import SAMPLING, Request, Settings, check_request, resolve_settings
-from ..results import record
+from ..results import recipe_fields
 
 if TYPE_CHECKING:
     from .options import EngineOptions
@@ -63,7 +63,7 @@ def request_of_recipe(picture: Path, recipe: Recipe, bundle: Bundle) -> Request:
     subjects: dict[str, Any] = {"prompts": recipe.prompt, "class_ids": recipe.class_id}
     subjects["negative_prompt"] = recipe.negative_prompt
     try:
-        return check_request(bundle.manifest, bundle_tokenizer(bundle), **subjects, **options)
+        return check_request(bundle.manifest, load_bundle_tokenizer(bundle), **subjects, **options)
     except RequestError as error:
         raise RequestError(str(error), field=str(picture)) from error
 
@@ -107,7 +107,7 @@ def holds_image(path: Path, bundle: Bundle, request: Request, scale: int) -> boo
     settings = request.settings
     width, height = bundle.manifest.pixels(bundle.manifest.size(settings.size))
     recorded = recipe.model_dump(include=_IMAGE, exclude_none=True)
-    own = {name: text for name, text in record(bundle, settings, image).items() if name in _IMAGE}
+    own = {name: text for name, text in recipe_fields(bundle, settings, image).items() if name in _IMAGE}
     return (
         size == (scale * width, scale * height)
         and {name: str(value) for name, value in recorded.items()} == own

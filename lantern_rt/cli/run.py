@@ -246,7 +246,7 @@ def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, 
 
     Raises: RequestError, BundleError: as `check_request` and `open_bundle` have them.
     """
-    from ..prompts import bundle_tokenizer
+    from ..prompts import load_bundle_tokenizer
     from ..requests import check_request
     from ..text.embeddings import read_embeddings
 
@@ -256,7 +256,7 @@ def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, 
     if "embeddings" in options:
         options = options | {"embeddings": read_embeddings(options["embeddings"])}
     bundle = engine.open_bundle(name or "scenes")
-    return bundle, check_request(bundle.manifest, bundle_tokenizer(bundle), **options)
+    return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), **options)
 
 
 def _label_field(image: ImageRequest, number: int) -> dict[str, str | int]:

@@ -90,7 +90,7 @@ def summarize(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
         "tokens_per_forward_pass": statistics.mean(entry.tokens_per_forward_pass for entry in stats),
         "drafter_passes_per_target_pass": sum(s.drafter_passes for s in stats) / sum(s.target_passes for s in stats),
         "share": share | {"text_and_images": 1 - sum(share.values())},
-        "tvd_per_token": statistics.mean(run.tvd_per_token for run in runs) if method.measured else None,
+        "tvd_per_token": statistics.mean(run.tvd_per_token for run in runs) if method.measures_distance else None,
         "nll_per_token": statistics.mean(nats),
         "nll_ratio": ratio,
         "nll_error": error,

@@ -224,6 +224,6 @@ def _notes(prompts: int, images: int, width: int | None, compared: Mapping[str, 
     notes += [
         f"{label}: TVD is of relaxed acceptance; how far this method departs, it does not say."
         for label, own in compared.items()
-        if not own[-1].settings.method.measured
+        if not own[-1].settings.method.measures_distance
     ]
     return notes

@@ -12,7 +12,7 @@ import numpy as np
 from ..bundle.files import Bundle
 from ..errors import RequestError
 from ..inputs import check_int, read_plain_file, reading
-from ..prompts import bundle_tokenizer, text_requests
+from ..prompts import load_bundle_tokenizer, prepare_prompts
 from ..requests import check_request
 from ..text.embeddings import read_embeddings
 
@@ -102,11 +102,11 @@ def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | N
         check_request(manifest, None, embeddings=(rows, masks))
         return Prompts("embeddings", list(zip(rows, masks, strict=True))[:limit])
     prompts = read_prompts(path)[:limit]
-    tokenizer = bundle_tokenizer(bundle)
+    tokenizer = load_bundle_tokenizer(bundle)
     assert tokenizer is not None
     for line, prompt in prompts:
         try:
-            text_requests(manifest.condition, tokenizer, manifest.size(), [prompt])
+            prepare_prompts(manifest.condition, tokenizer, manifest.size(), [prompt])
         except RequestError as error:
             error.field = f"{path}:{line}"
             raise

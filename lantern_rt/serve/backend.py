@@ -104,10 +104,10 @@ class LocalBackend:
         deadline = math.inf if request.deadline is None else request.deadline
         updates = self.pipeline.updates(**request.options(), steps=every_step, caller=caller, deadline=deadline)
         async with aclosing(updates):
-            ticket, _ = await anext(updates)
+            queued, _ = await anext(updates)
             yield ADMITTED
-            edit = ticket.request.images[0].edit
-            preserved = None if edit is None or edit.kept is None else edit.kept >= 0  # [cells]
+            edit = queued.checked.images[0].edit
+            preserved = None if edit is None or edit.preserved is None else edit.preserved >= 0  # [cells]
             async for _, step in updates:
                 assert step is not None
                 last = step
@@ -129,7 +129,7 @@ class LocalBackend:
             before = time.perf_counter()
             files = [await self._encode(request, last, i) for i in range(len(last.codes))]
             now = time.perf_counter()
-            images = ticket.request.images
+            images = queued.checked.images
             num_preserved = 0 if preserved is None else int(preserved.sum()) * len(images)
             stats = last.stats
             assert stats is not None
@@ -143,7 +143,7 @@ class LocalBackend:
                 target_passes=sum(image.target_passes for image in stats.per_image),
                 realised_tvd_per_token=stats.realised_tvd * len(images) / (last.total - num_preserved),
                 seconds=now - began,
-                queue_seconds=ticket.waited or 0.0,
+                queue_seconds=queued.waited or 0.0,
                 picture_seconds=image_seconds + now - before,
             )
             tokens = sum(int(image.real[0].sum()) for image in images)

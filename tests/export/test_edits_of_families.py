@@ -24,7 +24,7 @@ def test_codes_of_what_is_kept_are_the_encoders(
         size = [*manifest.sizes, manifest.size()][-1]
         image = Image.linear_gradient("L").resize(manifest.pixels(size)).convert("RGB")
         options = {"image": image, "keep_rows": size.rows - 1, **subject}
-        kept = pipe.check(**options).images[0].edit.kept
+        kept = pipe.check(**options).images[0].edit.preserved
         assert len(kept) == size.codes
         results = [pipe(method=method, **options) for method in ("ar", "sjd:window=3", "rows:window=2")]
         assert all((one.codes[0] == kept)[kept >= 0].all() for one in results)

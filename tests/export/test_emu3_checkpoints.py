@@ -31,7 +31,7 @@ from lantern_rt.export.families.emu3 import (
 )
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.model import Model
-from lantern_rt.prompts import text_requests
+from lantern_rt.prompts import prepare_prompts
 from lantern_rt.runtime.raster import Raster
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
@@ -138,7 +138,7 @@ def test_prompt_and_unconditional_ids_of_runs(
         assert [*words.uncond, *size.tokens] == trace["unconditional_ids"]
     if trace["unconditional_ids"] is not None and trace["negative"]:
         spec = ConditionSpec(kind="tokens", prefix=2048, layout=words)
-        (asked,) = text_requests(spec, TemplateTokenizer(library), size, ["a cat"], trace["negative"])
+        (asked,) = prepare_prompts(spec, TemplateTokenizer(library), size, ["a cat"], trace["negative"])
         assert asked.tokens is not None
         assert asked.tokens[1].tolist() == trace["unconditional_ids"]
     assert size.name == f"{2 * trace['grid'][1]}x{2 * trace['grid'][0]}"

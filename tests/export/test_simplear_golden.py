@@ -22,7 +22,7 @@ from lantern_rt.export.models.cosmos_vq import haar_bands
 from lantern_rt.export.models.fsq import code_vectors, nearest_codes
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
-from lantern_rt.prompts import text_requests
+from lantern_rt.prompts import prepare_prompts
 from lantern_rt.runtime.sampling import guide, penalise, shape_distribution
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
@@ -170,11 +170,11 @@ def test_prompts_negative_and_null_prompts_have_the_published_ids(simplear_bundl
     for case in PROTOCOL["tokenizer_cases"]:
         text = case["text"].removesuffix("<|soi|>")
         if text.startswith(before):
-            (request,) = text_requests(own.condition, tokenizer, own.size(), [text.removeprefix(before)])
+            (request,) = prepare_prompts(own.condition, tokenizer, own.size(), [text.removeprefix(before)])
             cond, uncond = request.tokens or ()
             assert uncond.tolist() == G["uncond_ids"].tolist()
         elif negative := text.removeprefix("<|t2i|>"):
-            (request,) = text_requests(own.condition, tokenizer, own.size(), ["a fox"], negative)
+            (request,) = prepare_prompts(own.condition, tokenizer, own.size(), ["a fox"], negative)
             cond = (request.tokens or ())[1]
         else:
             cond = np.array(prompt_layout(library, "").uncond)  # the null prompt of training

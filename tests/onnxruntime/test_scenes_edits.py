@@ -53,7 +53,7 @@ def check(pipe: Pipeline, masks: list[Cells], images: list[Image.Image], prompts
     ]
     expected = [pipe(**one, method=EXACT[0]) for one in requests]
     for request, result, cells in zip(requests, expected, masks, strict=True):
-        kept = pipe.check(**request).images[0].edit.kept  # type: ignore[union-attr]
+        kept = pipe.check(**request).images[0].edit.preserved  # type: ignore[union-attr]
         assert (result.codes[0] == kept)[~cells.ravel()].all()
         near = np.pad(cells, 1)
         near = sum(np.roll(near, (y, x), (0, 1)) for y in (-1, 0, 1) for x in (-1, 0, 1))[1:-1, 1:-1] > 0

@@ -129,8 +129,8 @@ def test_texts_pass_by_edits_and_callers_of_edits_take_turns(pipe: Pipeline, mon
             await asyncio.gather(closing, *waiting)
             assert "many pipeline" in order, "those that waited are not unpacked any more"
 
-    monkeypatch.setattr("lantern_rt.edits.read_picture", unpack)
-    monkeypatch.setattr("lantern_rt.requests.read_picture", unpack)
+    monkeypatch.setattr("lantern_rt.edits.read_image", unpack)
+    monkeypatch.setattr("lantern_rt.requests.read_image", unpack)
     run(main())
 
 

@@ -16,8 +16,8 @@ from PIL import Image, ImageCms
 from lantern_rt import RequestError, open_bundle
 from lantern_rt.bundle.files import Bundle
 from lantern_rt.bundle.manifest import Manifest
-from lantern_rt.edits import Edit, read_edit, read_picture
-from lantern_rt.prompts import bundle_tokenizer
+from lantern_rt.edits import Edit, prepare_edit, read_image
+from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import check_request
 
 SIDE, CELL = 256, 16
@@ -41,7 +41,7 @@ def file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 
 def read(manifest: Manifest, image: Any, mask: Any = None, keep_rows: int | None = None) -> Edit:
-    return read_edit(manifest, manifest.size(), read_picture("image", image), mask, keep_rows)
+    return prepare_edit(manifest, manifest.size(), read_image("image", image), mask, keep_rows)
 
 
 def bomb(side: int) -> bytes:
@@ -56,16 +56,16 @@ def test_a_picture_is_read_as_it_is_seen() -> None:
     small = Image.fromarray(COLOURS[:6, :4])
     exif = Image.Exif()
     exif[0x112] = 6  # it lies on its side
-    turned = read_picture("image", file(small, exif=exif.tobytes()))
+    turned = read_image("image", file(small, exif=exif.tobytes()))
     np.testing.assert_array_equal(np.asarray(turned)[..., :3], np.rot90(COLOURS[:6, :4], -1))
     deep = np.arange(0, 65536, 4096, dtype=np.uint16).reshape(4, 4)
-    assert np.asarray(read_picture("image", file(Image.fromarray(deep))))[..., 0].tolist() == (deep >> 8).tolist()
+    assert np.asarray(read_image("image", file(Image.fromarray(deep))))[..., 0].tolist() == (deep >> 8).tolist()
     palette = small.quantize(8)
-    shown = np.asarray(read_picture("image", file(palette, transparency=bytes([0] + [255] * 7))))
+    shown = np.asarray(read_image("image", file(palette, transparency=bytes([0] + [255] * 7))))
     np.testing.assert_array_equal(shown[..., :3], np.asarray(palette.convert("RGB")))
     np.testing.assert_array_equal(shown[..., 3] == 0, np.asarray(palette) == 0)
     for image in (small, np.asarray(small), file(small), file(small, "WEBP", lossless=True)):
-        np.testing.assert_array_equal(np.asarray(read_picture("image", image))[..., :3], COLOURS[:6, :4])
+        np.testing.assert_array_equal(np.asarray(read_image("image", image))[..., :3], COLOURS[:6, :4])
 
 
 @pytest.mark.parametrize(
@@ -85,19 +85,21 @@ def test_a_picture_is_read_as_it_is_seen() -> None:
 def test_a_mask_of_any_numbers_marks_what_it_marks(manifest: Manifest, numbers: Any) -> None:
     marked = np.zeros((SIDE, SIDE), bool)
     marked[40:50, 100:130] = True
-    np.testing.assert_array_equal(read(manifest, COLOURS, numbers(marked)).drawn, read(manifest, COLOURS, marked).drawn)
+    np.testing.assert_array_equal(
+        read(manifest, COLOURS, numbers(marked)).regenerated, read(manifest, COLOURS, marked).regenerated
+    )
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.uint16, np.int64])
 def test_an_image_of_wide_integers_has_its_colours(kind: Any) -> None:
-    np.testing.assert_array_equal(np.asarray(read_picture("image", COLOURS.astype(kind)))[..., :3], COLOURS)
-    np.testing.assert_array_equal(np.asarray(read_picture("image", COLOURS / 255))[..., :3], COLOURS)
+    np.testing.assert_array_equal(np.asarray(read_image("image", COLOURS.astype(kind)))[..., :3], COLOURS)
+    np.testing.assert_array_equal(np.asarray(read_image("image", COLOURS / 255))[..., :3], COLOURS)
 
 
 @pytest.mark.parametrize("source", [np.full((4, 4), -1), np.full((4, 4), 1.5), np.full((4, 4), np.nan)])
 def test_numbers_out_of_range_are_told_what_is_taken(source: Any) -> None:
     with pytest.raises(RequestError) as caught:
-        read_picture("mask", source)
+        read_image("mask", source)
     assert caught.value.expected == "integers 0 .. 255, floats 0 .. 1, or bool"
 
 
@@ -106,7 +108,7 @@ def test_an_object_that_is_no_picture_is_told_what_is_taken() -> None:
     for source, kind in ((torch.zeros(4, 4), "Tensor"), (io.BytesIO(), "BytesIO"), ([[1]], "list")):
         for name in ("image", "mask"):
             with pytest.raises(RequestError) as caught:
-                read_picture(name, source)  # type: ignore[arg-type]
+                read_image(name, source)  # type: ignore[arg-type]
             assert (caught.value.field, caught.value.found) == (name, f"an object of type {kind}")
 
 
@@ -143,16 +145,16 @@ def test_colours_are_those_that_a_viewer_shows() -> None:
     red = Image.new("RGBA", (4, 4), (240, 60, 40, 128))
     shown = (255, 19, 0)
     for image, alpha in ((red, 128), (red.convert("RGB"), 255), (red.convert("RGB").quantize(8), 255)):
-        seen = read_picture("image", file(image, icc_profile=P3))
+        seen = read_image("image", file(image, icc_profile=P3))
         assert np.abs(np.array(seen.getpixel((0, 0))) - (*shown, alpha)).max() <= 2
-        assert read_picture("image", seen).getpixel((0, 0)) == seen.getpixel((0, 0)), "converted once"
-    grey = read_picture("image", file(Image.new("L", (4, 4), 55), icc_profile=GREY))
+        assert read_image("image", seen).getpixel((0, 0)) == seen.getpixel((0, 0)), "converted once"
+    grey = read_image("image", file(Image.new("L", (4, 4), 55), icc_profile=GREY))
     assert grey.getpixel((0, 0)) == (128, 128, 128, 255)
 
 
 @pytest.mark.parametrize("profile", [OWN, GREY, b"no profile", P3[:200]], ids=["sRGB", "other", "text", "cut"])
 def test_srgb_and_profiles_that_do_not_count_leave_colours_as_they_are(profile: bytes) -> None:
-    picture = read_picture("image", file(Image.fromarray(COLOURS), icc_profile=profile))
+    picture = read_image("image", file(Image.fromarray(COLOURS), icc_profile=profile))
     np.testing.assert_array_equal(np.asarray(picture)[..., :3], COLOURS)
 
 
@@ -171,7 +173,7 @@ def test_srgb_and_profiles_that_do_not_count_leave_colours_as_they_are(profile: 
 )
 def test_what_is_no_picture_is_refused(source: Any, found: str) -> None:
     with pytest.raises(RequestError) as caught:
-        read_picture("image", source)
+        read_image("image", source)
     assert caught.value.field == (str(source) if isinstance(source, Path) else "image")
     assert found in str(caught.value)
 
@@ -184,19 +186,19 @@ def test_cells_that_a_mask_touches_are_drawn_and_a_masks_colours_have_one_meanin
     clear = np.dstack([COLOURS, np.where(marked, 0, 255).astype(np.uint8)])
     white = np.where(marked, 255, 0).astype(np.uint8)
     for image, mask in ((COLOURS, marked), (COLOURS, file(Image.fromarray(white))), (COLOURS, clear), (clear, None)):
-        np.testing.assert_array_equal(read(manifest, image, mask).drawn, expected)
+        np.testing.assert_array_equal(read(manifest, image, mask).regenerated, expected)
     double = Image.fromarray(COLOURS).resize((2 * SIDE + 64, 2 * SIDE), Image.Resampling.NEAREST)
     whole = read(manifest, double, np.ones((2 * SIDE, 2 * SIDE + 64), bool))
-    assert whole.drawn.all()
+    assert whole.regenerated.all()
     assert whole.pixels.shape == COLOURS.shape, "scaled, and cut in the middle"
-    assert read(manifest, COLOURS, keep_rows=5).drawn.any(1).tolist() == [False] * 5 + [True] * 11
+    assert read(manifest, COLOURS, keep_rows=5).regenerated.any(1).tolist() == [False] * 5 + [True] * 11
 
 
 def test_requests_that_contradict_themselves_are_refused(bundle: Bundle) -> None:
     wrong: list[dict[str, Any]] = [{"keep_rows": 16, "image": COLOURS}, {"mask": COLOURS}, {"keep_rows": 3}]
     for options in wrong:
         with pytest.raises(RequestError) as caught:
-            check_request(bundle.manifest, bundle_tokenizer(bundle), "a red cube", **options)
+            check_request(bundle.manifest, load_bundle_tokenizer(bundle), "a red cube", **options)
         assert caught.value.field == next(iter(options))
 
 
@@ -214,7 +216,7 @@ def test_sizes_and_words_are_checked_before_a_pixel_is_unpacked(bundle: Bundle) 
     ]
     for options, field, found in wrong:
         with pytest.raises(RequestError) as caught:
-            check_request(bundle.manifest, bundle_tokenizer(bundle), **{"prompts": "a red cube", **options})
+            check_request(bundle.manifest, load_bundle_tokenizer(bundle), **{"prompts": "a red cube", **options})
         assert (caught.value.field, found in str(caught.value)) == (field, True), str(caught.value)
 
 
@@ -225,15 +227,15 @@ def test_large_pictures_are_read_at_half_their_size_and_masks_with_them(manifest
     marked[side // 2 + 8 :] = 255
     large = Image.fromarray(np.where(marked, 200, 50).astype(np.uint8)).convert("RGB")
     source = file(large, kind, quality=90)
-    assert read_picture("image", source).size == (1281, 1281)
+    assert read_image("image", source).size == (1281, 1281)
     edit = read(manifest, source, file(Image.fromarray(marked)))
-    assert edit.drawn.any(1).tolist() == [False] * 8 + [True] * 8
+    assert edit.regenerated.any(1).tolist() == [False] * 8 + [True] * 8
     assert (abs(edit.pixels[:126].astype(int) - 50) < 4).all()
     assert (abs(edit.pixels[130:].astype(int) - 200) < 4).all()
     palette = large.quantize(2)
-    assert set(np.asarray(read_picture("image", file(palette)).convert("L")).flat) >= {50, 200}
+    assert set(np.asarray(read_image("image", file(palette)).convert("L")).flat) >= {50, 200}
     opened = Image.open(io.BytesIO(source))
-    read_picture("image", opened)
+    read_image("image", opened)
     assert opened.size == (side, side), "a caller's own picture stays as it is"
 
 

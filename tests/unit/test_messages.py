@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from lantern_rt import LanternError, open_bundle
-from lantern_rt.edits import read_picture
+from lantern_rt.edits import read_image
 from lantern_rt.engines.host import thread_count
 from lantern_rt.methods import Options
-from lantern_rt.prompts import bundle_tokenizer
+from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import check_request
 
 ODD: dict[str, Callable[[], Any]] = {
@@ -44,7 +44,7 @@ def messages(call: Callable[[Any], object], odd: str) -> set[str]:
 @pytest.mark.parametrize(("name", "odd"), CASES)
 def test_what_an_option_was_given_is_named_without_its_address(words_bundle: Path, name: str, odd: str) -> None:
     bundle = open_bundle(words_bundle, verify=False)
-    tokenizer = bundle_tokenizer(bundle)
+    tokenizer = load_bundle_tokenizer(bundle)
 
     def check(value: Any) -> None:
         check_request(bundle.manifest, tokenizer, **{"prompts": "red cube", "method": "lantern", name: value})
@@ -62,5 +62,5 @@ def test_threads_are_named_without_an_address(odd: str) -> None:
 @pytest.mark.parametrize("data", [b"", b"red", b"GIF89a" + bytes(20), b"\x89PNG\r\n\x1a\n"])
 def test_bytes_that_are_no_picture_are_refused_in_the_same_words_each_time(data: bytes) -> None:
     with pytest.raises(LanternError) as caught:
-        read_picture("image", data)
+        read_image("image", data)
     assert (caught.value.field, caught.value.problem) == ("image", "cannot be read (cannot identify image file)")

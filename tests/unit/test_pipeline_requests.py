@@ -12,7 +12,7 @@ from tiny_bundle import CAPTION, PREFIX, K, make_tiny_bundle
 from lantern_rt import Pipeline, RequestError, TreeError
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.methods import METHODS, Eagle, MethodConfig, Sjd
-from lantern_rt.prompts import bundle_tokenizer
+from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import Request, check_request, resolve_settings
 from lantern_rt.runtime.state import method_nodes
 
@@ -24,7 +24,7 @@ class Checker:
 
     def __init__(self, folder: Path) -> None:
         self.bundle = open_bundle(folder)
-        self.tokenizer = bundle_tokenizer(self.bundle)
+        self.tokenizer = load_bundle_tokenizer(self.bundle)
 
     def __call__(self, prompts: Any = None, **request: Any) -> Request:
         return check_request(self.bundle.manifest, self.tokenizer, prompts, **request)

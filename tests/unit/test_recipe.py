@@ -16,7 +16,7 @@ from lantern_rt import Pipeline, open_bundle
 from lantern_rt.bundle.files import Bundle
 from lantern_rt.output.images import png_bytes
 from lantern_rt.output.recipe import TEXT_LIMIT, TEXTS_LIMIT, read_recipe
-from lantern_rt.prompts import bundle_tokenizer
+from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import check_request
 from lantern_rt.runtime.noise import FORMAT
 
@@ -246,5 +246,5 @@ def test_the_prompt_of_a_picture_that_is_changed_is_read_behind_its_pixels(tmp_p
     header, text, pixels, end = chunks_of(path.read_bytes())
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + pixels + text + end)
     scenes = open_bundle("scenes", verify=False)
-    request = check_request(scenes.manifest, bundle_tokenizer(scenes), image=path, keep_rows=8)
+    request = check_request(scenes.manifest, load_bundle_tokenizer(scenes), image=path, keep_rows=8)
     assert request.images[0].label == "a red cube"

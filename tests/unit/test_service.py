@@ -22,7 +22,7 @@ from lantern_rt.errors import BusyError, EngineError
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.service import Service
-from lantern_rt.ticket import Ticket
+from lantern_rt.service_request import ServiceRequest
 
 PROMPTS = ["red cube", "a green sphere", "red sphere on sand", "green cube on snow"]
 METHODS = [None, "ar", "eagle:tree=chain-3", "sjd:window=5", "lantern++:lambda=2", "sjd:window=3:lambda=1.5", None]
@@ -91,7 +91,7 @@ def test_requests_share_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Batch, "step", lambda own: (active.append(len(own.active)), step(own))[1])
     with Service(pipe, together=4) as service:
         callers = [Caller(lambda: len(tickets) < 6) for _ in range(6)]
-        tickets: list[Ticket] = []
+        tickets: list[ServiceRequest] = []
         for i, caller in enumerate(callers):
             tickets.append(service.submit(caller, "red cube", seed=i, method="ar"))
         for caller in callers:

@@ -16,11 +16,11 @@ Listener = Callable[[StreamStep | BaseException], None]
 
 
 @dataclass(eq=False)
-class Ticket:
-    """One request in a service. All of it belongs to the service's thread but `request` and `cancel`."""
+class ServiceRequest:
+    """One request in a service. All of it belongs to the service's thread but `checked` and `cancel`."""
 
-    forget: Callable[[Ticket], None]  # has the service forget it
-    request: Request
+    forget: Callable[[ServiceRequest], None]  # has the service forget it
+    checked: Request
     listener: Listener
     steps: bool  # whether the listener hears of every step
     caller: str
@@ -34,7 +34,7 @@ class Ticket:
     ended: bool = False
 
     def __post_init__(self) -> None:
-        self.stream_state = StreamState(len(self.request.images), self.raster.codes)
+        self.stream_state = StreamState(len(self.checked.images), self.raster.codes)
 
     @property
     def waits(self) -> bool:
