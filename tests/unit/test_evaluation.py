@@ -192,7 +192,9 @@ def test_a_bundle_without_an_encoder_is_compared_without_features(evaluate: Any,
     figures = ["tokens_per_forward_pass", "tvd", "same_tokens", "excess_nll"]
     assert list(report["methods"][1]["figures"]) == figures
     assert any("no vq_encoder" in note for note in report["notes"])
-    assert any(note.startswith("rows:window=2:drafts=1: TVD is of relaxed acceptance") for note in report["notes"])
+    assert any(
+        note.startswith("rows:window=2:drafts=1: TVD covers relaxed acceptance only") for note in report["notes"]
+    )
 
 
 def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
