@@ -1,4 +1,4 @@
-"""ONNX graphs that look at images: features of them, and their agreement with prompts."""
+"""ONNX graphs that evaluate images: image features and agreement with prompts."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ from ..errors import RequestError
 from ..inputs import format_error, open_plain_file, read_plain_file, reading
 from .statistics import Floats, Ints
 
-BATCH = 8  # images in one run
+BATCH = 8  # Maximum number of images per run of a graph.
 PREPROCESSING_FILE = "preprocessor_config.json"
 TOKENIZER_FILE = "tokenizer.json"
-_FILE_LIMIT = 1 << 26  # bytes
+_FILE_LIMIT = 1 << 26  # Maximum size of a JSON file in bytes.
 Offset = Annotated[float, Field(ge=-1e6, le=1e6)]
 Scale = Annotated[float, Field(gt=0, le=1e6)]
 Side = Annotated[int, Field(ge=8, le=4096)]
 
 
 class Preprocessing(BaseModel):
-    """How images are prepared for a graph: what is read of the `preprocessor_config.json` beside it.
+    """Preprocessing of images for a graph, from the `preprocessor_config.json` beside it. Unknown fields are ignored.
 
-    Images are resized to size x size (bicubic) if there is a size, whatever their shape; then every channel of RGB
-    values 0 .. 1 becomes (value - mean) / std. Further fields, which such files have many of, are left alone.
+    Args:
+        size: height and width to which images are resized (bicubic, without cropping). None: images keep their size.
+        do_normalize: whether every channel of RGB values in 0 .. 1 becomes (value - mean) / std.
+        image_mean: mean of every channel.
+        image_std: standard deviation of every channel.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -49,7 +52,7 @@ class Preprocessing(BaseModel):
     @field_validator("size", mode="before")
     @classmethod
     def _one_side(cls, size: Any) -> Any:
-        """`224`, `{"shortest_edge": 224}`, or `{"height": 224, "width": 224}`, as transformers writes it."""
+        # transformers writes 224, {"shortest_edge": 224} or {"height": 224, "width": 224}.
         if not isinstance(size, Mapping):
             return size
         sides = list(size.values()) if size.keys() in ({"shortest_edge"}, {"height", "width"}) else []
@@ -59,9 +62,13 @@ class Preprocessing(BaseModel):
 
 
 def read_preprocessing(graph: Path) -> Preprocessing:
-    """Read the `preprocessor_config.json` beside a graph; without one, values stay 0 .. 1. Raises: RequestError."""
+    """Read the `preprocessor_config.json` beside a graph; or return the defaults if it is missing.
+
+    Raises:
+        RequestError: the file is invalid.
+    """
     path = graph.parent / PREPROCESSING_FILE
-    with reading(path, f"a {PREPROCESSING_FILE}", RequestError, "mend it, or move it away from the graph"):
+    with reading(path, f"a {PREPROCESSING_FILE}", RequestError, "correct it, or move it away from the graph"):
         try:
             text = read_plain_file(path, _FILE_LIMIT)
         except (FileNotFoundError, NotADirectoryError):
@@ -73,19 +80,19 @@ class ImageGraph(ABC):
     """An ONNX graph with one float32 input `[n, 3, height, width]`.
 
     Args:
-        path: of the graph.
-        role: `features` or `agreement`, the option that gives it.
-        prepare: how images are prepared.
-        threads: to run it with, by default one per core.
+        path: the graph file.
+        role: option that names the graph, `features` or `agreement`.
+        preprocessing: preprocessing of the images.
+        threads: number of threads, by default one per core.
 
     Raises:
-        RequestError: the file is no such graph.
+        RequestError: the file is not a graph with this input.
     """
 
-    def __init__(self, path: Path, role: str, prepare: Preprocessing, threads: int | None = None) -> None:
+    def __init__(self, path: Path, role: str, preprocessing: Preprocessing, threads: int | None = None) -> None:
         self.path = path
         self.role = role
-        self.prepare = prepare
+        self.preprocessing = preprocessing
         runtime = import_onnxruntime()
         options = runtime.SessionOptions()
         options.intra_op_num_threads = thread_count(threads)
@@ -96,63 +103,70 @@ class ImageGraph(ABC):
                 sha256 = file_sha256(path)
             self.session: Any = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
             inputs = self.session.get_inputs()
-            images = [one for one in inputs if one.type == "tensor(float)" and len(one.shape) == 4]
+            images = [tensor for tensor in inputs if tensor.type == "tensor(float)" and len(tensor.shape) == 4]
         except Exception as error:
-            raise self._refusal(f"no ONNX graph that can be loaded ({format_error(error)})") from error
+            raise self._error(f"no ONNX graph that can be loaded ({format_error(error)})") from error
         self.facts: dict[str, Any] = {"name": path.stem, "file": path.name, "sha256": sha256}
-        images = [one for one in images if one.shape[1] == 3 or not isinstance(one.shape[1], int)]
+        images = [tensor for tensor in images if tensor.shape[1] == 3 or not isinstance(tensor.shape[1], int)]
         if len(images) != 1:
-            raise self._wrong_inputs("one float [n, 3, h, w]")
+            raise self._input_error("one float [n, 3, h, w]")
         (image,) = images
-        self.others = [tensor for tensor in inputs if tensor is not image]  # the graph's further inputs
+        self.text_inputs = [tensor for tensor in inputs if tensor is not image]  # Inputs of token ids.
         self.input = image.name
-        self.height, self.width = (side if isinstance(side, int) else prepare.size for side in image.shape[2:])
-        if prepare.size is not None and (self.height, self.width) != (prepare.size, prepare.size):
-            expected = f"{self.height} x {self.width}, as the graph takes them"
-            raise self._refusal(found=f"images of size {prepare.size} in {PREPROCESSING_FILE}", expected=expected)
+        self.height, self.width = (side if isinstance(side, int) else preprocessing.size for side in image.shape[2:])
+        if preprocessing.size is not None and (self.height, self.width) != (preprocessing.size, preprocessing.size):
+            expected = f"{self.height} x {self.width}, the input size of the graph"
+            raise self._error(found=f"images of size {preprocessing.size} in {PREPROCESSING_FILE}", expected=expected)
 
-    def _refusal(self, problem: str = "", found: str = "", expected: str = "", remedy: str = "") -> RequestError:
+    def _error(self, problem: str = "", found: str = "", expected: str = "", remedy: str = "") -> RequestError:
         field = f"{self.role} {self.path}"
         return RequestError(problem, field=field, found=found, expected=expected, remedy=remedy)
 
-    def _wrong_inputs(self, expected: str) -> RequestError:
+    def _input_error(self, expected: str) -> RequestError:
         inputs = ", ".join(f"{tensor.name} {tensor.type} {tensor.shape}" for tensor in self.session.get_inputs())
-        return self._refusal(found=f"inputs {inputs or 'none'}", expected=expected)
+        return self._error(found=f"inputs {inputs or 'none'}", expected=expected)
 
     def _run(
         self, images: Sequence[Image], texts: Mapping[str, Ints] | None = None, output: str | None = None
     ) -> Floats:
-        """What `_rows` makes of an output (by default the first), float64, of images of one size, in batches.
+        """Run the graph in batches and return `_rows` of an output.
 
-        texts: the further inputs, one row an image.
+        Args:
+            images: images of one size.
+            texts: values `[images, length]` of the other inputs, by name.
+            output: name of the output, by default the first.
         """
         parts = []
         for start in range(0, len(images), BATCH):
-            some = slice(start, start + BATCH)
-            inputs: dict[str, NDArray[Any]] = {self.input: np.stack([self._pixels(image) for image in images[some]])}
-            inputs |= {name: values[some] for name, values in (texts or {}).items()}
+            batch = slice(start, start + BATCH)
+            inputs: dict[str, NDArray[Any]] = {self.input: np.stack([self._pixels(image) for image in images[batch]])}
+            inputs |= {name: values[batch] for name, values in (texts or {}).items()}
             try:
                 values = np.asarray(self.session.run(output and [output], inputs)[0], np.float64)
             except Exception as error:
                 shapes = ", ".join(f"{name} {list(values.shape)}" for name, values in inputs.items())
-                remedy = f"export it for any number of images; {PREPROCESSING_FILE} beside it sets another size"
-                remedy += f", truncation in {TOKENIZER_FILE} the most tokens" if texts else ""
-                raise self._refusal(f"failed on {shapes} ({format_error(error)})", remedy=remedy) from error
+                remedy = f"export it with a dynamic batch size; {PREPROCESSING_FILE} beside it sets the image size"
+                remedy += f", truncation in {TOKENIZER_FILE} the number of tokens" if texts else ""
+                raise self._error(f"failed on {shapes} ({format_error(error)})", remedy=remedy) from error
             if not np.isfinite(values).all():
-                raise self._refusal("gave NaN or infinity")
-            parts.append(self._rows(values, len(images[some])))
+                raise self._error("returned NaN or infinity")
+            parts.append(self._rows(values, len(images[batch])))
         return np.concatenate(parts)
 
     @abstractmethod
     def _rows(self, values: Floats, count: int) -> Floats:
-        """What is wanted of an output of `count` images, a row an image. Raises: RequestError: it has no such rows."""
+        """Return one row per image from the output of `count` images.
+
+        Raises:
+            RequestError: the output has another shape.
+        """
 
     def _pixels(self, image: Image) -> NDArray[Any]:
         size = (self.width or image.width, self.height or image.height)
         resized = image if image.size == size else image.resize(size, Resampling.BICUBIC)
         values = np.asarray(resized.convert("RGB"), np.float64) / 255
-        if self.prepare.do_normalize:
-            values = (values - self.prepare.image_mean) / self.prepare.image_std
+        if self.preprocessing.do_normalize:
+            values = (values - self.preprocessing.image_mean) / self.preprocessing.image_std
         return np.ascontiguousarray(values.transpose(2, 0, 1)).astype(np.float32)
 
 
@@ -160,38 +174,46 @@ class ImageGraph(ABC):
 
 
 class Features(ImageGraph):
-    """Features of images by a graph's first output.
+    """Image features from a graph's first output.
 
-    `[n, features]` is taken as it is, `[n, tokens, features]` and `[n, features, h, w]` are averaged over tokens or
-    places.
+    The output is `[n, features]`; `[n, tokens, features]` and `[n, features, h, w]` are averaged over tokens or cells.
 
     Raises:
-        RequestError: the graph has further inputs, or another output.
+        RequestError: the graph has other inputs, or its output has another shape.
     """
 
     output: str | None = None
 
-    def __init__(self, path: Path, prepare: Preprocessing, threads: int | None = None) -> None:
-        super().__init__(path, "features", prepare, threads)
-        if self.others:
-            raise self._wrong_inputs("one float [n, 3, h, w]")
+    def __init__(self, path: Path, preprocessing: Preprocessing, threads: int | None = None) -> None:
+        super().__init__(path, "features", preprocessing, threads)
+        if self.text_inputs:
+            raise self._input_error("one float [n, 3, h, w]")
 
     def __call__(self, images: Sequence[Image]) -> Floats:
-        """Features float64 `[images, features]` of images of one size."""
+        """Return features float64 `[images, features]` of images of one size."""
         return self._run(images, output=self.output)
 
     def _rows(self, values: Floats, count: int) -> Floats:
         if values.ndim not in (2, 3, 4) or len(values) != count:
             expected = "[n, features], [n, tokens, features] or [n, features, h, w]"
-            raise self._refusal(found=f"an output {list(values.shape)} of {count} images", expected=expected)
+            raise self._error(found=f"an output {list(values.shape)} of {count} images", expected=expected)
         return values if values.ndim == 2 else np.asarray(values.mean((2, 3) if values.ndim == 4 else 1))
 
 
 def folder_features(features: Features, folder: Path, size: tuple[int, int], progress: Progress) -> Floats:
-    """Features of all images in a folder, cut to the middle and brought to the `size` that a bundle draws.
+    """Compute the features of all images in a folder.
+
+    Args:
+        features: the graph of features.
+        folder: folder of PNG, JPEG or WebP files.
+        size: width and height in pixels to which images are cropped and resized.
+        progress: progress callback.
+
+    Returns:
+        Features float64 `[images, features]`.
 
     Raises:
-        RequestError: there are fewer than two, or one cannot be read.
+        RequestError: the folder has fewer than two images, or an image cannot be read.
     """
     files = sorted(path for path in folder.glob("*") if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
     if len(files) < 2:
@@ -199,17 +221,17 @@ def folder_features(features: Features, folder: Path, size: tuple[int, int], pro
     rows = []
     for number, path in enumerate(files):
         progress("features of real images", number, len(files))
-        with reading(path, "an image", RequestError, "take it out of the folder"), open_plain_file(path) as file:
+        with reading(path, "an image", RequestError, "remove it from the folder"), open_plain_file(path) as file:
             image = ImageOps.fit(open_image(file).convert("RGB"), size, Resampling.BICUBIC)
         rows.append(features([image]))
     return np.concatenate(rows)
 
 
 class EncoderFeatures(Features):
-    """Features by a bundle's graph `vq_encoder`: what an image looks like to its own tokenizer.
+    """Image features from a bundle's graph `vq_encoder`.
 
-    Per channel of the vectors before quantisation, the mean of every quarter of the image, and the standard deviation
-    over all of it: five numbers a channel, so that a few hundred images suffice.
+    Each channel of the vectors before quantisation gives five features: the mean of every quarter of the image, and the
+    standard deviation over the whole image. So few features need only a few hundred images.
     """
 
     output = "pre_quant"
@@ -220,7 +242,7 @@ class EncoderFeatures(Features):
         self.facts["name"] = "VQ encoder features"
 
     def _rows(self, values: Floats, count: int) -> Floats:
-        super()._rows(values, count)  # checks them
+        super()._rows(values, count)  # Checks the shape.
         height = values.shape[2] // 2
         width = values.shape[3] // 2
         quarters = [quarter for half in np.split(values, [height], 2) for quarter in np.split(half, [width], 3)]
@@ -231,34 +253,37 @@ class EncoderFeatures(Features):
 
 
 class Agreement(ImageGraph):
-    """How well images show their prompts, by a graph with an int64 input `[n, length]` of token ids.
+    """Agreement of images with their prompts, from a graph with an int64 input `[n, length]` of token ids.
 
-    It may have another of an attention mask. Its first output is taken: `[n]`, or `[n, n]` of every image with every
-    prompt, whose diagonal is meant. Prompts of different length are not run together, so that none is padded.
+    The graph may have a second int64 input, an attention mask. Its first output is `[n]`, or `[n, n]` with a row per
+    image and a column per prompt, of which the diagonal is used. Only prompts of equal length share a batch, since
+    padding could change the result.
 
     Args:
-        path: of the graph. The `tokenizer.json` beside it says what tokens are; without one, the bundle's words.
-        prepare: how images are prepared.
-        bundle: that draws them.
-        threads: to run it with, by default one per core.
+        path: the graph file. The `tokenizer.json` beside it tokenizes prompts; without that file, the bundle's word list.
+        preprocessing: preprocessing of the images.
+        bundle: bundle that generates the images.
+        threads: number of threads, by default one per core.
 
     Raises:
-        RequestError: the graph is no such graph, or there is no tokenizer for it.
+        RequestError: the file is not a graph with these inputs, or has no tokenizer.
     """
 
-    def __init__(self, path: Path, prepare: Preprocessing, bundle: Bundle, threads: int | None = None) -> None:
-        super().__init__(path, "agreement", prepare, threads)
-        texts = self.others
-        if len(texts) not in (1, 2) or any(one.type != "tensor(int64)" or len(one.shape) != 2 for one in texts):
-            raise self._wrong_inputs("one float [n, 3, h, w] and one int64 [n, length], or two with an attention mask")
+    def __init__(self, path: Path, preprocessing: Preprocessing, bundle: Bundle, threads: int | None = None) -> None:
+        super().__init__(path, "agreement", preprocessing, threads)
+        texts = self.text_inputs
+        if len(texts) not in (1, 2) or any(
+            tensor.type != "tensor(int64)" or len(tensor.shape) != 2 for tensor in texts
+        ):
+            raise self._input_error("one float [n, 3, h, w] and one int64 [n, length], or two with an attention mask")
         if "mask" in texts[0].name:
             texts = texts[::-1]
-        self.names = [tensor.name for tensor in texts]  # ids, and maybe the mask
+        self.names = [tensor.name for tensor in texts]  # Token ids and, if the graph has it, the mask.
         tokenizer = path.parent / TOKENIZER_FILE
         self.facts["tokenizer"] = TOKENIZER_FILE
         if not tokenizer.exists():
-            if bundle.manifest.condition.kind != "words":  # ids of a text encoder, which no other graph knows
-                problem = f"bundle {bundle.manifest.name} has no word list of its own"
+            if bundle.manifest.condition.kind != "words":  # Graphs cannot read ids of another model's text tokenizer.
+                problem = f"bundle {bundle.manifest.name} has no word list"
                 remedy = f"put the {TOKENIZER_FILE} that belongs to the graph beside it"
                 raise RequestError(problem, field="agreement", remedy=remedy)
             tokenizer = bundle.path("tokenizer")
@@ -268,18 +293,18 @@ class Agreement(ImageGraph):
             self.tokenizer.no_padding()
 
     def __call__(self, images: Sequence[Image], prompts: Sequence[str]) -> Floats:
-        """Agreement float64 `[images]` of each image with its prompt, more where they agree."""
+        """Return the agreement float64 `[images]` of each image with its prompt; higher is better."""
         agreement = np.zeros(len(images))
         tokens = [np.array(self.tokenizer.encode(prompt).ids, np.int64) for prompt in prompts]
         lengths = np.array([len(ids) for ids in tokens])
         for length in np.unique(lengths):
-            alike = np.flatnonzero(lengths == length).tolist()
-            ids = np.stack([tokens[i] for i in alike])  # [images, length]
+            indices = np.flatnonzero(lengths == length).tolist()
+            ids = np.stack([tokens[i] for i in indices])  # [images, length]
             texts = dict(zip(self.names, (ids, np.ones_like(ids)), strict=False))
-            agreement[alike] = self._run([images[i] for i in alike], texts)
+            agreement[indices] = self._run([images[i] for i in indices], texts)
         return agreement
 
     def _rows(self, values: Floats, count: int) -> Floats:
         if values.shape not in ((count,), (count, count)):
-            raise self._refusal(found=f"an output {list(values.shape)} of {count} images", expected="[n] or [n, n]")
+            raise self._error(found=f"an output {list(values.shape)} of {count} images", expected="[n] or [n, n]")
         return values.diagonal() if values.ndim == 2 else values

@@ -73,7 +73,7 @@ def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | N
     """Read and check the prompts, class ids or text embeddings that a bundle is compared on.
 
     Args:
-        bundle: the bundle, which decides what is read.
+        bundle: the bundle, which decides the kind of prompts.
         path: text file with one prompt per line, or an .npz of text embeddings. None: the bundle's example prompts.
         count: maximum number of prompts. Class ids are spread over all classes. None: all prompts, or 64 classes.
 

@@ -37,7 +37,7 @@ _ESSENTIAL = ("excess_nll", "agreement")
 
 
 def text_report(report: Mapping[str, Any]) -> str:
-    """Return lines of text: speed of every method, and how far its images are from those that `ar` generates."""
+    """Return lines of text: speed of every method, and its deviation from `ar`."""
     columns = {name: column for name, column in _columns(report).items() if name in _ESSENTIAL}
     rows = [("method", "tokens per pass", *(column.heading for column in columns.values()))]
     for method in report["methods"]:

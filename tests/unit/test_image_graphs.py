@@ -116,7 +116,7 @@ def test_a_graph_that_compares_no_pictures_with_prompts_is_refused(tmp_path: Pat
     agreement.session = BrokenSession(np.array([np.nan]))
     with pytest.raises(RequestError) as error:
         agreement(PICTURES[:1], ["cube"])
-    assert error.value.problem == "gave NaN or infinity"
+    assert error.value.problem == "returned NaN or infinity"
 
 
 def test_a_graph_of_one_picture_or_length_names_the_cure(tmp_path: Path) -> None:
