@@ -260,7 +260,7 @@ class Agreement(ImageGraph):
     padding could change the result.
 
     Args:
-        path: the graph file. The `tokenizer.json` beside it tokenizes prompts; without that file, the bundle's word list.
+        path: the graph file. The `tokenizer.json` beside it, or else the bundle's word list, tokenizes prompts.
         preprocessing: preprocessing of the images.
         bundle: bundle that generates the images.
         threads: number of threads, by default one per core.
