@@ -1,8 +1,8 @@
-"""Decoding methods and sampling: what each may be told, within which limits, and what it means.
+"""Decoding methods and sampling settings, with the limits of every parameter.
 
-One class a method. Its fields are the method's parameters, wherever they are written: in a manifest, a request, options
-of the command line, method strings such as `lantern++:lambda=3:tree=chain-4`, presets and pictures. The
-runtime reads the same objects. None of a parameter means that the method does without it.
+Each method is one class, and its fields are the method's parameters. The same names appear in manifests, requests,
+command-line options, method strings such as `lantern++:lambda=3:tree=chain-4`, presets and PNG metadata. The runtime
+reads the same objects. A parameter that is None is not used.
 """
 
 from __future__ import annotations
@@ -42,11 +42,17 @@ def _greedy_or_warm(temperature: float) -> float:
 
 
 class Sampling(FrozenModel, strict=True):
-    """How a distribution is made from logits.
+    """Sampling settings: how logits become a distribution.
 
-    Guided logits are uncond + cfg_scale * (cond - uncond); at exactly 1 the unconditional row is not run at all.
-    filter_order: LlamaGen applies top-k first, LANTERN (the transformers warpers) top-p first. repetition_penalty:
-    conditional logits of codes that the image has already are divided by it, negative ones multiplied, before guidance.
+    Attributes:
+        cfg_scale: guidance scale, 0 .. 1000. Guided logits are uncond + cfg_scale * (cond - uncond); at exactly 1 the
+            unconditional row is not run.
+        temperature: 0 (greedy) or 0.001 .. 1000.
+        top_k: number of most probable tokens to keep; 0 keeps all.
+        top_p: probability mass to keep, above 0 up to 1; 1 keeps all.
+        filter_order: LlamaGen applies top-k first; LANTERN, like the transformers warpers, applies top-p first.
+        repetition_penalty: divisor, above 0 up to 100, of the conditional logits of tokens that the image already
+            contains (negative logits are multiplied), applied before guidance; None: no penalty.
     """
 
     cfg_scale: Annotated[float, Field(ge=0, le=1000, description="Guidance; 1 is off.")] = 1.0
@@ -60,49 +66,54 @@ class Sampling(FrozenModel, strict=True):
 
     @property
     def penalised(self) -> bool:
-        """Whether a distribution depends on the codes before in more than what the target makes of them."""
+        """Whether a repetition penalty applies."""
         return self.repetition_penalty not in (None, 1.0)
 
     @property
     def guided(self) -> bool:
-        """Whether an unconditional row is run beside every conditional one."""
+        """Whether every image has an unconditional row beside the conditional row."""
         return self.cfg_scale != 1.0
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
+        """Whether the most probable token is always chosen."""
         return self.temperature == 0.0
 
     @property
     def filtered(self) -> bool:
-        """Whether some tokens are left out: never when greedy."""
+        """Whether top-k or top-p removes tokens; always False when greedy."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
 
 
 class MethodConfig(FrozenModel, strict=True):
-    """Base of the methods. method: its name. needs_drafter: whether a bundle must have a drafter or heads."""
+    """Base class of decoding methods.
+
+    Attributes:
+        method: name of the method.
+        needs_drafter: whether the bundle must have an EAGLE drafter or draft heads.
+    """
 
     method: str
     needs_drafter: ClassVar[bool] = False
 
     @property
     def exact(self) -> bool:
-        """Whether the output has the target's own distribution."""
+        """Whether tokens are distributed exactly as the target model samples them."""
         return True
 
     @property
     def measures_distance(self) -> bool:
-        """Whether decoding adds up how far tokens move from the target's distribution (`realised_tvd`)."""
+        """Whether statistics include the distance from the target's distribution (`realised_tvd`)."""
         return True
 
     def parameters(self) -> dict[str, Any]:
-        """The parameters that are set, by the names that users give."""
+        """Return the parameters that are not None, by their public names (`lambda`, not `lambda_`)."""
         return self.model_dump(exclude={"method"}, exclude_none=True)
 
     def __str__(self) -> str:
-        """The method string, which `parse_method` reads."""
-        given = {name: str(value).removesuffix(".0") for name, value in self.parameters().items()}
-        return ":".join([self.method, *(f"{name}={value}" for name, value in given.items())])
+        """Return the method string, which `parse_method` reads."""
+        texts = {name: str(value).removesuffix(".0") for name, value in self.parameters().items()}
+        return ":".join([self.method, *(f"{name}={text}" for name, text in texts.items())])
 
 
 class Ar(MethodConfig):
@@ -121,7 +132,7 @@ DrafterName = Annotated[
 
 
 class Drafted(MethodConfig):
-    """Methods that draft trees, with an EAGLE drafter or heads."""
+    """Base class of methods that draft trees with an EAGLE drafter or draft heads."""
 
     needs_drafter: ClassVar[bool] = True
     tree: Tree = "chain-3"
@@ -129,7 +140,7 @@ class Drafted(MethodConfig):
 
     @property
     def uses_draft_heads(self) -> bool:
-        """Whether heads draft."""
+        """Whether draft heads, not the EAGLE drafter, draft the tree."""
         return self.drafter == "heads"
 
 
@@ -143,9 +154,12 @@ Neighbors = Annotated[int | None, Field(ge=1, description="How many nearby codes
 
 
 class Relaxed(MethodConfig):
-    """What relaxed acceptance takes; see `runtime.acceptance`.
+    """Parameters of relaxed acceptance; see `runtime.acceptance`. Neighbours need a bound (delta or lambda).
 
-    Neighbours and a bound (delta or lambda) go together.
+    Attributes:
+        neighbors: number of nearest codebook entries that may add their probability to a draft token, at least 1;
+            None: acceptance is exact.
+        residual: probability mass that a rejection removes.
     """
 
     neighbors: Neighbors = None
@@ -155,12 +169,12 @@ class Relaxed(MethodConfig):
 
     @property
     def bound(self) -> float | None:
-        """delta or lambda, None where neighbours add nothing."""
+        """Value of delta or lambda; None if acceptance is exact."""
         return next((value for name in ("delta", "lambda_") if (value := getattr(self, name, None)) is not None), None)
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is relaxed."""
+        """Whether acceptance is exact, because no bound is set."""
         return self.bound is None
 
     @model_validator(mode="after")
@@ -207,7 +221,7 @@ Window = Annotated[
 
 
 class Sjd(Relaxed):
-    """Speculative Jacobi decoding: a window of drafts from the target's own last pass; exact unless relaxed."""
+    """Speculative Jacobi decoding: a window of draft tokens from the last target pass; exact unless relaxed."""
 
     method: Literal["sjd"] = "sjd"
     window: Window = 8
@@ -216,7 +230,7 @@ class Sjd(Relaxed):
 
 
 class RowParallel(MethodConfig):
-    """Row-parallel decoding: every row of the grid follows the one above at a distance; not exact."""
+    """Row-parallel decoding: grid rows are decoded at once, each `window` tokens behind the row above; not exact."""
 
     method: Literal["rows"] = "rows"
     window: Window = 6
@@ -224,12 +238,12 @@ class RowParallel(MethodConfig):
 
     @property
     def exact(self) -> bool:
-        """Never: tokens see less than the target was trained to see."""
+        """Always False: tokens attend to fewer positions than in training."""
         return False
 
     @property
     def measures_distance(self) -> bool:
-        """No: it would take a pass over the whole picture."""
+        """Always False: measuring would need another forward pass over the whole image."""
         return False
 
 
@@ -239,10 +253,10 @@ Quality = Literal["strict", "balanced", "fast"]
 Method = Annotated[Ar | Eagle | Lantern | LanternPlusPlus | Sjd | RowParallel, Field(discriminator="method")]
 MethodName = Literal["ar", "eagle", "lantern", "lantern++", "sjd", "rows"]
 _CLASSES: tuple[type[MethodConfig], ...] = get_args(get_args(Method)[0])
-METHODS: dict[str, type[MethodConfig]] = {one.model_fields["method"].default: one for one in _CLASSES}
+METHODS: dict[str, type[MethodConfig]] = {kind.model_fields["method"].default: kind for kind in _CLASSES}
 
 
-PARAMETERS: dict[str, list[str]] = {}  # every parameter, and the methods that take it
+PARAMETERS: dict[str, list[str]] = {}  # parameter -> names of the methods that take it
 for _name, _class in METHODS.items():
     for _field, _info in _class.model_fields.items():
         if _field != "method":
@@ -250,7 +264,7 @@ for _name, _class in METHODS.items():
 
 
 class GenerationOptions(TypedDict, total=False):
-    """Those of `Options` without a picture that is changed."""
+    """`Options` without image editing."""
 
     class_ids: int | Sequence[int] | None
     embeddings: Embeddings | None
@@ -269,20 +283,30 @@ class GenerationOptions(TypedDict, total=False):
 
 
 class Options(GenerationOptions, total=False):
-    """What a call of a pipeline takes besides prompts; what is left out, or None, comes from the bundle.
+    """Options of a pipeline call besides the prompts. An option that is missing or None comes from the bundle.
 
-    What to draw: `class_ids` or `embeddings`, for bundles that take those instead of prompts; embeddings alone or with
-    a mask `(embeddings, mask)`, right-padded, `[tokens, dim]` or `[prompts, tokens, dim]`. Image i of a prompt, of
-    `num_images`, is drawn with seed + i, whatever else is in the batch; `seed` may be one number per prompt. `size`:
-    such as `"768x768"`, width x height, where a bundle draws several. `negative_prompt`: what guidance leads away
-    from, for all prompts; of bundles that take prompts, and with guidance. `image`: a picture (Pillow's, an array, a
-    file or its bytes) of which a part is drawn anew: where `mask`, of the same size, is transparent or, if nothing of
-    it is, white; without one where the picture is transparent; or below its first `keep_rows` rows of codes. Without a
-    prompt, that which the picture records.
-
-    How: `quality`, a preset of the bundle (`"strict"`, the default, is exact), or `method`: a name such as
-    `"lantern++"`, a method string such as `"sjd:window=5"`, or an object of `lantern_rt.methods`; and what shapes the
-    distribution. Limits: docs/methods.md, or `lantern-rt run --help`.
+    Attributes:
+        class_ids: class ids from 0, one or several, for bundles that take them instead of prompts.
+        embeddings: text embeddings, for bundles that take them instead of prompts: floats `[tokens, dim]` or
+            `[prompts, tokens, dim]`, alone or as `(embeddings, mask)` with a right-padded mask `[prompts, tokens]`.
+        negative_prompt: prompt that guidance leads away from, for all prompts; needs prompts and guidance.
+        keep_rows: number of grid rows at the top of `image` to preserve, in place of a mask; from 1.
+        seed: random seed, 0 .. 2**64 - 1, one or one per prompt. Image i of a prompt has seed + i and does not depend
+            on the batch.
+        num_images: number of images per prompt, from 1, at most 1024 images in all.
+        quality: preset of the bundle; `"strict"`, the default, is exact.
+        method: in place of `quality`, a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an
+            object of `lantern_rt.methods`.
+        cfg_scale: guidance scale, 0 .. 1000; 1 is off.
+        temperature: 0 (greedy) or 0.001 .. 1000.
+        top_k: number of most probable tokens to keep; 0 is off.
+        top_p: probability mass to keep, above 0 up to 1; 1 is off.
+        repetition_penalty: above 0 up to 100; 1 is off.
+        size: `"WIDTHxHEIGHT"` in pixels, for bundles with several image sizes.
+        image: image to edit: a Pillow image, an array, the path of a file or its bytes. Without prompts, the prompt
+            recorded in it is used.
+        mask: image of the same size as `image`. Cells are generated again where it is transparent or, if it has no
+            transparent pixel, white. None: where `image` is transparent.
     """
 
     image: ImageSource | None
@@ -290,23 +314,27 @@ class Options(GenerationOptions, total=False):
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and parameters of a method string, `NAME` or `NAME:PARAMETER=VALUE:...`; limits are not checked yet.
+    """Parse a method string, `NAME` or `NAME:PARAMETER=VALUE:...`, without checking the values.
 
-    Raises: RequestError: a part is not PARAMETER=VALUE with a known parameter.
+    Returns:
+        The name of the method and its parameters.
+
+    Raises:
+        RequestError: a part is not PARAMETER=VALUE with a known parameter.
     """
     name, *parts = text.split(":")
-    given: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for part in parts:
         parameter, _, value = part.partition("=")
         if parameter not in PARAMETERS or not value:
             raise RequestError(
                 field="method", found=f"{part!r} in {text!r}", expected=f"PARAMETER=VALUE, of {', '.join(PARAMETERS)}"
             )
-        given[parameter] = _parsed(value)
-    return name, given
+        parameters[parameter] = _parse_value(value)
+    return name, parameters
 
 
-def _parsed(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
