@@ -36,6 +36,7 @@ from lantern_rt.engines.host import processor
 from lantern_rt.export.verify import agree, divergence
 from lantern_rt.runtime.likelihood import sequence_logits
 from lantern_rt.runtime.statistics import Clock
+from lantern_rt.runtime_inputs import compute_prefixes, load_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # recipes/ is not installed
 
@@ -145,8 +146,8 @@ def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int)
 def conditional_logits(pipeline: Pipeline, request: dict[str, Any], codes: Sequence[np.ndarray]) -> np.ndarray:
     """Logits of the conditional row at every token of every image, `[images * cells, vocab_size]`."""
     checked = pipeline.check(**request, method="ar")
-    model, clock = pipeline.model(pipeline.engines, [checked.settings.method]), Clock()
-    prompts = pipeline.prefixes(pipeline.engines, checked.images)
+    model, clock = load_model(pipeline.bundle, pipeline.engines, [checked.settings.method]), Clock()
+    prompts = compute_prefixes(pipeline.bundle, pipeline.engines, checked.images)
     parts = (sequence_logits(model, [p.cond], own[:-1], clock) for p, own in zip(prompts, codes, strict=True))
     return np.concatenate([part[0] for image in parts for part in image])
 

@@ -28,6 +28,7 @@ from .runtime.batch import Batch
 from .runtime.decode import Step, joining
 from .runtime.drafting import RequestStep
 from .runtime.statistics import Clock, summarise
+from .runtime_inputs import compute_prefixes, load_model
 from .service_request import Listener, ServiceRequest
 from .sharing import Room, Turns, fair_order
 
@@ -54,7 +55,7 @@ class Service:
         self.pipeline = pipeline
         manifest = pipeline.bundle.manifest
         self._engines = engines = pipeline.engines
-        self.model = pipeline.model(engines)
+        self.model = load_model(pipeline.bundle, engines)
         fitting = compute_max_images(manifest, largest_settings(manifest), engines.max_rows)
         usual = min(fitting, max(1, engines.max_rows // 2))
         self._max_images = check_int("together", together, usual, 1, 4096)
@@ -211,7 +212,7 @@ class Service:
         """Have a request's images wait for places; a request that cannot be prepared hears why."""
         settings = ticket.checked.settings
         try:
-            prompts = list(self.pipeline.prefixes(self._engines, ticket.checked.images))
+            prompts = list(compute_prefixes(self.pipeline.bundle, self._engines, ticket.checked.images))
         except Exception as error:
             self._end(ticket, error)
             return
@@ -324,7 +325,7 @@ class Service:
             records = [sample.statistics for sample in samples]
             stats = summarise(settings.method.method, codes, target, drafter, records)
         own = [part._replace(request=part.request - samples[0].index) for part in parts]
-        draw = partial(self.pipeline.draw, ticket.checked.images, settings)
+        draw = partial(self.pipeline.decode_image, ticket.checked.images, settings)
         step = ticket.stream_state.add(Step(own, total - missing, total, stats), settings, draw)
         if stats is not None:
             self._failures = 0

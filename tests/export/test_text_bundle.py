@@ -17,6 +17,7 @@ from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import EngineError
 from lantern_rt.export.models.t5 import read_text_encoder
+from lantern_rt.runtime_inputs import compute_prefixes
 from lantern_rt.text.captions import clean_caption
 
 transformers = pytest.importorskip("transformers")
@@ -84,9 +85,9 @@ def test_prefix_rows_of_a_prompt_are_those_of_the_embeddings_that_transformers_g
     bundle: Path, lantern_t2i_bundle: Path, encoder: tuple[Path, Any], prompt: str
 ) -> None:
     text, embeddings = (Pipeline.from_bundle(path, threads=1) for path in (bundle, lantern_t2i_bundle))
-    (ours,) = text.prefixes(text.engines, text.check(prompt).images)
+    (ours,) = compute_prefixes(text.bundle, text.engines, text.check(prompt).images)
     given = published_embeddings(encoder, prompt, 8)
-    (theirs,) = embeddings.prefixes(embeddings.engines, embeddings.check(embeddings=given).images)
+    (theirs,) = compute_prefixes(embeddings.bundle, embeddings.engines, embeddings.check(embeddings=given).images)
     for row, other in ((ours.cond, theirs.cond), (ours.uncond, theirs.uncond)):
         np.testing.assert_array_equal(row.real, other.real)
         np.testing.assert_allclose(row.embeds, other.embeds, rtol=0, atol=1e-5)

@@ -16,6 +16,7 @@ from lantern_rt.engines.ort.slabs import Bound, Slab, Slabs
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.raster import Raster
 from lantern_rt.runtime.state import Request
+from lantern_rt.runtime_inputs import compute_prefixes, load_model
 
 LENGTH = 48  # codes of each picture: three rows
 RASTER = Raster(LENGTH, 16)
@@ -51,7 +52,7 @@ def requests_of(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> l
     requests = []
     for i in picked:
         checked = pipe.check(PROMPTS[i], seed=SEEDS[i], **options)
-        (prompt,), sampling = pipe.prefixes(pipe.engines, checked.images), checked.settings.sampling
+        (prompt,), sampling = compute_prefixes(pipe.bundle, pipe.engines, checked.images), checked.settings.sampling
         requests.append(Request(i, RASTER, prompt.rows(sampling), sampling, checked.settings.method, SEEDS[i]))
     return requests
 
@@ -59,7 +60,7 @@ def requests_of(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> l
 def drawn(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> list[Request]:
     """Requests that were drawn together."""
     requests = requests_of(pipe, picked, options)
-    batch = Batch(pipe.model(pipe.engines, [one.method for one in requests]))
+    batch = Batch(load_model(pipe.bundle, pipe.engines, [one.method for one in requests]))
     batch.join(requests)
     while batch.active:
         batch.step()

@@ -23,6 +23,7 @@ from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines.ort.engine import OrtDeviceEngine
 from lantern_rt.results import StreamStep
+from lantern_rt.runtime_inputs import load_model
 from lantern_rt.service import Service
 
 DATA = Path(__file__).parent.parent / "data"
@@ -106,7 +107,7 @@ def test_greedy_generations_of_every_grid_give_the_published_ids_and_pictures(
     pipe, shape = pipes(run.family), np.shape(run.codes)
     result = pipe(**run.options, method=method)
     assert result.codes[0].reshape(shape).tolist() == run.codes
-    raster = replace(pipe.model(pipe.engines, []).raster, codes=result.codes[0].size, columns=shape[1])
+    raster = replace(load_model(pipe.bundle, pipe.engines, []).raster, codes=result.codes[0].size, columns=shape[1])
     spelled, row_end = raster.spell(result.codes[0]), pipe.bundle.manifest.row_end
     written = spelled + run.first_code
     if run.row_end is not None:

@@ -15,6 +15,7 @@ import pytest
 from lantern_rt import CheckpointError, OutputError, Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts
+from lantern_rt.runtime_inputs import compute_prefixes
 
 pytest.importorskip("safetensors")
 
@@ -61,7 +62,7 @@ def test_a_shard_holds_what_the_pipeline_draws_and_the_targets_hidden_states(
     np.testing.assert_array_equal(pictures.codes, result.codes)
     assert pictures.lengths.tolist() == [[1, 1], [1, 1]]
     assert pictures.tokens.shape == (2, 2, 0)
-    prompts = list(pipeline.prefixes(pipeline.engines, pipeline.check(**request, method="ar").images))
+    prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, pipeline.check(**request, method="ar").images))
     states = hidden_states(pipeline, prompts, pictures.codes)
     np.testing.assert_allclose(pictures.states.reshape(4, 16, 64), states, rtol=1e-3, atol=1e-3)
 

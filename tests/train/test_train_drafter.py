@@ -14,6 +14,7 @@ import pytest
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError, open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts
+from lantern_rt.runtime_inputs import compute_prefixes
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnx")
@@ -150,7 +151,7 @@ def test_drafters_of_texts_read_prefixes_as_decoding_does(
     data = ShardFolder(tmp_path / "data", target.source, len(target.embeddings))
     batch = make_batch(data, [0, 1], target.code_offset, 2, "cpu")
     images = pipeline.check(**subjects.request(0, 2), method="ar").images
-    prompts = list(pipeline.prefixes(pipeline.engines, images))
+    prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, images))
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
     for row, first, tokens in zip(rows, batch.first.tolist(), batch.tokens, strict=True):
         assert first == len(row.embeds) - 1

@@ -14,6 +14,7 @@ from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.engine import OrtDeviceEngine
 from lantern_rt.engines.ort.providers import find_provider
 from lantern_rt.runtime.engine import Pass
+from lantern_rt.runtime_inputs import compute_prefixes
 
 try:
     WEBGPU = find_provider("webgpu", import_onnxruntime())
@@ -78,7 +79,7 @@ def test_codes_drawn_through_filters_are_the_cpus(pipe: Pipeline, on_cpu: Pipeli
 
 
 def test_logits_and_hidden_states_are_the_cpus_up_to_rounding(pipe: Pipeline, on_cpu: Pipeline) -> None:
-    (prompt,) = pipe.prefixes(pipe.engines, pipe.check("a red cube on sand", method="ar").images)
+    (prompt,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check("a red cube on sand", method="ar").images)
     embeds = np.stack([prompt.cond.embeds[:6], prompt.uncond.embeds[:6]])
     outputs = []
     for engine in (pipe.engines.target, on_cpu.engines.target):

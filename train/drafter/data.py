@@ -25,6 +25,7 @@ from ...runtime.decode import decode
 from ...runtime.drafting import Commit, Drafter
 from ...runtime.likelihood import sequence_states
 from ...runtime.state import Prompt
+from ...runtime_inputs import compute_prefixes, load_model
 from .shards import Pictures, Shard, read_source, shard_path, write_shard
 
 SHARD = 64  # pictures
@@ -90,7 +91,7 @@ def hidden_states(pipeline: Pipeline, prompts: Sequence[Prompt], codes: Codes) -
     Returns:
         Per picture the conditional and the unconditional row, each float32 `[prefix + cells - 1, width]`.
     """
-    model = pipeline.model(pipeline.engines, [])
+    model = load_model(pipeline.bundle, pipeline.engines, [])
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
     return sequence_states(model, rows, np.repeat(codes[:, :-1].astype(np.int64), 2, 0))
 
@@ -122,12 +123,12 @@ class _Late(Drafter):
 def _draw(pipeline: Pipeline, request: dict[str, Any], progress: Progress) -> tuple[Codes, _Late]:
     checked = pipeline.check(**request, method=_METHOD)
     settings, images = checked.settings, checked.images
-    model = pipeline.model(pipeline.engines, [settings.method])
+    model = load_model(pipeline.bundle, pipeline.engines, [settings.method])
     late = _Late(len(images), model.codes, pipeline.bundle.manifest.target.hidden_size)
     codes = np.zeros((len(images), model.codes), np.int32)
     filled = [0] * len(images)
     max_images = compute_max_images(pipeline.bundle.manifest, settings, pipeline.engines.max_rows)
-    prompts, seeds = pipeline.prefixes(pipeline.engines, images), [image.seed for image in images]
+    prompts, seeds = compute_prefixes(pipeline.bundle, pipeline.engines, images), [image.seed for image in images]
     steps = decode(model, prompts, seeds, settings.sampling, settings.method, max_images=max_images, listener=late)
     for step in steps:
         for part in step.parts:
@@ -142,9 +143,9 @@ def _with_states(
     pipeline: Pipeline, request: dict[str, Any], labels: list[Any], codes: Codes, late: _Late, progress: Progress
 ) -> Pictures:
     images = pipeline.check(**request, method="ar").images
-    prompts = list(pipeline.prefixes(pipeline.engines, images))
+    prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, images))
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
-    layout = pipeline.model(pipeline.engines, []).layout
+    layout = load_model(pipeline.bundle, pipeline.engines, []).layout
     lengths = np.array([len(row.embeds) for row in rows], np.int32)
     prefix = int(lengths.max())
     tokens = _stack([row.drafter_tokens(layout).astype(np.int32) for row in rows], prefix - 1)

@@ -1,0 +1,90 @@
+"""Inputs of the runtime: the model, and the prefix rows of every image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .bundle.files import Bundle
+from .errors import BundleError
+from .methods import Drafted, MethodConfig, Relaxed, Sjd
+from .prompts import ImageRequest
+from .runtime.state import DrafterLayout, Model, PrefixRow, Prompt
+
+if TYPE_CHECKING:
+    from .engines.loader import Engines
+
+
+def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
+    """Compute the prefix rows of a request's images, once per prompt.
+
+    Args:
+        bundle: open bundle.
+        engines: loaded graphs of the bundle.
+        images: images of one request, in the order of the prompts.
+
+    Yields:
+        The prefix of each image: a conditional and an unconditional row.
+
+    Raises:
+        BundleError: the condition graph gave another shape than the bundle says, or NaN.
+    """
+    negative = images[0].negative
+    negative_row = None if negative is None else engines.condition(negative.inputs)[0]
+    edit = images[0].edit
+    preserved = None if edit is None else edit.encode(engines.vq_encoder)
+    for _, group in groupby(images, lambda image: id(image.inputs)):
+        image, *others = group
+        cond, uncond = engines.condition(image.inputs)
+        uncond = uncond if negative_row is None else negative_row
+        if [(1, len(real)) for real in image.real] != [cond.shape[:2], uncond.shape[:2]]:
+            problem = f"gave {cond.shape[:2]} and {uncond.shape[:2]} rows and tokens of a prompt"
+            raise BundleError(problem, field=str(bundle.path("condition")), remedy="export the bundle again")
+        if not (np.isfinite(cond).all() and np.isfinite(uncond).all()):
+            problem = "gave NaN or infinity, its weights are damaged"
+            raise BundleError(problem, field=str(bundle.path("condition")), remedy="export the bundle again")
+        rows = zip((cond[0], uncond[0]), image.real, image.tokens or (None, None), strict=True)
+        first, second = (PrefixRow(*row) for row in rows)
+        yield from [Prompt(first, second, preserved)] * (1 + len(others))
+
+
+def load_model(
+    bundle: Bundle, engines: Engines, methods: Sequence[MethodConfig] | None = None, size: str | None = None
+) -> Model:
+    """Load the graphs and tables that the runtime needs to generate images.
+
+    Args:
+        bundle: open bundle.
+        engines: loaded graphs of the bundle.
+        methods: methods that will run; graphs and tables that none of them reads stay unloaded. None: any method
+            may run.
+        size: name of the image size; None: the bundle's default.
+    """
+    manifest = bundle.manifest
+    names = {field.name for field in fields(DrafterLayout)}
+    layout = manifest.drafter.model_dump(include=names) if manifest.drafter else {}
+    grid = manifest.size(size)
+    if methods is None:
+        uses_drafter = uses_heads = True
+        uses_neighbors = manifest.neighbors > 0
+    else:
+        uses_drafter = any(isinstance(method, Drafted) and not method.uses_draft_heads for method in methods)
+        uses_heads = any(isinstance(method, Sjd | Drafted) for method in methods)
+        uses_neighbors = any(isinstance(method, Relaxed) and method.neighbors for method in methods)
+    return Model(
+        engines.target,
+        engines.drafter if uses_drafter else None,
+        grid.codes,
+        manifest.target.max_positions,
+        DrafterLayout(**layout),
+        grid.columns,
+        bundle.neighbors if uses_neighbors else None,
+        engines.rounding,
+        engines.max_nodes,
+        manifest.row_end,
+        bundle.heads if uses_heads else None,
+    )
