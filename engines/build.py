@@ -10,7 +10,7 @@ from ..bundle.files import Bundle
 from ..errors import EngineError
 from ..output.files import atomic_folder, check_new_folder
 from .contracts import Progress
-from .engine_folder import ENGINE_FILE, FORMAT_VERSION, KIND, BuiltGraph, EngineManifest, file_blake2b
+from .engine_folder import ENGINE_FILE, FORMAT_VERSION, BuiltGraph, EngineManifest, file_blake2b
 from .gpu import find_gpu
 from .precisions import check_products
 from .profiles import RTX, BuildOptions, profiles
@@ -55,8 +55,8 @@ def build_engines(
     for name in options.compute_capabilities:
         command += ["--compute-capability", name]
     version = "none" if dry_run else str(import_library(backend).__version__)
-    check_new_folder(output, force, ENGINE_FILE, KIND)
-    with atomic_folder(output, force, ENGINE_FILE, KIND) as folder:
+    check_new_folder(output, force, ENGINE_FILE)
+    with atomic_folder(output, force, ENGINE_FILE) as folder:
         graphs, lines = dict[str, BuiltGraph](), list[str]()
         for role in (role for role in ROLES if role in bundle.manifest.files):
             start, shapes = time.perf_counter(), profiles(bundle.manifest, role, options)

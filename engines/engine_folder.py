@@ -24,7 +24,7 @@ from ..inputs import error_fields, format_error, format_value, read_plain_file, 
 from ..methods import FrozenModel
 from .profiles import BACKENDS, Profile
 
-ENGINE_FILE, KIND = "engine.json", "engine folder"
+ENGINE_FILE = "engine.json"
 FORMAT_VERSION = "5.0"
 _LIMIT = 1 << 20  # bytes of engine.json; it has a few thousand
 _AGAIN = "build the engines again"

@@ -83,7 +83,7 @@ def export_model(
             expected=f"{needed / 1e9:.2f} GB, which the bundle takes",
             remedy="free some, choose another place, or a smaller precision",
         )
-    with atomic_folder(output, force, _MANIFEST, "bundle") as folder:
+    with atomic_folder(output, force, _MANIFEST) as folder:
         paths = {"neighbors": folder / "neighbors.npz"}
         table = neighbour_table(model.codebook, model.neighbors, partial(progress, "sorting neighbours"))
         np.savez(paths["neighbors"], indices=table)
@@ -149,7 +149,7 @@ def export_model(
 
 def check_output(output: Path, force: bool) -> None:
     """Raises: OutputError: the folder is there already, or `force` would replace what is no bundle."""
-    check_new_folder(output, force, _MANIFEST, "bundle")
+    check_new_folder(output, force, _MANIFEST)
 
 
 def _hashed(what: str, paths: Iterable[Path], progress: Progress) -> Callable[[int], None]:

@@ -46,7 +46,7 @@ lantern-rt eval scenes --method sjd:lambda=2 --method lantern++:lambda=3:tree=ch
 lantern-rt eval bundles/t2i --prompts captions.txt --features inception/model.onnx --agreement clip/model.onnx
 lantern-rt eval bundles/t2i --prompts captions.txt --agreement clip/model.onnx --write-presets
 """
-_RESULT, _KIND = "eval.json", "folder of an evaluation"
+_RESULT = "eval.json"
 
 
 def evaluate(
@@ -106,7 +106,7 @@ def evaluate(
     if write_presets:
         check_editable(opened)
     output = output or _free_folder(f"eval-{slug(manifest.name)}")
-    check_new_folder(output, False, _RESULT, _KIND)
+    check_new_folder(output, False, _RESULT)
     labels = method or ([] if quality else candidate_methods(manifest))
     methods = parse_methods(labels, {"temperature": temperature}, opened, quality or ())
     drawn = read_bundle_prompts(opened, prompts, count)
@@ -136,7 +136,7 @@ def evaluate(
         )
     facts = _facts(pipeline)
     facts["reference"] = "ar, other seeds" if real is None else f"{reference}, {len(real)} images"
-    with atomic_folder(output, False, _RESULT, _KIND) as folder:
+    with atomic_folder(output, False, _RESULT) as folder:
         (folder / _RESULT).write_text(dumps({**facts, **report}, indent=1, allow_nan=False) + "\n", "utf-8")
         page = html_report(report, pictures, facts, f"{manifest.name}: decoding methods compared")
         (folder / "report.html").write_text(page, "utf-8")

@@ -1,1 +1,1 @@
-"""What leaves the program: files, folders, pictures, traces and charts."""
+"""Output: files, folders, images, recipes, traces and tables."""

@@ -1,7 +1,7 @@
-"""Writing files and folders: checks before the work, then all or nothing.
+"""Output files and folders: checks before the work, then all-or-nothing writes.
 
-What is written grows under a hidden name beside its goal and is then moved into place, so that no reader ever sees half
-of it. A folder of a kind is known by one file in it (`bundle.json`, `engine.json`); no other folder is ever replaced.
+Data is written under a hidden name beside the output path and then moved into place, so that readers never see partial
+data. A marker file (`bundle.json`, `engine.json`) identifies the kind of a folder; no other folder is ever replaced.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from ..inputs import format_error
 
 try:
     import fcntl
-except ImportError:  # on Windows, what a killed program left stays
+except ImportError:  # On Windows, files of killed programs are not removed.
     fcntl = None  # type: ignore[assignment]
 
 _OTHER_NAME = "give another name, or --force to replace it"
 
 
 def cache_folder() -> Path:
-    """Return the folder of this user's compiled kernels; `LANTERN_RT_CACHE` overrules the system's custom.
+    """Return this user's folder for compiled kernels: `LANTERN_RT_CACHE`, or the system's default.
 
-    Raises: OutputError: the user has no home folder.
+    Raises:
+        OutputError: the user has no home folder.
     """
-    if own := os.environ.get("LANTERN_RT_CACHE"):
-        return Path(own)
-    home = Path(os.path.expanduser("~"))  # stays `~` for a user without a home folder
+    if folder := os.environ.get("LANTERN_RT_CACHE"):
+        return Path(folder)
+    home = Path(os.path.expanduser("~"))  # Stays `~` if the user has no home folder.
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -43,65 +44,99 @@ def cache_folder() -> Path:
         base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     if not base.is_absolute():
         remedy = "set LANTERN_RT_CACHE to a folder"
-        raise OutputError(field=str(base), found="no home folder to keep compiled kernels in", remedy=remedy)
+        raise OutputError(field=str(base), found="no home folder for compiled kernels", remedy=remedy)
     return base / "lantern-rt"
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file, and the folders that it is in, so that no reader ever sees half of it. Raises: OSError."""
+    """Create parent folders and write a file atomically.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     partial = path.with_name(f".{path.name[:50]}.{os.getpid()}.{threading.get_ident()}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        partial.unlink(missing_ok=True)  # of a killed program, or a link or pipe that is not written to
+        partial.unlink(missing_ok=True)  # From a killed program, or a link or pipe, which must not be written to.
         with partial.open("xb") as file:
             file.write(data)
         os.replace(partial, path)
-    except BaseException:  # also Ctrl-C
+    except BaseException:  # Includes Ctrl-C.
         with suppress(OSError):
             partial.unlink()
         raise
 
 
 def check_output(path: Path, force: bool) -> None:
-    """Raise OutputError now if `path` could not be written later."""
+    """Raise OutputError if `path` cannot be written as a file."""
     with output_errors(path):
         if path.is_dir():
             raise OutputError(field=str(path), found="a folder", expected="a file name")
-        if os.path.lexists(path) and not force:  # a link to nowhere, too
+        if os.path.lexists(path) and not force:  # Also finds broken links.
             raise OutputError(field=str(path), found="a file", expected="none", remedy=_OTHER_NAME)
         check_parent(path)
 
 
-def check_new_folder(output: Path, force: bool, marker: str, kind: str) -> None:
-    """Refuse a goal that is there already, or that `force` would replace without being of this kind."""
+def check_new_folder(output: Path, force: bool, marker: str) -> None:
+    """Check that a folder can be created, or replaced if `force`.
+
+    Args:
+        output: path of the folder.
+        force: whether an existing folder of this kind may be replaced.
+        marker: name of the file that identifies a folder of this kind.
+
+    Raises:
+        OutputError: the folder exists and may not be replaced, or cannot be created.
+    """
     if not os.path.lexists(output):
         with output_errors(output), tempfile.TemporaryFile(dir=existing_parent(output)):
             return
     if not force:
-        raise OutputError("is there already", field=str(output), remedy=_OTHER_NAME)
+        raise OutputError("already exists", field=str(output), remedy=_OTHER_NAME)
     replaceable = output.is_dir() and not output.is_symlink()
     if not replaceable or (any(output.iterdir()) and not (output / marker).is_file()):
-        problem = f"is no {kind}, so --force does not replace it"
+        problem = f"has no {marker}, so --force does not replace it"
         raise OutputError(problem, field=str(output), remedy="give another name")
 
 
 def write_output(path: Path, data: bytes, force: bool) -> None:
-    """Write a whole file or nothing; creates the file's folder. Raises: OutputError."""
+    """Create the file's folder and write the file, or leave everything unchanged.
+
+    Args:
+        path: the output file.
+        data: its content.
+        force: whether an existing file may be replaced.
+
+    Raises:
+        OutputError: the file exists or cannot be written.
+    """
     with output_errors(path), _with_parents(path):
         if not force and os.path.lexists(path):
-            raise OutputError("a file appeared meanwhile", field=str(path), remedy=_OTHER_NAME)
+            raise OutputError("was created by another program meanwhile", field=str(path), remedy=_OTHER_NAME)
         replace_file(path, data)
 
 
 @contextmanager
-def atomic_folder(output: Path, force: bool, marker: str, kind: str) -> Iterator[Path]:
-    """A new folder that becomes `output` when the block ends well, and vanishes otherwise; so do folders around it."""
+def atomic_folder(output: Path, force: bool, marker: str) -> Iterator[Path]:
+    """Create a folder that is renamed to `output` on success, and removed with new parent folders on failure.
+
+    Args:
+        output: path of the folder.
+        force: whether an existing folder of this kind may be replaced.
+        marker: name of the file that identifies a folder of this kind.
+
+    Yields:
+        The hidden folder to write to.
+
+    Raises:
+        OutputError: the folder cannot be written or replaced.
+    """
     output = output.resolve()
     with output_errors(output, (OSError,)), _with_parents(output), _hidden_folder(output) as work:
         folder, old = work / "new", work / "old"
         folder.mkdir()
         yield folder
-        check_new_folder(output, force, marker, kind)  # it may have appeared meanwhile
+        check_new_folder(output, force, marker)  # Another program may have created it.
         if output.is_dir():
             output.rename(old)
         try:
@@ -112,43 +147,47 @@ def atomic_folder(output: Path, force: bool, marker: str, kind: str) -> Iterator
             raise
 
 
-def existing_parent(goal: Path) -> Path:
-    """The nearest folder around `goal` that is there."""
-    return next(folder for folder in goal.resolve().parents if folder.exists())
+def existing_parent(path: Path) -> Path:
+    """Return the innermost existing folder that contains `path`."""
+    return next(folder for folder in path.resolve().parents if folder.exists())
 
 
 @contextmanager
-def _with_parents(goal: Path) -> Iterator[None]:
-    new = [folder for folder in goal.parents if not folder.exists()]  # from the inside out
-    goal.parent.mkdir(parents=True, exist_ok=True)
+def _with_parents(path: Path) -> Iterator[None]:
+    new = [folder for folder in path.parents if not folder.exists()]  # Innermost first.
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield
     finally:
-        for folder in () if goal.exists() else new:
-            with suppress(OSError):  # something else is in it now
+        for folder in () if path.exists() else new:
+            with suppress(OSError):  # Another program has written to the folder.
                 folder.rmdir()
 
 
 @contextmanager
-def _hidden_folder(goal: Path) -> Iterator[Path]:
-    """Beside `goal`, on the same disk; gone when the block ends, and at the next try if the program was killed."""
-    name = f".{goal.name[:100]}."
-    for left in goal.parent.glob(f"{glob.escape(name)}*.partial"):
-        with suppress(OSError), _claimed(left) as ours:
-            if ours:
-                shutil.rmtree(left, ignore_errors=True)
+def _hidden_folder(path: Path) -> Iterator[Path]:
+    """Create a temporary folder beside `path`, on the same disk, after removing the folders of killed programs."""
+    name = f".{path.name[:100]}."
+    for abandoned in path.parent.glob(f"{glob.escape(name)}*.partial"):
+        with suppress(OSError), _lock(abandoned) as locked:
+            if locked:
+                shutil.rmtree(abandoned, ignore_errors=True)
     with (
-        tempfile.TemporaryDirectory(".partial", name, goal.parent, ignore_cleanup_errors=True) as work,
-        _claimed(Path(work)),
+        tempfile.TemporaryDirectory(".partial", name, path.parent, ignore_cleanup_errors=True) as work,
+        _lock(Path(work)),
     ):
         yield Path(work)
 
 
 @contextmanager
-def _claimed(folder: Path) -> Iterator[bool]:
-    """Whether this user made `folder` and no program works in it, nor can claim it meanwhile.
+def _lock(folder: Path) -> Iterator[bool]:
+    """Try to lock a folder; the system releases the lock when a program ends.
 
-    A killed program claims nothing. Raises: OSError: it is no folder, or cannot be opened.
+    Yields:
+        Whether this user owns the folder and the lock was acquired.
+
+    Raises:
+        OSError: the path is not a folder, or cannot be opened.
     """
     if fcntl is None:
         yield False
@@ -157,26 +196,31 @@ def _claimed(folder: Path) -> Iterator[bool]:
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = os.fstat(handle).st_uid == os.geteuid()
-        except OSError:  # another program's, or a disk without locks
-            ours = False
-        yield ours
+            locked = os.fstat(handle).st_uid == os.geteuid()
+        except OSError:  # Another program holds the lock, or the disk does not support locks.
+            locked = False
+        yield locked
     finally:
         os.close(handle)
 
 
 def check_parent(path: Path) -> None:
-    """Try to make a file in the folder of `path`: permissions alone do not tell."""
+    """Try to create a file in the folder of `path`, since permissions alone do not show whether that works.
+
+    Raises:
+        OutputError: the folder does not exist.
+        OSError: the folder is not writable.
+    """
     if not path.parent.is_dir():
         found = f"no folder {path.parent}"
-        raise OutputError(field=str(path), found=found, expected="it to exist", remedy="create it first")
+        raise OutputError(field=str(path), found=found, expected="an existing folder", remedy="create it first")
     with tempfile.TemporaryFile(dir=path.parent):
         pass
 
 
 @contextmanager
 def output_errors(path: Path, errors: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
-    """Turn what the system says, such as that a name is too long, into the refusal to write `path`."""
+    """Convert errors of the system, such as a name that is too long, to an OutputError about `path`."""
     try:
         yield
     except errors as error:

@@ -1,4 +1,4 @@
-"""Pixels: from decoder output to pictures, enlarging, and PNG with text chunks."""
+"""Images: conversion from decoder output, enlarging, and PNG files with text chunks."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ from PIL.PngImagePlugin import PngInfo
 
 from ..errors import BundleError
 
-GREY = (128, 128, 128)  # painted where nothing has been decoded yet
+GREY = (128, 128, 128)  # Colour of cells that are not decoded yet.
 
 
 class RecordedImage(Image.Image):
-    """An image whose `info` records how it was made; `save` writes the record into PNG files."""
+    """An image whose `info` records how it was generated; `save` writes the record into PNG files."""
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
-        """As of any image of Pillow; give `pnginfo=None` to write no record."""
+        """Save like Pillow, recording the recipe in PNG; `pnginfo=None` writes no record."""
         super().save(fp, format, **{"pnginfo": _chunks(self.info), **params})
 
 
 def with_record(image: Image.Image, texts: Mapping[Any, str]) -> RecordedImage:
-    """The picture with `texts` as its record."""
-    picture = RecordedImage()
-    picture.__setstate__(image.__getstate__())
-    picture.info = {**texts}
-    return picture
+    """Return a copy of the image with `texts` as its record."""
+    copy = RecordedImage()
+    copy.__setstate__(image.__getstate__())
+    copy.info = {**texts}
+    return copy
 
 
 def to_image(pixels: NDArray[np.float32]) -> Image.Image:
-    """A picture of `pixels [3, height, width]`; -1 is black, 1 is full, what lies outside is clamped."""
+    """Convert `pixels [3, height, width]` from -1 (black) to 1 to an image; other values are clamped.
+
+    Raises:
+        BundleError: a value is not finite.
+    """
     if not np.isfinite(pixels).all():
         remedy = "its weights are damaged, export the bundle again"
         raise BundleError(field="image decoder", found="NaN or infinity", remedy=remedy)
@@ -42,12 +46,12 @@ def to_image(pixels: NDArray[np.float32]) -> Image.Image:
 
 
 def blank_image(width: int, height: int) -> Image.Image:
-    """A picture of which nothing is known."""
+    """Return the grey image that stands for an image without decoded cells."""
     return Image.new("RGB", (width, height), GREY)
 
 
 def grey_out(image: Image.Image, known: NDArray[np.bool_]) -> Image.Image:
-    """Paint over the cells that are not `known [rows, columns]`."""
+    """Return the image with the cells grey that are not `known [rows, columns]`."""
     pixels = np.array(image)
     row, column = (np.arange(size) * cells // size for size, cells in zip(pixels.shape, known.shape, strict=False))
     pixels[~known[row][:, column]] = GREY
@@ -55,14 +59,14 @@ def grey_out(image: Image.Image, known: NDArray[np.bool_]) -> Image.Image:
 
 
 def enlarge(image: Image.Image, scale: int) -> Image.Image:
-    """The picture, `scale` times as wide and high, bicubic."""
+    """Return the image enlarged `scale` times (bicubic)."""
     if scale == 1:
         return image
     return image.resize((image.width * scale, image.height * scale), Image.Resampling.BICUBIC)
 
 
 def png_bytes(image: Image.Image, texts: Mapping[Any, Any]) -> bytes:
-    """A PNG file with one text chunk per entry of `texts` that is text; the same input gives the same bytes."""
+    """Encode a PNG file with a text chunk per string in `texts`; equal input gives equal bytes."""
     buffer = BytesIO()
     image.save(buffer, "PNG", pnginfo=_chunks(texts))
     return buffer.getvalue()
@@ -72,5 +76,5 @@ def _chunks(texts: Mapping[Any, Any]) -> PngInfo:
     info = PngInfo()
     for key, text in texts.items():
         if isinstance(key, str) and isinstance(text, str):
-            info.add_text(key, text)  # Pillow writes iTXt where Latin-1 does not suffice
+            info.add_text(key, text)  # Pillow writes iTXt if Latin-1 does not suffice.
     return info

@@ -1,4 +1,4 @@
-"""Names of the files that images go to."""
+"""Names of the output files of images."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from ..errors import OutputError
 from .files import check_output, check_parent, output_errors
 
-SLUG_LIMIT = 60  # characters
+SLUG_LIMIT = 60  # Maximum number of characters.
 
 
 def slug(text: str) -> str:
-    """Lower-case words joined by hyphens, at most 60 characters, cut between words where possible."""
+    """Return the lower-case words of a text joined by hyphens, at most 60 characters."""
     name = "-".join(re.findall(r"[a-z0-9]+", text.lower()))[: SLUG_LIMIT + 1]
     if len(name) > SLUG_LIMIT:
         name = name.rpartition("-")[0] or name[:SLUG_LIMIT]
@@ -23,52 +23,60 @@ def slug(text: str) -> str:
 
 
 def plan_outputs(
-    output: str | None, stems: Sequence[str], force: bool, drawn: Callable[[int, Path], bool] = lambda i, path: False
+    output: str | None,
+    stems: Sequence[str],
+    force: bool,
+    holds_image: Callable[[int, Path], bool] = lambda i, path: False,
 ) -> list[tuple[Path, bool]]:
-    """The PNG of each image, checked to be writable, and whether it holds the image already.
+    """Choose the PNG file of each image and check that it can be written.
 
     Args:
-        output: a .png file (for one image), or a folder: one that exists, or a new one in a folder that exists. None:
-            the current folder.
-        stems: what files in a folder are called, with -2, -3, ... where another file has that name.
-        force: files that are there do not count.
-        drawn: whether a file that is there holds image i.
+        output: a .png file (for one image), or a folder, which may be new inside an existing folder. None: the current
+            folder.
+        stems: file names in a folder, without suffix; -2, -3, ... are appended if another file has the name.
+        force: whether existing files may be replaced.
+        holds_image: function of i and an existing file that returns whether the file holds image i.
+
+    Returns:
+        For each image the file, and whether it already holds the image.
 
     Raises:
-        OutputError: one cannot be written, or `output` is a file that is there and holds another image.
+        OutputError: a file cannot be written, or `output` is a file that holds another image.
     """
     folder = Path(output or ".")
     with output_errors(folder):
         if output is not None and not folder.is_dir() and not output.endswith(("/", os.sep)):
             if folder.suffix.lower() == ".png":
-                return [_one_file(folder, stems, force, drawn)]
+                return [_plan_file(folder, stems, force, holds_image)]
             if folder.suffix:
                 raise OutputError(field=output, found=f"the ending {folder.suffix}", expected="a .png file or a folder")
         new = not os.path.lexists(folder)
         if new:
             check_parent(folder)
         outputs: list[tuple[Path, bool]] = []
-        taken: set[Path] = set()
+        used: set[Path] = set()
         for i, stem in enumerate(stems):
             for number in count(1):
                 path = folder / f"{stem}{f'-{number}' if number > 1 else ''}.png"
-                if path in taken:
+                if path in used:
                     continue
-                there = os.path.lexists(path) and not force
-                if not there or drawn(i, path):
+                exists = os.path.lexists(path) and not force
+                if not exists or holds_image(i, path):
                     break
-            taken.add(path)
-            outputs.append((path, there))
-    for path, there in outputs:
-        if not new and not there:
+            used.add(path)
+            outputs.append((path, exists))
+    for path, exists in outputs:
+        if not new and not exists:
             check_output(path, force)
     return outputs
 
 
-def _one_file(path: Path, stems: Sequence[str], force: bool, drawn: Callable[[int, Path], bool]) -> tuple[Path, bool]:
+def _plan_file(
+    path: Path, stems: Sequence[str], force: bool, holds_image: Callable[[int, Path], bool]
+) -> tuple[Path, bool]:
     if len(stems) > 1:
         raise OutputError(field=str(path), found=f"one file name for {len(stems)} images", expected="a folder")
-    if path.is_file() and not force and drawn(0, path):
+    if path.is_file() and not force and holds_image(0, path):
         return path, True
     check_output(path, force)
     return path, False

@@ -1,4 +1,4 @@
-"""Tables as text, and in HTML pages that need nothing else."""
+"""Tables as text, and in self-contained HTML pages."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _STYLE = (
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Indented rows, their columns aligned, each on one line that is safe to print."""
+    """Format rows as indented lines with aligned columns, without control characters."""
     rows = [[printable(" ".join(cell.splitlines())) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(["", *map(str.ljust, row, widths)]).rstrip() for row in rows)
 
 
 def html_table(rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
-    """A table of cells that are HTML."""
+    """Return an HTML table; cells and headings are HTML."""
     lines = ["".join(f"<th>{cell}</th>" for cell in header)] if header else []
     lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def html_page(title: str, body: str) -> str:
-    """The page, under a heading."""
+    """Return an HTML page with `title` as heading; `body` is HTML."""
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     return f'<!doctype html><html lang="en">{head}<h1>{escape(title)}</h1>{body}</html>\n'

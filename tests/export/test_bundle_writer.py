@@ -106,7 +106,7 @@ def test_the_same_parts_give_the_same_bytes(tmp_path: Path) -> None:
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     goal = tmp_path / "toy"
     goal.mkdir()
-    with pytest.raises(OutputError, match=r"is there already.*--force"):
+    with pytest.raises(OutputError, match=r"already exists.*--force"):
         export_model(parts(), goal)
     assert list(goal.iterdir()) == []
 
@@ -120,7 +120,7 @@ def test_force_replaces_a_bundle_but_nothing_else(tmp_path: Path) -> None:
     for other in (tmp_path / "letters", tmp_path / "file"):
         other.write_text("dear") if other.name == "file" else other.mkdir()
         (other / "a.txt").write_text("dear") if other.is_dir() else None
-        with pytest.raises(OutputError, match="is no bundle, so --force does not replace it"):
+        with pytest.raises(OutputError, match=r"has no bundle\.json, so --force does not replace it"):
             export_model(parts(), other, force=True)
     assert (tmp_path / "letters/a.txt").read_text() == "dear"
 
@@ -152,7 +152,7 @@ from lantern_rt.cli import main as program
 from lantern_rt.output.files import atomic_folder
 
 def write(arguments):
-    with atomic_folder(Path(*arguments), False, "bundle.json", "bundle"):
+    with atomic_folder(Path(*arguments), False, "bundle.json"):
         print("half-written", flush=True)
         time.sleep(60)
 
@@ -172,7 +172,7 @@ def test_a_terminated_export_leaves_nothing_and_a_killed_one_until_the_next(
         (partial,) = (tmp_path / "bundles").iterdir()
         other = tmp_path / "bundles/.other.x.partial"
         other.mkdir()
-        with atomic_folder(goal, False, "bundle.json", "bundle"):
+        with atomic_folder(goal, False, "bundle.json"):
             assert partial.is_dir()  # that of a program at work
         shutil.rmtree(goal)
         program.send_signal(number)
@@ -249,7 +249,7 @@ def test_an_export_refuses_what_is_there_before_reading_anything(
 ) -> None:
     command = ["export", "--target", str(tmp_path / "absent.pt"), "--vq", str(VQ), "--output", str(tmp_path)]
     assert run_program(command) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_the_manifest_tells_where_a_bundle_came_from(t2i_drafter_bundle: Path, c2i_bundle: Path) -> None:

@@ -196,7 +196,7 @@ def test_a_file_that_appears_while_decoding_is_not_replaced(
 
     monkeypatch.setattr(Pipeline, "decode", slow_decode)
     code, _, err = program("run", words_bundle, "red")
-    assert (code, "appeared meanwhile" in err) == (2, True)
+    assert (code, "created by another program" in err) == (2, True)
     assert (tmp_path / "red-seed0.png").read_text() == "mine"
     assert files(tmp_path) == ["red-seed0.png"]
 

@@ -13,7 +13,7 @@ from lantern_rt.output.names import plan_outputs
 
 
 def write_folder(goal: Path) -> None:
-    with atomic_folder(goal, False, "bundle.json", "bundle") as folder:
+    with atomic_folder(goal, False, "bundle.json") as folder:
         (folder / "bundle.json").touch()
 
 

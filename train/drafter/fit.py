@@ -29,7 +29,7 @@ from ...output.files import check_new_folder, write_output
 from ..muon import Muon
 from ..precision import mixed_precision
 from .batches import Batch, make_batch, shuffled_pictures
-from .folder import KIND, MARKER, save_drafter
+from .folder import MARKER, save_drafter
 from .losses import guided_logits, kl_loss, overlap
 from .model import draft_states, new_drafter
 from .shards import ShardFolder
@@ -94,7 +94,7 @@ class Fit:
     """
 
     def __init__(self, data: Path, target: Target, options: Options, output: Path, device: str = "cpu") -> None:
-        check_new_folder(output, state_path(output).exists(), MARKER, KIND)
+        check_new_folder(output, state_path(output).exists(), MARKER)
         self.data = ShardFolder(data, target.source, len(target.embeddings))
         self.target = target
         self.options = options

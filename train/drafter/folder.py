@@ -15,7 +15,7 @@ from ...export.models.eagle import EagleDrafter
 from ...export.models.llama import LAYER_NAMES
 from ...output.files import atomic_folder
 
-MARKER, KIND = "config.json", "drafter"
+MARKER = "config.json"
 
 
 def save_drafter(drafter: EagleDrafter, output: Path, fields: Mapping[str, Any], force: bool = False) -> None:
@@ -32,7 +32,7 @@ def save_drafter(drafter: EagleDrafter, output: Path, fields: Mapping[str, Any],
     """
     weights = lantern_weights(drafter)
     config = {**lantern_config(drafter.config, drafter.embed.num_embeddings), **fields}
-    with atomic_folder(output, force, MARKER, KIND) as folder:
+    with atomic_folder(output, force, MARKER) as folder:
         (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
         (folder / MARKER).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
 
