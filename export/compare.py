@@ -27,9 +27,10 @@ from ..errors import BundleError
 from ..inputs import format_value, reading
 from ..runtime.engine import Pass
 from .checkpoints.deferred import computed, deferred
+from .graph.graph_file import GraphFile
 from .graph.graphs import HIDDEN, Arrays, Graph
 from .graph.onnx_ops import TWO_INTEGERS
-from .graph.precision import GraphFile, fake_quantize, round_nodes
+from .graph.precision import fake_quantize, round_activations
 from .models.decoder import LayerStack
 from .progress import silent
 
@@ -137,7 +138,7 @@ def converted_weights(
                 undo.callback(hook.remove)
                 continue
             if isinstance(part, nn.Linear) and _has_int8_matmul(f"{prefix}.weight", graph_file):
-                undo.callback(part.register_forward_pre_hook(lambda _, inputs: round_nodes(*inputs)).remove)
+                undo.callback(part.register_forward_pre_hook(lambda _, inputs: round_activations(*inputs)).remove)
             for tensors in (part._parameters, part._buffers):
                 for leaf, value in tensors.items():
                     if value is not None and value.is_floating_point():

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from ..engines.contracts import Progress
 from .checkpoints.deferred import computed
 from .compare import run_module
+from .graph.graph_file import GraphFile
 from .graph.graphs import Graph
-from .graph.precision import GraphFile, quantise
+from .graph.precision import quantise
 from .progress import silent
 
 _PICTURES = 8  # with 32, pictures of `scenes` were no nearer to those of float32

@@ -28,8 +28,9 @@ from ..inputs import format_value, reading
 from .checkpoints.deferred import computed
 from .compare import CaseResult, compare_with_evaluator, compare_with_module, run_module
 from .compare_engines import compare_engines
+from .graph.graph_file import GraphFile
 from .graph.graphs import Graph
-from .graph.precision import GraphFile, Precisions
+from .graph.precision import Precisions
 from .measures import agree, difference, divergence, image_difference, noise
 from .model import Model
 from .neighbours import neighbour_table

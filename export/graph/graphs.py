@@ -27,8 +27,9 @@ from ...runtime.tree import DraftTree
 from ..checkpoints.deferred import permuted
 from ..models.decoder import Decoder, DecoderConfig, LayerStack
 from .decoder_graph import PastFirstWriter
+from .graph_file import GraphFile
 from .onnx_ops import IR_VERSION, OPSET, Ops, Value
-from .precision import Compute, GraphFile, Rule, plan_storage
+from .precision import Compute, Rule, choose_storages
 
 HIDDEN = -1e9
 HALF_TOLERANCE = 2e-2  # of a tensor's largest value, for graphs that compute in float16; see docs/exporting.md
@@ -74,7 +75,7 @@ def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
     """Describe a graph's files without writing them; no weight is read for it."""
     if graph.write is None:
         model, weights = _trace(graph)
-        storages = plan_storage(weights, set(weights), set(), rule)
+        storages = choose_storages(weights, set(weights), set(), rule)
         if graph.compute == "float16":
             _narrow(model)
             storages, rule = dict.fromkeys(storages, "float16"), "fp16"
@@ -85,7 +86,7 @@ def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
     names = graph.module.state_dict().keys()
     own = names | {name.partition(".")[2] for name in names}  # the module may wrap what the graph is written from
     matrices = {name for name in ops.matrices if ops.int8_matmul or not name.startswith("head.")}
-    storages = plan_storage(ops.weights, own, matrices, rule, graph.compute)
+    storages = choose_storages(ops.weights, own, matrices, rule, graph.compute)
     if ops.half:
         narrow = {name for name, kind in storages.items() if kind == "float32"} - ops.wide
         storages |= dict.fromkeys(narrow, "float16")

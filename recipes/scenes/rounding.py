@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lantern_rt.export.graph.precision import quantise, round_nodes
+from lantern_rt.export.graph.precision import quantise, round_activations
 from lantern_rt.export.models.decoder import Decoder
 
 from .data import draw_scenes
@@ -50,10 +50,10 @@ def round_target(decoder: Decoder, target: ScenesTarget, code_embeddings: Tensor
         round_layer(attention.qkv, normed)
         query, key, value = (heads.transpose(1, 2) for heads in attention.project(normed, rope))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + round_layer(attention.out, round_nodes(mixed))
-        normed = round_nodes(layer.ffn_norm(x))
+        x = x + round_layer(attention.out, round_activations(mixed))
+        normed = round_activations(layer.ffn_norm(x))
         x = x + round_layer(ffn.down, F.silu(round_layer(ffn.gate, normed)) * round_layer(ffn.up, normed))
-    round_layer(rounded.head, round_nodes(rounded.norm(x)))
+    round_layer(rounded.head, round_activations(rounded.norm(x)))
     return rounded
 
 

@@ -20,7 +20,7 @@ from lantern_rt.engines.ort.session import load_session
 from lantern_rt.errors import ParityError
 from lantern_rt.export.compare import run_module
 from lantern_rt.export.graph.graphs import Graph, plan_graph
-from lantern_rt.export.graph.precision import quantise, round_nodes
+from lantern_rt.export.graph.precision import quantise, round_activations
 from lantern_rt.export.measures import noise
 from lantern_rt.export.verify import check_parity
 
@@ -158,5 +158,5 @@ def test_every_output_of_a_matrix_has_a_scale_of_its_own(monkeypatch: pytest.Mon
 
 def test_nodes_are_rounded_to_127_steps_on_either_side() -> None:
     x = torch.tensor([[-2.0, 1.0, 0.004], [0.0, 0.0, 0.0], [1e-30, 0.0, -1e-30]])
-    found = round_nodes(x)
+    found = round_activations(x)
     np.testing.assert_allclose(found, [[-2, 64 * 2 / 127, 0], [0, 0, 0], [1e-30, 0, -1e-30]], rtol=1e-6)

@@ -182,16 +182,16 @@ def test_verify_measures_what_float16_does(t2i_half_bundle: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"compute": "half"}, "--compute: found 'half', expected float32, float16 or bfloat16"),
+        ({"compute": "half"}, "compute: found 'half', expected float32, float16 or bfloat16"),
         (
             {"target": "int8", "compute": "float16"},
-            "--precision: found int8, expected fp16, int8-weights, int4-weights with --compute float16",
+            "precision: found int8 with compute float16, expected fp16, int8-weights, int4-weights",
         ),
         (
             {"drafter": "fp32", "compute": "bfloat16"},
-            "--drafter-precision: found fp32, expected bf16, int8-weights, int4-weights with --compute bfloat16",
+            "drafter_precision: found fp32 with compute bfloat16, expected bf16, int8-weights, int4-weights",
         ),
-        ({"target": "bf16"}, "--precision: found bf16, expected --compute bfloat16"),
+        ({"target": "bf16"}, "precision: found bf16 with compute float32, expected compute bfloat16"),
     ],
 )
 def test_what_float16_does_not_go_with_is_refused(arguments: dict[str, str], message: str) -> None:

@@ -20,12 +20,12 @@ from lantern_rt.export.graph.graphs import in_half, plan_graph
 from lantern_rt.export.graph.precision import (
     Storage,
     block_size,
+    choose_storage,
     fake_quantize,
     iter_chunks,
     quantise,
     read_precisions,
-    resolve_dtype,
-    storage,
+    resolve_storage,
 )
 from lantern_rt.export.verify import check_parity
 
@@ -77,11 +77,11 @@ def test_rounding_a_chunk_at_a_time_is_rounding_at_once_and_leaves_the_weight_al
 
 def test_only_matrices_of_layers_become_integers() -> None:
     matrix = torch.zeros(64, 8)
-    assert storage(matrix, True, "int8-weights") == "int8"
-    assert storage(matrix[:40], True, "int8-weights") == "float16"  # no block divides 40
-    assert storage(matrix, False, "int4-weights") == "float16"
-    assert storage(matrix[0], False, "int4-weights") == "float32"
-    assert storage(matrix, True, "fp32") == "float32"
+    assert choose_storage(matrix, True, "int8-weights") == "int8"
+    assert choose_storage(matrix[:40], True, "int8-weights") == "float16"  # no block divides 40
+    assert choose_storage(matrix, False, "int4-weights") == "float16"
+    assert choose_storage(matrix[0], False, "int4-weights") == "float32"
+    assert choose_storage(matrix, True, "fp32") == "float32"
 
 
 def test_only_weights_of_the_checkpoint_are_fake_quantize() -> None:
@@ -94,23 +94,23 @@ def test_only_weights_of_the_checkpoint_are_fake_quantize() -> None:
 
 @pytest.mark.parametrize("weight", [torch.full((2, 2), 1e5), torch.full((2, 2), 1e-8)])
 def test_what_float16_does_not_hold_stays_float32_or_is_refused(weight: torch.Tensor) -> None:
-    assert resolve_dtype("w", weight, "float16", "bf16-safe") == "float32"
-    assert resolve_dtype("w", weight, "float16", "int8-weights") == "float32"
-    assert resolve_dtype("w", torch.randn(9, 9), "float16", "fp16") == "float16"
-    assert resolve_dtype("w", torch.zeros(2, 2), "float16", "fp16") == "float16"
+    assert resolve_storage("w", weight, "float16", "bf16-safe") == "float32"
+    assert resolve_storage("w", weight, "float16", "int8-weights") == "float32"
+    assert resolve_storage("w", torch.randn(9, 9), "float16", "fp16") == "float16"
+    assert resolve_storage("w", torch.zeros(2, 2), "float16", "fp16") == "float16"
     with pytest.raises(
         CheckpointError,
         match=r"^w: found numbers up to .*, expected numbers that float16 holds; export with precision bf16-safe",
     ):
-        resolve_dtype("w", weight, "float16", "fp16")
+        resolve_storage("w", weight, "float16", "fp16")
 
 
 def test_an_unknown_precision_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        RequestError, match="--precision: found 'int4', expected one of fp32, fp16, bf16-safe, bf16, int8-"
+        RequestError, match=r"^precision: found 'int4', expected one of fp32, fp16, bf16-safe, bf16, int8-"
     ):
         read_precisions("int4")
-    with pytest.raises(RequestError, match="--drafter-precision: found 'half'"):
+    with pytest.raises(RequestError, match=r"^drafter_precision: found 'half'"):
         read_precisions("fp32", "half")
     chosen = read_precisions("int8-weights", "int4-weights")
     assert [chosen.of(role) for role in ("target", "drafter", "condition", "vq_decoder")] == [
@@ -133,7 +133,7 @@ def test_auto_multiplies_integers_where_the_processor_has_instructions_for_it(
     assert read_precisions("auto").target == expected
     assert read_precisions("auto").of("drafter") == expected
     assert read_precisions("auto", compute="float16").target == "fp16"
-    with pytest.raises(RequestError, match=r"--drafter-precision: found 'auto', expected one of fp32, .*, int8$"):
+    with pytest.raises(RequestError, match=r"^drafter_precision: found 'auto', expected one of fp32, .*, int8$"):
         read_precisions(None, "auto")
 
 
@@ -162,7 +162,7 @@ def test_a_graph_computes_with_the_rounded_weights(tmp_path: Path, rule: Precisi
     assert (TensorProto.INT8 in types, TensorProto.INT4 in types) == ("int8" in rule, rule == "int4-weights")
     assert model.opset_import[0].version == (21 if "int" in rule else 20)
     onnx.checker.check_model(model)
-    sizes = sum(part.bytes for name in plan.weights for part in plan.parts(name))
+    sizes = sum(part.bytes for name in plan.weights for part in plan.initializers(name))
     assert sizes == expected
 
 
