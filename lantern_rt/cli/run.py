@@ -316,5 +316,5 @@ def _write_trace(trace: Path, picture: Path, record: Trace, force: bool) -> None
     from ..output.images import png_bytes
 
     write_output(trace, record.npz_bytes(), force)
-    write_output(picture, png_bytes(record.picture(), {}), force)
+    write_output(picture, png_bytes(record.render(), {}), force)
     print_stderr(f"trace: {trace} and {picture}")

@@ -133,7 +133,8 @@ def atomic_folder(output: Path, force: bool, marker: str) -> Iterator[Path]:
     """
     output = output.resolve()
     with output_errors(output, (OSError,)), _with_parents(output), _hidden_folder(output) as work:
-        folder, old = work / "new", work / "old"
+        folder = work / "new"
+        old = work / "old"
         folder.mkdir()
         yield folder
         check_new_folder(output, force, marker)  # Another program may have created it.

@@ -1,4 +1,4 @@
-"""What a PNG records of its making, read again: as hostile as any file, so limits come first and pixels stay packed."""
+"""Recipes: records of generation in PNG files. Files may be hostile: sizes are limited, and pixels are not decoded."""
 
 from __future__ import annotations
 
@@ -14,18 +14,28 @@ from ..errors import RequestError
 from ..inputs import error_fields, format_error, format_value, open_plain_file
 from ..methods import FrozenModel, MethodName
 
-TEXTS_LIMIT = 1 << 16  # bytes of all text chunks that are read
-CHUNKS_LIMIT = 1 << 17  # of a file, most of them pixels
-TEXT_LIMIT = 1 << 14  # characters of a text, unpacked
-PIXELS_LIMIT = 1 << 28  # 1,024 x 1,024, enlarged 16 times
+TEXTS_LIMIT = 1 << 16  # Maximum size of all relevant text chunks in bytes.
+CHUNKS_LIMIT = 1 << 17  # Maximum number of chunks; most of them contain pixels.
+TEXT_LIMIT = 1 << 14  # Maximum number of characters of a decompressed text.
+PIXELS_LIMIT = 1 << 28  # For example 1,024 x 1,024, enlarged 16 times.
 CURE = "give a PNG that `lantern-rt run` wrote"
 
 
 class Recipe(FrozenModel, strict=True):
-    """What draws a picture again: a field for each text chunk that its PNG must have, and its prompt or class id.
+    """The record of how an image was generated, with a field per text chunk of its PNG file.
 
-    embedding: hash of what it was drawn of, if of neither. edit: of the picture that was changed, and of its mask.
-    settings: by the names that users give, as in `Settings.as_dict`. What a bundle makes of them is not checked here.
+    Args:
+        prompt: prompt, if the image was generated from text.
+        negative_prompt: negative prompt, None without.
+        class_id: class id, if the image was generated from a class.
+        embedding: hash of the text embeddings, if the image was generated from embeddings.
+        edit: hash of the source image and its mask, if the image was edited.
+        seed: seed of the image.
+        method: name of the method.
+        noise: version of the noise function.
+        settings: settings as in `Settings.as_dict`; whether a bundle supports them is not checked.
+        bundle: name of the bundle.
+        bundle_digest: hash of the bundle.
     """
 
     prompt: str | None = None
@@ -45,17 +55,22 @@ class Recipe(FrozenModel, strict=True):
         method = self.settings.get("method")
         if method != self.method:
             raise ValueError(
-                f"settings.method: found {format_value(method)}, expected {self.method} as text chunk method"
+                f"settings.method: found {format_value(method)}, expected {self.method}, as in text chunk method"
             )
         return self
 
 
 def read_recipe(path: Path) -> Recipe:
-    """The recipe in a PNG. Raises: RequestError: it is no PNG, is too large, or records no recipe."""
+    """Read the recipe in a PNG file.
+
+    Raises:
+        RequestError: the file is not a PNG, is too large, or contains no recipe.
+    """
     texts = {name: text for name, text in _read_texts(path).items() if name in Recipe.model_fields}
     for name, text in texts.items():
         if len(text) > TEXT_LIMIT:
-            found, expected = f"{len(text):,} characters", f"at most {TEXT_LIMIT:,}"
+            found = f"{len(text):,} characters"
+            expected = f"at most {TEXT_LIMIT:,}"
             raise RequestError(field=f"{path}: text chunk {name}", found=found, expected=expected, remedy=CURE)
     try:
         return Recipe.model_validate_strings(texts)
@@ -67,11 +82,11 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _read_texts(path: Path) -> dict[str, str]:
-    """Return the texts of a PNG that a recipe has. Pillow limits what it unpacks of them to 64 MiB."""
+    """Return the text chunks of a recipe. Pillow limits their decompressed size to 64 MiB."""
     try:
         with open_plain_file(path) as file:
             image = PngImageFile(BytesIO(_without_pixels(file)))
-    except Exception as error:  # of whatever kind: Pillow parses the file
+    except Exception as error:  # Pillow may raise any exception for a damaged file.
         problem = f"cannot be read as a PNG with at most {TEXTS_LIMIT:,} bytes of texts ({format_error(error)})"
         raise RequestError(problem, field=str(path), remedy=CURE) from error
     if image.width * image.height > PIXELS_LIMIT:
@@ -81,16 +96,16 @@ def _read_texts(path: Path) -> dict[str, str]:
 
 
 def _without_pixels(file: BinaryIO) -> bytes:
-    """Return the header of a PNG and its chunks with a recipe's texts, which some programs write behind the pixels."""
-    kept = file.read(33)  # signature and header
-    for head in islice(iter(lambda: file.read(88), b""), CHUNKS_LIMIT):  # length, kind, and the name of a text
+    """Return the header and recipe chunks of a PNG. Some programs write text chunks after the pixels."""
+    data = file.read(33)  # Signature and header.
+    for head in islice(iter(lambda: file.read(88), b""), CHUNKS_LIMIT):  # Length, type, and name of a text.
         file.seek(-len(head), SEEK_CUR)
         size = 12 + int.from_bytes(head[:4])
         name = head[8:].partition(b"\0")[0].decode("latin-1")
         if head[4:8] in (b"tEXt", b"zTXt", b"iTXt") and name in Recipe.model_fields:
-            kept += file.read(min(size, TEXTS_LIMIT))
+            data += file.read(min(size, TEXTS_LIMIT))
         else:
             file.seek(size, SEEK_CUR)
-        if len(kept) > TEXTS_LIMIT:
-            raise ValueError("more than that")
-    return kept + b"\0\0\0\0IEND\xaeB`\x82"
+        if len(data) > TEXTS_LIMIT:
+            raise ValueError("the texts are larger")
+    return data + b"\0\0\0\0IEND\xaeB`\x82"

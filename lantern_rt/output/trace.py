@@ -1,23 +1,23 @@
-"""A record of how images were decoded: every draft tree, what was accepted of it, and a picture of it all.
+"""Traces of decoding: every draft tree, the accepted path in it, and an image that summarizes them.
 
-`Trace` collects the steps of a decode; `npz_bytes` holds everything, `picture` shows the code grid, each
-cell coloured by how many drafted codes were accepted in the pass that committed it.
+`Trace` collects the steps of decoding. `npz_bytes` returns all data; `render` shows the grid, where the colour of each
+cell is the number of draft tokens that were accepted by the pass that committed the cell.
 
-The .npz file, where a *part* is what one step did to one image, in order of time, and ragged lists are
-flattened: entry i of a list is `values[offsets[i] : offsets[i + 1]]`.
+In the .npz file a *part* is the effect of one step on one image, in order of time. Lists of different lengths are
+concatenated: entry i of a list is `values[offsets[i] : offsets[i + 1]]`.
 
     format             int64 []            1
-    grid               int64 [2]           rows and columns of the code grid
+    grid               int64 [2]           rows and columns of the grid
     codes              int64 [images, rows * columns]; -1 where decoding was cancelled
-    part_step          int64 [parts]       which step; 0 is the prefill
-    part_image         int64 [parts]       which image
-    part_committed     int64 [parts]       codes that the image got of it
-    part_bonus         int64 [parts]       the code drawn after the accepted path; -1 if there is none
+    part_step          int64 [parts]       number of the step; 0 is the prefill
+    part_image         int64 [parts]       number of the image
+    part_committed     int64 [parts]       number of tokens committed to the image
+    part_bonus         int64 [parts]       token sampled after the accepted path; -1 if there is none
     tree_offsets       int64 [parts + 1]   empty trees: the prefill, and every step of method ar
-    tree_tokens        int64 [nodes]       code of each node; the root is the last code committed before
+    tree_tokens        int64 [nodes]       token of each node; the root is the last token committed before
     tree_parents       int64 [nodes]       parent of each node within its tree, -1 for the root
     path_offsets       int64 [parts + 1]
-    path_nodes         int64 [accepted]    accepted nodes within the tree, from the root (0) on
+    path_nodes         int64 [accepted]    accepted nodes within the tree, starting with the root (0)
 """
 
 from __future__ import annotations
@@ -37,14 +37,25 @@ Ints = NDArray[np.int64]
 
 FORMAT = 1
 _EMPTY = np.zeros(0, np.int64)
-_CELL = 16  # pixels
-_ACROSS, _LEGEND_WIDTH = 8, 24  # images in a row, least width of the picture in cells
-_ANCHORS = np.array([(38, 34, 98), (33, 105, 150), (40, 165, 130), (150, 205, 70), (250, 225, 60)])  # none .. most
-_MISSING, _PAPER = (220, 220, 220), (255, 255, 255)
+_CELL = 16  # Width and height of a cell in pixels.
+_GRIDS_PER_ROW = 8
+_MIN_WIDTH = 24  # Minimum width of the rendered image in cells, for the legend.
+_COLOURS = np.array([(38, 34, 98), (33, 105, 150), (40, 165, 130), (150, 205, 70), (250, 225, 60)])  # min .. max
+_MISSING = (220, 220, 220)
+_PAPER = (255, 255, 255)
 
 
 class TraceStep(NamedTuple):
-    """What one step did to one image. tree_tokens, tree_parents and path are empty where nothing was drafted."""
+    """Effect of one step on one image. `tree_tokens`, `tree_parents` and `path` are empty if nothing was drafted.
+
+    Args:
+        step: number of the step.
+        image: number of the image.
+        codes: committed tokens.
+        tree_tokens: token of each node of the draft tree.
+        tree_parents: parent of each node, -1 for the root.
+        path: accepted nodes, starting with the root.
+    """
 
     step: int
     image: int
@@ -56,7 +67,14 @@ class TraceStep(NamedTuple):
 
 @dataclass
 class Trace:
-    """Collects the steps of one decode; `rows x columns` is the code grid."""
+    """Collects the steps of decoding.
+
+    Args:
+        rows: number of grid rows.
+        columns: number of grid columns.
+        parts: collected effects of steps on images.
+        steps: number of collected steps.
+    """
 
     rows: int
     columns: int
@@ -64,16 +82,18 @@ class Trace:
     steps: int = 0
 
     def add(self, step: Step) -> None:
-        """Record a step; keeps trees and paths, not the distributions in it."""
+        """Record the tree and accepted path of a step, without its distributions."""
         for part in step.parts:
-            tokens, parents = (_EMPTY, _EMPTY) if part.tree is None else (part.tree.tokens, part.tree.parents)
+            tokens = _EMPTY if part.tree is None else part.tree.tokens
+            parents = _EMPTY if part.tree is None else part.tree.parents
             path = _EMPTY if part.acceptance is None else np.array(part.acceptance.path, np.int64)
             self.parts.append(TraceStep(self.steps, part.request, part.codes, tokens, parents, path))
         self.steps += 1
 
     def npz_bytes(self) -> bytes:
-        """The file described above."""
-        trees, paths = [part.tree_tokens for part in self.parts], [part.path for part in self.parts]
+        """Return the .npz file that the module's docstring describes."""
+        trees = [part.tree_tokens for part in self.parts]
+        paths = [part.path for part in self.parts]
         arrays: dict[str, Any] = {
             "format": FORMAT,
             "grid": [self.rows, self.columns],
@@ -94,42 +114,49 @@ class Trace:
         return buffer.getvalue()
 
     def accepted_per_cell(self) -> Ints:
-        """Per cell, the drafted codes accepted by the pass that committed it, int64 `[images, cells]`."""
+        """Return the number of draft tokens accepted by the pass that committed each cell, int64 `[images, cells]`."""
         return self._cells(lambda part: max(len(part.path) - 1, 0))
 
-    def picture(self) -> Image.Image:
-        """The code grids side by side, at most eight in a row, above a legend; all on a grid of one border a cell."""
+    def render(self) -> Image.Image:
+        """Draw the grid of every image, at most eight side by side, above a legend of the colours."""
         cells = self.accepted_per_cell()
-        most = max(int(cells.max(initial=0)), 1)
-        steps = np.linspace(0, len(_ANCHORS) - 1, most + 1)
-        shades = [np.interp(steps, range(len(_ANCHORS)), channel) for channel in _ANCHORS.T]
-        colours = np.array([*np.rint(np.stack(shades, 1)), _PAPER, _MISSING], np.uint8)  # -1 is missing, -2 paper
-        height, width = self.rows + 1, self.columns + 1
-        top = 2 + height * -(-len(cells) // _ACROSS)  # of the legend
-        legend = np.arange(most + 1)
-        across = max(1 + width * min(len(cells), _ACROSS), _LEGEND_WIDTH)
-        line, column = np.divmod(3 * legend, across // 3 * 3 - 3)
-        canvas = np.full((top + line[-1] + 2, across), -2)
+        largest = max(int(cells.max(initial=0)), 1)
+        steps = np.linspace(0, len(_COLOURS) - 1, largest + 1)
+        shades = [np.interp(steps, range(len(_COLOURS)), channel) for channel in _COLOURS.T]
+        colours = np.array(
+            [*np.rint(np.stack(shades, 1)), _PAPER, _MISSING], np.uint8
+        )  # Index -1 is missing, -2 paper.
+        height = self.rows + 1
+        width = self.columns + 1
+        legend_row = 2 + height * -(-len(cells) // _GRIDS_PER_ROW)
+        legend = np.arange(largest + 1)
+        total_width = max(1 + width * min(len(cells), _GRIDS_PER_ROW), _MIN_WIDTH)
+        line, column = np.divmod(3 * legend, total_width // 3 * 3 - 3)
+        canvas = np.full((legend_row + line[-1] + 2, total_width), -2)
         for i, values in enumerate(cells):
-            y, x = 1 + i // _ACROSS * height, 1 + i % _ACROSS * width
+            y = 1 + i // _GRIDS_PER_ROW * height
+            x = 1 + i % _GRIDS_PER_ROW * width
             canvas[y : y + self.rows, x : x + self.columns] = values.reshape(self.rows, self.columns)
-        canvas[top + line, 1 + column] = legend
+        canvas[legend_row + line, 1 + column] = legend
         pixels = colours[canvas].repeat(_CELL, 0).repeat(_CELL, 1)
-        pixels[::_CELL], pixels[:, ::_CELL] = _PAPER, _PAPER
-        picture = Image.fromarray(pixels)
-        draw, font = ImageDraw.Draw(picture), ImageFont.load_default()
-        title = "drafted codes accepted by the pass that made each cell"
-        draw.text((_CELL, (top - 1) * _CELL), title, "black", font)
-        for value, y, x in zip(legend, top + line, 2 + column, strict=True):
+        pixels[::_CELL] = _PAPER  # Lines between cells.
+        pixels[:, ::_CELL] = _PAPER
+        image = Image.fromarray(pixels)
+        draw = ImageDraw.Draw(image)
+        font = ImageFont.load_default()
+        title = "draft tokens accepted by the pass that committed each cell"
+        draw.text((_CELL, (legend_row - 1) * _CELL), title, "black", font)
+        for value, y, x in zip(legend, legend_row + line, 2 + column, strict=True):
             draw.text((x * _CELL + 4, y * _CELL + 2), f"{value}", "black", font)
-        return picture
+        return image
 
     def _cells(self, value: Callable[[TraceStep], Ints | int]) -> Ints:
-        """A value of the parts laid out over the cells they filled, `[images, cells]`; -1 elsewhere."""
+        """Return a value per part, in the cells that the part committed, `[images, cells]`; -1 elsewhere."""
         images = 1 + max((part.image for part in self.parts), default=-1)
-        cells, filled = np.full((images, self.rows * self.columns), -1, np.int64), [0] * images
+        cells = np.full((images, self.rows * self.columns), -1, np.int64)
+        committed = [0] * images
         for part in self.parts:
-            start = filled[part.image]
-            filled[part.image] += len(part.codes)
-            cells[part.image, start : filled[part.image]] = value(part)
+            start = committed[part.image]
+            committed[part.image] += len(part.codes)
+            cells[part.image, start : committed[part.image]] = value(part)
         return cells

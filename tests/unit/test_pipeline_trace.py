@@ -58,7 +58,7 @@ def test_cells_are_coloured_by_what_their_pass_accepted(pipe: Pipeline) -> None:
     assert cells.shape == (2, 36)
     assert (cells[:, 0] == 0).all()  # from the prefill
     assert cells.max() == len(last.stats.accepted_lengths) - 1
-    picture = trace.picture()
+    picture = trace.render()
     grid = [[picture.getpixel((16 + 16 * (i % 6) + 8, 16 + 16 * (i // 6) + 8)) for i in range(36)]]
     colours = {value: {colour for cell, colour in zip(cells[0], grid[0], strict=True) if cell == value} for value in
                set(cells[0].tolist())}  # fmt: skip
@@ -73,4 +73,4 @@ def test_a_cancelled_decode_leaves_its_last_cells_empty(pipe: Pipeline) -> None:
         known = len(last.codes[i])
         assert (codes[i, :known] == last.codes[i]).all()
         assert (codes[i, known:] == -1).all()
-    assert trace.picture().size == Trace(6, 6, trace.parts).picture().size
+    assert trace.render().size == Trace(6, 6, trace.parts).render().size
