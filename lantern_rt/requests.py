@@ -1,6 +1,6 @@
-"""What a request asks for, checked against what a bundle can do, before anything is computed.
+"""Validation of requests against a bundle, before anything is computed.
 
-Every parameter that is left out (None) comes from the bundle.
+A parameter that is None comes from the bundle.
 """
 
 from __future__ import annotations
@@ -38,16 +38,20 @@ from .runtime.tree_names import named_tree
 
 SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p", "repetition_penalty")
 
-IMAGES_LIMIT = 1024  # in one request
+IMAGES_LIMIT = 1024  # images per request
 SEED_LIMIT = 2**64
 C = TypeVar("C", bound=FrozenModel)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides an image besides prompt, seed and bundle.
+    """Everything that determines an image besides prompt, seed and bundle.
 
-    size: None where the bundle draws one only. quality: the preset whose method this is, None where a method was named.
+    Attributes:
+        method: decoding method with all its parameters.
+        sampling: sampling settings.
+        size: name of the image size, `WIDTHxHEIGHT`; None if the bundle has a single size.
+        quality: preset that the method comes from; None if the request named a method.
     """
 
     method: MethodConfig
@@ -56,41 +60,47 @@ class Settings:
     quality: Quality | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """What is set, by the names that users give, ready for JSON."""
+        """Return the settings that are not None, by their public names, ready for JSON."""
         size = {} if self.size is None else {"size": self.size}
-        shaping = self.sampling.model_dump(exclude_none=True)
-        return {"method": self.method.method, **size, **shaping, **self.method.parameters()}
+        sampling = self.sampling.model_dump(exclude_none=True)
+        return {"method": self.method.method, **size, **sampling, **self.method.parameters()}
 
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request: what each image is made from, prompt by prompt, and the settings of all."""
+    """A checked request.
+
+    Attributes:
+        images: images to generate, in the order of the prompts.
+        settings: settings of all images.
+    """
 
     images: list[ImageRequest]
     settings: Settings
 
 
 def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings:
-    """The settings of a request, completed from the bundle's defaults.
+    """Validate the settings of a request and complete them from the bundle's defaults.
 
     Args:
-        manifest: of the bundle.
-        options: `quality`, or `method` (a name, a method string, or an object of `methods.py`), `size` and the names of
-            `SAMPLING`; None counts as left out.
+        manifest: manifest of the bundle.
+        options: `quality` or `method` (a name, a method string, or an object of `methods.py`), `size`, and the
+            parameters in `SAMPLING`. None counts as missing.
 
     Returns:
-        The method with all its parameters, sampling and size.
+        The method with all its parameters, the sampling settings and the size.
 
     Raises:
-        RequestError: names the parameter at fault and what to do.
-        TypeError: there is no such option.
+        RequestError: an option is invalid; the error names it and the cure.
+        TypeError: an option does not exist.
     """
-    given = {name: _plain(value) for name, value in options.items() if value is not None}
-    _check_names(given)
-    size = _resolve_size(manifest, given.get("size"))
-    sampling = _validate(Sampling, manifest.sampling.model_dump() | {n: given[n] for n in SAMPLING if n in given})
-    quality: Quality | None = given.get("quality")
-    method = given.get("method")
+    options = {name: _to_python(value) for name, value in options.items() if value is not None}
+    _check_names(options)
+    size = _resolve_size(manifest, options.get("size"))
+    parameters = {name: options[name] for name in SAMPLING if name in options}
+    sampling = _validate(Sampling, manifest.sampling.model_dump() | parameters)
+    quality: Quality | None = options.get("quality")
+    method = options.get("method")
     if method is None:
         quality = quality or "strict"
         method = _preset_method(manifest, quality)
@@ -99,17 +109,18 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
     return Settings(_resolve_method(manifest, method), sampling, size, quality)
 
 
-def _check_names(given: Mapping[str, Any]) -> None:
-    """Refuse options that there are not, and parameters of methods, which stand in the method.
+def _check_names(options: Mapping[str, Any]) -> None:
+    """Raise an error for options that do not exist, and for method parameters outside a method string.
 
     Raises:
-        RequestError: a parameter without its method. TypeError: there is no such option.
+        RequestError: a method parameter is given as an option.
+        TypeError: an option does not exist.
     """
-    unknown = sorted(given.keys() - {"method", "quality", "size", *SAMPLING})
+    unknown = sorted(options.keys() - {"method", "quality", "size", *SAMPLING})
     for name in unknown:
-        if takers := PARAMETERS.get(name.rstrip("_")):
-            example = f"{takers[0]}:{name.rstrip('_')}={format_value(given[name])}"
-            remedy = f"write it into a method that takes it ({', '.join(takers)}), such as method={example!r}"
+        if methods := PARAMETERS.get(name.rstrip("_")):
+            example = f"{methods[0]}:{name.rstrip('_')}={format_value(options[name])}"
+            remedy = f"write it into a method that takes it ({', '.join(methods)}), such as method={example!r}"
             raise RequestError("a parameter without its method", field=name.rstrip("_"), remedy=remedy)
     if unknown:
         known = ["prompts", *Options.__annotations__]
@@ -119,21 +130,21 @@ def _check_names(given: Mapping[str, Any]) -> None:
 
 
 def _resolve_size(manifest: Manifest, size: Any) -> str | None:
-    names = [one.name for one in manifest.sizes or (manifest.size(),)]
+    names = [entry.name for entry in manifest.sizes or (manifest.size(),)]
     if size is not None and size not in names:
         raise RequestError(field="size", found=format_value(size), expected=", ".join(names))
     return manifest.size(size).name if manifest.sizes else None
 
 
 def _resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
-    """Return a method whose parameters are all set and fit the bundle.
+    """Return a method with all its parameters, checked against the bundle.
 
     Args:
-        manifest: manifest of the bundle, whose defaults complete a method string.
-        method: a method object, which is complete, or a method string.
+        manifest: manifest of the bundle; its defaults complete a method string.
+        method: method object, which is complete, or method string.
 
     Raises:
-        RequestError: there is no such method, or the bundle lacks what it needs.
+        RequestError: the method does not exist, or the bundle lacks a drafter, neighbours or tree for it.
     """
     complete = isinstance(method, MethodConfig)
     name = method
@@ -144,7 +155,7 @@ def _resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
     elif isinstance(method, str) and ":" in method:
         name, parameters = parse_method(method)
     *others, last = METHODS
-    if name not in (*others, last):  # whatever its type
+    if name not in (*others, last):  # the name may have any type
         raise RequestError(field="method", found=format_value(name), expected=f"{', '.join(others)} or {last}")
     kind = METHODS[name]
     if kind.needs_drafter and not manifest.drafters:
@@ -152,7 +163,7 @@ def _resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
         raise RequestError(problem, field=f"method {name}", remedy="use method ar or sjd")
     for parameter in sorted(parameters):
         if name not in PARAMETERS[parameter]:
-            remedy = f"leave {parameter} out, or use method {' or '.join(PARAMETERS[parameter])}"
+            remedy = f"omit {parameter}, or use method {' or '.join(PARAMETERS[parameter])}"
             raise RequestError(f"method {name} does not take it", field=parameter, remedy=remedy)
     fields = method.model_dump() if complete else _defaults(manifest, name) | parameters
     if issubclass(kind, Relaxed) and (not complete or "neighbors" in parameters):
@@ -164,12 +175,11 @@ def _resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
         if drafter is not None and drafter not in manifest.drafters:
             expected = f"{' or '.join(manifest.drafters)}, which the bundle has"
             raise RequestError(field="drafter", found=format_value(drafter), expected=expected)
-        fields["tree"] = _tree(manifest, fields["tree"], by_bundle="tree" not in parameters)
+        fields["tree"] = _check_tree(manifest, fields["tree"], is_default="tree" not in parameters)
     return _validate(kind, fields)
 
 
 def _preset_method(manifest: Manifest, quality: Any) -> MethodConfig:
-    """Return the method of a quality. Raises: RequestError: there is no such quality, or the bundle has no preset."""
     if quality not in get_args(Quality):
         raise RequestError(field="quality", found=format_value(quality), expected=", ".join(get_args(Quality)))
     if quality not in manifest.presets:
@@ -180,8 +190,8 @@ def _preset_method(manifest: Manifest, quality: Any) -> MethodConfig:
 
 
 def _defaults(manifest: Manifest, name: str) -> dict[str, Any]:
-    own = next((one for one in manifest.decoding.methods if one.method == name), None)
-    return (own or METHODS[name](method=name)).parameters()
+    default = next((method for method in manifest.decoding.methods if method.method == name), None)
+    return (default or METHODS[name](method=name)).parameters()
 
 
 def _neighborhood(manifest: Manifest, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,9 +200,9 @@ def _neighborhood(manifest: Manifest, name: str, parameters: Mapping[str, Any]) 
     default_bound = bounds[0] if len(bounds) == 1 else None
     bound = next((bound for bound in bounds if bound in parameters), default_bound)
     if bound is None:
-        if idle := [one for one in ("neighbors", "residual") if one in parameters]:
-            problem = f"method {name} aggregates nothing unless bounded"
-            raise RequestError(problem, field=idle[0], remedy="give delta or lambda too")
+        if unused := [parameter for parameter in ("neighbors", "residual") if parameter in parameters]:
+            problem = f"method {name} adds no neighbors without a bound"
+            raise RequestError(problem, field=unused[0], remedy="give delta or lambda, too")
         return dict.fromkeys([*bounds, "neighbors", "residual"])
     if not manifest.neighbors:
         problem = f"bundle {manifest.name} has no neighbour table"
@@ -203,20 +213,26 @@ def _neighborhood(manifest: Manifest, name: str, parameters: Mapping[str, Any]) 
     return {"residual": "aggregated", bound: defaults.get(bound), **parameters, "neighbors": neighbors}
 
 
-def _tree(manifest: Manifest, name: Any, by_bundle: bool) -> str:
-    """The name of a tree that exists and fits the codebook; a file's tree by a name that holds its shape."""
+def _check_tree(manifest: Manifest, name: Any, is_default: bool) -> str:
+    """Return the name of a draft tree after checking that it exists and fits the codebook.
+
+    Args:
+        manifest: manifest of the bundle.
+        name: name of the tree.
+        is_default: whether the name comes from the bundle, so that the bundle is at fault.
+    """
     if not isinstance(name, str):
         raise TreeError(field="tree", found=format_value(name), expected="a name")
     try:
         shape = named_tree(name)
     except TreeError as error:
-        if by_bundle:
+        if is_default:
             raise BundleError(f"default tree {format_value(name)}: {error}", field=f"bundle {manifest.name}") from error
         raise
-    widest = max(map(len, shape.children)) if isinstance(shape, StaticTree) else 0
-    if widest > manifest.codebook_size:
+    max_children = max(map(len, shape.children)) if isinstance(shape, StaticTree) else 0
+    if max_children > manifest.codebook_size:
         expected = f"at most codebook_size {manifest.codebook_size}"
-        raise TreeError(field="tree", found=f"a node with {widest} children", expected=expected)
+        raise TreeError(field="tree", found=f"a node with {max_children} children", expected=expected)
     return name
 
 
@@ -227,17 +243,18 @@ def _validate(kind: type[C], fields: Mapping[str, Any]) -> C:
         raise RequestError(**error_fields(error)) from error
 
 
-def _plain(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 def _as_list(value: Any, times: int = 1) -> list[Any]:
-    value = _plain(value)
+    value = _to_python(value)
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value] * times
 
 
 def _recorded_subject(info: Mapping[Any, Any], field: str) -> tuple[str | None, int | None]:
-    prompt, number = info.get("prompt"), info.get("class_id")
+    prompt = info.get("prompt")
+    number = info.get("class_id")
     if field == "prompts" and isinstance(prompt, str):
         return prompt, None
     return None, int(number) if field == "class_ids" and isinstance(number, str) and number.isdecimal() else None
@@ -258,18 +275,28 @@ def check_request(
     num_images: int = 1,
     **options: Any,
 ) -> Request:
-    """Check all of a request, without loading a graph; takes what a call of a pipeline takes.
+    """Check a request without loading a graph.
 
     Args:
-        manifest: of the bundle.
-        tokenizer: of the bundle, where it takes prompts.
-        prompts: as the other arguments, see `Options`.
+        manifest: manifest of the bundle.
+        tokenizer: tokenizer of the bundle; None if the bundle takes no prompts.
+        prompts: one prompt or several, or None.
+        class_ids: see `Options`, as for all further arguments.
+        embeddings: text embeddings.
+        negative_prompt: prompt that guidance leads away from.
+        image: image to edit.
+        mask: cells to generate again.
+        keep_rows: number of grid rows to preserve.
+        seed: one seed, or one per prompt.
+        num_images: number of images per prompt.
+        options: options of `resolve_settings`.
 
     Returns:
-        What each image is made from, and the settings.
+        The checked request.
 
     Raises:
-        RequestError: names the parameter at fault, and the prompt where there are several.
+        RequestError: an option is invalid; the error names it, and the prompt if there are several.
+        TypeError: an option does not exist.
     """
     pixels = None if image is None else read_image_size(image, mask)
     if pixels is not None and options.get("size") is None:
@@ -277,8 +304,8 @@ def check_request(
     settings = resolve_settings(manifest, options)
     condition = manifest.condition
     kind = condition.kind
-    own_field = {"class": "class_ids", "embeddings": "embeddings"}.get(kind, "prompts")
-    takes = {
+    subject_field = {"class": "class_ids", "embeddings": "embeddings"}.get(kind, "prompts")
+    descriptions = {
         "prompts": "a prompt",
         "class_ids": "class ids",
         "embeddings": "text embeddings (`--embeddings FILE.npz`, in Python `embeddings=`)",
@@ -286,22 +313,24 @@ def check_request(
     picture = None
     if image is not None and prompts is None and class_ids is None and embeddings is None:
         picture = read_image("image", image)
-        prompts, class_ids = _recorded_subject(picture.info, own_field)
-    wanted = f"{takes[own_field]}: that is what bundle {manifest.name} takes"
+        prompts, class_ids = _recorded_subject(picture.info, subject_field)
+    expected = f"{descriptions[subject_field]}: that is what bundle {manifest.name} takes"
     subjects_by_field = {"prompts": prompts, "class_ids": class_ids, "embeddings": embeddings}
     present = [name for name, value in subjects_by_field.items() if value is not None]
-    if present != [own_field]:
-        other = next((name for name in present if name != own_field), None)
-        cure = "export it with --text-encoder to give prompts" if (other, kind) == ("prompts", "embeddings") else ""
-        found = takes[other] if other else "nothing to draw"
-        raise RequestError(field=own_field, found=found, expected=wanted, remedy=cure)
+    if present != [subject_field]:
+        wrong_field = next((name for name in present if name != subject_field), None)
+        found = descriptions[wrong_field] if wrong_field else "nothing to draw"
+        remedy = ""
+        if (wrong_field, kind) == ("prompts", "embeddings"):
+            remedy = "export it with --text-encoder to give prompts"
+        raise RequestError(field=subject_field, found=found, expected=expected, remedy=remedy)
     if negative_prompt == "":
         negative_prompt = None
-    if negative_prompt is not None and own_field != "prompts":
-        problem = f"bundle {manifest.name} takes {takes[own_field]}"
-        raise RequestError(problem, field="negative_prompt", remedy="leave it out")
+    if negative_prompt is not None and subject_field != "prompts":
+        problem = f"bundle {manifest.name} takes {descriptions[subject_field]}"
+        raise RequestError(problem, field="negative_prompt", remedy="omit it")
     if negative_prompt is not None and not settings.sampling.guided:
-        remedy = "leave it out, or give a larger cfg_scale"
+        remedy = "omit it, or give a larger cfg_scale"
         raise RequestError("does nothing without guidance", field="negative_prompt", found="cfg_scale 1", remedy=remedy)
     if embeddings is not None:
         subjects = prepare_embeddings(condition, embeddings)
@@ -314,9 +343,9 @@ def check_request(
         )
     if image is None and (mask is not None or keep_rows is not None):
         name = "keep_rows" if mask is None else "mask"
-        raise RequestError("says what is kept of an image", field=name, remedy="give the image, too")
+        raise RequestError("given without an image to edit", field=name, remedy="give the image, too")
     if not subjects:
-        raise RequestError(field=own_field, found="an empty list", expected=wanted)
+        raise RequestError(field=subject_field, found="an empty list", expected=expected)
     count = check_int("num_images", num_images, 1, 1, IMAGES_LIMIT)
     if len(subjects) * count > IMAGES_LIMIT:
         found = f"{len(subjects)} x {count} images"
@@ -325,14 +354,14 @@ def check_request(
     if len(seeds) != len(subjects):
         found = f"{len(seeds)} seeds for {len(subjects)} prompts"
         raise RequestError(field="seed", found=found, expected="one number, or one each")
-    firsts = [check_int("seed", one, 0, 0, SEED_LIMIT - count) for one in seeds]
+    first_seeds = [check_int("seed", value, 0, 0, SEED_LIMIT - count) for value in seeds]
     edit = None
-    if image is not None:  # last: unpacking pictures takes longer than everything else
+    if image is not None:  # checked last, because decoding the image takes longest
         picture = picture or read_image("image", image)
         edit = prepare_edit(manifest, manifest.size(settings.size), picture, mask, keep_rows)
     images = [
-        replace(one, seed=first + i, edit=edit)
-        for one, first in zip(subjects, firsts, strict=True)
+        replace(subject, seed=first_seed + i, edit=edit)
+        for subject, first_seed in zip(subjects, first_seeds, strict=True)
         for i in range(count)
     ]
     return Request(images, settings)

@@ -1,4 +1,4 @@
-"""What a pipeline hands out: finished images, and the state after each decode step."""
+"""Results of a pipeline: finished images, and the state after each decode step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """Finished images, prompt by prompt, and how they came about.
+    """Finished images, in the order of the prompts, with tokens, seeds and statistics.
 
-    images: each `info` holds what draws it again (prompt, seed, settings, bundle); so do PNG files that it is saved to,
-    for `lantern-rt run --from FILE.png`. codes: int64 `[cells]` per image, in raster order. seeds and prompts: per
-    image; a prompt is the text, the class id, or None where embeddings were given. stats: of the whole batch.
-    settings: what was used, with the bundle's defaults filled in.
+    Attributes:
+        images: Pillow images. `info` holds the recipe (prompt, seed, settings, bundle), and so does a PNG file saved
+            from an image; `lantern-rt run --from FILE.png` generates it again.
+        codes: tokens of each image in raster order, int64 `[cells]`.
+        seeds: seed of each image.
+        prompts: prompt or class id of each image; None for embeddings.
+        stats: statistics of the whole batch.
+        settings: settings used, including the bundle's defaults.
     """
 
     images: list[Image]
@@ -49,76 +53,111 @@ class Result:
 
 @dataclass(frozen=True, repr=False)
 class StreamStep(Step):
-    """The state after one decode step; `image(i)` shows it.
+    """State of a request after one decode step.
 
-    parts: what the step gave each image that took part, with trees and paths. done and total: codes so far, and of all
-    images together. stats: with the last step only; its times include what the caller did between steps. new_codes: per
-    image the codes this step added, empty for finished images. codes: per image all codes so far. cells: per image all
-    cells, -1 for missing ones; `rows` draws beyond gaps. settings: what is used. draw: the
-    picture of image i from its cells.
+    Attributes:
+        parts: results of the step for each image in its forward pass, with draft trees and accepted paths.
+        done: number of tokens generated so far, over all images.
+        total: number of tokens of all images.
+        stats: statistics of the request, in the last step only; times include the caller's work between steps.
+        new_codes: tokens that this step appended to each image, int64; empty for finished images.
+        codes: tokens of each image so far, in raster order, without gaps, int64.
+        cells: token of each cell of each image, int64 `[cells]`; -1 in cells that are not generated yet. The method
+            `rows` generates several grid rows at once, so that cells after a gap may be known.
+        settings: settings used.
+        decode_image: function that decodes image i from its cells.
     """
 
     new_codes: list[Ints]
     codes: list[Ints]
     cells: list[Ints]
     settings: Settings
-    draw: Callable[[int, Ints], Image]
+    decode_image: Callable[[int, Ints], Image]
 
     def __repr__(self) -> str:
         return f"<StreamStep: {self.done} of {self.total} codes, {self.settings.method}>"
 
     def image(self, i: int) -> Image:
-        """Image i, counted from 0 over all prompts, as far as it is known; the rest is grey.
+        """Decode image i as far as it is generated; the remaining cells are grey.
 
-        The image decoder needs every code: missing ones are given the last known code, and what comes of
-        them is painted over. Near the border the picture may still change. It takes a run of the image decoder, in
-        the calling thread; `info` is empty until the image is whole.
+        The image decoder runs in the calling thread. It needs a token in every cell, so that pixels near the border of
+        the generated part may still change.
+
+        Args:
+            i: index of the image, from 0, in the order of the prompts.
+
+        Returns:
+            The image; `info` holds the recipe once the image is complete, and is empty before.
 
         Raises:
-            IndexError: there are fewer images.
+            IndexError: the request has fewer images.
             RequestError: the pipeline was closed.
         """
-        return self.draw(i, self.cells[i])
+        return self.decode_image(i, self.cells[i])
 
 
-def build_result(images: Sequence[ImageRequest], pictures: list[Image], last: StreamStep) -> Result:
-    """The result of a request that ended with this step."""
+def build_result(images: Sequence[ImageRequest], decoded: list[Image], last: StreamStep) -> Result:
+    """Build the result of a finished request.
+
+    Args:
+        images: images of the request.
+        decoded: decoded images, in the same order.
+        last: last step of the request.
+    """
     assert last.stats is not None
     seeds = [image.seed for image in images]
     labels = [image.label for image in images]
-    return Result(pictures, last.codes, seeds, labels, last.stats, last.settings)
+    return Result(decoded, last.codes, seeds, labels, last.stats, last.settings)
 
 
 class StreamState:
-    """Codes of a request's images as they come, `cells` of each.
+    """Tokens generated so far for the images of a request.
+
+    Args:
+        num_images: number of images.
+        num_cells: number of cells of an image.
 
     Attributes:
-        counts: codes of each image so far, those beyond gaps not counted.
+        counts: number of tokens of each image before the first gap.
     """
 
-    def __init__(self, images: int, cells: int) -> None:
-        self.counts = [0] * images
-        self._cells = [np.full(cells, -1, np.int64)] * images
+    def __init__(self, num_images: int, num_cells: int) -> None:
+        self.counts = [0] * num_images
+        self._cells = [np.full(num_cells, -1, np.int64)] * num_images
 
-    def add(self, step: Step, settings: Settings, draw: Callable[[int, Ints], Image]) -> StreamStep:
-        """What the caller sees of a step."""
+    def add(self, step: Step, settings: Settings, decode_image: Callable[[int, Ints], Image]) -> StreamStep:
+        """Add the tokens of a step and build the public `StreamStep`.
+
+        Args:
+            step: step of the runtime.
+            settings: settings of the request.
+            decode_image: function that decodes an image from its index and cells.
+        """
         before = [*self.counts]
         cells = [*self._cells]
         for part in step.parts:
             i = part.request
-            own = cells[i] = cells[i].copy()  # earlier steps stay as they were
+            tokens = cells[i] = cells[i].copy()  # the caller may still hold the arrays of earlier steps
             self.counts[i] += len(part.codes)
-            own[before[i] : self.counts[i]] = part.codes
+            tokens[before[i] : self.counts[i]] = part.codes
             if part.placed is not None:
-                own[part.placed.cells] = part.placed.codes
+                tokens[part.placed.cells] = part.placed.codes
         self._cells = cells
-        codes = [own[:count] for own, count in zip(cells, self.counts, strict=True)]
-        new_codes = [own[count:] for own, count in zip(codes, before, strict=True)]
-        return StreamStep(step.parts, step.done, step.total, step.stats, new_codes, codes, cells, settings, draw)
+        codes = [tokens[:count] for tokens, count in zip(cells, self.counts, strict=True)]
+        new_codes = [tokens[count:] for tokens, count in zip(codes, before, strict=True)]
+        return StreamStep(
+            step.parts, step.done, step.total, step.stats, new_codes, codes, cells, settings, decode_image
+        )
 
 
 def recipe_fields(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str, str]:
-    """What draws an image again, as its `info` and PNG files hold it; of embeddings and edits only the hash."""
+    """Build the recipe of an image: the text fields of its `info` and PNG file that allow generating it again.
+
+    Args:
+        bundle: bundle that generated the image.
+        settings: settings of the request.
+        image: prompt, seed and edit; embeddings and edits are recorded as SHA-256 hashes.
+    """
     kind = "prompt" if isinstance(image.label, str) else "class_id"
     subject = {kind: str(image.label)}
     if image.label is None:

@@ -192,7 +192,7 @@ def test_embeddings_that_do_not_fit_are_refused(embeds: Checker, embeddings: Any
     [
         (
             {"method": "lantern:lambda=2"},
-            "lambda: method lantern does not take it; leave lambda out, or use method lantern++ or sjd",
+            "lambda: method lantern does not take it; omit lambda, or use method lantern++ or sjd",
         ),
         (
             {"lambda_": 2.0},
