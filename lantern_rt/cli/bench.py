@@ -1,4 +1,4 @@
-"""The `bench` command: what to run, and the table or the JSON of it."""
+"""The `bench` command: compares the speed of decoding methods, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -55,20 +55,21 @@ def bench(
     bundle: BundleArgument = "scenes",
     method: MethodsOption = None,
     quality: QualitiesOption = None,
-    count: Annotated[int, typer.Option(help="Images of every method; there are three turns at least.")] = 8,
-    batch: Annotated[int, typer.Option(help="Images decoded together.")] = 1,
+    count: Annotated[int, typer.Option(help="Number of images per method, in at least three turns.")] = 8,
+    batch: Annotated[int, typer.Option(help="Batch size in images.")] = 1,
     prompts: PromptsOption = None,
     wide: Annotated[
-        bool, typer.Option("--wide", help="Also where the time goes, and how likely the target finds the tokens.")
+        bool, typer.Option("--wide", help="Show shares of time and the likelihood of the tokens, too.")
     ] = False,
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Compare the speed of methods with ar's, in turns on the same prompts and seeds.
+    """Compare the speed of decoding methods with that of plain decoding (ar).
 
-    By default all that the bundle can run. Best with nothing else running.
+    The methods run in turns, on the same prompts and seeds. Without --method and --quality, all methods that the bundle
+    can run are measured. Other programs should be idle meanwhile.
     """
     check_int("count", count, 8, 1, 10_000)
     check_int("batch", batch, 1, 1, 64)
@@ -77,11 +78,11 @@ def bench(
     labels = method or ([] if quality else default_methods(opened.manifest))
     qualities = quality or ([] if method else [*opened.manifest.presets])
     methods = parse_methods(labels, {}, opened, qualities)
-    drawn = read_bundle_prompts(opened, prompts)
+    prompt_set = read_bundle_prompts(opened, prompts)
     pipeline = options.load(opened)
     with show_progress() as progress:
-        runs = run_bench(pipeline, methods, drawn, batch, count, progress)
-    rows = [summarize(own, runs[0]) for own in runs]
+        runs = run_bench(pipeline, methods, prompt_set, batch, count, progress)
+    rows = [summarize(run, runs[0]) for run in runs]
     facts = pipeline_facts(pipeline)
     if json:
         print_json({**facts, "batch": batch, "rows": rows})
@@ -90,12 +91,12 @@ def bench(
         row["exact_word"] = "yes" if row["exact"] else "no"
     print_text(f"{facts['bundle']} ({opened.digest[:12]}), {facts['backend']}, threads: {facts['threads']}")
     print_table(WIDE_COLUMNS if wide else COLUMNS, rows)
-    turns = f"{len(runs[0])} turns, images at a time: {batch}; a speed-up is the median of its turns"
+    turns = f"{len(runs[0])} turns, batch size {batch}; speed-ups are medians over the turns"
     print_text(turns, fastest(rows))
 
 
 def pipeline_facts(pipeline: Pipeline) -> dict[str, Any]:
-    """Where figures come from, for JSON."""
+    """Return versions, bundle, hardware and backends of a measurement, for JSON."""
     return {
         "lantern_rt": __version__,
         "bundle": pipeline.bundle.manifest.name,

@@ -22,32 +22,40 @@ lantern-rt run bundles/llamagen-xl "a red sphere on sand" --engines engines/llam
 
 def build_engine(
     bundle: BundleArgument,
-    output: Annotated[Path, typer.Option(help="Engine folder to write.")],
-    backend: Annotated[str, typer.Option(help="tensorrt or tensorrt-rtx.")] = "tensorrt",
-    max_rows: Annotated[int, typer.Option(help="Sequences per pass; guidance makes two of every image.")] = 8,
-    max_nodes: Annotated[int, typer.Option(help="New nodes per pass, at least the tree's.")] = 64,
+    output: Annotated[Path, typer.Option(help="Folder to write the engines to.")],
+    backend: Annotated[str, typer.Option(help="Library to build for: tensorrt or tensorrt-rtx.")] = "tensorrt",
+    max_rows: Annotated[
+        int, typer.Option(help="Maximum number of batch rows per forward pass; with guidance an image has two.")
+    ] = 8,
+    max_nodes: Annotated[
+        int,
+        typer.Option(
+            help="Maximum number of new tokens per row and forward pass, at least the nodes of the draft tree."
+        ),
+    ] = 64,
     compute_capability: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="SM", help="GPU to build for, such as SM89; may be given several times. [default: this host's]"
+            metavar="SM",
+            help="GPU architecture to build for, such as SM89; may be given several times. [default: this host]",
         ),
     ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Write the graphs that plans are built from, and print the command lines that build them."
+            "--dry-run", help="Only write the ONNX graphs, and print the commands that build engines from them."
         ),
     ] = False,
     json: JsonOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Turn a bundle into plans for a GPU; `run --engines` runs them."""
+    """Build TensorRT engines from a bundle, for `run --engines`."""
     options = BuildOptions(backend, max_rows, max_nodes, tuple(compute_capability or ()))
     opened = open_bundle(bundle)
     if opened.manifest.target.dtype == "float32":
         print_stderr(
-            "note: this bundle computes in float32, and so will its plans; exported with --compute float16, they take "
-            "half the memory"
+            "note: this bundle computes in float32, and so will its engines; exported with --compute float16, they "
+            "take half the memory"
         )
     with show_progress() as progress:
         manifest, lines = build_engines(opened, bundle, options, output, force, progress, dry_run)

@@ -1,6 +1,6 @@
-"""What commands print: progress on stderr, facts and JSON on stdout. No command prints by any other way.
+"""Output of commands: progress and notes on stderr, results and JSON on stdout. Commands print only through here.
 
-Names and texts come from files of strangers: what a terminal would act on is printed as escapes.
+Names and texts may come from untrusted files, so control characters are printed as escapes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ Facts = dict[str, dict[str, str]]  # section -> name -> value
 
 
 class ProgressCallback(Protocol):
-    """Takes what is being done, and how much of it is done."""
+    """Callback for progress: name of the task, steps done, and steps in total (0: unknown)."""
 
-    def __call__(self, what: str, done: int = 0, total: int = 0) -> None: ...
+    def __call__(self, task: str, done: int = 0, total: int = 0) -> None: ...
 
 
 def print_stderr(line: str) -> None:
-    """Print one line to stderr, if that can be written."""
+    """Print one line to stderr, and ignore errors of writing."""
     with suppress(OSError):
         print(printable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
 
 
 def print_text(*parts: object) -> None:
-    """Print facts to stdout, each on lines of its own.
+    """Print values to stdout, each on a new line.
 
-    Raises: OutputError: they cannot be written. BrokenPipeError: nobody reads them.
+    Raises:
+        OutputError: stdout cannot be written.
+        BrokenPipeError: the reader of stdout is gone.
     """
     try:
         print(*(printable(str(part)) for part in parts), sep="\n", flush=True)
@@ -45,16 +47,16 @@ def print_text(*parts: object) -> None:
         raise
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
-        raise OutputError(problem, field="standard output", remedy="send it elsewhere") from error
+        raise OutputError(problem, field="standard output", remedy="redirect it elsewhere") from error
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object; NaN and infinity are bugs."""
+    """Print one JSON object. NaN or infinity in it is a bug."""
     print_text(json.dumps(value, allow_nan=False))
 
 
 def print_facts(facts: Facts) -> None:
-    """Print sections, each with its values in a column."""
+    """Print each section as a title and a table of names and values."""
     for section, values in facts.items():
         if not values:
             continue
@@ -62,11 +64,11 @@ def print_facts(facts: Facts) -> None:
 
 
 def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Print rows under headings.
+    """Print a table.
 
     Args:
-        columns: by heading, how a cell is made of a row, such as `{speed_up:.2f}`; `-` where that is None.
-        rows: a mapping for each row.
+        columns: format string of each column by its heading, such as `{speed_up:.2f}`. None is printed as `-`.
+        rows: values for the format strings, by name.
     """
     cells = [[_cell(template, row) for template in columns.values()] for row in rows]
     print_text(text_table([list(columns), *cells]))
@@ -75,12 +77,12 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -
 def _cell(template: str, row: Mapping[str, Any]) -> str:
     try:
         return template.format_map(row)
-    except TypeError:  # None has no format
+    except TypeError:  # None does not take a format
         return "-"
 
 
 class _Warnings(logging.Handler):
-    """Prints every warning once."""
+    """Log handler that prints every warning once."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -107,12 +109,12 @@ def print_warnings() -> Iterator[None]:
 
 @contextmanager
 def show_progress(lines: bool = True) -> Iterator[ProgressCallback]:
-    """Show on stderr what is being done, `[done/total]`, and how long it still takes.
+    """Show tasks on stderr with `[done/total]` and the remaining time.
 
-    On a terminal these are bars; elsewhere a line every five seconds, from the second second on.
+    A terminal shows bars. Other outputs get a line every five seconds, after the first two seconds.
 
     Args:
-        lines: elsewhere, print a line when a thing begins, too.
+        lines: whether other outputs also get a line when a task begins.
     """
     if sys.stderr.isatty():
         with _progress_bars() as progress:
@@ -122,32 +124,33 @@ def show_progress(lines: bool = True) -> Iterator[ProgressCallback]:
 
 
 class _ProgressLines:
-    """Progress as lines."""
+    """Progress callback that prints lines."""
 
     def __init__(self, lines: bool) -> None:
         self._lines = lines
         self._next = time.monotonic() + FIRST_LINE_SECONDS
-        self._starts: dict[str, tuple[float, int]] = {}  # when each thing began, and how much of it was done then
-        self._latest: dict[str, tuple[float, int]] = {}  # the same of what was done last
+        # By task, a time and the steps done then: at the first call, and at the last call with new steps.
+        self._starts: dict[str, tuple[float, int]] = {}
+        self._latest: dict[str, tuple[float, int]] = {}
 
-    def __call__(self, what: str, done: int = 0, total: int = 0) -> None:
+    def __call__(self, task: str, done: int = 0, total: int = 0) -> None:
         now = time.monotonic()
-        if what not in self._starts:
-            self._starts[what] = (now, done)
-            self._latest[what] = (now, done)
+        if task not in self._starts:
+            self._starts[task] = (now, done)
+            self._latest[task] = (now, done)
             if self._lines:
-                print_stderr(what)
-        if done > self._latest[what][1]:
-            self._latest[what] = (now, done)
+                print_stderr(task)
+        if done > self._latest[task][1]:
+            self._latest[task] = (now, done)
         if not total or now < self._next:
             return
         self._next = now + LINE_SECONDS
-        began, first = self._starts[what]
-        line = f"{what} [{done:,}/{total:,}]"
-        latest, _ = self._latest[what]
+        began, first = self._starts[task]
+        line = f"{task} [{done:,}/{total:,}]"
+        latest, _ = self._latest[task]
         if done > first:
-            left = (latest - began) / (done - first) * (total - done) - (now - latest)
-            line += f", about {_format_duration(max(0.0, left))} left"
+            remaining = (latest - began) / (done - first) * (total - done) - (now - latest)
+            line += f", about {_format_duration(max(0.0, remaining))} left"
         print_stderr(line)
 
 
@@ -161,19 +164,19 @@ def _progress_bars() -> Iterator[ProgressCallback]:
     with rich.Progress(*words, *numbers, console=Console(stderr=True)) as bars:
         tasks: dict[str, rich.TaskID] = {}
 
-        def progress(what: str, done: int = 0, total: int = 0) -> None:
-            if what not in tasks:
-                for task in bars.tasks:
-                    bars.update(task.id, visible=bool(task.fields["amount"]))
-                tasks[what] = bars.add_task(printable(what), amount="")
+        def progress(task: str, done: int = 0, total: int = 0) -> None:
+            if task not in tasks:
+                for old in bars.tasks:
+                    bars.update(old.id, visible=bool(old.fields["amount"]))
+                tasks[task] = bars.add_task(printable(task), amount="")
             amount = f"[{done:,}/{total:,}]" if total else ""
-            bars.update(tasks[what], completed=done, total=total or None, amount=amount)
+            bars.update(tasks[task], completed=done, total=total or None, amount=amount)
 
         yield progress
 
 
 def _format_duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"

@@ -1,4 +1,4 @@
-"""The `doctor` command: what this host offers, and what is wrong with it."""
+"""The `doctor` command: a report about this host and its problems."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ lantern-rt doctor --json
 
 
 def doctor(json: JsonOption = False) -> None:
-    """Print versions, backends, cores, memory, GPUs, what will be used, and what is wrong (exit code 2 if so)."""
+    """Print versions, backends, cores, memory, GPUs, and which of them will be used.
+
+    The exit code is 2 if there are problems.
+    """
     report = host_report()
     facts = {"lantern-rt": __version__, **report.facts, "bundles": ", ".join(embedded_names()) or "none embedded"}
     if json:

@@ -1,4 +1,4 @@
-"""The `edit` command: a picture and a mask in, a PNG file out. What can be refused is, before a graph is loaded."""
+"""The `edit` command: regenerates a part of an image. All input is checked before a graph is loaded."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ lantern-rt edit cut-out.png bundles/llamagen-b --prompt 207 --seed 3 --output do
 
 
 def edit(
-    image: Annotated[Path, typer.Argument(help="The picture: PNG, JPEG or WebP, scaled to the bundle's size.")],
+    image: Annotated[Path, typer.Argument(help="Image to edit: PNG, JPEG or WebP, scaled to a size of the bundle.")],
     bundle: BundleArgument = "scenes",
     mask: Annotated[
         Path | None,
         typer.Option(
-            help="A picture of the same size: transparent or, if nothing of it is, white where it is to be drawn anew. "
-            "[default: where IMAGE is transparent]",
+            help="Image of the same size that is transparent where IMAGE is to change or, if it has no transparency, "
+            "white there. [default: the transparency of IMAGE]",
             rich_help_panel=SUBJECTS,
         ),
     ] = None,
     prompt: Annotated[
         str | None,
         typer.Option(
-            help="What the whole picture is to show, or a class id. [default: what IMAGE records]",
+            help="Prompt for the whole image, or class id. [default: the prompt that IMAGE records]",
             rich_help_panel=SUBJECTS,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.", rich_help_panel=SUBJECTS)] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.", rich_help_panel=SUBJECTS)] = 0,
     output: Annotated[
         str | None,
         typer.Option(
-            help="A .png file, or a folder. [default: IMAGE-edit-seedN.png in the current folder]",
+            help="PNG file or folder to write. [default: IMAGE-edit-seedN.png in the current folder]",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
 ) -> None:
-    """Draw a part of a picture anew.
+    """Regenerate a part of an image.
 
-    The path of the file goes to stdout, progress and a line of statistics to stderr.
+    Prints the path of the file to stdout, progress and a line of statistics to stderr.
     """
     from ..prompts import load_bundle_tokenizer
     from ..requests import check_request
@@ -64,9 +64,9 @@ def edit(
     outputs = plan_outputs(
         output, [f"{image.stem}-edit-seed{seed}"], False, lambda _, path: holds_image(path, opened, request, 1)
     )
-    ((path, there),) = outputs
-    if there:
-        print_stderr("the picture is there already")
+    ((path, exists),) = outputs
+    if exists:
+        print_stderr("the image is there already")
     else:
         began = time.perf_counter()
         pipeline = engine.load(opened, request.settings)

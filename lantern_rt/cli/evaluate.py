@@ -1,4 +1,4 @@
-"""The `eval` command: what to draw and measure with, a folder with the report, and presets by it."""
+"""The `eval` command: compares the images of decoding methods, and writes a report and presets."""
 
 from __future__ import annotations
 
@@ -56,49 +56,52 @@ def evaluate(
     prompts: PromptsOption = None,
     count: Annotated[
         int | None,
-        typer.Option(help="Images of every method; more than there are prompts: several of each. [default: one each]"),
+        typer.Option(help="Number of images per method. [default: one per prompt]"),
     ] = None,
     temperature: TemperatureOption = None,
     features: Annotated[
         Path | None,
-        typer.Option(help="ONNX graph from images to features, such as Inception. [default: the bundle's VQ encoder]"),
+        typer.Option(
+            help="ONNX graph that computes features of images, such as Inception. [default: the bundle's VQ encoder]"
+        ),
     ] = None,
     reference: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of real images, to measure Frechet distances to: FID, if --features is Inception. "
+            help="Folder of real images for Frechet distances, which are FID if --features is Inception. "
             "[default: images of ar with other seeds]"
         ),
     ] = None,
     agreement: Annotated[
         Path | None,
         typer.Option(
-            help="ONNX graph from images and token ids to their agreement, such as CLIP; its tokenizer.json lies "
-            "beside it. [default: none]"
+            help="ONNX graph that scores the agreement of images and prompts, such as CLIP, with its tokenizer.json in "
+            "the same folder. [default: none]"
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="New folder for report.html and eval.json. [default: eval-NAME, here]")
+        Path | None,
+        typer.Option(help="New folder for report.html and eval.json. [default: eval-NAME in the current folder]"),
     ] = None,
     write_presets: Annotated[
         bool,
         typer.Option(
             "--write-presets",
-            help="Write the methods of the qualities into the bundle, by what is found.",
+            help="Choose a method for each quality from the results, and write them into the bundle.",
         ),
     ] = False,
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
 ) -> None:
-    """Compare the images of methods with plain decoding's, on the same prompts and seeds.
+    """Compare the images of decoding methods with those of plain decoding (ar), on the same prompts and seeds.
 
-    By default several degrees of relaxation that the bundle can run. How images are prepared for a graph stands in the
-    preprocessor_config.json beside it. Needs lantern-rt[cpu].
+    Without --method and --quality, several degrees of relaxed acceptance are compared. A preprocessor_config.json in
+    the folder of a graph says how to prepare images for it. Needs lantern-rt[cpu].
     """
     if write_presets and temperature is not None:
         raise RequestError(
-            "presets are of the bundle's own sampling", field="temperature", remedy="leave it or --write-presets out"
+            "presets need the bundle's temperature", field="temperature", remedy="leave it or --write-presets out"
         )
     options = EngineOptions(threads, engines, provider)
     opened = options.open_bundle(bundle)
@@ -109,8 +112,8 @@ def evaluate(
     check_new_folder(output, False, _RESULT)
     labels = method or ([] if quality else candidate_methods(manifest))
     methods = parse_methods(labels, {"temperature": temperature}, opened, quality or ())
-    drawn = read_bundle_prompts(opened, prompts, count)
-    seeds = -(-(count or 1) // len(drawn.items))
+    prompt_set = read_bundle_prompts(opened, prompts, count)
+    seeds = -(-(count or 1) // len(prompt_set.items))
     feature_graph: Features | None = None
     agreement_graph: Agreement | None = None
     if features is not None:
@@ -118,27 +121,29 @@ def evaluate(
     elif "vq_encoder" in manifest.files:
         feature_graph = EncoderFeatures(opened, threads)
     if agreement is not None:
-        if drawn.kind != "prompts":
-            problem = f"bundle {manifest.name} draws {drawn.kind}, not prompts"
+        if prompt_set.kind != "prompts":
+            problem = f"bundle {manifest.name} takes {prompt_set.kind}, not prompts"
             raise RequestError(problem, field="agreement", remedy="leave it out")
         agreement_graph = Agreement(agreement, read_preprocessing(agreement), opened, threads)
-    real = None
+    reference_features = None
     if reference is not None:
         if feature_graph is None:
-            raise RequestError("there is nothing to compare by", field="reference", remedy="give --features")
+            raise RequestError("no features to compare", field="reference", remedy="give --features")
         with show_progress(lines=False) as progress:
             size = (manifest.image_width, manifest.image_height)
-            real = folder_features(feature_graph, reference, size, progress)
+            reference_features = folder_features(feature_graph, reference, size, progress)
     pipeline = options.load(opened)
     with show_progress() as progress:
-        report, pictures = run_evaluation(
-            pipeline, drawn, seeds, methods, progress, feature_graph, agreement_graph, real
+        report, images = run_evaluation(
+            pipeline, prompt_set, seeds, methods, progress, feature_graph, agreement_graph, reference_features
         )
     facts = _facts(pipeline)
-    facts["reference"] = "ar, other seeds" if real is None else f"{reference}, {len(real)} images"
+    facts["reference"] = "ar, other seeds"
+    if reference_features is not None:
+        facts["reference"] = f"{reference}, {len(reference_features)} images"
     with atomic_folder(output, False, _RESULT) as folder:
         (folder / _RESULT).write_text(dumps({**facts, **report}, indent=1, allow_nan=False) + "\n", "utf-8")
-        page = html_report(report, pictures, facts, f"{manifest.name}: decoding methods compared")
+        page = html_report(report, images, facts, f"{manifest.name}: decoding methods compared")
         (folder / "report.html").write_text(page, "utf-8")
     print_text(text_report(report), output / _RESULT, output / "report.html")
     if write_presets:
@@ -152,7 +157,7 @@ def _free_folder(name: str) -> Path:
 
 def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
     if not presets:
-        print_text("no method is exact, or keeps to what balanced or fast may give away: the bundle stays as it is")
+        print_text("no method meets the limits of a quality; the bundle is unchanged")
         return
     changed = write_into_bundle(bundle, presets)
     for quality, preset in presets.items():
@@ -162,7 +167,8 @@ def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
         gain = f"{figures.tokens_per_pass:.2f} tokens per pass, {figures.excess_nll:+.3f} nats per token{agreement}"
         print_text(f"{quality}: {preset.method}", f"  {gain}")
     print_text(
-        f"bundle {changed.manifest.name} was {bundle.digest[:12]}, is {changed.digest[:12]}: build engine folders again"
+        f"bundle {changed.manifest.name} was {bundle.digest[:12]}, is {changed.digest[:12]}: "
+        "build its engine folders again"
     )
 
 

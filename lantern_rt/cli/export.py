@@ -29,37 +29,46 @@ lantern-rt export --family simplear --target SimpleAR-0.5B-RL/ --vq Cosmos-1.0-T
 
 def export(
     target: Annotated[
-        str, typer.Option(help="Checkpoint of the target: a file or folder, or hf:owner/name[/file][@revision].")
+        str, typer.Option(help="Target checkpoint: a file or folder, or hf:owner/name[/file][@revision].")
     ],
     output: Annotated[Path, typer.Option(help="Bundle folder to write.")],
     vq: Annotated[
         str | None,
         typer.Option(
-            help="Checkpoint of the VQ model: a file, or hf:owner/name/file[@revision]; for anole and lumina also a "
-            "folder with vqgan.ckpt and vqgan.yaml, for emu3 and simplear the folder of their tokenizer."
+            help="Checkpoint of the VQ model: a file or hf:owner/name/file[@revision]. For anole and lumina also a "
+            "folder with vqgan.ckpt and vqgan.yaml; for emu3 and simplear the folder of their image tokenizer."
         ),
     ] = None,
     drafter: Annotated[
-        str | None, typer.Option(help="Folder of an EAGLE drafter in LANTERN's layout, or hf:owner/name[@revision].")
+        str | None,
+        typer.Option(
+            help="Folder of an EAGLE drafter in LANTERN's layout, or hf:owner/name[@revision]. [default: none]"
+        ),
     ] = None,
     text_encoder: Annotated[
         str | None,
         typer.Option(
-            help="Folder of flan-t5-xl, or hf:google/flan-t5-xl: the bundle then takes prompts instead of embeddings."
+            help="Folder of flan-t5-xl, or hf:google/flan-t5-xl. With it the bundle takes prompts, else embeddings."
         ),
     ] = None,
     config: Annotated[
-        str | None, typer.Option(help='JSON file of what weights do not show, as {"n_head": 12, "block_size": 256}.')
+        str | None,
+        typer.Option(
+            help='JSON file of settings that the weights do not contain, such as {"n_head": 12, "block_size": 256}.'
+        ),
     ] = None,
-    grid: Annotated[int | None, typer.Option(help="Tokens per side of an image, where no file says it.")] = None,
+    grid: Annotated[
+        int | None, typer.Option(help="Number of tokens per side of an image, if no file contains it.")
+    ] = None,
     weights: Annotated[
-        str | None, typer.Option(help="Of LlamaGen's files with both, model or ema. [default: model]")
+        str | None,
+        typer.Option(help="Weights to read from LlamaGen's files with several: model or ema. [default: model]"),
     ] = None,
     lora: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FOLDER[:SCALE]",
-            help="LoRA adapter of PEFT to merge into the target; several are merged in order.",
+            help="LoRA adapter of PEFT to merge into the target; may be given several times, to merge in order.",
         ),
     ] = None,
     family: Annotated[
@@ -68,22 +77,22 @@ def export(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="How weights are stored: fp32, fp16, bf16-safe, int8 (the fastest, for CPUs only), int8-weights, "
-            "int4-weights, or auto: what is fastest on this processor. [default: as --compute]"
+            help="Storage of the weights: fp32, fp16, bf16-safe, int8 (the fastest, only for CPUs), int8-weights, "
+            "int4-weights, or auto (the fastest on this processor). [default: as --compute]"
         ),
     ] = None,
     drafter_precision: Annotated[
-        str | None, typer.Option(help="The same for the drafter. [default: --precision]")
+        str | None, typer.Option(help="Storage of the drafter's weights. [default: as --precision]")
     ] = None,
     vq_precision: Annotated[
-        str, typer.Option(help="What the image decoder multiplies: fp32, fp16 (for GPUs) or int8 (for CPUs).")
+        str, typer.Option(help="Precision of the image decoder: fp32, fp16 (for GPUs) or int8 (for CPUs).")
     ] = "fp32",
     compute: Annotated[
-        str, typer.Option(help="What target and drafter compute in: float32, or for GPUs float16 or bfloat16.")
+        str, typer.Option(help="Compute precision of target and drafter: float32, or for GPUs float16 or bfloat16.")
     ] = "float32",
     force: ForceOption = False,
 ) -> None:
-    """Turn a checkpoint into a bundle, and check every graph against it. Needs lantern-rt[cpu,export]."""
+    """Convert a checkpoint to a bundle, and compare every graph with it. Needs lantern-rt[cpu,export]."""
     from ..export.registry import check_family, read_family
 
     options = {
@@ -107,13 +116,13 @@ def export(
     precisions = read_precisions(precision, drafter_precision, compute, vq_precision)
     if precision == "auto":
         print_stderr(f"precision: {precisions.target}, the fastest on this processor")
-    check_output(output, force)  # before anything is fetched
+    check_output(output, force)  # before downloads
     start = time.perf_counter()
     with PeakMemory() as peak, show_progress() as progress:
         model = read_family(family, options, progress)
         export_model(model, output, precisions=precisions, force=force, progress=progress)
     size = sum(file.stat().st_size for file in output.iterdir())
-    memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
+    memory = "" if peak.bytes is None else f", peak memory {peak.bytes / 1e9:.2f} GB without mapped files"
     amount = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
     print_stderr(f"wrote {amount} in {time.perf_counter() - start:.0f} s{memory}")
     print_stderr(f"quality: strict; for balanced and fast, run `lantern-rt eval {output} --write-presets`")

@@ -1,4 +1,4 @@
-"""The `inspect` command: what a bundle or an engine folder says about itself."""
+"""The `inspect` command: checks and describes a bundle or an engine folder."""
 
 from __future__ import annotations
 
@@ -22,18 +22,22 @@ lantern-rt inspect engines/llamagen-xl
 
 def inspect(
     bundle: Annotated[
-        str, typer.Argument(help="Bundle folder, or the name of an embedded bundle, or an engine folder.")
+        str,
+        typer.Argument(help="Bundle folder, name of an embedded bundle, hf:owner/name[@revision], or engine folder."),
     ] = "scenes",
     words: Annotated[
-        bool, typer.Option("--words", help="Print the words that prompts may have instead, one a line.")
+        bool, typer.Option("--words", help="Only print the words that prompts may contain, one per line.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Check a bundle or an engine folder, hashes included, and print what it says about itself; all of it in JSON."""
+    """Check the files of a bundle or an engine folder, and describe it.
+
+    With --json, print its whole manifest.
+    """
     if bundle not in embedded_names() and is_engine_folder(bundle):
         engines = open_engine_folder(bundle)
         with show_progress(lines=False) as progress:
-            progress("checking the engines' files")
+            progress("checking the engine files")
             engines.check_files()
         if json:
             print_json({"folder": str(engines.folder), "manifest": engines.manifest.model_dump(mode="json")})
@@ -56,12 +60,12 @@ def _print_words(bundle: Bundle) -> None:
 
     kind = bundle.manifest.condition.kind
     if kind != "words":
-        raise RequestError(field="words", found=f"a bundle of kind {kind}", expected="one of known words")
+        raise RequestError(field="words", found=f"a bundle that takes {kind}", expected="a bundle with a word list")
     print_text(*read_word_tokenizer(bundle.path("tokenizer")).words)
 
 
 def describe_bundle(bundle: Bundle) -> Facts:
-    """What users of a bundle need to know, by section and name."""
+    """Describe a bundle for users, by section and name."""
     manifest = bundle.manifest
     sampling = {name: str(value) for name, value in manifest.sampling.model_dump(exclude_none=True).items()}
     decoders = {"target": manifest.target, "drafter": manifest.drafter}
@@ -98,7 +102,7 @@ def describe_bundle(bundle: Bundle) -> Facts:
 
 
 def describe_engines(engines: EngineFolder) -> dict[str, str]:
-    """What users of an engine folder need to know, by name."""
+    """Describe an engine folder for users, by name."""
     manifest = engines.manifest.model_dump(mode="json", exclude={"graphs", "command"}, exclude_none=True)
     plain = {name: str(value) for name, value in manifest.items() if not isinstance(value, dict)}
     graphs = {role: f"{graph.bytes:,} bytes" for role, graph in engines.manifest.graphs.items()}

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what opens bundles and pipelines by them."""
+"""Options that several commands share, and functions that open bundles and pipelines from them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,31 @@ if TYPE_CHECKING:
     from ..pipeline import Pipeline
     from ..requests import Settings
 
-SUBJECTS, OUTPUT, METHOD, SAMPLING, ENGINE = "What to draw", "Output", "Method", "Sampling", "Engine"  # groups in help
+# Sections in help.
+SUBJECTS = "What to generate"
+OUTPUT = "Output"
+METHOD = "Method"
+SAMPLING = "Sampling"
+ENGINE = "Engine"
 
 BundleArgument = Annotated[
     str, typer.Argument(help="Bundle folder, name of an embedded bundle, or hf:owner/name[@revision].")
 ]
 PromptsOption = Annotated[
     Path | None,
-    typer.Option("--prompts", help="Text file, one prompt a line. [default: the bundle's]", rich_help_panel=SUBJECTS),
+    typer.Option(
+        "--prompts",
+        help="Text file with one prompt per line. [default: example prompts of the bundle]",
+        rich_help_panel=SUBJECTS,
+    ),
 ]
 EmbeddingsOption = Annotated[
     Path | None,
     typer.Option(
         "--embeddings",
         metavar="NPZ",
-        help="For bundles of text embeddings: a file with `embeddings [prompts, tokens, dim]`, padded on the right, "
-        "and with `mask [prompts, tokens]` if some are padded.",
+        help="File of text embeddings for bundles that take them: array `embeddings [prompts, tokens, dim]`, padded "
+        "on the right, and array `mask [prompts, tokens]` if padding is used.",
         rich_help_panel=SUBJECTS,
     ),
 ]
@@ -40,7 +49,7 @@ MethodsOption = Annotated[
     typer.Option(
         "--method",
         metavar="NAME[:PARAMETER=VALUE]...",
-        help="Such as sjd:window=5; may be given several times.",
+        help="Decoding method, such as sjd:window=5; may be given several times.",
         rich_help_panel=METHOD,
     ),
 ]
@@ -54,33 +63,43 @@ QualitiesOption = Annotated[
 ]
 CfgScaleOption = Annotated[
     float | None,
-    typer.Option("--cfg-scale", help="Guidance; 1 is off. [default: the bundle's]", rich_help_panel=SAMPLING),
+    typer.Option(
+        "--cfg-scale",
+        help="Scale of classifier-free guidance; 1 turns it off. [default: the bundle's]",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 TemperatureOption = Annotated[
     float | None,
-    typer.Option("--temperature", help="0 is greedy. [default: the bundle's]", rich_help_panel=SAMPLING),
+    typer.Option(
+        "--temperature", help="Sampling temperature; 0 is greedy. [default: the bundle's]", rich_help_panel=SAMPLING
+    ),
 ]
 TopKOption = Annotated[
     int | None,
     typer.Option(
-        "--top-k", help="Keep the k most probable tokens; 0 is off. [default: the bundle's]", rich_help_panel=SAMPLING
+        "--top-k",
+        help="Number of most probable tokens to sample from; 0: all. [default: the bundle's]",
+        rich_help_panel=SAMPLING,
     ),
 ]
 TopPOption = Annotated[
     float | None,
     typer.Option(
-        "--top-p", help="Keep this much probability; 1 is off. [default: the bundle's]", rich_help_panel=SAMPLING
+        "--top-p",
+        help="Total probability of the tokens to sample from; 1: all. [default: the bundle's]",
+        rich_help_panel=SAMPLING,
     ),
 ]
 ThreadsOption = Annotated[
     int | None,
-    typer.Option("--threads", help="Threads of the engine. [default: one per core]", rich_help_panel=ENGINE),
+    typer.Option("--threads", help="Number of threads for decoding. [default: one per core]", rich_help_panel=ENGINE),
 ]
 EnginesOption = Annotated[
     Path | None,
     typer.Option(
         "--engines",
-        help="Folder made by build-engine from this bundle, to run instead of its graphs.",
+        help="Folder of TensorRT engines that build-engine made from this bundle, to use instead of its graphs.",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -89,8 +108,8 @@ ProviderOption = Annotated[
     typer.Option(
         "--provider",
         metavar="[GRAPH=]NAME",
-        help="What ONNX Runtime runs on: cpu, cuda, webgpu, openvino, ... (docs/gpu.md). Once more for one graph, "
-        "such as drafter=cpu. [default: auto, the GPU if there is one, else the CPU]",
+        help="Execution provider of ONNX Runtime: cpu, cuda, webgpu, openvino, ... (docs/gpu.md). May be given again "
+        "for single graphs, such as drafter=cpu. [default: auto, a GPU if there is one, else the CPU]",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -100,14 +119,14 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that e
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What decodes: engines in place of the bundle's graphs, and how they run."""
+    """Options of the engine: threads, TensorRT engines, and execution providers."""
 
     threads: int | None = None
     engines: Path | None = None
     provider: list[str] | None = None
 
     def runs_on_cpu(self, bundle: Bundle) -> bool:
-        """Whether ONNX Runtime runs the bundle's own graphs on the CPU; says so where `auto` is a GPU."""
+        """Return whether ONNX Runtime runs the bundle's graphs on the CPU. Print a note if `auto` chose a GPU."""
         from ..engines.loader import choose_providers
         from .console import print_stderr
 
@@ -120,21 +139,21 @@ class EngineOptions:
         return main == DEFAULT_PROVIDER
 
     def open_bundle(self, name: str) -> Bundle:
-        """Open a bundle without hashing the graphs that engines replace."""
+        """Open a bundle, without hashing the graphs that TensorRT engines replace."""
         from ..engines.engine_folder import open_engine_folder
 
         return open_bundle(name, () if self.engines is None else open_engine_folder(self.engines).replaced())
 
     def load(self, bundle: Bundle, settings: Settings | None = None, prefix: int | None = None) -> Pipeline:
-        """Load the bundle's graphs, or the engines in their place.
+        """Load the graphs of a bundle, or the TensorRT engines that replace them.
 
         Args:
-            bundle: an opened bundle.
-            settings: what is to be decoded with; None where that is several things.
-            prefix: tokens of the longest prompt, if known.
+            bundle: opened bundle.
+            settings: settings of the request; None: several settings, of which the largest counts for memory.
+            prefix: number of tokens of the longest prompt, if known.
 
         Raises:
-            RequestError: there is too little memory; counted where ONNX Runtime runs on the CPU, not for GPUs.
+            RequestError: there is too little memory. Only memory for ONNX Runtime on the CPU is estimated.
         """
         from ..engines.engine_folder import open_engine_folder
         from ..memory import check_memory, largest_settings
@@ -150,7 +169,7 @@ class EngineOptions:
 
 
 def open_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
-    """Open a bundle and show how far checking its files is; `skipped_roles` as in `bundle.files.open_bundle`."""
+    """Open a bundle with progress on stderr. skipped_roles: files not to check, as in `bundle.files.open_bundle`."""
     from ..bundle import files
     from .console import show_progress
 

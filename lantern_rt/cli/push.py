@@ -1,4 +1,4 @@
-"""The `push` command: a bundle to the hub, with a model card made of what it says about itself."""
+"""The `push` command: uploads a bundle to the Hugging Face Hub with a generated model card."""
 
 from __future__ import annotations
 
@@ -23,82 +23,89 @@ EXAMPLES = """
 lantern-rt push bundles/llamagen-b owner/llamagen-b
 lantern-rt push bundles/text owner/text cat.png dog.png
 """
-DRAWN, _COLUMNS = 4, 4  # pictures of a card without any given, and pictures side by side
-_PICTURE_LIMIT = 1 << 26  # bytes
+NUM_SAMPLES = 4  # images that are generated for a card if none are given
+_COLUMNS = 4  # images per row of the card
+_MAX_IMAGE_BYTES = 1 << 26
 _LICENCES = ("apache-2.0", "mit", "bsd-3-clause", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "openrail", "llama2")
 
 
 def push(
     bundle: BundleArgument,
-    repository: Annotated[str, typer.Argument(help="owner/name on the hub; a new one is private.")],
-    pictures: Annotated[
+    repository: Annotated[str, typer.Argument(help="Repository owner/name on the hub; a new one is private.")],
+    images: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[PNG]...", help=f"Pictures of this bundle for its card. [default: {DRAWN} that are drawn now]"
+            metavar="[PNG]...",
+            help=f"Images of this bundle for the card. [default: {NUM_SAMPLES} that are generated now]",
         ),
     ] = None,
 ) -> None:
-    """Send a bundle to the hub, with a model card: README.md and pictures.
+    """Upload a bundle to the Hugging Face Hub, with a model card: README.md and images.
 
-    The token is that of `hf auth login`, or HF_TOKEN. What is there under other names stays.
+    Uses the token of `hf auth login` or HF_TOKEN. Other files in the repository stay.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
     if re.fullmatch(REPOSITORY, repository) is None:
         raise RequestError(field="repository", found=format_value(repository), expected="owner/name")
     opened = open_bundle(bundle)
-    samples = [_read_sample(path, opened) for path in pictures or ()]
+    samples = [_read_sample(path, opened) for path in images or ()]
     with hub_errors(repository, OutputError, "try again"):
-        HfApi().create_repo(repository, private=True, exist_ok=True)  # before anything is drawn
-    samples = samples or _draw_samples(opened)
+        HfApi().create_repo(repository, private=True, exist_ok=True)  # before images are generated
+    samples = samples or _generate_samples(opened)
     files: dict[str, Path | bytes] = {f"samples/{i}.png": content for i, (content, _) in enumerate(samples, 1)}
     for name in (MANIFEST_FILE, *(entry.path for entry in opened.manifest.files.values())):
         files[name] = opened.folder / name
     files["README.md"] = model_card(opened, repository, [texts for _, texts in samples]).encode()
-    print_stderr(f"sending {len(files)} files")
-    added = [CommitOperationAdd(name, content) for name, content in files.items()]
-    with hub_errors(repository, OutputError, "try again: what has arrived is not sent twice"):
-        commit = HfApi().create_commit(repository, added, commit_message=f"Bundle {opened.digest[:12]}")
+    print_stderr(f"uploading {len(files)} files")
+    additions = [CommitOperationAdd(name, content) for name, content in files.items()]
+    with hub_errors(repository, OutputError, "try again; uploaded files are not sent twice"):
+        commit = HfApi().create_commit(repository, additions, commit_message=f"Bundle {opened.digest[:12]}")
     print_text(f"{HUB}{repository}@{commit.oid}")
 
 
 def _read_sample(path: Path, bundle: Bundle) -> tuple[bytes, Mapping[Any, Any]]:
     recipe = read_recipe(path)
     settings_of_recipe(path, recipe, bundle)
-    with reading(path, "a picture", RequestError, CURE):
-        return read_plain_file(path, _PICTURE_LIMIT), recipe.model_dump(exclude_none=True)
+    with reading(path, "an image", RequestError, CURE):
+        return read_plain_file(path, _MAX_IMAGE_BYTES), recipe.model_dump(exclude_none=True)
 
 
-def _draw_samples(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
-    """As many pictures as there are prompts for. Raises: RequestError: the bundle has no prompts of its own."""
+def _generate_samples(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
+    """Generate images of the bundle's example prompts. Raises: RequestError: the bundle has no example prompts."""
     from ..compare.prompts import read_bundle_prompts
     from ..output.images import png_bytes
 
     try:
-        prompts = read_bundle_prompts(bundle, count=DRAWN)
+        prompts = read_bundle_prompts(bundle, count=NUM_SAMPLES)
     except RequestError as error:
-        error.remedy = "draw pictures with `lantern-rt run`, and name them behind the repository"
+        error.remedy = "generate images with `lantern-rt run`, and give them as arguments after the repository"
         raise
     with EngineOptions().load(bundle) as pipeline, show_progress(lines=False) as progress:
         for step in pipeline.stream(**prompts.request(0, len(prompts.items), first_seed=0)):
-            progress("drawing pictures for the card", step.done, step.total)
+            progress("generating images for the card", step.done, step.total)
         images = [step.image(i) for i in range(len(prompts.items))]
     return [(png_bytes(image, image.info), image.info) for image in images]
 
 
 def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, Any]]) -> str:
-    """The README.md of a repository.
+    """Create the README.md of a repository.
 
     Args:
-        bundle: what is in it.
-        repository: its name.
-        samples: what each picture, `samples/1.png` and so on, records.
+        bundle: bundle to describe.
+        repository: owner/name of the repository.
+        samples: recipes of the images `samples/1.png` and so on.
     """
     manifest = bundle.manifest
-    made = manifest.provenance
-    name, kind, licence = f"{HUB}{repository}", manifest.condition.kind, made.licence.lower()
-    captions = [f"{one.get('prompt', 'class {}'.format(one.get('class_id')))}, seed {one['seed']}" for one in samples]
-    subject = f"--class-id {samples[0].get('class_id')}" if kind == "class" else '"what to draw"'
+    provenance = manifest.provenance
+    name = f"{HUB}{repository}"
+    kind = manifest.condition.kind
+    licence = provenance.licence.lower()
+    captions = [
+        f"{sample.get('prompt', 'class {}'.format(sample.get('class_id')))}, seed {sample['seed']}"
+        for sample in samples
+    ]
+    subject = f"--class-id {samples[0].get('class_id')}" if kind == "class" else '"a prompt"'
     subject = "--embeddings FILE.npz" if kind == "embeddings" else subject
     lines = [
         "---",
@@ -115,7 +122,7 @@ def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, A
         numbers = range(start, min(start + _COLUMNS, len(captions)))
         lines += _table([[f"![](samples/{i + 1}.png)" for i in numbers], [captions[i] for i in numbers]])
     lines += [
-        "Every picture records how it was drawn: `--from` draws it again.",
+        "Every image records its prompt, seed and settings: `--from` generates it again.",
         "",
         f'    pip install "lantern-rt[cpu]"\n    lantern-rt run {name} {subject}',
         f"    lantern-rt run {name} --from 1.png\n    lantern-rt serve {name}",
@@ -124,8 +131,8 @@ def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, A
     for section, facts in describe_bundle(bundle).items():
         rows = [[fact, value] for fact, value in facts.items() if fact != "folder"]
         lines += [f"## {_text(section)}", "", *_table([["field", "value"], *rows])] if rows else []
-    files = [[one.role, one.name, one.sha256, one.origin or ""] for one in made.sources]
-    lines += ["## made from", "", *_table([["role", "file", "sha256", "from"], *files])] if files else []
+    files = [[source.role, source.name, source.sha256, source.origin or ""] for source in provenance.sources]
+    lines += ["## sources", "", *_table([["role", "file", "sha256", "from"], *files])] if files else []
     return "\n".join(lines)
 
 

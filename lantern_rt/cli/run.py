@@ -1,4 +1,4 @@
-"""The `run` command: prompts in, PNG files out. All that can be refused is refused before a graph is loaded."""
+"""The `run` command: generates PNG files from prompts. All input is checked before a graph is loaded."""
 
 from __future__ import annotations
 
@@ -55,25 +55,27 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="[BUNDLE] [PROMPT]...",
-            help="What to draw, each prompt in quotes; before them, if need be, a bundle: its folder, an embedded "
-            "one's name, or hf:owner/name[@revision]. [default: scenes, or that of --from]",
+            help="Prompts, each in quotes. The first argument may instead be a bundle: its folder, the name of an "
+            "embedded bundle, or hf:owner/name[@revision]. [default: scenes, or the bundle of --from]",
         ),
     ] = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TEXT", help="The same as a prompt in quotes; may be given several times.", rich_help_panel=SUBJECTS
+            metavar="TEXT",
+            help="Prompt, as an alternative to arguments; may be given several times.",
+            rich_help_panel=SUBJECTS,
         ),
     ] = None,
     negative_prompt: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="What guidance leads away from.", rich_help_panel=SUBJECTS),
+        typer.Option(metavar="TEXT", help="Prompt that guidance leads away from.", rich_help_panel=SUBJECTS),
     ] = None,
     class_id: Annotated[
         list[int] | None,
         typer.Option(
             metavar="ID",
-            help="Class to draw, for class-conditional bundles; may be given several times.",
+            help="Class id, for class-conditional bundles; may be given several times.",
             rich_help_panel=SUBJECTS,
         ),
     ] = None,
@@ -83,33 +85,33 @@ def run(
         typer.Option(
             "--from",
             metavar="PNG",
-            help="A PNG of lantern-rt to draw again, as recorded in it: prompt, seed, settings.",
+            help="PNG written by lantern-rt, to generate again from the prompt, seed and settings that it records.",
             rich_help_panel=SUBJECTS,
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(help="Image i of a prompt is drawn with seed + i. [default: 0]", rich_help_panel=SUBJECTS),
+        typer.Option(help="Random seed; image i of a prompt has seed + i. [default: 0]", rich_help_panel=SUBJECTS),
     ] = None,
     count: Annotated[
         int | None,
-        typer.Option(help="Images per prompt; 1,024 in all at most. [default: 1]", rich_help_panel=SUBJECTS),
+        typer.Option(help="Number of images per prompt; at most 1,024 in all. [default: 1]", rich_help_panel=SUBJECTS),
     ] = None,
     size: Annotated[
         str | None,
-        typer.Option(help="WIDTHxHEIGHT in pixels. [default: the bundle's]", rich_help_panel=SUBJECTS),
+        typer.Option(help="Image size in pixels, as WIDTHxHEIGHT. [default: the bundle's]", rich_help_panel=SUBJECTS),
     ] = None,
     quality: Annotated[
         str | None,
         typer.Option(
-            help="A preset of the bundle: strict (exact), balanced or fast. [default: strict]", rich_help_panel=METHOD
+            help="Preset of the bundle: strict (exact), balanced or fast. [default: strict]", rich_help_panel=METHOD
         ),
     ] = None,
     method: Annotated[
         str | None,
         typer.Option(
             metavar="NAME[:PARAMETER=VALUE]...",
-            help=f"{', '.join(METHODS)}, such as sjd:window=5, in place of a quality.",
+            help=f"Decoding method instead of a quality, such as sjd:window=5: {', '.join(METHODS)}.",
             rich_help_panel=METHOD,
         ),
     ] = None,
@@ -120,19 +122,20 @@ def run(
     output: Annotated[
         str | None,
         typer.Option(
-            help="A .png file, or a folder (one that exists, or a new one in a folder that exists). "
-            "[default: a name made of prompt and seed, or PNG-again, in the current folder]",
+            help="PNG file or folder to write; a new folder's parent must exist. "
+            "[default: a name from prompt and seed, or PNG-again, in the current folder]",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Write every draft tree to this .npz, and an image of them to NAME.trace.png.", rich_help_panel=OUTPUT
+            help="File NAME.npz to write all draft trees to; an image of them goes to NAME.trace.png.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     scale: Annotated[
-        int, typer.Option(help="Enlarge the PNG this many times, 1 .. 16, bicubic.", rich_help_panel=OUTPUT)
+        int, typer.Option(help="Factor by which to enlarge the PNG, 1 .. 16, bicubic.", rich_help_panel=OUTPUT)
     ] = 1,
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
@@ -140,10 +143,10 @@ def run(
     json: JsonOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Turn prompts (or class ids, or embeddings of texts) into PNG files.
+    """Generate PNG images from prompts, class ids or text embeddings.
 
-    Each file is written as soon as its image is complete; an image that a file already holds is not drawn again. Paths
-    of the files go to stdout, progress and a line of statistics to stderr.
+    Each file is written as soon as its image is complete. Images that exist already are not generated again. Prints the
+    paths of the files to stdout, progress and a line of statistics to stderr.
     """
     from ..output.trace import Trace
     from .replay import holds_image, read_recorded_request
@@ -170,16 +173,17 @@ def run(
         bundle, request = read_recorded_request(source, options, engine, name)
         stems = [f"{source.stem}-again"]
 
-    def there(i: int, path: Path) -> bool:
+    def exists(i: int, path: Path) -> bool:
         return holds_image(path, bundle, replace(request, images=[request.images[i]]), scale)
 
-    outputs = plan_outputs(output, stems, force, there)
-    missing = [i for i, (_, drawn) in enumerate(outputs) if json or trace or not drawn]
+    outputs = plan_outputs(output, stems, force, exists)
+    pending = [i for i, (_, done) in enumerate(outputs) if json or trace or not done]
     paths = [path for path, _ in outputs]
-    picture = None if trace is None else _check_trace(trace, paths, force)
-    if len(missing) < len(paths):
-        print_stderr(f"{len(paths) - len(missing)} of {len(paths)} images are there already; --force draws them again")
-    if not missing:
+    trace_image = None if trace is None else _check_trace(trace, paths, force)
+    if len(pending) < len(paths):
+        num_done = len(paths) - len(pending)
+        print_stderr(f"{num_done} of {len(paths)} images are there already; --force generates them again")
+    if not pending:
         print_text(*paths)
         return
 
@@ -188,15 +192,15 @@ def run(
     began = time.perf_counter()
     grid = bundle.manifest.size(request.settings.size)
     record = None if trace is None else Trace(grid.rows, grid.columns)
-    request = replace(request, images=[request.images[i] for i in missing])
-    last = generate_files(pipeline, request, [outputs[i] for i in missing], scale, record, force)
+    request = replace(request, images=[request.images[i] for i in pending])
+    last = generate_files(pipeline, request, [outputs[i] for i in pending], scale, record, force)
     assert last.stats is not None
-    if trace and picture and record:
-        _write_trace(trace, picture, record, force)
+    if trace and trace_image and record:
+        _write_trace(trace, trace_image, record, force)
     quality = "" if last.settings.quality is None else f" ({last.settings.quality})"
     print_stderr(
         f"{last.settings.method}{quality}: {last.stats.tokens_per_forward_pass:.2f} tokens per pass, "
-        f"{len(missing)} image{'s' * (len(missing) > 1)} in {time.perf_counter() - began:.1f} s"
+        f"{len(pending)} image{'s' * (len(pending) > 1)} in {time.perf_counter() - began:.1f} s"
     )
     if json:
         images = [
@@ -215,9 +219,10 @@ def run(
 
 
 def _split_words(words: list[str]) -> tuple[str | None, list[str]]:
-    """The words without an option: a bundle, if the first one names one, then prompts.
+    """Split the arguments into the bundle, if the first argument names one, and the prompts.
 
-    Raises: RequestError: a prompt was not put in quotes, or a bundle misspelt.
+    Raises:
+        RequestError: a prompt is not in quotes, or a bundle is misspelt.
     """
     bundle = None
     if words and _is_bundle(words[0]):
@@ -225,7 +230,7 @@ def _split_words(words: list[str]) -> tuple[str | None, list[str]]:
     single = [word for word in words if " " not in word.strip()]
     if len(words) > 1 and single:
         found = f"the single word {format_value(single[0])} among {len(words)}"
-        expected = "a bundle's folder or name, then each prompt in quotes"
+        expected = "a bundle's folder or name, then prompts in quotes"
         raise RequestError(field="prompt", found=found, expected=expected)
     return bundle, words
 
@@ -234,7 +239,7 @@ def _is_bundle(word: str) -> bool:
     from ..bundle.files import MANIFEST_FILE, embedded_names
     from ..bundle.hub import HUB
 
-    with suppress(OSError, ValueError):  # too long for a name
+    with suppress(OSError, ValueError):  # too long for a path
         return (
             word in embedded_names() or word.startswith(HUB) or (word != "" and (Path(word) / MANIFEST_FILE).is_file())
         )
@@ -242,17 +247,14 @@ def _is_bundle(word: str) -> bool:
 
 
 def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> tuple[Bundle, Request]:
-    """The bundle, and the request that these options make of it.
-
-    Raises: RequestError, BundleError: as `check_request` and `open_bundle` have them.
-    """
+    """Open the bundle and check the request. Raises: RequestError, BundleError."""
     from ..prompts import load_bundle_tokenizer
     from ..requests import check_request
     from ..text.embeddings import read_embeddings
 
     if not {"prompts", "class_ids", "embeddings"} & options.keys():
-        found = "nothing to draw" if name is None else f"bundle {name} and nothing to draw"
-        raise RequestError(found=found, remedy="give a prompt, --class-id or --embeddings, as the bundle takes them")
+        found = "nothing to generate" if name is None else f"bundle {name} and nothing to generate"
+        raise RequestError(found=found, remedy="give a prompt, --class-id or --embeddings, as the bundle requires")
     if "embeddings" in options:
         options = options | {"embeddings": read_embeddings(options["embeddings"])}
     bundle = engine.open_bundle(name or "scenes")
@@ -281,7 +283,19 @@ def generate_files(
     trace: Trace | None,
     force: bool,
 ) -> StreamStep:
-    """Draw all images, each into its file as soon as it is complete; the last step."""
+    """Generate all images, and write each file as soon as its image is complete.
+
+    Args:
+        pipeline: pipeline of the request's bundle.
+        request: checked request.
+        outputs: path of each image, and whether the file exists with this image and is not to be written.
+        scale: factor by which to enlarge the images.
+        trace: trace to add every step to; None: no trace.
+        force: whether to replace existing files.
+
+    Returns:
+        The last step.
+    """
     from ..output.files import write_output
     from ..output.images import enlarge, png_bytes
 
@@ -293,8 +307,8 @@ def generate_files(
             progress("tokens", step.done, step.total)
             for i in [i for i in pending if len(step.codes[i]) * len(outputs) == step.total]:
                 image = enlarge(step.image(i), scale)
-                path, there = pending.pop(i)
-                if not there:  # else it was drawn again for its tokens only
+                path, exists = pending.pop(i)
+                if not exists:  # else the image was generated only for its tokens
                     write_output(path, png_bytes(image, image.info), force)
     return step
 
@@ -302,19 +316,19 @@ def generate_files(
 def _check_trace(trace: Path, outputs: list[Path], force: bool) -> Path:
     if trace.suffix != ".npz":
         raise OutputError(field=f"trace {trace}", found=f"the ending {trace.suffix or 'none'}", expected=".npz")
-    picture = trace.with_name(trace.stem.removesuffix(".trace") + ".trace.png")
-    for path in (trace, picture):
+    image_path = trace.with_name(trace.stem.removesuffix(".trace") + ".trace.png")
+    for path in (trace, image_path):
         check_output(path, force)
         if path.absolute() in [output.absolute() for output in outputs]:
-            problem = "would hold an image and a trace"
-            raise OutputError(problem, field=str(path), remedy="give one of them another name")
-    return picture
+            problem = "is the path of an image and of the trace"
+            raise OutputError(problem, field=str(path), remedy="rename one of them")
+    return image_path
 
 
-def _write_trace(trace: Path, picture: Path, record: Trace, force: bool) -> None:
+def _write_trace(trace: Path, image_path: Path, record: Trace, force: bool) -> None:
     from ..output.files import write_output
     from ..output.images import png_bytes
 
     write_output(trace, record.npz_bytes(), force)
-    write_output(picture, png_bytes(record.render(), {}), force)
-    print_stderr(f"trace: {trace} and {picture}")
+    write_output(image_path, png_bytes(record.render(), {}), force)
+    print_stderr(f"trace: {trace} and {image_path}")

@@ -1,4 +1,4 @@
-"""The `serve` command: bundles behind HTTP, until a signal ends it."""
+"""The `serve` command: serves bundles over HTTP until a signal stops it."""
 
 from __future__ import annotations
 
@@ -28,56 +28,66 @@ lantern-rt serve --host 0.0.0.0 --api-key-file keys.txt --batch 16 --waiting 64
 curl localhost:8000/v1/images/generations -H "content-type: application/json" -d '{"prompt": "a red cube on sand"}'
 """
 LIBRARIES = ("uvicorn", "sse_starlette", "prometheus_client", "python_multipart")
-LIMITS, REACH = "Limits", "Who may ask"  # groups in help
+# Sections in help.
+LIMITS = "Limits"
+ACCESS = "Access"
 
 
 def serve(
     bundles: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[BUNDLE]...", help="Bundles: folders, embedded names, or hf: names. [default: scenes]"),
+        typer.Argument(
+            metavar="[BUNDLE]...",
+            help="Bundles: folders, names of embedded bundles, or hf:owner/name[@revision]. [default: scenes]",
+        ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen at; 0.0.0.0 is every one.", rich_help_panel=REACH)
+        str, typer.Option(help="Address to listen on; 0.0.0.0: all addresses of the host.", rich_help_panel=ACCESS)
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", rich_help_panel=REACH)] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: a free port.", rich_help_panel=ACCESS)] = 8000,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="File of API keys, each on a line, perhaps behind a name; SIGHUP reads it again.",
-            rich_help_panel=REACH,
+            help="File of API keys, one per line, each optionally after a name; SIGHUP reloads it.",
+            rich_help_panel=ACCESS,
         ),
     ] = None,
     cors: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="ORIGIN", help="Site whose pages may ask; may be given several times.", rich_help_panel=REACH
+            metavar="ORIGIN",
+            help="Site whose pages may send requests; may be given several times.",
+            rich_help_panel=ACCESS,
         ),
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(
-            help="Images that share passes at most. [default: what memory is good for]", rich_help_panel=LIMITS
-        ),
+        typer.Option(help="Maximum batch size in images. [default: as memory allows]", rich_help_panel=LIMITS),
     ] = None,
     waiting: Annotated[
-        int, typer.Option(help="Images that may wait for them; more are refused for now.", rich_help_panel=LIMITS)
+        int,
+        typer.Option(help="Maximum number of queued images; further requests get status 429.", rich_help_panel=LIMITS),
     ] = 64,
     deadline: Annotated[
         float,
-        typer.Option(help="Seconds that a request may take, also once the server is stopped.", rich_help_panel=LIMITS),
+        typer.Option(
+            help="Maximum duration of a request in seconds, even while the server is stopping.", rich_help_panel=LIMITS
+        ),
     ] = 600.0,
     methods: Annotated[
         list[str] | None,
         typer.Option(
             metavar="METHOD",
-            help="Method that may be asked for; may be given several times. [default: all]",
+            help="Method that requests may select, besides qualities; may be given several times. [default: all]",
             rich_help_panel=LIMITS,
         ),
     ] = None,
-    max_n: Annotated[int, typer.Option(help="Images of a request at most, 1 .. 10.", rich_help_panel=LIMITS)] = 10,
+    max_n: Annotated[
+        int, typer.Option(help="Maximum number of images per request, 1 .. 10.", rich_help_panel=LIMITS)
+    ] = 10,
     alias: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=MODEL", help="Another name of a model; may be given several times."),
+        typer.Option(metavar="NAME=MODEL", help="Additional name of a model; may be given several times."),
     ] = None,
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
@@ -85,8 +95,8 @@ def serve(
 ) -> None:
     """Serve bundles over HTTP: OpenAI's Images API, a web page, metrics.
 
-    The log is a line of JSON for each request, on stderr. SIGTERM and Ctrl-C finish what is being drawn; a second
-    Ctrl-C does not wait.
+    The log on stderr has one line of JSON per request. SIGTERM and Ctrl-C finish running requests first; a second
+    Ctrl-C stops at once.
     """
     for library in LIBRARIES:
         require_library(library, "serve", "serve")
@@ -103,41 +113,41 @@ def serve(
             raise RequestError(field="methods", found=repr(name), expected=", ".join(METHODS))
     options = EngineOptions(threads, engines, provider)
     opened = _open(bundles or ["scenes"], options)
-    aliases = _aliases(alias or (), [bundle.manifest.name for bundle in opened])
+    aliases = _read_aliases(alias or (), [bundle.manifest.name for bundle in opened])
     limits: dict[str, Any] = {"together": batch, "waiting": waiting, **asdict(options)}
     models = [partial(AsyncPipeline.from_bundle, bundle, **limits) for bundle in opened]
-    own = Limits(deadline=deadline, api_key_file=api_key_file, methods=methods or (), max_n=max_n, aliases=aliases)
-    server = Server(models, host, port, own, cors or ())
+    access = Limits(deadline=deadline, api_key_file=api_key_file, methods=methods or (), max_n=max_n, aliases=aliases)
+    server = Server(models, host, port, access, cors or ())
     names = ", ".join(bundle.manifest.name for bundle in opened)
     print_stderr(f"{names}: {server.url} (a page; images at /v1/images/generations); Ctrl-C stops")
-    with _logged():
+    with _request_log():
         server.run()
 
 
-def _aliases(given: Sequence[str], models: Sequence[str]) -> dict[str, str]:
+def _read_aliases(options: Sequence[str], models: Sequence[str]) -> dict[str, str]:
     aliases: dict[str, str] = {}
-    for text in given:
+    for text in options:
         name, _, model = text.partition("=")
         if not name or name in models or model not in models:
-            expected = f"a new name, and = with one of {', '.join(models)}"
+            expected = f"NAME=MODEL with a new name and one of the models {', '.join(models)}"
             raise RequestError(field="alias", found=repr(text), expected=expected)
         aliases[name] = model
     return aliases
 
 
 def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
-    """Bundles of different names that this host has memory for, each by itself."""
+    """Open bundles, check that their names differ, and that each alone fits into memory."""
     from ..memory import check_memory, largest_settings
 
     if options.engines is not None and len(names) > 1:
-        expected = "one: a folder of engines is built of one bundle"
+        expected = "one bundle, from which the engines were built"
         raise RequestError(field="engines", found=f"{len(names)} bundles", expected=expected)
     by_name: dict[str, Bundle] = {}
     for name in names:
         bundle = options.open_bundle(name)
         if bundle.manifest.name in by_name:
-            twice = f"two named {bundle.manifest.name}"
-            raise RequestError(field="bundles", found=twice, expected="one each: requests choose a model by its name")
+            duplicate = f"two bundles named {bundle.manifest.name}"
+            raise RequestError(field="bundles", found=duplicate, expected="different names, by which requests choose")
         if options.runs_on_cpu(bundle):
             check_memory(bundle, largest_settings(bundle.manifest))
         by_name[bundle.manifest.name] = bundle
@@ -145,10 +155,10 @@ def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
 
 
 @contextmanager
-def _logged() -> Iterator[None]:
+def _request_log() -> Iterator[None]:
     logger = logging.getLogger("lantern_rt.serve")
     handler = logging.StreamHandler()
-    handler.addFilter(lambda record: record.levelno < logging.WARNING)  # those are said for every command
+    handler.addFilter(lambda record: record.levelno < logging.WARNING)  # `print_warnings` prints warnings
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:

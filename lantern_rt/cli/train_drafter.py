@@ -1,4 +1,4 @@
-"""Train what drafts for a bundle's target: first `data`, then `fit` or `heads`. Needs lantern-rt[cpu,train]."""
+"""Train an EAGLE drafter (`data`, then `fit`) or draft heads (`data`, then `heads`). Needs lantern-rt[cpu,train]."""
 
 from __future__ import annotations
 
@@ -39,15 +39,13 @@ lantern-rt train-drafter heads bundles/llamagen-b --data drafter-data/
 def data(
     bundle: BundleArgument,
     *,
-    output: Annotated[Path, typer.Option(help="Folder of shards; one that was begun is continued.")],
-    count: Annotated[
-        int, typer.Option(help="Images to draw, in whole files of 64: all prompts or classes over and over.")
-    ] = 4096,
+    output: Annotated[Path, typer.Option(help="Folder for the training data; an incomplete one is continued.")],
+    count: Annotated[int, typer.Option(help="Number of images, in files of 64; prompts or classes repeat.")] = 4096,
     prompts: PromptsOption = None,
     threads: ThreadsOption = None,
     provider: ProviderOption = None,
 ) -> None:
-    """Have the target draw images to train on."""
+    """Generate training data with the bundle's target."""
     require_library("safetensors", "train-drafter data", "cpu,train")
     from ..compare.prompts import read_bundle_prompts
     from ..train.drafter.data import estimate_bytes, write_shards
@@ -56,7 +54,7 @@ def data(
     check_int("count", count, 1, 1, 100_000_000)
     engine = EngineOptions(threads, None, provider)
     opened = engine.open_bundle(bundle)
-    read_source(opened.manifest)  # other families are refused before anything is drawn
+    read_source(opened.manifest)  # reject other families before generating images
     items = read_bundle_prompts(opened, prompts, opened.manifest.condition.classes)
     print_stderr(f"{count:,} images, up to {estimate_bytes(opened.manifest, count) / 1e9:.2f} GB")
     pipeline = engine.load(opened)
@@ -69,14 +67,14 @@ def data(
 def fit(
     bundle: BundleArgument,
     *,
-    data: Annotated[Path, typer.Option(help="Folder of shards that `train-drafter data` wrote with this bundle.")],
-    output: Annotated[Path, typer.Option(help="Folder to write, for `export --drafter`.")],
-    steps: Annotated[int, typer.Option(help="Updates of the weights, of 12 images each.")] = 10_000,
-    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, cuda:1.", rich_help_panel=ENGINE)] = "cpu",
+    data: Annotated[Path, typer.Option(help="Training data that `train-drafter data` wrote with this bundle.")],
+    output: Annotated[Path, typer.Option(help="Drafter folder to write, for `export --drafter`.")],
+    steps: Annotated[int, typer.Option(help="Number of training steps, with 12 images each.")] = 10_000,
+    device: Annotated[str, typer.Option(help="PyTorch device: cpu, cuda, cuda:1.", rich_help_panel=ENGINE)] = "cpu",
 ) -> None:
-    """Train a drafter on them, and write its folder for `export --drafter`.
+    """Train an EAGLE drafter on the data, for `export --drafter`.
 
-    The same command continues an interrupted fit, and with more steps a finished one. Figures are said every minute.
+    The same command continues interrupted training and, with more steps, finished training. Prints losses every minute.
     """
     for library in ("torch", "safetensors", "onnx"):
         require_library(library, "train-drafter fit", "cpu,train")
@@ -100,12 +98,13 @@ def fit(
 def heads(
     bundle: BundleArgument,
     *,
-    data: Annotated[Path, typer.Option(help="Folder of shards that `train-drafter data` wrote with this bundle.")],
-    steps: Annotated[int, typer.Option(help="Updates of the weights.")] = 2000,
+    data: Annotated[Path, typer.Option(help="Training data that `train-drafter data` wrote with this bundle.")],
+    steps: Annotated[int, typer.Option(help="Number of training steps.")] = 2000,
 ) -> None:
-    """Train heads, with which windows (`sjd`) draft better, and write them into the bundle.
+    """Train draft heads on the data, and write them into the bundle.
 
-    It takes minutes. Pictures of exact methods stay; relaxed windows draw others, so presets are to be measured again.
+    They make windows (`sjd`) draft better, and take minutes to train. Exact methods generate the same images as before.
+    Relaxed windows do not, so their presets must be measured again.
     """
     for library in ("torch", "safetensors", "onnx"):
         require_library(library, "train-drafter heads", "cpu,train")
@@ -127,5 +126,5 @@ def heads(
     print_text(
         f"overlap with the target: {describe_figures(figures)}",
         f"bundle {changed.manifest.name} was {opened.digest[:12]}, is {changed.digest[:12]}: "
-        "run `lantern-rt eval --write-presets`, and build engine folders again",
+        "run `lantern-rt eval --write-presets`, and build its engine folders again",
     )

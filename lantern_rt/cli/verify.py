@@ -1,4 +1,4 @@
-"""The `verify` command."""
+"""The `verify` command: compares a bundle's graphs with their source."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ def verify(
     checkpoints: Annotated[
         list[str] | None,
         typer.Argument(
-            help="What the bundle was exported from, as export takes it: target, VQ model, drafter, text encoder, "
-            "config, LoRA adapters, those that there were, in this order. [default: ONNX's reference evaluator on "
-            "small inputs]"
+            help="Checkpoints that the bundle was exported from, as given to export, in the order target, VQ model, "
+            "drafter, text encoder, config, LoRA adapters. [default: compare with ONNX's reference evaluator on small "
+            "inputs]"
         ),
     ] = None,
     engines: Annotated[
         Path | None,
         typer.Option(
-            help="Engine folder of the bundle: its graphs with the bundle's, and on their GPU plans with those."
+            help="Engine folder of the bundle, to compare instead: its ONNX graphs and, on their GPU, its engines."
         ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Compare a bundle's graphs with what they were made from (exit code 2 if they differ).
+    """Compare a bundle's graphs with the checkpoints they were exported from.
 
-    Needs lantern-rt[cpu,export].
+    The exit code is 2 if they differ. Needs lantern-rt[cpu,export].
     """
     if engines and checkpoints:
-        raise RequestError(field="engines", found="checkpoints, too", expected="one of them")
+        raise RequestError("cannot be combined with checkpoints", field="engines", remedy="give one of them")
     opened = open_bundle(bundle)
-    options = _match(opened.manifest, checkpoints) if checkpoints else {}
+    options = _export_options(opened.manifest, checkpoints) if checkpoints else {}
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "verify", "cpu,export")
     with show_progress(lines=False) as progress:
@@ -64,7 +64,7 @@ def verify(
         if engines:
             result, reason = verify_engines(opened, open_engine_folder(engines), progress)
             if reason:
-                print_stderr(f"note: plans were not run: {reason}")
+                print_stderr(f"note: the engines were not run: {reason}")
         elif options:
             model = read_family(opened.manifest.family, options, progress)
             result = verify_bundle(opened, model, options["target"], progress)
@@ -81,36 +81,38 @@ def verify(
         raise typer.Exit(2)
 
 
-def _match(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
-    """The options of an export, from checkpoints in the order of the bundle's provenance. Raises: CheckpointError."""
+def _export_options(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
+    """Assign checkpoints to options of export. Raises: CheckpointError: the bundle has other checkpoints."""
     from ..export.registry import CHECKPOINTS, FAMILIES
 
     if manifest.family not in FAMILIES:
         expected = f"a bundle of {', '.join(FAMILIES)}"
-        raise CheckpointError(field="checkpoints", found=f"one of family {manifest.family!r}", expected=expected)
-    names = {source.role: source.name for source in reversed(manifest.provenance.sources)}
+        raise CheckpointError(field="checkpoints", found=f"a bundle of family {manifest.family!r}", expected=expected)
+    sources = manifest.provenance.sources
+    names = {source.role: source.name for source in reversed(sources)}
     roles = [role for role in CHECKPOINTS if role in names]
-    scales = [one.role.partition(":")[2] for one in manifest.provenance.sources if one.role.startswith("lora:")]
+    scales = [source.role.partition(":")[2] for source in sources if source.role.startswith("lora:")]
     if len(checkpoints) != len(roles) + len(scales):
         expected = ", ".join(f"{role.replace('_', ' ')} ({names[role]})" for role in roles)
         expected += ", LoRA adapter" * len(scales)
         raise CheckpointError(field="checkpoints", found=", ".join(checkpoints), expected=expected)
     options: dict[str, Any] = dict(zip(roles, checkpoints, strict=False)) | {"weights": manifest.provenance.weights}
-    options["lora"] = [f"{place}:{own}" for place, own in zip(checkpoints[len(roles) :], scales, strict=True)] or None
+    adapters = checkpoints[len(roles) :]
+    options["lora"] = [f"{path}:{scale}" for path, scale in zip(adapters, scales, strict=True)] or None
     if "grid" in FAMILIES[manifest.family]:
         options["grid"] = manifest.grid_rows
     return options
 
 
 def _tables(result: Verification) -> Iterator[tuple[str, list[list[str]]]]:
-    for title, found in (
+    for title, rows in (
         ("Token distributions", result.distributions),
-        ("Pictures", result.pictures),
+        ("Images", result.pictures),
         ("Tensors", result.tensors),
     ):
-        if found:
-            header = [name.replace("_", " ") for name in found[0]]
-            yield title, [header, *([_text(value) for value in row.values()] for row in found)]
+        if rows:
+            header = [name.replace("_", " ") for name in rows[0]]
+            yield title, [header, *([_text(value) for value in row.values()] for row in rows)]
 
 
 def _text(value: object) -> str:

@@ -74,7 +74,7 @@ def test_a_picture_that_is_there_is_not_drawn_again_and_another_takes_another_na
     old = (tmp_path / "out" / "red-cube-seed0.png").read_bytes()
     code, out, err = program(*run, "--count", 2)
     assert (code, out) == (0, first + second)
-    assert err.startswith("1 of 2 images are there already; --force draws them again\n")
+    assert err.startswith("1 of 2 images are there already; --force generates them again\n")
     assert "1 image in" in err
     assert program(*run, "--method", "rows")[:2] == (0, third)
     for other in (["--scale", 2], ["--top-k", 3]):
@@ -120,7 +120,7 @@ def test_the_first_word_is_a_bundle_only_if_it_names_one(program: Any, words_bun
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "found bundle BUNDLE and nothing to draw; give a prompt"),
+        ([], "found bundle BUNDLE and nothing to generate; give a prompt"),
         ([""], "prompt: found"),
         (["red " * 2500], "prompt: found 10,000 characters"),
         (["a purple cube"], "prompt: found unknown word 'purple'"),
@@ -138,7 +138,7 @@ def test_the_first_word_is_a_bundle_only_if_it_names_one(program: Any, words_bun
         (["red", "--count", "0"], "--count: found 0, expected a whole number 1 .. 1024"),
         (["red", "--threads", "0"], ".*threads: found 0"),
         (["red", "--scale", "99"], "--scale: found 99"),
-        (["red", "--from", "a.png"], "prompt: found it together with --from"),
+        (["red", "--from", "a.png"], "prompt: cannot be combined with --from"),
         (["red", "--output", "there.png"], "there.png: found a file, expected none; .*--force"),
         (["red", "--output", "x" * 300], "x+: cannot be written"),
         (["red", "--trace", "x" * 300 + ".npz"], "x+.npz: cannot be written"),
@@ -147,7 +147,10 @@ def test_the_first_word_is_a_bundle_only_if_it_names_one(program: Any, words_bun
         (["red", "--output", "/proc/red.png"], "/proc/red.png: cannot be written"),
         (["red", "--count", "2", "--output", "a.png"], "a.png: found one file name for 2 images"),
         (["red", "--trace", "t.txt"], r"trace t.txt: found the ending .txt, expected \.npz"),
-        (["red", "--output", "t.trace.png", "--trace", "t.npz"], "t.trace.png: would hold an image and a trace"),
+        (
+            ["red", "--output", "t.trace.png", "--trace", "t.npz"],
+            "t.trace.png: is the path of an image and of the trace",
+        ),
         (["red", "--count", "x"], "--count: found 'x', expected a whole number; see `lantern-rt run --help`"),
         (["red", "--colour"], "No such option"),
     ],
@@ -220,7 +223,7 @@ def test_edit_draws_a_part_once_and_such_a_picture_is_not_drawn_from_its_record(
     with Image.open("own-edit-seed2.png") as edited:
         assert edited.getpixel((200, 200)) == image.getpixel((200, 200))[:3]
     assert "there already" in program(*again)[2]
-    assert "give that picture to `lantern-rt edit`" in program("run", "--from", "own-edit-seed2.png")[2]
+    assert "give that image to `lantern-rt edit`" in program("run", "--from", "own-edit-seed2.png")[2]
     assert "no encoder" in program("edit", "own.png", words_bundle, "--prompt", "red cube")[2]
 
 
@@ -259,7 +262,7 @@ def test_a_command_without_its_libraries_names_what_to_install(
 
 
 STEPS = [["train-drafter", step] for step in ("data", "fit")]
-OTHER_WORDS = r"--(num-images|images|together)\b|come again|given away|\bcodes\b|forward pass"  # count, batch, tokens
+OTHER_WORDS = r"--(num-images|images|together)\b|\bcodes\b|\bpictures?\b|\banew\b"  # count, batch, token, image
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), *STEPS])

@@ -223,7 +223,7 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
         (["--prompts", "none.txt"], "none.txt: cannot be read"),
         (["--prompts", "long.txt"], "long.txt:5: found unknown word 'beneath'"),
         (["--output", "/dev/null/where"], "where: cannot be written (Not a directory)"),
-        (["--write-presets", "--temperature", "0"], "temperature: presets are of the bundle's own sampling"),
+        (["--write-presets", "--temperature", "0"], "temperature: presets need the bundle's temperature"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_before_the_work(
@@ -248,4 +248,4 @@ def test_class_ids_agree_with_nothing(evaluate: Any, tmp_path: Path) -> None:
     bundle = make_tiny_bundle(tmp_path / "classes", "class")
     code, _, err = evaluate("--agreement", str(make_agreement(tmp_path / "g.onnx")), bundle=bundle, prompts=False)
     assert code == 2
-    assert "agreement: bundle tiny draws class_ids" in err
+    assert "agreement: bundle tiny takes class_ids" in err

@@ -120,7 +120,7 @@ def test_a_thread_that_cannot_be_started_is_one_line(
     assert (caught.value.field, caught.value.found) == ("threads", "64")
     monkeypatch.setattr("lantern_rt.cli.doctor.host_report", refuse)
     assert run_program(["doctor"]) == 2
-    assert capsys.readouterr().err == "lantern-rt: the system starts no more threads; raise `ulimit -u`\n"
+    assert capsys.readouterr().err == "lantern-rt: the system cannot start more threads; raise `ulimit -u`\n"
 
 
 def test_a_full_disk_is_refused_for_a_trace_and_leaves_no_part_of_it(
