@@ -13,8 +13,8 @@ from typer.core import TyperCommand, TyperGroup
 from ..errors import LanternError, RequestError
 
 PROGRAM = "lantern-rt"
-# For each command, the module (and the function in it) that runs it, and its line in the list of commands. A module
-# with `STEPS` has subcommands instead: `STEPS` maps the name of each subcommand, and of its function, to examples.
+# By command: the module that runs it, whose function has the same name, and its line in the list of commands. A module
+# with `STEPS` has subcommands instead: `STEPS` has their examples by the names of their functions.
 COMMANDS = {
     "run": ("run", "Generate PNG images from prompts, class ids or text embeddings."),
     "edit": ("edit", "Regenerate a part of an image."),
@@ -35,8 +35,8 @@ _REMEDIES = {"seed": "`--seed $RANDOM` generates another image each time", "size
 class _Command(TyperCommand):
     """A command with a help section per group of options, whose errors name options.
 
-    Typer's own panels are not used: they would import every command for the list of commands, and they read square
-    brackets in help texts as markup.
+    It replaces typer's panels, which import every command for the list of commands and read square brackets in help
+    texts as markup.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -109,7 +109,7 @@ class _Program(TyperGroup):
 
 
 def _format_examples(commands: str) -> str:
-    """Fold command lines to 80 columns, without breaks in quotes or between an option and its value."""
+    """Wrap command lines at 80 columns, but not in quotes or between an option and its value."""
     lines = ["\b\nExamples:"]
     for command in commands.strip().splitlines():
         unbreakable = re.sub(r"""(["']).*?\1|--\S+ (?=[^-\\])""", lambda match: match[0].replace(" ", "\0"), command)

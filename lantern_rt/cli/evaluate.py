@@ -94,7 +94,7 @@ def evaluate(
     engines: EnginesOption = None,
     provider: ProviderOption = None,
 ) -> None:
-    """Compare the images of decoding methods with those of plain decoding (ar), on the same prompts and seeds.
+    """Compare the images of decoding methods with images of plain decoding (ar), on the same prompts and seeds.
 
     Without --method and --quality, several degrees of relaxed acceptance are compared. A preprocessor_config.json in
     the folder of a graph says how to prepare images for it. Needs lantern-rt[cpu].

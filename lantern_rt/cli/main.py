@@ -19,7 +19,8 @@ from ..errors import EngineError, LanternError
 from .app import PROGRAM, app
 from .console import print_stderr
 
-FAILED, INTERRUPTED = 2, 130
+FAILED = 2
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _terminate(number: int, _: object) -> None:
-    """Exit by an exception, so that all cleanup runs. Further signals are ignored."""
+    """Raise SystemExit, so that all cleanup runs, and ignore further signals."""
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
 

@@ -37,7 +37,7 @@ def read_recorded_request(
 
     Raises:
         RequestError: the PNG has no recipe, or the bundle rejects the recipe.
-        BundleError: the bundle is not the recorded one.
+        BundleError: the PNG records a different bundle.
     """
     for option in options:
         raise RequestError(
@@ -60,7 +60,7 @@ def request_of_recipe(png: Path, recipe: Recipe, bundle: Bundle) -> Request:
         bundle: bundle that generated the image.
 
     Raises:
-        BundleError: the bundle is not the recorded one.
+        BundleError: the PNG records a different bundle.
         RequestError: the bundle rejects the recipe, or resolves other settings from it.
     """
     if recipe.edit is not None:
@@ -78,7 +78,7 @@ def request_of_recipe(png: Path, recipe: Recipe, bundle: Bundle) -> Request:
 
 
 def settings_of_recipe(png: Path, recipe: Recipe, bundle: Bundle) -> Settings:
-    """Resolve the settings of a recipe. Arguments and errors are those of `request_of_recipe`.
+    """Resolve the settings of a recipe. It raises the errors of `request_of_recipe`.
 
     Args:
         png: path of the PNG, for messages.

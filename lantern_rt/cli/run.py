@@ -219,7 +219,7 @@ def run(
 
 
 def _split_words(words: list[str]) -> tuple[str | None, list[str]]:
-    """Split the arguments into the bundle, if the first argument names one, and the prompts.
+    """Split the arguments into the bundle, if the first argument is a bundle, and the prompts.
 
     Raises:
         RequestError: a prompt is not in quotes, or a bundle is misspelt.

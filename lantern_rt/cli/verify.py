@@ -82,7 +82,7 @@ def verify(
 
 
 def _export_options(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
-    """Assign checkpoints to options of export. Raises: CheckpointError: the bundle has other checkpoints."""
+    """Match checkpoints with options of export. Raises: CheckpointError: the bundle has other checkpoints."""
     from ..export.registry import CHECKPOINTS, FAMILIES
 
     if manifest.family not in FAMILIES:

@@ -118,7 +118,7 @@ class Server:
         _LOG.info("ready: %s", ", ".join(self.state.backends))
 
     def _handle_signal(self, number: int) -> None:
-        """Stop; on SIGHUP, reload the keys instead. A second Ctrl-C stops without waiting for requests."""
+        """Stop the server; on SIGHUP, reload the keys instead. A second Ctrl-C stops without waiting for requests."""
         if signal.Signals(number).name == "SIGHUP":
             try:
                 self.state.load_keys()
