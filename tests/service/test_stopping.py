@@ -109,7 +109,7 @@ def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> 
         (["--cors", "ui.example", "--port", "0"], "--cors: found 'ui.example'"),
         (["--alias", "other"], "--alias: found 'other'"),
         (["--alias", "scenes=scenes"], "--alias: found 'scenes=scenes'"),
-        (["scenes", "scenes"], "bundles: found two named scenes"),
+        (["scenes", "scenes"], "bundles: found two bundles named scenes"),
         (["no/such/bundle"], "bundle 'no/such/bundle'"),
     ],
 )
