@@ -1,8 +1,8 @@
-"""The graph `condition`: from what is asked for to prefix rows, with guidance and without.
+"""The graph `condition`: computes the prefix embeddings of prompts, conditional and unconditional.
 
-Class ids and text embeddings are LlamaGen's, token ids any decoder's that embeds text itself. LlamaGen pads a text to
-120 tokens on the right, encodes it with T5, and rolls the result to the left. T5 knows only distances between tokens
-and the projection maps zero to zero, so a text is encoded at its own length here and zeros are put before it.
+LlamaGen's prompts are class ids or text embeddings; decoders that embed text themselves take token ids. LlamaGen pads a
+text to 120 tokens on the right, encodes it with T5, and rolls the result to the left. T5 uses only distances between
+tokens, and the projection maps zero to zero, so here a text is encoded without padding and zeros are put before it.
 Shorter texts of a batch are padded on the left.
 """
 
@@ -25,7 +25,7 @@ from .onnx_ops import Ops, Value
 
 
 class Condition(NamedTuple):
-    """How what is asked for becomes prefix rows: for the manifest, as a graph, and the `tokenizer.json` of a text."""
+    """The condition of a bundle: its manifest entry, its graph, and `tokenizer.json` for text."""
 
     spec: ConditionSpec
     graph: Graph
@@ -33,7 +33,7 @@ class Condition(NamedTuple):
 
 
 class ClassCondition(nn.Module):
-    """`class_ids [rows]` to prefix rows; the unconditional row is the last one of the table."""
+    """Maps `class_ids [rows]` to prefix embeddings; the last row of the table is unconditional."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
@@ -44,8 +44,9 @@ class ClassCondition(nn.Module):
         return prefix, self.table[-1].expand_as(prefix)
 
     def condition(self) -> Condition:
-        """Class ids as a bundle's condition."""
-        (rows, width), generator = self.table.shape, np.random.default_rng(0)
+        """Return the condition of a bundle with class ids as prompts."""
+        rows, width = self.table.shape
+        generator = np.random.default_rng(0)
         cases = cases_of(*({"class_ids": generator.integers(rows - 1, size=n)} for n in (3, 1)))
         ids = Value("class_ids", ("rows",), "int64")
         graph = Graph("condition", self, (ids,), _prefix_rows(1, width), cases)
@@ -53,14 +54,14 @@ class ClassCondition(nn.Module):
 
 
 class CaptionCondition(nn.Module):
-    """Left-padded text embeddings to prefix rows; unconditional rows come from `uncond [prefix, caption_dim]`."""
+    """Projects left-padded text embeddings to prefix embeddings; `uncond [prefix, caption_dim]` is unconditional."""
 
     def __init__(self, first: Tensor, second: Tensor, uncond: Tensor) -> None:
         super().__init__()
         self.first, self.second, self.uncond = (nn.Parameter(w, requires_grad=False) for w in (first, second, uncond))
 
     def project(self, captions: Tensor) -> Tensor:
-        """`[..., caption_dim]` to `[..., hidden_size]`."""
+        """Project `captions [..., caption_dim]` to `[..., hidden_size]`."""
         return F.linear(F.gelu(F.linear(captions, self.first), approximate="tanh"), self.second)
 
     def forward(self, caption_embeds: Tensor, caption_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,8 +69,9 @@ class CaptionCondition(nn.Module):
         return prefix, self.project(self.uncond).expand_as(prefix)
 
     def condition(self) -> Condition:
-        """Text embeddings as a bundle's condition."""
-        (prefix, caption_dim), generator = self.uncond.shape, np.random.default_rng(0)
+        """Return the condition of a bundle with text embeddings as prompts."""
+        prefix, caption_dim = self.uncond.shape
+        generator = np.random.default_rng(0)
         embeds = Value("caption_embeds", ("rows", prefix, caption_dim))
         mask = Value("caption_mask", ("rows", prefix), "int64")
         cases: list[Arrays] = [
@@ -84,14 +86,15 @@ class CaptionCondition(nn.Module):
 
 
 class TextCondition(nn.Module):
-    """Left-padded `token_ids` and `token_mask [rows, tokens]` to prefix rows and unconditional rows.
+    """Encodes left-padded text to conditional and unconditional prefix embeddings, `[rows, prefix, hidden_size]`.
 
-    At most as many tokens as the prefix has rows; both results are `[rows, prefix, hidden_size]`.
+    Inputs are `token_ids` and `token_mask`, `[rows, tokens]`, with at most `prefix` tokens.
     """
 
     def __init__(self, encoder: nn.Module, caption: CaptionCondition) -> None:
         super().__init__()
-        self.encoder, self.caption = encoder, caption
+        self.encoder = encoder
+        self.caption = caption
 
     def forward(self, token_ids: Tensor, token_mask: Tensor) -> tuple[Tensor, Tensor]:
         states = self.encoder(input_ids=token_ids, attention_mask=token_mask).last_hidden_state
@@ -101,7 +104,7 @@ class TextCondition(nn.Module):
 
 
 class TokenCondition(nn.Module):
-    """`token_ids [rows, tokens]` and `uncond_ids [rows, uncond_tokens]` of a prompt to their embeddings."""
+    """Embeds the `token_ids [rows, tokens]` and `uncond_ids [rows, uncond_tokens]` of a prompt."""
 
     def __init__(self, embeddings: Tensor) -> None:
         super().__init__()
@@ -119,15 +122,26 @@ def token_condition(
     named: Mapping[str, int] | None = None,
     content: bytes | None = None,
 ) -> Condition:
-    """The condition of prompts made of token ids that the decoder embeds itself.
+    """Return the condition of prompts of token ids that the decoder embeds itself.
 
-    embeddings `[tokens, hidden_size]`: of all ids. prefix: the longest prompt. named: the ids by name that the
-    tokenizer must have. content: the tokenizer, where its file is no `tokenizer.json`. Raises: CheckpointError.
+    Args:
+        embeddings: embeddings of all token ids, `[tokens, hidden_size]`.
+        prefix: maximum number of tokens of a prompt.
+        layout: layout of a prompt's tokens.
+        tokenizer: path of the tokenizer.
+        named: token ids by name that the tokenizer must have.
+        content: `tokenizer.json`, where the tokenizer's file has another format.
+
+    Raises:
+        CheckpointError: the tokenizer does not fit.
     """
     read_tokenizer(tokenizer, len(embeddings), named, content)
     generator = np.random.default_rng(0)
     tokens, width = embeddings.shape
-    inputs = Value("token_ids", ("rows", "tokens"), "int64"), Value("uncond_ids", ("rows", "uncond_tokens"), "int64")
+    inputs = (
+        Value("token_ids", ("rows", "tokens"), "int64"),
+        Value("uncond_ids", ("rows", "uncond_tokens"), "int64"),
+    )
     outputs = (
         Value("prefix_embeds", ("rows", "tokens", width)),
         Value("uncond_embeds", ("rows", "uncond_tokens", width)),
@@ -148,8 +162,15 @@ def token_condition(
 
 
 def text_condition(encoder: Any, tokenizer: bytes, caption: CaptionCondition) -> Condition:
-    """The condition of prompts that a `T5Stack` reads; checked on whole, half-filled and shortest prompts."""
-    prefix, width = len(caption.uncond), len(caption.second)
+    """Return the condition of text prompts that T5 encodes.
+
+    Args:
+        encoder: the `T5Stack`.
+        tokenizer: content of `tokenizer.json`.
+        caption: projection of the encoder's states.
+    """
+    prefix = len(caption.uncond)
+    width = len(caption.second)
     generator = np.random.default_rng(0)
 
     def prompts(lengths: list[int]) -> Arrays:
@@ -165,7 +186,7 @@ def text_condition(encoder: Any, tokenizer: bytes, caption: CaptionCondition) ->
         _prefix_rows(prefix, width),
         cases_of(prompts([prefix, max(prefix // 2, 1), 1]), prompts([max(prefix // 3, 1)])),
         lambda ops: _write_text(ops, encoder, caption),
-        tolerance=None,  # some layers make much of the rounding of float32
+        tolerance=None,  # some layers amplify the rounding errors of float32
     )
     return Condition(ConditionSpec(kind="text", prefix=prefix, cleaning="llamagen"), graph, tokenizer)
 

@@ -1,8 +1,8 @@
-"""What a graph file is made from: a torch module, its inputs and outputs by name, and inputs to check it with.
+"""Graphs before they are written: a torch module, its inputs and outputs by name, and test cases.
 
-The decoders and the large conditions bring their own writer; any other module is traced. `check_parity`
-holds either kind against the module. Masks of graphs are additive; `HIDDEN` is what hides a column. It is finite so
-that a node that sees nothing gets finite numbers instead of NaN.
+Decoders and large conditions have a function that writes their graph; any other module is traced. `check_parity`
+compares the graph file with the module. Attention masks are added to scores: `HIDDEN` hides a column. It is finite, so
+that a node that attends to no column gets finite numbers instead of NaN.
 """
 
 from __future__ import annotations
@@ -32,23 +32,28 @@ from .onnx_ops import IR_VERSION, OPSET, Ops, Value
 from .precision import Compute, Rule, choose_storages
 
 HIDDEN = -1e9
-HALF_TOLERANCE = 2e-2  # of a tensor's largest value, for graphs that compute in float16; see docs/exporting.md
+HALF_TOLERANCE = 2e-2  # tolerance of graphs that compute in float16; see docs/exporting.md
 
-_LONGEST_CASE = 128  # nodes of a check: longer prefixes show nothing new
-_NUMBERS = 1 << 20  # of one row's keys and values, or logits, in a check: those of a large model are shorter
+_MAX_CASE_NODES = 128  # nodes of a test case: longer prefixes show nothing new
+_MAX_CASE_NUMBERS = 1 << 20  # keys and values, or logits, of a row of a test case, which is shorter for large models
 
 Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph of a bundle.
+    """A graph of a bundle.
 
-    `module` takes the inputs in order and returns the outputs in order (one tensor or a tuple). `cases`: inputs to
-    check it with, by names for messages; a module without `write` is traced with the first: give it sizes other than
-    0 and 1 on the named axes. Large graphs are compared on the first and the last only. `tolerance`: how far outputs
-    may lie from the module's, None for as far as rounding to float32 brings them. `compute`: what it computes in; cases
-    and module stay float32.
+    Args:
+        role: role of the graph in the bundle.
+        module: module that takes the inputs in order and returns the outputs in order, one tensor or a tuple.
+        inputs: inputs of the graph.
+        outputs: outputs of the graph.
+        cases: inputs to compare file and module on, by name of the case. A module without `write` is traced with the
+            first case: its named axes need sizes other than 0 and 1. Large graphs run the first and the last case only.
+        write: function that writes the graph, None to trace the module.
+        tolerance: maximum difference of outputs from the module's, None for a multiple of float32's rounding errors.
+        compute: type that the graph computes in; cases and module stay float32.
     """
 
     role: str
@@ -62,7 +67,7 @@ class Graph:
 
 
 def in_half(graph: Graph) -> Graph:
-    """A decoder's graph as one that computes in float16: inputs, weights and outputs, but for norms and logits."""
+    """Return a decoder's graph with inputs, weights and outputs in float16, apart from norms and logits."""
 
     def halved(values: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(replace(v, dtype="float16") if v.dtype == "float32" and v.name != "logits" else v for v in values)
@@ -72,21 +77,22 @@ def in_half(graph: Graph) -> Graph:
 
 
 def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
-    """Describe a graph's files without writing them; no weight is read for it."""
+    """Describe a graph's file without writing it or reading weights."""
     if graph.write is None:
         model, weights = _trace(graph)
         storages = choose_storages(weights, set(weights), set(), rule)
         if graph.compute == "float16":
-            _narrow(model)
-            storages, rule = dict.fromkeys(storages, "float16"), "fp16"
+            _convert_to_half(model)
+            storages = dict.fromkeys(storages, "float16")
+            rule = "fp16"
         return GraphFile(model, weights, storages, set(), rule, graph.compute)
     ops = Ops(half=graph.compute == "float16", int8_matmul=rule == "int8")
     graph.write(ops)
     model = ops.model(graph.role, graph.inputs, graph.outputs)
     names = graph.module.state_dict().keys()
-    own = names | {name.partition(".")[2] for name in names}  # the module may wrap what the graph is written from
+    stored = names | {name.partition(".")[2] for name in names}  # the module may wrap the written one
     matrices = {name for name in ops.matrices if ops.int8_matmul or not name.startswith("head.")}
-    storages = choose_storages(ops.weights, own, matrices, rule, graph.compute)
+    storages = choose_storages(ops.weights, stored, matrices, rule, graph.compute)
     if ops.half:
         narrow = {name for name, kind in storages.items() if kind == "float32"} - ops.wide
         storages |= dict.fromkeys(narrow, "float16")
@@ -95,20 +101,23 @@ def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
 
 
 def write_graph(graph: Graph, folder: Path, rule: Rule = "fp32") -> list[Path]:
-    """Write `<role>.onnx`, and `<role>.onnx.data` if it has more than a megabyte of weights."""
+    """Write `<role>.onnx`, and `<role>.onnx.data` if it has more than a megabyte of weights; return the paths."""
     return plan_graph(graph, rule).write(folder / f"{graph.role}.onnx")
 
 
 def cases_of(*inputs: Arrays) -> dict[str, Arrays]:
-    """Checks of a graph that is no decoder; the first axis of the first input counts rows."""
+    """Return test cases of a graph other than a decoder, named by the first axis of the first input, the batch rows."""
     return {f"{len(next(iter(arrays.values())))} rows": arrays for arrays in inputs}
 
 
 def target_graph(decoder: Decoder, code_embeddings: Tensor, prefix: Tensor | None = None) -> Graph:
-    """The graph of a decoder; `code_embeddings [codes, hidden_size]` serve as inputs of the checks.
+    """Return the graph of a target.
 
-    prefix: a prompt's `[nodes, hidden_size]`, for passes of as many nodes: a trained model may be far more sensitive to
-    rounding on what no prompt gives.
+    Args:
+        decoder: the target.
+        code_embeddings: embeddings from which inputs of test cases are chosen, `[codes, hidden_size]`.
+        prefix: embeddings of a prompt, `[nodes, hidden_size]`, the input of test cases of as many nodes: a trained
+            model may be far more sensitive to rounding on inputs that no prompt leads to.
     """
 
     def inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:
@@ -130,9 +139,14 @@ def decoder_graph(
     inputs: Callable[[np.random.Generator, int, int], Arrays],
     write: Callable[[Ops], None],
 ) -> Graph:
-    """The graph of a target or drafter with a cache; leading: what it takes besides positions, mask and past.
+    """Return the graph of a target or drafter with a KV cache.
 
-    inputs: random arrays for `leading`, of so many rows and nodes.
+    Args:
+        role: `target` or `drafter`.
+        module: the decoder.
+        leading: inputs besides positions, mask and past.
+        inputs: function that makes random arrays for `leading`, given a generator and numbers of rows and nodes.
+        write: function that writes the graph.
     """
     config = module.config
     parts = [f"{i}.{part}" for i in range(config.num_layers) for part in ("key", "value")]
@@ -154,19 +168,24 @@ def decoder_graph(
 def _decoder_cases(
     inputs: Callable[[np.random.Generator, int, int], Arrays], past: Sequence[Value], config: DecoderConfig
 ) -> Iterator[tuple[str, Arrays]]:
-    """Checks of a decoder: prefill on nothing, prefill, one node, a tree, two rows of different length."""
-    generator, heads = np.random.default_rng(0), (config.num_kv_heads, config.head_dim)
-    most = _NUMBERS // max(len(past) * math.prod(heads), config.vocab_size)
-    prefix = max(2, min(config.prefix, _LONGEST_CASE, most))
+    """Yield test cases of a decoder, by name."""
+    generator = np.random.default_rng(0)
+    heads = (config.num_kv_heads, config.head_dim)
+    max_nodes = _MAX_CASE_NUMBERS // max(len(past) * math.prod(heads), config.vocab_size)
+    prefix = max(2, min(config.prefix, _MAX_CASE_NODES, max_nodes))
 
     def case(name: str, lengths: list[int], visible: NDArray[np.bool_]) -> tuple[str, Arrays]:
-        """`lengths`: committed entries per row; `visible [nodes, nodes]` among the new nodes."""
-        rows, nodes, longest, length = len(lengths), len(visible), max(lengths), np.array(lengths)[:, None]
-        seen = np.zeros((rows, nodes, longest + nodes), bool)
-        seen[:, :, :longest], seen[:, :, longest:] = (np.arange(longest) < length)[:, None], visible
+        """Make a case from the past length of each row, and the mask among new nodes, `[nodes, nodes]`."""
+        rows = len(lengths)
+        nodes = len(visible)
+        longest = max(lengths)
+        length = np.array(lengths)[:, None]
+        mask = np.zeros((rows, nodes, longest + nodes), bool)
+        mask[:, :, :longest] = (np.arange(longest) < length)[:, None]
+        mask[:, :, longest:] = visible
         values = inputs(generator, rows, nodes)
         values["position_ids"] = np.minimum(length + visible.sum(1) - 1, config.positions - 1).astype(np.int64)
-        values["attention_mask"] = np.where(seen, 0, HIDDEN).astype(np.float32)[:, None]
+        values["attention_mask"] = np.where(mask, 0, HIDDEN).astype(np.float32)[:, None]
         for value in past:
             values[value.name] = generator.standard_normal((longest, rows, *heads), dtype=np.float32)
         return name, values
@@ -189,17 +208,18 @@ def tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
 
 
 def _trace(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
-    """A module of float32 weights as ONNX, and its weights by name: the module's own tensors, not copies.
+    """Trace a module of float32 weights, and return the model and the module's weights by name, not copied.
 
-    By PyTorch's TorchScript-based exporter: on these modules it takes a twentieth of the time of the newer one and
-    gives the same ops.
+    PyTorch's TorchScript-based exporter takes a twentieth of the newer one's time on these modules, and gives the same
+    ops.
     """
-    values, example = (*graph.inputs, *graph.outputs), next(iter(graph.cases.values()))
+    values = (*graph.inputs, *graph.outputs)
+    example = next(iter(graph.cases.values()))
     buffer = io.BytesIO()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # the exporter announces its successor, and the tracer constant sizes
         torch.onnx.export(
-            graph.module.eval(),  # or the exporter would leave all of it in training mode, if its outermost part is
+            graph.module.eval(),  # the exporter sets all of it to the mode of its outermost module
             tuple(torch.from_numpy(example[value.name]) for value in graph.inputs),
             buffer,  # type: ignore[arg-type]  # the annotation knows paths only
             input_names=[value.name for value in graph.inputs],
@@ -211,43 +231,52 @@ def _trace(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
             dynamo=False,
         )
     model = onnx.load_from_string(buffer.getvalue())
-    model.ir_version, model.producer_name, model.producer_version = IR_VERSION, "lantern-rt", ""
+    model.ir_version = IR_VERSION
+    model.producer_name = "lantern-rt"
+    model.producer_version = ""
     model.graph.name = graph.role
-    own, given = graph.module.state_dict(), {value.name for value in graph.inputs}
-    weights = {entry.name: own[entry.name] for entry in model.graph.input if entry.name not in given}
+    state = graph.module.state_dict()
+    input_names = {value.name for value in graph.inputs}
+    weights = {entry.name: state[entry.name] for entry in model.graph.input if entry.name not in input_names}
     for entries, declared in ((model.graph.input, graph.inputs), (model.graph.output, graph.outputs)):
-        del entries[:]  # as declared: the tracer guesses output sizes from the example
+        del entries[:]  # the tracer guesses output sizes from the example
         entries.extend(value.proto() for value in declared)
     del model.graph.value_info[:]
     _fold_transposes(model, weights)
     return model, weights
 
 
-def _narrow(model: onnx.ModelProto) -> None:
-    """Have a traced graph compute in float16, but for the sums of norms, and give float32."""
-    nodes, outputs = list(model.graph.node), {value.name for value in model.graph.output}
+def _convert_to_half(model: onnx.ModelProto) -> None:
+    """Change a traced graph to compute in float16, apart from the sums of norms, with outputs in float32."""
+    nodes = list(model.graph.node)
+    outputs = {value.name for value in model.graph.output}
     del model.graph.node[:]
     for node in nodes:
-        for each in node.attribute:
-            if node.op_type == "Cast" and each.i == TensorProto.FLOAT:
-                each.i = TensorProto.FLOAT16
-            elif each.t.data_type == TensorProto.FLOAT and not each.t.dims:  # vectors are what norms and resizing read
-                each.t.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(each.t).astype(np.float16)))
-        (output,), around, norm = node.output, [node], node.op_type == "InstanceNormalization"
+        for attribute in node.attribute:
+            tensor = attribute.t
+            if node.op_type == "Cast" and attribute.i == TensorProto.FLOAT:
+                attribute.i = TensorProto.FLOAT16
+            elif tensor.data_type == TensorProto.FLOAT and not tensor.dims:  # norms and resizing keep float32 vectors
+                tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16)))
+        (output,) = node.output
+        norm = node.op_type == "InstanceNormalization"
         if norm:
-            around.insert(0, helper.make_node("Cast", node.input[:1], [f"{output}.wide"], to=TensorProto.FLOAT))
+            model.graph.node.append(helper.make_node("Cast", node.input[:1], [f"{output}.wide"], to=TensorProto.FLOAT))
             node.input[0] = f"{output}.wide"
-        if norm or output in outputs:
-            node.output[0], to = f"{output}.uncast", TensorProto.FLOAT16 if norm else TensorProto.FLOAT
-            around.append(helper.make_node("Cast", node.output, [output], to=to))
-        model.graph.node.extend(around)
+        cast = norm or output in outputs
+        if cast:
+            node.output[0] = f"{output}.uncast"
+        model.graph.node.append(node)
+        if cast:
+            to = TensorProto.FLOAT16 if norm else TensorProto.FLOAT
+            model.graph.node.append(helper.make_node("Cast", node.output, [output], to=to))
 
 
 def _fold_transposes(model: onnx.ModelProto, weights: dict[str, Tensor]) -> None:
-    """Store a weight transposed where the graph only ever transposes it; drop weights' second names."""
-    names: dict[str, str] = {}  # second name -> weight
+    """Store weights transposed that the graph only uses transposed, and remove aliases of weights."""
+    names: dict[str, str] = {}  # weight by alias
     uses = Counter(name for node in model.graph.node for name in node.input)
-    kept = []
+    remaining = []
     for node in model.graph.node:
         source = names.get(node.input[0], node.input[0]) if node.input else ""
         if source in weights and node.op_type == "Identity":
@@ -258,8 +287,8 @@ def _fold_transposes(model: onnx.ModelProto, weights: dict[str, Tensor]) -> None
             names[node.output[0]] = source
             weights[source] = permuted(weights[source], axes)
         else:
-            kept.append(node)
-    for node in kept:
+            remaining.append(node)
+    for node in remaining:
         node.input[:] = [names.get(name, name) for name in node.input]
     del model.graph.node[:]
-    model.graph.node.extend(kept)
+    model.graph.node.extend(remaining)
