@@ -23,7 +23,7 @@ def test_an_export_says_what_it_wrote_and_how_to_get_presets(program: Any, tmp_p
     assert (manifest.target.dtype, manifest.target.precision, [*manifest.presets]) == ("float16", "fp16", ["strict"])
     assert out.strip() == str(bundle)
     assert "writing target.onnx" in err
-    assert "GB of memory besides mapped files" in err
+    assert "GB without mapped files" in err
     assert any(line.startswith("wrote ") and " MB in " in line for line in err.splitlines())
     assert f"`lantern-rt eval {bundle} --write-presets`" in err.splitlines()[-1]
     code, _, err = program(*command, "--precision", "fp8", "--force")
