@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_copies import ANOLE, C2I, COSMOS, EMU3, LANTERN, SIMPLEAR, VQGAN, config_of, copied, sharded
+from refusals import error_of
 
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.files import read_config, read_tokenizer, read_weights
@@ -73,20 +74,18 @@ def test_a_folder_of_another_model_is_named_and_the_needed_one_too(tmp_path: Pat
 
 @pytest.mark.parametrize("value", [["chameleon"], {"a": 1}, 7, None, "x" * 10_000])
 def test_an_odd_type_of_model_is_refused_shortly(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        read_anole(copied(ANOLE, tmp_path / "target", model_type=value), VQGAN)
-    assert caught.value.field.endswith("config.json: model_type")
-    assert len(caught.value.found) <= 80
+    error = error_of(CheckpointError, read_anole, copied(ANOLE, tmp_path / "target", model_type=value), VQGAN)
+    assert error.field.endswith("config.json: model_type")
+    assert len(error.found) <= 80
 
 
 def test_the_layout_of_meta_is_named(tmp_path: Path) -> None:
     (tmp_path / "models/7b").mkdir(parents=True)
     (tmp_path / "models/7b/params.json").write_text("{}")
     torch.save({"tok_embeddings.weight": torch.zeros(4, 4)}, tmp_path / "models/7b/consolidated.pth")
-    with pytest.raises(CheckpointError) as caught:
-        read_anole(tmp_path, VQGAN)
-    assert caught.value.found == "Meta's layout"
-    assert "leloy/Anole-7b-v0.1-hf" in caught.value.remedy
+    error = error_of(CheckpointError, read_anole, tmp_path, VQGAN)
+    assert error.found == "Meta's layout"
+    assert "leloy/Anole-7b-v0.1-hf" in error.remedy
 
 
 @pytest.mark.parametrize("text", [LFS, *PAGES])
@@ -95,28 +94,25 @@ def test_a_pointer_or_a_page_in_place_of_a_file_is_named_as_that(tmp_path: Path,
     path = tmp_path / name
     path.write_text(text)
     read = {"config.json": read_config, "tokenizer.json": lambda path: read_tokenizer(path, 9)}.get(name, read_weights)
-    with pytest.raises(CheckpointError) as caught:
-        read(path)
-    assert caught.value.field == str(path)
-    assert caught.value.found == ("a Git LFS pointer" if text == LFS else "a web page")
+    error = error_of(CheckpointError, read, path)
+    assert error.field == str(path)
+    assert error.found == ("a Git LFS pointer" if text == LFS else "a web page")
 
 
 def test_a_pointer_in_place_of_a_yaml_is_named_as_that(tmp_path: Path) -> None:
     shutil.copytree(VQGAN, tmp_path, dirs_exist_ok=True)
     (tmp_path / "vqgan.yaml").write_text(LFS)
-    with pytest.raises(CheckpointError) as caught:
-        read_vqgan(tmp_path)
-    assert (caught.value.field, caught.value.found) == (str(tmp_path / "vqgan.yaml"), "a Git LFS pointer")
+    error = error_of(CheckpointError, read_vqgan, tmp_path)
+    assert (error.field, error.found) == (str(tmp_path / "vqgan.yaml"), "a Git LFS pointer")
 
 
 def test_shards_without_their_index_are_named(tmp_path: Path) -> None:
     folder = sharded(LANTERN / "t2i", tmp_path / "shards")
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint(folder).read()
+    error = error_of(CheckpointError, Checkpoint(folder).read)
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    assert caught.value.found == f"{', '.join(names)} without an index"
-    assert "model.safetensors.index.json" in caught.value.expected
+    assert error.found == f"{', '.join(names)} without an index"
+    assert "model.safetensors.index.json" in error.expected
 
 
 def test_files_that_macos_leaves_beside_others_are_no_weights(tmp_path: Path) -> None:
@@ -129,16 +125,14 @@ def test_files_that_macos_leaves_beside_others_are_no_weights(tmp_path: Path) ->
 def test_an_index_names_plain_files(tmp_path: Path, name: Any) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"x": "model-1.safetensors", "y": name}}))
-    with pytest.raises(CheckpointError) as caught:
-        read_index(path)
-    assert caught.value.field == f"{path}: 'y'"
-    assert caught.value.found == repr(name)
+    error = error_of(CheckpointError, read_index, path)
+    assert error.field == f"{path}: 'y'"
+    assert error.found == repr(name)
 
 
 def test_the_format_of_a_configuration_is_told_where_it_is_needed(program: Any) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        read_transformer(C2I)
-    assert caught.value.remedy == 'give a config with n_head: a JSON file such as {"n_head": 12}'
+    error = error_of(CheckpointError, read_transformer, C2I)
+    assert error.remedy == 'give a config with n_head: a JSON file such as {"n_head": 12}'
     code, out, _ = program("export", "--help")
     assert code == 0
     assert '{"n_head": 12, "block_size": 256' in " ".join(out.replace("│", " ").split())

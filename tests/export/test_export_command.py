@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from checkpoint_copies import C2I, DRAFTER, LUMINA, T2I, VQ, VQGAN, config_of, copied
+from refusals import error_of
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.errors import CheckpointError
@@ -83,6 +84,4 @@ def test_a_picture_may_have_more_codes_than_lumina_mgpts_configuration_has_posit
 def test_options_that_a_family_does_not_take_or_lacks_are_refused(
     family: str, options: dict[str, str], field: str
 ) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        check_family(family, {"target": "t"} | options)
-    assert caught.value.field == field
+    assert error_of(CheckpointError, check_family, family, {"target": "t"} | options).field == field

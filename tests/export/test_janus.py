@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from goldens import Run, embed
+from refusals import error_of
 from small_janus import BEGIN, CODES, GRID, START, WORDS, random_janus, write_janus
 
 from lantern_rt import Pipeline
@@ -108,6 +109,4 @@ def test_what_a_folder_lacks_is_named(folder: Path, tmp_path: Path, name: str, c
     (tmp_path / name).unlink()
     if content is not None:
         (tmp_path / name).write_text(json.dumps(content))
-    with pytest.raises(CheckpointError) as caught:
-        read_janus(tmp_path)
-    assert caught.value.field.endswith(field)
+    assert error_of(CheckpointError, read_janus, tmp_path).field.endswith(field)

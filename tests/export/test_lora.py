@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_copies import C2I, COSMOS, EMU3, SIMPLEAR, VQ, Weights, config_of, copied, edited
+from refusals import error_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -108,11 +109,10 @@ def test_an_adapter_of_a_tied_head_changes_the_head_alone(tmp_path: Path, own_he
 @pytest.mark.parametrize("scale", [1e39, 1e308, -1e300])
 def test_a_scale_that_makes_infinite_weights_is_named_before_the_export(tmp_path: Path, scale: float) -> None:
     lora, _ = adapter(tmp_path / "lora", {OUT: (64, 64)})
-    with pytest.raises(CheckpointError) as caught:
-        read_transformer(C2I, config=config_of(C2I), lora=[read_adapter(lora, scale)])
-    assert caught.value.field == f"{lora / 'adapter_model.safetensors'}: {OUT}.weight"
-    assert "infinite weights" in caught.value.problem
-    assert caught.value.remedy == "give a smaller scale, or correct lora_alpha"
+    error = error_of(CheckpointError, read_transformer, C2I, config=config_of(C2I), lora=[read_adapter(lora, scale)])
+    assert error.field == f"{lora / 'adapter_model.safetensors'}: {OUT}.weight"
+    assert "infinite weights" in error.problem
+    assert error.remedy == "give a smaller scale, or correct lora_alpha"
 
 
 def test_numbers_that_half_precision_lacks_are_infinite_there_alone(tmp_path: Path) -> None:
@@ -125,20 +125,21 @@ def test_numbers_that_half_precision_lacks_are_infinite_there_alone(tmp_path: Pa
 
 def test_an_adapter_of_nothing_that_is_used_is_refused(tmp_path: Path) -> None:
     lora, _ = adapter(tmp_path / "lora", {"lm_head": (64, 64)})
-    with pytest.raises(CheckpointError) as caught:
-        read_adapter(lora, 1.0).merge(
-            {f"{OUT}.weight": torch.ones(64, 64)}, lambda name: not name.startswith("lm_head")
-        )
-    assert caught.value.problem == "adapts no layer that generates images"
+    error = error_of(
+        CheckpointError,
+        read_adapter(lora, 1.0).merge,
+        {f"{OUT}.weight": torch.ones(64, 64)},
+        lambda name: not name.startswith("lm_head"),
+    )
+    assert error.problem == "adapts no layer that generates images"
 
 
 def test_an_adapter_in_pickles_alone_names_the_cure(tmp_path: Path) -> None:
     lora, _ = adapter(tmp_path / "lora", {OUT: (64, 64)})
     torch.save(load_file(lora / "adapter_model.safetensors"), lora / "adapter_model.bin")
     (lora / "adapter_model.safetensors").unlink()
-    with pytest.raises(CheckpointError) as caught:
-        read_adapter(lora, 1.0)
-    assert caught.value.remedy == "load the adapter with PEFT and save it again: it writes it"
+    error = error_of(CheckpointError, read_adapter, lora, 1.0)
+    assert error.remedy == "load the adapter with PEFT and save it again: it writes it"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from checkpoint_copies import (
     published,
     sharded,
 )
+from refusals import error_of
 from small_models import save_t5
 
 from lantern_rt.errors import CheckpointError, LanternError
@@ -389,9 +390,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_its_field(tmp_path: Path, 
 
 
 def test_a_refusal_is_a_sentence_with_file_field_and_remedy(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        drafter(caption_dim=2048)(tmp_path)
+    error = error_of(CheckpointError, drafter(caption_dim=2048), tmp_path)
     place = tmp_path / "drafter/config.json"
-    assert str(caught.value) == (
+    assert str(error) == (
         f"{place}: caption_dim: found 2048, expected 32; give the drafter that was trained for this target"
     )

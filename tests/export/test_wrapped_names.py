@@ -26,6 +26,7 @@ from checkpoint_copies import (
     published,
     sharded,
 )
+from refusals import error_of
 from safetensors.torch import load_file, save_file
 from small_janus import random_janus, write_janus
 from small_models import save_t5
@@ -219,7 +220,6 @@ def test_averaged_weights_beside_the_models_are_unwrapped_too(tmp_path: Path, we
 
 def test_two_weights_that_wrappers_alone_tell_apart_are_refused(tmp_path: Path) -> None:
     torch.save({"a.weight": torch.ones(2), "module.a.weight": torch.zeros(2)}, tmp_path / "a.pt")
-    with pytest.raises(CheckpointError) as caught:
-        read_weights(tmp_path / "a.pt")
-    assert caught.value.field == f"{tmp_path / 'a.pt'}: module.a.weight"
-    assert caught.value.problem == "is a second a.weight"
+    error = error_of(CheckpointError, read_weights, tmp_path / "a.pt")
+    assert error.field == f"{tmp_path / 'a.pt'}: module.a.weight"
+    assert error.problem == "is a second a.weight"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import refused
+from refusals import error_of, refused
 from tiny_graphs import TINY, tiny_drafter
 from tiny_rig import ONE, WIDE, Rig, close, drafter_spec_of, spec_of
 
@@ -284,9 +284,8 @@ def test_one_engine_serves_several_threads_each_with_its_own_cache_and_counts(ti
 def test_a_graph_that_is_not_the_one_described_is_named_by_its_tensor(
     tiny: Rig, change: dict[str, Any], tensor: str
 ) -> None:
-    with pytest.raises(BundleError) as caught:
-        OrtEngine(tiny.path, spec_of(TINY).model_copy(update=change), tiny.table, ONE)
-    assert caught.value.field == f"{tiny.path}: {tensor}"
+    error = error_of(BundleError, OrtEngine, tiny.path, spec_of(TINY).model_copy(update=change), tiny.table, ONE)
+    assert error.field == f"{tiny.path}: {tensor}"
 
 
 def test_a_graph_with_a_fixed_batch_is_refused(tiny: Rig, tmp_path: Path) -> None:

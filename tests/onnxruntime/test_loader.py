@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import refused
+from refusals import error_of, refused
 from tiny_graphs import TINY, ClassTable, Painter, export, tiny_drafter
 
 from lantern_rt import Pipeline
@@ -99,9 +99,7 @@ def test_the_drafter_is_loaded_when_first_asked_for(
     with refused(BundleError, "drafter.onnx"):
         engines.load_all()
     monkeypatch.setattr(type(bundle), "path", lambda _self, role: folder / "target.onnx")
-    with pytest.raises(BundleError) as caught:
-        Engines(bundle, ONE)
-    assert caught.value.field.endswith("input `class_ids`")
+    assert error_of(BundleError, Engines, bundle, ONE).field.endswith("input `class_ids`")
 
 
 def test_a_damaged_image_decoder_is_found_before_any_code_is_drawn(folder: Path, tmp_path: Path) -> None:
@@ -110,9 +108,8 @@ def test_a_damaged_image_decoder_is_found_before_any_code_is_drawn(folder: Path,
     manifest = json.loads((copy / "bundle.json").read_text())
     manifest["files"]["vq_decoder"] = manifest["files"]["condition"] | {"path": "vq_decoder.onnx"}
     (copy / "bundle.json").write_text(json.dumps(manifest))
-    with pytest.raises(BundleError) as caught:
-        Pipeline.from_bundle(copy, threads=ONE)
-    assert caught.value.field == f"{copy / 'vq_decoder.onnx'}: input `codes`"
+    error = error_of(BundleError, Pipeline.from_bundle, copy, threads=ONE)
+    assert error.field == f"{copy / 'vq_decoder.onnx'}: input `codes`"
 
 
 @pytest.mark.parametrize("channels", [3, 4])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from host_tensorrt import _Context
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import error_of
 from tiny_graphs import TINY
 from tiny_rig import PROFILES, Rig
 
@@ -176,29 +176,23 @@ def test_nodes_added_to_a_pass_see_the_first_column_and_nobody_sees_them() -> No
 # ---------------------------------------------------------------- refusals
 
 
-def refusal(call: Callable[[], object]) -> EngineError:
-    with pytest.raises(EngineError) as caught:
-        call()
-    return caught.value
-
-
 def test_more_than_a_plan_was_built_for_is_refused_with_the_option_that_allows_it(tiny: Rig) -> None:
     engine = tiny.engine
-    error = refusal(lambda: engine.new_cache(5, 10))
+    error = error_of(EngineError, lambda: engine.new_cache(5, 10))
     assert (error.found, error.remedy) == ("5 rows", "rebuild with `lantern-rt build-engine tiny --max-rows 5`")
-    assert refusal(lambda: engine.new_cache(1, 500)).found == "474 columns of a cache"
+    assert error_of(EngineError, lambda: engine.new_cache(1, 500)).found == "474 columns of a cache"
     cache = engine.new_cache(1, 340)
     for length, nodes, found in ((0, 25, "25 nodes in one pass"), (319, 2, "384 columns of a cache")):
         cache.lengths = np.array([length])
-        assert refusal(lambda nodes=nodes: engine.next_past_length(cache, nodes)).found == found
+        assert error_of(EngineError, lambda nodes=nodes: engine.next_past_length(cache, nodes)).found == found
 
 
 def test_a_file_that_is_no_plan_is_refused(tiny: Rig, tmp_path: Path) -> None:
     (junk := tmp_path / "junk.plan").write_bytes(b"junk")
-    assert refusal(lambda: tiny.load_plan(junk)).problem.startswith(
+    assert error_of(EngineError, lambda: tiny.load_plan(junk)).problem.startswith(
         "host_tensorrt 1.0 does not load this plan: Seriali"
     )
-    assert refusal(lambda: tiny.load_plan(tmp_path / "none.plan")).problem.startswith("cannot be read")
+    assert error_of(EngineError, lambda: tiny.load_plan(tmp_path / "none.plan")).problem.startswith("cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -212,10 +206,10 @@ def test_a_file_that_is_no_plan_is_refused(tiny: Rig, tmp_path: Path) -> None:
     ],
 )
 def test_a_plan_that_is_not_the_one_described_is_refused(tiny: Rig, change: dict[str, Any], found: str) -> None:
-    assert refusal(lambda: tiny.load_plan(**change)).found == found
+    assert error_of(EngineError, lambda: tiny.load_plan(**change)).found == found
 
 
 def test_a_run_that_fails_without_a_word_is_named(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Context, "execute_async_v3", lambda self, stream: False)
-    error = refusal(lambda: tiny.prefilled(1).finish())
+    error = error_of(EngineError, lambda: tiny.prefilled(1).finish())
     assert error.problem == "host_tensorrt 1.0 does not run this plan: no reason given"

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from refusals import error_of
 
 from lantern_rt import RequestError
 from lantern_rt.serve.app import make_app
@@ -73,6 +74,5 @@ def test_what_no_browser_sends_is_refused_before_a_port_is_opened(
     written: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lantern_rt.serve.server.listen", lambda *_: pytest.fail("a port was opened"))
-    with pytest.raises(RequestError) as caught:
-        Server([], port=0, origins=[written])
-    assert (caught.value.field, caught.value.found) == ("cors", repr(written))
+    error = error_of(RequestError, Server, [], port=0, origins=[written])
+    assert (error.field, error.found) == ("cors", repr(written))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import error_of
 from running_server import RunningServer, until
 from tiny_bundle import make_tiny_bundle
 
@@ -123,9 +124,7 @@ def test_wrong_options_are_refused_in_one_line(
 @pytest.mark.parametrize("content", ["# nobody\n\n", "schl\u00fcssel\n"])
 def test_a_file_of_keys_must_hold_some_that_headers_carry(tmp_path: Path, content: str) -> None:
     (tmp_path / "keys.txt").write_text(content, "utf-8")
-    with pytest.raises(RequestError) as caught:
-        read_keys(tmp_path / "keys.txt")
-    assert caught.value.field == "api_key_file"
+    assert error_of(RequestError, read_keys, tmp_path / "keys.txt").field == "api_key_file"
 
 
 def test_byte_order_marks_are_no_part_of_a_key(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import error_of
 
 from lantern_rt import CheckpointError, OutputError, Pipeline
 from lantern_rt.cli.main import run_program
@@ -97,9 +98,8 @@ def test_a_folder_of_other_prompts_or_with_a_link_to_nowhere_is_refused(
     pipeline: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(pipeline, tmp_path)
-    with pytest.raises(OutputError) as refusal:
-        write(pipeline, tmp_path, subjects=Prompts("class_ids", [3, 2]))
-    assert refusal.value.field == str(shard_path(tmp_path, 0))
+    error = error_of(OutputError, write, pipeline, tmp_path, subjects=Prompts("class_ids", [3, 2]))
+    assert error.field == str(shard_path(tmp_path, 0))
     shard_path(tmp_path, 0).unlink()
     shard_path(tmp_path, 0).symlink_to(tmp_path / "nowhere")
     monkeypatch.setattr(Pipeline, "stream", lambda *_, **__: pytest.fail("drew pictures"))
@@ -109,9 +109,8 @@ def test_a_folder_of_other_prompts_or_with_a_link_to_nowhere_is_refused(
 
 def test_too_few_pictures_and_damaged_ones_are_refused(pipeline: Pipeline, source: Source, tmp_path: Path) -> None:
     def refusal() -> CheckpointError:
-        with pytest.raises(CheckpointError) as caught:
-            ShardFolder(tmp_path, source, 256)
-        return caught.value
+        error = error_of(CheckpointError, ShardFolder, tmp_path, source, 256)
+        return error
 
     assert refusal().found == "0 pictures"
     write(pipeline, tmp_path)
@@ -142,9 +141,7 @@ def test_shards_that_contradict_the_bundle_are_refused(
     write(pipeline, tmp_path, 2)
     good = Shard(shard_path(tmp_path, 0)).read(slice(None))
     write_shard(shard_path(tmp_path, 1), replace(source, **{field: value}), good)
-    with pytest.raises(CheckpointError) as refusal:
-        ShardFolder(tmp_path, source, 256)
-    assert str(shard_path(tmp_path, 1)) in str(refusal.value)
+    assert str(shard_path(tmp_path, 1)) in str(error_of(CheckpointError, ShardFolder, tmp_path, source, 256))
 
 
 @pytest.mark.parametrize(

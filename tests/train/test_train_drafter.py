@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import error_of
 
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError, open_bundle
 from lantern_rt.cli.main import run_program
@@ -103,9 +104,8 @@ def test_a_folder_is_replaced_only_by_its_own_fit_with_the_same_options(
     longer = fit(shards, target, output, replace(OPTIONS, steps=9))
     assert longer.step == 6
     longer.run(nothing, nothing)
-    with pytest.raises(CheckpointError) as refusal:
-        fit(shards, target, output, replace(OPTIONS, seed=1))
-    assert refusal.value.field == str(state_path(output))
+    error = error_of(CheckpointError, fit, shards, target, output, replace(OPTIONS, seed=1))
+    assert error.field == str(state_path(output))
     state_path(output).write_bytes(state_path(output).read_bytes()[:1000])
     with pytest.raises(CheckpointError):
         fit(shards, target, output)
@@ -124,9 +124,7 @@ def test_numbers_that_are_no_longer_finite_end_a_fit_without_a_drafter(
 ) -> None:
     fitting = fit(shards, target, tmp_path / "drafter", replace(OPTIONS, steps=steps))
     torch.nn.init.constant_((fitting.drafter if steps else fitting.average).fc.weight, float("nan"))
-    with pytest.raises(CheckpointError) as refusal:
-        fitting.run(nothing, nothing)
-    assert refusal.value.found == "nan"
+    assert error_of(CheckpointError, fitting.run, nothing, nothing).found == "nan"
     assert not [*tmp_path.iterdir()]
 
 
@@ -177,9 +175,8 @@ def test_pictures_come_once_a_pass_in_orders_that_depend_on_the_seed() -> None:
 def test_a_device_that_torch_does_not_see_is_refused(device: str) -> None:
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(RequestError) as refusal:
-        check_device(device)
-    assert (refusal.value.field, refusal.value.found) == ("device", repr(device))
+    error = error_of(RequestError, check_device, device)
+    assert (error.field, error.found) == ("device", repr(device))
 
 
 def test_the_command_refuses_in_one_line(

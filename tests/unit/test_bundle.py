@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bundle_folder import read_manifest, set_field, stub_graph, write_manifest
+from refusals import error_of
 from tiny_bundle import CODES, WIDTH, K
 
 from lantern_rt.bundle import files as bundle_module
@@ -35,9 +36,7 @@ def folder(class_bundle: Path, tmp_path: Path) -> Path:
 
 
 def refusal(path: Path | str, verify: bool = True) -> str:
-    with pytest.raises(BundleError) as caught:
-        open_bundle(path, verify=verify)
-    message = str(caught.value)
+    message = str(error_of(BundleError, open_bundle, path, verify=verify))
     assert "\n" not in message
     assert len(message) < 700
     return message
@@ -305,10 +304,9 @@ def test_what_a_runtime_would_take_unchecked_is_refused(tmp_path: Path) -> None:
 def table_refusal(folder: Path, read: str) -> str:
     """What is wrong with a table that stands in the bundle's folder."""
     rewrite(folder)
-    with pytest.raises(BundleError) as caught:
-        getattr(open_bundle(folder), read)()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    message = str(error_of(BundleError, lambda: getattr(open_bundle(folder), read)()))
+    assert "\n" not in message
+    return message
 
 
 HOLE = np.zeros((CODES, WIDTH), np.float32)

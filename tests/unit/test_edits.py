@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageCms
+from refusals import error_of
 
 from lantern_rt import RequestError, open_bundle
 from lantern_rt.bundle.files import Bundle
@@ -98,18 +99,15 @@ def test_an_image_of_wide_integers_has_its_colours(kind: Any) -> None:
 
 @pytest.mark.parametrize("source", [np.full((4, 4), -1), np.full((4, 4), 1.5), np.full((4, 4), np.nan)])
 def test_numbers_out_of_range_are_told_what_is_taken(source: Any) -> None:
-    with pytest.raises(RequestError) as caught:
-        read_image("mask", source)
-    assert caught.value.expected == "integers 0 .. 255, floats 0 .. 1, or bool"
+    assert error_of(RequestError, read_image, "mask", source).expected == "integers 0 .. 255, floats 0 .. 1, or bool"
 
 
 def test_an_object_that_is_no_picture_is_told_what_is_taken() -> None:
     torch = pytest.importorskip("torch")
     for source, kind in ((torch.zeros(4, 4), "Tensor"), (io.BytesIO(), "BytesIO"), ([[1]], "list")):
         for name in ("image", "mask"):
-            with pytest.raises(RequestError) as caught:
-                read_image(name, source)  # type: ignore[arg-type]
-            assert (caught.value.field, caught.value.found) == (name, f"an object of type {kind}")
+            error = error_of(RequestError, read_image, name, source)
+            assert (error.field, error.found) == (name, f"an object of type {kind}")
 
 
 def profile(space: bytes, gamma: float, colours: dict[bytes, tuple[float, float, float]]) -> bytes:
@@ -172,10 +170,9 @@ def test_srgb_and_profiles_that_do_not_count_leave_colours_as_they_are(profile: 
     ids=["truncated", "text", "gif", "large", "bomb", "device", "array"],
 )
 def test_what_is_no_picture_is_refused(source: Any, found: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        read_image("image", source)
-    assert caught.value.field == (str(source) if isinstance(source, Path) else "image")
-    assert found in str(caught.value)
+    error = error_of(RequestError, read_image, "image", source)
+    assert error.field == (str(source) if isinstance(source, Path) else "image")
+    assert found in str(error)
 
 
 def test_cells_that_a_mask_touches_are_drawn_and_a_masks_colours_have_one_meaning(manifest: Manifest) -> None:
@@ -197,9 +194,10 @@ def test_cells_that_a_mask_touches_are_drawn_and_a_masks_colours_have_one_meanin
 def test_requests_that_contradict_themselves_are_refused(bundle: Bundle) -> None:
     wrong: list[dict[str, Any]] = [{"keep_rows": 16, "image": COLOURS}, {"mask": COLOURS}, {"keep_rows": 3}]
     for options in wrong:
-        with pytest.raises(RequestError) as caught:
-            check_request(bundle.manifest, load_bundle_tokenizer(bundle), "a red cube", **options)
-        assert caught.value.field == next(iter(options))
+        error = error_of(
+            RequestError, check_request, bundle.manifest, load_bundle_tokenizer(bundle), "a red cube", **options
+        )
+        assert error.field == next(iter(options))
 
 
 def test_sizes_and_words_are_checked_before_a_pixel_is_unpacked(bundle: Bundle) -> None:
@@ -215,9 +213,14 @@ def test_sizes_and_words_are_checked_before_a_pixel_is_unpacked(bundle: Bundle) 
         ({"image": damaged, "keep_rows": 3}, "image", "truncated"),
     ]
     for options, field, found in wrong:
-        with pytest.raises(RequestError) as caught:
-            check_request(bundle.manifest, load_bundle_tokenizer(bundle), **{"prompts": "a red cube", **options})
-        assert (caught.value.field, found in str(caught.value)) == (field, True), str(caught.value)
+        error = error_of(
+            RequestError,
+            check_request,
+            bundle.manifest,
+            load_bundle_tokenizer(bundle),
+            **{"prompts": "a red cube", **options},
+        )
+        assert (error.field, found in str(error)) == (field, True), str(error)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from plan_folder import OPTIONS, VERSION, write_plans
+from refusals import error_of
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import EngineError, LanternError, OutputError, Pipeline, open_bundle
@@ -67,9 +68,7 @@ def change(engines: Path, **fields: Any) -> None:
 
 def refusal(bundle: Path, engines: Path) -> EngineError:
     """Why the plans are not run."""
-    with pytest.raises(EngineError) as caught:
-        open_engine_folder(engines).check(open_bundle(bundle), VERSION)
-    return caught.value
+    return error_of(EngineError, lambda: open_engine_folder(engines).check(open_bundle(bundle), VERSION))
 
 
 # ---------------------------------------------------------------- building
@@ -283,9 +282,8 @@ def test_what_cannot_run_the_plans_is_refused_before_they_are_loaded(
     def refused_as(gpu: Gpu | None, **options: Any) -> LanternError:
         monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: None)
         monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: gpu)
-        with pytest.raises(LanternError) as caught:
-            Pipeline.from_bundle(bundle, threads=1, engines=engines, **options)
-        return caught.value
+        error = error_of(LanternError, Pipeline.from_bundle, bundle, threads=1, engines=engines, **options)
+        return error
 
     assert refused_as(None).expected == "a GPU of SM89"
     assert refused_as(Gpu("13.0", "SM86", "A2")).expected == "SM86, the GPU of this host"

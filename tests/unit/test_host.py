@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from refusals import error_of
 
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import doctor, host, kv_cache
@@ -98,9 +99,7 @@ def test_an_installed_provider_that_cannot_run_is_a_problem(
 
 @pytest.mark.parametrize("threads", [0, 1025, True, "2"])
 def test_numbers_of_threads_have_bounds(threads: int) -> None:
-    with pytest.raises(EngineError) as caught:
-        thread_count(threads)
-    assert caught.value.field == "threads"
+    assert error_of(EngineError, thread_count, threads).field == "threads"
 
 
 CGROUP = "/sys/fs/cgroup"
@@ -164,9 +163,7 @@ def test_an_onnxruntime_that_needs_proc_says_so(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError(f"{'FAIL : ' * 99}Secure opened-file canonicalization requires procfs at /proc/self/fd/6")
 
     monkeypatch.setattr(import_onnxruntime(), "InferenceSession", refuse)
-    with pytest.raises(EngineError) as caught:
-        load_session(b"", 1, "cpu")
-    assert caught.value.remedy == "mount /proc"
+    assert error_of(EngineError, load_session, b"", 1, "cpu").remedy == "mount /proc"
 
 
 @pytest.mark.parametrize(
@@ -207,9 +204,8 @@ def test_a_limit_on_address_space_counts_as_memory(monkeypatch: pytest.MonkeyPat
     try:
         resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, before[1]))
         assert 0 < host.available_memory() <= room
-        with pytest.raises(EngineError) as caught:
-            KVCache.empty(2, 1 << 20, 8, 4, 64, np.float32)
+        error = error_of(EngineError, KVCache.empty, 2, 1 << 20, 8, 4, 64, np.float32)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-    assert caught.value.field == "memory"
-    assert "1,048,576 tokens need 32.0 GiB" in str(caught.value)
+    assert error.field == "memory"
+    assert "1,048,576 tokens need 32.0 GiB" in str(error)

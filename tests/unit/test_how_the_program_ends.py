@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from refusals import error_of
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import OutputError
@@ -115,9 +116,8 @@ def test_a_thread_that_cannot_be_started_is_one_line(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("threading.Thread.start", refuse)
-    with pytest.raises(EngineError) as caught:
-        thread_count(64)
-    assert (caught.value.field, caught.value.found) == ("threads", "64")
+    error = error_of(EngineError, thread_count, 64)
+    assert (error.field, error.found) == ("threads", "64")
     monkeypatch.setattr("lantern_rt.cli.doctor.host_report", refuse)
     assert run_program(["doctor"]) == 2
     assert capsys.readouterr().err == "lantern-rt: the system cannot start more threads; raise `ulimit -u`\n"

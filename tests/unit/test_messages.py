@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import error_of
 
 from lantern_rt import LanternError, open_bundle
 from lantern_rt.edits import read_image
@@ -35,9 +36,8 @@ def messages(call: Callable[[Any], object], odd: str) -> set[str]:
     texts = set()
     objects = ODD[odd](), ODD[odd]()  # at two addresses
     for one in objects:
-        with pytest.raises(LanternError) as caught:
-            call(one)
-        texts.add(str(caught.value))
+        error = error_of(LanternError, call, one)
+        texts.add(str(error))
     return texts
 
 
@@ -61,6 +61,5 @@ def test_threads_are_named_without_an_address(odd: str) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"red", b"GIF89a" + bytes(20), b"\x89PNG\r\n\x1a\n"])
 def test_bytes_that_are_no_picture_are_refused_in_the_same_words_each_time(data: bytes) -> None:
-    with pytest.raises(LanternError) as caught:
-        read_image("image", data)
-    assert (caught.value.field, caught.value.problem) == ("image", "cannot be read (cannot identify image file)")
+    error = error_of(LanternError, read_image, "image", data)
+    assert (error.field, error.problem) == ("image", "cannot be read (cannot identify image file)")

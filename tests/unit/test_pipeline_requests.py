@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from refusals import error_of
 from tiny_bundle import CAPTION, PREFIX, K, make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError, TreeError
@@ -135,10 +136,9 @@ EMBEDDINGS = [
 
 
 def check_refusal(checker: Checker, field: str, request: dict[str, Any]) -> None:
-    with pytest.raises(RequestError) as refusal:
-        checker(**request)
-    assert refusal.value.field == field
-    assert "\n" not in str(refusal.value)
+    error = error_of(RequestError, checker, **request)
+    assert error.field == field
+    assert "\n" not in str(error)
 
 
 @pytest.mark.parametrize(("field", "request_"), OPTIONS)
@@ -205,9 +205,7 @@ def test_embeddings_that_do_not_fit_are_refused(embeds: Checker, embeddings: Any
     ],
 )
 def test_refusals_are_sentences(words: Checker, options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(RequestError) as refusal:
-        words("red cube", **options)
-    assert str(refusal.value) == sentence
+    assert str(error_of(RequestError, words, "red cube", **options)) == sentence
 
 
 def test_methods_that_a_bundle_cannot_run_are_refused(plain: Checker) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from refusals import error_of
 from tiny_bundle import make_heads_bundle, make_tiny_bundle
 
 from lantern_rt import BundleError, Pipeline, open_bundle
@@ -100,9 +101,7 @@ def test_presets_are_written_and_drawn_by_and_the_digest_changes(
     drawn = Pipeline.from_bundle(folder, threads=1)("red cube", quality="balanced")
     named = Pipeline.from_bundle(folder, threads=1)("red cube", method="rows:window=2")
     assert drawn.codes[0].tolist() == named.codes[0].tolist()
-    with pytest.raises(BundleError) as error:
-        write_presets(before, {})
-    assert error.value.field == str(folder / "bundle.json")
+    assert error_of(BundleError, write_presets, before, {}).field == str(folder / "bundle.json")
     strict, balanced, fast = after.manifest.presets.values()
     other = balanced.model_copy(update={"method": RowParallel(window=3)})
     assert write_presets(after, {"balanced": other}).manifest.presets == {
@@ -147,9 +146,8 @@ def test_a_preset_that_the_bundle_cannot_draw_is_refused_by_name_when_it_is_open
     tmp_path: Path, heads: bool, method: dict[str, Any]
 ) -> None:
     folder = make_heads_bundle(tmp_path / "tiny").folder if heads else make_tiny_bundle(tmp_path / "tiny")
-    with pytest.raises(BundleError) as caught:
-        open_bundle(with_preset(folder, method))
-    assert caught.value.problem.startswith(f"preset fast, {method['method']}:")
+    error = error_of(BundleError, open_bundle, with_preset(folder, method))
+    assert error.problem.startswith(f"preset fast, {method['method']}:")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -6,13 +6,13 @@ import re
 import sys
 import threading
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from refusals import error_of
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline, open_bundle
@@ -66,12 +66,6 @@ class Runtime:
         return [SimpleNamespace(ep_name=name) for name in (CPU, *self.devices)]
 
 
-def refusal(call: Callable[..., object], *arguments: object) -> EngineError:
-    with pytest.raises(EngineError) as caught:
-        call(*arguments)
-    return caught.value
-
-
 def test_the_drafter_and_graphs_that_run_once_an_image_may_have_a_provider_of_their_own() -> None:
     assert Providers.read(()) == Providers.read("auto") != Providers.read("cpu") == ON_CPU
     chosen = Providers.read(["cuda", "vq_decoder=openvino-bf16", "condition=cpu", "drafter=webgpu"])
@@ -95,7 +89,7 @@ def test_the_drafter_and_graphs_that_run_once_an_image_may_have_a_provider_of_th
     ],
 )
 def test_what_no_graph_can_run_on_is_refused(names: str, found: str) -> None:
-    error = refusal(Providers.read, names)
+    error = error_of(EngineError, Providers.read, names)
     assert (error.field, error.found) == ("provider", found)
 
 
@@ -116,7 +110,7 @@ def test_the_image_decoder_alone_may_have_another_provider(tmp_path: Path, monke
 
 
 def test_a_provider_that_this_onnxruntime_lacks_comes_with_the_package_that_has_it() -> None:
-    error = refusal(find_provider, "cuda", Runtime("AzureExecutionProvider", CPU))
+    error = error_of(EngineError, find_provider, "cuda", Runtime("AzureExecutionProvider", CPU))
     assert (error.found, error.expected) == (f"onnxruntime 1.31.1 with AzureExecutionProvider, {CPU}", CUDA)
     assert "onnxruntime-gpu[cuda,cudnn]" in error.remedy
     assert find_provider("cuda", Runtime(CUDA, CPU)).execution_provider == CUDA
@@ -124,9 +118,11 @@ def test_a_provider_that_this_onnxruntime_lacks_comes_with_the_package_that_has_
 
 def test_a_provider_runs_the_whole_graph_or_loading_stops() -> None:
     cuda = PROVIDERS["cuda"]
-    assert refusal(check_taken, GRAPH, cuda, session(CPU)).found == CPU
+    assert error_of(EngineError, check_taken, GRAPH, cuda, session(CPU)).found == CPU
     left = session(CUDA, CPU, **{CUDA: ["MatMul"] * 3, CPU: ["MatMul", "Shape", "Softmax", "MatMul"]})
-    assert "3 nodes of this graph (2 MatMul, 1 Softmax)" in refusal(check_taken, GRAPH, cuda, left).problem
+    assert (
+        "3 nodes of this graph (2 MatMul, 1 Softmax)" in error_of(EngineError, check_taken, GRAPH, cuda, left).problem
+    )
     check_taken(GRAPH, cuda, session(CUDA, CPU, **{CPU: ["Shape", "Concat", "MemcpyToHost"]}))
 
 
@@ -139,7 +135,7 @@ def test_a_provider_without_convolutions_is_refused_before_an_image_is_decoded(m
 
     monkeypatch.setattr("lantern_rt.engines.ort.session.find_provider", lambda name, runtime: PROVIDERS[name])
     monkeypatch.setattr("lantern_rt.engines.ort.session.load_session", lambda *_: SimpleNamespace(run=fail))
-    assert refusal(check_provider, "cuda").remedy.startswith("install cuDNN")
+    assert error_of(EngineError, check_provider, "cuda").remedy.startswith("install cuDNN")
 
 
 def test_a_plugin_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +154,10 @@ def test_a_plugin_that_is_missing_broken_or_without_a_device_is_refused(
 ) -> None:
     module = None if path is None else SimpleNamespace(get_library_path=lambda: path)
     monkeypatch.setitem(sys.modules, PLUGIN, module)
-    assert words in refusal(find_provider, "webgpu", Runtime(CPU, devices=("OtherExecutionProvider",))).problem
+    assert (
+        words
+        in error_of(EngineError, find_provider, "webgpu", Runtime(CPU, devices=("OtherExecutionProvider",))).problem
+    )
 
 
 def test_by_default_a_gpu_that_is_there_and_has_its_package_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +175,7 @@ def test_a_gpu_that_cannot_be_used_stops_loading_and_one_that_a_bundle_cannot_us
     pytest.importorskip("onnxruntime")
     bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny"))
     monkeypatch.setattr("lantern_rt.engines.loader.automatic", lambda _: "cuda")
-    assert refusal(Pipeline.from_bundle, bundle).field == "provider cuda"
+    assert error_of(EngineError, Pipeline.from_bundle, bundle).field == "provider cuda"
     assert not EngineOptions().runs_on_cpu(bundle)
     assert capsys.readouterr().err == "running on the GPU, provider cuda; --provider cpu for the CPU\n"
     target = bundle.manifest.target.model_copy(update={"precision": "int8"})

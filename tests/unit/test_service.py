@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from idle_service import left_alone
+from refusals import error_of
 
 from lantern_rt import Pipeline, RequestError
 from lantern_rt import service as service_module
@@ -101,9 +102,8 @@ def test_requests_share_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) 
 
 
 def refused_for(service: Service) -> int:
-    with pytest.raises(BusyError) as busy:
-        service.submit(Caller(), "red cube")
-    return busy.value.seconds
+    error = error_of(BusyError, service.submit, Caller(), "red cube")
+    return error.seconds
 
 
 def test_a_service_without_room_says_when_to_come_back(pipe: Pipeline) -> None:
@@ -136,9 +136,7 @@ def test_wrong_requests_are_refused_at_once_and_disturb_nobody(service: Service)
     service.submit(caller, "red cube", method="sjd")
     wide = {"method": "sjd:window=128"}  # all that share a pass would be padded to it
     for field, options in (("method", {"method": "magic"}), ("method", wide), ("prompts", {"class_ids": 3})):
-        with pytest.raises(RequestError) as refusal:
-            service.submit(Caller(), "red cube", **options)  # type: ignore[arg-type]
-        assert refusal.value.field == field
+        assert error_of(RequestError, service.submit, Caller(), "red cube", **options).field == field
     caller.last()
     left_alone(service)
 
@@ -347,9 +345,7 @@ def test_only_what_can_be_done_in_time_is_taken(pipe: Pipeline) -> None:
             time.sleep(0.001)
         service.room.seconds = 1.0
         for deadline in (0.5, 2.3):
-            with pytest.raises(BusyError) as busy:
-                service.submit(Caller(), "red cube", deadline=deadline)
-            assert busy.value.seconds >= 1
+            assert error_of(BusyError, service.submit, Caller(), "red cube", deadline=deadline).seconds >= 1
         service.submit(late, "red cube", seed=2, num_images=2, deadline=5.0)
         service.submit(last, "red cube", seed=3, deadline=8.0)
         service.room.seconds = 3.0  # it got slower

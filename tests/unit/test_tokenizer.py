@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import error_of
 from tokenizers import Tokenizer
 
 from lantern_rt.bundle.files import EMBEDDED
@@ -33,10 +34,9 @@ def tokenizer(tmp_path: Path) -> WordTokenizer:
 
 
 def refusal(tokenizer: WordTokenizer, prompt: str, slots: int = 8) -> str:
-    with pytest.raises(RequestError) as caught:
-        tokenizer.encode(prompt, slots)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    error = error_of(RequestError, tokenizer.encode, prompt, slots)
+    assert "\n" not in str(error)
+    return str(error)
 
 
 def test_words_become_ids_padded_on_the_right(tokenizer: WordTokenizer) -> None:

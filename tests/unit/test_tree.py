@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import error_of
 
 from lantern_rt.errors import TreeError
 from lantern_rt.runtime.tree import DraftTree, DynamicTree, StaticTree
@@ -126,9 +127,8 @@ def test_levels_hold_every_inner_node_once_at_its_depth(paths: list[tuple[int, .
     ],
 )
 def test_a_malformed_static_tree_is_refused(paths: Any, found: str) -> None:
-    with pytest.raises(TreeError) as refusal:
-        StaticTree(paths)
-    assert (refusal.value.field, refusal.value.found) == ("tree", found)
+    error = error_of(TreeError, StaticTree, paths)
+    assert (error.field, error.found) == ("tree", found)
 
 
 @pytest.mark.parametrize("sizes", [(1, 5, 10), (10, 0, 10), (10, 5, 0), (5, 1, 3), (59, 2, 5), (129, 5, 10)])
