@@ -12,9 +12,9 @@ from ..output.files import atomic_folder, check_new_folder
 from .contracts import Progress
 from .engine_folder import ENGINE_FILE, FORMAT_VERSION, BuiltGraph, EngineManifest, file_blake2b
 from .gpu import find_gpu
-from .precisions import check_products
+from .precisions import check_matmul_support
 from .profiles import RTX, BuildOptions, profiles
-from .trt.builder import build_plan, by_hand, import_library, write_graph
+from .trt.builder import build_commands, build_plan, import_library, write_graph
 
 ROLES = ("target", "drafter", "vq_decoder")
 
@@ -48,7 +48,7 @@ def build_engines(
         OutputError: the folder cannot be written.
     """
     backend, gpu = options.backend, None if options.backend == RTX else find_gpu()
-    check_products(bundle, backend)
+    check_matmul_support(bundle, backend)
     capabilities = options.compute_capabilities if dry_run else compute_capabilities(options)
     command = ["lantern-rt", "build-engine", bundle_name, "--backend", backend]
     command += ["--max-rows", str(options.max_rows), "--max-nodes", str(options.max_nodes)]
@@ -63,7 +63,7 @@ def build_engines(
             inputs = write_graph(bundle, role, shapes, folder)
             if inputs is None:
                 continue
-            lines += by_hand(backend, bundle, role, inputs, capabilities, output)
+            lines += build_commands(backend, bundle, role, inputs, capabilities, output)
             if dry_run:
                 continue
             graph = folder / f"{role}.onnx"

@@ -13,7 +13,7 @@ from .kv_cache import CacheRows, round_up
 _NODES = (2, 4, 8, 16, 32, 64)  # passes have as many, or a multiple of the last, so that shapes repeat
 
 
-class Places(CacheRows):
+class CacheColumns(CacheRows):
     """Which columns of a cache hold what.
 
     Either entries stand in any order: a pass writes its nodes into columns that are free, those that are accepted keep
@@ -81,7 +81,7 @@ class Places(CacheRows):
         write = np.full((rows, padded, 2), self.columns - 1)
         write[..., 0], write[:, :nodes, 1] = row, written
         starts = self.lengths.copy() if self.in_order else write
-        return {"position_ids": fill_up(batch.positions, padded), "write": starts, "seen": words(seen)}
+        return {"position_ids": pad_nodes(batch.positions, padded), "write": starts, "seen": pack_mask(seen)}
 
     def accept(self, new_kv: Ints, accepted_indices: list[Ints]) -> Ints:
         """Count nodes `accepted_indices[r]` of the last pass among row r's entries; new_kv: what it said it wrote.
@@ -91,7 +91,7 @@ class Places(CacheRows):
         """
         if new_kv is not self.written:
             raise ValueError("keys and values of a pass that was not the last one on this cache")
-        lengths, moves = self.grown(accepted_indices), list[tuple[int, int, int]]()
+        lengths, moves = self.extended_lengths(accepted_indices), list[tuple[int, int, int]]()
         columns = [new_kv[row, nodes] for row, nodes in enumerate(accepted_indices)]
         if not self.in_order and any((own == self.columns - 1).any() for own in columns):
             raise ValueError("a node that only filled up its row")
@@ -104,19 +104,19 @@ class Places(CacheRows):
         return np.array(moves, np.int64).reshape(-1, 3)
 
 
-def node_count(nodes: int) -> int:
+def padded_node_count(nodes: int) -> int:
     """How many nodes a pass over so many is filled up to."""
     return next((count for count in _NODES if count >= nodes), round_up(nodes, _NODES[-1]))
 
 
-def fill_up(numbers: Ints, nodes: int, dtype: type[np.signedinteger] = np.int64) -> Array:
+def pad_nodes(numbers: Ints, nodes: int, dtype: type[np.signedinteger] = np.int64) -> Array:
     """`numbers [rows, any]` with zeros up to `[rows, nodes]`."""
     filled = np.zeros((len(numbers), nodes), dtype)
     filled[:, : numbers.shape[1]] = numbers
     return filled
 
 
-def words(seen: Bools) -> Array:
+def pack_mask(seen: Bools) -> Array:
     """Bits `[..., columns]` as int32 `[..., columns / WORD]`, the first in the lowest bit."""
     packed = np.packbits(seen, axis=-1, bitorder="little")
     return packed.view("<u2").astype(np.int32)

@@ -13,7 +13,8 @@ from ..errors import LanternError
 
 Array = NDArray[Any]
 DTypes = Mapping[str, type[np.generic]]  # of a graph's tensors, by name
-HOLDS = {"bfloat16": "float16"}  # what memory of a type that NumPy does not have is taken as: only its bits are moved
+# NumPy has no bfloat16: its bits are stored and copied as float16.
+STORAGE_DTYPES = {"bfloat16": "float16"}
 Progress = Callable[[str, int, int], None]  # what is being done, steps done, steps in all
 Function = Callable[[Mapping[str, Array]], list[Array]]  # inputs by name to the outputs, in the order of declaration
 
@@ -62,10 +63,10 @@ def numpy_types(
         ):
             is_now = f"{dtype} [{', '.join(map(str, sizes))}]" if name in found else "none"
             raise refuse(name, is_now, str(tensor or "none"))
-    return {name: np.dtype(HOLDS.get(found[name][0], found[name][0])).type for name in wanted}
+    return {name: np.dtype(STORAGE_DTYPES.get(found[name][0], found[name][0])).type for name in wanted}
 
 
-class Part(NamedTuple):
+class TensorView(NamedTuple):
     """A tensor that lies in another value, so many bytes behind its beginning."""
 
     whole: Any

@@ -77,7 +77,7 @@ def kv_dtype(where: object, dtypes: DTypes) -> type[np.floating[Any]]:
     return np.float16 if np.float16 in kinds else np.float32
 
 
-def past_length_of(batch: Pass, cache: CacheRows) -> int:
+def checked_past_length(batch: Pass, cache: CacheRows) -> int:
     """Columns of the past that a pass reads. Raises: ValueError if the caller did not ask `next_past_length`."""
     past: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
     expected = cache.past_length()

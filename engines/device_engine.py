@@ -17,23 +17,23 @@ from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..methods import Sampling
 from ..runtime.device import DeviceLogits, SampleRequest
 from ..runtime.engine import Cache, Floats, HiddenView, Ints, Pass, PassOutput
-from .columns import Places, fill_up
-from .contracts import HOLDS, Array, Executable, Tensor
-from .decoder_tensors import past_length_of, rows_dtype
+from .columns import CacheColumns, pad_nodes
+from .contracts import STORAGE_DTYPES, Array, Executable, Tensor
+from .decoder_tensors import checked_past_length, rows_dtype
+from .ort.cache_pool import BlockHandle, BoundPass, CachePool
 from .ort.device import Device, dtype_of
-from .ort.slabs import Bound, Lease, Slabs
-from .sampling_head import Head
+from .sampling_head import SamplingHead
 
-MOST_NODES = 64  # of a row, in passes whose shapes come again
+MAX_BOUND_NODES = 64  # of a row, in passes whose shapes come again
 
 
-class DeviceCache(Places):
+class DeviceCache(CacheColumns):
     """Keys and values on a device, in memory of their own."""
 
-    def __init__(self, slabs: Slabs, rows: int, capacity: int, columns: int | None = None) -> None:
+    def __init__(self, pool: CachePool, rows: int, capacity: int, columns: int | None = None) -> None:
         super().__init__(np.zeros(rows, np.int64), capacity, columns)
-        self.slabs, self.lease = slabs, slabs.take(rows, self.columns)
-        self.bound: Bound | None = None  # the last pass
+        self.pool, self.lease = pool, pool.take(rows, self.columns)
+        self.bound: BoundPass | None = None  # the last pass
 
     def finish(self) -> None:
         """Run the last pass, if nobody has asked for what comes of it."""
@@ -41,31 +41,31 @@ class DeviceCache(Places):
             self.bound.finish()
 
     def append(self, new_kv: Ints, accepted_indices: list[Ints]) -> None:
-        """As `Places.accept`; what has to move does so on the device, in every head."""
+        """As `CacheColumns.accept`; what has to move does so on the device, in every head."""
         moves = self.accept(new_kv, accepted_indices)
         if len(moves):
             self.finish()
-            slab = self.lease.slab
-            self.slabs.move(slab, moves[:, [0, 1]], moves[:, [0, 2]], np.arange(0, slab.shape[1], self.columns))
+            block = self.lease.block
+            self.pool.move(block, moves[:, [0, 1]], moves[:, [0, 2]], np.arange(0, block.shape[1], self.columns))
 
     def keep_rows(self, rows: Ints) -> None:
         """Keep only these rows, in this order; copied on the device."""
         self.finish()
         before = self.lease  # held until it has been read
         self.select(rows)
-        self.lease = self.slabs.take(len(rows), self.columns)
-        self.slabs.copy(before.slab, rows, self.lease.slab)
+        self.lease = self.pool.take(len(rows), self.columns)
+        self.pool.copy(before.block, rows, self.lease.block)
 
     def extend(self, other: Cache) -> None:
         """Take in the rows of another cache; copied on the device."""
-        added, before = type(self).own(other), self.lease  # held until it has been read
+        added, before = type(self).require(other), self.lease  # held until it has been read
         self.finish()
         added.finish()
         self.join(added)
-        own, more = before.slab.shape[0], added.lease.slab.shape[0]
-        self.lease = self.slabs.take(own + more, self.columns)
-        self.slabs.copy(before.slab, np.arange(own), self.lease.slab)
-        self.slabs.copy(added.lease.slab, np.arange(more), self.lease.slab, own)
+        own, more = before.block.shape[0], added.lease.block.shape[0]
+        self.lease = self.pool.take(own + more, self.columns)
+        self.pool.copy(before.block, np.arange(own), self.lease.block)
+        self.pool.copy(added.lease.block, np.arange(more), self.lease.block, own)
 
 
 class DeviceRows:
@@ -74,7 +74,7 @@ class DeviceRows:
     lease: held, so that no other cache runs the pass again; without, nobody does.
     """
 
-    def __init__(self, bound: Bound, name: str, lease: Lease | None = None) -> None:
+    def __init__(self, bound: BoundPass, name: str, lease: BlockHandle | None = None) -> None:
         self.bound, self.lease, self._value = bound, lease, bound.outputs[name]
         self.dtype, self.stride = dtype_of(self._value), self._value.shape()[1]
         bound.users.add(self)
@@ -96,12 +96,12 @@ class LogitRows(DeviceRows, DeviceLogits):
 
     def draws(self, sampling: Sampling) -> bool:
         """Whether there is a graph for these settings."""
-        return Head.can(sampling)
+        return SamplingHead.supports(sampling)
 
     def best(self, requests: Sequence[SampleRequest], most: int) -> list[tuple[Ints, Floats]]:
         """As the runtime's `best_codes` on the host, up to rounding; those with the same filters are drawn at once."""
         vocab_size = self._value.shape()[2]
-        heads = [Head.of(one.sampling, vocab_size, most, one.noise is not None) for one in requests]
+        heads = [SamplingHead.from_sampling(one.sampling, vocab_size, most, one.noise is not None) for one in requests]
         results: dict[int, tuple[Ints, Floats]] = {}
         for head in dict.fromkeys(heads):
             own = [i for i, other in enumerate(heads) if other == head]
@@ -125,13 +125,13 @@ class DeviceEngine(ABC):
         dtype: str,
         heads: int | None,
     ) -> None:
-        """dtype: of caches, and as `rows_dtype` of hidden states. heads: as for `Slabs`."""
+        """dtype: of caches, and as `rows_dtype` of hidden states. heads: as for `CachePool`."""
         self.spec, self.device, self._graph, self._dtype = spec, device, graph, rows_dtype(dtype)
         table = None if code_embeddings is None else np.ascontiguousarray(code_embeddings, self._dtype)
         self._table = None if table is None else device.put(table)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_")]
         width = spec.head_dim * (1 if heads else spec.num_kv_heads)
-        self._slabs = Slabs(device, len(self._past), HOLDS.get(dtype, dtype), width, heads)
+        self._pool = CachePool(device, len(self._past), STORAGE_DTYPES.get(dtype, dtype), width, heads)
 
     @abstractmethod
     def new_cache(self, rows: int, capacity: int) -> DeviceCache:
@@ -143,15 +143,15 @@ class DeviceEngine(ABC):
 
     def next_past_length(self, cache: Cache, nodes: int) -> int:
         """The longest row, rounded up. Raises: EngineError: as `fit`."""
-        own = DeviceCache.own(cache)
+        own = DeviceCache.require(cache)
         self.fit(own, nodes)
         return own.past_length()
 
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
         """Prepare one pass, to be run when its logits or hidden states, rows on the device, or its cache are used."""
-        own = DeviceCache.own(cache)
+        own = DeviceCache.require(cache)
         own.finish()
-        past_length_of(batch, own)
+        checked_past_length(batch, own)
         padded = self.fit(own, batch.positions.shape[1])
         feeds = {**own.encode(batch, padded), **self._read(batch, padded)}
         own.bound, lease = self._bound(own, batch, feeds)
@@ -167,9 +167,9 @@ class DeviceEngine(ABC):
             if (batch.tokens is None) == (batch.embeds is None):
                 raise ValueError("a target reads either `tokens` or `embeds`")
             if batch.tokens is not None:
-                return {"embeddings": self._table, "token_ids": fill_up(batch.tokens, nodes, np.int32)}
+                return {"embeddings": self._table, "token_ids": pad_nodes(batch.tokens, nodes, np.int32)}
             prefix, ids = _enumerate(batch.embeds, self._dtype)  # a table of its own
-            return {"embeddings": prefix.reshape(ids.size, -1), "token_ids": fill_up(ids, nodes, np.int32)}
+            return {"embeddings": prefix.reshape(ids.size, -1), "token_ids": pad_nodes(ids, nodes, np.int32)}
         if batch.tokens is None or batch.hidden is None:
             raise ValueError("a drafter reads `tokens` and `hidden`")
         states = batch.hidden
@@ -179,28 +179,28 @@ class DeviceEngine(ABC):
             hidden, ids = source.value, states.rows * source.stride + states.nodes
         else:
             hidden, ids = _enumerate(states.read() if isinstance(states, HiddenView) else states, self._dtype)
-        tokens = fill_up(batch.tokens, nodes, np.int32)
-        return {"token_ids": tokens, "hidden": hidden, "hidden_ids": fill_up(ids, nodes, np.int32)}
+        tokens = pad_nodes(batch.tokens, nodes, np.int32)
+        return {"token_ids": tokens, "hidden": hidden, "hidden_ids": pad_nodes(ids, nodes, np.int32)}
 
-    def _bound(self, cache: DeviceCache, batch: Pass, feeds: Mapping[str, Any]) -> tuple[Bound, Lease | None]:
+    def _bound(self, cache: DeviceCache, batch: Pass, feeds: Mapping[str, Any]) -> tuple[BoundPass, BlockHandle | None]:
         """A pass of this shape on the cache's memory, and the lease of it; a passing one where it will hardly recur."""
         rows, nodes, words = feeds["seen"].shape
-        hidden, slab = batch.hidden, cache.lease.slab
+        hidden, block = batch.hidden, cache.lease.block
 
-        def make(lasting: bool = True) -> Bound:
-            placed = dict(zip(self._past, self._slabs.tensors(slab), strict=True))
+        def make(lasting: bool = True) -> BoundPass:
+            placed = dict(zip(self._past, self._pool.tensors(block), strict=True))
             placed |= {name.replace("past", "present", 1): one for name, one in placed.items()}  # written in place
             placed["logits"] = self.device.empty((rows, nodes, self.spec.vocab_size), "float32")
             placed["hidden_states"] = self.device.empty((rows, nodes, self.spec.hidden_size), self._dtype)
-            return Bound(self._graph, self.device, feeds, placed, lasting)
+            return BoundPass(self._graph, self.device, feeds, placed, lasting)
 
         lasting = hidden is None or (
             isinstance(hidden, HiddenView) and getattr(hidden.source, "lease", None) is not None
         )
-        if nodes > MOST_NODES or batch.embeds is not None or not lasting:
+        if nodes > MAX_BOUND_NODES or batch.embeds is not None or not lasting:
             return make(lasting=False), None
         shape = nodes, words, id(feeds.get("hidden"))
-        return self._slabs.bound(slab, shape, make), cache.lease
+        return self._pool.bound(block, shape, make), cache.lease
 
 
 def _enumerate(states: Floats | None, dtype: str) -> tuple[Array, Ints]:

@@ -118,7 +118,7 @@ class _Writer(DecoderWriter):
         if f"{at}.attention.head_norm.weight" in self.weights:
             sizes = graph.ints((parts - 1) * each, each)
             own, value = graph.many("Split", [joint, sizes], [f"{at}.unturned", f"{at}.value"], axis=-1)
-            own = self.head_norms(own, f"{at}.attention.head_norm", self.heads + shared)
+            own = self.norm_heads(own, f"{at}.attention.head_norm", self.heads + shared)
             joint = graph.op("Concat", own, value, axis=-1)
         apart = graph.reshape(joint, 0, -1, each)  # every part in turn, values by no angle
         turned = graph.op("RotaryEmbedding", apart, *self.turn, interleaved=self.interleaved, num_heads=shared)
@@ -187,7 +187,7 @@ class _Writer(DecoderWriter):
         """All heads `[rows, heads, nodes, head_dim]` of queries as `[rows, nodes, hidden_size]`."""
         return self.graph.reshape(self.graph.transpose(x, 0, 2, 1, 3), 0, 0, self.heads * self.spec.head_dim)
 
-    def head_norms(self, x: str, prefix: str, heads: int) -> str:
+    def norm_heads(self, x: str, prefix: str, heads: int) -> str:
         """Every head of queries and keys normed by itself, in float32."""
         graph, spec = self.graph, self.spec
         x = self.wide(graph.reshape(x, 0, 0, heads, spec.head_dim))
@@ -303,4 +303,4 @@ class _Writer(DecoderWriter):
             graph.op("Shape", seen, name="span", start=2, end=3)
         hidden = graph.op("Mul", graph.op("Sub", one, seen), masked)
         mask = self.narrow(graph.op("Unsqueeze", hidden, graph.ints(1)))
-        return self.for_groups(mask) if self.products or self.capacity is None else mask
+        return self.tile_mask(mask) if self.products or self.capacity is None else mask

@@ -44,7 +44,7 @@ def host_report() -> HostReport:
     quota, cores = cpu_quota(), usable_cores()
     if not problems:
         for provider in PROVIDERS.values():
-            if not provider.rounds and provider.package.partition("[")[0] in versions:
+            if not provider.rounds_to_bfloat16 and provider.package.partition("[")[0] in versions:
                 try:
                     check_provider(provider.name)
                 except EngineError as error:

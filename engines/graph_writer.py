@@ -162,7 +162,7 @@ class DecoderWriter(ABC):
         total = x if added is None else self.graph.op("Add", x, added, name=name)
         return total, total
 
-    def for_groups(self, mask: str) -> str:
+    def tile_mask(self, mask: str) -> str:
         """A mask `[rows, 1, nodes, columns]` for queries that share a key, one after the other along the nodes."""
         return self.graph.op("Tile", mask, self.graph.ints(1, 1, self.group, 1)) if self.group > 1 else mask
 

@@ -44,7 +44,7 @@ class CacheRows:
     passes: int = field(default=0, kw_only=True)
 
     @classmethod
-    def own(cls, cache: Cache) -> Self:
+    def require(cls, cache: Cache) -> Self:
         """The cache, if it is of this kind. Raises: TypeError on that of another engine."""
         if not isinstance(cache, cls):
             raise TypeError(f"a cache of another engine: {type(cache).__name__}")
@@ -62,7 +62,7 @@ class CacheRows:
         """
         return round_up(max(1, *self.lengths.tolist()))
 
-    def grown(self, accepted_indices: list[Ints]) -> Ints:
+    def extended_lengths(self, accepted_indices: list[Ints]) -> Ints:
         """Lengths once nodes `accepted_indices[r]` of row r are appended. Raises: ValueError if they do not fit."""
         counts, before = [len(indices) for indices in accepted_indices], self.lengths.tolist()
         lengths = [length + count for length, count in zip(before, counts, strict=False)]  # a few: NumPy takes longer
@@ -124,7 +124,7 @@ class KVCache(CacheRows):
 
     def append(self, new_kv: list[Halves], accepted_indices: list[Ints]) -> None:
         """Append nodes `accepted_indices[r]` of `new_kv [nodes, rows, num_kv_heads, head_dim]` to each row r."""
-        before, lengths, first = self.lengths.tolist(), self.grown(accepted_indices), accepted_indices[0]
+        before, lengths, first = self.lengths.tolist(), self.extended_lengths(accepted_indices), accepted_indices[0]
         alike = all(one is first or np.array_equal(one, first) for one in accepted_indices)
         if alike and before.count(before[0]) == len(before):
             start, end = before[0], before[0] + len(first)
@@ -146,7 +146,7 @@ class KVCache(CacheRows):
 
     def extend(self, other: Cache) -> None:
         """Take in the rows of another cache; one copy of what both hold."""
-        added = KVCache.own(other)
+        added = KVCache.require(other)
         self._gather([(self, slice(None)), (added, slice(None))], max(self.capacity, added.capacity))
         self.join(added)
 

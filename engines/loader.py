@@ -15,8 +15,8 @@ from .engine_folder import EngineFolder
 from .host import import_onnxruntime, thread_count
 from .ort.backend import OrtGraphs
 from .ort.providers import AUTO, DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Providers, automatic
-from .precisions import INTEGERS, PRODUCTS, check_products
-from .trt.backend import open_plans
+from .precisions import INT8, INTEGER_WEIGHTS, check_matmul_support
+from .trt.backend import open_tensorrt
 
 # Of a CPU that computes in float32; the largest measured with the embedded model was 6.1e-5 nats.
 ROUNDING = 1e-4
@@ -50,17 +50,17 @@ class Engines:
         self._bundle = bundle
         self.threads = thread_count(threads)
         # what measured times hold for, such as `onnxruntime-cpu` or `tensorrt-rtx`
-        self.backend, drafts, self.picture_backend = (
+        self.backend, drafts, self.image_backend = (
             folder.manifest.backend if folder else f"onnxruntime-{providers.of(role)}"
             for role in ("target", "drafter", IMAGE_DECODER)
         )
-        check_products(bundle, self.backend, drafts)
+        check_matmul_support(bundle, self.backend, drafts)
         if drafts != self.backend:
             self.backend += f",drafter={providers.of('drafter')}"
         self.on_cpu = folder is None and providers.main == DEFAULT_PROVIDER
         precision, dtype = bundle.manifest.target.precision, bundle.manifest.target.dtype
-        exact = precision == PRODUCTS  # sums of integers
-        integers = precision in INTEGERS  # products round what they multiply to 8 bits
+        exact = precision == INT8  # sums of integers
+        integers = precision in INTEGER_WEIGHTS  # products round what they multiply to 8 bits
         rounds = self.on_cpu and dtype == "float32" and not (exact or integers)
         self.rounding = ROUNDING if rounds else 0.0  # as `Model.rounding`
         target = folder.manifest.graphs.get("target") if folder else None
@@ -74,7 +74,7 @@ class Engines:
         if folder is None:
             self._graphs = OrtGraphs(bundle, self.threads, providers)
         else:
-            self._graphs = open_plans(bundle, folder, self.threads)
+            self._graphs = open_tensorrt(bundle, folder, self.threads)
         self.target = self._graphs.decoder("target", bundle.manifest.target, bundle.code_embeddings)
         self._condition = self._graphs.function("condition", *_condition_tensors(bundle.manifest))
         self._vq_decoder = self._graphs.function(IMAGE_DECODER, *_image_tensors(bundle.manifest))
@@ -125,10 +125,10 @@ def choose_providers(wanted: Providers, bundle: Bundle) -> Providers:
     """
     manifest = bundle.manifest
     if wanted.main == AUTO:
-        only_cpu = any(spec is not None and spec.precision == PRODUCTS for spec in (manifest.target, manifest.drafter))
+        only_cpu = any(spec is not None and spec.precision == INT8 for spec in (manifest.target, manifest.drafter))
         wanted = wanted._replace(main=DEFAULT_PROVIDER if only_cpu else automatic(import_onnxruntime()))
-    if manifest.vq_precision == PRODUCTS and wanted.main != DEFAULT_PROVIDER:
-        return wanted._replace(own={IMAGE_DECODER: DEFAULT_PROVIDER, **wanted.own})
+    if manifest.vq_precision == INT8 and wanted.main != DEFAULT_PROVIDER:
+        return wanted._replace(by_graph={IMAGE_DECODER: DEFAULT_PROVIDER, **wanted.by_graph})
     return wanted
 
 

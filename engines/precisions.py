@@ -5,20 +5,20 @@ from __future__ import annotations
 from ..bundle.files import Bundle
 from ..errors import RequestError
 
-INTEGERS = ("int8-weights", "int4-weights")  # integer weights, dequantized before they are multiplied
-PRODUCTS = "int8"  # integer weights and activations, multiplied as integers
+INTEGER_WEIGHTS = ("int8-weights", "int4-weights")  # integer weights, dequantized before they are multiplied
+INT8 = "int8"  # integer weights and activations, multiplied as integers
 
 
-def check_products(bundle: Bundle, target: str, drafter: str | None = None) -> None:
+def check_matmul_support(bundle: Bundle, target: str, drafter: str | None = None) -> None:
     """Raises: RequestError: where a decoder runs, such as `onnxruntime-cuda`, there are no products as it has them."""
     for spec, where in ((bundle.manifest.target, target), (bundle.manifest.drafter, drafter or target)):
-        if spec is not None and spec.precision == PRODUCTS and where.startswith("onnxruntime-openvino"):
+        if spec is not None and spec.precision == INT8 and where.startswith("onnxruntime-openvino"):
             raise RequestError(
                 f"bundle {bundle.manifest.name} multiplies integers (int8), which OpenVINO does not",
                 found=where,
                 remedy="export it with --precision fp32, or use provider cpu",
             )
-        mixed = spec is not None and spec.precision in INTEGERS and bundle.manifest.target.dtype == "bfloat16"
+        mixed = spec is not None and spec.precision in INTEGER_WEIGHTS and bundle.manifest.target.dtype == "bfloat16"
         if mixed and where == "onnxruntime-cuda":
             raise RequestError(
                 f"bundle {bundle.manifest.name} multiplies bfloat16 with integers, which ONNX Runtime does not",

@@ -13,10 +13,10 @@ from ..methods import Sampling
 from .contracts import Tensor
 from .graph_writer import GraphWriter
 
-LEFT_OUT = -1e30  # for codes that filters leave out; finite, as not every provider's TopK takes infinity
+FILTERED_OUT = -1e30  # for codes that filters leave out; finite, as not every provider's TopK takes infinity
 
 
-class Head(NamedTuple):
+class SamplingHead(NamedTuple):
     """What a graph is made for. most: codes a node. top_k: 0 for none. top_p: if there is a bound. noisy: if drawn."""
 
     vocab_size: int
@@ -26,13 +26,13 @@ class Head(NamedTuple):
     noisy: bool
 
     @classmethod
-    def of(cls, sampling: Sampling, vocab_size: int, most: int, noisy: bool) -> Head:
+    def from_sampling(cls, sampling: Sampling, vocab_size: int, most: int, noisy: bool) -> SamplingHead:
         """The head for these settings; greedy ones know no filters."""
         top_k = sampling.top_k if sampling.filtered and sampling.top_k < vocab_size else 0
         return cls(vocab_size, min(most, vocab_size), top_k, sampling.filtered and sampling.top_p < 1, noisy)
 
     @staticmethod
-    def can(sampling: Sampling) -> bool:
+    def supports(sampling: Sampling) -> bool:
         """Whether there is a graph for these settings: top-p before top-k and penalties are left to the host."""
         if sampling.penalised:
             return False
@@ -47,7 +47,7 @@ class Head(NamedTuple):
         `top_p` float32 `[images, 1, 1]`; `noise` float32 `[groups, any, vocab_size]`, its first axes taken as one;
         `noise_ids` int32 `[images, nodes]`.
         Output: `drawn` float32 `[2, images, nodes, most]`, best first: codes, which float32 holds exactly; and
-        logarithms of probabilities after the noise, about `LEFT_OUT` for what filters leave out.
+        logarithms of probabilities after the noise, about `FILTERED_OUT` for what filters leave out.
         """
         flat = graph.op("Reshape", "logits", graph.ints(-1, self.vocab_size))
         unconditional = graph.op("Gather", flat, "unconditional")
@@ -87,5 +87,5 @@ class Head(NamedTuple):
             lowest = graph.op("GatherElements", ordered, graph.cast(place, "int64"), axis=-1)
         else:
             lowest = graph.op("Slice", ordered, graph.ints(kept - 1), graph.ints(kept), graph.ints(-1))
-        left_out = graph.constant(np.array(LEFT_OUT, np.float32))
+        left_out = graph.constant(np.array(FILTERED_OUT, np.float32))
         return graph.op("Where", graph.op("Less", scaled, lowest), left_out, scaled)  # NaN stays, to be refused

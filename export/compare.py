@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..bundle.manifest import DrafterSpec, Manifest
-from ..engines.columns import Places, fill_up, node_count
+from ..engines.columns import CacheColumns, pad_nodes, padded_node_count
 from ..engines.contracts import Progress
 from ..engines.device_graph import device_graph
 from ..engines.host import import_onnxruntime
@@ -245,7 +245,7 @@ class DeviceLayoutSession:
         rows, nodes = inputs["position_ids"].shape
         heads, width = self._heads
         past = inputs["attention_mask"].shape[3] - nodes
-        cache = Places(np.full(rows, past), past + nodes)
+        cache = CacheColumns(np.full(rows, past), past + nodes)
         columns = np.random.default_rng(0).permutation(cache.columns - 1)[:past]
         cache.column_of[:, :past] = columns
         batch = Pass(
@@ -255,7 +255,7 @@ class DeviceLayoutSession:
             inputs.get("input_embeds"),
             inputs.get("target_hidden"),
         )
-        feeds = device_feeds(batch, cache, node_count(nodes))
+        feeds = device_feeds(batch, cache, padded_node_count(nodes))
         for name in [name for name in inputs if name.startswith("past_")]:
             feeds[name] = np.zeros((rows, cache.columns, heads * width), np.float32)
             feeds[name][:, columns] = inputs[name].transpose(1, 0, 2, 3).reshape(rows, past, heads * width)
@@ -267,15 +267,15 @@ class DeviceLayoutSession:
         return results
 
 
-def device_feeds(batch: Pass, cache: Places, padded: int) -> Arrays:
+def device_feeds(batch: Pass, cache: CacheColumns, padded: int) -> Arrays:
     """Return the inputs of a device layout for a pass, without keys and values, padded to `padded` nodes a row."""
     rows, nodes = batch.positions.shape
     feeds = cache.encode(batch, padded)
-    ids = fill_up(np.arange(rows * nodes).reshape(rows, nodes), padded, np.int32)
+    ids = pad_nodes(np.arange(rows * nodes).reshape(rows, nodes), padded, np.int32)
     if batch.tokens is None:
         embeds = np.asarray(batch.embeds)
         return feeds | {"token_ids": ids, "embeddings": embeds.reshape(-1, embeds.shape[2])}
-    tokens = fill_up(batch.tokens, padded, np.int32)
+    tokens = pad_nodes(batch.tokens, padded, np.int32)
     return feeds | {"token_ids": tokens, "hidden": np.asarray(batch.hidden), "hidden_ids": ids}
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import DecoderSpec, DrafterSpec, Precision
-from ..engines.columns import Places
+from ..engines.columns import CacheColumns
 from ..engines.contracts import Progress
 from ..engines.decoder_tensors import device_tensors
 from ..engines.engine_folder import BuiltGraph, EngineFolder, file_blake2b
@@ -100,7 +100,7 @@ def _run_passes(
     masks = {"prefill": np.tri(max(prefix, 2), dtype=bool), "chain": np.tri(2, dtype=bool), "tree": tree_mask(_TREE)}
     for rows in sorted({min(rows, built.profiles[0].rows[2]) for rows in _ROWS}):
         cache = engine.new_cache(rows, prefix + 8)
-        columns = Places(np.zeros(rows, np.int64), capacity, capacity)
+        columns = CacheColumns(np.zeros(rows, np.int64), capacity, capacity)
         entry = (rows, spec.num_kv_heads, capacity, spec.head_dim)
         past = {name: np.zeros(entry, dtype) for name, dtype in session.dtypes.items() if name.startswith("past")}
         for name, among in masks.items():

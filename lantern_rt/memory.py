@@ -16,7 +16,7 @@ from .bundle.manifest import ConditionSpec, DecoderSpec, DrafterSpec, Manifest
 from .bundle.onnx_scan import count_float_weights
 from .engines.host import available_memory
 from .engines.kv_cache import SPAN_STEP, round_up
-from .engines.precisions import INTEGERS, PRODUCTS
+from .engines.precisions import INT8, INTEGER_WEIGHTS
 from .errors import BundleError, RequestError
 from .inputs import format_error
 from .methods import Drafted
@@ -145,7 +145,7 @@ def weight_bytes(bundle: Bundle, role: str) -> int:
     manifest = bundle.manifest
     decoder = {"target": manifest.target, "drafter": manifest.drafter}.get(role)
     precision = decoder.precision if decoder else manifest.vq_precision if role == "vq_decoder" else None
-    if precision in (*INTEGERS, PRODUCTS):
+    if precision in (*INTEGER_WEIGHTS, INT8):
         return sum(entry.bytes for name, entry in manifest.files.items() if name in (role, f"{role}.data"))
     path = bundle.path(role)
     try:

@@ -23,7 +23,7 @@ class OrtGraphs:
 
     def __init__(self, bundle: Bundle, threads: int, providers: Providers) -> None:
         self._bundle, self._threads, self._providers = bundle, threads, providers
-        for name in {providers.main, *providers.own.values()}:
+        for name in {providers.main, *providers.by_graph.values()}:
             check_provider(name)
         names = {providers.of(role) for role in ("target", "drafter")}
         self._devices = {name: Device(name) for name in names if PROVIDERS[name].memory != "cpu"}
@@ -38,6 +38,6 @@ class OrtGraphs:
     def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
         """Another graph (condition, image decoder), checked to have these tensors."""
         provider = self._providers.of(role)
-        if role in PROVIDERS[provider].leaves:
+        if role in PROVIDERS[provider].cpu_roles:
             provider = DEFAULT_PROVIDER
         return GraphSession(self._bundle.path(role), inputs, outputs, self._threads, provider).run_checked

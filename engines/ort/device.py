@@ -11,17 +11,17 @@ import numpy as np
 from ...runtime.device import SampleRequest
 from ...runtime.engine import Floats, Ints
 from ...runtime.noise import GROUP, Noise
-from ..columns import node_count
+from ..columns import padded_node_count
 from ..contracts import Array, Tensor
 from ..graph_writer import GraphWriter
 from ..host import import_onnxruntime
-from ..sampling_head import Head
-from .providers import TURNS, find_provider
+from ..sampling_head import SamplingHead
+from .providers import DEVICE_LOCKS, find_provider
 from .session import GraphSession
 
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 _GROUPS = 32  # of positions whose noise is kept on the device, at least
-Written = tuple[list[Tensor], list[Tensor]]  # inputs and outputs of a graph
+GraphTensors = tuple[list[Tensor], list[Tensor]]  # inputs and outputs of a graph
 
 
 class Device:
@@ -30,13 +30,13 @@ class Device:
     def __init__(self, provider: str) -> None:
         own = find_provider(provider, import_onnxruntime())
         self.provider, self.name = provider, own.memory
-        self.plain, self.addressed = own.plain, own.addressed
-        self.turn = TURNS[provider]
+        self.plain, self.has_addresses = own.plain, own.has_addresses
+        self.lock = DEVICE_LOCKS[provider]
         self._graphs: dict[object, GraphSession] = {}
         self._noise: dict[int, NoiseTable] = {}  # by vocabulary
         self._token: Any = None
 
-    def graph(self, key: object, write: Callable[[GraphWriter], Written], records: bool = False) -> GraphSession:
+    def graph(self, key: object, write: Callable[[GraphWriter], GraphTensors], records: bool = False) -> GraphSession:
         """A helper graph, written and loaded when it is first needed."""
         if key not in self._graphs:
             writer, where = GraphWriter(), Path(f"helper graph {key}")
@@ -46,29 +46,29 @@ class Device:
         return self._graphs[key]
 
     def run(
-        self, key: object, write: Callable[[GraphWriter], Written], values: Mapping[str, Any], wait: bool = True
+        self, key: object, write: Callable[[GraphWriter], GraphTensors], values: Mapping[str, Any], wait: bool = True
     ) -> None:
         """Run a helper graph on values on the device; inputs may be arrays. wait: until it is done."""
-        with self.turn:
+        with self.lock:
             self.graph(key, write).bind(values)()
             if wait:
                 self.wait()
 
     def put(self, array: Array) -> Any:
         """A copy of an array on the device."""
-        with self.turn:
+        with self.lock:
             return import_onnxruntime().OrtValue.ortvalue_from_numpy(array, self.name, 0)
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         """A value on the device that holds anything."""
         values = import_onnxruntime().OrtValue
-        with self.turn:
+        with self.lock:
             return values.ortvalue_from_shape_and_type(list(shape), np.dtype(dtype).type, self.name, 0)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:
         """Zeros on the device, made there."""
 
-        def write(graph: GraphWriter) -> Written:
+        def write(graph: GraphWriter) -> GraphTensors:
             graph.op("Expand", graph.constant(np.zeros(1, dtype)), "shape", name="out")
             return [Tensor("shape", ("int64",), (len(shape),))], [Tensor("out", (dtype,), (None,) * len(shape))]
 
@@ -80,12 +80,12 @@ class Device:
         """Rows `places` (of any shape) of a value `[rows, nodes, width]`, its first two axes taken as one; float32."""
         dtype, width = dtype_of(value), value.shape()[2]
 
-        def write(graph: GraphWriter) -> Written:
+        def write(graph: GraphWriter) -> GraphTensors:
             graph.op("Gather", graph.reshape("data", -1, width), "places", name="out")
             inputs = [Tensor("data", (dtype,), (None, None, width)), Tensor("places", ("int64",), (None,))]
             return inputs, [Tensor("out", (dtype,), (None, width))]
 
-        with self.turn:
+        with self.lock:
             out = self.empty((places.size, width), dtype)
             self.run(("read", dtype, width), write, {"data": value, "places": places.ravel(), "out": out}, wait=False)
             rows: Floats = out.numpy().reshape(*places.shape, width).astype(np.float32)
@@ -99,7 +99,7 @@ class Device:
         dtype, width = dtype_of(goal), goal.shape()[2]
         columns = (value.shape if isinstance(value, np.ndarray) else value.shape())[1]
 
-        def write(graph: GraphWriter) -> Written:
+        def write(graph: GraphWriter) -> GraphTensors:
             padded = graph.op("Pad", graph.op("Gather", "data", "rows"), "pads")
             graph.op("ScatterND", "goal", "places", padded, name="out")
             inputs = [Tensor(name, (dtype,), (None, None, width)) for name in ("data", "goal")]
@@ -118,7 +118,7 @@ class Device:
         """
         dtype, width = dtype_of(value), value.shape()[2]
 
-        def write(graph: GraphWriter) -> Written:
+        def write(graph: GraphWriter) -> GraphTensors:
             every = graph.constant(steps[:, None])  # [any, 1, 2]
             moved = graph.op("GatherND", "data", graph.op("Add", every, "sources"))
             graph.op("ScatterND", "data", graph.op("Add", every, "targets"), moved, name="out")
@@ -129,9 +129,9 @@ class Device:
         values = {"data": value, "sources": sources, "targets": targets, "out": value}
         self.run(("move", dtype, width, steps.tobytes()), write, values)
 
-    def samples(self, head: Head, width: int, requests: Sequence[SampleRequest]) -> dict[str, Any]:
+    def samples(self, head: SamplingHead, width: int, requests: Sequence[SampleRequest]) -> dict[str, Any]:
         """What a head reads besides logits, which are those of passes over `width` nodes; to be called in turn."""
-        nodes = node_count(max(len(one.positions) for one in requests))
+        nodes = padded_node_count(max(len(one.positions) for one in requests))
         sides = np.zeros((2, len(requests), nodes), np.int32)
         numbers = np.ones((3, len(requests), 1, 1), np.float32)
         for i, one in enumerate(requests):

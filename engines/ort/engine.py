@@ -11,9 +11,9 @@ import numpy as np
 
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...runtime.engine import Cache, Floats, Pass, PassOutput
-from ..columns import node_count
+from ..columns import padded_node_count
 from ..contracts import Array
-from ..decoder_tensors import decoder_tensors, kv_dtype, node_inputs, past_length_of
+from ..decoder_tensors import checked_past_length, decoder_tensors, kv_dtype, node_inputs
 from ..device_engine import DeviceCache, DeviceEngine
 from ..device_graph import device_graph
 from ..kv_cache import CacheRows, KVCache
@@ -51,13 +51,13 @@ class OrtEngine:
 
     def next_past_length(self, cache: Cache, nodes: int) -> int:
         """The longest row, rounded up so that sums are formed in one order whatever else is in the batch."""
-        return CacheRows.own(cache).past_length()
+        return CacheRows.require(cache).past_length()
 
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
         """Run one pass. Counts itself in `cache.passes`."""
-        own = KVCache.own(cache)
+        own = KVCache.require(cache)
         feeds = node_inputs(batch, self._table, self._graph.dtypes)
-        feeds.update(zip(self._past, own.past(past_length_of(batch, own)), strict=True))
+        feeds.update(zip(self._past, own.past(checked_past_length(batch, own)), strict=True))
         shape = batch.attention_mask.shape
         logits, features, *new_kv = self._graph.run(feeds) if shape in self._sound else self._checked(feeds, shape)
         own.passes += 1
@@ -87,7 +87,7 @@ class OrtDeviceEngine(DeviceEngine):
         super().__init__(session, graph.inputs, spec, code_embeddings, device, graph.dtype, heads=None)
 
     def new_cache(self, rows: int, capacity: int) -> DeviceCache:
-        return DeviceCache(self._slabs, rows, capacity)
+        return DeviceCache(self._pool, rows, capacity)
 
     def fit(self, cache: DeviceCache, nodes: int) -> int:
-        return node_count(nodes)
+        return padded_node_count(nodes)

@@ -28,15 +28,22 @@ _ON_CPU = _SHAPE_OPS | {"MemcpyToHost", "MemcpyFromHost"}
 
 
 class Provider(NamedTuple):
-    """A provider: ONNX Runtime's name for it, the package that has it, its options, and how it differs from others.
+    """An execution provider: its names, its package, its options, and how it differs from other providers.
 
-    memory: where its values are, as ONNX Runtime names it; unless on the CPU, decoders run in the device layout.
-    addressed: a value there may be a part of another. plain:
-    it does not take the op Attention, and float16 on some devices only. plugin: its library comes in the package's
-    module, beside onnxruntime. library: what it loads from further packages, and has no convolutions without. leaves:
-    roles that run on the CPU, once an image, as it lacks ops of theirs. rounds: to bfloat16, which pictures survive and
-    codes do not. recording: further options with which it records passes as graphs; none: it cannot. most_recorded: of
-    one graph.
+    Attributes:
+        name: name that users give.
+        execution_provider: ONNX Runtime's name.
+        package: package that contains it.
+        options: options of its sessions.
+        memory: ONNX Runtime's name of the memory of its values; decoders use the device layout unless it is `cpu`.
+        has_addresses: whether a value may be a view into another value's memory.
+        plain: whether it lacks the op Attention, and float16 on some devices.
+        plugin: whether its library is a module of its package, to be registered with onnxruntime.
+        library: library from further packages without which it has no convolutions.
+        cpu_roles: graphs that run on the CPU, once per image, because the provider lacks some of their ops.
+        rounds_to_bfloat16: whether it rounds to bfloat16, which images tolerate and sampled tokens do not.
+        recording: additional options for recording passes as graphs; empty if it cannot record.
+        max_recordings: maximum number of recordings per graph.
     """
 
     name: str
@@ -44,14 +51,14 @@ class Provider(NamedTuple):
     package: str
     options: dict[str, str]
     memory: str = "cpu"
-    addressed: bool = True
+    has_addresses: bool = True
     plain: bool = False
     plugin: bool = False
     library: str = ""
-    leaves: tuple[str, ...] = ()
-    rounds: bool = False
+    cpu_roles: tuple[str, ...] = ()
+    rounds_to_bfloat16: bool = False
     recording: Mapping[str, str] = MappingProxyType({})
-    most_recorded: int = 0
+    max_recordings: int = 0
 
 
 # Each thread's own default stream (`cudaStreamPerThread`): what a thread asks of any session is done in that order, so
@@ -72,7 +79,7 @@ _ALL = (
         memory="cuda",
         library="cuDNN",
         recording={"enable_cuda_graph": "1"},
-        most_recorded=512,  # ONNX Runtime keeps them until the process ends
+        max_recordings=512,  # ONNX Runtime keeps them until the process ends
     ),
     Provider(
         "webgpu",
@@ -80,12 +87,12 @@ _ALL = (
         "onnxruntime-ep-webgpu",
         {},
         memory="gpu",
-        addressed=False,
+        has_addresses=False,
         plain=True,
         plugin=True,
-        leaves=("condition",),
+        cpu_roles=("condition",),
         recording={"enableGraphCapture": "1"},
-        most_recorded=1 << 31,
+        max_recordings=1 << 31,
     ),
     Provider(
         "openvino",
@@ -100,28 +107,28 @@ _ALL = (
         "onnxruntime-ep-openvino",
         {"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "bf16"}}'},  # float32 where the CPU has no bfloat16
         plugin=True,
-        rounds=True,
+        rounds_to_bfloat16=True,
     ),
 )
 PROVIDERS = {provider.name: provider for provider in _ALL}
-TURNS = {name: threading.RLock() for name in PROVIDERS}
+DEVICE_LOCKS = {name: threading.RLock() for name in PROVIDERS}
 IMAGE_DECODER = "vq_decoder"
 _OWN = ("drafter", "condition", IMAGE_DECODER)  # graphs that may run elsewhere than the target
 
 
 class Providers(NamedTuple):
-    """Names of providers: `own` by graph, `main` for all others."""
+    """Names of providers: `by_graph` for single graphs, `main` for all others."""
 
     main: str = AUTO
-    own: Mapping[str, str] = MappingProxyType({})
+    by_graph: Mapping[str, str] = MappingProxyType({})
 
     def of(self, role: str) -> str:
         """The provider that a user wants a graph to run on."""
-        return self.own.get(role, self.main)
+        return self.by_graph.get(role, self.main)
 
     def __str__(self) -> str:
         """As `read` takes it."""
-        return ",".join([self.main, *(f"{role}={name}" for role, name in self.own.items())])
+        return ",".join([self.main, *(f"{role}={name}" for role, name in self.by_graph.items())])
 
     @classmethod
     def read(cls, names: str | Sequence[str]) -> Providers:
@@ -129,19 +136,19 @@ class Providers(NamedTuple):
 
         Raises: EngineError: a name is unknown or given twice, or a graph cannot have the provider.
         """
-        own: dict[str, str] = {}
+        by_graph: dict[str, str] = {}
         for one in names.split(",") if isinstance(names, str) else names:
             role, named, name = one.strip().rpartition("=")
             if named and role not in _OWN:
                 remedy = "all others run on one provider, NAME"
                 raise _refused(found=f"graph {format_value(role)}", expected=" or ".join(_OWN), remedy=remedy)
-            if role in own:
-                raise _refused(found=f"{own[role]} and {name} for {role or 'all graphs'}", expected="one")
-            if (named or name != AUTO) and _named(name).rounds and role != IMAGE_DECODER:
+            if role in by_graph:
+                raise _refused(found=f"{by_graph[role]} and {name} for {role or 'all graphs'}", expected="one")
+            if (named or name != AUTO) and _named(name).rounds_to_bfloat16 and role != IMAGE_DECODER:
                 remedy = f"give it to the image decoder alone, {IMAGE_DECODER}={name}"
                 raise _refused(f"{name} rounds to bfloat16", found=f"it for {role or 'all graphs'}", remedy=remedy)
-            own[role] = name
-        return cls(own.pop("", AUTO), own)
+            by_graph[role] = name
+        return cls(by_graph.pop("", AUTO), by_graph)
 
 
 ON_CPU = Providers(DEFAULT_PROVIDER)
@@ -205,15 +212,15 @@ def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
     return [one for one in runtime.get_ep_devices() if one.ep_name == provider.execution_provider]
 
 
-def turn(provider: str) -> AbstractContextManager[object]:
+def device_lock(provider: str) -> AbstractContextManager[object]:
     """Wait until this thread may use a provider's device; nobody waits where values are the host's.
 
     While CUDA records a pass, it fails whatever else takes memory.
     """
-    return nullcontext() if PROVIDERS[provider].memory == "cpu" else TURNS[provider]
+    return nullcontext() if PROVIDERS[provider].memory == "cpu" else DEVICE_LOCKS[provider]
 
 
-def check_taken(where: object, provider: Provider, session: Any) -> None:
+def check_assignment(where: object, provider: Provider, session: Any) -> None:
     """Raises: EngineError unless `provider` runs the graph: present, and every node but shape arithmetic its own."""
     remedy = f"use provider {DEFAULT_PROVIDER}, or check its driver (`lantern-rt doctor`) and update {provider.package}"
     if provider.execution_provider not in session.get_providers():

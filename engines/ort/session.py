@@ -15,10 +15,10 @@ import numpy as np
 
 from ...errors import BundleError, EngineError
 from ...inputs import format_error, reading
-from ..contracts import HOLDS, Array, Part, Tensor, numpy_types
+from ..contracts import STORAGE_DTYPES, Array, Tensor, TensorView, numpy_types
 from ..graph_writer import TYPES, convolution_graph
 from ..host import import_onnxruntime, thread_count
-from .providers import DEFAULT_PROVIDER, PROVIDERS, check_taken, find_provider, plugin_devices, turn
+from .providers import DEFAULT_PROVIDER, PROVIDERS, check_assignment, device_lock, find_provider, plugin_devices
 
 _TYPES = {f"tensor({name})": name for name in ("float16", "bfloat16", "int32", "int64", "uint8")} | {
     "tensor(float)": "float32"
@@ -74,7 +74,7 @@ class GraphSession:
                 refuse = partial(self._other, kind, "the graph is not the one bundle.json describes")
                 self.dtypes |= numpy_types(found, expected, refuse, only=kind == "input")
         self.inputs, self.outputs = inputs, outputs
-        self._numbers = iter(range(1, 1 + PROVIDERS[provider].most_recorded))  # of recordings
+        self._numbers = iter(range(1, 1 + PROVIDERS[provider].max_recordings))  # of recordings
         self.output_names = [tensor.name for tensor in outputs]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
@@ -109,7 +109,7 @@ class GraphSession:
             for name, kind in ((tensor.name, tensor.dtypes[0]) for tensor in tensors):
                 if isinstance(value := held[name], np.ndarray):
                     binding.bind_cpu_input(name, value)
-                elif isinstance(value, Part) or kind in HOLDS:
+                elif isinstance(value, TensorView) or kind in STORAGE_DTYPES:
                     part(name, memory, 0, TYPES[kind], value.shape(), value.data_ptr())
                 else:
                     one(name, value)
@@ -126,7 +126,7 @@ class GraphSession:
 
     def _call(self, run: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            with turn(self.provider):
+            with device_lock(self.provider):
                 return run(*arguments)
         except Exception as error:
             problem = f"ONNX Runtime failed to run the graph: {format_error(error, 200)}"
@@ -170,7 +170,7 @@ def load_session(
         providers = [] if chosen.plugin else [(chosen.execution_provider, own)]
         if chosen.plugin:  # the first device it lists
             options.add_provider_for_devices(plugin_devices(chosen, runtime)[:1], own)
-        with turn(provider):
+        with device_lock(provider):
             session = runtime.InferenceSession(graph, options, providers=providers or None, enable_fallback=False)
     except Exception as error:
         what = format_error(error, 200)
@@ -182,7 +182,7 @@ def load_session(
         remedy = next((cure for word, cure in _CURES.items() if word in str(error)), other)
         problem = f"ONNX Runtime {runtime.__version__} does not take this graph: {what}"
         raise EngineError(problem, field=str(where), remedy=remedy) from error
-    check_taken(where, chosen, session)
+    check_assignment(where, chosen, session)
     return session
 
 

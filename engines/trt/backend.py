@@ -52,7 +52,7 @@ class TensorRTGraphs(OrtGraphs):
         return Plan(self._library, plans.path(role), profiles, plans.rebuild, self._kernels)
 
 
-def open_plans(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphs:
+def open_tensorrt(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphs:
     """The plans on the first GPU; the condition graph on the CPU.
 
     Raises:

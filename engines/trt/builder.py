@@ -156,7 +156,7 @@ def timing_cache(version: str) -> str | None:
     return None
 
 
-def by_hand(
+def build_commands(
     name: str, bundle: Bundle, role: str, shapes: Sequence[Inputs], gpus: Sequence[str], folder: Path
 ) -> list[str]:
     """The lines that build the plan of a graph in a folder: with Polygraphy, run and compared here; and without.

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...runtime.engine import Floats
-from ..columns import node_count
+from ..columns import padded_node_count
 from ..contracts import Array, Tensor
 from ..decoder_tensors import device_tensors
 from ..device_engine import DeviceCache, DeviceEngine
@@ -34,13 +34,13 @@ class TensorRTEngine(DeviceEngine):
         self._plan.check_size("rows", rows)
         largest = max(profile.nodes[2] for profile in self._plan.profiles)
         self._plan.check_size("columns", capacity - largest - 2)  # what comes after the largest pass is never read
-        return DeviceCache(self._slabs, rows, capacity, self._columns)
+        return DeviceCache(self._pool, rows, capacity, self._columns)
 
     def fit(self, cache: DeviceCache, nodes: int) -> int:
         for name, wanted in (("rows", len(cache.lengths)), ("nodes", nodes), ("columns", cache.span(nodes))):
             self._plan.check_size(name, wanted)
         most = max(profile.nodes[2] for profile in self._plan.profiles)
-        return min(node_count(nodes), most, cache.columns - int(cache.lengths.max(initial=0)))
+        return min(padded_node_count(nodes), most, cache.columns - int(cache.lengths.max(initial=0)))
 
 
 class TensorRTFunction:
@@ -53,7 +53,7 @@ class TensorRTFunction:
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
         """The outputs, in the order in which they were declared."""
         most, results = self._plan.profiles[0].rows[2], list[list[Array]]()
-        with self._device.turn:  # while another plan is recorded, nothing else may take memory
+        with self._device.lock:  # while another plan is recorded, nothing else may take memory
             for start in range(0, len(next(iter(feeds.values()))), most):
                 parts = {name: array[start : start + most] for name, array in feeds.items()}
                 rows = len(next(iter(parts.values())))

@@ -64,7 +64,7 @@ class PastFirstWriter(DecoderWriter):
         self.cos, self.sin, swap = self._write_rotation()
         past = ops.op("Shape", "past_key_values.0.key", start=0, end=1)
         nodes = ops.op("Shape", "position_ids", start=1, end=2)
-        self.mask = self.for_groups("attention_mask")  # [rows, 1, group * nodes, past + nodes]
+        self.mask = self.tile_mask("attention_mask")  # [rows, 1, group * nodes, past + nodes]
         self.swap = ops.weight("rotary.swap", swap)
         self.past_and_new = ops.op("Concat", past, nodes, axis=0)
         self.decoder(x, self.config.num_layers)

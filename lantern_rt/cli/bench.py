@@ -103,6 +103,6 @@ def pipeline_facts(pipeline: Pipeline) -> dict[str, Any]:
         "bundle_digest": pipeline.bundle.digest,
         "processor": processor(),
         "backend": pipeline.engines.backend,
-        "image_decoder": pipeline.engines.picture_backend,
+        "image_decoder": pipeline.engines.image_backend,
         "threads": pipeline.engines.threads,
     }

@@ -60,7 +60,7 @@ def build_engine(
     with show_progress() as progress:
         manifest, lines = build_engines(opened, bundle, options, output, force, progress, dry_run)
     if json:
-        print_json({"folder": str(output), "manifest": manifest.model_dump(mode="json"), "by_hand": lines})
+        print_json({"folder": str(output), "manifest": manifest.model_dump(mode="json"), "build_commands": lines})
         return
     for role, graph in manifest.graphs.items():
         print_stderr(f"{role}: {graph.seconds:.1f} s, {graph.bytes / 2**20:,.1f} MiB")

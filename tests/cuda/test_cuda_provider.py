@@ -101,9 +101,9 @@ def test_a_pass_whose_shape_comes_again_is_one_launch(pipe: Pipeline) -> None:
 def test_images_one_after_the_other_use_the_memory_and_the_recordings_of_the_first(pipe: Pipeline) -> None:
     target = pipe.engines.target
     first = target.new_cache(2, PAST)
-    slab = first.lease.slab
+    block = first.lease.block
     del first
-    assert target.new_cache(2, PAST).lease.slab is slab
+    assert target.new_cache(2, PAST).lease.block is block
 
 
 @pytest.mark.parametrize(

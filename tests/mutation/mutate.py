@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info", "dist", "node_modules")
+FILTERED_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info", "dist", "node_modules")
 # Tests of every file that is mutated, the most telling first.
 TESTS = {
     "runtime/acceptance.py": "unit/acceptance unit/lantern_accept_golden unit/jacobi",
@@ -54,7 +54,7 @@ TESTS = {
     "engines/sampling_head.py": "onnxruntime/device_sampling",
     "engines/ort/device.py": "onnxruntime/device_sampling onnxruntime/device_engine",
     "engines/ort/engine.py": "onnxruntime/engine onnxruntime/device_engine",
-    "engines/ort/slabs.py": "onnxruntime/device_engine onnxruntime/tensorrt_engine",
+    "engines/ort/cache_pool.py": "onnxruntime/device_engine onnxruntime/tensorrt_engine",
 }
 # Examples in one order, and the first that fails ends a test: looking for a smaller one takes minutes.
 PROFILE = """
@@ -152,7 +152,7 @@ def main() -> None:
     survivors = 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "copy"
-        shutil.copytree(ROOT, folder, ignore=LEFT_OUT)
+        shutil.copytree(ROOT, folder, ignore=FILTERED_OUT)
         with (folder / "tests" / "conftest.py").open("a") as conftest:
             conftest.write(PROFILE)
         start = time.monotonic()

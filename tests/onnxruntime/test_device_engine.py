@@ -22,10 +22,10 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.contracts import Tensor
 from lantern_rt.engines.device_engine import DeviceCache
 from lantern_rt.engines.graph_writer import GraphWriter
-from lantern_rt.engines.ort.device import Device, Written
+from lantern_rt.engines.ort.cache_pool import CachePool
+from lantern_rt.engines.ort.device import Device, GraphTensors
 from lantern_rt.engines.ort.engine import OrtDeviceEngine
 from lantern_rt.engines.ort.providers import PROVIDERS
-from lantern_rt.engines.ort.slabs import Slabs
 from lantern_rt.errors import BundleError
 from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
@@ -168,14 +168,14 @@ def test_a_pass_that_nobody_asks_about_is_run_before_its_cache_is_used(target: O
 
 def test_passes_of_many_nodes_are_not_kept(target: OrtDeviceEngine) -> None:
     cache = holding(target, 0, [[0]], 200)
-    bound = cache.lease.slab.bound
+    bound = cache.lease.block.bound
     for nodes, kept in ((64, 1), (65, 0)):
         before = len(bound)
         target.run(causal(target, cache, [[1] * nodes]), cache)
         assert len(bound) - before == kept
 
 
-def write_copy(graph: GraphWriter) -> Written:
+def write_copy(graph: GraphWriter) -> GraphTensors:
     graph.op("Identity", "data", name="out")
     return [Tensor("data", ("float32",), (None,))], [Tensor("out", ("float32",), (None,))]
 
@@ -183,7 +183,7 @@ def write_copy(graph: GraphWriter) -> Written:
 def test_what_is_bound_is_recorded_at_its_third_run_if_there_is_room_and_forgotten_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(PROVIDERS, "cpu", PROVIDERS["cpu"]._replace(most_recorded=1))
+    monkeypatch.setitem(PROVIDERS, "cpu", PROVIDERS["cpu"]._replace(max_recordings=1))
     device, ran, forgotten = Device("cpu"), list[str](), list[int]()
     values = {"data": np.zeros(2, np.float32), "out": device.empty((2,), "float32")}
     graph = device.graph("copy", write_copy)
@@ -201,13 +201,13 @@ def test_what_is_bound_is_recorded_at_its_third_run_if_there_is_room_and_forgott
 
 
 def test_memory_that_was_given_back_last_is_kept_for_the_next_cache() -> None:
-    slabs = Slabs(Device("cpu"), 1, "float32", 4, None)
-    leases = [slabs.take(1, columns) for columns in (1, 2, 3)]
-    used = [lease.slab for lease in leases]
+    pool = CachePool(Device("cpu"), 1, "float32", 4, None)
+    leases = [pool.take(1, columns) for columns in (1, 2, 3)]
+    used = [lease.block for lease in leases]
     while leases:
         del leases[0]
-    again = [slabs.take(1, columns) for columns in (3, 2, 1)]
-    assert [lease.slab in used for lease in again] == [True, True, False]
+    again = [pool.take(1, columns) for columns in (3, 2, 1)]
+    assert [lease.block in used for lease in again] == [True, True, False]
 
 
 def test_several_threads_may_use_one_engine(target: OrtDeviceEngine) -> None:

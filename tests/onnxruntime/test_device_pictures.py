@@ -9,10 +9,10 @@ import pytest
 from device_pipeline import device_pipeline
 
 from lantern_rt import Pipeline
-from lantern_rt.engines.ort import slabs
+from lantern_rt.engines.ort import pool
+from lantern_rt.engines.ort.cache_pool import BoundPass, CacheBlock, CachePool
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.ort.providers import PROVIDERS
-from lantern_rt.engines.ort.slabs import Bound, Slab, Slabs
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.raster import Raster
 from lantern_rt.runtime.state import Request
@@ -99,15 +99,15 @@ def test_shapes_that_make_room_for_others_are_bound_anew_and_draw_the_same(
     on_cpu: Pipeline, float_scenes_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
-    bound = Slabs.bound
+    bound = CachePool.bound
 
-    def count(own: Slabs, slab: Slab, *arguments: Any) -> Bound:
-        found = bound(own, slab, *arguments)
-        counts.append(len(slab.bound))
+    def count(own: CachePool, block: CacheBlock, *arguments: Any) -> BoundPass:
+        found = bound(own, block, *arguments)
+        counts.append(len(block.bound))
         return found
 
-    monkeypatch.setattr(Slabs, "bound", count)
-    monkeypatch.setattr(slabs, "MAX_BOUND_PASSES", 2)
+    monkeypatch.setattr(CachePool, "bound", count)
+    monkeypatch.setattr(pool, "MAX_BOUND_PASSES", 2)
     options = {"method": "eagle:tree=dynamic-16-6-4:drafter=eagle"}
     expected, found = (drawn(pipe, [0, 1], options) for pipe in (on_cpu, device_pipeline(float_scenes_bundle)))
     assert [one.codes[:LENGTH] for one in found] == [one.codes[:LENGTH] for one in expected]

@@ -11,8 +11,8 @@ import pytest
 from refusals import refused
 
 from lantern_rt.engines.device_engine import LogitRows
+from lantern_rt.engines.ort.cache_pool import BoundPass
 from lantern_rt.engines.ort.device import Device
-from lantern_rt.engines.ort.slabs import Bound
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.device import SampleRequest
@@ -47,7 +47,7 @@ def on(device: Device, logits: Floats) -> LogitRows:
     """Logits of a pass that has been run, which may be for many at once."""
     graph: Any = SimpleNamespace(bind=lambda values, record: None)
     tokens = np.zeros((40, logits.shape[1]), np.int32)
-    return LogitRows(Bound(graph, device, {"token_ids": tokens}, {"logits": device.put(logits)}, False), "logits")
+    return LogitRows(BoundPass(graph, device, {"token_ids": tokens}, {"logits": device.put(logits)}, False), "logits")
 
 
 def asking(sampling: Sampling, noise: Noise | None, first: int = 0, start: int = 0, count: int = 5) -> SampleRequest:

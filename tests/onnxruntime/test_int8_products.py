@@ -15,7 +15,7 @@ from lantern_rt.bundle.onnx_scan import graph_weights
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.loader import choose_providers
 from lantern_rt.engines.ort.providers import Providers
-from lantern_rt.engines.precisions import check_products
+from lantern_rt.engines.precisions import check_matmul_support
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import RequestError
 from lantern_rt.memory import weight_bytes
@@ -73,11 +73,11 @@ def test_only_where_it_draws_other_images_a_gpu_has_to_be_asked_for(t2i_products
 def test_some_have_no_such_products(t2i_products_bundle: Path) -> None:
     bundle = open_bundle(t2i_products_bundle)
     with pytest.raises(RequestError):
-        check_products(bundle, "onnxruntime-openvino")
-    check_products(bundle, "onnxruntime-cuda")
+        check_matmul_support(bundle, "onnxruntime-openvino")
+    check_matmul_support(bundle, "onnxruntime-cuda")
     target = bundle.manifest.target
     target = target.model_copy(update={"precision": "int4-weights", "dtype": "bfloat16"})
     mixed = replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target, "drafter": None}))
-    check_products(mixed, "tensorrt-rtx")
+    check_matmul_support(mixed, "tensorrt-rtx")
     with pytest.raises(RequestError, match="bfloat16"):
-        check_products(mixed, "onnxruntime-cuda")
+        check_matmul_support(mixed, "onnxruntime-cuda")

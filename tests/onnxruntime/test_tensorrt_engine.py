@@ -17,8 +17,8 @@ from tiny_rig import PROFILES, Rig
 
 from lantern_rt.engines.device_engine import DeviceCache
 from lantern_rt.engines.kv_cache import KVCache
+from lantern_rt.engines.ort.cache_pool import CachePool
 from lantern_rt.engines.ort.device import Device
-from lantern_rt.engines.ort.slabs import Slabs
 from lantern_rt.errors import EngineError
 from lantern_rt.runtime.engine import Pass
 
@@ -38,15 +38,15 @@ TENSORS, HEADS, COLUMNS, WIDTH = 4, 2, 64, 2
 class Twin:
     """A cache on the device beside one in NumPy; passes write random numbers into both."""
 
-    def __init__(self, rows: int, capacity: int = 40, slabs: Slabs | None = None) -> None:
+    def __init__(self, rows: int, capacity: int = 40, pool: CachePool | None = None) -> None:
         self.rng = np.random.default_rng(0)
         self.plain = KVCache.empty(rows, capacity, TENSORS // 2, HEADS, WIDTH, np.float32)
-        slabs = slabs or Slabs(Device("cpu"), TENSORS, "float32", WIDTH, HEADS)
-        self.cache = DeviceCache(slabs, rows, capacity, COLUMNS)
+        pool = pool or CachePool(Device("cpu"), TENSORS, "float32", WIDTH, HEADS)
+        self.cache = DeviceCache(pool, rows, capacity, COLUMNS)
 
     def held(self) -> np.ndarray[Any, Any]:
         """What the device holds, `[tensors, rows, heads, columns, head_dim]`, to be changed there."""
-        (value,) = self.cache.lease.slab.values
+        (value,) = self.cache.lease.block.values
         found: np.ndarray[Any, Any] = value.numpy()
         return found.reshape(TENSORS, len(self.cache.lengths), HEADS, COLUMNS, WIDTH)
 
@@ -58,7 +58,7 @@ class Twin:
         write, held = self.cache.encode(batch, nodes)["write"], self.held().copy()
         for row, start in enumerate(write.tolist()):
             held[:, row, :, start : start + nodes] = new_kv[:, :, row].transpose(0, 2, 1, 3)
-        (value,) = self.cache.lease.slab.values
+        (value,) = self.cache.lease.block.values
         value.update_inplace(held.reshape(value.shape()))
         self.plain.append(list(new_kv), accepted_indices)
         self.cache.append(self.cache.written, accepted_indices)
@@ -73,7 +73,7 @@ class Twin:
                 np.testing.assert_array_equal(own[row, :, :length], tensor[:length, row].swapaxes(0, 1))
 
 
-SLABS = Twin(1).cache.slabs
+SLABS = Twin(1).cache.pool
 
 
 @settings(deadline=None, max_examples=60)
@@ -81,7 +81,7 @@ SLABS = Twin(1).cache.slabs
 def test_a_cache_on_the_device_holds_what_one_in_numpy_does(
     data: st.DataObject, rows: int, steps: int, together: bool
 ) -> None:
-    twin, one = Twin(rows, slabs=SLABS), st.sets(st.integers(0, 7)).map(sorted)
+    twin, one = Twin(rows, pool=SLABS), st.sets(st.integers(0, 7)).map(sorted)
     for _ in range(steps):
         drawn = [data.draw(one)] * rows if together else [data.draw(one) for _ in range(rows)]
         twin.run([np.array(pick, np.int64) for pick in drawn], nodes=8)
@@ -115,7 +115,7 @@ def test_a_chain_is_in_place_and_a_trees_nodes_move_in_one_operation(monkeypatch
         ([[0, 3], [0, 1], [0, 4]], [2]),
     ):
         moves.clear()
-        twin = Twin(3, slabs=SLABS)
+        twin = Twin(3, pool=SLABS)
         twin.run([np.array(pick, np.int64) for pick in accepted_indices], nodes=8)
         assert moves == entries, accepted_indices
         twin.check()
@@ -157,7 +157,7 @@ def test_the_smallest_profile_that_fits_is_chosen_and_nodes_are_rounded_up_to_po
 
 
 def test_nodes_added_to_a_pass_see_the_first_column_and_nobody_sees_them() -> None:
-    cache = Twin(2, slabs=SLABS).cache
+    cache = Twin(2, pool=SLABS).cache
     cache.lengths = np.array([20, 3])
     mask = np.zeros((2, 3, 67), bool)
     mask[0, :, :20], mask[1, :, :3], mask[:, :, 64:] = True, True, np.tri(3, dtype=bool)

@@ -59,7 +59,7 @@ def test_pictures_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline) -> None:
 def test_the_image_decoder_alone_may_run_on_it(on_cpu: Pipeline) -> None:
     codes = np.random.default_rng(1).integers(0, 1024, (1, 256))
     pipe = Pipeline.from_bundle(SCENES, provider=["cpu", "vq_decoder=openvino"])
-    assert (pipe.engines.backend, pipe.engines.picture_backend) == ("onnxruntime-cpu", "onnxruntime-openvino")
+    assert (pipe.engines.backend, pipe.engines.image_backend) == ("onnxruntime-cpu", "onnxruntime-openvino")
     np.testing.assert_allclose(pipe.engines.vq_decoder(codes), on_cpu.engines.vq_decoder(codes), atol=1e-4)
 
 

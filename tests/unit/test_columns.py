@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lantern_rt.engines.columns import Places, node_count
+from lantern_rt.engines.columns import CacheColumns, padded_node_count
 from lantern_rt.engines.device_graph import WORD
 from lantern_rt.runtime.engine import Bools, Pass
 
@@ -18,7 +18,7 @@ class Columns:
     """A cache with what stands in its columns: a number for every node that was ever written."""
 
     def __init__(self, rows: int, capacity: int) -> None:
-        self.cache = Places(np.zeros(rows, np.int64), capacity)
+        self.cache = CacheColumns(np.zeros(rows, np.int64), capacity)
         self.stands = np.full((rows, self.cache.columns), -1)
         self.entries: list[list[int]] = [[] for _ in range(rows)]
         self.next = 0
@@ -29,11 +29,11 @@ class Columns:
         past_length = cache.past_length()
         mask = np.zeros((rows, nodes, past_length + nodes), bool)
         mask[:, :, : on_past.shape[2]], mask[:, :, past_length:] = on_past, among
-        feeds = cache.encode(Pass(np.tile(np.arange(nodes), (rows, 1)), mask), node_count(nodes))
+        feeds = cache.encode(Pass(np.tile(np.arange(nodes), (rows, 1)), mask), padded_node_count(nodes))
         new = self.next + np.arange(rows * nodes).reshape(rows, nodes)
         self.next += rows * nodes
         spare, write = cache.columns - 1, feeds["write"]
-        assert write.shape == (rows, node_count(nodes), 2)
+        assert write.shape == (rows, padded_node_count(nodes), 2)
         assert (write[..., 0] == np.arange(rows)[:, None]).all()
         assert (write[:, nodes:, 1] == spare).all()
         assert (write[:, :nodes, 1] != spare).all()  # there is room for all of them
@@ -132,7 +132,7 @@ def test_columns_of_nodes_that_were_not_accepted_are_written_again() -> None:
 
 
 def test_a_row_with_little_room_left_shares_passes_with_rows_of_many_nodes() -> None:
-    cache = Places(np.array([120, 0]), 127)
+    cache = CacheColumns(np.array([120, 0]), 127)
     cache.column_of[0, :120] = np.arange(120)
     mask = np.zeros((2, 16, 128 + 16), bool)
     mask[0, :, :120] = True
@@ -160,4 +160,4 @@ def test_what_another_pass_wrote_is_refused() -> None:
 
 def test_passes_are_filled_up_to_few_numbers_of_nodes() -> None:
     """Never to one: plans take two at the least."""
-    assert [node_count(nodes) for nodes in (1, 2, 3, 33, 64, 65, 129)] == [2, 2, 4, 64, 64, 128, 192]
+    assert [padded_node_count(nodes) for nodes in (1, 2, 3, 33, 64, 65, 129)] == [2, 2, 4, 64, 64, 128, 192]

@@ -25,9 +25,9 @@ from lantern_rt.engines.ort.providers import (
     Provider,
     Providers,
     automatic,
-    check_taken,
+    check_assignment,
+    device_lock,
     find_provider,
-    turn,
 )
 from lantern_rt.engines.ort.session import GraphSession, check_provider
 from lantern_rt.errors import EngineError
@@ -106,7 +106,7 @@ def test_the_image_decoder_alone_may_have_another_provider(tmp_path: Path, monke
     pipe = Pipeline.from_bundle(bundle, threads=1, provider="cpu,vq_decoder=twin")
     pipe("red sphere", method="ar")
     assert used == {"cpu": {"condition", "target"}, "twin": {"vq_decoder"}}
-    assert (pipe.engines.backend, pipe.engines.picture_backend) == ("onnxruntime-cpu", "onnxruntime-twin")
+    assert (pipe.engines.backend, pipe.engines.image_backend) == ("onnxruntime-cpu", "onnxruntime-twin")
 
 
 def test_a_provider_that_this_onnxruntime_lacks_comes_with_the_package_that_has_it() -> None:
@@ -118,12 +118,13 @@ def test_a_provider_that_this_onnxruntime_lacks_comes_with_the_package_that_has_
 
 def test_a_provider_runs_the_whole_graph_or_loading_stops() -> None:
     cuda = PROVIDERS["cuda"]
-    assert error_of(EngineError, check_taken, GRAPH, cuda, session(CPU)).found == CPU
+    assert error_of(EngineError, check_assignment, GRAPH, cuda, session(CPU)).found == CPU
     left = session(CUDA, CPU, **{CUDA: ["MatMul"] * 3, CPU: ["MatMul", "Shape", "Softmax", "MatMul"]})
     assert (
-        "3 nodes of this graph (2 MatMul, 1 Softmax)" in error_of(EngineError, check_taken, GRAPH, cuda, left).problem
+        "3 nodes of this graph (2 MatMul, 1 Softmax)"
+        in error_of(EngineError, check_assignment, GRAPH, cuda, left).problem
     )
-    check_taken(GRAPH, cuda, session(CUDA, CPU, **{CPU: ["Shape", "Concat", "MemcpyToHost"]}))
+    check_assignment(GRAPH, cuda, session(CUDA, CPU, **{CPU: ["Shape", "Concat", "MemcpyToHost"]}))
 
 
 def test_a_provider_without_convolutions_is_refused_before_an_image_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,15 +195,15 @@ def test_a_device_that_records_passes_has_one_user_at_a_time() -> None:
     events = list[str]()
 
     def use() -> None:
-        with turn("cuda"):
+        with device_lock("cuda"):
             events.append("another")
 
     other = threading.Thread(target=use)
-    with turn("cuda"), turn("cuda"), turn("webgpu"):  # a user may take a turn within its own
+    with device_lock("cuda"), device_lock("cuda"), device_lock("webgpu"):  # a user may take a turn within its own
         other.start()
         other.join(0.05)
         events.append("first")
     other.join(10)
     assert events == ["first", "another"]
-    with turn("cpu"), turn("cpu"):
+    with device_lock("cpu"), device_lock("cpu"):
         pass

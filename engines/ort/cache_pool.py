@@ -20,26 +20,26 @@ import numpy as np
 from ...runtime.device import SampleRequest
 from ...runtime.engine import Floats, Ints
 from ...runtime.sampling import damaged
-from ..columns import node_count
-from ..contracts import Array, Executable, Part, Tensor
+from ..columns import padded_node_count
+from ..contracts import Array, Executable, Tensor, TensorView
 from ..graph_writer import GraphWriter
 from ..kv_cache import round_up
-from ..sampling_head import LEFT_OUT, Head
-from .device import Device, Written
+from ..sampling_head import FILTERED_OUT, SamplingHead
+from .device import Device, GraphTensors
 
-MAX_BOUND_PASSES = 32  # passes of a slab: their outputs take memory, and recordings
+MAX_BOUND_PASSES = 32  # passes of a block: their outputs take memory, and recordings
 _ALIGNED = 256  # bytes: where arrays of a buffer begin
-_KEPT = 2  # slabs that no cache uses
-_MOST_DRAWINGS = 8  # heads of a bound pass
+_KEPT = 2  # pool that no cache uses
+_MAX_SAMPLERS = 8  # heads of a bound pass
 
 
-class Buffer:
+class UploadBuffer:
     """Memory for arrays that go up together: by one copy, where memory has addresses."""
 
     def __init__(self, device: Device, size: int) -> None:
         """size: bytes, `room` for each array."""
         self.device, self._bytes = device, np.zeros(size, np.uint8)
-        self._value = device.put(self._bytes) if device.addressed else None
+        self._value = device.put(self._bytes) if device.has_addresses else None
 
     @staticmethod
     def room(*arrays: Array) -> int:
@@ -47,19 +47,19 @@ class Buffer:
         return sum(round_up(array.nbytes, _ALIGNED) for array in arrays)
 
     def place(self, arrays: Mapping[str, Array], start: int = 0) -> dict[str, Any]:
-        """Places for arrays of these shapes, from a byte on, as inputs of graphs."""
+        """CacheColumns for arrays of these shapes, from a byte on, as inputs of graphs."""
         if self._value is None:
             return {name: self.device.put(array) for name, array in arrays.items()}
         places: dict[str, Any] = {}
         for name, array in arrays.items():
-            places[name] = Part(self._value, start, list(array.shape), array.dtype.name)
+            places[name] = TensorView(self._value, start, list(array.shape), array.dtype.name)
             start += self.room(array)
         return places
 
     def fill(self, places: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         """Put arrays in their places, to be sent up."""
         for name, place in places.items():
-            if isinstance(place, Part):
+            if isinstance(place, TensorView):
                 self._bytes[place.start :][: arrays[name].nbytes] = arrays[name].ravel().view(np.uint8)
             else:
                 place.update_inplace(np.ascontiguousarray(arrays[name]))
@@ -67,7 +67,7 @@ class Buffer:
     def send(self) -> None:
         """Bring up what has been filled in."""
 
-        def write(graph: GraphWriter) -> Written:
+        def write(graph: GraphWriter) -> GraphTensors:
             graph.op("Identity", "data", name="out")
             data, out = (Tensor(name, ("uint8",), (None,)) for name in ("data", "out"))
             return [data], [out]
@@ -76,7 +76,7 @@ class Buffer:
             self.device.run("send", write, {"data": self._bytes, "out": self._value}, wait=False)
 
 
-class Drawing(NamedTuple):
+class BoundSampler(NamedTuple):
     """A head bound to logits: the table whose noise it reads, places of its inputs, its output, and what runs it."""
 
     noise: Any
@@ -85,7 +85,7 @@ class Drawing(NamedTuple):
     run: Callable[[], None]
 
 
-class Bound:
+class BoundPass:
     """One shape of a pass in memory of its own, run once somebody asks for what comes of it: with a head, if that is
     codes. Each run overwrites `outputs`, by name.
 
@@ -101,12 +101,14 @@ class Bound:
         """
         self.device, self.outputs, self._record = device, placed, record
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._drawings: dict[tuple[Any, ...], Drawing] = {}
+        self._samplers: dict[tuple[Any, ...], BoundSampler] = {}
         self._waiting: list[tuple[Mapping[str, Any], object]] = []
         rows, self._nodes = feeds["token_ids"].shape
-        arrays, self._start = _arrays(feeds), Buffer.room(*_arrays(feeds).values())
-        node = np.zeros((rows, node_count(self._nodes)), np.int32)  # of a head: three of these, and three of its rows
-        self._buffer = Buffer(device, self._start + 3 * Buffer.room(node, node[:, 0]))
+        arrays, self._start = _arrays(feeds), UploadBuffer.room(*_arrays(feeds).values())
+        node = np.zeros(
+            (rows, padded_node_count(self._nodes)), np.int32
+        )  # of a head: three of these, and three of its rows
+        self._buffer = UploadBuffer(device, self._start + 3 * UploadBuffer.room(node, node[:, 0]))
         self._inputs = self._buffer.place(arrays)
         self._run = graph.bind({**feeds, **self._inputs, **placed}, record)
 
@@ -117,27 +119,27 @@ class Bound:
     def finish(self) -> None:
         """Run it, unless it has been; everything is done then."""
         if self._waiting:
-            with self.device.turn:
+            with self.device.lock:
                 self._launch()
                 self.device.wait()
 
-    def draw(self, head: Head, requests: Sequence[SampleRequest]) -> tuple[Ints, Floats]:
+    def draw(self, head: SamplingHead, requests: Sequence[SampleRequest]) -> tuple[Ints, Floats]:
         """Codes and scores of all requests, `[requests, nodes, most]`, filled up to the nodes of the longest.
 
         If the pass has to be run, all goes up at once; codes alone come down.
         Raises: EngineError: the logits hold NaN or infinity.
         """
-        with self.device.turn:
+        with self.device.lock:
             feeds = self.device.samples(head, self._nodes, requests)
-            drawing = self._drawing(head, feeds)
-            self._buffer.fill(drawing.inputs, feeds)
+            sampler = self._sampler(head, feeds)
+            self._buffer.fill(sampler.inputs, feeds)
             self._launch()
-            drawing.run()
-            codes, scores = drawing.drawn.numpy().copy()  # in the host's memory, the former is the value itself
+            sampler.run()
+            codes, scores = sampler.drawn.numpy().copy()  # in the host's memory, the former is the value itself
         for own, one in zip(scores, requests, strict=True):
             if not np.isfinite(own[: len(one.positions), 0]).all():
                 raise damaged()
-        scores[scores <= LEFT_OUT / 2] = -np.inf
+        scores[scores <= FILTERED_OUT / 2] = -np.inf
         return codes.astype(np.int64), scores
 
     def _launch(self) -> None:
@@ -148,19 +150,19 @@ class Bound:
         if waiting is not None:
             self._run()
 
-    def _drawing(self, head: Head, feeds: Mapping[str, Any]) -> Drawing:
+    def _sampler(self, head: SamplingHead, feeds: Mapping[str, Any]) -> BoundSampler:
         shape = feeds["conditional"].shape
-        drawing, noise = self._drawings.pop((head, shape), None), feeds.get("noise")
-        if drawing is None or drawing.noise is not noise:  # its table may have grown
+        sampler, noise = self._samplers.pop((head, shape), None), feeds.get("noise")
+        if sampler is None or sampler.noise is not noise:  # its table may have grown
             inputs = self._buffer.place(_arrays(feeds), self._start)
             drawn = self.device.empty((2, *shape, head.most), "float32")
             values = {**feeds, **inputs, "logits": self.outputs["logits"], "drawn": drawn}
             run = self.device.graph(head, head.write, records=True).bind(values, self._record)
-            drawing = Drawing(noise, inputs, drawn, run)
-        self._drawings[head, shape] = drawing
-        if len(self._drawings) > _MOST_DRAWINGS:
-            del self._drawings[next(iter(self._drawings))]
-        return drawing
+            sampler = BoundSampler(noise, inputs, drawn, run)
+        self._samplers[head, shape] = sampler
+        if len(self._samplers) > _MAX_SAMPLERS:
+            del self._samplers[next(iter(self._samplers))]
+        return sampler
 
 
 def _arrays(feeds: Mapping[str, Any]) -> dict[str, Array]:
@@ -168,16 +170,16 @@ def _arrays(feeds: Mapping[str, Any]) -> dict[str, Array]:
 
 
 @dataclass(eq=False)
-class Slab:
+class CacheBlock:
     """Key 0, value 0, key 1, ... of so many rows `[columns, width]`, and the passes bound to them."""
 
     shape: tuple[int, int, int]
     values: list[Any]
-    bound: dict[tuple[int, ...], Bound] = field(default_factory=dict)
+    bound: dict[tuple[int, ...], BoundPass] = field(default_factory=dict)
 
 
-class Slabs:
-    """The slabs of an engine. What nobody uses any more is kept for the next who needs it, but not much of it."""
+class CachePool:
+    """The pool of an engine. What nobody uses any more is kept for the next who needs it, but not much of it."""
 
     def __init__(self, device: Device, tensors: int, dtype: str, width: int, heads: int | None) -> None:
         """heads: of a row, each with all columns; all tensors are then one value, which one operation reaches.
@@ -186,64 +188,64 @@ class Slabs:
         """
         self.device, self._dtype, self._width, self._heads = device, dtype, width, heads
         self._values, self._stack = (1, tensors) if heads else (tensors, 1)
-        self._kept: OrderedDict[int, Slab] = OrderedDict()  # the one given back longest ago first
+        self._kept: OrderedDict[int, CacheBlock] = OrderedDict()  # the one given back longest ago first
         self._lock = threading.RLock()  # one may be given back while another is taken, on the same thread too
 
-    def take(self, rows: int, columns: int) -> Lease:
-        """A slab of so many columns, of each head or of all, with finite numbers."""
+    def take(self, rows: int, columns: int) -> BlockHandle:
+        """A block of so many columns, of each head or of all, with finite numbers."""
         shape = rows, columns * (self._heads or 1), self._width
         with self._lock:
-            slab = next((slab for slab in list(self._kept.values()) if slab.shape == shape), None)
-            self._kept.pop(id(slab), None)
-        if slab is None:
+            block = next((block for block in list(self._kept.values()) if block.shape == shape), None)
+            self._kept.pop(id(block), None)
+        if block is None:
             stacked = self._stack * shape[0], *shape[1:]
-            slab = Slab(shape, [self.device.zeros(stacked, self._dtype) for _ in range(self._values)])
-        lease = Lease(slab)
-        weakref.finalize(lease, self._give_back, slab).atexit = False
+            block = CacheBlock(shape, [self.device.zeros(stacked, self._dtype) for _ in range(self._values)])
+        lease = BlockHandle(block)
+        weakref.finalize(lease, self._give_back, block).atexit = False
         return lease
 
-    def tensors(self, slab: Slab) -> list[Any]:
+    def tensors(self, block: CacheBlock) -> list[Any]:
         """All tensors, as values or `[rows, heads, columns, width]`."""
         if self._heads is None:
-            return slab.values
-        rows, lines, width = slab.shape
+            return block.values
+        rows, lines, width = block.shape
         size = [rows, self._heads, lines // self._heads, width]
         bytes_each = prod(size) * np.dtype(self._dtype).itemsize
         starts = [number * bytes_each for number in range(self._stack)]
-        return [Part(value, start, size, self._dtype) for value in slab.values for start in starts]
+        return [TensorView(value, start, size, self._dtype) for value in block.values for start in starts]
 
-    def copy(self, slab: Slab, rows: Ints, goal: Slab, first: int = 0) -> None:
-        """Write rows of a slab to those of another from `first` on."""
+    def copy(self, block: CacheBlock, rows: Ints, goal: CacheBlock, first: int = 0) -> None:
+        """Write rows of a block to those of another from `first` on."""
         every, places = np.arange(self._stack)[:, None], first + np.arange(len(rows))
-        chosen, into = ((every * one.shape[0] + own).ravel() for one, own in ((slab, rows), (goal, places)))
-        for value, target in zip(slab.values, goal.values, strict=True):
+        chosen, into = ((every * one.shape[0] + own).ravel() for one, own in ((block, rows), (goal, places)))
+        for value, target in zip(block.values, goal.values, strict=True):
             self.device.copy_rows(value, chosen, target, into)
 
-    def move(self, slab: Slab, sources: Ints, targets: Ints, steps: Ints) -> None:
+    def move(self, block: CacheBlock, sources: Ints, targets: Ints, steps: Ints) -> None:
         """Copy entries `[some, 2]` (row, column) within all tensors; again with `steps [any]` added to the columns."""
-        rows = np.repeat(np.arange(self._stack) * slab.shape[0], len(steps))
-        for value in slab.values:
+        rows = np.repeat(np.arange(self._stack) * block.shape[0], len(steps))
+        for value in block.values:
             self.device.move(value, sources, targets, np.stack([rows, np.tile(steps, self._stack)], 1))
 
-    def bound(self, slab: Slab, shape: tuple[int, ...], make: Callable[[], Bound]) -> Bound:
+    def bound(self, block: CacheBlock, shape: tuple[int, ...], make: Callable[[], BoundPass]) -> BoundPass:
         """A pass of this shape whose outputs nobody refers to, made if need be; those used long ago make room."""
         places = ((*shape, place) for place in itertools.count())
-        key = next(one for one in places if one not in slab.bound or not slab.bound[one].users)
-        bound = slab.bound.pop(key, None) or make()
-        slab.bound[key] = bound
-        if len(slab.bound) > MAX_BOUND_PASSES:
-            del slab.bound[next(iter(slab.bound))]
+        key = next(one for one in places if one not in block.bound or not block.bound[one].users)
+        bound = block.bound.pop(key, None) or make()
+        block.bound[key] = bound
+        if len(block.bound) > MAX_BOUND_PASSES:
+            del block.bound[next(iter(block.bound))]
         return bound
 
-    def _give_back(self, slab: Slab) -> None:
+    def _give_back(self, block: CacheBlock) -> None:
         with self._lock:
-            self._kept[id(slab)] = slab
+            self._kept[id(block)] = block
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
 
 
 @dataclass(eq=False)
-class Lease:
-    """The use of a slab, which ends when this is dropped."""
+class BlockHandle:
+    """The use of a block, which ends when this is dropped."""
 
-    slab: Slab
+    block: CacheBlock
