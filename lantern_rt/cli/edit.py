@@ -66,7 +66,7 @@ def edit(
     )
     ((path, exists),) = outputs
     if exists:
-        print_stderr("the image is there already")
+        print_stderr("the image exists already")
     else:
         began = time.perf_counter()
         pipeline = engine.load(opened, request.settings)

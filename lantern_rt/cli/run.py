@@ -182,7 +182,7 @@ def run(
     trace_image = None if trace is None else _check_trace(trace, paths, force)
     if len(pending) < len(paths):
         num_done = len(paths) - len(pending)
-        print_stderr(f"{num_done} of {len(paths)} images are there already; --force generates them again")
+        print_stderr(f"{num_done} of {len(paths)} images exist already; --force generates them again")
     if not pending:
         print_text(*paths)
         return

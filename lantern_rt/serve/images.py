@@ -85,7 +85,7 @@ class _RequestHandler:
                 _LOG.error("a request failed", exc_info=error)
             clear_frames(error.__traceback__)  # the frames hold the body
             may_quote_prompt = status == 400 and http_error.field in ("prompt", "body", "")
-            facts = {"error": f"{http_error.field or 'request'}: refused" if may_quote_prompt else str(http_error)}
+            facts = {"error": f"{http_error.field or 'request'}: rejected" if may_quote_prompt else str(http_error)}
             if self._failure is None:
                 await self._respond(JSONResponse(http_error.body(), http_error.status, headers=http_error.headers))
             del http_error  # its traceback refers to this frame

@@ -74,7 +74,7 @@ def test_a_picture_that_is_there_is_not_drawn_again_and_another_takes_another_na
     old = (tmp_path / "out" / "red-cube-seed0.png").read_bytes()
     code, out, err = program(*run, "--count", 2)
     assert (code, out) == (0, first + second)
-    assert err.startswith("1 of 2 images are there already; --force generates them again\n")
+    assert err.startswith("1 of 2 images exist already; --force generates them again\n")
     assert "1 image in" in err
     assert program(*run, "--method", "rows")[:2] == (0, third)
     for other in (["--scale", 2], ["--top-k", 3]):
@@ -222,7 +222,7 @@ def test_edit_draws_a_part_once_and_such_a_picture_is_not_drawn_from_its_record(
     assert program(*again)[:2] == (0, "own-edit-seed2.png\n")
     with Image.open("own-edit-seed2.png") as edited:
         assert edited.getpixel((200, 200)) == image.getpixel((200, 200))[:3]
-    assert "there already" in program(*again)[2]
+    assert "exists already" in program(*again)[2]
     assert "give that image to `lantern-rt edit`" in program("run", "--from", "own-edit-seed2.png")[2]
     assert "no encoder" in program("edit", "own.png", words_bundle, "--prompt", "red cube")[2]
 

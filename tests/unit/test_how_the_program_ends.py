@@ -81,7 +81,7 @@ def test_ctrl_c_exits_with_130_and_keeps_finished_images_and_the_same_command_go
     assert [*tmp_path.glob(".*/*")] == []
     monkeypatch.chdir(tmp_path)
     assert run_program([*command[:-1], "2"]) == 0
-    assert "of 2 images are there already" in capsys.readouterr().err
+    assert "of 2 images exist already" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
