@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .graph.graphs import Graph
-from .neighbours import MOST
+from .neighbours import MAX_NEIGHBORS
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Model:
     fields: Mapping[str, Any]
     sources: Sequence[tuple[str, Path]] = ()
     files: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
-    neighbors: int = MOST
+    neighbors: int = MAX_NEIGHBORS
     licence: str = "unknown (see the checkpoint's source)"
     weights: str | None = None
     drafts_for: str | None = None

@@ -1,9 +1,10 @@
-"""Which codes look alike: each code's nearest codes by Euclidean distance between codebook rows.
+"""Tables of each code's nearest codes, by Euclidean distance between codebook vectors.
 
-Distances come from matrix products in float64. Where their rounding could change the order, they are sums of squared
-differences instead: the order is exact. A block of rows at a time, so memory stays small.
+Distances are computed by matrix products in float64. Where rounding could change the order, they are computed as sums
+of squared differences instead, so the order is exact. Rows are processed in blocks to save memory.
 
-Rows that are all points of a grid have the same ones everywhere, but for its edges: seconds, not minutes, for 64,000.
+Where the vectors are all points of a grid, neighbours lie at the same offsets everywhere apart from the edges: this
+takes seconds instead of minutes for 64,000 codes.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MOST = 1024  # neighbours kept per code, where there are as many
-_BLOCK_BYTES = 1 << 20  # of one float64 block of distances: it stays in a core's cache
+MAX_NEIGHBORS = 1024  # neighbours of each code in a bundle
+_BLOCK_BYTES = 1 << 20  # size of a float64 block of distances, which stays in a core's cache
 
 
 def neighbour_table(
     codebook: NDArray[np.floating[Any]],
-    k: int = MOST,
+    k: int = MAX_NEIGHBORS,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> NDArray[np.unsignedinteger[Any]]:
-    """Sort the rows of a codebook by their distance to each.
+    """Return the nearest codes of each code.
 
     Args:
-        codebook: `[codes, width]`.
-        k: how many of the nearest are kept.
-        progress: told how many rows are done, of how many.
+        codebook: codebook vectors, `[codes, width]`.
+        k: maximum number of neighbours of each code.
+        progress: callback, called with the number of rows done and of all rows.
 
     Returns:
-        `[codes, k]`, nearest first, the code itself left out; equal distances in order of index.
+        Indices `[codes, k]`, nearest first, without the code itself; equal distances in order of index.
     """
     codes, width = codebook.shape
     k = min(k, codes - 1)
@@ -40,8 +41,9 @@ def neighbour_table(
     if regular is not None:
         return regular
     table = np.ascontiguousarray(codebook, np.float64)
-    columns, norms = np.ascontiguousarray(table.T), np.square(table).sum(1)
-    error = 8 * (width + 4) * np.finfo(np.float64).eps * norms.max()  # of a product's square, with room to spare
+    columns = np.ascontiguousarray(table.T)
+    norms = np.square(table).sum(1)
+    error = 8 * (width + 4) * np.finfo(np.float64).eps * norms.max()  # upper bound of a squared distance's error
     indices = np.empty((codes, k), np.min_scalar_type(codes - 1))
     progress(0, codes)
     block = max(1, _BLOCK_BYTES // (8 * codes))
@@ -62,39 +64,51 @@ def neighbour_table(
 def _nearest(
     square: NDArray[np.float64], rows: NDArray[np.int64], k: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The k nearest of each row in order, and their squares and the next one's; `square [rows, codes]`."""
-    square[np.arange(len(rows)), rows] = np.inf  # itself, last of all
-    some = np.sort(np.argpartition(square, k)[:, : k + 1])
-    close = np.take_along_axis(square, some, 1)
+    """Return the k nearest codes of each row, in order, and the squared distances of the nearest k + 1.
+
+    square: squared distances, `[rows, codes]`.
+    """
+    square[np.arange(len(rows)), rows] = np.inf  # sorts the code itself last
+    candidates = np.sort(np.argpartition(square, k)[:, : k + 1])
+    close = np.take_along_axis(square, candidates, 1)
     order = np.argsort(close, kind="stable")  # of equal distances, the smaller index stays first
-    return np.take_along_axis(some, order, 1)[:, :k], np.take_along_axis(close, order, 1)
+    return np.take_along_axis(candidates, order, 1)[:, :k], np.take_along_axis(close, order, 1)
 
 
 def _grid_table(
     codebook: NDArray[np.floating[Any]], k: int, progress: Callable[[int, int], None]
 ) -> NDArray[np.unsignedinteger[Any]] | None:
-    """The table of rows that are all combinations of evenly spaced numbers, the first column changing fastest."""
-    codes, points = len(codebook), [np.unique(column).astype(np.float64) for column in codebook.T]
-    sizes, gaps = [len(own) for own in points], [np.unique(np.diff(own)) for own in points]
+    """Return the table of a codebook that is a grid of evenly spaced numbers, its first column changing fastest.
+
+    None for any other codebook.
+    """
+    codes = len(codebook)
+    points = [np.unique(column).astype(np.float64) for column in codebook.T]
+    sizes = [len(column) for column in points]
+    gaps = [np.unique(np.diff(column)) for column in points]
     if prod(sizes) != codes or any(len(gap) != 1 for gap in gaps):
         return None
     digits = np.unravel_index(np.arange(codes), sizes, order="F")
-    if not np.array_equal(np.stack([own[at] for own, at in zip(points, digits, strict=True)], 1), codebook):
+    if not np.array_equal(np.stack([column[digit] for column, digit in zip(points, digits, strict=True)], 1), codebook):
         return None
-    # between any two rows, [steps, columns]
+    # Offsets between any two rows, in grid steps, [offsets, columns].
     steps = np.stack(np.meshgrid(*(np.arange(1 - n, n) for n in sizes), indexing="ij"), -1).reshape(-1, len(sizes))
-    squares, shifts = np.square(steps * np.concatenate(gaps)).sum(1), steps @ np.cumprod([1, *sizes[:-1]])
+    squares = np.square(steps * np.concatenate(gaps)).sum(1)
+    shifts = steps @ np.cumprod([1, *sizes[:-1]])
     order = np.lexsort((shifts, squares))[1:]  # without the code itself; of equal distances, the smaller index first
-    furthest = squares[order[(steps[order] >= 0).all(1)][k - 1]]  # of a corner's, which has the fewest around it
+    furthest = squares[order[(steps[order] >= 0).all(1)][k - 1]]  # of a corner, which has the fewest neighbours
     order = order[squares[order] <= furthest]
-    shifts, ends = shifts[order], [np.arange(n)[:, None] + own for n, own in zip(sizes, steps[order].T, strict=True)]
-    within = [(own >= 0) & (own < len(own)) for own in ends]  # by column, [digits, steps]
+    shifts = shifts[order]
+    ends = [np.arange(n)[:, None] + column for n, column in zip(sizes, steps[order].T, strict=True)]
+    within = [(column >= 0) & (column < len(column)) for column in ends]  # by column, [digits, offsets]
     indices = np.empty((codes, k), np.min_scalar_type(codes - 1))
-    for start in range(0, codes, block := max(1, _BLOCK_BYTES // len(order))):
+    block = max(1, _BLOCK_BYTES // len(order))
+    for start in range(0, codes, block):
         progress(start, codes)
         rows = np.arange(start, min(start + block, codes))
-        inside = np.logical_and.reduce([own[at[rows]] for own, at in zip(within, digits, strict=True)])
-        counts, places = inside.sum(1), np.nonzero(inside)[1]
-        indices[rows] = rows[:, None] + shifts[places[(counts.cumsum() - counts)[:, None] + np.arange(k)]]
+        inside = np.logical_and.reduce([column[digit[rows]] for column, digit in zip(within, digits, strict=True)])
+        counts = inside.sum(1)
+        offsets = np.nonzero(inside)[1]
+        indices[rows] = rows[:, None] + shifts[offsets[(counts.cumsum() - counts)[:, None] + np.arange(k)]]
     progress(codes, codes)
     return indices

@@ -1,4 +1,4 @@
-"""How much of a long piece of work is done: `Progress` takes what is done, an amount of it, and the whole amount."""
+"""Progress callbacks of exports; `Progress` takes the name of a task, the amount done and the whole amount."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from ..engines.contracts import Progress
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """Says nothing."""
+    """Ignore progress."""
 
 
 def count_megabytes(what: str, total: int, progress: Progress) -> Callable[[int], None]:
-    """Takes sizes of pieces in bytes, and reports their sum in megabytes, begun ones too, at first 0."""
+    """Return a function that adds numbers of bytes and reports the sum in megabytes, rounded up.
+
+    Args:
+        what: name of the task.
+        total: number of bytes of the whole task.
+        progress: progress callback, first called with 0.
+    """
     done = 0
 
     def count(size: int) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoints and options each family is exported from, and reading them: for `export` and `verify`."""
+"""The families of models with their checkpoints and options, and reading them, for `export` and `verify`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .progress import silent
 if TYPE_CHECKING:
     from .model import Model
 
-# Each has a reader `read_<family>` in `export.families.<family>` with parameters of these names.
+# Options by family. `export.families.<family>` has a function `read_<family>` with parameters of these names.
 FAMILIES = {
     "llamagen": ("target", "vq", "drafter", "text_encoder", "config", "grid", "weights", "lora"),
     "anole": ("target", "vq", "drafter", "grid", "lora"),
@@ -23,11 +23,15 @@ FAMILIES = {
     "simplear": ("target", "vq", "grid", "lora"),
 }
 CHECKPOINTS = ("target", "vq", "drafter", "text_encoder", "config")  # the options that are paths
-_OPTIONAL_VQ = ("emu3",)  # whose target may hold it
+_OPTIONAL_VQ = ("emu3",)  # its target may contain the VQ tokenizer
 
 
 def check_family(family: str, options: Mapping[str, Any]) -> None:
-    """Refuse a family that is unknown, and options that it does not take or lacks. Raises: CheckpointError."""
+    """Check the name of a family and its options.
+
+    Raises:
+        CheckpointError: the family is unknown, does not take an option, or needs another one.
+    """
     if family not in FAMILIES:
         raise CheckpointError(field="family", found=repr(family), expected=" or ".join(FAMILIES))
     for name, value in options.items():
@@ -39,16 +43,17 @@ def check_family(family: str, options: Mapping[str, Any]) -> None:
 
 
 def read_family(family: str, options: Mapping[str, Any], progress: Progress = silent) -> Model:
-    """The model that a family's checkpoints make.
+    """Read the checkpoints of a family.
 
     Args:
-        family: one of `FAMILIES`.
-        options: by names of `FAMILIES`: paths, or references to the hub, whose files are fetched; `lora` some of them,
-            each with `:scale` or not; None where not given.
-        progress: how much of every checkpoint is read.
+        family: name of a family in `FAMILIES`.
+        options: values of options by name. Checkpoints are paths or hub references, whose files are downloaded; `lora`
+            is a list of these, each with or without `:scale`. None means not given.
+        progress: progress callback, called for each checkpoint.
 
     Raises:
-        CheckpointError, RequestError: the checkpoints do not fit, or cannot be read.
+        CheckpointError: the checkpoints do not fit, or cannot be read.
+        RequestError: a hub reference is malformed.
         EngineError: a library that they need is not installed.
     """
     check_family(family, options)

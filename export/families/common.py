@@ -22,7 +22,7 @@ from ..model import Model
 from ..models.decoder import Decoder, DecoderConfig
 from ..models.eagle import Drafting, drafter_graph
 from ..models.llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder
-from ..neighbours import MOST
+from ..neighbours import MAX_NEIGHBORS
 
 _LARGE_PICTURE = 256  # pixels a side, beyond which a check with more than one picture takes too much memory
 _CHECKED = 128  # pixels a side of the checks of graphs for pictures of any size: 720 take several GB
@@ -91,7 +91,7 @@ def image_model(
             "drafter": drafter,
             "condition": condition.spec,
             "sampling": sampling,
-            "decoding": _decoding_defaults(drafter is not None, min(MOST, codes - 1)),
+            "decoding": _decoding_defaults(drafter is not None, min(MAX_NEIGHBORS, codes - 1)),
         },
     )
 
