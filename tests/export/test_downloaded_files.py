@@ -60,9 +60,7 @@ def test_a_folder_of_another_model_is_named_and_the_needed_one_too(tmp_path: Pat
     if (kind, family) in (("chameleon", "anole"), ("emu3", "emu3"), ("qwen2", "simplear")):
         read(folder)
         return
-    with pytest.raises(CheckpointError) as caught:
-        read(folder)
-    error = caught.value
+    error = error_of(CheckpointError, read, folder)
     if (kind, family) == ("chameleon", "lumina"):
         assert error.remedy == "family anole takes Anole, family lumina Lumina-mGPT"
     else:

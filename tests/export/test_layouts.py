@@ -138,9 +138,7 @@ def test_a_weight_beyond_float16_is_refused(tmp_path: Path) -> None:
     decoder = Decoder(CONFIG).eval()
     with torch.no_grad():
         decoder.layers[1].ffn.up.weight[0, 0] = 1e6
-    with pytest.raises(CheckpointError) as caught:
-        write_graph(in_half(target_graph(decoder, torch.randn(40, 64))), tmp_path)
-    error = caught.value
+    error = error_of(CheckpointError, write_graph, in_half(target_graph(decoder, torch.randn(40, 64))), tmp_path)
     assert (error.field, error.found) == ("layers.1.ffn.up.weight", "numbers up to 1e+06")
     assert error.remedy == "export with precision bf16-safe, or vq-precision fp32"
 

@@ -380,9 +380,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
 @pytest.mark.parametrize("what", REFUSALS)
 def test_a_checkpoint_that_does_not_fit_is_refused_by_its_field(tmp_path: Path, what: str) -> None:
     read, field, words = REFUSALS[what]
-    with pytest.raises(LanternError) as caught:
-        read(tmp_path)
-    error = caught.value
+    error = error_of(LanternError, read, tmp_path)
     assert error.field.endswith(field)
     said = " ".join((error.problem, error.found, error.expected, error.remedy))
     missing = [word for word in words.split() if word not in said]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusals import error_of
 from running_server import EDITS, FORM, RunningServer, form, head, until
 
 from lantern_rt.serve.forms import MAX_PARTS, FormReader
@@ -85,19 +86,16 @@ def test_names_headers_and_boundaries_are_read_as_clients_write_them() -> None:
 )
 @pytest.mark.parametrize("sizes", [(1 << 16,), (1 << 16, 1)])
 def test_what_is_wrong_with_a_form_is_named(body: bytes, status: int, field: str, sizes: tuple[int, ...]) -> None:
-    with pytest.raises(HttpError) as caught:
-        read(body, sizes=sizes)
-    assert (caught.value.status, caught.value.field) == (status, field)
-    assert len(str(caught.value)) < 300
+    error = error_of(HttpError, read, body, sizes=sizes)
+    assert (error.status, error.field) == (status, field)
+    assert len(str(error)) < 300
 
 
 @pytest.mark.parametrize(
     "content_type", ["multipart/form-data", "multipart/form-data; boundary=", f"{FORM}{'x' * 300}"]
 )
 def test_a_form_has_a_boundary(content_type: str) -> None:
-    with pytest.raises(HttpError) as caught:
-        read(form({"image": b"P"}), content_type)
-    assert caught.value.field == "body"
+    assert error_of(HttpError, read, form({"image": b"P"}), content_type).field == "body"
 
 
 def test_hostile_forms_hold_up_nobody_and_a_server_that_was_sent_some_ends(
