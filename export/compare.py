@@ -1,4 +1,4 @@
-"""Both sides of a comparison, run on the same inputs: a graph file and its torch module, or ONNX's reference evaluator.
+"""Runs of a graph file and of its reference on the same inputs: the torch module, or ONNX's reference evaluator.
 
 `verify` judges the results.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,13 +37,13 @@ from .progress import silent
 
 onnxruntime: Any = import_onnxruntime()
 
-_MIN_HALF = -6e4  # stands for the lowest number of a mask in float16
+_MIN_HALF = -6e4  # replaces lower numbers of masks in float16
 _SIZES = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
 _MAX_INPUT = 1 << 28  # numbers in a random input: a damaged graph may declare any size
 
 
 class CaseResult(NamedTuple):
-    """The outputs of both sides on one test case, by name of the output."""
+    """The outputs of a graph and of its reference (`expected`) on one test case, by name."""
 
     case: str
     outputs: Arrays
@@ -59,15 +60,15 @@ def compare_with_module(
 ) -> Iterator[CaseResult]:
     """Run a graph file and its module on test cases, in ONNX Runtime and PyTorch on the CPU.
 
-    A decoder's file runs twice: as it is, and in the device layout that accelerators get. Neither side ever holds all
-    weights in float32: those of the module are converted where they are used, and the file's may stay mapped.
+    A decoder's file runs twice: as it is, and in the device layout that accelerators get. Neither file nor module ever
+    holds all weights in float32: the module converts weights where they are used, and the file's may stay mapped.
 
     Args:
         graph: the graph's module and test cases.
         path: the graph file.
         cases: names of the test cases to run, None for all.
         graph_file: description that the file was written from, to round the module's weights like the file's; None
-            leaves them as they are.
+            leaves the weights unchanged.
         low_memory: whether to run the file as `GraphFileSession` does with `low_memory`.
         progress: progress callback, called for each run.
 
@@ -82,24 +83,22 @@ def compare_with_module(
         layouts[", device layout"] = partial(DeviceLayoutSession, graph, path, low_memory)
     report = partial(progress, f"comparing {path.name}")
     total = (len(layouts) + 1) * len(names)
-    done = 0
+    done = count()
     results: dict[str, list[Arrays]] = {}
     for layout, open_session in layouts.items():
         results[layout] = []
         with reading(path, "a graph that runs", BundleError, "export the bundle again"):
             session = open_session()
             for name in names:
-                report(done, total)
+                report(next(done), total)
                 results[layout].append(session.run(graph.cases[name]))
-                done += 1
             del session  # frees its memory before the next session or the module needs as much
     for i, name in enumerate(names):
-        report(done, total)
+        report(next(done), total)
         expected = run_module(graph, graph.cases[name], graph_file)
-        done += 1
         for layout, outputs in results.items():
             yield CaseResult(f"{name}{layout}", outputs[i], expected)
-    report(done, total)
+    report(total, total)
 
 
 def run_module(
@@ -110,7 +109,7 @@ def run_module(
     Args:
         graph: the graph with its module.
         inputs: arrays by name of the graph's inputs.
-        graph_file: description of the file like whose weights the module's are rounded, None for no rounding.
+        graph_file: description of the graph's file, to round the module's weights like the file's; None rounds nothing.
         dtype: type to compute in.
 
     Returns:
@@ -126,9 +125,14 @@ def run_module(
 def converted_weights(
     module: nn.Module, graph_file: GraphFile | None = None, dtype: torch.dtype = torch.float32
 ) -> Iterator[None]:
-    """Have a module compute in `dtype` with weights that are rounded and converted where they are used.
+    """Make a module compute in `dtype`, rounding and converting weights where they are used.
 
     Of an embedding table, only the rows that are looked up are converted.
+
+    Args:
+        module: the module, whose weights may have any type.
+        graph_file: description of the graph's file, to round weights like the file's; None rounds nothing.
+        dtype: type to compute in.
     """
     with ExitStack() as undo:
         for prefix, part in module.named_modules():
@@ -150,36 +154,35 @@ def converted_weights(
 
 def _has_int8_matmul(name: str, graph_file: GraphFile | None) -> bool:
     """Return whether the graph multiplies a weight as int8, with activations that are rounded to 8 bits as well."""
-    stored = None if graph_file is None else _name_in_file(name, graph_file)
-    if graph_file is None or stored is None:
-        return False
-    return graph_file.storages[stored] == "columns" and not name.endswith(TWO_INTEGERS)
+    stored = _name_in_file(name, graph_file)
+    storage = graph_file.storages[stored] if graph_file and stored else None
+    return storage == "columns" and not name.endswith(TWO_INTEGERS)
 
 
 def _convert(name: str, weight: Tensor, graph_file: GraphFile | None, dtype: torch.dtype) -> Tensor:
-    stored = None if graph_file is None else _name_in_file(name, graph_file)
+    stored = _name_in_file(name, graph_file)
     if graph_file is None or stored is None:
         return computed(weight).float().to(dtype)
     storage = graph_file.storages[stored]
     return fake_quantize(weight, storage, stored in graph_file.matrices, graph_file.compute).to(dtype)
 
 
-def _name_in_file(name: str, graph_file: GraphFile) -> str | None:
-    """Return the graph's name of a module's weight, which may lack the first part, or None if the graph has none."""
-    return next((known for known in (name, name.partition(".")[2]) if known in graph_file.storages), None)
+def _name_in_file(name: str, graph_file: GraphFile | None) -> str | None:
+    """Return the graph's name of a module's weight, which may lack the first part, or None if the graph lacks it."""
+    storages = graph_file.storages if graph_file else {}
+    return next((known for known in (name, name.partition(".")[2]) if known in storages), None)
 
 
 class GraphFileSession:
     """ONNX Runtime on one graph file, for inputs with and without an empty past.
 
-    ONNX Runtime 1.31 divides by zero in a fused product over an empty tensor: inputs with one run in a session of
-    their own without that fusion.
+    ONNX Runtime 1.31 divides by zero in a fused product over an empty tensor: inputs with an empty tensor run in a
+    second session without that fusion.
 
     Args:
         path: the graph file.
-        low_memory: whether to fuse, fold and copy nothing. Weights are then read from the mapped file, and those of
-            other types are decoded one at a time, if nodes run in the order they are written in (66 MB at the peak
-            instead of 800).
+        low_memory: whether to fuse, fold and copy nothing. Weights are then read from the mapped file and decoded one
+            at a time, if nodes run in the order in which they are written (66 MB at the peak instead of 800).
         model: serialized model to run instead of the file, with weights from the file's folder.
     """
 
@@ -241,7 +244,7 @@ class DeviceLayoutSession:
         self._heads = (sizes["num_kv_heads"], sizes["head_dim"])
 
     def run(self, inputs: Arrays) -> Arrays:
-        """Return all outputs for inputs of the file's own graph, with its names and shapes."""
+        """Return all outputs in the names and shapes of the file's graph, whose inputs are given."""
         rows, nodes = inputs["position_ids"].shape
         heads, width = self._heads
         past = inputs["attention_mask"].shape[3] - nodes
@@ -268,7 +271,13 @@ class DeviceLayoutSession:
 
 
 def device_feeds(batch: Pass, cache: CacheColumns, padded: int) -> Arrays:
-    """Return the inputs of a device layout for a pass, without keys and values, padded to `padded` nodes a row."""
+    """Return a device layout's inputs for a forward pass, without keys and values.
+
+    Args:
+        batch: the pass.
+        cache: columns of the KV cache.
+        padded: number of nodes per batch row in the inputs.
+    """
     rows, nodes = batch.positions.shape
     feeds = cache.encode(batch, padded)
     ids = pad_nodes(np.arange(rows * nodes).reshape(rows, nodes), padded, np.int32)
@@ -282,8 +291,8 @@ def device_feeds(batch: Pass, cache: CacheColumns, padded: int) -> Arrays:
 def compare_with_evaluator(path: Path, manifest: Manifest) -> CaseResult:
     """Run a graph file in ONNX Runtime and in ONNX's reference evaluator on small random inputs.
 
-    This shows errors of ONNX Runtime's fusions and kernels, without the checkpoint that the graph was exported from.
-    Both sides read the same file, so it does not show what rounding did to the weights.
+    This shows errors of ONNX Runtime's fusions and kernels, and needs no checkpoint. Both read the same weights, so the
+    comparison does not show what rounding did to the weights.
 
     Raises:
         ValueError: the graph declares an input that is too large.
@@ -299,7 +308,7 @@ def compare_with_evaluator(path: Path, manifest: Manifest) -> CaseResult:
 
 
 def _small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> Arrays:
-    pixels = 2 * manifest.image_height // manifest.grid_rows  # of two codes
+    pixels = 2 * manifest.image_height // manifest.grid_rows  # height of two grid rows
     sizes = {"rows": 2, "nodes": 3, "past": 4, "past + nodes": 7, "images": 1, "height": pixels, "width": pixels}
     limits = {
         "codes": manifest.codebook_size,
@@ -325,7 +334,7 @@ def _small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> 
 
 
 def _narrow(inputs: Arrays, names: Collection[str]) -> Arrays:
-    """Return the inputs, with those named converted to float16."""
+    """Convert the inputs in `names` to float16."""
     return {
         name: np.maximum(array, _MIN_HALF).astype(np.float16) if name in names else array
         for name, array in inputs.items()

@@ -1,7 +1,7 @@
-"""Both sides of the comparison of an engine folder with its bundle, run on the same passes.
+"""Runs of an engine folder and its bundle on the same forward passes; `verify` judges the results.
 
-The graphs that engines were built from run in ONNX Runtime on any host and are compared with the bundle's; TensorRT
-engines run on their GPU and are compared with those graphs.
+The graphs that TensorRT engines were built from run on any host, in ONNX Runtime; the bundle's graphs are their
+reference. Engines run on their GPU; the graphs that they were built from are their reference.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def compare_engines(
     Args:
         bundle: the bundle.
         folder: its engine folder.
-        with_engines: whether to run the engines, too.
+        with_engines: whether to run the engines on this host's GPU.
         progress: progress callback, called for each pass.
 
     Yields:
         The precision of a decoder, and the results of one pass.
 
     Raises:
-        EngineError: a graph is not the one that the engine was built from.
+        EngineError: an engine was built from another graph.
         BundleError: a graph does not run.
     """
     specs = {"target": bundle.manifest.target, "drafter": bundle.manifest.drafter}

@@ -2,7 +2,7 @@
 
 Convolutions whose input comes from an activation function do nearly all of the work. Their inputs and outputs are
 rounded to unsigned 8-bit integers, in ranges measured by `calibrate`, and kernels to -64 .. 64, with a scale for each
-output. Processors without VNNI add two products in 16 bits, which such products fit: with 127, images of `scenes`
+output. Processors without VNNI add two products in 16 bits, which 64 does not exceed: with 127, images of `scenes`
 differed by 1.2 levels of 255.
 
 The other convolutions read or write the residual stream, for which 8 bits are too few. They multiply multiples of
@@ -29,7 +29,7 @@ from .graph.graphs import Graph
 from .graph.precision import quantise
 from .progress import silent
 
-_NUM_IMAGES = 8  # with 32, images of `scenes` were no nearer to those of float32
+_NUM_IMAGES = 8  # images to calibrate on; 32 brought those of `scenes` no nearer to float32
 _SEED = 1  # differs from the seed of the graph's test cases, on which the decoder is checked afterwards
 CALIBRATION = f"{_NUM_IMAGES} pictures of random codes"  # recorded in the provenance
 _EXACT_BITS = 23  # bits of a sum that is exact in float32, without the sign
@@ -73,7 +73,12 @@ def calibrate(graph: Graph, codes: int, progress: Progress = silent) -> dict[str
 
 
 def quantise_convolutions(graph_file: GraphFile, ranges: dict[str, tuple[Range, Range]]) -> None:
-    """Quantize all convolutions of a graph but the last; `ranges` are those of `calibrate`."""
+    """Quantize all convolutions of a graph but the last.
+
+    Args:
+        graph_file: description of the image decoder's graph, which is changed.
+        ranges: result of `calibrate`.
+    """
     nodes = list(graph_file.model.graph.node)
     convolutions = [node for node in nodes if node.op_type == "Conv"]
     sigmoids = {node.output[0] for node in nodes if node.op_type == "Sigmoid"}
@@ -153,11 +158,14 @@ def _round_to_step(graph_file: GraphFile, value: str, name: str, step: float) ->
 
 
 def _read_before_resize(graph_file: GraphFile, node: NodeProto) -> list[NodeProto]:
-    """Have a 3 x 3 convolution of an enlarged image read the image before resizing; return the nodes after it.
+    """Make a 3 x 3 convolution of an image enlarged to twice its size read the image itself.
 
-    Resizing copies each pixel to two by two, and a 3 x 3 kernel on a copy covers only two by two different pixels: 16
-    products instead of 36 for the four copies. The new 2 x 2 convolution computes them around the corners of pixels;
-    those outside the image are cut off.
+    Enlarging copies each pixel to two by two pixels, so a 3 x 3 kernel covers only two by two different pixels. The new
+    2 x 2 convolution needs 16 products for the four copies instead of 36. Its results lie around the corners of pixels;
+    results outside the image are cut off.
+
+    Returns:
+        The nodes after the convolution.
     """
     _, kernel, bias = node.input
     (output,) = node.output

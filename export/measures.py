@@ -43,9 +43,9 @@ def noise(result: NDArray[Any], expected: NDArray[Any]) -> float:
 def image_difference(results: Iterable[CaseResult]) -> tuple[float, float]:
     """Return the mean difference of images in levels of 255, and their peak signal-to-noise ratio in dB."""
     differences = [
-        np.asarray(to_image(image), np.float64).ravel() - np.asarray(to_image(other), np.float64).ravel()
+        np.asarray(to_image(image), np.float64).ravel() - np.asarray(to_image(reference), np.float64).ravel()
         for _, outputs, expected in results
-        for image, other in zip(outputs["images"], expected["images"], strict=True)
+        for image, reference in zip(outputs["images"], expected["images"], strict=True)
     ]
     levels = np.concatenate(differences)
     error = max(float(np.square(levels).mean()), 1e-9)

@@ -1,4 +1,4 @@
-"""What a bundle is made from: graphs, arrays and files of a family's checkpoints."""
+"""The contents of a bundle before it is written: graphs, arrays and files of a family's checkpoints."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .neighbours import MAX_NEIGHBORS
 
 @dataclass(frozen=True)
 class Model:
-    """Everything that a bundle is made from; weights are mapped or deferred until they are written.
+    """The contents of a bundle; weights are mapped or deferred until they are written.
 
     Args:
         graphs: graphs of the bundle, each written as `<role>.onnx`.
         code_embeddings: the target's input embeddings of codes, `[codes, hidden_size]`.
         codebook: codebook vectors, by which neighbours are sorted, `[codes, code_dim]`.
-        fields: fields of `Manifest`, apart from those that the exporter fills in.
+        fields: fields of `Manifest` that the exporter does not fill in.
         sources: role and path of each checkpoint file, for the provenance.
         files: file name and content by role, such as `tokenizer`: `("tokenizer.json", ...)`.
         neighbors: number of neighbours stored for each code.

@@ -71,7 +71,7 @@ def _nearest(
     square[np.arange(len(rows)), rows] = np.inf  # sorts the code itself last
     candidates = np.sort(np.argpartition(square, k)[:, : k + 1])
     close = np.take_along_axis(square, candidates, 1)
-    order = np.argsort(close, kind="stable")  # of equal distances, the smaller index stays first
+    order = np.argsort(close, kind="stable")  # stable: the smaller of two indices at equal distance stays first
     return np.take_along_axis(candidates, order, 1)[:, :k], np.take_along_axis(close, order, 1)
 
 
@@ -96,11 +96,11 @@ def _grid_table(
     squares = np.square(steps * np.concatenate(gaps)).sum(1)
     shifts = steps @ np.cumprod([1, *sizes[:-1]])
     order = np.lexsort((shifts, squares))[1:]  # without the code itself; of equal distances, the smaller index first
-    furthest = squares[order[(steps[order] >= 0).all(1)][k - 1]]  # of a corner, which has the fewest neighbours
+    furthest = squares[order[(steps[order] >= 0).all(1)][k - 1]]  # for a corner, which has the fewest neighbours
     order = order[squares[order] <= furthest]
     shifts = shifts[order]
     ends = [np.arange(n)[:, None] + column for n, column in zip(sizes, steps[order].T, strict=True)]
-    within = [(column >= 0) & (column < len(column)) for column in ends]  # by column, [digits, offsets]
+    within = [(column >= 0) & (column < len(column)) for column in ends]  # of each column, [digits, offsets]
     indices = np.empty((codes, k), np.min_scalar_type(codes - 1))
     block = max(1, _BLOCK_BYTES // len(order))
     for start in range(0, codes, block):

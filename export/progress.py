@@ -7,15 +7,15 @@ from collections.abc import Callable
 from ..engines.contracts import Progress
 
 
-def silent(what: str, done: int, total: int) -> None:
-    """Ignore progress."""
+def silent(task: str, done: int, total: int) -> None:
+    """Report nothing; the default progress callback."""
 
 
-def count_megabytes(what: str, total: int, progress: Progress) -> Callable[[int], None]:
+def count_megabytes(task: str, total: int, progress: Progress) -> Callable[[int], None]:
     """Return a function that adds numbers of bytes and reports the sum in megabytes, rounded up.
 
     Args:
-        what: name of the task.
+        task: name of the task.
         total: number of bytes of the whole task.
         progress: progress callback, first called with 0.
     """
@@ -24,7 +24,7 @@ def count_megabytes(what: str, total: int, progress: Progress) -> Callable[[int]
     def count(size: int) -> None:
         nonlocal done
         done += size
-        progress(f"{what} (MB)", -(-done // 10**6), -(-total // 10**6))
+        progress(f"{task} (MB)", -(-done // 10**6), -(-total // 10**6))
 
     count(0)
     return count

@@ -1,7 +1,7 @@
-"""Judging whether graphs compute what they were made from: in every export, and of whole bundles and engine folders.
+"""Verification of graphs against their checkpoints, in every export, and of whole bundles and engine folders.
 
 `check_parity` and `check_images` reject a graph that was just written. `verify` and `verify_engines` report the
-differences of a bundle or an engine folder, and whether they are within the limits.
+differences of a bundle or an engine folder, and whether the differences are within the limits.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from .progress import silent
 # Maximum ratio of noise to signal where activations are rounded to 8 bits: last bits decide which way some are rounded,
 # and layers add up. The trained target of the scenes bundle reaches 0.1 on random codes.
 INT8_TOLERANCE = 0.3
-_MIN_TOLERANCE = 1e-4  # of `difference`
+_MIN_TOLERANCE = 1e-4  # tolerance of `difference` for graphs without much rounding
 _ROUNDINGS = 32  # random encoders of 8 to 16 layers were up to 10 times as far apart in ONNX Runtime and PyTorch
 MAX_LEVELS = 1.0  # limits of images from rounded image decoders: see `image_difference`
 MIN_PSNR = 40.0
 LARGE = 1 << 28  # bytes of weights above which a graph runs from the mapped file, on two cases
-_ARRAY_LIMIT = 1e-5  # of arrays that are stored as they are, or computed in a few float32 operations
+_ARRAY_LIMIT = 1e-5  # maximum difference of arrays, which are stored unchanged or computed in a few float32 ops
 # The fields of a manifest, and of its parts, that a checkpoint determines; `_CHOSEN` fields of parts are the user's.
 _SIZES = ("grid_rows", "grid_columns", "codebook_size", "image_height", "image_width", "sizes", "row_end")
 _PARTS = ("target", "drafter", "condition")
@@ -80,14 +80,14 @@ class Verification:
     Args:
         bundle: name of the bundle.
         digest: digest of the bundle.
-        against: what the bundle is compared with.
+        against: name of the reference.
         precision: precision of the target.
         tensors: largest `difference` of each array, and of each output of a graph over all cases; `limit` is None
             where the difference is shown but not judged.
         distributions: `agreement` (share of nodes with the same likeliest token, near ties included) and
             KL(expected || bundle) in nats of each decoder, over all nodes of all cases, at temperature 1 without
             guidance.
-        pictures: `image_difference` of an image decoder in int8 or fp16.
+        pictures: `image_difference` of the images of an image decoder in int8 or fp16.
     """
 
     bundle: str
@@ -140,7 +140,7 @@ class Verification:
 
         Args:
             graph: role of the graph.
-            results: outputs of both sides, one item for each case.
+            results: outputs of the graph and its reference on each test case.
             precision: precision of the graph, which has the limits.
             tolerance: tolerance of the graph, used where it is larger than the precision's limit.
         """
@@ -185,7 +185,7 @@ def verify(
     Args:
         bundle: a bundle whose files match its manifest.
         model: the checkpoint's model; None compares with the reference evaluator.
-        against: name of the other side, for the report.
+        against: name of the reference, for the report.
         progress: progress callback.
 
     Raises:
@@ -222,7 +222,7 @@ def verify(
 
 
 def verify_engines(bundle: Bundle, folder: EngineFolder, progress: Progress) -> tuple[Verification, str | None]:
-    """Compare the graphs of an engine folder with its bundle's, and the engines with those graphs if they run here.
+    """Compare the graphs of an engine folder with its bundle's, and on their GPU the engines with the folder's graphs.
 
     Args:
         bundle: the bundle.
@@ -233,7 +233,7 @@ def verify_engines(bundle: Bundle, folder: EngineFolder, progress: Progress) -> 
         The comparison, and why the engines were not run, None if they were.
 
     Raises:
-        EngineError: the folder is another bundle's, or a file in it is not the one that was built.
+        EngineError: the folder belongs to another bundle, or a file has changed since the build.
         BundleError: a graph does not run.
     """
     manifest = folder.manifest
@@ -264,7 +264,7 @@ def _check_sizes(manifest: Manifest, model: Model) -> None:
 
 
 def _determined_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a manifest that a checkpoint determines, those of its parts by dotted names."""
+    """Return the fields of a manifest that a checkpoint determines; fields of parts have dotted names."""
     values = {name: fields[name] for name in _SIZES if name in fields}
     for part in _PARTS:
         content = fields.get(part)

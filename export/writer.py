@@ -50,7 +50,7 @@ def export_model(
     Weights are read, rounded and written one at a time.
 
     Args:
-        model: what the bundle is made from.
+        model: contents of the bundle.
         output: folder to write.
         name: name of the bundle, None for the folder's.
         precisions: precisions of the graphs, None for no rounding.

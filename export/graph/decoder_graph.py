@@ -1,15 +1,15 @@
 """The target and drafter graphs, op by op: `Decoder.forward` in the fewest ops that runtimes fuse.
 
-These graphs run hundreds of times per image, so they are written by hand rather than traced: reshapes need no shape
-arithmetic, query weights include the attention scale where it is a power of two, and transposes come in the order that
+These graphs run hundreds of times per image, so they are written by hand rather than traced. Reshapes need no shape
+arithmetic, and query weights include the attention scale where it is a power of two. Transposes come in the order that
 ONNX Runtime folds into its matrix products, so that the past is read in place.
 
 With int8 matmul (`Ops.int8_matmul`), activations are rounded to 8 bits, and a difference in the last bit before that
 becomes a difference in the first three digits. So no result may depend on how nodes share forward passes: attention
 weights and values are rounded to multiples of fixed steps, which float32 adds without rounding, in any order.
 
-ONNX allows an empty past, but ONNX Runtime 1.31 divides by zero in the fused product over one: an engine that uses it
-feeds at least one column, which the mask hides.
+ONNX allows an empty past, but ONNX Runtime 1.31 divides by zero in the fused product over an empty past. So engines
+feed at least one past column, which the mask hides.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PastFirstWriter(DecoderWriter):
         self.columns = config.positions + _MAX_NODES  # maximum number of past columns and nodes
         self.scale = config.head_dim**-0.5  # softmax(q k / sqrt(head_dim))
         # A power of two is folded into the query weights, which it does not round. Where queries are normed, the norm's
-        # weights include the scale. Otherwise a node of its own multiplies.
+        # weights include the scale. Otherwise a separate node multiplies.
         self.folds_scale = not config.query_key_norm and math.log2(self.scale).is_integer()
 
     def write(self, x: str) -> None:
@@ -109,7 +109,7 @@ class PastFirstWriter(DecoderWriter):
         width = 2 * rope.shape[1]
         halves = self.config.rope_style == "half"
         order = torch.arange(width).view(2, -1).t() if halves else torch.arange(width).view(-1, 2)  # [pairs, 2]
-        index = order.flatten().argsort()  # of each number in `order`
+        index = order.flatten().argsort()  # where each number stands in `order`
         partner = order.flip(1).flatten()[index]
         sign = torch.tensor([-1.0, 1.0]).repeat(width // 2)[index]
         tables = {"cos": rope[:, index // 2, 0], "sin": rope[:, index // 2, 1] * sign}
@@ -240,10 +240,10 @@ def _write_rms(ops: Ops, x: str, eps: float) -> str:
 
 
 def _write_softmax(ops: Ops, scores: str) -> str:
-    """Write a softmax over the last axis in which no weight, of hidden columns neither, is below e^-70 of the largest.
+    """Write a softmax over the last axis with no weight, hidden columns included, below e^-70 of the largest.
 
-    Such weights do not change a sum in float32. But processors take a hundred times as long for numbers below 1e-38:
-    passes of `scenes` with 8 nodes took 30 % longer with them.
+    Smaller weights would not change a sum in float32, but processors take a hundred times as long for numbers below
+    1e-38: forward passes of `scenes` with 8 nodes took 30 % longer.
     """
     largest = ops.op("ReduceMax", scores, ops.ints(-1), keepdims=1)
     lowest = ops.op("Sub", largest, ops.number("least_weight", _MIN_LOG_WEIGHT))

@@ -1,9 +1,9 @@
 """Graph files: their weights are rounded and written one at a time, and each a chunk at a time.
 
-A weight that is stored in another type than the graph computes in is decoded by a node right before its first use:
-`Cast` from float16 and bfloat16, `DequantizeLinear` from integers. Runtimes fold or fuse these nodes when they load the
-graph. Of a float16 table, only the rows that are looked up are decoded. Large weights are in one file beside the graph,
-aligned for mapping.
+If a weight is stored in another type than the graph computes in, a node decodes the weight right before its first use.
+The node is `Cast` for float16 and bfloat16, `DequantizeLinear` for integers. Runtimes fold or fuse these nodes when
+they load the graph. Of a float16 table, only the rows that are looked up are decoded. Large weights are in one file
+beside the graph, aligned for mapping.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..checkpoints.deferred import computed
 from .onnx_ops import BLOCK_OPSET
 from .precision import MAX_INTEGER, Compute, Rule, Storage, block_size, iter_chunks, quantise, resolve_storage
 
-_MIN_EXTERNAL = 1 << 20  # bytes of all weights above which they have a file of their own
+_MIN_EXTERNAL = 1 << 20  # bytes of all weights above which they are written to a separate file
 _MAX_INLINE = 1024  # bytes: smaller weights stay in the graph, where shape inference can read them
 _ALIGNMENT = 4096
 

@@ -72,7 +72,8 @@ def in_half(graph: Graph) -> Graph:
     def halved(values: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(replace(v, dtype="float16") if v.dtype == "float32" and v.name != "logits" else v for v in values)
 
-    inputs, outputs = halved(graph.inputs), halved(graph.outputs)
+    inputs = halved(graph.inputs)
+    outputs = halved(graph.outputs)
     return replace(graph, inputs=inputs, outputs=outputs, compute="float16", tolerance=HALF_TOLERANCE)
 
 
@@ -101,7 +102,16 @@ def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
 
 
 def write_graph(graph: Graph, folder: Path, rule: Rule = "fp32") -> list[Path]:
-    """Write `<role>.onnx`, and `<role>.onnx.data` if it has more than a megabyte of weights; return the paths."""
+    """Write `<role>.onnx`, and `<role>.onnx.data` if it has more than a megabyte of weights.
+
+    Args:
+        graph: the graph.
+        folder: folder of the files.
+        rule: storage rule of the weights.
+
+    Returns:
+        Paths of the files.
+    """
     return plan_graph(graph, rule).write(folder / f"{graph.role}.onnx")
 
 

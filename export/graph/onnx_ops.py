@@ -21,8 +21,8 @@ BLOCK_OPSET = 21  # the first with 4-bit integers and block scales
 MAX_INT8_ACTIVATION = 127  # activations are uint8 with this zero point, -127 .. 127 around it
 _ZERO_POINT = 128
 # The inputs of these matrices have outliers, so each activation is the sum of two integers, the second for the rounding
-# error of the first. With one integer, and weights rounded to nearest, the target of `scenes` lost 0.05 nats a token,
-# with two 0.02.
+# error of the first. The target of `scenes`, its weights rounded to nearest, lost 0.05 nats per token with one integer
+# and 0.02 with two.
 TWO_INTEGERS = (".qkv.weight", ".down.weight")
 _SECOND_STEPS = 128  # steps of the second integer in a step of the first, whose rounding error is at most half of it
 
@@ -55,7 +55,7 @@ class Ops(GraphWriter):
         self.matrices: set[str] = set()  # names of the weights of `linear`
         self.wide: set[str] = set()  # names of weights that stay float32 in a float16 graph
         self.quantized: dict[str, tuple[list[str], str | None]] = {}  # integers and node scales of activations by name
-        # Fixed steps of activations by name, the same for all nodes, for those with a known maximum.
+        # Steps of activations by name, the same for all nodes, where the maximum is known.
         self.steps: dict[str, Tensor] = {}
 
     def weight(self, name: str, tensor: Tensor, wide: bool = False) -> str:
@@ -125,7 +125,7 @@ class Ops(GraphWriter):
     def _quantize(self, x: str, two_integers: bool) -> tuple[list[str], str | None]:
         """Write activations as a sum of one or two dequantized 8-bit integers.
 
-        No scale depends on other nodes of the pass: each node has a scale of its own, unless there are two integers and
+        No scale depends on other nodes of the pass: each node has its scale, unless there are two integers and
         `steps` has a fixed step. A node of zeros has scale 0, which makes its integers, of a division by 0, irrelevant.
 
         Returns:

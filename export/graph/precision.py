@@ -1,4 +1,4 @@
-"""How weights are rounded: what the user may choose, and the storage of each weight.
+"""Precisions that the user may choose, and the storage of each weight.
 
 Only weights are rounded, never logits or caches, and activations only with `int8`. Matrices of the layers may be
 integers, with a scale for each block along the input axis; other weights (embeddings, head) have float16 at least. With
