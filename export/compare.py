@@ -24,6 +24,7 @@ from ..engines.columns import CacheColumns, pad_nodes, padded_node_count
 from ..engines.contracts import Progress
 from ..engines.device_graph import device_graph
 from ..engines.host import import_onnxruntime
+from ..engines.ort.session import open_session
 from ..errors import BundleError
 from ..inputs import format_value, reading
 from ..runtime.engine import Pass
@@ -85,10 +86,10 @@ def compare_with_module(
     total = (len(layouts) + 1) * len(names)
     done = count()
     results: dict[str, list[Arrays]] = {}
-    for layout, open_session in layouts.items():
+    for layout, open_layout in layouts.items():
         results[layout] = []
         with reading(path, "a graph that runs", BundleError, "export the bundle again"):
-            session = open_session()
+            session = open_layout()
             for name in names:
                 report(next(done), total)
                 results[layout].append(session.run(graph.cases[name]))
@@ -196,21 +197,15 @@ class GraphFileSession:
         """Return all outputs by name; inputs and outputs are float32 where the graph has float16."""
         empty = not self.low_memory and any(array.size == 0 for array in inputs.values())
         if empty not in self._sessions:
-            self._sessions[empty] = onnxruntime.InferenceSession(
-                self.path if self.model is None else self.model,
-                self._options(),
-                providers=["CPUExecutionProvider"],
-                disabled_optimizers=["MatmulTransposeFusion"] if empty else None,
-            )
+            disabled = ["MatmulTransposeFusion"] if empty else None
+            source = self.path if self.model is None else self.model
+            self._sessions[empty] = open_session(source, 1, self._configure, disabled_optimizers=disabled)
         session = self._sessions[empty]
         halves = {tensor.name for tensor in session.get_inputs() if tensor.type == "tensor(float16)"}
         outputs = session.run(None, _narrow(inputs, halves))
         return dict(zip((output.name for output in session.get_outputs()), map(widen, outputs), strict=True))
 
-    def _options(self) -> Any:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.log_severity_level = 4
+    def _configure(self, options: Any) -> None:
         # ONNX Runtime ignores this where it is given a file.
         folder = str(self.path.parent)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
@@ -222,7 +217,6 @@ class GraphFileSession:
             options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
             for step in ("prepacking", "quant_qdq"):  # would decode all weights first
                 options.add_session_config_entry(f"session.disable_{step}", "1")
-        return options
 
 
 class DeviceLayoutSession:

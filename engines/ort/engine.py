@@ -69,7 +69,7 @@ class OrtEngine:
         for i, (name, array) in enumerate(zip(self._graph.output_names, outputs, strict=True)):
             expected = (rows, nodes) if i < 2 else (nodes, rows)
             if array.shape[:2] != expected:
-                raise self._graph.other_shape(name, array.shape, f"{list(expected)} first")
+                raise self._graph.shape_error(name, array.shape, f"{list(expected)} first")
         self._sound.add(shape)
         return outputs
 

@@ -1,4 +1,4 @@
-"""One ONNX graph in ONNX Runtime, checked when loaded: names, types and shapes of all its tensors."""
+"""ONNX Runtime sessions: names, types and shapes of all tensors of a graph are checked when it is loaded."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ _TYPES = {f"tensor({name})": name for name in ("float16", "bfloat16", "int32", "
     "tensor(float)": "float32"
 }
 # Microseconds that a thread waits for the next operator before it sleeps. Operators of small models take about as long
-# as waking up: passes of `scenes` took 1.35 ms instead of 2.1 ms with threads that sleep at once, of less processor
-# time. Threads that spin for longer, as they do by default, hold up whatever else runs there.
+# as waking a thread: forward passes of `scenes` took 1.35 ms, and 2.1 ms with threads that sleep at once, which also
+# take more processor time. Threads that spin for longer, as they do by default, slow down other programs.
 SPIN = 10
-PLAIN = 2  # runs of what is bound before it is recorded
-_UNRECORDED = -1  # the number of passes that are run op by op
+PLAIN = 2  # runs of a bound graph before it is recorded
+_UNRECORDED = -1  # graph id of forward passes that are run op by op
 # Errors of ONNX Runtime that mean a damaged file; all others mean a graph that it cannot run.
 _DAMAGE = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
-_CURES = {"bad_alloc": "close other programs, there is too little memory", "procfs": "mount /proc"}  # by their words
+# Remedies by a word of ONNX Runtime's message.
+_REMEDIES = {"bad_alloc": "close other programs, there is too little memory", "procfs": "mount /proc"}
 
 
 class GraphSession:
     """A loaded graph; `run` may be called from several threads at once.
 
     Args:
-        path: its file; its folder holds the weights.
-        inputs: what the graph must take, no more.
-        outputs: what it must give.
-        threads: one per core by default.
-        provider: by name.
-        model: run instead of the file's graph, over the same weights.
-        records: passes may be recorded as graphs, if the provider can.
+        path: graph file, in the folder of its weights.
+        inputs: all expected inputs.
+        outputs: expected outputs; the graph may have more.
+        threads: number of threads; None: one per core.
+        provider: name of the execution provider.
+        model: serialized graph to run instead of the file's, with the same weights.
+        records: whether passes may be recorded as graphs, if the provider supports it.
 
     Raises:
-        EngineError: the provider does not take the graph.
-        BundleError: the file is damaged, or another graph than expected.
+        EngineError: the provider cannot run the graph.
+        BundleError: the file is damaged, or its tensors differ from the expected ones.
     """
 
     def __init__(
@@ -61,67 +62,82 @@ class GraphSession:
         model: bytes | None = None,
         records: bool = False,
     ) -> None:
-        self.path, self.provider = path, provider
-        source, folder = (path, None) if model is None else (model, path.parent)
-        self.session = load_session(source, thread_count(threads), provider, folder, records)
+        self.path = path
+        self.provider = provider
+        if model is None:
+            self.session = load_session(path, thread_count(threads), provider, records=records)
+        else:
+            self.session = load_session(model, thread_count(threads), provider, path.parent, records)
         with reading(path, "an ONNX graph", BundleError, "export the bundle again"):
             self.dtypes: dict[str, type[np.generic]] = {}
             for kind, tensors, expected in (
                 ("input", self.session.get_inputs(), inputs),
                 ("output", self.session.get_outputs(), outputs),
             ):
-                found = {one.name: (_TYPES.get(one.type, one.type), one.shape) for one in tensors}
-                refuse = partial(self._other, kind, "the graph is not the one bundle.json describes")
-                self.dtypes |= numpy_types(found, expected, refuse, only=kind == "input")
-        self.inputs, self.outputs = inputs, outputs
-        self._numbers = iter(range(1, 1 + PROVIDERS[provider].max_recordings))  # of recordings
+                actual = {tensor.name: (_TYPES.get(tensor.type, tensor.type), tensor.shape) for tensor in tensors}
+                make_error = partial(self._tensor_error, kind, "the graph is not the one bundle.json describes")
+                self.dtypes |= numpy_types(actual, expected, make_error, only=kind == "input")
+        self.inputs = inputs
+        self.outputs = outputs
+        self._graph_ids = iter(range(1, 1 + PROVIDERS[provider].max_recordings))
         self.output_names = [tensor.name for tensor in outputs]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """The outputs, in the order in which they were declared. Contiguous inputs are read in place."""
+        """Run the graph and return its outputs in the declared order. Contiguous inputs are read in place."""
         return list(self._call(self.session.run, self.output_names, dict(feeds)))
 
     def run_checked(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """As `run`. Raises: BundleError: an output is not of the shape that the graph declares."""
+        """Run the graph as `run` does. Raises: BundleError: an output has another shape than the graph declares."""
         outputs = self.run(feeds)
         for tensor, array in zip(self.outputs, outputs, strict=True):
             if not tensor.fits(array.shape):
-                raise self.other_shape(tensor.name, array.shape, tensor)
+                raise self.shape_error(tensor.name, array.shape, tensor)
         return outputs
 
-    def other_shape(self, name: str, found: Sequence[int], expected: object) -> BundleError:
-        """The error for an output of another shape than expected."""
-        return self._other(
-            "output", "the graph is damaged, export the bundle again", name, str(list(found)), str(expected)
-        )
+    def shape_error(self, name: str, actual: Sequence[int], expected: object) -> BundleError:
+        """Return the error for the output `name` with the shape `actual`."""
+        remedy = "the graph is damaged, export the bundle again"
+        return self._tensor_error("output", remedy, name, str(list(actual)), str(expected))
 
-    def _other(self, kind: str, remedy: str, name: str, found: str, expected: str) -> BundleError:
+    def _tensor_error(self, kind: str, remedy: str, name: str, found: str, expected: str) -> BundleError:
         return BundleError(field=f"{self.path}: {kind} `{name}`", found=found, expected=expected, remedy=remedy)
 
     def bind(self, values: Mapping[str, Any], record: bool = False) -> Callable[[], None]:
-        """As `Executable`, which may read arrays, too. Recorded is what ran `PLAIN` times, unless too much has been."""
-        held = {name: np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for name, one in values.items()}
-        binding, memory = self.session.io_binding(), PROVIDERS[self.provider].memory
-        for tensors, one, part in (
+        """Bind inputs and outputs as `Executable.bind` does; inputs may be arrays, too.
+
+        Args:
+            values: inputs and outputs by name.
+            record: whether to record the pass as a graph after `PLAIN` runs, within the provider's `max_recordings`.
+        """
+        values = {
+            name: np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
+            for name, value in values.items()
+        }
+        binding = self.session.io_binding()
+        memory = PROVIDERS[self.provider].memory
+        for tensors, bind_value, bind_address in (
             (self.inputs, binding.bind_ortvalue_input, binding.bind_input),
             (self.outputs, binding.bind_ortvalue_output, binding.bind_output),
         ):
-            for name, kind in ((tensor.name, tensor.dtypes[0]) for tensor in tensors):
-                if isinstance(value := held[name], np.ndarray):
+            for name, dtype in ((tensor.name, tensor.dtypes[0]) for tensor in tensors):
+                value = values[name]
+                if isinstance(value, np.ndarray):
                     binding.bind_cpu_input(name, value)
-                elif isinstance(value, TensorView) or kind in STORAGE_DTYPES:
-                    part(name, memory, 0, TYPES[kind], value.shape(), value.data_ptr())
+                elif isinstance(value, TensorView) or dtype in STORAGE_DTYPES:
+                    bind_address(name, memory, 0, TYPES[dtype], value.shape(), value.data_ptr())
                 else:
-                    one(name, value)
-        number = next(self._numbers, None) if record else None
-        plain, runs = run_options(_UNRECORDED), itertools.count()
-        recorded, bound = plain if number is None else run_options(number), (binding, held)
+                    bind_value(name, value)
+        graph_id = next(self._graph_ids, None) if record else None
+        plain = run_options(_UNRECORDED)
+        recorded = plain if graph_id is None else run_options(graph_id)
+        runs = itertools.count()
+        bound = (binding, values)  # keeps the values' memory as long as `run`
 
         def run() -> None:
             self._call(self.session.run_with_iobinding, bound[0], recorded if next(runs) >= PLAIN else plain)
 
-        if number is not None:
-            weakref.finalize(run, self.session.release_captured_graph, number).atexit = False
+        if graph_id is not None:
+            weakref.finalize(run, self.session.release_captured_graph, graph_id).atexit = False
         return run
 
     def _call(self, run: Callable[..., Any], *arguments: Any) -> Any:
@@ -134,12 +150,34 @@ class GraphSession:
             raise EngineError(problem, field=str(self.path), remedy=remedy) from error
 
 
-def run_options(number: int = _UNRECORDED) -> Any:
-    """Of a run that does not wait for the device, recorded as the graph of a number."""
+def run_options(graph_id: int = _UNRECORDED) -> Any:
+    """Return options of a run that does not wait for the device and is recorded as the graph `graph_id`."""
     options = import_onnxruntime().RunOptions()
-    options.add_run_config_entry("gpu_graph_id", str(number))
+    options.add_run_config_entry("gpu_graph_id", str(graph_id))
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options
+
+
+def open_session(
+    source: Path | bytes, threads: int, configure: Callable[[Any], None], providers: Any = None, **arguments: Any
+) -> Any:
+    """Open an ONNX Runtime session that logs nothing. Raises: the exceptions of ONNX Runtime.
+
+    Args:
+        source: path of the graph, or the serialized graph.
+        threads: number of threads within an operator.
+        configure: function that changes the `SessionOptions`.
+        providers: execution providers as for `InferenceSession`; None: the CPU's. Empty: those `configure` added.
+        arguments: further arguments of `InferenceSession`.
+    """
+    runtime = import_onnxruntime()
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4  # errors arrive as exceptions; do not print them as well
+    configure(options)
+    graph = source if isinstance(source, bytes) else str(source)
+    providers = ["CPUExecutionProvider"] if providers is None else providers or None
+    return runtime.InferenceSession(graph, options, providers=providers, **arguments)
 
 
 def load_session(
@@ -149,47 +187,63 @@ def load_session(
     folder: Path | None = None,
     records: bool = False,
 ) -> Any:
-    """A session of a file, or of a graph as bytes with its weights in `folder`. Raises: EngineError, BundleError."""
+    """Load a graph on a provider, checking that the provider runs all of it.
+
+    Args:
+        source: path of the graph, or the serialized graph.
+        threads: number of threads within an operator.
+        provider: name of the execution provider.
+        folder: folder of the weights of a serialized graph.
+        records: whether passes may be recorded as graphs.
+
+    Raises:
+        EngineError: the provider is not installed or cannot run the graph.
+        BundleError: the file is damaged.
+    """
     runtime = import_onnxruntime()
     chosen = find_provider(provider, runtime)
-    if chosen.library:  # CUDA's and cuDNN's come as packages whose folders no loader searches; what lacks shows later
+    if chosen.library:  # The loader does not search the packages of CUDA and cuDNN. Missing libraries show later.
         with redirect_stdout(io.StringIO()):
             runtime.preload_dlls()
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN))
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # between runs; all that older releases know
-    options.add_session_config_entry("session.record_ep_graph_assignment_info", str(int(provider != DEFAULT_PROVIDER)))
-    if folder is not None:
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
-    options.log_severity_level = 4  # errors arrive as exceptions; do not print them as well
-    graph, where = (source, folder or "a helper graph") if isinstance(source, bytes) else (str(source), source)
+    provider_options = {**chosen.options, **(chosen.recording if records else {})}
+    where: object = source
+    if isinstance(source, bytes):
+        where = folder or "a helper graph"
+
+    def configure(options: Any) -> None:
+        options.inter_op_num_threads = 1
+        options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN))
+        options.add_session_config_entry("session.force_spinning_stop", "1")  # the only one that old releases know
+        on_device = str(int(provider != DEFAULT_PROVIDER))
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", on_device)
+        if folder is not None:
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
+        if chosen.plugin:  # the first device that it lists
+            options.add_provider_for_devices(plugin_devices(chosen, runtime)[:1], provider_options)
+
     try:
-        own = {**chosen.options, **(chosen.recording if records else {})}
-        providers = [] if chosen.plugin else [(chosen.execution_provider, own)]
-        if chosen.plugin:  # the first device it lists
-            options.add_provider_for_devices(plugin_devices(chosen, runtime)[:1], own)
+        providers = [] if chosen.plugin else [(chosen.execution_provider, provider_options)]
         with device_lock(provider):
-            session = runtime.InferenceSession(graph, options, providers=providers or None, enable_fallback=False)
+            session = open_session(source, threads, configure, providers, enable_fallback=False)
     except Exception as error:
-        what = format_error(error, 200)
+        reason = format_error(error, 200)
         if type(error).__name__ in _DAMAGE:
             raise BundleError(
-                f"not a graph that can be loaded: {what}", field=str(where), remedy="export the bundle again"
+                f"not a graph that can be loaded: {reason}", field=str(where), remedy="export the bundle again"
             ) from error
         other = "update onnxruntime" if provider == DEFAULT_PROVIDER else f"check the driver, or use {DEFAULT_PROVIDER}"
-        remedy = next((cure for word, cure in _CURES.items() if word in str(error)), other)
-        problem = f"ONNX Runtime {runtime.__version__} does not take this graph: {what}"
+        remedy = next((remedy for word, remedy in _REMEDIES.items() if word in str(error)), other)
+        problem = f"ONNX Runtime {runtime.__version__} does not take this graph: {reason}"
         raise EngineError(problem, field=str(where), remedy=remedy) from error
     check_assignment(where, chosen, session)
     return session
 
 
 def check_provider(name: str) -> None:
-    """Raises: EngineError: the provider is not installed, its device does not work, or it has no convolutions.
+    """Run a convolution on a provider, so that an image decoder does not fail after a whole image was generated.
 
-    Image decoders are made of convolutions, and would fail when a whole image has been decoded.
+    Raises: EngineError: the provider is not installed, its device does not work, or it has no convolutions.
     """
     provider = find_provider(name, import_onnxruntime())
     if provider.memory == "cpu":

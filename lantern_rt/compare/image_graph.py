@@ -18,8 +18,9 @@ from tokenizers import Tokenizer
 from ..bundle.files import Bundle
 from ..bundle.manifest import file_sha256
 from ..engines.contracts import Progress
-from ..engines.host import import_onnxruntime, thread_count
-from ..errors import RequestError
+from ..engines.host import thread_count
+from ..engines.ort.session import open_session
+from ..errors import EngineError, RequestError
 from ..inputs import format_error, open_plain_file, read_plain_file, reading
 from .statistics import Floats, Ints
 
@@ -76,6 +77,10 @@ def read_preprocessing(graph: Path) -> Preprocessing:
         return Preprocessing.model_validate_json(text)
 
 
+def _disable_spinning(options: Any) -> None:
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+
+
 class ImageGraph(ABC):
     """An ONNX graph with one float32 input `[n, 3, height, width]`.
 
@@ -93,17 +98,15 @@ class ImageGraph(ABC):
         self.path = path
         self.role = role
         self.preprocessing = preprocessing
-        runtime = import_onnxruntime()
-        options = runtime.SessionOptions()
-        options.intra_op_num_threads = thread_count(threads)
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.log_severity_level = 4
+        num_threads = thread_count(threads)
         try:
             with open_plain_file(path):
                 sha256 = file_sha256(path)
-            self.session: Any = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            self.session: Any = open_session(path, num_threads, _disable_spinning)
             inputs = self.session.get_inputs()
             images = [tensor for tensor in inputs if tensor.type == "tensor(float)" and len(tensor.shape) == 4]
+        except EngineError:
+            raise
         except Exception as error:
             raise self._error(f"no ONNX graph that can be loaded ({format_error(error)})") from error
         self.facts: dict[str, Any] = {"name": path.stem, "file": path.name, "sha256": sha256}
