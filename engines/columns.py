@@ -1,4 +1,4 @@
-"""Where the entries of a cache stand, and passes in the tensors of the two device layouts (`device_graph.py`)."""
+"""Columns of cache entries, and forward passes as tensors of the two device layouts (`device_graph.py`)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ from ..runtime.engine import Bools, Ints, Pass
 from .contracts import Array
 from .kv_cache import CacheRows, round_up
 
-_NODES = (2, 4, 8, 16, 32, 64)  # passes have as many, or a multiple of the last, so that shapes repeat
+_NODES = (2, 4, 8, 16, 32, 64)  # padded node counts; above, multiples of the last: so shapes repeat
 
 
 class CacheColumns(CacheRows):
-    """Which columns of a cache hold what.
+    """Maps the entries of each row of a cache to columns.
 
-    Either entries stand in any order: a pass writes its nodes into columns that are free, those that are accepted keep
-    theirs, and appending is bookkeeping; the last column is for nodes that only fill up a shape, and never seen. Or
-    they stand in order, in a number of columns that is given: a pass writes its nodes after those that a row holds, and
-    accepted ones of a tree have to move.
+    Without `columns`, entries are in any order: a pass writes its nodes into free columns, where accepted nodes stay,
+    and appending only updates `column_of`. No node attends to the last column, which padding nodes are written to.
+    With `columns`, entries are in order: a pass writes its nodes after a row's entries, and accepted nodes of a tree
+    have to move.
 
-    column_of: that of each entry, int64 `[rows, columns]`; past a row's length it means nothing. written: that of each
-    node of the last pass, int64 `[rows, nodes]`; None: it means nothing any more.
+    Args:
+        lengths: entries per row, int64 `[rows]`.
+        capacity: maximum number of entries of a row.
+        columns: number of columns of a cache in order.
+
+    Attributes:
+        column_of: column of each entry, int64 `[rows, columns]`, undefined past a row's length.
+        written: column of each node of the last pass, int64 `[rows, nodes]`; None after rows or entries moved.
     """
 
     def __init__(self, lengths: Ints, capacity: int, columns: int | None = None) -> None:
@@ -37,23 +43,25 @@ class CacheColumns(CacheRows):
 
     def select(self, rows: Ints) -> None:
         super().select(rows)
-        self.column_of, self.written = self.column_of[rows], None
+        self.column_of = self.column_of[rows]
+        self.written = None
 
     def join(self, other: Self) -> None:
         super().join(other)
-        both, columns = (self.column_of, other.column_of), max(self.columns, other.columns)
-        self.column_of = np.concatenate([np.pad(own, ((0, 0), (0, columns - own.shape[1]))) for own in both])
+        both = (self.column_of, other.column_of)
+        columns = max(self.columns, other.columns)
+        self.column_of = np.concatenate([np.pad(table, ((0, 0), (0, columns - table.shape[1]))) for table in both])
         self.written = None
 
     def span(self, nodes: int) -> int:
-        """Columns that a pass over so many nodes of every row reads."""
+        """Return the number of columns that a pass over `nodes` nodes of every row reads."""
         return round_up(int(self.lengths.max(initial=0)) + nodes) if self.in_order else self.columns
 
-    def free(self, nodes: int) -> Ints:
-        """Columns for new nodes, int64 `[rows, nodes]`.
+    def free_columns(self, nodes: int) -> Ints:
+        """Return columns for the new nodes of a pass, int64 `[rows, nodes]`.
 
-        The last column for nodes that find none: a request reserves columns for its own nodes, which come first;
-        further ones only fill up its rows.
+        Nodes for which no column is free get the last column: an image reserves columns for its nodes, which come
+        first, so those are padding.
         """
         if self.in_order:
             return self.lengths[:, None] + np.arange(nodes)
@@ -66,57 +74,72 @@ class CacheColumns(CacheRows):
         return columns
 
     def encode(self, batch: Pass, padded: int) -> dict[str, Array]:
-        """A pass in the graph's tensors, but for what its nodes read; says in `written` where they go.
+        """Return a pass as the graph's tensors, without tokens and embeddings, and store its columns in `written`.
 
-        padded: nodes that rows are filled up to; nobody sees those, and they see the first column.
+        Args:
+            batch: the pass.
+            padded: number of nodes per row with padding. Padding nodes attend to the first column, and no node attends
+                to them.
         """
         rows, nodes = batch.positions.shape
-        row, past = np.arange(rows)[:, None], batch.attention_mask.shape[2] - nodes
+        row = np.arange(rows)[:, None]
+        past = batch.attention_mask.shape[2] - nodes
         seen = np.zeros((rows, padded, self.span(nodes)), bool)
         for i, length in enumerate(self.lengths.tolist()):
             seen[i, :nodes][:, self.column_of[i, :length]] = batch.attention_mask[i, :, :length]
-        self.written = written = self.free(nodes)
+        self.written = written = self.free_columns(nodes)
         seen[row[:, None], np.arange(nodes)[:, None], written[:, None]] = batch.attention_mask[:, :, past:]
-        seen[:, nodes:, 0] = True  # a softmax over nothing could give what is no number
+        seen[:, nodes:, 0] = True  # a softmax over no columns could return NaN
         write = np.full((rows, padded, 2), self.columns - 1)
-        write[..., 0], write[:, :nodes, 1] = row, written
+        write[..., 0] = row
+        write[:, :nodes, 1] = written
         starts = self.lengths.copy() if self.in_order else write
         return {"position_ids": pad_nodes(batch.positions, padded), "write": starts, "seen": pack_mask(seen)}
 
     def accept(self, new_kv: Ints, accepted_indices: list[Ints]) -> Ints:
-        """Count nodes `accepted_indices[r]` of the last pass among row r's entries; new_kv: what it said it wrote.
+        """Append nodes `accepted_indices[r]` of the last pass to row r's entries.
 
-        Returns: what has to move, int64 `[some, 3]`: row, from column, to column.
-        Raises: ValueError if they do not fit, or another pass has been run since.
+        Args:
+            new_kv: columns that the pass wrote, `written`.
+            accepted_indices: accepted nodes of each row.
+
+        Returns:
+            The entries to move, int64 `[moves, 3]`: row, source column, target column.
+
+        Raises:
+            ValueError: the nodes do not fit, or another pass has been run since.
         """
         if new_kv is not self.written:
             raise ValueError("keys and values of a pass that was not the last one on this cache")
-        lengths, moves = self.extended_lengths(accepted_indices), list[tuple[int, int, int]]()
+        lengths = self.extended_lengths(accepted_indices)
+        moves: list[tuple[int, int, int]] = []
         columns = [new_kv[row, nodes] for row, nodes in enumerate(accepted_indices)]
-        if not self.in_order and any((own == self.columns - 1).any() for own in columns):
-            raise ValueError("a node that only filled up its row")
-        for row, (start, own) in enumerate(zip(self.lengths.tolist(), columns, strict=True)):
+        if not self.in_order and any((accepted == self.columns - 1).any() for accepted in columns):
+            raise ValueError("a padding node cannot be accepted")
+        for row, (start, accepted) in enumerate(zip(self.lengths.tolist(), columns, strict=True)):
             if self.in_order:
-                moves += [(row, at, start + i) for i, at in enumerate(own.tolist()) if at != start + i]
+                moves += [(row, at, start + i) for i, at in enumerate(accepted.tolist()) if at != start + i]
             else:
-                self.column_of[row, start : start + len(own)] = own
-        self.lengths, self.written = lengths, None if moves else self.written
+                self.column_of[row, start : start + len(accepted)] = accepted
+        self.lengths = lengths
+        if moves:
+            self.written = None
         return np.array(moves, np.int64).reshape(-1, 3)
 
 
 def padded_node_count(nodes: int) -> int:
-    """How many nodes a pass over so many is filled up to."""
+    """Return the number of nodes with padding of a pass over `nodes` nodes."""
     return next((count for count in _NODES if count >= nodes), round_up(nodes, _NODES[-1]))
 
 
 def pad_nodes(numbers: Ints, nodes: int, dtype: type[np.signedinteger] = np.int64) -> Array:
-    """`numbers [rows, any]` with zeros up to `[rows, nodes]`."""
+    """Return `numbers [rows, any]` padded with zeros to `[rows, nodes]`."""
     filled = np.zeros((len(numbers), nodes), dtype)
     filled[:, : numbers.shape[1]] = numbers
     return filled
 
 
 def pack_mask(seen: Bools) -> Array:
-    """Bits `[..., columns]` as int32 `[..., columns / WORD]`, the first in the lowest bit."""
+    """Pack a mask `[..., columns]` into int32 `[..., columns / WORD]`, the first column in the lowest bit."""
     packed = np.packbits(seen, axis=-1, bitorder="little")
     return packed.view("<u2").astype(np.int32)

@@ -1,4 +1,4 @@
-"""The types that engines and backends share: a graph's tensors and calls."""
+"""Types that engines and backends share: tensors of graphs, and calls."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from numpy.typing import NDArray
 from ..errors import LanternError
 
 Array = NDArray[Any]
-DTypes = Mapping[str, type[np.generic]]  # of a graph's tensors, by name
+DTypes = Mapping[str, type[np.generic]]  # types of a graph's tensors by name
 # NumPy has no bfloat16: its bits are stored and copied as float16.
 STORAGE_DTYPES = {"bfloat16": "float16"}
-Progress = Callable[[str, int, int], None]  # what is being done, steps done, steps in all
-Function = Callable[[Mapping[str, Array]], list[Array]]  # inputs by name to the outputs, in the order of declaration
+Progress = Callable[[str, int, int], None]  # description, steps done, total steps
+Function = Callable[[Mapping[str, Array]], list[Array]]  # returns the outputs in the declared order
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a graph's input or output must be; where a graph is written, it has the first of the `dtypes`.
+    """Declaration of an input or output of a graph.
 
-    shape: sizes; a name or `None` for one that differs from pass to pass.
+    Attributes:
+        name: name in the graph.
+        dtypes: allowed types; a graph that is written has the first.
+        shape: sizes; a name or None for a size that may differ from pass to pass.
     """
 
     name: str
@@ -31,9 +34,9 @@ class Tensor:
     shape: tuple[int | str | None, ...]
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether an array of this shape is one."""
+        """Return whether an array of this shape conforms."""
         return len(shape) == len(self.shape) and all(
-            want == have or not isinstance(want, int) for have, want in zip(shape, self.shape, strict=True)
+            expected == size or not isinstance(expected, int) for size, expected in zip(shape, self.shape, strict=True)
         )
 
     def __str__(self) -> str:
@@ -41,33 +44,40 @@ class Tensor:
 
 
 def numpy_types(
-    found: Mapping[str, tuple[str, Sequence[object]]],
+    actual: Mapping[str, tuple[str, Sequence[object]]],
     expected: Sequence[Tensor],
-    refuse: Callable[[str, str, str], LanternError],
+    make_error: Callable[[str, str, str], LanternError],
     only: bool,
 ) -> DTypes:
-    """NumPy types of a graph's tensors, of which the type and the sizes, those that are free no numbers, are `found`.
+    """Return the NumPy types of a graph's tensors after comparing them with their declarations.
 
-    only: there must be no others.
-    Raises: what `refuse` makes of the name of one that is not as expected, what it is, and what it should be.
+    Args:
+        actual: type and sizes of the graph's tensors by name; free sizes are not integers.
+        expected: declarations.
+        make_error: function that makes an error of a tensor's name, its actual form and its expected form.
+        only: whether the graph must have no other tensors.
+
+    Raises:
+        LanternError: from `make_error`, for the first tensor that differs.
     """
-    wanted = {tensor.name: tensor for tensor in expected}
-    for name in [*wanted, *(sorted(found.keys() - wanted.keys()) if only else ())]:
-        tensor, (dtype, sizes) = wanted.get(name), found.get(name, ("", ()))
-        # a free size is only given by a free one; a fixed size by itself, or by one the graph leaves open
+    declared = {tensor.name: tensor for tensor in expected}
+    for name in [*declared, *(sorted(actual.keys() - declared.keys()) if only else ())]:
+        tensor = declared.get(name)
+        dtype, sizes = actual.get(name, ("", ()))
+        # A declared free size must be free in the graph; a declared number must be equal or free there.
         if (
             tensor is None
             or dtype not in tensor.dtypes
             or len(sizes) != len(tensor.shape)
-            or any(isinstance(size, int) and size != want for size, want in zip(sizes, tensor.shape, strict=True))
+            or any(isinstance(size, int) and size != axis for size, axis in zip(sizes, tensor.shape, strict=True))
         ):
-            is_now = f"{dtype} [{', '.join(map(str, sizes))}]" if name in found else "none"
-            raise refuse(name, is_now, str(tensor or "none"))
-    return {name: np.dtype(STORAGE_DTYPES.get(found[name][0], found[name][0])).type for name in wanted}
+            form = f"{dtype} [{', '.join(map(str, sizes))}]" if name in actual else "none"
+            raise make_error(name, form, str(tensor or "none"))
+    return {name: np.dtype(STORAGE_DTYPES.get(actual[name][0], actual[name][0])).type for name in declared}
 
 
 class TensorView(NamedTuple):
-    """A tensor that lies in another value, so many bytes behind its beginning."""
+    """Tensor inside a device buffer `whole`, `start` bytes after its beginning; with the methods of an OrtValue."""
 
     whole: Any
     start: int
@@ -75,19 +85,23 @@ class TensorView(NamedTuple):
     dtype: str
 
     def shape(self) -> list[int]:
-        """As that of a value."""
+        """Return the shape."""
         return self.size
 
     def data_ptr(self) -> int:
-        """As that of a value."""
+        """Return the address."""
         return int(self.whole.data_ptr()) + self.start
 
 
 class Executable(Protocol):
-    """A loaded graph that runs on values on a device, whichever library loaded it."""
+    """A graph that a library loaded to run on device memory."""
 
     def bind(self, values: Mapping[str, Any], record: bool = False) -> Callable[[], None]:
-        """What runs the graph on these inputs and outputs, by name: values on the device, or parts; it holds them.
+        """Return a function that runs the graph on inputs and outputs, and keeps their memory.
 
-        It need not wait until the device is done. record: whether it will run often enough to be recorded.
+        The function may return before the device is done.
+
+        Args:
+            values: inputs and outputs by name: values on the device, or views into values.
+            record: whether the function will be called often enough to record the pass as a graph.
         """

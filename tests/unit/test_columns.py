@@ -140,7 +140,7 @@ def test_a_row_with_little_room_left_shares_passes_with_rows_of_many_nodes() -> 
     feeds = cache.encode(Pass(np.zeros((2, 16), np.int64), mask), 16)
     assert feeds["write"][0, :, 1].tolist() == [*range(120, 127), *[127] * 9]
     assert feeds["write"][1, :, 1].tolist() == [*range(16)]
-    with pytest.raises(ValueError, match="a node that only filled up its row"):
+    with pytest.raises(ValueError, match="a padding node cannot be accepted"):
         cache.accept(cache.written, [np.array([7]), np.array([0])])
     cache.accept(cache.written, [np.arange(7), np.array([0, 15])])
     assert cache.lengths.tolist() == [127, 2]
