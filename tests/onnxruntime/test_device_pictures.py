@@ -9,7 +9,7 @@ import pytest
 from device_pipeline import device_pipeline
 
 from lantern_rt import Pipeline
-from lantern_rt.engines.ort import pool
+from lantern_rt.engines.ort import cache_pool
 from lantern_rt.engines.ort.cache_pool import BoundPass, CacheBlock, CachePool
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.ort.providers import PROVIDERS
@@ -107,7 +107,7 @@ def test_shapes_that_make_room_for_others_are_bound_anew_and_draw_the_same(
         return found
 
     monkeypatch.setattr(CachePool, "bound", count)
-    monkeypatch.setattr(pool, "MAX_BOUND_PASSES", 2)
+    monkeypatch.setattr(cache_pool, "MAX_BOUND_PASSES", 2)
     options = {"method": "eagle:tree=dynamic-16-6-4:drafter=eagle"}
     expected, found = (drawn(pipe, [0, 1], options) for pipe in (on_cpu, device_pipeline(float_scenes_bundle)))
     assert [one.codes[:LENGTH] for one in found] == [one.codes[:LENGTH] for one in expected]
