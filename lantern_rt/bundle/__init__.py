@@ -1,1 +1,1 @@
-"""A bundle: its manifest, its files, and what their graphs refer to."""
+"""Bundles: manifest, files, and external data of graphs."""

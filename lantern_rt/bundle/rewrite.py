@@ -1,4 +1,4 @@
-"""Writing presets and heads into a bundle that is there already."""
+"""Changes of an existing bundle: presets and draft heads."""
 
 from __future__ import annotations
 
@@ -20,47 +20,46 @@ from .manifest import FORMAT_VERSION, FileEntry, HeadsSpec, Manifest, Preset
 
 
 def check_editable(bundle: Bundle) -> None:
-    """Raises: OutputError: the bundle lies in the hub's cache, which is to be left as it was fetched."""
+    """Raise OutputError if the bundle is in the hub's cache, which must stay as downloaded."""
     path = bundle.folder / MANIFEST_FILE
     if path.is_symlink():
-        raise OutputError("is the hub's", field=str(path), remedy="copy the bundle to a folder of your own")
+        raise OutputError("is in the hub's cache", field=str(path), remedy="copy the bundle to another folder")
 
 
 def write_presets(bundle: Bundle, presets: Mapping[Quality, Preset]) -> Bundle:
-    """Write presets beside those that a bundle has, in place of those of the same quality; at once or not at all.
+    """Add presets to a bundle, or replace the presets of the same qualities, atomically.
 
-    Its digest changes with them: what was stored for this host, engine folders and pictures' records name the one
-    before.
+    The bundle's digest changes, so that engine folders and recipes of images no longer match it.
 
     Args:
-        bundle: as it was opened.
-        presets: by quality.
+        bundle: the opened bundle.
+        presets: presets by quality.
 
     Returns:
-        The bundle as it is now.
+        The changed bundle.
 
     Raises:
-        BundleError: the manifest is not the one that was opened.
-        OutputError: it cannot be written.
+        BundleError: the manifest has changed since the bundle was opened.
+        OutputError: the manifest cannot be written.
     """
     return _rewrite(bundle, {"format_version": FORMAT_VERSION, "presets": {**bundle.manifest.presets, **presets}})
 
 
 def write_heads(bundle: Bundle, tables: Mapping[str, NDArray[np.float16]]) -> Bundle:
-    """Write heads into a bundle, in place of those it has; at once or not at all. Its digest changes with them.
+    """Add draft heads to a bundle, or replace its draft heads, atomically. The bundle's digest changes.
 
-    Presets go but for `strict`: relaxed windows draw other pictures now.
+    All presets except `strict` are removed, since relaxed windows generate different images with other draft heads.
 
     Args:
-        bundle: as it was opened.
-        tables: of `Heads`.
+        bundle: the opened bundle.
+        tables: arrays of `Heads` by name.
 
     Returns:
-        The bundle as it is now.
+        The changed bundle.
 
     Raises:
-        BundleError: the manifest is not the one that was opened.
-        OutputError: it cannot be written.
+        BundleError: the manifest has changed since the bundle was opened.
+        OutputError: a file cannot be written.
     """
     manifest = bundle.manifest
     spec = HeadsSpec(rank=tables["change"].shape[1], units=tables["left"].shape[1])
@@ -86,9 +85,9 @@ def _rewrite(bundle: Bundle, changes: Mapping[str, Any]) -> Bundle:
     manifest = Manifest.model_validate_json(text, strict=True)
     try:
         if hashlib.sha256(path.read_bytes()).hexdigest() != bundle.digest:
-            raise BundleError("changed meanwhile", field=str(path), remedy="evaluate the bundle again")
+            raise BundleError("changed since it was opened", field=str(path), remedy="repeat the command")
         replace_file(path, text)
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
-        raise OutputError(problem, field=str(path), remedy="copy the bundle to a folder that can") from error
+        raise OutputError(problem, field=str(path), remedy="copy the bundle to a writable folder") from error
     return replace(bundle, manifest=manifest, digest=hashlib.sha256(text).hexdigest())

@@ -355,12 +355,12 @@ def test_refusals_of_the_hub_are_told_in_a_line(program: Program, tmp_path: Path
         "run", make_tiny_bundle(tmp_path / "other", "class", damage=1), "--class-id", 1, "--output", stranger
     )
     for arguments, expected in (
-        (("push", folder, "owner/pushed"), "owner/pushed: the hub refuses it (Client error '401"),
+        (("push", folder, "owner/pushed"), "owner/pushed: rejected by the hub (Client error '401"),
         (("push", folder, "pushed"), "repository: found 'pushed', expected owner/name"),
         (("push", folder, "owner/pushed", stranger), "stranger.png: found bundle"),
-        (("inspect", "hf:owner/nothing"), "hf:owner/nothing: the hub refuses it ("),
-        (("inspect", "hf:owner/target"), "hf:owner/target: the hub refuses it ("),
-        (("inspect", "hf:owner/files/other.pt"), "expected the name of a whole repository"),
+        (("inspect", "hf:owner/nothing"), "hf:owner/nothing: rejected by the hub ("),
+        (("inspect", "hf:owner/target"), "hf:owner/target: rejected by the hub ("),
+        (("inspect", "hf:owner/files/other.pt"), "expected a reference without a file"),
     ):
         code, line = program(*arguments)
         assert (code, expected in line) == (2, True), line
