@@ -58,7 +58,7 @@ def compare_engines(
             continue
         graph = folder.folder / f"{role}.onnx"
         if file_blake2b(graph) != built.onnx:
-            raise folder.other("another graph", "the one that its plan was built from", graph)
+            raise folder.other("another graph", "the graph that its engine was built from", graph)
         engine = open_engine(folder.manifest.backend, folder.path(role)) if with_engines else nullcontext()
         with engine as runner:
             for name, feeds, outputs, expected in _run_passes(bundle, role, spec, graph, built):

@@ -342,7 +342,7 @@ def check_images(graph: Graph, path: Path, precision: str, progress: Progress = 
     if levels > MAX_LEVELS or psnr < MIN_PSNR:
         raise ParityError(
             field=f"{path.name} in {precision}",
-            found=f"pictures {levels:.2f} levels of 255 apart from the checkpoint's, {psnr:.1f} dB",
+            found=f"images {levels:.2f} levels of 255 apart from the checkpoint's, {psnr:.1f} dB",
             expected=f"at most {MAX_LEVELS:g}, and {MIN_PSNR:g} dB",
             remedy="export it with --vq-precision fp32",
         )

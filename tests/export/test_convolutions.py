@@ -86,7 +86,7 @@ def test_a_bundle_says_what_its_image_decoder_multiplies_and_verify_judges_its_p
     export = ["export", "--target", C2I, "--config", files[2], "--vq-precision", precision, "--vq"]
     if calibration:
         assert run_program([str(word) for word in (*export, VQ, "--output", tmp_path / "bundle")]) == 2
-        assert "vq_decoder.onnx in int8: found pictures" in capsys.readouterr().err  # of random weights
+        assert "vq_decoder.onnx in int8: found images" in capsys.readouterr().err  # of random weights
     assert run_program([str(word) for word in (*export, files[1], "--output", tmp_path / "bundle")]) == 0
     manifest = Manifest.model_validate_json((tmp_path / "bundle/bundle.json").read_text())
     assert (manifest.vq_precision, manifest.provenance.calibration) == (precision, calibration)
