@@ -1,4 +1,4 @@
-"""The tensors of target and drafter graphs: what they are called and shaped, and how a pass fills them."""
+"""Tensors of target and drafter graphs: names, types and shapes, and their values for a forward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MASKED = {np.float32: -1e30, np.float16: -6e4}
 
 
 def decoder_tensors(spec: DecoderSpec | DrafterSpec, drafts: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Inputs and outputs of a bundle's target or drafter graph; keys and values come last, layer by layer."""
+    """Return the inputs and outputs of a bundle's target or drafter graph; keys and values come last, by layer."""
     kv_dtypes: tuple[str, ...] = (rows_dtype(spec.dtype),) if isinstance(spec, DecoderSpec) else _FLOATS
     entry = (None, None, spec.num_kv_heads, spec.head_dim)
     inputs = [
@@ -36,13 +36,21 @@ def decoder_tensors(spec: DecoderSpec | DrafterSpec, drafts: bool) -> tuple[list
 def device_tensors(
     spec: DecoderSpec | DrafterSpec, drafts: bool, dtypes: tuple[str, ...], capacity: int | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Inputs and outputs of a `device_graph`; dtypes: what caches and, as `rows_dtype`, hidden states may be."""
+    """Return the inputs and outputs of a `device_graph`.
+
+    Args:
+        spec: sizes of the decoder.
+        drafts: whether it is a drafter.
+        dtypes: allowed types of caches, and, after `rows_dtype`, of hidden states.
+        capacity: columns of a cache in order; None: columns in any order.
+    """
     rows = tuple(map(rows_dtype, dtypes))
     states = Tensor("hidden_states", rows, (None, None, spec.hidden_size))
     cache: tuple[int | None, ...] = (None, None, spec.num_kv_heads * spec.head_dim)
     write: tuple[int | None, ...] = (None, None, 2)
     if capacity is not None:
-        cache, write = (None, spec.num_kv_heads, capacity, spec.head_dim), (None,)
+        cache = (None, spec.num_kv_heads, capacity, spec.head_dim)
+        write = (None,)
     inputs = [
         Tensor("hidden", rows, states.shape) if drafts else Tensor("embeddings", rows, (None, spec.hidden_size)),
         Tensor("token_ids", ("int32",), (None, None)),
@@ -57,7 +65,7 @@ def device_tensors(
 
 
 def rows_dtype(dtype: str) -> str:
-    """What hidden states and embeddings have outside of a decoder that computes in a type: NumPy has no bfloat16."""
+    """Return the type of hidden states and embeddings of a decoder that computes in `dtype`; NumPy has no bfloat16."""
     return "float32" if dtype == "bfloat16" else dtype
 
 
@@ -69,7 +77,7 @@ def _keys_and_values(
 
 
 def kv_dtype(where: object, dtypes: DTypes) -> type[np.floating[Any]]:
-    """The one type of all keys and values. Raises: BundleError if there are two."""
+    """Return the type of all keys and values. Raises: BundleError: they have two types."""
     kinds = {dtype for name, dtype in dtypes.items() if "key_values." in name}
     if len(kinds) > 1:
         both = "keys and values of both float16 and float32"
@@ -78,7 +86,7 @@ def kv_dtype(where: object, dtypes: DTypes) -> type[np.floating[Any]]:
 
 
 def checked_past_length(batch: Pass, cache: CacheRows) -> int:
-    """Columns of the past that a pass reads. Raises: ValueError if the caller did not ask `next_past_length`."""
+    """Return the number of past columns of a pass. Raises: ValueError: it is not that of `next_past_length`."""
     past: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
     expected = cache.past_length()
     if not expected <= past <= cache.columns:
@@ -87,9 +95,12 @@ def checked_past_length(batch: Pass, cache: CacheRows) -> int:
 
 
 def node_inputs(batch: Pass, table: Floats | None, dtypes: DTypes) -> dict[str, Array]:
-    """A graph's inputs but for the past, contiguous: what is read for each node, where it is, which columns it sees.
+    """Return a graph's inputs without the past, contiguous: tokens or embeddings, positions and attention mask.
 
-    table: embeddings of codes, for targets; drafters read tokens and hidden states.
+    Args:
+        batch: the pass.
+        table: embeddings of tokens, for targets; None: a drafter, which reads tokens and hidden states.
+        dtypes: types of the inputs by name.
     """
     if table is None:
         if batch.tokens is None or batch.hidden is None:

@@ -1,4 +1,4 @@
-"""What this host offers and what is wrong with it, as `lantern-rt doctor` prints it."""
+"""The report of this host that `lantern-rt doctor` prints."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .ort.session import check_provider
 from .system import host_memory
 
 _PACKAGES = ("numpy", "pillow", "pydantic", "tokenizers", "rich", "typer", "torch", "onnx")
-_FOR_ACCELERATORS = ("nvidia-cu", "tensorrt", "onnxruntime-ep-")  # how distributions' names begin
+_FOR_ACCELERATORS = ("nvidia-cu", "tensorrt", "onnxruntime-ep-")  # prefixes of distributions
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """One host.
+    """Facts and problems of a host.
 
     Args:
-        facts: what was found, by name, as text.
-        problems: lines that say what to do.
+        facts: facts by name, as text.
+        problems: messages with remedies.
     """
 
     facts: dict[str, str]
@@ -31,17 +31,21 @@ class HostReport:
 
 
 def host_report() -> HostReport:
-    """What this host offers. Never fails: what cannot be found out is a problem."""
+    """Return the report of this host. Failing queries are reported as problems."""
     conflict = runtime_conflict()
     problems = [str(conflict)] if conflict else []
-    providers, main = list[str](), DEFAULT_PROVIDER
+    providers: list[str] = []
+    main = DEFAULT_PROVIDER
     try:
         runtime = import_onnxruntime()
-        providers, main = runtime.get_available_providers(), automatic(runtime)
+        providers = runtime.get_available_providers()
+        main = automatic(runtime)
     except EngineError as error:
         problems = problems or [str(error)]
-    versions, gpu = _installed(), find_gpu()
-    quota, cores = cpu_quota(), usable_cores()
+    versions = _installed_versions()
+    gpu = find_gpu()
+    quota = cpu_quota()
+    cores = usable_cores()
     if not problems:
         for provider in PROVIDERS.values():
             if not provider.rounds_to_bfloat16 and provider.package.partition("[")[0] in versions:
@@ -69,8 +73,8 @@ def host_report() -> HostReport:
     return HostReport(facts, tuple(problems))
 
 
-def _installed() -> dict[str, str]:
-    names = ((one.metadata["Name"], one.version) for one in importlib.metadata.distributions())
+def _installed_versions() -> dict[str, str]:
+    names = ((package.metadata["Name"], package.version) for package in importlib.metadata.distributions())
     return {str(name).lower().replace("_", "-"): version for name, version in sorted(names, key=str) if name}
 
 

@@ -1,4 +1,4 @@
-"""The first NVIDIA GPU, through its driver."""
+"""Queries of the first NVIDIA GPU through its driver."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ import sys
 from typing import NamedTuple
 
 DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-CUDA, OLDEST_DRIVER = 13, 580  # of what the extras gpu, tensorrt and tensorrt-rtx install
-_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+# CUDA version, and its oldest driver, for the packages of the extras gpu, tensorrt and tensorrt-rtx.
+CUDA = 13
+OLDEST_DRIVER = 580
+_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+_MINOR = 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
 
 
 class Gpu(NamedTuple):
-    """The first GPU: the CUDA version its driver supports, such as `13.0`, its capability, such as `SM89`, its name."""
+    """A GPU.
+
+    Attributes:
+        driver: CUDA version that its driver supports, such as `13.0`.
+        compute_capability: compute capability, such as `SM89`.
+        name: product name.
+    """
 
     driver: str
     compute_capability: str
@@ -21,7 +30,11 @@ class Gpu(NamedTuple):
 
 
 def find_gpu() -> Gpu | None:
-    """The first GPU, or None where there is no driver or no device, or, with a warning, it fails; allocates nothing."""
+    """Return the first GPU, without allocating memory on it.
+
+    Returns:
+        The GPU; None without a driver or device, and, after a warning, if the driver fails.
+    """
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:
@@ -39,5 +52,8 @@ def find_gpu() -> Gpu | None:
     if failed not in (0, 100):  # CUDA_ERROR_NO_DEVICE
         problem = "no GPU can be used, NVIDIA's driver fails with CUDA error %d: see what `nvidia-smi` says"
         logging.getLogger(__name__).warning(problem, failed)
-    number, capability = version.value, f"SM{major.value}{minor.value}"
-    return None if failed else Gpu(f"{number // 1000}.{number % 1000 // 10}", capability, name.value.decode())
+    if failed:
+        return None
+    number = version.value
+    capability = f"SM{major.value}{minor.value}"
+    return Gpu(f"{number // 1000}.{number % 1000 // 10}", capability, name.value.decode())

@@ -1,4 +1,4 @@
-"""What this host offers a backend: cores, memory, and ONNX Runtime."""
+"""Cores, memory and ONNX Runtime of this host."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _import_lock = threading.Lock()
 
 
 def import_onnxruntime() -> Any:
-    """The onnxruntime module, kept from reporting to its makers. Raises: EngineError that says what to install."""
+    """Import onnxruntime with its telemetry disabled. Raises: EngineError: it cannot be imported."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is first imported
     with _import_lock:
         try:
@@ -46,31 +46,31 @@ def import_onnxruntime() -> Any:
             _ = onnxruntime.InferenceSession
             onnxruntime.set_default_logger_severity(4)  # errors arrive as exceptions; do not print them as well
         except (ImportError, AttributeError) as error:
-            if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl-C, which its native part makes a failure of
+            if isinstance(error.__cause__, KeyboardInterrupt):  # from Ctrl-C, which its native part converts
                 raise KeyboardInterrupt from error
             if conflict := runtime_conflict():
                 raise conflict from error
             install = "install" if isinstance(error, ImportError) else "install --force-reinstall"
-            extra = "gpu" if find_gpu() or installed("tensorrt", "tensorrt-rtx") else "cpu"  # plans run on GPUs
+            extra = "gpu" if find_gpu() or installed("tensorrt", "tensorrt-rtx") else "cpu"  # TensorRT runs on GPUs
             problem = f"onnxruntime cannot be imported ({format_error(error, 200)})"
             raise EngineError(problem, remedy=f"install it with `pip {install} 'lantern-rt[{extra}]'`") from error
     return onnxruntime
 
 
 def processor() -> str:
-    """This processor's family and the instruction sets that graphs are rewritten for, such as `x86_64 avx avx2`."""
+    """Return the processor's family and the instruction sets that decide on kernels, such as `x86_64 avx avx2`."""
     lines = (line.partition(":") for line in _read(_CPU_INFO).splitlines())
     flags = next((rest.split() for name, _, rest in lines if name.strip() in ("flags", "Features")), None)
-    if flags is None:  # no Linux; NumPy knows some
+    if flags is None:  # not Linux; NumPy knows some
         flags = [name.lower() for name, present in _numpy_features().items() if present]
         if sys.platform == "darwin" and platform.machine() == "arm64":
-            flags.append("asimddp")  # all of Apple's have it
+            flags.append("asimddp")  # on all processors of Apple
     known = (name for name in _INSTRUCTION_SETS if name in flags or name.replace("_", "") in flags)
     return " ".join([platform.machine(), *known])
 
 
 def _numpy_features() -> dict[str, bool]:
-    """What NumPy found out for its own kernels, by names such as `AVX512VNNI`; nothing where it does not tell."""
+    """Return the CPU features that NumPy detected, by names such as `AVX512VNNI`; empty if it has no such table."""
     try:
         from numpy._core._multiarray_umath import __cpu_features__ as features  # type: ignore[import-not-found]
     except ImportError:
@@ -79,21 +79,21 @@ def _numpy_features() -> dict[str, bool]:
 
 
 def usable_cores() -> int:
-    """Physical cores this process may use: its affinity, counted once per core, and its CPU quota."""
+    """Return the number of physical cores that this process may use by its affinity and its CPU quota."""
     import psutil  # type: ignore[import-untyped]
 
     cores = _affinity()
     siblings = {_read(_CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list") for cpu in cores}
     count = len(siblings)
-    if "" in siblings:  # no Linux, or one that hides them
+    if "" in siblings:  # not Linux, or hidden
         count = len(cores)
-        with suppress(OSError):  # no /proc, either
+        with suppress(OSError):  # no /proc
             count = min(count, psutil.cpu_count(logical=False) or count)
     return max(1, min(count, int(cpu_quota() or count)))
 
 
 def thread_count(threads: int | None) -> int:
-    """Return the threads of a graph, by default `usable_cores`.
+    """Return the number of threads of a graph, by default `usable_cores`.
 
     Raises: EngineError: not 1 .. 1024, or more than this system starts.
     """
@@ -105,41 +105,42 @@ def thread_count(threads: int | None) -> int:
 
 
 def cpu_quota() -> float | None:
-    """The smallest CPU quota among this process's control groups, in cores; None without one."""
+    """Return the smallest CPU quota of this process's control groups, in cores; None if there is no quota."""
     return min((quota for folder in _cgroups() if (quota := _quota(folder)) is not None), default=None)
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: what is free, or what its limit or its control groups' limits leave."""
+    """Return the bytes that this process may still allocate by free memory, resource limits and control groups."""
     import psutil
 
     free = [host_memory("available")]
-    with suppress(ImportError, AttributeError, psutil.Error):  # of systems without such limits, or without /proc
+    with suppress(ImportError, AttributeError, psutil.Error):  # systems without limits or /proc
         import resource
 
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         if limit != resource.RLIM_INFINITY:
             free.append(limit - int(psutil.Process().memory_info().vms))
     for folder in _cgroups():
-        most, used = _read(folder / "memory.max"), _read(folder / "memory.current")
-        if most.isdigit() and used.isdigit():
+        limit_text = _read(folder / "memory.max")
+        used = _read(folder / "memory.current")
+        if limit_text.isdigit() and used.isdigit():
             stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines() if len(line.split()) == 2)
-            free.append(int(most) - int(used) + int(stat.get("inactive_file", 0)))  # files that can be read again
+            free.append(int(limit_text) - int(used) + int(stat.get("inactive_file", 0)))  # cached files
     return max(0, min(free))
 
 
 def installed(*names: str) -> list[str]:
-    """Those of some distributions that are installed."""
-    found = []
+    """Return the installed distributions among `names`."""
+    distributions = []
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
             importlib.metadata.version(name)
-            found.append(name)
-    return found
+            distributions.append(name)
+    return distributions
 
 
 def runtime_conflict() -> EngineError | None:
-    """The error for two ONNX Runtime distributions in one environment; None with at most one."""
+    """Return the error for two installed ONNX Runtime distributions; None with at most one."""
     names = installed(*RUNTIMES)
     if len(names) < 2:
         return None
@@ -152,7 +153,7 @@ def _affinity() -> set[int]:
 
 
 def _cgroups() -> list[Path]:
-    """Folders of this process's control groups and their parents (version 2, then 1)."""
+    """Return the folders of this process's control groups and their parents (version 2, then 1)."""
     folders = [_CGROUP, _CGROUP / "cpu"]
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""Precisions of decoders, and where they can be run."""
+"""Precisions of decoders, and the providers that support them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ INT8 = "int8"  # integer weights and activations, multiplied as integers
 
 
 def check_matmul_support(bundle: Bundle, target: str, drafter: str | None = None) -> None:
-    """Raises: RequestError: where a decoder runs, such as `onnxruntime-cuda`, there are no products as it has them."""
+    """Raise if a backend cannot multiply as a bundle's decoders do.
+
+    Args:
+        bundle: the bundle.
+        target: backend of the target, such as `onnxruntime-cuda`.
+        drafter: backend of the drafter; None: the target's.
+
+    Raises:
+        RequestError: the backend lacks the quantized matmul.
+    """
     for spec, where in ((bundle.manifest.target, target), (bundle.manifest.drafter, drafter or target)):
         if spec is not None and spec.precision == INT8 and where.startswith("onnxruntime-openvino"):
             raise RequestError(
@@ -23,5 +32,5 @@ def check_matmul_support(bundle: Bundle, target: str, drafter: str | None = None
             raise RequestError(
                 f"bundle {bundle.manifest.name} multiplies bfloat16 with integers, which ONNX Runtime does not",
                 found=where,
-                remedy="export it with --compute float16, or build plans of TensorRT",
+                remedy="export it with --compute float16, or build TensorRT engines",
             )

@@ -1,4 +1,4 @@
-"""How plans are asked for, and the shapes they are made for: plain decoding; prefixes and trees."""
+"""Options of builds of TensorRT engines, and the profiles (ranges of shapes) that they are built for."""
 
 from __future__ import annotations
 
@@ -17,11 +17,18 @@ from .kv_cache import SPAN_STEP, round_up
 RTX = "tensorrt-rtx"
 BACKENDS = ("tensorrt", RTX)
 Size = Annotated[int, Field(ge=0, le=1 << 24)]
-Range = tuple[Size, Size, Size]  # smallest, the one to tune for, largest
+Range = tuple[Size, Size, Size]  # smallest, optimal, largest
 
 
 class Profile(FrozenModel):
-    """Ranges of one kind of pass. columns: of a cache, from the first to the last one that a node sees."""
+    """Ranges of shapes of one kind of pass.
+
+    Attributes:
+        name: `ar`, `tree`, or `rows` for the image decoder.
+        rows: batch rows.
+        nodes: nodes of a row.
+        columns: columns of a cache that nodes attend to.
+    """
 
     name: str
     rows: Range
@@ -31,16 +38,16 @@ class Profile(FrozenModel):
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What a user may say about a build.
+    """User options of a build.
 
     Args:
         backend: `tensorrt` or `tensorrt-rtx`.
-        max_rows: sequences per pass, 1 .. 4096; guidance makes two of every image.
-        max_nodes: new nodes per pass, 2 .. 4096, at least the tree's.
-        compute_capabilities: GPUs such as `SM89`, of backend `tensorrt-rtx`; none: that of this host.
+        max_rows: maximum number of batch rows per pass, 1 .. 4096; an image has two with guidance.
+        max_nodes: maximum number of new nodes of a row per pass, 2 .. 4096, no fewer than the tree has.
+        compute_capabilities: GPUs such as `SM89`, for `tensorrt-rtx` only; empty: the GPU of this host.
 
     Raises:
-        RequestError: no such backend, a number out of range, or GPUs named for the other backend.
+        RequestError: unknown backend, number out of range, or GPUs given for `tensorrt`.
     """
 
     backend: str
@@ -61,17 +68,23 @@ class BuildOptions:
 
 
 def capacity_of(built: Sequence[Profile]) -> int:
-    """Columns of a cache for passes of these profiles."""
+    """Return the number of cache columns that passes of these profiles need."""
     return max(profile.columns[2] for profile in built)
 
 
 def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[Profile, ...]:
-    """The profiles of a graph: two for a decoder; one for the image decoder, which has rows only."""
+    """Return the profiles of a graph: two for a decoder; one for the image decoder, which has rows only.
+
+    Args:
+        manifest: manifest of the bundle.
+        role: `target`, `drafter` or `vq_decoder`.
+        options: options of the build.
+    """
     if role not in ("target", "drafter"):
         return (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     rows = (1, min(2, options.max_rows), options.max_rows)
     nodes = options.max_nodes
-    largest = round_up(manifest.condition.prefix + manifest.max_image_tokens + nodes)  # an image and the largest pass
+    largest = round_up(manifest.condition.prefix + manifest.max_image_tokens + nodes)  # an image, then the largest pass
     if role == "drafter":
         largest += round_up(nodes)  # cached until the draft has been verified
     columns = (SPAN_STEP, max(SPAN_STEP, round_up(largest // 2)), largest)

@@ -1,6 +1,6 @@
-"""Drawing codes where the logits are: a graph for guidance, temperature, filters, noise and the best codes.
+"""A graph that samples tokens on a device: guidance, temperature, filters, noise and the tokens of highest score.
 
-What `runtime/sampling.py` does in NumPy; from the device come a few numbers a node instead of a vocabulary.
+It computes what `runtime/sampling.py` does in NumPy; a few numbers per node are copied to the host instead of logits.
 """
 
 from __future__ import annotations
@@ -13,79 +13,96 @@ from ..methods import Sampling
 from .contracts import Tensor
 from .graph_writer import GraphWriter
 
-FILTERED_OUT = -1e30  # for codes that filters leave out; finite, as not every provider's TopK takes infinity
+FILTERED_OUT = -1e30  # score of filtered tokens; finite, as not every provider's TopK accepts infinity
 
 
 class SamplingHead(NamedTuple):
-    """What a graph is made for. most: codes a node. top_k: 0 for none. top_p: if there is a bound. noisy: if drawn."""
+    """Settings that a sampling graph is made for.
+
+    Attributes:
+        vocab_size: number of tokens.
+        num_best: number of tokens to return per node.
+        top_k: number of tokens to sample from; 0: no limit.
+        top_p: whether there is a bound on the probability.
+        add_noise: whether noise is added to the logits.
+    """
 
     vocab_size: int
-    most: int
+    num_best: int
     top_k: int
     top_p: bool
-    noisy: bool
+    add_noise: bool
 
     @classmethod
-    def from_sampling(cls, sampling: Sampling, vocab_size: int, most: int, noisy: bool) -> SamplingHead:
-        """The head for these settings; greedy ones know no filters."""
+    def from_sampling(cls, sampling: Sampling, vocab_size: int, num_best: int, add_noise: bool) -> SamplingHead:
+        """Return the head for a request's settings; greedy sampling has no filters.
+
+        Args:
+            sampling: sampling settings of the request.
+            vocab_size: number of tokens.
+            num_best: number of tokens to return per node.
+            add_noise: whether noise is added to the logits.
+        """
         top_k = sampling.top_k if sampling.filtered and sampling.top_k < vocab_size else 0
-        return cls(vocab_size, min(most, vocab_size), top_k, sampling.filtered and sampling.top_p < 1, noisy)
+        return cls(vocab_size, min(num_best, vocab_size), top_k, sampling.filtered and sampling.top_p < 1, add_noise)
 
     @staticmethod
     def supports(sampling: Sampling) -> bool:
-        """Whether there is a graph for these settings: top-p before top-k and penalties are left to the host."""
+        """Return whether there is a graph for these settings; top-p before top-k and penalties are done on the host."""
         if sampling.penalised:
             return False
         both = sampling.filtered and sampling.top_k > 0 and sampling.top_p < 1
         return not both or sampling.filter_order.startswith("top-k")
 
     def write(self, graph: GraphWriter) -> tuple[list[Tensor], list[Tensor]]:
-        """Write the graph; its inputs and outputs. Of each image's nodes, `[images, nodes]`:
+        """Write the graph and return its inputs and outputs.
 
-        Inputs: `logits` float32 `[rows, all, vocab_size]`; `conditional` and `unconditional` int32 `[images, nodes]`:
-        where their logits are, rows and nodes taken as one, the same without guidance; `cfg_scale`, `temperature`,
-        `top_p` float32 `[images, 1, 1]`; `noise` float32 `[groups, any, vocab_size]`, its first axes taken as one;
-        `noise_ids` int32 `[images, nodes]`.
-        Output: `drawn` float32 `[2, images, nodes, most]`, best first: codes, which float32 holds exactly; and
-        logarithms of probabilities after the noise, about `FILTERED_OUT` for what filters leave out.
+        Inputs: `logits` float32 `[rows, all, vocab_size]`; `conditional` and `unconditional` int32 `[images, nodes]`,
+        indices of each node's logits in `[rows * all]`, equal without guidance; `cfg_scale`, `temperature`, `top_p`
+        float32 `[images, 1, 1]`; `noise` float32 `[groups, positions, vocab_size]`; and `noise_ids` int32
+        `[images, nodes]`, indices in `[groups * positions]`.
+        Output: `drawn` float32 `[2, images, nodes, num_best]`, best first: tokens, which float32 holds exactly; and
+        logarithms of probabilities after the noise, about `FILTERED_OUT` for filtered tokens.
         """
         flat = graph.op("Reshape", "logits", graph.ints(-1, self.vocab_size))
         unconditional = graph.op("Gather", flat, "unconditional")
-        apart = graph.op("Sub", graph.op("Gather", flat, "conditional"), unconditional)
-        guided = graph.op("Add", graph.op("Mul", apart, "cfg_scale"), unconditional)
+        difference = graph.op("Sub", graph.op("Gather", flat, "conditional"), unconditional)
+        guided = graph.op("Add", graph.op("Mul", difference, "cfg_scale"), unconditional)
         values = self._filtered(graph, graph.op("Div", guided, "temperature"))
-        if self.noisy:
+        if self.add_noise:
             noise = graph.op("Reshape", "noise", graph.ints(-1, self.vocab_size))
             values = graph.op("Add", values, graph.op("Gather", noise, "noise_ids"))
-        best, codes = graph.many("TopK", [values, graph.ints(self.most)], ["best", "codes"])
+        best, codes = graph.many("TopK", [values, graph.ints(self.num_best)], ["best", "codes"])
         highest = graph.op("Slice", best, graph.ints(0), graph.ints(1), graph.ints(-1))
         weights = graph.op("Exp", graph.op("Sub", values, highest))
         sums = graph.op("Log", graph.op("ReduceSum", weights, graph.ints(-1), keepdims=1))
         parts = graph.cast(codes, "float32"), graph.op("Sub", graph.op("Sub", best, highest), sums)
         graph.op("Concat", *(graph.op("Unsqueeze", part, graph.ints(0)) for part in parts), name="drawn", axis=0)
-        nodes, scalar = ("images", "nodes"), ("images", 1, 1)
+        nodes = ("images", "nodes")
+        scalar = ("images", 1, 1)
         inputs = [
             Tensor("logits", ("float32",), ("rows", "all", self.vocab_size)),
             *(Tensor(name, ("int32",), nodes) for name in ("conditional", "unconditional")),
             *(Tensor(name, ("float32",), scalar) for name in ("cfg_scale", "temperature", "top_p")[: 2 + self.top_p]),
         ]
-        if self.noisy:
+        if self.add_noise:
             inputs.append(Tensor("noise", ("float32",), ("groups", "positions", self.vocab_size)))
             inputs.append(Tensor("noise_ids", ("int32",), nodes))
-        return inputs, [Tensor("drawn", ("float32",), (2, *nodes, self.most))]
+        return inputs, [Tensor("drawn", ("float32",), (2, *nodes, self.num_best))]
 
     def _filtered(self, graph: GraphWriter, scaled: str) -> str:
         if not (self.top_k or self.top_p):
             return scaled
-        kept = self.top_k or self.vocab_size
-        ordered, _ = graph.many("TopK", [scaled, graph.ints(kept)], ["ordered", "order"])
+        num_tokens = self.top_k or self.vocab_size
+        ordered, _ = graph.many("TopK", [scaled, graph.ints(num_tokens)], ["ordered", "order"])
         if self.top_p:
             sums = graph.op("CumSum", graph.op("Softmax", ordered, axis=-1), graph.ints(-1))
             within = graph.cast(graph.op("LessOrEqual", sums, "top_p"), "float32")
             count = graph.op("ReduceSum", within, graph.ints(-1), keepdims=1)
-            place = graph.op("Min", count, graph.constant(np.array([kept - 1], np.float32)))
-            lowest = graph.op("GatherElements", ordered, graph.cast(place, "int64"), axis=-1)
+            last = graph.op("Min", count, graph.constant(np.array([num_tokens - 1], np.float32)))
+            lowest = graph.op("GatherElements", ordered, graph.cast(last, "int64"), axis=-1)
         else:
-            lowest = graph.op("Slice", ordered, graph.ints(kept - 1), graph.ints(kept), graph.ints(-1))
-        left_out = graph.constant(np.array(FILTERED_OUT, np.float32))
-        return graph.op("Where", graph.op("Less", scaled, lowest), left_out, scaled)  # NaN stays, to be refused
+            lowest = graph.op("Slice", ordered, graph.ints(num_tokens - 1), graph.ints(num_tokens), graph.ints(-1))
+        filtered_out = graph.constant(np.array(FILTERED_OUT, np.float32))
+        # NaN stays, so that the host detects it.
+        return graph.op("Where", graph.op("Less", scaled, lowest), filtered_out, scaled)

@@ -1,4 +1,4 @@
-"""What the operating system gives this process: threads and memory."""
+"""Threads and memory that the operating system grants this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import EngineError
 
 
 def start_threads(count: int) -> None:
-    """Start so many threads at once, this one among them, and end them: libraries hang where some cannot be started.
+    """Start `count` threads at once, including this one, and end them: libraries hang if some cannot be started.
 
     Raises: EngineError: a limit of the system forbids it.
     """
@@ -20,13 +20,14 @@ def start_threads(count: int) -> None:
         for thread in threads:
             thread.start()
     except RuntimeError as error:
-        problem, remedy = "the system does not start so many", "raise `ulimit -u`, or give fewer"
+        problem = "the system does not start so many"
+        remedy = "raise `ulimit -u`, or give fewer"
         raise EngineError(problem, field="threads", found=str(count), remedy=remedy) from error
     finally:
         done.set()
-        for thread in (thread for thread in threads if thread.ident):  # those that were started
+        for thread in (thread for thread in threads if thread.ident):  # None: not started
             thread.join()
-            while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # counted until the system has removed it
+            while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # the system still counts it
                 time.sleep(0.0001)
 
 

@@ -155,7 +155,7 @@ class BoundPass:
         sampler, noise = self._samplers.pop((head, shape), None), feeds.get("noise")
         if sampler is None or sampler.noise is not noise:  # its table may have grown
             inputs = self._buffer.place(_arrays(feeds), self._start)
-            drawn = self.device.empty((2, *shape, head.most), "float32")
+            drawn = self.device.empty((2, *shape, head.num_best), "float32")
             values = {**feeds, **inputs, "logits": self.outputs["logits"], "drawn": drawn}
             run = self.device.graph(head, head.write, records=True).bind(values, self._record)
             sampler = BoundSampler(noise, inputs, drawn, run)

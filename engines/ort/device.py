@@ -141,7 +141,7 @@ class Device:
             numbers[:, i, 0, 0] = one.sampling.cfg_scale, one.sampling.temperature or 1.0, one.sampling.top_p
         feeds: dict[str, Any] = {"conditional": sides[0], "unconditional": sides[1]}
         feeds |= zip(("cfg_scale", "temperature", "top_p")[: 2 + head.top_p], numbers, strict=False)
-        if head.noisy:
+        if head.add_noise:
             table = self._noise.setdefault(head.vocab_size, NoiseTable(self, head.vocab_size))
             feeds["noise_ids"] = table.ids(requests, nodes)
             feeds["noise"] = table.value
