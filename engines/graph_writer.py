@@ -48,7 +48,9 @@ class GraphWriter:
     nodes: list[bytes] = field(default_factory=list)
     weights: dict[str, Any] = field(default_factory=dict)
 
-    def many(self, op: str, inputs: Iterable[str], outputs: Sequence[str], **attributes: Attribute) -> Sequence[str]:
+    def add_node(
+        self, op: str, inputs: Iterable[str], outputs: Sequence[str], **attributes: Attribute
+    ) -> Sequence[str]:
         """A node with named outputs; empty names leave optional ones out. Ops of another domain come with its name."""
         domain, _, op = op.rpartition(".")
         parts = [_field(1, name) for name in inputs] + [_field(2, name) for name in outputs]
@@ -59,7 +61,7 @@ class GraphWriter:
 
     def op(self, op: str, *inputs: str, name: str | None = None, **attributes: Attribute) -> str:
         """A node with one output, named after the op unless told otherwise."""
-        return self.many(op, inputs, [name or f"{op.lower()}_{len(self.nodes)}"], **attributes)[0]
+        return self.add_node(op, inputs, [name or f"{op.lower()}_{len(self.nodes)}"], **attributes)[0]
 
     def constant(self, array: NDArray[Any], name: str | None = None) -> str:
         """A constant of the graph."""
@@ -115,21 +117,21 @@ class DecoderWriter(ABC):
         """All layers on what goes into the first, with the outputs `hidden_states` and `logits`."""
         graph, added = self.graph, None
         for at in (f"layers.{i}" for i in range(layers)):
-            x, normed = self.normed(x, added, f"{at}.attention_norm.weight")
-            x, normed = self.normed(x, self.attention(normed, at), f"{at}.ffn_norm.weight")
+            x, normed = self.add_and_norm(x, added, f"{at}.attention_norm.weight")
+            x, normed = self.add_and_norm(x, self.attention(normed, at), f"{at}.ffn_norm.weight")
             gate = self.linear(normed, f"{at}.ffn.gate")
             up = self.linear(normed, f"{at}.ffn.up")
             active = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
             added = self.linear(active, f"{at}.ffn.down")
         own = "narrow_states" if self.dtype == "bfloat16" else "hidden_states"
-        hidden = self.normed(x, added, "norm.weight", own)[1]
+        hidden = self.add_and_norm(x, added, "norm.weight", own)[1]
         if self.dtype == "bfloat16":
             graph.cast(hidden, "float32", "hidden_states")
         self.head(hidden)
 
     def attention(self, x: str, at: str) -> str:
         """What attention of the layer `at` adds."""
-        query, key, value = self.rotated(self.linear(x, f"{at}.attention.qkv"), at)
+        query, key, value = self.rotate(self.linear(x, f"{at}.attention.qkv"), at)
         return self.linear(self.attend(query, key, value, at), f"{at}.attention.out")
 
     def head(self, hidden: str) -> None:
@@ -145,14 +147,14 @@ class DecoderWriter(ABC):
     def linear(self, x: str, name: str, output: str | None = None) -> str:
         """A product with a weight, and its bias if it has one; output: name of the result."""
         bias = f"{name}.bias" in self.weights
-        y = self.product(x, f"{name}.weight", None if bias else output)
+        y = self.matmul(x, f"{name}.weight", None if bias else output)
         if not bias:
             return y
         own = self.weight(f"{name}.bias")
-        own = self.narrow(own) if self.dtype == "bfloat16" else own  # where vectors are stored as float32
+        own = self.to_dtype(own) if self.dtype == "bfloat16" else own  # where vectors are stored as float32
         return self.graph.op("Add", y, own, name=output)
 
-    def normed(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
+    def add_and_norm(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
         """`x` with what is added to it, and that over its root mean square, scaled, where there is such a weight.
 
         name: of the latter. No Identity makes an output of a sum: a copy, which WebGPU does not record.
@@ -167,7 +169,7 @@ class DecoderWriter(ABC):
         return self.graph.op("Tile", mask, self.graph.ints(1, 1, self.group, 1)) if self.group > 1 else mask
 
     @abstractmethod
-    def rotated(self, joint: str, at: str) -> tuple[str, str, str]:
+    def rotate(self, joint: str, at: str) -> tuple[str, str, str]:
         """Queries and keys, normed head by head and rotated, and values, of their joint projection."""
 
     @abstractmethod
@@ -175,7 +177,7 @@ class DecoderWriter(ABC):
         """Attention `[rows, nodes, hidden_size]`; new keys and values go where the layout keeps them."""
 
     @abstractmethod
-    def product(self, x: str, weight: str, output: str | None) -> str:
+    def matmul(self, x: str, weight: str, output: str | None) -> str:
         """A product with a weight, whose result is called `output`."""
 
     @abstractmethod
@@ -184,17 +186,17 @@ class DecoderWriter(ABC):
 
     @abstractmethod
     def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
-        """As `normed`, where there is a weight."""
+        """As `add_and_norm`, where there is a weight."""
 
     @abstractmethod
     def gelu(self, x: str) -> str:
         """GELU, exact."""
 
-    def wide(self, x: str) -> str:
+    def to_float32(self, x: str) -> str:
         """`x` in float32."""
         return self.graph.cast(x, "float32") if self.half else x
 
-    def narrow(self, x: str, name: str | None = None) -> str:
+    def to_dtype(self, x: str, name: str | None = None) -> str:
         """`x` in what the graph computes in."""
         return self.graph.cast(x, self.dtype, name) if self.half else x
 

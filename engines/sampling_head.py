@@ -72,7 +72,7 @@ class SamplingHead(NamedTuple):
         if self.add_noise:
             noise = graph.op("Reshape", "noise", graph.ints(-1, self.vocab_size))
             values = graph.op("Add", values, graph.op("Gather", noise, "noise_ids"))
-        best, codes = graph.many("TopK", [values, graph.ints(self.num_best)], ["best", "codes"])
+        best, codes = graph.add_node("TopK", [values, graph.ints(self.num_best)], ["best", "codes"])
         highest = graph.op("Slice", best, graph.ints(0), graph.ints(1), graph.ints(-1))
         weights = graph.op("Exp", graph.op("Sub", values, highest))
         sums = graph.op("Log", graph.op("ReduceSum", weights, graph.ints(-1), keepdims=1))
@@ -94,7 +94,7 @@ class SamplingHead(NamedTuple):
         if not (self.top_k or self.top_p):
             return scaled
         num_tokens = self.top_k or self.vocab_size
-        ordered, _ = graph.many("TopK", [scaled, graph.ints(num_tokens)], ["ordered", "order"])
+        ordered, _ = graph.add_node("TopK", [scaled, graph.ints(num_tokens)], ["ordered", "order"])
         if self.top_p:
             sums = graph.op("CumSum", graph.op("Softmax", ordered, axis=-1), graph.ints(-1))
             within = graph.cast(graph.op("LessOrEqual", sums, "top_p"), "float32")

@@ -69,7 +69,7 @@ class PastFirstWriter(DecoderWriter):
         self.past_and_new = ops.op("Concat", past, nodes, axis=0)
         self.decoder(x, self.config.num_layers)
 
-    def product(self, x: str, weight: str, output: str | None) -> str:
+    def matmul(self, x: str, weight: str, output: str | None) -> str:
         return self.graph.linear(x, weight, self._scaled(weight), output)
 
     def weight(self, name: str) -> str:
@@ -119,22 +119,22 @@ class PastFirstWriter(DecoderWriter):
         )
         return cos, sin, torch.eye(width)[partner]
 
-    def rotated(self, joint: str, at: str) -> tuple[str, str, str]:
-        """Split and rotate as `DecoderWriter.rotated`; results are `[rows, nodes, heads or num_kv_heads, head_dim]`."""
+    def rotate(self, joint: str, at: str) -> tuple[str, str, str]:
+        """Split and rotate as `DecoderWriter.rotate`; results are `[rows, nodes, heads or num_kv_heads, head_dim]`."""
         ops = self.graph
         config = self.config
         heads = config.num_heads
         num_kv_heads = config.num_kv_heads
         joint = ops.reshape(joint, 0, 0, heads + 2 * num_kv_heads, config.head_dim)
         sizes = ops.ints(heads + num_kv_heads, num_kv_heads)
-        both, value = ops.many("Split", [joint, sizes], [f"{at}.query_key", f"{at}.value"], axis=2)
+        both, value = ops.add_node("Split", [joint, sizes], [f"{at}.query_key", f"{at}.value"], axis=2)
         if self._has_exact_attention(at):
             value = self._round_values(value, at)
         if config.query_key_norm:
             both = self._write_head_norms(both, f"{at}.attention")
         swapped = ops.op("MatMul", both, self.swap)
         both = ops.op("Add", ops.op("Mul", both, self.cos), ops.op("Mul", swapped, self.sin))
-        query, key = ops.many("Split", [both, ops.ints(heads, num_kv_heads)], [f"{at}.query", f"{at}.key"], axis=2)
+        query, key = ops.add_node("Split", [both, ops.ints(heads, num_kv_heads)], [f"{at}.query", f"{at}.key"], axis=2)
         return query, key, value
 
     def _has_exact_attention(self, at: str) -> bool:
@@ -152,7 +152,7 @@ class PastFirstWriter(DecoderWriter):
             query, key = (self.weights[f"{at}.{kind}_norm.{part}"].float() for kind in ("query", "key"))
             numbers = torch.cat([query * self.scale, key])
             y = ops.op(op, y, ops.weight(f"{at}.head_norm.{part}", numbers, wide=True))
-        return self.narrow(y)
+        return self.to_dtype(y)
 
     def attend(self, query: str, key: str, value: str, at: str) -> str:
         ops = self.graph
@@ -173,7 +173,7 @@ class PastFirstWriter(DecoderWriter):
         scores = [ops.op("MatMul", query, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, new_key)]
         masked = ops.op("Add", ops.op("Concat", *scores, axis=-1), self.mask)
         weights = _write_exact_softmax(ops, masked, self.columns) if exact else _write_softmax(ops, masked)
-        parts = ops.many("Split", [weights, self.past_and_new], [f"{at}.on_past", f"{at}.on_new"], axis=-1)
+        parts = ops.add_node("Split", [weights, self.past_and_new], [f"{at}.on_past", f"{at}.on_new"], axis=-1)
         values = zip(parts, (past_value, new_value), strict=True)
         mixed = ops.op("Add", *(ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3)) for part, v in values))
         if exact:  # [rows, num_kv_heads, group * nodes, width]
