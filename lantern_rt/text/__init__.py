@@ -1,1 +1,1 @@
-"""Prompts as token ids."""
+"""Tokenizers of prompts."""

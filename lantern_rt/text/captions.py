@@ -1,7 +1,8 @@
-"""Cleaning prompts the way the captions were cleaned that LlamaGen's text models were trained on.
+"""Cleaning of prompts as in the training captions of LlamaGen's text models.
 
-The steps are those of LlamaGen's text encoder wrapper, which has them from PixArt and DeepFloyd IF: lower case, no
-links, markup, file names, product codes or CJK characters, one kind of dash and quote. As there, they apply twice.
+The steps are copied from LlamaGen's text encoder wrapper, which took them from PixArt and DeepFloyd IF. They convert
+to lower case, remove links, markup, file names, product codes and CJK characters, and unify dashes and quotes. As in
+LlamaGen, they are applied twice.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from html.entities import html5
 from html.parser import HTMLParser
 from urllib.parse import unquote_plus
 
-Steps = tuple[tuple[str, str], ...]  # patterns and what replaces them, in this order
+Steps = tuple[tuple[str, str], ...]  # Pairs of pattern and replacement, in order of application.
 
 _FILE_TYPES = "png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4"
 _DOMAINS = "com|co|ru|net|org|edu|gov|it"
@@ -24,7 +25,7 @@ _SYMBOLS = r"#\u00ae\u2022\u00a9\u2122&@\u00b7\u00ba\u00bd\u00be\u00bf\u00a1\u00
 
 
 def _link(scheme: str) -> str:
-    """A scheme with its slashes, or a host name with its path; an address with an @ behind it is left."""
+    """Return a pattern that matches a scheme with its slashes, or a host name and path without an @ after it."""
     return rf"\b(?:{scheme}:(?:/{{1,3}}|[a-z0-9%])|[a-z0-9.\-]+\.(?:{_DOMAINS})[\w/-]*\b/?(?!@))"
 
 
@@ -49,7 +50,7 @@ _NOISE: Steps = (
     (f"[{_SYMBOLS}]+", " "),
     (r"\s+\.\s+", " "),
 )
-_JOINTS = 3  # more than these, and the words were joined to one name
+_MAX_JOINTS = 3  # With more hyphens and underscores, they are separators of words.
 _CODES: Steps = (
     (r"\b[a-zA-Z]{1,3}\d{3,15}\b", ""),  # product codes
     (r"\b[a-zA-Z]+\d+[a-zA-Z]+\b", ""),
@@ -72,16 +73,16 @@ _CODES: Steps = (
 
 
 def clean_caption(text: str) -> str:
-    """The text as the model's captions were cleaned; it may become empty."""
+    """Clean a prompt; the result may be empty."""
     return _clean(_clean(text))
 
 
 def _clean(text: str) -> str:
-    from ftfy import fix_text  # 40 ms that other prompts need not wait for
+    from ftfy import fix_text  # The import takes 40 ms, which other prompts do not need.
 
     text = _apply(_LINKS, unquote_plus(text).strip().lower())
     text = _apply(_NOISE, _without_markup(text))
-    if len(re.findall("[-_]", text)) > _JOINTS:
+    if len(re.findall("[-_]", text)) > _MAX_JOINTS:
         text = re.sub("[-_]", " ", text)
     text = html.unescape(html.unescape(fix_text(text))).strip()
     return _apply(_CODES, text).strip()
@@ -95,20 +96,20 @@ def _apply(steps: Steps, text: str) -> str:
 
 class _Text(HTMLParser):
     def __init__(self) -> None:
-        super().__init__(convert_charrefs=False)  # or the text's last entity would count when cut short
+        super().__init__(convert_charrefs=False)  # Otherwise a truncated last entity would be decoded.
         self.parts: list[str] = []
-        self._unseen: list[str] = []
+        self._hidden_tags: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag in ("script", "style", "template"):
-            self._unseen.append(tag)
+            self._hidden_tags.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        if self._unseen and tag == self._unseen[-1]:
-            self._unseen.pop()
+        if self._hidden_tags and tag == self._hidden_tags[-1]:
+            self._hidden_tags.pop()
 
     def handle_data(self, data: str) -> None:
-        if not self._unseen:
+        if not self._hidden_tags:
             self.parts.append(data)
 
     def handle_entityref(self, name: str) -> None:

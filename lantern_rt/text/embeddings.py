@@ -1,4 +1,4 @@
-"""Text embeddings from a file: an .npz with `embeddings` and, if some are padded, `mask`."""
+"""Files of text embeddings: an .npz with `embeddings` and an optional `mask` of padding."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ from numpy.typing import NDArray
 from ..errors import RequestError
 from ..inputs import open_plain_file, reading
 
-BYTES_LIMIT = 1 << 30  # of an array, unpacked
+BYTES_LIMIT = 1 << 30  # Maximum decompressed size of an array.
 _CURE = "write it with numpy.savez(FILE, embeddings=states, mask=mask)"
 
 
 def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Embeddings `[prompts, tokens, dim]`, right-padded, and mask `[prompts, tokens]`; all ones where there is none.
+    """Read a file of text embeddings.
 
-    What a bundle takes, and whether the numbers are finite, is checked with the request.
-    Raises: RequestError: the file holds anything else.
+    The request later checks whether the values are finite and fit the bundle.
+
+    Returns:
+        Embeddings `[prompts, tokens, dim]`, right-padded, and mask `[prompts, tokens]`, all ones if the file has none.
+
+    Raises:
+        RequestError: the file cannot be read or has other contents.
     """
     with reading(path, "an .npz of `embeddings` and `mask`", RequestError, _CURE), open_plain_file(path) as file:
         with ZipFile(file) as archive:
-            if large := next((one for one in archive.infolist() if one.file_size > BYTES_LIMIT), None):
+            if large := next((info for info in archive.infolist() if info.file_size > BYTES_LIMIT), None):
                 raise ValueError(f"{large.filename} of {large.file_size:,} bytes, expected at most {BYTES_LIMIT:,}")
         file.seek(0)
         arrays = dict(np.load(file, allow_pickle=False))
     if "embeddings" not in arrays or arrays.keys() - {"embeddings", "mask"}:
         names = ", ".join(sorted(arrays)) or "nothing"
-        expected = "embeddings, and mask if need be"
+        expected = "embeddings, and optionally mask"
         raise RequestError(field=str(path), found=f"arrays {names}", expected=expected, remedy=_CURE)
     values = arrays["embeddings"]
     mask = arrays.get("mask", np.ones(values.shape[:-1], np.bool_))
@@ -40,12 +45,12 @@ def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]
         found = f"mask {list(mask.shape)} for embeddings {list(values.shape)}"
         expected = f"mask {list(values.shape[:2])}"
         raise RequestError(field=str(path), found=found, expected=expected, remedy=_CURE)
-    with np.errstate(over="ignore"):  # infinity is refused with the request
+    with np.errstate(over="ignore"):  # The check of the request rejects infinity.
         return values.astype(np.float32), mask.astype(np.bool_)
 
 
-def _check(path: Path, name: str, array: NDArray[Any], right: bool, kind: str, axes: int) -> None:
-    if not right or array.ndim != axes or not array.size:
+def _check(path: Path, name: str, array: NDArray[Any], valid: bool, kind: str, axes: int) -> None:
+    if not valid or array.ndim != axes or not array.size:
         shape = ["prompts", "tokens", "dim"][:axes]
         found = f"{name} {array.dtype} {list(array.shape)}"
         raise RequestError(field=str(path), found=found, expected=f"{kind} [{', '.join(shape)}]", remedy=_CURE)

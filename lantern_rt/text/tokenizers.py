@@ -1,4 +1,4 @@
-"""Prompts of any text as token ids, by a bundle's `tokenizer.json` and the `tokenizers` library."""
+"""Tokenizers of free text, from a bundle's `tokenizer.json` and the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -18,23 +18,35 @@ from .captions import clean_caption
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_FILE_LIMIT = 1 << 26  # bytes
+_FILE_LIMIT = 1 << 26  # Maximum size of a tokenizer file in bytes.
 
 
 @dataclass(frozen=True)
 class CaptionTokenizer:
-    """For conditions of kind `text`: cleaned first, unless `cleaning` is None; too long a text is cut."""
+    """Tokenizer for conditions of kind `text`: cleans prompts unless `cleaning` is None, truncates long prompts."""
 
     library: Tokenizer
     cleaning: Literal["llamagen"] | None
 
     def encode(self, prompt: str, slots: int) -> NDArray[np.int64]:
-        """Token ids `[n]`, 1 <= n <= `slots`, special tokens included; what does not fit is left out."""
+        """Tokenize a prompt.
+
+        Args:
+            prompt: the prompt.
+            slots: maximum number of tokens, special tokens included; further tokens are dropped.
+
+        Returns:
+            Token ids int64 `[n]`, 1 <= n <= `slots`.
+
+        Raises:
+            RequestError: nothing remains of the prompt after cleaning.
+            BundleError: the tokenizer is damaged.
+        """
         text = prompt if self.cleaning is None else clean_caption(prompt)
         if not text.strip():
-            found = "nothing in it that this model was trained on (links, symbols and Chinese characters are left out)"
+            found = "only text that this model ignores (such as links, symbols and Chinese characters)"
             raise RequestError(field="prompt", found=found, expected="a description in English")
-        with _working():
+        with _tokenizer_errors():
             encoding = self.library.encode(text, add_special_tokens=False)
             encoding.truncate(slots - self.library.num_special_tokens_to_add(False))
             ids = np.array(self.library.post_process(encoding).ids, np.int64)
@@ -45,45 +57,62 @@ class CaptionTokenizer:
 
 @dataclass(frozen=True)
 class TemplateTokenizer:
-    """For conditions of kind `tokens`: each prompt replaces `{prompt}` in `template`; too long a text is refused.
+    """Tokenizer for conditions of kind `tokens`. It rejects long prompts.
 
-    `{size}` stands for the name of the picture's size: ask one `for_size`.
+    Args:
+        library: tokenizer of the `tokenizers` library.
+        template: text in which the prompt replaces `{prompt}`. `for_size` replaces `{size}` by the image size.
     """
 
     library: Tokenizer
     template: str = "{prompt}"
 
     def for_size(self, name: str) -> TemplateTokenizer:
-        """The tokenizer of prompts for pictures of this size."""
+        """Return a tokenizer for images of the size `name`."""
         return replace(self, template=self.template.replace("{size}", name))
 
     def encode(self, prompt: str, slots: int) -> NDArray[np.int64]:
-        """Ids of the prompt's own text, int64 `[1 .. slots]`. Raises: RequestError: it has none, or more."""
-        with _working():
+        """Tokenize a prompt in the template.
+
+        Args:
+            prompt: the prompt.
+            slots: maximum number of tokens.
+
+        Returns:
+            Token ids int64 `[n]`, 1 <= n <= `slots`.
+
+        Raises:
+            RequestError: the prompt has no tokens, or too many.
+        """
+        with _tokenizer_errors():
             ids = self.library.encode(self.template.replace("{prompt}", prompt), add_special_tokens=False).ids
         if not ids:
-            raise RequestError(field="prompt", found="no token in it", expected="a few words")
+            raise RequestError(field="prompt", found="no tokens", expected="a few words")
         if len(ids) > slots:
             raise RequestError(field="prompt", found=f"{len(ids):,} tokens", expected=f"at most {slots:,}")
         return np.array(ids, np.int64)
 
 
-def _working() -> AbstractContextManager[None]:
-    return reading(Path("tokenizer.json"), "a tokenizer that works", BundleError, "export the bundle again")
+def _tokenizer_errors() -> AbstractContextManager[None]:
+    return reading(Path("tokenizer.json"), "a valid tokenizer", BundleError, "export the bundle again")
 
 
 def _check_template(text: str) -> None:
-    """Raises: ValueError: a template puts in tokens that it does not know, which the library would die of."""
+    """Raise ValueError if a post-processor inserts an undefined token, which would crash the library."""
     processor = json.loads(text).get("post_processor") or {}
-    for one in processor.get("processors", [processor]):
-        pieces = [*one.get("single", []), *one.get("pair", [])]
+    for step in processor.get("processors", [processor]):
+        pieces = [*step.get("single", []), *step.get("pair", [])]
         names = {piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece}
-        if unknown := names - one.get("special_tokens", {}).keys():
-            raise ValueError(f"token {format_value(min(unknown))} in its template, which does not say what that is")
+        if unknown := names - step.get("special_tokens", {}).keys():
+            raise ValueError(f"token {format_value(min(unknown))} of the post-processor is not defined")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer that neither cuts nor pads. Raises: BundleError: the file is none."""
+    """Load a tokenizer without truncation and padding.
+
+    Raises:
+        BundleError: the file is not a valid tokenizer.
+    """
     from tokenizers import Tokenizer
 
     with reading(path, "a tokenizer", BundleError, "export the bundle again"):

@@ -1,9 +1,8 @@
-"""Captions of known words as ids, by the word list in a bundle's `tokenizer.json`.
+"""Tokenizer of captions of known words, from the word list in a bundle's `tokenizer.json`.
 
 The file is a WordLevel tokenizer of the `tokenizers` library with ids 0 .. n - 1: `<pad>`, `<unk>`, then words of the
-letters a to z. Only the list is used, whatever else the file says. A word that the model was not trained on is an
-error, not `<unk>`: the image would silently lack what was asked for. For the same reason letters and digits outside
-a-z count as words.
+letters a to z. Only the word list is used. An unknown word is an error, not `<unk>`, since the image would silently
+lack its meaning. For the same reason other letters and digits count as words.
 """
 
 from __future__ import annotations
@@ -23,55 +22,62 @@ from pydantic import BaseModel, StrictInt, field_validator
 from ..errors import BundleError, RequestError
 from ..inputs import format_value, read_plain_file, reading
 
-PAD, UNKNOWN = "<pad>", "<unk>"
+PAD = "<pad>"
+UNKNOWN = "<unk>"
 _WORD = re.compile(r"[^\W_]+")
-_FILE_LIMIT = 1 << 24  # bytes
-_NAMED = 3  # unknown words that an error message names
+_FILE_LIMIT = 1 << 24  # Maximum size of a tokenizer file in bytes.
+_MAX_NAMED = 3  # Maximum number of unknown words in an error message.
 
 
 @dataclass(frozen=True)
 class WordTokenizer:
-    """A vocabulary: `ids` maps every word, special ones included, to its id. examples: prompts of known words."""
+    """A vocabulary.
+
+    Args:
+        ids: id of every word, including special tokens.
+        examples: prompts of known words.
+    """
 
     ids: dict[str, int]
     examples: tuple[str, ...] = ()
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """The words that a prompt may use, sorted."""
+        """Sorted words that prompts may use."""
         return tuple(sorted(self.ids.keys() - {PAD, UNKNOWN}))
 
     def encode(self, prompt: str, slots: int) -> NDArray[np.int64]:
-        """Word ids `[slots]`, padded on the right with 0. Case and punctuation do not matter.
+        """Convert a prompt to word ids int64 `[slots]`, padded with 0 on the right. Case and punctuation are ignored.
 
-        Raises: RequestError: the prompt has no word, more than `slots`, or an unknown one.
+        Raises:
+            RequestError: the prompt has no word, more than `slots` words, or an unknown word.
         """
         words = _WORD.findall(prompt.lower())
         if not words:
             expected = f"1 to {slots} words such as {', '.join(self.words[:3])}"
-            raise RequestError(field="prompt", found="no word in it", expected=expected)
+            raise RequestError(field="prompt", found="no words", expected=expected)
         extra = len(words) - slots
         if extra > 0:
             found = f"{len(words)} words"
-            raise RequestError(field="prompt", found=found, expected=f"at most {slots}", remedy=f"leave out {extra}")
+            raise RequestError(field="prompt", found=found, expected=f"at most {slots}", remedy=f"remove {extra}")
         unknown = [word for word in dict.fromkeys(words) if word not in self.ids]
         if unknown:
-            raise self._refusal(unknown)
+            raise self._unknown_words(unknown)
         return np.array([self.ids[word] for word in words] + [0] * -extra, np.int64)
 
     def nearest_examples(self, prompt: object) -> list[str]:
         """Return the three examples that share the most words with a prompt."""
         words = {*_WORD.findall(str(prompt).lower())}
-        return nlargest(3, self.examples, key=lambda one: (len(words.intersection(one.split())), -len(one)))
+        return nlargest(3, self.examples, key=lambda example: (len(words.intersection(example.split())), -len(example)))
 
-    def _refusal(self, unknown: list[str]) -> RequestError:
+    def _unknown_words(self, unknown: list[str]) -> RequestError:
         named = []
-        for word in unknown[:_NAMED]:
+        for word in unknown[:_MAX_NAMED]:
             close = " or ".join(difflib.get_close_matches(word[:40], self.words, n=3))
             named.append(format_value(word) + (f" (did you mean {close}?)" if close else ""))
-        more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
+        more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
         found = f"unknown word{'s' * (len(unknown) > 1)} {', '.join(named)}{more}"
-        expected = f"some of the {len(self.words)} words that this model knows, such as {', '.join(self.words[-3:])}"
+        expected = f"words among the {len(self.words)} that this model knows, such as {', '.join(self.words[-3:])}"
         remedy = "`lantern-rt inspect BUNDLE --words` lists them"
         return RequestError(field="prompt", found=found, expected=expected, remedy=remedy)
 
@@ -99,9 +105,10 @@ class _TokenizerFile(BaseModel):
 
 
 def read_word_tokenizer(path: Path) -> WordTokenizer:
-    """Read and check a `tokenizer.json`, without the library, which would take 5 MB of a small model's 130.
+    """Read and check a `tokenizer.json`, without the library, which would use 5 MB of memory.
 
-    Raises: BundleError: it lists no words.
+    Raises:
+        BundleError: the file is not a valid word list.
     """
     with reading(path, "a tokenizer of known words", BundleError, "export the bundle again"):
         text = read_plain_file(path, _FILE_LIMIT)

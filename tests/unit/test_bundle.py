@@ -212,7 +212,7 @@ def test_fields_that_contradict_each_other_are_refused(folder: Path, changes: di
 
 def test_a_newer_minor_format_explains_an_unknown_field(folder: Path) -> None:
     rewrite(folder, format_version="3.7", novelty=1)
-    assert "the bundle is of format 3.7, newer than 3.3: upgrade lantern-rt" in refusal(folder)
+    assert "the bundle has format 3.7, newer than 3.3: upgrade lantern-rt" in refusal(folder)
 
 
 ODD_PATHS = ["../outside", "a/../../outside", "/etc/hostname", "C:/x", "a\\b", "", ".", "./target.onnx", "a//b", "a\0b"]
@@ -254,7 +254,7 @@ def test_a_graph_may_only_read_files_of_the_bundle(folder: Path, location: str) 
     (folder / "unlisted.data").write_bytes(b"1234")
     (folder / "target.onnx").write_bytes(stub_graph(location))
     rewrite(folder)
-    assert f"reads the file {location!r}, expected one that bundle.json lists" in refusal(folder, verify=False)
+    assert f"reads the file {location!r}, expected a file that bundle.json lists" in refusal(folder, verify=False)
 
 
 @pytest.mark.parametrize("name", ["target.bin", "target.ONNX", "target", "target.onnx ", "target.onnx.data"])

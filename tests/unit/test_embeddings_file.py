@@ -56,7 +56,7 @@ ONE = np.zeros((1, 2, CAPTION))
 @pytest.mark.parametrize(
     ("arrays", "reason"),
     [
-        ({"states": ONE}, "found arrays states, expected embeddings, and mask if need be"),
+        ({"states": ONE}, "found arrays states, expected embeddings, and optionally mask"),
         ({**states(1), "more": ONE}, "found arrays embeddings, mask, more"),
         ({"embeddings": ONE.astype(int)}, r"found embeddings int64 \[1, 2, 6\], expected floats \[prompts"),
         ({"embeddings": ONE[0]}, r"found embeddings float64 \[2, 6\]"),

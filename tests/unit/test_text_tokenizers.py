@@ -52,7 +52,7 @@ def test_settings_stored_in_the_file_do_not_cut_or_pad(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prompt", ["中文", "***", "http://example.com", "   "])
 def test_a_prompt_of_which_nothing_is_left_is_refused(tokenizer: CaptionTokenizer, prompt: str) -> None:
-    with pytest.raises(RequestError, match=r"^prompt: found nothing .*expected a description in English"):
+    with pytest.raises(RequestError, match=r"^prompt: found only text .*expected a description in English"):
         tokenizer.encode(prompt, 120)
 
 
@@ -93,7 +93,7 @@ def test_ids_are_the_texts_own_without_special_tokens_padding_or_truncation(ids_
 def test_a_prompt_with_too_many_tokens_or_none_is_refused(ids_file: Path) -> None:
     with pytest.raises(RequestError, match=r"^prompt: found 3 tokens, expected at most 2$"):
         TemplateTokenizer(load_tokenizer(ids_file)).encode("a red cube", 2)
-    with pytest.raises(RequestError, match=r"^prompt: found no token in it, expected a few words$"):
+    with pytest.raises(RequestError, match=r"^prompt: found no tokens, expected a few words$"):
         TemplateTokenizer(load_tokenizer(ids_file)).encode("\u3000", 2)
 
 

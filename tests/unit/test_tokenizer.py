@@ -49,7 +49,7 @@ def test_words_become_ids_padded_on_the_right(tokenizer: WordTokenizer) -> None:
 
 def test_an_unknown_word_is_named_with_the_nearest_known_one(tokenizer: WordTokenizer) -> None:
     message = refusal(tokenizer, "a rad ball under xylophones")
-    assert "unknown words 'rad' (did you mean red?), 'xylophones', expected some of the 8 words" in message
+    assert "unknown words 'rad' (did you mean red?), 'xylophones', expected words among the 8" in message
     assert "and 2 more" in refusal(tokenizer, "zzz yyy xxx www vvv")
 
 
@@ -60,12 +60,12 @@ def test_special_tokens_digits_and_foreign_letters_are_unknown_words(tokenizer: 
 
 @pytest.mark.parametrize("prompt", ["", "  \n", "?!...", "🙂"])
 def test_a_prompt_without_words_is_refused(tokenizer: WordTokenizer, prompt: str) -> None:
-    assert refusal(tokenizer, prompt) == "prompt: found no word in it, expected 1 to 8 words such as a, ball, blue"
+    assert refusal(tokenizer, prompt) == "prompt: found no words, expected 1 to 8 words such as a, ball, blue"
 
 
 def test_too_many_words_are_counted(tokenizer: WordTokenizer) -> None:
     assert len(refusal(tokenizer, " ".join(f"w{i}" for i in range(2000)), slots=3000)) < 300
-    assert refusal(tokenizer, "a " * 11) == "prompt: found 11 words, expected at most 8; leave out 3"
+    assert refusal(tokenizer, "a " * 11) == "prompt: found 11 words, expected at most 8; remove 3"
 
 
 @pytest.mark.parametrize(
