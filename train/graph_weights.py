@@ -1,4 +1,4 @@
-"""Weights of a bundle's graph as float32, however they are stored."""
+"""Weights of a bundle's graph as float32, from any storage precision."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _INTEGERS = (".int8", ".int4")
 
 
 class GraphWeights:
-    """Weights of a graph, each read when it is needed.
+    """Weights of a graph, each read on demand.
 
     Raises:
-        BundleError: the file is damaged, or lacks a weight.
+        BundleError: the file is damaged, or a weight does not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,11 +30,11 @@ class GraphWeights:
             self._weights = graph_weights(path)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight, as the graph stores it."""
+        """Return the shape of a weight as the graph stores it."""
         return self._weights[self._stored_name(name)].shape
 
     def read(self, name: str) -> Tensor:
-        """Read a weight as float32: integers `[in, out]` times scales, `[out]` or, of blocks, `[in / block, out]`."""
+        """Read a weight as float32. Integers `[in, out]` are multiplied by scales `[out]` or `[in / block, out]`."""
         stored = self._stored_name(name)
         numbers = self._numbers(stored)
         if stored.endswith(_INTEGERS):
@@ -46,7 +46,7 @@ class GraphWeights:
         return torch.from_numpy(numbers)
 
     def floats(self) -> dict[str, Tensor]:
-        """All weights but indices and sizes, by name."""
+        """Return all floating-point weights by name."""
         stored = [name for name, weight in self._weights.items() if weight.dtype and not name.endswith(".scales")]
         names = (name.removesuffix(".half").removesuffix(".int8").removesuffix(".int4") for name in stored)
         return {name: self.read(name) for name in sorted(names)}

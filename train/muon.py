@@ -1,8 +1,6 @@
-"""Muon: momentum whose update is orthogonalised, for matrices of decoders and kernels of convolutions.
+"""Muon optimizer: momentum with orthogonalised updates, for matrices and convolution kernels.
 
-`torch.optim.Muon` orthogonalises in bfloat16, one matrix at a time, which processors without bfloat16
-arithmetic do slowly; here equal shapes are stacked, in numbers that are fast. Source: Keller Jordan, Muon
-(2024), quintic Newton-Schulz iteration with coefficients (3.4445, -4.7750, 2.0315).
+Source: Keller Jordan, Muon (2024), quintic Newton-Schulz iteration with coefficients (3.4445, -4.7750, 2.0315).
 """
 
 from __future__ import annotations
@@ -14,11 +12,14 @@ from torch import Tensor
 
 from .precision import fast_in_bfloat16
 
+# `torch.optim.Muon` (2.13) does not replace this class: it rejects convolution kernels, which the scenes recipe trains,
+# and always orthogonalises in bfloat16, which changes updates of small matrices by 2 % and is slow on older CPUs.
+
 
 class Muon(torch.optim.Optimizer):
-    """Momentum 0.95 with Nesterov, orthogonalised update, scaled by sqrt(max(1, rows / columns)).
+    """Nesterov momentum with orthogonalised updates, scaled by sqrt(max(1, rows / columns)).
 
-    A kernel `[outputs, inputs, height, width]` is a matrix with a row for every output.
+    A kernel `[outputs, inputs, height, width]` is treated as a matrix with one row per output.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
@@ -48,7 +49,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Bring the singular values of `[matrices, rows, columns]` near 1."""
+    """Move the singular values of matrices `[matrices, rows, columns]` close to 1."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if tall else matrices
     x = x / (x.square().sum((1, 2), keepdim=True).sqrt() + 1e-7)

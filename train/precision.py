@@ -1,4 +1,4 @@
-"""What training computes in."""
+"""Floating-point precision of training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def fast_in_bfloat16(device: str | torch.device) -> bool:
-    """Whether products in bfloat16 are much faster: on CUDA devices, and on processors with instructions for it."""
+    """Return whether bfloat16 matmuls are much faster: on CUDA devices and CPUs with bfloat16 instructions."""
     kind = torch.device(device).type
     if kind != "cpu":
         return kind == "cuda"
@@ -14,5 +14,5 @@ def fast_in_bfloat16(device: str | torch.device) -> bool:
 
 
 def mixed_precision(device: str | torch.device) -> torch.autocast:
-    """Products in bfloat16 where that is fast; else everything in float32."""
+    """Return a context with matmuls in bfloat16 where these are fast, else in float32."""
     return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=fast_in_bfloat16(device))

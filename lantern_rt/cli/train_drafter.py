@@ -80,13 +80,13 @@ def fit(
         require_library(library, "train-drafter fit", "cpu,train")
     with show_progress(lines=False) as progress:
         progress("loading PyTorch")
-        from ..train.drafter.fit import Fit, Options, check_device, describe_figures
+        from ..train.drafter.fit import Fit, FitOptions, check_device, describe_figures
         from ..train.drafter.target import read_target
 
     check_device(device)
     opened = open_bundle(bundle)
     target = read_target(opened)
-    options = Options(check_int("steps", steps, 1, 1, 10**9), cfg_scale=opened.manifest.sampling.cfg_scale)
+    options = FitOptions(check_int("steps", steps, 1, 1, 10**9), cfg_scale=opened.manifest.sampling.cfg_scale)
     with show_progress(lines=False) as progress:
         progress("reading data")
         fitting = Fit(data, target, options, output, device)

@@ -10,8 +10,8 @@ from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.bundle.manifest import file_sha256
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.pipeline import Pipeline
-from lantern_rt.train.drafter.data import SHARD, write_shards
-from lantern_rt.train.drafter.fit import Fit, Options, describe_figures
+from lantern_rt.train.drafter.data import IMAGES_PER_SHARD, write_shards
+from lantern_rt.train.drafter.fit import Fit, FitOptions, describe_figures
 from lantern_rt.train.drafter.target import read_target
 
 from .bundle import write_scenes_bundle
@@ -33,7 +33,7 @@ def target_bundle(work: Path) -> Bundle:
 
 
 def write_samples(
-    work: Path, count: int, shard: int = SHARD, provider: str = "cpu", threads: int | None = None
+    work: Path, count: int, shard: int = IMAGES_PER_SHARD, provider: str = "cpu", threads: int | None = None
 ) -> None:
     """Have the target draw `count` pictures of captions; those that are there are left."""
     rng = np.random.default_rng(SAMPLES_SEED)
@@ -48,7 +48,7 @@ def train_drafter(work: Path, steps: int, batch: int = 12, device: str = "cpu", 
     """Train the drafter on the drawn pictures, or go on with it; returns its figures."""
     bundle = target_bundle(work)
     target = read_target(bundle)
-    options = Options(steps, batch, bundle.manifest.sampling.cfg_scale, seed)
+    options = FitOptions(steps, batch, bundle.manifest.sampling.cfg_scale, seed)
     fit = Fit(work / "samples", target, options, work / "drafter", device)
     figures = fit.run(lambda what, done, total: None, lambda line: print(f"drafter: {line}", flush=True))
     print(f"drafter done: {describe_figures(figures)}")

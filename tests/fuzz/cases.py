@@ -48,7 +48,11 @@ class Originals:
         write_plans(self.bundle, self.engines)
         self.trained, self.shards = trained, folder / "shards"
         with Pipeline.from_bundle(trained, threads=1) as pipeline:
-            list(write_shards(pipeline, Prompts("class_ids", [3, 1]), 2, self.shards, lambda *_: None, shard=2))
+            list(
+                write_shards(
+                    pipeline, Prompts("class_ids", [3, 1]), 2, self.shards, lambda *_: None, images_per_shard=2
+                )
+            )
 
     def _add_presets(self) -> None:
         (self.bundle / "prompts.txt").write_text("red cube\ngreen sphere on sand\n")

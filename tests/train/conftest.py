@@ -1,4 +1,4 @@
-"""Pictures that drafters and heads learn from."""
+"""Images that drafters and heads learn from."""
 
 from __future__ import annotations
 

@@ -21,7 +21,15 @@ from lantern_rt.runtime_inputs import compute_prefixes
 pytest.importorskip("safetensors")
 
 from lantern_rt.train.drafter.data import hidden_states, write_shards
-from lantern_rt.train.drafter.shards import Pictures, Shard, ShardFolder, Source, read_source, shard_path, write_shard
+from lantern_rt.train.drafter.shards import (
+    Shard,
+    ShardFolder,
+    Source,
+    TrainingImages,
+    read_source,
+    shard_path,
+    write_shard,
+)
 
 CLASSES = Prompts("class_ids", [3, 1, 4])
 
@@ -36,8 +44,8 @@ def source(pipeline: Pipeline) -> Source:
     return read_source(pipeline.bundle.manifest)
 
 
-def write(pipeline: Pipeline, output: Path, count: int = 4, subjects: Prompts = CLASSES) -> None:
-    for _ in write_shards(pipeline, subjects, count, output, lambda *_: None, shard=2):
+def write(pipeline: Pipeline, output: Path, count: int = 4, prompts: Prompts = CLASSES) -> None:
+    for _ in write_shards(pipeline, prompts, count, output, lambda *_: None, images_per_shard=2):
         pass
 
 
@@ -56,7 +64,7 @@ def test_a_shard_holds_what_the_pipeline_draws_and_the_targets_hidden_states(
 ) -> None:
     write(pipeline, tmp_path)
     shard = Shard(shard_path(tmp_path, 1))
-    assert shard.subjects == [4, 3]
+    assert shard.prompts == [4, 3]
     pictures = shard.read(slice(None))
     request = CLASSES.request(1, 2, 700_000)
     result = pipeline(**request, method="ar")
@@ -87,7 +95,7 @@ def test_an_interrupted_folder_holds_whole_shards_only(pipeline: Pipeline, tmp_p
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(write_shards(pipeline, CLASSES, 4, tmp_path / "data", interrupt, shard=2))
+        list(write_shards(pipeline, CLASSES, 4, tmp_path / "data", interrupt, images_per_shard=2))
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["shard-00000.safetensors"]
     write(pipeline, tmp_path / "data")
     write(pipeline, tmp_path / "whole")
@@ -98,7 +106,7 @@ def test_a_folder_of_other_prompts_or_with_a_link_to_nowhere_is_refused(
     pipeline: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(pipeline, tmp_path)
-    error = error_of(OutputError, write, pipeline, tmp_path, subjects=Prompts("class_ids", [3, 2]))
+    error = error_of(OutputError, write, pipeline, tmp_path, prompts=Prompts("class_ids", [3, 2]))
     assert error.field == str(shard_path(tmp_path, 0))
     shard_path(tmp_path, 0).unlink()
     shard_path(tmp_path, 0).symlink_to(tmp_path / "nowhere")
@@ -112,7 +120,7 @@ def test_too_few_pictures_and_damaged_ones_are_refused(pipeline: Pipeline, sourc
         error = error_of(CheckpointError, ShardFolder, tmp_path, source, 256)
         return error
 
-    assert refusal().found == "0 pictures"
+    assert refusal().found == "0 images"
     write(pipeline, tmp_path)
     assert len(ShardFolder(tmp_path, source, 256)) == 4
     path = shard_path(tmp_path, 1)
@@ -155,9 +163,9 @@ def test_shards_that_contradict_the_bundle_are_refused(
         ("states", np.zeros((2, 2, 16, 63), np.float16)),
         ("states", np.full((2, 2, 16, 64), np.nan, np.float16)),
         ("states", np.full((2, 2, 16, 64), -np.inf, np.float16)),
-        ("late_cells", np.full((2, 16), 16, np.int32)),
-        ("late_states", np.full((2, 2, 16, 64), np.nan, np.float16)),
-        ("subjects", [3]),
+        ("unaccepted_cells", np.full((2, 16), 16, np.int32)),
+        ("unaccepted_states", np.full((2, 2, 16, 64), np.nan, np.float16)),
+        ("prompts", [3]),
     ],
 )
 def test_numbers_out_of_range_and_other_shapes_are_refused(
@@ -177,18 +185,18 @@ def test_tokens_that_no_prefix_has_are_refused(source: Source, tmp_path: Path) -
     wide = replace(source, prefix=2)
     tokens, states = np.full((2, 2, 1), 256, np.int32), np.zeros((2, 2, 17, 64), np.float16)
     zeros, late = np.zeros((2, 16), np.int32), np.zeros((2, 2, 16, 64), np.float16)
-    pictures = Pictures([1, 2], zeros, np.full((2, 2), 2, np.int32), tokens, states, zeros, zeros, late)
+    pictures = TrainingImages([1, 2], zeros, np.full((2, 2), 2, np.int32), tokens, states, zeros, zeros, late)
     write_shard(shard_path(tmp_path, 0), wide, pictures)
     assert len(ShardFolder(tmp_path, wide, 257)) == 2
     with pytest.raises(CheckpointError):
         ShardFolder(tmp_path, wide, 256)
 
 
-@pytest.mark.parametrize("field", ["codes", "states", "subjects"])
+@pytest.mark.parametrize("field", ["codes", "states", "prompts"])
 def test_data_are_told_apart_by_their_content(pipeline: Pipeline, source: Source, tmp_path: Path, field: str) -> None:
     write(pipeline, tmp_path / "first", 2)
     pictures = Shard(shard_path(tmp_path / "first", 0)).read(slice(None))
-    other = [1, 2] if field == "subjects" else np.flip(getattr(pictures, field), 0)
+    other = [1, 2] if field == "prompts" else np.flip(getattr(pictures, field), 0)
     write_shard(shard_path(tmp_path / "second", 0), source, replace(pictures, **{field: other}))
     assert ShardFolder(tmp_path / "first", source, 256).digest != ShardFolder(tmp_path / "second", source, 256).digest
 
@@ -214,5 +222,5 @@ def test_pictures_of_validation_stay_the_same_when_more_are_drawn(
     many = ShardFolder(tmp_path, source, 256)
     assert many.validation == [22, 45]
     assert sorted(many.training + many.validation) == list(range(46))
-    np.testing.assert_array_equal(many.picture(21).codes, few.picture(21).codes)
-    assert many.picture(23).subjects == [CLASSES.items[23 % 3]]
+    np.testing.assert_array_equal(many.read_image(21).codes, few.read_image(21).codes)
+    assert many.read_image(23).prompts == [CLASSES.items[23 % 3]]

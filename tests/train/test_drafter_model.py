@@ -101,7 +101,7 @@ def test_training_keeps_everything_on_one_device() -> None:
     head = torch.zeros(20, 32, device="meta")
     for depth, hidden in enumerate(draft_states(drafter, batch.tokens, batch.states[:, :-1], 3)):
         logits = guided_logits(batch.predictions(hidden, depth), head, 3.0)
-        p = guided_logits(batch.goals(depth), head, 3.0).softmax(-1)
+        p = guided_logits(batch.target_states(depth), head, 3.0).softmax(-1)
         assert logits.shape == p.shape == (2, 9 - depth, 20)
         kl_loss(p, logits).backward(retain_graph=True)
     assert drafter.fc.weight.grad.device.type == "meta"

@@ -30,13 +30,13 @@ def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> N
     module = TrainedHeads(target, 0)
     torch.nn.init.normal_(module.correct, generator=torch.Generator().manual_seed(1))
     heads = Heads(**{name: table.astype(np.float32) for name, table in module.tables().items()})
-    late, head, left = samples.late.numpy(), target.head.numpy(), samples.left.numpy()
-    changes = zip(heads.gates(late), samples.before.tolist(), left[:, None], strict=True)
+    late, head, left = samples.unaccepted_states.numpy(), target.head.numpy(), samples.left.numpy()
+    changes = zip(heads.gates(late), samples.unaccepted_left.tolist(), left[:, None], strict=True)
     corrections = np.concatenate([heads.correction(*change) for change in changes])
     with torch.no_grad():
         close = {"rtol": 5e-3, "atol": 2e-2}
-        np.testing.assert_allclose(late @ head.T + corrections, module.corrected(samples), **close)
-        guessed = module.guessed(samples)
+        np.testing.assert_allclose(late @ head.T + corrections, module.correct_logits(samples), **close)
+        guessed = module.predict_logits(samples)
     for i, states in enumerate(np.stack([states.numpy() for states in samples.context], 1)):
         logits = heads.guess(left[[i]], 0, heads.context(states))[0]
         np.testing.assert_allclose(logits, guessed[i], **close)

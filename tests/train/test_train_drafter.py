@@ -23,16 +23,16 @@ pytest.importorskip("onnx")
 from safetensors.torch import load_file  # noqa: E402
 
 from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
-from lantern_rt.train.drafter.batches import make_batch, shuffled_pictures  # noqa: E402
+from lantern_rt.train.drafter.batches import make_batch, select_images  # noqa: E402
 from lantern_rt.train.drafter.data import write_shards  # noqa: E402
-from lantern_rt.train.drafter.fit import Fit, Options, check_device, state_path  # noqa: E402
+from lantern_rt.train.drafter.fit import Fit, FitOptions, check_device, state_path  # noqa: E402
 from lantern_rt.train.drafter.folder import lantern_weights  # noqa: E402
 from lantern_rt.train.drafter.shards import ShardFolder  # noqa: E402
 from lantern_rt.train.drafter.target import Target, read_target  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bfloat16")
 DATA = Path(__file__).parent.parent / "data"
-OPTIONS = Options(6, batch=4, cfg_scale=4.0)
+OPTIONS = FitOptions(6, batch=4, cfg_scale=4.0)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def target(c2i_bundle: Path) -> Target:
     return read_target(open_bundle(c2i_bundle))
 
 
-def fit(shards: Path, target: Target, output: Path, options: Options = OPTIONS) -> Fit:
+def fit(shards: Path, target: Target, output: Path, options: FitOptions = OPTIONS) -> Fit:
     return Fit(shards, target, options, output)
 
 
@@ -83,7 +83,7 @@ def test_an_interrupted_fit_is_continued_and_ends_with_the_same_weights(
     whole = fit(shards, target, tmp_path / "whole")
     whole.run(nothing, nothing)
     with pytest.raises(KeyboardInterrupt):
-        fit(shards, target, tmp_path / "drafter").run(interrupt, nothing, every=0)
+        fit(shards, target, tmp_path / "drafter").run(interrupt, nothing, interval=0)
     assert [path.name for path in tmp_path.iterdir() if "drafter" in path.name] == ["drafter.training.pt"]
     again = fit(shards, target, tmp_path / "drafter")
     assert again.step == 4
@@ -144,7 +144,7 @@ def test_drafters_of_texts_read_prefixes_as_decoding_does(
     bundle = request.getfixturevalue(name)
     pipeline = Pipeline.from_bundle(bundle, threads=1)
     subjects = embeddings(bundle) if name == "t2i_bundle" else Prompts("prompts", ["a dog", "some long cat on a mat"])
-    list(write_shards(pipeline, subjects, 4, tmp_path / "data", nothing, shard=2))
+    list(write_shards(pipeline, subjects, 4, tmp_path / "data", nothing, images_per_shard=2))
     target = read_target(pipeline.bundle)
     data = ShardFolder(tmp_path / "data", target.source, len(target.embeddings))
     batch = make_batch(data, [0, 1], target.code_offset, 2, "cpu")
@@ -157,18 +157,18 @@ def test_drafters_of_texts_read_prefixes_as_decoding_does(
         np.testing.assert_array_equal(tokens[:first], expected)
     assert (batch.tokens[:, -4:] >= target.code_offset).any()
     for cfg_scale in (1.0, 4.0):
-        options = Options(1, batch=2, cfg_scale=cfg_scale)
+        options = FitOptions(1, batch=2, cfg_scale=cfg_scale)
         figures = Fit(tmp_path / "data", target, options, tmp_path / f"guided-{cfg_scale}").run(nothing, nothing)
         assert 0 < figures["overlap"] <= 1
 
 
 def test_pictures_come_once_a_pass_in_orders_that_depend_on_the_seed() -> None:
     training = [2, 3, 5, 7, 11]
-    numbers = shuffled_pictures(training, 1, 0, 10)
+    numbers = select_images(training, 1, 0, 10)
     assert sorted(numbers[:5]) == sorted(numbers[5:]) == training
     assert numbers[:5] != numbers[5:]
-    assert shuffled_pictures(training, 1, 3, 4) == numbers[3:7]
-    assert shuffled_pictures(training, 2, 0, 10) != numbers
+    assert select_images(training, 1, 3, 4) == numbers[3:7]
+    assert select_images(training, 2, 0, 10) != numbers
 
 
 @pytest.mark.parametrize("device", ["cuda", "quantum", "meta"])

@@ -1,1 +1,1 @@
-"""Training EAGLE drafters: pictures a target draws, a layer that imitates it, a folder that `export` reads."""
+"""Training of EAGLE drafters and draft heads on images that the target generates."""

@@ -1,4 +1,4 @@
-"""Pictures as batches of rows: tokens and hidden states that the drafter reads, and where its predictions begin."""
+"""Training batches: the tokens and hidden states that the drafter reads, and the slots of its image predictions."""
 
 from __future__ import annotations
 
@@ -13,59 +13,62 @@ from .shards import ShardFolder
 
 
 class Batch(NamedTuple):
-    """Rows of pictures, the sides of one picture next to each other; padded on the right.
+    """Sequences of several images, padded on the right; the rows of one image follow each other.
 
     Args:
         tokens: int64 `[rows, slots]`.
-        states: the target's hidden states of all positions, float32 `[rows, slots + 1, width]`.
-        first: int64 `[rows]`, the slot that reads the first code. The next one is the first whose prediction counts
-            deeper in a draft.
-        sides: rows of a picture: 2 with guidance, the conditional one first; else 1.
-        cells: codes of a picture.
+        states: the target's hidden states at all positions, float32 `[rows, slots + 1, width]`.
+        first_slots: int64 `[rows]`, the slot of each row that reads the first image token. The loss at depth `d` begins
+            `d` slots later.
+        rows_per_image: 2 with guidance, the conditional row first; else 1.
+        cells: number of cells of the image grid.
     """
 
     tokens: Tensor
     states: Tensor
-    first: Tensor
-    sides: int
+    first_slots: Tensor
+    rows_per_image: int
     cells: int
 
     def predictions(self, hidden: Tensor, depth: int) -> Tensor:
-        """Select predictions of codes, `[pictures, sides, cells - 1 - depth, width]`.
+        """Select the slots that predict image tokens.
 
         Args:
             hidden: predictions of all slots, `[rows, slots, width]`.
-            depth: how deep in a draft they are made.
+            depth: depth in the draft at which they are made, from 0.
+
+        Returns:
+            `[images, rows_per_image, cells - 1 - depth, width]`.
         """
         rows = torch.arange(len(hidden), device=hidden.device)[:, None]
-        slots = self.first[:, None] + torch.arange(depth, self.cells - 1, device=hidden.device)
+        slots = self.first_slots[:, None] + torch.arange(depth, self.cells - 1, device=hidden.device)
         selected = hidden[rows, slots]
-        return selected.reshape(-1, self.sides, *selected.shape[1:])
+        return selected.reshape(-1, self.rows_per_image, *selected.shape[1:])
 
-    def goals(self, depth: int) -> Tensor:
+    def target_states(self, depth: int) -> Tensor:
         """Select the target's hidden states that `predictions` of this depth should equal; the same shape."""
         return self.predictions(self.states[:, 1:], depth)
 
 
-def make_batch(data: ShardFolder, numbers: list[int], code_offset: int, sides: int, device: str) -> Batch:
-    """Read pictures as a batch.
+def make_batch(data: ShardFolder, indices: list[int], code_offset: int, rows_per_image: int, device: str) -> Batch:
+    """Read images as a batch.
 
     Args:
-        data: where they lie.
-        numbers: which ones.
-        code_offset: the token of code 0.
-        sides: rows of a picture, 1 or 2.
-        device: where the tensors go.
+        data: folder of shards.
+        indices: indices of the images in `data`.
+        code_offset: token id of code 0.
+        rows_per_image: 2 with guidance, else 1.
+        device: PyTorch device for the tensors.
     """
     cells = data.source.cells
     tokens: list[NDArray[np.integer]] = []
     states: list[NDArray[np.floating]] = []
-    for number in numbers:
-        picture = data.picture(number)
-        for side in range(sides):
-            prefix = int(picture.lengths[0, side])
-            tokens.append(np.concatenate([picture.tokens[0, side, : prefix - 1], picture.codes[0, :-1] + code_offset]))
-            states.append(picture.states[0, side, : prefix + cells - 1])
+    for index in indices:
+        image = data.read_image(index)
+        for row in range(rows_per_image):
+            prefix = int(image.lengths[0, row])
+            tokens.append(np.concatenate([image.tokens[0, row, : prefix - 1], image.codes[0, :-1] + code_offset]))
+            states.append(image.states[0, row, : prefix + cells - 1])
     slots = max(map(len, tokens))
     padded_tokens = np.stack([np.pad(row, (0, slots - len(row))) for row in tokens])
     padded_states = np.stack([np.pad(row, ((0, slots + 1 - len(row)), (0, 0))) for row in states])
@@ -73,14 +76,21 @@ def make_batch(data: ShardFolder, numbers: list[int], code_offset: int, sides: i
         torch.from_numpy(padded_tokens).long().to(device),
         torch.from_numpy(padded_states).to(device).float(),
         torch.tensor([len(row) - cells + 1 for row in tokens], device=device),
-        sides,
+        rows_per_image,
         cells,
     )
 
 
-def shuffled_pictures(pictures: list[int], seed: int, start: int, count: int) -> list[int]:
-    """Select pictures `start` .. `start + count` of endless passes over all, each pass in an order of its own."""
-    passes = range(start // len(pictures), (start + count - 1) // len(pictures) + 1)
-    orders = {index: np.random.default_rng((seed, index)).permutation(len(pictures)) for index in passes}
-    places = (divmod(number, len(pictures)) for number in range(start, start + count))
-    return [pictures[orders[index][place]] for index, place in places]
+def select_images(indices: list[int], seed: int, start: int, count: int) -> list[int]:
+    """Select `count` images of an endless sequence of epochs, each of which is shuffled differently.
+
+    Args:
+        indices: indices of all training images.
+        seed: seed of the order.
+        start: number of images that earlier steps used.
+        count: number of images to select.
+    """
+    epochs = range(start // len(indices), (start + count - 1) // len(indices) + 1)
+    orders = {epoch: np.random.default_rng((seed, epoch)).permutation(len(indices)) for epoch in epochs}
+    positions = (divmod(number, len(indices)) for number in range(start, start + count))
+    return [indices[orders[epoch][position]] for epoch, position in positions]

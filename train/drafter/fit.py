@@ -1,7 +1,7 @@
-"""Fitting a drafter to its target: Muon and AdamW, averaged weights, and a state file to go on from.
+"""Training of a drafter with Muon, AdamW and averaged weights, with a state file to continue from.
 
-Everything random is a function of the seed and the step, so that a fit that was interrupted and continued ends with the
-weights of one that was not.
+All random numbers depend on the seed and the step only, so an interrupted and continued run ends with the same weights
+as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -28,30 +28,33 @@ from ...inputs import format_error, format_value, open_plain_file, reading
 from ...output.files import check_new_folder, write_output
 from ..muon import Muon
 from ..precision import mixed_precision
-from .batches import Batch, make_batch, shuffled_pictures
+from .batches import Batch, make_batch, select_images
 from .folder import MARKER, save_drafter
 from .losses import guided_logits, kl_loss, overlap
 from .model import draft_states, new_drafter
 from .shards import ShardFolder
 from .target import Target
 
-DEPTHS = 3  # how deep in a draft it learns to go on from its own predictions
-_NOISE = 0.1  # added to hidden states, as a share of their standard deviation
-_MUON_RATE, _ADAM_RATE = 0.01, 1e-3
-_WARM_UP, _COOL_DOWN = 40, 0.6  # steps over which the rates rise, and the share of all over which they fall
-_SECONDS = 60.0  # between figures, and between saved states
-_FIGURES_ON_THE_WAY, _FIGURES_AT_THE_END = 16, 64  # held-out pictures that figures are of, at most
+DEPTHS = 3  # draft depths that are trained; deeper than 0 the drafter reads its previous predictions
+_NOISE = 0.1  # amplitude of noise on hidden states, as a share of their standard deviation
+_MUON_RATE = 0.01
+_ADAM_RATE = 1e-3
+_WARM_UP = 40  # steps with rising learning rates
+_COOL_DOWN = 0.6  # share of the steps with falling learning rates
+_SECONDS = 60.0  # time between two reports, and between two saved states
+_REPORT_IMAGES = 16  # maximum number of validation images for a report
+_FINAL_IMAGES = 64  # maximum number of validation images for the final figures
 
 
 @dataclass(frozen=True)
-class Options:
-    """What decides the weights, besides data and target.
+class FitOptions:
+    """Options that determine the weights, together with data and target.
 
     Args:
-        steps: updates.
-        batch: pictures of an update.
-        cfg_scale: guidance of the distributions; 1 learns from conditional rows alone.
-        seed: of weights, order and noise.
+        steps: number of updates.
+        batch: number of images per update.
+        cfg_scale: guidance scale of the distributions; 1 uses conditional rows only.
+        seed: seed of the weights, the order of images and the noise.
     """
 
     steps: int
@@ -61,39 +64,39 @@ class Options:
 
 
 def check_device(device: str) -> None:
-    """Check that PyTorch can train there.
+    """Check that PyTorch can train on a device.
 
     Raises:
-        RequestError: it cannot.
+        RequestError: PyTorch cannot compute on the device.
     """
     try:
-        torch.zeros(1, device=device).item()  # not so on `meta`, which holds no numbers
+        torch.zeros(1, device=device).item()  # fails on `meta`, whose tensors have no values
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
-        problem = f"PyTorch {torch.__version__} cannot compute there ({format_error(error, 80)})"
+        problem = f"PyTorch {torch.__version__} cannot compute on this device ({format_error(error, 80)})"
         raise RequestError(problem, field="device", found=format_value(device), remedy="give cpu") from error
 
 
 def state_path(output: Path) -> Path:
-    """Where a fit that writes `output` keeps its state."""
+    """Return the path of the training state beside `output`."""
     return output.with_name(f"{output.name}.training.pt")
 
 
 class Fit:
-    """One fit; `run` makes its steps and writes the drafter. A state beside the goal is continued.
+    """Training run of a drafter; `run` trains and writes it. A state file beside the output is continued.
 
     Args:
-        data: folder of shards; all of them are read once and checked.
-        target: what the drafter belongs to.
-        options: what decides the weights.
-        output: folder to write. One that is there is replaced only by the fit whose state lies beside it.
-        device: where to train, as PyTorch names it.
+        data: folder of shards; each is checked once.
+        target: frozen weights of the target.
+        options: options that determine the weights.
+        output: folder to write. An existing folder is replaced only if its state file exists.
+        device: PyTorch device.
 
     Raises:
-        CheckpointError: data or state are damaged, or of another target or fit.
-        OutputError: `output` is there already.
+        CheckpointError: data or state are damaged, or of another target or run.
+        OutputError: `output` exists without a state file.
     """
 
-    def __init__(self, data: Path, target: Target, options: Options, output: Path, device: str = "cpu") -> None:
+    def __init__(self, data: Path, target: Target, options: FitOptions, output: Path, device: str = "cpu") -> None:
         check_new_folder(output, state_path(output).exists(), MARKER)
         self.data = ShardFolder(data, target.source, len(target.embeddings))
         self.target = target
@@ -116,31 +119,31 @@ class Fit:
         self.adam = torch.optim.AdamW(others, _ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0)
         self._restore()
 
-    def run(self, progress: Progress, say: Callable[[str], None], every: float = _SECONDS) -> dict[str, float]:
-        """Make the steps that are left, and write the drafter of averaged weights.
+    def run(self, progress: Progress, report: Callable[[str], None], interval: float = _SECONDS) -> dict[str, float]:
+        """Run the remaining steps and write a drafter with the averaged weights.
 
         Args:
-            progress: told the step.
-            say: told the figures on the way.
-            every: seconds between two figures, and between two saved states.
+            progress: progress callback.
+            report: callback that prints a line about the state of training.
+            interval: seconds between two reports, and between two saved states.
 
         Returns:
-            The drafter's figures.
+            The drafter's figures on validation images; see `figures`.
 
         Raises:
-            CheckpointError: numbers are no longer finite.
+            CheckpointError: the loss or a figure is NaN or infinite.
         """
         steps = self.options.steps
         last = time.monotonic()
         if self.step:
-            say(f"going on from step {self.step}, saved in {state_path(self.output)}")
+            report(f"continuing from step {self.step}, saved in {state_path(self.output)}")
         while self.step < steps:
             progress("training", self.step, steps)
             loss = self._update()
             _check_finite({"loss": loss}, self.step)
-            if time.monotonic() - last >= every and self.step < steps:
-                figures = self.figures(_FIGURES_ON_THE_WAY)
-                say(f"step {self.step}, loss {loss:.3f}: {describe_figures(figures)}")
+            if time.monotonic() - last >= interval and self.step < steps:
+                figures = self.figures(_REPORT_IMAGES)
+                report(f"step {self.step}, loss {loss:.3f}: {describe_figures(figures)}")
                 self._save()
                 last = time.monotonic()
         progress("training", self.step, steps)
@@ -159,35 +162,35 @@ class Fit:
         return figures
 
     @torch.no_grad()
-    def figures(self, limit: int = _FIGURES_AT_THE_END) -> dict[str, float]:
-        """Compare averaged weights with the target, on held-out pictures.
+    def figures(self, max_images: int = _FINAL_IMAGES) -> dict[str, float]:
+        """Compare the drafter with averaged weights with the target, on validation images.
 
         Args:
-            limit: pictures at most.
+            max_images: maximum number of images.
 
         Returns:
-            `overlap`: mean of sum(min(p, q)), 0 .. 1, also `at depth 1`, `2` in a draft; `top-1`: share of codes whose
-            likeliest the drafter names.
+            `overlap`, `overlap at depth 1`, `overlap at depth 2`: mean of sum(min(p, q)), 0 .. 1. `top-1`: share of
+            cells where drafter and target have the same most probable token.
         """
         overlaps: list[list[Tensor]] = [[] for _ in range(DEPTHS)]
         hits: list[Tensor] = []
-        for number in self.data.validation[:limit]:
-            batch = self._batch([number])
+        for index in self.data.validation[:max_images]:
+            batch = self._batch([index])
             with mixed_precision(self.device):
                 chain = list(draft_states(self.average, batch.tokens, batch.states[:, :-1], DEPTHS))
             for depth, hidden in enumerate(chain):
                 logits = self._logits(batch.predictions(hidden, depth).float())
-                goal = self._logits(batch.goals(depth))
-                overlaps[depth].append(overlap(goal.softmax(-1), logits.softmax(-1)).flatten())
+                target_logits = self._logits(batch.target_states(depth))
+                overlaps[depth].append(overlap(target_logits.softmax(-1), logits.softmax(-1)).flatten())
                 if not depth:
-                    hits.append((logits.argmax(-1) == goal.argmax(-1)).flatten())
+                    hits.append((logits.argmax(-1) == target_logits.argmax(-1)).flatten())
         means = [float(torch.cat(values).mean()) for values in overlaps]
         deeper = {f"overlap at depth {depth}": means[depth] for depth in range(1, DEPTHS)}
         return {"overlap": means[0], "top-1": float(torch.cat(hits).float().mean()), **deeper}
 
-    def _batch(self, numbers: list[int]) -> Batch:
-        sides = 1 if self.options.cfg_scale == 1 else 2
-        return make_batch(self.data, numbers, self.target.code_offset, sides, self.device)
+    def _batch(self, indices: list[int]) -> Batch:
+        rows_per_image = 1 if self.options.cfg_scale == 1 else 2
+        return make_batch(self.data, indices, self.target.code_offset, rows_per_image, self.device)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return guided_logits(hidden, self.head, self.options.cfg_scale)
@@ -197,11 +200,11 @@ class Fit:
         rate = min(1.0, (self.step + 1) / _WARM_UP, (1 - self.step / options.steps) / _COOL_DOWN)
         self.muon.param_groups[0]["lr"] = _MUON_RATE * rate
         self.adam.param_groups[0]["lr"] = _ADAM_RATE * rate
-        numbers = shuffled_pictures(self.training, options.seed, self.step * options.batch, options.batch)
+        indices = select_images(self.training, options.seed, self.step * options.batch, options.batch)
         generator = torch.Generator(self.device).manual_seed(options.seed * 1_000_003 + self.step)
         self.muon.zero_grad(set_to_none=True)
         self.adam.zero_grad(set_to_none=True)
-        loss = self._loss(self._batch(numbers), generator)
+        loss = self._loss(self._batch(indices), generator)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.adam.param_groups[0]["params"], 0.5)
         self.muon.step()
@@ -214,17 +217,17 @@ class Fit:
         return float(loss.detach())
 
     def _loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Divergence of distributions and distance of hidden states, the mean over depths."""
+        """Return the divergence of distributions plus the distance of hidden states, averaged over depths."""
         states = batch.states[:, :-1]
         noise = torch.rand(states.shape, generator=generator, device=self.device) - 0.5
         noisy = states + noise * _NOISE * states.std()
         with torch.no_grad():
-            p = self._logits(batch.goals(0)).softmax(-1)
+            p = self._logits(batch.target_states(0)).softmax(-1)
         total = torch.zeros((), device=self.device)
         with mixed_precision(self.device):
             for depth, hidden in enumerate(draft_states(self.drafter, batch.tokens, noisy, DEPTHS)):
                 predictions = batch.predictions(hidden, depth)
-                distance = F.smooth_l1_loss(predictions.float(), batch.goals(depth))
+                distance = F.smooth_l1_loss(predictions.float(), batch.target_states(depth))
                 total = total + kl_loss(p[:, depth:], self._logits(predictions)) + distance
         return total / DEPTHS
 
@@ -245,12 +248,12 @@ class Fit:
         path = state_path(self.output)
         if not path.exists():
             return
-        with reading(path, "the state of a fit", CheckpointError, "remove it to begin anew"):
+        with reading(path, "a training state", CheckpointError, "delete it to start again"):
             with open_plain_file(path) as file:
                 state = torch.load(file, map_location=self.device, weights_only=True)
             if json.loads(state["options"]) != self._identity():
                 problem = "was saved with other options, another target or other data"
-                raise CheckpointError(problem, field=str(path), remedy="give the same ones, or remove it")
+                raise CheckpointError(problem, field=str(path), remedy="give the same options and data, or delete it")
             self.step = int(state["step"])
             for module, name in ((self.drafter, "model"), (self.average, "average")):
                 module.load_state_dict({**module.state_dict(), **state[name]})
@@ -258,21 +261,21 @@ class Fit:
             self.adam.load_state_dict(state["adam"])
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same to go on; the number of steps may grow."""
+        """Return options, target and data, which must not change in a continued run; only `steps` may."""
         options = asdict(self.options)
         del options["steps"]
         return {**options, "target": self.target.source.weights, "data": self.data.digest}
 
 
 def describe_figures(figures: dict[str, float]) -> str:
-    """Figures as one line."""
+    """Format figures as one line."""
     return ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
 
 
 def _check_finite(figures: Mapping[str, float], step: int) -> None:
     for name, value in figures.items():
         if not math.isfinite(value):
-            remedy = "draw other pictures"
+            remedy = "generate other training images"
             raise CheckpointError(field=f"{name} at step {step}", found=str(value), expected="finite", remedy=remedy)
 
 

@@ -1,4 +1,4 @@
-"""A trained drafter's folder in LANTERN's layout: config.json, which also says what it is, and model.safetensors."""
+"""Writing of a trained drafter as a folder in LANTERN's layout: config.json and model.safetensors."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ MARKER = "config.json"
 
 
 def save_drafter(drafter: EagleDrafter, output: Path, fields: Mapping[str, Any], force: bool = False) -> None:
-    """Write a drafter's folder, whole or not at all.
+    """Write a drafter's folder, completely or not at all.
 
     Args:
-        drafter: its weights.
-        output: the folder.
-        fields: of config.json, besides sizes.
-        force: replace a drafter's folder that is there.
+        drafter: drafter to save.
+        output: path of the folder.
+        fields: fields of config.json, without sizes.
+        force: whether to replace an existing drafter folder.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: the folder exists or cannot be written.
     """
     weights = lantern_weights(drafter)
     config = {**lantern_config(drafter.config, drafter.embed.num_embeddings), **fields}
@@ -38,7 +38,7 @@ def save_drafter(drafter: EagleDrafter, output: Path, fields: Mapping[str, Any],
 
 
 def lantern_config(config: DecoderConfig, tokens: int) -> dict[str, Any]:
-    """Sizes as LANTERN's config.json has them."""
+    """Return the fields of LANTERN's config.json that describe sizes."""
     return {
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
@@ -54,7 +54,7 @@ def lantern_config(config: DecoderConfig, tokens: int) -> dict[str, Any]:
 
 
 def lantern_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
-    """Weights by LANTERN's names, float32; the head is the target's and not among them."""
+    """Return weights by LANTERN's names, float32, without the output layer, which belongs to the target."""
     weights: dict[str, Tensor] = {}
     sizes = drafter.config
     for name, weight in drafter.state_dict().items():
@@ -69,8 +69,8 @@ def lantern_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
         if part == "attention.qkv.weight":
             heads = [sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads]
             rows = stored.split([count * sizes.head_dim for count in heads])
-            own = dict(zip(("query", "key", "value"), rows, strict=True))
-            weights |= {f"layers.{number}.{LAYER_NAMES[f'attention.{p}.weight']}": w.clone() for p, w in own.items()}
+            for projection, matrix in zip(("query", "key", "value"), rows, strict=True):
+                weights[f"layers.{number}.{LAYER_NAMES[f'attention.{projection}.weight']}"] = matrix.clone()
         else:
             weights[f"layers.{number}.{LAYER_NAMES[part]}"] = stored
     return weights

@@ -1,8 +1,8 @@
-"""Fitting `Heads` to a target: what another code on the left does to logits, and what stands in the row below.
+"""Training of draft heads, which correct logits for another token on the left and predict the tokens of the next row.
 
-Tables of codes are products with the target's own embeddings, and what comes out changes the target's hidden state, so
-that little is to be learned: free tables of the same size fitted the training pictures better and held-out ones worse
-(measured here). It takes minutes, so that nothing is saved on the way.
+The tables of tokens are computed from the target's embeddings, and the outputs change the target's hidden state. Freely
+trained tables of the same size fitted training images better and validation images worse. Training takes minutes, so no
+state is saved.
 """
 
 from __future__ import annotations
@@ -16,38 +16,43 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...engines.contracts import Progress
-from .batches import shuffled_pictures
+from .batches import select_images
 from .losses import kl_loss, overlap
 from .shards import ShardFolder
 from .target import Target
 
-RANK, UNITS = 48, 96  # of corrections, of guesses; twice as many gained less than a percent
-_PICTURES, _CELLS = 24, 16  # of a step, and of each of its pictures; as many late drafts
-_RATE, _DECAY, _WARM_UP = 3e-3, 0.02, 0.05
-_HELD_OUT, _HELD_OUT_CELLS = 64, 32  # what figures are of, at most
+RANK = 48  # rank of corrections; twice as much gained less than a percent
+UNITS = 96  # hidden units of predictions; twice as many gained less than a percent
+_BATCH_IMAGES = 24
+_BATCH_CELLS = 16  # maximum number of cells per image of a batch
+_RATE = 3e-3
+_DECAY = 0.02
+_WARM_UP = 0.05  # share of the steps
+_VALIDATION_IMAGES = 64  # maximum number
+_VALIDATION_CELLS = 32  # maximum number per image
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Cells of pictures, what was drawn around them, and guided hidden states.
+    """Guided hidden states of the target for some cells, with the tokens on their left.
 
     Args:
-        goal: of the target, from which each cell is drawn, `[n, width]`.
-        left: code before the cell, int64 `[n]`.
-        context: from which the code above, and the one to its right, were drawn, `[2, n, width]`; else zeros.
-        late: of a pass in which another code stood before the cell, `[n, width]`.
-        before: that code, int64 `[n]`.
+        states: state that predicts each cell, `[n, width]`.
+        left: token before the cell, int64 `[n]`.
+        context: states that predicted the cell above and the next cell of that row, `[2, n, width]`; zeros without one.
+        unaccepted_states: state that predicted the cell after an unaccepted draft token, `[n, width]`.
+        unaccepted_left: that draft token, int64 `[n]`.
     """
 
-    goal: Tensor
+    states: Tensor
     left: Tensor
     context: Tensor
-    late: Tensor
-    before: Tensor
+    unaccepted_states: Tensor
+    unaccepted_left: Tensor
 
 
 class TrainedHeads(nn.Module):
-    """`Heads` while they learn."""
+    """Trainable form of `Heads`."""
 
     head: Tensor
     embeddings: Tensor
@@ -63,7 +68,8 @@ class TrainedHeads(nn.Module):
         def normal(*shape: int, scale: float) -> nn.Parameter:
             return nn.Parameter(scale * torch.randn(shape, generator=generator))
 
-        self.change, self.gate = normal(width, RANK, scale=0.3 * width**-0.5), normal(width, RANK, scale=width**-0.5)
+        self.change = normal(width, RANK, scale=0.3 * width**-0.5)
+        self.gate = normal(width, RANK, scale=width**-0.5)
         self.gate_bias = nn.Parameter(torch.zeros(RANK))
         self.correct = nn.Parameter(torch.zeros(RANK, width))
         self.left = normal(width, UNITS, scale=0.3 * width**-0.5)
@@ -71,21 +77,21 @@ class TrainedHeads(nn.Module):
         self.output = normal(UNITS, width, scale=0.02)
         self.output_bias = nn.Parameter(torch.zeros(codes))
 
-    def corrected(self, samples: Samples) -> Tensor:
-        """Logits `[n, codes]` by what a pass said after the code before."""
-        change = (self.embeddings[samples.left] - self.embeddings[samples.before]) @ self.change
-        gate = torch.sigmoid(samples.late @ self.gate + self.gate_bias)
-        return (samples.late + (change * gate) @ self.correct) @ self.head.T
+    def correct_logits(self, samples: Samples) -> Tensor:
+        """Compute logits `[n, codes]` from the states after unaccepted draft tokens."""
+        change = (self.embeddings[samples.left] - self.embeddings[samples.unaccepted_left]) @ self.change
+        gate = torch.sigmoid(samples.unaccepted_states @ self.gate + self.gate_bias)
+        return (samples.unaccepted_states + (change * gate) @ self.correct) @ self.head.T
 
-    def guessed(self, samples: Samples) -> Tensor:
-        """Logits `[n, codes]` by what stands around."""
+    def predict_logits(self, samples: Samples) -> Tensor:
+        """Compute logits `[n, codes]` from the neighbouring tokens."""
         states = samples.context[0] @ self.states[0] + samples.context[1] @ self.states[1]
         sums = self.embeddings[samples.left] @ self.left + states
         return nn.functional.silu(sums) @ self.output @ self.head.T + self.output_bias
 
     @torch.no_grad()
     def tables(self) -> dict[str, NDArray[np.float16]]:
-        """What `Heads` holds."""
+        """Return the tables of `Heads`."""
         tables = {
             "change": self.embeddings @ self.change,
             "gate": self.gate,
@@ -102,76 +108,86 @@ class TrainedHeads(nn.Module):
 def fit_heads(
     data: Path, target: Target, cfg_scale: float, steps: int, progress: Progress, device: str = "cpu", seed: int = 0
 ) -> tuple[dict[str, NDArray[np.float16]], dict[str, float]]:
-    """Train heads.
+    """Train draft heads.
 
     Args:
-        data: folder of shards; all of them are read once and checked.
-        target: what the heads belong to.
-        cfg_scale: guidance of the distributions.
-        steps: updates, from 1.
-        progress: told the step.
-        device: where to train, as PyTorch names it.
-        seed: of weights and order.
+        data: folder of shards; each is checked once.
+        target: frozen weights of the target.
+        cfg_scale: guidance scale of the distributions.
+        steps: number of updates, at least 1.
+        progress: progress callback.
+        device: PyTorch device.
+        seed: seed of the weights and of the order of images.
 
     Returns:
-        The tables, and figures of held-out pictures: overlaps with the target's distributions (0 .. 1) of logits that
-        came late, of corrected ones, and of guesses.
+        The tables, and metrics on validation images: the overlap with the target's distributions (0 .. 1) of the logits
+        after unaccepted drafts, of the corrected logits and of the predicted logits.
 
     Raises:
-        CheckpointError: data are damaged, or of another target.
+        CheckpointError: the data are damaged or of another target.
     """
-    torch.set_flush_denormal(True)  # small weights would take a hundred times as long
+    torch.set_flush_denormal(True)  # denormal weights would slow training down a hundred times
     shards = ShardFolder(data, target.source, len(target.embeddings))
     heads = TrainedHeads(target, seed).to(device)
     optimizer = torch.optim.AdamW(heads.parameters(), _RATE, weight_decay=_DECAY)
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps + 1, pct_start=_WARM_UP)
     for step in range(steps):
         progress("training", step, steps)
-        numbers = shuffled_pictures(shards.training, seed, step * _PICTURES, _PICTURES)
-        samples = read_samples(shards, numbers, cfg_scale, _CELLS, np.random.default_rng((seed, step)), device)
-        goal = (samples.goal @ heads.head.T).softmax(-1)
-        loss = kl_loss(goal, heads.corrected(samples)) + kl_loss(goal, heads.guessed(samples))
+        indices = select_images(shards.training, seed, step * _BATCH_IMAGES, _BATCH_IMAGES)
+        samples = read_samples(shards, indices, cfg_scale, _BATCH_CELLS, np.random.default_rng((seed, step)), device)
+        p = (samples.states @ heads.head.T).softmax(-1)
+        loss = kl_loss(p, heads.correct_logits(samples)) + kl_loss(p, heads.predict_logits(samples))
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
         optimizer.step()
         rates.step()
     progress("training", steps, steps)
-    held_out = shards.validation[:_HELD_OUT]
-    samples = read_samples(shards, held_out, cfg_scale, _HELD_OUT_CELLS, np.random.default_rng(seed), device)
+    indices = shards.validation[:_VALIDATION_IMAGES]
+    samples = read_samples(shards, indices, cfg_scale, _VALIDATION_CELLS, np.random.default_rng(seed), device)
     with torch.no_grad():
-        p = (samples.goal @ heads.head.T).softmax(-1)
+        p = (samples.states @ heads.head.T).softmax(-1)
         logits = {
-            "late": samples.late @ heads.head.T,
-            "corrected": heads.corrected(samples),
-            "guessed": heads.guessed(samples),
+            "uncorrected": samples.unaccepted_states @ heads.head.T,
+            "corrected": heads.correct_logits(samples),
+            "predicted": heads.predict_logits(samples),
         }
-        figures = {name: float(overlap(p, each.softmax(-1)).mean()) for name, each in logits.items()}
-    return heads.tables(), figures
+        metrics = {name: float(overlap(p, each.softmax(-1)).mean()) for name, each in logits.items()}
+    return heads.tables(), metrics
 
 
 def read_samples(
-    shards: ShardFolder, numbers: list[int], cfg_scale: float, count: int, rng: np.random.Generator, device: str
+    shards: ShardFolder, indices: list[int], cfg_scale: float, count: int, rng: np.random.Generator, device: str
 ) -> Samples:
-    """Read late drafts of these pictures, at most `count` of each, and the cells they belong to."""
+    """Read cells after unaccepted drafts.
+
+    Args:
+        shards: folder of shards.
+        indices: indices of the images.
+        cfg_scale: guidance scale of the hidden states.
+        count: maximum number of cells per image.
+        rng: generator that selects the cells.
+        device: PyTorch device for the tensors.
+    """
     columns = shards.source.columns
-    states: list[NDArray[np.float32]] = []  # of each picture, `[4, n, width]`
+    states: list[NDArray[np.float32]] = []  # [4, n, width] per image
     left: list[NDArray[np.integer]] = []
-    before: list[NDArray[np.integer]] = []
-    for number in numbers:
-        picture = shards.picture(number)
-        late = np.flatnonzero(picture.late_cells[0])
-        late = rng.choice(late, min(count, len(late)), replace=False)
-        cells = picture.late_cells[0][late]
-        over = cells - columns
-        sides: list[NDArray[np.float32]] = []
-        for side in range(1 if cfg_scale == 1 else 2):
-            drawn = picture.states[0, side, picture.lengths[0, side] - 1 :]  # from which each code was drawn
-            context = [np.where(over[:, None] >= 0, drawn[np.maximum(over + i, 0)], 0) for i in (0, 1)]
-            sides.append(np.stack([drawn[cells], *context, picture.late_states[0, side, late]]).astype(np.float32))
-        states.append(sides[-1] + cfg_scale * (sides[0] - sides[-1]))
-        left.append(picture.codes[0][cells - 1])
-        before.append(picture.late_codes[0][late])
-    read = torch.from_numpy(np.concatenate(states, 1)).to(device)
-    tokens = [torch.from_numpy(np.concatenate(codes).astype(np.int64)).to(device) for codes in (left, before)]
-    return Samples(read[0], tokens[0], read[1:3], read[3], tokens[1])
+    unaccepted_left: list[NDArray[np.integer]] = []
+    for index in indices:
+        image = shards.read_image(index)
+        drafts = np.flatnonzero(image.unaccepted_cells[0])
+        drafts = rng.choice(drafts, min(count, len(drafts)), replace=False)
+        cells = image.unaccepted_cells[0][drafts]
+        above = cells - columns
+        rows: list[NDArray[np.float32]] = []
+        for row in range(1 if cfg_scale == 1 else 2):
+            predicting = image.states[0, row, image.lengths[0, row] - 1 :]  # states that predict each cell
+            context = [np.where(above[:, None] >= 0, predicting[np.maximum(above + i, 0)], 0) for i in (0, 1)]
+            unaccepted = image.unaccepted_states[0, row, drafts]
+            rows.append(np.stack([predicting[cells], *context, unaccepted]).astype(np.float32))
+        states.append(rows[-1] + cfg_scale * (rows[0] - rows[-1]))
+        left.append(image.codes[0][cells - 1])
+        unaccepted_left.append(image.unaccepted_codes[0][drafts])
+    joined = torch.from_numpy(np.concatenate(states, 1)).to(device)
+    tokens = [torch.from_numpy(np.concatenate(codes).astype(np.int64)).to(device) for codes in (left, unaccepted_left)]
+    return Samples(joined[0], tokens[0], joined[1:3], joined[3], tokens[1])

@@ -1,4 +1,4 @@
-"""What a drafter is trained towards: the divergence of its guided distributions from the target's."""
+"""Losses and metrics that compare guided distributions of drafter and target."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ def guided_logits(hidden: Tensor, head: Tensor, cfg_scale: float) -> Tensor:
     """Compute logits and apply classifier-free guidance.
 
     Args:
-        hidden: hidden states `[pictures, sides, n, width]`; of two sides the conditional one comes first.
-        head: `[codes, width]`.
-        cfg_scale: guidance; of no effect on one side.
+        hidden: hidden states `[images, rows, n, width]`, the conditional row first.
+        head: weights of the output layer, `[codes, width]`.
+        cfg_scale: guidance scale; no effect with one row per image.
 
     Returns:
-        float32 `[pictures, n, codes]`.
+        float32 `[images, n, codes]`.
     """
     logits = (hidden @ head.T.to(hidden.dtype)).float()
     if logits.shape[1] == 1:
@@ -26,16 +26,16 @@ def guided_logits(hidden: Tensor, head: Tensor, cfg_scale: float) -> Tensor:
 
 
 def kl_loss(p: Tensor, logits: Tensor) -> Tensor:
-    """Mean divergence, in nats, of the drafter's distributions from the target's.
+    """Compute the mean divergence of the drafter's distributions from the target's, in nats.
 
     Args:
         p: the target's distributions `[..., codes]`, without gradient.
-        logits: the drafter's `[..., codes]`.
+        logits: the drafter's logits `[..., codes]`.
     """
     entropy: Tensor = torch.special.entr(p).sum(-1)
     return (-(p * logits.log_softmax(-1)).sum(-1) - entropy).mean()
 
 
 def overlap(p: Tensor, q: Tensor) -> Tensor:
-    """Sum of min(p, q) over the last axis: how often exact acceptance takes a draft from q."""
+    """Compute sum(min(p, q)) over the last axis, the rate at which exact acceptance accepts drafts from q."""
     return torch.minimum(p, q).sum(-1)

@@ -1,8 +1,8 @@
-"""The drafter while it learns: EAGLE's layer, and what it predicts deeper and deeper in a draft.
+"""Forward pass of the drafter for training, at all depths of a draft (training-time test, EAGLE-3, arXiv 2503.01840).
 
-At depth 0 a slot reads the target's hidden state, as slots of committed tokens do. At depth d it reads what the slot
-before it predicted at depth d - 1, and sees the d - 1 drafted slots before it as they were, and everything before these
-at depth 0: exactly what a chain of drafts meets in decoding (training-time test, EAGLE-3, arXiv 2503.01840).
+At depth 0 each slot reads the target's hidden state, like slots of committed tokens. At depth d it reads the prediction
+of the slot before it at depth d - 1. It attends to the d slots before it at depths d - 1 to 0 and to all earlier slots
+at depth 0, as in decoding a chain of draft tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KeysAndValues = list[tuple[Tensor, Tensor]]
 
 
 def new_drafter(target: Target, seed: int) -> EagleDrafter:
-    """Make a drafter that has learned nothing: it hands the hidden state on. Its head is the target's, frozen."""
+    """Create an untrained drafter, which nearly returns its input state. Its output layer is the target's, frozen."""
     config = target.config
     width = config.hidden_size
     with torch.random.fork_rng(devices=[]):
@@ -45,17 +45,17 @@ def new_drafter(target: Target, seed: int) -> EagleDrafter:
 
 
 def draft_states(drafter: EagleDrafter, tokens: Tensor, states: Tensor, depths: int) -> Iterator[Tensor]:
-    """Predict hidden states depth by depth. What is fed back carries no gradient.
+    """Predict hidden states depth by depth. Gradients do not flow from one depth to the previous.
 
     Args:
-        drafter: the one that learns.
-        tokens: `[rows, slots]`; slot p reads the token at p + 1.
-        states: the target's hidden states `[rows, slots, width]`; slot p reads the one at p.
-        depths: how many.
+        drafter: drafter that is trained.
+        tokens: `[rows, slots]`; slot p reads the token at position p + 1.
+        states: the target's hidden states `[rows, slots, width]`; slot p reads the state at position p.
+        depths: number of depths.
 
     Yields:
-        At depth 0, 1, ...: `[rows, slots, width]`, where slot p predicts the state of position p + 1. At depth d the
-        first d slots after a prefix, and those in it, predict nothing of use.
+        Predictions of each depth, `[rows, slots, width]`; slot p predicts the state at position p + 1. At depth d the
+        slots of the prefix and the d slots after it are invalid.
     """
     slots = tokens.shape[1]
     layers = [cast(Layer, layer) for layer in drafter.layers]
@@ -65,10 +65,10 @@ def draft_states(drafter: EagleDrafter, tokens: Tensor, states: Tensor, depths: 
     inputs = states
     for _ in range(depths):
         x = drafter.fc(torch.cat([embeds, inputs.to(embeds.dtype)], -1))
-        for layer, own in zip(layers, cache, strict=True):
+        for layer, layer_cache in zip(layers, cache, strict=True):
             query, key, value = layer.attention.project(layer.attention_norm(x), rope)
-            own.append((key, value))
-            x = x + layer.attention.out(_attend(query, own).flatten(2))
+            layer_cache.append((key, value))
+            x = x + layer.attention.out(_attend(query, layer_cache).flatten(2))
             x = x + layer.ffn(layer.ffn_norm(x))
         yield x
         inputs = F.pad(x.detach()[:, :-1], (0, 0, 1, 0))
@@ -83,17 +83,17 @@ def _attend(query: Tensor, cache: KeysAndValues) -> Tensor:
         return F.scaled_dot_product_attention(query.transpose(1, 2), key, value, is_causal=True).transpose(1, 2)
     slots = query.shape[1]
     scale = query.shape[3] ** -0.5
-    behind = torch.ones(slots, slots, dtype=torch.bool, device=query.device).tril(-depth)  # seen at depth 0
+    behind = torch.ones(slots, slots, dtype=torch.bool, device=query.device).tril(-depth)  # attended at depth 0
     scores = (query.transpose(1, 2) @ key.transpose(2, 3)).masked_fill(~behind, float("-inf"))
-    # of the slots drafted before it, the one at depth i is depth - i slots back; the last is the slot itself
-    own = [(_shifted(k, depth - i), _shifted(v, depth - i)) for i, (k, v) in enumerate(wide[1:], 1)]
-    nearby = torch.stack([(query * k).sum(-1) for k, _ in own], -1).transpose(1, 2)  # [rows, heads, slots, depth]
+    # The draft slot at depth i is depth - i slots back; the last pair belongs to the slot itself.
+    drafted = [(_shift(k, depth - i), _shift(v, depth - i)) for i, (k, v) in enumerate(wide[1:], 1)]
+    nearby = torch.stack([(query * k).sum(-1) for k, _ in drafted], -1).transpose(1, 2)  # [rows, heads, slots, depth]
     weights = (torch.cat([scores, nearby.to(scores.dtype)], -1) * scale).softmax(-1)
     mixed: Tensor = (weights[..., :slots].to(value.dtype) @ value).transpose(1, 2)
-    for i, (_, v) in enumerate(own):
+    for i, (_, v) in enumerate(drafted):
         mixed = mixed + weights[..., slots + i].transpose(1, 2)[..., None] * v
     return mixed
 
 
-def _shifted(part: Tensor, slots: int) -> Tensor:
-    return F.pad(part[:, : part.shape[1] - slots], (0, 0, 0, 0, slots, 0)) if slots else part
+def _shift(states: Tensor, slots: int) -> Tensor:
+    return F.pad(states[:, : states.shape[1] - slots], (0, 0, 0, 0, slots, 0)) if slots else states

@@ -1,7 +1,7 @@
-"""Pictures to train a drafter on: files of codes, of what the drafter reads before them, and of hidden states.
+"""Files of training images: their tokens, their prefixes and the target's hidden states.
 
-A shard is one safetensors file that appears whole or not at all, so that a folder is continued by writing the shards it
-lacks. Its metadata say what target and prompts it is of. Knows NumPy only.
+A shard is one safetensors file, written completely or not at all, so an interrupted run continues with the shards that
+do not exist yet. Its metadata identify the target and the prompts. The module uses NumPy only.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from ...inputs import format_value, open_plain_file, reading
 from ...output.files import write_output
 
 FORMAT = "lantern-rt drafter data 3"
-FAMILIES = ("llamagen", "scenes", "anole")  # whose drafters can be trained
-_HELD_OUT = 23  # every so many pictures, one is for validation; a prime, so that no class is always that one
+FAMILIES = ("llamagen", "scenes", "anole")  # families whose drafters can be trained
+_HELD_OUT = 23  # every 23rd image is for validation; a prime, so that validation has images of all classes
 _REMEDY = "make the data again"
 
 
 @dataclass(frozen=True)
 class Source:
-    """What the shards of a folder share.
+    """Target and sizes, which are the same in all shards of a folder.
 
     Args:
         weights: sha256 of the target's weights.
-        kind: what pictures are drawn of: `prompts`, `class_ids` or `embeddings`.
-        rows: of the grid of codes.
-        columns: of that grid.
+        kind: kind of prompts: `prompts`, `class_ids` or `embeddings`.
+        rows: number of grid rows.
+        columns: number of grid columns.
         codes: size of the codebook.
-        width: of hidden states.
-        prefix: most rows before the first code.
+        width: size of hidden states.
+        prefix: maximum number of positions before the first image token.
     """
 
     weights: str
@@ -54,15 +54,15 @@ class Source:
 
     @property
     def cells(self) -> int:
-        """Codes of a picture."""
+        """Number of image tokens."""
         return self.rows * self.columns
 
 
 def read_source(manifest: Manifest) -> Source:
-    """What shards of a bundle's pictures are of.
+    """Return the source of shards that a bundle generates.
 
     Raises:
-        CheckpointError: drafters of its family cannot be trained.
+        CheckpointError: drafters of the bundle's family cannot be trained.
     """
     if manifest.family not in FAMILIES:
         field = f"family of bundle {manifest.name}"
@@ -81,67 +81,71 @@ def read_source(manifest: Manifest) -> Source:
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Some pictures of one shard. The conditional row comes first, the unconditional one second.
+class TrainingImages:
+    """Images of one shard. The conditional row of each comes first, the unconditional row second.
 
     Args:
-        subjects: prompts or class ids, or numbers of embeddings.
-        codes: int32 `[pictures, cells]`.
-        lengths: of the prefixes, int32 `[pictures, 2]`.
-        tokens: what the drafter reads in the prefix after its first position, int32 `[pictures, 2, longest - 1]`,
-            padded on the right.
-        states: the target's hidden states of prefix and codes but the last, float16
-            `[pictures, 2, longest + cells - 1, width]`, padded alike.
-        late_cells: where a pass over a window drew on after a draft that was not to stay, int32 `[pictures, cells]`,
-            filled up with zeros.
-        late_codes: that draft, which stood before it, int32 `[pictures, cells]`.
-        late_states: the target's hidden states there, float16 `[pictures, 2, cells, width]`.
+        prompts: text prompts, class ids or indices of embeddings.
+        codes: image tokens, int32 `[images, cells]`.
+        lengths: lengths of the prefixes, int32 `[images, 2]`.
+        tokens: token ids that the drafter reads in the prefix after its first position, int32
+            `[images, 2, longest - 1]`, padded on the right.
+        states: the target's hidden states at the prefix and all image tokens but the last, float16
+            `[images, 2, longest + cells - 1, width]`, padded on the right.
+        unaccepted_cells: cells that follow an unaccepted draft token, int32 `[images, cells]`, padded with zeros.
+        unaccepted_codes: draft token before each of these cells, int32 `[images, cells]`.
+        unaccepted_states: the target's hidden states after these draft tokens, float16 `[images, 2, cells, width]`.
     """
 
-    subjects: Sequence[Any]
+    prompts: Sequence[Any]
     codes: NDArray[np.integer[Any]]
     lengths: NDArray[np.integer[Any]]
     tokens: NDArray[np.integer[Any]]
     states: NDArray[np.float16]
-    late_cells: NDArray[np.integer[Any]]
-    late_codes: NDArray[np.integer[Any]]
-    late_states: NDArray[np.float16]
+    unaccepted_cells: NDArray[np.integer[Any]]
+    unaccepted_codes: NDArray[np.integer[Any]]
+    unaccepted_states: NDArray[np.float16]
 
 
-_LATE = ("late_cells", "late_codes", "late_states")
+# Fields of `TrainingImages` by their names in the file.
 _ARRAYS = {"image_tokens": "codes", "prefix_lengths": "lengths", "prefix_tokens": "tokens", "hidden_states": "states"}
-_ARRAYS |= dict(zip(_LATE, _LATE, strict=True))
+_ARRAYS |= {f"late_{name}": f"unaccepted_{name}" for name in ("cells", "codes", "states")}
 
 
 def shard_path(folder: Path, index: int) -> Path:
-    """The file of a shard."""
+    """Return the path of a shard."""
     return folder / f"shard-{index:05d}.safetensors"
 
 
-def write_shard(path: Path, source: Source, pictures: Pictures) -> None:
-    """Write a shard, whole or not at all.
+def write_shard(path: Path, source: Source, images: TrainingImages) -> None:
+    """Write a shard, completely or not at all.
+
+    Args:
+        path: file to write.
+        source: target and sizes of the folder's shards.
+        images: images of the shard.
 
     Raises:
-        OutputError: it cannot be written, or is there already.
+        OutputError: the file exists already or cannot be written.
     """
-    arrays = {name: np.ascontiguousarray(getattr(pictures, field)) for name, field in _ARRAYS.items()}
+    arrays = {name: np.ascontiguousarray(getattr(images, field)) for name, field in _ARRAYS.items()}
     metadata = {
         "format": FORMAT,
         "source": json.dumps(asdict(source)),
-        "prompt": json.dumps(list(pictures.subjects)),
+        "prompt": json.dumps(list(images.prompts)),
     }
     write_output(path, save(arrays, metadata), force=False)
 
 
 class Shard:
-    """One file, read picture by picture. `digest` identifies what it holds.
+    """One file of training images, read image by image. `digest` identifies its contents.
 
     Args:
-        path: the file.
-        vocabulary: tokens that a prefix may have.
+        path: file to read.
+        vocabulary: number of token ids that a prefix may have.
 
     Raises:
-        CheckpointError: it is no shard, contradicts itself, or holds numbers that are none.
+        CheckpointError: the file is not a shard, is inconsistent, or has NaN or infinite values.
     """
 
     def __init__(self, path: Path, vocabulary: int = 1 << 31) -> None:
@@ -154,21 +158,22 @@ class Shard:
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"format {format_value(metadata.get('format'))}, not {FORMAT}")
             self.source = Source(**json.loads(metadata["source"]))
-            self.subjects: list[Any] = list(json.loads(metadata["prompt"]))
+            self.prompts: list[Any] = list(json.loads(metadata["prompt"]))
             self._check_shapes()
             self.digest = self._check_numbers(vocabulary)
 
-    def read(self, index: slice) -> Pictures:
-        """Read some pictures."""
+    def read(self, index: slice) -> TrainingImages:
+        """Read the images of a slice."""
         with reading(self.path, "drafter data in safetensors", CheckpointError, _REMEDY):
             arrays = {field: self._file.get_slice(name)[index] for name, field in _ARRAYS.items()}
-        return Pictures(self.subjects[index], **arrays)
+        return TrainingImages(self.prompts[index], **arrays)
 
     def _check_shapes(self) -> None:
-        count, cells = len(self.subjects), self.source.cells
+        count = len(self.prompts)
+        cells = self.source.cells
         longest = self._file.get_slice("prefix_tokens").get_shape()[-1] + 1
         if longest > self.source.prefix:
-            raise ValueError(f"a prefix of {longest}, not {self.source.prefix} at most")
+            raise ValueError(f"prefix length {longest}, expected at most {self.source.prefix}")
         expected = {
             "image_tokens": ("I32", [count, cells]),
             "prefix_lengths": ("I32", [count, 2]),
@@ -184,37 +189,37 @@ class Shard:
                 raise ValueError(f"{name} {array.get_dtype()} {array.get_shape()}, not {dtype} {shape}")
 
     def _check_numbers(self, vocabulary: int) -> str:
-        digest = blake2b(json.dumps(self.subjects).encode(), digest_size=16)
-        for index in range(len(self.subjects)):
-            picture = self.read(slice(index, index + 1))
+        digest = blake2b(json.dumps(self.prompts).encode(), digest_size=16)
+        for index in range(len(self.prompts)):
+            image = self.read(slice(index, index + 1))
             ranges = {
-                "image_tokens": (picture.codes, 0, self.source.codes - 1),
-                "prefix_lengths": (picture.lengths, 1, picture.tokens.shape[-1] + 1),
-                "prefix_tokens": (picture.tokens, 0, vocabulary - 1),
-                "late_cells": (picture.late_cells, 0, self.source.cells - 1),
-                "late_codes": (picture.late_codes, 0, self.source.codes - 1),
+                "image_tokens": (image.codes, 0, self.source.codes - 1),
+                "prefix_lengths": (image.lengths, 1, image.tokens.shape[-1] + 1),
+                "prefix_tokens": (image.tokens, 0, vocabulary - 1),
+                "late_cells": (image.unaccepted_cells, 0, self.source.cells - 1),
+                "late_codes": (image.unaccepted_codes, 0, self.source.codes - 1),
             }
             for name, (numbers, low, high) in ranges.items():
                 if numbers.size and not low <= numbers.min() <= numbers.max() <= high:
-                    raise ValueError(f"{name} outside {low} .. {high} in picture {index}")
-            for name, states in (("hidden_states", picture.states), ("late_states", picture.late_states)):
+                    raise ValueError(f"{name} outside {low} .. {high} in image {index}")
+            for name, states in (("hidden_states", image.states), ("late_states", image.unaccepted_states)):
                 if (states.view(np.uint16) & 0x7C00 == 0x7C00).any():
-                    raise ValueError(f"{name} that are NaN or infinite in picture {index}")
+                    raise ValueError(f"{name} that are NaN or infinite in image {index}")
             for name in _ARRAYS.values():
-                digest.update(getattr(picture, name).tobytes())
+                digest.update(getattr(image, name).tobytes())
         return digest.hexdigest()
 
 
 class ShardFolder:
-    """The shards of a folder, as one numbered sequence of pictures. `digest` identifies what they hold.
+    """The shards of a folder as one sequence of images. `digest` identifies their contents.
 
     Args:
-        folder: where they lie.
-        source: what they must be of.
-        vocabulary: tokens that a prefix may have.
+        folder: folder with the shards.
+        source: expected target and sizes.
+        vocabulary: number of token ids that a prefix may have.
 
     Raises:
-        CheckpointError: there are too few pictures, damaged ones, or some of another source.
+        CheckpointError: there are fewer than two images, or a shard is damaged or has another source.
     """
 
     def __init__(self, folder: Path, source: Source, vocabulary: int) -> None:
@@ -226,30 +231,30 @@ class ShardFolder:
                 if value != expected:
                     field = f"{shard.path}: {name}"
                     raise CheckpointError(
-                        field=field, found=format_value(value), expected=f"{expected}, as of the bundle"
+                        field=field, found=format_value(value), expected=f"{expected}, as in the bundle"
                     )
         self.digest = blake2b("".join(shard.digest for shard in self.shards).encode(), digest_size=16).hexdigest()
-        self._starts = list(accumulate((len(shard.subjects) for shard in self.shards), initial=0))
+        self._starts = list(accumulate((len(shard.prompts) for shard in self.shards), initial=0))
         if len(self) < 2:
             remedy = "run `lantern-rt train-drafter data`"
-            raise CheckpointError(field=str(folder), found=f"{len(self)} pictures", expected="shards", remedy=remedy)
+            raise CheckpointError(field=str(folder), found=f"{len(self)} images", expected="shards", remedy=remedy)
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     @property
     def validation(self) -> list[int]:
-        """Numbers of pictures that no drafter is trained on, the same ones when more are drawn."""
+        """Indices of the validation images; they do not change when images are added."""
         return list(range(_HELD_OUT - 1, len(self), _HELD_OUT)) or [0]
 
     @property
     def training(self) -> list[int]:
-        """Numbers of the pictures that drafters are trained on."""
+        """Indices of the images that drafters are trained on."""
         held_out = set(self.validation)
         return [i for i in range(len(self)) if i not in held_out]
 
-    def picture(self, number: int) -> Pictures:
-        """Read one picture."""
-        shard = int(np.searchsorted(self._starts, number, "right")) - 1
-        index = number - self._starts[shard]
-        return self.shards[shard].read(slice(index, index + 1))
+    def read_image(self, index: int) -> TrainingImages:
+        """Read one image."""
+        shard = int(np.searchsorted(self._starts, index, "right")) - 1
+        start = index - self._starts[shard]
+        return self.shards[shard].read(slice(start, start + 1))

@@ -1,6 +1,6 @@
-"""What a drafter takes from its target, read from a bundle: sizes, head, embeddings, fields of its configuration.
+"""Sizes and frozen weights of a bundle's target, for training a drafter.
 
-Only the head and the table of embeddings are read; the target's layers are run by the bundle's engine.
+Only the output layer and the token embeddings are read; the bundle's engine runs the target's layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...export.models.decoder import DecoderConfig, rope_table
 from ..graph_weights import GraphWeights
 from .shards import Source, read_source
 
-# Conventions of each family's drafters, of LANTERN's where it has one.
+# Configuration of each family's drafters; llamagen and anole follow LANTERN.
 _CONVENTIONS: dict[str, dict[str, Any]] = {
     "llamagen": {"norm_eps": 1e-6, "input_norm": False},
     "scenes": {"norm_eps": 1e-5, "input_norm": False, "prefix_rotation": "identity"},
@@ -28,16 +28,16 @@ _CONVENTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """What is frozen while a drafter learns.
+    """Frozen target weights for drafter training.
 
     Args:
-        name: of the bundle.
-        source: what its pictures are of.
-        config: of the drafter to be.
-        head: float32 `[codes, width]`.
-        embeddings: what the drafter's begin with, `[tokens, width]`.
-        code_offset: the token of code 0.
-        fields: of config.json, besides sizes.
+        name: name of the bundle.
+        source: target and sizes that the training images must have.
+        config: configuration of the drafter.
+        head: weights of the output layer, float32 `[codes, width]`.
+        embeddings: initial embeddings of the drafter, `[tokens, width]`.
+        code_offset: token id of code 0.
+        fields: fields of the drafter's config.json, without sizes.
     """
 
     name: str
@@ -50,10 +50,10 @@ class Target:
 
 
 def read_target(bundle: Bundle) -> Target:
-    """Read what a drafter of this bundle's target needs.
+    """Read sizes and weights that training a drafter needs.
 
     Raises:
-        CheckpointError: drafters of its kind are not known here.
+        CheckpointError: drafters of the bundle's family cannot be trained.
         BundleError: the bundle is damaged.
     """
     manifest = bundle.manifest
@@ -98,7 +98,7 @@ def _check_rotation(bundle: Bundle, graph: GraphWeights, config: DecoderConfig) 
     expected = rope_table(config)
     tolerance = 2e-3 if bundle.manifest.target.dtype == "float16" else 1e-5
     if table.shape != expected.shape or not torch.allclose(table, expected, atol=tolerance):
-        problem = f"its rotary table is not that of base {config.rope_base:.0f}, which drafters of its family have"
+        problem = f"the rotary table differs from that of base {config.rope_base:.0f}, which the family's drafters use"
         raise CheckpointError(problem, field=f"bundle {bundle.manifest.name}")
 
 
@@ -107,7 +107,9 @@ def _code_offset(bundle: Bundle, table: Tensor, codes: Tensor) -> int:
     for start in torch.nonzero((table == rounded[0]).all(1)).flatten().tolist():
         if torch.equal(table[start : start + len(codes)], rounded):
             return int(start)
-    raise CheckpointError("its codes do not lie in order among its tokens", field=f"bundle {bundle.manifest.name}")
+    raise CheckpointError(
+        "the embeddings of its codes are not consecutive in its token table", field=f"bundle {bundle.manifest.name}"
+    )
 
 
 def _config_fields(bundle: Bundle, config: DecoderConfig) -> dict[str, Any]:
