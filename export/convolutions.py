@@ -2,8 +2,8 @@
 
 Convolutions whose input comes from an activation function do nearly all of the work. Their inputs and outputs are
 rounded to unsigned 8-bit integers, in ranges measured by `calibrate`, and kernels to -64 .. 64, with a scale for each
-output. Processors without VNNI add two products in 16 bits, which 64 does not exceed: with 127, images of `scenes`
-differed by 1.2 levels of 255.
+output. Processors without VNNI add two products in 16 bits, which larger kernels would overflow: with 127, images of
+`scenes` differed by 1.2 levels of 255.
 
 The other convolutions read or write the residual stream, for which 8 bits are too few. They multiply multiples of
 powers of two in float32, so coarse that sums need no rounding. Without that, last bits would differ between processors
@@ -84,8 +84,8 @@ def quantise_convolutions(graph_file: GraphFile, ranges: dict[str, tuple[Range, 
     sigmoids = {node.output[0] for node in nodes if node.op_type == "Sigmoid"}
     swishes = {node.output[0] for node in nodes if node.op_type == "Mul" and sigmoids & {*node.input}}
     resized = {node.output[0]: node.input[0] for node in nodes if node.op_type == "Resize"}
-    large = [node.input[0] for node in convolutions if graph_file.weights[node.input[1]].shape[2:] == (3, 3)]
-    doubled = {name: resized[name] for name in large if name in resized}
+    inputs_3x3 = [node.input[0] for node in convolutions if graph_file.weights[node.input[1]].shape[2:] == (3, 3)]
+    doubled = {name: resized[name] for name in inputs_3x3 if name in resized}
     result = graph_file.model.graph.node
     del result[:]
     for node in nodes:
@@ -99,7 +99,7 @@ def quantise_convolutions(graph_file: GraphFile, ranges: dict[str, tuple[Range, 
         if source in swishes:
             node.input[1] = f"{kernel}.kernel"
             node.output[0] = f"{node.name}.given"
-            if kernel in graph_file.weights:  # Emu3 uses some twice
+            if kernel in graph_file.weights:  # Emu3 uses some kernels twice
                 result.append(_quantize_kernel(graph_file, kernel))
             result.extend([*_round_to_8_bits(graph_file, source, node.input[0], input_range), node])
             result.extend(_round_to_8_bits(graph_file, node.output[0], output, output_range))

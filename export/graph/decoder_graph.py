@@ -28,7 +28,7 @@ _EXACT_BITS = 24  # float32 holds integers of as many bits, which sums must not 
 _WEIGHT_STEPS = 4096  # attention weights are multiples of 1 / 4096
 _VALUE_STEPS = 2047  # maximum of values, in steps of their channel
 _MAX_NODES = 128  # nodes of a pass, in addition to the positions of an image
-_MIN_LOG_WEIGHT = 70.0  # nats by which an attention weight may lie below the largest
+_MAX_LOG_GAP = 70.0  # nats by which an attention weight may lie below the largest
 
 
 class PastFirstWriter(DecoderWriter):
@@ -101,8 +101,8 @@ class PastFirstWriter(DecoderWriter):
         """Write the look-up of rotary tables by position.
 
         Returns:
-            Cosines and sines, `[rows, nodes, 1, head_dim]`, each twice and sines negative at the first number of a
-            pair, and a matrix that swaps the numbers of each pair.
+            Cosines and sines, `[rows, nodes, 1, head_dim]`, and a matrix that swaps the numbers of each pair. Both
+            numbers of a pair have the same cosine; the first has the negative sine of the second.
         """
         ops = self.graph
         rope = self.rope
@@ -246,7 +246,7 @@ def _write_softmax(ops: Ops, scores: str) -> str:
     1e-38: forward passes of `scenes` with 8 nodes took 30 % longer.
     """
     largest = ops.op("ReduceMax", scores, ops.ints(-1), keepdims=1)
-    lowest = ops.op("Sub", largest, ops.number("least_weight", _MIN_LOG_WEIGHT))
+    lowest = ops.op("Sub", largest, ops.number("least_weight", _MAX_LOG_GAP))
     return ops.op("Softmax", ops.op("Max", scores, lowest), axis=-1)
 
 
