@@ -1,6 +1,6 @@
-"""What images are made from: prompts, class ids or text embeddings, as the condition graph reads them.
+"""Prompts, class ids and text embeddings as inputs of the condition graph.
 
-The prefix rows of an embeddings bundle are laid out here: right-padded in requests, left-padded in the graph.
+Embeddings are right-padded in requests and left-padded in the graph; this module converts them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,18 @@ PROMPT_LIMIT = 2000  # characters
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """One image: its label (prompt, class id, or None), its seed, and what the condition graph reads.
+    """Image to generate, with its prompt, seed and condition inputs.
 
-    inputs: by name, `[1, ...]`. real: of the conditional and the unconditional row, bool `[prefix]`, False on padding.
-    tokens: ids of both rows, where prompts are made of them. negative: of the negative prompt, if there is one, whose
-    conditional row takes the place of the unconditional one; the same object for all images of a request. edit: the
-    picture of which a part is drawn anew, if there is one; the same object, too.
+    Attributes:
+        label: prompt or class id; None for embeddings.
+        inputs: inputs of the condition graph by name, `[1, ...]`.
+        real: positions that are not padding, of the conditional and the unconditional row, bool `[prefix]`.
+        tokens: token ids of the conditional and the unconditional row, int64 `[prefix]`; None if the condition graph
+            does not read ids of a joint vocabulary.
+        seed: random seed, 0 .. 2**64 - 1.
+        negative: negative prompt, whose conditional row replaces the unconditional row; shared by all images of a
+            request.
+        edit: image of which a part is generated again; shared by all images of a request.
     """
 
     label: Label
@@ -45,7 +51,7 @@ class ImageRequest:
 
 
 def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
-    """The tokenizer of a bundle that takes prompts."""
+    """Load the tokenizer of a bundle; None if the bundle takes no prompts."""
     condition = bundle.manifest.condition
     if condition.kind == "text":
         return CaptionTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.cleaning)
@@ -56,14 +62,19 @@ def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
     return None
 
 
-def _nth(name: str, i: int, count: int) -> str:
+def _numbered(name: str, i: int, count: int) -> str:
     return name if count == 1 else f"{name} {i + 1} of {count}"
 
 
 def prepare_class_ids(condition: ConditionSpec, class_ids: list[Any]) -> list[ImageRequest]:
-    """What is made of every class id. Raises: RequestError: one is out of range."""
+    """Prepare one image per class id.
+
+    Raises:
+        RequestError: a class id is out of range.
+    """
     last = (condition.classes or 1) - 1
-    ids = [check_int(_nth("class id", i, len(class_ids)), one, 0, 0, last) for i, one in enumerate(class_ids)]
+    count = len(class_ids)
+    ids = [check_int(_numbered("class id", i, count), value, 0, 0, last) for i, value in enumerate(class_ids)]
     real = np.ones(condition.prefix, np.bool_)
     return [ImageRequest(i, {"class_ids": np.array([i], np.int64)}, (real, real)) for i in ids]
 
@@ -71,22 +82,32 @@ def prepare_class_ids(condition: ConditionSpec, class_ids: list[Any]) -> list[Im
 def prepare_prompts(
     condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any], negative: Any = None
 ) -> list[ImageRequest]:
-    """What is made of every prompt and of the negative one, if any; a refusal says which one it is of."""
+    """Prepare one image per prompt.
+
+    Args:
+        condition: condition of the bundle.
+        tokenizer: tokenizer of the bundle.
+        size: size of the images, which some prompt templates state.
+        prompts: prompts, checked here.
+        negative: negative prompt; None: none.
+
+    Raises:
+        RequestError: a prompt is empty, too long or not text; the error says which prompt.
+    """
     requests = _prepare_prompts("prompt", condition, tokenizer, size, prompts)
     if negative is None:
         return requests
     if isinstance(tokenizer, TemplateTokenizer) and condition.layout and condition.layout.negative:
         tokenizer = replace(tokenizer, template=condition.layout.negative)
-    (other,) = _prepare_prompts("negative_prompt", condition, tokenizer, size, [negative])
-    return [
-        replace(
-            one,
-            real=(one.real[0], other.real[0]),
-            tokens=one.tokens and other.tokens and (one.tokens[0], other.tokens[0]),
-            negative=other,
-        )
-        for one in requests
-    ]
+    (negative_request,) = _prepare_prompts("negative_prompt", condition, tokenizer, size, [negative])
+    replaced = []
+    for request in requests:
+        tokens = None
+        if request.tokens and negative_request.tokens:
+            tokens = (request.tokens[0], negative_request.tokens[0])
+        real = (request.real[0], negative_request.real[0])
+        replaced.append(replace(request, real=real, tokens=tokens, negative=negative_request))
+    return replaced
 
 
 def _prepare_prompts(
@@ -99,7 +120,7 @@ def _prepare_prompts(
         try:
             requests.append(_prepare_prompt(condition, tokenizer, size, prompt))
         except RequestError as error:
-            error.field = _nth(field, i, len(prompts))
+            error.field = _numbered(field, i, len(prompts))
             if near := tokenizer.nearest_examples(prompt) if isinstance(tokenizer, WordTokenizer) else []:
                 error.remedy = "; ".join(filter(None, [error.remedy, f"it draws {', '.join(map(repr, near))}"]))
             raise
@@ -110,48 +131,59 @@ def _prepare_prompt(condition: ConditionSpec, tokenizer: PromptTokenizer, size: 
     if not isinstance(prompt, str):
         raise RequestError(field="prompt", found=format_value(prompt), expected="text or a list of texts")
     if not prompt.strip():
-        raise RequestError(field="prompt", found="an empty one", expected="a few words")
-    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # how Python passes on bytes of arguments
+        raise RequestError(field="prompt", found="empty text", expected="a few words")
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # bytes of command-line arguments that are not UTF-8
         raise RequestError(field="prompt", found=format_value(prompt), expected="text in UTF-8", remedy="type it again")
     if len(prompt) > PROMPT_LIMIT:
         raise RequestError(field="prompt", found=f"{len(prompt):,} characters", expected=f"at most {PROMPT_LIMIT:,}")
-    layout, prefix = condition.layout, condition.prefix
+    layout = condition.layout
+    prefix = condition.prefix
     if layout is None:
         ids = tokenizer.encode(prompt, prefix)
         real = np.arange(prefix) >= prefix - len(ids)
         mask = {"token_mask": np.ones((1, len(ids)), np.int64)} if condition.kind == "text" else {}
         return ImageRequest(prompt, {"token_ids": ids[None], **mask}, (real, real))
-    behind = (*layout.after, *size.tokens)
-    ids = tokenizer.encode(prompt, prefix - len(layout.before) - len(behind))
-    cond = np.array([*layout.before, *ids, *behind], np.int64)
+    suffix = (*layout.after, *size.tokens)
+    ids = tokenizer.encode(prompt, prefix - len(layout.before) - len(suffix))
+    cond = np.array([*layout.before, *ids, *suffix], np.int64)
     uncond = cond.copy() if layout.uncond is None else np.array([*layout.uncond, *size.tokens], np.int64)
     if layout.uncond_fill is not None:
-        uncond[len(layout.before) : len(cond) - len(behind)] = layout.uncond_fill
+        uncond[len(layout.before) : len(cond) - len(suffix)] = layout.uncond_fill
     inputs = {"token_ids": cond[None], "uncond_ids": uncond[None]}
     return ImageRequest(prompt, inputs, (np.ones(len(cond), bool), np.ones(len(uncond), bool)), (cond, uncond))
 
 
-def _array(values: Any) -> NDArray[Any]:
-    if hasattr(values, "detach"):  # a tensor of PyTorch, which NumPy reads without gradients, and in no bfloat16
+def _to_array(values: Any) -> NDArray[Any]:
+    if hasattr(values, "detach"):  # a PyTorch tensor; NumPy reads neither gradients nor bfloat16
         values = values.detach().cpu()
         values = values.float() if values.is_floating_point() else values
     return np.asarray(values)
 
 
 def prepare_embeddings(condition: ConditionSpec, embeddings: Embeddings) -> list[ImageRequest]:
-    """Left-pad right-padded embeddings: real rows go to the end, padding becomes zero."""
-    prefix, width = condition.prefix, condition.caption_dim or 0
+    """Prepare one image per text embedding: left-pad the rows, and set the padding to zero.
+
+    Args:
+        condition: condition of the bundle.
+        embeddings: floats `[tokens, dim]` or `[prompts, tokens, dim]`, alone or with a right-padded mask.
+
+    Raises:
+        RequestError: shapes, mask or values are invalid.
+    """
+    prefix = condition.prefix
+    width = condition.caption_dim or 0
     rows, mask = embeddings if isinstance(embeddings, tuple) else (embeddings, None)
     try:
-        with np.errstate(over="ignore"):  # what is infinite then is refused below
-            values = _array(rows).astype(np.float32, casting="same_kind")
-        marks = np.ones(values.shape[:-1], np.bool_) if mask is None else _array(mask).astype(np.bool_)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # RuntimeError: of PyTorch
+        with np.errstate(over="ignore"):  # infinite values raise an error below
+            values = _to_array(rows).astype(np.float32, casting="same_kind")
+        marks = np.ones(values.shape[:-1], np.bool_) if mask is None else _to_array(mask).astype(np.bool_)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # PyTorch raises RuntimeError
         raise RequestError(
             field="embeddings", found=format_error(error), expected="an array of numbers and a mask"
         ) from error
     if values.ndim == 2:
-        values, marks = values[None], marks[None]
+        values = values[None]
+        marks = marks[None]
     fits = values.ndim == 3 and values.shape[0] > 0 and 1 <= values.shape[1] <= prefix and values.shape[2] == width
     if not fits or marks.shape != values.shape[:2]:
         found = f"{list(values.shape)} with mask {list(marks.shape)}"
@@ -159,13 +191,14 @@ def prepare_embeddings(condition: ConditionSpec, embeddings: Embeddings) -> list
         raise RequestError(field="embeddings", found=found, expected=expected)
     lengths = marks.sum(1)[:, None]
     if (lengths == 0).any() or not np.array_equal(marks, np.arange(marks.shape[1]) < lengths):
-        expected = "ones, at least one, then zeros (right-padded)"
+        expected = "at least one 1, then zeros (right-padded)"
         raise RequestError(field="embeddings", found="a mask with gaps", expected=expected)
     if not np.isfinite(values[marks]).all():
         raise RequestError(field="embeddings", found="NaN or infinity", expected="finite numbers")
-    left, real = np.zeros((len(values), prefix, width), np.float32), np.arange(prefix) >= prefix - lengths
-    left[real] = values[marks]
+    left_padded = np.zeros((len(values), prefix, width), np.float32)
+    real = np.arange(prefix) >= prefix - lengths  # [prompts, prefix]
+    left_padded[real] = values[marks]
     return [
-        ImageRequest(None, {"caption_embeds": value[None], "caption_mask": own[None].astype(np.int64)}, (own, own))
-        for value, own in zip(left, real, strict=True)
+        ImageRequest(None, {"caption_embeds": value[None], "caption_mask": row[None].astype(np.int64)}, (row, row))
+        for value, row in zip(left_padded, real, strict=True)
     ]

@@ -66,11 +66,11 @@ def test_an_image_of_an_embedding_names_neither_prompt_nor_class(tmp_path: Path)
 
 
 def test_the_prompt_of_a_list_that_failed_is_named(pipe: Pipeline) -> None:
-    with refused(RequestError, "prompt 2 of 3: found an empty one, expected a few words"):
+    with refused(RequestError, "prompt 2 of 3: found empty text, expected a few words"):
         pipe(["red cube", " ", "green cube"])
     with pytest.raises(RequestError, match=r"^prompt 3 of 3: found unknown word 'blu'"):
         pipe.stream(["red cube", "green cube", "a blu cube"])
-    with refused(RequestError, "prompt: found an empty one, expected a few words"):
+    with refused(RequestError, "prompt: found empty text, expected a few words"):
         pipe([" "])
 
 

@@ -142,7 +142,7 @@ def test_the_service_answers_several_at_once_each_with_its_picture(address: str,
 
 @pytest.mark.parametrize(
     ("query", "found"),
-    [("?prompt=blu", "found unknown word 'blu'"), ("", "found an empty one"), ("?prompt=red&seed=x", "found 'x'")],
+    [("?prompt=blu", "found unknown word 'blu'"), ("", "found empty text"), ("?prompt=red&seed=x", "found 'x'")],
 )
 def test_the_service_says_in_one_line_what_was_wrong(address: str, query: str, found: str) -> None:
     status, body = get(f"{address}{query}")
