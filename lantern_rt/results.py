@@ -136,7 +136,7 @@ class StreamState:
         before = [*self.counts]
         cells = [*self._cells]
         for part in step.parts:
-            i = part.request
+            i = part.sequence
             tokens = cells[i] = cells[i].copy()  # the caller may still hold the arrays of earlier steps
             self.counts[i] += len(part.codes)
             tokens[before[i] : self.counts[i]] = part.codes

@@ -26,7 +26,7 @@ from .results import StreamStep
 from .runtime import state
 from .runtime.batch import Batch
 from .runtime.decode import Step, joining
-from .runtime.drafting import RequestStep
+from .runtime.drafting import SequenceStep
 from .runtime.statistics import Clock, summarise
 from .runtime_inputs import compute_prefixes, load_model
 from .service_request import Listener, ServiceRequest
@@ -65,7 +65,7 @@ class Service:
         self._batches = self._new_batches()
         self._turns = Turns()
         self._tickets: dict[int, ServiceRequest] = {}  # by the index of a sample
-        self._waiting: list[state.Request] = []  # samples that have no place yet
+        self._waiting: list[state.ImageSequence] = []  # samples that have no place yet
         self._count = 0  # samples so far
         self._callers = 0  # of late
         self._changed = threading.Condition()
@@ -219,14 +219,14 @@ class Service:
         ticket.clocks = self._clocks[0].copy(), self._clocks[1].copy()
         for prompt, image in zip(prompts, ticket.checked.images, strict=True):
             rows = prompt.rows(settings.sampling)
-            sample = state.Request(
+            sample = state.ImageSequence(
                 self._count,
                 ticket.raster,
                 rows,
                 settings.sampling,
                 settings.method,
                 image.seed,
-                prompt.kept,
+                prompt.preserved,
                 adaptive=self._engines.on_cpu,
             )
             self._tickets[self._count] = ticket
@@ -250,7 +250,7 @@ class Service:
         for ticket, error in refused.items():
             self._end(ticket, error)
 
-    def _waiting_by_group(self) -> dict[int, list[state.Request]]:
+    def _waiting_by_group(self) -> dict[int, list[state.ImageSequence]]:
         """Return who waits for a place, by group, in the order in which they are to have places."""
         active = [sample for batch in self._batches.values() for sample in batch.active]
         held = Counter(self._tickets[sample.index].caller for sample in active)
@@ -260,12 +260,12 @@ class Service:
         used = {group for group, batch in self._batches.items() if batch.active}
         if len(used.union(groups)) > 1:  # whose turn it is says nothing about places
             order = order[: self._max_images - len(active)]
-        waiting: dict[int, list[state.Request]] = {}
+        waiting: dict[int, list[state.ImageSequence]] = {}
         for sample, group in zip(order, groups, strict=False):
             waiting.setdefault(group, []).append(sample)
         return waiting
 
-    def _group(self, sample: state.Request) -> int:
+    def _group(self, sample: state.ImageSequence) -> int:
         """Whose passes an image shares: beside other callers, those of relaxed methods with about as many nodes."""
         method = sample.method
         if self._callers < 2 or (method.exact and (sample.nodes <= FEW_NODES or isinstance(method, Sjd))):
@@ -277,7 +277,7 @@ class Service:
         waiting = self._waiting_by_group()
         free = self._max_images - sum(len(batch.active) for batch in self._batches.values())
         callers: dict[int, set[str]] = {}
-        new: dict[int, list[state.Request]] = {}
+        new: dict[int, list[state.ImageSequence]] = {}
         for group, batch in self._batches.items():
             queued = waiting.get(group, [])
             new[group] = joining(batch, queued, free + len(batch.active), self._rows)
@@ -302,31 +302,31 @@ class Service:
         if new[group]:
             self._waiting = [sample for sample in self._waiting if not sample.codes]
         with self._changed:
-            images = sum(len(part.codes) / self._tickets[part.request].raster.codes for part in parts)
+            images = sum(len(part.codes) / self._tickets[part.sequence].raster.codes for part in parts)
             self.room.measure(now - self._since, images)
         self._since = now
-        steps: dict[ServiceRequest, list[RequestStep]] = {}
+        steps: dict[ServiceRequest, list[SequenceStep]] = {}
         for part in parts:
-            steps.setdefault(self._tickets[part.request], []).append(part)
+            steps.setdefault(self._tickets[part.sequence], []).append(part)
         for ticket, own in steps.items():
             ticket.waited = began - ticket.came if ticket.waited is None else ticket.waited
             self._tell(ticket, own)
 
-    def _tell(self, ticket: ServiceRequest, parts: list[RequestStep]) -> None:
+    def _tell(self, ticket: ServiceRequest, parts: list[SequenceStep]) -> None:
         """Tell a request's listener what a pass gave its images."""
         settings = ticket.checked.settings
         samples = ticket.samples
         codes = ticket.raster.codes
         total = codes * len(samples)
-        missing = sum(sample.missing for sample in samples)
+        remaining = sum(sample.remaining for sample in samples)
         stats = None
-        if not missing:
+        if not remaining:
             target, drafter = (now.since(then) for now, then in zip(self._clocks, ticket.clocks, strict=True))
             records = [sample.statistics for sample in samples]
             stats = summarise(settings.method.method, codes, target, drafter, records)
-        own = [part._replace(request=part.request - samples[0].index) for part in parts]
+        own = [part._replace(sequence=part.sequence - samples[0].index) for part in parts]
         draw = partial(self.pipeline.decode_image, ticket.checked.images, settings)
-        step = ticket.stream_state.add(Step(own, total - missing, total, stats), settings, draw)
+        step = ticket.stream_state.add(Step(own, total - remaining, total, stats), settings, draw)
         if stats is not None:
             self._failures = 0
             self._end(ticket, step)

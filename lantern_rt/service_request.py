@@ -29,7 +29,7 @@ class ServiceRequest:
     came: float = field(default_factory=time.perf_counter)
     waited: float | None = None  # seconds before its first pass began
     places: int = 0  # images that count for the room there is, none once it has ended or was cancelled
-    samples: list[state.Request] = field(default_factory=list)
+    samples: list[state.ImageSequence] = field(default_factory=list)
     clocks: tuple[Clock, Clock] = field(default_factory=lambda: (Clock(), Clock()))  # as they stood when it began
     ended: bool = False
 

@@ -55,13 +55,13 @@ class Acceptance(NamedTuple):
     relaxed: Sequence[int] = ()  # nodes of the path that the exact rule would have refused
 
 
-def follow(tree: DraftTree, choice: Callable[[int], int], missing: int) -> Acceptance:
+def follow(tree: DraftTree, choice: Callable[[int], int], remaining: int) -> Acceptance:
     """Walk down the tree for as long as the target's `choice(node)` is among the children of the node.
 
-    missing: codes that are to be drawn, with those of the tree that are known; no more are accepted.
+    remaining: codes that are to be drawn, with those of the tree that are known; no more are accepted.
     """
     path = [*range(1 + tree.known)]
-    while len(path) <= missing:
+    while len(path) <= remaining:
         token = choice(path[-1])
         for child in tree.structure.children[path[-1]]:
             if tree.tokens[child] == token:
@@ -106,7 +106,7 @@ def walk(
     choice: Callable[[int], int],
     relaxation: Relaxation,
     decisions: Callable[[int], np.random.Generator],
-    missing: int,
+    remaining: int,
 ) -> Acceptance:
     """Walk down from the root, one child at a time; sampling.
 
@@ -117,12 +117,12 @@ def walk(
         relaxation: how far acceptance may stray.
         decisions: gives the stream that decides on a node's children: one number for every candidate, also for one that
             q says cannot have been drawn, and one for what is drawn instead of them.
-        missing: as of `follow`; no more are accepted, nor counted in the distance.
+        remaining: as of `follow`; no more are accepted, nor counted in the distance.
     """
     path = [*range(1 + tree.known)]
     relaxed_nodes: list[int] = []
     tvd = 0.0
-    while len(path) <= missing:
+    while len(path) <= remaining:
         node = path[-1]
         p = target(node)
         siblings = tree.structure.children[node]
@@ -193,11 +193,11 @@ def _normalised(weights: Probabilities, otherwise: Probabilities) -> Probabiliti
     return weights / total if total > 0 else otherwise / max(float(otherwise.sum()), 1e-300)
 
 
-def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, missing: int) -> Acceptance:
+def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, remaining: int) -> Acceptance:
     """The longest path whose every token is the arg-max, or is once its aggregation set is added.
 
     Ties go to the path with the first leaf. The bonus is the arg-max after the path's end, unrelaxed. Every relaxed
-    token counts 1 in the distance. missing: as of `follow`, where the path is cut.
+    token counts 1 in the distance. remaining: as of `follow`, where the path is cut.
     """
     reached = [tree.known]
     seen: dict[int, Probabilities] = {}
@@ -211,9 +211,9 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, m
             if token == top or p[token] + float(p[relaxation.aggregation_set(p, token)].sum()) > p[top]:
                 reached.append(child)
     end = min(reached, key=lambda node: (-tree.structure.depths[node], tree.structure.leaf_rank[node]))
-    path = tree.path_to(end)[: missing + 1]
+    path = tree.path_to(end)[: remaining + 1]
     relaxed = [child for node, child in pairwise(path[tree.known :]) if tree.tokens[child] != seen[node].argmax()]
-    if len(path) > missing:
+    if len(path) > remaining:
         return Acceptance(path, None, float(len(relaxed)), None, relaxed)
     remainder = seen[end] if end in seen else target(end)
     return Acceptance(path, int(remainder.argmax()), float(len(relaxed)), remainder, relaxed)

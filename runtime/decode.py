@@ -12,9 +12,9 @@ from itertools import islice
 
 from ..methods import MethodConfig, Sampling
 from .batch import Batch
-from .drafting import Drafter, RequestStep
-from .state import Model, Prompt, Request
-from .statistics import RequestStatistics, Statistics, summarise
+from .drafting import Drafter, SequenceStep
+from .state import ImageSequence, Model, Prompt
+from .statistics import SequenceStatistics, Statistics, summarise
 
 UNLIMITED = 1 << 30
 IDLE = 0.25  # share of the tokens of all images in a pass that may stand idle, so that images begin together
@@ -22,9 +22,9 @@ IDLE = 0.25  # share of the tokens of all images in a pass that may stand idle, 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the batch; finished requests have no part in it."""
+    """One step of the batch; finished sequences have no part in it."""
 
-    parts: list[RequestStep]  # of the requests that took part
+    parts: list[SequenceStep]  # of the sequences that took part
     done: int  # codes that are drawn, of all images
     total: int  # codes of all images
     stats: Statistics | None  # of the whole decode, with the last step
@@ -56,18 +56,18 @@ def decode(
         A step after every prefill and every pass.
     """
     batch = Batch(model, listener)
-    records: list[RequestStatistics] = []
+    records: list[SequenceStatistics] = []
     coming = iter(enumerate(zip(prompts, seeds, strict=True)))
-    waiting: list[Request] = []
+    waiting: list[ImageSequence] = []
     done = 0
     stats = None
     while stats is None:
         for i, (prompt, seed) in islice(coming, max_images - len(batch.active) - len(waiting)):
             rows = prompt.rows(sampling)
-            waiting.append(Request(i, model.raster, rows, sampling, method, seed, prompt.kept, adaptive))
+            waiting.append(ImageSequence(i, model.raster, rows, sampling, method, seed, prompt.preserved, adaptive))
         if new := joining(batch, waiting, max_images):
             del waiting[: len(new)]
-            records += [request.statistics for request in new]
+            records += [sequence.statistics for sequence in new]
             parts = batch.join(new)
         else:
             parts = batch.step()
@@ -77,7 +77,9 @@ def decode(
         yield Step(parts, done, model.codes * len(seeds), stats)
 
 
-def joining(batch: Batch, waiting: Sequence[Request], max_images: int, max_rows: int = UNLIMITED) -> list[Request]:
+def joining(
+    batch: Batch, waiting: Sequence[ImageSequence], max_images: int, max_rows: int = UNLIMITED
+) -> list[ImageSequence]:
     """Return the first of those who wait, as far as a batch has room for them.
 
     If they fill all places, they wait to begin together, unless too much stands idle until the last of those before
@@ -85,19 +87,19 @@ def joining(batch: Batch, waiting: Sequence[Request], max_images: int, max_rows:
 
     Args:
         batch: that they join.
-        waiting: requests, in the order in which they join.
+        waiting: sequences, in the order in which they join.
         max_images: maximum number of images that share a pass.
         max_rows: maximum number of rows of a pass.
     """
     if batch.active and len(waiting) >= max_images:
-        idle = (max_images - len(batch.active)) * max(request.missing for request in batch.active)
-        if idle <= IDLE * max_images * max(request.raster.codes for request in batch.active):
+        idle = (max_images - len(batch.active)) * max(sequence.remaining for sequence in batch.active)
+        if idle <= IDLE * max_images * max(sequence.raster.codes for sequence in batch.active):
             return []
     rows = max_rows - batch.rows
-    new: list[Request] = []
-    for request in waiting[: max(0, max_images - len(batch.active))]:
-        rows -= len(request.rows)
+    new: list[ImageSequence] = []
+    for sequence in waiting[: max(0, max_images - len(batch.active))]:
+        rows -= len(sequence.rows)
         if rows < 0:
             break
-        new.append(request)
+        new.append(sequence)
     return new

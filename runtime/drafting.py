@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from .acceptance import Acceptance
-from .engine import Ints, Rows
+from .engine import DeviceArray, Ints
 from .raster import PassLayout
-from .state import Model, Request
+from .state import ImageSequence, Model
 from .target import TargetOutput
 from .tree import DraftTree, TreeStructure
 
@@ -23,10 +23,10 @@ class Placed(NamedTuple):
     codes: Ints
 
 
-class RequestStep(NamedTuple):
-    """One request's part of a step: the tokens that it committed, and how."""
+class SequenceStep(NamedTuple):
+    """One sequence's part of a step: the tokens that it committed, and how."""
 
-    request: int  # index of the request
+    sequence: int  # index of the sequence
     codes: Ints  # int64 `[count]`
     tree: DraftTree | None = None  # the draft tree, None for the prefill, `ar` and `rows`
     acceptance: Acceptance | None = None  # of the tree
@@ -41,13 +41,13 @@ class RequestStep(NamedTuple):
 class Accepted(NamedTuple):
     """Outcome of a draft."""
 
-    step: RequestStep  # whose codes the request has already
+    step: SequenceStep  # whose codes the sequence has already
     tokens: Ints  # codes whose nodes were in the pass, int64 `[count]`, the root of the next draft last
     nodes: Ints  # the pass's nodes whose keys and values are appended to the cache, int64 `[kept]`
 
 
 class Draft(Protocol):
-    """Tokens that a request proposes for one forward pass, whatever they are: a tree, a window, rows of a grid."""
+    """Tokens that a sequence proposes for one forward pass, whatever they are: a tree, a window, rows of a grid."""
 
     @property
     def tokens(self) -> Ints:
@@ -72,7 +72,7 @@ class Draft(Protocol):
         """Return the codes before the one that is sampled after `node`, int64 `[codes]`."""
 
     def accept(self, output: TargetOutput, layout: PassLayout, model: Model) -> Accepted:
-        """Add the codes that the target accepts to the request.
+        """Add the codes that the target accepts to the sequence.
 
         Args:
             output: what the target says after the nodes.
@@ -82,22 +82,22 @@ class Draft(Protocol):
 
 
 class Commit(NamedTuple):
-    """What a pass committed of one request."""
+    """What a pass committed of one sequence."""
 
-    request: Request  # whose codes have it already
+    sequence: ImageSequence  # whose codes have it already
     tokens: Ints  # int64 `[count]`, the root of the next draft last
     nodes: list[Ints]  # per row those whose keys and values were kept, int64 `[kept]`
-    rows: slice  # the request's, of the pass
-    hidden: Rows  # the target's hidden states, of all rows and nodes of the pass
+    rows: slice  # the sequence's, of the pass
+    hidden: DeviceArray  # the target's hidden states, of all rows and nodes of the pass
     target: TargetOutput  # what the target said
     draft: Draft | None = None  # what the pass went over, None of a prefill
 
 
 class Drafter:
-    """Base of what gives requests a draft before a forward pass, and hears after every pass what was committed.
+    """Base of what gives sequences a draft before a forward pass, and hears after every pass what was committed.
 
     Attributes:
-        needs_new_codes: whether it has no draft behind codes that a request preserves.
+        needs_new_codes: whether it has no draft behind codes that a sequence preserves.
     """
 
     needs_new_codes = False
@@ -105,9 +105,9 @@ class Drafter:
     def commit(self, commits: Sequence[Commit]) -> None:
         """Take in what the prefill, or a pass over drafts of this or another drafter, committed."""
 
-    def draft(self, requests: Sequence[Request]) -> Sequence[Draft]:
-        """Return a draft for every request."""
+    def draft(self, sequences: Sequence[ImageSequence]) -> Sequence[Draft]:
+        """Return a draft for every sequence."""
         raise TypeError(f"{type(self).__name__} makes no drafts")
 
-    def leave(self, requests: Sequence[Request]) -> None:
-        """Forget these requests."""
+    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+        """Forget these sequences."""

@@ -17,7 +17,7 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]
 
 
-class Rows(Protocol):
+class DeviceArray(Protocol):
     """Numbers `[rows, nodes, size]`, perhaps on a device: indexing the first two axes gives float32 `[..., size]`.
 
     A NumPy array is one. Read each row at most once, and only those that are needed.
@@ -31,7 +31,7 @@ class Rows(Protocol):
 class HiddenView:
     """Hidden states from an earlier output, not read yet."""
 
-    source: Rows  # `hidden` of that output
+    source: DeviceArray  # `hidden` of that output
     rows: Ints  # the row there of each node, int64 `[rows, nodes]`
     nodes: Ints  # its node there, int64 `[rows, nodes]`
 
@@ -58,8 +58,8 @@ class Pass(NamedTuple):
 class PassOutput(NamedTuple):
     """Output of one pass, unchanged for as long as it is referred to: a later pass may read its hidden states."""
 
-    logits: Rows  # float32 `[rows, nodes, vocab_size]`
-    hidden: Rows  # float32 `[rows, nodes, hidden_size]`
+    logits: DeviceArray  # float32 `[rows, nodes, vocab_size]`
+    hidden: DeviceArray  # float32 `[rows, nodes, hidden_size]`
     new_kv: Any  # keys and values, in a form that the same engine's cache can append
 
 

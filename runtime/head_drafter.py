@@ -1,8 +1,8 @@
-"""Drafts by a bundle's `Heads`, without a drafter pass: windows of `sjd`, and the trees of the other methods.
+"""Drafts by a bundle's `DraftHeads`, without a drafter pass: windows of `sjd`, and the trees of the other methods.
 
 What the last pass said about a position that it left undecided is kept: of all nodes there, what the first one's state
 gave, which in trees is the most probable. The logits of the next draft there follow from that and from the code to its
-left, and where there was no node from `Heads.guess`; so they are those of a bigram at every position, and a tree grows
+left, and where there was no node from `DraftHeads.predict`; so they are a bigram's at every position, and a tree grows
 level by level with one product each. Drafts are made with the noise of their position, as an `EagleDrafter` makes them.
 
 For relaxed acceptance q is what a draft was drawn from. It depends on passes over other drafts, and that is as
@@ -20,81 +20,81 @@ import numpy as np
 from ..methods import Drafted, Sampling, Sjd
 from .drafting import Commit
 from .engine import Floats, Ints
-from .heads import Heads
+from .heads import DraftHeads
 from .sampling import Probabilities, best_codes, guide, shape_distribution, shape_logits
-from .state import Request
-from .tree import DraftTree, DynamicTree, Filling, StaticTree, TreeBuilder, certain
+from .state import ImageSequence
+from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal
 from .tree_drafts import TreeDrafter
 from .tree_names import named_tree
 
 
 class HeadDrafter(TreeDrafter):
-    """Drafts for every request that windows or trees may draw."""
+    """Drafts for every sequence that windows or trees may draw."""
 
     needs_new_codes = True
 
-    def __init__(self, heads: Heads) -> None:
+    def __init__(self, heads: DraftHeads) -> None:
         super().__init__()
         self._heads = heads
-        self._ahead: dict[Request, Ahead] = {}
+        self._ahead: dict[ImageSequence, DraftHeadState] = {}
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Keep what a pass said about positions that are undecided."""
         for one in commits:
-            method = one.request.method
+            method = one.sequence.method
             ours = isinstance(method, Sjd) or (isinstance(method, Drafted) and method.uses_draft_heads)
-            if one.request.missing and ours:
-                if one.request not in self._ahead:
-                    self._ahead[one.request] = Ahead(one.request, self._heads)
-                self._ahead[one.request].take(one)
+            if one.sequence.remaining and ours:
+                if one.sequence not in self._ahead:
+                    self._ahead[one.sequence] = DraftHeadState(one.sequence, self._heads)
+                self._ahead[one.sequence].update(one)
 
-    def draft_trees(self, requests: Sequence[Request]) -> list[DraftTree]:
-        """Return a chain or tree for every request."""
-        return [self._ahead[request].draft() for request in requests]
+    def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
+        """Return a chain or tree for every sequence."""
+        return [self._ahead[sequence].draft() for sequence in sequences]
 
-    def leave(self, requests: Sequence[Request]) -> None:
-        """Forget these requests."""
-        for request in requests:
-            self._ahead.pop(request, None)
+    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+        """Forget these sequences."""
+        for sequence in sequences:
+            self._ahead.pop(sequence, None)
 
 
-class Late(NamedTuple):
+class UnacceptedPosition(NamedTuple):
     """What the last pass said about a position that it left undecided."""
 
     left: int  # the code that stood before it
     logits: Floats  # guided, `[vocab_size]`
-    gate: Floats  # of `Heads.gates`
+    gate: Floats  # of `DraftHeads.gates`
 
 
-class Ahead:
-    """What is known about the next positions of one request."""
+class DraftHeadState:
+    """What is known about the next positions of one sequence."""
 
-    def __init__(self, request: Request, heads: Heads) -> None:
-        self.request, self.heads = request, heads
-        self.context = np.zeros((request.raster.codes, 2, heads.left.shape[1]), np.float32)  # see `Heads.context`
-        self.late: dict[int, Late] = {}  # by position
+    def __init__(self, sequence: ImageSequence, heads: DraftHeads) -> None:
+        self.sequence, self.heads = sequence, heads
+        self.context = np.zeros((sequence.raster.codes, 2, heads.left.shape[1]), np.float32)  # see `DraftHeads.context`
+        self.late: dict[int, UnacceptedPosition] = {}  # by position
 
-    def take(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """Take in a pass over a draft of any method."""
-        done, count = len(self.request.codes), len(commit.tokens)
+        done, count = len(self.sequence.codes), len(commit.tokens)
         undecided: list[int] = []  # the first node of each depth that no code was committed of
         if commit.draft is not None:
             depths = commit.draft.structure.depths
             undecided = [int(np.argmax(depths == depth)) for depth in range(count, int(depths.max()) + 1)]
         nodes = np.stack([np.append(kept[-count:], undecided).astype(np.int64) for kept in commit.nodes])
         rows = np.arange(commit.rows.start, commit.rows.stop)[:, None]
-        states = guide(commit.hidden[rows, nodes], self.request.sampling)  # [nodes, hidden_size]
+        states = guide(commit.hidden[rows, nodes], self.sequence.sampling)  # [nodes, hidden_size]
         self.context[done - count : done] = self.heads.context(states[:count])
         self.late = {}
         for i, (node, gate) in enumerate(zip(undecided, self.heads.gates(states[count:]), strict=True)):
             assert commit.draft is not None
-            self.late[done + i] = Late(int(commit.draft.tokens[node]), commit.target.guided(node), gate)
+            self.late[done + i] = UnacceptedPosition(int(commit.draft.tokens[node]), commit.target.guided(node), gate)
 
     def draft(self) -> DraftTree:
         """The next draft, of the method in use."""
-        method, most = self.request.method, self.request.room() - 1
+        method, most = self.sequence.method, self.sequence.tokens_until_preserved() - 1
         if isinstance(method, Sjd):
-            return self._chain(min(self.request.window, most))
+            return self._chain(min(self.sequence.window, most))
         assert isinstance(method, Drafted)
         shape = named_tree(method.tree)
         return self._static(shape, most) if isinstance(shape, StaticTree) else self._dynamic(shape, most)
@@ -102,41 +102,41 @@ class Ahead:
     def logits(self, position: int, left: Ints) -> Floats:
         """Guided logits of a code at an undecided position after each of some codes `[n]`: `[n, vocab_size]`."""
         if (late := self.late.get(position)) is None:
-            return self.heads.guess(left, position - self.request.raster.columns, self.context)
+            return self.heads.predict(left, position - self.sequence.raster.columns, self.context)
         if len(left) == 1 and left[0] == late.left:
             return late.logits[None]
         return late.logits + self.heads.correction(late.gate, late.left, left)
 
     def _noisy(self, position: int, logits: Floats, noisy: bool = True) -> Floats:
-        values = shape_logits(logits, self.request.sampling)
-        if noisy and not self.request.sampling.greedy:
-            values = values + self.request.noise.gumbel(position, 1, values.shape[1])
+        values = shape_logits(logits, self.sequence.sampling)
+        if noisy and not self.sequence.sampling.greedy:
+            values = values + self.sequence.noise.gumbel(position, 1, values.shape[1])
         return values
 
     def _chain(self, length: int) -> DraftTree:
-        codes, first = self.request.codes[-1:], len(self.request.codes)
+        codes, first = self.sequence.codes[-1:], len(self.sequence.codes)
         levels: list[Floats] = []
         for position in range(first, first + length):
             levels.append(self.logits(position, np.array(codes[-1:])))
             codes.append(int(self._noisy(position, levels[-1]).argmax()))
-        proposal = certain if self.request.exact else partial(_chain_proposal, levels, self.request.sampling)
+        proposal = no_proposal if self.sequence.exact else partial(_chain_proposal, levels, self.sequence.sampling)
         return DraftTree(np.array(codes, np.int64), np.arange(length + 1, dtype=np.int64) - 1, proposal)
 
     def _static(self, shape: StaticTree, most: int) -> DraftTree:
-        filling, first = Filling(shape, self.request.codes[-1]), len(self.request.codes)
+        filling, first = StaticTreeBuilder(shape, self.sequence.codes[-1]), len(self.sequence.codes)
         levels: list[Floats] = []
         for depth, inner in enumerate(shape.levels[:most]):
             levels.append(self.logits(first + depth, filling.tokens[inner]))
             children = max(len(shape.children[node]) for node in inner)
             filling.fill(inner, *best_codes(self._noisy(first + depth, levels[-1]), children))
-        proposal = certain if self.request.exact else partial(_proposal, shape, levels, self.request.sampling)
-        return filling.tree(proposal, self.request.sampling.greedy)
+        proposal = no_proposal if self.sequence.exact else partial(_proposal, shape, levels, self.sequence.sampling)
+        return filling.tree(proposal, self.sequence.sampling.greedy)
 
     def _dynamic(self, shape: DynamicTree, most: int) -> DraftTree:
-        builder, first = TreeBuilder(self.request.codes[-1]), len(self.request.codes)
+        builder, first = DynamicTreeBuilder(self.sequence.codes[-1]), len(self.sequence.codes)
         for position in range(first, first + min(shape.depth, most)):
             chosen = builder.best_of_last_level(shape.branch)
-            values = self._noisy(position, self.logits(position, builder.tokens[chosen]), self.request.exact)
+            values = self._noisy(position, self.logits(position, builder.tokens[chosen]), self.sequence.exact)
             builder.add_children(chosen, *best_codes(values, shape.branch))
         return builder.prune(shape.nodes)
 

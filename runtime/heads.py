@@ -20,7 +20,7 @@ from .engine import Floats, Ints
 
 
 @dataclass(frozen=True)
-class Heads:
+class DraftHeads:
     """Weights, float32; `rank` and `units` are theirs to choose."""
 
     change: Floats  # `[codes, rank]`, of the code on the left
@@ -45,7 +45,7 @@ class Heads:
         """What guided states `[n, hidden_size]` say about the row below, `[n, 2, units]`, to be kept."""
         return np.asarray(np.einsum("nh,shu->nsu", hidden, self.states))
 
-    def guess(self, left: Ints, above: int, context: Floats) -> Floats:
+    def predict(self, left: Ints, above: int, context: Floats) -> Floats:
         """Guessed logits of a code after each of some codes `[n]`: `[n, codes]`.
 
         above: the cell above, below 0 in the first row. context: `[cells, 2, units]` of the states that codes were
@@ -60,7 +60,7 @@ class Heads:
 
 
 def head_shapes(codes: int, hidden_size: int, rank: int, units: int) -> dict[str, tuple[int, ...]]:
-    """The shape of every array of `Heads`."""
+    """The shape of every array of `DraftHeads`."""
     return {
         "change": (codes, rank),
         "gate": (hidden_size, rank),

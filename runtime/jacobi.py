@@ -25,51 +25,51 @@ from dataclasses import dataclass, field
 
 from .drafting import Commit
 from .sampling import Probabilities
-from .state import Request
+from .state import ImageSequence
 from .target import TargetOutput
 from .tree import DraftTree
 from .tree_drafts import TreeDrafter, chain
 
 
 class JacobiDrafter(TreeDrafter):
-    """A window for every request."""
+    """A window for every sequence."""
 
     def __init__(self, max_nodes: int) -> None:
         super().__init__(max_nodes)
-        self._windows: dict[Request, Window] = {}
+        self._windows: dict[ImageSequence, Window] = {}
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Re-draft what a pass over the windows left undecided."""
         for one in commits:
-            if one.request.missing and one.request in self._windows:
-                self._windows[one.request].advance(len(one.tokens) - 1, one.target)
+            if one.sequence.remaining and one.sequence in self._windows:
+                self._windows[one.sequence].advance(len(one.tokens) - 1, one.target)
 
-    def draft_trees(self, requests: Sequence[Request]) -> list[DraftTree]:
-        """Return every request's window as a chain."""
+    def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
+        """Return every sequence's window as a chain."""
         trees = []
-        for request in requests:
-            known = self.known(request)
-            missing = request.room(len(known))
+        for sequence in sequences:
+            known = self.known(sequence)
+            remaining = sequence.tokens_until_preserved(len(known))
             if known:
-                missing = min(missing, self.max_nodes - len(known))
-            trees.append(self._window(request).draft(request.codes, missing, known))
+                remaining = min(remaining, self.max_nodes - len(known))
+            trees.append(self._window(sequence).draft(sequence.codes, remaining, known))
         return trees
 
-    def leave(self, requests: Sequence[Request]) -> None:
-        """Forget these requests."""
-        for request in requests:
-            self._windows.pop(request, None)
+    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+        """Forget these sequences."""
+        for sequence in sequences:
+            self._windows.pop(sequence, None)
 
-    def _window(self, request: Request) -> Window:
-        proposing = not request.exact and not request.sampling.greedy
-        window = self._windows.setdefault(request, Window(request.window, request.raster.columns, proposing))
-        window.size = request.window
+    def _window(self, sequence: ImageSequence) -> Window:
+        proposing = not sequence.exact and not sequence.sampling.greedy
+        window = self._windows.setdefault(sequence, Window(sequence.window, sequence.raster.columns, proposing))
+        window.size = sequence.window
         return window
 
 
 @dataclass
 class Window:
-    """The drafts of one request: tokens of the next positions, and each one's q (None: the token was certain)."""
+    """The drafts of one sequence: tokens of the next positions, and each one's q (None: the token was certain)."""
 
     size: int  # tokens drafted ahead, from 1
     columns: int  # of the token grid
@@ -78,12 +78,12 @@ class Window:
     proposals: list[Probabilities | None] = field(default_factory=list)
     known: int = 0  # codes before the window that were kept, in the last draft
 
-    def draft(self, committed: Sequence[int], missing: int, known: Sequence[int] = ()) -> DraftTree:
-        """The window as a chain below the last of the request's committed tokens, and those that are `known` after it.
+    def draft(self, committed: Sequence[int], remaining: int, known: Sequence[int] = ()) -> DraftTree:
+        """The window as a chain below the last of the sequence's committed tokens, and those that are `known` after it.
 
-        missing: codes that may be drawn then; the pass adds one of its own, so fewer are drafted.
+        remaining: codes that may be drawn then; the pass adds one of its own, so fewer are drafted.
         """
-        length = max(0, min(self.size, missing - 1))
+        length = max(0, min(self.size, remaining - 1))
         self.known = len(known)
         del self.codes[length:], self.proposals[length:]
         while len(self.codes) < length:
@@ -98,5 +98,5 @@ class Window:
         """Re-draft what a pass that accepted so many left over."""
         accepted = max(accepted, self.known)
         undecided = range(accepted + 1, self.known + len(self.codes) + 1)
-        self.codes = [target.guess(node) for node in undecided]
+        self.codes = [target.choice_without_recompute(node) for node in undecided]
         self.proposals = [target.distribution(node) if self.proposing else None for node in undecided]

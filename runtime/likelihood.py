@@ -43,7 +43,7 @@ def likelihood(
     model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling: Sampling, counted: Bools | None = None
 ) -> Likelihood:
     """How probable one image's `codes [cells]` are, given its prompt and the tokens before. counted: by default all."""
-    start, place, tokens = 0, 0, model.raster.spell(codes)
+    start, place, tokens = 0, 0, model.raster.insert_row_ends(codes)
     nats, entropy = np.empty(len(codes)), np.empty(len(codes))
     for logits in sequence_logits(model, prompt.rows(sampling), tokens[:-1], Clock()):
         own = tokens[start : start + logits.shape[1]]

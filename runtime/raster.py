@@ -32,7 +32,7 @@ class PassLayout(NamedTuple):
     # whether each node attends to each cache entry behind the prefix, bool `[pass nodes, entries]`; None: to all
     past: Bools | None = None
 
-    def nodes_on(self, path: Sequence[int]) -> Ints:
+    def path_nodes(self, path: Sequence[int]) -> Ints:
         """Return the pass's nodes on a path of the draft's."""
         return np.array(path, np.int64) if self.owners is None else np.flatnonzero(np.isin(self.owners, path))
 
@@ -58,7 +58,7 @@ class Raster:
         """Whether the end of a row follows a code."""
         return self.row_end is not None and cell % self.columns == self.columns - 1 and cell + 1 < self.codes
 
-    def spell(self, codes: Sequence[int] | Ints, first: int = 0) -> Ints:
+    def insert_row_ends(self, codes: Sequence[int] | Ints, first: int = 0) -> Ints:
         """Tokens of the codes from cell `first` on, the end of a row before the code that begins the next."""
         tokens = np.array(codes, np.int64)
         if self.row_end is None:

@@ -24,10 +24,10 @@ from functools import cached_property
 import numpy as np
 
 from ..methods import RowParallel
-from .drafting import Accepted, Drafter, Placed, RequestStep
+from .drafting import Accepted, Drafter, Placed, SequenceStep
 from .engine import Bools, Ints
 from .raster import MAX_BATCH_NODES, PassLayout, Raster
-from .state import Model, Request
+from .state import ImageSequence, Model
 from .target import TargetOutput
 from .tree import TreeStructure
 
@@ -149,7 +149,7 @@ class Grid:
         known = np.array(self.cells, np.int64)[cached]
         return RowBatch(tokens, cells, rows, counts, sampled, cached, known, self.columns, self.window, next_codes)
 
-    def take(self, batch: RowBatch, codes: Ints) -> tuple[Ints, Ints]:
+    def commit(self, batch: RowBatch, codes: Ints) -> tuple[Ints, Ints]:
         """Take in the codes drawn after a batch's nodes `batch.sampled`.
 
         Returns:
@@ -200,9 +200,9 @@ class Grid:
 
 @dataclass(eq=False)
 class RowDraft:
-    """The nodes of one forward pass over the active rows of a request's grid, as a `Draft`."""
+    """The nodes of one forward pass over the active rows of a sequence's grid, as a `Draft`."""
 
-    request: Request
+    sequence: ImageSequence
     grid: Grid
     batch: RowBatch
 
@@ -241,43 +241,43 @@ class RowDraft:
 
     def accept(self, output: TargetOutput, layout: PassLayout, model: Model) -> Accepted:
         """Sample tokens, and commit those whose drafts were right."""
-        request, grid = self.request, self.grid
-        kept, drawn = grid.take(self.batch, output.draw(self.batch.sampled))
+        sequence, grid = self.sequence, self.grid
+        kept, drawn = grid.commit(self.batch, output.draw(self.batch.sampled))
         cells = np.array(grid.cells, np.int64).reshape(-1, grid.columns)[:, : grid.codes].ravel()
         places = drawn - drawn // grid.columns if grid.has_ends else drawn
         gaps = np.flatnonzero(cells < 0)
         end = gaps[0] if len(gaps) else len(cells)
-        codes = cells[len(request.codes) : end]
-        request.codes += codes.tolist()
-        request.record_draft(len(self.tokens) - 1, len(places) - 1)
-        return Accepted(RequestStep(request.index, codes, placed=Placed(places, cells[places])), codes, kept)
+        codes = cells[len(sequence.codes) : end]
+        sequence.codes += codes.tolist()
+        sequence.record_draft(len(self.tokens) - 1, len(places) - 1)
+        return Accepted(SequenceStep(sequence.index, codes, placed=Placed(places, cells[places])), codes, kept)
 
 
 class RowDrafter(Drafter):
-    """Drafts the grids of all requests that are decoded row-parallel.
+    """Drafts the grids of all sequences that are decoded row-parallel.
 
     Args:
-        max_nodes: maximum number of nodes of one request in a forward pass.
+        max_nodes: maximum number of nodes of one sequence in a forward pass.
     """
 
     def __init__(self, max_nodes: int) -> None:
         self._max_nodes = min(max_nodes, MAX_BATCH_NODES)
-        self._grids: dict[Request, Grid] = {}
+        self._grids: dict[ImageSequence, Grid] = {}
 
-    def draft(self, requests: Sequence[Request]) -> list[RowDraft]:
-        """Return the next pass of every request; the prefill gave the first token."""
-        grids = [self._grid(request) for request in requests]
-        return [RowDraft(request, grid, grid.next_batch()) for request, grid in zip(requests, grids, strict=True)]
+    def draft(self, sequences: Sequence[ImageSequence]) -> list[RowDraft]:
+        """Return the next pass of every sequence; the prefill gave the first token."""
+        grids = [self._grid(sequence) for sequence in sequences]
+        return [RowDraft(sequence, grid, grid.next_batch()) for sequence, grid in zip(sequences, grids, strict=True)]
 
-    def leave(self, requests: Sequence[Request]) -> None:
-        """Forget these requests."""
-        for request in requests:
-            self._grids.pop(request, None)
+    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+        """Forget these sequences."""
+        for sequence in sequences:
+            self._grids.pop(sequence, None)
 
-    def _grid(self, request: Request) -> Grid:
-        method = request.method
+    def _grid(self, sequence: ImageSequence) -> Grid:
+        method = sequence.method
         assert isinstance(method, RowParallel)
-        if request not in self._grids:
-            first, kept = request.codes[0], request.kept
-            self._grids[request] = Grid(request.raster, first, method.window, method.drafts, self._max_nodes, kept)
-        return self._grids[request]
+        if sequence not in self._grids:
+            first, kept = sequence.codes[0], sequence.preserved
+            self._grids[sequence] = Grid(sequence.raster, first, method.window, method.drafts, self._max_nodes, kept)
+        return self._grids[sequence]

@@ -76,7 +76,7 @@ def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
     return codes
 
 
-def choose_and_lead(logits: Floats, noise: Floats | None, sampling: Sampling) -> tuple[list[int], list[float]]:
+def choose_with_margin(logits: Floats, noise: Floats | None, sampling: Sampling) -> tuple[list[int], list[float]]:
     """What `choose` gives of logits `[n, vocab_size]` without filters, and how far each code is ahead of the next.
 
     Row by row: after a pass nothing is in the processor's caches, and few functions cost less than few calls (20 us
@@ -103,7 +103,7 @@ def is_decisive(logits: Floats, noise: Floats | None, code: int, sampling: Sampl
     """
     values = scaled = scale(logits, sampling)
     if sampling.filtered:
-        least, certain = _edges(scaled, sampling, tie_margin)
+        least, certain = _filter_bounds(scaled, sampling, tie_margin)
         if not scaled[code] > certain:
             return False
         values = np.where(scaled >= least, scaled, np.float32(-np.inf))
@@ -185,7 +185,7 @@ def _threshold(scaled: Floats, sampling: Sampling) -> np.float32:
     return lowest
 
 
-def _edges(scaled: Floats, sampling: Sampling, tie_margin: float) -> tuple[float, float]:
+def _filter_bounds(scaled: Floats, sampling: Sampling, tie_margin: float) -> tuple[float, float]:
     """What filters may do to scaled logits `[vocab_size]` if differences of them move by up to `tie_margin`.
 
     They keep no logit below the first number, and every one above the second. A second filter is asked about all that

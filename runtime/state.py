@@ -1,4 +1,4 @@
-"""What a decode is about: a model, prompts, and requests with what they have so far."""
+"""What a decode is about: a model, prompts, and sequences with what they have so far."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from ..methods import Ar, Drafted, MethodConfig, RowParallel, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints
-from .heads import Heads
+from .heads import DraftHeads
 from .noise import Noise
 from .raster import MAX_BATCH_NODES, Raster
-from .statistics import RequestStatistics
+from .statistics import SequenceStatistics
 from .tree_names import named_tree
 from .windows import AdaptiveWindow
 
@@ -48,11 +48,11 @@ class Model:
     max_nodes: int = 1 << 20  # of a draft in a pass
     row_end: int | None = None  # token at the end of a row, see `raster.py`
     # what windows draft with, and trees that ask for them; None where no method does
-    heads: Heads | None = None
+    heads: DraftHeads | None = None
 
     @property
     def raster(self) -> Raster:
-        """How codes of an image stand in its sequence, unless a request says otherwise."""
+        """How codes of an image stand in its sequence, unless a sequence says otherwise."""
         return Raster(self.codes, self.columns, self.row_end)
 
 
@@ -74,12 +74,12 @@ class PrefixRow:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prefix of one request: a conditional and an unconditional row, each with a length and padding of its own."""
+    """Prefix of one sequence: a conditional and an unconditional row, each with a length and padding of its own."""
 
     cond: PrefixRow
     uncond: PrefixRow
     # codes of the image that are given, -1 in cells that are to be drawn, int64 `[cells]`; None: all are drawn
-    kept: Ints | None = None
+    preserved: Ints | None = None
 
     def rows(self, sampling: Sampling) -> list[PrefixRow]:
         """The rows that are decoded: the unconditional one with guidance only."""
@@ -102,7 +102,7 @@ def method_nodes(method: MethodConfig) -> int:
 
 
 @dataclass(eq=False)
-class Request:
+class ImageSequence:
     """One image to draw, and what it has so far."""
 
     index: int  # the caller's number
@@ -111,21 +111,21 @@ class Request:
     sampling: Sampling  # how distributions are made of logits
     method: MethodConfig
     seed: int  # 0 .. 2^64 - 1
-    kept: Ints | None = None  # as of its prompt
+    preserved: Ints | None = None  # as of its prompt
     adaptive: bool = False  # whether the window of an exact `sjd` is an `AdaptiveWindow`
     nodes: int = field(init=False)  # of its draft in the next pass
     noise: Noise = field(init=False)
     codes: list[int] = field(init=False, default_factory=list)  # so far
     tie_margin: float = field(init=False, default=0.0)  # see `likelihood.py`
-    statistics: RequestStatistics = field(init=False, default_factory=RequestStatistics)
+    statistics: SequenceStatistics = field(init=False, default_factory=SequenceStatistics)
 
     def __post_init__(self) -> None:
         self.noise = Noise(self.seed)
         self.nodes = method_nodes(self.method)
         adapts = self.adaptive and self.exact and isinstance(self.method, Sjd)
         self._window = AdaptiveWindow(self.nodes - 1) if adapts else None
-        if self.kept is not None:
-            self.statistics.kept = int((self.kept >= 0).sum())
+        if self.preserved is not None:
+            self.statistics.preserved = int((self.preserved >= 0).sum())
 
     @property
     def exact(self) -> bool:
@@ -154,36 +154,36 @@ class Request:
         return [len(row.embeds) for row in self.rows]
 
     @property
-    def missing(self) -> int:
+    def remaining(self) -> int:
         """Codes that the image still needs."""
         return self.raster.codes - len(self.codes)
 
-    def run(self, ahead: int = 0) -> tuple[Ints, int]:
-        """The codes that are kept next, int64 `[count]`, and after them how many cells are to be drawn in a row.
+    def next_preserved(self, ahead: int = 0) -> tuple[Ints, int]:
+        """The codes that are preserved next, int64 `[count]`, and after them how many cells are to be drawn in a row.
 
         ahead: codes that come before those.
         """
-        if self.kept is None:
-            return _NOTHING, self.missing - ahead
-        rest = self.kept[len(self.codes) + ahead :]
+        if self.preserved is None:
+            return _NOTHING, self.remaining - ahead
+        rest = self.preserved[len(self.codes) + ahead :]
         drawn = np.flatnonzero(rest < 0)
         count = int(drawn[0]) if len(drawn) else len(rest)
         after = np.flatnonzero(rest[count:] >= 0)
         return rest[:count], int(after[0]) if len(after) else len(rest) - count
 
-    def room(self, ahead: int = 0) -> int:
-        """How many cells are to be drawn before the next one that is kept. ahead: codes that come before them."""
-        kept, drawn = self.run(ahead)
-        return 0 if len(kept) else drawn
+    def tokens_until_preserved(self, ahead: int = 0) -> int:
+        """How many cells are to be drawn before the next one that is preserved. ahead: codes that come before them."""
+        preserved, drawn = self.next_preserved(ahead)
+        return 0 if len(preserved) else drawn
 
-    def take(self, codes: Ints) -> Ints:
-        """Add codes, and what is kept after them if nothing is left to draw; all that were added."""
+    def append(self, codes: Ints) -> Ints:
+        """Add codes, and what is preserved after them if nothing is left to draw; all that were added."""
         self.codes += codes.tolist()
-        kept, _ = self.run()
-        if len(kept) < self.missing or not len(kept):
+        preserved, _ = self.next_preserved()
+        if len(preserved) < self.remaining or not len(preserved):
             return codes
-        self.codes += kept.tolist()
-        return np.concatenate([codes, kept])
+        self.codes += preserved.tolist()
+        return np.concatenate([codes, preserved])
 
     @property
     def columns(self) -> int:

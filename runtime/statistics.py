@@ -45,12 +45,12 @@ class Clock:
 
 
 @dataclass
-class RequestStatistics:
+class SequenceStatistics:
     """What one image cost. Its first token comes from the prefill pass and is no step."""
 
     accepted_per_step: list[int] = field(default_factory=list)  # drafted codes by step; of `rows`, codes but one
     tie_passes: int = 0  # passes that decided ties
-    kept: int = 0  # codes that were given, not drawn
+    preserved: int = 0  # codes that were given, not drawn
     realised_tvd: float = 0.0  # summed total variation distance that relaxed acceptance gave away
 
     @property
@@ -65,7 +65,7 @@ class Statistics:
 
     method: str  # its name
     images: int  # how many were decoded
-    target_passes: int  # engine calls, each over the whole batch, or over one request where it decides a tie
+    target_passes: int  # engine calls, each over the whole batch, or over one sequence where it decides a tie
     drafter_passes: int  # engine calls of the drafter
     # drawn tokens of an image over the target passes it took part in (the prefill and those for ties included),
     # averaged over images
@@ -76,26 +76,27 @@ class Statistics:
     drafter_seconds: float  # inside the drafter's
     host_seconds: float  # the rest
     realised_tvd: float  # mean over images of the summed total variation distance that relaxed acceptance gave away
-    per_image: list[RequestStatistics] = field(repr=False)  # of each image
+    per_image: list[SequenceStatistics] = field(repr=False)  # of each image
 
 
 def summarise(
-    method: str, codes_per_image: int, target: Clock, drafter: Clock, requests: list[RequestStatistics]
+    method: str, codes_per_image: int, target: Clock, drafter: Clock, sequences: list[SequenceStatistics]
 ) -> Statistics:
     """Statistics of a decode that began with the target's clock and ends now."""
     seconds = time.perf_counter() - target.began
-    steps = [n for request in requests for n in request.accepted_per_step]
+    steps = [n for sequence in sequences for n in sequence.accepted_per_step]
+    tokens = [(codes_per_image - sequence.preserved) / sequence.target_passes for sequence in sequences]
     return Statistics(
         method=method,
-        images=len(requests),
+        images=len(sequences),
         target_passes=target.calls,
         drafter_passes=drafter.calls,
-        tokens_per_forward_pass=sum((codes_per_image - r.kept) / r.target_passes for r in requests) / len(requests),
+        tokens_per_forward_pass=sum(tokens) / len(tokens),
         accepted_lengths=[steps.count(n) for n in range(max(steps, default=-1) + 1)],
         seconds=seconds,
         target_seconds=target.seconds,
         drafter_seconds=drafter.seconds,
         host_seconds=seconds - (target.seconds + drafter.seconds),
-        realised_tvd=sum(r.realised_tvd for r in requests) / len(requests),
-        per_image=requests,
+        realised_tvd=sum(r.realised_tvd for r in sequences) / len(sequences),
+        per_image=sequences,
     )

@@ -1,4 +1,4 @@
-"""What a target pass says after the nodes of a request's draft: its choices and its distributions."""
+"""What a target pass says after the nodes of a sequence's draft: its choices and its distributions."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from itertools import groupby, islice
 import numpy as np
 
 from ..methods import Sampling
-from .engine import Floats, Ints, Rows
+from .engine import DeviceArray, Floats, Ints
 from .noise import Noise
-from .sampling import Probabilities, choose, choose_and_lead, guide, is_decisive, penalise, shape_distribution
+from .sampling import Probabilities, choose, choose_with_margin, guide, is_decisive, penalise, shape_distribution
 from .tree import TreeStructure
 
 MOST_TOGETHER = 256  # nodes whose choices are made at once
 
 
 @dataclass(slots=True)
-class Span:
+class LogitBlock:
     """Consecutive nodes that are looked at together: all of a chain, one of a tree."""
 
     first: int  # the first of them
@@ -30,14 +30,14 @@ class Span:
 
 @dataclass
 class TargetOutput:
-    """What the target says after the nodes of one request's draft; computed when it is asked for."""
+    """What the target says after the nodes of one sequence's draft; computed when it is asked for."""
 
-    # gives those of the request's rows after nodes of the pass, `[sides, nodes, vocab_size]`
+    # gives those of the sequence's rows after nodes of the pass, `[sides, nodes, vocab_size]`
     logits: Callable[[slice | Sequence[int]], Floats]
     structure: TreeStructure  # the draft's
-    noise: Noise  # the request's
+    noise: Noise  # the sequence's
     cells: Sequence[int]  # of the code after each node
-    sampling: Sampling  # the request's
+    sampling: Sampling  # the sequence's
     tie_margin: float = 0.0  # how far rounding may move differences of logits
     # gives guided logits `[1, vocab_size]` after a node by another computation, asked where the margin could turn
     # a choice; None where ties stay as they are
@@ -46,13 +46,13 @@ class TargetOutput:
     before: Callable[[int], Ints] = lambda node: np.empty(0, np.int64)
     # the pass's node after which each node's choice is drawn, if not after the node itself, int64 `[nodes]`
     last: Ints | None = None
-    _span: Span | None = field(init=False, default=None)  # looked at last
+    _block: LogitBlock | None = field(init=False, default=None)  # looked at last
     _choices: dict[int, int] = field(init=False, default_factory=dict)
     _distributions: dict[int, Probabilities] = field(init=False, default_factory=dict)
 
     def choice(self, node: int) -> int:
         """The token after `node`, as plain decoding would draw it there. A tie costs a pass every time."""
-        code = self.guess(node)
+        code = self.choice_without_recompute(node)
         if self.recompute is None or self._is_decisive(node, code):
             return code
         logits = self.recompute(node)
@@ -60,29 +60,29 @@ class TargetOutput:
         self._choices[node] = code
         return code
 
-    def guess(self, node: int) -> int:
+    def choice_without_recompute(self, node: int) -> int:
         """The choice, or in a tie perhaps another token: good enough for a draft."""
         if node not in self._choices:
-            span = self._look_at(node)
-            span.noise = self._gumbel(span.first, span.logits)
+            block = self._block_at(node)
+            block.noise = self._gumbel(block.first, block.logits)
             if self.recompute is None or self.sampling.filtered:
-                codes = choose(span.logits, span.noise, self.sampling).tolist()
+                codes = choose(block.logits, block.noise, self.sampling).tolist()
             else:
-                codes, span.leads = choose_and_lead(span.logits, span.noise, self.sampling)
-            self._choices.update(enumerate(codes, span.first))
+                codes, block.leads = choose_with_margin(block.logits, block.noise, self.sampling)
+            self._choices.update(enumerate(codes, block.first))
         return self._choices[node]
 
     def guided(self, node: int) -> Floats:
         """Guided logits after `node`, `[vocab_size]`."""
-        span = self._look_at(node)
-        guided: Floats = span.logits[node - span.first]
+        block = self._block_at(node)
+        guided: Floats = block.logits[node - block.first]
         return guided
 
     def distribution(self, node: int) -> Probabilities:
         """The target's distribution after `node`, float64 `[vocab_size]`."""
         if node not in self._distributions:
-            span = self._look_at(node)
-            self._distributions.update(enumerate(shape_distribution(span.logits, self.sampling), span.first))
+            block = self._block_at(node)
+            self._distributions.update(enumerate(shape_distribution(block.logits, self.sampling), block.first))
         return self._distributions[node]
 
     def decisions(self, node: int) -> np.random.Generator:
@@ -98,29 +98,29 @@ class TargetOutput:
             if not self.sampling.greedy:
                 size = guided.shape[1]
                 noise = np.concatenate([self.noise.gumbel(self.cells[node], 1, size) for node in nodes])
-            self.know(nodes, choose(guided, noise, self.sampling))
+            self.store_choices(nodes, choose(guided, noise, self.sampling))
         return np.array([self._choices[node] for node in nodes], np.int64)
 
-    def know(self, nodes: Sequence[int], codes: Ints, span: Span | None = None) -> None:
+    def store_choices(self, nodes: Sequence[int], codes: Ints, block: LogitBlock | None = None) -> None:
         """Take in choices after nodes that were made elsewhere, and what they were made of."""
         self._choices.update(zip(nodes, codes.tolist(), strict=True))
-        self._span = span
+        self._block = block
 
     def _is_decisive(self, node: int, code: int) -> bool:
-        span = self._look_at(node)
-        place = node - span.first
-        if len(span.leads):
-            return span.leads[place] > self.tie_margin
-        assert span.noise is not None or self.sampling.greedy, "a node of a tree is chosen at when it was guessed last"
-        noise = None if span.noise is None else span.noise[place]
-        return is_decisive(span.logits[place], noise, code, self.sampling, self.tie_margin)
+        block = self._block_at(node)
+        place = node - block.first
+        if len(block.leads):
+            return block.leads[place] > self.tie_margin
+        assert block.noise is not None or self.sampling.greedy, "a node of a tree is chosen at when it was guessed last"
+        noise = None if block.noise is None else block.noise[place]
+        return is_decisive(block.logits[place], noise, code, self.sampling, self.tie_margin)
 
-    def _look_at(self, node: int) -> Span:
-        span = self._span
-        if span is None or not span.first <= node < span.first + len(span.logits):
+    def _block_at(self, node: int) -> LogitBlock:
+        block = self._block
+        if block is None or not block.first <= node < block.first + len(block.logits):
             first, nodes = (0, len(self.structure.depths)) if self.structure.chain else (node, 1)
-            span = self._span = Span(first, guide(self._read(slice(first, first + nodes)), self.sampling))
-        return span
+            block = self._block = LogitBlock(first, guide(self._read(slice(first, first + nodes)), self.sampling))
+        return block
 
     def _gumbel(self, first: int, logits: Floats) -> Floats | None:
         return None if self.sampling.greedy else self.noise.gumbel(self.cells[first], *logits.shape)
@@ -133,12 +133,12 @@ class TargetOutput:
         return penalise(logits, [self.before(node) for node in places], self.sampling)
 
 
-def choose_together(logits: Rows, targets: Iterable[tuple[TargetOutput, slice]]) -> None:
+def choose_for_sequences(logits: DeviceArray, targets: Iterable[tuple[TargetOutput, slice]]) -> None:
     """Make the choices of neighbours who draft chains of one length with one sampling: at once, which costs less.
 
     Args:
         logits: of a pass, `[rows, nodes, vocab_size]`.
-        targets: outputs of several requests, each with its rows in the pass.
+        targets: outputs of several sequences, each with its rows in the pass.
     """
     for (nodes, sides, sampling), group in groupby(targets, _shape):
         neighbours = list(islice(group, MOST_TOGETHER // max(1, nodes)))  # the others choose alone: memory is bounded
@@ -148,19 +148,19 @@ def choose_together(logits: Rows, targets: Iterable[tuple[TargetOutput, slice]])
             continue
         own = logits[first:last, :nodes].reshape(count, sides, nodes, -1).swapaxes(0, 1)
         guided = guide(own, sampling).reshape(count * nodes, -1)
-        noise = None  # [requests * nodes, vocab_size], as guided
+        noise = None  # [sequences * nodes, vocab_size], as guided
         if not sampling.greedy:
             noise = np.concatenate([one.noise.gumbel(one.cells[0], nodes, guided.shape[1]) for one, _ in neighbours])
         leads: list[float] = []  # where filters may turn a choice, each finds out alone
         if sampling.filtered:
             codes = choose(guided, noise, sampling)
         else:
-            chosen, leads = choose_and_lead(guided, noise, sampling)
+            chosen, leads = choose_with_margin(guided, noise, sampling)
             codes = np.array(chosen, np.int64)
         for i, (one, _) in enumerate(neighbours):
             part = slice(i * nodes, (i + 1) * nodes)
-            span = Span(0, guided[part], None if noise is None else noise[part], leads[part])
-            one.know(range(nodes), codes[part], span)
+            block = LogitBlock(0, guided[part], None if noise is None else noise[part], leads[part])
+            one.store_choices(range(nodes), codes[part], block)
 
 
 def _shape(target: tuple[TargetOutput, slice]) -> tuple[int, int, Sampling]:

@@ -108,23 +108,23 @@ class DynamicTree:
             raise TreeError(field="tree", found=f"{self.nodes} nodes", expected=expected)
 
 
-def certain(node: int) -> None:
+def no_proposal(node: int) -> None:
     """Of children that nothing was drawn for."""
 
 
 @dataclass(eq=False)
 class DraftTree:
-    """A filled tree of one request; never changed."""
+    """A filled tree of one sequence; never changed."""
 
     tokens: Ints  # int64 `[nodes]`
     parents: Ints  # int64 `[nodes]`, -1 for the root; a parent comes before its children
     # gives the distribution that a node's children were drawn from without replacement, in their order; None where they
     # are certain (q = 1). Computed when it is called for: a walk visits few nodes
-    proposal: Proposal = certain
+    proposal: Proposal = no_proposal
     # leaves in the order in which siblings are tried and ties between equally long greedy paths are broken; node
     # order by default
     leaf_order: Sequence[int] | None = None
-    # how many nodes, a chain below the root, hold codes that the request keeps: they are no guesses
+    # how many nodes, a chain below the root, hold codes that the sequence keeps: they are no guesses
     known: int = 0
     _structure: TreeStructure | None = field(init=False, default=None)  # a cached_property takes a lock
 
@@ -187,8 +187,8 @@ def _structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> Tree
     return TreeStructure(np.array(depths, np.int64), below_each, ancestors, np.array(rank, np.int64), chain)
 
 
-class Filling:
-    """A static tree of one request while its codes are drawn."""
+class StaticTreeBuilder:
+    """A static tree of one sequence while its codes are drawn."""
 
     def __init__(self, shape: StaticTree, root: int) -> None:
         self.shape = shape
@@ -210,8 +210,8 @@ class Filling:
         return tree if self.drawn.all() else subtree(tree, np.flatnonzero(self.drawn))
 
 
-class TreeBuilder:
-    """A dynamic tree of one request while it grows; node 0 is the root."""
+class DynamicTreeBuilder:
+    """A dynamic tree of one sequence while it grows; node 0 is the root."""
 
     def __init__(self, root: int) -> None:
         self.tokens = np.array([root])

@@ -1,4 +1,4 @@
-"""Drafts that are trees below the last token of a request, and their base of drafters; chains and windows are trees."""
+"""Draft trees below the last token of a sequence, and the base of their drafters; chains and windows are trees."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .acceptance import Acceptance, Relaxation, follow, walk, walk_greedy
-from .drafting import Accepted, Drafter, RequestStep
+from .drafting import Accepted, Drafter, SequenceStep
 from .engine import Ints
 from .raster import MAX_BATCH_NODES, PassLayout
-from .state import Model, Request
+from .state import ImageSequence, Model
 from .target import TargetOutput
-from .tree import DraftTree, Proposal, TreeStructure, certain
+from .tree import DraftTree, Proposal, TreeStructure, no_proposal
 
 
 @dataclass(eq=False)
 class TreeDraft:
-    """A tree of draft tokens as a `Draft`, its root the last token of the request."""
+    """A tree of draft tokens as a `Draft`, its root the last token of the sequence."""
 
-    request: Request
+    sequence: ImageSequence
     tree: DraftTree
     first: int = field(init=False)  # the cell that is sampled after the root
 
     def __post_init__(self) -> None:
-        self.first = len(self.request.codes)
+        self.first = len(self.sequence.codes)
 
     @property
     def tokens(self) -> Ints:
@@ -48,68 +48,68 @@ class TreeDraft:
     @property
     def sampled(self) -> Sequence[int] | None:
         """All nodes; None for relaxed acceptance, which asks for distributions."""
-        return range(self.tree.nodes) if self.request.exact else None
+        return range(self.tree.nodes) if self.sequence.exact else None
 
     def layout(self) -> PassLayout:
         """Return the nodes as they stand in a forward pass."""
-        return self.request.raster.lay_out(self.tree, self.first - 1)
+        return self.sequence.raster.lay_out(self.tree, self.first - 1)
 
     def before(self, node: int) -> Ints:
-        """Return the codes of the request and those of the tree on the path to `node`."""
+        """Return the codes of the sequence and those of the tree on the path to `node`."""
         path = self.tree.path_to(node)[1:]
-        return np.array([*self.request.codes[: self.first], *self.tree.tokens[path].tolist()], np.int64)
+        return np.array([*self.sequence.codes[: self.first], *self.tree.tokens[path].tolist()], np.int64)
 
     def accept(self, output: TargetOutput, layout: PassLayout, model: Model) -> Accepted:
         """Walk down the tree as far as the target accepts, and add the codes of the path and the one after it."""
-        request, tree = self.request, self.tree
-        accepted = self._walk(output, Relaxation.of(request.method, model.neighbors))
-        request.statistics.realised_tvd += accepted.realised_tvd
-        request.record_draft(tree.nodes - 1 - tree.known, len(accepted.path) - 1 - tree.known)
+        sequence, tree = self.sequence, self.tree
+        accepted = self._walk(output, Relaxation.of(sequence.method, model.neighbors))
+        sequence.statistics.realised_tvd += accepted.realised_tvd
+        sequence.record_draft(tree.nodes - 1 - tree.known, len(accepted.path) - 1 - tree.known)
         codes = tree.tokens[accepted.path[1:]]
         path = accepted.path[:-1]  # the last one is the next root
         if accepted.bonus is not None:
             path, codes = accepted.path, np.append(codes, accepted.bonus)
-        step = RequestStep(request.index, request.take(codes))
-        if request.method.method != "ar":
+        step = SequenceStep(sequence.index, sequence.append(codes))
+        if sequence.method.method != "ar":
             step = step._replace(tree=tree, acceptance=accepted)
-        return Accepted(step, codes, layout.nodes_on(path))
+        return Accepted(step, codes, layout.path_nodes(path))
 
     def _walk(self, output: TargetOutput, relaxation: Relaxation | None) -> Acceptance:
         tree = self.tree
-        missing = tree.known + self.request.room(tree.known)
+        remaining = tree.known + self.sequence.tokens_until_preserved(tree.known)
         if relaxation is None:
-            return follow(tree, output.choice, missing)
-        if self.request.sampling.greedy:
-            return walk_greedy(tree, output.distribution, relaxation, missing)
-        return walk(tree, output.distribution, output.choice, relaxation, output.decisions, missing)
+            return follow(tree, output.choice, remaining)
+        if self.sequence.sampling.greedy:
+            return walk_greedy(tree, output.distribution, relaxation, remaining)
+        return walk(tree, output.distribution, output.choice, relaxation, output.decisions, remaining)
 
 
 class TreeDrafter(Drafter):
     """Base of drafters whose drafts are trees; by itself plain decoding's, which drafts nothing.
 
-    Codes that a request preserves are no drafts: a run of them stands in one pass, below the last token.
+    Codes that a sequence preserves are no drafts: a run of them stands in one pass, below the last token.
 
     Args:
-        max_nodes: maximum number of nodes of a request in a forward pass.
+        max_nodes: maximum number of nodes of a sequence in a forward pass.
     """
 
     def __init__(self, max_nodes: int = MAX_BATCH_NODES) -> None:
         self.max_nodes = min(max_nodes, MAX_BATCH_NODES)
 
-    def draft(self, requests: Sequence[Request]) -> list[TreeDraft]:
-        """Return a draft for every request."""
-        return [TreeDraft(*pair) for pair in zip(requests, self.draft_trees(requests), strict=True)]
+    def draft(self, sequences: Sequence[ImageSequence]) -> list[TreeDraft]:
+        """Return a draft for every sequence."""
+        return [TreeDraft(*pair) for pair in zip(sequences, self.draft_trees(sequences), strict=True)]
 
-    def draft_trees(self, requests: Sequence[Request]) -> Sequence[DraftTree]:
-        """Return a tree below the last token of every request."""
-        return [chain([*request.codes[-1:], *self.known(request)]) for request in requests]
+    def draft_trees(self, sequences: Sequence[ImageSequence]) -> Sequence[DraftTree]:
+        """Return a tree below the last token of every sequence."""
+        return [chain([*sequence.codes[-1:], *self.known(sequence)]) for sequence in sequences]
 
-    def known(self, request: Request) -> list[int]:
-        """Return the codes that a request preserves next, as many as a pass takes."""
-        return [] if request.kept is None else request.run()[0][: self.max_nodes - 1].tolist()
+    def known(self, sequence: ImageSequence) -> list[int]:
+        """Return the codes that a sequence preserves next, as many as a pass takes."""
+        return [] if sequence.preserved is None else sequence.next_preserved()[0][: self.max_nodes - 1].tolist()
 
 
-def chain(tokens: Sequence[int], known: int | None = None, proposal: Proposal = certain) -> DraftTree:
+def chain(tokens: Sequence[int], known: int | None = None, proposal: Proposal = no_proposal) -> DraftTree:
     """Return a tree of tokens one below the other.
 
     Args:

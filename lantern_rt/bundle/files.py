@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from ..errors import BundleError
 from ..inputs import error_fields, format_error, format_value, read_plain_file, reading
-from ..runtime.heads import Heads, head_shapes
+from ..runtime.heads import DraftHeads, head_shapes
 from .hub import HUB, fetch_bundle
 from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
 from .onnx_scan import external_locations
@@ -66,7 +66,7 @@ class Bundle:
         return table.astype(np.float32, copy=False)
 
     @cached_property
-    def heads(self) -> Heads | None:
+    def heads(self) -> DraftHeads | None:
         """The draft heads, None if the bundle has none.
 
         Raises:
@@ -82,7 +82,7 @@ class Bundle:
         arrays = {name: _read_array(path, name, shape, ("float16",)) for name, shape in shapes.items()}
         if not all(np.isfinite(array).all() for array in arrays.values()):
             raise _file_error(path, "NaN or infinity", "finite numbers")
-        return Heads(**{name: array.astype(np.float32) for name, array in arrays.items()})
+        return DraftHeads(**{name: array.astype(np.float32) for name, array in arrays.items()})
 
     @cached_property
     def neighbors(self) -> NDArray[np.unsignedinteger[Any]]:

@@ -52,7 +52,7 @@ def write_heads(bundle: Bundle, tables: Mapping[str, NDArray[np.float16]]) -> Bu
 
     Args:
         bundle: the opened bundle.
-        tables: arrays of `Heads` by name.
+        tables: arrays of `DraftHeads` by name.
 
     Returns:
         The changed bundle.

@@ -87,7 +87,7 @@ class Trace:
             tokens = _EMPTY if part.tree is None else part.tree.tokens
             parents = _EMPTY if part.tree is None else part.tree.parents
             path = _EMPTY if part.acceptance is None else np.array(part.acceptance.path, np.int64)
-            self.parts.append(TraceStep(self.steps, part.request, part.codes, tokens, parents, path))
+            self.parts.append(TraceStep(self.steps, part.sequence, part.codes, tokens, parents, path))
         self.steps += 1
 
     def npz_bytes(self) -> bytes:

@@ -16,7 +16,7 @@ from ..asynchronous import AsyncPipeline
 from ..methods import METHODS
 from ..output.images import png_bytes
 from ..results import StreamStep
-from ..runtime.drafting import RequestStep
+from ..runtime.drafting import SequenceStep
 from ..runtime.engine import Bools
 from .protocol import Completion, Event, Figures, ImagesRequest, image_event
 
@@ -183,7 +183,7 @@ def step_event(step: StreamStep, rows: int, columns: int, preserved: Bools | Non
     }
 
 
-def token_kinds(part: RequestStep) -> str:
+def token_kinds(part: SequenceStep) -> str:
     """Return the origin of each new token, as one letter per token.
 
     - `d`: drafted and accepted

@@ -25,7 +25,7 @@ FILTERED_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__"
 TESTS = {
     "runtime/acceptance.py": "unit/acceptance unit/lantern_accept_golden unit/jacobi",
     "runtime/decode.py": "unit/decode unit/rows",
-    "runtime/drafter.py": "unit/decode unit/row_ends unit/batch unit/prefixes "
+    "runtime/eagle.py": "unit/decode unit/row_ends unit/batch unit/prefixes "
     "onnxruntime/published_drafts onnxruntime/published_traces",
     "runtime/drafting.py": "unit/decode",
     "runtime/engine.py": "unit/decode",

@@ -15,7 +15,7 @@ from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.ort.providers import PROVIDERS
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.raster import Raster
-from lantern_rt.runtime.state import Request
+from lantern_rt.runtime.state import ImageSequence
 from lantern_rt.runtime_inputs import compute_prefixes, load_model
 
 LENGTH = 48  # codes of each picture: three rows
@@ -48,16 +48,16 @@ def on_device(float_scenes_bundle: Path) -> Pipeline:
     return pipe
 
 
-def requests_of(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> list[Request]:
+def requests_of(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> list[ImageSequence]:
     requests = []
     for i in picked:
         checked = pipe.check(PROMPTS[i], seed=SEEDS[i], **options)
         (prompt,), sampling = compute_prefixes(pipe.bundle, pipe.engines, checked.images), checked.settings.sampling
-        requests.append(Request(i, RASTER, prompt.rows(sampling), sampling, checked.settings.method, SEEDS[i]))
+        requests.append(ImageSequence(i, RASTER, prompt.rows(sampling), sampling, checked.settings.method, SEEDS[i]))
     return requests
 
 
-def drawn(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> list[Request]:
+def drawn(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> list[ImageSequence]:
     """Requests that were drawn together."""
     requests = requests_of(pipe, picked, options)
     batch = Batch(load_model(pipe.bundle, pipe.engines, [one.method for one in requests]))

@@ -20,10 +20,10 @@ from lantern_rt import Pipeline, open_bundle
 from lantern_rt.engines.loader import Engines
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.drafter import EagleDrafter
 from lantern_rt.runtime.drafting import Commit
+from lantern_rt.runtime.eagle import EagleDrafter
 from lantern_rt.runtime.raster import Raster
-from lantern_rt.runtime.state import DrafterLayout, Model, PrefixRow, Prompt, Request
+from lantern_rt.runtime.state import DrafterLayout, ImageSequence, Model, PrefixRow, Prompt
 from lantern_rt.runtime.statistics import Clock
 from lantern_rt.runtime.tree import DraftTree
 
@@ -87,7 +87,7 @@ class Run:
         model = Model(NOTHING, drafter, codes=100, positions=positions, layout=family.layout)
         prefixes = [ids[0, : family.prefix], ids[1, family.padding : family.prefix]]
         rows = [PrefixRow(np.zeros((len(own), 1), np.float32), np.ones(len(own), bool), own) for own in prefixes]
-        self.request = Request(0, Raster(100), rows, sampling, Lantern(tree=TREES[run]), seed=0)
+        self.request = ImageSequence(0, Raster(100), rows, sampling, Lantern(tree=TREES[run]), seed=0)
         self.drafts, self.family = EagleDrafter(model, Lantern(tree=TREES[run]), Clock()), family
 
     def calls(self) -> Iterator[tuple[int, DraftTree]]:
@@ -233,10 +233,10 @@ def test_greedy_generations_follow_the_published_trace_token_for_token_and_step_
     lengths: list[list[int]] = [[] for _ in prompts]
     for step in decode(model, prompts, range(len(prompts)), sampling, published_method(traces[0])):
         for part in step.parts:
-            if len(ids[part.request]) >= most:
+            if len(ids[part.sequence]) >= most:
                 continue
-            trace, number = traces[part.request], len(lengths[part.request])
-            ids[part.request] += (part.codes + first).tolist()
+            trace, number = traces[part.sequence], len(lengths[part.sequence])
+            ids[part.sequence] += (part.codes + first).tolist()
             if part.tree is None or part.acceptance is None:
                 continue
             expected = trace["steps"][number]
@@ -244,7 +244,7 @@ def test_greedy_generations_follow_the_published_trace_token_for_token_and_step_
             assert (part.codes + first).tolist() == [*expected["accepted"], expected["next_token"]]
             if not trace["static"]:
                 assert (part.tree.tokens + first).tolist() == trace["tree_tokens"][number]
-            lengths[part.request].append(len(part.acceptance.path) - 1)
+            lengths[part.sequence].append(len(part.acceptance.path) - 1)
         if all(len(done) >= most for done in ids):
             break
     assert [done[:most] for done in ids] == [trace["ids"] for trace in traces]

@@ -18,7 +18,7 @@ from lantern_rt.errors import EngineError
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.decode import decode, joining
-from lantern_rt.runtime.state import Model, Prompt, Request
+from lantern_rt.runtime.state import ImageSequence, Model, Prompt
 
 CODES = SMALL.grid**2
 BUSHY = "tree-3-210-100"
@@ -117,18 +117,18 @@ def test_requests_that_join_in_the_middle_get_the_codes_they_get_alone(
     small: SmallModel, backend: str, model: Model
 ) -> None:
     batch, codes = Batch(model), [list[int]() for _ in range(7)]
-    waiting: list[Request] = []
+    waiting: list[ImageSequence] = []
     visits = [(i, method, GUIDED if i % 2 else Sampling()) for i, method in enumerate([*METHODS.values()][:4])]
     visits += [(i, METHODS["eagle, dynamic"], GUIDED) for i in (4, 5, 6)]
     for step in itertools.count():
         for i, method, sampling in visits[step : step + 1]:
             rows = small.prompt(backend, i).rows(sampling)
-            waiting.append(Request(i, model.raster, rows, sampling, method, seed=i))
+            waiting.append(ImageSequence(i, model.raster, rows, sampling, method, seed=i))
         if step > len(visits) and not batch.active and not waiting:
             break
         new = joining(batch, waiting, max_images=7, max_rows=8)
         del waiting[: len(new)]
         for part in batch.join(new) if new else batch.step():
-            codes[part.request] += part.codes.tolist()
+            codes[part.sequence] += part.codes.tolist()
     for i, method, sampling in visits:
         assert [codes[i]] == drawn(model, [small.prompt(backend, i)], [i], sampling, method)

@@ -13,7 +13,7 @@ from lantern_rt import BundleError, Pipeline, open_bundle
 from lantern_rt.bundle.manifest import HeadsSpec
 from lantern_rt.bundle.rewrite import write_heads
 from lantern_rt.cli.main import run_program
-from lantern_rt.runtime.heads import Heads
+from lantern_rt.runtime.heads import DraftHeads
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnx")
@@ -29,7 +29,7 @@ def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> N
     samples = read_samples(data, list(range(8)), 4.0, 4, np.random.default_rng(0), "cpu")
     module = TrainedHeads(target, 0)
     torch.nn.init.normal_(module.correct, generator=torch.Generator().manual_seed(1))
-    heads = Heads(**{name: table.astype(np.float32) for name, table in module.tables().items()})
+    heads = DraftHeads(**{name: table.astype(np.float32) for name, table in module.tables().items()})
     late, head, left = samples.unaccepted_states.numpy(), target.head.numpy(), samples.left.numpy()
     changes = zip(heads.gates(late), samples.unaccepted_left.tolist(), left[:, None], strict=True)
     corrections = np.concatenate([heads.correction(*change) for change in changes])

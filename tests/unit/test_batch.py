@@ -13,8 +13,8 @@ from toy_engine import ToyDrafter, ToyTarget, codes_of, make_model, make_prompt
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.decode import UNLIMITED, decode, joining
-from lantern_rt.runtime.drafting import RequestStep
-from lantern_rt.runtime.state import Model, Prompt, Request
+from lantern_rt.runtime.drafting import SequenceStep
+from lantern_rt.runtime.state import ImageSequence, Model, Prompt
 
 VOCABULARY, CODES = 5, 9
 NEAR = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
@@ -71,30 +71,30 @@ class Line:
         self.batch = Batch(model)
         self.rows = rows
         self.images = images
-        self.waiting: list[Request] = []
+        self.waiting: list[ImageSequence] = []
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.batch.active)
 
     @property
-    def joining(self) -> list[Request]:
+    def joining(self) -> list[ImageSequence]:
         return joining(self.batch, self.waiting, self.images, self.rows)
 
-    def step(self) -> list[RequestStep]:
+    def step(self) -> list[SequenceStep]:
         if new := self.joining:
             self.waiting = self.waiting[len(new) :]
             return self.batch.join(new)
         return self.batch.step()
 
-    def cancel(self, requests: list[Request]) -> None:
+    def cancel(self, requests: list[ImageSequence]) -> None:
         self.waiting = [request for request in self.waiting if request not in requests]
         self.batch.leave(requests)
 
 
-def submitted(line: Line, number: int, visit: Visit) -> Request:
+def submitted(line: Line, number: int, visit: Visit) -> ImageSequence:
     rows = prompt(visit.identity).rows(visit.sampling)
-    request = Request(
+    request = ImageSequence(
         number, model().raster, rows, visit.sampling, visit.method, visit.identity, adaptive=bool(number % 2)
     )
     line.waiting.append(request)
@@ -106,7 +106,7 @@ def submitted(line: Line, number: int, visit: Visit) -> Request:
 def test_tokens_do_not_depend_on_who_shares_the_passes(visits: list[Visit], rows: int) -> None:
     engine = model()
     line = Line(engine, rows)
-    requests: dict[int, Request] = {}
+    requests: dict[int, ImageSequence] = {}
     codes: list[list[int]] = [[] for _ in visits]
     cancelled: set[int] = set()
     step = 0
@@ -114,12 +114,12 @@ def test_tokens_do_not_depend_on_who_shares_the_passes(visits: list[Visit], rows
         for number, visit in enumerate(visits):
             if visit.arrives == step:
                 requests[number] = submitted(line, number, visit)
-            if visit.leaves == step and number in requests and requests[number].missing:
+            if visit.leaves == step and number in requests and requests[number].remaining:
                 line.cancel([requests[number]])
                 cancelled.add(number)
         for part in line.step():
-            assert part.request not in cancelled
-            codes[part.request] += part.codes.tolist()
+            assert part.sequence not in cancelled
+            codes[part.sequence] += part.codes.tolist()
         step += 1
     for number, visit in enumerate(visits):
         expected = alone(visit, visit.method)
@@ -136,14 +136,14 @@ def test_requests_wait_for_room_in_the_order_they_came() -> None:
     finished: list[int] = []
     while line.busy:
         for part in line.step():
-            if not requests[part.request].missing:
-                finished.append(part.request)
+            if not requests[part.sequence].remaining:
+                finished.append(part.sequence)
         assert len(line.batch.active) <= 2
     assert finished == [0, 1, 2, 3, 4]
     unguided, _ = (submitted(line, i, Visit(i, SAMPLINGS[0], Ar(), 0, 0)) for i in range(2))
     line.step()
     assert len(line.batch.active) == 2
-    assert unguided.missing == CODES - 1
+    assert unguided.remaining == CODES - 1
 
 
 def test_a_request_joins_without_waiting_for_others_to_end() -> None:
@@ -152,8 +152,8 @@ def test_a_request_joins_without_waiting_for_others_to_end() -> None:
     for _ in range(4):
         line.step()
     second = submitted(line, 1, Visit(1, SAMPLINGS[1], Ar(), 0, 0))
-    assert [part.request for part in line.step()] == [1]
-    assert [part.request for part in line.step()] == [0, 1]
+    assert [part.sequence for part in line.step()] == [1]
+    assert [part.sequence for part in line.step()] == [0, 1]
     assert (len(first.codes), len(second.codes)) == (5, 2)
 
 

@@ -18,7 +18,7 @@ from toy_engine import ToyCache, ToyDrafter, ToyTarget, codes_of, make_model, ma
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime import batch, passes
-from lantern_rt.runtime import drafter as drafting
+from lantern_rt.runtime import eagle as drafting
 from lantern_rt.runtime.decode import Step, decode
 from lantern_rt.runtime.drafting import Commit
 from lantern_rt.runtime.engine import Pass, PassOutput
@@ -88,7 +88,7 @@ def test_every_request_gets_exactly_its_codes_and_the_numbers_add_up(method: Met
     assert isinstance(engine.drafter, ToyDrafter)
     assert statistics.target_passes == len(engine.target.passes) == len(steps)
     assert statistics.drafter_passes == len(engine.drafter.passes)
-    taken = [sum(part.request == r for step in steps for part in step.parts) for r in range(requests)]
+    taken = [sum(part.sequence == r for step in steps for part in step.parts) for r in range(requests)]
     assert sum(statistics.accepted_lengths) == sum(taken) - requests
     assert statistics.tokens_per_forward_pass == pytest.approx(np.mean([CODES / n for n in taken]))
     drafted = [part for step in steps[1:] for part in step.parts]

@@ -15,13 +15,13 @@ from toy_script import Script
 from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime import acceptance, decode, tree_drafts
 from lantern_rt.runtime.drafting import Commit
-from lantern_rt.runtime.head_drafter import Ahead
-from lantern_rt.runtime.heads import Heads, head_shapes
+from lantern_rt.runtime.head_drafter import DraftHeadState
+from lantern_rt.runtime.heads import DraftHeads, head_shapes
 from lantern_rt.runtime.jacobi import Window
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.raster import Raster
 from lantern_rt.runtime.sampling import shape_distribution
-from lantern_rt.runtime.state import Model, Request
+from lantern_rt.runtime.state import ImageSequence, Model
 from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 from lantern_rt.runtime.tree_names import named_tree
@@ -41,27 +41,29 @@ def choices_by(script: Script, patch: pytest.MonkeyPatch) -> None:
         position = int(answers.cells[node])
         return int(script.below(position, float(answers.distribution(node)[1])))
 
-    def noisy(ahead: Ahead, position: int, logits: NDArray[np.float32], noisy: bool = True) -> NDArray[np.float64]:
-        q = shape_distribution(logits, ahead.request.sampling)
+    def noisy(
+        ahead: DraftHeadState, position: int, logits: NDArray[np.float32], noisy: bool = True
+    ) -> NDArray[np.float64]:
+        q = shape_distribution(logits, ahead.sequence.sampling)
         seconds = [script.below(position, float(own[1])) if noisy else own[1] > own[0] for own in q]
         return np.where(q > 0, np.array([[not second, second] for second in seconds], float), -np.inf)
 
-    for name in ("choice", "guess"):
+    for name in ("choice", "choice_without_recompute"):
         patch.setattr(TargetOutput, name, choice)
-    patch.setattr(Ahead, "_noisy", noisy)
+    patch.setattr(DraftHeadState, "_noisy", noisy)
     patch.setattr(TargetOutput, "decisions", lambda answers, node: script)
     patch.setattr(acceptance, "draw", script.draw)
 
 
-def some_heads(codes: int, hidden_size: int) -> Heads:
-    """Heads that learned nothing: their drafts are any. The toy's states are of the order of a million."""
+def some_heads(codes: int, hidden_size: int) -> DraftHeads:
+    """DraftHeads that learned nothing: their drafts are any. The toy's states are of the order of a million."""
     rng, states = np.random.default_rng(6), {"gate": 1e-6, "states": 1e-6}
     shapes = head_shapes(codes, hidden_size, 3, 2)
-    return Heads(**{name: rng.normal(0, states.get(name, 1), shape) for name, shape in shapes.items()})
+    return DraftHeads(**{name: rng.normal(0, states.get(name, 1), shape) for name, shape in shapes.items()})
 
 
 def enumerated(
-    method: MethodConfig, sampling: Sampling, patch: pytest.MonkeyPatch, heads: Heads | None = None
+    method: MethodConfig, sampling: Sampling, patch: pytest.MonkeyPatch, heads: DraftHeads | None = None
 ) -> tuple[NDArray[np.float64], float, Model]:
     """Distribution of all codes of a whole decode, `[vocabulary] * codes`, by taking every branch in turn.
 
@@ -264,15 +266,17 @@ def test_heads_correct_drafts_behind_a_new_code_and_guess_new_ones_by_what_stand
     states = np.zeros((2, codes, codes))
     states[0] = one  # of the code above, whose state is one-hot
     after, later = (50 * np.roll(one, shift, 1) for shift in (1, 2))
-    heads = Heads(one, 0 * one, np.full(codes, 9.0), after, one, states, later, 0 * one[0])
-    request = Request(0, Raster(20, 3), make_prompt(1).rows(Sampling()), Sampling(temperature=0), Sjd(window=4), 0)
+    heads = DraftHeads(one, 0 * one, np.full(codes, 9.0), after, one, states, later, 0 * one[0])
+    request = ImageSequence(
+        0, Raster(20, 3), make_prompt(1).rows(Sampling()), Sampling(temperature=0), Sjd(window=4), 0
+    )
     request.codes += [1, 2, 3, 4, 5, 10]
     draft = DraftTree(np.array([4, 5, 9, 6, 0]), np.arange(5) - 1)  # the first draft was accepted, the second replaced
     logits = 30 * one[None, [5, 10, 3, 7, 8]]
     target = TargetOutput(lambda nodes: logits[:, nodes], draft.structure, Noise(0), range(3, 8), Sampling())
     hidden = np.zeros((1, 5, codes))
     hidden[0, :2] = one[[3, 11]]
-    ahead = Ahead(request, heads)
-    ahead.take(Commit(request, np.array([5, 10]), [np.array([0, 1])], slice(0, 1), hidden, target, draft))
+    ahead = DraftHeadState(request, heads)
+    ahead.update(Commit(request, np.array([5, 10]), [np.array([0, 1])], slice(0, 1), hidden, target, draft))
     assert ahead.draft().tokens.tolist() == [10, 11, 0, 8, 10], "after 10, after 11, as the pass said after 0, a guess"
-    assert np.flatnonzero(heads.guess(np.array([7]), 4, ahead.context)[0] > 9).tolist() == [5, 9]
+    assert np.flatnonzero(heads.predict(np.array([7]), 4, ahead.context)[0] > 9).tolist() == [5, 9]

@@ -32,7 +32,7 @@ masks = st.lists(st.sampled_from([-1, 0, 1, 2, 3, 4]), min_size=CODES, max_size=
 
 def steps(kept: Sequence[Ints | None], method: MethodConfig, sampling: Sampling, ends: bool = False) -> list[Step]:
     model = make_model(VOCABULARY, CODES, columns=COLUMNS, neighbors=NEAR, row_ends=ends)
-    prompts = [replace(make_prompt(i, padding=i % 3), kept=own) for i, own in enumerate(kept)]
+    prompts = [replace(make_prompt(i, padding=i % 3), preserved=own) for i, own in enumerate(kept)]
     return list(decode(model, prompts, range(len(kept)), sampling, method))
 
 
@@ -81,7 +81,7 @@ def test_runs_of_kept_codes_take_one_pass_and_those_at_the_end_none() -> None:
 def test_the_drafter_runs_a_long_row_of_kept_codes_in_pieces_that_fit() -> None:
     kept = np.full(40, -1)
     kept[3:30] = 1
-    prompts = [replace(make_prompt(0), kept=kept), make_prompt(1)]
+    prompts = [replace(make_prompt(0), preserved=kept), make_prompt(1)]
     drawn: dict[str, list[list[int]]] = {}
     for method in (Ar(), Eagle(tree="chain-2")):
         model = replace(make_model(VOCABULARY, 40, columns=COLUMNS, round_span=4), max_nodes=8)

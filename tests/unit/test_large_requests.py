@@ -85,7 +85,7 @@ def test_a_stream_of_more_images_than_fit_grows_to_all_and_has_statistics_once(
         done = step.done
         grown = [np.append(old, new) for old, new in zip(grown, step.new_codes, strict=True)]
         assert all(np.array_equal(one, other) for one, other in zip(grown, step.codes, strict=True))
-        assert {part.request for part in step.parts} <= {i for i, new in enumerate(step.new_codes) if len(new)}
+        assert {part.sequence for part in step.parts} <= {i for i, new in enumerate(step.new_codes) if len(new)}
         assert step.image(4).size == step.image(0).size
         trace.add(step)
     assert trace.accepted_per_cell().shape == (5, 36)

@@ -19,7 +19,7 @@ from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.likelihood import likelihood
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.raster import Raster
-from lantern_rt.runtime.state import Model, Prompt, Request
+from lantern_rt.runtime.state import ImageSequence, Model, Prompt
 from lantern_rt.runtime.tree import DraftTree
 
 LUMINA = Path(__file__).parent.parent / "data/lumina-mgpt"
@@ -86,7 +86,7 @@ def test_pictures_of_other_shapes_that_share_passes_change_nothing(method: Metho
 
     def run(numbers: Sequence[int]) -> list[list[int]]:
         batch = Batch(one)
-        requests = [Request(i, rasters[i], make_prompt(i).rows(sampling), sampling, method, i) for i in numbers]
+        requests = [ImageSequence(i, rasters[i], make_prompt(i).rows(sampling), sampling, method, i) for i in numbers]
         batch.join(requests)
         while batch.active:
             batch.step()
@@ -124,14 +124,14 @@ def test_likelihoods_count_codes_and_not_the_ends_of_rows() -> None:
 def test_a_chain_is_laid_out_as_its_codes_are_spelled(codes: list[int], columns: int, first: int) -> None:
     raster = Raster(columns * 30, columns, 100)
     tree = DraftTree(np.array(codes), np.arange(len(codes)) - 1)
-    laid, whole = raster.lay_out(tree, first), raster.spell([*[0] * first, *codes, 0])[:-1]
+    laid, whole = raster.lay_out(tree, first), raster.insert_row_ends([*[0] * first, *codes, 0])[:-1]
     start = raster.place(first)
     assert laid.tokens.tolist() == whole[start:].tolist()
     assert laid.positions.tolist() == list(range(start, start + len(laid.tokens)))
     assert np.array_equal(laid.ancestors, np.tri(len(laid.tokens), dtype=bool))
     assert laid.last is not None
     assert [start + last + 1 for last in laid.last] == [raster.place(first + 1 + n) for n in range(len(codes))]
-    assert laid.nodes_on(range(len(codes))).tolist() == list(range(len(laid.tokens)))
+    assert laid.path_nodes(range(len(codes))).tolist() == list(range(len(laid.tokens)))
 
 
 def test_children_see_the_end_of_their_own_row_and_not_that_of_a_sibling() -> None:
@@ -143,7 +143,7 @@ def test_children_see_the_end_of_their_own_row_and_not_that_of_a_sibling() -> No
     assert [np.flatnonzero(row).tolist() for row in laid.ancestors] == seen
     assert laid.last is not None
     assert laid.last.tolist() == [0, 2, 4, 5, 6]
-    assert laid.nodes_on([0, 2, 4]).tolist() == [0, 3, 4, 6]
+    assert laid.path_nodes([0, 2, 4]).tolist() == [0, 3, 4, 6]
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (18, 32), (32, 16)], ids="official_forced_{0[0]}x{0[1]}".format)
@@ -153,7 +153,7 @@ def test_sequences_of_official_sizes_end_their_rows_where_the_published_constrai
     row_end, end_of_image = (json.loads((LUMINA / "protocol.json").read_text())["tokens"][name][0] for name in NAMES)
     codes = 2 * high * 2 * wide
     ours = Raster(codes, 2 * wide, row_end)
-    assert [*ours.spell([-1] * codes).tolist(), row_end, end_of_image] == official  # these two draw nothing
+    assert [*ours.insert_row_ends([-1] * codes).tolist(), row_end, end_of_image] == official  # these two draw nothing
     assert ours.tokens == len(official) - 2
 
 

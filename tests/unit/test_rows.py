@@ -107,7 +107,7 @@ def test_kept_codes_stand_where_the_definition_would_draw(
         return int((np.log(p) + noise.gumbel(cell, 1, len(p))[0]).argmax()) if kept[cell] < 0 else int(kept[cell])
 
     expected = told(model, prompt, window, GUIDED, draw)
-    assert drawn(model, [replace(prompt, kept=kept)], window, [5], GUIDED, drafts) == [expected]
+    assert drawn(model, [replace(prompt, preserved=kept)], window, [5], GUIDED, drafts) == [expected]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), GUIDED, Sampling(cfg_scale=2.0, temperature=0)])
@@ -175,7 +175,7 @@ def test_every_cell_is_drawn_once_after_those_that_it_sees(
             assert len({*cells.tolist()}) == len(cells)
         assert not {*batch.cells[batch.counts > 0].tolist()} & {*batch.cached.tolist()}
         assert (batch.structure.ancestors.sum(0)[batch.counts == 0] == 1).all()  # no other sees what stands in
-        kept, drawn = grid.take(batch, rng.integers(0, 2, len(batch.sampled)))  # drafts are right now and then
+        kept, drawn = grid.commit(batch, rng.integers(0, 2, len(batch.sampled)))  # drafts are right now and then
         assert len(drawn) + len(kept) > 0  # or nothing would ever happen
         assert not known & {*drawn.tolist()}
         for cell in drawn.tolist():

@@ -299,7 +299,7 @@ def test_beside_a_greedy_caller_others_have_their_places_and_small_passes_and_al
 
     def noted(own: Batch) -> Any:
         parts = step(own)
-        tickets = [vars(service)["_tickets"][part.request] for part in parts]
+        tickets = [vars(service)["_tickets"][part.sequence] for part in parts]
         passes.append((Counter(one.caller for one in tickets), max((one.nodes for one in own.active), default=0)))
         return parts
 

@@ -20,7 +20,7 @@ from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.sampling import choose, is_decisive
 from lantern_rt.runtime.state import Model
 from lantern_rt.runtime.statistics import Statistics
-from lantern_rt.runtime.target import TargetOutput, choose_together
+from lantern_rt.runtime.target import TargetOutput, choose_for_sequences
 from lantern_rt.runtime.tree import DraftTree
 
 METHODS = [Eagle(tree="chain-2"), Eagle(tree="dynamic-8-3-3"), Sjd(window=2), Sjd(window=5)]
@@ -110,9 +110,9 @@ def test_neighbours_choose_together_what_each_would_choose_as_far_as_memory_goes
         return logits[i : i + 1, :2]
 
     own = [TargetOutput(partial(read, i), chain, Noise(i), range(4, 6), Sampling()) for i in range(count)]
-    choose_together(logits, [(one, slice(i, i + 1)) for i, one in enumerate(own)])
+    choose_for_sequences(logits, [(one, slice(i, i + 1)) for i, one in enumerate(own)])
     expected = [choose(logits[i, :2], Noise(i).gumbel(4, 2, 5), Sampling()).tolist() for i in range(count)]
-    assert [[one.guess(node) for node in range(2)] for one in own] == expected
+    assert [[one.choice_without_recompute(node) for node in range(2)] for one in own] == expected
     assert alone == [*range(together, count)]
 
 

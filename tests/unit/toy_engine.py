@@ -326,7 +326,7 @@ def codes_of(steps: Iterable[Step], images: int) -> list[list[int]]:
     codes: list[list[int]] = [[] for _ in range(images)]
     for step in steps:
         for part in step.parts:
-            codes[part.request] += part.codes.tolist()
+            codes[part.sequence] += part.codes.tolist()
     return codes
 
 

@@ -116,11 +116,11 @@ class _UnacceptedDrafts(Drafter):
         for commit in commits:
             if commit.draft is None:
                 continue
-            image = commit.request.index
+            image = commit.sequence.index
             accepted = len(commit.tokens)
             for node in range(accepted, min(accepted + _MAX_UNACCEPTED, len(commit.draft.tokens))):
                 index = self.counts[image]
-                cell = len(commit.request.codes) + node - accepted
+                cell = len(commit.sequence.codes) + node - accepted
                 if index < self.cells.shape[1] and cell < self.cells.shape[1]:
                     self.cells[image, index] = cell
                     self.codes[image, index] = commit.draft.tokens[node]
@@ -143,9 +143,9 @@ def _generate(pipeline: Pipeline, request: dict[str, Any], progress: Progress) -
     steps = decode(model, prompts, seeds, settings.sampling, settings.method, max_images=max_images, listener=drafts)
     for step in steps:
         for part in step.parts:
-            end = filled[part.request] + len(part.codes)
-            codes[part.request, filled[part.request] : end] = part.codes
-            filled[part.request] = end
+            end = filled[part.sequence] + len(part.codes)
+            codes[part.sequence, filled[part.sequence] : end] = part.codes
+            filled[part.sequence] = end
         progress("generating image tokens", step.done, step.total)
     return codes, drafts
 

@@ -52,7 +52,7 @@ class Samples:
 
 
 class TrainedHeads(nn.Module):
-    """Trainable form of `Heads`."""
+    """Trainable form of `DraftHeads`."""
 
     head: Tensor
     embeddings: Tensor
@@ -91,7 +91,7 @@ class TrainedHeads(nn.Module):
 
     @torch.no_grad()
     def tables(self) -> dict[str, NDArray[np.float16]]:
-        """Return the tables of `Heads`."""
+        """Return the tables of `DraftHeads`."""
         tables = {
             "change": self.embeddings @ self.change,
             "gate": self.gate,

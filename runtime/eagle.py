@@ -1,4 +1,4 @@
-"""Draft trees from an EAGLE drafter, for several requests at once.
+"""Draft trees from an EAGLE drafter, for several sequences at once.
 
 A drafter slot p reads token p + 1 and the hidden state of position p, and predicts the hidden state p + 1.
 Slots of committed tokens stay in the drafter's cache; slots of draft nodes are dropped after each draft.
@@ -19,12 +19,12 @@ import numpy as np
 from ..methods import Drafted, Sampling
 from .device import DeviceLogits, SampleRequest
 from .drafting import Commit
-from .engine import Bools, Cache, Engine, Floats, HiddenView, Ints, Pass, PassOutput, Rows
+from .engine import Bools, Cache, DeviceArray, Engine, Floats, HiddenView, Ints, Pass, PassOutput
 from .passes import MINIMUM_NODES, stack_padding, unmask_committed
 from .sampling import Probabilities, best_codes, guide, shape_distribution, shape_logits
-from .state import Model, Request
+from .state import ImageSequence, Model
 from .statistics import Clock
-from .tree import DraftTree, DynamicTree, Filling, StaticTree, TreeBuilder, certain
+from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal
 from .tree_drafts import TreeDrafter
 from .tree_names import named_tree
 
@@ -36,18 +36,18 @@ def _slots(shape: StaticTree | DynamicTree) -> int:
 
 
 @dataclass
-class Level:
+class LevelOutput:
     """Slots that were run together, and where the output has what came of them."""
 
-    sees: Bools  # what each saw of the draft, bool `[requests, slots, drafted]`
-    logits: Rows  # of the output, `[rows, nodes, vocab_size]`
-    hidden: Rows  # of the output, `[rows, nodes, hidden_size]`
+    sees: Bools  # what each saw of the draft, bool `[sequences, slots, drafted]`
+    logits: DeviceArray  # of the output, `[rows, nodes, vocab_size]`
+    hidden: DeviceArray  # of the output, `[rows, nodes, hidden_size]`
     nodes: Ints  # of the output that the slots are, int64 `[rows, slots]`
 
 
 @dataclass
-class Pending:
-    """Slots of a request that were committed, and not run yet."""
+class PendingSlots:
+    """Slots of a sequence that were committed, and not run yet."""
 
     prefix: list[Ints]  # tokens of each row's prefix slots, until they are run
     # pass by pass those after committed positions, ends of rows included, the root last
@@ -58,13 +58,13 @@ class Pending:
 
 
 class EagleDrafter(TreeDrafter):
-    """Drafts for requests of one method."""
+    """Drafts for sequences of one method."""
 
     needs_new_codes = True
 
     def __init__(self, model: Model, method: Drafted, clock: Clock) -> None:
         super().__init__(model.max_nodes)
-        assert model.drafter is not None  # requests are refused where there is none
+        assert model.drafter is not None  # sequences are refused where there is none
         self.engine: Engine = model.drafter
         self.shape = named_tree(method.tree)
         self.relaxed = not method.exact
@@ -74,42 +74,44 @@ class EagleDrafter(TreeDrafter):
         self.row_end = model.row_end
         self.slots = _slots(self.shape) * (1 if self.row_end is None else 2)
         self.most = min(model.max_nodes, MOST_SLOTS)
-        self.requests: list[Request] = []  # as rows of the cache, whose rows are those of each request in turn
+        self.sequences: list[ImageSequence] = []  # as rows of the cache, whose rows are those of each sequence in turn
         self.cache: Cache | None = None
-        self.pending: dict[Request, Pending] = {}
+        self.pending: dict[ImageSequence, PendingSlots] = {}
         self._arrange()
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Remember tokens and hidden states of a pass; they are run with the next draft."""
-        joining = [one.request for one in commits if one.request not in self.requests]
+        joining = [one.sequence for one in commits if one.sequence not in self.sequences]
         if joining:
             self._join(joining)
         for one in commits:
-            pending = self.pending.get(one.request)
+            pending = self.pending.get(one.sequence)
             if pending is None:
-                rows = one.request.rows if one.request in joining else []
-                pending = self.pending[one.request] = Pending([row.drafter_tokens(self.layout) for row in rows])
+                rows = one.sequence.rows if one.sequence in joining else []
+                pending = self.pending[one.sequence] = PendingSlots([row.drafter_tokens(self.layout) for row in rows])
             pending.hidden = [[_read(states) for states in earlier] for earlier in pending.hidden]
-            pending.tokens.append(one.request.raster.spell(one.tokens, len(one.request.codes) - len(one.tokens)))
+            pending.tokens.append(
+                one.sequence.raster.insert_row_ends(one.tokens, len(one.sequence.codes) - len(one.tokens))
+            )
             sides = enumerate(one.nodes, one.rows.start)
             pending.hidden.append([HiddenView(one.hidden, np.full(len(kept), row), kept) for row, kept in sides])
 
-    def leave(self, requests: Sequence[Request]) -> None:
-        """Forget these requests."""
-        stays = [request not in requests for request in self.requests]
+    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+        """Forget these sequences."""
+        stays = [sequence not in sequences for sequence in self.sequences]
         if all(stays):
             return
         if any(stays):
             self._cache.keep_rows(np.flatnonzero(np.repeat(stays, self._sides())))
         else:
             self.cache = None
-        self.requests = [request for request, staying in zip(self.requests, stays, strict=True) if staying]
+        self.sequences = [sequence for sequence, staying in zip(self.sequences, stays, strict=True) if staying]
         self._arrange()
-        self.pending = {request: pending for request, pending in self.pending.items() if request in self.requests}
+        self.pending = {sequence: pending for sequence, pending in self.pending.items() if sequence in self.sequences}
 
-    def draft_trees(self, requests: Sequence[Request]) -> list[DraftTree]:
-        """Commit new slots and draft one tree per request; `requests` are all that take part."""
-        roots = np.array([self.pending[one].tokens[-1][-1] for one in self.requests], np.int64)
+    def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
+        """Commit new slots and draft one tree per sequence; `sequences` are all that take part."""
+        roots = np.array([self.pending[one].tokens[-1][-1] for one in self.sequences], np.int64)
         level = self._commit_slots()
         committed = self._cache.lengths.copy()
         if isinstance(self.shape, StaticTree):
@@ -117,8 +119,8 @@ class EagleDrafter(TreeDrafter):
         else:
             trees = self._draft_dynamic(self.shape, roots, level)
         self._cache.truncate(committed)
-        drafted = dict(zip(self.requests, trees, strict=True))
-        return [drafted[request] for request in requests]
+        drafted = dict(zip(self.sequences, trees, strict=True))
+        return [drafted[sequence] for sequence in sequences]
 
     @property
     def _cache(self) -> Cache:
@@ -126,55 +128,57 @@ class EagleDrafter(TreeDrafter):
         return self.cache
 
     def _sides(self) -> list[int]:
-        return [len(request.rows) for request in self.requests]
+        return [len(sequence.rows) for sequence in self.sequences]
 
-    def _join(self, requests: Sequence[Request]) -> None:
-        columns = max(request.columns for request in requests) + self.slots
-        cache = self.engine.new_cache(sum(len(request.rows) for request in requests), columns)
+    def _join(self, sequences: Sequence[ImageSequence]) -> None:
+        columns = max(sequence.columns for sequence in sequences) + self.slots
+        cache = self.engine.new_cache(sum(len(sequence.rows) for sequence in sequences), columns)
         if self.cache is None:
             self.cache = cache
         else:
             self.cache.extend(cache)
-        self.requests += requests
+        self.sequences += sequences
         self._arrange()
 
     def _arrange(self) -> None:
-        """Which request a row is of, and the prefix columns it does not see: after requests have joined or left."""
-        self.request_of = np.repeat(np.arange(len(self.requests)), self._sides())  # [rows]
-        self.first_row = np.searchsorted(self.request_of, np.arange(len(self.requests)))  # [requests]
-        padding = stack_padding([~row.real for request in self.requests for row in request.rows])
+        """Which sequence a row is of, and the prefix columns it does not see: after sequences have joined or left."""
+        self.request_of = np.repeat(np.arange(len(self.sequences)), self._sides())  # [rows]
+        self.first_row = np.searchsorted(self.request_of, np.arange(len(self.sequences)))  # [sequences]
+        padding = stack_padding([~row.real for sequence in self.sequences for row in sequence.rows])
         self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])
 
     def _rows(self) -> list[Ints]:
         return [first + np.arange(sides) for first, sides in zip(self.first_row, self._sides(), strict=True)]
 
-    def _best(self, level: Level, depth: int, most: int, noisy: bool) -> list[tuple[Ints, Floats]]:
-        noises = [one.noise if noisy and not one.sampling.greedy else None for one in self.requests]
+    def _top_children(self, level: LevelOutput, depth: int, most: int, noisy: bool) -> list[tuple[Ints, Floats]]:
+        noises = [one.noise if noisy and not one.sampling.greedy else None for one in self.sequences]
         on_device = level.logits
-        if isinstance(on_device, DeviceLogits) and all(on_device.draws(request.sampling) for request in self.requests):
+        if isinstance(on_device, DeviceLogits) and all(
+            on_device.draws(sequence.sampling) for sequence in self.sequences
+        ):
             samples = []
-            for request, rows, noise in zip(self.requests, self._rows(), noises, strict=True):
-                positions = np.full(level.nodes.shape[1], len(request.codes) + depth)
+            for sequence, rows, noise in zip(self.sequences, self._rows(), noises, strict=True):
+                positions = np.full(level.nodes.shape[1], len(sequence.codes) + depth)
                 own = slice(int(rows[0]), int(rows[-1]) + 1)
-                samples.append(SampleRequest(own, level.nodes[rows], request.sampling, noise, positions))
+                samples.append(SampleRequest(own, level.nodes[rows], sequence.sampling, noise, positions))
             return on_device.best(samples, most)
         best = []
-        for request, rows, noise in zip(self.requests, self._rows(), noises, strict=True):
+        for sequence, rows, noise in zip(self.sequences, self._rows(), noises, strict=True):
             logits = level.logits[rows[:, None], level.nodes[rows]]  # [sides, slots, vocab_size]
-            values = shape_logits(guide(logits, request.sampling), request.sampling)
+            values = shape_logits(guide(logits, sequence.sampling), sequence.sampling)
             if noise is not None:
-                values = values + noise.gumbel(len(request.codes) + depth, 1, values.shape[1])
+                values = values + noise.gumbel(len(sequence.codes) + depth, 1, values.shape[1])
             best.append(best_codes(values, most))
         return best
 
-    def _commit_slots(self) -> Level:
+    def _commit_slots(self) -> LevelOutput:
         """Run the committed slots, append them, and return the last slot as the root's level.
 
         At most `self.most` of each row at a time, besides its prefix: those of passes over known codes, if any.
         All rows end in the last pass.
         """
         read, states = self._pending_slots()
-        prefixes = [len(row.embeds) - 1 for request in self.requests for row in request.rows]
+        prefixes = [len(row.embeds) - 1 for sequence in self.sequences for row in sequence.rows]
         lengths = self._cache.lengths.tolist()
         # slots to be run, a prefix apart
         left = [len(own) - (0 if n else prefix) for own, n, prefix in zip(read, lengths, prefixes, strict=True)]
@@ -186,14 +190,14 @@ class EagleDrafter(TreeDrafter):
             left = [min(slots, later) for slots in left]
         counts = [len(own) for own in read]
         output = self._run_committed(read, states, counts)
-        nothing = np.zeros((len(self.requests), 1, 0), bool)
-        return Level(nothing, output.logits, output.hidden, np.array(counts)[:, None] - 1)
+        nothing = np.zeros((len(self.sequences), 1, 0), bool)
+        return LevelOutput(nothing, output.logits, output.hidden, np.array(counts)[:, None] - 1)
 
     def _pending_slots(self) -> tuple[list[Ints], list[Floats | HiddenView]]:
         """What was committed and not run: per row tokens `[slots]` and hidden states `[slots, hidden_size]`."""
         read: list[Ints] = []
         hidden: list[Floats | HiddenView] = []
-        for one in (self.pending.pop(request) for request in self.requests):
+        for one in (self.pending.pop(sequence) for sequence in self.sequences):
             codes = np.concatenate(one.tokens) + self.layout.code_offset
             own = [p[0] if len(p) == 1 else np.concatenate([*map(_read, p)]) for p in zip(*one.hidden, strict=True)]
             read += [np.concatenate([prefix, codes]) for prefix in one.prefix] or [codes] * len(own)
@@ -205,7 +209,7 @@ class EagleDrafter(TreeDrafter):
         tokens = np.zeros((len(read), slots), np.int64)
         for row, count in enumerate(counts):
             tokens[row, :count] = read[row][:count]
-        hidden = _joined(states, counts, slots)
+        hidden = _stack_hidden(states, counts, slots)
         lengths, prefix = self._cache.lengths, self.prefix_padding.shape[1]
         attention_mask, past_length = self._committed_mask(lengths, slots)
         attention_mask[:, :, past_length:] = np.tri(slots, dtype=bool)
@@ -227,36 +231,36 @@ class EagleDrafter(TreeDrafter):
         batch = Pass(np.minimum(positions, self.last_position), attention_mask, tokens, hidden=hidden)
         return self.clock.run(self.engine, batch, self._cache)
 
-    def _cross(self, level: Level, depth: int) -> Level:
-        """The level of this depth, or that of the ends of rows that follow it in some requests.
+    def _append_row_ends(self, level: LevelOutput, depth: int) -> LevelOutput:
+        """The level of this depth, or that of the ends of rows that follow it in some sequences.
 
         It is run for all of them, and used where a row ends.
         """
         if self.row_end is None:
             return level
-        ends = np.array([one.raster.ends(len(one.codes) - 1 + depth) for one in self.requests])
+        ends = np.array([one.raster.ends(len(one.codes) - 1 + depth) for one in self.sequences])
         if not ends.any():
             return level
-        requests, slots = len(ends), level.nodes.shape[1]
-        same = np.tile(np.arange(slots), (requests, 1))
+        sequences, slots = len(ends), level.nodes.shape[1]
+        same = np.tile(np.arange(slots), (sequences, 1))
         after = self._expand(np.full_like(same, self.row_end), same, depth, level, behind=1)
         if ends.all():
             return after
-        both = [after if ends[request] else level for request in self.request_of]  # of each row
+        both = [after if ends[sequence] else level for sequence in self.request_of]  # of each row
         logits, hidden = (
             np.stack([getattr(own, name)[row, own.nodes[row]] for row, own in enumerate(both)])
             for name in ("logits", "hidden")
         )
         before = np.pad(level.sees, ((0, 0), (0, 0), (0, slots)))
-        return Level(np.where(ends[:, None, None], after.sees, before), logits, hidden, same[self.request_of])
+        return LevelOutput(np.where(ends[:, None, None], after.sees, before), logits, hidden, same[self.request_of])
 
-    def _expand(self, tokens: Ints, parents: Ints, depth: int, level: Level, behind: int = 0) -> Level:
+    def _expand(self, tokens: Ints, parents: Ints, depth: int, level: LevelOutput, behind: int = 0) -> LevelOutput:
         """Run the draft nodes below `level` and append their slots.
 
-        tokens: `[requests, slots]`. parents: where their parents are in `level`, `[requests, slots]`. behind: how many
-        tokens stand between those of this depth and these.
+        tokens: `[sequences, slots]`. parents: where their parents are in `level`, `[sequences, slots]`. behind:
+        number of tokens between this depth and the last.
         """
-        requests, slots = tokens.shape
+        sequences, slots = tokens.shape
         rows = len(level.nodes)
         padded = max(MINIMUM_NODES, slots)
         drafted = level.sees.shape[2]
@@ -266,40 +270,40 @@ class EagleDrafter(TreeDrafter):
         before = np.repeat(level.nodes[:, :1], padded, 1)
         before[:, :slots] = level.nodes[np.arange(rows)[:, None], parents[self.request_of]]
         states = HiddenView(level.hidden, np.repeat(np.arange(rows)[:, None], padded, 1), before)
-        sees = np.zeros((requests, slots, drafted + slots), bool)
-        sees[:, :, :drafted] = level.sees[np.arange(requests)[:, None], parents]
+        sees = np.zeros((sequences, slots, drafted + slots), bool)
+        sees[:, :, :drafted] = level.sees[np.arange(sequences)[:, None], parents]
         sees[:, :, drafted:] = np.eye(slots, dtype=bool)
         attention_mask, past_length = self._committed_mask(base, padded)
         attention_mask[:, :, past_length:] = np.eye(padded, dtype=bool)
         for row, start in enumerate(base.tolist()):
             attention_mask[row, :slots, start : start + drafted] = sees[self.request_of[row], :, :drafted]
-        below = np.array([_tokens_below(request, depth) for request in self.requests])
+        below = np.array([_tokens_below(sequence, depth) for sequence in self.sequences])
         positions = np.repeat((base + below[self.request_of] + behind - 1)[:, None], padded, 1)
         output = self._run(codes, states, positions, attention_mask)
         self.clock.append(self._cache, output.new_kv, [np.arange(slots)] * rows)
-        return Level(sees, output.logits, output.hidden, np.repeat(np.arange(slots)[None], rows, 0))
+        return LevelOutput(sees, output.logits, output.hidden, np.repeat(np.arange(slots)[None], rows, 0))
 
-    def _draft_static(self, shape: StaticTree, roots: Ints, level: Level) -> list[DraftTree]:
-        fillings = [Filling(shape, int(root)) for root in roots]
-        levels: list[Level] = []
+    def _draft_static(self, shape: StaticTree, roots: Ints, level: LevelOutput) -> list[DraftTree]:
+        fillings = [StaticTreeBuilder(shape, int(root)) for root in roots]
+        levels: list[LevelOutput] = []
         for depth, inner in enumerate(shape.levels):
             if depth > 0:
                 slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
                 tokens = np.stack([filling.tokens[inner] for filling in fillings])
                 level = self._expand(tokens, np.repeat(slots[None], len(roots), 0), depth, level)
-            level = self._cross(level, depth)
+            level = self._append_row_ends(level, depth)
             levels.append(level)
             most = max(len(shape.children[node]) for node in inner)
-            for filling, best in zip(fillings, self._best(level, depth, most, noisy=True), strict=True):
+            for filling, best in zip(fillings, self._top_children(level, depth, most, noisy=True), strict=True):
                 filling.fill(inner, *best)
         trees: list[DraftTree] = []
-        for request, rows, filling in zip(self.requests, self._rows(), fillings, strict=True):
-            proposal = partial(_proposal, shape, levels, rows, request.sampling) if self.relaxed else certain
-            trees.append(filling.tree(proposal, request.sampling.greedy))
+        for sequence, rows, filling in zip(self.sequences, self._rows(), fillings, strict=True):
+            proposal = partial(_proposal, shape, levels, rows, sequence.sampling) if self.relaxed else no_proposal
+            trees.append(filling.tree(proposal, sequence.sampling.greedy))
         return trees
 
-    def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: Level) -> list[DraftTree]:
-        builders = [TreeBuilder(int(root)) for root in roots]
+    def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: LevelOutput) -> list[DraftTree]:
+        builders = [DynamicTreeBuilder(int(root)) for root in roots]
         for depth in range(shape.depth):
             chosen = [builder.best_of_last_level(shape.branch) for builder in builders]
             if depth > 0:
@@ -310,20 +314,20 @@ class EagleDrafter(TreeDrafter):
                     [builder.slot_of_parent[nodes] for builder, nodes in zip(builders, same, strict=True)]
                 )
                 level = self._expand(codes, parents, depth, level)
-            level = self._cross(level, depth)
-            best = self._best(level, depth, shape.branch, noisy=not self.relaxed)
+            level = self._append_row_ends(level, depth)
+            best = self._top_children(level, depth, shape.branch, noisy=not self.relaxed)
             for builder, nodes, (codes, scores) in zip(builders, chosen, best, strict=True):
                 builder.add_children(nodes, codes[: len(nodes)], scores[: len(nodes)])
         return [builder.prune(shape.nodes) for builder in builders]
 
 
-def _tokens_below(request: Request, depth: int) -> int:
-    """Tokens from a request's last code to the code `depth` further on, ends of rows between them included."""
-    root = len(request.codes) - 1
-    return request.raster.place(root + depth) - request.raster.place(root)
+def _tokens_below(sequence: ImageSequence, depth: int) -> int:
+    """Tokens from a sequence's last code to the code `depth` further on, ends of rows between them included."""
+    root = len(sequence.codes) - 1
+    return sequence.raster.place(root + depth) - sequence.raster.place(root)
 
 
-def _proposal(shape: StaticTree, levels: list[Level], rows: Ints, sampling: Sampling, node: int) -> Probabilities:
+def _proposal(shape: StaticTree, levels: list[LevelOutput], rows: Ints, sampling: Sampling, node: int) -> Probabilities:
     depth = len(shape.paths[node - 1]) if node else 0
     level = levels[depth]
     slot = np.searchsorted(shape.levels[depth], node)
@@ -335,7 +339,7 @@ def _read(states: Floats | HiddenView) -> Floats:
     return states.read() if isinstance(states, HiddenView) else states
 
 
-def _joined(states: list[Floats | HiddenView], counts: list[int], slots: int) -> Floats | HiddenView:
+def _stack_hidden(states: list[Floats | HiddenView], counts: list[int], slots: int) -> Floats | HiddenView:
     sources = {id(own.source) if isinstance(own, HiddenView) else None for own in states}
     if isinstance(first := states[0], HiddenView) and len(sources) == 1:
         rows, nodes = np.zeros((2, len(states), slots), np.int64)
