@@ -1,7 +1,4 @@
-"""`bundle.json`: what a bundle says about itself.
-
-Pydantic models only: names, sizes, defaults and file hashes. Unknown fields are refused.
-"""
+"""The manifest `bundle.json` of a bundle, as pydantic models that reject unknown fields."""
 
 from __future__ import annotations
 
@@ -15,30 +12,30 @@ from pydantic import AfterValidator, Field, model_validator
 from ..methods import Drafted, FrozenModel, Method, Quality, Relaxed, Sampling, Sjd
 
 FORMAT_VERSION = "3.3"
-_PIECE = 1 << 20  # bytes of a file that are hashed at a time
+_BLOCK = 1 << 20  # Number of bytes hashed at a time.
 
-# No model comes near these bounds; what claims more is damaged, and would ask for more memory or time than there is.
+# No model comes near these bounds. A damaged manifest beyond them could exhaust memory or time.
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 SmallCount = Annotated[int, Field(ge=1, le=1024)]
-Side = Annotated[int, Field(ge=1, le=256)]  # codes
-MAX_PIXELS = 8192  # along a side
+Side = Annotated[int, Field(ge=1, le=256)]  # Cells.
+MAX_PIXELS = 8192  # Maximum width and height of an image.
 Pixels = Annotated[int, Field(ge=1, le=MAX_PIXELS)]
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
 Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-weights", "int8"]
 
 
 def file_sha256(path: Path, progress: Callable[[int], None] = lambda size: None) -> str:
-    """Hex digest of a file, read in pieces; `progress` is told of the bytes of each."""
+    """Compute the sha256 of a file as hex digits; call `progress` with the size of every block."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
+        while piece := file.read(_BLOCK):
             digest.update(piece)
             progress(len(piece))
     return digest.hexdigest()
 
 
 class FileEntry(FrozenModel):
-    """One file of the bundle; `path` is relative to it, with forward slashes."""
+    """A file of the bundle; `path` is relative to the bundle's folder, with forward slashes."""
 
     path: str
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -46,12 +43,12 @@ class FileEntry(FrozenModel):
 
     @classmethod
     def of(cls, path: Path, progress: Callable[[int], None] = lambda size: None) -> FileEntry:
-        """The entry of a file at the top of its bundle; reads all of it, as `file_sha256` does."""
+        """Hash a file in the top folder of a bundle and return its entry; `progress` as in `file_sha256`."""
         return cls(path=path.name, sha256=file_sha256(path, progress), bytes=path.stat().st_size)
 
 
 class _Sizes(FrozenModel):
-    """What target and drafter have in common. Cache tensors are `[past, rows, num_kv_heads, head_dim]`."""
+    """Sizes of target and drafter. Cache tensors are `[past, rows, num_kv_heads, head_dim]`."""
 
     hidden_size: Count
     num_layers: SmallCount
@@ -61,9 +58,14 @@ class _Sizes(FrozenModel):
 
 
 class DecoderSpec(_Sizes):
-    """`precision` is that of the stored weights, `dtype` that of the cache and of what both decoders compute in.
+    """The target decoder.
 
-    Graphs of `bfloat16` are of float32, for CPUs; on devices that have it, decoders compute in it.
+    Args:
+        max_positions: maximum number of positions of a sequence.
+        dtype: type of the cache and of the computation in target and drafter. For `bfloat16`, the graphs use float32
+            for CPUs, and decoders on devices with bfloat16 use that.
+        cache_layout: layout of cache tensors.
+        precision: precision of the stored weights.
     """
 
     max_positions: Count
@@ -75,12 +77,14 @@ class DecoderSpec(_Sizes):
 class DrafterSpec(_Sizes):
     """An EAGLE drafter. Slot p reads token p + 1 and hidden state p.
 
-    `position_shift` is added to the target position of a slot's *token* to give the slot's position
-    (-1: the slot that holds a token at position p sits at p - 1). `masks_prefix`: whether padded prefix
-    slots are hidden from the drafter (LANTERN's LlamaGen drafter sees them). Prefix slots read `prefix_token`,
-    or the ids of the prompt where the condition is of kind `tokens`. `code_offset`: the token id of code 0,
-    where the drafter embeds a vocabulary of text and codes. `head_codes`: how many codes the drafter scores, where
-    it is not all; the logits of the others are too low to be drafted.
+    Args:
+        position_shift: position of a slot minus the target position of its token.
+        masks_prefix: whether the drafter's attention mask hides padded prefix slots, unlike in LANTERN's LlamaGen
+            drafter.
+        prefix_token: token of prefix slots, unless the condition is of kind `tokens`; the slots then read the prompt.
+        code_offset: token id of code 0 in a drafter whose vocabulary contains text, too.
+        precision: precision of the stored weights.
+        head_codes: number of codes that the drafter scores, None for all. The logits of all others are very low.
     """
 
     position_shift: Annotated[int, Field(ge=-1, le=1024)] = -1
@@ -92,9 +96,11 @@ class DrafterSpec(_Sizes):
 
 
 class HeadsSpec(FrozenModel):
-    """What windows draft with, and trees that ask for it: see `runtime/heads.py`.
+    """Draft heads of windows and of trees with `drafter=heads`, see `runtime/heads.py`.
 
-    rank: of corrections. units: of guesses.
+    Args:
+        rank: rank of the corrections.
+        units: number of hidden units of the predictions.
     """
 
     rank: SmallCount
@@ -102,13 +108,18 @@ class HeadsSpec(FrozenModel):
 
 
 class TokenLayout(FrozenModel):
-    """How a prompt becomes the token ids of its two rows, for kind `tokens`.
+    """Layout of the token ids of a prompt's conditional and unconditional row, for kind `tokens`.
 
-    The prompt replaces `{prompt}` in `template`, the size's name `{size}`; the text is tokenised without the
-    tokenizer's own special tokens. Conditional row: `before`, the text's ids, `after`. Unconditional row: `uncond`,
-    whatever the prompt; or the conditional row with each of the text's ids replaced by `uncond_fill`. Both rows end
-    with the tokens of the picture's `Size`, if it has any. A negative prompt's conditional row takes the unconditional
-    one's place; `negative` is its template, where that is another.
+    The text is tokenized without special tokens. The conditional row is `before`, the text's ids, and `after`. Both
+    rows end with the tokens of the image's `Size`. A negative prompt's conditional row replaces the unconditional row.
+
+    Args:
+        template: text in which the prompt replaces `{prompt}` and the size's name replaces `{size}`.
+        before: ids before the text.
+        after: ids after the text.
+        uncond: ids of the unconditional row.
+        uncond_fill: id that replaces each id of the text in the unconditional row, if `uncond` is None.
+        negative: template of negative prompts, None for `template`.
     """
 
     template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
@@ -121,22 +132,30 @@ class TokenLayout(FrozenModel):
     @model_validator(mode="after")
     def _one_uncond(self) -> TokenLayout:
         if (self.uncond is None) == (self.uncond_fill is None):
-            raise ValueError("`uncond` and `uncond_fill` are two ways to lay out one row; set one")
+            raise ValueError("set exactly one of `uncond` and `uncond_fill`")
         return self
 
 
 class ConditionSpec(FrozenModel):
-    """What an image is conditioned on, and how that becomes prefix rows.
+    """The condition of an image, and the graph that converts it to prefix embeddings.
 
-    `class`: input `class_ids [rows]` int64. `words`: a caption of known words, input `token_ids
-    [rows, prefix]` int64, padded on the right with id 0. `embeddings`: text embeddings given by the
-    caller, inputs `caption_embeds [rows, prefix, caption_dim]` (left-padded, padding zeroed) and
-    `caption_mask [rows, prefix]` int64. `text`: any text, inputs `token_ids` and `token_mask [rows, tokens]`
-    int64, tokens up to prefix, left-padded; `cleaning` says how prompts are cleaned before. Outputs,
-    always: `prefix_embeds` and `uncond_embeds`, both `[rows, prefix, width]` float32.
+    The graph returns `prefix_embeds` and `uncond_embeds`, float32 `[rows, prefix, width]`. Its inputs by kind:
 
-    `tokens`: free text as token ids of a joint vocabulary, laid out by `layout`; inputs `token_ids [rows, tokens]`
-    and `uncond_ids [rows, uncond_tokens]` int64, of any lengths up to `prefix`. The outputs have these lengths.
+    - `class`: `class_ids [rows]` int64.
+    - `words`, captions of known words: `token_ids [rows, prefix]` int64, right-padded with 0.
+    - `embeddings`, the caller's text embeddings: `caption_embeds [rows, prefix, caption_dim]`, left-padded with zeros,
+      and `caption_mask [rows, prefix]` int64.
+    - `text`, free text: `token_ids` and `token_mask [rows, tokens]` int64, left-padded, tokens <= prefix.
+    - `tokens`, free text in a joint vocabulary: `token_ids [rows, tokens]`, `uncond_ids [rows, uncond_tokens]` int64,
+      both at most `prefix` long. The outputs have the same lengths.
+
+    Args:
+        kind: kind of the condition.
+        prefix: maximum number of prefix positions.
+        classes: number of classes.
+        caption_dim: size of a text embedding.
+        cleaning: cleaning of prompts before tokenization.
+        layout: layout of the token ids.
     """
 
     kind: Literal["class", "words", "embeddings", "text", "tokens"]
@@ -150,16 +169,20 @@ class ConditionSpec(FrozenModel):
     def _sizes_fit_kind(self) -> ConditionSpec:
         for field, kind in (("classes", "class"), ("caption_dim", "embeddings"), ("layout", "tokens")):
             if (getattr(self, field) is not None) != (self.kind == kind):
-                raise ValueError(f"`{field}` goes with kind `{kind}` and with no other")
+                raise ValueError(f"`{field}` is required for kind `{kind}` and not allowed for other kinds")
         if self.cleaning is not None and self.kind != "text":
-            raise ValueError("`cleaning` goes with kind `text` and with no other")
+            raise ValueError("`cleaning` is only allowed for kind `text`")
         return self
 
 
 class Size(FrozenModel):
-    """A size of pictures. name: width x height in pixels, as users and templates say it. rows, columns: of its codes.
+    """An image size.
 
-    tokens: what announces it, at the end of both rows of a prompt.
+    Args:
+        name: width x height in pixels, as in requests and templates.
+        rows: number of grid rows.
+        columns: number of grid columns.
+        tokens: ids at the end of both rows of a prompt that tell the model the size.
     """
 
     name: Annotated[str, Field(pattern=r"^[1-9]\d{0,3}x[1-9]\d{0,3}$")]
@@ -169,29 +192,32 @@ class Size(FrozenModel):
 
     @property
     def codes(self) -> int:
-        """Codes of a picture."""
+        """Number of cells."""
         return self.rows * self.columns
 
 
 class DecodingDefaults(FrozenModel):
-    """Each method's own defaults, where they are not those of `methods.py`."""
+    """Default parameters of methods that differ from `methods.py`."""
 
     methods: tuple[Method, ...] = ()
 
     @model_validator(mode="after")
     def _one_each(self) -> DecodingDefaults:
-        names = [one.method for one in self.methods]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"method {twice} has defaults twice; expected each method once")
+        names = [config.method for config in self.methods]
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"method {repeated} has defaults twice; expected each method once")
         return self
 
 
 class PresetFigures(FrozenModel):
-    """What `lantern-rt eval` measured of a preset's method.
+    """Measurements of a preset's method by `lantern-rt eval`.
 
-    tokens_per_pass: tokens of an image per forward pass of the target. excess_nll: nats per token above plain
-    decoding's, the entropy subtracted from both. agreement: percentage points of prompt agreement above plain
-    decoding's; None where no judge was given. images: how many were drawn. date: when, ISO 8601.
+    Args:
+        tokens_per_pass: tokens of an image per forward pass of the target.
+        excess_nll: difference to plain decoding in nats per token, after subtraction of the entropy.
+        agreement: difference to plain decoding in percentage points of prompt agreement. None: not measured.
+        images: number of generated images.
+        date: date in ISO 8601.
     """
 
     tokens_per_pass: Annotated[float, Field(gt=0, le=1e6)]
@@ -202,10 +228,13 @@ class PresetFigures(FrozenModel):
 
 
 class Preset(FrozenModel):
-    """A quality of this bundle: the method that draws it, and the figures that justify it.
+    """The method of a quality.
 
-    devices: of `strict`, the method on GPUs and other devices, where more nodes of a pass are nearly free; None: the
-    same. figures: None of a method that was not measured.
+    Args:
+        method: the method.
+        devices: for `strict`, the method on GPUs and other devices, where more nodes per pass cost little. None: the
+            same method.
+        figures: measurements of the method, None if it was not measured.
     """
 
     method: Method
@@ -213,8 +242,8 @@ class Preset(FrozenModel):
     figures: PresetFigures | None = None
 
 
-# Of bundles that name none. On CPUs within 4 % of the best window on three processors (docs/measurements.md); the one
-# for devices is not measured.
+# The default preset. On three CPUs it is within 4 % of the best window (docs/measurements.md). The method for devices
+# is not measured.
 STRICT = Preset(method=Sjd(window=7), devices=Sjd(window=15))
 
 
@@ -223,7 +252,7 @@ def _with_strict(presets: dict[Quality, Preset]) -> dict[Quality, Preset]:
 
 
 class Source(FrozenModel):
-    """A checkpoint file this bundle was made from; `origin`: the repository and revision it was fetched from."""
+    """A checkpoint file that was exported; `origin` is the repository and revision it was downloaded from."""
 
     role: str
     name: str
@@ -232,9 +261,14 @@ class Source(FrozenModel):
 
 
 class Provenance(FrozenModel):
-    """Who made the bundle, from what, under which licence; `weights`: those taken of files with both, if chosen.
+    """The origin of a bundle.
 
-    calibration: of an image decoder in int8, what its ranges were found on.
+    Args:
+        exporter: name and version of the exporter.
+        sources: exported checkpoint files.
+        licence: licence of the model.
+        weights: weights that were chosen, if a checkpoint contains both.
+        calibration: calibration data of an image decoder in int8.
     """
 
     exporter: str
@@ -245,17 +279,17 @@ class Provenance(FrozenModel):
 
 
 class Manifest(FrozenModel):
-    """The whole of `bundle.json`.
+    """The contents of `bundle.json`. `docs/bundle-format.md` describes all fields.
 
-    `files` maps roles to files: `target`, `vq_decoder`, `condition`, `code_embeddings` always; `drafter`,
-    `heads` and `neighbors` when there are any; `tokenizer` for kinds `words`, `text` and `tokens`;
-    optional is `prompts` (to compare with); further roles are external data of a graph (`target.data`, ...).
-
-    `sizes`: those that a request may choose from, the one of `grid_rows` and `grid_columns` among them, which is the
-    default; none where all pictures have that. `row_end`: the token that follows every row of codes but the last, and
-    is no choice: a row of `code_embeddings` behind those of codes. `presets`: the methods of the qualities: `strict`,
-    exact, by default `STRICT`; `balanced` and `fast` as far as `lantern-rt eval --write-presets` measured them.
-    `vq_precision`: what the image decoder multiplies.
+    Args:
+        sizes: image sizes, including the default of `grid_rows` and `grid_columns`. Empty: only the default.
+        row_end: token after every grid row except the last, which is not sampled; an index of `code_embeddings`.
+        neighbors: number of neighbours per code in the table `neighbors`, 0 without the table.
+        vq_precision: precision of the image decoder's matrix products.
+        presets: methods of qualities: `strict`, by default `STRICT`, and others that `eval --write-presets` added.
+        files: files by role: `target`, `vq_decoder`, `condition` and `code_embeddings`; `drafter`, `heads`, `neighbors`
+            and `tokenizer` if the bundle has them; optionally `vq_encoder`, and `prompts` for comparisons. Other roles
+            are external data of a graph (`target.data`, ...).
     """
 
     format_version: str
@@ -282,7 +316,7 @@ class Manifest(FrozenModel):
 
     @property
     def drafters(self) -> list[str]:
-        """Names of what can draft trees, `heads` and `eagle`, the default first."""
+        """Available drafters of trees, of `heads` and `eagle`, the default first."""
         return [name for name, spec in (("heads", self.heads), ("eagle", self.drafter)) if spec is not None]
 
     @model_validator(mode="after")
@@ -294,61 +328,66 @@ class Manifest(FrozenModel):
             raise ValueError(f"`files` lacks {', '.join(missing)}")
         if (vocab_size := self.target.vocab_size) != self.codebook_size:
             raise ValueError(f"target vocab_size {vocab_size} is not codebook_size {self.codebook_size}")
-        if self.drafter and (own := self.drafter.hidden_size) != (expected := self.target.hidden_size):
-            raise ValueError(f"drafter hidden_size {own} is not the target's, {expected}")
-        if (tokens := self.condition.prefix + self.max_image_tokens - 1) > (most := self.target.max_positions):
-            raise ValueError(f"prefix and image take {tokens:,} positions, but target max_positions is {most:,}")
+        if self.drafter and self.drafter.hidden_size != (expected := self.target.hidden_size):
+            raise ValueError(f"drafter hidden_size {self.drafter.hidden_size} is not the target's, {expected}")
+        if (tokens := self.condition.prefix + self.max_image_tokens - 1) > (limit := self.target.max_positions):
+            raise ValueError(f"prefix and image need {tokens:,} positions, but target max_positions is {limit:,}")
         for quality, preset in self.presets.items():
             if preset.devices is not None and quality != "strict":
-                raise ValueError(f"preset {quality} has a method for devices, which would draw other images there")
+                raise ValueError(
+                    f"preset {quality} has a method for devices, which would generate different images there"
+                )
             for method in (preset.method, preset.devices or preset.method):
                 self._check_preset(quality, method)
-        if self.row_end is not None and not 0 <= self.row_end - self.codebook_size < 1_000_000:
-            raise ValueError(f"row_end {self.row_end} is a code, expected a row behind the {vocab_size} of them")
+        first_row = self.codebook_size
+        if self.row_end is not None and not first_row <= self.row_end < first_row + 1_000_000:
+            limits = f"at least codebook_size, {first_row}, and below {first_row + 1_000_000}"
+            raise ValueError(f"row_end must be {limits}, found {self.row_end}")
         self._check_sizes()
         return self
 
     def _check_preset(self, quality: Quality, method: Method) -> None:
-        """Raises: ValueError: the bundle cannot decode by this method of a preset."""
+        """Raise ValueError if the bundle does not support a method of a preset."""
         drafter = method.drafter if isinstance(method, Drafted) else None
         if (method.needs_drafter and not self.drafters) or drafter not in (None, *self.drafters):
-            raise ValueError(f"preset {quality}, {method}, needs a drafter that the bundle lacks")
+            raise ValueError(f"preset {quality}, {method}, needs a drafter that the bundle does not have")
         if isinstance(method, Relaxed) and (method.neighbors or 0) > self.neighbors:
             raise ValueError(f"preset {quality}, {method}, needs more than the bundle's {self.neighbors} neighbors")
         if quality == "strict" and not method.exact:
             raise ValueError(f"preset strict, {method}, is not exact")
 
     def _check_sizes(self) -> None:
-        """Raises: ValueError: sizes that contradict each other, or prompts that end without a token."""
-        names, layout = [size.name for size in self.sizes], self.condition.layout
+        """Raise ValueError if sizes are inconsistent, or an unconditional row would be empty."""
+        names = [size.name for size in self.sizes]
+        layout = self.condition.layout
         if len({*names}) != len(names) or len({(size.rows, size.columns) for size in self.sizes}) != len(names):
             raise ValueError("`sizes` has a name or a grid twice; expected each once")
         if self.sizes and not any(self._is_default(size) for size in self.sizes):
             raise ValueError(f"`sizes` lacks the default grid, {self.grid_rows} x {self.grid_columns}")
         if large := next((size.name for size in self.sizes if max(self.pixels(size)) > MAX_PIXELS), None):
-            raise ValueError(f"size {large} has more than {MAX_PIXELS} pixels along a side")
+            raise ValueError(f"size {large} is wider or higher than {MAX_PIXELS} pixels")
         if layout is not None and layout.uncond == () and not all(size.tokens for size in self.sizes or (self.size(),)):
-            raise ValueError("`uncond` is empty, and so are the tokens of a size; the unconditional row needs one")
+            raise ValueError("`uncond` and the tokens of a size are empty, but the unconditional row needs a token")
 
     def _is_default(self, size: Size) -> bool:
         return (size.rows, size.columns) == (self.grid_rows, self.grid_columns)
 
     def size(self, name: str | None = None) -> Size:
-        """The size of a name, by default the bundle's own. Raises: KeyError: pictures have no such size."""
-        own = Size(name=f"{self.image_width}x{self.image_height}", rows=self.grid_rows, columns=self.grid_columns)
-        by_name = {size.name: size for size in self.sizes or (own,)}
+        """Return a size by name, by default the size of the grid; raise KeyError if the bundle has no such size."""
+        default = Size(name=f"{self.image_width}x{self.image_height}", rows=self.grid_rows, columns=self.grid_columns)
+        by_name = {size.name: size for size in self.sizes or (default,)}
         return next(filter(self._is_default, by_name.values())) if name is None else by_name[name]
 
     def pixels(self, size: Size) -> tuple[int, int]:
-        """Width and height of a picture of this size."""
+        """Return width and height in pixels of an image of this size."""
         return self.image_width * size.columns // self.grid_columns, self.image_height * size.rows // self.grid_rows
 
     @property
     def max_image_tokens(self) -> int:
-        """Most tokens of a picture in its sequence: codes, and ends of all rows but the last."""
+        """Maximum number of tokens of an image: a token per cell, and the ends of all rows except the last."""
         return max(size.codes + (size.rows - 1) * (self.row_end is not None) for size in self.sizes or (self.size(),))
 
     @property
     def codes_per_image(self) -> int:
-        """Codes of one image of the default size: rows x columns of the grid."""
+        """Number of cells of an image of the default size."""
         return self.grid_rows * self.grid_columns

@@ -154,14 +154,14 @@ def test_a_manifest_that_cannot_be_read_says_why(folder: Path, text: bytes, expe
         ("neighbors", 32, "field `neighbors`: found 32, expected less than codebook_size 32"),
         ("files.target.sha256", "zz", "field `files.target.sha256`: found 'zz'"),
         ("files.tar\nget", 1, "field `files.tar get`: found 1"),
-        ("condition.cleaning", "llamagen", "`cleaning` goes with kind `text`"),
-        ("condition.caption_dim", 32, "`caption_dim` goes with kind `embeddings`"),
+        ("condition.cleaning", "llamagen", "`cleaning` is only allowed for kind `text`"),
+        ("condition.caption_dim", 32, "`caption_dim` is required for kind `embeddings`"),
         ("condition", {"kind": "text", "prefix": 4, "cleaning": "other"}, "expected 'llamagen'"),
         ("condition", {"kind": "text", "prefix": 4}, "`files` lacks tokenizer"),
-        ("condition", {**EMPTY, "kind": "words"}, "`layout` goes with kind `tokens`"),
-        ("condition", {"kind": "tokens", "prefix": 4}, "`layout` goes with kind `tokens`"),
-        ("condition", {**EMPTY, "layout": {"after": [1]}}, "`uncond` and `uncond_fill` are two ways"),
-        ("condition", {**EMPTY, "layout": {"after": [1], "uncond": [1], "uncond_fill": 1}}, "set one"),
+        ("condition", {**EMPTY, "kind": "words"}, "`layout` is required for kind `tokens`"),
+        ("condition", {"kind": "tokens", "prefix": 4}, "`layout` is required for kind `tokens`"),
+        ("condition", {**EMPTY, "layout": {"after": [1]}}, "set exactly one of `uncond` and `uncond_fill`"),
+        ("condition", {**EMPTY, "layout": {"after": [1], "uncond": [1], "uncond_fill": 1}}, "set exactly one"),
         ("condition", {**EMPTY, "layout": {"after": [], "uncond": [1]}}, "at least 1 item"),
         ("condition", {**EMPTY, "layout": {"after": [1], "uncond": [1], "template": "none"}}, "match pattern"),
         ("sizes", [WIDE], "`sizes` lacks the default grid, 6 x 6"),
@@ -169,7 +169,7 @@ def test_a_manifest_that_cannot_be_read_says_why(folder: Path, text: bytes, expe
         ("sizes", [SQUARE, {**SQUARE, "name": "25x25"}], "`sizes` has a name or a grid twice"),
         ("sizes", [SQUARE, {**WIDE, "name": "wide"}], "match pattern"),
         ("sizes", [SQUARE, {**WIDE, "columns": 0}], "greater than or equal to 1"),
-        ("sizes", [SQUARE, {**WIDE, "rows": 60, "columns": 2}], "take 120 positions, but .* is 101"),
+        ("sizes", [SQUARE, {**WIDE, "rows": 60, "columns": 2}], "need 120 positions, but .* is 101"),
         ("grid_columns", 1_000_000, "`grid_columns`: found 1000000"),
         ("grid_rows", 300, "`grid_rows`: found 300"),
         ("image_width", 1_000_000, "`image_width`: found 1000000"),
@@ -180,9 +180,9 @@ def test_a_manifest_that_cannot_be_read_says_why(folder: Path, text: bytes, expe
         ("files.target.bytes", 2**65, "`files.target.bytes`: found 3689"),
         ("neighbors", 2**65, "`neighbors`: found 3689"),
         ("condition.prefix", 2**65, "`condition.prefix`: found 3689"),
-        ("condition.prefix", 900_000, "take 900,035 positions"),
-        ("row_end", 31, "row_end 31 is a code, expected a row behind the 32 of them"),
-        ("row_end", 2_000_000, "row_end 2000000 is a code, expected a row behind"),
+        ("condition.prefix", 900_000, "need 900,035 positions"),
+        ("row_end", 31, "row_end must be at least codebook_size, 32, and below 1000032, found 31"),
+        ("row_end", 2_000_000, "and below 1000032, found 2000000"),
     ],
 )
 def test_a_wrong_manifest_field_is_named_with_what_was_found(
@@ -197,9 +197,12 @@ def test_a_wrong_manifest_field_is_named_with_what_was_found(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"image_width": 8192, "sizes": [SQUARE, WIDE]}, "size 36x12 has more than 8192 pixels along a side"),
-        ({"condition": EMPTY}, "`uncond` is empty, and so are the tokens of a size"),
-        ({"condition": EMPTY, "sizes": [SQUARE, {**WIDE, "tokens": []}]}, "`uncond` is empty, and so are the tokens"),
+        ({"image_width": 8192, "sizes": [SQUARE, WIDE]}, "size 36x12 is wider or higher than 8192 pixels"),
+        ({"condition": EMPTY}, "`uncond` and the tokens of a size are empty"),
+        (
+            {"condition": EMPTY, "sizes": [SQUARE, {**WIDE, "tokens": []}]},
+            "`uncond` and the tokens of a size are empty",
+        ),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(folder: Path, changes: dict[str, Any], expected: str) -> None:

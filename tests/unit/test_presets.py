@@ -165,7 +165,7 @@ def test_presets_of_strict_are_exact_and_others_are_the_same_method_everywhere(w
     for presets, fault in (
         ({"strict": {"method": relaxed}}, "is not exact"),
         ({"strict": {"method": exact, "devices": relaxed}}, "is not exact"),
-        ({"fast": {"method": relaxed, "devices": exact}}, "would draw other images there"),
+        ({"fast": {"method": relaxed, "devices": exact}}, "would generate different images there"),
     ):
         with pytest.raises(ValidationError, match=fault):
             Manifest.model_validate(manifest.model_dump() | {"presets": presets})
