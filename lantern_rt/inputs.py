@@ -1,7 +1,7 @@
-"""What users give: checks of single values, what errors of libraries say as parts of one line, and files.
+"""Checks of user input: single values, errors of libraries as one line of text, and files.
 
-A pipe or a device could be read for ever, and libraries that parse damaged files raise whatever they like. So every
-file is opened here, and parsed inside `reading`, which names the file in one line.
+Reading a pipe or a device might never end, and libraries that parse damaged files raise any exception. Every file is
+therefore opened here, and parsed inside `reading`, whose error names the file in one line.
 """
 
 from __future__ import annotations
@@ -30,13 +30,24 @@ PARAMETER_NAMES = {
     "together": ("batch", "together"),
 }
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_MAX_BITS = 1 << 12  # of a whole number that is shown; Python refuses to make texts of longer ones
-_SHORT = reprlib.Repr()  # stops after so many parts, where repr would first make the whole text
+_MAX_BITS = 1 << 12  # maximum size of an integer shown in a message; Python cannot format much longer integers
+_SHORT = reprlib.Repr()  # stops early, where `repr` would first format the whole value
 vars(_SHORT).update(maxlevel=3, maxdict=80, maxlist=80, maxtuple=80, maxset=80, maxstring=80, maxother=80)
 
 
 def check_int(name: str, value: Any, default: int, low: int, high: int) -> int:
-    """A whole number from `low` to `high`, both included; None gives the default."""
+    """Return an integer after checking its type and range.
+
+    Args:
+        name: name of the parameter, for the error message.
+        value: value to check; None: `default`.
+        default: value in place of None.
+        low: minimum, inclusive.
+        high: maximum, inclusive.
+
+    Raises:
+        RequestError: the value is not an integer in the range.
+    """
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
         raise RequestError(field=name, found=format_value(value), expected=f"a whole number {low} .. {high}")
@@ -44,7 +55,7 @@ def check_int(name: str, value: Any, default: int, low: int, high: int) -> int:
 
 
 def error_fields(error: ValidationError) -> dict[str, str]:
-    """Fields of a `LanternError` about the first value at fault; `field` is its dotted name."""
+    """Convert the first error of a pydantic validation to the fields of a `LanternError`; `field` is a dotted name."""
     first = error.errors(include_url=False, include_context=False)[0]
     field = " ".join(".".join(str(part) for part in first["loc"]).split())[:80]
     if first["type"] == "missing":
@@ -55,13 +66,13 @@ def error_fields(error: ValidationError) -> dict[str, str]:
     if first["type"] == "value_error":
         found = "" if isinstance(first["input"], dict) else found
         return {"field": field, "found": found, "problem": first["msg"].removeprefix("Value error, ")}
-    said = first["msg"].removeprefix("Input should be ").removeprefix("a valid ").partition(", unable")[0]
-    expected = {"int": "a whole number", "json": "JSON"}.get(first["type"].partition("_")[0], said)
+    message = first["msg"].removeprefix("Input should be ").removeprefix("a valid ").partition(", unable")[0]
+    expected = {"int": "a whole number", "json": "JSON"}.get(first["type"].partition("_")[0], message)
     return {"field": field, "found": found, "expected": expected}
 
 
 def format_value(value: object) -> str:
-    """A value for a message: one line of at most 80 characters, text in quotes, no addresses in memory."""
+    """Format a value for a message: one line, at most 80 characters, text in quotes, no memory addresses."""
     value = str(value) if isinstance(value, Path) else value
     if isinstance(value, str):
         text = repr(value[:80])
@@ -75,29 +86,49 @@ def format_value(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def format_error(error: BaseException, most: int = 160) -> str:
-    """What an error says, as one line of at most `most` characters, without addresses of objects."""
+def format_error(error: BaseException, max_length: int = 160) -> str:
+    """Format the message of an error as one line of at most `max_length` characters, without memory addresses."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     text = re.sub(r" <\S+ object>", "", _ADDRESS.sub("", text))
-    return " ".join((text or type(error).__name__).split())[:most]
+    return " ".join((text or type(error).__name__).split())[:max_length]
 
 
-def require_library(name: str, what: str, extra: str) -> None:
-    """Raises: EngineError: the library that `what` needs, of lantern-rt's extra `extra`, cannot be imported."""
+def require_library(name: str, feature: str, extra: str) -> None:
+    """Raise an error if a library is not installed.
+
+    Args:
+        name: name of the module to import.
+        feature: feature or command that needs the library, for the error message.
+        extra: extra of lantern-rt that installs the library.
+
+    Raises:
+        EngineError: the library cannot be imported.
+    """
     if importlib.util.find_spec(name) is None:
-        raise EngineError(f"{name} is not installed", field=what, remedy=f"run `pip install 'lantern-rt[{extra}]'`")
+        raise EngineError(f"{name} is not installed", field=feature, remedy=f"run `pip install 'lantern-rt[{extra}]'`")
     if name == "torch":
         try:
             os.getcwd()
-        except OSError as error:  # on which MKL ends the program
-            raise EngineError("the current folder was deleted", field=what, remedy="go to another with `cd`") from error
+        except OSError as error:  # MKL would end the program
+            raise EngineError(
+                "the current folder was deleted", field=feature, remedy="go to another with `cd`"
+            ) from error
 
 
 @contextmanager
-def reading(path: Path, expected: str, refusal: type[LanternError], cure: str) -> Iterator[None]:
-    """Any exception of the block becomes a `refusal` that names the file; those of this package pass as they are.
+def reading(path: Path, expected: str, error_class: type[LanternError], remedy: str) -> Iterator[None]:
+    """Convert any exception of the block to an error that names the file.
 
-    So does a panic of a library in Rust, which is no `Exception`.
+    Errors of this package pass unchanged. Panics of Rust libraries, which are not `Exception`s, are converted, too.
+
+    Args:
+        path: file that the block reads.
+        expected: expected content, for the error message.
+        error_class: class of the error.
+        remedy: cure, for the error message.
+
+    Raises:
+        LanternError: an error of `error_class`.
     """
     try:
         yield
@@ -106,25 +137,35 @@ def reading(path: Path, expected: str, refusal: type[LanternError], cure: str) -
     except ValidationError as error:
         fields = error_fields(error)
         field = f"{path}: field `{fields.pop('field')}`"
-        raise refusal(**fields, field=field, remedy=f"expected {expected}; {cure}") from error
+        raise error_class(**fields, field=field, remedy=f"expected {expected}; {remedy}") from error
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         problem = f"cannot be read ({format_error(error)})" if isinstance(error, OSError) else format_error(error)
-        raise refusal(problem, field=str(path), expected=expected, remedy=cure) from error
+        raise error_class(problem, field=str(path), expected=expected, remedy=remedy) from error
 
 
 @contextmanager
 def open_plain_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to read. Raises: OSError, and ValueError on a pipe or a device, for which it does not wait."""
-    with open(path, "rb", opener=_without_waiting) as file:
+    """Open a regular file for reading, without waiting for a pipe or a device.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: the path is a pipe or a device.
+    """
+    with open(path, "rb", opener=_open_nonblocking) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("a pipe or a device where a plain file belongs")
         yield file
 
 
 def read_plain_file(path: Path, limit: int) -> bytes:
-    """All bytes of a file. Raises: OSError, and ValueError on a pipe, a device, or more than `limit` bytes."""
+    """Read all bytes of a regular file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the path is a pipe or a device, or the file has more than `limit` bytes.
+    """
     with open_plain_file(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -132,5 +173,5 @@ def read_plain_file(path: Path, limit: int) -> bytes:
     return data
 
 
-def _without_waiting(name: str, flags: int) -> int:
+def _open_nonblocking(name: str, flags: int) -> int:
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))

@@ -1,6 +1,6 @@
-"""Memory: how many images are decoded together, whether there is room for a request, and how much a process took.
+"""Memory: the maximum number of images per forward pass, checks before loading, and peak use of a process.
 
-What decoding takes is worked out from sizes alone, before anything is allocated.
+The memory for decoding is estimated from sizes in the manifest, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -24,23 +24,29 @@ from .requests import Request, Settings, resolve_settings
 from .runtime.state import method_nodes
 
 FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
-MOST_WEIGHTS = 1 << 50
-MAX_IMAGES = 64  # images at most
-BATCH_BYTES = 2 << 30  # that they may take, or half of what is free
-_NODES = 64  # of a pass of one image, at least
-_PIXEL = 1024  # bytes that an image decoder takes for a pixel: two layers of 128 channels
-_SECONDS = 0.01  # between looks at the memory in use
+MAX_WEIGHTS = 1 << 50
+MAX_IMAGES = 64  # maximum number of images per forward pass
+BATCH_BYTES = 2 << 30  # maximum memory of a batch; also at most half of the free memory
+_MIN_NODES = 64  # minimum number of nodes per image to reserve for a forward pass
+_BYTES_PER_PIXEL = 1024  # memory of the image decoder: two layers of 128 channels in float32
+_POLL_SECONDS = 0.01  # interval of `PeakMemory`
 
 
 def largest_settings(manifest: Manifest) -> Settings:
-    """Return settings whose images take the most memory: those of the drafter, if there is one."""
+    """Return the settings that need the most memory per image: those with the EAGLE drafter, if the bundle has it."""
     return resolve_settings(manifest, {"method": "eagle:drafter=eagle" if manifest.drafter else "ar"})
 
 
 def compute_max_images(manifest: Manifest, settings: Settings, max_rows: int) -> int:
-    """Images decoded together: at most 64, at most 2 GiB of keys, values and logits, or half of the free memory.
+    """Compute the maximum number of images per forward pass.
 
-    max_rows: of a pass; guidance makes two of an image. At least one.
+    Args:
+        manifest: manifest of the bundle.
+        settings: settings of the images.
+        max_rows: maximum number of batch rows of the engines; with guidance an image has two rows.
+
+    Returns:
+        1 .. 64 images, which need at most 2 GiB and at most half of the free memory, if there are several.
     """
     budget = min(BATCH_BYTES, available_memory() // 2)
     rows = max_rows // (2 if settings.sampling.guided else 1)
@@ -48,17 +54,30 @@ def compute_max_images(manifest: Manifest, settings: Settings, max_rows: int) ->
 
 
 def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = None) -> dict[str, int]:
-    """What decoding one image takes, by what it is for. prefix: tokens of its prompt; None: as many as there may be."""
+    """Estimate the memory for decoding one image.
+
+    Args:
+        manifest: manifest of the bundle.
+        settings: settings of the image.
+        prefix: number of prompt tokens; None: the maximum.
+
+    Returns:
+        Bytes by use: the caches and the forward passes.
+    """
     prompt = manifest.condition.prefix if prefix is None else prefix
-    rows, size = 2 if settings.sampling.guided else 1, 2 if manifest.target.dtype == "float16" else 4
-    nodes = max(_NODES, method_nodes(settings.method))
-    drafted = nodes * (1 + (manifest.row_end is not None))
-    columns = round_up(prompt + manifest.max_image_tokens + drafted + 2)
-    specs = {"target": manifest.target, "drafter": manifest.drafter if _drafts(settings) else None}
-    needed = {f"cache of the {role}": cache_bytes(spec, rows, columns, size) for role, spec in specs.items() if spec}
-    passes = (prompt, SPAN_STEP), (nodes, columns)  # nodes and past: of the prompt, of a picture
-    # what one pass gave is there until the next one has given its own
-    return needed | {"passes": 2 * max(pass_bytes(manifest.target, rows, *one, size) for one in passes)}
+    rows = 2 if settings.sampling.guided else 1
+    itemsize = 2 if manifest.target.dtype == "float16" else 4
+    nodes = max(_MIN_NODES, method_nodes(settings.method))
+    draft_tokens = nodes * (1 + (manifest.row_end is not None))
+    columns = round_up(prompt + manifest.max_image_tokens + draft_tokens + 2)
+    specs = {"target": manifest.target, "drafter": manifest.drafter if _uses_drafter_graph(settings) else None}
+    caches = {
+        f"cache of the {role}": cache_bytes(spec, rows, columns, itemsize) for role, spec in specs.items() if spec
+    }
+    prefill = pass_bytes(manifest.target, rows, prompt, SPAN_STEP, itemsize)
+    verification = pass_bytes(manifest.target, rows, nodes, columns, itemsize)
+    # Twice: the outputs of a pass are released only after the next pass.
+    return caches | {"passes": 2 * max(prefill, verification)}
 
 
 def check_memory(bundle: Bundle, settings: Settings, prefix: int | None = None) -> None:
@@ -72,75 +91,105 @@ def check_memory(bundle: Bundle, settings: Settings, prefix: int | None = None) 
     Raises:
         RequestError: names the memory needed, by use, and the free memory.
     """
-    manifest, drafts = bundle.manifest, _drafts(settings)
-    roles = ("target", "drafter", "condition", "vq_decoder")
-    graphs = [role for role in roles if role in manifest.files and (drafts or role != "drafter")]
-    weights = sum(weight_bytes(bundle, role) for role in graphs)
-    least = _fewest_tokens(manifest.condition) if prefix is None else prefix
-    needed = {"weights": weights, **_picture_bytes(manifest, settings, least)}
+    manifest = bundle.manifest
+    roles = ["target", "condition", "vq_decoder"]
+    if _uses_drafter_graph(settings):
+        roles.insert(1, "drafter")
+    weights = sum(weight_bytes(bundle, role) for role in roles if role in manifest.files)
+    num_tokens = _min_prompt_tokens(manifest.condition) if prefix is None else prefix
+    needed = {"weights": weights, **_image_bytes(manifest, settings, num_tokens)}
     free = available_memory()
     if sum(needed.values()) > free:
-        expected = f"{_sizes(needed)} for bundle {manifest.name}"
-        raise RequestError(field="memory", found=f"{_gib(free)} free", expected=expected, remedy="close other programs")
+        expected = f"{_format_uses(needed)} for bundle {manifest.name}"
+        raise RequestError(
+            field="memory", found=f"{_format_bytes(free)} free", expected=expected, remedy="close other programs"
+        )
 
 
 def check_image_memory(manifest: Manifest, request: Request, free: int) -> None:
-    """Refuse a request of which one image alone takes more than what was free once the weights were loaded.
+    """Raise an error if one image of a request needs more memory than was free after loading the weights.
 
-    Raises: RequestError: with all the numbers.
+    Args:
+        manifest: manifest of the bundle.
+        request: checked request.
+        free: free memory after loading, bytes.
+
+    Raises:
+        RequestError: names the memory needed, by use, and the free memory.
     """
     tokens = max(len(real) for image in request.images for real in image.real)
-    needed = _picture_bytes(manifest, request.settings, tokens)
+    needed = _image_bytes(manifest, request.settings, tokens)
     if sum(needed.values()) > free:
-        found = f"{_gib(free)} free beside the weights"
-        expected = f"{_sizes(needed)} for an image of a prompt of {tokens:,} tokens"
+        found = f"{_format_bytes(free)} free beside the weights"
+        expected = f"{_format_uses(needed)} for an image of a prompt of {tokens:,} tokens"
         raise RequestError(field="memory", found=found, expected=expected, remedy="shorten it, or close other programs")
 
 
-def _picture_bytes(manifest: Manifest, settings: Settings, prefix: int) -> dict[str, int]:
+def _image_bytes(manifest: Manifest, settings: Settings, prefix: int) -> dict[str, int]:
     pixels = math.prod(manifest.pixels(manifest.size(settings.size)))
-    return image_bytes(manifest, settings, prefix) | {"painting": _PIXEL * pixels}
+    return image_bytes(manifest, settings, prefix) | {"painting": _BYTES_PER_PIXEL * pixels}
 
 
-def _fewest_tokens(condition: ConditionSpec) -> int:
+def _min_prompt_tokens(condition: ConditionSpec) -> int:
     layout = condition.layout
     if layout is None:
         return condition.prefix
     return max(len(layout.before) + 1 + len(layout.after), len(layout.uncond or ()))
 
 
-def _sizes(needed: Mapping[str, int]) -> str:
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in needed.items())
-    return f"{_gib(sum(needed.values()))} ({parts})"
+def _format_uses(needed: Mapping[str, int]) -> str:
+    parts = ", ".join(f"{name} {_format_bytes(size)}" for name, size in needed.items())
+    return f"{_format_bytes(sum(needed.values()))} ({parts})"
 
 
-def _drafts(settings: Settings) -> bool:
+def _uses_drafter_graph(settings: Settings) -> bool:
     return isinstance(settings.method, Drafted) and not settings.method.uses_draft_heads
 
 
-def _gib(size: int) -> str:
+def _format_bytes(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 1 << 27 else f"{size / 2**20:.1f} MiB"
 
 
-def cache_bytes(spec: DecoderSpec | DrafterSpec, rows: int, columns: int, size: int) -> int:
-    """Keys and values of so many columns. size: bytes of a number."""
-    return 2 * spec.num_layers * columns * rows * spec.num_kv_heads * spec.head_dim * size
+def cache_bytes(spec: DecoderSpec | DrafterSpec, rows: int, columns: int, itemsize: int) -> int:
+    """Compute the size of a KV cache.
+
+    Args:
+        spec: sizes of the decoder.
+        rows: number of batch rows.
+        columns: number of cache columns per row.
+        itemsize: bytes per number.
+    """
+    return 2 * spec.num_layers * columns * rows * spec.num_kv_heads * spec.head_dim * itemsize
 
 
-def pass_bytes(spec: DecoderSpec | DrafterSpec, rows: int, nodes: int, past: int, size: int) -> int:
-    """A pass over `nodes` nodes of every row, at least: logits, and what one layer computes."""
+def pass_bytes(spec: DecoderSpec | DrafterSpec, rows: int, nodes: int, past: int, itemsize: int) -> int:
+    """Estimate the memory of a forward pass from below: the logits, and the activations of one layer.
+
+    Args:
+        spec: sizes of the decoder.
+        rows: number of batch rows.
+        nodes: number of nodes per row.
+        past: number of cache columns that the pass reads.
+        itemsize: bytes per number.
+    """
     logits = nodes * spec.vocab_size * 4  # float32
     heads = spec.hidden_size // spec.head_dim
-    scores = nodes * (past + nodes) * (2 * heads + 1) * size  # the mask, two copies of one layer's scores
-    states = nodes * spec.hidden_size * (4 + 2 * FFN_RATIO) * size  # of one layer: states, gates and projections
+    scores = nodes * (past + nodes) * (2 * heads + 1) * itemsize  # attention mask, two copies of one layer's scores
+    states = nodes * spec.hidden_size * (4 + 2 * FFN_RATIO) * itemsize  # one layer's states, gates and projections
     return rows * (logits + scores + states)
 
 
 def weight_bytes(bundle: Bundle, role: str) -> int:
-    """A graph's weights as ONNX Runtime keeps them on a CPU, where every pass reads them once.
+    """Compute the size of a graph's weights in the memory of ONNX Runtime on a CPU.
 
-    Floats are loaded as float32, however they are stored; integers stay what they are.
-    Raises: BundleError: the graph cannot be read, or claims what no file holds.
+    Floating-point weights are loaded as float32, whatever their stored type; integer weights keep their type.
+
+    Args:
+        bundle: open bundle.
+        role: role of the graph, such as `target`.
+
+    Raises:
+        BundleError: the graph cannot be read, or claims more weights than a file can hold.
     """
     manifest = bundle.manifest
     decoder = {"target": manifest.target, "drafter": manifest.drafter}.get(role)
@@ -150,7 +199,7 @@ def weight_bytes(bundle: Bundle, role: str) -> int:
     path = bundle.path(role)
     try:
         weights = count_float_weights(path)
-        if weights >= MOST_WEIGHTS:
+        if weights >= MAX_WEIGHTS:
             raise ValueError("more weights than any file holds")
     except (ValueError, OSError) as error:
         raise BundleError(
@@ -160,7 +209,11 @@ def weight_bytes(bundle: Bundle, role: str) -> int:
 
 
 class PeakMemory(threading.Thread):
-    """`with PeakMemory() as peak: ...`, then `peak.bytes`; None where the system does not tell."""
+    """Context manager that measures the peak memory of the process.
+
+    Attributes:
+        bytes: peak so far, files excluded; None if the system does not report it.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="peak memory", daemon=True)
@@ -176,13 +229,13 @@ class PeakMemory(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """Look until the block ends."""
-        while self.bytes is not None and not self._done.wait(_SECONDS):
+        """Measure repeatedly until the block ends."""
+        while self.bytes is not None and not self._done.wait(_POLL_SECONDS):
             self.bytes = max(self.bytes, anonymous_memory() or 0)
 
 
 def anonymous_memory() -> int | None:
-    """Bytes of memory in use, files aside; None where the system does not tell."""
+    """Return the memory of the process in bytes, files excluded; None if the system does not report it."""
     try:
         memory = psutil.Process().memory_info()
     except psutil.Error:  # Linux without /proc
