@@ -1,12 +1,13 @@
-"""Decoder graphs for accelerators, made from a bundle's own when they are loaded: other nodes over the same weights.
+"""Decoder graphs for accelerators (the device layout), made from a bundle's graphs when they are loaded.
 
-A bundle's graph is laid out for CPUs: embeddings, a mask and the past go in, new keys and values come out. Here token
-ids go in and embeddings are looked up; the mask is made from a few bits a node; keys and values of new nodes are
-written into the caches, outputs that are bound to the memory of inputs; attention, norms and rotation are one node
-each. Weights stay in the bundle's files, whose names for them are those of `export/graph/decoder_graph.py`.
+A bundle's graph is made for CPUs: inputs are embeddings, a mask and the past, outputs include new keys and values. In
+the device layout, inputs are token ids, and the graph looks up embeddings; the mask is unpacked from one bit per
+column; keys and values of new nodes are written into the caches, as outputs are bound to the memory of inputs;
+attention, norms and rotation are one op each. The weights are those of the bundle's files, by the names of
+`export/graph/decoder_graph.py`.
 
-A row's cache columns may be filled in any order: whoever runs the graph says where new nodes go and which columns a
-node sees. Committing nodes is then bookkeeping, and moves nothing.
+The columns of a cache may be filled in any order: inputs tell the column of each new node and which columns it attends
+to. Accepted nodes then stay where they were written.
 """
 
 from __future__ import annotations
@@ -26,13 +27,20 @@ from .decoder_tensors import device_tensors, rows_dtype
 from .graph_writer import HEAD_EPSILON, DecoderWriter, GraphWriter
 from .kv_cache import round_up
 
-WORD = 16  # columns of a mask per number
+WORD = 16  # columns of a mask per int32
 _AGAIN = "export the bundle again"
-MASKED = {"float32": -1e9, "bfloat16": -1e9, "float16": -6e4}  # added to scores of columns that are not seen; finite
+MASKED = {"float32": -1e9, "bfloat16": -1e9, "float16": -6e4}  # finite, added to scores of masked columns
 
 
 class DeviceGraph(NamedTuple):
-    """A model as bytes, what goes in and comes out, and the type of its caches and hidden states."""
+    """A decoder graph in the device layout.
+
+    Attributes:
+        model: serialized ONNX model.
+        inputs: inputs of the model.
+        outputs: outputs of the model.
+        dtype: type of caches and hidden states.
+    """
 
     model: bytes
     inputs: list[Tensor]
@@ -43,21 +51,31 @@ class DeviceGraph(NamedTuple):
 def device_graph(
     path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool, plain: bool = False, capacity: int | None = None
 ) -> DeviceGraph:
-    """The device layout of the target or drafter graph in a file, whose folder holds its weights.
+    """Return the device layout of a target or drafter graph.
 
-    Inputs: `token_ids` int32 `[rows, nodes]`, rows of `embeddings [entries, hidden_size]` (of a target; a drafter has
-    its own) and, of a drafter, `hidden_ids` int32, rows of `hidden [any, any, hidden_size]`, its first axes taken as
-    one; `position_ids` int64 `[rows, nodes]`; `seen` int32 `[rows, nodes, words]`, bit c of word w: whether a node sees
-    column 16 w + c; `write`; and `past_key_values.{i}.key/.value`. Outputs: `logits` float32, `hidden_states`, and
-    `present_key_values` with the new nodes written, to be bound to the memory of the past.
+    Inputs:
+        `token_ids` int32 `[rows, nodes]`: indices of rows of `embeddings [entries, hidden_size]` for a target, of the
+        drafter's embedding weights for a drafter; `hidden_ids` int32 `[rows, nodes]`, for a drafter: indices in the
+        flattened first two axes of `hidden [any, any, hidden_size]`; `position_ids` int64 `[rows, nodes]`; `seen`
+        int32 `[rows, nodes, words]`, the attention mask: bit c of word w is 1 if a node attends to column 16 w + c;
+        `write`; and `past_key_values.{i}.key/.value`.
 
-    capacity None: columns are written in any order. `write` int64 `[rows, nodes, 2]`, row and column of each node;
-    `seen` has all columns; caches `[rows, columns, num_kv_heads * head_dim]`. A capacity: nodes stand side by side.
-    `write` int64 `[rows]`, the first one's column; `seen` ends where it likes; caches
-    `[rows, num_kv_heads, capacity, head_dim]`.
+    Outputs:
+        `logits` float32, `hidden_states`, and `present_key_values` with the new nodes written, to be bound to the
+        memory of the past.
 
-    plain: without the op Attention and without bfloat16, and without float16 tables where float32 is computed with.
-    Raises: BundleError if the file is not one that this version exports.
+    Args:
+        path: graph file in a bundle, in the folder of its weights.
+        spec: sizes of the decoder.
+        drafts: whether it is a drafter.
+        plain: whether to avoid the op Attention, bfloat16, and float16 tables in computations with float32.
+        capacity: None: columns are written in any order, `write` int64 `[rows, nodes, 2]` is row and column of each
+            node, `seen` covers all columns, and caches are `[rows, columns, num_kv_heads * head_dim]`. A number: nodes
+            of a row are written side by side, `write` int64 `[rows]` is the column of the first, `seen` may cover fewer
+            columns, and caches are `[rows, num_kv_heads, capacity, head_dim]`.
+
+    Raises:
+        BundleError: the file is not one that this version exports.
     """
     with reading(path, "an ONNX graph", BundleError, _AGAIN):
         weights = graph_weights(path)
@@ -66,12 +84,12 @@ def device_graph(
             graph = writer.write(drafts)
         except KeyError as error:
             raise BundleError(f"has no weight {error}", field=str(path), remedy=_AGAIN) from error
-        others = re.compile(r"eps_|rotary\.swap|.*\.(value_units|step)$")  # of the bundle's own graph
+        others = re.compile(r"eps_|rotary\.swap|.*\.(value_units|step)$")  # of the CPU layout only
         names = (name for name in weights if "." in name and not others.match(name))
         unread = next((name for name in names if name not in writer.graph.weights), None)
         if unread is not None:
-            what = f"the weight {unread}, which the decoder in bundle.json does not have"
-            raise BundleError(field=str(path), found=what, remedy=_AGAIN)
+            problem = f"the weight {unread}, which the decoder in bundle.json does not have"
+            raise BundleError(field=str(path), found=problem, remedy=_AGAIN)
         return graph
 
 
@@ -85,67 +103,85 @@ class _DeviceWriter(DecoderWriter):
         capacity: int | None,
     ) -> None:
         names = (f"layers.0.attention.out.weight{kind}" for kind in ("", ".bfloat16", ".scales"))
-        out = next((weights[name] for name in names if name in weights), None)  # half where the graph computes in it
+        out = next((weights[name] for name in names if name in weights), None)  # its type is the graph's
         graph = GraphWriter({"": 23, "com.microsoft": 1} if capacity is None else {"": 24})
         heads = spec.hidden_size // spec.head_dim
         dtype = out.dtype if out is not None and out.dtype in ("float16", "" if plain else "bfloat16") else "float32"
         super().__init__(graph, weights, dtype, heads, heads // spec.num_kv_heads)
-        self.spec, self.plain, self.capacity, self.decoded = spec, plain, capacity, dict[str, str]()
+        self.spec = spec
+        self.plain = plain
+        self.capacity = capacity
+        self.decoded: dict[str, str] = {}
         self.has_plain_attention = plain or (
             capacity is not None and not self.half
         )  # TensorRT's Attention takes float16 only
         epsilons = {float(name.removeprefix("eps_")) for name in weights if name.startswith("eps_")}
         self.epsilon = next(iter(epsilons - {HEAD_EPSILON}), HEAD_EPSILON)
         swap = weights["rotary.swap" if "rotary.swap" in weights else "rotary.swap.half"].array(folder)
-        self.interleaved = int(swap[0].argmax() == 1)  # the number that is the first one's partner
+        self.interleaved = int(swap[0].argmax() == 1)  # whether neighbours are rotated together
 
     def write(self, drafts: bool) -> DeviceGraph:
-        """The whole decoder."""
-        graph, spec = self.graph, self.spec
+        """Write the whole decoder."""
+        graph = self.graph
+        spec = self.spec
         if drafts:
             states = graph.op("Reshape", "hidden", graph.ints(-1, spec.hidden_size))
             joint = [self.look_up_embeddings(), self.from_input(graph.op("Gather", states, "hidden_ids"))]
             x = self.linear(graph.op("Concat", *joint, axis=-1), "fc")
         else:
             x = self.from_input(graph.op("Gather", "embeddings", "token_ids"))
-        self.attention_mask, self.rotation = self.write_mask(), self.write_rotation()
+        self.attention_mask = self.write_mask()
+        self.rotation = self.write_rotation()
         self.decoder(x, spec.num_layers)
         inputs, outputs = device_tensors(spec, drafts, (self.dtype,), self.capacity)
         return DeviceGraph(graph.to_bytes(inputs, outputs), inputs, outputs, self.dtype)
 
     def rotate(self, joint: str, at: str) -> tuple[str, str, str]:
-        """As `DecoderWriter`, each `[rows, nodes, heads * head_dim]`."""
-        graph, shared = self.graph, self.spec.num_kv_heads
-        each, parts = shared * self.spec.head_dim, self.group + 2
+        """Split and rotate as `DecoderWriter.rotate`; results are `[rows, nodes, heads * head_dim]`."""
+        graph = self.graph
+        num_kv_heads = self.spec.num_kv_heads
+        width = num_kv_heads * self.spec.head_dim
+        parts = self.group + 2  # queries in parts as wide as the keys, keys, values
         if f"{at}.attention.head_norm.weight" in self.weights:
-            sizes = graph.ints((parts - 1) * each, each)
-            own, value = graph.add_node("Split", [joint, sizes], [f"{at}.unturned", f"{at}.value"], axis=-1)
-            own = self.norm_heads(own, f"{at}.attention.head_norm", self.heads + shared)
-            joint = graph.op("Concat", own, value, axis=-1)
-        apart = graph.reshape(joint, 0, -1, each)  # every part in turn, values by no angle
-        turned = graph.op("RotaryEmbedding", apart, *self.rotation, interleaved=self.interleaved, num_heads=shared)
-        turned = graph.reshape(turned, 0, -1, parts * each)
-        sizes = graph.ints((parts - 2) * each, each, each)
+            sizes = graph.ints((parts - 1) * width, width)
+            both, value = graph.add_node("Split", [joint, sizes], [f"{at}.unturned", f"{at}.value"], axis=-1)
+            both = self.norm_heads(both, f"{at}.attention.head_norm", self.heads + num_kv_heads)
+            joint = graph.op("Concat", both, value, axis=-1)
+        split = graph.reshape(joint, 0, -1, width)  # [rows, nodes * parts, width]; values are rotated by no angle
+        rotated = graph.op(
+            "RotaryEmbedding", split, *self.rotation, interleaved=self.interleaved, num_heads=num_kv_heads
+        )
+        rotated = graph.reshape(rotated, 0, -1, parts * width)
+        sizes = graph.ints((parts - 2) * width, width, width)
         names = [f"{at}.query", f"{at}.new_key", f"{at}.new_value"]
-        query, key, value = graph.add_node("Split", [turned, sizes], names, axis=-1)
+        query, key, value = graph.add_node("Split", [rotated, sizes], names, axis=-1)
         return query, key, value
 
     def attend(self, query: str, key: str, value: str, at: str) -> str:
-        """As `DecoderWriter`; new nodes are written into the cache, side by side in what TensorRT has kernels for.
+        """Write new keys and values into the cache, and attention.
 
-        Its Attention copies the cache where it has a `scale`; without, it divides by the root of the heads' width.
+        With a capacity, nodes are written side by side, for which TensorRT has kernels. TensorRT's op Attention copies
+        the cache if it has a `scale`, so queries are scaled instead; without a scale it divides by sqrt(head_dim).
+
+        Args:
+            query: name of the queries, `[rows, nodes, heads * head_dim]`.
+            key: name of the new keys.
+            value: name of the new values.
+            at: prefix of the layer's names.
         """
-        graph, spec, width = self.graph, self.spec, self.spec.head_dim
-        presents = list[str]()
+        graph = self.graph
+        spec = self.spec
+        width = spec.head_dim
+        presents: list[str] = []
         cache = at.replace("layers", "key_values")
         for name, new in ((f"{cache}.key", key), (f"{cache}.value", value)):
             if self.capacity is None:
                 presents.append(graph.op("ScatterND", f"past_{name}", "write", new, name=f"present_{name}"))
             else:
-                places = f"past_{name}", self.split_heads(new, spec.num_kv_heads), "write"
-                present = graph.op("TensorScatter", *places, name=f"present_{name}", axis=2)
+                operands = (f"past_{name}", self.split_heads(new, spec.num_kv_heads), "write")
+                present = graph.op("TensorScatter", *operands, name=f"present_{name}", axis=2)
                 presents.append(graph.op("Slice", present, graph.ints(0), "span", graph.ints(2)))
-        scale = width**-0.5 if "attention_scale" in self.weights else 1.0  # elsewhere weights have it
+        scale = width**-0.5 if "attention_scale" in self.weights else 1.0  # otherwise weights include it
         if self.has_plain_attention:
             return self.plain_attention(query, presents[0], presents[1], scale)
         if self.capacity is None:
@@ -156,42 +192,55 @@ class _DeviceWriter(DecoderWriter):
         return self.join_heads(graph.op("Attention", query, *presents, self.attention_mask))
 
     def fused_attention(self, query: str, presents: list[str], scale: float) -> str:
-        """The op Attention, with queries that share a head of keys as further nodes: else CUDA copies keys for each."""
-        graph, shared, group, width = self.graph, self.spec.num_kv_heads, self.group, self.spec.head_dim
+        """Write the op Attention; query heads that share keys become further nodes, since CUDA would copy the keys."""
+        graph = self.graph
+        num_kv_heads = self.spec.num_kv_heads
+        group = self.group
+        width = self.spec.head_dim
         if group > 1:
-            query = graph.transpose(graph.reshape(query, 0, 0, shared, group, width), 0, 3, 1, 2, 4)
-            query = graph.reshape(query, 0, -1, shared * width)
+            query = graph.transpose(graph.reshape(query, 0, 0, num_kv_heads, group, width), 0, 3, 1, 2, 4)
+            query = graph.reshape(query, 0, -1, num_kv_heads * width)
         inputs = query, *presents, self.attention_mask
-        mixed = graph.op("Attention", *inputs, q_num_heads=shared, kv_num_heads=shared, scale=scale)
+        mixed = graph.op("Attention", *inputs, q_num_heads=num_kv_heads, kv_num_heads=num_kv_heads, scale=scale)
         if group == 1:
             return mixed
-        mixed = graph.transpose(graph.reshape(mixed, 0, group, -1, shared, width), 0, 2, 3, 1, 4)
+        mixed = graph.transpose(graph.reshape(mixed, 0, group, -1, num_kv_heads, width), 0, 2, 3, 1, 4)
         return graph.reshape(mixed, 0, 0, self.heads * width)
 
     def plain_attention(self, query: str, keys: str, values: str, scale: float) -> str:
-        """What the op Attention gives, in products: queries that share a head of keys stand one after the other."""
-        graph, shared = self.graph, self.spec.num_kv_heads
+        """Write attention as matmuls; query heads that share keys follow each other along the nodes.
+
+        Args:
+            query: name of the queries, `[rows, nodes, heads * head_dim]`.
+            keys: name of all keys.
+            values: name of all values.
+            scale: factor of the scores.
+        """
+        graph = self.graph
+        num_kv_heads = self.spec.num_kv_heads
         query = self.split_heads(query, self.heads)
         if scale != 1.0:
             query = graph.op("Mul", query, self.scalar(scale))
         if self.capacity is None:
-            keys, values = self.split_heads(keys, shared), self.split_heads(values, shared)
-        query = graph.reshape(query, 0, shared, -1, self.spec.head_dim)
+            keys = self.split_heads(keys, num_kv_heads)
+            values = self.split_heads(values, num_kv_heads)
+        query = graph.reshape(query, 0, num_kv_heads, -1, self.spec.head_dim)
         scores = graph.op("MatMul", query, graph.transpose(keys, 0, 1, 3, 2))
         mixed = graph.op("MatMul", graph.op("Softmax", graph.op("Add", scores, self.attention_mask), axis=-1), values)
         return self.join_heads(graph.reshape(mixed, 0, self.heads, -1, self.spec.head_dim))
 
     def split_heads(self, x: str, heads: int) -> str:
-        """`x` as `[rows, heads, nodes, head_dim]`."""
+        """Return `x` as `[rows, heads, nodes, head_dim]`."""
         return self.graph.transpose(self.graph.reshape(x, 0, 0, heads, self.spec.head_dim), 0, 2, 1, 3)
 
     def join_heads(self, x: str) -> str:
-        """All heads `[rows, heads, nodes, head_dim]` of queries as `[rows, nodes, hidden_size]`."""
+        """Return `x [rows, heads, nodes, head_dim]` as `[rows, nodes, heads * head_dim]`."""
         return self.graph.reshape(self.graph.transpose(x, 0, 2, 1, 3), 0, 0, self.heads * self.spec.head_dim)
 
     def norm_heads(self, x: str, prefix: str, heads: int) -> str:
-        """Every head of queries and keys normed by itself, in float32."""
-        graph, spec = self.graph, self.spec
+        """Norm every head of queries and keys separately, in float32."""
+        graph = self.graph
+        spec = self.spec
         x = self.to_float32(graph.reshape(x, 0, 0, heads, spec.head_dim))
         ones = graph.constant(np.ones(spec.head_dim, np.float32))  # scales differ from head to head
         normed = graph.op("LayerNormalization", x, ones, axis=-1, epsilon=HEAD_EPSILON)
@@ -200,9 +249,11 @@ class _DeviceWriter(DecoderWriter):
         return self.to_dtype(graph.reshape(scaled, 0, 0, heads * spec.head_dim))
 
     def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
-        graph, scale = self.graph, self.to_dtype(self.weight(weight))
+        graph = self.graph
+        scale = self.to_dtype(self.weight(weight))
         if added is not None and "com.microsoft" in graph.domains:
-            operands, names = [x, added, scale], [name or f"{weight}.normed", "", "", f"{weight}.total"]
+            operands = [x, added, scale]
+            names = [name or f"{weight}.normed", "", "", f"{weight}.total"]
             op = "com.microsoft.SkipSimplifiedLayerNormalization"
             normed, *_, total = graph.add_node(op, operands, names, epsilon=self.epsilon)
         else:
@@ -214,27 +265,28 @@ class _DeviceWriter(DecoderWriter):
         return self.graph.op("Gelu", x)
 
     def look_up_embeddings(self) -> str:
-        """Rows of the drafter's embedding table, in the type it computes in."""
+        """Look up the drafter's token embeddings, in the type that the graph computes in."""
         if self.plain and not self.half:
             return self.graph.op("Gather", self.weight("embed.weight"), "token_ids")
-        self.add_weight(stored := self.stored_name("embed.weight"))
+        stored = self.add_weight(self.stored_name("embed.weight"))
         rows = self.graph.op("Gather", stored, "token_ids")
         return rows if self.weights[stored].dtype == self.dtype else self.graph.cast(rows, self.dtype)
 
     def from_input(self, x: str) -> str:
-        """What the graph is given, in the type it computes in."""
+        """Cast an input of the graph to the type that the graph computes in."""
         return x if rows_dtype(self.dtype) == self.dtype else self.to_dtype(x)
 
     def scalar(self, value: float) -> str:
-        """A number in the type it computes in."""
+        """Return a constant number in the type that the graph computes in."""
         return self.to_dtype(self.graph.constant(np.array(value, np.float32)))
 
     def matmul(self, x: str, weight: str, output: str | None) -> str:
         return self.graph.op("MatMul", x, self.weight(weight), name=output)
 
     def weight(self, name: str) -> str:
-        """As `DecoderWriter`, whatever it is stored as; what is stored as float32 stays that."""
-        if (stored := self.stored_name(name)) == name:
+        """Add a weight and decode it if it is stored in another type; a weight stored as float32 stays float32."""
+        stored = self.stored_name(name)
+        if stored == name:
             return self.add_weight(name)
         if stored not in self.decoded:
             if stored.endswith(("half", "bfloat16")):
@@ -244,12 +296,15 @@ class _DeviceWriter(DecoderWriter):
         return self.decoded[stored]
 
     def dequantize(self, stored: str, scale: str) -> str:
-        """Integers times their scales, one for each block of inputs, or for each output.
+        """Multiply an integer weight by its scales, one per block of inputs or one per output.
 
-        The latter ONNX Runtime turns back when it loads the graph, if by ops other than DequantizeLinear.
+        With one per output ONNX Runtime computes the product when it loads the graph, unless the op is
+        DequantizeLinear.
         """
-        (inputs, _), (count, *blocks) = self.weights[stored].shape, self.weights[scale].shape
-        integers, scales = self.add_weight(stored), self.decode_floats(scale)
+        inputs, _ = self.weights[stored].shape
+        count, *blocks = self.weights[scale].shape
+        integers = self.add_weight(stored)
+        scales = self.decode_floats(scale)
         if blocks:
             return self.graph.op("DequantizeLinear", integers, scales, axis=0, block_size=inputs // count)
         if self.capacity is None:
@@ -257,43 +312,54 @@ class _DeviceWriter(DecoderWriter):
         return self.graph.op("DequantizeLinear", integers, scales, axis=1)
 
     def decode_floats(self, name: str) -> str:
-        """A weight of floats in the type it computes in."""
-        own = self.add_weight(name)
-        return own if self.weights[name].dtype == self.dtype else self.graph.cast(own, self.dtype)
+        """Add a floating-point weight and cast it to the type that the graph computes in."""
+        self.add_weight(name)
+        return name if self.weights[name].dtype == self.dtype else self.graph.cast(name, self.dtype)
 
     def stored_name(self, name: str) -> str:
-        """What the file calls a weight, which says how it is stored."""
+        """Return the name of a weight in the file, which includes the type of its storage."""
         names = (name, *(f"{name}.{kind}" for kind in ("half", "bfloat16", "int8", "int4")))
-        return next((own for own in names if own in self.weights), name)
+        return next((stored for stored in names if stored in self.weights), name)
 
     def add_weight(self, name: str) -> str:
-        """A weight as it is stored."""
+        """Add a weight as it is stored, and return its name."""
         self.graph.weights[name] = self.weights[name].message
         return name
 
     def write_rotation(self) -> list[str]:
-        """Cosines and sines `[angles, head_dim / 2]`, and which of them parts of nodes take, `[rows, parts * nodes]`.
+        """Write the rotation's operands.
 
-        From tables that have each twice, the first sine negated. A node's parts are as wide as its keys: queries, keys,
-        values. The latter take an angle behind the others, which changes nothing. There are as many angles as parts in
-        the longest pass, as ONNX Runtime wants it.
+        The file's tables contain each cosine and sine twice, the first sine negated. A node has `group + 2` parts as
+        wide as its keys: queries, keys, values. Values take an additional angle of 0. ONNX Runtime requires as many
+        angles as the longest pass has parts.
+
+        Returns:
+            The names of cosines and sines, `[angles, head_dim / 2]`, and of the angle of each node's parts,
+            `[rows, nodes * parts]`.
         """
-        graph, width = self.graph, self.spec.head_dim
+        graph = self.graph
+        width = self.spec.head_dim
         second = (1, width, 2) if self.interleaved else (width // 2, width, 1)  # columns of each pair's second number
-        place = [graph.ints(number) for number in second]
-        positions, parts = self.weights[self.stored_name("rotary.cos")].shape[0], self.group + 2
+        slices = [graph.ints(number) for number in second]
+        positions = self.weights[self.stored_name("rotary.cos")].shape[0]
+        parts = self.group + 2
         tables = []
-        for name, rest in (("rotary.cos", 1), ("rotary.sin", 0)):
-            table = graph.op("Slice", self.to_float32(self.weight(name)), *place[:2], graph.ints(1), place[2])
+        for name, fill in (("rotary.cos", 1), ("rotary.sin", 0)):
+            table = graph.op("Slice", self.to_float32(self.weight(name)), *slices[:2], graph.ints(1), slices[2])
             pads = graph.ints(0, 0, parts * round_up(positions) - positions, 0)
-            tables.append(self.to_dtype(graph.op("Pad", table, pads, graph.constant(np.array(rest, np.float32)))))
-        values, still = graph.constant(np.arange(parts) == parts - 1), graph.ints(positions)
-        angles = graph.op("Where", values, still, graph.op("Unsqueeze", "position_ids", graph.ints(-1)))
+            tables.append(self.to_dtype(graph.op("Pad", table, pads, graph.constant(np.array(fill, np.float32)))))
+        is_value = graph.constant(np.arange(parts) == parts - 1)
+        no_angle = graph.ints(positions)
+        angles = graph.op("Where", is_value, no_angle, graph.op("Unsqueeze", "position_ids", graph.ints(-1)))
         return [*tables, graph.reshape(angles, 0, -1)]
 
     def write_mask(self) -> str:
-        """What is added to scores, `[rows, 1, nodes, columns]`, again for all queries that share keys; not in plans."""
-        graph, powers = self.graph, 0.5 ** np.arange(WORD, dtype=np.float32)
+        """Unpack `seen` to the mask that is added to scores, `[rows, 1, nodes, columns]`.
+
+        It is tiled for query heads that share keys, except for TensorRT's op Attention.
+        """
+        graph = self.graph
+        powers = 0.5 ** np.arange(WORD, dtype=np.float32)
         half, one, two, masked = (
             graph.constant(np.array(number, np.float32)) for number in (0.5, 1, 2, MASKED[self.dtype])
         )

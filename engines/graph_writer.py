@@ -1,6 +1,6 @@
-"""ONNX graphs written as bytes, without the onnx package, and the part of a decoder that is the same in all layouts.
+"""A writer of ONNX graphs that needs no onnx package, and the part of a decoder that all layouts share.
 
-Bundles are exported with it, and graphs that are made when a bundle is loaded. Values are names.
+Exporters use it, and engines that make graphs when a bundle is loaded. Tensors of a graph are given by their names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .contracts import Tensor
 
 _IR_VERSION = 11
-HEAD_EPSILON = 1e-5  # of norms of single heads: Chameleon's; no configuration names it
+HEAD_EPSILON = 1e-5  # epsilon of Chameleon's norms of heads, which no configuration contains
 TYPES = {
     "float32": 1,
     "uint8": 2,
@@ -30,18 +30,23 @@ TYPES = {
     "bfloat16": 16,
     "int4": 22,
 }
-_FLOAT, _INT, _STRING, _TENSOR, _INTS = 1, 2, 3, 4, 7  # AttributeProto.AttributeType
+# AttributeProto.AttributeType
+_FLOAT = 1
+_INT = 2
+_STRING = 3
+_TENSOR = 4
+_INTS = 7
 Attribute = int | float | str | Sequence[int] | NDArray[Any]
 
 
 @dataclass
 class GraphWriter:
-    """A graph in the making; nodes come in an order in which they can be run.
+    """A graph under construction, whose nodes are in an order in which they can be run.
 
     Args:
-        domains: versions of sets of ops, by domain.
-        nodes: as protobuf messages.
-        weights: initialisers by name, as messages or what a subclass makes of constants.
+        domains: operator set versions by domain.
+        nodes: nodes as protobuf messages.
+        weights: initialisers by name, as protobuf messages or in a subclass's form.
     """
 
     domains: dict[str, int] = field(default_factory=lambda: {"": 23})
@@ -51,7 +56,17 @@ class GraphWriter:
     def add_node(
         self, op: str, inputs: Iterable[str], outputs: Sequence[str], **attributes: Attribute
     ) -> Sequence[str]:
-        """A node with named outputs; empty names leave optional ones out. Ops of another domain come with its name."""
+        """Add a node with any number of outputs.
+
+        Args:
+            op: operator, with its domain if it is not ONNX's, such as `com.microsoft.Attention`.
+            inputs: names of the inputs; "" omits an optional input.
+            outputs: names of the outputs; "" omits an optional output.
+            attributes: attributes of the node.
+
+        Returns:
+            `outputs`.
+        """
         domain, _, op = op.rpartition(".")
         parts = [_field(1, name) for name in inputs] + [_field(2, name) for name in outputs]
         parts += [_field(3, outputs[0]), _field(4, op), _field(7, domain)]
@@ -60,34 +75,44 @@ class GraphWriter:
         return outputs
 
     def op(self, op: str, *inputs: str, name: str | None = None, **attributes: Attribute) -> str:
-        """A node with one output, named after the op unless told otherwise."""
+        """Add a node with one output.
+
+        Args:
+            op: operator, as for `add_node`.
+            inputs: names of the inputs.
+            name: name of the output; None: a name made of the operator's.
+            attributes: attributes of the node.
+
+        Returns:
+            The name of the output.
+        """
         return self.add_node(op, inputs, [name or f"{op.lower()}_{len(self.nodes)}"], **attributes)[0]
 
     def constant(self, array: NDArray[Any], name: str | None = None) -> str:
-        """A constant of the graph."""
-        own = name or f"constant_{len(self.weights)}"
-        self.weights[own] = _tensor(array, own)
-        return own
+        """Add a constant and return its name."""
+        name = name or f"constant_{len(self.weights)}"
+        self.weights[name] = _tensor(array, name)
+        return name
 
     def ints(self, *values: int) -> str:
-        """A constant int64 vector, for axes and shapes; the same one for the same values."""
+        """Return the name of a constant int64 vector, for axes and shapes; equal vectors share a constant."""
         name = "ints_" + "_".join(map(str, values)).replace("-", "m")
         return name if name in self.weights else self.constant(np.array(values, np.int64), name)
 
     def cast(self, x: str, dtype: str, name: str | None = None) -> str:
-        """`x` in another type."""
+        """Cast `x` to another type."""
         return self.op("Cast", x, name=name, to=TYPES[dtype])
 
     def reshape(self, x: str, *shape: int) -> str:
-        """`x` in another shape; 0 keeps the size of that axis, -1 takes what is left."""
+        """Reshape `x`; 0 keeps the size of an axis, -1 is the remaining size."""
         return self.op("Reshape", x, self.ints(*shape))
 
     def transpose(self, x: str, *axes: int, name: str | None = None) -> str:
-        """`x` with its axes in another order."""
+        """Permute the axes of `x`."""
         return self.op("Transpose", x, name=name, perm=axes)
 
     def to_bytes(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], name: str = "graph") -> bytes:
-        """The model, as a file would have it."""
+        """Return the model as the bytes of an ONNX file."""
         parts = [_field(1, node) for node in self.nodes] + [_field(2, name)]
         parts += [_field(5, weight) for weight in self.weights.values() if isinstance(weight, bytes)]
         parts += [_field(number, _value(one)) for number, values in ((11, inputs), (12, outputs)) for one in values]
@@ -96,26 +121,31 @@ class GraphWriter:
 
 
 class DecoderWriter(ABC):
-    """A decoder as a graph: what every layout has in common. `x` are values `[rows, nodes, width]`.
+    """Writes a decoder as a graph; base class of all layouts. `x` is `[rows, nodes, width]`.
 
-    A layout says in which ops it multiplies, norms and rotates, and where keys and values are. What a decoder has
-    besides (norms of single heads, biases, a head with a hidden layer), the names of its weights tell.
+    A subclass determines the ops of matmuls, norms and rotation, and where keys and values are stored. The names of the
+    weights tell which optional parts a decoder has: norms of heads, biases, an output head with a hidden layer.
 
     Args:
-        graph: what is written to.
-        weights: by name, as the layout keeps them until they are written.
-        dtype: what it computes in, but for norms and logits: float32, float16 or bfloat16.
-        heads: of queries.
-        group: of them share a head of keys and values.
+        graph: graph to write to.
+        weights: weights by name, in the subclass's form.
+        dtype: type of computations except norms and logits: float32, float16 or bfloat16.
+        heads: number of query heads.
+        group: number of query heads that share a head of keys and values.
     """
 
     def __init__(self, graph: GraphWriter, weights: Mapping[str, Any], dtype: str, heads: int, group: int) -> None:
-        self.graph, self.weights, self.dtype, self.heads, self.group = graph, weights, dtype, heads, group
+        self.graph = graph
+        self.weights = weights
+        self.dtype = dtype
+        self.heads = heads
+        self.group = group
         self.half = dtype != "float32"
 
     def decoder(self, x: str, layers: int) -> None:
-        """All layers on what goes into the first, with the outputs `hidden_states` and `logits`."""
-        graph, added = self.graph, None
+        """Write all layers, from the first one's input `x` to the outputs `hidden_states` and `logits`."""
+        graph = self.graph
+        added = None
         for at in (f"layers.{i}" for i in range(layers)):
             x, normed = self.add_and_norm(x, added, f"{at}.attention_norm.weight")
             x, normed = self.add_and_norm(x, self.attention(normed, at), f"{at}.ffn_norm.weight")
@@ -123,41 +153,56 @@ class DecoderWriter(ABC):
             up = self.linear(normed, f"{at}.ffn.up")
             active = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
             added = self.linear(active, f"{at}.ffn.down")
-        own = "narrow_states" if self.dtype == "bfloat16" else "hidden_states"
-        hidden = self.add_and_norm(x, added, "norm.weight", own)[1]
+        name = "narrow_states" if self.dtype == "bfloat16" else "hidden_states"
+        hidden = self.add_and_norm(x, added, "norm.weight", name)[1]
         if self.dtype == "bfloat16":
             graph.cast(hidden, "float32", "hidden_states")
         self.head(hidden)
 
     def attention(self, x: str, at: str) -> str:
-        """What attention of the layer `at` adds."""
+        """Write the attention of the layer `at` and return its output."""
         query, key, value = self.rotate(self.linear(x, f"{at}.attention.qkv"), at)
         return self.linear(self.attend(query, key, value, at), f"{at}.attention.out")
 
     def head(self, hidden: str) -> None:
-        """Hidden states to `logits`, always float32."""
-        own = "narrow_logits" if self.half else "logits"
+        """Write the output head from hidden states to `logits`, always float32."""
+        name = "narrow_logits" if self.half else "logits"
         if "head.first.bias" in self.weights:
-            self.linear(self.gelu(self.linear(hidden, "head.first")), "head.second", own)
+            self.linear(self.gelu(self.linear(hidden, "head.first")), "head.second", name)
         else:
-            self.linear(hidden, "head", own)
+            self.linear(hidden, "head", name)
         if self.half:
-            self.graph.cast(own, "float32", "logits")
+            self.graph.cast(name, "float32", "logits")
 
     def linear(self, x: str, name: str, output: str | None = None) -> str:
-        """A product with a weight, and its bias if it has one; output: name of the result."""
-        bias = f"{name}.bias" in self.weights
-        y = self.matmul(x, f"{name}.weight", None if bias else output)
-        if not bias:
+        """Write a linear layer, with its bias if it has one.
+
+        Args:
+            x: name of the input.
+            name: prefix of the names of weight and bias.
+            output: name of the result; None: any.
+        """
+        has_bias = f"{name}.bias" in self.weights
+        y = self.matmul(x, f"{name}.weight", None if has_bias else output)
+        if not has_bias:
             return y
-        own = self.weight(f"{name}.bias")
-        own = self.to_dtype(own) if self.dtype == "bfloat16" else own  # where vectors are stored as float32
-        return self.graph.op("Add", y, own, name=output)
+        bias = self.weight(f"{name}.bias")
+        bias = self.to_dtype(bias) if self.dtype == "bfloat16" else bias  # stored as float32
+        return self.graph.op("Add", y, bias, name=output)
 
     def add_and_norm(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
-        """`x` with what is added to it, and that over its root mean square, scaled, where there is such a weight.
+        """Write the residual sum and its RMS norm; without such a weight the norm is the identity.
 
-        name: of the latter. No Identity makes an output of a sum: a copy, which WebGPU does not record.
+        WebGPU does not record copies, so no Identity node names an output that is a sum.
+
+        Args:
+            x: name of the residual stream.
+            added: name of the output of the previous part; None: the sum is `x`.
+            weight: name of the norm's weight.
+            name: name of the normed result; None: any.
+
+        Returns:
+            The names of the sum and of the normed sum.
         """
         if weight in self.weights:
             return self.norm(x, added, weight, name)
@@ -165,44 +210,51 @@ class DecoderWriter(ABC):
         return total, total
 
     def tile_mask(self, mask: str) -> str:
-        """A mask `[rows, 1, nodes, columns]` for queries that share a key, one after the other along the nodes."""
+        """Tile a mask `[rows, 1, nodes, columns]` for query heads that share keys and follow each other."""
         return self.graph.op("Tile", mask, self.graph.ints(1, 1, self.group, 1)) if self.group > 1 else mask
 
     @abstractmethod
     def rotate(self, joint: str, at: str) -> tuple[str, str, str]:
-        """Queries and keys, normed head by head and rotated, and values, of their joint projection."""
+        """Split the joint projection; return queries and keys, normed and rotated, and values."""
 
     @abstractmethod
     def attend(self, query: str, key: str, value: str, at: str) -> str:
-        """Attention `[rows, nodes, hidden_size]`; new keys and values go where the layout keeps them."""
+        """Write attention, `[rows, nodes, hidden_size]`, and store the new keys and values.
+
+        Args:
+            query: name of the queries.
+            key: name of the new keys.
+            value: name of the new values.
+            at: prefix of the layer's names.
+        """
 
     @abstractmethod
     def matmul(self, x: str, weight: str, output: str | None) -> str:
-        """A product with a weight, whose result is called `output`."""
+        """Multiply `x` by the weight named `weight`, as the result `output` (None: any name)."""
 
     @abstractmethod
     def weight(self, name: str) -> str:
-        """A weight in what the graph computes with."""
+        """Add a weight and return its name in a form that nodes can read."""
 
     @abstractmethod
     def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
-        """As `add_and_norm`, where there is a weight."""
+        """Write the residual sum and its norm for `add_and_norm`, given a weight."""
 
     @abstractmethod
     def gelu(self, x: str) -> str:
-        """GELU, exact."""
+        """Write the exact GELU."""
 
     def to_float32(self, x: str) -> str:
-        """`x` in float32."""
+        """Cast `x` to float32 if the graph computes in another type."""
         return self.graph.cast(x, "float32") if self.half else x
 
     def to_dtype(self, x: str, name: str | None = None) -> str:
-        """`x` in what the graph computes in."""
+        """Cast `x` from float32 to the type that the graph computes in."""
         return self.graph.cast(x, self.dtype, name) if self.half else x
 
 
 def convolution_graph() -> bytes:
-    """`result`: one pixel's kernel over an image of four."""
+    """Return a graph that computes `result`, the convolution of an image of 2 x 2 pixels with a kernel of one."""
     graph = GraphWriter()
     graph.op("Conv", "image", "kernel", name="result")
     image, kernel = (Tensor(name, ("float32",), (1, 1, n, n)) for name, n in (("image", 2), ("kernel", 1)))
@@ -236,7 +288,7 @@ def _value(tensor: Tensor) -> bytes:
 
 
 def _field(number: int, content: int | str | bytes) -> bytes:
-    """One field of a protobuf message: a whole number, or text or another message by its length."""
+    """Encode a field of a protobuf message: an integer, or text or another message with its length."""
     if isinstance(content, int):
         return _varint(number << 3) + _varint(content % (1 << 64))  # negative numbers as two's complement
     data = content.encode() if isinstance(content, str) else content
