@@ -38,7 +38,7 @@ def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> N
         np.testing.assert_allclose(late @ head.T + corrections, module.correct_logits(samples), **close)
         guessed = module.predict_logits(samples)
     for i, states in enumerate(np.stack([states.numpy() for states in samples.context], 1)):
-        logits = heads.guess(left[[i]], 0, heads.context(states))[0]
+        logits = heads.predict(left[[i]], 0, heads.context(states))[0]
         np.testing.assert_allclose(logits, guessed[i], **close)
 
 
