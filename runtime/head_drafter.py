@@ -107,9 +107,16 @@ class DraftHeadState:
             return late.logits[None]
         return late.logits + self.heads.correction(late.gate, late.left, left)
 
-    def _noisy(self, position: int, logits: Floats, noisy: bool = True) -> Floats:
+    def perturb_logits(self, position: int, logits: Floats, add_noise: bool = True) -> Floats:
+        """Return shaped logits plus the Gumbel noise of a position.
+
+        Args:
+            position: position of the token in the sequence.
+            logits: guided logits `[n, vocab_size]`.
+            add_noise: whether to add noise. Greedy decoding has none.
+        """
         values = shape_logits(logits, self.sequence.sampling)
-        if noisy and not self.sequence.sampling.greedy:
+        if add_noise and not self.sequence.sampling.greedy:
             values = values + self.sequence.noise.gumbel(position, 1, values.shape[1])
         return values
 
@@ -118,7 +125,7 @@ class DraftHeadState:
         levels: list[Floats] = []
         for position in range(first, first + length):
             levels.append(self.logits(position, np.array(codes[-1:])))
-            codes.append(int(self._noisy(position, levels[-1]).argmax()))
+            codes.append(int(self.perturb_logits(position, levels[-1]).argmax()))
         proposal = no_proposal if self.sequence.exact else partial(_chain_proposal, levels, self.sequence.sampling)
         return DraftTree(np.array(codes, np.int64), np.arange(length + 1, dtype=np.int64) - 1, proposal)
 
@@ -128,7 +135,7 @@ class DraftHeadState:
         for depth, inner in enumerate(shape.levels[:most]):
             levels.append(self.logits(first + depth, filling.tokens[inner]))
             children = max(len(shape.children[node]) for node in inner)
-            filling.fill(inner, *best_codes(self._noisy(first + depth, levels[-1]), children))
+            filling.fill(inner, *best_codes(self.perturb_logits(first + depth, levels[-1]), children))
         proposal = no_proposal if self.sequence.exact else partial(_proposal, shape, levels, self.sequence.sampling)
         return filling.tree(proposal, self.sequence.sampling.greedy)
 
@@ -136,7 +143,7 @@ class DraftHeadState:
         builder, first = DynamicTreeBuilder(self.sequence.codes[-1]), len(self.sequence.codes)
         for position in range(first, first + min(shape.depth, most)):
             chosen = builder.best_of_last_level(shape.branch)
-            values = self._noisy(position, self.logits(position, builder.tokens[chosen]), self.sequence.exact)
+            values = self.perturb_logits(position, self.logits(position, builder.tokens[chosen]), self.sequence.exact)
             builder.add_children(chosen, *best_codes(values, shape.branch))
         return builder.prune(shape.nodes)
 

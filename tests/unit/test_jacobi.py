@@ -50,7 +50,7 @@ def choices_by(script: Script, patch: pytest.MonkeyPatch) -> None:
 
     for name in ("choice", "choice_without_recompute"):
         patch.setattr(TargetOutput, name, choice)
-    patch.setattr(DraftHeadState, "_noisy", noisy)
+    patch.setattr(DraftHeadState, "perturb_logits", noisy)
     patch.setattr(TargetOutput, "decisions", lambda answers, node: script)
     patch.setattr(acceptance, "draw", script.draw)
 
