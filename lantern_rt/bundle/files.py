@@ -283,7 +283,7 @@ def _check_external_files(path: Path, subfolder: PurePosixPath, listed: set[str]
 
 
 def _read_array(path: Path, name: str | None, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> NDArray[Any]:
-    """Map an .npy, or read the array `name` of an .npz unless its size exceeds what `shape` allows."""
+    """Map an .npy, or read the array `name` of an .npz unless its size exceeds the limit for `shape`."""
     array: NDArray[Any]
     if name is None:
         with _parse_errors(path, "a NumPy array without pickled objects"):
@@ -304,8 +304,8 @@ def _file_error(path: Path, found: str, expected: str) -> BundleError:
     return BundleError(field=str(path), found=found, expected=expected, remedy=_EXPORT_AGAIN)
 
 
-def _parse_errors(path: Path, what: str) -> AbstractContextManager[None]:
-    return reading(path, what, BundleError, _EXPORT_AGAIN)
+def _parse_errors(path: Path, expected: str) -> AbstractContextManager[None]:
+    return reading(path, expected, BundleError, _EXPORT_AGAIN)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class FileEntry(FrozenModel):
 
     @classmethod
     def of(cls, path: Path, progress: Callable[[int], None] = lambda size: None) -> FileEntry:
-        """Hash a file in the top folder of a bundle and return its entry; `progress` as in `file_sha256`."""
+        """Create the entry of a file in the top folder of a bundle; `progress` as in `file_sha256`."""
         return cls(path=path.name, sha256=file_sha256(path, progress), bytes=path.stat().st_size)
 
 
@@ -373,7 +373,7 @@ class Manifest(FrozenModel):
         return (size.rows, size.columns) == (self.grid_rows, self.grid_columns)
 
     def size(self, name: str | None = None) -> Size:
-        """Return a size by name, by default the size of the grid; raise KeyError if the bundle has no such size."""
+        """Return a size by name, by default the size of the grid; raise KeyError if the bundle does not have it."""
         default = Size(name=f"{self.image_width}x{self.image_height}", rows=self.grid_rows, columns=self.grid_columns)
         by_name = {size.name: size for size in self.sizes or (default,)}
         return next(filter(self._is_default, by_name.values())) if name is None else by_name[name]

@@ -1,7 +1,7 @@
 """Readers of external files and weights of an ONNX graph, without a runtime.
 
 A tensor may store its data in another file, which the `location` entry of its `external_data` names. A runtime opens
-any such file, so a bundle is only safe if its manifest lists all of them. This module parses the protobuf messages
+any file, so a bundle is only safe if its manifest lists all of them. This module parses the protobuf messages
 itself, since the base install has no onnx. It visits only messages that can contain tensors, and skips tensor data.
 """
 
@@ -163,7 +163,8 @@ def _nested_fields(data: mmap.mmap | bytes, message: slice, first: int, *numbers
 
 def _fields(data: mmap.mmap | bytes, message: slice) -> Iterator[tuple[int, slice]]:
     """Yield number and bytes of each field of a message, without fields of fixed size."""
-    at, end = message.start, message.stop
+    at = message.start
+    end = message.stop
     while at < end:
         tag, start = _varint(data, at, end)
         wire = tag & 7

@@ -1,7 +1,7 @@
 """Evaluation of the images of methods against plain decoding, on the same prompts and seeds.
 
 The reference of figures that compare sets of images is a second set by plain decoding, with other seeds. Plain decoding
-itself is compared with it, too: its own distance is the floor, below which methods cannot be told apart.
+is compared with this set, too: that distance is the floor, below which no difference between methods can be measured.
 
 All exact methods generate the same image for a seed, except for rounding. Where the tokens are equal, only the number
 of forward passes is measured.
@@ -57,7 +57,7 @@ def evaluate(
         real: features `[n, width]` of real images, the reference of Frechet distances instead of plain decoding.
 
     Returns:
-        The report as a JSON object, and the images by label of every method whose images differ from those of plain
+        The report as a JSON object, and the images by label of every method whose images differ from plain
         decoding. The images of the reference, if there are any, come last.
 
     Raises:

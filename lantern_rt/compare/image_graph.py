@@ -108,13 +108,13 @@ class ImageGraph(ABC):
         except EngineError:
             raise
         except Exception as error:
-            raise self._error(f"no ONNX graph that can be loaded ({format_error(error)})") from error
+            raise self._error(f"cannot be loaded as an ONNX graph ({format_error(error)})") from error
         self.facts: dict[str, Any] = {"name": path.stem, "file": path.name, "sha256": sha256}
         images = [tensor for tensor in images if tensor.shape[1] == 3 or not isinstance(tensor.shape[1], int)]
         if len(images) != 1:
             raise self._input_error("one float [n, 3, h, w]")
         (image,) = images
-        self.text_inputs = [tensor for tensor in inputs if tensor is not image]  # Inputs of token ids.
+        self.text_inputs = [tensor for tensor in inputs if tensor is not image]  # All other inputs: token ids and mask.
         self.input = image.name
         self.height, self.width = (side if isinstance(side, int) else preprocessing.size for side in image.shape[2:])
         if preprocessing.size is not None and (self.height, self.width) != (preprocessing.size, preprocessing.size):

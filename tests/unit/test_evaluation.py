@@ -218,7 +218,7 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
         (["--reference", "pipes"], "pipes/a.png: a pipe or a device"),
         (["--agreement", "colour.onnx"], "agreement colour.onnx: found inputs pixels"),
         (["--agreement", "short.onnx"], "agreement short.onnx: failed on pixels"),
-        (["--features", "no.onnx"], "features no.onnx: no ONNX graph that can be loaded"),
+        (["--features", "no.onnx"], "features no.onnx: cannot be loaded as an ONNX graph"),
         (["--features", "odd/colour.onnx"], "odd/preprocessor_config.json: field"),
         (["--prompts", "none.txt"], "none.txt: cannot be read"),
         (["--prompts", "long.txt"], "long.txt:5: found unknown word 'beneath'"),
