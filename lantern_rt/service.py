@@ -1,7 +1,7 @@
-"""Requests of many callers, drawn together: one thread runs the decoder, requests come and go between its passes.
+"""A service for many callers: one thread runs the decoder, and requests join and leave between forward passes.
 
-An image is bit for bit what `Pipeline` gives alone. Exact windows follow the load: they are narrower where images share
-passes (`runtime/windows.py`), which draws the same images.
+An image is bit for bit the image that `Pipeline` generates alone. Exact windows are narrower when images share forward
+passes (`runtime/windows.py`), which does not change the images.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from .runtime.drafting import SequenceStep
 from .runtime.statistics import Clock, summarise
 from .runtime_inputs import compute_prefixes, load_model
 from .service_request import Listener, ServiceRequest
-from .sharing import Room, Turns, fair_order
+from .sharing import Capacity, Turns, fair_order
 
 _LOG = logging.getLogger(__name__)
-MAX_NODES = 65  # of a request in a pass: all that share it are padded to the widest
-GROUPS = MAX_NODES.bit_length() + 1  # of requests that share passes, by nodes
-FEW_NODES = 2  # of a request in a pass: what drafts more takes time from others that share it
-MOST_FAILURES = 3  # passes that failed one after the other
+MAX_NODES = 65  # maximum nodes of an image per forward pass; a pass pads all images to the same number
+GROUPS = MAX_NODES.bit_length() + 1  # groups of requests that share forward passes, by the logarithm of their nodes
+FEW_NODES = 2  # exact methods with more nodes per image slow down other callers that share the forward pass
+MAX_FAILURES = 3  # consecutive failed forward passes after which the service counts as broken
 
 
 class Service:
-    """Draws requests of many threads with one pipeline, which stays the caller's to close.
+    """Generator of images for many threads, with one pipeline, which the caller closes.
 
-    Callers share it evenly: in places, and in time, as relaxed methods, whose drafts decide the picture, have passes of
-    their own.
+    Callers get equal shares: of the images per forward pass, and of time. Relaxed methods, whose images depend on the
+    draft tokens, run in separate forward passes when there are several callers.
 
     Args:
-        pipeline: that draws.
-        together: images that share passes at most, by default as many as the pipeline decodes together.
-        waiting: images that may wait for them.
+        pipeline: pipeline that generates the images.
+        together: maximum number of images per forward pass, 1 .. 4096; None: as many as the pipeline decodes at once.
+        waiting: maximum number of images in the queue, 0 .. 2**20.
     """
 
     def __init__(self, pipeline: Pipeline, together: int | None = None, waiting: int = 256) -> None:
@@ -59,19 +59,19 @@ class Service:
         fitting = compute_max_images(manifest, largest_settings(manifest), engines.max_rows)
         usual = min(fitting, max(1, engines.max_rows // 2))
         self._max_images = check_int("together", together, usual, 1, 4096)
-        self.room = Room(self._max_images, check_int("waiting", waiting, 256, 0, 1 << 20))
+        self.capacity = Capacity(self._max_images, check_int("waiting", waiting, 256, 0, 1 << 20))
         self._rows = min(2 * self._max_images, engines.max_rows)
         self._clocks = Clock(), Clock()
         self._batches = self._new_batches()
         self._turns = Turns()
-        self._tickets: dict[int, ServiceRequest] = {}  # by the index of a sample
-        self._waiting: list[state.ImageSequence] = []  # samples that have no place yet
-        self._count = 0  # samples so far
-        self._callers = 0  # of late
+        self._requests: dict[int, ServiceRequest] = {}  # index of a sequence -> request
+        self._waiting: list[state.ImageSequence] = []  # sequences that have not joined a batch
+        self._num_sequences = 0  # sequences so far, for their indices
+        self._num_callers = 0  # callers with recent requests
         self._changed = threading.Condition()
         self._arriving: deque[ServiceRequest] = deque()
-        self._leaving: deque[ServiceRequest] = deque()
-        self._since = time.perf_counter()  # when there was nothing to do, or a pass was done
+        self._cancelled: deque[ServiceRequest] = deque()
+        self._last_pass = time.perf_counter()  # end of the last forward pass, or of an idle time
         self._closing = self._draining = False
         self._failures = 0  # passes since the last image that was done
         self._thread = threading.Thread(target=self._run, name="lantern-rt-service", daemon=True)
@@ -85,18 +85,18 @@ class Service:
 
     @property
     def open(self) -> bool:
-        """Whether it takes requests and draws them; several passes that fail one after the other say that it cannot."""
-        return not self._closing and self._failures < MOST_FAILURES
+        """Whether the service accepts requests; False after `close` or several consecutive failed forward passes."""
+        return not self._closing and self._failures < MAX_FAILURES
 
     @property
     def images(self) -> int:
-        """Images that are being drawn or wait."""
-        return self.room.images
+        """Number of images that are running or queued."""
+        return self.capacity.images
 
     @property
     def running(self) -> int:
-        """Images that share passes now."""
-        return sum(len(one.active) for one in list(self._batches.values()))
+        """Number of images that share forward passes now."""
+        return sum(len(batch.active) for batch in list(self._batches.values()))
 
     def submit(
         self,
@@ -108,70 +108,77 @@ class Service:
         deadline: float = math.inf,
         **options: Unpack[Options],
     ) -> ServiceRequest:
-        """Have a request drawn; takes what a call of the pipeline takes, and checks it at once.
+        """Check a request and put it into the queue.
 
         Args:
-            listener: called in the service's thread with every `StreamStep`, the last one with `stats`, or with that
-                alone (`steps` False); or with the error that ended the request. It must return quickly.
-            prompts: as for a call of the pipeline, as are the options.
-            steps: whether the listener wants every step.
-            caller: among whom the service is shared evenly.
-            deadline: seconds in which it has to be done; it is refused where that cannot be.
+            listener: function called in the service's thread with every `StreamStep`, or with the error that ended the
+                request. The last step has `stats`. The function must return quickly.
+            prompts: same as for a call of the pipeline.
+            steps: whether to call the listener with every step; False: with the last step only.
+            caller: name of the caller; callers share the service equally.
+            deadline: time limit in seconds. A request that cannot meet it is rejected.
+            options: same as for a call of the pipeline.
 
         Returns:
-            What cancels the request.
+            The request, whose `cancel` cancels it.
 
         Raises:
-            RequestError: as a call of the pipeline does; or the service was closed.
-            BusyError: too many wait, or too many for the deadline; the listener also hears it, of a request that waits.
+            RequestError: same as for a call of the pipeline, or the service was closed.
+            BusyError: the queue is full, or the deadline too short. The listener gets this error if a queued request
+                would miss its deadline.
         """
-        _ = self.pipeline.engines  # refused in a forked process, where nobody would draw
-        request = self.pipeline.check(prompts, **options)
-        request = replace(request, settings=self.pipeline.adapt_settings(request.settings))
-        self.pipeline.check_image_memory(request)
-        images = len(request.images)
-        size = self.pipeline.bundle.manifest.size(request.settings.size)
+        _ = self.pipeline.engines  # raises in a forked process, which has no service thread
+        checked = self.pipeline.check(prompts, **options)
+        checked = replace(checked, settings=self.pipeline.adapt_settings(checked.settings))
+        self.pipeline.check_image_memory(checked)
+        num_images = len(checked.images)
+        size = self.pipeline.bundle.manifest.size(checked.settings.size)
         raster = replace(self.model.raster, codes=size.codes, columns=size.columns)
-        ticket = ServiceRequest(self.forget, request, listener, steps, caller, deadline, raster)
-        nodes = state.method_nodes(request.settings.method)
+        request = ServiceRequest(self.cancel, checked, listener, steps, caller, deadline, raster)
+        nodes = state.method_nodes(checked.settings.method)
         max_nodes = min(MAX_NODES, self._engines.max_nodes)
         if nodes > max_nodes:
             expected = f"at most {max_nodes} where passes are shared"
             raise RequestError(field="method", found=f"{nodes} nodes in a pass", expected=expected)
-        if images > self.room.total:
-            expected = f"at most {self.room.total} in one request"
-            raise RequestError(field="num_images", found=f"{images} images", expected=expected)
-        if 1 + request.settings.sampling.guided > self._rows:
+        if num_images > self.capacity.total:
+            expected = f"at most {self.capacity.total} in one request"
+            raise RequestError(field="num_images", found=f"{num_images} images", expected=expected)
+        if 1 + checked.settings.sampling.guided > self._rows:
             raise RequestError("guidance takes two rows, these engines have one", field="cfg_scale", remedy="give 1")
         with self._changed:
             if self._closing:
                 raise RequestError("closed", field="service", remedy="make another")
-            self.room.check(caller, images, deadline)
-            self.room.count(caller, images)
-            ticket.places = images
-            self._arriving.append(ticket)
+            self.capacity.check(caller, num_images, deadline)
+            self.capacity.add_images(caller, num_images)
+            request.reserved_images = num_images
+            self._arriving.append(request)
             self._changed.notify()
-        return ticket
+        return request
 
-    def forget(self, ticket: ServiceRequest) -> None:
-        """Cancel a request; nothing happens if it has ended."""
+    def cancel(self, request: ServiceRequest) -> None:
+        """Cancel a request; a request that has ended is ignored."""
         with self._changed:
-            self.room.count(ticket.caller, -ticket.places)
-            ticket.places = 0
-            self._leaving.append(ticket)
+            self.capacity.add_images(request.caller, -request.reserved_images)
+            request.reserved_images = 0
+            self._cancelled.append(request)
             self._changed.notify()
 
     def close(self, drain: bool = True) -> None:
-        """Take no more requests, finish those that are there (drain) or fail them, and stop the thread."""
+        """Stop accepting requests and stop the thread.
+
+        Args:
+            drain: whether to finish the requests in the service; False: their listeners get an error.
+        """
         with self._changed:
-            self._closing, self._draining = True, drain
+            self._closing = True
+            self._draining = drain
             self._changed.notify()
         self._thread.join()
 
     # ---------------------------------------------------------------- the service's thread
 
     def _new_batches(self) -> dict[int, Batch]:
-        """Return a batch for each group of callers that share passes, all with the same clocks."""
+        """Return one batch per group, all with the same clocks."""
         return {group: Batch(self.model, clocks=self._clocks) for group in range(GROUPS)}
 
     def _run(self) -> None:
@@ -179,49 +186,49 @@ class Service:
         try:
             while going:
                 try:
-                    going = self._listen()
+                    going = self._receive()
                     self._step()
-                except Exception as error:  # whatever it is: callers must hear of it, and later ones be served
+                except Exception as error:  # callers must receive any error, and the service must continue
                     self._fail(error)
         finally:
             with self._changed:
                 self._closing = True
             self._fail(RequestError("closed before the request was done", field="service", remedy="make another"))
 
-    def _listen(self) -> bool:
-        """Wait for something to do, take in who comes and goes; False when it is time to end."""
+    def _receive(self) -> bool:
+        """Wait for work, process new and cancelled requests, and return whether to continue."""
         with self._changed:
-            while not (self._arriving or self._leaving or self._tickets or self._closing):
+            while not (self._arriving or self._cancelled or self._requests or self._closing):
                 self._changed.wait()
-                self._since = time.perf_counter()
-            if self._closing and not (self._draining and (self._arriving or self._tickets)):
+                self._last_pass = time.perf_counter()
+            if self._closing and not (self._draining and (self._arriving or self._requests)):
                 return False
-        while (ticket := self._next(self._leaving)) is not None:
-            self._end(ticket)
-        while (ticket := self._next(self._arriving)) is not None:
-            if not ticket.ended:
-                self._begin(ticket)
-        self._shed()
+        while (request := self._pop(self._cancelled)) is not None:
+            self._end_request(request)
+        while (request := self._pop(self._arriving)) is not None:
+            if not request.ended:
+                self._prepare(request)
+        self._reject_queued()
         return True
 
-    def _next(self, tickets: deque[ServiceRequest]) -> ServiceRequest | None:
+    def _pop(self, requests: deque[ServiceRequest]) -> ServiceRequest | None:
         with self._changed:
-            return tickets.popleft() if tickets else None
+            return requests.popleft() if requests else None
 
-    def _begin(self, ticket: ServiceRequest) -> None:
-        """Have a request's images wait for places; a request that cannot be prepared hears why."""
-        settings = ticket.checked.settings
+    def _prepare(self, request: ServiceRequest) -> None:
+        """Compute the prefixes of a request and queue its images."""
+        settings = request.checked.settings
         try:
-            prompts = list(compute_prefixes(self.pipeline.bundle, self._engines, ticket.checked.images))
+            prompts = list(compute_prefixes(self.pipeline.bundle, self._engines, request.checked.images))
         except Exception as error:
-            self._end(ticket, error)
+            self._end_request(request, error)
             return
-        ticket.clocks = self._clocks[0].copy(), self._clocks[1].copy()
-        for prompt, image in zip(prompts, ticket.checked.images, strict=True):
+        request.clocks = self._clocks[0].copy(), self._clocks[1].copy()
+        for prompt, image in zip(prompts, request.checked.images, strict=True):
             rows = prompt.rows(settings.sampling)
-            sample = state.ImageSequence(
-                self._count,
-                ticket.raster,
+            sequence = state.ImageSequence(
+                self._num_sequences,
+                request.raster,
                 rows,
                 settings.sampling,
                 settings.method,
@@ -229,51 +236,54 @@ class Service:
                 prompt.preserved,
                 adaptive=self._engines.on_cpu,
             )
-            self._tickets[self._count] = ticket
-            self._count += 1
-            ticket.samples.append(sample)
-            self._waiting.append(sample)
+            self._requests[self._num_sequences] = request
+            self._num_sequences += 1
+            request.sequences.append(sequence)
+            self._waiting.append(sequence)
 
-    def _shed(self) -> None:
-        """Refuse who waits and cannot be done in time any more, then the last of who has too much of the room."""
-        waiting = [one for one in dict.fromkeys(self._tickets[sample.index] for sample in self._waiting) if one.waits]
-        refused: dict[ServiceRequest, Exception] = {}
+    def _reject_queued(self) -> None:
+        """Reject requests that would miss deadlines or exceed shares."""
+        queued = dict.fromkeys(self._requests[sequence.index] for sequence in self._waiting)
+        waiting = [request for request in queued if request.waits]
+        rejected: dict[ServiceRequest, Exception] = {}
         with self._changed:
-            self._callers = self.room.callers()
-            over, held = self.room.images - self.room.total, self.room.held
-            share = self.room.total / max(1, len(held))
-            for ticket in sorted(waiting, key=lambda one: (held[one.caller], one.came), reverse=True):
-                end = ticket.came + ticket.deadline
-                if self.room.is_late(ticket.places, end) or (over > 0 and held[ticket.caller] > share):
-                    refused[ticket] = self.room.busy(1, ticket.places)
-                    over -= ticket.places
-        for ticket, error in refused.items():
-            self._end(ticket, error)
+            self._num_callers = self.capacity.count_callers()
+            excess = self.capacity.images - self.capacity.total
+            held = self.capacity.images_by_caller
+            share = self.capacity.total / max(1, len(held))
+            for request in sorted(waiting, key=lambda request: (held[request.caller], request.arrived), reverse=True):
+                end = request.arrived + request.deadline
+                if self.capacity.is_late(request.reserved_images, end) or (excess > 0 and held[request.caller] > share):
+                    rejected[request] = self.capacity.busy_error(1, request.reserved_images)
+                    excess -= request.reserved_images
+        for request, error in rejected.items():
+            self._end_request(request, error)
 
     def _waiting_by_group(self) -> dict[int, list[state.ImageSequence]]:
-        """Return who waits for a place, by group, in the order in which they are to have places."""
-        active = [sample for batch in self._batches.values() for sample in batch.active]
-        held = Counter(self._tickets[sample.index].caller for sample in active)
-        share = max(1, self._max_images // self._callers) if self._callers > 1 else self.room.total
-        order = fair_order([(self._tickets[one.index].caller, one) for one in self._waiting], held, share)
-        groups = [self._group(sample) for sample in order]
+        """Return the queued sequences of each group, in the order in which they join its batch."""
+        active = [sequence for batch in self._batches.values() for sequence in batch.active]
+        held = Counter(self._requests[sequence.index].caller for sequence in active)
+        share = max(1, self._max_images // self._num_callers) if self._num_callers > 1 else self.capacity.total
+        queued = [(self._requests[sequence.index].caller, sequence) for sequence in self._waiting]
+        order = fair_order(queued, held, share)
+        groups = [self._group(sequence) for sequence in order]
         used = {group for group, batch in self._batches.items() if batch.active}
-        if len(used.union(groups)) > 1:  # whose turn it is says nothing about places
+        if len(used.union(groups)) > 1:  # limits the images over all groups, which `joining` does per group
             order = order[: self._max_images - len(active)]
         waiting: dict[int, list[state.ImageSequence]] = {}
-        for sample, group in zip(order, groups, strict=False):
-            waiting.setdefault(group, []).append(sample)
+        for sequence, group in zip(order, groups, strict=False):
+            waiting.setdefault(group, []).append(sequence)
         return waiting
 
-    def _group(self, sample: state.ImageSequence) -> int:
-        """Whose passes an image shares: beside other callers, those of relaxed methods with about as many nodes."""
-        method = sample.method
-        if self._callers < 2 or (method.exact and (sample.nodes <= FEW_NODES or isinstance(method, Sjd))):
+    def _group(self, sequence: state.ImageSequence) -> int:
+        """Return the group of an image: 0 unless its method would slow down or depend on other callers."""
+        method = sequence.method
+        if self._num_callers < 2 or (method.exact and (sequence.nodes <= FEW_NODES or isinstance(method, Sjd))):
             return 0
-        return (MAX_NODES if isinstance(method, RowParallel) else sample.nodes).bit_length()
+        return (MAX_NODES if isinstance(method, RowParallel) else sequence.nodes).bit_length()
 
     def _step(self) -> None:
-        """One pass, and what it gave to those whose request it was."""
+        """Run one forward pass and send its results to the listeners."""
         waiting = self._waiting_by_group()
         free = self._max_images - sum(len(batch.active) for batch in self._batches.values())
         callers: dict[int, set[str]] = {}
@@ -282,92 +292,91 @@ class Service:
             queued = waiting.get(group, [])
             new[group] = joining(batch, queued, free + len(batch.active), self._rows)
             if batch.active or new[group]:
-                callers[group] = {self._tickets[sample.index].caller for sample in (*batch.active, *queued)}
+                callers[group] = {self._requests[sequence.index].caller for sequence in (*batch.active, *queued)}
         if not callers:
             return
-        group = self._turns.next(callers)
+        group = self._turns.next_group(callers)
         began = time.perf_counter()
         try:
             parts = self._batches[group].join(new[group]) if new[group] else self._batches[group].step()
         except Exception as error:
-            there = self._batches[group].active
-            lost = dict.fromkeys(self._tickets[one.index] for one in new[group] if one not in there)
-            if not lost or not isinstance(error, LanternError):
+            active = self._batches[group].active
+            failed = dict.fromkeys(self._requests[sequence.index] for sequence in new[group] if sequence not in active)
+            if not failed or not isinstance(error, LanternError):
                 raise
-            for ticket in lost:  # for which there was no memory, say; the others are as they were
-                self._end(ticket, copy(error).with_traceback(None))
+            for request in failed:  # they could not join, for example for lack of memory; the batch is unchanged
+                self._end_request(request, copy(error).with_traceback(None))
             return
         now = time.perf_counter()
-        self._turns.spend(group, now - began, callers)
+        self._turns.record_pass(group, now - began, callers)
         if new[group]:
-            self._waiting = [sample for sample in self._waiting if not sample.codes]
+            self._waiting = [sequence for sequence in self._waiting if not sequence.codes]
         with self._changed:
-            images = sum(len(part.codes) / self._tickets[part.sequence].raster.codes for part in parts)
-            self.room.measure(now - self._since, images)
-        self._since = now
+            images = sum(len(part.codes) / self._requests[part.sequence].raster.codes for part in parts)
+            self.capacity.record_pass(now - self._last_pass, images)
+        self._last_pass = now
         steps: dict[ServiceRequest, list[SequenceStep]] = {}
         for part in parts:
-            steps.setdefault(self._tickets[part.sequence], []).append(part)
-        for ticket, own in steps.items():
-            ticket.waited = began - ticket.came if ticket.waited is None else ticket.waited
-            self._tell(ticket, own)
+            steps.setdefault(self._requests[part.sequence], []).append(part)
+        for request, request_parts in steps.items():
+            if request.queue_seconds is None:
+                request.queue_seconds = began - request.arrived
+            self._send_step(request, request_parts)
 
-    def _tell(self, ticket: ServiceRequest, parts: list[SequenceStep]) -> None:
-        """Tell a request's listener what a pass gave its images."""
-        settings = ticket.checked.settings
-        samples = ticket.samples
-        codes = ticket.raster.codes
-        total = codes * len(samples)
-        remaining = sum(sample.remaining for sample in samples)
+    def _send_step(self, request: ServiceRequest, parts: list[SequenceStep]) -> None:
+        settings = request.checked.settings
+        sequences = request.sequences
+        codes = request.raster.codes
+        total = codes * len(sequences)
+        remaining = sum(sequence.remaining for sequence in sequences)
         stats = None
         if not remaining:
-            target, drafter = (now.since(then) for now, then in zip(self._clocks, ticket.clocks, strict=True))
-            records = [sample.statistics for sample in samples]
+            target, drafter = (clock.since(start) for clock, start in zip(self._clocks, request.clocks, strict=True))
+            records = [sequence.statistics for sequence in sequences]
             stats = summarise(settings.method.method, codes, target, drafter, records)
-        own = [part._replace(sequence=part.sequence - samples[0].index) for part in parts]
-        draw = partial(self.pipeline.decode_image, ticket.checked.images, settings)
-        step = ticket.stream_state.add(Step(own, total - remaining, total, stats), settings, draw)
+        parts = [part._replace(sequence=part.sequence - sequences[0].index) for part in parts]
+        decode_image = partial(self.pipeline.decode_image, request.checked.images, settings)
+        step = request.stream_state.add(Step(parts, total - remaining, total, stats), settings, decode_image)
         if stats is not None:
             self._failures = 0
-            self._end(ticket, step)
-        elif ticket.steps:
-            self._hear(ticket, step)
+            self._end_request(request, step)
+        elif request.steps:
+            self._call_listener(request, step)
 
-    def _end(self, ticket: ServiceRequest, last: StreamStep | BaseException | None = None) -> None:
-        """Forget a request, and tell its listener how it ended, unless it left by itself."""
-        if not ticket.ended:
-            self._forget(ticket, last)
-            self._waiting = [sample for sample in self._waiting if sample not in ticket.samples]
+    def _end_request(self, request: ServiceRequest, last: StreamStep | BaseException | None = None) -> None:
+        """Remove a request, and call its listener with the last step or error; None: it was cancelled."""
+        if not request.ended:
+            self._remove(request, last)
+            self._waiting = [sequence for sequence in self._waiting if sequence not in request.sequences]
             for batch in self._batches.values():
-                batch.leave(ticket.samples)
+                batch.leave(request.sequences)
 
-    def _forget(self, ticket: ServiceRequest, last: StreamStep | BaseException | None) -> None:
-        ticket.ended = True
-        for sample in ticket.samples:
-            self._tickets.pop(sample.index, None)
+    def _remove(self, request: ServiceRequest, last: StreamStep | BaseException | None) -> None:
+        request.ended = True
+        for sequence in request.sequences:
+            self._requests.pop(sequence.index, None)
         with self._changed:
-            self.room.count(ticket.caller, -ticket.places)
-            ticket.places = 0
+            self.capacity.add_images(request.caller, -request.reserved_images)
+            request.reserved_images = 0
         if last is not None:
-            self._hear(ticket, last)
+            self._call_listener(request, last)
 
-    def _hear(self, ticket: ServiceRequest, news: StreamStep | BaseException) -> None:
-        """Call a listener; one that fails ends its own request only."""
+    def _call_listener(self, request: ServiceRequest, update: StreamStep | BaseException) -> None:
         try:
-            ticket.listener(news)
+            request.listener(update)
         except Exception:
             _LOG.exception("a listener failed")
-            self._end(ticket)
+            self._end_request(request)
 
     def _fail(self, error: Exception) -> None:
-        """End all requests with an error, and begin anew."""
+        """End all requests with an error, and replace the batches."""
         if not isinstance(error, LanternError):
             _LOG.error("a pass failed", exc_info=error)
         self._failures += 1
         self._batches = self._new_batches()
         self._waiting = []
-        ended = {*self._tickets.values()}
-        while self._closing and (ticket := self._next(self._arriving)) is not None:
-            ended.add(ticket)
-        for ticket in ended:
-            self._forget(ticket, copy(error).with_traceback(None))  # each raises its own
+        ended = {*self._requests.values()}
+        while self._closing and (request := self._pop(self._arriving)) is not None:
+            ended.add(request)
+        for request in ended:
+            self._remove(request, copy(error).with_traceback(None))  # every caller raises a separate copy

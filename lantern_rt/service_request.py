@@ -1,4 +1,4 @@
-"""What a service remembers of a request."""
+"""Requests of a service."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ Listener = Callable[[StreamStep | BaseException], None]
 
 @dataclass(eq=False)
 class ServiceRequest:
-    """One request in a service. All of it belongs to the service's thread but `checked` and `cancel`."""
+    """Request in a service. Only `checked` and `cancel` may be used outside the service's thread."""
 
-    forget: Callable[[ServiceRequest], None]  # has the service forget it
+    remove: Callable[[ServiceRequest], None]  # cancels the request in the service
     checked: Request
     listener: Listener
-    steps: bool  # whether the listener hears of every step
+    steps: bool  # whether the listener receives every step
     caller: str
-    deadline: float  # seconds in which it has to be done
-    raster: Raster  # of its images' codes
-    came: float = field(default_factory=time.perf_counter)
-    waited: float | None = None  # seconds before its first pass began
-    places: int = 0  # images that count for the room there is, none once it has ended or was cancelled
-    samples: list[state.ImageSequence] = field(default_factory=list)
-    clocks: tuple[Clock, Clock] = field(default_factory=lambda: (Clock(), Clock()))  # as they stood when it began
+    deadline: float  # time limit in seconds after `arrived`
+    raster: Raster  # order of the tokens of an image
+    arrived: float = field(default_factory=time.perf_counter)
+    queue_seconds: float | None = None  # time before the first forward pass
+    reserved_images: int = 0  # images that count toward the capacity; 0 after the end or a cancellation
+    sequences: list[state.ImageSequence] = field(default_factory=list)
+    clocks: tuple[Clock, Clock] = field(
+        default_factory=lambda: (Clock(), Clock())
+    )  # target and drafter clock at the start
     ended: bool = False
 
     def __post_init__(self) -> None:
@@ -38,9 +40,9 @@ class ServiceRequest:
 
     @property
     def waits(self) -> bool:
-        """Whether it has places, and none of its images was begun."""
-        return bool(self.places) and not any(sample.codes for sample in self.samples)
+        """Whether the request is neither cancelled nor ended, and no image has begun."""
+        return bool(self.reserved_images) and not any(sequence.codes for sequence in self.sequences)
 
     def cancel(self) -> None:
-        """Have the service forget it within a pass, its places at once; its listener hears nothing more."""
-        self.forget(self)
+        """Cancel the request: free its capacity at once and its cache soon; the listener is not called again."""
+        self.remove(self)

@@ -1,4 +1,4 @@
-"""How the callers of a service share it: who is taken, who is next, whose pass is next."""
+"""Fair sharing of a service: which requests are accepted, which join next, which group runs next."""
 
 from __future__ import annotations
 
@@ -10,115 +10,155 @@ from typing import TypeVar
 
 from .errors import BusyError
 
-_RETURNING = 60.0  # seconds over which refused requests are spread
-_MEMORY = 4.0  # images after which what was measured counts for a third
-_ENOUGH = 0.5  # of an image, before what was measured counts
-_LINGER = 0.5  # seconds in which a caller who had an image is expected to ask for the next one
-_IN_TIME = 0.85  # of a deadline that may be planned with
+_RETRY_SECONDS = 60.0  # seconds over which the retries of rejected requests are spread
+_DECAY_IMAGES = 4.0  # images after which the weight of a measurement falls to 1 / e
+_MIN_IMAGES = 0.5  # images to measure before the speed counts as known
+_IDLE_SECONDS = 0.5  # time after its last image during which a caller still counts
+_DEADLINE_SHARE = 0.85  # share of a deadline that estimates may use
 T = TypeVar("T")
 
 
-class Room:
-    """Room for images that share passes, and that wait for them. A service calls it with its lock held."""
+class Capacity:
+    """Capacity of a service for running and queued images. The service calls it with its lock held.
+
+    Args:
+        max_images: maximum number of images per forward pass.
+        waiting: maximum number of images in the queue.
+
+    Attributes:
+        total: maximum number of running and queued images.
+        images: number of running and queued images.
+        images_by_caller: number of running and queued images of each caller that has any.
+        seconds_per_image: recent time between finished images in seconds; 0 before it is known.
+    """
 
     def __init__(self, max_images: int, waiting: int) -> None:
         self.max_images = max_images
         self.total = max_images + waiting
-        self.images = 0  # that were taken and have not ended
-        self.held = Counter[str]()  # the same of each caller who has any
-        self._left: dict[str, float] = {}  # when others had their last image
-        self.seconds = 0.0  # between one image and the next, lately; 0 before that is known
-        self._sums = 0.0, 0.0  # seconds and images, of which the latest count most
-        self._next_return = 0.0  # when the next request that is refused is to come again
+        self.images = 0
+        self.images_by_caller = Counter[str]()
+        self._recent_callers: dict[str, float] = {}  # other callers -> time of their last image
+        self.seconds_per_image = 0.0
+        self._sums = 0.0, 0.0  # seconds and images, exponentially decayed
+        self._next_return = 0.0  # time at which the next rejected request should retry
 
-    def count(self, caller: str, images: int) -> None:
-        """Take images of a caller, or fewer than none of those that were taken."""
+    def add_images(self, caller: str, images: int) -> None:
+        """Add a caller's images; negative removes."""
         self.images += images
-        self.held[caller] += images
-        if not self.held[caller]:
-            del self.held[caller]
-            self._left[caller] = time.perf_counter()
+        self.images_by_caller[caller] += images
+        if not self.images_by_caller[caller]:
+            del self.images_by_caller[caller]
+            self._recent_callers[caller] = time.perf_counter()
 
-    def callers(self) -> int:
-        """Callers who have something to do, or had just now."""
-        since = time.perf_counter() - _LINGER
-        self._left = {one: left for one, left in self._left.items() if left > since and one not in self.held}
-        return len(self.held) + len(self._left)
+    def count_callers(self) -> int:
+        """Return the number of callers that have images, or had some within `_IDLE_SECONDS`."""
+        since = time.perf_counter() - _IDLE_SECONDS
+        self._recent_callers = {
+            caller: last
+            for caller, last in self._recent_callers.items()
+            if last > since and caller not in self.images_by_caller
+        }
+        return len(self.images_by_caller) + len(self._recent_callers)
 
-    def measure(self, seconds: float, images: float) -> None:
-        """Count a pass: seconds since the one before it, and the images that it drew, mostly a small part of one."""
-        fade = math.exp(-images / _MEMORY)
-        self._sums = self._sums[0] * fade + seconds, self._sums[1] * fade + images
-        if self._sums[1] >= _ENOUGH:
-            self.seconds = self._sums[0] / self._sums[1]
+    def record_pass(self, seconds: float, images: float) -> None:
+        """Record a forward pass for the estimate of `seconds_per_image`.
 
-    def needed(self, images: int) -> float:
-        """Seconds until so many images are done, of which as many share passes as can; the last may begin anew."""
+        Args:
+            seconds: time since the previous forward pass.
+            images: images that the pass generated, usually a fraction.
+        """
+        decay = math.exp(-images / _DECAY_IMAGES)
+        self._sums = self._sums[0] * decay + seconds, self._sums[1] * decay + images
+        if self._sums[1] >= _MIN_IMAGES:
+            self.seconds_per_image = self._sums[0] / self._sums[1]
+
+    def estimate_seconds(self, images: int) -> float:
+        """Return the time to generate images in full batches, in seconds, with a reserve."""
         batch = min(images, self.max_images)
-        return math.ceil(images / batch) * batch * self.seconds / _IN_TIME
+        return math.ceil(images / batch) * batch * self.seconds_per_image / _DEADLINE_SHARE
 
     def check(self, caller: str, images: int, deadline: float) -> None:
-        """Refuse images for which there is no room, or that cannot be done in so many seconds.
+        """Raise an error if the capacity is exceeded or a deadline would be missed.
 
-        Others are taken to want as many as the caller, who may have its share of the room even if they left none. Where
-        nothing is to do, anything may be tried.
+        The estimate assumes that every other caller wants as many images as this one. A caller may use its share even
+        if others have filled the capacity. An idle service accepts any request.
+
+        Args:
+            caller: name of the caller.
+            images: number of images in its new request.
+            deadline: time limit in seconds.
 
         Raises:
-            BusyError: says when to come again.
+            BusyError: says when to retry.
         """
-        callers = len({caller, *self.held})
-        fair = callers * (self.held[caller] + images)
+        callers = len({caller, *self.images_by_caller})
+        fair = callers * (self.images_by_caller[caller] + images)
         excess = self.images + images - self.total if callers == 1 or fair > self.total else 0
-        late = self.needed(fair) - deadline
+        late = self.estimate_seconds(fair) - deadline
         if self.images and (excess > 0 or late > 0):
-            raise self.busy(max(excess, late / self.seconds if late > 0 else 0), images)
+            raise self.busy_error(max(excess, late / self.seconds_per_image if late > 0 else 0), images)
 
     def is_late(self, images: int, end: float) -> bool:
-        """Whether images that begin now, beside others, are not done by then."""
+        """Return whether images that begin now, beside others, would end after time `end`."""
         batch = max(images, min(self.max_images, self.images))
-        return self.images > images and time.perf_counter() + self.needed(batch) > end
+        return self.images > images and time.perf_counter() + self.estimate_seconds(batch) > end
 
-    def busy(self, excess: float, images: int) -> BusyError:
-        """What a refused request is told: when it may find room, each after the one refused before it.
+    def busy_error(self, excess: float, images: int) -> BusyError:
+        """Return the error for a rejected request, which says when to retry.
 
-        Beyond a minute they begin anew, as not all come back. excess: images that have to be done until then.
+        Every rejected request gets a later time than the one before, up to a minute; then the times start again, as
+        not all requests come back.
+
+        Args:
+            excess: number of images to finish before the request fits.
+            images: number of images in the request.
         """
         now = time.perf_counter()
-        room = now + excess * self.seconds
-        self._next_return = max(self._next_return, room)
-        if self._next_return > room + _RETURNING:
-            self._next_return = room
+        earliest = now + excess * self.seconds_per_image
+        self._next_return = max(self._next_return, earliest)
+        if self._next_return > earliest + _RETRY_SECONDS:
+            self._next_return = earliest
         seconds = self._next_return - now
-        self._next_return += images * self.seconds
+        self._next_return += images * self.seconds_per_image
         return BusyError(f"found {self.images} images before this one", max(1, math.ceil(seconds)))
 
 
 def fair_order(waiting: Sequence[tuple[str, T]], held: Counter[str], share: int) -> list[T]:
-    """Those who wait, in the order in which they get places: callers who hold the fewest first, none more than a share.
+    """Return queued items in a fair order: callers with the fewest running images first.
 
-    waiting: callers and what they want drawn, in the order in which they came.
+    Args:
+        waiting: caller and item of each queued image, oldest first.
+        held: number of running images of each caller.
+        share: maximum number of images of a caller; further items are omitted.
     """
-    places = held.copy()
+    counts = held.copy()
     order: list[tuple[int, int]] = []
     for number, (caller, _) in enumerate(waiting):
-        if places[caller] < share:
-            order.append((places[caller], number))
-        places[caller] += 1
+        if counts[caller] < share:
+            order.append((counts[caller], number))
+        counts[caller] += 1
     return [waiting[number][1] for _, number in sorted(order)]
 
 
 class Turns:
-    """Whose pass is next: groups of callers whose images share passes have time by how many they are."""
+    """Choice of the group that runs the next forward pass, so that every caller gets equal time."""
 
     def __init__(self) -> None:
-        self._spent: dict[int, float] = {}  # seconds for each caller of a group, since it had something to do
+        self._spent: dict[int, float] = {}  # group -> seconds per caller since the group became active
 
-    def next(self, groups: Mapping[int, set[str]]) -> int:
-        """The group that had least time. groups: callers of those that have something to do."""
-        least = min((self._spent[group] for group in groups if group in self._spent), default=0.0)
-        self._spent = {group: self._spent.get(group, least) for group in groups}
+    def next_group(self, groups: Mapping[int, set[str]]) -> int:
+        """Return the active group with the least time per caller; `groups` maps active groups to their callers."""
+        minimum = min((self._spent[group] for group in groups if group in self._spent), default=0.0)
+        self._spent = {group: self._spent.get(group, minimum) for group in groups}
         return min(groups, key=self._spent.__getitem__)
 
-    def spend(self, group: int, seconds: float, groups: Mapping[int, set[str]]) -> None:
-        """Count a pass of a group; a caller in several groups is a part of one in each."""
-        self._spent[group] += seconds / sum(1 / sum(one in them for them in groups.values()) for one in groups[group])
+    def record_pass(self, group: int, seconds: float, groups: Mapping[int, set[str]]) -> None:
+        """Record the time of a forward pass; a caller in n groups counts 1 / n in each.
+
+        Args:
+            group: group that ran.
+            seconds: time of the pass.
+            groups: callers of each active group.
+        """
+        num_callers = sum(1 / sum(caller in callers for callers in groups.values()) for caller in groups[group])
+        self._spent[group] += seconds / num_callers

@@ -143,7 +143,7 @@ class LocalBackend:
                 target_passes=sum(image.target_passes for image in stats.per_image),
                 realised_tvd_per_token=stats.realised_tvd * len(images) / (last.total - num_preserved),
                 seconds=now - began,
-                queue_seconds=queued.waited or 0.0,
+                queue_seconds=queued.queue_seconds or 0.0,
                 picture_seconds=image_seconds + now - before,
             )
             tokens = sum(int(image.real[0].sum()) for image in images)

@@ -117,18 +117,18 @@ def test_a_service_without_room_says_when_to_come_back(pipe: Pipeline) -> None:
         assert busy.value.seconds >= 1
         with pytest.raises(RequestError, match="num_images: found 4 images, expected at most 3 in one request"):
             service.submit(Caller(), "red cube", num_images=4)
-        assert service.room.seconds == 0.0
-        service.room.seconds = 2.0
+        assert service.capacity.seconds_per_image == 0.0
+        service.capacity.seconds_per_image = 2.0
         assert [refused_for(service) for _ in range(4)] == [2, 4, 6, 8], "each after the one before"
         assert max(refused_for(service) for _ in range(60)) <= 62
-        service.room.seconds = 0.0
+        service.capacity.seconds_per_image = 0.0
         asking = False
         for caller in callers:
             caller.last()
         again = Caller()
         service.submit(again, "red cube", seed=9)
         again.last()
-        assert 0 < service.room.seconds < 10
+        assert 0 < service.capacity.seconds_per_image < 10
 
 
 def test_wrong_requests_are_refused_at_once_and_disturb_nobody(service: Service) -> None:
@@ -299,7 +299,7 @@ def test_beside_a_greedy_caller_others_have_their_places_and_small_passes_and_al
 
     def noted(own: Batch) -> Any:
         parts = step(own)
-        tickets = [vars(service)["_tickets"][part.sequence] for part in parts]
+        tickets = [vars(service)["_requests"][part.sequence] for part in parts]
         passes.append((Counter(one.caller for one in tickets), max((one.nodes for one in own.active), default=0)))
         return parts
 
@@ -343,12 +343,12 @@ def test_only_what_can_be_done_in_time_is_taken(pipe: Pipeline) -> None:
         service.submit(first, "red cube", method="ar", deadline=0.001)
         while not first.steps:
             time.sleep(0.001)
-        service.room.seconds = 1.0
+        service.capacity.seconds_per_image = 1.0
         for deadline in (0.5, 2.3):
             assert error_of(BusyError, service.submit, Caller(), "red cube", deadline=deadline).seconds >= 1
         service.submit(late, "red cube", seed=2, num_images=2, deadline=5.0)
         service.submit(last, "red cube", seed=3, deadline=8.0)
-        service.room.seconds = 3.0  # it got slower
+        service.capacity.seconds_per_image = 3.0  # it got slower
         asking = False
         assert late.done.wait(30)
         assert isinstance(late.error, BusyError)
