@@ -24,7 +24,7 @@ from ..models.eagle import Drafting, drafter_graph
 from ..models.llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder
 from ..neighbours import MAX_NEIGHBORS
 
-_LARGE_PICTURE = 256  # pixels a side, beyond which a check with more than one picture takes too much memory
+MAX_PAIR_PIXELS = 256  # image height above which a check decodes one image, as two take too much memory
 _CHECKED = 128  # pixels a side of the checks of graphs for pictures of any size: 720 take several GB
 
 
@@ -117,7 +117,7 @@ def vq_graphs(tokenizer: LlamaGenVQ, grid: int, varying: bool = False) -> list[G
     side = min(grid, max(2, _CHECKED // config.scale)) if varying else grid
     cells, pixels = side * side, side * config.scale
     generator = np.random.default_rng(0)
-    counts = (2, 1) if pixels <= _LARGE_PICTURE else (1,)
+    counts = (2, 1) if pixels <= MAX_PAIR_PIXELS else (1,)
     grids = ((side, side), (2 * side, max(1, side // 2))) if varying else ((cells,), (cells,))
     sizes = [(n, *own) for n, own in zip(counts, grids, strict=False)]
     ids = cases_of(*({"codes": generator.integers(config.codes, size=size)} for size in sizes))

@@ -41,7 +41,7 @@ _BLOCKS: dict[Storage, tuple[int, ...]] = {"int8": (64, 32, 16), "int4": (32, 16
 # Maximum error of float16, relative to a weight's norm. Float16 has 11 bits: only numbers out of its range exceed this.
 _MAX_HALF_ERROR = 2.0**-10
 _INT8_INSTRUCTIONS = {"avx_vnni", "avx512_vnni", "amx_int8", "asimddp"}  # add products of int8
-_CHUNK = 1 << 23  # numbers held as float32 at a time
+CHUNK_NUMBERS = 1 << 23  # numbers held as float32 at a time
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def iter_chunks(weight: Tensor, rows: int = 1) -> Iterator[Tensor]:
     if weight.ndim == 0:
         yield weight.float()
         return
-    step = max(rows, _CHUNK // max(1, weight[:1].numel()) // rows * rows)
+    step = max(rows, CHUNK_NUMBERS // max(1, weight[:1].numel()) // rows * rows)
     for start in range(0, len(weight), step):
         yield weight[start : start + step].float().contiguous()
 
@@ -239,10 +239,10 @@ def fake_quantize(weight: Tensor, kind: Storage, matrix: bool, compute: Compute 
         return weight.float()
     result = weight.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if kind in ("float16", "bfloat16"):
-        for numbers in torch.split(result.view(-1), _CHUNK):
+        for numbers in torch.split(result.view(-1), CHUNK_NUMBERS):
             numbers.copy_(numbers.to(getattr(torch, kind)))
         return result
-    step = max(1, _CHUNK // weight.shape[1])  # rows of the module's matrix are columns of the stored one
+    step = max(1, CHUNK_NUMBERS // weight.shape[1])  # rows of the module's matrix are columns of the stored one
     for rows in torch.split(result, step):
         integers, scales = quantise(rows.t(), kind, compute=compute)
         rows[:] = (integers.view(len(scales), -1, len(rows)) * scales[:, None]).view(integers.shape).t()

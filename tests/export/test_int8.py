@@ -150,7 +150,7 @@ def test_every_output_of_a_matrix_has_a_scale_of_its_own(monkeypatch: pytest.Mon
     assert (integers.abs().amax(0) == 64).all()  # processors without VNNI add two products of 8 bits in 16
     assert ((integers * scales - weight).abs() <= scales * 0.5001).all()
     whole = plan_graph(stored(torch.bfloat16), "int8").write(tmp_path / "whole.onnx")
-    monkeypatch.setattr("lantern_rt.export.graph.precision._CHUNK", 100)
+    monkeypatch.setattr("lantern_rt.export.graph.precision.CHUNK_NUMBERS", 100)
     parts = plan_graph(stored(torch.bfloat16), "int8").write(tmp_path / "parts.onnx")
     initialisers = [[t.raw_data for t in onnx.load(files[0]).graph.initializer] for files in (whole, parts)]
     assert initialisers[0] == initialisers[1]

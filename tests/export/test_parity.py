@@ -140,7 +140,7 @@ def test_graphs_of_large_pictures_are_checked_with_one_and_take_several(
     randomise_norms(tokenizer)
     tokenizer.codebook.normal_()
     usual = vq_graphs(tokenizer, 3)
-    monkeypatch.setattr("lantern_rt.export.families.common._LARGE_PICTURE", 5)  # pixels; these have 6
+    monkeypatch.setattr("lantern_rt.export.families.common.MAX_PAIR_PIXELS", 5)  # pixels; these have 6
     for graph, two in zip(vq_graphs(tokenizer, 3), usual, strict=True):
         assert list(graph.cases) == ["1 rows"]
         assert check_parity(replace(graph, cases=two.cases), write_graph(graph, tmp_path)[0]) < 1e-4

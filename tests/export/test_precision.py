@@ -53,7 +53,7 @@ def test_a_block_of_zeros_stays_zero() -> None:
 
 
 def test_chunks_of_a_weight_are_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lantern_rt.export.graph.precision._CHUNK", 40)
+    monkeypatch.setattr("lantern_rt.export.graph.precision.CHUNK_NUMBERS", 40)
     weight = torch.randn(96, 8, dtype=torch.float64).bfloat16()
     assert [len(chunk) for chunk in iter_chunks(weight)] == [5] * 19 + [1]
     assert [len(chunk) for chunk in iter_chunks(weight, 32)] == [32] * 3
@@ -68,7 +68,7 @@ def test_rounding_a_chunk_at_a_time_is_rounding_at_once_and_leaves_the_weight_al
 ) -> None:
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype).t()  # no rows in memory
     before, whole = weight.clone(), fake_quantize(weight, kind, matrix=True)
-    monkeypatch.setattr("lantern_rt.export.graph.precision._CHUNK", 1000)
+    monkeypatch.setattr("lantern_rt.export.graph.precision.CHUNK_NUMBERS", 1000)
     assert torch.equal(fake_quantize(weight, kind, matrix=True), whole)
     assert torch.equal(weight, before)
     if kind == "float16":
