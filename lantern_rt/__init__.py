@@ -6,9 +6,8 @@
     result = pipe("a red sphere on sand", seed=1)
     result.images[0].save("sphere.png")
 
-The names in `__all__` are the public ones; `docs/reference.py` writes their reference. What happens is logged to
-`lantern_rt` of Python's `logging`, to which no handler is added. Importing the package loads little; the pipeline
-and what it needs are imported when first asked for.
+The names in `__all__` are public; `docs/reference.py` writes their reference. It logs to the logger `lantern_rt` and
+adds no handler. Importing the package is fast, because a module is imported when one of its names is first used.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .errors import (
     TreeError,
 )
 
-TYPE_CHECKING = False  # that of `typing`, whose import Ctrl-C would find unguarded, as that of `pathlib`
+TYPE_CHECKING = False  # `typing` is not imported, as Ctrl-C during its import would print a traceback
 if TYPE_CHECKING:
     from .asynchronous import AsyncPipeline
     from .bundle.files import open_bundle
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from .runtime.statistics import Statistics
 
 _SOURCE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-if os.path.isfile(os.path.join(_SOURCE, "pyproject.toml")):  # a checkout, whose siblings are subpackages
+if os.path.isfile(os.path.join(_SOURCE, "pyproject.toml")):  # a checkout, whose sibling folders are subpackages
     __path__[:] = [os.path.dirname(os.path.realpath(__file__)), _SOURCE]
 
 __version__ = "0.1.0"
@@ -83,5 +82,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """The public names, imported yet or not."""
+    """Return the public names, whether or not they are imported."""
     return sorted({*globals(), *__all__})

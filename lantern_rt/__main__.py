@@ -1,4 +1,4 @@
-"""`python -m lantern_rt` is `lantern-rt`: Ctrl-C is answered before anything else is imported."""
+"""Entry point of `python -m lantern_rt` and `lantern-rt`, which handles Ctrl-C even during imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline for asyncio programs."""
+"""The pipeline for asyncio programs."""
 
 from __future__ import annotations
 
@@ -27,20 +27,25 @@ if TYPE_CHECKING:
 
 
 class AsyncPipeline:
-    """Generates images for many tasks of an event loop; their requests share passes, and come and go between them.
+    """Image generator for the tasks of an event loop, whose requests share forward passes.
 
-    An image is bit for bit what `Pipeline` gives, whatever else is drawn. A task that is cancelled, or stops iterating,
-    frees its place within a pass. together, waiting: as for `Service`.
+    An image is bit for bit the image that `Pipeline` generates, whatever requests share its passes. Cancelling a task,
+    or closing an iterator, frees the request's capacity within one forward pass.
+
+    Args:
+        pipeline: pipeline that generates the images; `close` closes it.
+        together: maximum number of images per forward pass, 1 .. 4096; None: as many as the pipeline decodes at once.
+        waiting: maximum number of images in the queue, 0 .. 2**20.
     """
 
     def __init__(self, pipeline: Pipeline, together: int | None = None, waiting: int = 256) -> None:
         self.pipeline = pipeline
         self.service = Service(pipeline, together, waiting)
-        self._workers = ThreadPoolExecutor(1, "lantern-rt-images")  # decodes pictures
-        self._checks = ThreadPoolExecutor(1, "lantern-rt-requests")  # checks requests, which wait for no picture
-        self._edits = ThreadPoolExecutor(1, "lantern-rt-edits")  # checks edits, whose pictures are unpacked
-        self._turns = WeakValueDictionary[str, asyncio.Lock]()  # by callers, whose edits are checked one by one
-        self._callers = 0  # whose pictures are to be decoded
+        self._workers = ThreadPoolExecutor(1, "lantern-rt-images")  # decodes images
+        self._checks = ThreadPoolExecutor(1, "lantern-rt-requests")  # checks requests without images
+        self._edits = ThreadPoolExecutor(1, "lantern-rt-edits")  # checks edits, whose images take longer
+        self._edit_locks = WeakValueDictionary[str, asyncio.Lock]()  # caller -> lock: one edit is checked at a time
+        self._num_calls = 0  # calls that may still decode images
         self._closed = False
 
     @classmethod
@@ -55,7 +60,26 @@ class AsyncPipeline:
         together: int | None = None,
         waiting: int = 256,
     ) -> AsyncPipeline:
-        """Open a bundle without holding up the event loop; takes what `Pipeline.from_bundle` and `Service` take."""
+        """Open a bundle without blocking the event loop.
+
+        Args:
+            bundle: same as for `Pipeline.from_bundle`.
+            threads: same as for `Pipeline.from_bundle`.
+            verify: same as for `Pipeline.from_bundle`.
+            provider: same as for `Pipeline.from_bundle`.
+            engines: same as for `Pipeline.from_bundle`.
+            together: maximum number of images per forward pass, 1 .. 4096; None: as many as the pipeline decodes at
+                once.
+            waiting: maximum number of images in the queue, 0 .. 2**20.
+
+        Returns:
+            The pipeline, which the caller closes.
+
+        Raises:
+            BundleError: same as for `Pipeline.from_bundle`.
+            EngineError: same as for `Pipeline.from_bundle`.
+            RequestError: same as for `Pipeline.from_bundle`, or a limit is out of range.
+        """
 
         def load() -> AsyncPipeline:
             pipeline = Pipeline.from_bundle(bundle, threads, verify, provider, engines)
@@ -74,38 +98,62 @@ class AsyncPipeline:
         await self.close()
 
     async def close(self, drain: bool = True) -> None:
-        """Take no more requests; finish those that are there (drain) or fail them, and close the pipeline.
+        """Stop accepting requests and close the pipeline.
 
-        Streams still give the steps that they have, but no pictures.
+        Streams still yield the steps they have received, but cannot decode images.
+
+        Args:
+            drain: whether to finish the running and queued requests; False: they raise `RequestError`.
         """
         self._closed = True
         loop = asyncio.get_running_loop()
         for executor in (self._checks, self._edits):
-            await loop.run_in_executor(None, executor.shutdown)  # who came before is there
+            await loop.run_in_executor(None, executor.shutdown)  # waits for requests that are being checked
         await loop.run_in_executor(None, self.service.close, drain)
-        while self._callers:
+        while self._num_calls:
             await asyncio.sleep(0.01)
         await loop.run_in_executor(None, self._workers.shutdown)
         self.pipeline.close()
 
     async def generate(self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]) -> Result:
-        """Generate images; takes and gives what a call of `Pipeline` does.
+        """Generate images.
 
-        Raises: RequestError, EngineError: as there. BusyError: too many wait already.
+        Args:
+            prompts: same as for a call of `Pipeline`.
+            options: same as for a call of `Pipeline`.
+
+        Returns:
+            Images, tokens and statistics, in the order of the prompts.
+
+        Raises:
+            RequestError: same as for a call of `Pipeline`.
+            EngineError: same as for a call of `Pipeline`.
+            BusyError: the queue is full.
         """
         with self._calling():
-            async for ticket, step in self.updates(prompts, steps=False, **options):
-                images, last = ticket.checked.images, step
+            async for request, step in self.updates(prompts, steps=False, **options):
+                images = request.checked.images
+                last = step
             assert last is not None
-            pictures = [await self._picture(last, i) for i in range(len(images))]
-            return build_result(images, pictures, last)
+            decoded = [await self._decode_image(last, i) for i in range(len(images))]
+            return build_result(images, decoded, last)
 
     async def stream(
         self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[StreamStep, None]:
-        """Generate step by step; takes and gives what `Pipeline.stream` does. Close the iterator to cancel.
+        """Generate step by step. Close the iterator to cancel.
 
-        Raises: as `generate`, when the first step is asked for.
+        Args:
+            prompts: same as for a call of `Pipeline`.
+            options: same as for a call of `Pipeline`.
+
+        Yields:
+            The state after each step; `stats` is set in the last step.
+
+        Raises:
+            RequestError: same as for `generate`, before the first step.
+            EngineError: same as for `generate`.
+            BusyError: same as for `generate`.
         """
         async with aclosing(self.updates(prompts, **options)) as updates:
             async for _, step in updates:
@@ -115,11 +163,11 @@ class AsyncPipeline:
     @contextmanager
     def _calling(self) -> Iterator[None]:
         self._check_open()
-        self._callers += 1
+        self._num_calls += 1
         try:
             yield
         finally:
-            self._callers -= 1
+            self._num_calls -= 1
 
     async def updates(
         self,
@@ -130,50 +178,80 @@ class AsyncPipeline:
         deadline: float = math.inf,
         **options: Unpack[Options],
     ) -> AsyncGenerator[tuple[ServiceRequest, StreamStep | None], None]:
-        """A request's ticket and its steps; first the ticket alone, when the request is taken. For servers.
+        """Generate step by step, for servers.
 
-        Takes what `Service.submit` takes. Raises: as `generate`.
+        Args:
+            prompts: same as for a call of `Pipeline`.
+            steps: whether to yield every step; False: the last step only.
+            caller: name of the caller; callers share the service equally.
+            deadline: time limit in seconds.
+            options: same as for a call of `Pipeline`.
+
+        Yields:
+            The request, first with None when it is accepted, then with each step.
+
+        Raises:
+            RequestError: same as for `generate`.
+            EngineError: same as for `generate`.
+            BusyError: the queue is full, or the deadline cannot be met.
         """
         loop = asyncio.get_running_loop()
-        news = asyncio.Queue[StreamStep | BaseException]()
+        updates = asyncio.Queue[StreamStep | BaseException]()
 
-        def hear(step: StreamStep | BaseException) -> None:
-            loop.call_soon_threadsafe(news.put_nowait, step)
+        def put_update(update: StreamStep | BaseException) -> None:
+            loop.call_soon_threadsafe(updates.put_nowait, update)
 
-        submit = partial(self.service.submit, hear, prompts, steps=steps, caller=caller, deadline=deadline, **options)
+        submit = partial(
+            self.service.submit, put_update, prompts, steps=steps, caller=caller, deadline=deadline, **options
+        )
         self._check_open()
         edit = options.get("image") is not None
-        ticket = await (self._check_edit(caller, submit) if edit else _run(self._checks, submit))
+        request = await (self._submit_edit(caller, submit) if edit else _submit_in(self._checks, submit))
         try:
-            yield ticket, None
+            yield request, None
             stats = None
             while stats is None:
-                step = await news.get()
+                step = await updates.get()
                 if isinstance(step, BaseException):
                     raise step
-                yield ticket, step
+                yield request, step
                 stats = step.stats
         finally:
-            ticket.cancel()
+            request.cancel()
 
-    async def _check_edit(self, caller: str, submit: Callable[[], ServiceRequest]) -> ServiceRequest:
-        """Check a request with a picture, which takes a while: callers take turns, and pause as long as each took."""
-        turn = self._turns.setdefault(caller, asyncio.Lock())
-        await turn.acquire()
+    async def _submit_edit(self, caller: str, submit: Callable[[], ServiceRequest]) -> ServiceRequest:
+        """Submit an edit, one per caller at a time, with a pause as long as the check took.
+
+        Checking an edit decodes its image, so that one caller could otherwise keep the thread busy.
+        """
+        lock = self._edit_locks.setdefault(caller, asyncio.Lock())
+        await lock.acquire()
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
             self._check_open()
-            return await _run(self._edits, submit)
+            return await _submit_in(self._edits, submit)
         finally:
-            loop.call_later(loop.time() - began, turn.release)
+            loop.call_later(loop.time() - began, lock.release)
 
     async def image(self, step: StreamStep, i: int) -> Image:
-        """`step.image(i)`, decoded without holding up the event loop."""
-        with self._calling():
-            return await self._picture(step, i)
+        """Decode an image of a step without blocking the event loop.
 
-    async def _picture(self, step: StreamStep, i: int) -> Image:
+        Args:
+            step: step of `stream`.
+            i: index of the image, from 0.
+
+        Returns:
+            The image, as `step.image(i)` returns it.
+
+        Raises:
+            IndexError: the request has fewer images.
+            RequestError: the pipeline was closed.
+        """
+        with self._calling():
+            return await self._decode_image(step, i)
+
+    async def _decode_image(self, step: StreamStep, i: int) -> Image:
         return await asyncio.get_running_loop().run_in_executor(self._workers, step.image, i)
 
     def _check_open(self) -> None:
@@ -181,17 +259,17 @@ class AsyncPipeline:
             raise RequestError("closed", field="pipeline", remedy="make another")
 
 
-async def _run(executor: ThreadPoolExecutor, submit: Callable[[], ServiceRequest]) -> ServiceRequest:
+async def _submit_in(executor: ThreadPoolExecutor, submit: Callable[[], ServiceRequest]) -> ServiceRequest:
     submitting = executor.submit(submit)
     try:
         return await asyncio.wrap_future(submitting)
     except asyncio.CancelledError:
-        submitting.add_done_callback(_cancel_ticket)  # before the next request is checked
+        submitting.add_done_callback(_cancel_request)  # runs before the next request is checked
         raise
     finally:
-        del submitting  # which holds an error, whose frames hold pictures
+        del submitting  # its error would keep the images in the frames of its traceback alive
 
 
-def _cancel_ticket(submitting: Future[ServiceRequest]) -> None:
+def _cancel_request(submitting: Future[ServiceRequest]) -> None:
     if not submitting.cancelled() and submitting.exception() is None:
         submitting.result().cancel()

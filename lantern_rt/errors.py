@@ -1,4 +1,6 @@
-"""Every error that a user can cause. Fields say what is at fault, text is made of them at the edge. Others are bugs.
+"""Errors that a user can cause. Their fields describe the fault; the message is built from the fields.
+
+Any other exception that escapes the package is a bug.
 
 LanternError
 |-- BundleError
@@ -13,17 +15,17 @@ LanternError
 
 from __future__ import annotations
 
-_LONGEST = 2000  # characters of a message
+_LONGEST = 2000  # maximum number of characters in a message
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would act on, or show in another order, as escapes (`\\u001b`); lines stay lines.
+    """Replace characters that control a terminal, or reorder its text, by escapes (`\\u001b`); keep line breaks.
 
-    Escapes are those of JSON, so that JSON stays JSON.
+    The escapes are valid in JSON.
     """
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() or one == "\n" else _escape(ord(one)) for one in text)
+    return "".join(char if char.isprintable() or char == "\n" else _escape(ord(char)) for char in text)
 
 
 def _escape(code: int) -> str:
@@ -31,17 +33,17 @@ def _escape(code: int) -> str:
 
 
 class LanternError(Exception):
-    """Base of every error that a user can cause and cure.
+    """Base class of the errors that a user can cause and cure.
 
-    As text it is one line, safe to print and never endless: `field: problem, found X, expected Y; remedy`, of what is
-    there. Programs read the fields.
+    The message is one line of at most 2,005 characters, safe to print: `field: problem, found X, expected Y; remedy`,
+    without empty parts. Programs should read the fields.
 
     Args:
-        problem: what is wrong, where found and expected do not say it.
-        field: what is at fault: a parameter by its public name, a file, a graph.
-        found: what is there.
-        expected: what belongs there.
-        remedy: what to do.
+        problem: description of the fault, if `found` and `expected` do not describe it.
+        field: parameter at fault by its public name, or a file or graph.
+        found: actual value.
+        expected: valid values.
+        remedy: cure, as an instruction.
     """
 
     def __init__(
@@ -67,19 +69,19 @@ class BundleError(LanternError):
 
 
 class CheckpointError(LanternError):
-    """A checkpoint cannot be read, or does not belong to the family asked for."""
+    """A checkpoint cannot be read, or belongs to another model family."""
 
 
 class ParityError(LanternError):
-    """An exported graph does not compute what the checkpoint computes."""
+    """The outputs of an exported graph differ from the outputs of the checkpoint."""
 
 
 class EngineError(LanternError):
-    """A backend is not installed, or does not take a graph."""
+    """A backend is not installed, or rejects a graph."""
 
 
 class OutputError(LanternError):
-    """A file cannot be written, or is there already."""
+    """A file cannot be written, or exists already."""
 
 
 class RequestError(LanternError):
@@ -87,11 +89,11 @@ class RequestError(LanternError):
 
 
 class BusyError(RequestError):
-    """A service has no room for another request.
+    """A service has no capacity for another request.
 
     Args:
-        problem: how many images are before it.
-        seconds: about when to try again.
+        problem: description of the fault, such as the number of images in the queue.
+        seconds: estimated time until a retry can succeed, in seconds, from 1.
     """
 
     def __init__(self, problem: str = "", seconds: int = 1) -> None:

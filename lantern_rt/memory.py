@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.01  # interval of `PeakMemory`
 
 
 def largest_settings(manifest: Manifest) -> Settings:
-    """Return the settings that need the most memory per image: those with the EAGLE drafter, if the bundle has it."""
+    """Return the settings that need the most memory per image: with the EAGLE drafter if the bundle has it."""
     return resolve_settings(manifest, {"method": "eagle:drafter=eagle" if manifest.drafter else "ar"})
 
 
