@@ -80,7 +80,7 @@ class Capacity:
     def check(self, caller: str, images: int, deadline: float) -> None:
         """Raise an error if the capacity is exceeded or a deadline would be missed.
 
-        The estimate assumes that every other caller wants as many images as this caller. A caller may use its share even
+        The estimate assumes that every other caller wants as many images as this caller. It may use its share even
         if others have filled the capacity. An idle service accepts any request.
 
         Args:
