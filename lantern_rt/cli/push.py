@@ -13,7 +13,7 @@ from ..bundle.files import MANIFEST_FILE, Bundle
 from ..bundle.hub import HUB, REPOSITORY, hub_errors
 from ..errors import OutputError, RequestError
 from ..inputs import format_value, read_plain_file, reading
-from ..output.recipe import CURE, read_recipe
+from ..output.recipe import REMEDY, read_recipe
 from .console import print_stderr, print_text, show_progress
 from .inspect import describe_bundle
 from .options import BundleArgument, EngineOptions, open_bundle
@@ -67,7 +67,7 @@ def push(
 def _read_sample(path: Path, bundle: Bundle) -> tuple[bytes, Mapping[Any, Any]]:
     recipe = read_recipe(path)
     settings_of_recipe(path, recipe, bundle)
-    with reading(path, "an image", RequestError, CURE):
+    with reading(path, "an image", RequestError, REMEDY):
         return read_plain_file(path, _MAX_IMAGE_BYTES), recipe.model_dump(exclude_none=True)
 
 

@@ -12,7 +12,7 @@ from ..bundle.files import Bundle, embedded_names
 from ..errors import BundleError, LanternError, RequestError
 from ..inputs import format_value
 from ..methods import PARAMETERS
-from ..output.recipe import CURE, Recipe, read_recipe
+from ..output.recipe import REMEDY, Recipe, read_recipe
 from ..prompts import load_bundle_tokenizer
 from ..requests import SAMPLING, Request, Settings, check_request, resolve_settings
 from ..results import recipe_fields
@@ -107,7 +107,7 @@ def settings_of_recipe(png: Path, recipe: Recipe, bundle: Bundle) -> Settings:
                 format_value(values[name]) if name in values else "nothing" for values in (recorded, resolved)
             )
             field = f"{png}: settings: {format_value(name)}"
-            raise RequestError(field=field, found=found, expected=expected, remedy=CURE)
+            raise RequestError(field=field, found=found, expected=expected, remedy=REMEDY)
     return settings
 
 

@@ -37,7 +37,7 @@ _RESAMPLES_WIDE = 200
 def evaluate(
     pipeline: Pipeline,
     prompts: Prompts,
-    seeds: int,
+    num_seeds: int,
     methods: Sequence[ComparedMethod],
     progress: Progress,
     features: Features | None = None,
@@ -49,7 +49,7 @@ def evaluate(
     Args:
         pipeline: the pipeline to evaluate.
         prompts: prompts of the images. Image n of every method has seed n.
-        seeds: number of images per prompt.
+        num_seeds: number of images per prompt.
         methods: the methods, plain decoding first.
         progress: progress callback.
         features: graph of image features. None: the report has no Frechet distances.
@@ -64,7 +64,7 @@ def evaluate(
         RequestError: there are too few prompts, or a graph fails.
     """
     labels = prompts.labels
-    count = len(labels) * seeds
+    count = len(labels) * num_seeds
     manifest = pipeline.bundle.manifest
     if len(labels) < MIN_PROMPTS:
         raise RequestError(field="prompts", found=str(len(labels)), expected=f"at least {MIN_PROMPTS} to compare")
@@ -73,7 +73,7 @@ def evaluate(
         features([blank])
     if agreement is not None:
         agreement([blank], [max(labels, key=len)])
-    requests = list(prompts.requests(BATCH_SIZE, seeds, 0))
+    requests = list(prompts.requests(BATCH_SIZE, num_seeds, 0))
     turns = list(run_in_turns(pipeline, methods, requests, score=False, progress=progress, total=count))
     runs = {method.label: [turn[i] for turn in turns] for i, method in enumerate(methods)}
     plain, *_ = runs.values()
@@ -85,9 +85,9 @@ def evaluate(
         progress("likelihoods", number, len(compared))
         compared[label] = [add_likelihoods(pipeline, *pair) for pair in zip(method_runs, requests, strict=True)]
     images = {label: [image for run in method_runs for image in run.images] for label, method_runs in compared.items()}
-    figures = _figures_of_runs(list(compared.values()), seeds)
+    figures = _figures_of_runs(list(compared.values()), num_seeds)
     if agreement is not None:
-        figures["agreement"] = _agreement_figure(agreement, labels, seeds, images, progress)
+        figures["agreement"] = _agreement_figure(agreement, labels, num_seeds, images, progress)
     num_features = None
     if features is not None:
         sets: list[Floats] = []
@@ -97,13 +97,13 @@ def evaluate(
         num_features = sets[0].shape[1]
         reference = real
         if reference is None:
-            images[REFERENCE] = _generate_reference(pipeline, methods[0], prompts, seeds, progress)
+            images[REFERENCE] = _generate_reference(pipeline, methods[0], prompts, num_seeds, progress)
             reference = features(images[REFERENCE])
-        figures["frechet"] = frechet_figure(sets, reference, seeds, progress, paired=real is None)
+        figures["frechet"] = frechet_figure(sets, reference, num_seeds, progress, paired=real is None)
     columns = {label: {name: figure[i] for name, figure in figures.items()} for i, label in enumerate(compared)}
     report = {
         "prompts": labels,
-        "seeds_per_prompt": seeds,
+        "seeds_per_prompt": num_seeds,
         "images_per_method": count,
         "features": None if features is None else {**features.facts, "num_features": num_features},
         "agreement": None if agreement is None else agreement.facts,
@@ -125,14 +125,14 @@ def evaluate(
 
 
 def _generate_reference(
-    pipeline: Pipeline, plain: ComparedMethod, prompts: Prompts, seeds: int, progress: Progress
+    pipeline: Pipeline, plain: ComparedMethod, prompts: Prompts, num_seeds: int, progress: Progress
 ) -> list[Image]:
-    count = len(prompts.items) * seeds
+    count = len(prompts.items) * num_seeds
 
     def report_reference(_: str, done: int, total: int) -> None:
         progress(f"images of {REFERENCE}", done, total)
 
-    requests = prompts.requests(BATCH_SIZE, seeds, first_seed=count)
+    requests = prompts.requests(BATCH_SIZE, num_seeds, first_seed=count)
     turns = run_in_turns(pipeline, [plain], requests, score=False, progress=report_reference, total=count)
     return [image for (run,) in turns for image in run.images]
 
@@ -152,43 +152,47 @@ def _tokens_per_pass(runs: Sequence[Run]) -> list[float]:
 
 
 def _agreement_figure(
-    agreement: Agreement, labels: Sequence[str], seeds: int, images: Mapping[str, Sequence[Image]], progress: Progress
+    agreement: Agreement,
+    labels: Sequence[str],
+    num_seeds: int,
+    images: Mapping[str, Sequence[Image]],
+    progress: Progress,
 ) -> Figure:
-    prompts = [label for label in labels for _ in range(seeds)]
+    prompts = [label for label in labels for _ in range(num_seeds)]
     values: list[Floats] = []
     for method_images in images.values():
         progress("prompt agreement", len(values), len(images))
         values.append(agreement(method_images, prompts))
-    return estimate_mean(values, seeds)
+    return estimate_mean(values, num_seeds)
 
 
-def _figures_of_runs(methods: Sequence[Sequence[Run]], seeds: int) -> dict[str, Figure]:
+def _figures_of_runs(methods: Sequence[Sequence[Run]], num_seeds: int) -> dict[str, Figure]:
     scores = [[score for run in runs for score in run.likelihoods] for runs in methods]
     codes = np.stack([_codes(runs) for runs in methods])  # [methods, images, cells]
     tvd = [
         [image.realised_tvd / codes.shape[2] for run in runs for image in run.statistics.per_image] for runs in methods
     ]
     return {
-        "tokens_per_forward_pass": estimate_mean([_tokens_per_pass(runs) for runs in methods], seeds),
-        "tvd": estimate_mean(tvd, seeds),
-        "same_tokens": estimate_mean(list((codes == codes[0]).mean(2)), seeds),
-        "excess_nll": estimate_mean([[score.nats - score.entropy for score in row] for row in scores], seeds),
+        "tokens_per_forward_pass": estimate_mean([_tokens_per_pass(runs) for runs in methods], num_seeds),
+        "tvd": estimate_mean(tvd, num_seeds),
+        "same_tokens": estimate_mean(list((codes == codes[0]).mean(2)), num_seeds),
+        "excess_nll": estimate_mean([[score.nats - score.entropy for score in row] for row in scores], num_seeds),
     }
 
 
 def frechet_figure(
-    sets: Sequence[Floats], reference: Floats, seeds: int, progress: Progress, paired: bool = True
+    sets: Sequence[Floats], reference: Floats, num_seeds: int, progress: Progress, paired: bool = True
 ) -> Figure:
     """Estimate the Frechet distance of every method's images to a reference.
 
     Args:
-        sets: features `[prompts x seeds, width]` of every method.
+        sets: features `[prompts x num_seeds, width]` of every method.
         reference: features `[n, width]` of the reference images.
-        seeds: number of images per prompt.
+        num_seeds: number of images per prompt.
         progress: progress callback.
         paired: whether the reference has the same prompts and number of seeds, and is resampled with the methods.
     """
-    by_prompt = np.arange(len(sets[0])).reshape(-1, seeds)
+    by_prompt = np.arange(len(sets[0])).reshape(-1, num_seeds)
     whole = fit_gaussian(reference)
     resamples = _RESAMPLES_WIDE if min(reference.shape) >= _WIDE else RESAMPLES
     evaluated = 0
@@ -201,7 +205,7 @@ def frechet_figure(
         target = fit_gaussian(reference[images]) if paired else whole
         return [frechet_distance(fit_gaussian(features[images]), target) for features in sets]
 
-    return estimate(distances, len(by_prompt), resamples, moved=True)
+    return estimate(distances, len(by_prompt), resamples, recenter=True)
 
 
 def _notes(prompts: int, images: int, width: int | None, compared: Mapping[str, Sequence[Run]]) -> list[str]:

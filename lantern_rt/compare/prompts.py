@@ -50,20 +50,20 @@ class Prompts:
         """
         return self._arguments(range(index * images, (index + 1) * images), 1, first_seed)
 
-    def requests(self, images: int, seeds: int, first_seed: int) -> Iterator[dict[str, Any]]:
-        """Yield keyword arguments of the pipeline calls that generate `seeds` images of every prompt.
+    def requests(self, images: int, num_seeds: int, first_seed: int) -> Iterator[dict[str, Any]]:
+        """Yield keyword arguments of the pipeline calls that generate `num_seeds` images of every prompt.
 
         Args:
             images: maximum batch size.
-            seeds: number of images per prompt.
+            num_seeds: number of images per prompt.
             first_seed: seed of the first image.
         """
-        count = len(self.items) * seeds
+        count = len(self.items) * num_seeds
         for start in range(0, count, images):
-            yield self._arguments(range(start, min(start + images, count)), seeds, first_seed)
+            yield self._arguments(range(start, min(start + images, count)), num_seeds, first_seed)
 
-    def _arguments(self, numbers: range, seeds: int, first_seed: int) -> dict[str, Any]:
-        chosen: Any = [self.items[number // seeds % len(self.items)] for number in numbers]
+    def _arguments(self, numbers: range, num_seeds: int, first_seed: int) -> dict[str, Any]:
+        chosen: Any = [self.items[number // num_seeds % len(self.items)] for number in numbers]
         if self.kind == "embeddings":
             chosen = tuple(map(np.stack, zip(*chosen, strict=True)))  # [images, tokens, dim], [images, tokens]
         return {self.kind: chosen, "seed": [first_seed + number for number in numbers]}

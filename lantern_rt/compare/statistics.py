@@ -46,7 +46,7 @@ def frechet_distance(first: Gaussian, second: Gaussian) -> float:
     return max(0.0, float(shift @ shift + spread - 2 * overlap))
 
 
-def estimate(statistic: Statistic, prompts: int, resamples: int = RESAMPLES, moved: bool = False) -> Figure:
+def estimate(statistic: Statistic, prompts: int, resamples: int = RESAMPLES, recenter: bool = False) -> Figure:
     """Estimate a figure of every method with 95 % bootstrap intervals over prompts.
 
     All methods use the same resampled prompts, so their differences are paired.
@@ -55,7 +55,7 @@ def estimate(statistic: Statistic, prompts: int, resamples: int = RESAMPLES, mov
         statistic: function from prompt indices to the figure of every method, `ar` first.
         prompts: number of prompts, at least 2.
         resamples: number of bootstrap resamples.
-        moved: whether to shift the resampled values so that their mean is the estimate, and clip them at 0. Frechet
+        recenter: whether to shift the resampled values so that their mean is the estimate, and clip them at 0. Frechet
             distances need this, since repeated images increase them.
 
     Returns:
@@ -63,21 +63,21 @@ def estimate(statistic: Statistic, prompts: int, resamples: int = RESAMPLES, mov
     """
     values = np.array(statistic(np.arange(prompts)), np.float64)  # [methods]
     resampled = np.random.default_rng(0).integers(0, prompts, (resamples, prompts))
-    draws = np.array([statistic(sample) for sample in resampled], np.float64).T  # [methods, resamples]
-    if moved:
-        draws += (values - draws.mean(1))[:, None]
-    figures = _intervals(values, np.maximum(draws, 0) if moved else draws)
-    differences = _intervals(values - values[0], draws - draws[0])
+    resampled_values = np.array([statistic(sample) for sample in resampled], np.float64).T  # [methods, resamples]
+    if recenter:
+        resampled_values += (values - resampled_values.mean(1))[:, None]
+    figures = _intervals(values, np.maximum(resampled_values, 0) if recenter else resampled_values)
+    differences = _intervals(values - values[0], resampled_values - resampled_values[0])
     return [{**figure, "difference_to_ar": entry} for figure, entry in zip(figures, differences, strict=True)]
 
 
-def _intervals(values: Floats, draws: Floats) -> list[dict[str, Any]]:
+def _intervals(values: Floats, resampled_values: Floats) -> list[dict[str, Any]]:
     tail = (1 - CONFIDENCE) / 2
-    rows = np.stack([values, *np.quantile(draws, [tail, 1 - tail], axis=1)], 1)
+    rows = np.stack([values, *np.quantile(resampled_values, [tail, 1 - tail], axis=1)], 1)
     return [dict(zip(("value", "low", "high"), row, strict=True)) for row in rows.tolist()]
 
 
-def estimate_mean(values: Sequence[Sequence[float] | Floats], seeds: int) -> Figure:
-    """Estimate the mean of `values [methods, prompts x seeds]` for every method."""
-    table = np.array(values, np.float64).reshape(len(values), -1, seeds).mean(2)  # [methods, prompts]
+def estimate_mean(values: Sequence[Sequence[float] | Floats], num_seeds: int) -> Figure:
+    """Estimate the mean of `values [methods, prompts x num_seeds]` for every method."""
+    table = np.array(values, np.float64).reshape(len(values), -1, num_seeds).mean(2)  # [methods, prompts]
     return estimate(lambda sample: table[:, sample].mean(1), table.shape[1])

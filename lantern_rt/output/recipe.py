@@ -18,7 +18,7 @@ TEXTS_LIMIT = 1 << 16  # Maximum size of all relevant text chunks in bytes.
 CHUNKS_LIMIT = 1 << 17  # Maximum number of chunks; most of them contain pixels.
 TEXT_LIMIT = 1 << 14  # Maximum number of characters of a decompressed text.
 PIXELS_LIMIT = 1 << 28  # For example 1,024 x 1,024, enlarged 16 times.
-CURE = "give a PNG that `lantern-rt run` wrote"
+REMEDY = "give a PNG that `lantern-rt run` wrote"
 
 
 class Recipe(FrozenModel, strict=True):
@@ -71,14 +71,14 @@ def read_recipe(path: Path) -> Recipe:
         if len(text) > TEXT_LIMIT:
             found = f"{len(text):,} characters"
             expected = f"at most {TEXT_LIMIT:,}"
-            raise RequestError(field=f"{path}: text chunk {name}", found=found, expected=expected, remedy=CURE)
+            raise RequestError(field=f"{path}: text chunk {name}", found=found, expected=expected, remedy=REMEDY)
     try:
         return Recipe.model_validate_strings(texts)
     except ValidationError as error:
         fields = error_fields(error)
         field = fields.pop("field")
         place = f"{path}: text chunk {field}" if field else str(path)
-        raise RequestError(**fields, field=place, remedy=CURE) from error
+        raise RequestError(**fields, field=place, remedy=REMEDY) from error
 
 
 def _read_texts(path: Path) -> dict[str, str]:
@@ -88,10 +88,10 @@ def _read_texts(path: Path) -> dict[str, str]:
             image = PngImageFile(BytesIO(_without_pixels(file)))
     except Exception as error:  # Pillow may raise any exception for a damaged file.
         problem = f"cannot be read as a PNG with at most {TEXTS_LIMIT:,} bytes of texts ({format_error(error)})"
-        raise RequestError(problem, field=str(path), remedy=CURE) from error
+        raise RequestError(problem, field=str(path), remedy=REMEDY) from error
     if image.width * image.height > PIXELS_LIMIT:
         found = f"{image.width:,} x {image.height:,} pixels"
-        raise RequestError(field=str(path), found=found, expected=f"at most {PIXELS_LIMIT:,}", remedy=CURE)
+        raise RequestError(field=str(path), found=found, expected=f"at most {PIXELS_LIMIT:,}", remedy=REMEDY)
     return {name: text for name, text in image.info.items() if isinstance(name, str) and isinstance(text, str)}
 
 

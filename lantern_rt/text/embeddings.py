@@ -13,7 +13,7 @@ from ..errors import RequestError
 from ..inputs import open_plain_file, reading
 
 BYTES_LIMIT = 1 << 30  # Maximum decompressed size of an array.
-_CURE = "write it with numpy.savez(FILE, embeddings=states, mask=mask)"
+_REMEDY = "write it with numpy.savez(FILE, embeddings=states, mask=mask)"
 
 
 def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
@@ -27,7 +27,7 @@ def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]
     Raises:
         RequestError: the file cannot be read or has other contents.
     """
-    with reading(path, "an .npz of `embeddings` and `mask`", RequestError, _CURE), open_plain_file(path) as file:
+    with reading(path, "an .npz of `embeddings` and `mask`", RequestError, _REMEDY), open_plain_file(path) as file:
         with ZipFile(file) as archive:
             if large := next((info for info in archive.infolist() if info.file_size > BYTES_LIMIT), None):
                 raise ValueError(f"{large.filename} of {large.file_size:,} bytes, expected at most {BYTES_LIMIT:,}")
@@ -36,7 +36,7 @@ def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]
     if "embeddings" not in arrays or arrays.keys() - {"embeddings", "mask"}:
         names = ", ".join(sorted(arrays)) or "nothing"
         expected = "embeddings, and optionally mask"
-        raise RequestError(field=str(path), found=f"arrays {names}", expected=expected, remedy=_CURE)
+        raise RequestError(field=str(path), found=f"arrays {names}", expected=expected, remedy=_REMEDY)
     values = arrays["embeddings"]
     mask = arrays.get("mask", np.ones(values.shape[:-1], np.bool_))
     _check(path, "embeddings", values, values.dtype in (np.float16, np.float32, np.float64), "floats", 3)
@@ -44,7 +44,7 @@ def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]
     if mask.shape != values.shape[:2]:
         found = f"mask {list(mask.shape)} for embeddings {list(values.shape)}"
         expected = f"mask {list(values.shape[:2])}"
-        raise RequestError(field=str(path), found=found, expected=expected, remedy=_CURE)
+        raise RequestError(field=str(path), found=found, expected=expected, remedy=_REMEDY)
     with np.errstate(over="ignore"):  # The check of the request rejects infinity.
         return values.astype(np.float32), mask.astype(np.bool_)
 
@@ -53,4 +53,4 @@ def _check(path: Path, name: str, array: NDArray[Any], valid: bool, kind: str, a
     if not valid or array.ndim != axes or not array.size:
         shape = ["prompts", "tokens", "dim"][:axes]
         found = f"{name} {array.dtype} {list(array.shape)}"
-        raise RequestError(field=str(path), found=found, expected=f"{kind} [{', '.join(shape)}]", remedy=_CURE)
+        raise RequestError(field=str(path), found=found, expected=f"{kind} [{', '.join(shape)}]", remedy=_REMEDY)
