@@ -1,7 +1,7 @@
-"""Memory of caches on a device, used again by later caches of its shape, and passes that are bound to it for good.
+"""Cache blocks on a device, reused by later caches of the same shape, and forward passes that are bound to them.
 
-A pass of a shape that comes again has its inputs and outputs at fixed places: nothing is bound or taken anew, and a
-provider that can records it as one graph and replays that.
+The inputs and outputs of passes whose shapes recur have fixed addresses: nothing is bound or allocated again, and a
+provider that supports it records the pass as a graph and replays the recording.
 """
 
 from __future__ import annotations
@@ -27,45 +27,50 @@ from ..kv_cache import round_up
 from ..sampling_head import FILTERED_OUT, SamplingHead
 from .device import Device, GraphTensors
 
-MAX_BOUND_PASSES = 32  # passes of a block: their outputs take memory, and recordings
-_ALIGNED = 256  # bytes: where arrays of a buffer begin
-_KEPT = 2  # pool that no cache uses
-_MAX_SAMPLERS = 8  # heads of a bound pass
+MAX_BOUND_PASSES = 32  # per cache block, as outputs and recordings take memory
+_ALIGNED = 256  # alignment of arrays in a buffer, in bytes
+_MAX_UNUSED = 2  # maximum number of unused cache blocks
+_MAX_SAMPLERS = 8  # sampling graphs per bound pass
 
 
 class UploadBuffer:
-    """Memory for arrays that go up together: by one copy, where memory has addresses."""
+    """Gathers arrays for one copy to the device, if the device's memory has addresses; else it copies each array.
+
+    Args:
+        device: the device.
+        size: size in bytes, the `size_of` all arrays.
+    """
 
     def __init__(self, device: Device, size: int) -> None:
-        """size: bytes, `room` for each array."""
-        self.device, self._bytes = device, np.zeros(size, np.uint8)
+        self.device = device
+        self._bytes = np.zeros(size, np.uint8)
         self._value = device.put(self._bytes) if device.has_addresses else None
 
     @staticmethod
-    def room(*arrays: Array) -> int:
-        """Bytes that arrays take."""
+    def size_of(*arrays: Array) -> int:
+        """Return the number of bytes that arrays take in a buffer."""
         return sum(round_up(array.nbytes, _ALIGNED) for array in arrays)
 
     def place(self, arrays: Mapping[str, Array], start: int = 0) -> dict[str, Any]:
         """CacheColumns for arrays of these shapes, from a byte on, as inputs of graphs."""
         if self._value is None:
             return {name: self.device.put(array) for name, array in arrays.items()}
-        places: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         for name, array in arrays.items():
-            places[name] = TensorView(self._value, start, list(array.shape), array.dtype.name)
-            start += self.room(array)
-        return places
+            tensors[name] = TensorView(self._value, start, list(array.shape), array.dtype.name)
+            start += self.size_of(array)
+        return tensors
 
-    def fill(self, places: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Put arrays in their places, to be sent up."""
-        for name, place in places.items():
-            if isinstance(place, TensorView):
-                self._bytes[place.start :][: arrays[name].nbytes] = arrays[name].ravel().view(np.uint8)
+    def fill(self, tensors: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Write arrays to be uploaded to their `tensors`, which `place` returned."""
+        for name, tensor in tensors.items():
+            if isinstance(tensor, TensorView):
+                self._bytes[tensor.start :][: arrays[name].nbytes] = arrays[name].ravel().view(np.uint8)
             else:
-                place.update_inplace(np.ascontiguousarray(arrays[name]))
+                tensor.update_inplace(np.ascontiguousarray(arrays[name]))
 
     def send(self) -> None:
-        """Bring up what has been filled in."""
+        """Copy the filled arrays to the device."""
 
         def write(graph: GraphWriter) -> GraphTensors:
             graph.op("Identity", "data", name="out")
@@ -77,7 +82,14 @@ class UploadBuffer:
 
 
 class BoundSampler(NamedTuple):
-    """A head bound to logits: the table whose noise it reads, places of its inputs, its output, and what runs it."""
+    """A sampling graph bound to logits.
+
+    Attributes:
+        noise: noise table on the device that it reads.
+        inputs: tensors of its inputs on the device.
+        drawn: its output.
+        run: function that runs it.
+    """
 
     noise: Any
     inputs: dict[str, Any]
@@ -86,48 +98,61 @@ class BoundSampler(NamedTuple):
 
 
 class BoundPass:
-    """One shape of a pass in memory of its own, run once somebody asks for what comes of it: with a head, if that is
-    codes. Each run overwrites `outputs`, by name.
+    """A forward pass of one shape with preallocated tensors, which runs when its outputs are first used.
 
-    users: what refers to the outputs; while there are any, it must not be begun again.
+    Each run overwrites `outputs`. If tokens are sampled first, the pass and the sampling graph run together.
+
+    Args:
+        graph: decoder to run.
+        device: its device.
+        feeds: inputs by name: arrays, for which device memory is allocated, or values on the device.
+        placed: caches and outputs by name, values on the device.
+        record: whether the pass and its sampling graphs may be recorded.
+
+    Attributes:
+        users: objects that refer to the outputs; while there are any, `begin` must not be called.
     """
 
     def __init__(
         self, graph: Executable, device: Device, feeds: Mapping[str, Any], placed: Mapping[str, Any], record: bool
     ) -> None:
-        """feeds: arrays, which get a place on the device, or values there. placed: caches and outputs, values there.
-
-        record: whether it and its heads may be recorded.
-        """
-        self.device, self.outputs, self._record = device, placed, record
+        self.device = device
+        self.outputs = placed
+        self._record = record
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._samplers: dict[tuple[Any, ...], BoundSampler] = {}
         self._waiting: list[tuple[Mapping[str, Any], object]] = []
         rows, self._nodes = feeds["token_ids"].shape
-        arrays, self._start = _arrays(feeds), UploadBuffer.room(*_arrays(feeds).values())
+        arrays = _arrays(feeds)
+        self._start = UploadBuffer.size_of(*arrays.values())
         node = np.zeros(
             (rows, padded_node_count(self._nodes)), np.int32
         )  # of a head: three of these, and three of its rows
-        self._buffer = UploadBuffer(device, self._start + 3 * UploadBuffer.room(node, node[:, 0]))
+        self._buffer = UploadBuffer(device, self._start + 3 * UploadBuffer.size_of(node, node[:, 0]))
         self._inputs = self._buffer.place(arrays)
         self._run = graph.bind({**feeds, **self._inputs, **placed}, record)
 
     def begin(self, feeds: Mapping[str, Any], reads: object = None) -> None:
-        """Another pass, on other arrays of the same shapes. reads: whose values it reads, held until it is run."""
+        """Queue a pass.
+
+        Args:
+            feeds: inputs by name, of the same shapes as before.
+            reads: owner of device memory that the pass reads, to be kept until the pass has run.
+        """
         self._waiting = [(feeds, reads)]
 
     def finish(self) -> None:
-        """Run it, unless it has been; everything is done then."""
+        """Run the queued pass, if any, and wait for the device."""
         if self._waiting:
             with self.device.lock:
                 self._launch()
                 self.device.wait()
 
-    def draw(self, head: SamplingHead, requests: Sequence[SampleRequest]) -> tuple[Ints, Floats]:
-        """Codes and scores of all requests, `[requests, nodes, most]`, filled up to the nodes of the longest.
+    def sample(self, head: SamplingHead, requests: Sequence[SampleRequest]) -> tuple[Ints, Floats]:
+        """Return tokens and scores of requests, `[requests, nodes, num_best]`, padded to the largest number of nodes.
 
-        If the pass has to be run, all goes up at once; codes alone come down.
-        Raises: EngineError: the logits hold NaN or infinity.
+        The inputs of a queued pass are uploaded by the same copy.
+        Raises: EngineError: the logits contain NaN or infinity.
         """
         with self.device.lock:
             feeds = self.device.samples(head, self._nodes, requests)
@@ -135,9 +160,9 @@ class BoundPass:
             self._buffer.fill(sampler.inputs, feeds)
             self._launch()
             sampler.run()
-            codes, scores = sampler.drawn.numpy().copy()  # in the host's memory, the former is the value itself
-        for own, one in zip(scores, requests, strict=True):
-            if not np.isfinite(own[: len(one.positions), 0]).all():
+            codes, scores = sampler.drawn.numpy().copy()  # on the host, `numpy()` is the output's memory
+        for row, request in zip(scores, requests, strict=True):
+            if not np.isfinite(row[: len(request.positions), 0]).all():
                 raise damaged()
         scores[scores <= FILTERED_OUT / 2] = -np.inf
         return codes.astype(np.int64), scores
@@ -152,8 +177,9 @@ class BoundPass:
 
     def _sampler(self, head: SamplingHead, feeds: Mapping[str, Any]) -> BoundSampler:
         shape = feeds["conditional"].shape
-        sampler, noise = self._samplers.pop((head, shape), None), feeds.get("noise")
-        if sampler is None or sampler.noise is not noise:  # its table may have grown
+        sampler = self._samplers.pop((head, shape), None)
+        noise = feeds.get("noise")
+        if sampler is None or sampler.noise is not noise:  # a larger table may have replaced it
             inputs = self._buffer.place(_arrays(feeds), self._start)
             drawn = self.device.empty((2, *shape, head.num_best), "float32")
             values = {**feeds, **inputs, "logits": self.outputs["logits"], "drawn": drawn}
@@ -166,12 +192,18 @@ class BoundPass:
 
 
 def _arrays(feeds: Mapping[str, Any]) -> dict[str, Array]:
-    return {name: one for name, one in feeds.items() if isinstance(one, np.ndarray)}
+    return {name: value for name, value in feeds.items() if isinstance(value, np.ndarray)}
 
 
 @dataclass(eq=False)
 class CacheBlock:
-    """Key 0, value 0, key 1, ... of so many rows `[columns, width]`, and the passes bound to them."""
+    """Device memory for key 0, value 0, key 1, ... of a cache, and the forward passes bound to it.
+
+    Attributes:
+        shape: batch rows, columns (of all heads, if heads are separate), width.
+        values: values on the device.
+        bound: bound passes by shape.
+    """
 
     shape: tuple[int, int, int]
     values: list[Any]
@@ -179,33 +211,41 @@ class CacheBlock:
 
 
 class CachePool:
-    """The pool of an engine. What nobody uses any more is kept for the next who needs it, but not much of it."""
+    """Reuses the cache blocks of an engine after their caches are released.
+
+    Args:
+        device: the device.
+        tensors: number of tensors, two per layer.
+        dtype: their type.
+        width: width of a column, of one head if heads are separate, else of all heads.
+        heads: number of separate heads, each with all columns; all tensors are then one value, which one operation
+            moves. None: columns contain all heads, and every tensor is a value.
+    """
 
     def __init__(self, device: Device, tensors: int, dtype: str, width: int, heads: int | None) -> None:
-        """heads: of a row, each with all columns; all tensors are then one value, which one operation reaches.
-
-        None: columns have all heads, and every tensor is a value. width: of a column, of one head or of all.
-        """
-        self.device, self._dtype, self._width, self._heads = device, dtype, width, heads
+        self.device = device
+        self._dtype = dtype
+        self._width = width
+        self._heads = heads
         self._values, self._stack = (1, tensors) if heads else (tensors, 1)
-        self._kept: OrderedDict[int, CacheBlock] = OrderedDict()  # the one given back longest ago first
-        self._lock = threading.RLock()  # one may be given back while another is taken, on the same thread too
+        self._unused: OrderedDict[int, CacheBlock] = OrderedDict()  # the first one was released first
+        self._lock = threading.RLock()  # a block may be released while another is acquired, even on one thread
 
-    def take(self, rows: int, columns: int) -> BlockHandle:
-        """A block of so many columns, of each head or of all, with finite numbers."""
+    def acquire(self, rows: int, columns: int) -> BlockHandle:
+        """Return a block for `rows` rows of `columns` columns, which contains finite numbers."""
         shape = rows, columns * (self._heads or 1), self._width
         with self._lock:
-            block = next((block for block in list(self._kept.values()) if block.shape == shape), None)
-            self._kept.pop(id(block), None)
+            block = next((block for block in list(self._unused.values()) if block.shape == shape), None)
+            self._unused.pop(id(block), None)
         if block is None:
             stacked = self._stack * shape[0], *shape[1:]
             block = CacheBlock(shape, [self.device.zeros(stacked, self._dtype) for _ in range(self._values)])
         lease = BlockHandle(block)
-        weakref.finalize(lease, self._give_back, block).atexit = False
+        weakref.finalize(lease, self._release, block).atexit = False
         return lease
 
     def tensors(self, block: CacheBlock) -> list[Any]:
-        """All tensors, as values or `[rows, heads, columns, width]`."""
+        """Return all tensors: values, or views `[rows, heads, columns, width]`."""
         if self._heads is None:
             return block.values
         rows, lines, width = block.shape
@@ -214,38 +254,59 @@ class CachePool:
         starts = [number * bytes_each for number in range(self._stack)]
         return [TensorView(value, start, size, self._dtype) for value in block.values for start in starts]
 
-    def copy(self, block: CacheBlock, rows: Ints, goal: CacheBlock, first: int = 0) -> None:
-        """Write rows of a block to those of another from `first` on."""
-        every, places = np.arange(self._stack)[:, None], first + np.arange(len(rows))
-        chosen, into = ((every * one.shape[0] + own).ravel() for one, own in ((block, rows), (goal, places)))
-        for value, target in zip(block.values, goal.values, strict=True):
-            self.device.copy_rows(value, chosen, target, into)
+    def copy(self, block: CacheBlock, rows: Ints, target: CacheBlock, first: int = 0) -> None:
+        """Copy rows of a block to another.
+
+        Args:
+            block: block to copy from.
+            rows: rows to copy.
+            target: block to write to.
+            first: first row to write.
+        """
+        tensors = np.arange(self._stack)[:, None]
+        sources = (tensors * block.shape[0] + rows).ravel()
+        targets = (tensors * target.shape[0] + first + np.arange(len(rows))).ravel()
+        for source_value, target_value in zip(block.values, target.values, strict=True):
+            self.device.copy_rows(source_value, sources, target_value, targets)
 
     def move(self, block: CacheBlock, sources: Ints, targets: Ints, steps: Ints) -> None:
-        """Copy entries `[some, 2]` (row, column) within all tensors; again with `steps [any]` added to the columns."""
+        """Copy entries within all tensors.
+
+        Args:
+            block: the block.
+            sources: entries to copy, `[entries, 2]`, row and column.
+            targets: entries to overwrite.
+            steps: offsets of columns for which the copy is repeated, `[steps]`.
+        """
         rows = np.repeat(np.arange(self._stack) * block.shape[0], len(steps))
         for value in block.values:
             self.device.move(value, sources, targets, np.stack([rows, np.tile(steps, self._stack)], 1))
 
     def bound(self, block: CacheBlock, shape: tuple[int, ...], make: Callable[[], BoundPass]) -> BoundPass:
-        """A pass of this shape whose outputs nobody refers to, made if need be; those used long ago make room."""
-        places = ((*shape, place) for place in itertools.count())
-        key = next(one for one in places if one not in block.bound or not block.bound[one].users)
+        """Return a bound pass of a shape whose outputs are unused; drop the least recently used above a maximum.
+
+        Args:
+            block: block of the pass.
+            shape: shape of the pass.
+            make: function that makes a new bound pass.
+        """
+        keys = ((*shape, number) for number in itertools.count())
+        key = next(key for key in keys if key not in block.bound or not block.bound[key].users)
         bound = block.bound.pop(key, None) or make()
         block.bound[key] = bound
         if len(block.bound) > MAX_BOUND_PASSES:
             del block.bound[next(iter(block.bound))]
         return bound
 
-    def _give_back(self, block: CacheBlock) -> None:
+    def _release(self, block: CacheBlock) -> None:
         with self._lock:
-            self._kept[id(block)] = block
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
+            self._unused[id(block)] = block
+            while len(self._unused) > _MAX_UNUSED:
+                self._unused.popitem(last=False)
 
 
 @dataclass(eq=False)
 class BlockHandle:
-    """The use of a block, which ends when this is dropped."""
+    """The use of a block, which is released when the handle is deleted."""
 
     block: CacheBlock

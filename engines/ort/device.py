@@ -1,4 +1,4 @@
-"""What happens on a provider's device besides running decoders: small graphs, and the noise that lies there."""
+"""Operations on a provider's device besides decoders: helper graphs, and noise in the device's memory."""
 
 from __future__ import annotations
 
@@ -20,26 +20,35 @@ from .providers import DEVICE_LOCKS, find_provider
 from .session import GraphSession
 
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
-_GROUPS = 32  # of positions whose noise is kept on the device, at least
+_GROUPS = 32  # minimum number of groups of positions whose noise is on the device
 GraphTensors = tuple[list[Tensor], list[Tensor]]  # inputs and outputs of a graph
 
 
 class Device:
-    """The device of a provider; values there are ONNX Runtime's. For several threads, each in its `turn`."""
+    """The device of a provider, whose values are ONNX Runtime's; several threads may use it, one holding `lock`."""
 
     def __init__(self, provider: str) -> None:
-        own = find_provider(provider, import_onnxruntime())
-        self.provider, self.name = provider, own.memory
-        self.plain, self.has_addresses = own.plain, own.has_addresses
+        chosen = find_provider(provider, import_onnxruntime())
+        self.provider = provider
+        self.name = chosen.memory
+        self.plain = chosen.plain
+        self.has_addresses = chosen.has_addresses
         self.lock = DEVICE_LOCKS[provider]
         self._graphs: dict[object, GraphSession] = {}
-        self._noise: dict[int, NoiseTable] = {}  # by vocabulary
+        self._noise: dict[int, NoiseTable] = {}  # by vocabulary size
         self._token: Any = None
 
     def graph(self, key: object, write: Callable[[GraphWriter], GraphTensors], records: bool = False) -> GraphSession:
-        """A helper graph, written and loaded when it is first needed."""
+        """Return a helper graph, which is written and loaded at first use.
+
+        Args:
+            key: key of the graph.
+            write: function that writes it and returns its inputs and outputs.
+            records: whether its runs may be recorded.
+        """
         if key not in self._graphs:
-            writer, where = GraphWriter(), Path(f"helper graph {key}")
+            writer = GraphWriter()
+            where = Path(f"helper graph {key}")
             inputs, outputs = write(writer)
             model = writer.to_bytes(inputs, outputs)
             self._graphs[key] = GraphSession(where, inputs, outputs, 1, self.provider, model, records)
@@ -48,25 +57,32 @@ class Device:
     def run(
         self, key: object, write: Callable[[GraphWriter], GraphTensors], values: Mapping[str, Any], wait: bool = True
     ) -> None:
-        """Run a helper graph on values on the device; inputs may be arrays. wait: until it is done."""
+        """Run a helper graph.
+
+        Args:
+            key: key of the graph, as for `graph`.
+            write: function that writes it.
+            values: inputs and outputs by name, values on the device; inputs may be arrays.
+            wait: whether to wait until it has run.
+        """
         with self.lock:
             self.graph(key, write).bind(values)()
             if wait:
                 self.wait()
 
     def put(self, array: Array) -> Any:
-        """A copy of an array on the device."""
+        """Copy an array to the device."""
         with self.lock:
             return import_onnxruntime().OrtValue.ortvalue_from_numpy(array, self.name, 0)
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
-        """A value on the device that holds anything."""
+        """Allocate a value on the device, uninitialised."""
         values = import_onnxruntime().OrtValue
         with self.lock:
             return values.ortvalue_from_shape_and_type(list(shape), np.dtype(dtype).type, self.name, 0)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:
-        """Zeros on the device, made there."""
+        """Return a value of zeros, computed on the device."""
 
         def write(graph: GraphWriter) -> GraphTensors:
             graph.op("Expand", graph.constant(np.zeros(1, dtype)), "shape", name="out")
@@ -77,8 +93,14 @@ class Device:
         return out
 
     def read(self, value: Any, places: Ints) -> Floats:
-        """Rows `places` (of any shape) of a value `[rows, nodes, width]`, its first two axes taken as one; float32."""
-        dtype, width = dtype_of(value), value.shape()[2]
+        """Copy vectors of a value to the host, as float32.
+
+        Args:
+            value: value `[rows, nodes, width]`.
+            places: indices in its flattened first two axes, of any shape.
+        """
+        dtype = dtype_of(value)
+        width = value.shape()[2]
 
         def write(graph: GraphWriter) -> GraphTensors:
             graph.op("Gather", graph.reshape("data", -1, width), "places", name="out")
@@ -91,38 +113,56 @@ class Device:
             rows: Floats = out.numpy().reshape(*places.shape, width).astype(np.float32)
         return rows
 
-    def copy_rows(self, value: Any, rows: Ints, goal: Any, places: Ints) -> None:
-        """Write `rows [some]` of a value `[rows, columns, width]` to `places [some]` of one of no fewer columns.
+    def copy_rows(self, value: Any, rows: Ints, target: Any, target_rows: Ints) -> None:
+        """Copy rows of a value to another.
 
-        The value may be an array.
+        Args:
+            value: value or array `[rows, columns, width]`.
+            rows: rows to copy.
+            target: value with at least as many columns.
+            target_rows: rows to overwrite.
         """
-        dtype, width = dtype_of(goal), goal.shape()[2]
+        dtype = dtype_of(target)
+        width = target.shape()[2]
         columns = (value.shape if isinstance(value, np.ndarray) else value.shape())[1]
 
         def write(graph: GraphWriter) -> GraphTensors:
             padded = graph.op("Pad", graph.op("Gather", "data", "rows"), "pads")
-            graph.op("ScatterND", "goal", "places", padded, name="out")
-            inputs = [Tensor(name, (dtype,), (None, None, width)) for name in ("data", "goal")]
+            graph.op("ScatterND", "target", "places", padded, name="out")
+            inputs = [Tensor(name, (dtype,), (None, None, width)) for name in ("data", "target")]
             for name, shape in (("rows", (None,)), ("places", (None, 1)), ("pads", (6,))):
                 inputs.append(Tensor(name, ("int64",), shape))
             return inputs, [Tensor("out", (dtype,), (None, None, width))]
 
-        pads = np.array([0, 0, 0, 0, goal.shape()[1] - columns, 0], np.int64)
-        values = {"data": value, "rows": rows, "places": places[:, None], "pads": pads, "goal": goal, "out": goal}
+        pads = np.array([0, 0, 0, 0, target.shape()[1] - columns, 0], np.int64)
+        values = {
+            "data": value,
+            "rows": rows,
+            "places": target_rows[:, None],
+            "pads": pads,
+            "target": target,
+            "out": target,
+        }
         self.run(("copy", dtype, width), write, values)
 
     def move(self, value: Any, sources: Ints, targets: Ints, steps: Ints) -> None:
-        """Within a value `[rows, columns, width]`, copy what is at `sources [some, 2]` (row, column) to `targets`.
+        """Copy vectors within a value; all are read before any is overwritten.
 
-        All at once, so that nothing is overwritten before it is read; again with each of `steps [any, 2]` added.
+        Args:
+            value: value `[rows, columns, width]`.
+            sources: row and column of the vectors to copy, `[vectors, 2]`.
+            targets: row and column of the vectors to overwrite.
+            steps: offsets of row and column for which the copy is repeated, `[steps, 2]`.
         """
-        dtype, width = dtype_of(value), value.shape()[2]
+        dtype = dtype_of(value)
+        width = value.shape()[2]
 
         def write(graph: GraphWriter) -> GraphTensors:
-            every = graph.constant(steps[:, None])  # [any, 1, 2]
-            moved = graph.op("GatherND", "data", graph.op("Add", every, "sources"))
-            graph.op("ScatterND", "data", graph.op("Add", every, "targets"), moved, name="out")
-            cache, ids = (None, None, width), ("int64",)
+            offsets = graph.constant(steps[:, None])  # [steps, 1, 2]
+            moved = graph.op("GatherND", "data", graph.op("Add", offsets, "sources"))
+            graph.op("ScatterND", "data", graph.op("Add", offsets, "targets"), moved, name="out")
+            cache = (None, None, width)
+            ids = ("int64",)
             inputs = [Tensor("data", (dtype,), cache), *(Tensor(n, ids, (None, 2)) for n in ("sources", "targets"))]
             return inputs, [Tensor("out", (dtype,), cache)]
 
@@ -130,16 +170,24 @@ class Device:
         self.run(("move", dtype, width, steps.tobytes()), write, values)
 
     def samples(self, head: SamplingHead, width: int, requests: Sequence[SampleRequest]) -> dict[str, Any]:
-        """What a head reads besides logits, which are those of passes over `width` nodes; to be called in turn."""
-        nodes = padded_node_count(max(len(one.positions) for one in requests))
-        sides = np.zeros((2, len(requests), nodes), np.int32)
+        """Return the inputs of a sampling graph, except the logits. The caller holds `lock`.
+
+        Args:
+            head: settings of the graph.
+            width: number of nodes per row of the pass, with padding.
+            requests: nodes and settings of each image.
+        """
+        nodes = padded_node_count(max(len(request.positions) for request in requests))
+        logit_ids = np.zeros((2, len(requests), nodes), np.int32)  # conditional and unconditional
         numbers = np.ones((3, len(requests), 1, 1), np.float32)
-        for i, one in enumerate(requests):
-            count, last = one.nodes.shape[1], len(one.nodes) - 1  # without guidance both sides are the same row
-            for side, row in ((0, 0), (1, last)):
-                sides[side, i, :count] = (one.rows.start + row) * width + one.nodes[row]
-            numbers[:, i, 0, 0] = one.sampling.cfg_scale, one.sampling.temperature or 1.0, one.sampling.top_p
-        feeds: dict[str, Any] = {"conditional": sides[0], "unconditional": sides[1]}
+        for i, request in enumerate(requests):
+            count = request.nodes.shape[1]
+            last = len(request.nodes) - 1  # 0 without guidance
+            for guidance, row in ((0, 0), (1, last)):
+                logit_ids[guidance, i, :count] = (request.rows.start + row) * width + request.nodes[row]
+            sampling = request.sampling
+            numbers[:, i, 0, 0] = sampling.cfg_scale, sampling.temperature or 1.0, sampling.top_p
+        feeds: dict[str, Any] = {"conditional": logit_ids[0], "unconditional": logit_ids[1]}
         feeds |= zip(("cfg_scale", "temperature", "top_p")[: 2 + head.top_p], numbers, strict=False)
         if head.add_noise:
             table = self._noise.setdefault(head.vocab_size, NoiseTable(self, head.vocab_size))
@@ -148,47 +196,53 @@ class Device:
         return feeds
 
     def wait(self) -> None:
-        """Wait until everything that this thread has asked for is done."""
+        """Wait until the device has done all work of this thread."""
         if self._token is None:
             self._token = self.put(np.zeros(1, np.float32))
         self._token.numpy()
 
 
 class NoiseTable:
-    """Noise on a device, `[groups, GROUP, vocab_size]`, by groups of positions; those used last stay."""
+    """Noise on a device, `[groups, GROUP, vocab_size]`, by groups of positions; the oldest are replaced."""
 
     def __init__(self, device: Device, size: int) -> None:
-        self.device, self.size, self.value = device, size, None
-        self._places: dict[tuple[int, int], int] = {}  # of groups by seed, the one used longest ago first
+        self.device = device
+        self.size = size
+        self.value = None
+        self._indices: dict[tuple[int, int], int] = {}  # by seed and group, the least recently used first
         self._free: list[int] = []
 
     def ids(self, requests: Sequence[SampleRequest], nodes: int) -> Array:
-        """Where the noise of every node is, int32 `[requests, nodes]`; brings up what is not there."""
+        """Return the index of every node's noise, int32 `[requests, nodes]`; upload the noise if necessary."""
         needed: dict[tuple[int, int], Noise] = {}
-        spans = [(int(one.positions.min()) // GROUP, int(one.positions.max()) // GROUP + 1) for one in requests]
-        for one, span in zip(requests, spans, strict=True):
-            if one.noise is not None:
-                needed |= {(one.noise.seed, group): one.noise for group in range(*span)}
-        if len(needed) > len(self._places) + len(self._free):
-            self._take(max(_GROUPS, 2 * len(needed)))
-        self._places |= {key: self._places.pop(key) for key in needed if key in self._places}
-        for key in [key for key in needed if key not in self._places]:
-            place = self._free.pop() if self._free else self._places.pop(next(iter(self._places)))
-            self._places[key] = place
+        spans = [
+            (int(request.positions.min()) // GROUP, int(request.positions.max()) // GROUP + 1) for request in requests
+        ]
+        for request, span in zip(requests, spans, strict=True):
+            if request.noise is not None:
+                needed |= {(request.noise.seed, group): request.noise for group in range(*span)}
+        if len(needed) > len(self._indices) + len(self._free):
+            self._allocate(max(_GROUPS, 2 * len(needed)))
+        self._indices |= {key: self._indices.pop(key) for key in needed if key in self._indices}
+        for key in [key for key in needed if key not in self._indices]:
+            index = self._free.pop() if self._free else self._indices.pop(next(iter(self._indices)))
+            self._indices[key] = index
             noise = np.asarray(needed[key].gumbel(key[1] * GROUP, GROUP, self.size), np.float32)
-            self.device.copy_rows(noise[None], np.array([0]), self.value, np.array([place]))
+            self.device.copy_rows(noise[None], np.array([0]), self.value, np.array([index]))
         ids = np.zeros((len(requests), nodes), np.int32)
-        for row, one, span in zip(ids, requests, spans, strict=True):
-            if one.noise is not None:
-                places = np.array([self._places[one.noise.seed, group] for group in range(*span)])
-                row[: len(one.positions)] = places[one.positions // GROUP - span[0]] * GROUP + one.positions % GROUP
+        for row, request, span in zip(ids, requests, spans, strict=True):
+            if request.noise is not None:
+                positions = request.positions
+                indices = np.array([self._indices[request.noise.seed, group] for group in range(*span)])
+                row[: len(positions)] = indices[positions // GROUP - span[0]] * GROUP + positions % GROUP
         return ids
 
-    def _take(self, groups: int) -> None:
+    def _allocate(self, groups: int) -> None:
         self.value = self.device.zeros((groups, GROUP, self.size), "float32")
-        self._places, self._free = {}, list(range(groups))
+        self._indices = {}
+        self._free = list(range(groups))
 
 
 def dtype_of(value: Any) -> str:
-    """The NumPy name of a value's type."""
+    """Return the NumPy name of a value's type."""
     return _DTYPES[value.data_type()]

@@ -202,11 +202,11 @@ def test_what_is_bound_is_recorded_at_its_third_run_if_there_is_room_and_forgott
 
 def test_memory_that_was_given_back_last_is_kept_for_the_next_cache() -> None:
     pool = CachePool(Device("cpu"), 1, "float32", 4, None)
-    leases = [pool.take(1, columns) for columns in (1, 2, 3)]
+    leases = [pool.acquire(1, columns) for columns in (1, 2, 3)]
     used = [lease.block for lease in leases]
     while leases:
         del leases[0]
-    again = [pool.take(1, columns) for columns in (3, 2, 1)]
+    again = [pool.acquire(1, columns) for columns in (3, 2, 1)]
     assert [lease.block in used for lease in again] == [True, True, False]
 
 
