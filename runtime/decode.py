@@ -1,7 +1,7 @@
-"""Decoding of images in the order in which they were asked for, step by step.
+"""Step-by-step decoding of images in the order of their prompts.
 
-`decode` yields after every step, so progress, streaming and cancelling cost nothing. `joining` says who of those who
-wait joins a batch now.
+`decode` is a generator that yields after every step, for progress, streaming and cancelling. `joining` selects the
+waiting sequences that join a batch.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from .state import ImageSequence, Model, Prompt
 from .statistics import SequenceStatistics, Statistics, summarise
 
 UNLIMITED = 1 << 30
-IDLE = 0.25  # share of the tokens of all images in a pass that may stand idle, so that images begin together
+# Maximum idle share of a batch's tokens while a full batch of images waits to begin together.
+IDLE = 0.25
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the batch; finished sequences have no part in it."""
+    """One step of the batch."""
 
-    parts: list[SequenceStep]  # of the sequences that took part
-    done: int  # codes that are drawn, of all images
-    total: int  # codes of all images
-    stats: Statistics | None  # of the whole decode, with the last step
+    parts: list[SequenceStep]  # one for each sequence in the forward pass
+    done: int  # number of codes so far, over all images
+    total: int  # number of codes of all images
+    stats: Statistics | None  # statistics of the decode in the last step, else None
 
 
 def decode(
@@ -40,20 +41,22 @@ def decode(
     listener: Drafter | None = None,
     adaptive: bool = False,
 ) -> Generator[Step, None, None]:
-    """Decode one image's tokens for every prompt. Under any method they are the same whatever else is in the batch.
+    """Decode the tokens of one image for every prompt.
+
+    The tokens of an image do not depend on the other images in the batch, whatever the method.
 
     Args:
         model: engines and sizes.
-        prompts: taken when there is room for another.
-        seeds: one a prompt, 0 .. 2^64 - 1.
-        sampling: how distributions are made of logits.
-        method: how tokens are drafted and accepted.
-        max_images: maximum number of images per forward pass; when one is done, the next joins.
-        listener: that hears of every pass what it committed.
-        adaptive: whether an exact window narrows as `windows.py` has it.
+        prompts: prompts, read from the iterator when the batch can hold another image.
+        seeds: one seed for each prompt, 0 .. 2^64 - 1.
+        sampling: guidance, temperature and filters.
+        method: method of drafting and acceptance.
+        max_images: maximum number of images per forward pass; the next image joins when one is finished.
+        listener: drafter whose `commit` is called after every forward pass, None for none.
+        adaptive: whether the window of an exact `sjd` adapts to its acceptance, see `windows.py`.
 
     Yields:
-        A step after every prefill and every pass.
+        One step after every prefill and every verification pass.
     """
     batch = Batch(model, listener)
     records: list[SequenceStatistics] = []
@@ -80,16 +83,17 @@ def decode(
 def joining(
     batch: Batch, waiting: Sequence[ImageSequence], max_images: int, max_rows: int = UNLIMITED
 ) -> list[ImageSequence]:
-    """Return the first of those who wait, as far as a batch has room for them.
+    """Return the first waiting sequences that fit into a batch.
 
-    If they fill all places, they wait to begin together, unless too much stands idle until the last of those before
-    them is done: a pass reads as many columns of every row as the longest has, so rows of one length cost less.
+    A pass reads as many cache columns of every row as the longest row has, so rows of equal length cost less.
+    Sequences that fill a whole batch therefore wait for the active sequences to finish and begin together, unless
+    the wait leaves more than `IDLE` of the batch unused.
 
     Args:
-        batch: that they join.
-        waiting: sequences, in the order in which they join.
-        max_images: maximum number of images that share a pass.
-        max_rows: maximum number of rows of a pass.
+        batch: batch to join.
+        waiting: sequences in the order in which they join.
+        max_images: maximum number of images per forward pass.
+        max_rows: maximum number of batch rows per forward pass.
     """
     if batch.active and len(waiting) >= max_images:
         idle = (max_images - len(batch.active)) * max(sequence.remaining for sequence in batch.active)

@@ -1,4 +1,4 @@
-"""What an engine may do beyond the protocol where logits and hidden states stay on a device: draw codes there."""
+"""Optional engine interface: sample tokens on the device that holds the logits."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from .noise import Noise
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Where codes are to be drawn for one request, and how."""
+    """Nodes of one sequence to sample after, and the settings."""
 
-    rows: slice  # of the pass, the conditional one first
-    nodes: Ints  # where those rows have their logits, int64 `[sides, count]`
-    sampling: Sampling  # how distributions are made of them
-    noise: Noise | None  # the request's; None for the most probable codes
-    positions: Ints  # whose noise it is, int64 `[count]`
+    rows: slice  # batch rows of the sequence, the conditional row first
+    nodes: Ints  # nodes whose logits are read in each of these rows, int64 `[rows, count]`
+    sampling: Sampling
+    noise: Noise | None  # the sequence's noise; None: choose the most probable codes
+    positions: Ints  # positions that the noise depends on, int64 `[count]`
 
 
 class DeviceLogits(ABC):
-    """Logits `[rows, nodes, vocab_size]` on a device that guides, filters and draws there."""
+    """Logits `[rows, nodes, vocab_size]` on a device that also applies guidance and filters, and samples."""
 
     @abstractmethod
     def __getitem__(self, key: Any, /) -> Any:
-        """The rows at `key`, as NumPy would index them."""
+        """Return the logits at `key`, which NumPy rules interpret."""
 
     @abstractmethod
     def draws(self, sampling: Sampling) -> bool:
-        """Whether the device can draw with these settings."""
+        """Return whether the device can sample with these settings."""
 
     @abstractmethod
-    def best(self, samples: Sequence[SampleRequest], most: int) -> list[tuple[Ints, Floats]]:
-        """The `most` best codes of log p + noise, for each request.
+    def best(self, samples: Sequence[SampleRequest], count: int) -> list[tuple[Ints, Floats]]:
+        """Return the `count` codes with the highest log p + noise at each node of each request.
 
         Returns:
-            Codes, and their log-probabilities after the noise, both `[count, most]`, as `sampling.best_codes`.
+            For each request the codes and their log p + noise, both `[nodes, count]`, as `sampling.best_codes`.
 
         Raises:
-            EngineError: the logits hold NaN or infinity.
+            EngineError: the logits contain NaN or infinity.
         """

@@ -1,7 +1,7 @@
-"""What the runtime asks of an engine: run a pass over new nodes, keep keys and values.
+"""Interface of an engine: run forward passes over new nodes and cache their keys and values.
 
-An engine runs a decoder graph over *rows* (sequences) of *nodes* (new tokens), reading a cache of what was
-committed before. Positions and attention masks are the runtime's: the engine knows neither trees nor prompts.
+An engine runs a decoder graph over batch *rows* of *nodes* (new tokens) and reads a cache of committed nodes. The
+runtime supplies positions and attention masks: the engine knows neither trees nor prompts.
 """
 
 from __future__ import annotations
@@ -18,85 +18,84 @@ Floats = NDArray[np.float32]
 
 
 class DeviceArray(Protocol):
-    """Numbers `[rows, nodes, size]`, perhaps on a device: indexing the first two axes gives float32 `[..., size]`.
+    """Array `[rows, nodes, size]`, perhaps on a device: indexing the first two axes gives float32 `[..., size]`.
 
-    A NumPy array is one. Read each row at most once, and only those that are needed.
+    NumPy arrays satisfy this protocol. Read only the entries needed, each at most once: a read may be a copy.
     """
 
     def __getitem__(self, key: Any, /) -> Any:
-        """The rows at `key`, as NumPy would index them."""
+        """Return the entries at `key`, which NumPy rules interpret."""
 
 
 @dataclass(frozen=True)
 class HiddenView:
-    """Hidden states from an earlier output, not read yet."""
+    """Reference to hidden states of earlier outputs, read on demand."""
 
-    source: DeviceArray  # `hidden` of that output
-    rows: Ints  # the row there of each node, int64 `[rows, nodes]`
-    nodes: Ints  # its node there, int64 `[rows, nodes]`
+    source: DeviceArray  # `hidden` of an earlier `PassOutput`
+    rows: Ints  # row of each state in `source`, int64 `[rows, nodes]`
+    nodes: Ints  # node of each state in `source`, int64 `[rows, nodes]`
 
     def read(self) -> Floats:
-        """The states, float32 `[rows, nodes, hidden_size]`."""
+        """Return the states, float32 `[rows, nodes, hidden_size]`."""
         states: Floats = self.source[self.rows, self.nodes]
         return states
 
 
 class Pass(NamedTuple):
-    """Input of one pass; exactly one of `tokens` and `embeds` is given."""
+    """Input of one forward pass; exactly one of `tokens` and `embeds` is given."""
 
     positions: Ints  # int64 `[rows, nodes]`
-    # bool `[rows, nodes, past_length + nodes]`, past columns first, as many as the engine's `next_past_length`
-    # says; every node sees at least itself
+    # bool `[rows, nodes, past_length + nodes]`, the columns of the cache first, with `past_length` from the engine's
+    # `next_past_length`; every node attends at least to itself
     attention_mask: Bools
     tokens: Ints | None = None  # int64 `[rows, nodes]`
     embeds: Floats | None = None  # prefix rows, float32 `[rows, nodes, hidden_size]`
-    # float32 `[rows, nodes, hidden_size]`, or where an earlier output has them; for drafters only, which take
-    # tokens and hidden states
+    # float32 `[rows, nodes, hidden_size]`, or a reference to an earlier output; only drafters read hidden states
     hidden: Floats | HiddenView | None = None
 
 
 class PassOutput(NamedTuple):
-    """Output of one pass, unchanged for as long as it is referred to: a later pass may read its hidden states."""
+    """Output of one forward pass. Later passes may read its hidden states, so engines must not overwrite it."""
 
     logits: DeviceArray  # float32 `[rows, nodes, vocab_size]`
     hidden: DeviceArray  # float32 `[rows, nodes, hidden_size]`
-    new_kv: Any  # keys and values, in a form that the same engine's cache can append
+    new_kv: Any  # keys and values, in the format that the engine's cache appends
 
 
 class Cache(Protocol):
-    """Keys and values of committed nodes, with a length of its own for every row.
+    """Keys and values of committed nodes; rows may differ in length.
 
-    Row r's entries fill columns 0 .. lengths[r] - 1 in the order of appending; columns past that are garbage.
+    Row r's entries fill columns 0 .. lengths[r] - 1 in the order of appending; later columns are undefined.
     """
 
     @property
     def lengths(self) -> Ints:
-        """Committed entries per row, int64 `[rows]`."""
+        """Number of committed entries of each row, int64 `[rows]`."""
 
     def append(self, new_kv: Any, accepted_indices: list[Ints]) -> None:
-        """Append, for each row r, the nodes `accepted_indices[r]` of a pass's `new_kv`, in that order."""
+        """Append the nodes `accepted_indices[r]` of a pass's `new_kv` to each row r, in this order."""
 
     def truncate(self, lengths: Ints) -> None:
-        """Forget everything past `lengths[r]` in each row r."""
+        """Discard the entries after the first `lengths[r]` of each row r."""
 
     def keep_rows(self, rows: Ints) -> None:
-        """Keep only these rows, in this order."""
+        """Keep only the given rows, in the given order."""
 
     def extend(self, other: Cache) -> None:
-        """Take in the rows of another cache of the same engine, after one's own. It is used up."""
+        """Append the rows of another cache of the same engine; `other` must not be used afterwards."""
 
 
 class Engine(Protocol):
-    """A decoder that can be run: a target or a drafter."""
+    """Executable decoder: a target or a drafter."""
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
-        """An empty cache for `rows` sequences of at most `capacity` entries each."""
+        """Return an empty cache for `rows` batch rows of at most `capacity` entries each."""
 
     def next_past_length(self, cache: Cache, nodes: int) -> int:
-        """Columns of the past that a pass over `nodes` new nodes will read: at least the longest row.
+        """Return how many cache columns a pass over `nodes` new nodes will read: at least the longest row's length.
 
-        An engine may round up, so that shapes repeat and sums are formed in one order whatever else is in the batch.
+        An engine may round up: shapes then repeat, and the order of summation does not depend on the rest of the batch.
         """
 
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
-        """Run one pass; reads the cache, never writes it."""
+        """Run one forward pass, which reads the cache and never writes to it."""

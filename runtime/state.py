@@ -1,4 +1,4 @@
-"""What a decode is about: a model, prompts, and sequences with what they have so far."""
+"""Data of a decode: the model, the prompts, and the image sequences being generated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOTHING = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class DrafterLayout:
-    """How drafter slots are laid out; the manifest's `DrafterSpec` explains the fields."""
+    """Layout of drafter slots; the manifest's `DrafterSpec` explains the fields."""
 
     position_shift: int = -1
     masks_prefix: bool = True
@@ -32,41 +32,41 @@ class DrafterLayout:
 
 @dataclass(frozen=True)
 class Model:
-    """Engines and sizes."""
+    """Engines, tables and sizes of one model."""
 
-    target: Engine  # engine of the model itself
-    drafter: Engine | None  # engine of its EAGLE drafter, None where no method needs one
-    codes: int  # of an image
-    positions: int  # rows of the rotary table
-    layout: DrafterLayout = DrafterLayout()  # of drafter slots
-    columns: int = 1  # of the grid of codes
-    # the bundle's table of nearest codes, integers `[vocab_size, k]`, None where no method needs it
+    target: Engine  # runs the target model
+    drafter: Engine | None  # runs the EAGLE drafter, None where no method needs a drafter
+    codes: int  # number of codes of an image
+    positions: int  # number of rows of the rotary table
+    layout: DrafterLayout = DrafterLayout()
+    columns: int = 1  # number of columns of the grid of codes
+    # table of nearest codes, integers `[vocab_size, k]`, None where no method needs the table
     neighbors: NDArray[np.integer] | None = None
-    # nats by which the difference of two of the target's logits may depend on the pass; 0 leaves ties to
-    # whichever pass meets them, see `likelihood.py`
+    # Bound, in nats, on how far rounding may change the difference of two target logits between forward passes.
+    # With 0, near-ties are not recomputed, see `likelihood.py`.
     rounding: float = 0.0
-    max_nodes: int = 1 << 20  # of a draft in a pass
-    row_end: int | None = None  # token at the end of a row, see `raster.py`
-    # what windows draft with, and trees that ask for them; None where no method does
+    max_nodes: int = 1 << 20  # maximum number of nodes of a draft
+    row_end: int | None = None  # token at the end of a grid row, see `raster.py`
+    # draft heads for windows and for trees of draft heads, None where no method needs them
     heads: DraftHeads | None = None
 
     @property
     def raster(self) -> Raster:
-        """How codes of an image stand in its sequence, unless a sequence says otherwise."""
+        """Order of the codes in the sequence of a whole image."""
         return Raster(self.codes, self.columns, self.row_end)
 
 
 @dataclass(frozen=True)
 class PrefixRow:
-    """One row of a prompt's prefix. Positions count columns, padding included."""
+    """One batch row of a prompt's prefix. Positions count columns, padding included."""
 
     embeds: Floats  # float32 `[length, hidden_size]`
     real: Bools  # bool `[length]`, False on padding
-    # int64 `[length]`, what the drafter reads in the prefix; without them the layout's `prefix_token`
+    # tokens that the drafter reads in the prefix, int64 `[length]`; None: the layout's `prefix_token` everywhere
     tokens: Ints | None = None
 
     def drafter_tokens(self, layout: DrafterLayout) -> Ints:
-        """What the drafter's prefix slots read, int64 `[length - 1]`: slot p reads token p + 1."""
+        """Return the tokens of the drafter's prefix slots, int64 `[length - 1]`: slot p reads token p + 1."""
         if self.tokens is None:
             return np.full(len(self.embeds) - 1, layout.prefix_token, np.int64)
         return self.tokens[1:]
@@ -74,23 +74,23 @@ class PrefixRow:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prefix of one sequence: a conditional and an unconditional row, each with a length and padding of its own."""
+    """Prefix of one sequence: a conditional and an unconditional row, whose lengths and padding may differ."""
 
     cond: PrefixRow
     uncond: PrefixRow
-    # codes of the image that are given, -1 in cells that are to be drawn, int64 `[cells]`; None: all are drawn
+    # preserved codes of the image, -1 in cells to generate, int64 `[cells]`; None: all cells are generated
     preserved: Ints | None = None
 
     def rows(self, sampling: Sampling) -> list[PrefixRow]:
-        """The rows that are decoded: the unconditional one with guidance only."""
+        """Return the rows to decode: the conditional row and, with guidance, the unconditional row."""
         return [self.cond, self.uncond] if sampling.guided else [self.cond]
 
 
 def method_nodes(method: MethodConfig) -> int:
-    """Nodes of a pass over what a method drafts for one image, the root included; 1 where passes differ.
+    """Return the number of nodes of a method's draft, the root included; 1 where the number varies.
 
     Raises:
-        TypeError: of a method that is not here: a new one must not pass limits unseen.
+        TypeError: the method is unknown. A default would let a new method bypass the limits on nodes.
     """
     if isinstance(method, Drafted):
         return named_tree(method.tree).nodes
@@ -103,19 +103,19 @@ def method_nodes(method: MethodConfig) -> int:
 
 @dataclass(eq=False)
 class ImageSequence:
-    """One image to draw, and what it has so far."""
+    """One image being generated."""
 
-    index: int  # the caller's number
-    raster: Raster  # of the image's codes
-    rows: Sequence[PrefixRow]  # of its prefix, the conditional one first
-    sampling: Sampling  # how distributions are made of logits
+    index: int  # number of the image, chosen by the caller
+    raster: Raster
+    rows: Sequence[PrefixRow]  # prefix rows, the conditional row first
+    sampling: Sampling
     method: MethodConfig
     seed: int  # 0 .. 2^64 - 1
-    preserved: Ints | None = None  # as of its prompt
+    preserved: Ints | None = None  # see `Prompt`
     adaptive: bool = False  # whether the window of an exact `sjd` is an `AdaptiveWindow`
-    nodes: int = field(init=False)  # of its draft in the next pass
+    nodes: int = field(init=False)  # maximum number of nodes of the next draft
     noise: Noise = field(init=False)
-    codes: list[int] = field(init=False, default_factory=list)  # so far
+    codes: list[int] = field(init=False, default_factory=list)  # codes generated or preserved so far
     tie_margin: float = field(init=False, default=0.0)  # see `likelihood.py`
     statistics: SequenceStatistics = field(init=False, default_factory=SequenceStatistics)
 
@@ -129,55 +129,60 @@ class ImageSequence:
 
     @property
     def exact(self) -> bool:
-        """Whether the tokens have the target's own distribution."""
+        """Whether the tokens follow the target's distribution exactly."""
         return self.method.exact
 
     @property
     def window(self) -> int:
-        """Tokens that the next draft of `sjd` has at most."""
+        """Maximum number of tokens of the next `sjd` draft."""
         return self.nodes - 1
 
     def adapt_window(self, images: int) -> None:
-        """Set the window of the next forward pass, which `images` images share."""
+        """Set the window of the next forward pass over `images` images."""
         if self._window is not None:
             self.nodes = 1 + self._window.size(images)
 
     def record_draft(self, drafted: int, accepted: int) -> None:
-        """Count the drafted and the accepted tokens of a forward pass."""
+        """Record how many tokens of a forward pass were drafted and accepted."""
         self.statistics.accepted_per_step.append(accepted)
         if self._window is not None:
             self._window.record(drafted, accepted)
 
     @property
     def prefixes(self) -> list[int]:
-        """Lengths of the prefixes of its rows."""
+        """Prefix length of each batch row."""
         return [len(row.embeds) for row in self.rows]
 
     @property
     def remaining(self) -> int:
-        """Codes that the image still needs."""
+        """Number of codes still to generate or to insert as preserved."""
         return self.raster.codes - len(self.codes)
 
     def next_preserved(self, ahead: int = 0) -> tuple[Ints, int]:
-        """The codes that are preserved next, int64 `[count]`, and after them how many cells are to be drawn in a row.
+        """Return the run of preserved codes at the next cell, and the length of the gap after the run.
 
-        ahead: codes that come before those.
+        Args:
+            ahead: number of cells to skip before the run.
+
+        Returns:
+            Preserved codes, int64 `[count]`, empty if the cell is to be generated; number of cells to generate
+            between the run and the next preserved cell.
         """
         if self.preserved is None:
             return _NOTHING, self.remaining - ahead
         rest = self.preserved[len(self.codes) + ahead :]
-        drawn = np.flatnonzero(rest < 0)
-        count = int(drawn[0]) if len(drawn) else len(rest)
-        after = np.flatnonzero(rest[count:] >= 0)
-        return rest[:count], int(after[0]) if len(after) else len(rest) - count
+        generated = np.flatnonzero(rest < 0)
+        count = int(generated[0]) if len(generated) else len(rest)
+        preserved = np.flatnonzero(rest[count:] >= 0)
+        return rest[:count], int(preserved[0]) if len(preserved) else len(rest) - count
 
     def tokens_until_preserved(self, ahead: int = 0) -> int:
-        """How many cells are to be drawn before the next one that is preserved. ahead: codes that come before them."""
-        preserved, drawn = self.next_preserved(ahead)
-        return 0 if len(preserved) else drawn
+        """Return the number of cells to generate before the next preserved cell, after skipping `ahead` cells."""
+        preserved, gap = self.next_preserved(ahead)
+        return 0 if len(preserved) else gap
 
     def append(self, codes: Ints) -> Ints:
-        """Add codes, and what is preserved after them if nothing is left to draw; all that were added."""
+        """Append codes and, if only preserved codes remain, those too; return all appended codes."""
         self.codes += codes.tolist()
         preserved, _ = self.next_preserved()
         if len(preserved) < self.remaining or not len(preserved):
@@ -187,6 +192,6 @@ class ImageSequence:
 
     @property
     def columns(self) -> int:
-        """Columns of a cache for prefix and image."""
+        """Number of cache columns for the prefix, the image and one draft."""
         nodes = MAX_BATCH_NODES if isinstance(self.method, RowParallel) else method_nodes(self.method)
         return max(self.prefixes) + self.raster.tokens + nodes * (1 + (self.raster.row_end is not None)) + 2

@@ -1,4 +1,4 @@
-"""What a decode cost and gave: calls, seconds, accepted lengths, relaxation."""
+"""Statistics of a decode: engine calls, seconds, acceptance lengths, effect of relaxed acceptance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .engine import Cache, Engine, Ints, Pass, PassOutput
 
 
 class Clock:
-    """Passes of one engine, and the seconds spent in it: in passes and in its cache taking in accepted nodes."""
+    """Counter of one engine's forward passes, and of the seconds spent in passes and in appending to its cache."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -18,19 +18,28 @@ class Clock:
         self.began = time.perf_counter()
 
     def copy(self) -> Clock:
-        """The clock as it stands, and the moment."""
+        """Return a copy of the counts that begins now."""
         clock = Clock()
-        clock.calls, clock.seconds = self.calls, self.seconds
+        clock.calls = self.calls
+        clock.seconds = self.seconds
         return clock
 
     def since(self, before: Clock) -> Clock:
-        """What has been counted since a copy was made."""
+        """Return the counts since `before`, a copy of this clock, was made."""
         clock = Clock()
-        clock.calls, clock.seconds, clock.began = self.calls - before.calls, self.seconds - before.seconds, before.began
+        clock.calls = self.calls - before.calls
+        clock.seconds = self.seconds - before.seconds
+        clock.began = before.began
         return clock
 
     def run(self, engine: Engine, batch: Pass, cache: Cache) -> PassOutput:
-        """Run one pass and count it."""
+        """Run and count one forward pass.
+
+        Args:
+            engine: engine that runs the pass.
+            batch: input of the pass.
+            cache: cache of the engine that the pass reads.
+        """
         start = time.perf_counter()
         output = engine.run(batch, cache)
         self.calls += 1
@@ -38,7 +47,13 @@ class Clock:
         return output
 
     def append(self, cache: Cache, new_kv: Any, accepted_indices: list[Ints]) -> None:
-        """Have the engine's cache take in accepted nodes."""
+        """Append accepted nodes to a cache and add the time.
+
+        Args:
+            cache: cache that grows.
+            new_kv: keys and values of a pass.
+            accepted_indices: accepted nodes of each batch row, int64 `[accepted]`.
+        """
         start = time.perf_counter()
         cache.append(new_kv, accepted_indices)
         self.seconds += time.perf_counter() - start
@@ -46,45 +61,53 @@ class Clock:
 
 @dataclass
 class SequenceStatistics:
-    """What one image cost. Its first token comes from the prefill pass and is no step."""
+    """Statistics of one image. The prefill pass, which samples the first token, is not a step."""
 
-    accepted_per_step: list[int] = field(default_factory=list)  # drafted codes by step; of `rows`, codes but one
-    tie_passes: int = 0  # passes that decided ties
-    preserved: int = 0  # codes that were given, not drawn
-    realised_tvd: float = 0.0  # summed total variation distance that relaxed acceptance gave away
+    accepted_per_step: list[int] = field(default_factory=list)  # accepted draft tokens; with `rows`, tokens - 1
+    tie_passes: int = 0  # passes that recomputed near-ties
+    preserved: int = 0  # number of preserved codes, which are not generated
+    realised_tvd: float = 0.0  # total variation distance from the target by relaxed acceptance, summed
 
     @property
     def target_passes(self) -> int:
-        """Target passes this image took part in, the prefill and those for ties included."""
+        """Number of target passes that included this image, the prefill and recomputed near-ties included."""
         return 1 + len(self.accepted_per_step) + self.tie_passes
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a whole decode cost."""
+    """Statistics of a whole decode."""
 
-    method: str  # its name
-    images: int  # how many were decoded
-    target_passes: int  # engine calls, each over the whole batch, or over one sequence where it decides a tie
-    drafter_passes: int  # engine calls of the drafter
-    # drawn tokens of an image over the target passes it took part in (the prefill and those for ties included),
+    method: str  # name of the method
+    images: int  # number of images
+    target_passes: int  # calls of the target, each over the batch, or over one sequence to recompute a near-tie
+    drafter_passes: int  # calls of the drafter
+    # generated tokens of an image per target pass that included the image (see `SequenceStatistics.target_passes`),
     # averaged over images
     tokens_per_forward_pass: float
-    accepted_lengths: list[int]  # how many steps accepted 0, 1, 2, ... drafted tokens, the bonus not counted
+    accepted_lengths: list[int]  # number of steps that accepted 0, 1, 2, ... draft tokens, the bonus not counted
     seconds: float  # wall time
-    target_seconds: float  # inside the target's engine, in passes and appending to its cache
-    drafter_seconds: float  # inside the drafter's
-    host_seconds: float  # the rest
-    realised_tvd: float  # mean over images of the summed total variation distance that relaxed acceptance gave away
-    per_image: list[SequenceStatistics] = field(repr=False)  # of each image
+    target_seconds: float  # time in the target's passes and in appending to its cache
+    drafter_seconds: float  # time in the drafter's passes and in appending to its cache
+    host_seconds: float  # remaining time
+    realised_tvd: float  # mean of `SequenceStatistics.realised_tvd` over images
+    per_image: list[SequenceStatistics] = field(repr=False)
 
 
 def summarise(
     method: str, codes_per_image: int, target: Clock, drafter: Clock, sequences: list[SequenceStatistics]
 ) -> Statistics:
-    """Statistics of a decode that began with the target's clock and ends now."""
+    """Return the statistics of a decode that began when the target's clock was created and ends now.
+
+    Args:
+        method: name of the method.
+        codes_per_image: number of codes of an image, preserved codes included.
+        target: clock of the target.
+        drafter: clock of the drafter.
+        sequences: statistics of each image, at least one.
+    """
     seconds = time.perf_counter() - target.began
-    steps = [n for sequence in sequences for n in sequence.accepted_per_step]
+    accepted = [count for sequence in sequences for count in sequence.accepted_per_step]
     tokens = [(codes_per_image - sequence.preserved) / sequence.target_passes for sequence in sequences]
     return Statistics(
         method=method,
@@ -92,11 +115,11 @@ def summarise(
         target_passes=target.calls,
         drafter_passes=drafter.calls,
         tokens_per_forward_pass=sum(tokens) / len(tokens),
-        accepted_lengths=[steps.count(n) for n in range(max(steps, default=-1) + 1)],
+        accepted_lengths=[accepted.count(length) for length in range(max(accepted, default=-1) + 1)],
         seconds=seconds,
         target_seconds=target.seconds,
         drafter_seconds=drafter.seconds,
         host_seconds=seconds - (target.seconds + drafter.seconds),
-        realised_tvd=sum(r.realised_tvd for r in sequences) / len(sequences),
+        realised_tvd=sum(sequence.realised_tvd for sequence in sequences) / len(sequences),
         per_image=sequences,
     )
