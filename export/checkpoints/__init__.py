@@ -1,1 +1,1 @@
-"""Weights from files, folders and the hub."""
+"""Readers of checkpoints: files, folders and the hub."""

@@ -1,8 +1,8 @@
-"""Weights that are computed when they are used, and modules that exist before their weights do.
+"""Deferred tensors, which are computed on use, and modules without memory for weights.
 
-A checkpoint's tensors lie in a memory map. What is made from them (projections joined, a matrix transposed) would be a
-copy; a deferred tensor keeps the recipe and computes it each time. So a model larger than memory can be described,
-and written a chunk at a time.
+A checkpoint's tensors are memory-mapped. Joining projections or transposing a matrix would copy them into memory; a
+deferred tensor stores the function and computes the copy on each use. A model larger than memory can thus be loaded and
+exported weight by weight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 
 class _Deferred(Tensor):
-    """A tensor of known shape and type whose numbers come from a function; any operation on it calls that."""
+    """Tensor of known shape and dtype; every operation on it computes its values with a function."""
 
     make: Callable[[], Tensor]
 
@@ -34,34 +34,40 @@ class _Deferred(Tensor):
 
 
 def deferred(make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor that is computed by `make()` each time it is used; `make` must give this shape and type."""
+    """Return a deferred tensor.
+
+    Args:
+        make: function that computes the tensor on each use.
+        shape: shape of the computed tensor.
+        dtype: dtype of the computed tensor.
+    """
     return _Deferred(make, shape, dtype)
 
 
 def computed(tensor: Tensor) -> Tensor:
-    """An ordinary tensor: the same one, or what a deferred one computes."""
+    """Compute a deferred tensor; return any other tensor unchanged."""
     made: Tensor = _made(tensor).detach()
     return made
 
 
 def permuted(tensor: Tensor, axes: Sequence[int]) -> Tensor:
-    """A tensor with its axes in another order, deferred."""
+    """Return a deferred permutation of a tensor's axes."""
     return deferred(lambda: computed(tensor).permute(*axes), [tensor.shape[axis] for axis in axes], tensor.dtype)
 
 
 def transposed(matrix: Tensor) -> Tensor:
-    """`matrix [a, b]` as `[b, a]`, deferred."""
+    """Return a deferred transpose of a matrix."""
     return permuted(matrix, (1, 0))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors of one type, one below the other (`torch.cat` along axis 0), deferred."""
+    """Return a deferred concatenation along axis 0 of tensors of one dtype."""
     shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
     return deferred(lambda: torch.cat([computed(part) for part in parts]), shape, parts[0].dtype)
 
 
 def without_weights() -> torch.device:
-    """Inside `with without_weights():` modules are built without memory for their weights, to be loaded later."""
+    """Return a context in which modules are created without memory for their weights."""
     return torch.device("meta")
 
 

@@ -1,8 +1,8 @@
-"""A checkpoint's weights as one, from a file or a folder.
+"""Checkpoints in a file or a folder.
 
-A folder holds one file of weights, or several with an index that says which weight is in which file (the layout of
-Hugging Face), or several `.pt` or `.pth` files that share the weights between them. Nothing is ignored: a weight
-that only the index or only a file has is an error. Every file that is read is recorded as a source of the bundle.
+A folder has one file of weights, several files with an index (the layout of Hugging Face), or several `.pt` or `.pth`
+files. A weight that only the index or only a file contains is an error. Every file that is read is recorded as a source
+of the bundle.
 """
 
 from __future__ import annotations
@@ -24,10 +24,16 @@ from .lora import Adapter
 
 SINGLE = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-PAIRS = (("encoder.safetensors", "decoder.safetensors"), ("encoder.jit", "decoder.jit"))  # of image tokenizers
+PAIRS = (("encoder.safetensors", "decoder.safetensors"), ("encoder.jit", "decoder.jit"))  # image tokenizers
 _LOOSE = (".pt", ".pth")
-_OTHERS = (".", "optimizer", "training_args", "scheduler", "rng_state")  # what macOS and training leave beside weights
-# The models whose folders have a model_type.
+_OTHERS = (
+    ".",
+    "optimizer",
+    "training_args",
+    "scheduler",
+    "rng_state",
+)  # prefixes of other files, of macOS and of training
+# Names of models by their `model_type`.
 _LAYOUTS = {"janus": "Janus", "chameleon": "Anole or Lumina-mGPT", "qwen2": "SimpleAR or another Qwen2"}
 _LAYOUTS |= {"emu3": "Emu3", "Emu3": "Emu3", "multi_modality": "Janus as DeepSeek publishes it"}
 _FLOATS = "floating-point numbers"
@@ -36,19 +42,19 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass
 class Checkpoint:
-    """A file or folder, opened once: configuration, tokenizer and weights come from here.
+    """Configuration, tokenizer and weights in a file or folder.
 
     Args:
-        place: the file or folder; nothing is read at first.
-        role: what it is to the bundle: `target`, `vq`, `drafter` or `text_encoder`.
-        progress: how much of the weights is read, in megabytes.
-        averaged: as `read_weights` has it.
-        adapters: merged into the weights, one after the other, once these are read.
-        tied: by names of weights, the weight that each is; an adapter of one leaves the other as it is, as in PEFT.
-        weights: by the names that readers give them.
-        names: those of the files by those of readers, for messages; `*` stands for the number of a layer.
-        prefix: what files put before all names.
-        sources: the files that were read, with their roles.
+        place: path of the file or folder; `read` reads the weights.
+        role: role in the bundle: `target`, `vq`, `drafter` or `text_encoder`.
+        progress: progress callback, which gets the megabytes read.
+        averaged: whether to prefer averaged weights; see `read_weights`.
+        adapters: adapters to merge into the weights, in this order.
+        tied: names of weights by names of weights that are tied to them. As in PEFT, an adapter changes one of the two.
+        weights: weights by the names that readers use.
+        names: names in the files by names that readers use, for messages; `*` stands for the number of a layer.
+        prefix: prefix of all names in the files.
+        sources: files that were read, with their roles.
     """
 
     place: Path
@@ -63,17 +69,28 @@ class Checkpoint:
     sources: list[tuple[str, Path]] = field(default_factory=list)
 
     def error(self, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
-        """An error about a weight of this checkpoint, or all of it."""
+        """Return an error about a weight or the whole checkpoint.
+
+        Args:
+            name: name of the weight; empty for the whole checkpoint.
+            problem: description of the fault.
+            parts: other fields of `LanternError`.
+        """
         return refusal(self.place, self.shown(name) if name else "", problem, **parts)
 
     def config(self, name: str = "config.json") -> Config:
-        """The configuration in the folder. Raises: CheckpointError."""
+        """Read a configuration file of the folder. Raises: CheckpointError."""
         return read_config(self.file(name, name.removesuffix(".json")))
 
     def model_config(self, repository: str, *model_types: str) -> Config:
-        """Read config.json of a folder like that of a repository of the hub. Raises: CheckpointError: it is another.
+        """Read config.json and check that the folder has the layout of a repository.
 
-        model_types: those of such folders; without any, all that `_LAYOUTS` lacks.
+        Args:
+            repository: repository on the hub with the expected layout.
+            model_types: allowed values of `model_type`; without any, those that are not in `_LAYOUTS`.
+
+        Raises:
+            CheckpointError: the folder has another layout.
         """
         remedy = f"give the folder of {repository} or one like it"
         if not (self.place / "config.json").is_file() and any(self.place.glob("models/*/consolidated*.pth")):
@@ -86,41 +103,40 @@ class Checkpoint:
         return config
 
     def tokenizer(self) -> Path:
-        """The `tokenizer.json` in the folder. Raises: CheckpointError if there is none."""
+        """Return the path of `tokenizer.json`. Raises: CheckpointError."""
         return self.file(TOKENIZER, "tokenizer")
 
     def file(self, name: str, kind: str) -> Path:
-        """A file of the folder, which becomes a source of role `<role>_<kind>`. Raises: CheckpointError."""
+        """Return the path of a file and record it as a source with role `<role>_<kind>`. Raises: CheckpointError."""
         path = self.place / name
         if not path.is_file():
             if self.place.is_file():
                 raise self.error(found="a file", expected=f"a folder with {name}")
-            raise self.error(problem=f"has no {name}", expected="a folder with it", remedy="download it into there")
+            raise self.error(problem=f"has no {name}", remedy="download it into this folder")
         self.sources.append((f"{self.role}_{kind}", path))
         return path
 
     def read(self, keep: Callable[[str], bool] = lambda name: True, optional: Collection[str] = ()) -> None:
-        """Read all weights, from the file or all files of the folder.
-
-        Where a folder has the same weights in two formats, safetensors come first.
+        """Read all weights of the file or folder, from safetensors if a folder has two formats.
 
         Args:
-            keep: whether a weight of this name is wanted.
-            optional: weights that an index may name though no file holds them, since they are another weight's second
-                name and were dropped when the files were converted.
+            keep: function that tells whether to read a weight of this name.
+            optional: weights that may be in the index only: tied weights, which conversions drop from the files.
 
         Raises:
-            CheckpointError: there are none, or files and index do not fit.
+            CheckpointError: the folder has no weights, or files and index differ.
         """
-        paths, index, shards = [self.place], None, {}
+        paths = [self.place]
+        index = None
+        shards: dict[str, list[str]] = {}
         if self.place.is_dir():
             present = {path.name for path in self.place.iterdir() if path.is_file()}
             names = choose_files(present)
             if not names:
                 loose = [name for name in present if re.search(r"-\d+-of-\d+\.", name)]
-                found = f"{listing(loose)} without an index" if loose else "no weights"
+                contents = f"{listing(loose)} without an index" if loose else "no weights"
                 expected = f"one of {', '.join(SINGLE)}, one of {', '.join(INDEX)} with its files, or .pt files"
-                raise self.error(found=found, expected=expected)
+                raise self.error(found=contents, expected=expected)
             if names[0] in INDEX:
                 index = self.place / names[0]
                 shards = read_index(index)
@@ -138,28 +154,28 @@ class Checkpoint:
                 if problems := _differences(listed - (set(optional) - part.keys()), part.keys()):
                     problem = f"does not hold what the index says, {', '.join(problems)}"
                     raise refusal(path, problem=problem, remedy="download the folder again")
-            if twice := sorted(part.keys() & self.weights):
+            if duplicates := sorted(part.keys() & self.weights):
                 remedy = "leave the files of one checkpoint in the folder"
-                raise refusal(path, twice[0], "is in a file before it, too", remedy=remedy)
+                raise refusal(path, duplicates[0], "is also in an earlier file", remedy=remedy)
             self.weights |= part
             self.sources.append((self.role, path))
-        self.weights |= {name: self.weights[own] for name, own in self.tied.items() if own in self.weights}
+        self.weights |= {name: self.weights[source] for name, source in self.tied.items() if source in self.weights}
         for adapter in self.adapters:
             adapter.merge(self.weights, keep)
             self.sources += adapter.sources
 
     def shown(self, name: str) -> str:
-        """A weight's name in the files."""
+        """Return a weight's name in the files."""
         return self.prefix + _translate(name, self.names)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Give weights the names that are keys of `names`; its values are those of the files. Others stay."""
-        back = {theirs: ours for ours, theirs in names.items()}
-        self.weights = {_translate(name, back): weight for name, weight in self.weights.items()}
+        """Rename weights from the values of `names` (names in the files) to its keys; keep other names."""
+        new_names = {file_name: name for name, file_name in names.items()}
+        self.weights = {_translate(name, new_names): weight for name, weight in self.weights.items()}
         self.names.update(names)
 
     def shape(self, name: str, dimensions: int = 2) -> tuple[int, ...]:
-        """Shape of a weight that must be there, with so many dimensions. Raises: CheckpointError."""
+        """Return a weight's shape after checking the number of dimensions. Raises: CheckpointError."""
         if name not in self.weights:
             raise self.error(name, "missing weight")
         shape = tuple(self.weights[name].shape)
@@ -170,22 +186,24 @@ class Checkpoint:
         return shape
 
     def count(self, prefix: str) -> int:
-        """How many consecutive numbers 0, 1, ... follow `prefix` in the names."""
-        found = {name[len(prefix) :].split(".")[0] for name in self.weights if name.startswith(prefix)}
-        return next(i for i in range(len(found) + 1) if str(i) not in found)
+        """Count the consecutive numbers 0, 1, ... that follow `prefix` in names."""
+        parts = {name[len(prefix) :].split(".")[0] for name in self.weights if name.startswith(prefix)}
+        return next(i for i in range(len(parts) + 1) if str(i) not in parts)
 
     def take(self, prefix: str) -> Checkpoint:
-        """Remove the weights with a prefix and return them without it."""
+        """Move the weights with a prefix to a new checkpoint, without the prefix."""
         names = [name for name in self.weights if name.startswith(prefix)]
         weights = {name.removeprefix(prefix): self.weights.pop(name) for name in names}
         return Checkpoint(self.place, self.role, weights=weights, prefix=self.prefix + prefix)
 
     def load_strict(self, module: nn.Module) -> None:
-        """Give a module the tensors themselves, in their type: every weight with its shape, and nothing else.
+        """Load exactly these weights into a module, without a copy and in the checkpoint's dtype.
 
-        Raises: CheckpointError that lists what is missing, unexpected or of another shape.
+        Raises:
+            CheckpointError: weights are missing, unexpected or have another shape.
         """
-        wanted, weights = module.state_dict(), self.weights
+        wanted = module.state_dict()
+        weights = self.weights
         problems = _differences(wanted.keys(), weights.keys(), self.shown)
         problems += [
             f"{self.shown(name)} has shape {list(weights[name].shape)}, expected {list(value.shape)}"
@@ -200,11 +218,11 @@ class Checkpoint:
         if problems:
             raise self.error(problem=f"the weights do not fit the model, {'; '.join(problems)}")
         module.requires_grad_(False).eval().load_state_dict(weights, assign=True)
-        object.__setattr__(module, "checkpoint", self)  # for errors about its weights while they are written
+        object.__setattr__(module, "checkpoint", self)  # for errors while its weights are written
 
 
 def choose_files(names: Collection[str]) -> list[str]:
-    """Of the files in a folder, those to read weights from: a single file, an index, a pair, or all `.pt` files."""
+    """Choose the files with the weights among a folder's files: a single file, an index, a pair or all `.pt` files."""
     for name in (SINGLE[0], INDEX[0], *SINGLE[1:], INDEX[1]):
         if name in names:
             return [name]
@@ -215,7 +233,7 @@ def choose_files(names: Collection[str]) -> list[str]:
 
 
 def read_index(path: Path) -> dict[str, list[str]]:
-    """The weights in each file, from an index; file names must be plain. Raises: CheckpointError."""
+    """Read an index and return the names of weights by file. Raises: CheckpointError."""
     config = read_config(path)
     weight_map = config.get("weight_map")
     shards: dict[str, list[str]] = {}
@@ -223,7 +241,9 @@ def read_index(path: Path) -> dict[str, list[str]]:
         raise config.error("weight_map", expected="the name of a file for every weight")
     for weight, name in unwrap(path, weight_map).items():
         if not isinstance(name, str) or not re.fullmatch(PLAIN_NAME, name):
-            raise refusal(path, format_value(weight), found=format_value(name), expected="the name of a file beside it")
+            raise refusal(
+                path, format_value(weight), found=format_value(name), expected="the name of a file in its folder"
+            )
         shards.setdefault(name, []).append(weight)
     return shards
 
@@ -232,13 +252,13 @@ def _kind(weight: Tensor) -> str:
     return _FLOATS if weight.is_floating_point() else f"{str(weight.dtype).removeprefix('torch.')} numbers"
 
 
-def _differences(wanted: Set[str], found: Set[str], shown: Callable[[str], str] = str) -> list[str]:
-    names = {"missing": wanted - found, "unexpected": found - wanted}
-    return [f"{word}: {listing([shown(name) for name in some])}" for word, some in names.items() if some]
+def _differences(expected: Set[str], actual: Set[str], shown: Callable[[str], str] = str) -> list[str]:
+    groups = {"missing": expected - actual, "unexpected": actual - expected}
+    return [f"{word}: {listing([shown(name) for name in names])}" for word, names in groups.items() if names]
 
 
 def _translate(name: str, names: Mapping[str, str]) -> str:
-    """The name that a table has for another; the first number in it may be a `*` in the table."""
+    """Look a name up in a table whose keys may have `*` for the number of a layer; return unknown names unchanged."""
     number = _LAYER.search(name)
     if name in names or number is None:
         return names.get(name, name)

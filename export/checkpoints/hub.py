@@ -1,6 +1,6 @@
-"""Checkpoints by name from a model hub.
+"""Download of checkpoints from a model hub.
 
-Only what an exporter reads is fetched: a folder's configuration, tokenizer and weights in one format, or the one file.
+Only files that an exporter reads are fetched: configuration, tokenizer and weights in one format, or a single file.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from ...errors import CheckpointError, LanternError
 from .files import listing
 from .folders import INDEX, PAIRS, SINGLE, choose_files, read_index
 
-# Fetched with weights, where they are there.
+# Files that are fetched with the weights if they exist.
 _SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "emu3.tiktoken", "emu3_vision_tokens.txt")
 _CACHED = re.compile(r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/(?P<file>.+)")
 
 
 def cached_origin(path: Path) -> str | None:
-    """The reference, with its commit, of a file in the hub's cache; None for files of any other place."""
+    """Return the reference, with its commit, of a file in the hub's cache; None for other files."""
     match = _CACHED.fullmatch(path.as_posix())
     return match and f"{HUB}{match['owner']}/{match['name']}/{match['file']}@{match['commit']}"
 
 
 def fetch(place: Path | str, names: Collection[str] = ()) -> Path:
-    """The file or folder that a path or reference names, fetched if need be.
+    """Return the local path of a file or folder, downloading it if `place` is a reference.
 
     Args:
-        place: a path, which is returned as it is, or a reference.
-        names: files of a folder that are wanted, where it is not a model's.
+        place: path, which is returned unchanged, or reference to the hub.
+        names: files of a folder to fetch instead of a model's weights.
 
     Raises:
-        CheckpointError: a malformed reference, nothing of this name, or it can neither be reached nor is in the cache.
+        CheckpointError: the reference is malformed, does not exist, or can neither be downloaded nor is cached.
     """
     text = place.as_posix() if isinstance(place, Path) else place
     if not text.startswith(HUB):
@@ -49,10 +49,10 @@ def fetch(place: Path | str, names: Collection[str] = ()) -> Path:
             patterns = [file] if file else [*(names or _choose_weights(text, files)), *_SIDE_FILES]
             folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
             index = folder / patterns[0]
-            if index.name in INDEX:  # its files, of the same commit
+            if index.name in INDEX:  # files of the same commit
                 snapshot_download(repository, revision=folder.name, allow_patterns=[*read_index(index)])
         except Exception as error:
-            # What an earlier call left; whether it is whole is seen when it is read.
+            # Fall back to the cache; missing files raise an error when they are read.
             cached = try_to_load_from_cache(repository, file or [*names, *_SIDE_FILES][0], revision=revision)
             if isinstance(error, LanternError) or is_rejected(error) or not isinstance(cached, str):
                 raise

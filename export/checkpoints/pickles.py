@@ -1,7 +1,7 @@
-"""A check of pickles before they are read: a few bytes can describe objects that take for ever to hash or to print.
+"""Check of pickles before they are read: a few bytes can describe objects that take years to hash or print.
 
-A pickle refers to objects that it has described. A tuple of the last tuple twice, sixty times over, has 600 bytes and
-2^60 parts. Readers of weights run no code, but they use such tuples as keys and show them in messages.
+A pickle can refer to earlier objects. Sixty nested tuples that each contain the previous tuple twice take 600 bytes and
+have 2^60 parts. Readers of weights run no code, but use such tuples as keys and print them in messages.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ import zipfile
 from pathlib import Path
 from typing import BinaryIO
 
-_MAX_BYTES = 1 << 26  # of a pickle; published ones have less than a megabyte
-_MAX_REFERRED = 1 << 20  # parts and characters of the objects that any pickle may refer to
-_MAX_GROWTH = 20  # further ones for each that is described; state dicts have about two
+_MAX_BYTES = 1 << 26  # size of a pickle; published pickles have less than a megabyte
+_MAX_REFERRED = 1 << 20  # parts and characters of referenced objects that are always allowed
+_MAX_GROWTH = 20  # referenced parts that are also allowed per described part; state dicts have about two
 _FILLING = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}  # opcodes that change an object
 
 
 def check_pickles(path: Path) -> bool:
     """Check the pickles of a PyTorch checkpoint, and return whether the file is a zip archive.
 
-    Raises: ValueError, and whatever readers of damaged files raise.
+    Raises:
+        ValueError: a pickle is too large. Damaged files raise other exceptions, too.
     """
     with path.open("rb") as file:
-        if file.read(4) != b"PK\3\4":  # the test of torch.load
+        if file.read(4) != b"PK\3\4":  # same test as in torch.load
             file.seek(0)
-            for _ in range(5):  # pickles at the start of a file of PyTorch before 1.6
+            for _ in range(5):  # files of PyTorch before 1.6 begin with five pickles
                 _check_pickle(file)
             return False
         with zipfile.ZipFile(file) as archive:
@@ -39,7 +40,7 @@ def check_pickles(path: Path) -> bool:
 
 def _check_pickle(stream: bytes | BinaryIO) -> None:
     described = referred = 0  # parts and characters
-    stack: list[list[int]] = []  # the size of each object, in a list that an object's references share
+    stack: list[list[int]] = []  # sizes of objects; all references of an object share a list
     marks: list[int] = []
     memo: dict[object, list[int]] = {}
     shared: set[int] = set()

@@ -1,7 +1,7 @@
-"""Weights out of a TorchScript archive (`.jit`), of which nothing is run or unpickled.
+"""Reader of the weights of a TorchScript archive (`.jit`) that neither runs nor unpickles anything.
 
-Such a file is a zip archive of code, of tensors, and of a pickle that says which module has which. Of its opcodes, the
-few that describe modules and tensors are followed here, where classes and functions stay names; others are refused.
+The file is a zip archive of code, tensors and a pickle that describes modules and their tensors. The reader interprets
+the few opcodes that describe modules and tensors, keeps classes and functions as names, and rejects other opcodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of an archive's entry: lengths of what is between it and the content
+_LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of name and extra field, which precede the content
 _REBUILD = "torch._utils _rebuild_tensor_v2"
 _NAMES = {"Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Int": "int32", "Long": "int64"}
 _STORAGES = {f"torch {kind}Storage": getattr(torch, name) for kind, name in _NAMES.items()}
@@ -25,45 +25,45 @@ _CONSTANTS = {"NEWTRUE": True, "NEWFALSE": False, "NONE": None, "EMPTY_TUPLE": (
 
 
 class _Module(list[Any]):
-    """What a module was built with: one dict of attributes."""
+    """State of a module: a list with one dict of attributes."""
 
 
 def read_torchscript(path: Path) -> dict[str, Tensor]:
-    """The parameters and buffers of the module in an archive, mapped, by their names.
+    """Return parameters and buffers by name, memory-mapped.
 
-    Raises: ValueError, or whatever else its readers raise, for what is no such file.
+    Raises:
+        ValueError: the file is not a TorchScript archive. Damaged files raise other exceptions, too.
     """
-    whole = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    contents = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         (listing,) = (name for name in entries if name.endswith("/data.pkl"))
 
-        def numbers(reference: Any) -> Tensor:
-            """What a storage holds, of its type."""
+        def read_storage(reference: Any) -> Tensor:
             _, kind, key, _, _ = reference
             entry = entries[f"{listing.removesuffix('.pkl')}/{key}"]
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"{entry.filename} is compressed")
-            header = whole[entry.header_offset :][: _LOCAL_HEADER.size].numpy().tobytes()
+            header = contents[entry.header_offset :][: _LOCAL_HEADER.size].numpy().tobytes()
             start = entry.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
-            return whole[start : start + entry.file_size].view(_STORAGES[kind])
+            return contents[start : start + entry.file_size].view(_STORAGES[kind])
 
-        root = _follow(archive.read(listing), numbers)
-    return dict(_named(root, ""))
+        root = _interpret(archive.read(listing), read_storage)
+    return dict(_walk_tensors(root, ""))
 
 
-def _named(module: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a module and of those in it, with their names."""
+def _walk_tensors(module: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a module and its submodules, with their names."""
     (attributes,) = module
     for name, value in attributes.items():
         if isinstance(value, Tensor):
             yield prefix + name, value
         elif isinstance(value, _Module):
-            yield from _named(value, f"{prefix}{name}.")
+            yield from _walk_tensors(value, f"{prefix}{name}.")
 
 
-def _follow(stream: bytes, numbers: Callable[[Any], Tensor]) -> Any:
-    """What the opcodes of a pickle describe; numbers: gives a storage that it refers to."""
+def _interpret(stream: bytes, read_storage: Callable[[Any], Tensor]) -> Any:
+    """Return the object that a pickle describes; `read_storage` reads a tensor storage by its reference."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[Any, Any] = {}
@@ -92,12 +92,14 @@ def _follow(stream: bytes, numbers: Callable[[Any], Tensor]) -> Any:
         elif name == "NEWOBJ":
             stack[-2:] = [_Module()]
         elif name == "BINPERSID":
-            stack[-1] = numbers(stack[-1])
+            stack[-1] = read_storage(stack[-1])
         elif name == "BUILD":
             stack[-2].append(stack.pop())
         elif name == "REDUCE":
-            given, called = stack.pop(), stack.pop()
-            stack.append(given[0][given[1] :].as_strided(*given[2:4]) if called == _REBUILD else None)
+            arguments = stack.pop()
+            function = stack.pop()
+            is_tensor = function == _REBUILD
+            stack.append(arguments[0][arguments[1] :].as_strided(*arguments[2:4]) if is_tensor else None)
         elif name not in ("PROTO", "STOP"):
             raise ValueError(f"its list of weights has the opcode {name}")
     (result,) = stack

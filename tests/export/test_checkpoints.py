@@ -56,7 +56,7 @@ def test_a_state_dict_is_found_bare_and_wrapped(tmp_path: Path, wrapper: str | N
 
 @pytest.mark.parametrize(
     ("averaged", "expected", "warnings"),
-    [(None, 1, ["has model and ema; taking model, --weights ema takes the other"]), (False, 1, []), (True, 2, [])],
+    [(None, 1, ["has model and ema; using model, --weights ema selects the other"]), (False, 1, []), (True, 2, [])],
 )
 def test_of_a_model_and_its_average_one_is_taken_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, averaged: bool | None, expected: int, warnings: list[str]
@@ -74,7 +74,7 @@ def test_an_average_that_is_not_there_is_said_and_one_alone_is_taken(
     assert [read_weights(path)["a"].tolist() for path in sorted(tmp_path.iterdir())] == [[1, 1]] * 2
     assert caplog.messages == []
     read_weights(tmp_path / "b.pt", averaged=True)
-    assert caplog.messages == [f"{tmp_path / 'b.pt'}: has no ema; taking its only weights"]
+    assert caplog.messages == [f"{tmp_path / 'b.pt'}: has no ema; using its only weights"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -227,9 +227,9 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     ),
     "a shard of another place": (wrong_shard, "model-00002-of-00003.safetensors", "missing: unexpected:"),
     "an index to elsewhere": (index({"weight_map": {"a": "../b.safetensors"}}), "'a'", "../b.safetensors"),
-    "an index to a folder": (index({"weight_map": {"a": ".."}}), "'a'", "the name of a file beside it"),
+    "an index to a folder": (index({"weight_map": {"a": ".."}}), "'a'", "the name of a file in its folder"),
     "an empty index": (index({"weight_map": {}}), "weight_map", "{}"),
-    "a weight twice": (loose, "b.pt: x", "in a file before it"),
+    "a weight twice": (loose, "b.pt: x", "in an earlier file"),
     "no weights": (lambda folder: Checkpoint(folder).read(), "", "no weights model.safetensors"),
     # Drafters
     **{

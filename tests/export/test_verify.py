@@ -241,7 +241,7 @@ def test_the_average_that_a_bundle_was_exported_from_is_what_it_is_compared_with
     for i, options in enumerate((["--weights", "ema"], [])):
         code, _, err = program("export", *files, "--output", tmp_path / f"b{i}", *options)
         assert code == 0
-        assert ("both.pt: has model and ema; taking model" in err) == (options == [])
+        assert ("both.pt: has model and ema; using model" in err) == (options == [])
         assert report(program, tmp_path / f"b{i}", tmp_path / "both.pt", VQ, config_of(C2I))[1] == set()
     one, other = (open_bundle(tmp_path / f"b{i}").manifest.files["target"].sha256 for i in range(2))
     assert one != other
