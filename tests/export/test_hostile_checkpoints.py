@@ -61,7 +61,7 @@ ODD: dict[str, Callable[[], Any]] = {
     "a Tensor of another layout": lambda: torch.ones(4, 4).to_sparse_csr(),
     "Tensor of another layout": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "a NestedTensor of another": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
-    "without numbers": lambda: torch.empty(4, device="meta"),
+    "without values": lambda: torch.empty(4, device="meta"),
     "weights of 4,398,046,511,112 bytes in a file of": lambda: torch.ones(1).expand(1 << 40),
     "weights of 4,398,046,511,112 bytes in": lambda: torch.ones(1, 1).expand(1 << 20, 1 << 20),
     "NaN or infinite": lambda: torch.tensor([1.0, float("nan")]),
