@@ -3,7 +3,7 @@
 Exact acceptance: a draft is accepted if and only if it is the target's choice. The choice after a node is a function of
 the target's distribution there and of the noise of the position, see `noise.py`; so are all choices of plain decoding.
 Whatever was drafted, a walk therefore ends on the tokens that plain decoding gives: a draft decides how many passes it
-takes, never what comes out.
+takes, never its tokens.
 
 Relaxed acceptance, as published: a draft may borrow the probability of its neighbours in the codebook. It is
 speculative sampling with siblings, by rejection, where the probability of A is added to that of a drafted token x. A,
@@ -14,8 +14,8 @@ What the relaxation costs is known exactly. With p the target's and q the drafte
 probability a'(x) = min(1, (p(x) + p(A)) / q(x)) instead of a(x) = min(1, p(x) / q(x)), and on rejection remove x and A
 from max(p - q, 0): the total variation distance between the step's output and p is then the expectation of a'(x) - a(x)
 over the draft: of one *candidate*. (Derived here; tests enumerate it.) With q = 1 that is p(A) <= delta. With a real q
-delta does not bound it, as every token that can be drafted brings an aggregation set of its own; lambda does, see
-below. Every further sibling adds its own term, weighted by the chance that it is tried, and the distance of the *code*
+delta does not bound it, as every token that can be drafted brings a different aggregation set; lambda does, see
+below. Every further sibling adds a term, weighted by the chance that it is tried, and the distance of the *code*
 is at most the sum. With q = 1, k siblings reach 1 - (1 - delta)^k, as the chance to go on is at most 1 - p(A). The
 published code removes k + 1 neighbours instead of A; `residual="neighborhood"` does that, for comparison: nothing
 bounds it.
@@ -48,17 +48,20 @@ class Acceptance(NamedTuple):
     """Outcome of one walk."""
 
     path: list[int]  # accepted nodes, the root first
-    bonus: int | None  # the token drawn after them, None where they end the picture
+    bonus: int | None  # token sampled after them, None where they end the image
     realised_tvd: float = 0.0  # total variation distance that relaxed acceptance gave away
-    # the distribution that it drew the bonus from, None where the bonus is the target's choice, or there is none
+    # distribution from which relaxed acceptance sampled the bonus; None without a bonus, or if it is the exact choice
     remainder: Probabilities | None = None
-    relaxed: Sequence[int] = ()  # nodes of the path that the exact rule would have refused
+    relaxed: Sequence[int] = ()  # nodes of the path that exact acceptance would have rejected
 
 
 def follow(tree: DraftTree, choice: Callable[[int], int], remaining: int) -> Acceptance:
     """Walk down the tree for as long as the target's `choice(node)` is among the children of the node.
 
-    remaining: codes that are to be drawn, with those of the tree that are known; no more are accepted.
+    Args:
+        tree: the draft.
+        choice: function from a node to the token that the target samples after it.
+        remaining: maximum number of tokens to accept, the tree's known tokens included.
     """
     path = [*range(1 + tree.known)]
     while len(path) <= remaining:
@@ -74,27 +77,27 @@ def follow(tree: DraftTree, choice: Callable[[int], int], remaining: int) -> Acc
 
 @dataclass(frozen=True)
 class Relaxation:
-    """How far acceptance may stray. Exactly one of `delta` and `lambda_` is set."""
+    """Bounds of relaxed acceptance. Exactly one of `delta` and `lambda_` is set."""
 
     neighbors: Codes  # table of neighbours, nearest first, self excluded, integers `[vocab_size, at least k]`
-    k: int  # how many of them count
+    k: int  # number of neighbours considered
     delta: float | None = None  # bound in (0, 1) on p(A)
     lambda_: float | None = None  # bound > 1 on (p(x) + p(A)) / p(x)
-    # what a rejection removes: `aggregated` (x and A) or `neighborhood` (the published code: k + 1 neighbours,
-    # from q where there is one)
+    # Codes that a rejection removes from p: `aggregated` (x and A), or as the published code does, `neighborhood`
+    # (k + 1 neighbours, removed from q instead if the draft was sampled)
     residual: Residual = "aggregated"
 
     @classmethod
     def of(cls, method: MethodConfig, neighbors: Codes | None) -> Relaxation | None:
-        """The relaxation that a method asks for, None for exact ones; `neighbors` is the bundle's table."""
+        """Return the relaxation of a method, None for an exact method; `neighbors` is the bundle's table."""
         if not isinstance(method, Relaxed) or method.exact:
             return None
-        assert neighbors is not None  # bundles without them are refused such methods
+        assert neighbors is not None  # relaxed methods are rejected earlier for a bundle without neighbours
         bounds = {name: getattr(method, name, None) for name in ("delta", "lambda_")}
         return cls(neighbors, method.neighbors or 0, **bounds, residual=method.residual or "aggregated")
 
     def aggregation_set(self, p: Probabilities, token: int) -> Codes:
-        """A: the longest nearest-first run of neighbours of `token` whose summed p stays within the bound."""
+        """Return A, the longest nearest-first run of neighbours of `token` whose summed p stays within the bound."""
         near = self.neighbors[token, : self.k]
         bound = self.delta if self.delta is not None else ((self.lambda_ or 1.0) - 1.0) * p[token]
         return near[: int(p[near].cumsum().searchsorted(bound, "right"))]
@@ -108,16 +111,16 @@ def walk(
     decisions: Callable[[int], np.random.Generator],
     remaining: int,
 ) -> Acceptance:
-    """Walk down from the root, one child at a time; sampling.
+    """Walk down from the root with relaxed acceptance of sampled tokens, one child at a time.
 
     Args:
         tree: the draft.
-        target: gives the target's distribution after a node; called for visited nodes only.
-        choice: gives its choice there, which follows where a path ends on a leaf: nothing was refused then.
-        relaxation: how far acceptance may stray.
-        decisions: gives the stream that decides on a node's children: one number for every candidate, also for one that
-            q says cannot have been drawn, and one for what is drawn instead of them.
-        remaining: as of `follow`; no more are accepted, nor counted in the distance.
+        target: function from a node to the target's distribution after it; called for visited nodes only.
+        choice: function from a node to the target's token after it; used after a leaf, where nothing was rejected.
+        relaxation: bounds of relaxed acceptance.
+        decisions: function from a node to the random stream that decides on its children. Every child uses one number,
+            even if q gives its token probability 0, and the token sampled after their rejection uses one more.
+        remaining: maximum number of tokens to accept; later tokens do not count in the distance.
     """
     path = [*range(1 + tree.known)]
     relaxed_nodes: list[int] = []
@@ -160,44 +163,56 @@ def walk(
 
 
 def residual_distribution(p: Probabilities, q: Probabilities | None, token: int, aggregated: Codes) -> Probabilities:
-    """What a refused draft leaves of p: max(p - q, 0) without `token` and its aggregation set, scaled to sum 1.
+    """Return the residual distribution after `token` is rejected.
 
-    q is what the token was drawn from, None where it was certain.
+    It is max(p - q, 0) without `token` and its aggregation set, scaled to sum 1.
+
+    Args:
+        p: target distribution, `[vocab_size]`.
+        q: distribution that the token was sampled from, `[vocab_size]`; None if it was not sampled (q = 1).
+        token: rejected token.
+        aggregated: aggregation set of the token.
     """
-    left = p.copy()
-    left[aggregated] = 0
+    residual = p.copy()
+    residual[aggregated] = 0
     if q is not None:
-        left -= q
-        np.maximum(left, 0, out=left)
-    left[token] = 0
-    return _normalised(left, p)
+        residual -= q
+        np.maximum(residual, 0, out=residual)
+    residual[token] = 0
+    return _normalised(residual, p)
 
 
 def _published_residual(p: Probabilities, q: Probabilities | None, token: int, near: Codes) -> Probabilities:
-    """What LANTERN's code leaves: `near` is removed from p, or else from q."""
-    left = p.copy()
+    """Return the residual distribution of LANTERN's code, which removes `near` from q, or from p without a q."""
+    residual = p.copy()
     if q is None:
-        left[near] = 0
-        left[token] = 0
+        residual[near] = 0
+        residual[token] = 0
     else:
         removed = q.copy()
         removed[near] = 0
-        left -= removed
-        np.maximum(left, 0, out=left)
-    return _normalised(left, np.ones_like(p))
+        residual -= removed
+        np.maximum(residual, 0, out=residual)
+    return _normalised(residual, np.ones_like(p))
 
 
 def _normalised(weights: Probabilities, otherwise: Probabilities) -> Probabilities:
-    """`weights` scaled to sum 1, or `otherwise` where rounding has left nothing."""
+    """Scale `weights` to sum 1, or `otherwise` if rounding made all weights 0."""
     total = float(weights.sum())
     return weights / total if total > 0 else otherwise / max(float(otherwise.sum()), 1e-300)
 
 
 def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, remaining: int) -> Acceptance:
-    """The longest path whose every token is the arg-max, or is once its aggregation set is added.
+    """Find the longest path whose every token is the arg-max, or becomes so once its aggregation set is added.
 
     Ties go to the path with the first leaf. The bonus is the arg-max after the path's end, unrelaxed. Every relaxed
-    token counts 1 in the distance. remaining: as of `follow`, where the path is cut.
+    token counts 1 in the distance.
+
+    Args:
+        tree: the draft.
+        target: function from a node to the target's distribution after it.
+        relaxation: bounds of relaxed acceptance.
+        remaining: maximum number of tokens to accept; the path is cut there.
     """
     reached = [tree.known]
     seen: dict[int, Probabilities] = {}

@@ -1,6 +1,6 @@
-"""From logits to codes: guidance, temperature, top-k, top-p, and draws.
+"""Sampling of codes from logits: guidance, temperature, top-k, top-p.
 
-Logits that hold NaN or infinity raise EngineError: damaged weights must not pass for a picture.
+Logits that hold NaN or infinity raise EngineError: damaged weights must not give an image.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ..methods import Sampling
 from .engine import Floats, Ints
 
 Probabilities = NDArray[np.float64]
-BLOCK = 64  # codes looked at together when the most probable ones are sought
+BLOCK = 64  # codes whose maximum is taken first in the search for the most probable codes
 
 
 def scale(logits: Floats, sampling: Sampling) -> Floats:
-    """Logits over the temperature; as they are when greedy."""
+    """Divide logits by the temperature; return greedy logits unchanged."""
     return logits if sampling.temperature in (0.0, 1.0) else logits / np.float32(sampling.temperature)
 
 
 def guide(logits: Floats, sampling: Sampling) -> Floats:
-    """Mix conditional and unconditional logits `[2, ..., vocab_size]` into one `[..., vocab_size]`, if there are two.
+    """Mix conditional and unconditional logits `[2, ..., vocab_size]` to `[..., vocab_size]`, if there are both.
 
-    What is not finite is refused later; NumPy may warn of it here.
+    NaN and infinity raise an error later; NumPy may already warn of them here.
     """
     mixed: Floats = logits[0]
     if len(logits) == 1:
@@ -40,21 +40,25 @@ def guide(logits: Floats, sampling: Sampling) -> Floats:
 
 
 def penalise(logits: Floats, before: Sequence[Ints], sampling: Sampling) -> Floats:
-    """Logits `[sides, nodes, vocab_size]` with the repetition penalty on conditional ones.
+    """Apply the repetition penalty to the conditional logits.
 
-    before: for each node, the codes of its image before its choice.
+    Args:
+        logits: `[1 or 2, nodes, vocab_size]`, conditional first; not changed.
+        before: for each node, the codes of its image before its choice.
+        sampling: the sampling settings.
     """
     if not sampling.penalised:
         return logits
-    penalised, penalty = logits.copy(), np.float32(sampling.repetition_penalty)
+    penalised = logits.copy()
+    penalty = np.float32(sampling.repetition_penalty)
     for row, codes in zip(penalised[0], before, strict=True):
-        known = codes[codes < len(row)]  # ends of rows are no choice
+        known = codes[codes < len(row)]  # end-of-row tokens are not sampled
         row[known] = np.where(row[known] < 0, row[known] * penalty, row[known] / penalty)
     return penalised
 
 
 def softmax(logits: Floats) -> Probabilities:
-    """Probabilities float64 of float32 logits, along the last axis; they sum to 1 in float64."""
+    """Compute float64 probabilities of float32 logits along the last axis; they sum to 1 in float64."""
     weights = logits - _highest(logits)
     probabilities: Probabilities = np.exp(weights, out=weights).astype(np.float64)
     probabilities *= 1 / probabilities.sum(-1, keepdims=True)
@@ -62,10 +66,15 @@ def softmax(logits: Floats) -> Probabilities:
 
 
 def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
-    """The codes `[...]` drawn from the distributions of guided logits `[..., vocab_size]` with this Gumbel noise.
+    """Sample codes `[...]` with Gumbel noise.
 
-    noise: float32 as logits; None draws the most probable codes. Sums are float32: rounding decides between two codes
-    about once in a million draws, which moves a distribution less than the rounding of logits does.
+    Sums are float32: rounding decides between two codes about once in a million samples, which moves a distribution
+    less than the rounding of logits does.
+
+    Args:
+        logits: guided, `[..., vocab_size]`.
+        noise: float32, same shape as `logits`; None chooses the most probable codes.
+        sampling: the sampling settings.
     """
     values = shape_logits(logits, sampling)
     if noise is not None:
@@ -77,10 +86,15 @@ def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
 
 
 def choose_with_margin(logits: Floats, noise: Floats | None, sampling: Sampling) -> tuple[list[int], list[float]]:
-    """What `choose` gives of logits `[n, vocab_size]` without filters, and how far each code is ahead of the next.
+    """Sample as `choose` does, without filters; return the codes and their margins over the next best codes.
 
-    Row by row: after a pass nothing is in the processor's caches, and few functions cost less than few calls (20 us
-    instead of 49 for one row; measured here).
+    It loops over rows: after a pass the processor's caches are cold, and few different NumPy functions cost less than
+    few calls (20 us instead of 49 for one row; measured here).
+
+    Args:
+        logits: guided, `[n, vocab_size]`.
+        noise: float32, same shape as `logits`; None chooses the most probable codes.
+        sampling: the sampling settings, without top-k and top-p.
     """
     values = scale(logits, sampling)
     codes: list[int] = []
@@ -97,16 +111,21 @@ def choose_with_margin(logits: Floats, noise: Floats | None, sampling: Sampling)
 
 
 def is_decisive(logits: Floats, noise: Floats | None, code: int, sampling: Sampling, tie_margin: float) -> bool:
-    """Whether the chosen code stays if differences of logits over the temperature move by up to `tie_margin`.
+    """Check that `code` stays the choice if differences of scaled logits move by up to `tie_margin`.
 
-    logits: guided, `[vocab_size]`. noise: `[vocab_size]`, None when greedy.
+    Args:
+        logits: guided, `[vocab_size]`.
+        noise: Gumbel noise `[vocab_size]`, None when greedy.
+        code: chosen code.
+        sampling: the sampling settings.
+        tie_margin: maximum change by rounding of a difference of two logits, after division by the temperature.
     """
     values = scaled = scale(logits, sampling)
     if sampling.filtered:
-        least, certain = _filter_bounds(scaled, sampling, tie_margin)
+        lowest, certain = _filter_bounds(scaled, sampling, tie_margin)
         if not scaled[code] > certain:
             return False
-        values = np.where(scaled >= least, scaled, np.float32(-np.inf))
+        values = np.where(scaled >= lowest, scaled, np.float32(-np.inf))
     values = values.copy() if noise is None else values + noise
     best = values[code]
     values[code] = -np.inf
@@ -114,9 +133,11 @@ def is_decisive(logits: Floats, noise: Floats | None, code: int, sampling: Sampl
 
 
 def best_codes(values: Floats, count: int) -> tuple[Ints, Floats]:
-    """The `count` largest of each row of log-weights `[rows, vocab_size]`, largest first, and their log-probabilities.
+    """Return the `count` most probable codes of each row of log-weights `[rows, vocab_size]`, best first.
 
-    Both `[rows, count]`; fewer where the vocabulary is smaller. Codes that are left out have log-probability -inf.
+    Returns:
+        The codes and their log-probabilities, both `[rows, count]`, fewer in a smaller vocabulary. Codes of weight
+        -inf have log-probability -inf.
     """
     weights = values - _highest(values)
     codes = _largest(values, min(count, values.shape[-1]))
@@ -126,11 +147,12 @@ def best_codes(values: Floats, count: int) -> tuple[Ints, Floats]:
 
 
 def _largest(values: Floats, count: int) -> Ints:
-    """Where the `count` largest of each row `[rows, n]` are, largest first.
+    """Return the indices of the `count` largest values of each row `[rows, n]`, largest first.
 
     Only the `count` blocks with the highest maxima can hold them, which spares a selection among all n.
     """
-    (rows, length), row = values.shape, np.arange(len(values))[:, None]
+    rows, length = values.shape
+    row = np.arange(rows)[:, None]
     blocks = length // BLOCK
     if blocks * BLOCK == length and blocks >= 4 * count:
         highest = values.reshape(rows, BLOCK, blocks).max(1)  # block b: b, b + blocks, b + 2 blocks, ...
@@ -138,15 +160,15 @@ def _largest(values: Floats, count: int) -> Ints:
         where = (best[:, None] + blocks * np.arange(BLOCK)[:, None]).reshape(rows, count * BLOCK)
     else:
         where = np.broadcast_to(np.arange(length), (rows, length))
-    found = values[row, where]
-    first = np.argpartition(found, found.shape[-1] - count, axis=-1)[:, -count:]
-    order = np.argsort(-found[row, first], axis=-1, kind="stable")
+    candidates = values[row, where]
+    first = np.argpartition(candidates, candidates.shape[-1] - count, axis=-1)[:, -count:]
+    order = np.argsort(-candidates[row, first], axis=-1, kind="stable")
     codes: Ints = where[row, first[row, order]]
     return codes
 
 
 def _highest(logits: Floats) -> Floats:
-    """Maxima along the last axis, kept as an axis of one; EngineError if one is NaN or infinite."""
+    """Compute maxima `[..., 1]` along the last axis; raise EngineError if any is NaN or infinite."""
     top: Floats = logits.max(-1, keepdims=True)
     if not np.isfinite(top).all():
         raise damaged()
@@ -154,15 +176,15 @@ def _highest(logits: Floats) -> Floats:
 
 
 def damaged() -> EngineError:
-    """The error for logits that are no numbers."""
+    """Return the error for NaN or infinite logits."""
     return EngineError("a graph gave NaN or infinite logits", remedy="its weights are damaged, export the bundle again")
 
 
 def shape_logits(logits: Floats, sampling: Sampling) -> Floats:
-    """Guided logits `[..., vocab_size]` over the temperature, -inf where a filter leaves a code out.
+    """Divide guided logits `[..., vocab_size]` by the temperature, and set codes that a filter excludes to -inf.
 
-    Greedy settings leave them as they are. Filters keep all codes that tie with the last one kept: top-k the k largest,
-    top-p the largest ones up to where their cumulative sum has passed it, at least one.
+    Greedy settings change nothing. Top-k includes the k largest logits. Top-p includes the largest logits until their
+    cumulative probability exceeds it, at least one logit. Both include all ties with the smallest included logit.
     """
     scaled = scale(logits, sampling)
     if not sampling.filtered:
@@ -173,33 +195,37 @@ def shape_logits(logits: Floats, sampling: Sampling) -> Floats:
 
 
 def _threshold(scaled: Floats, sampling: Sampling) -> np.float32:
-    """The smallest logit that filters keep, of scaled ones `[vocab_size]`."""
-    kept = scaled
+    """Return the smallest logit of `scaled [vocab_size]` that the filters include."""
+    included = scaled
     for name in sampling.filter_order.split(", "):
-        if name == "top-k" and 0 < sampling.top_k < len(kept):
-            kept = kept[kept >= np.partition(kept, -sampling.top_k)[-sampling.top_k]]
+        if name == "top-k" and 0 < sampling.top_k < len(included):
+            included = included[included >= np.partition(included, -sampling.top_k)[-sampling.top_k]]
         elif name == "top-p" and sampling.top_p < 1.0:
-            kept = np.sort(kept)[::-1]
-            kept = kept[: 1 + int(np.count_nonzero(np.cumsum(softmax(kept)) <= sampling.top_p))]
-    lowest: np.float32 = kept.min()
+            included = np.sort(included)[::-1]
+            included = included[: 1 + int(np.count_nonzero(np.cumsum(softmax(included)) <= sampling.top_p))]
+    lowest: np.float32 = included.min()
     return lowest
 
 
 def _filter_bounds(scaled: Floats, sampling: Sampling, tie_margin: float) -> tuple[float, float]:
-    """What filters may do to scaled logits `[vocab_size]` if differences of them move by up to `tie_margin`.
+    """Return thresholds of the filters that allow for rounding.
 
-    They keep no logit below the first number, and every one above the second. A second filter is asked about all that
-    the first may keep; what it sums, it compares with the sum of those that stay for certain.
+    If differences of `scaled [vocab_size]` move by up to `tie_margin`, the filters exclude every logit below the first
+    threshold and include every logit above the second. The second filter gets all logits that the first may include,
+    and compares their sums with the sum of the logits that the first includes for certain.
     """
-    possible, certain = scaled, -np.inf
+    possible = scaled
+    certain = -np.inf
     for name in sampling.filter_order.split(", "):
         if name == "top-k" and 0 < (k := sampling.top_k) < len(possible):
             ordered = np.partition(possible, -k)
-            last, certain = ordered[-k], max(certain, ordered[:-k].max() + tie_margin)  # above the best one left out
+            last = ordered[-k]
+            certain = max(certain, ordered[:-k].max() + tie_margin)  # above the largest excluded logit
         elif name == "top-p" and sampling.top_p < 1.0:
             ordered = np.sort(possible)[::-1]
             weights = np.exp(ordered - ordered[0], dtype=np.float64)
-            sums, sure = weights.cumsum(), weights[ordered > certain].sum()
+            sums = weights.cumsum()
+            sure = weights[ordered > certain].sum()
             within = int(np.count_nonzero(sums <= (sampling.top_p - tie_margin) * sure))
             beyond = int(np.count_nonzero(sums <= (sampling.top_p + tie_margin) * sums[-1]))
             last = ordered[min(beyond, len(ordered) - 1)]
@@ -212,12 +238,12 @@ def _filter_bounds(scaled: Floats, sampling: Sampling, tie_margin: float) -> tup
 
 
 def shape_distribution(logits: Floats, sampling: Sampling) -> Probabilities:
-    """Distributions of guided logits, both `[..., vocab_size]`; the plain softmax when greedy."""
+    """Compute the distributions of guided logits, both `[..., vocab_size]`; the plain softmax when greedy."""
     return softmax(shape_logits(logits, sampling))
 
 
 def draw(distribution: Probabilities, rng: np.random.Generator) -> int:
-    """One code from a distribution `[vocab_size]`, never one of probability 0; uses one number of the stream."""
+    """Sample a code of positive probability from a distribution `[vocab_size]`, with one number of the stream."""
     ends = distribution.cumsum()
     code = int(ends.searchsorted(rng.random() * ends[-1], "right"))
     return code if code < len(ends) else int(np.flatnonzero(distribution)[-1])  # rounding at the very end
