@@ -50,7 +50,7 @@ class Acceptance(NamedTuple):
     path: list[int]  # accepted nodes, the root first
     bonus: int | None  # token sampled after them, None where they end the image
     realised_tvd: float = 0.0  # total variation distance that relaxed acceptance gave away
-    # distribution from which relaxed acceptance sampled the bonus; None without a bonus, or if it is the exact choice
+    # distribution of the bonus under relaxed acceptance; None without a bonus, and for exact acceptance
     remainder: Probabilities | None = None
     relaxed: Sequence[int] = ()  # nodes of the path that exact acceptance would have rejected
 
