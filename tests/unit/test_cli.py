@@ -224,7 +224,7 @@ def test_edit_draws_a_part_once_and_such_a_picture_is_not_drawn_from_its_record(
         assert edited.getpixel((200, 200)) == image.getpixel((200, 200))[:3]
     assert "exists already" in program(*again)[2]
     assert "give that image to `lantern-rt edit`" in program("run", "--from", "own-edit-seed2.png")[2]
-    assert "no encoder" in program("edit", "own.png", words_bundle, "--prompt", "red cube")[2]
+    assert "no image encoder" in program("edit", "own.png", words_bundle, "--prompt", "red cube")[2]
 
 
 # ---------------------------------------------------------------- other commands, and help
