@@ -1,4 +1,4 @@
-"""Drafts and drafters: what the decode loop asks of a draft of any kind, and who makes drafts.
+"""Protocols of drafts and drafters: the interface between the decode loop and every kind of draft.
 
 A new kind of draft is one file: a class with the attributes of `Draft`, and a `Drafter` that makes them.
 """
@@ -17,7 +17,7 @@ from .tree import DraftTree, TreeStructure
 
 
 class Placed(NamedTuple):
-    """Codes that were sampled in a forward pass, and the cells they stand in, both int64 `[count]`; no ends of rows."""
+    """Codes sampled in a forward pass and their cells, both int64 `[count]`; without end-of-row tokens."""
 
     cells: Ints
     codes: Ints
@@ -39,15 +39,15 @@ class SequenceStep(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """Outcome of a draft."""
+    """Outcome of verifying a draft."""
 
-    step: SequenceStep  # whose codes the sequence has already
-    tokens: Ints  # codes whose nodes were in the pass, int64 `[count]`, the root of the next draft last
-    nodes: Ints  # the pass's nodes whose keys and values are appended to the cache, int64 `[kept]`
+    step: SequenceStep  # the sequence has its codes already
+    tokens: Ints  # codes to commit, int64 `[count]`; the last one is the root of the next draft
+    nodes: Ints  # pass nodes whose keys and values are appended to the cache, int64 `[accepted]`
 
 
 class Draft(Protocol):
-    """Tokens that a sequence proposes for one forward pass, whatever they are: a tree, a window, rows of a grid."""
+    """Draft tokens of one sequence for one forward pass: a tree, a window, or grid rows."""
 
     @property
     def tokens(self) -> Ints:
@@ -55,7 +55,7 @@ class Draft(Protocol):
 
     @property
     def structure(self) -> TreeStructure:
-        """Which nodes attend to each other."""
+        """Depths, children and ancestor mask of the nodes."""
 
     @property
     def cells(self) -> Sequence[int]:
@@ -63,51 +63,54 @@ class Draft(Protocol):
 
     @property
     def sampled(self) -> Sequence[int] | None:
-        """Nodes of which acceptance asks for the sampled token and nothing else; None: for distributions, too."""
+        """Nodes whose sampled tokens are all that acceptance needs; None if it needs distributions, too."""
 
     def layout(self) -> PassLayout:
-        """Return the nodes as they stand in a forward pass."""
+        """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
 
     def before(self, node: int) -> Ints:
-        """Return the codes before the one that is sampled after `node`, int64 `[codes]`."""
+        """Return the codes that precede the code sampled after `node`, int64 `[codes]`."""
 
     def accept(self, output: TargetOutput, layout: PassLayout, model: Model) -> Accepted:
         """Add the codes that the target accepts to the sequence.
 
         Args:
-            output: what the target says after the nodes.
-            layout: of the draft.
+            output: the target's output after each node.
+            layout: layout of the draft in the forward pass.
             model: engines and tables.
+
+        Returns:
+            The committed tokens, their pass nodes, and the sequence's part of the step.
         """
 
 
 class Commit(NamedTuple):
-    """What a pass committed of one sequence."""
+    """Tokens and states of one sequence that a forward pass committed."""
 
-    sequence: ImageSequence  # whose codes have it already
-    tokens: Ints  # int64 `[count]`, the root of the next draft last
-    nodes: list[Ints]  # per row those whose keys and values were kept, int64 `[kept]`
-    rows: slice  # the sequence's, of the pass
-    hidden: DeviceArray  # the target's hidden states, of all rows and nodes of the pass
-    target: TargetOutput  # what the target said
-    draft: Draft | None = None  # what the pass went over, None of a prefill
+    sequence: ImageSequence  # it has the tokens already
+    tokens: Ints  # int64 `[count]`; the last one is the root of the next draft
+    nodes: list[Ints]  # per batch row, the pass nodes appended to the cache, int64 `[accepted]`
+    rows: slice  # batch rows of the sequence in the pass
+    hidden: DeviceArray  # hidden states of the target, `[rows, nodes, hidden_size]`, all sequences included
+    target: TargetOutput  # the target's output for the sequence
+    draft: Draft | None = None  # draft of the pass, None for a prefill
 
 
 class Drafter:
-    """Base of what gives sequences a draft before a forward pass, and hears after every pass what was committed.
+    """Base class of drafters: make a draft per sequence before a pass, and learn from committed tokens after it.
 
     Attributes:
-        needs_new_codes: whether it has no draft behind codes that a sequence preserves.
+        needs_new_codes: whether the drafter cannot draft directly after preserved codes.
     """
 
     needs_new_codes = False
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Take in what the prefill, or a pass over drafts of this or another drafter, committed."""
+        """Store the tokens committed by the prefill or by a forward pass, whichever drafter made the drafts."""
 
     def draft(self, sequences: Sequence[ImageSequence]) -> Sequence[Draft]:
         """Return a draft for every sequence."""
         raise TypeError(f"{type(self).__name__} makes no drafts")
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
-        """Forget these sequences."""
+        """Delete the state of these sequences."""

@@ -324,7 +324,7 @@ class EagleDrafter(TreeDrafter):
 def _tokens_below(sequence: ImageSequence, depth: int) -> int:
     """Tokens from a sequence's last code to the code `depth` further on, ends of rows between them included."""
     root = len(sequence.codes) - 1
-    return sequence.raster.place(root + depth) - sequence.raster.place(root)
+    return sequence.raster.position_of(root + depth) - sequence.raster.position_of(root)
 
 
 def _proposal(shape: StaticTree, levels: list[LevelOutput], rows: Ints, sampling: Sampling, node: int) -> Probabilities:

@@ -1,8 +1,8 @@
-"""How a picture's codes stand in their sequence: row after row, and perhaps a token that ends each row but the last.
+"""Raster order: the codes of an image row after row and, in some families, a token at the end of each row but the last.
 
-Such a token is no choice: it follows the last code of a row whatever was drawn. It has a position and a place in the
-cache, but no pass of its own: it stands in the pass of the code before it, as one more node, and is committed with it.
-What is drawn after that code is drawn after the end of the row instead.
+An end-of-row token is not sampled: it always follows the last code of a row. It has a position and a cache entry, but
+no forward pass: it is a further node in the pass of the code before it, and is committed with it. The next code is
+then sampled after the end-of-row token.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ import numpy as np
 from .engine import Bools, Ints
 from .tree import DraftTree
 
-MAX_BATCH_NODES = 64  # nodes of a pass over several rows of a grid
+MAX_BATCH_NODES = 64  # maximum number of nodes in a pass over several grid rows
 
 
 class PassLayout(NamedTuple):
-    """A draft's nodes in a forward pass, each with the end of the row that follows it, if one does."""
+    """Nodes of a forward pass: the nodes of a draft, and the end-of-row tokens behind them."""
 
-    tokens: Ints  # of the pass's nodes, int64 `[pass nodes]`
-    positions: Ints  # of each node, counted from the first token of the image, int64 `[pass nodes]`
+    tokens: Ints  # int64 `[pass nodes]`
+    positions: Ints  # positions counted from the first token of the image, int64 `[pass nodes]`
     ancestors: Bools  # whether the column node is the row node or comes before it, bool `[pass nodes, pass nodes]`
-    owners: Ints | None = None  # the draft's node that each belongs to, int64 `[pass nodes]`
-    # of every node of the draft the pass's node after which its token is sampled, int64 `[nodes]`. Both are None
-    # where the pass has just the draft's nodes
+    owners: Ints | None = None  # draft node of each pass node, int64 `[pass nodes]`
+    # pass node after which the token of each draft node is sampled, int64 `[nodes]`; `owners` and `last` are None if
+    # the pass has no end-of-row tokens
     last: Ints | None = None
-    # whether each node attends to each cache entry behind the prefix, bool `[pass nodes, entries]`; None: to all
+    # attention mask over the cache entries behind the prefix, bool `[pass nodes, entries]`; None: all are attended to
     past: Bools | None = None
 
     def path_nodes(self, path: Sequence[int]) -> Ints:
-        """Return the pass's nodes on a path of the draft's."""
+        """Return the pass nodes of the draft nodes `path`, end-of-row tokens included."""
         return np.array(path, np.int64) if self.owners is None else np.flatnonzero(np.isin(self.owners, path))
 
 
 @dataclass(frozen=True)
 class Raster:
-    """The order of a picture's codes."""
+    """Raster order of the codes of an image."""
 
-    codes: int  # of the picture
-    columns: int = 1  # of its grid
-    row_end: int | None = None  # the token at the end of every row but the last, or None
+    codes: int  # number of codes of the image
+    columns: int = 1  # number of codes in a grid row
+    row_end: int | None = None  # end-of-row token, after every row but the last; None without one
 
     @property
     def tokens(self) -> int:
-        """Tokens of its sequence."""
-        return self.place(self.codes - 1) + 1
+        """Number of tokens of the image, end-of-row tokens included."""
+        return self.position_of(self.codes - 1) + 1
 
-    def place(self, cell: int) -> int:
-        """Where a code stands in the sequence, counted from the first one; drafts may go on past the last."""
+    def position_of(self, cell: int) -> int:
+        """Return the position of a cell's token, from 0 at the first token; drafts may extend past the last cell."""
         return cell if self.row_end is None else cell + min(cell, self.codes - 1) // self.columns
 
     def ends(self, cell: int) -> bool:
-        """Whether the end of a row follows a code."""
+        """Return whether an end-of-row token follows a cell."""
         return self.row_end is not None and cell % self.columns == self.columns - 1 and cell + 1 < self.codes
 
     def insert_row_ends(self, codes: Sequence[int] | Ints, first: int = 0) -> Ints:
-        """Tokens of the codes from cell `first` on, the end of a row before the code that begins the next."""
+        """Return the codes from cell `first` on with an end-of-row token before each code that begins a row."""
         tokens = np.array(codes, np.int64)
         if self.row_end is None:
             return tokens
@@ -68,14 +68,14 @@ class Raster:
         return np.insert(tokens, np.flatnonzero(begins), self.row_end)
 
     def lay_out(self, tree: DraftTree, first: int) -> PassLayout:
-        """Return the nodes of a tree in a pass, its root in cell `first`."""
+        """Return the pass nodes of a tree whose root is in cell `first`."""
         ancestors = tree.structure.ancestors
         if self.row_end is None:
             return PassLayout(tree.tokens, first + tree.structure.depths, ancestors)
         cells = first + tree.structure.depths
         before = np.minimum(cells, self.codes - 1) // self.columns
         ends = (cells % self.columns == self.columns - 1) & (cells + 1 < self.codes)
-        owners = np.repeat(np.arange(tree.nodes), 1 + ends)  # a row's end stands behind its node
+        owners = np.repeat(np.arange(tree.nodes), 1 + ends)  # an end-of-row token follows its node
         last = np.cumsum(1 + ends) - 1
         seen = ancestors[owners][:, owners]
         seen[last[ends] - 1, last[ends]] = False

@@ -34,7 +34,7 @@ class TreeDraft:
 
     @property
     def structure(self) -> TreeStructure:
-        """Which nodes attend to each other."""
+        """Depths, children and ancestor mask of the nodes."""
         return self.tree.structure
 
     @property
@@ -51,11 +51,11 @@ class TreeDraft:
         return range(self.tree.nodes) if self.sequence.exact else None
 
     def layout(self) -> PassLayout:
-        """Return the nodes as they stand in a forward pass."""
+        """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
         return self.sequence.raster.lay_out(self.tree, self.first - 1)
 
     def before(self, node: int) -> Ints:
-        """Return the codes of the sequence and those of the tree on the path to `node`."""
+        """Return the codes that precede the code sampled after `node`: committed codes, then the path in the tree."""
         path = self.tree.path_to(node)[1:]
         return np.array([*self.sequence.codes[: self.first], *self.tree.tokens[path].tolist()], np.int64)
 

@@ -125,12 +125,12 @@ def test_a_chain_is_laid_out_as_its_codes_are_spelled(codes: list[int], columns:
     raster = Raster(columns * 30, columns, 100)
     tree = DraftTree(np.array(codes), np.arange(len(codes)) - 1)
     laid, whole = raster.lay_out(tree, first), raster.insert_row_ends([*[0] * first, *codes, 0])[:-1]
-    start = raster.place(first)
+    start = raster.position_of(first)
     assert laid.tokens.tolist() == whole[start:].tolist()
     assert laid.positions.tolist() == list(range(start, start + len(laid.tokens)))
     assert np.array_equal(laid.ancestors, np.tri(len(laid.tokens), dtype=bool))
     assert laid.last is not None
-    assert [start + last + 1 for last in laid.last] == [raster.place(first + 1 + n) for n in range(len(codes))]
+    assert [start + last + 1 for last in laid.last] == [raster.position_of(first + 1 + n) for n in range(len(codes))]
     assert laid.path_nodes(range(len(codes))).tolist() == list(range(len(laid.tokens)))
 
 
