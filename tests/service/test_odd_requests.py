@@ -49,8 +49,8 @@ def test_a_picture_in_a_list_of_one_is_that_picture(tiny: RunningServer, name: s
     headers = {"content-type": "multipart/form-data; boundary=B"}
     status, _, answer = tiny.request("POST", "/v1/images/edits", body + b"--B--\r\n", headers)
     error = json.loads(answer)["error"]
-    assert (status, error["param"]) == (400, "image"), "read, but this bundle has no encoder"
-    assert "no encoder" in error["message"]
+    assert (status, error["param"]) == (400, "image"), "read, but this bundle has no image encoder"
+    assert "no image encoder" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_drafters_of_texts_read_prefixes_as_decoding_does(
     images = pipeline.check(**subjects.request(0, 2), method="ar").images
     prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, images))
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
-    for row, first, tokens in zip(rows, batch.first.tolist(), batch.tokens, strict=True):
+    for row, first, tokens in zip(rows, batch.first_slots.tolist(), batch.tokens, strict=True):
         assert first == len(row.embeds) - 1
         expected = np.zeros(first) if row.tokens is None else row.tokens[1:]
         np.testing.assert_array_equal(tokens[:first], expected)
