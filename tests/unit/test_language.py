@@ -10,14 +10,14 @@ ROOT = Path(__file__).parents[2]
 CHECKED = ("lantern_rt", "runtime", "export", "engines", "train", "docs", "README.md", "CONTRIBUTING.md")
 # Findings of each rule of `tests/language_check.py`; lower a number when the text gets better.
 LIMITS = {
-    "no-verb": 222,
+    "no-verb": 214,
     "no-args": 59,
-    "fragment": 110,
-    "pronoun": 245,
-    "synonym": 51,
+    "fragment": 98,
+    "pronoun": 232,
+    "synonym": 48,
     "vague-name": 169,
     "paired": 118,
-    "long-sentence": 30,
+    "long-sentence": 29,
 }
 
 
