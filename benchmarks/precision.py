@@ -33,7 +33,7 @@ from lantern_rt.cli.console import print_table
 from lantern_rt.compare.prompts import read_bundle_prompts
 from lantern_rt.compare.turns import ComparedMethod, run
 from lantern_rt.engines.host import processor
-from lantern_rt.export.verify import agree, divergence
+from lantern_rt.export.measures import agree, divergence
 from lantern_rt.runtime.likelihood import sequence_logits
 from lantern_rt.runtime.statistics import Clock
 from lantern_rt.runtime_inputs import compute_prefixes, load_model
