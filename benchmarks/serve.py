@@ -95,7 +95,7 @@ async def ask(
     reader, writer = await asyncio.open_connection(*address, local_addr=(f"127.0.0.{caller}", 0))
     body = json.dumps({"prompt": prompt, "seed": seed, **options}).encode()
     head = (
-        f"POST /v1/images/generations HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+        f"POST /v1/images/generations HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
     )
     writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + body)
     answer = await reader.read(-1)
