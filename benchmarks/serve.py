@@ -94,10 +94,8 @@ async def ask(
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection(*address, local_addr=(f"127.0.0.{caller}", 0))
     body = json.dumps({"prompt": prompt, "seed": seed, **options}).encode()
-    head = (
-        f"POST /v1/images/generations HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
-    )
-    writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+    head = "POST /v1/images/generations HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\ncontent-type: application/json\r\n\r\n".encode() + body)
     answer = await reader.read(-1)
     writer.close()
     if answer.startswith(b"HTTP/1.1 200"):
