@@ -110,7 +110,7 @@ class DeviceRows:
 class LogitRows(DeviceRows, DeviceLogits):
     """Logits of a pass, from which tokens are sampled on the device."""
 
-    def draws(self, sampling: Sampling) -> bool:
+    def can_sample(self, sampling: Sampling) -> bool:
         """Return whether there is a sampling graph for these settings."""
         return SamplingHead.supports(sampling)
 

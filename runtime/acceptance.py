@@ -63,7 +63,7 @@ def follow(tree: DraftTree, choice: Callable[[int], int], remaining: int) -> Acc
         choice: function from a node to the token that the target samples after it.
         remaining: maximum number of tokens to accept, the tree's known tokens included.
     """
-    path = [*range(1 + tree.known)]
+    path = [*range(1 + tree.num_preserved)]
     while len(path) <= remaining:
         token = choice(path[-1])
         for child in tree.structure.children[path[-1]]:
@@ -122,7 +122,7 @@ def walk(
             even if q gives its token probability 0, and the token sampled after their rejection uses one more.
         remaining: maximum number of tokens to accept; later tokens do not count in the distance.
     """
-    path = [*range(1 + tree.known)]
+    path = [*range(1 + tree.num_preserved)]
     relaxed_nodes: list[int] = []
     tvd = 0.0
     while len(path) <= remaining:
@@ -214,7 +214,7 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, r
         relaxation: bounds of relaxed acceptance.
         remaining: maximum number of tokens to accept; the path is cut there.
     """
-    reached = [tree.known]
+    reached = [tree.num_preserved]
     seen: dict[int, Probabilities] = {}
     for node in reached:
         if not tree.structure.children[node]:
@@ -227,7 +227,9 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, r
                 reached.append(child)
     end = min(reached, key=lambda node: (-tree.structure.depths[node], tree.structure.leaf_rank[node]))
     path = tree.path_to(end)[: remaining + 1]
-    relaxed = [child for node, child in pairwise(path[tree.known :]) if tree.tokens[child] != seen[node].argmax()]
+    relaxed = [
+        child for node, child in pairwise(path[tree.num_preserved :]) if tree.tokens[child] != seen[node].argmax()
+    ]
     if len(path) > remaining:
         return Acceptance(path, None, float(len(relaxed)), None, relaxed)
     remainder = seen[end] if end in seen else target(end)

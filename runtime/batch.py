@@ -20,7 +20,7 @@ from .engine import Cache, Floats, Ints, Pass, PassOutput
 from .head_drafter import HeadDrafter
 from .jacobi import JacobiDrafter
 from .likelihood import recompute_logits, tie_margin
-from .passes import MINIMUM_NODES, identity_mask, prefill_pass, stack_padding, unmask_committed
+from .passes import MIN_NODES, identity_mask, prefill_pass, stack_padding, unmask_committed
 from .raster import PassLayout
 from .rows import RowDrafter
 from .state import ImageSequence, Model
@@ -58,7 +58,7 @@ class Batch:
         self._arrange()
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Rows of a pass over the active sequences."""
         return len(self._padding)
 
@@ -136,7 +136,7 @@ class Batch:
         output = self._verify(layouts)
         answers = {
             sequence: self._target_output(
-                sequence, drafts[sequence], output, self._rows[sequence], layouts[sequence].last
+                sequence, drafts[sequence], output, self._rows[sequence], layouts[sequence].sampling_nodes
             )
             for sequence in self.active
         }
@@ -178,7 +178,7 @@ class Batch:
         """Run one target pass over all drafts as they are laid out, padded to the same number of nodes."""
         assert self._cache is not None
         target, lengths = self.model.target, self._cache.lengths
-        nodes = max(MINIMUM_NODES, *(max(sequence.nodes, len(layout.tokens)) for sequence, layout in layouts.items()))
+        nodes = max(MIN_NODES, *(max(sequence.nodes, len(layout.tokens)) for sequence, layout in layouts.items()))
         past_length = target.next_past_length(self._cache, nodes)
         tokens, positions = np.zeros((2, len(lengths), nodes), np.int64)
         attention_mask = np.zeros((len(lengths), nodes, past_length + nodes), bool)
@@ -196,9 +196,9 @@ class Batch:
         return self.target_clock.run(target, Pass(positions, attention_mask, tokens), self._cache)
 
     def _target_output(
-        self, sequence: ImageSequence, draft: Draft, output: PassOutput, rows: slice, last: Ints | None = None
+        self, sequence: ImageSequence, draft: Draft, output: PassOutput, rows: slice, sampling_nodes: Ints | None = None
     ) -> TargetOutput:
-        """Return what a pass says after the nodes of a sequence's draft. last: as of `PassLayout`."""
+        """Return what a pass says after the nodes of a sequence's draft. sampling_nodes: as of `PassLayout`."""
         margin = sequence.tie_margin if sequence.exact else 0.0
         return TargetOutput(
             lambda nodes: output.logits[rows, nodes],
@@ -208,13 +208,13 @@ class Batch:
             sequence.sampling,
             margin,
             partial(self._recompute, sequence, draft) if margin else None,
-            draft.before,
-            last,
+            draft.preceding_codes,
+            sampling_nodes,
         )
 
     def _recompute(self, sequence: ImageSequence, draft: Draft, node: int) -> Floats:
         """Return logits after a node of the sequence's draft, computed from the start; see `likelihood.py`."""
-        codes = np.append(draft.before(node), 0)  # the last one is dropped
+        codes = np.append(draft.preceding_codes(node), 0)  # the last one is dropped
         tokens = sequence.raster.insert_row_ends(codes)[:-1]
         calls = self.target_clock.calls
         logits = recompute_logits(self.model, sequence.rows, tokens, sequence.sampling, self.target_clock)
@@ -240,10 +240,12 @@ class Batch:
         samples: list[SampleRequest] = []
         for sequence, answer in answers.items():
             nodes, rows = drafts[sequence].sampled, self._rows[sequence]
-            if nodes is None or answer.recompute or not logits.draws(sequence.sampling):
+            if nodes is None or answer.recompute or not logits.can_sample(sequence.sampling):
                 continue
             own = np.array(nodes, np.int64)
-            places = np.tile(own if answer.last is None else answer.last[own], (rows.stop - rows.start, 1))
+            places = np.tile(
+                own if answer.sampling_nodes is None else answer.sampling_nodes[own], (rows.stop - rows.start, 1)
+            )
             noise = None if sequence.sampling.greedy else sequence.noise
             cells = np.array([answer.cells[node] for node in nodes])
             choosing.append((answer, nodes))

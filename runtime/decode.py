@@ -99,7 +99,7 @@ def joining(
         idle = (max_images - len(batch.active)) * max(sequence.remaining for sequence in batch.active)
         if idle <= IDLE * max_images * max(sequence.raster.codes for sequence in batch.active):
             return []
-    rows = max_rows - batch.rows
+    rows = max_rows - batch.num_rows
     new: list[ImageSequence] = []
     for sequence in waiting[: max(0, max_images - len(batch.active))]:
         rows -= len(sequence.rows)

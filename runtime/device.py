@@ -31,7 +31,7 @@ class DeviceLogits(ABC):
         """Return the logits at `key`, which NumPy rules interpret."""
 
     @abstractmethod
-    def draws(self, sampling: Sampling) -> bool:
+    def can_sample(self, sampling: Sampling) -> bool:
         """Return whether the device can sample with these settings."""
 
     @abstractmethod

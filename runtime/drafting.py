@@ -68,7 +68,7 @@ class Draft(Protocol):
     def layout(self) -> PassLayout:
         """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
 
-    def before(self, node: int) -> Ints:
+    def preceding_codes(self, node: int) -> Ints:
         """Return the codes that precede the code sampled after `node`, int64 `[codes]`."""
 
     def accept(self, output: TargetOutput, layout: PassLayout, model: Model) -> Accepted:

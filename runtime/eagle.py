@@ -20,7 +20,7 @@ from ..methods import Drafted, Sampling
 from .device import DeviceLogits, SampleRequest
 from .drafting import Commit
 from .engine import Bools, Cache, DeviceArray, Engine, Floats, HiddenView, Ints, Pass, PassOutput
-from .passes import MINIMUM_NODES, stack_padding, unmask_committed
+from .passes import MIN_NODES, stack_padding, unmask_committed
 from .sampling import Probabilities, best_codes, guide, shape_distribution, shape_logits
 from .state import ImageSequence, Model
 from .statistics import Clock
@@ -154,7 +154,7 @@ class EagleDrafter(TreeDrafter):
         noises = [one.noise if noisy and not one.sampling.greedy else None for one in self.sequences]
         on_device = level.logits
         if isinstance(on_device, DeviceLogits) and all(
-            on_device.draws(sequence.sampling) for sequence in self.sequences
+            on_device.can_sample(sequence.sampling) for sequence in self.sequences
         ):
             samples = []
             for sequence, rows, noise in zip(self.sequences, self._rows(), noises, strict=True):
@@ -205,7 +205,7 @@ class EagleDrafter(TreeDrafter):
         return read, hidden
 
     def _run_committed(self, read: list[Ints], states: list[Floats | HiddenView], counts: list[int]) -> PassOutput:
-        slots = max(MINIMUM_NODES, *counts)
+        slots = max(MIN_NODES, *counts)
         tokens = np.zeros((len(read), slots), np.int64)
         for row, count in enumerate(counts):
             tokens[row, :count] = read[row][:count]
@@ -238,7 +238,7 @@ class EagleDrafter(TreeDrafter):
         """
         if self.row_end is None:
             return level
-        ends = np.array([one.raster.ends(len(one.codes) - 1 + depth) for one in self.sequences])
+        ends = np.array([one.raster.ends_row(len(one.codes) - 1 + depth) for one in self.sequences])
         if not ends.any():
             return level
         sequences, slots = len(ends), level.nodes.shape[1]
@@ -262,7 +262,7 @@ class EagleDrafter(TreeDrafter):
         """
         sequences, slots = tokens.shape
         rows = len(level.nodes)
-        padded = max(MINIMUM_NODES, slots)
+        padded = max(MIN_NODES, slots)
         drafted = level.sees.shape[2]
         base = self._cache.lengths - drafted  # committed slots, [rows]
         codes = np.zeros((rows, padded), np.int64)
@@ -295,11 +295,11 @@ class EagleDrafter(TreeDrafter):
             levels.append(level)
             most = max(len(shape.children[node]) for node in inner)
             for filling, best in zip(fillings, self._top_children(level, depth, most, noisy=True), strict=True):
-                filling.fill(inner, *best)
+                filling.add_children(inner, *best)
         trees: list[DraftTree] = []
         for sequence, rows, filling in zip(self.sequences, self._rows(), fillings, strict=True):
             proposal = partial(_proposal, shape, levels, rows, sequence.sampling) if self.relaxed else no_proposal
-            trees.append(filling.tree(proposal, sequence.sampling.greedy))
+            trees.append(filling.build(proposal, sequence.sampling.greedy))
         return trees
 
     def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: LevelOutput) -> list[DraftTree]:

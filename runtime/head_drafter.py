@@ -88,7 +88,9 @@ class DraftHeadState:
         self.late = {}
         for i, (node, gate) in enumerate(zip(undecided, self.heads.gates(states[count:]), strict=True)):
             assert commit.draft is not None
-            self.late[done + i] = UnacceptedPosition(int(commit.draft.tokens[node]), commit.target.guided(node), gate)
+            self.late[done + i] = UnacceptedPosition(
+                int(commit.draft.tokens[node]), commit.target.guided_logits(node), gate
+            )
 
     def draft(self) -> DraftTree:
         """The next draft, of the method in use."""
@@ -135,9 +137,9 @@ class DraftHeadState:
         for depth, inner in enumerate(shape.levels[:most]):
             levels.append(self.logits(first + depth, filling.tokens[inner]))
             children = max(len(shape.children[node]) for node in inner)
-            filling.fill(inner, *best_codes(self.perturb_logits(first + depth, levels[-1]), children))
+            filling.add_children(inner, *best_codes(self.perturb_logits(first + depth, levels[-1]), children))
         proposal = no_proposal if self.sequence.exact else partial(_proposal, shape, levels, self.sequence.sampling)
-        return filling.tree(proposal, self.sequence.sampling.greedy)
+        return filling.build(proposal, self.sequence.sampling.greedy)
 
     def _dynamic(self, shape: DynamicTree, most: int) -> DraftTree:
         builder, first = DynamicTreeBuilder(self.sequence.codes[-1]), len(self.sequence.codes)

@@ -48,7 +48,7 @@ class JacobiDrafter(TreeDrafter):
         """Return every sequence's window as a chain."""
         trees = []
         for sequence in sequences:
-            known = self.known(sequence)
+            known = self.preserved_tokens(sequence)
             remaining = sequence.tokens_until_preserved(len(known))
             if known:
                 remaining = min(remaining, self.max_nodes - len(known))

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ..methods import Sampling
 from .engine import Bools, Floats, Ints, PassOutput
-from .passes import MINIMUM_NODES, causal_pass, prefill_pass, stack_padding
+from .passes import MIN_NODES, causal_pass, prefill_pass, stack_padding
 from .sampling import guide, penalise, scale, softmax
 from .state import Model, PrefixRow, Prompt
 from .statistics import Clock
@@ -96,14 +96,14 @@ def _passes(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock)
     """Passes over the prefixes and then over parts of `tokens [rows, count]`; how many nodes of each row count."""
     target, sides, lengths = model.target, len(rows), np.array([len(row.embeds) for row in rows])
     padding = stack_padding([~row.real for row in rows])  # [rows, longest]
-    cache = target.new_cache(sides, int(lengths.max()) + tokens.shape[1] + MINIMUM_NODES)
+    cache = target.new_cache(sides, int(lengths.max()) + tokens.shape[1] + MIN_NODES)
     output = clock.run(target, prefill_pass(target, cache, [row.embeds for row in rows], padding), cache)
     clock.append(cache, output.new_kv, [np.arange(length) for length in lengths])
     yield output, lengths
     for start in range(0, tokens.shape[1], NODES):
         part = tokens[:, start : start + NODES]
         count = part.shape[1]
-        nodes = np.zeros((sides, max(MINIMUM_NODES, count)), np.int64)
+        nodes = np.zeros((sides, max(MIN_NODES, count)), np.int64)
         nodes[:, :count] = part
         output = clock.run(target, causal_pass(target, cache, nodes, model.positions - 1, padding), cache)
         clock.append(cache, output.new_kv, [np.arange(count)] * sides)

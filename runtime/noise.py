@@ -19,8 +19,8 @@ from .engine import Floats
 
 FORMAT: Literal["philox4x64-gumbel-1"] = "philox4x64-gumbel-1"
 _GUMBEL, _DECISIONS = 0, 1  # uses
-GROUP = 16  # positions whose noise is made together, which costs a third
-CHUNK = 512  # codes at a time, which stay in a processor's cache
+GROUP_SIZE = 16  # positions whose noise is made together, which costs a third
+CHUNK_SIZE = 512  # codes at a time, which stay in a processor's cache
 
 
 class Noise:
@@ -28,7 +28,7 @@ class Noise:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._kept: dict[int, Floats] = {}  # by group: [GROUP, size]
+        self._groups: dict[int, Floats] = {}  # by group: [GROUP_SIZE, size]
 
     def gumbel(self, first: int, count: int, size: int) -> Floats:
         """Standard Gumbel noise at the `count` positions from `first`, float32 `[count, size]`.
@@ -37,10 +37,10 @@ class Noise:
         stream of group t div 16: 32-bit numbers, the lower half of each 64 bits first. The numbers of a code do not
         depend on `size`. Groups are kept until `forget`: target and drafts ask for the same.
         """
-        group, start = divmod(first, GROUP)
-        if start + count <= GROUP:
+        group, start = divmod(first, GROUP_SIZE)
+        if start + count <= GROUP_SIZE:
             return self._group(group, size)[start : start + count]
-        parts = [self._group(one, size) for one in range(group, (first + count - 1) // GROUP + 1)]
+        parts = [self._group(one, size) for one in range(group, (first + count - 1) // GROUP_SIZE + 1)]
         return np.concatenate(parts)[start : start + count]
 
     def decisions(self, position: int) -> np.random.Generator:
@@ -52,23 +52,23 @@ class Noise:
 
     def forget(self, before: int) -> None:
         """Let go of groups of which all positions are decided."""
-        while self._kept and (first := min(self._kept)) < before // GROUP:
-            del self._kept[first]
+        while self._groups and (first := min(self._groups)) < before // GROUP_SIZE:
+            del self._groups[first]
 
     def _group(self, group: int, size: int) -> Floats:
-        kept = self._kept.get(group)
+        kept = self._groups.get(group)
         if kept is None or kept.shape[1] < size:
             bits = self._noise.at(group).bit_generator
-            kept = self._kept[group] = np.empty((GROUP, size), np.float32)
-            for start in range(0, size, CHUNK):
-                codes = min(CHUNK, size - start)
-                numbers = bits.random_raw(codes * GROUP // 2).astype("<u8", copy=False).view("<u4")
+            kept = self._groups[group] = np.empty((GROUP_SIZE, size), np.float32)
+            for start in range(0, size, CHUNK_SIZE):
+                codes = min(CHUNK_SIZE, size - start)
+                numbers = bits.random_raw(codes * GROUP_SIZE // 2).astype("<u8", copy=False).view("<u4")
                 uniform = np.add(numbers, 0.5, dtype=np.float64)
                 uniform *= 2.0**-32
                 np.log(uniform, out=uniform)
                 np.negative(uniform, out=uniform)
                 np.log(uniform, out=uniform)
-                kept[:, start : start + codes] = uniform.reshape(codes, GROUP).T
+                kept[:, start : start + codes] = uniform.reshape(codes, GROUP_SIZE).T
             np.negative(kept, out=kept)
         return kept[:, :size]
 

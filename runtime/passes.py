@@ -8,7 +8,7 @@ import numpy as np
 
 from .engine import Bools, Cache, Engine, Floats, Ints, Pass
 
-MINIMUM_NODES = 2  # one-node passes use another matrix kernel and would not reproduce tree passes
+MIN_NODES = 2  # one-node passes use another matrix kernel and would not reproduce tree passes
 
 
 def unmask_committed(attention_mask: Bools, lengths: Ints, prefix_padding: Bools) -> None:
@@ -53,7 +53,7 @@ def prefill_pass(engine: Engine, cache: Cache, prefix: list[Floats], prefix_padd
 
     prefix: of each row, float32 `[length, hidden_size]`. prefix_padding: `[rows, longest]`.
     """
-    rows, nodes = len(prefix), max(MINIMUM_NODES, *map(len, prefix))
+    rows, nodes = len(prefix), max(MIN_NODES, *map(len, prefix))
     embeds = np.stack([np.concatenate([row, np.repeat(row[-1:], nodes - len(row), 0)]) for row in prefix])
     past_length = engine.next_past_length(cache, nodes)
     attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)

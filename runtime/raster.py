@@ -26,9 +26,9 @@ class PassLayout(NamedTuple):
     positions: Ints  # positions counted from the first token of the image, int64 `[pass nodes]`
     ancestors: Bools  # whether the column node is the row node or comes before it, bool `[pass nodes, pass nodes]`
     owners: Ints | None = None  # draft node of each pass node, int64 `[pass nodes]`
-    # pass node after which the token of each draft node is sampled, int64 `[nodes]`; `owners` and `last` are None if
-    # the pass has no end-of-row tokens
-    last: Ints | None = None
+    # pass node after which the token of each draft node is sampled, int64 `[nodes]`; None, as `owners`, if the pass has
+    # no end-of-row tokens
+    sampling_nodes: Ints | None = None
     # attention mask over the cache entries behind the prefix, bool `[pass nodes, entries]`; None: all are attended to
     past: Bools | None = None
 
@@ -54,7 +54,7 @@ class Raster:
         """Return the position of a cell's token, from 0 at the first token; drafts may extend past the last cell."""
         return cell if self.row_end is None else cell + min(cell, self.codes - 1) // self.columns
 
-    def ends(self, cell: int) -> bool:
+    def ends_row(self, cell: int) -> bool:
         """Return whether an end-of-row token follows a cell."""
         return self.row_end is not None and cell % self.columns == self.columns - 1 and cell + 1 < self.codes
 

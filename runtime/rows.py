@@ -233,7 +233,7 @@ class RowDraft:
         past = batch.sees(batch.cached)
         return PassLayout(batch.tokens, batch.structure.depths, batch.structure.ancestors, past=past)
 
-    def before(self, node: int) -> Ints:
+    def preceding_codes(self, node: int) -> Ints:
         """Return the tokens that a node attends to, and its own."""
         batch = self.batch
         seen = batch.known[batch.sees(batch.cached)[node]]
@@ -242,7 +242,7 @@ class RowDraft:
     def accept(self, output: TargetOutput, layout: PassLayout, model: Model) -> Accepted:
         """Sample tokens, and commit those whose drafts were right."""
         sequence, grid = self.sequence, self.grid
-        kept, drawn = grid.commit(self.batch, output.draw(self.batch.sampled))
+        kept, drawn = grid.commit(self.batch, output.sample(self.batch.sampled))
         cells = np.array(grid.cells, np.int64).reshape(-1, grid.columns)[:, : grid.codes].ravel()
         places = drawn - drawn // grid.columns if grid.has_ends else drawn
         gaps = np.flatnonzero(cells < 0)

@@ -14,7 +14,7 @@ from .noise import Noise
 from .sampling import Probabilities, choose, choose_with_margin, guide, is_decisive, penalise, shape_distribution
 from .tree import TreeStructure
 
-MOST_TOGETHER = 256  # nodes whose choices are made at once
+MAX_BLOCK_NODES = 256  # nodes whose choices are made at once
 
 
 @dataclass(slots=True)
@@ -43,9 +43,9 @@ class TargetOutput:
     # a choice; None where ties stay as they are
     recompute: Callable[[int], Floats] | None = None
     # gives the codes before the choice after a node, for a repetition penalty
-    before: Callable[[int], Ints] = lambda node: np.empty(0, np.int64)
+    preceding_codes: Callable[[int], Ints] = lambda node: np.empty(0, np.int64)
     # the pass's node after which each node's choice is drawn, if not after the node itself, int64 `[nodes]`
-    last: Ints | None = None
+    sampling_nodes: Ints | None = None
     _block: LogitBlock | None = field(init=False, default=None)  # looked at last
     _choices: dict[int, int] = field(init=False, default_factory=dict)
     _distributions: dict[int, Probabilities] = field(init=False, default_factory=dict)
@@ -72,7 +72,7 @@ class TargetOutput:
             self._choices.update(enumerate(codes, block.first))
         return self._choices[node]
 
-    def guided(self, node: int) -> Floats:
+    def guided_logits(self, node: int) -> Floats:
         """Guided logits after `node`, `[vocab_size]`."""
         block = self._block_at(node)
         guided: Floats = block.logits[node - block.first]
@@ -89,10 +89,10 @@ class TargetOutput:
         """What relaxed acceptance decides with on the children of `node`."""
         return self.noise.decisions(self.cells[node])
 
-    def draw(self, nodes: Sequence[int]) -> Ints:
+    def sample(self, nodes: Sequence[int]) -> Ints:
         """The choices after some nodes that are no chain, at once, int64 `[nodes]`."""
         if not all(node in self._choices for node in nodes):
-            in_place = self.last is None and nodes[-1] - nodes[0] + 1 == len(nodes)
+            in_place = self.sampling_nodes is None and nodes[-1] - nodes[0] + 1 == len(nodes)
             guided = guide(self._read(slice(nodes[0], nodes[-1] + 1) if in_place else nodes), self.sampling)
             noise = None
             if not self.sampling.greedy:
@@ -118,7 +118,7 @@ class TargetOutput:
     def _block_at(self, node: int) -> LogitBlock:
         block = self._block
         if block is None or not block.first <= node < block.first + len(block.logits):
-            first, nodes = (0, len(self.structure.depths)) if self.structure.chain else (node, 1)
+            first, nodes = (0, len(self.structure.depths)) if self.structure.is_chain else (node, 1)
             block = self._block = LogitBlock(first, guide(self._read(slice(first, first + nodes)), self.sampling))
         return block
 
@@ -126,11 +126,11 @@ class TargetOutput:
         return None if self.sampling.greedy else self.noise.gumbel(self.cells[first], *logits.shape)
 
     def _read(self, nodes: slice | Sequence[int]) -> Floats:
-        logits = self.logits(nodes if self.last is None else self.last[nodes].tolist())
+        logits = self.logits(nodes if self.sampling_nodes is None else self.sampling_nodes[nodes].tolist())
         if not self.sampling.penalised:
             return logits
         places = range(len(self.structure.depths))[nodes] if isinstance(nodes, slice) else nodes
-        return penalise(logits, [self.before(node) for node in places], self.sampling)
+        return penalise(logits, [self.preceding_codes(node) for node in places], self.sampling)
 
 
 def choose_for_sequences(logits: DeviceArray, targets: Iterable[tuple[TargetOutput, slice]]) -> None:
@@ -141,7 +141,7 @@ def choose_for_sequences(logits: DeviceArray, targets: Iterable[tuple[TargetOutp
         targets: outputs of several sequences, each with its rows in the pass.
     """
     for (nodes, sides, sampling), group in groupby(targets, _shape):
-        neighbours = list(islice(group, MOST_TOGETHER // max(1, nodes)))  # the others choose alone: memory is bounded
+        neighbours = list(islice(group, MAX_BLOCK_NODES // max(1, nodes)))  # the others choose alone: memory is bounded
         count = len(neighbours)
         first, last = neighbours[0][1].start, neighbours[-1][1].stop
         if nodes == 0 or count < 2 or last - first != count * sides:  # the last: others are between them
@@ -166,5 +166,5 @@ def choose_for_sequences(logits: DeviceArray, targets: Iterable[tuple[TargetOutp
 def _shape(target: tuple[TargetOutput, slice]) -> tuple[int, int, Sampling]:
     """Nodes of a chain (0: it is none), rows, and sampling: those of one shape may choose together."""
     output, rows = target
-    chain = output.structure.chain and output.last is None and not output.sampling.penalised
+    chain = output.structure.is_chain and output.sampling_nodes is None and not output.sampling.penalised
     return len(output.structure.depths) if chain else 0, rows.stop - rows.start, output.sampling

@@ -125,7 +125,7 @@ class DraftTree:
     # order by default
     leaf_order: Sequence[int] | None = None
     # how many nodes, a chain below the root, hold codes that the sequence keeps: they are no guesses
-    known: int = 0
+    num_preserved: int = 0
     _structure: TreeStructure | None = field(init=False, default=None)  # a cached_property takes a lock
 
     @property
@@ -158,7 +158,7 @@ class TreeStructure:
     children: tuple[tuple[int, ...], ...]
     ancestors: Bools  # whether the column node is the row node or an ancestor of it, bool `[nodes, nodes]`
     leaf_rank: Ints  # for every node the rank of the first leaf below it, int64 `[nodes]`
-    chain: bool  # whether every node is the parent of the next
+    is_chain: bool  # whether every node is the parent of the next
 
 
 @lru_cache(maxsize=64)
@@ -193,21 +193,21 @@ class StaticTreeBuilder:
     def __init__(self, shape: StaticTree, root: int) -> None:
         self.shape = shape
         self.tokens = np.zeros(shape.nodes, np.int64)
-        self.drawn = np.zeros(shape.nodes, bool)
-        self.tokens[0], self.drawn[0] = root, True
+        self.sampled = np.zeros(shape.nodes, bool)
+        self.tokens[0], self.sampled[0] = root, True
 
-    def fill(self, inner: Ints, codes: Ints, scores: Floats) -> None:
+    def add_children(self, inner: Ints, codes: Ints, scores: Floats) -> None:
         """Give nodes of a level `inner [n]` their children's codes `[n, most]`, the best first; -inf scores none."""
         counts = np.isfinite(scores).sum(1)
-        for slot in np.flatnonzero(self.drawn[inner]).tolist():
+        for slot in np.flatnonzero(self.sampled[inner]).tolist():
             filled = self.shape.children[int(inner[slot])][: counts[slot]]
-            self.tokens[filled], self.drawn[filled] = codes[slot, : len(filled)], True
+            self.tokens[filled], self.sampled[filled] = codes[slot, : len(filled)], True
 
-    def tree(self, proposal: Callable[[int], Probabilities | None], greedy: bool) -> DraftTree:
+    def build(self, proposal: Callable[[int], Probabilities | None], greedy: bool) -> DraftTree:
         """What was drawn: a peaked distribution may run out of codes, an image of cells."""
         leaf_order = self.shape.leaves if greedy else None  # sampling knows no ties
         tree = DraftTree(self.tokens, self.shape.parents, proposal, leaf_order)
-        return tree if self.drawn.all() else subtree(tree, np.flatnonzero(self.drawn))
+        return tree if self.sampled.all() else subtree(tree, np.flatnonzero(self.sampled))
 
 
 class DynamicTreeBuilder:

@@ -40,7 +40,7 @@ class TreeDraft:
     @property
     def cells(self) -> Sequence[int]:
         """The cell that is sampled after each node."""
-        if self.structure.chain:
+        if self.structure.is_chain:
             return range(self.first, self.first + self.tree.nodes)
         cells: list[int] = (self.first + self.structure.depths).tolist()
         return cells
@@ -54,7 +54,7 @@ class TreeDraft:
         """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
         return self.sequence.raster.lay_out(self.tree, self.first - 1)
 
-    def before(self, node: int) -> Ints:
+    def preceding_codes(self, node: int) -> Ints:
         """Return the codes that precede the code sampled after `node`: committed codes, then the path in the tree."""
         path = self.tree.path_to(node)[1:]
         return np.array([*self.sequence.codes[: self.first], *self.tree.tokens[path].tolist()], np.int64)
@@ -64,7 +64,7 @@ class TreeDraft:
         sequence, tree = self.sequence, self.tree
         accepted = self._walk(output, Relaxation.of(sequence.method, model.neighbors))
         sequence.statistics.realised_tvd += accepted.realised_tvd
-        sequence.record_draft(tree.nodes - 1 - tree.known, len(accepted.path) - 1 - tree.known)
+        sequence.record_draft(tree.nodes - 1 - tree.num_preserved, len(accepted.path) - 1 - tree.num_preserved)
         codes = tree.tokens[accepted.path[1:]]
         path = accepted.path[:-1]  # the last one is the next root
         if accepted.bonus is not None:
@@ -76,7 +76,7 @@ class TreeDraft:
 
     def _walk(self, output: TargetOutput, relaxation: Relaxation | None) -> Acceptance:
         tree = self.tree
-        remaining = tree.known + self.sequence.tokens_until_preserved(tree.known)
+        remaining = tree.num_preserved + self.sequence.tokens_until_preserved(tree.num_preserved)
         if relaxation is None:
             return follow(tree, output.choice, remaining)
         if self.sequence.sampling.greedy:
@@ -102,20 +102,21 @@ class TreeDrafter(Drafter):
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> Sequence[DraftTree]:
         """Return a tree below the last token of every sequence."""
-        return [chain([*sequence.codes[-1:], *self.known(sequence)]) for sequence in sequences]
+        return [chain([*sequence.codes[-1:], *self.preserved_tokens(sequence)]) for sequence in sequences]
 
-    def known(self, sequence: ImageSequence) -> list[int]:
+    def preserved_tokens(self, sequence: ImageSequence) -> list[int]:
         """Return the codes that a sequence preserves next, as many as a pass takes."""
         return [] if sequence.preserved is None else sequence.next_preserved()[0][: self.max_nodes - 1].tolist()
 
 
-def chain(tokens: Sequence[int], known: int | None = None, proposal: Proposal = no_proposal) -> DraftTree:
+def chain(tokens: Sequence[int], num_preserved: int | None = None, proposal: Proposal = no_proposal) -> DraftTree:
     """Return a tree of tokens one below the other.
 
     Args:
         tokens: the root first.
-        known: how many tokens below the root are preserved codes, not drafts; None: all.
+        num_preserved: number of preserved tokens below the root, which are not drafts; None: all.
         proposal: distributions that children were drawn from.
     """
     parents = np.arange(-1, len(tokens) - 1, dtype=np.int64)
-    return DraftTree(np.array(tokens, np.int64), parents, proposal, known=len(tokens) - 1 if known is None else known)
+    num_preserved = len(tokens) - 1 if num_preserved is None else num_preserved
+    return DraftTree(np.array(tokens, np.int64), parents, proposal, num_preserved=num_preserved)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...runtime.device import SampleRequest
 from ...runtime.engine import Floats, Ints
-from ...runtime.noise import GROUP, Noise
+from ...runtime.noise import GROUP_SIZE, Noise
 from ..columns import padded_node_count
 from ..contracts import Array, Tensor
 from ..graph_writer import GraphWriter
@@ -203,7 +203,7 @@ class Device:
 
 
 class NoiseTable:
-    """Noise on a device, `[groups, GROUP, vocab_size]`, by groups of positions; the oldest are replaced."""
+    """Noise on a device, `[groups, GROUP_SIZE, vocab_size]`, by groups of positions; the oldest are replaced."""
 
     def __init__(self, device: Device, size: int) -> None:
         self.device = device
@@ -216,7 +216,8 @@ class NoiseTable:
         """Return the index of every node's noise, int32 `[requests, nodes]`; upload the noise if necessary."""
         needed: dict[tuple[int, int], Noise] = {}
         spans = [
-            (int(request.positions.min()) // GROUP, int(request.positions.max()) // GROUP + 1) for request in requests
+            (int(request.positions.min()) // GROUP_SIZE, int(request.positions.max()) // GROUP_SIZE + 1)
+            for request in requests
         ]
         for request, span in zip(requests, spans, strict=True):
             if request.noise is not None:
@@ -227,18 +228,18 @@ class NoiseTable:
         for key in [key for key in needed if key not in self._indices]:
             index = self._free.pop() if self._free else self._indices.pop(next(iter(self._indices)))
             self._indices[key] = index
-            noise = np.asarray(needed[key].gumbel(key[1] * GROUP, GROUP, self.size), np.float32)
+            noise = np.asarray(needed[key].gumbel(key[1] * GROUP_SIZE, GROUP_SIZE, self.size), np.float32)
             self.device.copy_rows(noise[None], np.array([0]), self.value, np.array([index]))
         ids = np.zeros((len(requests), nodes), np.int32)
         for row, request, span in zip(ids, requests, spans, strict=True):
             if request.noise is not None:
                 positions = request.positions
                 indices = np.array([self._indices[request.noise.seed, group] for group in range(*span)])
-                row[: len(positions)] = indices[positions // GROUP - span[0]] * GROUP + positions % GROUP
+                row[: len(positions)] = indices[positions // GROUP_SIZE - span[0]] * GROUP_SIZE + positions % GROUP_SIZE
         return ids
 
     def _allocate(self, groups: int) -> None:
-        self.value = self.device.zeros((groups, GROUP, self.size), "float32")
+        self.value = self.device.zeros((groups, GROUP_SIZE, self.size), "float32")
         self._indices = {}
         self._free = list(range(groups))
 

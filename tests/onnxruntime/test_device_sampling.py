@@ -17,7 +17,7 @@ from lantern_rt.errors import EngineError
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.device import SampleRequest
 from lantern_rt.runtime.engine import Floats, Ints
-from lantern_rt.runtime.noise import GROUP, Noise
+from lantern_rt.runtime.noise import GROUP_SIZE, Noise
 from lantern_rt.runtime.sampling import best_codes, guide, shape_logits
 
 VOCABULARY = 200
@@ -65,8 +65,8 @@ class UploadedNoise(Noise):
         self.uploads: list[int] = []
 
     def gumbel(self, first: int, count: int, size: int) -> Floats:
-        if count == GROUP:
-            self.uploads.append(first // GROUP)
+        if count == GROUP_SIZE:
+            self.uploads.append(first // GROUP_SIZE)
         return super().gumbel(first, count, size)
 
 
@@ -96,8 +96,8 @@ def test_the_device_draws_what_the_host_draws(
 ) -> None:
     sampling, logits = Sampling(cfg_scale=cfg_scale, **filters), logits_of()
     rows = on(device, logits)
-    assert rows.draws(sampling)
-    asked = asking(sampling, Noise(7) if noisy and not sampling.greedy else None, first=1, start=GROUP - 2)
+    assert rows.can_sample(sampling)
+    asked = asking(sampling, Noise(7) if noisy and not sampling.greedy else None, first=1, start=GROUP_SIZE - 2)
     (found,) = rows.best([asked], most)
     agree(found, on_host(logits, asked, most))
 
@@ -113,9 +113,9 @@ def test_a_bound_that_no_sum_reaches_keeps_all(device: Device) -> None:
 def test_top_p_before_top_k_is_left_to_the_host(device: Device) -> None:
     both = {"top_k": 5, "top_p": 0.5, "filter_order": "top-p, top-k"}
     rows = on(device, logits_of())
-    assert not rows.draws(Sampling(**both))
-    assert rows.draws(Sampling(**both, temperature=0))
-    assert rows.draws(Sampling(**{**both, "top_k": 0}))
+    assert not rows.can_sample(Sampling(**both))
+    assert rows.can_sample(Sampling(**both, temperature=0))
+    assert rows.can_sample(Sampling(**{**both, "top_k": 0}))
 
 
 def test_many_with_settings_of_their_own_are_drawn_together(device: Device) -> None:
@@ -158,7 +158,7 @@ def test_more_seeds_and_positions_than_the_noise_table_has_places_are_drawn_righ
 
 def test_only_the_noise_that_is_read_is_brought_to_the_device() -> None:
     rows, groups = on(Device("cpu"), logits_of()), [UploadedNoise(seed) for seed in range(80)]
-    rows.best([asking(Sampling(), groups[0], start=GROUP + 1, count=4)], 1)
+    rows.best([asking(Sampling(), groups[0], start=GROUP_SIZE + 1, count=4)], 1)
     assert groups[0].uploads == [1]
     for part in (groups[:40], groups[40:], groups[:40]):
         rows.best([asking(Sampling(), noise, count=4) for noise in part], 1)
@@ -169,7 +169,7 @@ def test_noise_that_has_made_room_for_other_comes_back() -> None:
     device, logits = Device("cpu"), logits_of(rows=1, nodes=4)
     rows = on(device, logits)
     noises = [UploadedNoise(seed) for seed in range(80)]
-    asked = [asking(Sampling(), noise, start=GROUP * noise.seed, count=2) for noise in noises]
+    asked = [asking(Sampling(), noise, start=GROUP_SIZE * noise.seed, count=2) for noise in noises]
     for one in [*asked, *asked[::3], *asked[::-1]]:
         (found,) = rows.best([one], 1)
         agree(found, on_host(logits, one, 1))
@@ -185,7 +185,7 @@ def test_several_threads_draw_at_once_what_each_draws_alone() -> None:
 
     def draw(seed: int) -> None:
         noise, sampling = Noise(seed), Sampling(top_k=10 * (seed % 3))
-        for start in range(0, 20 * GROUP, GROUP - 1):
+        for start in range(0, 20 * GROUP_SIZE, GROUP_SIZE - 1):
             asked = asking(sampling, noise, first=seed % 2, start=start)
             (found,) = rows.best([asked], 3)
             agree(found, on_host(logits, asked, 3))

@@ -129,8 +129,10 @@ def test_a_chain_is_laid_out_as_its_codes_are_spelled(codes: list[int], columns:
     assert laid.tokens.tolist() == whole[start:].tolist()
     assert laid.positions.tolist() == list(range(start, start + len(laid.tokens)))
     assert np.array_equal(laid.ancestors, np.tri(len(laid.tokens), dtype=bool))
-    assert laid.last is not None
-    assert [start + last + 1 for last in laid.last] == [raster.position_of(first + 1 + n) for n in range(len(codes))]
+    assert laid.sampling_nodes is not None
+    assert [start + last + 1 for last in laid.sampling_nodes] == [
+        raster.position_of(first + 1 + n) for n in range(len(codes))
+    ]
     assert laid.path_nodes(range(len(codes))).tolist() == list(range(len(laid.tokens)))
 
 
@@ -141,8 +143,8 @@ def test_children_see_the_end_of_their_own_row_and_not_that_of_a_sibling() -> No
     assert laid.positions.tolist() == [1, 2, 3, 2, 3, 4, 4]
     seen = [[0], [0, 1], [0, 1, 2], [0, 3], [0, 3, 4], [0, 1, 2, 5], [0, 3, 4, 6]]
     assert [np.flatnonzero(row).tolist() for row in laid.ancestors] == seen
-    assert laid.last is not None
-    assert laid.last.tolist() == [0, 2, 4, 5, 6]
+    assert laid.sampling_nodes is not None
+    assert laid.sampling_nodes.tolist() == [0, 2, 4, 5, 6]
     assert laid.path_nodes([0, 2, 4]).tolist() == [0, 3, 4, 6]
 
 
