@@ -1,18 +1,18 @@
-"""Row-parallel decoding: rows of the grid are drawn at the same time, each some tokens behind the one above.
+"""Row-parallel decoding: several grid rows are generated at the same time, each some tokens behind the row above.
 
-A row starts when the row above is `window` tokens ahead, and stays behind it (ZipAR, arXiv 2412.04062). One pass gives
-every active row its next token, so nothing that is computed is thrown away; but a token sees less than the target was
-trained to see. Token c of row r sees the c tokens before it in its row and, of the row i above it, the first
-c + i * window: no more, whatever else is known by then. That is another distribution than plain decoding's. With the
-noise of a position shared by all methods, a picture is a function of seed and window, and a window as wide as the grid
-gives plain decoding's picture.
+A grid row starts when the row above is `window` tokens ahead, and stays that far behind it (ZipAR, arXiv 2412.04062).
+One pass samples the next token of every active row, so no computation is wasted. But tokens attend to fewer tokens
+than the target was trained with. Token c of a row attends to the c tokens before it in its row and, i rows above, to
+the first c + i * window tokens, even if more are known. The distribution therefore differs from plain decoding's. All
+methods share the noise of a position, so an image is a function of seed and window. A window as wide as the grid gives
+the image of plain decoding.
 
-The first token of a row has no left neighbour yet: its pass reads the newest token of the row above that it sees in
-place of that row's last one, and forgets it again. A row's real last token enters the cache when it is known, and sees
-all that is before it.
+The first token of a row has no left neighbour yet. At the position of the last token of the row above, its pass reads a
+stand-in: the newest token of that row that it attends to. The stand-in is never cached. The actual last token enters
+the cache when it is known, and attends to all tokens before it.
 
-Where rows end with a token that is no choice, it is the last column of the grid: known from the start, it stands in for
-itself before the row's codes are there, and enters the cache with the last of them.
+End-of-row tokens, if the model has them, are the last column of the grid. They are known from the start, so the
+end-of-row token of the row above is the stand-in; it enters the cache with the last code of its row.
 """
 
 from __future__ import annotations
@@ -33,60 +33,59 @@ from .tree import TreeStructure
 
 
 @dataclass(frozen=True)
-class RowBatch:
-    """The nodes of one pass over the active rows of a grid, see `rows.py`; what a tree is to other methods.
-
-    Where rows end with a token, that is the last column of this grid.
-    """
+class GridPass:
+    """Nodes of one pass over the active rows of a grid, whose last column holds the end-of-row tokens, if any."""
 
     tokens: Ints  # int64 `[nodes]`
-    cells: Ints  # the cell each token stands in, or stands in for, int64 `[nodes]`; after it comes the next cell
-    rows: Ints  # the row each node belongs to, int64 `[nodes]`
-    # how many tokens of that row it sees, itself included, int64 `[nodes]`; 0 of one that only stands in, which
-    # no other sees
-    counts: Ints
-    sampled: list[int]  # nodes after which a code is drawn
-    cached: Ints  # cells in the order in which the cache has them, int64 `[entries]`
-    known: Ints  # their tokens, int64 `[entries]`
-    columns: int  # of the grid
-    window: int  # how far rows are apart
-    next_codes: Ints  # the code that comes after each node, ends of rows not counted, int64 `[nodes]`
+    cells: Ints  # cell of each node, int64 `[nodes]`; the node's token precedes the next cell
+    grid_rows: Ints  # grid row that each node belongs to, int64 `[nodes]`
+    # number of tokens of its grid row that each node attends to, itself included, int64 `[nodes]`; 0 for a stand-in,
+    # which is hidden from the other nodes
+    attended: Ints
+    sampled: list[int]  # nodes after which a code is sampled
+    cached_cells: Ints  # cells in the order of the cache, int64 `[entries]`
+    cached_tokens: Ints  # tokens of these cells, int64 `[entries]`
+    columns: int  # number of columns of the grid
+    window: int  # number of tokens between successive grid rows
+    next_codes: Ints  # index of the code after each node, without end-of-row tokens, int64 `[nodes]`
 
     @property
     def nodes(self) -> int:
-        """Nodes of the pass."""
+        """Number of nodes of the pass."""
         return len(self.tokens)
 
     @cached_property
     def structure(self) -> TreeStructure:
-        """What nodes see of each other, and themselves. `depths` are their cells."""
-        seen = self.sees(self.cells) & (self.counts > 0) | np.eye(self.nodes, dtype=bool)
-        return TreeStructure(self.cells, (), seen, self.cells, False)
+        """Mask of the nodes that attend to each other; `depths` are their cells."""
+        ancestors = self.attends_to(self.cells) & (self.attended > 0) | np.eye(self.nodes, dtype=bool)
+        return TreeStructure(self.cells, (), ancestors, self.cells, False)
 
-    def sees(self, cells: Ints) -> Bools:
-        """Which of these cells each node may see, bool `[nodes, cells]`; those of rows above as far as the window."""
+    def attends_to(self, cells: Ints) -> Bools:
+        """Return whether each node may attend to each of `cells`, bool `[nodes, cells]`."""
         row, column = np.divmod(cells, self.columns)
-        above = self.rows[:, None] - row
-        seen: Bools = (above >= 0) & (column < self.counts[:, None] + above * self.window)
-        return seen
+        rows_above = self.grid_rows[:, None] - row
+        mask: Bools = (rows_above >= 0) & (column < self.attended[:, None] + rows_above * self.window)
+        return mask
 
 
 class Grid:
-    """One picture that is drawn row-parallel, after the prefill.
+    """Token grid of one image during row-parallel decoding, after the prefill.
 
     Args:
-        raster: of its codes.
-        first: its first code, which the prefill drew.
-        window: how far a row stays behind the one above.
-        drafts: tokens drafted ahead in every row; may be changed between passes.
-        max_nodes: of a pass; what finds no room in one waits.
-        kept: codes that are given, -1 where one is drawn, int64 `[codes]`.
+        raster: raster order of the image's codes.
+        first: first code of the image, sampled by the prefill.
+        window: number of tokens that a row stays behind the row above.
+        num_drafts: number of draft tokens in every row; may be changed between passes.
+        max_nodes: maximum number of nodes of a pass; further nodes wait for the next pass.
+        preserved: preserved codes, -1 in cells to generate, int64 `[codes]`; None: all cells are generated.
 
     Attributes:
-        cells: its tokens as far as they are known, -1 elsewhere.
-        columns: of the grid, with that of the ends of rows; `codes` without it.
-        lengths: how many tokens of every row are drawn, its end counted with the last of them.
-        cached_lengths: how many of them the cache has: all, or all but the newest, and the end.
+        cells: token of every cell, -1 where it is not known yet.
+        codes_per_row: number of columns without the end-of-row tokens.
+        columns: number of columns with the end-of-row tokens.
+        lengths: number of known tokens of every row; the end-of-row token counts from the last code on.
+        cached_lengths: number of tokens of every row in the cache: `lengths`, or without the newest code and the
+            end-of-row token.
     """
 
     def __init__(
@@ -94,107 +93,125 @@ class Grid:
         raster: Raster,
         first: int,
         window: int,
-        drafts: int = 0,
+        num_drafts: int = 0,
         max_nodes: int = MAX_BATCH_NODES,
-        kept: Ints | None = None,
+        preserved: Ints | None = None,
     ) -> None:
         self.has_ends = raster.row_end is not None
-        self.codes = raster.columns
-        self.columns = self.codes + self.has_ends
-        rows = raster.codes // self.codes
-        cells = np.full((rows, self.columns), -1 if raster.row_end is None else raster.row_end)
-        cells[:, : self.codes] = -1
+        self.codes_per_row = raster.columns
+        self.columns = self.codes_per_row + self.has_ends
+        num_rows = raster.codes // self.codes_per_row
+        cells = np.full((num_rows, self.columns), -1 if raster.row_end is None else raster.row_end)
+        cells[:, : self.codes_per_row] = -1
         cells[0, 0] = first
         self.cells: list[int] = cells.ravel().tolist()
-        self.window = min(window, self.codes)
-        self.drafts, self.max_nodes = drafts, max_nodes
-        self.lengths = [0] * rows
-        self.cached_lengths = [0] * rows
-        self._cached: list[int] = []  # cells in the cache, in its order
-        given = enumerate([] if kept is None else kept.tolist())
-        self._kept = {i + self.has_ends * (i // self.codes): code for i, code in given if code >= 0}  # by cell
-        self._guesses = dict(self._kept)  # of cells whose turn it was not yet: also what passes gave for them
-        self._count(0)
+        self.window = min(window, self.codes_per_row)
+        self.num_drafts = num_drafts
+        self.max_nodes = max_nodes
+        self.lengths = [0] * num_rows
+        self.cached_lengths = [0] * num_rows
+        self._cached_cells: list[int] = []  # cache order
+        codes = enumerate([] if preserved is None else preserved.tolist())
+        self._preserved = {i + self.has_ends * (i // self.codes_per_row): code for i, code in codes if code >= 0}
+        # Codes of cells that are not known yet: preserved codes, and tokens that earlier passes sampled after drafts.
+        self._drafts = dict(self._preserved)
+        self._extend_row(0)
 
-    def next_batch(self) -> RowBatch:
-        """The next pass: of every row that sees what it has to, its newest tokens and drafts of the next ones."""
-        nodes: list[tuple[int, int, int, int]] = []  # token, cell, row, count
-        present: list[int] = []  # tokens of each row in the cache or the pass
+    def next_pass(self) -> GridPass:
+        """Return the next pass: the newest tokens and the drafts of every row whose context is complete."""
+        nodes: list[tuple[int, int, int, int]] = []  # token, cell, grid row, number of attended tokens
+        lengths: list[int] = []  # number of tokens of each row in the cache or in the pass
         for row, count in enumerate(self.lengths):
             first = row * self.columns
-            own = self.cached_lengths[row]
+            length = self.cached_lengths[row]
             begins = count == 0 and row > 0 and self.window <= self.lengths[row - 1] and self.window < self.columns
-            done = row + 1 == len(self.lengths) and count >= self.codes
-            if (begins or own < count) and not done and self._sees(row, count, present):
+            done = row + 1 == len(self.lengths) and count >= self.codes_per_row
+            if (begins or length < count) and not done and self._has_context(row, count, lengths):
                 if begins:
-                    stands_in = first - 1 if self.has_ends else first - self.columns + self.window - 1
-                    nodes.append((self.cells[stands_in], first - 1, row, 0))
-                nodes += [(self.cells[first + n - 1], first + n - 1, row, n) for n in range(own + 1, count + 1)]
-                own = count
-                drafts = self.drafts
-                while own < self.codes - 1 and self._sees(row, own + 1, present):
-                    if first + own not in self._kept:
-                        if not drafts:
+                    stand_in = first - 1 if self.has_ends else first - self.columns + self.window - 1
+                    nodes.append((self.cells[stand_in], first - 1, row, 0))
+                nodes += [(self.cells[first + n - 1], first + n - 1, row, n) for n in range(length + 1, count + 1)]
+                length = count
+                num_drafts = self.num_drafts
+                while length < self.codes_per_row - 1 and self._has_context(row, length + 1, lengths):
+                    cell = first + length
+                    if cell not in self._preserved:
+                        if not num_drafts:
                             break
-                        drafts -= 1
-                    nodes.append((self._guesses.get(first + own, nodes[-1][0]), first + own, row, own + 1))
-                    own += 1
-            present.append(own)
-        tokens, cells, rows, counts = np.array(nodes[: self.max_nodes], np.int64).T
-        # after the end of a row only where no other node stands in for it
-        follows = (counts < self.codes) | (self.window == self.columns)
-        sampled = np.flatnonzero(follows).tolist()
-        next_codes = rows * self.codes + np.minimum(counts, self.codes)
-        cached = np.array(self._cached, np.int64)
-        known = np.array(self.cells, np.int64)[cached]
-        return RowBatch(tokens, cells, rows, counts, sampled, cached, known, self.columns, self.window, next_codes)
+                        num_drafts -= 1
+                    length += 1
+                    nodes.append((self._drafts.get(cell, nodes[-1][0]), cell, row, length))
+            lengths.append(length)
+        tokens, cells, grid_rows, attended = np.array(nodes[: self.max_nodes], np.int64).T
+        # After an end-of-row token the next row begins, unless a stand-in begins that row.
+        begins_cell = (attended < self.codes_per_row) | (self.window == self.columns)
+        next_codes = grid_rows * self.codes_per_row + np.minimum(attended, self.codes_per_row)
+        cached_cells = np.array(self._cached_cells, np.int64)
+        return GridPass(
+            tokens=tokens,
+            cells=cells,
+            grid_rows=grid_rows,
+            attended=attended,
+            sampled=np.flatnonzero(begins_cell).tolist(),
+            cached_cells=cached_cells,
+            cached_tokens=np.array(self.cells, np.int64)[cached_cells],
+            columns=self.columns,
+            window=self.window,
+            next_codes=next_codes,
+        )
 
-    def commit(self, batch: RowBatch, codes: Ints) -> tuple[Ints, Ints]:
-        """Take in the codes drawn after a batch's nodes `batch.sampled`.
+    def commit(self, grid_pass: GridPass, codes: Ints) -> tuple[Ints, Ints]:
+        """Verify the drafts of a pass and store the sampled codes.
+
+        Args:
+            grid_pass: pass that was run.
+            codes: codes sampled after the nodes `grid_pass.sampled`, int64 `[sampled]`.
 
         Returns:
-            The nodes whose keys and values stay, and the cells that were drawn, both int64 `[count]`.
+            Nodes whose keys and values are appended to the cache, and cells whose tokens are known now, both int64
+            `[count]`.
         """
-        choices = dict(zip(batch.sampled, codes.tolist(), strict=True))
-        lengths = [*self.lengths]  # before this pass: what goes beyond is a draft
-        kept: list[int] = []
-        drawn: list[int] = []
-        expected = -1  # the code drawn after the node before, where that one was right
-        nodes = zip(batch.tokens.tolist(), batch.rows.tolist(), batch.counts.tolist(), strict=True)
+        choices = dict(zip(grid_pass.sampled, codes.tolist(), strict=True))
+        lengths = [*self.lengths]  # before this pass; nodes beyond them are drafts
+        accepted_nodes: list[int] = []
+        new_cells: list[int] = []
+        expected = -1  # code sampled after the previous node, -1 if that node was a wrong draft
+        nodes = zip(grid_pass.tokens.tolist(), grid_pass.grid_rows.tolist(), grid_pass.attended.tolist(), strict=True)
         for node, (token, row, count) in enumerate(nodes):
             cell = row * self.columns + count
-            code = self._kept.get(cell, choices[node]) if node in choices else -1
-            right = (count <= lengths[row] or token == expected) and self._sees(row, count, self.cached_lengths)
-            expected = code if right else -1
-            if not right:
+            code = self._preserved.get(cell, choices[node]) if node in choices else -1
+            matches = count <= lengths[row] or token == expected
+            accepted = matches and self._has_context(row, count, self.cached_lengths)
+            expected = code if accepted else -1
+            if not accepted:
                 if code >= 0:
-                    self._guesses[cell] = code
+                    self._drafts[cell] = code
                 continue
-            if count:  # what only stands in is forgotten again
-                kept.append(node)
-                self._cached.append(cell - 1)
+            if count:  # not a stand-in
+                accepted_nodes.append(node)
+                self._cached_cells.append(cell - 1)
                 self.cached_lengths[row] = count
             if code >= 0:
                 self.cells[cell] = code
-                self._count(cell // self.columns)
-                drawn.append(cell)
-                self._guesses.pop(cell, None)
-        return np.array(kept, np.int64), np.array(drawn, np.int64)
+                self._extend_row(cell // self.columns)
+                new_cells.append(cell)
+                self._drafts.pop(cell, None)
+        return np.array(accepted_nodes, np.int64), np.array(new_cells, np.int64)
 
-    def _count(self, row: int) -> None:
-        """Count one more code of a row, and its end with the last of them."""
+    def _extend_row(self, row: int) -> None:
+        """Add a code to the length of a row, and the end-of-row token after the last code."""
         self.lengths[row] += 1
-        if self.lengths[row] == self.codes:
+        if self.lengths[row] == self.codes_per_row:
             self.lengths[row] = self.columns
 
-    def _sees(self, row: int, count: int, present: list[int]) -> bool:
-        """Whether the rows above have what token `count` of a row sees, given how many tokens each one has."""
+    def _has_context(self, row: int, count: int, lengths: list[int]) -> bool:
+        """Return whether rows of these `lengths` hold all tokens above that token `count` of a row attends to."""
         for above in range(row - 1, -1, -1):
             count += self.window
-            if present[above] < min(self.columns, count):
+            if lengths[above] < min(self.columns, count):
                 return False
-            if count >= self.columns and present[above] == self.columns:
-                return True  # as do all rows above it
+            if count >= self.columns and lengths[above] == self.columns:
+                return True  # the rows further up are complete, too
         return True
 
 
@@ -204,57 +221,65 @@ class RowDraft:
 
     sequence: ImageSequence
     grid: Grid
-    batch: RowBatch
+    grid_pass: GridPass
 
     @property
     def tokens(self) -> Ints:
         """Tokens of the nodes, int64 `[nodes]`."""
-        return self.batch.tokens
+        return self.grid_pass.tokens
 
     @property
     def structure(self) -> TreeStructure:
-        """Which nodes attend to each other."""
-        return self.batch.structure
+        """Mask of the nodes that attend to each other."""
+        return self.grid_pass.structure
 
     @property
     def cells(self) -> Sequence[int]:
         """The cell after each node."""
-        cells: list[int] = self.batch.next_codes.tolist()
+        cells: list[int] = self.grid_pass.next_codes.tolist()
         return cells
 
     @property
     def sampled(self) -> Sequence[int]:
         """Nodes after which a token is sampled."""
-        return self.batch.sampled
+        return self.grid_pass.sampled
 
     def layout(self) -> PassLayout:
-        """Return the nodes as they stand in a forward pass."""
-        batch = self.batch
-        past = batch.sees(batch.cached)
-        return PassLayout(batch.tokens, batch.structure.depths, batch.structure.ancestors, past=past)
+        """Return the tokens, positions and attention masks of the nodes in a forward pass."""
+        structure = self.structure
+        past = self.grid_pass.attends_to(self.grid_pass.cached_cells)
+        return PassLayout(self.tokens, structure.depths, structure.ancestors, past=past)
 
     def preceding_codes(self, node: int) -> Ints:
-        """Return the tokens that a node attends to, and its own."""
-        batch = self.batch
-        seen = batch.known[batch.sees(batch.cached)[node]]
-        return np.concatenate([seen, batch.tokens[batch.structure.ancestors[node]]])
+        """Return the tokens that a node attends to, its token included."""
+        past = self.grid_pass.attends_to(self.grid_pass.cached_cells)[node]
+        return np.concatenate([self.grid_pass.cached_tokens[past], self.tokens[self.structure.ancestors[node]]])
 
     def accept(self, output: TargetOutput, layout: PassLayout, model: Model) -> Accepted:
-        """Sample tokens, and commit those whose drafts were right."""
-        sequence, grid = self.sequence, self.grid
-        kept, drawn = grid.commit(self.batch, output.sample(self.batch.sampled))
-        cells = np.array(grid.cells, np.int64).reshape(-1, grid.columns)[:, : grid.codes].ravel()
-        places = drawn - drawn // grid.columns if grid.has_ends else drawn
-        gaps = np.flatnonzero(cells < 0)
-        end = gaps[0] if len(gaps) else len(cells)
-        codes = cells[len(sequence.codes) : end]
+        """Sample tokens, verify the drafts, and add the accepted tokens to the grid and the sequence.
+
+        Args:
+            output: the target's output after each node.
+            layout: layout of the draft in the forward pass, not used.
+            model: engines and tables, not used.
+        """
+        sequence = self.sequence
+        grid = self.grid
+        accepted_nodes, new_cells = grid.commit(self.grid_pass, output.sample(self.sampled))
+        if grid.has_ends:
+            new_cells = new_cells - new_cells // grid.columns  # cells of the grid without end-of-row tokens
+        image = np.array(grid.cells, np.int64).reshape(-1, grid.columns)[:, : grid.codes_per_row].ravel()
+        unknown = np.flatnonzero(image < 0)
+        end = unknown[0] if len(unknown) else len(image)
+        codes = image[len(sequence.codes) : end]
         sequence.codes += codes.tolist()
-        sequence.record_draft(len(self.tokens) - 1, len(places) - 1)
-        return Accepted(SequenceStep(sequence.index, codes, placed=Placed(places, cells[places])), codes, kept)
+        sequence.record_draft(len(self.tokens) - 1, len(new_cells) - 1)
+        step = SequenceStep(sequence.index, codes, placed=Placed(new_cells, image[new_cells]))
+        return Accepted(step, codes, accepted_nodes)
 
 
 class RowDrafter(Drafter):
-    """Drafts the grids of all sequences that are decoded row-parallel.
+    """Drafter of all row-parallel sequences.
 
     Args:
         max_nodes: maximum number of nodes of one sequence in a forward pass.
@@ -265,12 +290,12 @@ class RowDrafter(Drafter):
         self._grids: dict[ImageSequence, Grid] = {}
 
     def draft(self, sequences: Sequence[ImageSequence]) -> list[RowDraft]:
-        """Return the next pass of every sequence; the prefill gave the first token."""
+        """Return the next pass of every sequence; the prefill has sampled the first token."""
         grids = [self._grid(sequence) for sequence in sequences]
-        return [RowDraft(sequence, grid, grid.next_batch()) for sequence, grid in zip(sequences, grids, strict=True)]
+        return [RowDraft(sequence, grid, grid.next_pass()) for sequence, grid in zip(sequences, grids, strict=True)]
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
-        """Forget these sequences."""
+        """Delete the grids of these sequences."""
         for sequence in sequences:
             self._grids.pop(sequence, None)
 
@@ -278,6 +303,7 @@ class RowDrafter(Drafter):
         method = sequence.method
         assert isinstance(method, RowParallel)
         if sequence not in self._grids:
-            first, kept = sequence.codes[0], sequence.preserved
-            self._grids[sequence] = Grid(sequence.raster, first, method.window, method.drafts, self._max_nodes, kept)
+            self._grids[sequence] = Grid(
+                sequence.raster, sequence.codes[0], method.window, method.drafts, self._max_nodes, sequence.preserved
+            )
         return self._grids[sequence]

@@ -168,13 +168,13 @@ def test_every_cell_is_drawn_once_after_those_that_it_sees(
     passes, rng = 0, np.random.default_rng(seed)
     while -1 in grid.cells:
         known = {cell for cell, code in enumerate(grid.cells) if code >= 0}
-        grid.drafts = int(rng.integers(0, ahead + 1))
-        batch, passes = grid.next_batch(), passes + 1
+        grid.num_drafts = int(rng.integers(0, ahead + 1))
+        batch, passes = grid.next_pass(), passes + 1
         assert 0 < batch.nodes <= most
-        for cells in (batch.cells[batch.counts > 0], batch.cells[batch.sampled] + 1, batch.cached):
+        for cells in (batch.cells[batch.attended > 0], batch.cells[batch.sampled] + 1, batch.cached_cells):
             assert len({*cells.tolist()}) == len(cells)
-        assert not {*batch.cells[batch.counts > 0].tolist()} & {*batch.cached.tolist()}
-        assert (batch.structure.ancestors.sum(0)[batch.counts == 0] == 1).all()  # no other sees what stands in
+        assert not {*batch.cells[batch.attended > 0].tolist()} & {*batch.cached_cells.tolist()}
+        assert (batch.structure.ancestors.sum(0)[batch.attended == 0] == 1).all()  # no other sees what stands in
         kept, drawn = grid.commit(batch, rng.integers(0, 2, len(batch.sampled)))  # drafts are right now and then
         assert len(drawn) + len(kept) > 0  # or nothing would ever happen
         assert not known & {*drawn.tolist()}
