@@ -1,8 +1,9 @@
-"""The forward passes of a batch: draft, verify in one target pass, accept, commit; repeat.
+"""The forward passes of a batch: draft, verify all drafts in one target pass, accept, commit; repeat.
 
-Sequences join and leave between passes. They share passes but nothing else: each has its own positions, masks, cache
-lengths, sampling and random numbers, so its tokens are those it would get alone. With guidance a sequence is two rows
-that come and go together. A sequence's cache columns are reserved for the whole image.
+Sequences join and leave between passes. They share passes and nothing else. Positions, attention masks, cache lengths,
+sampling settings and random numbers are separate, so a sequence's tokens do not depend on the other sequences. With
+guidance a sequence has two batch rows, which join and leave together. Its cache columns are reserved for the whole
+image.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from .tree_drafts import TreeDraft, TreeDrafter, chain
 
 
 class Batch:
-    """Sequences of one model that share forward passes. Who joins, and when, is decided by its caller.
+    """Sequences of one model that share forward passes. The caller decides which sequences join, and when.
 
     Args:
         model: engines and sizes.
-        listener: hears of every pass what it committed, too.
-        clocks: of the target and the drafter; None: new ones.
+        listener: drafter whose `commit` is called after every forward pass, None for none.
+        clocks: clocks of the target and the drafter; None: new clocks.
 
     Attributes:
-        active: sequences that take part in passes, in the order of their rows.
+        active: sequences in the next pass, in the order of their batch rows.
     """
 
     def __init__(
@@ -48,70 +49,75 @@ class Batch:
         self.listener = listener
         self.target_clock, self.drafter_clock = clocks or (Clock(), Clock())
         self.active: list[ImageSequence] = []
-        self._cache: Cache | None = None  # of the active sequences' rows, in their order
-        self._plain = TreeDrafter(model.max_nodes)
-        # windows, and trees with heads
-        self._windows = HeadDrafter(model.heads) if model.heads else JacobiDrafter(model.max_nodes)
+        self._cache: Cache | None = None  # its rows are the batch rows of `active`
+        self._plain_drafter = TreeDrafter(model.max_nodes)
+        # drafts windows, and with draft heads trees, too
+        self._window_drafter = HeadDrafter(model.heads) if model.heads else JacobiDrafter(model.max_nodes)
         self._row_drafter = RowDrafter(model.max_nodes)
-        self._drafters: dict[str, Drafter] = {"ar": self._plain, "sjd": self._windows, "rows": self._row_drafter}
-        self._eagles: dict[ImageSequence, EagleDrafter] = {}  # one for all sequences of a method, greedy ones apart
-        self._arrange()
+        self._drafters: dict[str, Drafter] = {
+            "ar": self._plain_drafter,
+            "sjd": self._window_drafter,
+            "rows": self._row_drafter,
+        }
+        # Sequences of one method share a drafter, except that greedy and sampled sequences are apart.
+        self._eagle_drafters: dict[ImageSequence, EagleDrafter] = {}
+        self._update_rows()
 
     @property
     def num_rows(self) -> int:
-        """Rows of a pass over the active sequences."""
-        return len(self._padding)
+        """Number of batch rows of the active sequences."""
+        return len(self._prefix_padding)
 
     def join(self, sequences: Sequence[ImageSequence]) -> list[SequenceStep]:
-        """Have sequences take part from now on: a target pass over their prefixes, which samples their first codes.
+        """Add sequences to the batch: run one target pass over their prefixes, and sample their first codes.
 
         Returns:
-            What each of them got of it.
+            Each sequence's part of the step.
 
         Raises:
-            EngineError: the target gave NaN or infinity; none of them takes part then.
+            EngineError: the target gave NaN or infinity. No sequence has joined.
         """
-        with np.errstate(over="ignore", invalid="ignore"):  # of logits that are refused
+        with np.errstate(over="ignore", invalid="ignore"):  # EngineError reports them
             return self._prefill(sequences)
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
-        """Have sequences take part no more; those that have left already are ignored."""
+        """Remove sequences from the batch; sequences that have left already are ignored."""
         if leaving := [sequence for sequence in self.active if sequence in sequences]:
             self._leave(leaving)
 
     def step(self) -> list[SequenceStep]:
-        """Run one target pass over the drafts of all active sequences, each of which commits what is accepted.
+        """Run one target pass over the drafts of all active sequences, and commit the accepted tokens.
 
         Returns:
-            What every sequence got of it.
+            Each active sequence's part of the step.
 
         Raises:
             EngineError: the target gave NaN or infinity.
         """
-        with np.errstate(over="ignore", invalid="ignore"):  # of logits that are refused
-            return self._advance() if self.active else []
+        with np.errstate(over="ignore", invalid="ignore"):  # EngineError reports them
+            return self._decode_step() if self.active else []
 
     def _prefill(self, sequences: Sequence[ImageSequence]) -> list[SequenceStep]:
         target = self.model.target
-        rows = [row for sequence in sequences for row in sequence.rows]
-        lengths = np.array([len(row.embeds) for row in rows])
-        padding = stack_padding([~row.real for row in rows])  # [rows, longest]
-        cache = target.new_cache(len(rows), max(sequence.columns for sequence in sequences))
-        batch = prefill_pass(target, cache, [row.embeds for row in rows], padding)
-        output = self.target_clock.run(target, batch, cache)
-        last = output.logits[np.arange(len(rows)), lengths - 1][:, None]  # [rows, 1, vocab_size]
+        prefixes = [row for sequence in sequences for row in sequence.rows]
+        lengths = np.array([len(row.embeds) for row in prefixes])
+        padding = stack_padding([~row.real for row in prefixes])  # [rows, longest prefix]
+        cache = target.new_cache(len(prefixes), max(sequence.columns for sequence in sequences))
+        prefill = prefill_pass(target, cache, [row.embeds for row in prefixes], padding)
+        pass_output = self.target_clock.run(target, prefill, cache)
+        last_logits = pass_output.logits[np.arange(len(prefixes)), lengths - 1][:, None]  # [rows, 1, vocab_size]
         steps: list[SequenceStep] = []
         commits: list[Commit] = []
-        for sequence, own in _rows_of(sequences).items():
+        for sequence, rows in _assign_rows(sequences).items():
             sequence.tie_margin = tie_margin(self.model, sequence.sampling)
             draft = TreeDraft(sequence, chain([0]))  # the root stands for the last token of the prefix
-            answer = self._target_output(sequence, draft, output._replace(logits=last), own)
+            output = self._target_output(sequence, draft, pass_output._replace(logits=last_logits), rows)
             preserved, _ = sequence.next_preserved()
-            codes = preserved[:1] if len(preserved) else np.array([answer.choice(0)])
+            codes = preserved[:1] if len(preserved) else np.array([output.choice(0)])
             steps.append(SequenceStep(sequence.index, sequence.append(codes)))
-            nodes = [np.arange(length) for length in lengths[own]]
-            commits.append(Commit(sequence, codes, nodes, own, output.hidden, answer))
-        self.target_clock.append(cache, output.new_kv, [np.arange(length) for length in lengths])
+            nodes = [np.arange(length) for length in lengths[rows]]
+            commits.append(Commit(sequence, codes, nodes, rows, pass_output.hidden, output))
+        self.target_clock.append(cache, pass_output.new_kv, [np.arange(length) for length in lengths])
         self._join(sequences, cache)
         self._commit(commits)
         return steps
@@ -125,67 +131,73 @@ class Batch:
             method = sequence.method
             if isinstance(method, Drafted) and not method.uses_draft_heads:
                 kind = method, sequence.sampling.greedy
-                same = (own for one, own in self._eagles.items() if (one.method, one.sampling.greedy) == kind)
-                self._eagles[sequence] = next(same, None) or EagleDrafter(self.model, method, self.drafter_clock)
+                drafters = self._eagle_drafters.items()
+                shared = (drafter for user, drafter in drafters if (user.method, user.sampling.greedy) == kind)
+                drafter = next(shared, None) or EagleDrafter(self.model, method, self.drafter_clock)
+                self._eagle_drafters[sequence] = drafter
         self.active += sequences
-        self._arrange()
+        self._update_rows()
 
-    def _advance(self) -> list[SequenceStep]:
+    def _decode_step(self) -> list[SequenceStep]:
         drafts = self._draft()
         layouts = {sequence: draft.layout() for sequence, draft in drafts.items()}
-        output = self._verify(layouts)
-        answers = {
+        pass_output = self._verify(layouts)
+        outputs = {
             sequence: self._target_output(
-                sequence, drafts[sequence], output, self._rows[sequence], layouts[sequence].sampling_nodes
+                sequence, drafts[sequence], pass_output, self._rows[sequence], layouts[sequence].sampling_nodes
             )
             for sequence in self.active
         }
-        self._choose(output, drafts, answers)
+        self._sample_together(pass_output, drafts, outputs)
         steps: list[SequenceStep] = []
         commits: list[Commit] = []
-        for sequence, answer in answers.items():
-            draft, rows = drafts[sequence], self._rows[sequence]
-            step, tokens, kept = draft.accept(answer, layouts[sequence], self.model)
+        for sequence, output in outputs.items():
+            draft = drafts[sequence]
+            step, tokens, accepted_nodes = draft.accept(output, layouts[sequence], self.model)
             sequence.noise.forget(len(sequence.codes))
-            nodes = [kept] * len(sequence.rows)
-            commits.append(Commit(sequence, tokens, nodes, rows, output.hidden, answer, draft))
+            nodes = [accepted_nodes] * len(sequence.rows)
+            commits.append(Commit(sequence, tokens, nodes, self._rows[sequence], pass_output.hidden, output, draft))
             steps.append(step)
         assert self._cache is not None
-        self.target_clock.append(self._cache, output.new_kv, [nodes for one in commits for nodes in one.nodes])
+        accepted = [row_nodes for commit in commits for row_nodes in commit.nodes]
+        self.target_clock.append(self._cache, pass_output.new_kv, accepted)
         self._commit(commits)
         return steps
 
     def _draft(self) -> dict[ImageSequence, Draft]:
-        """The drafts of all active sequences: every drafter makes those of its sequences at once."""
-        sequences: dict[Drafter, list[ImageSequence]] = {}
+        """Draft for all active sequences; every drafter is called once, with all its sequences."""
+        sequences_of: dict[Drafter, list[ImageSequence]] = {}
         for sequence in self.active:
             sequence.adapt_window(len(self.active))
-            sequences.setdefault(self._drafter(sequence), []).append(sequence)
+            sequences_of.setdefault(self._drafter(sequence), []).append(sequence)
         drafts: dict[ImageSequence, Draft] = {}
-        for drafter, own in sequences.items():
-            drafts.update(zip(own, drafter.draft(own), strict=True))
+        for drafter, sequences in sequences_of.items():
+            drafts.update(zip(sequences, drafter.draft(sequences), strict=True))
         return drafts
 
     def _drafter(self, sequence: ImageSequence) -> Drafter:
-        """Where drafts of the method in use come from; some drafters have none behind codes that are kept."""
+        """Return the drafter of a sequence's next draft; some drafters cannot draft after preserved codes."""
         method = sequence.method
-        usual = self._drafters.get(method.method, self._windows)
+        drafter = self._drafters.get(method.method, self._window_drafter)
         if isinstance(method, Drafted) and not method.uses_draft_heads:
-            usual = self._eagles[sequence]
-        return self._plain if usual.needs_new_codes and len(sequence.next_preserved()[0]) else usual
+            drafter = self._eagle_drafters[sequence]
+        after_preserved = drafter.needs_new_codes and len(sequence.next_preserved()[0])
+        return self._plain_drafter if after_preserved else drafter
 
     def _verify(self, layouts: Mapping[ImageSequence, PassLayout]) -> PassOutput:
-        """Run one target pass over all drafts as they are laid out, padded to the same number of nodes."""
+        """Run one target pass over all drafts, padded to the same number of nodes."""
         assert self._cache is not None
-        target, lengths = self.model.target, self._cache.lengths
-        nodes = max(MIN_NODES, *(max(sequence.nodes, len(layout.tokens)) for sequence, layout in layouts.items()))
-        past_length = target.next_past_length(self._cache, nodes)
-        tokens, positions = np.zeros((2, len(lengths), nodes), np.int64)
-        attention_mask = np.zeros((len(lengths), nodes, past_length + nodes), bool)
-        unmask_committed(attention_mask, lengths, self._padding)
-        attention_mask[:, :, past_length:] = identity_mask(nodes)
+        target = self.model.target
+        lengths = self._cache.lengths
+        num_nodes = max(MIN_NODES, *(max(sequence.nodes, len(layout.tokens)) for sequence, layout in layouts.items()))
+        past_length = target.next_past_length(self._cache, num_nodes)
+        tokens, positions = np.zeros((2, len(lengths), num_nodes), np.int64)
+        attention_mask = np.zeros((len(lengths), num_nodes, past_length + num_nodes), bool)
+        unmask_committed(attention_mask, lengths, self._prefix_padding)
+        attention_mask[:, :, past_length:] = identity_mask(num_nodes)
         for sequence, layout in layouts.items():
-            rows, count = self._rows[sequence], len(layout.tokens)
+            rows = self._rows[sequence]
+            count = len(layout.tokens)
             tokens[rows, :count] = layout.tokens
             attention_mask[rows, :count, past_length : past_length + count] = layout.ancestors
             for row, prefix in enumerate(sequence.prefixes, rows.start):
@@ -196,97 +208,105 @@ class Batch:
         return self.target_clock.run(target, Pass(positions, attention_mask, tokens), self._cache)
 
     def _target_output(
-        self, sequence: ImageSequence, draft: Draft, output: PassOutput, rows: slice, sampling_nodes: Ints | None = None
+        self,
+        sequence: ImageSequence,
+        draft: Draft,
+        pass_output: PassOutput,
+        rows: slice,
+        sampling_nodes: Ints | None = None,
     ) -> TargetOutput:
-        """Return what a pass says after the nodes of a sequence's draft. sampling_nodes: as of `PassLayout`."""
         margin = sequence.tie_margin if sequence.exact else 0.0
         return TargetOutput(
-            lambda nodes: output.logits[rows, nodes],
-            draft.structure,
-            sequence.noise,
-            draft.cells,
-            sequence.sampling,
-            margin,
-            partial(self._recompute, sequence, draft) if margin else None,
-            draft.preceding_codes,
-            sampling_nodes,
+            logits=lambda nodes: pass_output.logits[rows, nodes],
+            structure=draft.structure,
+            noise=sequence.noise,
+            cells=draft.cells,
+            sampling=sequence.sampling,
+            tie_margin=margin,
+            recompute=partial(self._recompute, sequence, draft) if margin else None,
+            preceding_codes=draft.preceding_codes,
+            sampling_nodes=sampling_nodes,
         )
 
     def _recompute(self, sequence: ImageSequence, draft: Draft, node: int) -> Floats:
-        """Return logits after a node of the sequence's draft, computed from the start; see `likelihood.py`."""
-        codes = np.append(draft.preceding_codes(node), 0)  # the last one is dropped
+        """Compute the logits after a draft node again, by passes over the whole sequence; see `likelihood.py`."""
+        # The code after the node is unknown; 0 stands for it, so that an end-of-row token before it is inserted.
+        codes = np.append(draft.preceding_codes(node), 0)
         tokens = sequence.raster.insert_row_ends(codes)[:-1]
         calls = self.target_clock.calls
         logits = recompute_logits(self.model, sequence.rows, tokens, sequence.sampling, self.target_clock)
         sequence.statistics.tie_passes += self.target_clock.calls - calls
         return logits
 
-    def _choose(
-        self, output: PassOutput, drafts: Mapping[ImageSequence, Draft], answers: Mapping[ImageSequence, TargetOutput]
+    def _sample_together(
+        self,
+        pass_output: PassOutput,
+        drafts: Mapping[ImageSequence, Draft],
+        outputs: Mapping[ImageSequence, TargetOutput],
     ) -> None:
-        """Choose tokens for several sequences at once where that costs less: on a device, and for exact chains."""
-        logits = output.logits
+        """Sample tokens for several sequences at once where that costs less: on a device, and for exact chains."""
+        logits = pass_output.logits
         if not isinstance(logits, np.ndarray) and isinstance(logits, DeviceLogits):
-            self._choose_on_device(logits, drafts, answers)
+            self._sample_on_device(logits, drafts, outputs)
         else:
-            exact = ((answer, self._rows[sequence]) for sequence, answer in answers.items() if sequence.exact)
+            exact = ((output, self._rows[sequence]) for sequence, output in outputs.items() if sequence.exact)
             choose_for_sequences(logits, exact)
 
-    def _choose_on_device(
-        self, logits: DeviceLogits, drafts: Mapping[ImageSequence, Draft], answers: Mapping[ImageSequence, TargetOutput]
+    def _sample_on_device(
+        self, logits: DeviceLogits, drafts: Mapping[ImageSequence, Draft], outputs: Mapping[ImageSequence, TargetOutput]
     ) -> None:
-        """Have all choices made where the logits are, as far as that is possible there."""
-        choosing: list[tuple[TargetOutput, Sequence[int]]] = []
-        samples: list[SampleRequest] = []
-        for sequence, answer in answers.items():
-            nodes, rows = drafts[sequence].sampled, self._rows[sequence]
-            if nodes is None or answer.recompute or not logits.can_sample(sequence.sampling):
+        """Sample tokens on the device that holds the logits, for the sequences whose sampling it supports."""
+        device_outputs: list[tuple[TargetOutput, Sequence[int]]] = []
+        requests: list[SampleRequest] = []
+        for sequence, output in outputs.items():
+            sampled = drafts[sequence].sampled
+            if sampled is None or output.recompute or not logits.can_sample(sequence.sampling):
                 continue
-            own = np.array(nodes, np.int64)
-            places = np.tile(
-                own if answer.sampling_nodes is None else answer.sampling_nodes[own], (rows.stop - rows.start, 1)
-            )
+            rows = self._rows[sequence]
+            nodes = np.array(sampled, np.int64)
+            if output.sampling_nodes is not None:
+                nodes = output.sampling_nodes[nodes]
             noise = None if sequence.sampling.greedy else sequence.noise
-            cells = np.array([answer.cells[node] for node in nodes])
-            choosing.append((answer, nodes))
-            samples.append(SampleRequest(rows, places, sequence.sampling, noise, cells))
-        best = logits.best(samples, 1) if samples else []
-        for (answer, nodes), (codes, _) in zip(choosing, best, strict=True):
-            answer.store_choices(nodes, codes[:, 0])
+            cells = np.array([output.cells[node] for node in sampled])
+            nodes = np.tile(nodes, (rows.stop - rows.start, 1))  # [rows, nodes]
+            requests.append(SampleRequest(rows, nodes, sequence.sampling, noise, cells))
+            device_outputs.append((output, sampled))
+        best = logits.best(requests, 1) if requests else []
+        for (output, sampled), (codes, _) in zip(device_outputs, best, strict=True):
+            output.store_choices(sampled, codes[:, 0])
 
     def _commit(self, commits: Sequence[Commit]) -> None:
-        """Tell all drafters what a pass committed, then drop finished sequences."""
-        for eagle in {*self._eagles.values()}:
-            eagle.commit([one for one in commits if self._eagles.get(one.sequence) is eagle])
-        self._windows.commit(commits)
+        """Send the committed tokens to all drafters, then remove finished sequences."""
+        for drafter in {*self._eagle_drafters.values()}:
+            drafter.commit([commit for commit in commits if self._eagle_drafters.get(commit.sequence) is drafter])
+        self._window_drafter.commit(commits)
         if self.listener is not None:
             self.listener.commit(commits)
-        if finished := [one.sequence for one in commits if not one.sequence.remaining]:
+        if finished := [commit.sequence for commit in commits if not commit.sequence.remaining]:
             self._leave(finished)
 
     def _leave(self, sequences: Sequence[ImageSequence]) -> None:
-        before = self.active
-        self.active = [sequence for sequence in before if sequence not in sequences]
+        self.active = [sequence for sequence in self.active if sequence not in sequences]
         if not self.active:
             self._cache = None
         elif self._cache is not None:
-            rows = np.arange(len(self._padding))
+            rows = np.arange(self.num_rows)
             self._cache.keep_rows(np.concatenate([rows[self._rows[sequence]] for sequence in self.active]))
-        for drafter in (self._windows, self._row_drafter, *dict.fromkeys(self._eagles.values())):
+        for drafter in (self._window_drafter, self._row_drafter, *dict.fromkeys(self._eagle_drafters.values())):
             drafter.leave(sequences)
         for sequence in sequences:
-            self._eagles.pop(sequence, None)
-        self._arrange()
+            self._eagle_drafters.pop(sequence, None)
+        self._update_rows()
 
-    def _arrange(self) -> None:
-        """Count the rows of the active sequences."""
+    def _update_rows(self) -> None:
+        """Update the batch rows of the active sequences, and the padding of their prefixes."""
         padding = stack_padding([~row.real for sequence in self.active for row in sequence.rows])  # [rows, longest]
-        self._padding = padding if padding.any() else padding[:, :0]
-        self._rows = _rows_of(self.active)
+        self._prefix_padding = padding if padding.any() else padding[:, :0]
+        self._rows = _assign_rows(self.active)
 
 
-def _rows_of(sequences: Iterable[ImageSequence]) -> dict[ImageSequence, slice]:
-    """The rows of each sequence in a pass over all of them."""
+def _assign_rows(sequences: Iterable[ImageSequence]) -> dict[ImageSequence, slice]:
+    """Return the batch rows of each sequence in a pass over all sequences."""
     rows: dict[ImageSequence, slice] = {}
     first = 0
     for sequence in sequences:

@@ -176,8 +176,8 @@ def test_a_cancelled_request_leaves_at_once_and_is_forgotten() -> None:
         line.step()
     assert requests[1].codes[:CODES] == alone(visits[1], Ar())
     held: dict[str, Any] = vars(line.batch)
-    assert not held["_eagles"]
-    assert not vars(held["_windows"])["_windows"]
+    assert not held["_eagle_drafters"]
+    assert not vars(held["_window_drafter"])["_windows"]
     assert held["_cache"] is None
 
 
