@@ -98,7 +98,7 @@ def choose_with_margin(logits: Floats, noise: Floats | None, sampling: Sampling)
     """
     values = scale(logits, sampling)
     codes: list[int] = []
-    leads: list[float] = []
+    margins: list[float] = []
     for row in values.copy() if noise is None else values + noise:
         code = int(row.argmax())
         best = row.item(code)
@@ -106,8 +106,8 @@ def choose_with_margin(logits: Floats, noise: Floats | None, sampling: Sampling)
             raise damaged()
         row[code] = -np.inf
         codes.append(code)
-        leads.append(best - row.item(row.argmax()))
-    return codes, leads
+        margins.append(best - row.item(row.argmax()))
+    return codes, margins
 
 
 def is_decisive(logits: Floats, noise: Floats | None, code: int, sampling: Sampling, tie_margin: float) -> bool:

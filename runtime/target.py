@@ -1,4 +1,4 @@
-"""What a target pass says after the nodes of a sequence's draft: its choices and its distributions."""
+"""Tokens and distributions of the target after the nodes of a draft, computed from the logits of a forward pass."""
 
 from __future__ import annotations
 
@@ -14,44 +14,48 @@ from .noise import Noise
 from .sampling import Probabilities, choose, choose_with_margin, guide, is_decisive, penalise, shape_distribution
 from .tree import TreeStructure
 
-MAX_BLOCK_NODES = 256  # nodes whose choices are made at once
+MAX_BLOCK_NODES = 256  # maximum number of nodes, over several sequences, that are sampled after at once
 
 
 @dataclass(slots=True)
 class LogitBlock:
-    """Consecutive nodes that are looked at together: all of a chain, one of a tree."""
+    """Guided logits of consecutive nodes that are computed together: a whole chain, or one node of a tree."""
 
-    first: int  # the first of them
-    logits: Floats  # guided, `[nodes, vocab_size]`
-    noise: Floats | None = None  # that choices were made with, `[nodes, vocab_size]`; None before, and when greedy
-    # how far each choice is ahead of the next best; empty before, and where filters may turn a choice
-    leads: Sequence[float] = ()
+    first: int  # first node of the block
+    logits: Floats  # guided, float32 `[nodes, vocab_size]`
+    noise: Floats | None = None  # noise of the sampled tokens, `[nodes, vocab_size]`; None if greedy or not sampled yet
+    # difference between the best and the second best value of each node; empty if not sampled yet, and with filters,
+    # because rounding may then change the token at any difference
+    margins: Sequence[float] = ()
 
 
 @dataclass
 class TargetOutput:
-    """What the target says after the nodes of one sequence's draft; computed when it is asked for."""
+    """Output of the target after the nodes of one sequence's draft, computed on demand.
 
-    # gives those of the sequence's rows after nodes of the pass, `[sides, nodes, vocab_size]`
+    The choice after a node is the token that plain decoding would sample there.
+    """
+
+    # function from nodes of the pass to their logits in the sequence's batch rows, float32 `[rows, nodes, vocab_size]`
     logits: Callable[[slice | Sequence[int]], Floats]
-    structure: TreeStructure  # the draft's
-    noise: Noise  # the sequence's
-    cells: Sequence[int]  # of the code after each node
-    sampling: Sampling  # the sequence's
-    tie_margin: float = 0.0  # how far rounding may move differences of logits
-    # gives guided logits `[1, vocab_size]` after a node by another computation, asked where the margin could turn
-    # a choice; None where ties stay as they are
+    structure: TreeStructure  # structure of the draft
+    noise: Noise  # noise of the sequence
+    cells: Sequence[int]  # cell of the code sampled after each node
+    sampling: Sampling  # sampling settings of the sequence
+    tie_margin: float = 0.0  # maximum change of a difference of logits by rounding
+    # function from a node to guided logits `[1, vocab_size]` after it, computed again from the whole sequence; called
+    # if rounding may change the choice; None: near-ties are not recomputed
     recompute: Callable[[int], Floats] | None = None
-    # gives the codes before the choice after a node, for a repetition penalty
+    # function from a node to the codes before the choice after it, for a repetition penalty
     preceding_codes: Callable[[int], Ints] = lambda node: np.empty(0, np.int64)
-    # the pass's node after which each node's choice is drawn, if not after the node itself, int64 `[nodes]`
+    # pass node after which the choice of each draft node is sampled, int64 `[nodes]`; None: the draft node itself
     sampling_nodes: Ints | None = None
-    _block: LogitBlock | None = field(init=False, default=None)  # looked at last
-    _choices: dict[int, int] = field(init=False, default_factory=dict)
-    _distributions: dict[int, Probabilities] = field(init=False, default_factory=dict)
+    _block: LogitBlock | None = field(init=False, default=None)  # last block used
+    _choices: dict[int, int] = field(init=False, default_factory=dict)  # keys are nodes
+    _distributions: dict[int, Probabilities] = field(init=False, default_factory=dict)  # keys are nodes
 
     def choice(self, node: int) -> int:
-        """The token after `node`, as plain decoding would draw it there. A tie costs a pass every time."""
+        """Return the choice after `node`. Every near-tie costs a forward pass."""
         code = self.choice_without_recompute(node)
         if self.recompute is None or self._is_decisive(node, code):
             return code
@@ -61,39 +65,40 @@ class TargetOutput:
         return code
 
     def choice_without_recompute(self, node: int) -> int:
-        """The choice, or in a tie perhaps another token: good enough for a draft."""
+        """Return the choice after `node`, or possibly another token at a near-tie: good enough for a draft."""
         if node not in self._choices:
             block = self._block_at(node)
             block.noise = self._gumbel(block.first, block.logits)
             if self.recompute is None or self.sampling.filtered:
                 codes = choose(block.logits, block.noise, self.sampling).tolist()
             else:
-                codes, block.leads = choose_with_margin(block.logits, block.noise, self.sampling)
+                codes, block.margins = choose_with_margin(block.logits, block.noise, self.sampling)
             self._choices.update(enumerate(codes, block.first))
         return self._choices[node]
 
     def guided_logits(self, node: int) -> Floats:
-        """Guided logits after `node`, `[vocab_size]`."""
+        """Return the guided logits after `node`, float32 `[vocab_size]`."""
         block = self._block_at(node)
-        guided: Floats = block.logits[node - block.first]
-        return guided
+        logits: Floats = block.logits[node - block.first]
+        return logits
 
     def distribution(self, node: int) -> Probabilities:
-        """The target's distribution after `node`, float64 `[vocab_size]`."""
+        """Return the target's distribution after `node`, float64 `[vocab_size]`."""
         if node not in self._distributions:
             block = self._block_at(node)
             self._distributions.update(enumerate(shape_distribution(block.logits, self.sampling), block.first))
         return self._distributions[node]
 
     def decisions(self, node: int) -> np.random.Generator:
-        """What relaxed acceptance decides with on the children of `node`."""
+        """Return the random stream with which relaxed acceptance decides on the children of `node`."""
         return self.noise.decisions(self.cells[node])
 
     def sample(self, nodes: Sequence[int]) -> Ints:
-        """The choices after some nodes that are no chain, at once, int64 `[nodes]`."""
+        """Return the choices after ascending nodes that need not form a chain, int64 `[nodes]`."""
         if not all(node in self._choices for node in nodes):
-            in_place = self.sampling_nodes is None and nodes[-1] - nodes[0] + 1 == len(nodes)
-            guided = guide(self._read(slice(nodes[0], nodes[-1] + 1) if in_place else nodes), self.sampling)
+            # a slice of logits is not copied
+            consecutive = self.sampling_nodes is None and nodes[-1] - nodes[0] + 1 == len(nodes)
+            guided = guide(self._read(slice(nodes[0], nodes[-1] + 1) if consecutive else nodes), self.sampling)
             noise = None
             if not self.sampling.greedy:
                 size = guided.shape[1]
@@ -102,18 +107,24 @@ class TargetOutput:
         return np.array([self._choices[node] for node in nodes], np.int64)
 
     def store_choices(self, nodes: Sequence[int], codes: Ints, block: LogitBlock | None = None) -> None:
-        """Take in choices after nodes that were made elsewhere, and what they were made of."""
+        """Store choices that were sampled elsewhere.
+
+        Args:
+            nodes: nodes after which the codes were sampled.
+            codes: sampled codes, int64 `[nodes]`.
+            block: logits and noise of the nodes, None if they are on a device.
+        """
         self._choices.update(zip(nodes, codes.tolist(), strict=True))
         self._block = block
 
     def _is_decisive(self, node: int, code: int) -> bool:
         block = self._block_at(node)
-        place = node - block.first
-        if len(block.leads):
-            return block.leads[place] > self.tie_margin
-        assert block.noise is not None or self.sampling.greedy, "a node of a tree is chosen at when it was guessed last"
-        noise = None if block.noise is None else block.noise[place]
-        return is_decisive(block.logits[place], noise, code, self.sampling, self.tie_margin)
+        index = node - block.first
+        if len(block.margins):
+            return block.margins[index] > self.tie_margin
+        assert block.noise is not None or self.sampling.greedy, "the block of a sampled node has its noise"
+        noise = None if block.noise is None else block.noise[index]
+        return is_decisive(block.logits[index], noise, code, self.sampling, self.tie_margin)
 
     def _block_at(self, node: int) -> LogitBlock:
         block = self._block
@@ -129,42 +140,50 @@ class TargetOutput:
         logits = self.logits(nodes if self.sampling_nodes is None else self.sampling_nodes[nodes].tolist())
         if not self.sampling.penalised:
             return logits
-        places = range(len(self.structure.depths))[nodes] if isinstance(nodes, slice) else nodes
-        return penalise(logits, [self.preceding_codes(node) for node in places], self.sampling)
+        draft_nodes = range(len(self.structure.depths))[nodes] if isinstance(nodes, slice) else nodes
+        return penalise(logits, [self.preceding_codes(node) for node in draft_nodes], self.sampling)
 
 
 def choose_for_sequences(logits: DeviceArray, targets: Iterable[tuple[TargetOutput, slice]]) -> None:
-    """Make the choices of neighbours who draft chains of one length with one sampling: at once, which costs less.
+    """Sample for several sequences at once, which costs less, and store the choices in their outputs.
+
+    Sequences are sampled together if they are neighbours in the batch, and draft chains of one length with the same
+    sampling settings. All others are left to sample alone.
 
     Args:
-        logits: of a pass, `[rows, nodes, vocab_size]`.
-        targets: outputs of several sequences, each with its rows in the pass.
+        logits: logits of a pass, float32 `[rows, nodes, vocab_size]`.
+        targets: outputs of several sequences, each with its batch rows.
     """
-    for (nodes, sides, sampling), group in groupby(targets, _shape):
-        neighbours = list(islice(group, MAX_BLOCK_NODES // max(1, nodes)))  # the others choose alone: memory is bounded
-        count = len(neighbours)
-        first, last = neighbours[0][1].start, neighbours[-1][1].stop
-        if nodes == 0 or count < 2 or last - first != count * sides:  # the last: others are between them
+    for (nodes, num_rows, sampling), group in groupby(targets, _group_key):
+        # The limit bounds memory; further sequences of the group sample alone.
+        together = list(islice(group, MAX_BLOCK_NODES // max(1, nodes)))
+        outputs = [output for output, _ in together]
+        count = len(outputs)
+        start = together[0][1].start
+        stop = together[-1][1].stop
+        adjacent = stop - start == count * num_rows  # no rows of other sequences in between
+        if nodes == 0 or count < 2 or not adjacent:
             continue
-        own = logits[first:last, :nodes].reshape(count, sides, nodes, -1).swapaxes(0, 1)
-        guided = guide(own, sampling).reshape(count * nodes, -1)
+        rows_first = logits[start:stop, :nodes].reshape(count, num_rows, nodes, -1).swapaxes(0, 1)
+        guided = guide(rows_first, sampling).reshape(count * nodes, -1)
         noise = None  # [sequences * nodes, vocab_size], as guided
         if not sampling.greedy:
-            noise = np.concatenate([one.noise.gumbel(one.cells[0], nodes, guided.shape[1]) for one, _ in neighbours])
-        leads: list[float] = []  # where filters may turn a choice, each finds out alone
+            size = guided.shape[1]
+            noise = np.concatenate([output.noise.gumbel(output.cells[0], nodes, size) for output in outputs])
+        margins: list[float] = []  # see `LogitBlock.margins`
         if sampling.filtered:
             codes = choose(guided, noise, sampling)
         else:
-            chosen, leads = choose_with_margin(guided, noise, sampling)
+            chosen, margins = choose_with_margin(guided, noise, sampling)
             codes = np.array(chosen, np.int64)
-        for i, (one, _) in enumerate(neighbours):
+        for i, output in enumerate(outputs):
             part = slice(i * nodes, (i + 1) * nodes)
-            block = LogitBlock(0, guided[part], None if noise is None else noise[part], leads[part])
-            one.store_choices(range(nodes), codes[part], block)
+            block = LogitBlock(0, guided[part], None if noise is None else noise[part], margins[part])
+            output.store_choices(range(nodes), codes[part], block)
 
 
-def _shape(target: tuple[TargetOutput, slice]) -> tuple[int, int, Sampling]:
-    """Nodes of a chain (0: it is none), rows, and sampling: those of one shape may choose together."""
+def _group_key(target: tuple[TargetOutput, slice]) -> tuple[int, int, Sampling]:
+    """Return the length of a chain, 0 for drafts that sample alone, the number of batch rows, and the settings."""
     output, rows = target
-    chain = output.structure.is_chain and output.sampling_nodes is None and not output.sampling.penalised
-    return len(output.structure.depths) if chain else 0, rows.stop - rows.start, output.sampling
+    together = output.structure.is_chain and output.sampling_nodes is None and not output.sampling.penalised
+    return len(output.structure.depths) if together else 0, rows.stop - rows.start, output.sampling
