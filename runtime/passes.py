@@ -1,4 +1,4 @@
-"""Shared pieces of passes: the prefill, a chain, and which committed columns are attended to."""
+"""Inputs of forward passes: prefills, chains, and attention masks over committed cache columns."""
 
 from __future__ import annotations
 
@@ -12,48 +12,61 @@ MIN_NODES = 2  # one-node passes use another matrix kernel and would not reprodu
 
 
 def unmask_committed(attention_mask: Bools, lengths: Ints, prefix_padding: Bools) -> None:
-    """Let nodes see the `lengths [rows]` entries that rows have committed, but for padding.
+    """Let all nodes attend to the committed cache entries of their rows, except to padding.
 
-    attention_mask: `[rows, nodes, columns]`, False on columns of the past. prefix_padding: `[rows, up to prefix]`.
+    Args:
+        attention_mask: mask to change, bool `[rows, nodes, columns]`, False in the columns of the cache.
+        lengths: number of committed entries of each row, int64 `[rows]`.
+        prefix_padding: True at padding, bool `[rows, columns]`, at most as many columns as the longest prefix.
     """
-    for seen, length in zip(attention_mask, lengths.tolist(), strict=True):
-        seen[:, :length] = True
+    for row_mask, length in zip(attention_mask, lengths.tolist(), strict=True):
+        row_mask[:, :length] = True
     if columns := prefix_padding.shape[1]:
         attention_mask[:, :, :columns] &= ~prefix_padding[:, None]
 
 
 def stack_padding(padding: list[Bools]) -> Bools:
-    """Padded columns of rows of different length, bool `[rows, longest]`: past a row's end comes no padding."""
+    """Stack padding masks of rows of different length, bool `[rows, longest]`; False after the end of a row."""
     stacked = np.zeros((len(padding), max(map(len, padding), default=0)), bool)
-    for row, own in zip(stacked, padding, strict=True):
-        row[: len(own)] = own
+    for stacked_row, row in zip(stacked, padding, strict=True):
+        stacked_row[: len(row)] = row
     return stacked
 
 
 @cache
 def identity_mask(nodes: int) -> Bools:
-    """What nodes see of each other at least, bool `[nodes, nodes]`; not to be written to."""
+    """Return the mask with which nodes attend only to themselves, bool `[nodes, nodes]`; it must not be changed."""
     return np.eye(nodes, dtype=bool)
 
 
 def prefix_mask(real: Bools, nodes: int) -> Bools:
-    """Attention mask of the prefill, bool `[rows, nodes, nodes]`, from `real [rows, prefix]`.
+    """Return the attention mask of the prefill, bool `[rows, nodes, nodes]`.
 
-    Real nodes see the real ones up to themselves. Padding sees every real node and the padding up to itself: its own
-    output matters to nobody but LANTERN's LlamaGen drafter, which was trained on it.
+    Real nodes attend to the real nodes up to themselves. Padding attends to every real node and to the padding up to
+    itself. Only LANTERN's LlamaGen drafter, which was trained on it, reads the output of padding.
+
+    Args:
+        real: False on padding, bool `[rows, prefix]`.
+        nodes: number of nodes of the pass, at least the length of the prefix.
     """
-    real = np.pad(real, ((0, 0), (0, nodes - real.shape[1])), constant_values=True)  # past the end: dropped nodes
+    # Nodes after the prefix are dropped from the output.
+    real = np.pad(real, ((0, 0), (0, nodes - real.shape[1])), constant_values=True)
     causal = np.tri(nodes, dtype=bool)
     mask: Bools = np.where(real[:, :, None], causal & real[:, None], causal | real[:, None])
     return mask
 
 
 def prefill_pass(engine: Engine, cache: Cache, prefix: list[Floats], prefix_padding: Bools) -> Pass:
-    """A pass over whole prefixes on an empty cache; rows are stretched to one length by nodes to be dropped.
+    """Return a pass over whole prefixes on an empty cache; shorter rows repeat their last node.
 
-    prefix: of each row, float32 `[length, hidden_size]`. prefix_padding: `[rows, longest]`.
+    Args:
+        engine: engine that will run the pass.
+        cache: empty cache.
+        prefix: embeddings of each row, float32 `[length, hidden_size]`.
+        prefix_padding: True at padding, bool `[rows, longest prefix]`.
     """
-    rows, nodes = len(prefix), max(MIN_NODES, *map(len, prefix))
+    rows = len(prefix)
+    nodes = max(MIN_NODES, *map(len, prefix))
     embeds = np.stack([np.concatenate([row, np.repeat(row[-1:], nodes - len(row), 0)]) for row in prefix])
     past_length = engine.next_past_length(cache, nodes)
     attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
@@ -64,7 +77,16 @@ def prefill_pass(engine: Engine, cache: Cache, prefix: list[Floats], prefix_padd
 def causal_pass(
     engine: Engine, cache: Cache, tokens: Ints, last_position: int, prefix_padding: Bools, hidden: Floats | None = None
 ) -> Pass:
-    """A pass over a chain of `tokens [rows, nodes]` after all that the cache holds; `hidden` is for drafters."""
+    """Return a pass over a chain of tokens after all entries of the cache.
+
+    Args:
+        engine: engine that will run the pass.
+        cache: cache that the pass reads.
+        tokens: tokens of the chain, int64 `[rows, nodes]`.
+        last_position: position that later nodes get, too.
+        prefix_padding: True at padding, bool `[rows, columns]`.
+        hidden: hidden states for a drafter, float32 `[rows, nodes, hidden_size]`, None for the target.
+    """
     rows, nodes = tokens.shape
     past_length = engine.next_past_length(cache, nodes)
     attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
