@@ -20,7 +20,7 @@ from ..graph.graphs import Graph, cases_of, target_graph
 from ..graph.onnx_ops import Value
 from ..model import Model
 from ..models.decoder import Decoder, DecoderConfig
-from ..models.eagle import Drafting, drafter_graph
+from ..models.eagle import LoadedDrafter, drafter_graph
 from ..models.llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder
 from ..neighbours import MAX_NEIGHBORS
 
@@ -37,7 +37,7 @@ def image_model(
     vq: LlamaGenVQ,
     sampling: Sampling,
     sources: list[tuple[str, Path]],
-    drafting: Drafting | None = None,
+    drafting: LoadedDrafter | None = None,
     sizes: Sequence[Size] = (),
     row_end: int | None = None,
 ) -> Model:
@@ -61,7 +61,7 @@ def image_model(
     """
     own = decoder.config
     codes = own.vocab_size
-    pixels = own.grid * vq.config.scale
+    pixels = own.grid * vq.config.pixels_per_cell
     if vq.config.codes != codes:
         expected = f"{codes}: the VQ tokenizer that belongs to the transformer"
         raise CheckpointError(field="vq", found=f"{vq.config.codes} codes", expected=expected)
@@ -70,7 +70,7 @@ def image_model(
     if drafting is not None:
         sources = [*sources, *drafting.sources]
         graphs.append(drafter_graph(drafting.drafter))
-        drafter = DrafterSpec(**decoder_fields(drafting.drafter.config), **drafting.feeding)
+        drafter = DrafterSpec(**decoder_fields(drafting.drafter.config), **drafting.spec_fields)
     return Model(
         graphs=[*graphs, condition.graph, *vq_graphs(vq, own.grid, bool(sizes))],
         code_embeddings=code_embeddings,
@@ -114,8 +114,8 @@ def vq_graphs(tokenizer: LlamaGenVQ, grid: int, varying: bool = False) -> list[G
     The graphs of varying pictures do not depend on their size, so that small ones check them.
     """
     config = tokenizer.config
-    side = min(grid, max(2, _CHECKED // config.scale)) if varying else grid
-    cells, pixels = side * side, side * config.scale
+    side = min(grid, max(2, _CHECKED // config.pixels_per_cell)) if varying else grid
+    cells, pixels = side * side, side * config.pixels_per_cell
     generator = np.random.default_rng(0)
     counts = (2, 1) if pixels <= MAX_PAIR_PIXELS else (1,)
     grids = ((side, side), (2 * side, max(1, side // 2))) if varying else ((cells,), (cells,))

@@ -108,7 +108,7 @@ def read_emu3(
         images = Checkpoint(vq, "vq", progress)
         images.read()
     image = load_emu3_vq(images)
-    scale = image.config.scale
+    scale = image.config.pixels_per_cell
     sizes = grids(_AREA if grid is None else (grid * scale) ** 2, scale)
     prefix, head = _prefix(checkpoint, _PREFIXES, _EMBED), _prefix(checkpoint, _HEADS, _HEAD)
     names = {"embed.weight": prefix + _EMBED, "head.weight": head + _HEAD}

@@ -60,7 +60,7 @@ def read_janus(target: Path, *, lora: Sequence[Adapter] = (), progress: Progress
     checkpoint.read(keep=lambda name: not name.startswith(_UNUSED))
     images = checkpoint.take("model.vqmodel.")
     rename_vqgan(images, coarsest_first=True)
-    image = load_vq(images, unit_encoding=False)
+    image = load_vq(images, normalize_for_encoder=False)
     aligner = checkpoint.take(_ALIGNER)
     rename_llama(checkpoint, _LANGUAGE, _NAMES)
     codes, hidden = checkpoint.shape("codes")[0], checkpoint.shape("head.first.weight")[0]

@@ -129,7 +129,9 @@ def read_llamagen(
     drafting = None
     if drafter is not None:
         fits = _drafter_fields(transformer)
-        drafting = read_drafter(drafter, transformer.decoder, fits=fits, progress=progress, masks_prefix=False)
+        drafting = read_drafter(
+            drafter, transformer.decoder, allowed_values=fits, progress=progress, masks_prefix=False
+        )
     module = transformer.condition
     classes = isinstance(module, ClassCondition)
     if text_encoder is None:

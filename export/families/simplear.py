@@ -71,7 +71,7 @@ def read_simplear(
         raise refusal(path, problem=f"lacks {', '.join(missing)}", remedy="give the model's own tokenizer")
     images = Checkpoint(vq, "vq", progress)
     image = load_cosmos_vq(images)
-    sizes = picture_sizes(grid or _SQUARES[0], image.config.scale)
+    sizes = picture_sizes(grid or _SQUARES[0], image.config.pixels_per_cell)
     most = max(size.codes for size in sizes)
     with without_weights():
         decoder = Decoder(decoder_config(checkpoint, config, rows - first, sizes[0].rows, picture_tokens=most))

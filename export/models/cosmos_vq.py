@@ -57,7 +57,9 @@ def load_cosmos_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
     _fold(checkpoint)
     checkpoint.weights[CODEBOOK] = code_vectors(torch.arange(prod(levels)), levels)
     rename_vqgan(checkpoint, names=_NAMES)
-    return load_vq(checkpoint, CosmosVQ, 1, unit_decoding=False, unit_encoding=False, levels=levels, patch=_PATCH)
+    return load_vq(
+        checkpoint, CosmosVQ, 1, normalize_for_decoder=False, normalize_for_encoder=False, levels=levels, patch=_PATCH
+    )
 
 
 def _fold(checkpoint: Checkpoint) -> None:

@@ -1,7 +1,7 @@
 """The one decoder every family shares: a Llama-style transformer with tree masks and an explicit cache.
 
 `Decoder.forward` is what the target graph computes: past-first keys and values, the past is read but never returned.
-`Decoder.full` is the same function without a cache, for training and checks.
+`Decoder.forward_sequences` is the same function without a cache, for training and checks.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ class Decoder(LayerStack):
         hidden = self.norm(x)
         return self.head(hidden), hidden, *new_kv
 
-    def full(self, embeds: Tensor) -> Tensor:
+    def forward_sequences(self, embeds: Tensor) -> Tensor:
         """Hidden states `[rows, length, hidden_size]` of whole causal sequences that start at position 0."""
         rope = self.rope[None, : embeds.shape[1]]
         for layer in self.layers:

@@ -31,10 +31,10 @@ from .llama import layer_sizes, rename_llama, rope_base
 class EagleDrafter(LayerStack):
     """Predicts the target's next hidden state from its last one and the token that followed."""
 
-    def __init__(self, config: DecoderConfig, head: Head, bias: bool, tokens: int | None = None) -> None:
-        """`tokens`: rows of the embedding table, where it holds more than the codes."""
+    def __init__(self, config: DecoderConfig, head: Head, bias: bool, num_tokens: int | None = None) -> None:
+        """`num_tokens`: rows of the embedding table, where it holds more than the codes."""
         super().__init__(config)
-        self.embed = nn.Embedding(tokens or config.vocab_size, config.hidden_size)
+        self.embed = nn.Embedding(num_tokens or config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
         self.head = head
 
@@ -50,7 +50,7 @@ class EagleDrafter(LayerStack):
         return self.head(hidden), hidden, *new_kv
 
 
-class Drafting(NamedTuple):
+class LoadedDrafter(NamedTuple):
     """A drafter, its files with roles, and how the runtime feeds it: fields of `DrafterSpec` in the manifest.
 
     drafts_for: as of `Model`.
@@ -58,7 +58,7 @@ class Drafting(NamedTuple):
 
     drafter: EagleDrafter
     sources: list[tuple[str, Path]]
-    feeding: dict[str, Any]
+    spec_fields: dict[str, Any]
     drafts_for: str | None = None
 
 
@@ -66,19 +66,19 @@ class Drafting(NamedTuple):
 def read_drafter(
     folder: Path,
     target: Decoder,
-    tokens: int | None = None,
-    fits: Mapping[str, tuple[Any, ...]] | None = None,
+    num_tokens: int | None = None,
+    allowed_values: Mapping[str, tuple[Any, ...]] | None = None,
     progress: Progress = silent,
-    **feeding: Any,
-) -> Drafting:
+    **spec_fields: Any,
+) -> LoadedDrafter:
     """The drafter in a folder, for a target whose head and grid it shares.
 
     Args:
         folder: config.json and weights in LANTERN's layout.
         target: what it drafts for.
-        tokens: the size of the vocabulary that the drafter embeds, where that holds more than the target's codes.
-        fits: what fields of its configuration may be, where they are there, to fit the target.
-        feeding: fields of `DrafterSpec` beyond its sizes.
+        num_tokens: the size of the vocabulary that the drafter embeds, where that holds more than the target's codes.
+        allowed_values: what fields of its configuration may be, where they are there, to fit the target.
+        spec_fields: fields of `DrafterSpec` beyond its sizes.
 
     Raises:
         CheckpointError: the folder holds no drafter, or that of another target.
@@ -94,12 +94,12 @@ def read_drafter(
     if not isinstance(target.head, nn.Linear):
         raise checkpoint.error(problem="EAGLE drafters borrow a plain head, but the target's has a hidden layer")
     shape = checkpoint.shape("embed.weight")
-    wanted = (tokens or sizes.vocab_size, sizes.hidden_size)
+    wanted = (num_tokens or sizes.vocab_size, sizes.hidden_size)
     if shape != wanted:
-        expected = f"{list(wanted)}, as the target's {'tokens' if tokens else 'codes'}"
+        expected = f"{list(wanted)}, as the target's {'tokens' if num_tokens else 'codes'}"
         raise checkpoint.error("embed.weight", found=f"shape {list(shape)}", expected=expected)
     config.agree(vocab_size=shape[0])
-    for name, allowed in (fits or {}).items():
+    for name, allowed in (allowed_values or {}).items():
         config.expect(name, *allowed, None, remedy="give the drafter that was trained for this target")
     own = replace(
         sizes,
@@ -112,12 +112,12 @@ def read_drafter(
     )
     with without_weights():
         head = nn.Linear(own.hidden_size, own.vocab_size, bias=False)
-        drafter = EagleDrafter(own, head, "fc.bias" in weights, tokens)
+        drafter = EagleDrafter(own, head, "fc.bias" in weights, num_tokens)
     weights["head.weight"] = target.head.weight
     checkpoint.load_strict(drafter)
     training = config.get("training")  # as `train-drafter` writes it
     drafts_for = training.get("target_sha256") if isinstance(training, Mapping) else None
-    return Drafting(drafter, checkpoint.sources, feeding, None if drafts_for is None else str(drafts_for))
+    return LoadedDrafter(drafter, checkpoint.sources, spec_fields, None if drafts_for is None else str(drafts_for))
 
 
 def drafter_graph(drafter: EagleDrafter) -> Graph:

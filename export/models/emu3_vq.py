@@ -117,7 +117,9 @@ def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
             checkpoint.weights[name] = tensor[:, :, -1]
         elif tensor.ndim == 2 and name != CODEBOOK:  # transformers' attention multiplies where Emu3's convolves
             checkpoint.weights[name] = tensor[:, :, None, None]
-    return load_vq(checkpoint, unit_decoding=False, unit_encoding=False, make=partial(Emu3VQ, doublings))
+    return load_vq(
+        checkpoint, normalize_for_decoder=False, normalize_for_encoder=False, build=partial(Emu3VQ, doublings)
+    )
 
 
 def _stack_frames(weight: Tensor, frames: int) -> Tensor:

@@ -44,9 +44,9 @@ Norm = Callable[[int], nn.Module]  # of so many channels
 class VQConfig:
     """Sizes of the tokenizer; widths per level as it runs, and residual blocks per encoder level.
 
-    attention: whether cells attend to each other at the coarsest level, besides the middle. unit_decoding,
-    unit_encoding: whether codebook rows are unit vectors for pictures, and for the nearest code (then encoder outputs
-    are too). levels: of the digits of codes, where they are no rows of a codebook. patch: pixels along each side that
+    attention: whether cells attend to each other at the coarsest level, besides the middle. normalize_for_decoder,
+    normalize_for_encoder: whether codebook rows are unit vectors for images, and for the nearest code (then encoder
+    outputs are too). levels: of the digits of codes, where they are not rows. patch: pixels along each side that
     are one at the finest level. groups: of channels that norms are over.
     """
 
@@ -58,14 +58,14 @@ class VQConfig:
     decoder_widths: tuple[int, ...]
     blocks: int
     attention: bool = True
-    unit_decoding: bool = True
-    unit_encoding: bool = True
+    normalize_for_decoder: bool = True
+    normalize_for_encoder: bool = True
     levels: tuple[int, ...] = ()
     patch: int = 1
     groups: int = _GROUPS
 
     @property
-    def scale(self) -> int:
+    def pixels_per_cell(self) -> int:
         """Pixels per cell, along each side."""
         return self.patch * int(2 ** (len(self.decoder_widths) - 1))
 
@@ -210,7 +210,7 @@ class VQDecoder(nn.Module):
         super().__init__()
         self.post_quant_conv, self.decoder, self.grid = vq.post_quant_conv, vq.decoder, grid
         self.levels, self.patch = vq.config.levels, vq.config.patch
-        vectors = F.normalize(vq.codebook, dim=-1) if vq.config.unit_decoding else vq.codebook
+        vectors = F.normalize(vq.codebook, dim=-1) if vq.config.normalize_for_decoder else vq.codebook
         self.register_buffer("vectors", None if self.levels else vectors)
 
     def forward(self, codes: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ class VQEncoder(nn.Module):
 
     def __init__(self, vq: LlamaGenVQ) -> None:
         super().__init__()
-        self.encoder, self.quant_conv, self.unit = vq.encoder, vq.quant_conv, vq.config.unit_encoding
+        self.encoder, self.quant_conv, self.unit = vq.encoder, vq.quant_conv, vq.config.normalize_for_encoder
         self.levels, self.patch = vq.config.levels, vq.config.patch
         vectors = F.normalize(vq.codebook, dim=-1) if self.unit else vq.codebook
         self.register_buffer("vectors", None if self.levels else vectors)
@@ -266,7 +266,7 @@ def read_vq(
 
 
 def load_vq(
-    checkpoint: Checkpoint, make: Callable[[VQConfig], LlamaGenVQ] = LlamaGenVQ, groups: int = _GROUPS, **choices: Any
+    checkpoint: Checkpoint, build: Callable[[VQConfig], LlamaGenVQ] = LlamaGenVQ, groups: int = _GROUPS, **choices: Any
 ) -> LlamaGenVQ:
     """The tokenizer with these weights, which bear LlamaGen's names. Raises: CheckpointError.
 
@@ -293,7 +293,7 @@ def load_vq(
     attention = f"encoder.conv_blocks.{len(encoder) - 1}.attn.0.norm.weight" in checkpoint.weights
     with without_weights():
         sizes = (codes, code_width, latent_width, stem, encoder, decoder, blocks, attention)
-        vq = make(VQConfig(*sizes, groups=groups, **choices))
+        vq = build(VQConfig(*sizes, groups=groups, **choices))
     checkpoint.rename({"codebook": CODEBOOK})
     numbers = ((name, weight) for name, weight in checkpoint.weights.items() if weight.is_floating_point())
     checkpoint.weights |= {name: weight.float() for name, weight in numbers}  # it is small
@@ -324,7 +324,7 @@ def read_vqgan(path: Path, progress: Progress = silent) -> VQGAN:
         problem = f"has no {CODEBOOK} with encoder.down.0, so it is no VQGAN in taming-transformers' layout"
         raise checkpoint.error(problem=problem)
     rename_vqgan(checkpoint)
-    vq = load_vq(checkpoint, unit_decoding=False, unit_encoding=False)
+    vq = load_vq(checkpoint, normalize_for_decoder=False, normalize_for_encoder=False)
     settings = file.with_suffix(".yaml")
     if not settings.is_file():
         return VQGAN(vq, None, checkpoint.sources)
@@ -364,6 +364,6 @@ def _read_grid(path: Path, config: VQConfig) -> int:
     sizes = parameters.section("ddconfig")
     sizes.agree(z_channels=config.latent_width, ch=config.encoder_stem, num_res_blocks=config.blocks)
     pixels = sizes.whole("resolution")
-    if pixels is None or pixels % config.scale:
-        raise sizes.error("resolution", expected=f"a multiple of {config.scale} pixels")
-    return pixels // config.scale
+    if pixels is None or pixels % config.pixels_per_cell:
+        raise sizes.error("resolution", expected=f"a multiple of {config.pixels_per_cell} pixels")
+    return pixels // config.pixels_per_cell

@@ -25,7 +25,7 @@ from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.graph.precision import read_precisions
 from lantern_rt.export.model import Model
 from lantern_rt.export.models.decoder import Attention, Decoder
-from lantern_rt.export.models.eagle import Drafting, drafter_graph, read_drafter
+from lantern_rt.export.models.eagle import LoadedDrafter, drafter_graph, read_drafter
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, Sampling
 
@@ -183,7 +183,7 @@ def write_scenes_bundle(
     return export_model(model, output, precisions=precisions, force=force, progress=progress)
 
 
-def _read_drafter(folder: Path, decoder: Decoder, rounded: bool) -> Drafting:
+def _read_drafter(folder: Path, decoder: Decoder, rounded: bool) -> LoadedDrafter:
     """The drafter in a folder, rounded as the rest."""
     found = read_drafter(folder, decoder)
     weights = {name: computed(weight) for name, weight in found.drafter.state_dict().items()}

@@ -105,7 +105,7 @@ class ScenesTarget(nn.Module):
     def hidden(self, prefix: Tensor, codes: Tensor) -> Tensor:
         """Hidden states `[rows, codes, width]` that predict each of `codes [rows, n]`."""
         inputs = F.embedding(codes[:, :-1], self.code_embedding())
-        states = self.decoder.full(torch.cat([prefix, inputs], 1))
+        states = self.decoder.forward_sequences(torch.cat([prefix, inputs], 1))
         return states[:, SLOTS - 1 :]
 
     def logits(self, captions: Tensor, codes: Tensor, dropped: Tensor | None = None) -> Tensor:

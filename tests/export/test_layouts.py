@@ -68,7 +68,7 @@ def target(config: DecoderConfig, scale: float = 0.1) -> Graph:  # small inputs,
 
 def drafter(config: DecoderConfig, bias: bool) -> Graph:
     torch.manual_seed(0)
-    made = EagleDrafter(config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias, tokens=50)
+    made = EagleDrafter(config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias, num_tokens=50)
     randomise_norms(made)
     return drafter_graph(made)
 

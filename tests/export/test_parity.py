@@ -113,8 +113,8 @@ def vq_configs(draw: st.DrawFn) -> VQConfig:
         decoder_widths=widths[::-1],
         blocks=1,
         attention=draw(st.booleans()),
-        unit_decoding=draw(st.booleans()),
-        unit_encoding=draw(st.booleans()),
+        normalize_for_decoder=draw(st.booleans()),
+        normalize_for_encoder=draw(st.booleans()),
     )
 
 

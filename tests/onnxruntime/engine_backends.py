@@ -134,7 +134,9 @@ class SmallModel:
             for side in (prompt.cond, prompt.uncond)
         ]
         with torch.no_grad():
-            cond, uncond = (self.decoder.head(self.decoder.full(torch.from_numpy(r))).double().numpy() for r in rows)
+            cond, uncond = (
+                self.decoder.head(self.decoder.forward_sequences(torch.from_numpy(r))).double().numpy() for r in rows
+            )
         logits = uncond + sampling.cfg_scale * (cond - uncond)
         for i, sequence in enumerate(every):
             for place, code in enumerate(sequence):

@@ -120,7 +120,7 @@ class Rig:
         """Logits `[1 + codes, vocabulary]` after the prefix and after each code, by one full forward."""
         rows = np.concatenate([self.prefix[row], self.table[codes]]) if codes else self.prefix[row]
         with torch.no_grad():
-            hidden = self.decoder.full(torch.from_numpy(rows)[None])[0, self.config.prefix - 1 :]
+            hidden = self.decoder.forward_sequences(torch.from_numpy(rows)[None])[0, self.config.prefix - 1 :]
             logits: np.ndarray = self.decoder.head(hidden).numpy()
         return logits
 

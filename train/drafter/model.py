@@ -28,7 +28,7 @@ def new_drafter(target: Target, seed: int) -> EagleDrafter:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = nn.Linear(width, config.vocab_size, bias=False)
-        drafter = EagleDrafter(config, head, bias=True, tokens=len(target.embeddings))
+        drafter = EagleDrafter(config, head, bias=True, num_tokens=len(target.embeddings))
         for name, weight in drafter.layers.named_parameters():
             if weight.ndim == 2 and "norm" not in name:
                 spread = weight.shape[1] ** -0.5
