@@ -40,7 +40,7 @@ class DeviceCache(CacheColumns):
     def __init__(self, pool: CachePool, rows: int, capacity: int, columns: int | None = None) -> None:
         super().__init__(np.zeros(rows, np.int64), capacity, columns)
         self.pool = pool
-        self.lease = pool.acquire(rows, self.columns)
+        self.handle = pool.acquire(rows, self.columns)
         self.bound: BoundPass | None = None  # the last pass
 
     def finish(self) -> None:
@@ -53,29 +53,29 @@ class DeviceCache(CacheColumns):
         moves = self.accept(new_kv, accepted_indices)
         if len(moves):
             self.finish()
-            block = self.lease.block
+            block = self.handle.block
             self.pool.move(block, moves[:, [0, 1]], moves[:, [0, 2]], np.arange(0, block.shape[1], self.columns))
 
     def keep_rows(self, rows: Ints) -> None:
         """Remove all rows but `rows`, and put those in this order, by a copy on the device."""
         self.finish()
-        previous = self.lease  # not released before it has been copied
+        previous = self.handle  # not released before it has been copied
         self.select(rows)
-        self.lease = self.pool.acquire(len(rows), self.columns)
-        self.pool.copy(previous.block, rows, self.lease.block)
+        self.handle = self.pool.acquire(len(rows), self.columns)
+        self.pool.copy(previous.block, rows, self.handle.block)
 
     def extend(self, other: Cache) -> None:
         """Append the rows of another cache, by a copy on the device."""
         added = type(self).require(other)
-        previous = self.lease  # not released before it has been copied
+        previous = self.handle  # not released before it has been copied
         self.finish()
         added.finish()
         self.join(added)
         num_rows = previous.block.shape[0]
-        num_added = added.lease.block.shape[0]
-        self.lease = self.pool.acquire(num_rows + num_added, self.columns)
-        self.pool.copy(previous.block, np.arange(num_rows), self.lease.block)
-        self.pool.copy(added.lease.block, np.arange(num_added), self.lease.block, num_rows)
+        num_added = added.handle.block.shape[0]
+        self.handle = self.pool.acquire(num_rows + num_added, self.columns)
+        self.pool.copy(previous.block, np.arange(num_rows), self.handle.block)
+        self.pool.copy(added.handle.block, np.arange(num_added), self.handle.block, num_rows)
 
 
 class DeviceRows:
@@ -84,12 +84,12 @@ class DeviceRows:
     Args:
         bound: the pass.
         name: name of the output.
-        lease: handle to keep, so that no other cache runs the bound pass; None: the pass is bound for one run.
+        handle: handle to keep, so that no other cache runs the bound pass; None: the pass is bound for one run.
     """
 
-    def __init__(self, bound: BoundPass, name: str, lease: BlockHandle | None = None) -> None:
+    def __init__(self, bound: BoundPass, name: str, handle: BlockHandle | None = None) -> None:
         self.bound = bound
-        self.lease = lease
+        self.handle = handle
         self._value = bound.outputs[name]
         self.dtype = dtype_of(self._value)
         self.stride = self._value.shape()[1]
@@ -188,12 +188,12 @@ class DeviceEngine(ABC):
         checked_past_length(batch, device_cache)
         padded = self.fit(device_cache, batch.positions.shape[1])
         feeds = {**device_cache.encode(batch, padded), **self._node_inputs(batch, padded)}
-        bound, lease = self._bind(device_cache, batch, feeds)
+        bound, handle = self._bind(device_cache, batch, feeds)
         device_cache.bound = bound
         bound.begin(feeds, batch.hidden)
         device_cache.passes += 1
         return PassOutput(
-            LogitRows(bound, "logits", lease), DeviceRows(bound, "hidden_states", lease), device_cache.written
+            LogitRows(bound, "logits", handle), DeviceRows(bound, "hidden_states", handle), device_cache.written
         )
 
     def _node_inputs(self, batch: Pass, nodes: int) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class DeviceEngine(ABC):
         """Return a bound pass, and the handle of its block; None if the pass is bound for one run."""
         rows, nodes, words = feeds["seen"].shape
         hidden = batch.hidden
-        block = cache.lease.block
+        block = cache.handle.block
 
         def make(recurs: bool = True) -> BoundPass:
             placed = dict(zip(self._past, self._pool.tensors(block), strict=True))
@@ -234,12 +234,12 @@ class DeviceEngine(ABC):
             return BoundPass(self._graph, self.device, feeds, placed, recurs)
 
         recurs = hidden is None or (
-            isinstance(hidden, HiddenView) and getattr(hidden.source, "lease", None) is not None
+            isinstance(hidden, HiddenView) and getattr(hidden.source, "handle", None) is not None
         )
         if nodes > MAX_BOUND_NODES or batch.embeds is not None or not recurs:
             return make(recurs=False), None
         shape = (nodes, words, id(feeds.get("hidden")))
-        return self._pool.bound(block, shape, make), cache.lease
+        return self._pool.bound(block, shape, make), cache.handle
 
 
 def _enumerate(states: Floats | None, dtype: str) -> tuple[Array, Ints]:

@@ -49,7 +49,7 @@ class DeviceGraph(NamedTuple):
 
 
 def device_graph(
-    path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool, plain: bool = False, capacity: int | None = None
+    path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool, basic_ops: bool = False, capacity: int | None = None
 ) -> DeviceGraph:
     """Return the device layout of a target or drafter graph.
 
@@ -68,7 +68,7 @@ def device_graph(
         path: graph file in a bundle, in the folder of its weights.
         spec: sizes of the decoder.
         drafts: whether it is a drafter.
-        plain: whether to avoid the op Attention, bfloat16, and float16 tables in computations with float32.
+        basic_ops: whether to avoid the op Attention, bfloat16, and float16 tables in computations with float32.
         capacity: None: columns are written in any order, `write` int64 `[rows, nodes, 2]` is row and column of each
             node, `seen` covers all columns, and caches are `[rows, columns, num_kv_heads * head_dim]`. A number: nodes
             of a row are written side by side, `write` int64 `[rows]` is the column of the first, `seen` may cover fewer
@@ -80,7 +80,7 @@ def device_graph(
     with reading(path, "an ONNX graph", BundleError, _AGAIN):
         weights = graph_weights(path)
         try:
-            writer = _DeviceWriter(path.parent, weights, spec, plain, capacity)
+            writer = _DeviceWriter(path.parent, weights, spec, basic_ops, capacity)
             graph = writer.write(drafts)
         except KeyError as error:
             raise BundleError(f"has no weight {error}", field=str(path), remedy=_AGAIN) from error
@@ -99,20 +99,22 @@ class _DeviceWriter(DecoderWriter):
         folder: Path,
         weights: dict[str, Weight],
         spec: DecoderSpec | DrafterSpec,
-        plain: bool,
+        basic_ops: bool,
         capacity: int | None,
     ) -> None:
         names = (f"layers.0.attention.out.weight{kind}" for kind in ("", ".bfloat16", ".scales"))
         out = next((weights[name] for name in names if name in weights), None)  # its type is the graph's
         graph = GraphWriter({"": 23, "com.microsoft": 1} if capacity is None else {"": 24})
         heads = spec.hidden_size // spec.head_dim
-        dtype = out.dtype if out is not None and out.dtype in ("float16", "" if plain else "bfloat16") else "float32"
+        dtype = (
+            out.dtype if out is not None and out.dtype in ("float16", "" if basic_ops else "bfloat16") else "float32"
+        )
         super().__init__(graph, weights, dtype, heads, heads // spec.num_kv_heads)
         self.spec = spec
-        self.plain = plain
+        self.basic_ops = basic_ops
         self.capacity = capacity
         self.decoded: dict[str, str] = {}
-        self.has_plain_attention = plain or (
+        self.has_matmul_attention = basic_ops or (
             capacity is not None and not self.half
         )  # TensorRT's Attention takes float16 only
         epsilons = {float(name.removeprefix("eps_")) for name in weights if name.startswith("eps_")}
@@ -182,8 +184,8 @@ class _DeviceWriter(DecoderWriter):
                 present = graph.op("TensorScatter", *operands, name=f"present_{name}", axis=2)
                 presents.append(graph.op("Slice", present, graph.ints(0), "span", graph.ints(2)))
         scale = width**-0.5 if "attention_scale" in self.weights else 1.0  # otherwise weights include it
-        if self.has_plain_attention:
-            return self.plain_attention(query, presents[0], presents[1], scale)
+        if self.has_matmul_attention:
+            return self.matmul_attention(query, presents[0], presents[1], scale)
         if self.capacity is None:
             return self.fused_attention(query, presents, scale)
         query = self.split_heads(query, self.heads)
@@ -207,7 +209,7 @@ class _DeviceWriter(DecoderWriter):
         mixed = graph.transpose(graph.reshape(mixed, 0, group, -1, num_kv_heads, width), 0, 2, 3, 1, 4)
         return graph.reshape(mixed, 0, 0, self.heads * width)
 
-    def plain_attention(self, query: str, keys: str, values: str, scale: float) -> str:
+    def matmul_attention(self, query: str, keys: str, values: str, scale: float) -> str:
         """Write attention as matmuls; query heads that share keys follow each other along the nodes.
 
         Args:
@@ -266,7 +268,7 @@ class _DeviceWriter(DecoderWriter):
 
     def look_up_embeddings(self) -> str:
         """Look up the drafter's token embeddings, in the type that the graph computes in."""
-        if self.plain and not self.half:
+        if self.basic_ops and not self.half:
             return self.graph.op("Gather", self.weight("embed.weight"), "token_ids")
         stored = self.add_weight(self.stored_name("embed.weight"))
         rows = self.graph.op("Gather", stored, "token_ids")
@@ -371,4 +373,4 @@ class _DeviceWriter(DecoderWriter):
             graph.op("Shape", seen, name="span", start=2, end=3)
         hidden = graph.op("Mul", graph.op("Sub", one, seen), masked)
         mask = self.to_dtype(graph.op("Unsqueeze", hidden, graph.ints(1)))
-        return self.tile_mask(mask) if self.has_plain_attention or self.capacity is None else mask
+        return self.tile_mask(mask) if self.has_matmul_attention or self.capacity is None else mask

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..errors import EngineError
 from .gpu import CUDA, OLDEST_DRIVER, find_gpu
 from .host import RUNTIMES, available_memory, cpu_quota, import_onnxruntime, installed, runtime_conflict, usable_cores
-from .ort.providers import DEFAULT_PROVIDER, PROVIDERS, automatic
+from .ort.providers import DEFAULT_PROVIDER, PROVIDERS, detect_provider
 from .ort.session import check_provider
 from .system import host_memory
 
@@ -39,7 +39,7 @@ def host_report() -> HostReport:
     try:
         runtime = import_onnxruntime()
         providers = runtime.get_available_providers()
-        main = automatic(runtime)
+        main = detect_provider(runtime)
     except EngineError as error:
         problems = problems or [str(error)]
     versions = _installed_versions()

@@ -14,7 +14,7 @@ from .contracts import Array, Function, Tensor
 from .engine_folder import EngineFolder
 from .host import import_onnxruntime, thread_count
 from .ort.backend import OrtGraphs
-from .ort.providers import AUTO, DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Providers, automatic
+from .ort.providers import AUTO, DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Providers, detect_provider
 from .precisions import INT8, INTEGER_WEIGHTS, check_matmul_support
 from .trt.backend import open_tensorrt
 
@@ -126,7 +126,7 @@ def choose_providers(wanted: Providers, bundle: Bundle) -> Providers:
     manifest = bundle.manifest
     if wanted.main == AUTO:
         only_cpu = any(spec is not None and spec.precision == INT8 for spec in (manifest.target, manifest.drafter))
-        wanted = wanted._replace(main=DEFAULT_PROVIDER if only_cpu else automatic(import_onnxruntime()))
+        wanted = wanted._replace(main=DEFAULT_PROVIDER if only_cpu else detect_provider(import_onnxruntime()))
     if manifest.vq_precision == INT8 and wanted.main != DEFAULT_PROVIDER:
         return wanted._replace(by_graph={IMAGE_DECODER: DEFAULT_PROVIDER, **wanted.by_graph})
     return wanted

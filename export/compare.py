@@ -233,7 +233,7 @@ class DeviceLayoutSession:
         make = partial(device_graph, path, DrafterSpec(**sizes), drafts=graph.role == "drafter")
         device = make()
         if device.dtype == "bfloat16":  # CPUs do not compute in it
-            device = make(plain=True)
+            device = make(basic_ops=True)
         self._session = GraphFileSession(path, low_memory, device.model)
         self._heads = (sizes["num_kv_heads"], sizes["head_dim"])
 

@@ -95,7 +95,7 @@ class Pipeline:
         from .engines.loader import Engines, choose_providers
 
         folder = engines if engines is None or isinstance(engines, EngineFolder) else open_engine_folder(engines)
-        requested = Providers.read(() if provider is None else provider)
+        requested = Providers.parse(() if provider is None else provider)
         if folder is not None and requested not in (Providers(), ON_CPU):
             expected = f"{folder.manifest.backend}, which {folder.folder} was built for"
             raise RequestError(field="provider", found=str(requested), expected=expected, remedy="omit the provider")

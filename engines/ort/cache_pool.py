@@ -155,7 +155,7 @@ class BoundPass:
         Raises: EngineError: the logits contain NaN or infinity.
         """
         with self.device.lock:
-            feeds = self.device.samples(head, self._nodes, requests)
+            feeds = self.device.sampling_inputs(head, self._nodes, requests)
             sampler = self._sampler(head, feeds)
             self._buffer.fill(sampler.inputs, feeds)
             self._launch()
@@ -240,9 +240,9 @@ class CachePool:
         if block is None:
             stacked = self._stack * shape[0], *shape[1:]
             block = CacheBlock(shape, [self.device.zeros(stacked, self._dtype) for _ in range(self._values)])
-        lease = BlockHandle(block)
-        weakref.finalize(lease, self._release, block).atexit = False
-        return lease
+        handle = BlockHandle(block)
+        weakref.finalize(handle, self._release, block).atexit = False
+        return handle
 
     def tensors(self, block: CacheBlock) -> list[Any]:
         """Return all tensors: values, or views `[rows, heads, columns, width]`."""

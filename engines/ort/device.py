@@ -31,7 +31,7 @@ class Device:
         chosen = find_provider(provider, import_onnxruntime())
         self.provider = provider
         self.name = chosen.memory
-        self.plain = chosen.plain
+        self.basic_ops = chosen.basic_ops
         self.has_addresses = chosen.has_addresses
         self.lock = DEVICE_LOCKS[provider]
         self._graphs: dict[object, GraphSession] = {}
@@ -92,25 +92,25 @@ class Device:
         self.run(("zeros", len(shape), dtype), write, {"shape": np.array(shape, np.int64), "out": out})
         return out
 
-    def read(self, value: Any, places: Ints) -> Floats:
+    def read(self, value: Any, indices: Ints) -> Floats:
         """Copy vectors of a value to the host, as float32.
 
         Args:
             value: value `[rows, nodes, width]`.
-            places: indices in its flattened first two axes, of any shape.
+            indices: indices in its flattened first two axes, of any shape.
         """
         dtype = dtype_of(value)
         width = value.shape()[2]
 
         def write(graph: GraphWriter) -> GraphTensors:
-            graph.op("Gather", graph.reshape("data", -1, width), "places", name="out")
-            inputs = [Tensor("data", (dtype,), (None, None, width)), Tensor("places", ("int64",), (None,))]
+            graph.op("Gather", graph.reshape("data", -1, width), "indices", name="out")
+            inputs = [Tensor("data", (dtype,), (None, None, width)), Tensor("indices", ("int64",), (None,))]
             return inputs, [Tensor("out", (dtype,), (None, width))]
 
         with self.lock:
-            out = self.empty((places.size, width), dtype)
-            self.run(("read", dtype, width), write, {"data": value, "places": places.ravel(), "out": out}, wait=False)
-            rows: Floats = out.numpy().reshape(*places.shape, width).astype(np.float32)
+            out = self.empty((indices.size, width), dtype)
+            self.run(("read", dtype, width), write, {"data": value, "indices": indices.ravel(), "out": out}, wait=False)
+            rows: Floats = out.numpy().reshape(*indices.shape, width).astype(np.float32)
         return rows
 
     def copy_rows(self, value: Any, rows: Ints, target: Any, target_rows: Ints) -> None:
@@ -169,7 +169,7 @@ class Device:
         values = {"data": value, "sources": sources, "targets": targets, "out": value}
         self.run(("move", dtype, width, steps.tobytes()), write, values)
 
-    def samples(self, head: SamplingHead, width: int, requests: Sequence[SampleRequest]) -> dict[str, Any]:
+    def sampling_inputs(self, head: SamplingHead, width: int, requests: Sequence[SampleRequest]) -> dict[str, Any]:
         """Return the inputs of a sampling graph, except the logits. The caller holds `lock`.
 
         Args:

@@ -42,7 +42,9 @@ class OrtEngine:
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._kv_dtype = kv_dtype(path, self._graph.dtypes)
         self._table = code_embeddings
-        self._sound: set[tuple[int, ...]] = set()  # shapes of masks whose passes gave outputs of the right shapes
+        self._checked_shapes: set[tuple[int, ...]] = (
+            set()
+        )  # shapes of masks whose passes gave outputs of the right shapes
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         """An empty cache for `rows` sequences of at most `capacity` entries each."""
@@ -59,7 +61,9 @@ class OrtEngine:
         feeds = node_inputs(batch, self._table, self._graph.dtypes)
         feeds.update(zip(self._past, own.past(checked_past_length(batch, own)), strict=True))
         shape = batch.attention_mask.shape
-        logits, features, *new_kv = self._graph.run(feeds) if shape in self._sound else self._checked(feeds, shape)
+        logits, features, *new_kv = (
+            self._graph.run(feeds) if shape in self._checked_shapes else self._checked(feeds, shape)
+        )
         own.passes += 1
         return PassOutput(logits.astype(np.float32, copy=False), features.astype(np.float32, copy=False), new_kv)
 
@@ -70,7 +74,7 @@ class OrtEngine:
             expected = (rows, nodes) if i < 2 else (nodes, rows)
             if array.shape[:2] != expected:
                 raise self._graph.shape_error(name, array.shape, f"{list(expected)} first")
-        self._sound.add(shape)
+        self._checked_shapes.add(shape)
         return outputs
 
 
@@ -80,7 +84,7 @@ class OrtDeviceEngine(DeviceEngine):
     def __init__(
         self, path: Path, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None, threads: int, device: Device
     ) -> None:
-        graph = device_graph(path, spec, drafts=code_embeddings is None, plain=device.plain)
+        graph = device_graph(path, spec, drafts=code_embeddings is None, basic_ops=device.basic_ops)
         session = GraphSession(
             path, graph.inputs, graph.outputs, threads, device.provider, model=graph.model, records=True
         )

@@ -37,7 +37,7 @@ class Provider(NamedTuple):
         options: options of its sessions.
         memory: ONNX Runtime's name of the memory of its values; decoders use the device layout unless it is `cpu`.
         has_addresses: whether a value may be a view into another value's memory.
-        plain: whether it lacks the op Attention, and float16 on some devices.
+        basic_ops: whether it lacks the op Attention, and float16 on some devices.
         plugin: whether its library is a module of its package, to be registered with onnxruntime.
         library: library from further packages without which it has no convolutions.
         cpu_roles: graphs that run on the CPU, once per image, because the provider lacks some of their ops.
@@ -52,7 +52,7 @@ class Provider(NamedTuple):
     options: dict[str, str]
     memory: str = "cpu"
     has_addresses: bool = True
-    plain: bool = False
+    basic_ops: bool = False
     plugin: bool = False
     library: str = ""
     cpu_roles: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ _ALL = (
         {},
         memory="gpu",
         has_addresses=False,
-        plain=True,
+        basic_ops=True,
         plugin=True,
         cpu_roles=("condition",),
         recording={"enableGraphCapture": "1"},
@@ -113,7 +113,7 @@ _ALL = (
 PROVIDERS = {provider.name: provider for provider in _ALL}
 DEVICE_LOCKS = {name: threading.RLock() for name in PROVIDERS}
 IMAGE_DECODER = "vq_decoder"
-_OWN = ("drafter", "condition", IMAGE_DECODER)  # graphs that may run elsewhere than the target
+_SEPARATE_ROLES = ("drafter", "condition", IMAGE_DECODER)  # graphs that may run elsewhere than the target
 
 
 class Providers(NamedTuple):
@@ -127,11 +127,11 @@ class Providers(NamedTuple):
         return self.by_graph.get(role, self.main)
 
     def __str__(self) -> str:
-        """As `read` takes it."""
+        """As `parse` takes it."""
         return ",".join([self.main, *(f"{role}={name}" for role, name in self.by_graph.items())])
 
     @classmethod
-    def read(cls, names: str | Sequence[str]) -> Providers:
+    def parse(cls, names: str | Sequence[str]) -> Providers:
         """Providers from `NAME` for all graphs and `GRAPH=NAME` for one, joined by commas or one by one.
 
         Raises: EngineError: a name is unknown or given twice, or a graph cannot have the provider.
@@ -139,14 +139,18 @@ class Providers(NamedTuple):
         by_graph: dict[str, str] = {}
         for one in names.split(",") if isinstance(names, str) else names:
             role, named, name = one.strip().rpartition("=")
-            if named and role not in _OWN:
+            if named and role not in _SEPARATE_ROLES:
                 remedy = "all others run on one provider, NAME"
-                raise _refused(found=f"graph {format_value(role)}", expected=" or ".join(_OWN), remedy=remedy)
+                raise _provider_error(
+                    found=f"graph {format_value(role)}", expected=" or ".join(_SEPARATE_ROLES), remedy=remedy
+                )
             if role in by_graph:
-                raise _refused(found=f"{by_graph[role]} and {name} for {role or 'all graphs'}", expected="one")
-            if (named or name != AUTO) and _named(name).rounds_to_bfloat16 and role != IMAGE_DECODER:
+                raise _provider_error(found=f"{by_graph[role]} and {name} for {role or 'all graphs'}", expected="one")
+            if (named or name != AUTO) and _known_provider(name).rounds_to_bfloat16 and role != IMAGE_DECODER:
                 remedy = f"give it to the image decoder alone, {IMAGE_DECODER}={name}"
-                raise _refused(f"{name} rounds to bfloat16", found=f"it for {role or 'all graphs'}", remedy=remedy)
+                raise _provider_error(
+                    f"{name} rounds to bfloat16", found=f"it for {role or 'all graphs'}", remedy=remedy
+                )
             by_graph[role] = name
         return cls(by_graph.pop("", AUTO), by_graph)
 
@@ -154,7 +158,7 @@ class Providers(NamedTuple):
 ON_CPU = Providers(DEFAULT_PROVIDER)
 
 
-def _refused(problem: str = "", **fields: str) -> EngineError:
+def _provider_error(problem: str = "", **fields: str) -> EngineError:
     return EngineError(problem, field="provider", **fields)
 
 
@@ -164,7 +168,7 @@ _lock = threading.Lock()
 
 def find_provider(name: str, runtime: Any) -> Provider:
     """The provider of a name. Raises: EngineError unless this `runtime` (the onnxruntime module) has it."""
-    provider = _named(name)
+    provider = _known_provider(name)
     if provider.plugin and not plugin_devices(provider, runtime):
         problem = "ONNX Runtime finds no device that it runs on"
         raise EngineError(problem, field=f"provider {name}", remedy="install its driver")
@@ -178,7 +182,7 @@ def find_provider(name: str, runtime: Any) -> Provider:
     return provider
 
 
-def automatic(runtime: Any) -> str:
+def detect_provider(runtime: Any) -> str:
     """The provider of the first GPU that is found and has its package, else the CPU's. Raises: as `plugin_devices`."""
     for provider in _ALL:
         here = provider.memory != "cpu" and installed(provider.package.partition("[")[0])
@@ -187,9 +191,9 @@ def automatic(runtime: Any) -> str:
     return DEFAULT_PROVIDER
 
 
-def _named(name: str) -> Provider:
+def _known_provider(name: str) -> Provider:
     if (provider := PROVIDERS.get(name)) is None:
-        raise _refused(found=format_value(name), expected=f"one of {', '.join([AUTO, *PROVIDERS])}")
+        raise _provider_error(found=format_value(name), expected=f"one of {', '.join([AUTO, *PROVIDERS])}")
     return provider
 
 

@@ -27,7 +27,7 @@ _TYPES = {f"tensor({name})": name for name in ("float16", "bfloat16", "int32", "
 # as waking a thread: forward passes of `scenes` took 1.35 ms, and 2.1 ms with threads that sleep at once, which also
 # take more processor time. Threads that spin for longer, as they do by default, slow down other programs.
 SPIN = 10
-PLAIN = 2  # runs of a bound graph before it is recorded
+RUNS_BEFORE_RECORDING = 2  # runs of a bound graph before it is recorded
 _UNRECORDED = -1  # graph id of forward passes that are run op by op
 # Errors of ONNX Runtime that mean a damaged file; all others mean a graph that it cannot run.
 _DAMAGE = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
@@ -107,7 +107,8 @@ class GraphSession:
 
         Args:
             values: inputs and outputs by name.
-            record: whether to record the pass as a graph after `PLAIN` runs, within the provider's `max_recordings`.
+            record: whether to record the pass as a graph, within the provider's `max_recordings`, after
+                `RUNS_BEFORE_RECORDING` runs.
         """
         values = {
             name: np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
@@ -134,7 +135,9 @@ class GraphSession:
         bound = (binding, values)  # keeps the values' memory as long as `run`
 
         def run() -> None:
-            self._call(self.session.run_with_iobinding, bound[0], recorded if next(runs) >= PLAIN else plain)
+            self._call(
+                self.session.run_with_iobinding, bound[0], recorded if next(runs) >= RUNS_BEFORE_RECORDING else plain
+            )
 
         if graph_id is not None:
             weakref.finalize(run, self.session.release_captured_graph, graph_id).atexit = False

@@ -132,7 +132,7 @@ class EngineOptions:
 
         if self.engines is not None:
             return False
-        chosen = Providers.read(self.provider or ())
+        chosen = Providers.parse(self.provider or ())
         main = choose_providers(chosen, bundle).main
         if main not in (DEFAULT_PROVIDER, chosen.main):
             print_stderr(f"running on the GPU, provider {main}; --provider cpu for the CPU")

@@ -101,9 +101,9 @@ def test_a_pass_whose_shape_comes_again_is_one_launch(pipe: Pipeline) -> None:
 def test_images_one_after_the_other_use_the_memory_and_the_recordings_of_the_first(pipe: Pipeline) -> None:
     target = pipe.engines.target
     first = target.new_cache(2, PAST)
-    block = first.lease.block
+    block = first.handle.block
     del first
-    assert target.new_cache(2, PAST).lease.block is block
+    assert target.new_cache(2, PAST).handle.block is block
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_a_pass_that_nobody_asks_about_is_run_before_its_cache_is_used(target: O
 
 def test_passes_of_many_nodes_are_not_kept(target: OrtDeviceEngine) -> None:
     cache = holding(target, 0, [[0]], 200)
-    bound = cache.lease.block.bound
+    bound = cache.handle.block.bound
     for nodes, kept in ((64, 1), (65, 0)):
         before = len(bound)
         target.run(causal(target, cache, [[1] * nodes]), cache)
@@ -202,12 +202,12 @@ def test_what_is_bound_is_recorded_at_its_third_run_if_there_is_room_and_forgott
 
 def test_memory_that_was_given_back_last_is_kept_for_the_next_cache() -> None:
     pool = CachePool(Device("cpu"), 1, "float32", 4, None)
-    leases = [pool.acquire(1, columns) for columns in (1, 2, 3)]
-    used = [lease.block for lease in leases]
-    while leases:
-        del leases[0]
+    handles = [pool.acquire(1, columns) for columns in (1, 2, 3)]
+    used = [handle.block for handle in handles]
+    while handles:
+        del handles[0]
     again = [pool.acquire(1, columns) for columns in (3, 2, 1)]
-    assert [lease.block in used for lease in again] == [True, True, False]
+    assert [handle.block in used for handle in again] == [True, True, False]
 
 
 def test_several_threads_may_use_one_engine(target: OrtDeviceEngine) -> None:

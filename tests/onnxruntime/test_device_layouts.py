@@ -133,7 +133,7 @@ def test_a_cache_written_in_any_order_gives_what_the_module_gives(
     models = []
 
     def note(*arguments: Any, **options: Any) -> Any:
-        models.append(device_graph(*arguments, **options, plain=plain))
+        models.append(device_graph(*arguments, **options, basic_ops=plain))
         return models[-1]
 
     monkeypatch.setattr(compare, "device_graph", note)

@@ -46,7 +46,7 @@ class Twin:
 
     def held(self) -> np.ndarray[Any, Any]:
         """What the device holds, `[tensors, rows, heads, columns, head_dim]`, to be changed there."""
-        (value,) = self.cache.lease.block.values
+        (value,) = self.cache.handle.block.values
         found: np.ndarray[Any, Any] = value.numpy()
         return found.reshape(TENSORS, len(self.cache.lengths), HEADS, COLUMNS, WIDTH)
 
@@ -58,7 +58,7 @@ class Twin:
         write, held = self.cache.encode(batch, nodes)["write"], self.held().copy()
         for row, start in enumerate(write.tolist()):
             held[:, row, :, start : start + nodes] = new_kv[:, :, row].transpose(0, 2, 1, 3)
-        (value,) = self.cache.lease.block.values
+        (value,) = self.cache.handle.block.values
         value.update_inplace(held.reshape(value.shape()))
         self.plain.append(list(new_kv), accepted_indices)
         self.cache.append(self.cache.written, accepted_indices)

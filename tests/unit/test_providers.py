@@ -24,8 +24,8 @@ from lantern_rt.engines.ort.providers import (
     PROVIDERS,
     Provider,
     Providers,
-    automatic,
     check_assignment,
+    detect_provider,
     device_lock,
     find_provider,
 )
@@ -67,11 +67,11 @@ class Runtime:
 
 
 def test_the_drafter_and_graphs_that_run_once_an_image_may_have_a_provider_of_their_own() -> None:
-    assert Providers.read(()) == Providers.read("auto") != Providers.read("cpu") == ON_CPU
-    chosen = Providers.read(["cuda", "vq_decoder=openvino-bf16", "condition=cpu", "drafter=webgpu"])
+    assert Providers.parse(()) == Providers.parse("auto") != Providers.parse("cpu") == ON_CPU
+    chosen = Providers.parse(["cuda", "vq_decoder=openvino-bf16", "condition=cpu", "drafter=webgpu"])
     roles = ("target", "drafter", "condition", "vq_decoder", "vq_encoder")
     assert [chosen.of(role) for role in roles] == ["cuda", "webgpu", "cpu", "openvino-bf16", "cuda"]
-    assert Providers.read(str(chosen)) == chosen
+    assert Providers.parse(str(chosen)) == chosen
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_the_drafter_and_graphs_that_run_once_an_image_may_have_a_provider_of_th
     ],
 )
 def test_what_no_graph_can_run_on_is_refused(names: str, found: str) -> None:
-    error = error_of(EngineError, Providers.read, names)
+    error = error_of(EngineError, Providers.parse, names)
     assert (error.field, error.found) == ("provider", found)
 
 
@@ -167,7 +167,7 @@ def test_by_default_a_gpu_that_is_there_and_has_its_package_is_used(monkeypatch:
         monkeypatch.setattr(providers, "installed", lambda name, package=package: name == package)
         for gpu, expected in ((Gpu("13.0", "SM89", "L4"), provider), (None, "cpu")):
             monkeypatch.setattr(providers, "find_gpu", lambda gpu=gpu: gpu)
-            assert automatic(Runtime(CPU, devices=(WEBGPU,) if gpu else ())) == expected
+            assert detect_provider(Runtime(CPU, devices=(WEBGPU,) if gpu else ())) == expected
 
 
 def test_a_gpu_that_cannot_be_used_stops_loading_and_one_that_a_bundle_cannot_use_is_left_alone(
@@ -175,7 +175,7 @@ def test_a_gpu_that_cannot_be_used_stops_loading_and_one_that_a_bundle_cannot_us
 ) -> None:
     pytest.importorskip("onnxruntime")
     bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny"))
-    monkeypatch.setattr("lantern_rt.engines.loader.automatic", lambda _: "cuda")
+    monkeypatch.setattr("lantern_rt.engines.loader.detect_provider", lambda _: "cuda")
     assert error_of(EngineError, Pipeline.from_bundle, bundle).field == "provider cuda"
     assert not EngineOptions().runs_on_cpu(bundle)
     assert capsys.readouterr().err == "running on the GPU, provider cuda; --provider cpu for the CPU\n"
