@@ -12,7 +12,7 @@ MIN_NODES = 2  # one-node passes use another matrix kernel and would not reprodu
 
 
 def unmask_committed(attention_mask: Bools, lengths: Ints, prefix_padding: Bools) -> None:
-    """Let all nodes attend to the committed cache entries of their rows, except to padding.
+    """Update a mask: let all nodes attend to the committed cache entries of their rows, except to padding.
 
     Args:
         attention_mask: mask to change, bool `[rows, nodes, columns]`, False in the columns of the cache.

@@ -1,6 +1,6 @@
-"""Draft trees: their shapes before drafting, and the filled tree after it. Node 0 is the root, the last committed code.
+"""Draft trees: their shapes, and the trees of draft tokens. Node 0 is the root, the last committed token.
 
-A `StaticTree` fixes the shape in advance; a `DynamicTree` (EAGLE-2) only bounds it. A `DraftTree` holds codes.
+A `StaticTree` fixes the shape before drafting; a `DynamicTree` (EAGLE-2) only bounds it. A `DraftTree` holds tokens.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from .engine import Bools, Floats, Ints
 from .sampling import Probabilities
 
 Proposal = Callable[[int], Probabilities | None]
-MAX_NODES, MAX_LEVELS = 128, 32  # drafting takes a pass per level
+MAX_NODES = 128
+MAX_LEVELS = 32  # drafting takes a drafter pass for each level
 
 
-def _check_size(what: str, size: int, limit: int) -> None:
+def _check_size(noun: str, size: int, limit: int) -> None:
     if size > limit:
         raise TreeError(
-            field="tree", found=f"{size:,} {what}", expected=f"at most {limit}", remedy="give a smaller tree"
+            field="tree", found=f"{size:,} {noun}", expected=f"at most {limit}", remedy="give a smaller tree"
         )
 
 
@@ -31,10 +32,11 @@ class StaticTree:
     """A fixed shape. Nodes are numbered from 1 in order of (length, path).
 
     Raises:
-        TreeError: a missing parent, a gap among siblings, a path given twice, or more than can be drafted.
+        TreeError: a parent is missing, siblings have a gap, a path is repeated, or the tree is too large.
     """
 
-    paths: tuple[tuple[int, ...], ...]  # of child ranks: (0,) is the root's first child, (0, 1) that one's second child
+    # Child ranks from the root to every node: (0,) is the root's first child, (0, 1) the second child of (0,).
+    paths: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
         if not self.paths:
@@ -47,7 +49,8 @@ class StaticTree:
         for path in self.paths:
             if not path or min(path) < 0:
                 raise TreeError(field="tree", found=f"path {list(path)}", expected="child ranks 0, 1, ...")
-            parent, rank = path[:-1], path[-1]
+            parent = path[:-1]
+            rank = path[-1]
             if parent and parent not in listed:
                 raise TreeError(field="tree", found=f"path {list(path)}", expected=f"its parent {list(parent)}, too")
             if rank and (*parent, rank - 1) not in listed:
@@ -69,80 +72,78 @@ class StaticTree:
 
     @cached_property
     def children(self) -> list[Ints]:
-        """Children of every node in order of rank."""
+        """Children of every node in order of rank, int64 `[children]` each."""
         return [np.flatnonzero(self.parents == n) for n in range(self.nodes)]
 
     @cached_property
     def leaves(self) -> list[int]:
-        """Nodes without children, depth first: the published order, which settles greedy ties."""
+        """Nodes without children, depth first; in this published order greedy decoding breaks ties."""
         return sorted(set(range(self.nodes)) - set(self.parents.tolist()), key=lambda n: self.paths[n - 1])
 
     @property
     def nodes(self) -> int:
-        """Nodes with the root."""
+        """Number of nodes, the root included."""
         return len(self.paths) + 1
 
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """An EAGLE-2 tree, which grows where paths are most probable.
+    """Bounds of an EAGLE-2 tree, which grows where paths are most probable.
 
     Raises:
-        TreeError: sizes that contradict each other, or more than can be drafted.
+        TreeError: the sizes contradict each other, or the tree is too large.
     """
 
-    # that are kept of all that are made: the root, and those with the highest probability of their path
-    nodes: int
-    depth: int  # levels below the root
-    branch: int  # how many nodes of a level get children, and how many children each
+    nodes: int  # number of nodes after pruning: the root and the nodes with the most probable paths
+    depth: int  # number of levels below the root
+    branch: int  # number of nodes of a level that get children, and number of children of each
 
     def __post_init__(self) -> None:
-        made = self.branch + (self.depth - 1) * self.branch**2
+        num_candidates = self.branch + (self.depth - 1) * self.branch**2
         if min(self.nodes - 1, self.depth, self.branch) < 1:
             raise TreeError(field="tree", found=str(self), expected="nodes >= 2, depth >= 1, branch >= 1")
         _check_size("nodes", self.nodes, MAX_NODES)
         _check_size("levels", self.depth, MAX_LEVELS)
         _check_size("children a node", self.branch, MAX_LEVELS)
-        if self.nodes - 1 > made:
-            expected = f"at most {made + 1}, which depth {self.depth} and branch {self.branch} make"
+        if self.nodes - 1 > num_candidates:
+            expected = f"at most {num_candidates + 1}, which depth {self.depth} and branch {self.branch} make"
             raise TreeError(field="tree", found=f"{self.nodes} nodes", expected=expected)
 
 
 def no_proposal(node: int) -> None:
-    """Of children that nothing was drawn for."""
+    """Return None: the children of `node` were not sampled (q = 1)."""
 
 
 @dataclass(eq=False)
 class DraftTree:
-    """A filled tree of one sequence; never changed."""
+    """A tree of draft tokens of one sequence; it is never changed."""
 
     tokens: Ints  # int64 `[nodes]`
     parents: Ints  # int64 `[nodes]`, -1 for the root; a parent comes before its children
-    # gives the distribution that a node's children were drawn from without replacement, in their order; None where they
-    # are certain (q = 1). Computed when it is called for: a walk visits few nodes
+    # function from a node to the distribution that its children were sampled from without replacement, in their order;
+    # None if they were not sampled (q = 1). Acceptance visits few nodes, so distributions are computed on demand
     proposal: Proposal = no_proposal
-    # leaves in the order in which siblings are tried and ties between equally long greedy paths are broken; node
-    # order by default
+    # leaves in the order in which siblings are tried and ties between equally long greedy paths are broken; None: node
+    # order
     leaf_order: Sequence[int] | None = None
-    # how many nodes, a chain below the root, hold codes that the sequence keeps: they are no guesses
-    num_preserved: int = 0
+    num_preserved: int = 0  # number of preserved tokens, a chain below the root; they are not drafts
     _structure: TreeStructure | None = field(init=False, default=None)  # a cached_property takes a lock
 
     @property
     def nodes(self) -> int:
-        """Nodes with the root."""
+        """Number of nodes, the root included."""
         return len(self.tokens)
 
     @property
     def structure(self) -> TreeStructure:
-        """What follows from `parents` and `leaf_order` alone; trees of one shape share it."""
+        """Depths, children and ancestor mask of the nodes; trees of one shape share the object."""
         if self._structure is None:
             order = None if self.leaf_order is None else tuple(self.leaf_order)
             self._structure = _structure(self.parents.tobytes(), order)
         return self._structure
 
     def path_to(self, node: int) -> list[int]:
-        """Nodes from the root to `node`, both included."""
+        """Return the nodes from the root to `node`, both included."""
         path = [node]
         while self.parents[path[-1]] >= 0:
             path.append(int(self.parents[path[-1]]))
@@ -151,13 +152,12 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class TreeStructure:
-    """What can be read off the parents of a tree's nodes."""
+    """Depths, children and ancestor mask, derived from `parents` and `leaf_order`."""
 
     depths: Ints  # int64 `[nodes]`
-    # of every node, in the order of their first leaves if a leaf order is given, else in node order
-    children: tuple[tuple[int, ...], ...]
+    children: tuple[tuple[int, ...], ...]  # children of every node, ordered by `leaf_rank`, by default in node order
     ancestors: Bools  # whether the column node is the row node or an ancestor of it, bool `[nodes, nodes]`
-    leaf_rank: Ints  # for every node the rank of the first leaf below it, int64 `[nodes]`
+    leaf_rank: Ints  # rank of the first leaf below every node, int64 `[nodes]`
     is_chain: bool  # whether every node is the parent of the next
 
 
@@ -173,65 +173,85 @@ def _structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> Tree
             children[parent].append(node)
             ancestors[node] |= ancestors[parent]
     leaves = leaf_order if leaf_order is not None else [node for node, below in enumerate(children) if not below]
-    rank = [len(parents)] * len(parents)
-    for position, leaf in enumerate(leaves):
+    leaf_rank = [len(parents)] * len(parents)
+    for rank, leaf in enumerate(leaves):
         node = int(leaf)
-        while node >= 0 and rank[node] > position:
-            rank[node] = position
+        while node >= 0 and leaf_rank[node] > rank:
+            leaf_rank[node] = rank
             node = parents[node]
     if leaf_order is not None:
         for siblings in children:
-            siblings.sort(key=rank.__getitem__)
-    chain = depths == list(range(len(depths)))
-    below_each = tuple(map(tuple, children))  # of tuples nothing is left for the garbage collector to walk through
-    return TreeStructure(np.array(depths, np.int64), below_each, ancestors, np.array(rank, np.int64), chain)
+            siblings.sort(key=leaf_rank.__getitem__)
+    return TreeStructure(
+        depths=np.array(depths, np.int64),
+        children=tuple(map(tuple, children)),  # the garbage collector need not track tuples of integers
+        ancestors=ancestors,
+        leaf_rank=np.array(leaf_rank, np.int64),
+        is_chain=depths == list(range(len(depths))),
+    )
 
 
 class StaticTreeBuilder:
-    """A static tree of one sequence while its codes are drawn."""
+    """Builder of one sequence's static tree, level by level."""
 
     def __init__(self, shape: StaticTree, root: int) -> None:
         self.shape = shape
         self.tokens = np.zeros(shape.nodes, np.int64)
-        self.sampled = np.zeros(shape.nodes, bool)
-        self.tokens[0], self.sampled[0] = root, True
+        self.sampled = np.zeros(shape.nodes, bool)  # whether each node has a token
+        self.tokens[0] = root
+        self.sampled[0] = True
 
-    def add_children(self, inner: Ints, codes: Ints, scores: Floats) -> None:
-        """Give nodes of a level `inner [n]` their children's codes `[n, most]`, the best first; -inf scores none."""
+    def add_children(self, parents: Ints, codes: Ints, scores: Floats) -> None:
+        """Store the tokens of a level's children.
+
+        Args:
+            parents: nodes of the level that have children, int64 `[n]`.
+            codes: candidates for the children of each parent, best first, int64 `[n, candidates]`.
+            scores: scores of the candidates, float32 `[n, candidates]`; -inf excludes a candidate.
+        """
         counts = np.isfinite(scores).sum(1)
-        for slot in np.flatnonzero(self.sampled[inner]).tolist():
-            filled = self.shape.children[int(inner[slot])][: counts[slot]]
-            self.tokens[filled], self.sampled[filled] = codes[slot, : len(filled)], True
+        for slot in np.flatnonzero(self.sampled[parents]).tolist():
+            children = self.shape.children[int(parents[slot])][: counts[slot]]
+            self.tokens[children] = codes[slot, : len(children)]
+            self.sampled[children] = True
 
-    def build(self, proposal: Callable[[int], Probabilities | None], greedy: bool) -> DraftTree:
-        """What was drawn: a peaked distribution may run out of codes, an image of cells."""
-        leaf_order = self.shape.leaves if greedy else None  # sampling knows no ties
+    def build(self, proposal: Proposal, greedy: bool) -> DraftTree:
+        """Return the tree of the nodes that have a token.
+
+        Other nodes are dropped: a peaked distribution may have too few candidates, an image too few cells.
+
+        Args:
+            proposal: function from a node to the distribution of its children, see `DraftTree`.
+            greedy: whether decoding is greedy, with ties to break.
+        """
+        leaf_order = self.shape.leaves if greedy else None
         tree = DraftTree(self.tokens, self.shape.parents, proposal, leaf_order)
         return tree if self.sampled.all() else subtree(tree, np.flatnonzero(self.sampled))
 
 
 class DynamicTreeBuilder:
-    """A dynamic tree of one sequence while it grows; node 0 is the root."""
+    """Builder of one sequence's dynamic tree, level by level."""
 
     def __init__(self, root: int) -> None:
         self.tokens = np.array([root])
         self.parents = np.array([-1])
-        self.scores = np.zeros(1)  # log-probabilities of paths
-        self.slot_of_parent = np.zeros(1, np.int64)  # slot of a node's parent among those expanded last
-        self.last_level = 0  # its first node
+        self.scores = np.zeros(1)  # log-probability of the path to each node
+        # index of each node's parent in the `nodes` of the `add_children` call that added the node
+        self.slot_of_parent = np.zeros(1, np.int64)
+        self.last_level_start = 0  # first node of the last level
 
     def add_children(self, nodes: Ints, codes: Ints, log_probabilities: Floats) -> None:
-        """Give each of `nodes` its children.
+        """Append a level: the children of `nodes`.
 
         Args:
-            nodes: int64 `[nodes]`.
-            codes: int64 `[nodes, branch]`, best first.
-            log_probabilities: of the codes, `[nodes, branch]`; -inf where there are fewer.
+            nodes: nodes of the last level that get children, int64 `[nodes]`.
+            codes: codes of the children, best first, int64 `[nodes, branch]`.
+            log_probabilities: log-probabilities of the codes, `[nodes, branch]`; -inf excludes a child.
         """
         branch = codes.shape[1]
         scores = log_probabilities + self.scores[nodes][:, None]
         possible = np.isfinite(scores).ravel()
-        self.last_level = len(self.tokens)
+        self.last_level_start = len(self.tokens)
         self.tokens = np.concatenate([self.tokens, codes.ravel()[possible]])
         self.scores = np.concatenate([self.scores, scores.ravel()[possible]])
         self.parents = np.concatenate([self.parents, np.repeat(nodes, branch)[possible]])
@@ -239,17 +259,17 @@ class DynamicTreeBuilder:
         self.slot_of_parent = np.concatenate([self.slot_of_parent, slots])
 
     def best_of_last_level(self, count: int) -> Ints:
-        """The best nodes of the last level, best first."""
-        return self.last_level + np.argsort(-self.scores[self.last_level :], kind="stable")[:count]
+        """Return the `count` nodes of the last level with the most probable paths, best first."""
+        return self.last_level_start + np.argsort(-self.scores[self.last_level_start :], kind="stable")[:count]
 
     def prune(self, count: int) -> DraftTree:
-        """Keep the root and the `count` - 1 best nodes, in order of creation."""
+        """Return the tree of the root and the `count` - 1 nodes with the most probable paths, in node order."""
         best = np.argsort(-self.scores[1:], kind="stable")[: count - 1] + 1
         return subtree(DraftTree(self.tokens, self.parents), np.concatenate([[0], np.sort(best)]))
 
 
-def subtree(tree: DraftTree, kept: Ints) -> DraftTree:
-    """The tree of some nodes in their order, every one's parent among them."""
-    renumber = np.full(tree.nodes + 1, -1, np.int64)
-    renumber[kept] = np.arange(len(kept))
-    return DraftTree(tree.tokens[kept], renumber[tree.parents[kept]], lambda node: tree.proposal(int(kept[node])))
+def subtree(tree: DraftTree, nodes: Ints) -> DraftTree:
+    """Return the tree of some nodes, which include the parent of every node, in their order."""
+    new_index = np.full(tree.nodes + 1, -1, np.int64)  # the last entry is the root's parent, -1
+    new_index[nodes] = np.arange(len(nodes))
+    return DraftTree(tree.tokens[nodes], new_index[tree.parents[nodes]], lambda node: tree.proposal(int(nodes[node])))

@@ -1,4 +1,4 @@
-"""Trees by name: the published static trees, chains, dynamic trees, and static ones that are spelled out."""
+"""Names of tree shapes: published static trees, chains, dynamic trees, and static trees written out in digits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from .tree import DynamicTree, StaticTree
 
 
 def _grow(counts: str) -> tuple[tuple[int, ...], ...]:
-    """Paths from child counts: level by level, a digit (a = 10 .. z = 35) for each node of the level above."""
+    """Return the paths of a tree from child counts.
+
+    Args:
+        counts: a group of digits (a = 10 .. z = 35) for each level, separated by `-`; a digit is the number of children
+            of a node of the level above.
+    """
     paths: list[tuple[int, ...]] = []
     level: list[tuple[int, ...]] = [()]
     for digits in counts.split("-"):
@@ -29,15 +34,15 @@ PUBLISHED = {
 
 
 def named_tree(spec: str) -> StaticTree | DynamicTree:
-    """The tree that `spec` names.
+    """Return the tree shape with a name.
 
     Args:
-        spec: a published name, `chain-N`, `dynamic-NODES`, `dynamic-NODES-DEPTH-BRANCH`, or `tree-LEVELS`: per level,
-            how many children each node of the level above has, by digits 0 .. 9, a .. z. `tree-2-10-1` is a root with
-            two children, of which the first has one child, and that one another.
+        spec: a published name, `chain-N`, `dynamic-NODES`, `dynamic-NODES-DEPTH-BRANCH`, or `tree-LEVELS`. LEVELS has
+            a group of digits (0 .. 9, a .. z) for each level; a digit is the number of children of a node of the level
+            above. `tree-2-10-1` is a root with two children; the first has one child, which has one child.
 
     Raises:
-        TreeError: it is anything else.
+        TreeError: the name is unknown, or the tree is not valid.
     """
     if spec in PUBLISHED:
         return StaticTree(PUBLISHED[spec])
