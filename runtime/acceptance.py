@@ -1,29 +1,29 @@
-"""Acceptance of drafts: which path of a draft tree the target goes along, exactly or relaxed.
+"""Acceptance of drafts: find the path of a draft tree that the target accepts, exactly or relaxed.
 
-Exact acceptance: a draft is accepted if and only if it is the target's choice. The choice after a node is a function of
-the target's distribution there and of the noise of the position, see `noise.py`; so are all choices of plain decoding.
-Whatever was drafted, a walk therefore ends on the tokens that plain decoding gives: a draft decides how many passes it
-takes, never its tokens.
+Exact acceptance: a draft token is accepted if and only if it is the target's choice. The choice after a node is a
+function of the target's distribution there and of the noise of the position, see `noise.py`. So is every choice of
+plain decoding. Whatever was drafted, a walk therefore ends on the tokens of plain decoding: drafts decide how many
+passes are needed, never which tokens are generated.
 
-Relaxed acceptance, as published: a draft may borrow the probability of its neighbours in the codebook. It is
-speculative sampling with siblings, by rejection, where the probability of A is added to that of a drafted token x. A,
-its aggregation set, is the longest nearest-first run of its neighbours whose sum stays within a bound: `delta`
-(LANTERN, ICLR 2025) or (lambda - 1) p(x) (LANTERN++).
+Relaxed acceptance, as published: a draft token x may borrow the probability of its neighbours in the codebook. It is
+speculative sampling with siblings, by rejection, in which the probability of A is added to the probability of x. The
+aggregation set A of x is the longest nearest-first run of its neighbours whose summed probability stays within a bound.
+The bound is `delta` (LANTERN, ICLR 2025) or (lambda - 1) p(x) (LANTERN++).
 
-What the relaxation costs is known exactly. With p the target's and q the drafter's distribution, accept x with
-probability a'(x) = min(1, (p(x) + p(A)) / q(x)) instead of a(x) = min(1, p(x) / q(x)), and on rejection remove x and A
-from max(p - q, 0): the total variation distance between the step's output and p is then the expectation of a'(x) - a(x)
-over the draft: of one *candidate*. (Derived here; tests enumerate it.) With q = 1 that is p(A) <= delta. With a real q
-delta does not bound it, as every token that can be drafted brings a different aggregation set; lambda does, see
-below. Every further sibling adds a term, weighted by the chance that it is tried, and the distance of the *code*
-is at most the sum. With q = 1, k siblings reach 1 - (1 - delta)^k, as the chance to go on is at most 1 - p(A). The
-published code removes k + 1 neighbours instead of A; `residual="neighborhood"` does that, for comparison: nothing
-bounds it.
+The total variation distance between the output of relaxed acceptance and the target's distribution is known exactly.
+Let p be the target's and q the drafter's distribution. Exact acceptance accepts x with probability a(x) = min(1, p(x) /
+q(x)). Relaxed acceptance accepts x with probability a'(x) = min(1, (p(x) + p(A)) / q(x)); a rejection removes x and A
+from max(p - q, 0). For one *candidate*, the distance from p is the expectation of a'(x) - a(x) over the draft. (Derived
+here; tests enumerate it.) With q = 1 it is p(A) <= delta. With a sampled draft, delta does not bound it, because every
+token that can be drafted has another aggregation set; lambda does, see below. Every further sibling adds a term,
+weighted by the probability that it is tried, and the distance of the *token* is at most the sum. With q = 1, k siblings
+reach 1 - (1 - delta)^k, because the next sibling is tried with probability at most 1 - p(A). The published code removes
+k + 1 neighbours instead of A. `residual="neighborhood"` reproduces that for comparison; nothing bounds its distance.
 
-With lambda, a >= a' / lambda for every token, so a' - a <= c a' with c = 1 - 1 / lambda. That holds for each sibling,
-and the chances that one or another is accepted add up to at most 1: a *code* moves by at most c, however many siblings
-it has. A *step* that relaxes d codes, each by at most b given the codes before it, moves their joint distribution by at
-most 1 - (1 - b)^d: couple them code by code.
+With lambda, a >= a' / lambda for every token, so a' - a <= c a' with c = 1 - 1 / lambda. This holds for each sibling,
+and the probabilities that the siblings are accepted add up to at most 1. So the distribution of a *token* moves by at
+most c, whatever the number of siblings. Let a *step* relax d tokens, each by at most b given the tokens before it.
+Their joint distribution then moves by at most 1 - (1 - b)^d: couple them token by token.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ IDLE = 0.25
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the batch."""
+    """Result of one step of the batch."""
 
     parts: list[SequenceStep]  # one for each sequence in the forward pass
     done: int  # number of codes so far, over all images
@@ -51,7 +51,7 @@ def decode(
         seeds: one seed for each prompt, 0 .. 2^64 - 1.
         sampling: guidance, temperature and filters.
         method: method of drafting and acceptance.
-        max_images: maximum number of images per forward pass; the next image joins when one is finished.
+        max_images: maximum number of images per forward pass; further images wait.
         listener: drafter whose `commit` is called after every forward pass, None for none.
         adaptive: whether the window of an exact `sjd` adapts to its acceptance, see `windows.py`.
 

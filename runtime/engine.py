@@ -76,7 +76,7 @@ class Cache(Protocol):
         """Append the nodes `accepted_indices[r]` of a pass's `new_kv` to each row r, in this order."""
 
     def truncate(self, lengths: Ints) -> None:
-        """Discard the entries after the first `lengths[r]` of each row r."""
+        """Remove the entries after the first `lengths[r]` of each row r."""
 
     def keep_rows(self, rows: Ints) -> None:
         """Keep only the given rows, in the given order."""

@@ -2,10 +2,10 @@
 
 A grid row starts when the row above is `window` tokens ahead, and stays that far behind it (ZipAR, arXiv 2412.04062).
 One pass samples the next token of every active row, so no computation is wasted. But tokens attend to fewer tokens
-than the target was trained with. Token c of a row attends to the c tokens before it in its row and, i rows above, to
-the first c + i * window tokens, even if more are known. The distribution therefore differs from plain decoding's. All
-methods share the noise of a position, so an image is a function of seed and window. A window as wide as the grid gives
-the image of plain decoding.
+than the target was trained with. Token c of a row attends to the c tokens before it in its row. Of the row i rows above
+it attends to the first c + i * window tokens, even if more are known. The distribution therefore differs from plain
+decoding's. All methods share the noise of a position, so an image is a function of seed and window. A window as wide as
+the grid gives the image of plain decoding.
 
 The first token of a row has no left neighbour yet. At the position of the last token of the row above, its pass reads a
 stand-in: the newest token of that row that it attends to. The stand-in is never cached. The actual last token enters
@@ -39,8 +39,8 @@ class GridPass:
     tokens: Ints  # int64 `[nodes]`
     cells: Ints  # cell of each node, int64 `[nodes]`; the node's token precedes the next cell
     grid_rows: Ints  # grid row that each node belongs to, int64 `[nodes]`
-    # number of tokens of its grid row that each node attends to, itself included, int64 `[nodes]`; 0 for a stand-in,
-    # which is hidden from the other nodes
+    # number of tokens of its grid row that each node attends to, itself included, int64 `[nodes]`; 0 for a stand-in:
+    # no other node attends to it
     attended: Ints
     sampled: list[int]  # nodes after which a code is sampled
     cached_cells: Ints  # cells in the order of the cache, int64 `[entries]`

@@ -88,8 +88,8 @@ def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
 def choose_with_margin(logits: Floats, noise: Floats | None, sampling: Sampling) -> tuple[list[int], list[float]]:
     """Sample as `choose` does, without filters; return the codes and their margins over the next best codes.
 
-    It loops over rows: after a pass the processor's caches are cold, and few different NumPy functions cost less than
-    few calls (20 us instead of 49 for one row; measured here).
+    The loop over rows needs fewer different NumPy functions than calls over all rows. That is faster after a pass, when
+    the processor's caches are cold: 20 us instead of 49 us for one row (measured here).
 
     Args:
         logits: guided, `[n, vocab_size]`.

@@ -58,7 +58,7 @@ class Model:
 
 @dataclass(frozen=True)
 class PrefixRow:
-    """One batch row of a prompt's prefix. Positions count columns, padding included."""
+    """Prefix of a prompt in one batch row. Positions count columns, padding included."""
 
     embeds: Floats  # float32 `[length, hidden_size]`
     real: Bools  # bool `[length]`, False on padding
@@ -103,7 +103,7 @@ def method_nodes(method: MethodConfig) -> int:
 
 @dataclass(eq=False)
 class ImageSequence:
-    """One image being generated."""
+    """Sequence of the tokens of an image being generated."""
 
     index: int  # number of the image, chosen by the caller
     raster: Raster
@@ -182,7 +182,7 @@ class ImageSequence:
         return 0 if len(preserved) else gap
 
     def append(self, codes: Ints) -> Ints:
-        """Append codes and, if only preserved codes remain, those too; return all appended codes."""
+        """Append codes; if only preserved codes remain, append these, too. Return all appended codes."""
         self.codes += codes.tolist()
         preserved, _ = self.next_preserved()
         if len(preserved) < self.remaining or not len(preserved):

@@ -104,7 +104,7 @@ def summarise(
         codes_per_image: number of codes of an image, preserved codes included.
         target: clock of the target.
         drafter: clock of the drafter.
-        sequences: statistics of each image, at least one.
+        sequences: statistics of each image, not empty.
     """
     seconds = time.perf_counter() - target.began
     accepted = [count for sequence in sequences for count in sequence.accepted_per_step]
