@@ -33,14 +33,15 @@ MAX_WORDS = 30
 VAGUE_NAMES = "answer ask found given goal here kept know left most one other own said say take there what"
 NO_NOUN = "as by for from how in of on one that these this those to what when where which who whose with"
 VERBS = (
-    "add align allocate append apply begin build calculate call cancel check choose clear close collect commit compare "
-    "compute configure construct consume convert copy count create decode delete describe divide download draft draw "
-    "drop emit enable encode end ensure estimate evaluate export extend extract fetch fill filter find forget free "
-    "generate get guess handle implement import initialize insert join keep leave limit list load make map match "
-    "measure merge mix move normalize open pad parse plan predict prepare print process prune quantize raise read "
-    "record remove rename render replace report reset resolve respond retrieve return rotate round run sample save "
-    "scale select send serve set show sort split stack start stop store submit summarize tokenize train trim truncate "
-    "update upload use validate verify wait walk wrap write yield"
+    "add align allocate append apply begin bind blend build calculate call cancel cast check choose clean clear "
+    "close collect commit compare compute configure construct consume convert copy count create decode delete "
+    "describe divide download draft draw drop emit enable encode end ensure estimate evaluate export extend extract "
+    "fetch fill filter find fit forget format free generate get guess handle implement import initialize insert join "
+    "keep leave limit list load look make map match measure merge mix move multiply normalize open pack pad parse "
+    "permute plan predict prepare print process prune quantize queue raise read record regenerate reject remove "
+    "rename render replace report reset reshape resolve respond retrieve return rotate round run sample save scale "
+    "select send serve set show sort split stack start stop store submit summarize tile tokenize train trim truncate "
+    "try unpack update upload use validate verify wait walk wrap write yield"
 )
 PRONOUN = re.compile(r"\b(?:own|those|ones|what|one(?=[,.;:)]| (?:that|which|is|was|with)\b)|such(?! as\b))\b", re.I)
 FRAGMENT = re.compile(r"^(?:\s*`?\w+`?:|#) *(?:of|that|which|whose|as|by|where|when|what|those|from|in|with) ", re.M)

@@ -22,21 +22,36 @@ class OrtGraphs:
     """
 
     def __init__(self, bundle: Bundle, threads: int, providers: Providers) -> None:
-        self._bundle, self._threads, self._providers = bundle, threads, providers
+        self._bundle = bundle
+        self._threads = threads
+        self._providers = providers
         for name in {providers.main, *providers.by_graph.values()}:
             check_provider(name)
         names = {providers.of(role) for role in ("target", "drafter")}
         self._devices = {name: Device(name) for name in names if PROVIDERS[name].memory != "cpu"}
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
-        """The target (with its table of code embeddings) or the drafter (without) as an engine."""
-        path, provider = self._bundle.path(role), self._providers.of(role)
+        """Load the target or the drafter.
+
+        Args:
+            role: `target` or `drafter`.
+            spec: sizes of the decoder.
+            code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for the target; None for the drafter.
+        """
+        path = self._bundle.path(role)
+        provider = self._providers.of(role)
         if provider in self._devices:
             return OrtDeviceEngine(path, spec, code_embeddings, self._threads, self._devices[provider])
         return OrtEngine(path, spec, code_embeddings, self._threads, provider)
 
     def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
-        """Another graph (condition, image decoder), checked to have these tensors."""
+        """Load another graph and check its tensors.
+
+        Args:
+            role: name of the graph, such as `condition` or `vq_decoder`.
+            inputs: all expected inputs.
+            outputs: expected outputs, in the order in which the function returns them.
+        """
         provider = self._providers.of(role)
         if role in PROVIDERS[provider].cpu_roles:
             provider = DEFAULT_PROVIDER

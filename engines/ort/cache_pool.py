@@ -1,7 +1,7 @@
 """Cache blocks on a device, reused by later caches of the same shape, and forward passes that are bound to them.
 
-The inputs and outputs of passes whose shapes recur have fixed addresses: nothing is bound or allocated again, and a
-provider that supports it records the pass as a graph and replays the recording.
+When the shape of a pass recurs, the pass keeps the addresses of its inputs and outputs. Nothing is bound or allocated
+again, and a provider that can record passes as graphs replays the recording.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..sampling_head import FILTERED_OUT, SamplingHead
 from .device import Device, GraphTensors
 
 MAX_BOUND_PASSES = 32  # per cache block, as outputs and recordings take memory
-_ALIGNED = 256  # alignment of arrays in a buffer, in bytes
+_ALIGNMENT = 256  # alignment of arrays in a buffer, in bytes
 _MAX_UNUSED = 2  # maximum number of unused cache blocks
 _MAX_SAMPLERS = 8  # sampling graphs per bound pass
 
@@ -49,10 +49,15 @@ class UploadBuffer:
     @staticmethod
     def size_of(*arrays: Array) -> int:
         """Return the number of bytes that arrays take in a buffer."""
-        return sum(round_up(array.nbytes, _ALIGNED) for array in arrays)
+        return sum(round_up(array.nbytes, _ALIGNMENT) for array in arrays)
 
-    def place(self, arrays: Mapping[str, Array], start: int = 0) -> dict[str, Any]:
-        """CacheColumns for arrays of these shapes, from a byte on, as inputs of graphs."""
+    def allocate(self, arrays: Mapping[str, Array], start: int = 0) -> dict[str, Any]:
+        """Return tensors on the device, usable as inputs of graphs, with the shapes and types of `arrays`.
+
+        Args:
+            arrays: arrays by name, as they will be uploaded.
+            start: offset of the first tensor in the buffer, in bytes.
+        """
         if self._value is None:
             return {name: self.device.put(array) for name, array in arrays.items()}
         tensors: dict[str, Any] = {}
@@ -62,7 +67,7 @@ class UploadBuffer:
         return tensors
 
     def fill(self, tensors: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Write arrays to be uploaded to their `tensors`, which `place` returned."""
+        """Write arrays to be uploaded to their `tensors`, which `allocate` returned."""
         for name, tensor in tensors.items():
             if isinstance(tensor, TensorView):
                 self._bytes[tensor.start :][: arrays[name].nbytes] = arrays[name].ravel().view(np.uint8)
@@ -70,7 +75,7 @@ class UploadBuffer:
                 tensor.update_inplace(np.ascontiguousarray(arrays[name]))
 
     def send(self) -> None:
-        """Copy the filled arrays to the device."""
+        """Copy the arrays that `fill` wrote to the device."""
 
         def write(graph: GraphWriter) -> GraphTensors:
             graph.op("Identity", "data", name="out")
@@ -85,10 +90,10 @@ class BoundSampler(NamedTuple):
     """A sampling graph bound to logits.
 
     Attributes:
-        noise: noise table on the device that it reads.
-        inputs: tensors of its inputs on the device.
-        drawn: its output.
-        run: function that runs it.
+        noise: noise table on the device, an input.
+        inputs: tensors of the uploaded inputs on the device.
+        drawn: output of the graph: sampled tokens and their scores.
+        run: function that runs the graph.
     """
 
     noise: Any
@@ -104,7 +109,7 @@ class BoundPass:
 
     Args:
         graph: decoder to run.
-        device: its device.
+        device: device that the decoder runs on.
         feeds: inputs by name: arrays, for which device memory is allocated, or values on the device.
         placed: caches and outputs by name, values on the device.
         record: whether the pass and its sampling graphs may be recorded.
@@ -125,15 +130,14 @@ class BoundPass:
         rows, self._nodes = feeds["token_ids"].shape
         arrays = _arrays(feeds)
         self._start = UploadBuffer.size_of(*arrays.values())
-        node = np.zeros(
-            (rows, padded_node_count(self._nodes)), np.int32
-        )  # of a head: three of these, and three of its rows
-        self._buffer = UploadBuffer(device, self._start + 3 * UploadBuffer.size_of(node, node[:, 0]))
-        self._inputs = self._buffer.place(arrays)
+        # A sampling graph has up to three inputs with a number per node, and three with a number per row.
+        per_node = np.zeros((rows, padded_node_count(self._nodes)), np.int32)
+        self._buffer = UploadBuffer(device, self._start + 3 * UploadBuffer.size_of(per_node, per_node[:, 0]))
+        self._inputs = self._buffer.allocate(arrays)
         self._run = graph.bind({**feeds, **self._inputs, **placed}, record)
 
     def begin(self, feeds: Mapping[str, Any], reads: object = None) -> None:
-        """Queue a pass.
+        """Store the inputs of the next run, which `finish` or `sample` starts.
 
         Args:
             feeds: inputs by name, of the same shapes as before.
@@ -180,7 +184,7 @@ class BoundPass:
         sampler = self._samplers.pop((head, shape), None)
         noise = feeds.get("noise")
         if sampler is None or sampler.noise is not noise:  # a larger table may have replaced it
-            inputs = self._buffer.place(_arrays(feeds), self._start)
+            inputs = self._buffer.allocate(_arrays(feeds), self._start)
             drawn = self.device.empty((2, *shape, head.num_best), "float32")
             values = {**feeds, **inputs, "logits": self.outputs["logits"], "drawn": drawn}
             run = self.device.graph(head, head.write, records=True).bind(values, self._record)
@@ -216,7 +220,7 @@ class CachePool:
     Args:
         device: the device.
         tensors: number of tensors, two per layer.
-        dtype: their type.
+        dtype: type of the tensors.
         width: width of a column, of one head if heads are separate, else of all heads.
         heads: number of separate heads, each with all columns; all tensors are then one value, which one operation
             moves. None: columns contain all heads, and every tensor is a value.
@@ -228,11 +232,11 @@ class CachePool:
         self._width = width
         self._heads = heads
         self._values, self._stack = (1, tensors) if heads else (tensors, 1)
-        self._unused: OrderedDict[int, CacheBlock] = OrderedDict()  # the first one was released first
+        self._unused: OrderedDict[int, CacheBlock] = OrderedDict()  # the block released first comes first
         self._lock = threading.RLock()  # a block may be released while another is acquired, even on one thread
 
     def acquire(self, rows: int, columns: int) -> BlockHandle:
-        """Return a block for `rows` rows of `columns` columns, which contains finite numbers."""
+        """Return a handle of a block for `rows` rows of `columns` columns, which contains finite numbers."""
         shape = rows, columns * (self._heads or 1), self._width
         with self._lock:
             block = next((block for block in list(self._unused.values()) if block.shape == shape), None)
@@ -245,7 +249,7 @@ class CachePool:
         return handle
 
     def tensors(self, block: CacheBlock) -> list[Any]:
-        """Return all tensors: values, or views `[rows, heads, columns, width]`."""
+        """Return all tensors of a block: values, or views `[rows, heads, columns, width]` if heads are separate."""
         if self._heads is None:
             return block.values
         rows, lines, width = block.shape
@@ -307,6 +311,6 @@ class CachePool:
 
 @dataclass(eq=False)
 class BlockHandle:
-    """The use of a block, which is released when the handle is deleted."""
+    """Ownership of a cache block, which returns to its pool when the handle is deleted."""
 
     block: CacheBlock

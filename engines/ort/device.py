@@ -20,12 +20,12 @@ from .providers import DEVICE_LOCKS, find_provider
 from .session import GraphSession
 
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
-_GROUPS = 32  # minimum number of groups of positions whose noise is on the device
+_MIN_GROUPS = 32  # minimum number of groups of positions in a noise table
 GraphTensors = tuple[list[Tensor], list[Tensor]]  # inputs and outputs of a graph
 
 
 class Device:
-    """The device of a provider, whose values are ONNX Runtime's; several threads may use it, one holding `lock`."""
+    """The device of a provider, with memory in ONNX Runtime's values. Threads use it one at a time, holding `lock`."""
 
     def __init__(self, provider: str) -> None:
         chosen = find_provider(provider, import_onnxruntime())
@@ -35,7 +35,7 @@ class Device:
         self.has_addresses = chosen.has_addresses
         self.lock = DEVICE_LOCKS[provider]
         self._graphs: dict[object, GraphSession] = {}
-        self._noise: dict[int, NoiseTable] = {}  # by vocabulary size
+        self._noise: dict[int, NoiseTable] = {}  # keys are vocabulary sizes
         self._token: Any = None
 
     def graph(self, key: object, write: Callable[[GraphWriter], GraphTensors], records: bool = False) -> GraphSession:
@@ -43,8 +43,8 @@ class Device:
 
         Args:
             key: key of the graph.
-            write: function that writes it and returns its inputs and outputs.
-            records: whether its runs may be recorded.
+            write: function that writes the graph and returns its inputs and outputs.
+            records: whether runs of the graph may be recorded.
         """
         if key not in self._graphs:
             writer = GraphWriter()
@@ -61,9 +61,9 @@ class Device:
 
         Args:
             key: key of the graph, as for `graph`.
-            write: function that writes it.
+            write: function that writes the graph, as for `graph`.
             values: inputs and outputs by name, values on the device; inputs may be arrays.
-            wait: whether to wait until it has run.
+            wait: whether to wait until the device has run the graph.
         """
         with self.lock:
             self.graph(key, write).bind(values)()
@@ -97,7 +97,7 @@ class Device:
 
         Args:
             value: value `[rows, nodes, width]`.
-            indices: indices in its flattened first two axes, of any shape.
+            indices: indices in the flattened first two axes of `value`, of any shape.
         """
         dtype = dtype_of(value)
         width = value.shape()[2]
@@ -114,12 +114,12 @@ class Device:
         return rows
 
     def copy_rows(self, value: Any, rows: Ints, target: Any, target_rows: Ints) -> None:
-        """Copy rows of a value to another.
+        """Copy rows of a value to another value; columns that `value` does not have become zeros.
 
         Args:
             value: value or array `[rows, columns, width]`.
             rows: rows to copy.
-            target: value with at least as many columns.
+            target: value with at least as many columns as `value`.
             target_rows: rows to overwrite.
         """
         dtype = dtype_of(target)
@@ -146,7 +146,7 @@ class Device:
         self.run(("copy", dtype, width), write, values)
 
     def move(self, value: Any, sources: Ints, targets: Ints, steps: Ints) -> None:
-        """Copy vectors within a value; all are read before any is overwritten.
+        """Copy vectors within a value; all vectors are read before the first is overwritten.
 
         Args:
             value: value `[rows, columns, width]`.
@@ -203,13 +203,19 @@ class Device:
 
 
 class NoiseTable:
-    """Noise on a device, `[groups, GROUP_SIZE, vocab_size]`, by groups of positions; the oldest are replaced."""
+    """Noise on a device, `[groups, GROUP_SIZE, vocab_size]`; new groups replace the least recently used.
+
+    Args:
+        device: device of the table.
+        size: number of tokens, `vocab_size`.
+    """
 
     def __init__(self, device: Device, size: int) -> None:
         self.device = device
         self.size = size
         self.value = None
-        self._indices: dict[tuple[int, int], int] = {}  # by seed and group, the least recently used first
+        # Keys are a seed and a group of positions, the least recently used first.
+        self._indices: dict[tuple[int, int], int] = {}
         self._free: list[int] = []
 
     def ids(self, requests: Sequence[SampleRequest], nodes: int) -> Array:
@@ -223,7 +229,7 @@ class NoiseTable:
             if request.noise is not None:
                 needed |= {(request.noise.seed, group): request.noise for group in range(*span)}
         if len(needed) > len(self._indices) + len(self._free):
-            self._allocate(max(_GROUPS, 2 * len(needed)))
+            self._allocate(max(_MIN_GROUPS, 2 * len(needed)))
         self._indices |= {key: self._indices.pop(key) for key in needed if key in self._indices}
         for key in [key for key in needed if key not in self._indices]:
             index = self._free.pop() if self._free else self._indices.pop(next(iter(self._indices)))

@@ -1,6 +1,6 @@
-"""A bundle's decoders in ONNX Runtime: its own graphs on CPUs, and the device layout of them on accelerators.
+"""A bundle's decoders in ONNX Runtime: CPUs run the bundle's graphs, accelerators run their device layout.
 
-An engine may serve several threads, each with caches of its own.
+Several threads may use an engine at once, each with separate caches.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ from .session import GraphSession
 
 
 class OrtEngine:
-    """A bundle's graph: keys and values are NumPy buffers that ONNX Runtime reads in place.
+    """A decoder that runs the bundle's graph; ONNX Runtime reads keys and values in place from NumPy buffers.
 
-    With a table of code embeddings it is a target; without, a drafter.
+    Args:
+        path: graph file, in the folder of its weights.
+        spec: sizes of the decoder.
+        code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter.
+        threads: number of threads; None: one per core.
+        provider: name of the execution provider.
     """
 
     def __init__(
@@ -42,29 +47,30 @@ class OrtEngine:
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._kv_dtype = kv_dtype(path, self._graph.dtypes)
         self._table = code_embeddings
-        self._checked_shapes: set[tuple[int, ...]] = (
-            set()
-        )  # shapes of masks whose passes gave outputs of the right shapes
+        self._checked_shapes: set[tuple[int, ...]] = set()  # mask shapes of passes whose outputs were checked
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
-        """An empty cache for `rows` sequences of at most `capacity` entries each."""
+        """Create an empty cache for `rows` batch rows of at most `capacity` entries each."""
         spec = self.spec
         return KVCache.empty(rows, capacity, spec.num_layers, spec.num_kv_heads, spec.head_dim, self._kv_dtype)
 
     def next_past_length(self, cache: Cache, nodes: int) -> int:
-        """The longest row, rounded up so that sums are formed in one order whatever else is in the batch."""
+        """Return the length of the longest row, rounded up.
+
+        Rounding makes a row's sums independent of the other rows of the batch (`SPAN_STEP`).
+        """
         return CacheRows.require(cache).past_length()
 
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
-        """Run one pass. Counts itself in `cache.passes`."""
-        own = KVCache.require(cache)
+        """Run a pass and increment `cache.passes`."""
+        kv_cache = KVCache.require(cache)
         feeds = node_inputs(batch, self._table, self._graph.dtypes)
-        feeds.update(zip(self._past, own.past(checked_past_length(batch, own)), strict=True))
+        feeds.update(zip(self._past, kv_cache.past(checked_past_length(batch, kv_cache)), strict=True))
         shape = batch.attention_mask.shape
         logits, features, *new_kv = (
             self._graph.run(feeds) if shape in self._checked_shapes else self._checked(feeds, shape)
         )
-        own.passes += 1
+        kv_cache.passes += 1
         return PassOutput(logits.astype(np.float32, copy=False), features.astype(np.float32, copy=False), new_kv)
 
     def _checked(self, feeds: dict[str, Array], shape: tuple[int, ...]) -> list[Array]:
@@ -79,7 +85,15 @@ class OrtEngine:
 
 
 class OrtDeviceEngine(DeviceEngine):
-    """The device layout of a bundle's graph. With provider `cpu` the device is the host's memory."""
+    """A decoder that runs the device layout of a bundle's graph. Provider `cpu` uses the host's memory (for tests).
+
+    Args:
+        path: graph file, in the folder of its weights.
+        spec: sizes of the decoder.
+        code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter.
+        threads: number of threads.
+        device: device to run on.
+    """
 
     def __init__(
         self, path: Path, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None, threads: int, device: Device

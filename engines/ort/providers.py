@@ -1,8 +1,8 @@
-"""ONNX Runtime's execution providers by the names users give them, and whether one really took a graph.
+"""ONNX Runtime's execution providers: their options, and checks that they are installed and run a whole graph.
 
-ONNX Runtime falls back silently: to the CPU when a provider's libraries do not load, node by node when it lacks a
-kernel. Here the provider asked for takes the whole graph, or loading stops.
-The drafter, and the graphs that run once an image, may have a provider of their own.
+ONNX Runtime falls back silently: to the CPU when a provider's libraries do not load, and for single nodes when the
+provider has no kernel. `check_assignment` raises an error instead.
+The drafter and the graphs that run once per image may have another provider than the target.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from ...inputs import format_error, format_value
 from ..gpu import find_gpu
 from ..host import installed
 
-AUTO = "auto"  # the first GPU's, where a package for it is installed and it is found; else the CPU's
-DEFAULT_PROVIDER = "cpu"  # ONNX Runtime's own kernels: they run every graph, and others may fall back to them
-# Copies, and nodes on shapes and indices, which providers leave on the CPU on purpose: a few numbers, needed there.
+AUTO = "auto"  # the provider that `detect_provider` returns
+DEFAULT_PROVIDER = "cpu"  # runs every graph; other providers may leave shape arithmetic to it
+# Copies, and ops on shapes and indices. Providers leave them on the CPU on purpose, as it needs their few numbers.
 _SHAPE_OPS = {"Shape", "Size", "Constant", "Concat", "Gather", "Slice", "Squeeze", "Unsqueeze", "Cast", "Pow"}
 _ON_CPU = _SHAPE_OPS | {"MemcpyToHost", "MemcpyFromHost"}
 
 
 class Provider(NamedTuple):
-    """An execution provider: its names, its package, its options, and how it differs from other providers.
+    """An execution provider: names, package, options, and limitations.
 
     Attributes:
         name: name that users give.
-        execution_provider: ONNX Runtime's name.
-        package: package that contains it.
-        options: options of its sessions.
-        memory: ONNX Runtime's name of the memory of its values; decoders use the device layout unless it is `cpu`.
+        execution_provider: name in ONNX Runtime.
+        package: package that contains the provider.
+        options: options of sessions.
+        memory: ONNX Runtime's name for the memory of values; decoders use the device layout unless it is `cpu`.
         has_addresses: whether a value may be a view into another value's memory.
-        basic_ops: whether it lacks the op Attention, and float16 on some devices.
-        plugin: whether its library is a module of its package, to be registered with onnxruntime.
-        library: library from further packages without which it has no convolutions.
+        basic_ops: whether graphs must avoid the op Attention, and float16 on some devices.
+        plugin: whether the library is a module of the package and must be registered with onnxruntime.
+        library: library from further packages that convolutions need.
         cpu_roles: graphs that run on the CPU, once per image, because the provider lacks some of their ops.
-        rounds_to_bfloat16: whether it rounds to bfloat16, which images tolerate and sampled tokens do not.
-        recording: additional options for recording passes as graphs; empty if it cannot record.
+        rounds_to_bfloat16: whether matmuls round to bfloat16, which images tolerate and sampled tokens do not.
+        recording: additional options for recording passes as graphs; empty if the provider cannot record.
         max_recordings: maximum number of recordings per graph.
     """
 
@@ -61,8 +61,8 @@ class Provider(NamedTuple):
     max_recordings: int = 0
 
 
-# Each thread's own default stream (`cudaStreamPerThread`): what a thread asks of any session is done in that order, so
-# that only reading waits. Whoever holds the `turn` leaves nothing undone to the next thread.
+# `cudaStreamPerThread`, a default stream for each thread: work that a thread submits to any session runs in that order,
+# so only reads wait. A thread waits for its work before it releases `device_lock`.
 CUDA_STREAM = 2
 _ALL = (
     Provider(DEFAULT_PROVIDER, "CPUExecutionProvider", "onnxruntime", {}),
@@ -71,9 +71,9 @@ _ALL = (
         "CUDAExecutionProvider",
         "onnxruntime-gpu[cuda,cudnn]",
         {
-            "use_tf32": "0",  # float32 stays float32: TF32 products would not be those of another number of nodes
-            "arena_extend_strategy": "kSameAsRequested",  # else what is taken doubles every time
-            "cudnn_conv_algo_search": "HEURISTIC",  # else the first picture waits until every algorithm has been timed
+            "use_tf32": "0",  # with TF32, results would depend on the number of nodes in a pass
+            "arena_extend_strategy": "kSameAsRequested",  # the default doubles the memory at every extension
+            "cudnn_conv_algo_search": "HEURISTIC",  # the default times every algorithm during the first image
             "user_compute_stream": str(CUDA_STREAM),
         },
         memory="cuda",
@@ -98,14 +98,14 @@ _ALL = (
         "openvino",
         "OpenVINOExecutionProvider",
         "onnxruntime-ep-openvino",
-        {"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'},  # else bfloat16, where the CPU has it
+        {"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'},  # the default is bfloat16 on CPUs that have it
         plugin=True,
     ),
     Provider(
         "openvino-bf16",
         "OpenVINOExecutionProvider",
         "onnxruntime-ep-openvino",
-        {"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "bf16"}}'},  # float32 where the CPU has no bfloat16
+        {"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "bf16"}}'},  # CPUs without bfloat16 compute in float32
         plugin=True,
         rounds_to_bfloat16=True,
     ),
@@ -113,7 +113,7 @@ _ALL = (
 PROVIDERS = {provider.name: provider for provider in _ALL}
 DEVICE_LOCKS = {name: threading.RLock() for name in PROVIDERS}
 IMAGE_DECODER = "vq_decoder"
-_SEPARATE_ROLES = ("drafter", "condition", IMAGE_DECODER)  # graphs that may run elsewhere than the target
+_SEPARATE_ROLES = ("drafter", "condition", IMAGE_DECODER)  # graphs that may have another provider
 
 
 class Providers(NamedTuple):
@@ -123,33 +123,37 @@ class Providers(NamedTuple):
     by_graph: Mapping[str, str] = MappingProxyType({})
 
     def of(self, role: str) -> str:
-        """The provider that a user wants a graph to run on."""
+        """Return the name of the requested provider of a graph."""
         return self.by_graph.get(role, self.main)
 
     def __str__(self) -> str:
-        """As `parse` takes it."""
+        """Return the names in the format that `parse` reads."""
         return ",".join([self.main, *(f"{role}={name}" for role, name in self.by_graph.items())])
 
     @classmethod
     def parse(cls, names: str | Sequence[str]) -> Providers:
-        """Providers from `NAME` for all graphs and `GRAPH=NAME` for one, joined by commas or one by one.
+        """Parse names of providers.
 
-        Raises: EngineError: a name is unknown or given twice, or a graph cannot have the provider.
+        Args:
+            names: `NAME` for all graphs and `GRAPH=NAME` for a single graph, in a sequence or separated by commas.
+
+        Raises:
+            EngineError: a name is unknown or given twice, or a graph cannot have the provider.
         """
         by_graph: dict[str, str] = {}
-        for one in names.split(",") if isinstance(names, str) else names:
-            role, named, name = one.strip().rpartition("=")
-            if named and role not in _SEPARATE_ROLES:
+        for item in names.split(",") if isinstance(names, str) else names:
+            role, equals, name = item.strip().rpartition("=")
+            if equals and role not in _SEPARATE_ROLES:
                 remedy = "all others run on one provider, NAME"
                 raise _provider_error(
                     found=f"graph {format_value(role)}", expected=" or ".join(_SEPARATE_ROLES), remedy=remedy
                 )
             if role in by_graph:
                 raise _provider_error(found=f"{by_graph[role]} and {name} for {role or 'all graphs'}", expected="one")
-            if (named or name != AUTO) and _known_provider(name).rounds_to_bfloat16 and role != IMAGE_DECODER:
+            if (equals or name != AUTO) and _known_provider(name).rounds_to_bfloat16 and role != IMAGE_DECODER:
                 remedy = f"give it to the image decoder alone, {IMAGE_DECODER}={name}"
                 raise _provider_error(
-                    f"{name} rounds to bfloat16", found=f"it for {role or 'all graphs'}", remedy=remedy
+                    f"{name} rounds to bfloat16", found=f"{name} for {role or 'all graphs'}", remedy=remedy
                 )
             by_graph[role] = name
         return cls(by_graph.pop("", AUTO), by_graph)
@@ -162,12 +166,20 @@ def _provider_error(problem: str = "", **fields: str) -> EngineError:
     return EngineError(problem, field="provider", **fields)
 
 
-_registered: set[tuple[Any, str]] = set()  # onnxruntime modules, each with a plugin's module registered in it
+_registered: set[tuple[Any, str]] = set()  # pairs of an onnxruntime module and the name of a registered plugin's module
 _lock = threading.Lock()
 
 
 def find_provider(name: str, runtime: Any) -> Provider:
-    """The provider of a name. Raises: EngineError unless this `runtime` (the onnxruntime module) has it."""
+    """Return a provider by its name.
+
+    Args:
+        name: name that users give.
+        runtime: the onnxruntime module.
+
+    Raises:
+        EngineError: the name is unknown, or `runtime` does not have the provider or a device for it.
+    """
     provider = _known_provider(name)
     if provider.plugin and not plugin_devices(provider, runtime):
         problem = "ONNX Runtime finds no device that it runs on"
@@ -183,10 +195,13 @@ def find_provider(name: str, runtime: Any) -> Provider:
 
 
 def detect_provider(runtime: Any) -> str:
-    """The provider of the first GPU that is found and has its package, else the CPU's. Raises: as `plugin_devices`."""
+    """Return the name of the first GPU provider whose package is installed and that finds a GPU, otherwise `cpu`.
+
+    Raises: EngineError: the library of an installed plugin does not load.
+    """
     for provider in _ALL:
-        here = provider.memory != "cpu" and installed(provider.package.partition("[")[0])
-        if here and (plugin_devices(provider, runtime) if provider.plugin else find_gpu()):
+        is_installed = provider.memory != "cpu" and installed(provider.package.partition("[")[0])
+        if is_installed and (plugin_devices(provider, runtime) if provider.plugin else find_gpu()):
             return provider.name
     return DEFAULT_PROVIDER
 
@@ -198,8 +213,12 @@ def _known_provider(name: str) -> Provider:
 
 
 def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
-    """The devices of a plugin, registered before. Raises: EngineError: it is not installed, or does not load."""
-    field, module = f"provider {provider.name}", provider.package.replace("-", "_")
+    """Return the devices of a plugin after registering it, if necessary.
+
+    Raises: EngineError: the plugin is not installed, or its library does not load.
+    """
+    field = f"provider {provider.name}"
+    module = provider.package.replace("-", "_")
     with _lock:
         try:
             if (runtime, module) not in _registered:
@@ -213,33 +232,42 @@ def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
             problem = f"onnxruntime {runtime.__version__} cannot load its library ({format_error(error, 200)})"
             remedy = f"check the device's driver, or update onnxruntime and {provider.package}"
             raise EngineError(problem, field=field, remedy=remedy) from error
-    return [one for one in runtime.get_ep_devices() if one.ep_name == provider.execution_provider]
+    return [device for device in runtime.get_ep_devices() if device.ep_name == provider.execution_provider]
 
 
 def device_lock(provider: str) -> AbstractContextManager[object]:
-    """Wait until this thread may use a provider's device; nobody waits where values are the host's.
+    """Return the lock that a thread holds while it uses a provider's device; providers in host memory need none.
 
-    While CUDA records a pass, it fails whatever else takes memory.
+    The lock is necessary because any other allocation fails while CUDA records a pass.
     """
     return nullcontext() if PROVIDERS[provider].memory == "cpu" else DEVICE_LOCKS[provider]
 
 
 def check_assignment(where: object, provider: Provider, session: Any) -> None:
-    """Raises: EngineError unless `provider` runs the graph: present, and every node but shape arithmetic its own."""
+    """Check that a provider runs all nodes of a session's graph except shape arithmetic.
+
+    Args:
+        where: graph file or description, for the error.
+        provider: the requested provider.
+        session: the session, with recorded assignments of nodes.
+
+    Raises:
+        EngineError: the provider did not load, or ONNX Runtime assigned nodes to another provider.
+    """
     remedy = f"use provider {DEFAULT_PROVIDER}, or check its driver (`lantern-rt doctor`) and update {provider.package}"
     if provider.execution_provider not in session.get_providers():
         problem = f"provider {provider.name} did not load"
         raise EngineError(problem, field=str(where), found=", ".join(session.get_providers()), remedy=remedy)
     if provider.name == DEFAULT_PROVIDER:
         return
-    left = Counter(
+    unsupported = Counter(
         node.op_type
         for part in session.get_provider_graph_assignment_info()
         if part.ep_name != provider.execution_provider
         for node in part.get_nodes()
         if node.op_type not in _ON_CPU
     )
-    if left:
-        ops = ", ".join(f"{count} {op}" for op, count in left.most_common(5))
-        problem = f"provider {provider.name} does not take {left.total()} nodes of this graph ({ops})"
+    if unsupported:
+        ops = ", ".join(f"{count} {op}" for op, count in unsupported.most_common(5))
+        problem = f"provider {provider.name} does not support {unsupported.total()} nodes of this graph ({ops})"
         raise EngineError(problem, field=str(where), remedy=remedy)

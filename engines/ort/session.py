@@ -23,15 +23,15 @@ from .providers import DEFAULT_PROVIDER, PROVIDERS, check_assignment, device_loc
 _TYPES = {f"tensor({name})": name for name in ("float16", "bfloat16", "int32", "int64", "uint8")} | {
     "tensor(float)": "float32"
 }
-# Microseconds that a thread waits for the next operator before it sleeps. Operators of small models take about as long
-# as waking a thread: forward passes of `scenes` took 1.35 ms, and 2.1 ms with threads that sleep at once, which also
-# take more processor time. Threads that spin for longer, as they do by default, slow down other programs.
+# Microseconds that a thread waits for the next operator before it sleeps. Waking a thread takes about as long as an
+# operator of a small model: with threads that sleep at once, forward passes of `scenes` took 2.1 ms instead of 1.35 ms
+# and more processor time. Threads that spin for longer, as they do by default, slow down other programs.
 SPIN = 10
 RUNS_BEFORE_RECORDING = 2  # runs of a bound graph before it is recorded
 _UNRECORDED = -1  # graph id of forward passes that are run op by op
-# Errors of ONNX Runtime that mean a damaged file; all others mean a graph that it cannot run.
+# Exceptions of ONNX Runtime that mean a damaged file; all others mean a graph that ONNX Runtime cannot run.
 _DAMAGE = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
-# Remedies by a word of ONNX Runtime's message.
+# Keys are words of ONNX Runtime's messages.
 _REMEDIES = {"bad_alloc": "close other programs, there is too little memory", "procfs": "mount /proc"}
 
 
@@ -49,7 +49,7 @@ class GraphSession:
 
     Raises:
         EngineError: the provider cannot run the graph.
-        BundleError: the file is damaged, or its tensors differ from the expected ones.
+        BundleError: the file is damaged, or its tensors differ from the expected tensors.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class GraphSession:
         return list(self._call(self.session.run, self.output_names, dict(feeds)))
 
     def run_checked(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """Run the graph as `run` does. Raises: BundleError: an output has another shape than the graph declares."""
+        """Run the graph and check the outputs. Raises: BundleError: an output does not have its declared shape."""
         outputs = self.run(feeds)
         for tensor, array in zip(self.outputs, outputs, strict=True):
             if not tensor.fits(array.shape):
@@ -95,15 +95,21 @@ class GraphSession:
         return outputs
 
     def shape_error(self, name: str, actual: Sequence[int], expected: object) -> BundleError:
-        """Return the error for the output `name` with the shape `actual`."""
+        """Return the error for an output of the wrong shape.
+
+        Args:
+            name: name of the output.
+            actual: shape of the output.
+            expected: declaration or description of the expected shape.
+        """
         remedy = "the graph is damaged, export the bundle again"
         return self._tensor_error("output", remedy, name, str(list(actual)), str(expected))
 
-    def _tensor_error(self, kind: str, remedy: str, name: str, found: str, expected: str) -> BundleError:
-        return BundleError(field=f"{self.path}: {kind} `{name}`", found=found, expected=expected, remedy=remedy)
+    def _tensor_error(self, kind: str, remedy: str, name: str, actual: str, expected: str) -> BundleError:
+        return BundleError(field=f"{self.path}: {kind} `{name}`", found=actual, expected=expected, remedy=remedy)
 
     def bind(self, values: Mapping[str, Any], record: bool = False) -> Callable[[], None]:
-        """Bind inputs and outputs as `Executable.bind` does; inputs may be arrays, too.
+        """Bind inputs and outputs as `Executable.bind` does; inputs may also be arrays.
 
         Args:
             values: inputs and outputs by name.
@@ -132,7 +138,7 @@ class GraphSession:
         plain = run_options(_UNRECORDED)
         recorded = plain if graph_id is None else run_options(graph_id)
         runs = itertools.count()
-        bound = (binding, values)  # keeps the values' memory as long as `run`
+        bound = (binding, values)  # `run` refers to it, which keeps the values' memory
 
         def run() -> None:
             self._call(
@@ -154,7 +160,7 @@ class GraphSession:
 
 
 def run_options(graph_id: int = _UNRECORDED) -> Any:
-    """Return options of a run that does not wait for the device and is recorded as the graph `graph_id`."""
+    """Return options of a run that does not wait for the device, and is recorded as graph number `graph_id`."""
     options = import_onnxruntime().RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -170,7 +176,7 @@ def open_session(
         source: path of the graph, or the serialized graph.
         threads: number of threads within an operator.
         configure: function that changes the `SessionOptions`.
-        providers: execution providers as for `InferenceSession`; None: the CPU's. Empty: those `configure` added.
+        providers: execution providers as for `InferenceSession`; None: the CPU. Empty if `configure` adds providers.
         arguments: further arguments of `InferenceSession`.
     """
     runtime = import_onnxruntime()
@@ -205,7 +211,9 @@ def load_session(
     """
     runtime = import_onnxruntime()
     chosen = find_provider(provider, runtime)
-    if chosen.library:  # The loader does not search the packages of CUDA and cuDNN. Missing libraries show later.
+    if (
+        chosen.library
+    ):  # The system does not search the packages of CUDA and cuDNN. `check_assignment` reports failures.
         with redirect_stdout(io.StringIO()):
             runtime.preload_dlls()
     provider_options = {**chosen.options, **(chosen.recording if records else {})}
@@ -216,14 +224,15 @@ def load_session(
     def configure(options: Any) -> None:
         options.inter_op_num_threads = 1
         options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN))
-        options.add_session_config_entry("session.force_spinning_stop", "1")  # the only one that old releases know
+        options.add_session_config_entry("session.force_spinning_stop", "1")  # for old releases without the entry above
         on_device = str(int(provider != DEFAULT_PROVIDER))
         options.add_session_config_entry("session.record_ep_graph_assignment_info", on_device)
         if folder is not None:
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
-        if chosen.plugin:  # the first device that it lists
-            options.add_provider_for_devices(plugin_devices(chosen, runtime)[:1], provider_options)
+        if chosen.plugin:
+            first_device = plugin_devices(chosen, runtime)[:1]
+            options.add_provider_for_devices(first_device, provider_options)
 
     try:
         providers = [] if chosen.plugin else [(chosen.execution_provider, provider_options)]
@@ -235,16 +244,17 @@ def load_session(
             raise BundleError(
                 f"not a graph that can be loaded: {reason}", field=str(where), remedy="export the bundle again"
             ) from error
-        other = "update onnxruntime" if provider == DEFAULT_PROVIDER else f"check the driver, or use {DEFAULT_PROVIDER}"
-        remedy = next((remedy for word, remedy in _REMEDIES.items() if word in str(error)), other)
-        problem = f"ONNX Runtime {runtime.__version__} does not take this graph: {reason}"
+        on_cpu = provider == DEFAULT_PROVIDER
+        default = "update onnxruntime" if on_cpu else f"check the driver, or use provider {DEFAULT_PROVIDER}"
+        remedy = next((remedy for word, remedy in _REMEDIES.items() if word in str(error)), default)
+        problem = f"ONNX Runtime {runtime.__version__} cannot load this graph: {reason}"
         raise EngineError(problem, field=str(where), remedy=remedy) from error
     check_assignment(where, chosen, session)
     return session
 
 
 def check_provider(name: str) -> None:
-    """Run a convolution on a provider, so that an image decoder does not fail after a whole image was generated.
+    """Run a convolution on a provider, so that a provider without convolutions fails before an image is generated.
 
     Raises: EngineError: the provider is not installed, its device does not work, or it has no convolutions.
     """

@@ -84,8 +84,8 @@ def test_the_drafter_and_graphs_that_run_once_an_image_may_have_a_provider_of_th
         ("drafter=auto", "'auto'"),
         ("cpu,cuda", "cpu and cuda for all graphs"),
         ("condition=cpu,condition=cuda", "cpu and cuda for condition"),
-        ("openvino-bf16", "it for all graphs"),
-        ("condition=openvino-bf16", "it for condition"),
+        ("openvino-bf16", "openvino-bf16 for all graphs"),
+        ("condition=openvino-bf16", "openvino-bf16 for condition"),
     ],
 )
 def test_what_no_graph_can_run_on_is_refused(names: str, found: str) -> None:
