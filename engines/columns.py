@@ -10,23 +10,25 @@ from ..runtime.engine import Bools, Ints, Pass
 from .contracts import Array
 from .kv_cache import CacheRows, round_up
 
-_NODES = (2, 4, 8, 16, 32, 64)  # padded node counts; above, multiples of the last: so shapes repeat
+# Padded node counts; larger counts are multiples of the last. Few different shapes allow passes to be bound once.
+_NODES = (2, 4, 8, 16, 32, 64)
 
 
 class CacheColumns(CacheRows):
     """Maps the entries of each row of a cache to columns.
 
-    Without `columns`, entries are in any order: a pass writes its nodes into free columns, where accepted nodes stay,
-    and appending only updates `column_of`. No node attends to the last column, which padding nodes are written to.
+    Without `columns`, entries are in any order: a pass writes its nodes to free columns, where accepted nodes stay,
+    and appending only updates `column_of`. Padding nodes are written to the last column, which no node attends to.
     With `columns`, entries are in order: a pass writes its nodes after a row's entries, and accepted nodes of a tree
     have to move.
 
     Args:
         lengths: entries per row, int64 `[rows]`.
         capacity: maximum number of entries of a row.
-        columns: number of columns of a cache in order.
+        columns: number of columns of a cache in order; None: entries are in any order.
 
     Attributes:
+        in_order: whether entries are in order.
         column_of: column of each entry, int64 `[rows, columns]`, undefined past a row's length.
         written: column of each node of the last pass, int64 `[rows, nodes]`; None after rows or entries moved.
     """
@@ -46,10 +48,10 @@ class CacheColumns(CacheRows):
         self.column_of = self.column_of[rows]
         self.written = None
 
-    def join(self, other: Self) -> None:
-        super().join(other)
-        both = (self.column_of, other.column_of)
-        columns = max(self.columns, other.columns)
+    def join(self, cache: Self) -> None:
+        super().join(cache)
+        both = (self.column_of, cache.column_of)
+        columns = max(self.columns, cache.columns)
         self.column_of = np.concatenate([np.pad(table, ((0, 0), (0, columns - table.shape[1]))) for table in both])
         self.written = None
 
@@ -60,8 +62,8 @@ class CacheColumns(CacheRows):
     def free_columns(self, nodes: int) -> Ints:
         """Return columns for the new nodes of a pass, int64 `[rows, nodes]`.
 
-        Nodes for which no column is free get the last column: an image reserves columns for its nodes, which come
-        first, so those are padding.
+        Nodes get the last column when no free column remains. These are padding: an image reserves columns for its
+        nodes, which come first.
         """
         if self.in_order:
             return self.lengths[:, None] + np.arange(nodes)
@@ -78,8 +80,8 @@ class CacheColumns(CacheRows):
 
         Args:
             batch: the pass.
-            padded: number of nodes per row with padding. Padding nodes attend to the first column, and no node attends
-                to them.
+            padded: number of nodes per row with padding. Padding nodes attend to the first column; no node attends to
+                padding nodes.
         """
         rows, nodes = batch.positions.shape
         row = np.arange(rows)[:, None]
@@ -110,7 +112,7 @@ class CacheColumns(CacheRows):
             ValueError: the nodes do not fit, or another pass has been run since.
         """
         if new_kv is not self.written:
-            raise ValueError("keys and values of a pass that was not the last one on this cache")
+            raise ValueError("`new_kv` is not from the last pass on this cache")
         lengths = self.extended_lengths(accepted_indices)
         moves: list[tuple[int, int, int]] = []
         columns = [new_kv[row, nodes] for row, nodes in enumerate(accepted_indices)]
@@ -128,18 +130,27 @@ class CacheColumns(CacheRows):
 
 
 def padded_node_count(nodes: int) -> int:
-    """Return the number of nodes with padding of a pass over `nodes` nodes."""
+    """Return the padded number of nodes of a pass over `nodes` nodes."""
     return next((count for count in _NODES if count >= nodes), round_up(nodes, _NODES[-1]))
 
 
 def pad_nodes(numbers: Ints, nodes: int, dtype: type[np.signedinteger] = np.int64) -> Array:
-    """Return `numbers [rows, any]` padded with zeros to `[rows, nodes]`."""
+    """Pad node inputs with zeros.
+
+    Args:
+        numbers: numbers to pad, `[rows, at most nodes]`.
+        nodes: number of nodes with padding.
+        dtype: type of the result.
+
+    Returns:
+        The padded numbers, `[rows, nodes]`.
+    """
     filled = np.zeros((len(numbers), nodes), dtype)
     filled[:, : numbers.shape[1]] = numbers
     return filled
 
 
-def pack_mask(seen: Bools) -> Array:
+def pack_mask(mask: Bools) -> Array:
     """Pack a mask `[..., columns]` into int32 `[..., columns / WORD]`, the first column in the lowest bit."""
-    packed = np.packbits(seen, axis=-1, bitorder="little")
+    packed = np.packbits(mask, axis=-1, bitorder="little")
     return packed.view("<u2").astype(np.int32)

@@ -49,7 +49,7 @@ class DeviceCache(CacheColumns):
             self.bound.finish()
 
     def append(self, new_kv: Ints, accepted_indices: list[Ints]) -> None:
-        """Append accepted nodes as `CacheColumns.accept` does, and move entries on the device."""
+        """Append accepted nodes as `CacheColumns.accept` does, and move their entries on the device if necessary."""
         moves = self.accept(new_kv, accepted_indices)
         if len(moves):
             self.finish()
@@ -57,16 +57,16 @@ class DeviceCache(CacheColumns):
             self.pool.move(block, moves[:, [0, 1]], moves[:, [0, 2]], np.arange(0, block.shape[1], self.columns))
 
     def keep_rows(self, rows: Ints) -> None:
-        """Remove all rows but `rows`, and put those in this order, by a copy on the device."""
+        """Keep only the given rows, in the given order, by a copy on the device."""
         self.finish()
         previous = self.handle  # not released before it has been copied
         self.select(rows)
         self.handle = self.pool.acquire(len(rows), self.columns)
         self.pool.copy(previous.block, rows, self.handle.block)
 
-    def extend(self, other: Cache) -> None:
-        """Append the rows of another cache, by a copy on the device."""
-        added = type(self).require(other)
+    def extend(self, cache: Cache) -> None:
+        """Append the rows of another cache by a copy on the device."""
+        added = type(self).require(cache)
         previous = self.handle  # not released before it has been copied
         self.finish()
         added.finish()
@@ -84,7 +84,8 @@ class DeviceRows:
     Args:
         bound: the pass.
         name: name of the output.
-        handle: handle to keep, so that no other cache runs the bound pass; None: the pass is bound for one run.
+        handle: handle of the pass's cache block, kept so that no other cache runs the bound pass. None: the pass is
+            bound for a single run.
     """
 
     def __init__(self, bound: BoundPass, name: str, handle: BlockHandle | None = None) -> None:
@@ -103,8 +104,8 @@ class DeviceRows:
 
     def __getitem__(self, key: Any) -> Floats:
         rows, nodes, _ = self._value.shape()
-        places: Ints = np.arange(rows * nodes).reshape(rows, nodes)[key]
-        return self.bound.device.read(self.value, places)
+        indices: Ints = np.arange(rows * nodes).reshape(rows, nodes)[key]
+        return self.bound.device.read(self.value, indices)
 
 
 class LogitRows(DeviceRows, DeviceLogits):
@@ -126,7 +127,7 @@ class LogitRows(DeviceRows, DeviceLogits):
         ]
         results: dict[int, tuple[Ints, Floats]] = {}
         for head in dict.fromkeys(heads):
-            indices = [i for i, other in enumerate(heads) if other == head]
+            indices = [i for i, requested in enumerate(heads) if requested == head]
             codes, scores = self.bound.sample(head, [requests[i] for i in indices])
             for row, i in enumerate(indices):
                 count = len(requests[i].positions)
@@ -139,11 +140,11 @@ class DeviceEngine(ABC):
 
     Args:
         graph: the loaded graph.
-        inputs: its inputs.
+        inputs: inputs of the graph.
         spec: sizes of the decoder.
         code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`; None: a drafter.
-        device: device of its memory.
-        dtype: type of caches, and, after `rows_dtype`, of hidden states.
+        device: device of the memory.
+        dtype: type of caches; hidden states have the type `rows_dtype(dtype)`.
         heads: number of separate heads of a cache, as for `CachePool`.
     """
 
@@ -169,11 +170,11 @@ class DeviceEngine(ABC):
 
     @abstractmethod
     def new_cache(self, rows: int, capacity: int) -> DeviceCache:
-        """Create an empty cache in the device's memory, allocated completely."""
+        """Create an empty cache whose memory on the device is allocated for `capacity` entries per row."""
 
     @abstractmethod
     def fit(self, cache: DeviceCache, nodes: int) -> int:
-        """Return the number of nodes with padding of a pass. Raises: EngineError: there are too many nodes."""
+        """Return the padded number of nodes of a pass. Raises: EngineError: there are too many nodes."""
 
     def next_past_length(self, cache: Cache, nodes: int) -> int:
         """Return the length of the longest row, rounded up. Raises: EngineError: there are too many nodes."""
@@ -182,7 +183,7 @@ class DeviceEngine(ABC):
         return device_cache.past_length()
 
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
-        """Queue a pass; using its logits, hidden states or cache runs it."""
+        """Queue a pass, which runs when its logits, hidden states or cache are first used."""
         device_cache = DeviceCache.require(cache)
         device_cache.finish()
         checked_past_length(batch, device_cache)
@@ -197,7 +198,10 @@ class DeviceEngine(ABC):
         )
 
     def _node_inputs(self, batch: Pass, nodes: int) -> dict[str, Any]:
-        """Return tokens, and embeddings or hidden states, padded to `nodes` nodes; values on the device stay there."""
+        """Return token ids with embeddings or hidden states, padded to `nodes` nodes.
+
+        Hidden states of a pass on the same device are not copied to the host.
+        """
         if self._table is not None:
             if (batch.tokens is None) == (batch.embeds is None):
                 raise ValueError("a target reads either `tokens` or `embeds`")
@@ -221,7 +225,7 @@ class DeviceEngine(ABC):
         return {"token_ids": tokens, "hidden": hidden, "hidden_ids": pad_nodes(ids, nodes, np.int32)}
 
     def _bind(self, cache: DeviceCache, batch: Pass, feeds: Mapping[str, Any]) -> tuple[BoundPass, BlockHandle | None]:
-        """Return a bound pass, and the handle of its block; None if the pass is bound for one run."""
+        """Return a bound pass and the handle of its cache block; no handle (None) if it is bound for a single run."""
         rows, nodes, words = feeds["seen"].shape
         hidden = batch.hidden
         block = cache.handle.block

@@ -1,13 +1,13 @@
 """Decoder graphs for accelerators (the device layout), made from a bundle's graphs when they are loaded.
 
-A bundle's graph is made for CPUs: inputs are embeddings, a mask and the past, outputs include new keys and values. In
-the device layout, inputs are token ids, and the graph looks up embeddings; the mask is unpacked from one bit per
-column; keys and values of new nodes are written into the caches, as outputs are bound to the memory of inputs;
-attention, norms and rotation are one op each. The weights are those of the bundle's files, by the names of
-`export/graph/decoder_graph.py`.
+A bundle's graph is made for CPUs: inputs are embeddings, a mask and the past, and outputs include new keys and values.
+The device layout differs: inputs are token ids, and the graph looks up embeddings. The graph unpacks the mask from one
+bit per column. It writes keys and values of new nodes into the caches, as outputs are bound to the memory of inputs.
+Attention, norms and rotation are one op each. Weights come from the bundle's files, under the names that
+`export/graph/decoder_graph.py` gives them.
 
-The columns of a cache may be filled in any order: inputs tell the column of each new node and which columns it attends
-to. Accepted nodes then stay where they were written.
+The columns of a cache may be filled in any order: inputs contain the column of each new node, and the columns that the
+node attends to. Accepted nodes therefore stay where they were written.
 """
 
 from __future__ import annotations
@@ -53,29 +53,31 @@ def device_graph(
 ) -> DeviceGraph:
     """Return the device layout of a target or drafter graph.
 
-    Inputs:
-        `token_ids` int32 `[rows, nodes]`: indices of rows of `embeddings [entries, hidden_size]` for a target, of the
-        drafter's embedding weights for a drafter; `hidden_ids` int32 `[rows, nodes]`, for a drafter: indices in the
-        flattened first two axes of `hidden [any, any, hidden_size]`; `position_ids` int64 `[rows, nodes]`; `seen`
-        int32 `[rows, nodes, words]`, the attention mask: bit c of word w is 1 if a node attends to column 16 w + c;
-        `write`; and `past_key_values.{i}.key/.value`.
+    The inputs are:
+        token_ids: int32 `[rows, nodes]`. For a target, indices in the input `embeddings [entries, hidden_size]`; for a
+            drafter, indices in its embedding weights.
+        hidden_ids: int32 `[rows, nodes]`, indices in the flattened first two axes of the input
+            `hidden [any, any, hidden_size]`. Only a drafter has both inputs.
+        position_ids: int64 `[rows, nodes]`.
+        seen: int32 `[rows, nodes, words]`, attention mask; bit c of word w is 1 if a node attends to column 16 w + c.
+        write: int64, columns of new nodes (see `capacity`).
+        past_key_values.{i}.key, past_key_values.{i}.value: caches of layer i.
 
-    Outputs:
-        `logits` float32, `hidden_states`, and `present_key_values` with the new nodes written, to be bound to the
-        memory of the past.
+    The outputs are `logits` float32, `hidden_states`, and `present_key_values`: the caches with the new nodes, to be
+    bound to the memory of the inputs.
 
     Args:
         path: graph file in a bundle, in the folder of its weights.
         spec: sizes of the decoder.
-        drafts: whether it is a drafter.
+        drafts: whether the decoder is a drafter.
         basic_ops: whether to avoid the op Attention, bfloat16, and float16 tables in computations with float32.
-        capacity: None: columns are written in any order, `write` int64 `[rows, nodes, 2]` is row and column of each
-            node, `seen` covers all columns, and caches are `[rows, columns, num_kv_heads * head_dim]`. A number: nodes
-            of a row are written side by side, `write` int64 `[rows]` is the column of the first, `seen` may cover fewer
-            columns, and caches are `[rows, num_kv_heads, capacity, head_dim]`.
+        capacity: None: columns are written in any order, `write [rows, nodes, 2]` is row and column of each node,
+            `seen` covers all columns, and caches are `[rows, columns, num_kv_heads * head_dim]`. A number of columns:
+            nodes of a row are written to consecutive columns, `write [rows]` is the first of them, `seen` may cover
+            fewer columns, and caches are `[rows, num_kv_heads, capacity, head_dim]`.
 
     Raises:
-        BundleError: the file is not one that this version exports.
+        BundleError: this version does not export a file like this.
     """
     with reading(path, "an ONNX graph", BundleError, _AGAIN):
         weights = graph_weights(path)
@@ -84,12 +86,12 @@ def device_graph(
             graph = writer.write(drafts)
         except KeyError as error:
             raise BundleError(f"has no weight {error}", field=str(path), remedy=_AGAIN) from error
-        others = re.compile(r"eps_|rotary\.swap|.*\.(value_units|step)$")  # of the CPU layout only
-        names = (name for name in weights if "." in name and not others.match(name))
+        cpu_only = re.compile(r"eps_|rotary\.swap|.*\.(value_units|step)$")
+        names = (name for name in weights if "." in name and not cpu_only.match(name))
         unread = next((name for name in names if name not in writer.graph.weights), None)
         if unread is not None:
-            problem = f"the weight {unread}, which the decoder in bundle.json does not have"
-            raise BundleError(field=str(path), found=problem, remedy=_AGAIN)
+            unexpected = f"the weight {unread}, which the decoder in bundle.json does not have"
+            raise BundleError(field=str(path), found=unexpected, remedy=_AGAIN)
         return graph
 
 
@@ -123,7 +125,7 @@ class _DeviceWriter(DecoderWriter):
         self.interleaved = int(swap[0].argmax() == 1)  # whether neighbours are rotated together
 
     def write(self, drafts: bool) -> DeviceGraph:
-        """Write the whole decoder."""
+        """Write the whole decoder; `drafts` tells whether it is a drafter."""
         graph = self.graph
         spec = self.spec
         if drafts:
@@ -143,7 +145,7 @@ class _DeviceWriter(DecoderWriter):
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
         width = num_kv_heads * self.spec.head_dim
-        parts = self.group + 2  # queries in parts as wide as the keys, keys, values
+        parts = self.group + 2  # queries, in parts as wide as the keys; keys; values
         if f"{at}.attention.head_norm.weight" in self.weights:
             sizes = graph.ints((parts - 1) * width, width)
             both, value = graph.add_node("Split", [joint, sizes], [f"{at}.unturned", f"{at}.value"], axis=-1)
@@ -160,10 +162,11 @@ class _DeviceWriter(DecoderWriter):
         return query, key, value
 
     def attend(self, query: str, key: str, value: str, at: str) -> str:
-        """Write new keys and values into the cache, and attention.
+        """Write attention, and store new keys and values in the cache.
 
-        With a capacity, nodes are written side by side, for which TensorRT has kernels. TensorRT's op Attention copies
-        the cache if it has a `scale`, so queries are scaled instead; without a scale it divides by sqrt(head_dim).
+        With a capacity, nodes are written to consecutive columns, for which TensorRT has kernels. TensorRT's op
+        Attention copies the cache if it has a `scale`. Therefore queries are scaled instead; without a scale, the op
+        divides scores by sqrt(head_dim).
 
         Args:
             query: name of the queries, `[rows, nodes, heads * head_dim]`.
@@ -194,7 +197,15 @@ class _DeviceWriter(DecoderWriter):
         return self.join_heads(graph.op("Attention", query, *presents, self.attention_mask))
 
     def fused_attention(self, query: str, presents: list[str], scale: float) -> str:
-        """Write the op Attention; query heads that share keys become further nodes, since CUDA would copy the keys."""
+        """Write the op Attention.
+
+        Query heads that share keys become further nodes, as CUDA would otherwise copy the keys for every query head.
+
+        Args:
+            query: name of the queries, `[rows, nodes, heads * head_dim]`.
+            presents: names of all keys and of all values.
+            scale: factor of the scores.
+        """
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
         group = self.group
@@ -210,7 +221,7 @@ class _DeviceWriter(DecoderWriter):
         return graph.reshape(mixed, 0, 0, self.heads * width)
 
     def matmul_attention(self, query: str, keys: str, values: str, scale: float) -> str:
-        """Write attention as matmuls; query heads that share keys follow each other along the nodes.
+        """Write attention as matmuls. Query heads that share keys are joined along the axis of nodes.
 
         Args:
             query: name of the queries, `[rows, nodes, heads * head_dim]`.
@@ -240,7 +251,13 @@ class _DeviceWriter(DecoderWriter):
         return self.graph.reshape(self.graph.transpose(x, 0, 2, 1, 3), 0, 0, self.heads * self.spec.head_dim)
 
     def norm_heads(self, x: str, prefix: str, heads: int) -> str:
-        """Norm every head of queries and keys separately, in float32."""
+        """Normalize every head of queries and keys separately, in float32.
+
+        Args:
+            x: name of the queries and keys, `[rows, nodes, heads * head_dim]`.
+            prefix: prefix of the names of the norm's weight and bias.
+            heads: number of heads of queries and keys together.
+        """
         graph = self.graph
         spec = self.spec
         x = self.to_float32(graph.reshape(x, 0, 0, heads, spec.head_dim))
@@ -298,10 +315,9 @@ class _DeviceWriter(DecoderWriter):
         return self.decoded[stored]
 
     def dequantize(self, stored: str, scale: str) -> str:
-        """Multiply an integer weight by its scales, one per block of inputs or one per output.
+        """Dequantize an integer weight, which has a scale per block of inputs or per output.
 
-        With one per output ONNX Runtime computes the product when it loads the graph, unless the op is
-        DequantizeLinear.
+        With scales per output, ONNX Runtime multiplies when it loads the graph, unless the op is DequantizeLinear.
         """
         inputs, _ = self.weights[stored].shape
         count, *blocks = self.weights[scale].shape
@@ -329,11 +345,11 @@ class _DeviceWriter(DecoderWriter):
         return name
 
     def write_rotation(self) -> list[str]:
-        """Write the rotation's operands.
+        """Write the operands of the rotary embedding.
 
         The file's tables contain each cosine and sine twice, the first sine negated. A node has `group + 2` parts as
-        wide as its keys: queries, keys, values. Values take an additional angle of 0. ONNX Runtime requires as many
-        angles as the longest pass has parts.
+        wide as its keys: queries, keys, values. Values are rotated by an additional angle of 0. ONNX Runtime requires
+        at least as many angles as the longest pass has parts.
 
         Returns:
             The names of cosines and sines, `[angles, head_dim / 2]`, and of the angle of each node's parts,
@@ -358,11 +374,11 @@ class _DeviceWriter(DecoderWriter):
     def write_mask(self) -> str:
         """Unpack `seen` to the mask that is added to scores, `[rows, 1, nodes, columns]`.
 
-        It is tiled for query heads that share keys, except for TensorRT's op Attention.
+        The mask is tiled for query heads that share keys, except for TensorRT's op Attention.
         """
         graph = self.graph
         powers = 0.5 ** np.arange(WORD, dtype=np.float32)
-        half, one, two, masked = (
+        half, unit, two, masked = (
             graph.constant(np.array(number, np.float32)) for number in (0.5, 1, 2, MASKED[self.dtype])
         )
         words = graph.op("Unsqueeze", graph.cast("seen", "float32"), graph.ints(-1))
@@ -371,6 +387,6 @@ class _DeviceWriter(DecoderWriter):
         seen = graph.reshape(graph.op("Sub", shifted, even), 0, 0, -1)  # the lowest bit of each word first
         if self.capacity is not None:
             graph.op("Shape", seen, name="span", start=2, end=3)
-        hidden = graph.op("Mul", graph.op("Sub", one, seen), masked)
+        hidden = graph.op("Mul", graph.op("Sub", unit, seen), masked)
         mask = self.to_dtype(graph.op("Unsqueeze", hidden, graph.ints(1)))
         return self.tile_mask(mask) if self.has_matmul_attention or self.capacity is None else mask

@@ -1,6 +1,7 @@
-"""A writer of ONNX graphs that needs no onnx package, and the part of a decoder that all layouts share.
+"""A writer of ONNX graphs that does not need the onnx package, and the part of a decoder that all layouts share.
 
-Exporters use it, and engines that make graphs when a bundle is loaded. Tensors of a graph are given by their names.
+Exporters use the writer, and so do engines, which make graphs when a bundle is loaded. Methods take and return names of
+tensors.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class GraphWriter:
         Args:
             op: operator, as for `add_node`.
             inputs: names of the inputs.
-            name: name of the output; None: a name made of the operator's.
+            name: name of the output; None: a name made from the operator's name.
             attributes: attributes of the node.
 
         Returns:
@@ -100,11 +101,17 @@ class GraphWriter:
         return name if name in self.weights else self.constant(np.array(values, np.int64), name)
 
     def cast(self, x: str, dtype: str, name: str | None = None) -> str:
-        """Cast `x` to another type."""
+        """Cast a tensor.
+
+        Args:
+            x: name of the tensor.
+            dtype: type to cast to, a key of `TYPES`.
+            name: name of the result; None: any name.
+        """
         return self.op("Cast", x, name=name, to=TYPES[dtype])
 
     def reshape(self, x: str, *shape: int) -> str:
-        """Reshape `x`; 0 keeps the size of an axis, -1 is the remaining size."""
+        """Reshape `x`; a size of 0 keeps the size of that axis, -1 stands for the remaining size."""
         return self.op("Reshape", x, self.ints(*shape))
 
     def transpose(self, x: str, *axes: int, name: str | None = None) -> str:
@@ -112,19 +119,26 @@ class GraphWriter:
         return self.op("Transpose", x, name=name, perm=axes)
 
     def to_bytes(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], name: str = "graph") -> bytes:
-        """Return the model as the bytes of an ONNX file."""
+        """Return the model as the bytes of an ONNX file.
+
+        Args:
+            inputs: inputs of the graph.
+            outputs: outputs of the graph.
+            name: name of the graph.
+        """
         parts = [_field(1, node) for node in self.nodes] + [_field(2, name)]
         parts += [_field(5, weight) for weight in self.weights.values() if isinstance(weight, bytes)]
-        parts += [_field(number, _value(one)) for number, values in ((11, inputs), (12, outputs)) for one in values]
+        parts += [_field(11, _value(tensor)) for tensor in inputs]
+        parts += [_field(12, _value(tensor)) for tensor in outputs]
         opsets = [_field(8, _field(1, domain) + _field(2, number)) for domain, number in self.domains.items()]
         return _field(1, _IR_VERSION) + _field(7, b"".join(parts)) + b"".join(opsets)
 
 
 class DecoderWriter(ABC):
-    """Writes a decoder as a graph; base class of all layouts. `x` is `[rows, nodes, width]`.
+    """Base class that writes a decoder as a graph. Tensors `x` are `[rows, nodes, width]`.
 
-    A subclass determines the ops of matmuls, norms and rotation, and where keys and values are stored. The names of the
-    weights tell which optional parts a decoder has: norms of heads, biases, an output head with a hidden layer.
+    A subclass determines the ops of matmuls, norms and rotation, and where keys and values are stored. Optional parts
+    are written if their weights exist: norms of heads, biases, an output head with a hidden layer.
 
     Args:
         graph: graph to write to.
@@ -143,7 +157,7 @@ class DecoderWriter(ABC):
         self.half = dtype != "float32"
 
     def decoder(self, x: str, layers: int) -> None:
-        """Write all layers, from the first one's input `x` to the outputs `hidden_states` and `logits`."""
+        """Write all layers, from the first layer's input `x` to the outputs `hidden_states` and `logits`."""
         graph = self.graph
         added = None
         for at in (f"layers.{i}" for i in range(layers)):
@@ -175,12 +189,12 @@ class DecoderWriter(ABC):
             self.graph.cast(name, "float32", "logits")
 
     def linear(self, x: str, name: str, output: str | None = None) -> str:
-        """Write a linear layer, with its bias if it has one.
+        """Write a linear layer; it has a bias if there is a weight `{name}.bias`.
 
         Args:
             x: name of the input.
             name: prefix of the names of weight and bias.
-            output: name of the result; None: any.
+            output: name of the result; None: any name.
         """
         has_bias = f"{name}.bias" in self.weights
         y = self.matmul(x, f"{name}.weight", None if has_bias else output)
@@ -191,15 +205,15 @@ class DecoderWriter(ABC):
         return self.graph.op("Add", y, bias, name=output)
 
     def add_and_norm(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
-        """Write the residual sum and its RMS norm; without such a weight the norm is the identity.
+        """Write the residual sum and its RMS norm; if the norm has no weight, the normed sum is the sum.
 
-        WebGPU does not record copies, so no Identity node names an output that is a sum.
+        WebGPU does not record copies. Therefore the sum itself gets the name, instead of an Identity node's output.
 
         Args:
             x: name of the residual stream.
-            added: name of the output of the previous part; None: the sum is `x`.
+            added: name of the output of the previous attention or feed-forward part; None: the sum is `x`.
             weight: name of the norm's weight.
-            name: name of the normed result; None: any.
+            name: name of the normed sum; None: any name.
 
         Returns:
             The names of the sum and of the normed sum.
@@ -210,7 +224,7 @@ class DecoderWriter(ABC):
         return total, total
 
     def tile_mask(self, mask: str) -> str:
-        """Tile a mask `[rows, 1, nodes, columns]` for query heads that share keys and follow each other."""
+        """Tile a mask `[rows, 1, nodes, columns]` along the nodes, once for each query head of a group."""
         return self.graph.op("Tile", mask, self.graph.ints(1, 1, self.group, 1)) if self.group > 1 else mask
 
     @abstractmethod
@@ -230,7 +244,13 @@ class DecoderWriter(ABC):
 
     @abstractmethod
     def matmul(self, x: str, weight: str, output: str | None) -> str:
-        """Multiply `x` by the weight named `weight`, as the result `output` (None: any name)."""
+        """Multiply `x` by a weight.
+
+        Args:
+            x: name of the left operand.
+            weight: name of the weight.
+            output: name of the result; None: any name.
+        """
 
     @abstractmethod
     def weight(self, name: str) -> str:
@@ -238,7 +258,7 @@ class DecoderWriter(ABC):
 
     @abstractmethod
     def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
-        """Write the residual sum and its norm for `add_and_norm`, given a weight."""
+        """Write the residual sum and its norm. Args: see `add_and_norm`; the weight exists."""
 
     @abstractmethod
     def gelu(self, x: str) -> str:
@@ -254,7 +274,7 @@ class DecoderWriter(ABC):
 
 
 def convolution_graph() -> bytes:
-    """Return a graph that computes `result`, the convolution of an image of 2 x 2 pixels with a kernel of one."""
+    """Return a graph that computes `result`, the convolution of 2 x 2 pixels `image` with a `kernel` of 1 x 1."""
     graph = GraphWriter()
     graph.op("Conv", "image", "kernel", name="result")
     image, kernel = (Tensor(name, ("float32",), (1, 1, n, n)) for name, n in (("image", 2), ("kernel", 1)))
@@ -288,7 +308,7 @@ def _value(tensor: Tensor) -> bytes:
 
 
 def _field(number: int, content: int | str | bytes) -> bytes:
-    """Encode a field of a protobuf message: an integer, or text or another message with its length."""
+    """Encode a field of a protobuf message: an integer, text, or the bytes of another message."""
     if isinstance(content, int):
         return _varint(number << 3) + _varint(content % (1 << 64))  # negative numbers as two's complement
     data = content.encode() if isinstance(content, str) else content

@@ -1,4 +1,4 @@
-"""Cores, memory and ONNX Runtime of this host."""
+"""Queries of this host: cores, free memory, and the installed ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .system import host_memory, start_threads
 _CPU = Path("/sys/devices/system/cpu")
 _CPU_INFO = Path("/proc/cpuinfo")
 _CGROUP = Path("/sys/fs/cgroup")
-# Instruction sets that decide which kernels and layouts ONNX Runtime uses.
+# ONNX Runtime chooses kernels and layouts by these instruction sets.
 _INSTRUCTION_SETS = (
     "avx",
     "avx2",
@@ -32,13 +32,13 @@ _INSTRUCTION_SETS = (
     "i8mm",
     "sve",
 )
-RUNTIMES = ("onnxruntime", "onnxruntime-gpu")  # distributions; two overwrite each other's files
+RUNTIMES = ("onnxruntime", "onnxruntime-gpu")  # distributions that overwrite each other's files
 _import_lock = threading.Lock()
 
 
 def import_onnxruntime() -> Any:
     """Import onnxruntime with its telemetry disabled. Raises: EngineError: it cannot be imported."""
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is first imported
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # only the first import reads it
     with _import_lock:
         try:
             import onnxruntime  # type: ignore[import-untyped]
@@ -46,7 +46,7 @@ def import_onnxruntime() -> Any:
             _ = onnxruntime.InferenceSession
             onnxruntime.set_default_logger_severity(4)  # errors arrive as exceptions; do not print them as well
         except (ImportError, AttributeError) as error:
-            if isinstance(error.__cause__, KeyboardInterrupt):  # from Ctrl-C, which its native part converts
+            if isinstance(error.__cause__, KeyboardInterrupt):  # its native part converts Ctrl-C
                 raise KeyboardInterrupt from error
             if conflict := runtime_conflict():
                 raise conflict from error
@@ -61,16 +61,16 @@ def processor() -> str:
     """Return the processor's family and the instruction sets that decide on kernels, such as `x86_64 avx avx2`."""
     lines = (line.partition(":") for line in _read(_CPU_INFO).splitlines())
     flags = next((rest.split() for name, _, rest in lines if name.strip() in ("flags", "Features")), None)
-    if flags is None:  # not Linux; NumPy knows some
+    if flags is None:  # systems other than Linux: NumPy knows some of the instruction sets
         flags = [name.lower() for name, present in _numpy_features().items() if present]
         if sys.platform == "darwin" and platform.machine() == "arm64":
-            flags.append("asimddp")  # on all processors of Apple
+            flags.append("asimddp")  # all processors of Apple have it
     known = (name for name in _INSTRUCTION_SETS if name in flags or name.replace("_", "") in flags)
     return " ".join([platform.machine(), *known])
 
 
 def _numpy_features() -> dict[str, bool]:
-    """Return the CPU features that NumPy detected, by names such as `AVX512VNNI`; empty if it has no such table."""
+    """Return whether NumPy detected each CPU feature, by names such as `AVX512VNNI`; empty if NumPy does not tell."""
     try:
         from numpy._core._multiarray_umath import __cpu_features__ as features  # type: ignore[import-not-found]
     except ImportError:
@@ -85,7 +85,7 @@ def usable_cores() -> int:
     cores = _affinity()
     siblings = {_read(_CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list") for cpu in cores}
     count = len(siblings)
-    if "" in siblings:  # not Linux, or hidden
+    if "" in siblings:  # another system than Linux, or a container hides the topology
         count = len(cores)
         with suppress(OSError):  # no /proc
             count = min(count, psutil.cpu_count(logical=False) or count)
@@ -95,7 +95,7 @@ def usable_cores() -> int:
 def thread_count(threads: int | None) -> int:
     """Return the number of threads of a graph, by default `usable_cores`.
 
-    Raises: EngineError: not 1 .. 1024, or more than this system starts.
+    Raises: EngineError: the number is not 1 .. 1024, or this system cannot start as many threads.
     """
     if threads is not None and (type(threads) is not int or not 1 <= threads <= 1024):
         raise EngineError(field="threads", found=format_value(threads), expected="1 .. 1024")
@@ -110,7 +110,7 @@ def cpu_quota() -> float | None:
 
 
 def available_memory() -> int:
-    """Return the bytes that this process may still allocate by free memory, resource limits and control groups."""
+    """Return the bytes that this process can still allocate under free memory, resource limits and control groups."""
     import psutil
 
     free = [host_memory("available")]
@@ -125,7 +125,8 @@ def available_memory() -> int:
         used = _read(folder / "memory.current")
         if limit_text.isdigit() and used.isdigit():
             stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines() if len(line.split()) == 2)
-            free.append(int(limit_text) - int(used) + int(stat.get("inactive_file", 0)))  # cached files
+            cached_files = int(stat.get("inactive_file", 0))  # the kernel frees these when memory is short
+            free.append(int(limit_text) - int(used) + cached_files)
     return max(0, min(free))
 
 
@@ -140,7 +141,7 @@ def installed(*names: str) -> list[str]:
 
 
 def runtime_conflict() -> EngineError | None:
-    """Return the error for two installed ONNX Runtime distributions; None with at most one."""
+    """Return the error if two ONNX Runtime distributions are installed; otherwise None."""
     names = installed(*RUNTIMES)
     if len(names) < 2:
         return None
@@ -153,7 +154,7 @@ def _affinity() -> set[int]:
 
 
 def _cgroups() -> list[Path]:
-    """Return the folders of this process's control groups and their parents (version 2, then 1)."""
+    """Return the folders of this process's control groups and of their parents, for versions 2 and 1."""
     folders = [_CGROUP, _CGROUP / "cpu"]
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -167,11 +168,12 @@ def _cgroups() -> list[Path]:
 def _quota(folder: Path) -> float | None:
     limit, _, period = _read(folder / "cpu.max").partition(" ")
     if not period:
-        limit, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        limit = _read(folder / "cpu.cfs_quota_us")
+        period = _read(folder / "cpu.cfs_period_us")
     try:
         share = int(limit) / int(period)
     except (ValueError, ZeroDivisionError):
-        return None  # "max", or no such file
+        return None  # the limit is "max", or the file does not exist
     return share if share > 0 else None
 
 

@@ -1,7 +1,7 @@
-"""Keys and values of committed nodes: their number in each row (`CacheRows`), and NumPy buffers (`KVCache`).
+"""Keys and values of committed nodes: the number of entries of each row (`CacheRows`), and NumPy buffers (`KVCache`).
 
-Buffers are past first, `[columns, rows, num_kv_heads, head_dim]`: the first `past_length` columns are contiguous, so
-ONNX Runtime reads them in place; the usual rows-first layout would be copied at every pass. Buffers start as zeros and
+Buffers have the shape `[columns, rows, num_kv_heads, head_dim]`: the first `past_length` columns are contiguous, so
+ONNX Runtime reads them in place. With rows first, as usual, every pass would copy them. Buffers start as zeros and
 only receive outputs of a graph, so masked columns are finite and add nothing to any sum.
 """
 
@@ -21,9 +21,9 @@ from .host import available_memory
 
 Halves = NDArray[np.float32] | NDArray[np.float16]
 
-# Past lengths are multiples of this. ONNX Runtime's softmax sums columns in SIMD lanes, by column number modulo their
-# number (16 with AVX-512). When new nodes start at a multiple of 64, a row's sums are formed in the same order whatever
-# the lengths of the other rows and the number of nodes in the pass.
+# Past lengths are multiples of this. ONNX Runtime's softmax sums columns in SIMD lanes (16 with AVX-512), and the lane
+# of a column is its number modulo the number of lanes. When new nodes start at a multiple of 64, the order of a row's
+# sums does not depend on the lengths of other rows or on the number of nodes in the pass.
 SPAN_STEP = 64
 
 
@@ -34,7 +34,7 @@ def round_up(number: int, step: int = SPAN_STEP) -> int:
 
 @dataclass
 class CacheRows:
-    """The lengths of a cache's rows, wherever the entries are stored.
+    """Lengths of a cache's rows; base class of caches, which determine where entries are stored.
 
     Args:
         lengths: entries per row, int64 `[rows]`.
@@ -50,7 +50,7 @@ class CacheRows:
     def require(cls, cache: Cache) -> Self:
         """Return the cache if this engine made it. Raises: TypeError: another engine made it."""
         if not isinstance(cache, cls):
-            raise TypeError(f"a cache of another engine: {type(cache).__name__}")
+            raise TypeError(f"the cache is from another engine: {type(cache).__name__}")
         return cache
 
     @property
@@ -61,7 +61,7 @@ class CacheRows:
     def past_length(self) -> int:
         """Return the number of columns that a pass reads: the longest row, rounded up to a multiple of `SPAN_STEP`.
 
-        Never 0: ONNX Runtime's fused matrix product divides by the number of columns and dies (SIGFPE).
+        The number is never 0: ONNX Runtime's fused matmul divides by the number of columns and crashes (SIGFPE).
         """
         return round_up(max(1, *self.lengths.tolist()))
 
@@ -69,24 +69,26 @@ class CacheRows:
         """Return the lengths after nodes `accepted_indices[r]` are appended to row r. Raises: ValueError: no space."""
         counts = [len(indices) for indices in accepted_indices]
         before = self.lengths.tolist()
-        lengths = [length + count for length, count in zip(before, counts, strict=False)]  # NumPy is slower for so few
+        lengths = [
+            length + count for length, count in zip(before, counts, strict=False)
+        ]  # faster than NumPy for few rows
         if len(counts) != len(before) or max(lengths, default=0) > self.capacity:
-            raise ValueError(f"{len(counts)} rows of {counts} entries do not fit {before}, {self.capacity}")
+            raise ValueError(f"{counts} entries do not fit into rows of lengths {before} and capacity {self.capacity}")
         return np.array(lengths, np.int64)
 
     def select(self, rows: Ints) -> None:
-        """Remove all rows but `rows`, and put those in this order."""
+        """Keep only the given rows, in the given order."""
         self.lengths = self.lengths[rows]
 
-    def join(self, other: Self) -> None:
-        """Append the rows of another cache; the larger of both capacities holds for all rows."""
-        self.lengths = np.concatenate([self.lengths, other.lengths])
-        self.capacity = max(self.capacity, other.capacity)
+    def join(self, cache: Self) -> None:
+        """Append the rows of another cache; all rows get the larger of both capacities."""
+        self.lengths = np.concatenate([self.lengths, cache.lengths])
+        self.capacity = max(self.capacity, cache.capacity)
 
     def truncate(self, lengths: Ints) -> None:
-        """Remove the entries past `lengths[r]` of each row r; their columns keep their (finite) numbers."""
+        """Remove the entries of each row r after the first `lengths[r]`; memory is not cleared."""
         if (lengths > self.lengths).any() or (lengths < 0).any():
-            raise ValueError(f"lengths {lengths} are no truncation of {self.lengths}")
+            raise ValueError(f"rows of lengths {self.lengths} cannot be truncated to {lengths}")
         self.lengths = np.array(lengths, np.int64)
 
 
@@ -100,7 +102,7 @@ class KVCache(CacheRows):
     def empty(
         cls, rows: int, capacity: int, layers: int, num_kv_heads: int, head_dim: int, dtype: type[np.floating]
     ) -> KVCache:
-        """Create a cache without entries, whose memory the system provides when columns are written.
+        """Create a cache without entries; the system provides its memory when columns are written.
 
         Args:
             rows: number of rows.
@@ -120,7 +122,7 @@ class KVCache(CacheRows):
         try:
             if size > free:
                 raise MemoryError
-            # One block for all, for which NumPy asks for huge pages: 40 times fewer page faults.
+            # A single block for all tensors, for which NumPy requests huge pages: 40 times fewer page faults.
             cache.tensors = list(np.zeros(shape, dtype))
         except MemoryError as error:  # also raised by limits that cannot be queried
             raise EngineError(
@@ -157,13 +159,13 @@ class KVCache(CacheRows):
         self.lengths = lengths
 
     def keep_rows(self, rows: Ints) -> None:
-        """Remove all rows but `rows`, and put those in this order; entries are copied once."""
+        """Keep only the given rows, in the given order; entries are copied once."""
         self._gather([(self, rows)], self.capacity)
         self.select(rows)
 
-    def extend(self, other: Cache) -> None:
+    def extend(self, cache: Cache) -> None:
         """Append the rows of another cache; entries of both are copied once."""
-        added = KVCache.require(other)
+        added = KVCache.require(cache)
         self._gather([(self, slice(None)), (added, slice(None))], max(self.capacity, added.capacity))
         self.join(added)
 

@@ -1,6 +1,7 @@
 """A graph that samples tokens on a device: guidance, temperature, filters, noise and the tokens of highest score.
 
-It computes what `runtime/sampling.py` does in NumPy; a few numbers per node are copied to the host instead of logits.
+The graph computes the same as `runtime/sampling.py` in NumPy. A few numbers per node are copied to the host instead of
+all logits.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ FILTERED_OUT = -1e30  # score of filtered tokens; finite, as not every provider'
 
 
 class SamplingHead(NamedTuple):
-    """Settings that a sampling graph is made for.
+    """Settings of a sampling graph.
 
     Attributes:
         vocab_size: number of tokens.
         num_best: number of tokens to return per node.
         top_k: number of tokens to sample from; 0: no limit.
-        top_p: whether there is a bound on the probability.
+        top_p: whether the cumulative probability of tokens to sample from is limited.
         add_noise: whether noise is added to the logits.
     """
 
@@ -57,12 +58,16 @@ class SamplingHead(NamedTuple):
     def write(self, graph: GraphWriter) -> tuple[list[Tensor], list[Tensor]]:
         """Write the graph and return its inputs and outputs.
 
-        Inputs: `logits` float32 `[rows, all, vocab_size]`; `conditional` and `unconditional` int32 `[images, nodes]`,
-        indices of each node's logits in `[rows * all]`, equal without guidance; `cfg_scale`, `temperature`, `top_p`
-        float32 `[images, 1, 1]`; `noise` float32 `[groups, positions, vocab_size]`; and `noise_ids` int32
-        `[images, nodes]`, indices in `[groups * positions]`.
-        Output: `drawn` float32 `[2, images, nodes, num_best]`, best first: tokens, which float32 holds exactly; and
-        logarithms of probabilities after the noise, about `FILTERED_OUT` for filtered tokens.
+        The inputs are:
+            logits: float32 `[rows, all, vocab_size]`.
+            conditional, unconditional: int32 `[images, nodes]`, indices of each node's logits in `[rows * all]`; equal
+                without guidance.
+            cfg_scale, temperature, top_p: float32 `[images, 1, 1]`.
+            noise: float32 `[groups, positions, vocab_size]`.
+            noise_ids: int32 `[images, nodes]`, indices of each node's noise in `[groups * positions]`.
+
+        The output `drawn` is float32 `[2, images, nodes, num_best]`, best first: tokens, which float32 represents
+        exactly, and logarithms of their probabilities after the noise, about `FILTERED_OUT` for filtered tokens.
         """
         flat = graph.op("Reshape", "logits", graph.ints(-1, self.vocab_size))
         unconditional = graph.op("Gather", flat, "unconditional")
@@ -104,5 +109,5 @@ class SamplingHead(NamedTuple):
         else:
             lowest = graph.op("Slice", ordered, graph.ints(num_tokens - 1), graph.ints(num_tokens), graph.ints(-1))
         filtered_out = graph.constant(np.array(FILTERED_OUT, np.float32))
-        # NaN stays, so that the host detects it.
+        # NaN is not less than `lowest` and stays, so that the host detects it.
         return graph.op("Where", graph.op("Less", scaled, lowest), filtered_out, scaled)

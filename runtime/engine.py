@@ -81,8 +81,8 @@ class Cache(Protocol):
     def keep_rows(self, rows: Ints) -> None:
         """Keep only the given rows, in the given order."""
 
-    def extend(self, other: Cache) -> None:
-        """Append the rows of another cache of the same engine; `other` must not be used afterwards."""
+    def extend(self, cache: Cache) -> None:
+        """Append the rows of another cache of the same engine; `cache` must not be used afterwards."""
 
 
 class Engine(Protocol):

@@ -35,9 +35,9 @@ NO_NOUN = "as by for from how in of on one that these this those to what when wh
 VERBS = (
     "add align allocate append apply begin bind blend build calculate call cancel cast check choose clean clear "
     "close collect commit compare compute configure construct consume convert copy count create decode delete "
-    "describe divide download draft draw drop emit enable encode end ensure estimate evaluate export extend extract "
-    "fetch fill filter find fit forget format free generate get guess handle implement import initialize insert join "
-    "keep leave limit list load look make map match measure merge mix move multiply normalize open pack pad parse "
+    "dequantize describe divide download draft draw drop emit enable encode end ensure estimate evaluate export "
+    "extend extract fetch fill filter find fit forget format free generate get guess handle implement import initialize insert "
+    "join keep leave limit list load look make map match measure merge mix move multiply normalize open pack pad parse "
     "permute plan predict prepare print process prune quantize queue raise read record regenerate reject remove "
     "rename render replace report reset reshape resolve respond retrieve return rotate round run sample save scale "
     "select send serve set show sort split stack start stop store submit summarize tile tokenize train trim truncate "

@@ -162,7 +162,7 @@ def test_a_wrong_span_or_too_many_entries_are_caught_before_the_graph(tiny: Rig)
     with pytest.raises(ValueError, match="do not fit"):
         cache.append(new_kv, [np.arange(2)])
     for length in (5, -1):
-        with pytest.raises(ValueError, match="no truncation"):
+        with pytest.raises(ValueError, match="cannot be truncated"):
             cache.truncate(np.array([length]))
     assert cache.lengths.tolist() == [4]
 

@@ -153,7 +153,7 @@ def test_what_another_pass_wrote_is_refused() -> None:
     earlier = columns.cache.written
     columns.run(*empty(2))
     nothing = [np.array([], np.int64)]
-    with pytest.raises(ValueError, match="a pass that was not the last one on this cache"):
+    with pytest.raises(ValueError, match="not from the last pass"):
         columns.cache.accept(earlier, nothing)
     columns.cache.accept(columns.cache.written, nothing)
 
