@@ -21,9 +21,9 @@ from .host import available_memory
 
 Halves = NDArray[np.float32] | NDArray[np.float16]
 
-# Past lengths are multiples of this. ONNX Runtime's softmax sums columns in SIMD lanes (16 with AVX-512), and the lane
-# of a column is its number modulo the number of lanes. When new nodes start at a multiple of 64, the order of a row's
-# sums does not depend on the lengths of other rows or on the number of nodes in the pass.
+# Past lengths are multiples of this. ONNX Runtime's softmax sums columns in SIMD lanes (16 with AVX-512): column c in
+# lane c modulo the number of lanes. When new nodes start at a multiple of 64, the order of a row's sums does not depend
+# on the lengths of other rows or on the number of nodes in the pass.
 SPAN_STEP = 64
 
 
@@ -69,9 +69,7 @@ class CacheRows:
         """Return the lengths after nodes `accepted_indices[r]` are appended to row r. Raises: ValueError: no space."""
         counts = [len(indices) for indices in accepted_indices]
         before = self.lengths.tolist()
-        lengths = [
-            length + count for length, count in zip(before, counts, strict=False)
-        ]  # faster than NumPy for few rows
+        lengths = [length + count for length, count in zip(before, counts, strict=False)]  # faster than NumPy
         if len(counts) != len(before) or max(lengths, default=0) > self.capacity:
             raise ValueError(f"{counts} entries do not fit into rows of lengths {before} and capacity {self.capacity}")
         return np.array(lengths, np.int64)

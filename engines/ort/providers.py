@@ -71,7 +71,7 @@ _ALL = (
         "CUDAExecutionProvider",
         "onnxruntime-gpu[cuda,cudnn]",
         {
-            "use_tf32": "0",  # with TF32, results would depend on the number of nodes in a pass
+            "use_tf32": "0",  # results of TF32 would depend on the number of nodes in a pass
             "arena_extend_strategy": "kSameAsRequested",  # the default doubles the memory at every extension
             "cudnn_conv_algo_search": "HEURISTIC",  # the default times every algorithm during the first image
             "user_compute_stream": str(CUDA_STREAM),
