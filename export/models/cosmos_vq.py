@@ -1,10 +1,15 @@
-"""NVIDIA's Cosmos tokenizer of discrete codes (DV8x16x16), as far as single pictures go through it.
+"""NVIDIA's Cosmos tokenizer of discrete codes (DV8x16x16), reduced to single images.
 
-It is a VQGAN of videos on the bands of two Haar wavelets, with finite scalar quantisation. Convolutions in time repeat
-the first frame before it, so on a single one their taps add up: they are products of channels, which here become part
-of the convolutions beside them, as do wavelets (a product within patches of 4 x 4 pixels) and the resizing of levels
-with its skips. A frame that attends to itself alone gives its values. What is left is LlamaGen's modules in two
-dimensions, and one product of channels before the second doubling, whose bias ends at the picture's edges.
+The published network is a VQGAN for videos. It works on the bands of two Haar wavelets and has finite scalar
+quantisation. For a single image, most of its operations in time are linear maps of channels:
+
+- Convolutions in time repeat the first frame before it, so the kernel's taps add up.
+- Attention in time returns the values, since a frame attends only to itself.
+- Wavelets are a matrix product within patches of 4 x 4 pixels.
+
+These maps and the skips around resizing become part of the convolutions next to them, so that LlamaGen's modules
+remain, in two dimensions. One 1 x 1 convolution stays separate, before the second doubling: its bias must not reach
+the zero padding around the image.
 """
 
 from __future__ import annotations
@@ -20,12 +25,12 @@ from ..checkpoints.folders import Checkpoint
 from .fsq import code_vectors
 from .llamagen_vq import CODEBOOK, LlamaGenVQ, Resize, VQConfig, group_norm, load_vq, rename_vqgan
 
-_PATCH = 4  # pixels along each side, of two wavelets
-_DIGITS = (8, 8, 8, 5, 5, 5)  # of a code of the published tokenizer
-# Tables that the code has itself, and which frame to attend to, where there is one.
+_PATCH = 4  # pixels along each side of a patch, which two wavelets transform
+_DEFAULT_LEVELS = (8, 8, 8, 5, 5, 5)  # FSQ levels of the published tokenizer
+# Constant tables, and the queries and keys of attention in time, which a single frame does not need.
 _UNUSED = ("wavelets", "_arange", "patch_size_buffer", "_basis", "implicit_codebook", "attn_1.1.q.", "attn_1.1.k.")
-_NAMES = ((r"\.attn_1\.1\.norm\.norm\.", ".attn_1.1.0."), (r"\.(norm\w*)\.norm\.", r".\1."))
-Conv = tuple[Tensor, Tensor]  # weight `[out, in, height, width]` and bias, float64
+_PATTERNS = ((r"\.attn_1\.1\.norm\.norm\.", ".attn_1.1.0."), (r"\.(norm\w*)\.norm\.", r".\1."))
+Conv = tuple[Tensor, Tensor]  # weight `[out, in, height, width]` and bias `[out]`, float64
 
 
 class _Skip(nn.Sequential):
@@ -35,90 +40,114 @@ class _Skip(nn.Sequential):
 
 
 class CosmosVQ(LlamaGenVQ):
-    """The whole tokenizer, for pictures; both halves work on patches of them."""
+    """Encoder and decoder for images, which they read and write in patches."""
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__(config)
         for half, width in ((self.encoder, config.encoder_widths[-1]), (self.decoder, config.decoder_widths[0])):
-            mid, time = cast(nn.ModuleList, half.mid), _Skip(group_norm(width, 1), nn.Conv2d(width, width, 1))
-            mid[1] = nn.Sequential(mid[1], time)
-        width, levels = config.decoder_widths[1], cast(nn.ModuleList, self.decoder.conv_blocks)
-        levels[1].upsample = nn.Sequential(nn.Conv2d(width, width, 1), Resize(width, shrinks=False))
+            mid = cast(nn.ModuleList, half.mid)
+            mid[1] = nn.Sequential(mid[1], _Skip(group_norm(width, 1), nn.Conv2d(width, width, 1)))
+        width = config.decoder_widths[1]
+        levels = cast(nn.ModuleList, self.decoder.conv_blocks)
+        levels[1].upsample = nn.Sequential(nn.Conv2d(width, width, 1), Resize(width, halves=False))
 
 
 def load_cosmos_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
-    """The tokenizer in a folder with its encoder and decoder. Raises: CheckpointError."""
+    """Load the tokenizer from a folder with its encoder and decoder.
+
+    The FSQ levels come from the weights, else from config.json, else they are the published tokenizer's.
+
+    Raises:
+        CheckpointError: the folder cannot be read, or has another model or unsupported FSQ levels.
+    """
     checkpoint.read(keep=lambda name: not any(part in name for part in _UNUSED))
-    listed = checkpoint.config().get("levels", _DIGITS) if (checkpoint.place / "config.json").is_file() else _DIGITS
-    found = [checkpoint.weights.pop(f"{part}quantizer._levels", None) for part in ("", "inv_quant.")]
-    levels = next((tuple(own.flatten().tolist()) for own in found if own is not None), tuple(listed))
+    has_config = (checkpoint.place / "config.json").is_file()
+    configured = checkpoint.config().get("levels", _DEFAULT_LEVELS) if has_config else _DEFAULT_LEVELS
+    stored = [checkpoint.weights.pop(f"{part}quantizer._levels", None) for part in ("", "inv_quant.")]
+    levels = next((tuple(table.flatten().tolist()) for table in stored if table is not None), tuple(configured))
     if not all(type(level) is int and 1 < level < 256 for level in levels) or prod(levels) >= 1 << 20:
-        raise checkpoint.error("quantizer._levels", found=format_value(levels), expected="levels of a code's digits")
-    _fold(checkpoint)
+        expected = "FSQ levels of 2 to 255, and fewer than 2^20 codes"
+        raise checkpoint.error("quantizer._levels", found=format_value(levels), expected=expected)
+    _fold_convolutions(checkpoint)
     checkpoint.weights[CODEBOOK] = code_vectors(torch.arange(prod(levels)), levels)
-    rename_vqgan(checkpoint, names=_NAMES)
+    rename_vqgan(checkpoint, patterns=_PATTERNS)
     return load_vq(
-        checkpoint, CosmosVQ, 1, normalize_for_decoder=False, normalize_for_encoder=False, levels=levels, patch=_PATCH
+        checkpoint,
+        CosmosVQ,
+        1,
+        normalize_for_decoder=False,
+        normalize_for_encoder=False,
+        fsq_levels=levels,
+        patch=_PATCH,
     )
 
 
-def _fold(checkpoint: Checkpoint) -> None:
-    """Make plain convolutions of what a single frame makes linear."""
+def _fold_convolutions(checkpoint: Checkpoint) -> None:
+    """Replace 3D convolutions, wavelets and skips by as few 2D convolutions, for a single frame."""
     weights = checkpoint.weights
 
-    def take(name: str) -> Conv:
-        """A convolution; on equal frames its taps in time add up."""
+    def pop_conv(name: str) -> Conv:
+        """Remove a 3D convolution and return it in 2D: all frames are equal, so its taps in time add up."""
         parts = (f"{name}.conv3d.weight", 5), (f"{name}.conv3d.bias", 1)
         weight, bias = (weights.pop(part).double() for part, sizes in parts if checkpoint.shape(part, sizes))
         return weight.sum(2), bias
 
-    def put(name: str, first: Conv, *then: Conv) -> None:
-        """A convolution, and products of channels behind it."""
+    def store_conv(name: str, first: Conv, *pointwise: Conv) -> None:
+        """Store a convolution, merged with the 1 x 1 convolutions that follow it."""
         weight, bias = first
-        for matrix, added in then:
+        for matrix, added in pointwise:
             rows = matrix.flatten(1)  # [out, in]
-            weight, bias = torch.einsum("oi,i...->o...", rows, weight), rows @ bias + added
-        weights[f"{name}.weight"], weights[f"{name}.bias"] = weight.float(), bias.float()
+            weight = torch.einsum("oi,i...->o...", rows, weight)
+            bias = rows @ bias + added
+        weights[f"{name}.weight"] = weight.float()
+        weights[f"{name}.bias"] = bias.float()
 
     for name in [name.removesuffix(".0.conv3d.weight") for name in weights if name.endswith(".0.conv3d.weight")]:
-        put(name, take(f"{name}.0"), take(f"{name}.1"))
-    for at in ("encoder.mid.attn_1.1", "decoder.mid.attn_1.1"):
-        put(f"{at}.1", take(f"{at}.v"), take(f"{at}.proj_out"))
-    for i in range(2):  # the published code halves pixels twice, whatever the levels
-        down, up = f"encoder.down.{i}.downsample", f"decoder.up.{i + 1}.upsample"
-        halve, time, mix = (take(f"{down}.conv{number}") for number in (1, 2, 3))
-        halve = _skipping(halve, slice(2), 1 / 4)  # the mean of the pixels that become one
-        put(f"{down}.conv", halve, *([] if i else [_skipping(time)]), mix)
-        time, double, mix = (take(f"{up}.conv{number}") for number in (1, 2, 3))
-        put(f"{up}.conv" if i else f"{up}.1.conv", _skipping(double, slice(1, 2)), mix)
+        store_conv(name, pop_conv(f"{name}.0"), pop_conv(f"{name}.1"))  # the kernel in space, then the kernel in time
+    for attention in ("encoder.mid.attn_1.1", "decoder.mid.attn_1.1"):
+        store_conv(f"{attention}.1", pop_conv(f"{attention}.v"), pop_conv(f"{attention}.proj_out"))
+    for i in range(2):  # the published code resizes twice, whatever the number of levels
+        down = f"encoder.down.{i}.downsample"
+        halve, time, mix = (pop_conv(f"{down}.conv{number}") for number in (1, 2, 3))
+        halve = _add_identity(halve, slice(2), 1 / 4)  # the skip: the mean of 2 x 2 pixels
+        store_conv(f"{down}.conv", halve, *([] if i else [_add_identity(time)]), mix)
+        up = f"decoder.up.{i + 1}.upsample"
+        time, double, mix = (pop_conv(f"{up}.conv{number}") for number in (1, 2, 3))
+        store_conv(f"{up}.conv" if i else f"{up}.1.conv", _add_identity(double, slice(1, 2)), mix)
         if i == 0:
-            put(f"{up}.0", _skipping(time))
+            store_conv(f"{up}.0", _add_identity(time))
     for name in [name.removesuffix(".conv3d.weight") for name in weights if name.endswith(".conv3d.weight")]:
-        put(name, take(name))
-    inner, outer = "encoder.conv_in", "decoder.conv_out"
+        store_conv(name, pop_conv(name))
     to_bands, to_pixels = haar_bands()
-    weights[f"{inner}.weight"] = torch.einsum("oi...,ip->op...", weights[f"{inner}.weight"].double(), to_bands).float()
-    put(outer, (weights[f"{outer}.weight"].double(), weights[f"{outer}.bias"].double()), (to_pixels, torch.zeros(1)))
+    name = "encoder.conv_in.weight"
+    weights[name] = torch.einsum("oi...,ip->op...", weights[name].double(), to_bands).float()
+    name = "decoder.conv_out"
+    last = (weights[f"{name}.weight"].double(), weights[f"{name}.bias"].double())
+    store_conv(name, last, (to_pixels, torch.zeros(1)))
 
 
-def _skipping(conv: Conv, places: slice = slice(None), share: float = 1.0) -> Conv:
-    """A convolution with what it reads at some places of its kernel added, times `share`."""
+def _add_identity(conv: Conv, taps: slice = slice(None), factor: float = 1.0) -> Conv:
+    """Add a skip connection to a convolution: its input at some taps of the kernel, times `factor`."""
     weight, bias = conv
-    weight[:, :, places, places] += share * torch.eye(len(weight))[:, :, None, None]
+    weight[:, :, taps, taps] += factor * torch.eye(len(weight))[:, :, None, None]
     return weight, bias
 
 
 def haar_bands() -> tuple[Tensor, Tensor]:
-    """Both transforms between a patch's pixels and its bands, `[bands, pixels]` and `[pixels, bands]`, float64.
+    """Compute the matrices from a patch's pixels to the bands of two Haar wavelets, and back.
 
-    Pixels are ordered by colour, row, column, as `pixel_unshuffle` has them; bands by the second wavelet, the first one
-    (each by time, row, column; 0 is low), colour. A picture is the last of equal frames, in which nothing is high in
-    time.
+    Pixels are ordered by colour, row, column, like the result of `pixel_unshuffle`. Bands are ordered by band of the
+    second wavelet, band of the first wavelet, colour; bands of a wavelet by time, row, column, the low band first.
+
+    Returns:
+        Matrix `[bands, pixels]` for an image repeated as equal frames, whose bands that are high in time are 0.
+        Matrix `[pixels, bands]` for the last frame. Both are float64.
     """
-    sign = torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double()
-    axes, fixed = "Yh,yk,Xw,xj,a,b,cd->cYyXxahwbkjd", (*[sign] * 4,)
-    to_equal, of_last = (
-        torch.einsum(axes, *fixed, time, time, torch.eye(3).double()).reshape(3 * _PATCH**2, -1)
-        for time in (torch.tensor([1.0, 0.0]).double(), sign[1])
+    haar = torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double()  # [low and high band, even and odd pixel]
+    equal_frames, last_frame = (
+        torch.einsum("Yh,yk,Xw,xj,a,b,cd->cYyXxahwbkjd", *[haar] * 4, time, time, torch.eye(3).double()).reshape(
+            3 * _PATCH**2, -1
+        )
+        for time in (torch.tensor([1.0, 0.0]).double(), haar[1])
     )
-    return to_equal.T / _PATCH**2, of_last
+    return equal_frames.T / _PATCH**2, last_frame

@@ -1,9 +1,9 @@
-"""Emu3's image tokenizer: a VQGAN of videos, as far as single pictures go through it.
+"""Emu3's image tokenizer: a VQGAN for videos, reduced to single images, so that all convolutions are in 2D.
 
-One grid of codes stands for several frames, and a picture is the first of them. Convolutions in time see only what
-comes before, which is nothing: of a decoder's kernel the last slice acts, on one frame. The encoder reads the picture
-as a video of equal frames; those it still has stand side by side as channels here. So all convolutions are in two
-dimensions. The decoder's norms are scaled and shifted by the codes around each pixel (`about`).
+One grid of codes stands for several frames. The decoder decodes only the first frame, which is the image. Its
+convolutions in time read earlier frames, which are zero, so only the last slice of each kernel acts. The encoder
+encodes the image as a video of equal frames, which are groups of channels here until their number is halved to one.
+The decoder's norms are scaled and shifted by functions of the code vectors.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoints.folders import Checkpoint
-from .llamagen_vq import CODEBOOK, Levels, LlamaGenVQ, Residual, VQConfig, group_norm, load_vq, rename_vqgan
+from .llamagen_vq import CODEBOOK, ConvStack, LlamaGenVQ, Residual, VQConfig, group_norm, load_vq, rename_vqgan
 
-_TAPS, _BEFORE = 4, 2  # frames that a halving convolution reads, and zero frames before the first
-_MOST_FRAMES = 16  # of a grid of codes; the published model has four
+_TAPS = 4  # frames that a convolution reads which halves the number of frames
+_PADDING = 2  # zero frames before the first frame
+_MAX_FRAMES = 16  # maximum number of frames per grid of codes; the published model has 4
 _HALVING = "encoder.time_conv."
-# Of transformers' layout to the published one, then of both to one without the wrappers of convolutions in time.
-_NAMES = (
+# Patterns and replacements: from the layout of transformers to the published layout, then without the wrapper modules
+# of convolutions in time, which both layouts have.
+_PATTERNS = (
     (r"\.(?:down|up)_block\.", "."),
     (r"\.middle_block\.attn_norm\.", ".mid.attn_1.norm."),
     (r"\.middle_block\.", ".mid."),
@@ -35,12 +37,13 @@ _NAMES = (
 
 
 class _SpatialNorm(nn.Module):
-    """A group norm of x, times one linear map of the code vectors, plus another; codes are those nearest to a pixel."""
+    """A group norm that is scaled and shifted by linear maps of the code vector of each pixel's cell."""
 
     def __init__(self, code_width: int, width: int) -> None:
         super().__init__()
         self.norm_layer = group_norm(width)
-        self.conv_y, self.conv_b = nn.Conv2d(code_width, width, 1), nn.Conv2d(code_width, width, 1)
+        self.conv_y = nn.Conv2d(code_width, width, 1)
+        self.conv_b = nn.Conv2d(code_width, width, 1)
 
     def forward(self, x: Tensor, codes: Tensor) -> Tensor:
         codes = F.interpolate(codes, size=x.shape[-2:], mode="nearest")
@@ -57,65 +60,76 @@ class _TimeConv(nn.Conv2d):
 
 
 def _time_residuals(config: VQConfig) -> nn.Sequential:
-    """Their norms use the mean and deviation of every channel that training recorded."""
+    """Build residual blocks whose norms use the mean and variance of each channel that training recorded."""
     width = config.latent_width
     return nn.Sequential(*(Residual(width, width, nn.BatchNorm2d) for _ in range(config.blocks)))
 
 
-class _VideoEncoder(Levels):
+class _VideoEncoder(ConvStack):
     def __init__(self, config: VQConfig, halvings: int) -> None:
-        width, sizes = config.latent_width, (config.encoder_stem, config.encoder_widths, config.latent_width)
-        super().__init__(3, *sizes, config.blocks, config.attention, "downsample")
-        kept = [width * 2**i for i in reversed(range(halvings))]  # of the first, whose frames are all alike: one
-        self.time_conv = nn.Sequential(*map(_TimeConv, [width, *kept], kept))
+        width = config.latent_width
+        super().__init__(
+            3, config.encoder_stem, config.encoder_widths, width, config.blocks, config.attention, "downsample"
+        )
+        outputs = [width * 2**i for i in reversed(range(halvings))]  # channels: `width` of each remaining frame
+        inputs = [width, *outputs]  # all input frames of the first convolution are equal, so it reads one of them
+        self.time_conv = nn.Sequential(*map(_TimeConv, inputs, outputs))
         self.time_res_stack = _time_residuals(config)
 
-    def forward(self, x: Tensor, *about: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *norm_inputs: Tensor) -> Tensor:
         latents: Tensor = self.time_res_stack(self.time_conv(super().forward(x)))
         return latents
 
 
-class _VideoDecoder(Levels):
+class _VideoDecoder(ConvStack):
     def __init__(self, config: VQConfig, doublings: int) -> None:
-        width, widths = config.latent_width, config.decoder_widths
+        width = config.latent_width
+        widths = config.decoder_widths
         norm = partial(_SpatialNorm, config.code_width)
         super().__init__(width, widths[0], widths, 3, config.blocks + 1, config.attention, "upsample", norm)
         self.post_quant_conv = nn.Conv2d(config.code_width, width, 1)
         self.time_res_stack = _time_residuals(config)
         self.time_conv = nn.Sequential(*(_TimeConv(width, width) for _ in range(doublings)))
 
-    def forward(self, x: Tensor, *about: Tensor) -> Tensor:
-        latents, codes = (self.time_conv(self.time_res_stack(one)) for one in (self.post_quant_conv(x), x))
+    def forward(self, x: Tensor, *norm_inputs: Tensor) -> Tensor:
+        latents, codes = (self.time_conv(self.time_res_stack(value)) for value in (self.post_quant_conv(x), x))
         return super().forward(latents, codes)
 
 
 class Emu3VQ(LlamaGenVQ):
-    """The whole tokenizer; a grid of codes stands for 2^doublings frames."""
+    """Encoder and decoder; a grid of codes stands for `2 ** doublings` frames."""
 
     def __init__(self, doublings: int, config: VQConfig) -> None:
         super().__init__(config)
-        self.encoder, self.decoder = _VideoEncoder(config, doublings), _VideoDecoder(config, doublings)
-        self.post_quant_conv = nn.Identity()  # the decoder reads codes before and after its own
+        self.encoder = _VideoEncoder(config, doublings)
+        self.decoder = _VideoDecoder(config, doublings)
+        self.post_quant_conv = nn.Identity()  # in the decoder instead, whose norms also read the code vectors
 
 
 def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
-    """The tokenizer with these weights, in the published layout or that of transformers. Raises: CheckpointError."""
-    rename_vqgan(checkpoint, names=_NAMES)
+    """Load the tokenizer from weights in the published layout or the layout of transformers.
+
+    Raises:
+        CheckpointError: a weight is missing, unexpected or of another shape.
+    """
+    rename_vqgan(checkpoint, patterns=_PATTERNS)
     doublings = checkpoint.count("decoder.time_conv.")
     for i in range(min(checkpoint.count(_HALVING), doublings)):
-        weight, bias, frames = f"{_HALVING}{i}.weight", f"{_HALVING}{i}.bias", 2 ** (doublings - i)
-        shape, _ = checkpoint.shape(weight, 5), checkpoint.shape(bias, 1)
-        if shape[2] != _TAPS or frames > _MOST_FRAMES:
-            found = f"shape {list(shape)} for {frames} frames"
-            expected = f"{_TAPS} taps in time and at most {_MOST_FRAMES} frames"
-            raise checkpoint.error(weight, found=found, expected=expected)
+        weight = f"{_HALVING}{i}.weight"
+        bias = f"{_HALVING}{i}.bias"
+        frames = 2 ** (doublings - i)
+        shape = checkpoint.shape(weight, 5)
+        checkpoint.shape(bias, 1)
+        if shape[2] != _TAPS or frames > _MAX_FRAMES:
+            expected = f"{_TAPS} taps in time and at most {_MAX_FRAMES} frames"
+            raise checkpoint.error(weight, found=f"shape {list(shape)} for {frames} frames", expected=expected)
         stacked = _stack_frames(checkpoint.weights[weight].float(), frames)
         checkpoint.weights[weight] = stacked if i else torch.stack(stacked.chunk(frames, 1)).sum(0)
         checkpoint.weights[bias] = checkpoint.weights[bias].repeat(frames // 2)
     for name, tensor in checkpoint.weights.items():
         if tensor.ndim == 5:
             checkpoint.weights[name] = tensor[:, :, -1]
-        elif tensor.ndim == 2 and name != CODEBOOK:  # transformers' attention multiplies where Emu3's convolves
+        elif tensor.ndim == 2 and name != CODEBOOK:  # attention in transformers has linear layers, here convolutions
             checkpoint.weights[name] = tensor[:, :, None, None]
     return load_vq(
         checkpoint, normalize_for_decoder=False, normalize_for_encoder=False, build=partial(Emu3VQ, doublings)
@@ -123,7 +137,15 @@ def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
 
 
 def _stack_frames(weight: Tensor, frames: int) -> Tensor:
-    """A convolution `[out, in, taps, 3, 3]` that halves `frames`, as `[frames / 2 * out, frames * in, 3, 3]`."""
-    padded = F.pad(weight, (0, 0, 0, 0, frames, frames))  # zeros for the frames that a tap does not read
-    taps = [[frames + _BEFORE + i - 2 * j for i in range(frames)] for j in range(frames // 2)]
+    """Return a 3D convolution that halves the number of frames as a 2D convolution with frames as channels.
+
+    Args:
+        weight: kernel, `[out, in, taps, 3, 3]`.
+        frames: number of input frames.
+
+    Returns:
+        Kernel `[frames / 2 * out, frames * in, 3, 3]`.
+    """
+    padded = F.pad(weight, (0, 0, 0, 0, frames, frames))  # zeros for the frames that an output frame does not read
+    taps = [[frames + _PADDING + i - 2 * j for i in range(frames)] for j in range(frames // 2)]
     return torch.cat([torch.cat([padded[:, :, tap] for tap in row], 1) for row in taps])
