@@ -28,7 +28,8 @@ from lantern_rt.export.families.lumina import read_lumina
 from lantern_rt.export.families.simplear import BEGIN, START, read_simplear
 from lantern_rt.export.graph.precision import read_precisions
 from lantern_rt.export.models.emu3_vq import Emu3VQ
-from lantern_rt.export.models.llamagen_vq import CODEBOOK, LlamaGenVQ, VQConfig
+from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
+from lantern_rt.export.models.vq_checkpoints import CODEBOOK
 from lantern_rt.export.writer import export_model
 
 CLASSES = 1000

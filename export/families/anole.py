@@ -28,7 +28,7 @@ from ..model import Model
 from ..models.decoder import Decoder
 from ..models.eagle import read_drafter
 from ..models.llama import decoder_config, rename_llama
-from ..models.llamagen_vq import VQGAN, read_vqgan
+from ..models.vq_checkpoints import VQGAN, read_vqgan
 from ..progress import silent
 from .common import check_grid, image_model
 

@@ -25,7 +25,7 @@ from ..graph.conditions import token_condition
 from ..model import Model
 from ..models.decoder import Decoder
 from ..models.llama import decoder_config, rename_llama
-from ..models.llamagen_vq import load_vq, rename_vqgan
+from ..models.vq_checkpoints import load_vq, rename_vqgan
 from ..progress import silent
 from .common import check_grid, image_model
 

@@ -28,8 +28,8 @@ from ..model import Model
 from ..models.decoder import Decoder, DecoderConfig
 from ..models.eagle import read_drafter
 from ..models.llama import layer_sizes, rename_llama
-from ..models.llamagen_vq import read_vq
 from ..models.t5 import read_text_encoder
+from ..models.vq_checkpoints import read_vq
 from ..progress import silent
 from .common import check_grid, image_model
 

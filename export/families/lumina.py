@@ -17,7 +17,7 @@ from ...methods import Sampling
 from ..checkpoints.files import refusal, refusing
 from ..checkpoints.lora import Adapter
 from ..model import Model
-from ..models.llamagen_vq import read_vqgan
+from ..models.vq_checkpoints import read_vqgan
 from ..progress import silent
 from .anole import LUMINA, PROMPT_TOKENS, chameleon_model, read_chameleon
 from .common import check_grid

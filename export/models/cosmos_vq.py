@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from ...inputs import format_value
 from ..checkpoints.folders import Checkpoint
 from .fsq import code_vectors
-from .llamagen_vq import CODEBOOK, LlamaGenVQ, Resize, VQConfig, group_norm, load_vq, rename_vqgan
+from .llamagen_vq import LlamaGenVQ, Resize, VQConfig, group_norm
+from .vq_checkpoints import CODEBOOK, load_vq, rename_vqgan
 
 _PATCH = 4  # pixels along each side of a patch, which two wavelets transform
 _DEFAULT_LEVELS = (8, 8, 8, 5, 5, 5)  # FSQ levels of the published tokenizer

@@ -2,8 +2,8 @@
 
 One grid of codes stands for several frames. The decoder decodes only the first frame, which is the image. Its
 convolutions in time read earlier frames, which are zero, so only the last slice of each kernel acts. The encoder
-encodes the image as a video of equal frames, which are groups of channels here until their number is halved to one.
-The decoder's norms are scaled and shifted by functions of the code vectors.
+encodes the image as a video of equal frames. Here these are groups of channels, until the last convolution in time has
+merged them. The decoder's norms are scaled and shifted by functions of the code vectors.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoints.folders import Checkpoint
-from .llamagen_vq import CODEBOOK, ConvStack, LlamaGenVQ, Residual, VQConfig, group_norm, load_vq, rename_vqgan
+from .llamagen_vq import ConvStack, LlamaGenVQ, Residual, VQConfig, group_norm
+from .vq_checkpoints import CODEBOOK, load_vq, rename_vqgan
 
 _TAPS = 4  # frames that a convolution reads which halves the number of frames
 _PADDING = 2  # zero frames before the first frame
 _MAX_FRAMES = 16  # maximum number of frames per grid of codes; the published model has 4
 _HALVING = "encoder.time_conv."
-# Patterns and replacements: from the layout of transformers to the published layout, then without the wrapper modules
-# of convolutions in time, which both layouts have.
+# Patterns and replacements: first from the layout of transformers to the published layout, then to names without the
+# modules that wrap convolutions in time in both layouts.
 _PATTERNS = (
     (r"\.(?:down|up)_block\.", "."),
     (r"\.middle_block\.attn_norm\.", ".mid.attn_1.norm."),
@@ -103,7 +104,7 @@ class Emu3VQ(LlamaGenVQ):
         super().__init__(config)
         self.encoder = _VideoEncoder(config, doublings)
         self.decoder = _VideoDecoder(config, doublings)
-        self.post_quant_conv = nn.Identity()  # in the decoder instead, whose norms also read the code vectors
+        self.post_quant_conv = nn.Identity()  # moved into the decoder, whose norms also read the code vectors
 
 
 def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:

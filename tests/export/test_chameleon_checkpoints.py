@@ -17,7 +17,7 @@ from lantern_rt.export.families.anole import read_anole, read_chameleon
 from lantern_rt.export.families.lumina import lumina_size, patch_sizes, read_lumina
 from lantern_rt.export.models.decoder import Attention
 from lantern_rt.export.models.eagle import read_drafter
-from lantern_rt.export.models.llamagen_vq import read_vqgan
+from lantern_rt.export.models.vq_checkpoints import read_vqgan
 
 PROTOCOL: dict[str, Any] = json.loads((DATA / "lumina-mgpt/protocol.json").read_text())
 

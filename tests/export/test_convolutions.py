@@ -23,7 +23,7 @@ from lantern_rt.export.families.common import vq_graphs
 from lantern_rt.export.families.emu3 import read_emu3
 from lantern_rt.export.graph.graphs import Graph, plan_graph
 from lantern_rt.export.measures import image_difference
-from lantern_rt.export.models.llamagen_vq import read_vq, read_vqgan
+from lantern_rt.export.models.vq_checkpoints import read_vq, read_vqgan
 
 
 def calm(weights: Weights) -> None:

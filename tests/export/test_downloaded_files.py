@@ -22,8 +22,8 @@ from lantern_rt.export.families.janus import read_janus
 from lantern_rt.export.families.llamagen import read_transformer
 from lantern_rt.export.families.lumina import read_lumina
 from lantern_rt.export.families.simplear import read_simplear
-from lantern_rt.export.models.llamagen_vq import read_vqgan
 from lantern_rt.export.models.t5 import read_text_encoder
+from lantern_rt.export.models.vq_checkpoints import read_vqgan
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4180000000\n"
 PAGES = (

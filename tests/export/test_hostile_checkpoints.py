@@ -27,7 +27,7 @@ from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.files import read_config, read_weights
 from lantern_rt.export.families.llamagen import read_transformer
 from lantern_rt.export.models.eagle import read_drafter
-from lantern_rt.export.models.llamagen_vq import read_vqgan
+from lantern_rt.export.models.vq_checkpoints import read_vqgan
 
 C2I, VQ = DATA / "llamagen-c2i/c2i_tiny.pt", DATA / "llamagen-vq/vq_tiny.pt"
 VQGAN = DATA / "chameleon-vqgan"

@@ -36,8 +36,8 @@ from lantern_rt.export.families.anole import read_anole
 from lantern_rt.export.families.emu3 import read_emu3
 from lantern_rt.export.families.llamagen import read_llamagen, read_transformer
 from lantern_rt.export.families.lumina import read_lumina
-from lantern_rt.export.models.llamagen_vq import read_vq
 from lantern_rt.export.models.t5 import read_text_encoder
+from lantern_rt.export.models.vq_checkpoints import read_vq
 
 Read = Callable[[Path], object]  # makes a damaged copy in a folder and reads it
 

@@ -46,8 +46,8 @@ from lantern_rt.export.model import Model
 from lantern_rt.export.models.cosmos_vq import load_cosmos_vq
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import read_drafter
-from lantern_rt.export.models.llamagen_vq import read_vq, read_vqgan
 from lantern_rt.export.models.t5 import read_text_encoder
+from lantern_rt.export.models.vq_checkpoints import read_vq, read_vqgan
 
 Weights = dict[str, Tensor]
 Wrap = Callable[[Weights], Weights]

@@ -1,0 +1,179 @@
+"""Readers of VQ image tokenizers: names of weights in LlamaGen's and taming-transformers' layouts, sizes, settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml  # type: ignore[import-untyped]
+
+from ...engines.contracts import Progress
+from ...inputs import format_error
+from ..checkpoints.deferred import without_weights
+from ..checkpoints.files import Config, read_text, refusal, refusing
+from ..checkpoints.folders import Checkpoint
+from ..progress import silent
+from .llamagen_vq import NORM_GROUPS, LlamaGenVQ, VQConfig
+
+CODEBOOK = "quantize.embedding.weight"
+# Patterns of names in taming-transformers, and their replacements by LlamaGen's names.
+_VQGAN_PATTERNS = (
+    (r"\.(?:down|up)\.(\d+)\.block\.", r".conv_blocks.\1.res."),
+    (r"\.(?:down|up)\.(\d+)\.", r".conv_blocks.\1."),
+    *((rf"\.mid\.{theirs}\.", f".mid.{i}.") for i, theirs in enumerate(("block_1", "attn_1", "block_2"))),
+)
+
+
+@refusing
+def read_vq(
+    path: Path, progress: Progress = silent, averaged: bool | None = None
+) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
+    """Read a tokenizer with LlamaGen's names of weights.
+
+    Args:
+        path: checkpoint file.
+        progress: progress callback.
+        averaged: whether to prefer averaged weights; see `read_weights`.
+
+    Returns:
+        The tokenizer, and its files with their roles.
+
+    Raises:
+        CheckpointError: the file cannot be read, or has no tokenizer with these names.
+    """
+    checkpoint = Checkpoint(path, "vq", progress, averaged)
+    checkpoint.read(keep=lambda name: name != "quantize.codebook_used")  # statistics of training
+    if CODEBOOK not in checkpoint.weights:
+        problem = f"has no {CODEBOOK}, so it is no LlamaGen VQ tokenizer (vq_ds16_c2i.pt or alike)"
+        raise checkpoint.error(problem=problem)
+    return load_vq(checkpoint), checkpoint.sources
+
+
+def load_vq(
+    checkpoint: Checkpoint,
+    build: Callable[[VQConfig], LlamaGenVQ] = LlamaGenVQ,
+    groups: int = NORM_GROUPS,
+    **settings: Any,
+) -> LlamaGenVQ:
+    """Load a tokenizer, with sizes from the shapes and names of its weights.
+
+    Args:
+        checkpoint: weights with LlamaGen's names.
+        build: function that builds the tokenizer without weights.
+        groups: groups of channels of its norms.
+        settings: other fields of `VQConfig` that shapes and names do not tell.
+
+    Raises:
+        CheckpointError: weights are missing, unexpected or of another shape.
+    """
+    codes, code_width = checkpoint.shape(CODEBOOK)
+    latent_width = checkpoint.shape("encoder.conv_out.weight", 4)[0]
+    encoder, decoder = (
+        tuple(
+            checkpoint.shape(f"{part}.conv_blocks.{i}.res.0.conv2.weight", 4)[0]
+            for i in range(checkpoint.count(f"{part}.conv_blocks."))
+        )
+        for part in ("encoder", "decoder")
+    )
+    stem = checkpoint.shape("encoder.conv_in.weight", 4)[0]
+    blocks = checkpoint.count("encoder.conv_blocks.0.res.")
+    if not decoder or len(encoder) != len(decoder) or not blocks:
+        counts = f"{len(encoder)} encoder and {len(decoder)} decoder levels of {blocks} blocks"
+        raise checkpoint.error(found=counts, expected="a LlamaGen VQ tokenizer with as many of both")
+    for width in (stem, *encoder, *decoder):
+        if width % groups:
+            expected = f"a multiple of {groups}, the groups of its norms"
+            raise checkpoint.error(found=f"a level of width {width}", expected=expected)
+    attention = f"encoder.conv_blocks.{len(encoder) - 1}.attn.0.norm.weight" in checkpoint.weights
+    with without_weights():
+        sizes = (codes, code_width, latent_width, stem, encoder, decoder, blocks, attention)
+        vq = build(VQConfig(*sizes, groups=groups, **settings))
+    checkpoint.rename({"codebook": CODEBOOK})
+    numbers = ((name, weight) for name, weight in checkpoint.weights.items() if weight.is_floating_point())
+    checkpoint.weights |= {name: weight.float() for name, weight in numbers}  # it is small
+    checkpoint.load_strict(vq)
+    return vq
+
+
+class VQGAN(NamedTuple):
+    """A tokenizer that was read from its files.
+
+    Args:
+        vq: the tokenizer.
+        grid: rows of codes of its training images, None without vqgan.yaml.
+        sources: its files with their roles.
+    """
+
+    vq: LlamaGenVQ
+    grid: int | None
+    sources: list[tuple[str, Path]]
+
+
+@refusing
+def read_vqgan(path: Path, progress: Progress = silent) -> VQGAN:
+    """Read a tokenizer in the layout of taming-transformers.
+
+    Args:
+        path: folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file.
+        progress: progress callback.
+
+    Raises:
+        CheckpointError: a file cannot be read, or has no tokenizer in this layout.
+    """
+    file = path / "vqgan.ckpt" if path.is_dir() else path
+    if not file.is_file():
+        raise refusal(path, found="no .ckpt", expected="a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file")
+    checkpoint = Checkpoint(file, "vq", progress)
+    checkpoint.read(keep=lambda name: not name.startswith("loss."))  # networks of the training loss
+    if CODEBOOK not in checkpoint.weights or not checkpoint.count("encoder.down."):
+        problem = f"has no {CODEBOOK} with encoder.down.0, so it is no VQGAN in taming-transformers' layout"
+        raise checkpoint.error(problem=problem)
+    rename_vqgan(checkpoint)
+    vq = load_vq(checkpoint, normalize_for_decoder=False, normalize_for_encoder=False)
+    settings = file.with_suffix(".yaml")
+    if not settings.is_file():
+        return VQGAN(vq, None, checkpoint.sources)
+    return VQGAN(vq, _read_grid(settings, vq.config), [*checkpoint.sources, ("vq_config", settings)])
+
+
+def rename_vqgan(
+    checkpoint: Checkpoint, coarsest_first: bool = False, patterns: Sequence[tuple[str, str]] = ()
+) -> None:
+    """Rename weights from the names of taming-transformers to LlamaGen's.
+
+    Args:
+        checkpoint: the weights.
+        coarsest_first: whether the decoder's levels are numbered in the order in which they run. In taming-transformers
+            the order is reversed.
+        patterns: regular expressions and replacements that first translate other names to taming-transformers'.
+    """
+    last = max(map(checkpoint.count, ("decoder.up.", "decoder.up_block.up."))) - 1
+    file_names: dict[str, str] = {}  # names in the file by new name
+    for name in checkpoint.weights:
+        new = name
+        for pattern, replacement in (*patterns, *_VQGAN_PATTERNS):
+            new = re.sub(pattern, replacement, new)
+        if new.startswith("decoder.conv_blocks.") and not coarsest_first:
+            new = re.sub(r"conv_blocks\.(\d+)", lambda match: f"conv_blocks.{last - int(match[1])}", new)
+        file_names[new] = name
+    checkpoint.rename(file_names)
+
+
+def _read_grid(path: Path, config: VQConfig) -> int:
+    text = read_text(path)
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise ValueError("aliases, which may repeat each other without end")
+        content = yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise refusal(path, found=format_error(error), expected="YAML") from error
+    parameters = Config(path, content).section("model", "params")
+    parameters.agree(n_embed=config.codes, embed_dim=config.code_width)
+    sizes = parameters.section("ddconfig")
+    sizes.agree(z_channels=config.latent_width, ch=config.encoder_stem, num_res_blocks=config.blocks)
+    pixels = sizes.whole("resolution")
+    if pixels is None or pixels % config.pixels_per_cell:
+        raise sizes.error("resolution", expected=f"a multiple of {config.pixels_per_cell} pixels")
+    return pixels // config.pixels_per_cell
