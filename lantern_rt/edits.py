@@ -109,9 +109,9 @@ def read_image(name: str, source: ImageSource, header_only: bool = False) -> Ima
             data = source if isinstance(source, bytes) else read_plain_file(path, BYTES_LIMIT)
             image = Image.open(BytesIO(data), formats=("PNG", "JPEG", "WEBP"))
         if image.width * image.height > PIXELS_LIMIT:
-            found = f"{image.width:,} x {image.height:,} pixels"
+            actual = f"{image.width:,} x {image.height:,} pixels"
             expected = f"at most {PIXELS_LIMIT:,} pixels"
-            raise RequestError(field=str(path), found=found, expected=expected, remedy="make it smaller")
+            raise RequestError(field=str(path), found=actual, expected=expected, remedy="make it smaller")
         if header_only:
             return image
         factor = 2 if image.width * image.height > HALVED_PIXELS else 1
@@ -147,8 +147,8 @@ def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tupl
             rotated = Image.Image.getexif(header).get(ExifTags.Base.Orientation) in range(5, 9)
         sizes.append(header.size[::-1] if rotated else header.size)
     if sizes[-1] != sizes[0]:
-        expected, found = (f"{width} x {height} pixels" for width, height in sizes)
-        raise RequestError(field="mask", found=found, expected=f"{expected}, as the image has")
+        expected, actual = (f"{width} x {height} pixels" for width, height in sizes)
+        raise RequestError(field="mask", found=actual, expected=f"{expected}, as the image has")
     return sizes[0]
 
 
@@ -161,8 +161,8 @@ def _image_from_array(name: str, array: NDArray[Any]) -> Image.Image:
         return Image.fromarray(array)
     limit = 1 if binary else 255 if high <= 255 else 65535
     if not 0 <= low <= high <= limit:
-        found = f"{array.dtype} from {low:g} to {high:g}"
-        raise RequestError(field=name, found=found, expected="integers 0 .. 255, floats 0 .. 1, or bool")
+        actual = f"{array.dtype} from {low:g} to {high:g}"
+        raise RequestError(field=name, found=actual, expected="integers 0 .. 255, floats 0 .. 1, or bool")
     return Image.fromarray(np.rint(array * (255 / limit)).astype(np.uint8))
 
 
@@ -217,9 +217,9 @@ def prepare_edit(
         cells = np.asarray(hole).reshape(size.rows, height // size.rows, size.columns, width // size.columns)
         regenerated = cells.max((1, 3)) > 0  # [rows, columns]
         if not regenerated.any():
-            found = "no mask, and an image without transparent pixels" if mask is None else "no pixels to generate"
+            actual = "no mask, and an image without transparent pixels" if mask is None else "no pixels to generate"
             expected = "some transparent pixels or, if there are none, some white pixels"
-            raise RequestError(field="mask", found=found, expected=expected)
+            raise RequestError(field="mask", found=actual, expected=expected)
     visible = np.asarray(original)[np.asarray(original)[..., 3] > 0][:, :3]
     background = tuple(visible.mean(0).round().astype(int).tolist()) if len(visible) else (128, 128, 128)
     opaque = Image.alpha_composite(Image.new("RGBA", original.size, (*background, 255)), original).convert("RGB")

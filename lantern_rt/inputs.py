@@ -62,13 +62,13 @@ def error_fields(error: ValidationError) -> dict[str, str]:
         return {"field": field, "found": "nothing", "expected": "a value"}
     if first["type"] in ("extra_forbidden", "none_required"):
         return {"field": field, "problem": "unknown", "expected": "it left out"}
-    found = format_value(first["input"])
+    actual = format_value(first["input"])
     if first["type"] == "value_error":
-        found = "" if isinstance(first["input"], dict) else found
-        return {"field": field, "found": found, "problem": first["msg"].removeprefix("Value error, ")}
+        actual = "" if isinstance(first["input"], dict) else actual
+        return {"field": field, "found": actual, "problem": first["msg"].removeprefix("Value error, ")}
     message = first["msg"].removeprefix("Input should be ").removeprefix("a valid ").partition(", unable")[0]
     expected = {"int": "a whole number", "json": "JSON"}.get(first["type"].partition("_")[0], message)
-    return {"field": field, "found": found, "expected": expected}
+    return {"field": field, "found": actual, "expected": expected}
 
 
 def format_value(value: object) -> str:

@@ -120,9 +120,11 @@ def check_image_memory(manifest: Manifest, request: Request, free: int) -> None:
     tokens = max(len(real) for image in request.images for real in image.real)
     needed = _image_bytes(manifest, request.settings, tokens)
     if sum(needed.values()) > free:
-        found = f"{_format_bytes(free)} free beside the weights"
+        actual = f"{_format_bytes(free)} free beside the weights"
         expected = f"{_format_uses(needed)} for an image of a prompt of {tokens:,} tokens"
-        raise RequestError(field="memory", found=found, expected=expected, remedy="shorten it, or close other programs")
+        raise RequestError(
+            field="memory", found=actual, expected=expected, remedy="shorten it, or close other programs"
+        )
 
 
 def _image_bytes(manifest: Manifest, settings: Settings, prefix: int) -> dict[str, int]:

@@ -186,9 +186,9 @@ def prepare_embeddings(condition: ConditionSpec, embeddings: Embeddings) -> list
         marks = marks[None]
     fits = values.ndim == 3 and values.shape[0] > 0 and 1 <= values.shape[1] <= prefix and values.shape[2] == width
     if not fits or marks.shape != values.shape[:2]:
-        found = f"{list(values.shape)} with mask {list(marks.shape)}"
+        actual = f"{list(values.shape)} with mask {list(marks.shape)}"
         expected = f"[prompts, 1 .. {prefix}, {width}] with mask [prompts, the same]"
-        raise RequestError(field="embeddings", found=found, expected=expected)
+        raise RequestError(field="embeddings", found=actual, expected=expected)
     lengths = marks.sum(1)[:, None]
     if (lengths == 0).any() or not np.array_equal(marks, np.arange(marks.shape[1]) < lengths):
         expected = "at least one 1, then zeros (right-padded)"

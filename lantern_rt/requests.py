@@ -319,11 +319,11 @@ def check_request(
     present = [name for name, value in subjects_by_field.items() if value is not None]
     if present != [subject_field]:
         wrong_field = next((name for name in present if name != subject_field), None)
-        found = descriptions[wrong_field] if wrong_field else "nothing to draw"
+        actual = descriptions[wrong_field] if wrong_field else "nothing to draw"
         remedy = ""
         if (wrong_field, kind) == ("prompts", "embeddings"):
             remedy = "export it with --text-encoder to give prompts"
-        raise RequestError(field=subject_field, found=found, expected=expected, remedy=remedy)
+        raise RequestError(field=subject_field, found=actual, expected=expected, remedy=remedy)
     if negative_prompt == "":
         negative_prompt = None
     if negative_prompt is not None and subject_field != "prompts":
@@ -348,12 +348,12 @@ def check_request(
         raise RequestError(field=subject_field, found="an empty list", expected=expected)
     count = check_int("num_images", num_images, 1, 1, IMAGES_LIMIT)
     if len(subjects) * count > IMAGES_LIMIT:
-        found = f"{len(subjects)} x {count} images"
-        raise RequestError(field="num_images", found=found, expected=f"at most {IMAGES_LIMIT} in one request")
+        actual = f"{len(subjects)} x {count} images"
+        raise RequestError(field="num_images", found=actual, expected=f"at most {IMAGES_LIMIT} in one request")
     seeds = _as_list(seed, len(subjects))
     if len(seeds) != len(subjects):
-        found = f"{len(seeds)} seeds for {len(subjects)} prompts"
-        raise RequestError(field="seed", found=found, expected="one number, or one each")
+        actual = f"{len(seeds)} seeds for {len(subjects)} prompts"
+        raise RequestError(field="seed", found=actual, expected="one number, or one each")
     first_seeds = [check_int("seed", value, 0, 0, SEED_LIMIT - count) for value in seeds]
     edit = None
     if image is not None:  # checked last, because decoding the image takes longest

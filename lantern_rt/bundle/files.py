@@ -177,11 +177,11 @@ def _find_folder(path_or_name: str | Path) -> Path:
     try:
         if folder.is_dir():
             return folder.resolve()
-        found = "a file" if folder.exists() else "neither a folder nor an embedded bundle"
+        actual = "a file" if folder.exists() else "neither a folder nor an embedded bundle"
     except (OSError, ValueError, RuntimeError) as error:
         raise BundleError(f"not a usable path ({format_error(error)})", field=field) from error
     known = ", ".join(names) or "none in this installation"
-    raise BundleError(field=field, found=found, expected=f"a bundle's folder or an embedded name: {known}")
+    raise BundleError(field=field, found=actual, expected=f"a bundle's folder or an embedded name: {known}")
 
 
 def _list_files(folder: Path) -> list[str]:
@@ -295,13 +295,13 @@ def _read_array(path: Path, name: str | None, shape: tuple[int, ...], dtypes: tu
                 raise _file_error(path, f"`{name}` of {size:,} bytes unpacked", f"an array {list(shape)}")
             array = np.lib.format.read_array(BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)
     if array.shape != shape or array.dtype not in map(np.dtype, dtypes):
-        found = f"{name or 'array'} {array.dtype.name} {list(array.shape)}"
-        raise _file_error(path, found, f"{' or '.join(dtypes)} {list(shape)}")
+        actual = f"{name or 'array'} {array.dtype.name} {list(array.shape)}"
+        raise _file_error(path, actual, f"{' or '.join(dtypes)} {list(shape)}")
     return array
 
 
-def _file_error(path: Path, found: str, expected: str) -> BundleError:
-    return BundleError(field=str(path), found=found, expected=expected, remedy=_EXPORT_AGAIN)
+def _file_error(path: Path, actual: str, expected: str) -> BundleError:
+    return BundleError(field=str(path), found=actual, expected=expected, remedy=_EXPORT_AGAIN)
 
 
 def _parse_errors(path: Path, expected: str) -> AbstractContextManager[None]:

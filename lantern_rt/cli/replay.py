@@ -103,11 +103,11 @@ def settings_of_recipe(png: Path, recipe: Recipe, bundle: Bundle) -> Settings:
     resolved = settings.as_dict()
     for name in sorted(recorded.keys() | resolved.keys()):
         if name not in recorded or name not in resolved or recorded[name] != resolved[name]:
-            found, expected = (
+            actual, expected = (
                 format_value(values[name]) if name in values else "nothing" for values in (recorded, resolved)
             )
             field = f"{png}: settings: {format_value(name)}"
-            raise RequestError(field=field, found=found, expected=expected, remedy=REMEDY)
+            raise RequestError(field=field, found=actual, expected=expected, remedy=REMEDY)
     return settings
 
 

@@ -229,9 +229,9 @@ def _split_words(words: list[str]) -> tuple[str | None, list[str]]:
         bundle, *words = words
     single = [word for word in words if " " not in word.strip()]
     if len(words) > 1 and single:
-        found = f"the single word {format_value(single[0])} among {len(words)}"
+        actual = f"the single word {format_value(single[0])} among {len(words)}"
         expected = "a bundle's folder or name, then prompts in quotes"
-        raise RequestError(field="prompt", found=found, expected=expected)
+        raise RequestError(field="prompt", found=actual, expected=expected)
     return bundle, words
 
 
@@ -253,8 +253,8 @@ def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, 
     from ..text.embeddings import read_embeddings
 
     if not {"prompts", "class_ids", "embeddings"} & options.keys():
-        found = "nothing to generate" if name is None else f"bundle {name} and nothing to generate"
-        raise RequestError(found=found, remedy="give a prompt, --class-id or --embeddings, as the bundle requires")
+        actual = "nothing to generate" if name is None else f"bundle {name} and nothing to generate"
+        raise RequestError(found=actual, remedy="give a prompt, --class-id or --embeddings, as the bundle requires")
     if "embeddings" in options:
         options = options | {"embeddings": read_embeddings(options["embeddings"])}
     bundle = engine.open_bundle(name or "scenes")

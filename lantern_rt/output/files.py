@@ -213,8 +213,8 @@ def check_parent(path: Path) -> None:
         OSError: the folder is not writable.
     """
     if not path.parent.is_dir():
-        found = f"no folder {path.parent}"
-        raise OutputError(field=str(path), found=found, expected="an existing folder", remedy="create it first")
+        actual = f"no folder {path.parent}"
+        raise OutputError(field=str(path), found=actual, expected="an existing folder", remedy="create it first")
     with tempfile.TemporaryFile(dir=path.parent):
         pass
 

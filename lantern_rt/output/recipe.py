@@ -69,9 +69,9 @@ def read_recipe(path: Path) -> Recipe:
     texts = {name: text for name, text in _read_texts(path).items() if name in Recipe.model_fields}
     for name, text in texts.items():
         if len(text) > TEXT_LIMIT:
-            found = f"{len(text):,} characters"
+            actual = f"{len(text):,} characters"
             expected = f"at most {TEXT_LIMIT:,}"
-            raise RequestError(field=f"{path}: text chunk {name}", found=found, expected=expected, remedy=REMEDY)
+            raise RequestError(field=f"{path}: text chunk {name}", found=actual, expected=expected, remedy=REMEDY)
     try:
         return Recipe.model_validate_strings(texts)
     except ValidationError as error:
@@ -90,8 +90,8 @@ def _read_texts(path: Path) -> dict[str, str]:
         problem = f"cannot be read as a PNG with at most {TEXTS_LIMIT:,} bytes of texts ({format_error(error)})"
         raise RequestError(problem, field=str(path), remedy=REMEDY) from error
     if image.width * image.height > PIXELS_LIMIT:
-        found = f"{image.width:,} x {image.height:,} pixels"
-        raise RequestError(field=str(path), found=found, expected=f"at most {PIXELS_LIMIT:,}", remedy=REMEDY)
+        actual = f"{image.width:,} x {image.height:,} pixels"
+        raise RequestError(field=str(path), found=actual, expected=f"at most {PIXELS_LIMIT:,}", remedy=REMEDY)
     return {name: text for name, text in image.info.items() if isinstance(name, str) and isinstance(text, str)}
 
 

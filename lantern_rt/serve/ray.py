@@ -84,9 +84,9 @@ def app(settings: Settings) -> serve.Application:
     bundles = {settings.bundles: {}} if isinstance(settings.bundles, str) else settings.bundles
     names = [Path(bundle).name for bundle in bundles]
     if not names or len({*names, "ingress"}) <= len(names):
-        found = ", ".join(names) or "none"
+        actual = ", ".join(names) or "none"
         expected = "bundles with different names, none named ingress"
-        raise RequestError(field="bundles", found=found, expected=expected)
+        raise RequestError(field="bundles", found=actual, expected=expected)
     scaling = {"max_replicas": 4, "target_ongoing_requests": settings.together, **settings.autoscaling}
     replica = serve.deployment(
         max_ongoing_requests=settings.together + settings.waiting,

@@ -42,9 +42,9 @@ def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]
     _check(path, "embeddings", values, values.dtype in (np.float16, np.float32, np.float64), "floats", 3)
     _check(path, "mask", mask, mask.dtype.kind in "biu" and not (mask > 1).any() and not (mask < 0).any(), "0 and 1", 2)
     if mask.shape != values.shape[:2]:
-        found = f"mask {list(mask.shape)} for embeddings {list(values.shape)}"
+        actual = f"mask {list(mask.shape)} for embeddings {list(values.shape)}"
         expected = f"mask {list(values.shape[:2])}"
-        raise RequestError(field=str(path), found=found, expected=expected, remedy=_REMEDY)
+        raise RequestError(field=str(path), found=actual, expected=expected, remedy=_REMEDY)
     with np.errstate(over="ignore"):  # The check of the request rejects infinity.
         return values.astype(np.float32), mask.astype(np.bool_)
 
@@ -52,5 +52,5 @@ def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]
 def _check(path: Path, name: str, array: NDArray[Any], valid: bool, kind: str, axes: int) -> None:
     if not valid or array.ndim != axes or not array.size:
         shape = ["prompts", "tokens", "dim"][:axes]
-        found = f"{name} {array.dtype} {list(array.shape)}"
-        raise RequestError(field=str(path), found=found, expected=f"{kind} [{', '.join(shape)}]", remedy=_REMEDY)
+        actual = f"{name} {array.dtype} {list(array.shape)}"
+        raise RequestError(field=str(path), found=actual, expected=f"{kind} [{', '.join(shape)}]", remedy=_REMEDY)

@@ -44,8 +44,8 @@ class CaptionTokenizer:
         """
         text = prompt if self.cleaning is None else clean_caption(prompt)
         if not text.strip():
-            found = "only text that this model ignores (such as links, symbols and Chinese characters)"
-            raise RequestError(field="prompt", found=found, expected="a description in English")
+            actual = "only text that this model ignores (such as links, symbols and Chinese characters)"
+            raise RequestError(field="prompt", found=actual, expected="a description in English")
         with _tokenizer_errors():
             encoding = self.library.encode(text, add_special_tokens=False)
             encoding.truncate(slots - self.library.num_special_tokens_to_add(False))

@@ -58,8 +58,8 @@ class WordTokenizer:
             raise RequestError(field="prompt", found="no words", expected=expected)
         extra = len(words) - slots
         if extra > 0:
-            found = f"{len(words)} words"
-            raise RequestError(field="prompt", found=found, expected=f"at most {slots}", remedy=f"remove {extra}")
+            actual = f"{len(words)} words"
+            raise RequestError(field="prompt", found=actual, expected=f"at most {slots}", remedy=f"remove {extra}")
         unknown = [word for word in dict.fromkeys(words) if word not in self.ids]
         if unknown:
             raise self._unknown_words(unknown)
@@ -76,10 +76,10 @@ class WordTokenizer:
             close = " or ".join(difflib.get_close_matches(word[:40], self.words, n=3))
             named.append(format_value(word) + (f" (did you mean {close}?)" if close else ""))
         more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
-        found = f"unknown word{'s' * (len(unknown) > 1)} {', '.join(named)}{more}"
+        actual = f"unknown word{'s' * (len(unknown) > 1)} {', '.join(named)}{more}"
         expected = f"words among the {len(self.words)} that this model knows, such as {', '.join(self.words[-3:])}"
         remedy = "`lantern-rt inspect BUNDLE --words` lists them"
-        return RequestError(field="prompt", found=found, expected=expected, remedy=remedy)
+        return RequestError(field="prompt", found=actual, expected=expected, remedy=remedy)
 
 
 class _WordLevel(BaseModel):
