@@ -340,7 +340,7 @@ class Pipeline:
         seeds = [image.seed for image in images]
         prompts = compute_prefixes(self.bundle, engines, images)
         adaptive = settings.quality is not None and engines.on_cpu
-        state = StreamState(len(images), model.codes)
+        state = StreamState(len(images), model.num_codes)
         for step in decode(model, prompts, seeds, settings.sampling, settings.method, max_images, adaptive=adaptive):
             yield state.add(step, settings, partial(self.decode_image, images, settings))
         stats = step.stats

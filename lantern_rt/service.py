@@ -133,7 +133,7 @@ class Service:
         self.pipeline.check_image_memory(checked)
         num_images = len(checked.images)
         size = self.pipeline.bundle.manifest.size(checked.settings.size)
-        raster = replace(self.model.raster, codes=size.codes, columns=size.columns)
+        raster = replace(self.model.raster, num_codes=size.codes, columns=size.columns)
         request = ServiceRequest(self.cancel, checked, listener, steps, caller, deadline, raster)
         nodes = state.method_nodes(checked.settings.method)
         max_nodes = min(MAX_NODES, self._engines.max_nodes)
@@ -278,9 +278,9 @@ class Service:
     def _group(self, sequence: state.ImageSequence) -> int:
         """Return the group of an image: 0 unless its method would slow down or depend on other callers."""
         method = sequence.method
-        if self._num_callers < 2 or (method.exact and (sequence.nodes <= FEW_NODES or isinstance(method, Sjd))):
+        if self._num_callers < 2 or (method.exact and (sequence.max_nodes <= FEW_NODES or isinstance(method, Sjd))):
             return 0
-        return (MAX_NODES if isinstance(method, RowParallel) else sequence.nodes).bit_length()
+        return (MAX_NODES if isinstance(method, RowParallel) else sequence.max_nodes).bit_length()
 
     def _step(self) -> None:
         """Run one forward pass and send its results to the listeners."""
@@ -312,7 +312,7 @@ class Service:
         if new[group]:
             self._waiting = [sequence for sequence in self._waiting if not sequence.codes]
         with self._changed:
-            images = sum(len(part.codes) / self._requests[part.sequence].raster.codes for part in parts)
+            images = sum(len(part.codes) / self._requests[part.sequence].raster.num_codes for part in parts)
             self.capacity.record_pass(now - self._last_pass, images)
         self._last_pass = now
         steps: dict[ServiceRequest, list[SequenceStep]] = {}
@@ -326,7 +326,7 @@ class Service:
     def _send_step(self, request: ServiceRequest, parts: list[SequenceStep]) -> None:
         settings = request.checked.settings
         sequences = request.sequences
-        codes = request.raster.codes
+        codes = request.raster.num_codes
         total = codes * len(sequences)
         remaining = sum(sequence.remaining for sequence in sequences)
         stats = None

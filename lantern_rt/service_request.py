@@ -36,7 +36,7 @@ class ServiceRequest:
     ended: bool = False
 
     def __post_init__(self) -> None:
-        self.stream_state = StreamState(len(self.checked.images), self.raster.codes)
+        self.stream_state = StreamState(len(self.checked.images), self.raster.num_codes)
 
     @property
     def waits(self) -> bool:

@@ -102,7 +102,7 @@ class Batch:
         prefixes = [row for sequence in sequences for row in sequence.rows]
         lengths = np.array([len(row.embeds) for row in prefixes])
         padding = stack_padding([~row.real for row in prefixes])  # [rows, longest prefix]
-        cache = target.new_cache(len(prefixes), max(sequence.columns for sequence in sequences))
+        cache = target.new_cache(len(prefixes), max(sequence.cache_columns for sequence in sequences))
         prefill = prefill_pass(target, cache, [row.embeds for row in prefixes], padding)
         pass_output = self.target_clock.run(target, prefill, cache)
         last_logits = pass_output.logits[np.arange(len(prefixes)), lengths - 1][:, None]  # [rows, 1, vocab_size]
@@ -189,7 +189,9 @@ class Batch:
         assert self._cache is not None
         target = self.model.target
         lengths = self._cache.lengths
-        num_nodes = max(MIN_NODES, *(max(sequence.nodes, len(layout.tokens)) for sequence, layout in layouts.items()))
+        num_nodes = max(
+            MIN_NODES, *(max(sequence.max_nodes, len(layout.tokens)) for sequence, layout in layouts.items())
+        )
         past_length = target.next_past_length(self._cache, num_nodes)
         tokens, positions = np.zeros((2, len(lengths), num_nodes), np.int64)
         attention_mask = np.zeros((len(lengths), num_nodes, past_length + num_nodes), bool)
@@ -200,11 +202,11 @@ class Batch:
             count = len(layout.tokens)
             tokens[rows, :count] = layout.tokens
             attention_mask[rows, :count, past_length : past_length + count] = layout.ancestors
-            for row, prefix in enumerate(sequence.prefixes, rows.start):
+            for row, prefix in enumerate(sequence.prefix_lengths, rows.start):
                 positions[row, :count] = layout.positions + prefix
                 if layout.past is not None:
                     attention_mask[row, :count, prefix : prefix + layout.past.shape[1]] &= layout.past
-        positions = np.minimum(positions, self.model.positions - 1)
+        positions = np.minimum(positions, self.model.num_positions - 1)
         return self.target_clock.run(target, Pass(positions, attention_mask, tokens), self._cache)
 
     def _target_output(

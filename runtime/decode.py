@@ -76,8 +76,8 @@ def decode(
             parts = batch.step()
         done += sum(part.num_codes for part in parts)
         if not batch.active and len(records) == len(seeds):
-            stats = summarise(method.method, model.codes, batch.target_clock, batch.drafter_clock, records)
-        yield Step(parts, done, model.codes * len(seeds), stats)
+            stats = summarise(method.method, model.num_codes, batch.target_clock, batch.drafter_clock, records)
+        yield Step(parts, done, model.num_codes * len(seeds), stats)
 
 
 def joining(
@@ -97,7 +97,7 @@ def joining(
     """
     if batch.active and len(waiting) >= max_images:
         idle = (max_images - len(batch.active)) * max(sequence.remaining for sequence in batch.active)
-        if idle <= IDLE * max_images * max(sequence.raster.codes for sequence in batch.active):
+        if idle <= IDLE * max_images * max(sequence.raster.num_codes for sequence in batch.active):
             return []
     rows = max_rows - batch.num_rows
     new: list[ImageSequence] = []

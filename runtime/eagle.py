@@ -70,7 +70,7 @@ class EagleDrafter(TreeDrafter):
         self.relaxed = not method.exact
         self.clock = clock
         self.layout = model.layout
-        self.last_position = model.positions - 1 + model.layout.position_shift
+        self.last_position = model.num_positions - 1 + model.layout.position_shift
         self.row_end = model.row_end
         self.slots = _slots(self.shape) * (1 if self.row_end is None else 2)
         self.most = min(model.max_nodes, MOST_SLOTS)
@@ -131,7 +131,7 @@ class EagleDrafter(TreeDrafter):
         return [len(sequence.rows) for sequence in self.sequences]
 
     def _join(self, sequences: Sequence[ImageSequence]) -> None:
-        columns = max(sequence.columns for sequence in sequences) + self.slots
+        columns = max(sequence.cache_columns for sequence in sequences) + self.slots
         cache = self.engine.new_cache(sum(len(sequence.rows) for sequence in sequences), columns)
         if self.cache is None:
             self.cache = cache

@@ -71,7 +71,8 @@ class DraftHeadState:
 
     def __init__(self, sequence: ImageSequence, heads: DraftHeads) -> None:
         self.sequence, self.heads = sequence, heads
-        self.context = np.zeros((sequence.raster.codes, 2, heads.left.shape[1]), np.float32)  # see `DraftHeads.context`
+        # see `DraftHeads.context`
+        self.context = np.zeros((sequence.raster.num_codes, 2, heads.left.shape[1]), np.float32)
         self.late: dict[int, UnacceptedPosition] = {}  # by position
 
     def update(self, commit: Commit) -> None:

@@ -105,6 +105,6 @@ def _passes(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock)
         count = part.shape[1]
         nodes = np.zeros((sides, max(MIN_NODES, count)), np.int64)
         nodes[:, :count] = part
-        output = clock.run(target, causal_pass(target, cache, nodes, model.positions - 1, padding), cache)
+        output = clock.run(target, causal_pass(target, cache, nodes, model.num_positions - 1, padding), cache)
         clock.append(cache, output.new_kv, [np.arange(count)] * sides)
         yield output, np.full(sides, count)

@@ -41,22 +41,22 @@ class PassLayout(NamedTuple):
 class Raster:
     """Raster order of the codes of an image."""
 
-    codes: int  # number of codes of the image
+    num_codes: int  # number of codes of the image
     columns: int = 1  # number of codes in a grid row
     row_end: int | None = None  # end-of-row token, after every row but the last; None without one
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Number of tokens of the image, end-of-row tokens included."""
-        return self.position_of(self.codes - 1) + 1
+        return self.position_of(self.num_codes - 1) + 1
 
     def position_of(self, cell: int) -> int:
         """Return the position of a cell's token, from 0 at the first token; drafts may extend past the last cell."""
-        return cell if self.row_end is None else cell + min(cell, self.codes - 1) // self.columns
+        return cell if self.row_end is None else cell + min(cell, self.num_codes - 1) // self.columns
 
     def ends_row(self, cell: int) -> bool:
         """Return whether an end-of-row token follows a cell."""
-        return self.row_end is not None and cell % self.columns == self.columns - 1 and cell + 1 < self.codes
+        return self.row_end is not None and cell % self.columns == self.columns - 1 and cell + 1 < self.num_codes
 
     def insert_row_ends(self, codes: Sequence[int] | Ints, first: int = 0) -> Ints:
         """Return the codes from cell `first` on with an end-of-row token before each code that begins a row."""
@@ -64,7 +64,7 @@ class Raster:
         if self.row_end is None:
             return tokens
         cells = first + np.arange(len(codes))
-        begins = (cells % self.columns == 0) & (cells > 0) & (cells < self.codes)
+        begins = (cells % self.columns == 0) & (cells > 0) & (cells < self.num_codes)
         return np.insert(tokens, np.flatnonzero(begins), self.row_end)
 
     def lay_out(self, tree: DraftTree, first: int) -> PassLayout:
@@ -73,8 +73,8 @@ class Raster:
         if self.row_end is None:
             return PassLayout(tree.tokens, first + tree.structure.depths, ancestors)
         cells = first + tree.structure.depths
-        before = np.minimum(cells, self.codes - 1) // self.columns
-        ends = (cells % self.columns == self.columns - 1) & (cells + 1 < self.codes)
+        before = np.minimum(cells, self.num_codes - 1) // self.columns
+        ends = (cells % self.columns == self.columns - 1) & (cells + 1 < self.num_codes)
         owners = np.repeat(np.arange(tree.nodes), 1 + ends)  # an end-of-row token follows its node
         last = np.cumsum(1 + ends) - 1
         seen = ancestors[owners][:, owners]

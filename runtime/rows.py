@@ -100,7 +100,7 @@ class Grid:
         self.has_ends = raster.row_end is not None
         self.codes_per_row = raster.columns
         self.columns = self.codes_per_row + self.has_ends
-        num_rows = raster.codes // self.codes_per_row
+        num_rows = raster.num_codes // self.codes_per_row
         cells = np.full((num_rows, self.columns), -1 if raster.row_end is None else raster.row_end)
         cells[:, : self.codes_per_row] = -1
         cells[0, 0] = first

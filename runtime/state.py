@@ -36,8 +36,8 @@ class Model:
 
     target: Engine  # runs the target model
     drafter: Engine | None  # runs the EAGLE drafter, None where no method needs a drafter
-    codes: int  # number of codes of an image
-    positions: int  # number of rows of the rotary table
+    num_codes: int  # number of codes of an image
+    num_positions: int  # number of rows of the rotary table
     layout: DrafterLayout = DrafterLayout()
     columns: int = 1  # number of columns of the grid of codes
     # table of nearest codes, integers `[vocab_size, k]`, None where no method needs the table
@@ -53,7 +53,7 @@ class Model:
     @property
     def raster(self) -> Raster:
         """Order of the codes in the sequence of a whole image."""
-        return Raster(self.codes, self.columns, self.row_end)
+        return Raster(self.num_codes, self.columns, self.row_end)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class ImageSequence:
     seed: int  # 0 .. 2^64 - 1
     preserved: Ints | None = None  # see `Prompt`
     adaptive: bool = False  # whether the window of an exact `sjd` is an `AdaptiveWindow`
-    nodes: int = field(init=False)  # maximum number of nodes of the next draft
+    max_nodes: int = field(init=False)  # maximum number of nodes of the next draft
     noise: Noise = field(init=False)
     codes: list[int] = field(init=False, default_factory=list)  # codes generated or preserved so far
     tie_margin: float = field(init=False, default=0.0)  # see `likelihood.py`
@@ -121,9 +121,9 @@ class ImageSequence:
 
     def __post_init__(self) -> None:
         self.noise = Noise(self.seed)
-        self.nodes = method_nodes(self.method)
+        self.max_nodes = method_nodes(self.method)
         adapts = self.adaptive and self.exact and isinstance(self.method, Sjd)
-        self._window = AdaptiveWindow(self.nodes - 1) if adapts else None
+        self._window = AdaptiveWindow(self.max_nodes - 1) if adapts else None
         if self.preserved is not None:
             self.statistics.preserved = int((self.preserved >= 0).sum())
 
@@ -135,12 +135,12 @@ class ImageSequence:
     @property
     def window(self) -> int:
         """Maximum number of tokens of the next `sjd` draft."""
-        return self.nodes - 1
+        return self.max_nodes - 1
 
     def adapt_window(self, images: int) -> None:
         """Set the window of the next forward pass over `images` images."""
         if self._window is not None:
-            self.nodes = 1 + self._window.size(images)
+            self.max_nodes = 1 + self._window.size(images)
 
     def record_draft(self, drafted: int, accepted: int) -> None:
         """Record how many tokens of a forward pass were drafted and accepted."""
@@ -149,14 +149,14 @@ class ImageSequence:
             self._window.record(drafted, accepted)
 
     @property
-    def prefixes(self) -> list[int]:
+    def prefix_lengths(self) -> list[int]:
         """Prefix length of each batch row."""
         return [len(row.embeds) for row in self.rows]
 
     @property
     def remaining(self) -> int:
         """Number of codes still to generate or to insert as preserved."""
-        return self.raster.codes - len(self.codes)
+        return self.raster.num_codes - len(self.codes)
 
     def next_preserved(self, ahead: int = 0) -> tuple[Ints, int]:
         """Return the run of preserved codes at the next cell, and the length of the gap after the run.
@@ -191,7 +191,7 @@ class ImageSequence:
         return np.concatenate([codes, preserved])
 
     @property
-    def columns(self) -> int:
+    def cache_columns(self) -> int:
         """Number of cache columns for the prefix, the image and one draft."""
         nodes = MAX_BATCH_NODES if isinstance(self.method, RowParallel) else method_nodes(self.method)
-        return max(self.prefixes) + self.raster.tokens + nodes * (1 + (self.raster.row_end is not None)) + 2
+        return max(self.prefix_lengths) + self.raster.num_tokens + nodes * (1 + (self.raster.row_end is not None)) + 2

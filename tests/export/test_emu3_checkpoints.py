@@ -116,7 +116,7 @@ def test_official_forced_row_ends_of_a_published_size_are_where_sequences_have_t
     assert (rows, columns) in grids(PROTOCOL["image_area_default"], 8)
     row_end = PROTOCOL["tokens"]["eol"]["official"]
     raster = Raster(rows * columns, columns, row_end)
-    ours = [*raster.insert_row_ends([-1] * raster.codes).tolist(), row_end]  # the last row's end draws nothing
+    ours = [*raster.insert_row_ends([-1] * raster.num_codes).tolist(), row_end]  # the last row's end draws nothing
     assert ours == forced[: rows * (columns + 1)].tolist()
     assert (forced[len(ours) :] >= 0).all()
 

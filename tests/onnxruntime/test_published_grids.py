@@ -107,7 +107,7 @@ def test_greedy_generations_of_every_grid_give_the_published_ids_and_pictures(
     pipe, shape = pipes(run.family), np.shape(run.codes)
     result = pipe(**run.options, method=method)
     assert result.codes[0].reshape(shape).tolist() == run.codes
-    raster = replace(load_model(pipe.bundle, pipe.engines, []).raster, codes=result.codes[0].size, columns=shape[1])
+    raster = replace(load_model(pipe.bundle, pipe.engines, []).raster, num_codes=result.codes[0].size, columns=shape[1])
     spelled, row_end = raster.insert_row_ends(result.codes[0]), pipe.bundle.manifest.row_end
     written = spelled + run.first_code
     if run.row_end is not None:

@@ -84,7 +84,7 @@ class Run:
         assert drafter is not None
         sampling = Sampling(**{"cfg_scale": family.cfg_scale, "temperature": 0.0, **SETTINGS.get(run, {})})
         positions = opened.manifest.target.max_positions
-        model = Model(NOTHING, drafter, codes=100, positions=positions, layout=family.layout)
+        model = Model(NOTHING, drafter, num_codes=100, num_positions=positions, layout=family.layout)
         prefixes = [ids[0, : family.prefix], ids[1, family.padding : family.prefix]]
         rows = [PrefixRow(np.zeros((len(own), 1), np.float32), np.ones(len(own), bool), own) for own in prefixes]
         self.request = ImageSequence(0, Raster(100), rows, sampling, Lantern(tree=TREES[run]), seed=0)

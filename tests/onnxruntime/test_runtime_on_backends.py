@@ -105,7 +105,7 @@ def test_drawn_codes_have_the_distribution_that_torch_computes(
     places = {codes: i for i, codes in enumerate(itertools.product(range(SMALL.vocab_size), repeat=length))}
     for start in range(0, draws, batch):
         seeds = range(start, start + batch)
-        for codes in drawn(replace(model, codes=length), [prompt] * batch, seeds, GUIDED, Eagle(tree=tree)):
+        for codes in drawn(replace(model, num_codes=length), [prompt] * batch, seeds, GUIDED, Eagle(tree=tree)):
             counts[places[tuple(codes)]] += 1
     expected = draws * joint / joint.sum()
     rare = expected < 8

@@ -56,8 +56,8 @@ def spelled(codes: Sequence[int], columns: int, codes_in_all: int = CODES) -> li
 def plain(one: Model, prompt: Prompt, seed: int, sampling: Sampling) -> list[int]:
     """The codes by the definition, from the table."""
     codes: list[int] = []
-    for cell in range(one.codes):
-        p = next_distribution(one, prompt, spelled(codes, one.columns, one.codes), sampling)
+    for cell in range(one.num_codes):
+        p = next_distribution(one, prompt, spelled(codes, one.columns, one.num_codes), sampling)
         noise = 0 if sampling.greedy else Noise(seed).gumbel(cell, 1, VOCABULARY)[0]
         with np.errstate(divide="ignore"):
             codes.append(int(np.argmax(np.log(p) + noise)))
@@ -90,7 +90,7 @@ def test_pictures_of_other_shapes_that_share_passes_change_nothing(method: Metho
         batch.join(requests)
         while batch.active:
             batch.step()
-        return [request.codes[: request.raster.codes] for request in requests]
+        return [request.codes[: request.raster.num_codes] for request in requests]
 
     assert run(range(3)) == [*run([0]), *run([1]), *run([2])]
 
@@ -156,7 +156,7 @@ def test_sequences_of_official_sizes_end_their_rows_where_the_published_constrai
     codes = 2 * high * 2 * wide
     ours = Raster(codes, 2 * wide, row_end)
     assert [*ours.insert_row_ends([-1] * codes).tolist(), row_end, end_of_image] == official  # these two draw nothing
-    assert ours.tokens == len(official) - 2
+    assert ours.num_tokens == len(official) - 2
 
 
 NAMES = ("<reserved08799>", "<eoss>")

@@ -82,9 +82,9 @@ def told(
     columns = model.columns + ends
     known: Known = {}
     if model.row_end is not None:
-        known = dict.fromkeys(range(columns - 1, columns * model.codes // model.columns, columns), model.row_end)
+        known = dict.fromkeys(range(columns - 1, columns * model.num_codes // model.columns, columns), model.row_end)
     codes: list[int] = []
-    for place in (p for p in range(columns * model.codes // model.columns) if p not in known):
+    for place in (p for p in range(columns * model.num_codes // model.columns) if p not in known):
         row, column = divmod(place, columns)
         seen = {p: known[p] for p in sight(row, column, columns, window) if p < place}
         if column == 0 and row > 0 and window < columns:

@@ -300,7 +300,7 @@ def test_beside_a_greedy_caller_others_have_their_places_and_small_passes_and_al
     def noted(own: Batch) -> Any:
         parts = step(own)
         tickets = [vars(service)["_requests"][part.sequence] for part in parts]
-        passes.append((Counter(one.caller for one in tickets), max((one.nodes for one in own.active), default=0)))
+        passes.append((Counter(one.caller for one in tickets), max((one.max_nodes for one in own.active), default=0)))
         return parts
 
     wide = ["sjd:window=40", "lantern++:lambda=2:tree=mc-25", "rows:window=2", "eagle:tree=mc-25"]

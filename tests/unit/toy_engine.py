@@ -369,9 +369,9 @@ def next_distribution(model: Model, prompt: Prompt, codes: Sequence[int], sampli
 def joint_distribution(model: Model, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
     """Probability of every sequence of codes, `[vocabulary] * codes`, by enumeration."""
     vocabulary = model.target.vocabulary  # type: ignore[attr-defined]
-    joint = np.ones((vocabulary,) * model.codes)
-    for length in range(model.codes):
+    joint = np.ones((vocabulary,) * model.num_codes)
+    for length in range(model.num_codes):
         for before in itertools.product(range(vocabulary), repeat=length):
             step = next_distribution(model, prompt, before, sampling)
-            joint[before] *= step.reshape((vocabulary,) + (1,) * (model.codes - length - 1))
+            joint[before] *= step.reshape((vocabulary,) + (1,) * (model.num_codes - length - 1))
     return joint

@@ -134,8 +134,8 @@ def _generate(pipeline: Pipeline, request: dict[str, Any], progress: Progress) -
     settings = checked.settings
     images = checked.images
     model = load_model(pipeline.bundle, pipeline.engines, [settings.method])
-    drafts = _UnacceptedDrafts(len(images), model.codes, pipeline.bundle.manifest.target.hidden_size)
-    codes = np.zeros((len(images), model.codes), np.int32)
+    drafts = _UnacceptedDrafts(len(images), model.num_codes, pipeline.bundle.manifest.target.hidden_size)
+    codes = np.zeros((len(images), model.num_codes), np.int32)
     filled = [0] * len(images)
     max_images = compute_max_images(pipeline.bundle.manifest, settings, pipeline.engines.max_rows)
     prompts = compute_prefixes(pipeline.bundle, pipeline.engines, images)
