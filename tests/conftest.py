@@ -218,14 +218,14 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Lumina-mGPT with Chameleon's VQGAN and a random drafter: 6 x 6 codes and sizes of about as many, and 4 x 4."""
 
     def export(output: Path) -> Path:
-        from lantern_rt.export.families.lumina import lumina_size, read_lumina
+        from lantern_rt.export.families.lumina import image_size, read_lumina
         from lantern_rt.export.writer import export_model
 
         target, drafter = DATA / "lumina-mgpt/model", tmp_path_factory.mktemp("drafter") / "drafter"
         _random_drafter(drafter)
         model = read_lumina(target, DATA / "chameleon-vqgan", drafter=drafter, grid=6)
         names = json.loads((target / "config.json").read_text())["vocabulary_map"]
-        sizes = (*model.fields["sizes"], lumina_size(2, 2, names))
+        sizes = (*model.fields["sizes"], image_size(2, 2, names))
         return export_model(replace(model, fields={**model.fields, "sizes": sizes}), output)
 
     return _exported(tmp_path_factory, "lumina_bundle/tiny-lumina", export, ("tokenizers", "yaml"))
@@ -259,12 +259,12 @@ def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def export(output: Path) -> Path:
         from tokenizers import Tokenizer
 
-        from lantern_rt.export.families.emu3 import picture_size, prompt_layout, read_emu3
+        from lantern_rt.export.families.emu3 import image_size, prompt_layout, read_emu3
         from lantern_rt.export.writer import export_model
 
         target = DATA / "emu3/model"
         model, library = read_emu3(target, grid=4), Tokenizer.from_file(str(target / "tokenizer.json"))
-        sizes = [picture_size(library, rows, columns, 2) for rows, columns in ((4, 4), (4, 5), (5, 3), (2, 12))]
+        sizes = [image_size(library, rows, columns, 2) for rows, columns in ((4, 4), (4, 5), (5, 3), (2, 12))]
         layout = prompt_layout(library, "low quality, blurry.")
         condition = model.fields["condition"].model_copy(update={"layout": layout})
         return export_model(replace(model, fields={**model.fields, "sizes": sizes, "condition": condition}), output)

@@ -46,7 +46,7 @@ _TYPES |= {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 SHOWN = 6  # maximum number of names in a message; the message counts the others
 
 
-def refusing(read: Reader) -> Reader:
+def raises_checkpoint_error(read: Reader) -> Reader:
     """Decorate a reader so that every failure raises CheckpointError, and libraries do not warn.
 
     The reader's first argument is the path.
@@ -72,19 +72,19 @@ def _check_contents(path: Path) -> None:
             start = file.read(64)
         kind = "a Git LFS pointer" if _POINTER.match(start) else "a web page" if _PAGE.match(start) else ""
         if kind:
-            raise refusal(path, found=kind, remedy="fetch the file itself, by `git lfs pull` or its download link")
+            raise file_error(path, found=kind, remedy="fetch the file itself, by `git lfs pull` or its download link")
 
 
-def refusal(place: Path, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
+def file_error(path: Path, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
     """Return an error about a checkpoint.
 
     Args:
-        place: file or folder of the checkpoint.
+        path: file or folder of the checkpoint.
         name: name in the file of the faulty weight or field.
         problem: description of the fault, as in `LanternError`.
         parts: other fields of `LanternError`.
     """
-    return CheckpointError(problem, field=f"{place}: {name}" if name else str(place), **parts)
+    return CheckpointError(problem, field=f"{path}: {name}" if name else str(path), **parts)
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,13 @@ class Config:
         """
         if name and not problem:
             parts.setdefault("found", format_value(self.get(name)))
-        return refusal(self.path, self.names.get(name, name), problem, **parts)
+        return file_error(self.path, self.names.get(name, name), problem, **parts)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field without checks."""
         return self.values.get(self.names.get(name, name), default)
 
-    def whole(self, name: str) -> int | None:
+    def integer(self, name: str) -> int | None:
         """Return a positive integer, or None without the field. Raises: CheckpointError."""
         value = self.get(name)
         if value is not None and (type(value) is not int or value < 1):
@@ -137,7 +137,7 @@ class Config:
         for name in names:
             content = content.get(name) if isinstance(content, Mapping) else None
         if not isinstance(content, Mapping):
-            raise refusal(self.path, ".".join(names), found="nothing", expected="the model's settings there")
+            raise file_error(self.path, ".".join(names), found="nothing", expected="the model's settings there")
         return replace(self, values=content)
 
     def expect(self, name: str, *allowed: Any, remedy: str = "give files of one model") -> None:
@@ -155,28 +155,28 @@ class Config:
             choices = " or ".join(format_value(choice) for choice in allowed if choice is not None) or "none"
             raise self.error(name, expected=choices, remedy=remedy)
 
-    def know(self, names: Collection[str]) -> None:
+    def check_names(self, names: Collection[str]) -> None:
         """Check that all fields have known names. Raises: CheckpointError."""
         if unknown := sorted(self.values.keys() - names):
             remedy = "correct its name or leave it out"
-            raise refusal(self.path, unknown[0], "unknown field", expected=", ".join(sorted(names)), remedy=remedy)
+            raise file_error(self.path, unknown[0], "unknown field", expected=", ".join(sorted(names)), remedy=remedy)
 
-    def agree(self, **sizes: int) -> None:
+    def check_sizes(self, **sizes: int) -> None:
         """Check that fields equal the sizes of the weights, or are missing. Raises: CheckpointError."""
         for name, size in sizes.items():
-            if self.whole(name) not in (None, size):
+            if self.integer(name) not in (None, size):
                 raise self.error(name, expected=f"{size}, as the weights have")
 
 
-@refusing
+@raises_checkpoint_error
 def read_config(path: Path) -> Config:
     """Read a JSON object. Raises: CheckpointError."""
     try:
         values = json.loads(read_text(path), object_pairs_hook=_check_duplicates)
     except (ValueError, RecursionError) as error:
-        raise refusal(path, found=format_error(error), expected="JSON") from error
+        raise file_error(path, found=format_error(error), expected="JSON") from error
     if not isinstance(values, dict):
-        raise refusal(path, found=f"a {type(values).__name__}", expected="a JSON object")
+        raise file_error(path, found=f"a {type(values).__name__}", expected="a JSON object")
     return Config(path, values)
 
 
@@ -188,13 +188,13 @@ def _check_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-@refusing
+@raises_checkpoint_error
 def read_text(path: Path) -> str:
     """Read a short text from a plain file. Raises: CheckpointError."""
     return read_plain_file(path, _TEXT_LIMIT).decode("utf-8")
 
 
-@refusing
+@raises_checkpoint_error
 def read_tokenizer(
     path: Path, rows: int, named: Mapping[str, int] | None = None, content: bytes | None = None
 ) -> Tokenizer:
@@ -213,19 +213,19 @@ def read_tokenizer(
         tokenizer = Tokenizer.from_file(str(path)) if content is None else Tokenizer.from_buffer(content)
         tokens = tokenizer.get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises plain Exception
-        raise refusal(path, found=format_error(error), expected="a tokenizer in JSON") from error
+        raise file_error(path, found=format_error(error), expected="a tokenizer in JSON") from error
     name, highest = max(tokens.items(), key=lambda item: item[1])
     if highest >= rows:
         expected = f"at most {rows - 1}, as the model embeds {rows} tokens"
-        raise refusal(path, f"token {format_value(name)}", found=f"id {highest}", expected=expected, remedy=_REMEDY)
+        raise file_error(path, f"token {format_value(name)}", found=f"id {highest}", expected=expected, remedy=_REMEDY)
     for name, wanted in (named or {}).items():
         if tokens.get(name) != wanted:
             found = f"id {tokens[name]}" if name in tokens else "no id"
-            raise refusal(path, f"token {format_value(name)}", found=found, expected=f"id {wanted}", remedy=_REMEDY)
+            raise file_error(path, f"token {format_value(name)}", found=found, expected=f"id {wanted}", remedy=_REMEDY)
     return tokenizer
 
 
-@refusing
+@raises_checkpoint_error
 def read_weights(
     path: Path, progress: Callable[[int], None] = lambda size: None, averaged: bool | None = None
 ) -> Weights:
@@ -243,7 +243,7 @@ def read_weights(
             weights are larger than the file.
     """
     if not path.is_file():
-        raise refusal(path, problem="no such file")
+        raise file_error(path, problem="no such file")
     content = _read(path)
     if isinstance(content, Mapping):
         kinds = [wrapper for wrapper in _WRAPPERS if isinstance(content.get(wrapper), Mapping)]
@@ -255,25 +255,25 @@ def read_weights(
         content = content if kind is None else content[kind]
     if not isinstance(content, Mapping) or not content:
         found = "an empty dict" if isinstance(content, Mapping) else f"a {type(content).__name__}"
-        raise refusal(path, found=found, expected="a state dict")
+        raise file_error(path, found=found, expected="a state dict")
     weights = dict(content)
     for name, value in weights.items():
         if not isinstance(name, str) or len(name) > _MAX_NAME or not name.isprintable():
-            raise refusal(path, found=format_value(name), expected="names of weights")
+            raise file_error(path, found=format_value(name), expected="names of weights")
         if fault := _tensor_fault(value):
-            raise refusal(path, name, found=fault, expected="a tensor")
+            raise file_error(path, name, found=fault, expected="a tensor")
     size = path.stat().st_size
     claimed = sum(value.numel() * value.element_size() for value in weights.values())
     claimed = max([claimed, *(value.untyped_storage().nbytes() for value in weights.values())])
     if claimed > _MAX_SHARING * size:
         found = f"weights of {claimed:,} bytes in a file of {size:,}"
-        raise refusal(path, found=found, expected="plain tensors", remedy="save it again")
+        raise file_error(path, found=found, expected="plain tensors", remedy="save it again")
     remaining = size
     for name, value in weights.items():
         if value.is_floating_point() and value.numel():  # aminmax reads a mapped tensor once, without a copy
             low, high = torch.aminmax(value)  # both are NaN if any value is NaN
             if not (torch.isfinite(low) and torch.isfinite(high)):
-                raise refusal(path, name, found="NaN or infinite values", expected="finite values")
+                raise file_error(path, name, found="NaN or infinite values", expected="finite values")
         read = min(remaining, value.nbytes)  # weights may share storage
         remaining -= read
         progress(read)
@@ -291,7 +291,7 @@ def unwrap(path: Path, contents: Mapping[str, Content]) -> dict[str, Content]:
     for name, content in contents.items():
         plain = ".".join(part for part in name.split(".") if part not in _ADDED)
         if plain in unwrapped:
-            raise refusal(path, name, f"is a second {plain}", remedy="save the state dict of one module alone")
+            raise file_error(path, name, f"is a second {plain}", remedy="save the state dict of one module alone")
         if not name.endswith("n_averaged"):  # a buffer of averaged modules
             unwrapped[plain] = content
     return unwrapped
@@ -326,9 +326,9 @@ def _read(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:  # the message of PyTorch recommends unsafe loading
         if "GLOBAL" not in str(error):
-            raise refusal(path, problem="is not a PyTorch checkpoint, or is cut short") from error
+            raise file_error(path, problem="is not a PyTorch checkpoint, or is cut short") from error
         problem = "holds more than tensors (its pickle calls code) and is not loaded"
-        raise refusal(path, problem=problem, remedy="save its state dict alone") from error
+        raise file_error(path, problem=problem, remedy="save its state dict alone") from error
     except Exception as error:  # readers raise any exception for damaged files
         kind = "safetensors file" if path.suffix == ".safetensors" else "PyTorch checkpoint"
-        raise refusal(path, problem=f"is not a {kind}, or is cut short ({format_error(error)})") from error
+        raise file_error(path, problem=f"is not a {kind}, or is cut short ({format_error(error)})") from error

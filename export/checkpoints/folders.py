@@ -19,7 +19,7 @@ from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...inputs import format_value
 from ..progress import count_megabytes, silent
-from .files import SHOWN, TOKENIZER, Config, Weights, listing, read_config, read_weights, refusal, unwrap
+from .files import SHOWN, TOKENIZER, Config, Weights, file_error, listing, read_config, read_weights, unwrap
 from .lora import Adapter
 
 SINGLE = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
@@ -45,7 +45,7 @@ class Checkpoint:
     """Configuration, tokenizer and weights in a file or folder.
 
     Args:
-        place: path of the file or folder; `read` reads the weights.
+        path: path of the file or folder; `read` reads the weights.
         role: role in the bundle: `target`, `vq`, `drafter` or `text_encoder`.
         progress: progress callback, which gets the megabytes read.
         averaged: whether to prefer averaged weights; see `read_weights`.
@@ -57,7 +57,7 @@ class Checkpoint:
         sources: files that were read, with their roles.
     """
 
-    place: Path
+    path: Path
     role: str = "target"
     progress: Progress = silent
     averaged: bool | None = None
@@ -76,7 +76,7 @@ class Checkpoint:
             problem: description of the fault.
             parts: other fields of `LanternError`.
         """
-        return refusal(self.place, self.shown(name) if name else "", problem, **parts)
+        return file_error(self.path, self.name_in_files(name) if name else "", problem, **parts)
 
     def config(self, name: str = "config.json") -> Config:
         """Read a configuration file of the folder. Raises: CheckpointError."""
@@ -93,7 +93,7 @@ class Checkpoint:
             CheckpointError: the folder has another layout.
         """
         remedy = f"give the folder of {repository} or one like it"
-        if not (self.place / "config.json").is_file() and any(self.place.glob("models/*/consolidated*.pth")):
+        if not (self.path / "config.json").is_file() and any(self.path.glob("models/*/consolidated*.pth")):
             raise self.error(found="Meta's layout", expected="that of transformers, with config.json", remedy=remedy)
         config = self.config()
         layout = _LAYOUTS.get(str(config.get("model_type")))
@@ -108,9 +108,9 @@ class Checkpoint:
 
     def file(self, name: str, kind: str) -> Path:
         """Return the path of a file and record it as a source with role `<role>_<kind>`. Raises: CheckpointError."""
-        path = self.place / name
+        path = self.path / name
         if not path.is_file():
-            if self.place.is_file():
+            if self.path.is_file():
                 raise self.error(found="a file", expected=f"a folder with {name}")
             raise self.error(problem=f"has no {name}", remedy="download it into this folder")
         self.sources.append((f"{self.role}_{kind}", path))
@@ -126,11 +126,11 @@ class Checkpoint:
         Raises:
             CheckpointError: the folder has no weights, or files and index differ.
         """
-        paths = [self.place]
+        paths = [self.path]
         index = None
         shards: dict[str, list[str]] = {}
-        if self.place.is_dir():
-            present = {path.name for path in self.place.iterdir() if path.is_file()}
+        if self.path.is_dir():
+            present = {path.name for path in self.path.iterdir() if path.is_file()}
             names = choose_files(present)
             if not names:
                 loose = [name for name in present if re.search(r"-\d+-of-\d+\.", name)]
@@ -138,25 +138,25 @@ class Checkpoint:
                 expected = f"one of {', '.join(SINGLE)}, one of {', '.join(INDEX)} with its files, or .pt files"
                 raise self.error(found=contents, expected=expected)
             if names[0] in INDEX:
-                index = self.place / names[0]
+                index = self.path / names[0]
                 shards = read_index(index)
                 self.sources.append((f"{self.role}_index", index))
-            paths = [self.place / name for name in sorted(shards) or names]
+            paths = [self.path / name for name in sorted(shards) or names]
             if absent := [path.name for path in paths if not path.is_file()]:
                 problem = f"lacks {listing(absent)} of the {len(paths)} files in {names[0]}"
                 raise self.error(problem=problem, remedy="download them into that folder")
         size = sum(path.stat().st_size for path in paths if path.is_file())
-        progress = count_megabytes(f"reading {self.place.name}", size, self.progress)
+        progress = count_megabytes(f"reading {self.path.name}", size, self.progress)
         for path in paths:
             part = {name: weight for name, weight in read_weights(path, progress, self.averaged).items() if keep(name)}
             if index:
                 listed = {name for name in shards[path.name] if keep(name)}
                 if problems := _differences(listed - (set(optional) - part.keys()), part.keys()):
                     problem = f"does not hold what the index says, {', '.join(problems)}"
-                    raise refusal(path, problem=problem, remedy="download the folder again")
+                    raise file_error(path, problem=problem, remedy="download the folder again")
             if duplicates := sorted(part.keys() & self.weights):
                 remedy = "leave the files of one checkpoint in the folder"
-                raise refusal(path, duplicates[0], "is also in an earlier file", remedy=remedy)
+                raise file_error(path, duplicates[0], "is also in an earlier file", remedy=remedy)
             self.weights |= part
             self.sources.append((self.role, path))
         self.weights |= {name: self.weights[source] for name, source in self.tied.items() if source in self.weights}
@@ -164,7 +164,7 @@ class Checkpoint:
             adapter.merge(self.weights, keep)
             self.sources += adapter.sources
 
-    def shown(self, name: str) -> str:
+    def name_in_files(self, name: str) -> str:
         """Return a weight's name in the files."""
         return self.prefix + _translate(name, self.names)
 
@@ -190,11 +190,11 @@ class Checkpoint:
         parts = {name[len(prefix) :].split(".")[0] for name in self.weights if name.startswith(prefix)}
         return next(i for i in range(len(parts) + 1) if str(i) not in parts)
 
-    def take(self, prefix: str) -> Checkpoint:
+    def extract(self, prefix: str) -> Checkpoint:
         """Move the weights with a prefix to a new checkpoint, without the prefix."""
         names = [name for name in self.weights if name.startswith(prefix)]
         weights = {name.removeprefix(prefix): self.weights.pop(name) for name in names}
-        return Checkpoint(self.place, self.role, weights=weights, prefix=self.prefix + prefix)
+        return Checkpoint(self.path, self.role, weights=weights, prefix=self.prefix + prefix)
 
     def load_strict(self, module: nn.Module) -> None:
         """Load exactly these weights into a module, without a copy and in the checkpoint's dtype.
@@ -204,14 +204,14 @@ class Checkpoint:
         """
         wanted = module.state_dict()
         weights = self.weights
-        problems = _differences(wanted.keys(), weights.keys(), self.shown)
+        problems = _differences(wanted.keys(), weights.keys(), self.name_in_files)
         problems += [
-            f"{self.shown(name)} has shape {list(weights[name].shape)}, expected {list(value.shape)}"
+            f"{self.name_in_files(name)} has shape {list(weights[name].shape)}, expected {list(value.shape)}"
             for name, value in wanted.items()
             if name in weights and weights[name].shape != value.shape
         ][:SHOWN]
         problems += [
-            f"{self.shown(name)} holds {_kind(weights[name])}, expected {_kind(value)}"
+            f"{self.name_in_files(name)} holds {_kind(weights[name])}, expected {_kind(value)}"
             for name, value in wanted.items()
             if name in weights and weights[name].is_floating_point() != value.is_floating_point()
         ][:SHOWN]
@@ -241,7 +241,7 @@ def read_index(path: Path) -> dict[str, list[str]]:
         raise config.error("weight_map", expected="the name of a file for every weight")
     for weight, name in unwrap(path, weight_map).items():
         if not isinstance(name, str) or not re.fullmatch(PLAIN_NAME, name):
-            raise refusal(
+            raise file_error(
                 path, format_value(weight), found=format_value(name), expected="the name of a file in its folder"
             )
         shards.setdefault(name, []).append(weight)

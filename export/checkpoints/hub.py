@@ -25,19 +25,19 @@ def cached_origin(path: Path) -> str | None:
     return match and f"{HUB}{match['owner']}/{match['name']}/{match['file']}@{match['commit']}"
 
 
-def fetch(place: Path | str, names: Collection[str] = ()) -> Path:
-    """Return the local path of a file or folder, downloading it if `place` is a reference.
+def fetch(source: Path | str, names: Collection[str] = ()) -> Path:
+    """Return the local path of a file or folder, downloading it if `source` is a reference.
 
     Args:
-        place: path, which is returned unchanged, or reference to the hub.
+        source: path, which is returned unchanged, or reference to the hub.
         names: files of a folder to fetch instead of a model's weights.
 
     Raises:
         CheckpointError: the reference is malformed, does not exist, or can neither be downloaded nor is cached.
     """
-    text = place.as_posix() if isinstance(place, Path) else place
+    text = source.as_posix() if isinstance(source, Path) else source
     if not text.startswith(HUB):
-        return Path(place)
+        return Path(source)
     repository, file, revision = parse_reference(text, CheckpointError)
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 

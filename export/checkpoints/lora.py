@@ -20,7 +20,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...inputs import format_value
 from .deferred import computed, deferred
-from .files import Weights, listing, read_config, read_weights, refusal, refusing
+from .files import Weights, file_error, listing, raises_checkpoint_error, read_config, read_weights
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Adapter of a linear layer. PEFT uses other names for embeddings and ignores this name there.
@@ -86,39 +86,41 @@ class Adapter:
                 layer = re.search(r"layers\.\d+\.", name)
                 candidates = [key for key in weights if layer is None or layer[0] in key]
                 expected = f"one of {listing(candidates)}"
-                raise refusal(self.path, name, "the target has no such weight", expected=expected)
+                raise file_error(self.path, name, "the target has no such weight", expected=expected)
             weight = weights[base_name]
             shape = [len(second), first.shape[1]]
             if list(weight.shape) != shape:
-                raise refusal(self.path, name, found=f"shape {shape}", expected=f"{list(weight.shape)}, the target's")
+                raise file_error(
+                    self.path, name, found=f"shape {shape}", expected=f"{list(weight.shape)}, the target's"
+                )
             if base_name in merged:
-                raise refusal(self.path, name, "is in the file twice, under two names", remedy=_REMEDY)
+                raise file_error(self.path, name, "is in the file twice, under two names", remedy=_REMEDY)
             merged.add(base_name)
             # Upper bound of the product's values, in float32 like the sum.
             bound = float(abs(factor) * first.float().norm(dim=0).max() * second.float().norm(dim=1).max())
             if not bound < torch.finfo(weight.dtype).max:
                 problem = f"adds numbers up to {bound:.1e}, which makes infinite weights"
-                raise refusal(self.path, name, problem, remedy="give a smaller scale, or correct lora_alpha")
+                raise file_error(self.path, name, problem, remedy="give a smaller scale, or correct lora_alpha")
             weights[base_name] = deferred(partial(_sum, weight, first, second, factor), shape, weight.dtype)
         if not merged:
-            raise refusal(self.path, problem="adapts no layer that generates images", remedy="leave it out")
+            raise file_error(self.path, problem="adapts no layer that generates images", remedy="leave it out")
 
 
 def split_scale(text: str) -> tuple[str, float]:
     """Split `FOLDER[:scale]` into folder and scale, 1 by default. Raises: CheckpointError."""
-    place, _, number = text.rpartition(":")
+    folder, _, number = text.rpartition(":")
     try:
         scale = float(number)
     except ValueError:
         return text, 1.0
-    if not place or not math.isfinite(scale):
+    if not folder or not math.isfinite(scale):
         raise CheckpointError(
             field="lora", found=format_value(text), expected="FOLDER or FOLDER:scale, such as style/:0.8"
         )
-    return place, scale
+    return folder, scale
 
 
-@refusing
+@raises_checkpoint_error
 def read_adapter(folder: Path, scale: float) -> Adapter:
     """Read the adapter in a folder of PEFT.
 
@@ -133,23 +135,23 @@ def read_adapter(folder: Path, scale: float) -> Adapter:
         if name not in _FREE and name not in _PLAIN and value not in (None, False, [], {}):
             raise config.error(name, expected="PEFT's default", remedy=_REMEDY)
     if not path.is_file():
-        raise refusal(path, problem="no such file", remedy="load the adapter with PEFT and save it again")
+        raise file_error(path, problem="no such file", remedy="load the adapter with PEFT and save it again")
     alpha = config.number("lora_alpha", 8.0)
-    ranks = [config.whole("r") or 8]
+    ranks = [config.integer("r") or 8]
     if config.get("rank_pattern"):
         ranks += config.section("rank_pattern").values.values()
     matrices: dict[str, dict[str, Tensor]] = {}
     for name, weight in read_weights(path).items():
         match = _NAME.fullmatch(name)
         if match is None or weight.ndim != 2 or not weight.is_floating_point():
-            raise refusal(path, name, expected="lora_A and lora_B of linear layers alone", remedy=_REMEDY)
+            raise file_error(path, name, expected="lora_A and lora_B of linear layers alone", remedy=_REMEDY)
         matrices.setdefault(f"{match[1]}.weight", {})[match[2]] = weight
     parts = {}
     for name, pair in matrices.items():
         if pair.keys() != {"A", "B"} or pair["B"].shape[1] != len(pair["A"]) or len(pair["A"]) not in ranks:
             shapes = " and ".join(f"lora_{letter} {list(weight.shape)}" for letter, weight in sorted(pair.items()))
             expected = f"lora_A [rank, inputs] and lora_B [outputs, rank], of ranks {format_value(ranks)}"
-            raise refusal(path, name, found=shapes, expected=expected)
+            raise file_error(path, name, found=shapes, expected=expected)
         rank = len(pair["A"])
         factor = scale * alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         parts[name] = pair["A"], pair["B"], factor

@@ -20,7 +20,7 @@ from ...errors import CheckpointError
 from ...inputs import format_value
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, listing, refusing
+from ..checkpoints.files import Config, listing, raises_checkpoint_error
 from ..checkpoints.folders import Checkpoint
 from ..checkpoints.lora import Adapter
 from ..graph.conditions import Condition, token_condition
@@ -62,7 +62,7 @@ def _layout(names: Mapping[str, int]) -> TokenLayout:
     return TokenLayout(before=(start,), after=(end, begin), uncond=(start, begin))
 
 
-@refusing
+@raises_checkpoint_error
 def read_anole(
     target: Path,
     vq: Path,
@@ -95,14 +95,14 @@ def read_anole(
     return chameleon_model(model, image, drafter, progress, family="anole", sampling=_SAMPLING)
 
 
-@refusing
+@raises_checkpoint_error
 def read_chameleon(
     folder: Path,
     grid: int,
     architecture: str = CHAMELEON,
     tokens: Sequence[str] = PROMPT_TOKENS,
     layout: Callable[[Mapping[str, int]], TokenLayout] = _layout,
-    picture_tokens: int = 0,
+    max_image_tokens: int = 0,
     lora: Sequence[Adapter] = (),
     progress: Progress = silent,
 ) -> Chameleon:
@@ -114,7 +114,7 @@ def read_chameleon(
         architecture: the class in transformers that the model is expected to be of.
         tokens: names that its pictures and prompts need.
         layout: of prompts, by the ids of all names.
-        picture_tokens: of the longest picture, where that is not grid * grid.
+        max_image_tokens: of the longest picture, where that is not grid * grid.
         lora: merged into the weights.
         progress: how much of the weights is read.
 
@@ -142,7 +142,7 @@ def read_chameleon(
     with without_weights():
         # Lumina-mGPT's own program turns queries and keys at any position, whatever config.json has.
         bounded = architecture == CHAMELEON
-        sizes = decoder_config(checkpoint, config, len(codes), grid, picture_tokens=picture_tokens, bounded=bounded)
+        sizes = decoder_config(checkpoint, config, len(codes), grid, max_image_tokens=max_image_tokens, bounded=bounded)
         decoder = Decoder(sizes)
     embeddings, head = checkpoint.weights.pop("embed.weight"), checkpoint.weights["head.weight"]
     checkpoint.weights["head.weight"] = head[codes.start : codes.stop]

@@ -22,7 +22,7 @@ from ...errors import CheckpointError
 from ...inputs import format_value, require_library
 from ...methods import Sampling
 from ..checkpoints.deferred import joined, without_weights
-from ..checkpoints.files import Config, read_text, read_tokenizer, refusal, refusing
+from ..checkpoints.files import Config, file_error, raises_checkpoint_error, read_text, read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..checkpoints.lora import Adapter
 from ..graph.conditions import token_condition
@@ -70,7 +70,7 @@ _PREFIXES, _HEADS = ("model.text_model.", "text_model.model.", "model."), ("text
 _VQ_PREFIXES = ("model.vqmodel.", "vqmodel.")
 
 
-@refusing
+@raises_checkpoint_error
 def read_emu3(
     target: Path,
     vq: Path | None = None,
@@ -103,23 +103,23 @@ def read_emu3(
     tokenizer, content = _find_tokenizer(checkpoint)
     checkpoint.read()
     if vq is None:
-        images = checkpoint.take(_prefix(checkpoint, _VQ_PREFIXES, CODEBOOK))
+        images = checkpoint.extract(_prefix(checkpoint, _VQ_PREFIXES, CODEBOOK))
     else:
         images = Checkpoint(vq, "vq", progress)
         images.read()
     image = load_emu3_vq(images)
     scale = image.config.pixels_per_cell
-    sizes = grids(_AREA if grid is None else (grid * scale) ** 2, scale)
+    sizes = grid_sizes(_AREA if grid is None else (grid * scale) ** 2, scale)
     prefix, head = _prefix(checkpoint, _PREFIXES, _EMBED), _prefix(checkpoint, _HEADS, _HEAD)
     names = {"embed.weight": prefix + _EMBED, "head.weight": head + _HEAD}
     rename_llama(checkpoint, prefix, names)
-    library = read_tokenizer(tokenizer, min(checkpoint.shape(name)[0] for name in names), _ids(config), content)
+    library = read_tokenizer(tokenizer, min(checkpoint.shape(name)[0] for name in names), _token_ids(config), content)
     codes = _visual_tokens(tokenizer, library)
     longest = max(rows * (columns + 1) - 1 for rows, columns in sizes)
     with without_weights():
-        decoder = Decoder(decoder_config(checkpoint, text, len(codes), sizes[0][0], picture_tokens=longest))
+        decoder = Decoder(decoder_config(checkpoint, text, len(codes), sizes[0][0], max_image_tokens=longest))
     embeddings = checkpoint.weights.pop("embed.weight")
-    (row_end,) = _encoded(library, ROW_END)
+    (row_end,) = _encode(library, ROW_END)
     checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][codes.start : codes.stop]
     checkpoint.load_strict(decoder)
     layout, prefix_rows = prompt_layout(library), decoder.config.prefix
@@ -131,12 +131,12 @@ def read_emu3(
         vq=image,
         sampling=_SAMPLING,
         sources=[*checkpoint.sources, *images.sources],
-        sizes=[picture_size(library, rows, columns, scale) for rows, columns in sizes],
+        sizes=[image_size(library, rows, columns, scale) for rows, columns in sizes],
         row_end=len(codes),
     )
 
 
-def grids(area: int, scale: int) -> list[tuple[int, int]]:
+def grid_sizes(area: int, scale: int) -> list[tuple[int, int]]:
     """Rows and columns of codes of `scale` pixels, for pictures of about `area` pixels: a square, then other shapes."""
     sides = ((math.sqrt(area / (wide * high)), wide, high) for wide, high in _RATIOS)
     pairs = ((round(high * side / scale), round(wide * side / scale)) for side, wide, high in sides)
@@ -145,17 +145,17 @@ def grids(area: int, scale: int) -> list[tuple[int, int]]:
 
 def prompt_layout(library: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:
     """How a caption becomes both rows, up to begin of image; the tokens of a picture's size follow."""
-    start, end, uncond = (_encoded(library, text) for text in (START, BEGIN, START + negative + BEGIN))
+    start, end, uncond = (_encode(library, text) for text in (START, BEGIN, START + negative + BEGIN))
     return TokenLayout(template="{prompt}" + SUFFIX, before=start, after=end, uncond=uncond, negative="{prompt}")
 
 
-def picture_size(library: Tokenizer, rows: int, columns: int, scale: int) -> Size:
+def image_size(library: Tokenizer, rows: int, columns: int, scale: int) -> Size:
     """The size of a picture, with the tokens that announce it, which both rows end with."""
-    tokens = _encoded(library, f"{rows}*{columns}{IMAGE}")
+    tokens = _encode(library, f"{rows}*{columns}{IMAGE}")
     return Size(name=f"{columns * scale}x{rows * scale}", rows=rows, columns=columns, tokens=tokens)
 
 
-def _encoded(library: Tokenizer, text: str) -> tuple[int, ...]:
+def _encode(library: Tokenizer, text: str) -> tuple[int, ...]:
     return tuple(library.encode(text, add_special_tokens=False).ids)
 
 
@@ -166,14 +166,14 @@ def _prefix(checkpoint: Checkpoint, prefixes: Sequence[str], name: str) -> str:
 
 def _find_tokenizer(checkpoint: Checkpoint) -> tuple[Path, bytes | None]:
     """The file with the tokenizer, and its content as a `tokenizer.json` if it is none. Raises: CheckpointError."""
-    if not (checkpoint.place / _RANKS).is_file():
+    if not (checkpoint.path / _RANKS).is_file():
         return checkpoint.tokenizer(), None
     path = checkpoint.file(_RANKS, "tokenizer")
     vision = read_text(checkpoint.file(_VISION, "tokenizer")).splitlines()
     return path, convert_tiktoken(path, _PATTERN, (*_SPECIAL, *vision))
 
 
-def _ids(config: Config) -> dict[str, int]:
+def _token_ids(config: Config) -> dict[str, int]:
     """The ids by name that a configuration tells, in either layout. Raises: CheckpointError."""
     names = config.get("vocabulary_map", {})
     if not isinstance(names, Mapping):
@@ -186,13 +186,13 @@ def _visual_tokens(path: Path, library: Tokenizer) -> range:
     tokens = library.get_vocab(with_added_tokens=True)
     first, count = tokens.get(_VISUAL.format(0)), sum(name.startswith("<|visual token ") for name in tokens)
     if missing := [name for name in _FIELDS if name not in tokens]:
-        raise refusal(path, problem=f"lacks {', '.join(missing)}", remedy="give the model's own tokenizer")
+        raise file_error(path, problem=f"lacks {', '.join(missing)}", remedy="give the model's own tokenizer")
     if first is None or any(tokens.get(_VISUAL.format(code)) != first + code for code in range(count)):
-        raise refusal(path, found=f"{count} visual tokens", expected="those of codes 0, 1, ... in a row")
+        raise file_error(path, found=f"{count} visual tokens", expected="those of codes 0, 1, ... in a row")
     return range(first, first + count)
 
 
-@refusing
+@raises_checkpoint_error
 def convert_tiktoken(path: Path, pattern: str, special: Sequence[str]) -> bytes:
     """The content of a `tokenizer.json` for a file of tiktoken: lines of a token in base 64 and its rank.
 
@@ -222,7 +222,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            raise refusal(path, found=format_value(line), expected="a token in base 64 and its rank") from error
+            raise file_error(path, found=format_value(line), expected="a token in base 64 and its rank") from error
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
-        raise refusal(path, problem="expected the ranks 0, 1, ..., each once, and all bytes among the tokens")
+        raise file_error(path, problem="expected the ranks 0, 1, ..., each once, and all bytes among the tokens")
     return ranks

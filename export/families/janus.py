@@ -18,7 +18,7 @@ from ...bundle.manifest import TokenLayout
 from ...engines.contracts import Progress
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, refusing
+from ..checkpoints.files import Config, raises_checkpoint_error
 from ..checkpoints.folders import Checkpoint
 from ..checkpoints.lora import Adapter
 from ..graph.conditions import token_condition
@@ -42,7 +42,7 @@ _NAMES = {
 _TEMPLATE = "<|User|>: {prompt}\n\n<|Assistant|>:"
 
 
-@refusing
+@raises_checkpoint_error
 def read_janus(target: Path, *, lora: Sequence[Adapter] = (), progress: Progress = silent) -> Model:
     """The model in a folder with config.json, generation_config.json, tokenizer.json and weights, adapters merged.
 
@@ -53,15 +53,15 @@ def read_janus(target: Path, *, lora: Sequence[Adapter] = (), progress: Progress
     generation, tokenizer = checkpoint.config("generation_config.json"), checkpoint.tokenizer()
     text, vision, vq = (config.section(name) for name in ("text_config", "vision_config", "vq_config"))
     vq.expect("hidden_act", "gelu", None)
-    pixels, patch = vision.whole("image_size"), vision.whole("patch_size")
+    pixels, patch = vision.integer("image_size"), vision.integer("patch_size")
     if pixels is None or patch is None:
         raise config.error("vision_config", "lacks image_size or patch_size, which tell the rows of codes")
     check_grid(pixels // patch)
     checkpoint.read(keep=lambda name: not name.startswith(_UNUSED))
-    images = checkpoint.take("model.vqmodel.")
+    images = checkpoint.extract("model.vqmodel.")
     rename_vqgan(images, coarsest_first=True)
     image = load_vq(images, normalize_for_encoder=False)
-    aligner = checkpoint.take(_ALIGNER)
+    aligner = checkpoint.extract(_ALIGNER)
     rename_llama(checkpoint, _LANGUAGE, _NAMES)
     codes, hidden = checkpoint.shape("codes")[0], checkpoint.shape("head.first.weight")[0]
     with without_weights():

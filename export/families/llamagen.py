@@ -20,7 +20,7 @@ from ...errors import CheckpointError, RequestError
 from ...inputs import format_value
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, read_config, refusing
+from ..checkpoints.files import Config, raises_checkpoint_error, read_config
 from ..checkpoints.folders import Checkpoint
 from ..checkpoints.lora import Adapter
 from ..graph.conditions import CaptionCondition, ClassCondition, text_condition
@@ -36,7 +36,7 @@ from .common import check_grid, image_model
 _CELL = 16  # pixels along a side of a code, of the published tokenizers
 
 
-class Published(NamedTuple):
+class PublishedModel(NamedTuple):
     """Sizes of a published model, and the rows of codes that it was published for, by condition."""
 
     num_layers: int
@@ -47,11 +47,11 @@ class Published(NamedTuple):
 
 
 MODELS = (
-    Published(12, 768, 12, (16, 24)),  # GPT-B
-    Published(24, 1024, 16, (16, 24)),  # GPT-L
-    Published(36, 1280, 20, (24,), (16, 32)),  # GPT-XL
-    Published(48, 1536, 24, (24,)),  # GPT-XXL
-    Published(24, 3200, 32, (24,)),  # GPT-3B
+    PublishedModel(12, 768, 12, (16, 24)),  # GPT-B
+    PublishedModel(24, 1024, 16, (16, 24)),  # GPT-L
+    PublishedModel(36, 1280, 20, (24,), (16, 32)),  # GPT-XL
+    PublishedModel(48, 1536, 24, (24,)),  # GPT-XXL
+    PublishedModel(24, 3200, 32, (24,)),  # GPT-3B
 )
 
 _CONDITION_NAMES = {
@@ -172,7 +172,7 @@ class LlamaGen(NamedTuple):
     lantern: bool
 
 
-@refusing
+@raises_checkpoint_error
 def read_transformer(
     path: Path,
     *,
@@ -206,14 +206,14 @@ def read_transformer(
         checkpoint.rename(_NAMES)
         values = Config(values.path, values.values, _FIELDS)
         if ("config", values.path) in checkpoint.sources:  # the caller's
-            values.know(_ARGUMENTS)
+            values.check_names(_ARGUMENTS)
     weights = checkpoint.weights
     if "codes" not in weights or not {"classes", "captions.uncond"} & weights.keys():
-        first = ", ".join(sorted(map(checkpoint.shown, weights))[:3])
+        first = ", ".join(sorted(map(checkpoint.name_in_files, weights))[:3])
         found = f"no class or caption embeddings with tok_embeddings, but {first}"
         raise checkpoint.error(found=found, expected="a LlamaGen transformer")
     codes, code_width = checkpoint.shape("codes")
-    values.agree(vocab_size=codes, hidden_size=code_width)
+    values.check_sizes(vocab_size=codes, hidden_size=code_width)
     condition, prefix = _take_condition(checkpoint, values)
     _check_feed_forward(checkpoint, values)
     sizes = DecoderConfig(
@@ -237,12 +237,12 @@ def _take_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondit
     if "classes" in weights:
         rows, _ = checkpoint.shape("classes")
         config.expect("input_type", "c2i", None)
-        config.agree(num_classes=rows - 1, cls_token_num=1)
+        config.check_sizes(num_classes=rows - 1, cls_token_num=1)
         return ClassCondition(weights.pop("classes").float()), 1
     names = ("captions.first", "captions.second", "captions.uncond")
     first, second, (prefix, caption_dim) = (list(checkpoint.shape(name)) for name in names)
     config.expect("input_type", "t2i", "t2i2", None)  # t2i2: stage II
-    config.agree(caption_dim=caption_dim, cls_token_num=prefix)
+    config.check_sizes(caption_dim=caption_dim, cls_token_num=prefix)
     if first[1] != caption_dim or second[1] != first[0]:
         shapes = f"shapes {first}, {second}, {[prefix, caption_dim]}"
         raise checkpoint.error(found=f"caption weights of {shapes}", expected="ones that fit each other")
@@ -250,7 +250,7 @@ def _take_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondit
 
 
 def _check_feed_forward(checkpoint: Checkpoint, config: Config) -> None:
-    multiple = config.whole("multiple_of")
+    multiple = config.integer("multiple_of")
     if multiple is not None:
         rows = checkpoint.shape("layers.0.ffn.gate.weight")[0]
         factor = 1.0 if config.get("ffn_dim_multiplier") is None else config.number("ffn_dim_multiplier", 1.0)
@@ -259,16 +259,16 @@ def _check_feed_forward(checkpoint: Checkpoint, config: Config) -> None:
             raise config.error("multiple_of", expected=f"one that makes {width} to {rows}, as the weights have")
 
 
-def _published(checkpoint: Checkpoint) -> Published | None:
+def _known_model(checkpoint: Checkpoint) -> PublishedModel | None:
     sizes = checkpoint.count("layers."), checkpoint.shape("codes")[1]
     return next((model for model in MODELS if model[:2] == sizes), None)
 
 
 def _heads(checkpoint: Checkpoint, config: Config) -> int:
-    if heads := config.whole("num_attention_heads"):
+    if heads := config.integer("num_attention_heads"):
         return heads
-    if published := _published(checkpoint):
-        return published.num_heads
+    if known := _known_model(checkpoint):
+        return known.num_heads
     problem = "the weights do not show the number of heads, and no published model has their sizes"
     field = config.names.get("num_attention_heads", "num_attention_heads")
     remedy = f'give a config with {field}: a JSON file such as {{"{field}": 12}}'
@@ -279,9 +279,9 @@ def _grid(checkpoint: Checkpoint, config: Config, prefix: int, classes: bool, gr
     """Rows of codes of the weights or the configuration, which the caller's must not contradict; else the caller's."""
     sizes: list[tuple[str, int]] = []
     if "freqs_cis" in checkpoint.weights:
-        sizes.append((f"{checkpoint.place}: freqs_cis", checkpoint.shape("freqs_cis", 3)[0] - prefix))
+        sizes.append((f"{checkpoint.path}: freqs_cis", checkpoint.shape("freqs_cis", 3)[0] - prefix))
         del checkpoint.weights["freqs_cis"]
-    if block := config.whole("block_size"):
+    if block := config.integer("block_size"):
         sizes.append((f"{config.path}: block_size", block))
     for field, cells in sizes:
         rows = isqrt(max(cells, 0))
@@ -292,10 +292,10 @@ def _grid(checkpoint: Checkpoint, config: Config, prefix: int, classes: bool, gr
                 field=field, found=f"a grid of {format_value(rows)}", expected=f"{grid}, as elsewhere"
             )
         grid = rows
-    published = _published(checkpoint)
+    known = _known_model(checkpoint)
     grids: tuple[int, ...] = ()
-    if published:
-        grids = published.class_grids if classes else published.text_grids
+    if known:
+        grids = known.class_grids if classes else known.text_grids
     if grid is None and len(grids) != 1:
         choices = " or ".join(f"{rows} ({rows * _CELL} pixels)" for rows in grids or (16, 24, 32))
         raise CheckpointError("the weights do not show the grid of codes", field="grid", expected=choices)

@@ -14,7 +14,7 @@ from ...bundle.manifest import Size, TokenLayout
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...methods import Sampling
-from ..checkpoints.files import refusal, refusing
+from ..checkpoints.files import file_error, raises_checkpoint_error
 from ..checkpoints.lora import Adapter
 from ..model import Model
 from ..models.vq_checkpoints import read_vqgan
@@ -29,7 +29,7 @@ _SLENDEREST = 4  # longer sides by shorter ones
 _SAMPLING = Sampling(cfg_scale=3.0, top_k=2000)  # of its solver; LANTERN's for it, too
 
 
-@refusing
+@raises_checkpoint_error
 def read_lumina(
     target: Path,
     vq: Path,
@@ -63,7 +63,7 @@ def read_lumina(
     names, codes = model.names, model.codes
     behind = names[_ROW_END] + 1 - codes.stop
     if behind < 1:
-        raise refusal(target, _ROW_END, found=f"token {names[_ROW_END]}", expected="one behind the image tokens")
+        raise file_error(target, _ROW_END, found=f"token {names[_ROW_END]}", expected="one behind the image tokens")
     return chameleon_model(
         model,
         read_vqgan(vq, progress),  # its own resolution is that of its training
@@ -72,7 +72,7 @@ def read_lumina(
         behind,
         family="lumina",
         sampling=_SAMPLING,
-        sizes=[lumina_size(high, wide, names) for high, wide in patches],
+        sizes=[image_size(high, wide, names) for high, wide in patches],
         row_end=names[_ROW_END] - codes.start,
     )
 
@@ -88,7 +88,7 @@ def patch_sizes(side: int) -> list[tuple[int, int]]:
     return [pair for pair in pairs if min(pair) > 0 and max(pair) <= _SLENDEREST * min(pair)]
 
 
-def lumina_size(high: int, wide: int, names: Mapping[str, int]) -> Size:
+def image_size(high: int, wide: int, names: Mapping[str, int]) -> Size:
     """The size of a picture of so many patches, with the tokens that announce it."""
     announced = (PROMPT_TOKENS[-1], f"<reserved{8800 + high:05d}>", f"<reserved{8800 + wide:05d}>")
     return Size(

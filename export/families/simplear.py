@@ -17,7 +17,7 @@ from ...bundle.manifest import Size, TokenLayout
 from ...engines.contracts import Progress
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import read_tokenizer, refusal, refusing
+from ..checkpoints.files import file_error, raises_checkpoint_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..checkpoints.lora import Adapter
 from ..graph.conditions import token_condition
@@ -27,7 +27,7 @@ from ..models.decoder import Decoder
 from ..models.llama import decoder_config, rename_llama
 from ..progress import silent
 from .common import check_grid, image_model
-from .emu3 import grids
+from .emu3 import grid_sizes
 
 # Tokens, texts and guidance of the published generate.py; its top-k keeps as many tokens as there are codes.
 START, BEGIN = "<|t2i|>", "<|soi|>"
@@ -41,7 +41,7 @@ _NEIGHBORS = 256  # of each code: 1024 of 64,000 would be 131 MB
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-@refusing
+@raises_checkpoint_error
 def read_simplear(
     target: Path, vq: Path, *, grid: int | None = None, lora: Sequence[Adapter] = (), progress: Progress = silent
 ) -> Model:
@@ -68,13 +68,13 @@ def read_simplear(
     tokenizer = read_tokenizer(path, rows)
     first = tokenizer.get_vocab_size(with_added_tokens=True)
     if missing := [name for name in (START, BEGIN) if tokenizer.token_to_id(name) is None]:
-        raise refusal(path, problem=f"lacks {', '.join(missing)}", remedy="give the model's own tokenizer")
+        raise file_error(path, problem=f"lacks {', '.join(missing)}", remedy="give the model's own tokenizer")
     images = Checkpoint(vq, "vq", progress)
     image = load_cosmos_vq(images)
-    sizes = picture_sizes(grid or _SQUARES[0], image.config.pixels_per_cell)
+    sizes = image_sizes(grid or _SQUARES[0], image.config.pixels_per_cell)
     most = max(size.codes for size in sizes)
     with without_weights():
-        decoder = Decoder(decoder_config(checkpoint, config, rows - first, sizes[0].rows, picture_tokens=most))
+        decoder = Decoder(decoder_config(checkpoint, config, rows - first, sizes[0].rows, max_image_tokens=most))
     embeddings = checkpoint.weights.pop("embed.weight")
     checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][first:]
     checkpoint.load_strict(decoder)
@@ -99,7 +99,7 @@ def prompt_layout(tokenizer: Tokenizer, negative: str = NEGATIVE) -> TokenLayout
     return TokenLayout(template=TEMPLATE, before=start, after=end, uncond=uncond, negative="{prompt}")
 
 
-def picture_sizes(grid: int, scale: int) -> list[Size]:
+def image_sizes(grid: int, scale: int) -> list[Size]:
     """A square of `grid` rows of codes of `scale` pixels, other shapes of about its area, and smaller squares."""
-    pairs = [*grids((grid * scale) ** 2, scale), *((side, side) for side in _SQUARES if side < grid)]
+    pairs = [*grid_sizes((grid * scale) ** 2, scale), *((side, side) for side in _SQUARES if side < grid)]
     return [Size(name=f"{columns * scale}x{rows * scale}", rows=rows, columns=columns) for rows, columns in pairs]

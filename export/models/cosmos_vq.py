@@ -62,7 +62,7 @@ def load_cosmos_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
         CheckpointError: the folder cannot be read, or has another model or unsupported FSQ levels.
     """
     checkpoint.read(keep=lambda name: not any(part in name for part in _UNUSED))
-    has_config = (checkpoint.place / "config.json").is_file()
+    has_config = (checkpoint.path / "config.json").is_file()
     configured = checkpoint.config().get("levels", _DEFAULT_LEVELS) if has_config else _DEFAULT_LEVELS
     stored = [checkpoint.weights.pop(f"{part}quantizer._levels", None) for part in ("", "inv_quant.")]
     levels = next((tuple(table.flatten().tolist()) for table in stored if table is not None), tuple(configured))

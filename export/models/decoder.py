@@ -27,7 +27,7 @@ class DecoderConfig:
     rows after the grid, for draft nodes past the last cell. input_norm: whether the first layer normalises its input
     (an EAGLE drafter of LlamaGen does not). query_key_norm: whether queries and keys are normalised head by head
     (Chameleon). qkv_bias: whether their projections add one (Qwen2). head_hidden: width of a hidden layer in the head
-    (Janus), 0 for a linear one. picture_tokens: of the longest picture (Lumina-mGPT), 0 for those of the grid.
+    (Janus), 0 for a linear one. max_image_tokens: of the longest picture (Lumina-mGPT), 0 for those of the grid.
     """
 
     hidden_size: int
@@ -49,7 +49,7 @@ class DecoderConfig:
     query_key_norm: bool = False
     qkv_bias: bool = False
     head_hidden: int = 0
-    picture_tokens: int = 0
+    max_image_tokens: int = 0
 
     @property
     def head_dim(self) -> int:
@@ -59,7 +59,7 @@ class DecoderConfig:
     @property
     def positions(self) -> int:
         """Rows of the rotary table."""
-        return self.prefix + (self.picture_tokens or self.grid**2) + self.spare_positions
+        return self.prefix + (self.max_image_tokens or self.grid**2) + self.spare_positions
 
 
 def rope_table(config: DecoderConfig) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...engines.contracts import Progress
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import refusing
+from ..checkpoints.files import raises_checkpoint_error
 from ..checkpoints.folders import Checkpoint
 from ..graph.decoder_graph import PastFirstWriter
 from ..graph.graphs import Arrays, Graph, decoder_graph
@@ -62,7 +62,7 @@ class LoadedDrafter(NamedTuple):
     drafts_for: str | None = None
 
 
-@refusing
+@raises_checkpoint_error
 def read_drafter(
     folder: Path,
     target: Decoder,
@@ -98,12 +98,12 @@ def read_drafter(
     if shape != wanted:
         expected = f"{list(wanted)}, as the target's {'tokens' if num_tokens else 'codes'}"
         raise checkpoint.error("embed.weight", found=f"shape {list(shape)}", expected=expected)
-    config.agree(vocab_size=shape[0])
+    config.check_sizes(vocab_size=shape[0])
     for name, allowed in (allowed_values or {}).items():
         config.expect(name, *allowed, None, remedy="give the drafter that was trained for this target")
     own = replace(
         sizes,
-        **layer_sizes(checkpoint, config, config.whole("num_attention_heads") or sizes.num_heads, parts=4),
+        **layer_sizes(checkpoint, config, config.integer("num_attention_heads") or sizes.num_heads, parts=4),
         prefix=sizes.prefix - 1,
         norm_eps=config.number("rms_norm_eps", 1e-6),
         rope_base=sizes.rope_base if sizes.rotary == "grid" else rope_base(config),

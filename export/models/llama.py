@@ -67,7 +67,7 @@ def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, parts
     rows, width = checkpoint.shape(qkv)
     layers = checkpoint.count("layers.")
     intermediate_size = checkpoint.shape("layers.0.ffn.gate.weight")[0]
-    config.agree(hidden_size=width, num_hidden_layers=layers, intermediate_size=intermediate_size)
+    config.check_sizes(hidden_size=width, num_hidden_layers=layers, intermediate_size=intermediate_size)
     for name, needed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("swin_norm", False)):
         config.expect(name, needed, None, remedy="other decoders are not supported")
     if heads is None or width % heads or width // heads % parts or config.get("head_dim") not in (None, width // heads):
@@ -75,7 +75,7 @@ def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, parts
         raise config.error("num_attention_heads", found=str(heads), expected=expected)
     head_dim = width // heads
     num_kv_heads, rest = divmod(rows - width, 2 * head_dim)
-    configured = config.whole("num_key_value_heads")
+    configured = config.integer("num_key_value_heads")
     if rest or num_kv_heads < 1 or heads % num_kv_heads or configured not in (None, num_kv_heads):
         expected = f"those of {heads} heads of {head_dim} numbers and {configured or 'some'} key heads"
         raise checkpoint.error(qkv, found=f"{rows} rows", expected=expected)
@@ -96,7 +96,7 @@ def decoder_config(
     vocab_size: int,
     grid: int,
     head_hidden: int = 0,
-    picture_tokens: int = 0,
+    max_image_tokens: int = 0,
     bounded: bool = True,
 ) -> DecoderConfig:
     """A decoder of transformers for pictures of `grid` rows and columns of `vocab_size` codes.
@@ -107,16 +107,16 @@ def decoder_config(
         vocab_size: codes.
         grid: rows of codes.
         head_hidden: as of `DecoderConfig`.
-        picture_tokens: of the longest picture, where that is not grid * grid.
+        max_image_tokens: of the longest picture, where that is not grid * grid.
         bounded: whether prompts may fill only what the codes leave of `max_position_embeddings`. They have 2048 tokens
             at most.
 
     Raises:
         CheckpointError: for what the decoder cannot do.
     """
-    sizes = layer_sizes(checkpoint, config, config.whole("num_attention_heads"), parts=2)
-    tokens = picture_tokens or grid**2
-    positions = config.whole("max_position_embeddings") if bounded else tokens + _LONGEST_PROMPT
+    sizes = layer_sizes(checkpoint, config, config.integer("num_attention_heads"), parts=2)
+    tokens = max_image_tokens or grid**2
+    positions = config.integer("max_position_embeddings") if bounded else tokens + _LONGEST_PROMPT
     if positions is None or positions < tokens + 2:
         raise config.error("max_position_embeddings", expected=f"more than the {tokens} codes of an image")
     return DecoderConfig(
@@ -124,7 +124,7 @@ def decoder_config(
         vocab_size=vocab_size,
         grid=grid,
         prefix=min(positions - tokens, _LONGEST_PROMPT),
-        picture_tokens=picture_tokens,
+        max_image_tokens=max_image_tokens,
         norm_eps=config.number("rms_norm_eps", 1e-6),
         rope_base=rope_base(config),
         rotary="sequence",

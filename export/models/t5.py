@@ -17,7 +17,7 @@ from torch import Tensor
 from ...engines.contracts import Progress
 from ...inputs import format_error, require_library
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, listing, read_tokenizer, refusal, refusing
+from ..checkpoints.files import Config, file_error, listing, raises_checkpoint_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..graph.decoder_graph import write_rms_norm
 from ..graph.onnx_ops import Ops
@@ -35,7 +35,7 @@ class TextEncoder(NamedTuple):
     sources: list[tuple[str, Path]]
 
 
-@refusing
+@raises_checkpoint_error
 def read_text_encoder(folder: Path, caption_dim: int, progress: Progress = silent) -> TextEncoder:
     """The encoder in a folder such as flan-t5-xl's, as transformers saves it: a whole T5, or the encoder alone.
 
@@ -49,37 +49,37 @@ def read_text_encoder(folder: Path, caption_dim: int, progress: Progress = silen
     """
     checkpoint = Checkpoint(folder, "text_encoder", progress)
     config, tokenizer = checkpoint.model_config("google/flan-t5-xl", "t5"), checkpoint.tokenizer()
-    width = config.whole("d_model")
+    width = config.integer("d_model")
     if width != caption_dim:  # before gigabytes are read
         expected = f"{caption_dim}, the width of the transformer's captions"
         raise config.error("d_model", expected=expected, remedy="LlamaGen's text models take flan-t5-xl (2048)")
     encoder = _read_t5(checkpoint, config)
-    end = config.whole("eos_token_id") or 1
+    end = config.integer("eos_token_id") or 1
     last = read_tokenizer(tokenizer, encoder.config.vocab_size).encode("a").ids[-1:]
     if last != [end]:
         expected = f"{end}, the eos_token_id of config.json"
-        raise refusal(tokenizer, "last token of a text", found=str(*last), expected=expected)
+        raise file_error(tokenizer, "last token of a text", found=str(*last), expected=expected)
     return TextEncoder(encoder, tokenizer.read_bytes(), checkpoint.sources)
 
 
 def _read_t5(checkpoint: Checkpoint, config: Config) -> Any:
     config.expect("feed_forward_proj", "gated-gelu")
-    buckets = config.whole("relative_attention_num_buckets") or 32
-    distance = config.whole("relative_attention_max_distance") or 128
+    buckets = config.integer("relative_attention_num_buckets") or 32
+    distance = config.integer("relative_attention_max_distance") or 128
     if buckets % 4 or distance <= buckets // 4:
         found = f"{buckets} for distances to {distance}"
         raise config.error("relative_attention_num_buckets", found=found, expected="a multiple of 4, and farther")
-    require_library("transformers", str(checkpoint.place), "export")
+    require_library("transformers", str(checkpoint.path), "export")
     from transformers import T5Config, T5EncoderModel
 
     checkpoint.read(lambda name: not name.startswith(("decoder.", "lm_head.")), (_SECOND,))
-    weights = checkpoint.take("encoder.")
+    weights = checkpoint.extract("encoder.")
     shared = checkpoint.weights.pop("shared.weight", None)
     if shared is not None and not torch.equal(weights.weights.setdefault("embed_tokens.weight", shared), shared):
         raise checkpoint.error("shared.weight", f"differs from {_SECOND}", expected="one table of tokens")
     if checkpoint.weights:
         raise checkpoint.error(found=f"weights {listing(checkpoint.weights)}", expected="those of a T5")
-    config.agree(num_layers=weights.count("block."))  # before as many are built
+    config.check_sizes(num_layers=weights.count("block."))  # before as many are built
     logger = logging.getLogger("transformers")
     level = logger.level
     try:

@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from ...engines.contracts import Progress
 from ...inputs import format_error
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, read_text, refusal, refusing
+from ..checkpoints.files import Config, file_error, raises_checkpoint_error, read_text
 from ..checkpoints.folders import Checkpoint
 from ..progress import silent
 from .llamagen_vq import NORM_GROUPS, LlamaGenVQ, VQConfig
@@ -26,7 +26,7 @@ _VQGAN_PATTERNS = (
 )
 
 
-@refusing
+@raises_checkpoint_error
 def read_vq(
     path: Path, progress: Progress = silent, averaged: bool | None = None
 ) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
@@ -111,7 +111,7 @@ class VQGAN(NamedTuple):
     sources: list[tuple[str, Path]]
 
 
-@refusing
+@raises_checkpoint_error
 def read_vqgan(path: Path, progress: Progress = silent) -> VQGAN:
     """Read a tokenizer in the layout of taming-transformers.
 
@@ -124,7 +124,7 @@ def read_vqgan(path: Path, progress: Progress = silent) -> VQGAN:
     """
     file = path / "vqgan.ckpt" if path.is_dir() else path
     if not file.is_file():
-        raise refusal(path, found="no .ckpt", expected="a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file")
+        raise file_error(path, found="no .ckpt", expected="a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file")
     checkpoint = Checkpoint(file, "vq", progress)
     checkpoint.read(keep=lambda name: not name.startswith("loss."))  # networks of the training loss
     if CODEBOOK not in checkpoint.weights or not checkpoint.count("encoder.down."):
@@ -168,12 +168,12 @@ def _read_grid(path: Path, config: VQConfig) -> int:
             raise ValueError("aliases, which may repeat each other without end")
         content = yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
-        raise refusal(path, found=format_error(error), expected="YAML") from error
+        raise file_error(path, found=format_error(error), expected="YAML") from error
     parameters = Config(path, content).section("model", "params")
-    parameters.agree(n_embed=config.codes, embed_dim=config.code_width)
+    parameters.check_sizes(n_embed=config.codes, embed_dim=config.code_width)
     sizes = parameters.section("ddconfig")
-    sizes.agree(z_channels=config.latent_width, ch=config.encoder_stem, num_res_blocks=config.blocks)
-    pixels = sizes.whole("resolution")
+    sizes.check_sizes(z_channels=config.latent_width, ch=config.encoder_stem, num_res_blocks=config.blocks)
+    pixels = sizes.integer("resolution")
     if pixels is None or pixels % config.pixels_per_cell:
         raise sizes.error("resolution", expected=f"a multiple of {config.pixels_per_cell} pixels")
     return pixels // config.pixels_per_cell

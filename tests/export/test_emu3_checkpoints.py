@@ -24,8 +24,8 @@ from lantern_rt.export.families.emu3 import (
     NEGATIVE,
     SUFFIX,
     convert_tiktoken,
-    grids,
-    picture_size,
+    grid_sizes,
+    image_size,
     prompt_layout,
     read_emu3,
 )
@@ -101,7 +101,7 @@ def test_a_configuration_without_the_defaults_of_its_class_means_them(tmp_path: 
 
 def test_the_published_sizes_and_defaults_are_those_of_the_program() -> None:
     ratios = PROTOCOL["sizes_for_image_area_518400"]
-    assert grids(PROTOCOL["image_area_default"], 8) == [tuple(size) for size in ratios.values()]
+    assert grid_sizes(PROTOCOL["image_area_default"], 8) == [tuple(size) for size in ratios.values()]
     sampling = read_emu3(EMU3, grid=4).fields["sampling"]
     assert (sampling.cfg_scale, sampling.top_k) == (PROTOCOL["cfg_default"], PROTOCOL["top_k_default"])
     assert (sampling.temperature, sampling.top_p) == (1.0, 1.0)
@@ -113,7 +113,7 @@ def test_official_forced_row_ends_of_a_published_size_are_where_sequences_have_t
     with np.load(DATA / "emu3/golden.npz") as arrays:
         forced = arrays[f"official_forced_{name}"]
     rows, columns = map(int, name.split("x"))
-    assert (rows, columns) in grids(PROTOCOL["image_area_default"], 8)
+    assert (rows, columns) in grid_sizes(PROTOCOL["image_area_default"], 8)
     row_end = PROTOCOL["tokens"]["eol"]["official"]
     raster = Raster(rows * columns, columns, row_end)
     ours = [*raster.insert_row_ends([-1] * raster.num_codes).tolist(), row_end]  # the last row's end draws nothing
@@ -130,7 +130,7 @@ def test_prompt_and_unconditional_ids_of_runs(
     libraries: dict[str, Tokenizer], layout: str, trace: dict[str, Any]
 ) -> None:
     library = libraries[layout]
-    words, size = prompt_layout(library, trace["negative"]), picture_size(library, *trace["grid"], 2)
+    words, size = prompt_layout(library, trace["negative"]), image_size(library, *trace["grid"], 2)
     text = TemplateTokenizer(library, words.template).encode(trace["text"].removesuffix(SUFFIX), 2048)
     assert [*words.before, *text.tolist(), *words.after, *size.tokens] == trace["prompt_ids"]
     assert words.uncond is not None

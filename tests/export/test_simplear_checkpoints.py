@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from lantern_rt.errors import LanternError
 from lantern_rt.export.checkpoints.deferred import computed
 from lantern_rt.export.checkpoints.files import read_weights
-from lantern_rt.export.families.simplear import picture_sizes, read_simplear
+from lantern_rt.export.families.simplear import image_sizes, read_simplear
 
 Read = Callable[[Path], object]
 EMBED = "model.embed_tokens.weight"
@@ -83,7 +83,7 @@ def test_a_head_of_its_own_and_an_image_tokenizer_of_safetensors_are_read(tmp_pa
 
 
 def test_sizes_are_a_square_shapes_of_its_area_and_the_smaller_squares_of_training() -> None:
-    names = [size.name for size in picture_sizes(64, 16)]
+    names = [size.name for size in image_sizes(64, 16)]
     assert names[0] == "1024x1024"
     assert "1360x768" in names
     assert names[-3:] == ["768x768", "512x512", "256x256"]
