@@ -217,7 +217,7 @@ def read_transformer(
     condition, prefix = _take_condition(checkpoint, values)
     _check_feed_forward(checkpoint, values)
     sizes = DecoderConfig(
-        **layer_sizes(checkpoint, values, _heads(checkpoint, values), parts=4),
+        **layer_sizes(checkpoint, values, _heads(checkpoint, values), head_multiple=4),
         vocab_size=codes,
         grid=_grid(checkpoint, values, prefix, isinstance(condition, ClassCondition), grid),
         prefix=prefix,

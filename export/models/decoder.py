@@ -1,7 +1,8 @@
-"""The one decoder every family shares: a Llama-style transformer with tree masks and an explicit cache.
+"""The decoder of all families: a Llama-style transformer with tree attention masks and an explicit KV cache.
 
-`Decoder.forward` is what the target graph computes: past-first keys and values, the past is read but never returned.
-`Decoder.forward_sequences` is the same function without a cache, for training and checks.
+`Decoder.forward` defines the target graph. The position is the first axis of keys and values; past keys and values are
+inputs, and only new keys and values are outputs. `Decoder.forward_sequences` computes the same without a cache, for
+training and checks.
 """
 
 from __future__ import annotations
@@ -21,13 +22,30 @@ from ...engines.graph_writer import HEAD_EPSILON
 class DecoderConfig:
     """Sizes and conventions of a decoder.
 
-    rotary: positions are cells of a `grid` with rows and columns (LlamaGen), or a plain `sequence` (Llama, Chameleon).
-    rope_style: which numbers of a head are a pair, `interleaved` (2i, 2i + 1) or `half` (i, i + half). prefix_rotation:
-    rows of the rotary table before a grid; `zero` makes prefix queries and keys vanish (LlamaGen). spare_positions:
-    rows after the grid, for draft nodes past the last cell. input_norm: whether the first layer normalises its input
-    (an EAGLE drafter of LlamaGen does not). query_key_norm: whether queries and keys are normalised head by head
-    (Chameleon). qkv_bias: whether their projections add one (Qwen2). head_hidden: width of a hidden layer in the head
-    (Janus), 0 for a linear one. max_image_tokens: of the longest picture (Lumina-mGPT), 0 for those of the grid.
+    Checkpoints of `recipes/scenes` contain the names of these fields.
+
+    Args:
+        hidden_size: width of the hidden states.
+        num_layers: number of layers.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads.
+        intermediate_size: hidden width of the feed-forward network.
+        vocab_size: number of codes, the outputs of the head.
+        grid: rows and columns of codes of the default image.
+        prefix: maximum number of positions of a prompt.
+        norm_eps: epsilon of the RMS norms.
+        rope_base: base of the rotary frequencies.
+        rotary: `grid` rotates by row and column of a cell (LlamaGen), `sequence` by the position (Llama, Chameleon).
+        rope_style: pairs of numbers that are rotated: `interleaved` (2i, 2i + 1) or `half` (i, i + head_dim / 2).
+        prefix_rotation: rotation of a prompt's positions before a grid: `identity`, or `zero`, which multiplies their
+            queries and keys by 0 (LlamaGen).
+        spare_positions: rows of the rotary table after an image, for draft nodes past the last cell.
+        input_norm: whether the first layer normalises its input; LANTERN's drafters for LlamaGen do not.
+        final_norm: whether hidden states are normalised after the last layer.
+        query_key_norm: whether queries and keys are normalised in each head (Chameleon).
+        qkv_bias: whether the projections to queries, keys and values have a bias (Qwen2).
+        head_hidden: width of the head's hidden layer (Janus), 0 for a linear head.
+        max_image_tokens: maximum number of tokens of an image (Lumina-mGPT), 0 for `grid * grid`.
     """
 
     hidden_size: int
@@ -53,40 +71,50 @@ class DecoderConfig:
 
     @property
     def head_dim(self) -> int:
-        """Numbers per head."""
+        """Width of a head."""
         return self.hidden_size // self.num_heads
 
     @property
     def positions(self) -> int:
-        """Rows of the rotary table."""
+        """Number of positions, the rows of the rotary table."""
         return self.prefix + (self.max_image_tokens or self.grid**2) + self.spare_positions
 
 
 def rope_table(config: DecoderConfig) -> Tensor:
-    """Cosines and sines `[positions, head_dim / 2, 2]` of the rotary embedding.
+    """Compute the cosines and sines of the rotary embedding, `[positions, head_dim / 2, 2]`.
 
-    On a grid the first half of the pairs turns by the row of the cell, the second half by its column, both with
-    frequencies base^(-2k / (head_dim / 2)). In a sequence pair k turns by the position, with frequency
-    base^(-2k / head_dim).
+    On a grid, the first half of the pairs is rotated by the row of the cell and the second half by its column. Both
+    halves have frequencies base^(-2k / (head_dim / 2)). In a sequence, pair k is rotated by the position, with
+    frequency base^(-2k / head_dim).
     """
-    real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # also in a module built without weights
-    first, places = 0, torch.arange(config.positions, **real)[:, None]
+    # The device is given because modules are also built on the `meta` device, without weights.
+    real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+    first = 0
+    coordinates = torch.arange(config.positions, **real)[:, None]
     if config.rotary == "grid":
-        first, side = config.prefix, torch.arange(config.grid, **real)
-        places = torch.cartesian_prod(side, side)  # [grid * grid, 2]: row, column
-    pairs = config.head_dim // 2 // places.shape[1]  # that turn by one coordinate
+        first = config.prefix
+        cells = torch.arange(config.grid, **real)
+        coordinates = torch.cartesian_prod(cells, cells)  # [grid * grid, 2]: row, column
+    pairs = config.head_dim // 2 // coordinates.shape[1]  # pairs per coordinate
     frequencies = torch.arange(pairs, **real) / pairs
-    angles = (places[:, :, None] * config.rope_base**-frequencies).flatten(1)  # [places, head_dim / 2]
+    angles = (coordinates[:, :, None] * config.rope_base**-frequencies).flatten(1)  # [cells or positions, head_dim / 2]
     table = torch.zeros(config.positions, config.head_dim // 2, 2, **real)
     if config.prefix_rotation == "identity":
         table[:first, :, 0] = 1
-    table[first : first + len(places)] = torch.stack([angles.cos(), angles.sin()], -1)
+    table[first : first + len(coordinates)] = torch.stack([angles.cos(), angles.sin()], -1)
     return table.float()
 
 
 def rotate(x: Tensor, rope: Tensor, rope_style: str = "interleaved") -> Tensor:
-    """Turn pairs of `x [rows, nodes, heads, head_dim]` by cosines and sines `rope [rows, nodes, head_dim / 2, 2]`."""
-    cos, sin = rope[:, :, None, :, 0], rope[:, :, None, :, 1]
+    """Rotate the pairs of queries or keys.
+
+    Args:
+        x: queries or keys, `[rows, nodes, heads, head_dim]`.
+        rope: cosines and sines, `[rows, nodes, head_dim / 2, 2]`.
+        rope_style: pairs of numbers; see `DecoderConfig`.
+    """
+    cos = rope[:, :, None, :, 0]
+    sin = rope[:, :, None, :, 1]
     if rope_style == "half":
         first, second = x.chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -95,60 +123,70 @@ def rotate(x: Tensor, rope: Tensor, rope_style: str = "interleaved") -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x), scaled."""
+    """RMS norm: x / rms(x), scaled."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
 class HeadNorm(nn.Module):
-    """(x - mean) / deviation of every head by itself, then scaled and shifted by weights of that head."""
+    """Layer norm of each head; each head has different scales and shifts."""
 
     def __init__(self, heads: int, width: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(heads, width)), nn.Parameter(torch.zeros(heads, width))
+        self.weight = nn.Parameter(torch.ones(heads, width))
+        self.bias = nn.Parameter(torch.zeros(heads, width))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape[-1:], eps=HEAD_EPSILON) * self.weight + self.bias
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with separate paths for cached decoding and for training."""
+    """Grouped-query attention, with or without a KV cache."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
         self.rope_style = config.rope_style
         if config.query_key_norm:
             self.query_norm = HeadNorm(config.num_heads, config.head_dim)
             self.key_norm = HeadNorm(config.num_kv_heads, config.head_dim)
-        self.normed = config.query_key_norm
-        width, heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
-        self.qkv = nn.Linear(width, heads * config.head_dim, bias=config.qkv_bias)
-        self.out = nn.Linear(config.num_heads * config.head_dim, width, bias=False)
+        self.query_key_norm = config.query_key_norm
+        heads = config.num_heads + 2 * config.num_kv_heads
+        self.qkv = nn.Linear(config.hidden_size, heads * config.head_dim, bias=config.qkv_bias)
+        self.out = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
     def project(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values: each `[rows, nodes, heads or num_kv_heads, head_dim]`."""
+        """Compute queries, keys and values, each `[rows, nodes, num_heads or num_kv_heads, head_dim]`.
+
+        Args:
+            x: normalised hidden states, `[rows, nodes, hidden_size]`.
+            rope: cosines and sines that rotate queries and keys, `[rows, nodes, head_dim / 2, 2]`.
+        """
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         query, key, value = self.qkv(x).view(*x.shape[:2], sum(heads), self.head_dim).split(heads, 2)
-        if self.normed:
-            query, key = self.query_norm(query), self.key_norm(key)
+        if self.query_key_norm:
+            query = self.query_norm(query)
+            key = self.key_norm(key)
         return rotate(query, rope, self.rope_style), rotate(key, rope, self.rope_style), value
 
     def forward(
         self, x: Tensor, rope: Tensor, mask: Tensor | None = None, past: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attend to the past and to the new nodes.
+        """Compute attention to the past and among the new nodes.
 
         Args:
-            x: `[rows, nodes, hidden_size]`.
-            rope: `[rows, nodes, head_dim / 2, 2]`.
-            mask: additive, `[rows, 1, nodes, past + nodes]`; None: a whole causal sequence.
-            past: keys and values, each `[past, rows, num_kv_heads, head_dim]`.
+            x: normalised hidden states, `[rows, nodes, hidden_size]`.
+            rope: cosines and sines, `[rows, nodes, head_dim / 2, 2]`.
+            mask: additive attention mask, `[rows, 1, nodes, past + nodes]`, None for causal attention without a past.
+            past: past keys and values, each `[past, rows, num_kv_heads, head_dim]`, empty without a past.
 
         Returns:
             The output, and the new keys and values `[nodes, rows, num_kv_heads, head_dim]`.
@@ -165,7 +203,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward network."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -179,7 +217,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each behind a norm and around a skip connection."""
+    """A layer: attention and feed-forward network, each with a norm before and a skip connection around it."""
 
     def __init__(self, config: DecoderConfig, input_norm: bool) -> None:
         super().__init__()
@@ -191,18 +229,26 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, rope: Tensor, mask: Tensor | None = None, past: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Attention.forward`."""
+        """Apply the layer; see `Attention.forward` for arguments and results.
+
+        Args:
+            x: hidden states, not normalised.
+            rope: cosines and sines.
+            mask: additive attention mask, or None.
+            past: past keys and values, or nothing.
+        """
         attended, key, value = self.attention(self.attention_norm(x), rope, mask, past)
         x = x + attended
         return x + self.ffn(self.ffn_norm(x)), key, value
 
 
 class DeepHead(nn.Module):
-    """Hidden states to logits through one hidden layer with GELU, both layers with bias."""
+    """A head with one hidden layer and GELU; both layers have a bias."""
 
     def __init__(self, width: int, hidden: int, vocabulary: int) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(width, hidden), nn.Linear(hidden, vocabulary)
+        self.first = nn.Linear(width, hidden)
+        self.second = nn.Linear(hidden, vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.second(F.gelu(self.first(x)))
@@ -213,7 +259,7 @@ Head = nn.Linear | DeepHead
 
 
 class LayerStack(nn.Module):
-    """The layers that decoders and drafters are made of, with their rotary table."""
+    """The layers of a target or drafter, with their rotary table."""
 
     rope: Tensor
 
@@ -226,7 +272,17 @@ class LayerStack(nn.Module):
     def run_layers(
         self, x: Tensor, position_ids: Tensor, mask: Tensor, past: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """One pass of `x [rows, nodes, hidden_size]` through all layers; the rest as in `Decoder.forward`."""
+        """Apply all layers to new nodes.
+
+        Args:
+            x: input of the first layer, `[rows, nodes, hidden_size]`.
+            position_ids: rows of the rotary table, `[rows, nodes]`.
+            mask: additive attention mask, `[rows, 1, nodes, past + nodes]`.
+            past: past keys and values of each layer, `[past, rows, num_kv_heads, head_dim]`.
+
+        Returns:
+            The hidden states, and the new keys and values of each layer, `[nodes, rows, num_kv_heads, head_dim]`.
+        """
         rope = self.rope[position_ids]
         new_kv: list[Tensor] = []
         for i, layer in enumerate(self.layers):
@@ -236,7 +292,7 @@ class LayerStack(nn.Module):
 
 
 class Decoder(LayerStack):
-    """A stack of layers with an output head over the image vocabulary."""
+    """A stack of layers with an output head over the codes."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -246,19 +302,31 @@ class Decoder(LayerStack):
             self.head = DeepHead(config.hidden_size, config.head_hidden, config.vocab_size)
 
     def forward(self, embeds: Tensor, position_ids: Tensor, mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
-        """One pass over new nodes.
+        """Compute one forward pass over new nodes.
 
-        `embeds [rows, nodes, hidden_size]`, `position_ids [rows, nodes]`, additive `mask [rows, 1, nodes, past +
-        nodes]`, `past` keys and values of each layer `[past, rows, num_kv_heads, head_dim]`. Returns logits
-        `[rows, nodes, vocab_size]`, hidden states `[rows, nodes, hidden_size]` and the new keys and values of each
-        layer `[nodes, rows, num_kv_heads, head_dim]`.
+        Args:
+            embeds: input embeddings, `[rows, nodes, hidden_size]`.
+            position_ids: rows of the rotary table, `[rows, nodes]`.
+            mask: additive attention mask, `[rows, 1, nodes, past + nodes]`.
+            past: past keys and values of each layer, `[past, rows, num_kv_heads, head_dim]`.
+
+        Returns:
+            Logits `[rows, nodes, vocab_size]`, hidden states `[rows, nodes, hidden_size]`, and the new keys and values
+            of each layer, `[nodes, rows, num_kv_heads, head_dim]`.
         """
         x, new_kv = self.run_layers(embeds, position_ids, mask, past)
         hidden = self.norm(x)
         return self.head(hidden), hidden, *new_kv
 
     def forward_sequences(self, embeds: Tensor) -> Tensor:
-        """Hidden states `[rows, length, hidden_size]` of whole causal sequences that start at position 0."""
+        """Compute hidden states of whole sequences from position 0, with causal attention and without a cache.
+
+        Args:
+            embeds: input embeddings, `[rows, length, hidden_size]`.
+
+        Returns:
+            Hidden states, `[rows, length, hidden_size]`.
+        """
         rope = self.rope[None, : embeds.shape[1]]
         for layer in self.layers:
             embeds, *_ = layer(embeds, rope)

@@ -1,8 +1,8 @@
 """EAGLE drafters in LANTERN's layout: a folder of config.json and weights, and their graph.
 
-A drafter is one or more layers of the shared decoder behind a linear map of a token's embedding and the hidden
-state before it. It has its own embedding table, borrows the target's head, and has no final norm. The slot that
-holds a token sits one position before it: a drafter of LlamaGen has a rotary table that starts one row later.
+A linear map of a token's embedding and the target's hidden state before that token is the input of a drafter's layers,
+which are layers of the shared decoder. A drafter has an embedding table, no final norm, and the head of its target.
+The slot of a token has the position before the token's. So the rotary table of LlamaGen's drafters starts a row later.
 """
 
 from __future__ import annotations
@@ -29,10 +29,16 @@ from .llama import layer_sizes, rename_llama, rope_base
 
 
 class EagleDrafter(LayerStack):
-    """Predicts the target's next hidden state from its last one and the token that followed."""
+    """A drafter: predicts the target's next hidden state from its last hidden state and the token sampled there.
+
+    Args:
+        config: sizes of the layers.
+        head: head of the target.
+        bias: whether the input map has a bias.
+        num_tokens: rows of the embedding table, None for the number of codes.
+    """
 
     def __init__(self, config: DecoderConfig, head: Head, bias: bool, num_tokens: int | None = None) -> None:
-        """`num_tokens`: rows of the embedding table, where it holds more than the codes."""
         super().__init__(config)
         self.embed = nn.Embedding(num_tokens or config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
@@ -41,9 +47,17 @@ class EagleDrafter(LayerStack):
     def forward(
         self, input_ids: Tensor, target_hidden: Tensor, position_ids: Tensor, mask: Tensor, *past: Tensor
     ) -> tuple[Tensor, ...]:
-        """One pass over new slots: `input_ids [rows, nodes]`, `target_hidden [rows, nodes, hidden_size]`.
+        """Compute one forward pass over new slots.
 
-        The rest, and the results, as in `Decoder.forward`; the hidden states are predictions.
+        Args:
+            input_ids: tokens of the slots, `[rows, nodes]`.
+            target_hidden: hidden states before the tokens, of the target or predicted, `[rows, nodes, hidden_size]`.
+            position_ids: rows of the rotary table, `[rows, nodes]`.
+            mask: additive attention mask, `[rows, 1, nodes, past + nodes]`.
+            past: past keys and values of each layer, `[past, rows, num_kv_heads, head_dim]`.
+
+        Returns:
+            Logits, predicted hidden states, and the new keys and values of each layer, as from `Decoder.forward`.
         """
         x = self.fc(torch.cat([self.embed(input_ids), target_hidden], -1))
         hidden, new_kv = self.run_layers(x, position_ids, mask, past)
@@ -51,9 +65,13 @@ class EagleDrafter(LayerStack):
 
 
 class LoadedDrafter(NamedTuple):
-    """A drafter, its files with roles, and how the runtime feeds it: fields of `DrafterSpec` in the manifest.
+    """A drafter that was read from its folder.
 
-    drafts_for: as of `Model`.
+    Args:
+        drafter: the drafter.
+        sources: its files with their roles.
+        spec_fields: fields of `DrafterSpec` in the manifest that are not sizes.
+        drafts_for: sha256 of the target weights that the drafter was trained on, None if unknown.
     """
 
     drafter: EagleDrafter
@@ -71,17 +89,18 @@ def read_drafter(
     progress: Progress = silent,
     **spec_fields: Any,
 ) -> LoadedDrafter:
-    """The drafter in a folder, for a target whose head and grid it shares.
+    """Read a drafter, which uses the head and the grid of its target.
 
     Args:
-        folder: config.json and weights in LANTERN's layout.
-        target: what it drafts for.
-        num_tokens: the size of the vocabulary that the drafter embeds, where that holds more than the target's codes.
-        allowed_values: what fields of its configuration may be, where they are there, to fit the target.
-        spec_fields: fields of `DrafterSpec` beyond its sizes.
+        folder: folder with config.json and weights in LANTERN's layout.
+        target: target of the drafter.
+        num_tokens: number of tokens that the drafter embeds, None for the target's number of codes.
+        allowed_values: values that fit the target, by name of a field of config.json; each field may be missing.
+        progress: progress callback.
+        spec_fields: fields of `DrafterSpec` in the manifest that are not sizes.
 
     Raises:
-        CheckpointError: the folder holds no drafter, or that of another target.
+        CheckpointError: the folder has no drafter, or a drafter for another target.
     """
     checkpoint = Checkpoint(folder, "drafter", progress)
     config = checkpoint.config()
@@ -92,7 +111,9 @@ def read_drafter(
     if "fc.weight" not in weights or "embed.weight" not in weights:
         raise checkpoint.error(problem="has no fc.weight and embed_tokens.weight, so this is no EAGLE drafter")
     if not isinstance(target.head, nn.Linear):
-        raise checkpoint.error(problem="EAGLE drafters borrow a plain head, but the target's has a hidden layer")
+        raise checkpoint.error(
+            problem="EAGLE drafters need a target with a linear head, but this target's has a hidden layer"
+        )
     shape = checkpoint.shape("embed.weight")
     wanted = (num_tokens or sizes.vocab_size, sizes.hidden_size)
     if shape != wanted:
@@ -101,9 +122,9 @@ def read_drafter(
     config.check_sizes(vocab_size=shape[0])
     for name, allowed in (allowed_values or {}).items():
         config.expect(name, *allowed, None, remedy="give the drafter that was trained for this target")
-    own = replace(
+    drafter_config = replace(
         sizes,
-        **layer_sizes(checkpoint, config, config.integer("num_attention_heads") or sizes.num_heads, parts=4),
+        **layer_sizes(checkpoint, config, config.integer("num_attention_heads") or sizes.num_heads, head_multiple=4),
         prefix=sizes.prefix - 1,
         norm_eps=config.number("rms_norm_eps", 1e-6),
         rope_base=sizes.rope_base if sizes.rotary == "grid" else rope_base(config),
@@ -111,17 +132,17 @@ def read_drafter(
         final_norm=False,
     )
     with without_weights():
-        head = nn.Linear(own.hidden_size, own.vocab_size, bias=False)
-        drafter = EagleDrafter(own, head, "fc.bias" in weights, num_tokens)
+        head = nn.Linear(drafter_config.hidden_size, drafter_config.vocab_size, bias=False)
+        drafter = EagleDrafter(drafter_config, head, "fc.bias" in weights, num_tokens)
     weights["head.weight"] = target.head.weight
     checkpoint.load_strict(drafter)
-    training = config.get("training")  # as `train-drafter` writes it
+    training = config.get("training")  # `train-drafter` writes this field
     drafts_for = training.get("target_sha256") if isinstance(training, Mapping) else None
     return LoadedDrafter(drafter, checkpoint.sources, spec_fields, None if drafts_for is None else str(drafts_for))
 
 
 def drafter_graph(drafter: EagleDrafter) -> Graph:
-    """The graph of a drafter."""
+    """Return the graph of a drafter."""
     hidden_size = drafter.config.hidden_size
 
     def inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:

@@ -1,6 +1,7 @@
-"""Weights and sizes of Llama-style decoders: names of Hugging Face's transformers, checks against config.json.
+"""Weights and sizes of Llama-style decoders in the layout of transformers, checked against config.json.
 
-Chameleon, Janus's language model, LANTERN's targets and drafters have these names; LlamaGen's own files bring theirs.
+Chameleon, the language model of Janus, and LANTERN's targets and drafters have this layout. LlamaGen's files have other
+names.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from ..checkpoints.files import Config
 from ..checkpoints.folders import Checkpoint
 from .decoder import DecoderConfig
 
-_LONGEST_PROMPT = 2048  # tokens; a request's prompt has at most 2000 characters
+_MAX_PROMPT = 2048  # tokens; the prompt of a request has at most 2000 characters
 _LAYER = "layers.0.attention"
 _KINDS = ("weight", "bias")
+# Names in transformers by name in the decoder, both after the number of the layer.
 LAYER_NAMES = {
     "attention_norm.weight": "input_layernorm.weight",
     **{f"attention.{p}.weight": f"self_attn.{p[0]}_proj.weight" for p in ("query", "key", "value", "out")},
@@ -29,11 +31,19 @@ LAYER_NAMES = {
 
 
 def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) -> None:
-    """Rename the layers and the final norm, whose names start with `prefix`, and `names` to the decoder's.
+    """Rename the weights of layers and final norm to the decoder's names.
 
-    Queries, keys and values `[heads * head_dim, hidden_size]` of a layer become one weight, and their biases, if it has
-    any, one bias. A row of a norm of queries or keys `[rows, head_dim]` may serve several heads (Lumina-mGPT); it is
-    repeated. Raises: CheckpointError.
+    Projections to queries, keys and values, `[heads * head_dim, hidden_size]`, are joined to one weight, and their
+    biases to one bias. A row of a query or key norm, `[rows, head_dim]`, may belong to several heads (Lumina-mGPT); it
+    is repeated for each of them.
+
+    Args:
+        checkpoint: the weights.
+        prefix: prefix of the names in the files.
+        names: names in the files of other weights, such as the head, by the decoder's names.
+
+    Raises:
+        CheckpointError: a projection is missing, or shapes do not fit together.
     """
     layers = {f"layers.*.{ours}": f"{prefix}layers.*.{theirs}" for ours, theirs in LAYER_NAMES.items()}
     checkpoint.rename({"norm.weight": f"{prefix}norm.weight", **layers, **names})
@@ -42,13 +52,15 @@ def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) 
         query, key, value = (checkpoint.shape(name) for name in parts)
         if query[0] != query[1] or key != value or query[1] != key[1]:
             shapes = f"shapes {query}, {key}, {value}"
-            raise checkpoint.error(f"layers.{i}.attention.qkv.weight", found=shapes, expected="a square and two alike")
+            raise checkpoint.error(
+                f"layers.{i}.attention.qkv.weight", found=shapes, expected="a square query and equal key and value"
+            )
         checkpoint.weights[f"layers.{i}.attention.qkv.weight"] = joined([checkpoint.weights.pop(p) for p in parts])
         biases = [f"layers.{i}.attention.{part}.bias" for part in ("query", "key", "value")]
         if any(name in checkpoint.weights for name in biases):
             sizes = [checkpoint.shape(name, 1) for name in biases]
             if sizes != [query[:1], key[:1], value[:1]]:
-                raise checkpoint.error(f"layers.{i}.attention.qkv.bias", found=f"{sizes}", expected="one of each row")
+                raise checkpoint.error(f"layers.{i}.attention.qkv.bias", found=f"{sizes}", expected="one bias per row")
             checkpoint.weights[f"layers.{i}.attention.qkv.bias"] = joined([checkpoint.weights.pop(b) for b in biases])
         for part, (width, _) in (("query", query), ("key", key)):
             for name in (f"layers.{i}.attention.{part}_norm.{kind}" for kind in _KINDS):
@@ -57,11 +69,17 @@ def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) 
                     checkpoint.weights[name] = norm.repeat_interleave(width // norm.numel(), 0)
 
 
-def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, parts: int) -> dict[str, Any]:
-    """Sizes of a decoder for `DecoderConfig`, from renamed weights, checked against the configuration.
+def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, head_multiple: int) -> dict[str, Any]:
+    """Return the fields of `DecoderConfig` that the weights determine, checked against the configuration.
 
-    config: with transformers' names of fields. parts: what the head size must be a multiple of. Raises:
-    CheckpointError.
+    Args:
+        checkpoint: weights with the decoder's names.
+        config: configuration with transformers' names of fields.
+        heads: number of query heads, None if the configuration does not have it.
+        head_multiple: number that the width of a head must be a multiple of.
+
+    Raises:
+        CheckpointError: a size is not supported, or differs from the configuration.
     """
     qkv = f"{_LAYER}.qkv.weight"
     rows, width = checkpoint.shape(qkv)
@@ -70,14 +88,19 @@ def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, parts
     config.check_sizes(hidden_size=width, num_hidden_layers=layers, intermediate_size=intermediate_size)
     for name, needed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("swin_norm", False)):
         config.expect(name, needed, None, remedy="other decoders are not supported")
-    if heads is None or width % heads or width // heads % parts or config.get("head_dim") not in (None, width // heads):
-        expected = f"a number that divides the width {width} into heads of a multiple of {parts} numbers"
+    if (
+        heads is None
+        or width % heads
+        or width // heads % head_multiple
+        or config.get("head_dim") not in (None, width // heads)
+    ):
+        expected = f"a number that divides the width {width} into heads of a multiple of {head_multiple} numbers"
         raise config.error("num_attention_heads", found=str(heads), expected=expected)
     head_dim = width // heads
     num_kv_heads, rest = divmod(rows - width, 2 * head_dim)
     configured = config.integer("num_key_value_heads")
     if rest or num_kv_heads < 1 or heads % num_kv_heads or configured not in (None, num_kv_heads):
-        expected = f"those of {heads} heads of {head_dim} numbers and {configured or 'some'} key heads"
+        expected = f"rows of {heads} heads of {head_dim} numbers and {configured or 'some'} key heads"
         raise checkpoint.error(qkv, found=f"{rows} rows", expected=expected)
     return {
         "hidden_size": width,
@@ -99,31 +122,31 @@ def decoder_config(
     max_image_tokens: int = 0,
     bounded: bool = True,
 ) -> DecoderConfig:
-    """A decoder of transformers for pictures of `grid` rows and columns of `vocab_size` codes.
+    """Return the sizes of a decoder in the layout of transformers.
 
     Args:
-        checkpoint: with renamed weights.
-        config: with transformers' names of fields.
-        vocab_size: codes.
-        grid: rows of codes.
-        head_hidden: as of `DecoderConfig`.
-        max_image_tokens: of the longest picture, where that is not grid * grid.
-        bounded: whether prompts may fill only what the codes leave of `max_position_embeddings`. They have 2048 tokens
-            at most.
+        checkpoint: weights with the decoder's names.
+        config: configuration with transformers' names of fields.
+        vocab_size: number of codes.
+        grid: rows and columns of codes of the default image.
+        head_hidden: width of the head's hidden layer, 0 for a linear head.
+        max_image_tokens: maximum number of tokens of an image, 0 for `grid * grid`.
+        bounded: whether prompt and image together have at most `max_position_embeddings` tokens. A prompt has at most
+            2048 tokens in any case.
 
     Raises:
-        CheckpointError: for what the decoder cannot do.
+        CheckpointError: the decoder does not support the configuration, or the weights have other sizes.
     """
-    sizes = layer_sizes(checkpoint, config, config.integer("num_attention_heads"), parts=2)
+    sizes = layer_sizes(checkpoint, config, config.integer("num_attention_heads"), head_multiple=2)
     tokens = max_image_tokens or grid**2
-    positions = config.integer("max_position_embeddings") if bounded else tokens + _LONGEST_PROMPT
+    positions = config.integer("max_position_embeddings") if bounded else tokens + _MAX_PROMPT
     if positions is None or positions < tokens + 2:
         raise config.error("max_position_embeddings", expected=f"more than the {tokens} codes of an image")
     return DecoderConfig(
         **sizes,
         vocab_size=vocab_size,
         grid=grid,
-        prefix=min(positions - tokens, _LONGEST_PROMPT),
+        prefix=min(positions - tokens, _MAX_PROMPT),
         max_image_tokens=max_image_tokens,
         norm_eps=config.number("rms_norm_eps", 1e-6),
         rope_base=rope_base(config),
@@ -134,7 +157,11 @@ def decoder_config(
 
 
 def rope_base(config: Config) -> float:
-    """Base of the rotary frequencies; newer configurations have it under `rope_parameters`. Raises: CheckpointError."""
+    """Return the base of the rotary frequencies, which newer configurations have under `rope_parameters`.
+
+    Raises:
+        CheckpointError: the configuration scales positions, or the base is not a positive number.
+    """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, Mapping) else scaling
     if kind != "default":

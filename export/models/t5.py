@@ -1,8 +1,8 @@
-"""T5 text encoders of the v1.1 kind (flan-t5-xl is one): the module of transformers, its weights mapped, and its ops.
+"""T5 text encoders of version 1.1, such as flan-t5-xl: the module from transformers, and its graph.
 
-A token's place counts only relative to other tokens, through one learned bias per head that all layers share. So
-padding may stand on either side: hidden by the mask, it leaves the other rows as they are. Everything is computed
-in float32: activations of these encoders leave the range of float16.
+T5 adds to attention scores a learned bias per head and distance between tokens, which all layers share. Absolute
+positions do not matter, so padding on either side, hidden by the mask, does not change the states of other tokens.
+Everything is computed in float32, since activations of these encoders exceed the range of float16.
 """
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ from ..graph.onnx_ops import Ops
 from ..progress import silent
 
 _HIDDEN = -1e9  # added to the scores of padding; finite, as in the other graphs
-_SECOND = "encoder.embed_tokens.weight"  # the table of tokens, `shared.weight`, under its second name
+_TIED_TABLE = "encoder.embed_tokens.weight"  # second name of the embedding table, `shared.weight`
 
 
 class TextEncoder(NamedTuple):
-    """A `T5Stack` with the content of its `tokenizer.json`, and the files of both with roles."""
+    """A text encoder that was read from its folder.
+
+    Args:
+        encoder: the `T5Stack`.
+        tokenizer: content of `tokenizer.json`.
+        sources: the files with their roles.
+    """
 
     encoder: Any
     tokenizer: bytes
@@ -37,20 +43,21 @@ class TextEncoder(NamedTuple):
 
 @raises_checkpoint_error
 def read_text_encoder(folder: Path, caption_dim: int, progress: Progress = silent) -> TextEncoder:
-    """The encoder in a folder such as flan-t5-xl's, as transformers saves it: a whole T5, or the encoder alone.
+    """Read the encoder of a folder such as flan-t5-xl's, which may contain a whole T5 or the encoder alone.
 
     Args:
-        folder: config.json, tokenizer.json and weights.
-        caption_dim: the width of captions, which must be the encoder's.
+        folder: folder with config.json, tokenizer.json and weights, as transformers saves it.
+        caption_dim: width of the text embeddings that the target takes.
+        progress: progress callback.
 
     Raises:
-        CheckpointError: no T5, one of another width, or a tokenizer of other tokens.
+        CheckpointError: the folder has no T5, a T5 of another width, or a tokenizer that does not fit.
         EngineError: transformers is not installed.
     """
     checkpoint = Checkpoint(folder, "text_encoder", progress)
-    config, tokenizer = checkpoint.model_config("google/flan-t5-xl", "t5"), checkpoint.tokenizer()
-    width = config.integer("d_model")
-    if width != caption_dim:  # before gigabytes are read
+    config = checkpoint.model_config("google/flan-t5-xl", "t5")
+    tokenizer = checkpoint.tokenizer()
+    if config.integer("d_model") != caption_dim:  # checked before gigabytes are read
         expected = f"{caption_dim}, the width of the transformer's captions"
         raise config.error("d_model", expected=expected, remedy="LlamaGen's text models take flan-t5-xl (2048)")
     encoder = _read_t5(checkpoint, config)
@@ -67,19 +74,22 @@ def _read_t5(checkpoint: Checkpoint, config: Config) -> Any:
     buckets = config.integer("relative_attention_num_buckets") or 32
     distance = config.integer("relative_attention_max_distance") or 128
     if buckets % 4 or distance <= buckets // 4:
-        found = f"{buckets} for distances to {distance}"
-        raise config.error("relative_attention_num_buckets", found=found, expected="a multiple of 4, and farther")
+        raise config.error(
+            "relative_attention_num_buckets",
+            found=f"{buckets} buckets for distances up to {distance}",
+            expected="a multiple of 4 below 4 * relative_attention_max_distance",
+        )
     require_library("transformers", str(checkpoint.path), "export")
     from transformers import T5Config, T5EncoderModel
 
-    checkpoint.read(lambda name: not name.startswith(("decoder.", "lm_head.")), (_SECOND,))
+    checkpoint.read(lambda name: not name.startswith(("decoder.", "lm_head.")), (_TIED_TABLE,))
     weights = checkpoint.extract("encoder.")
     shared = checkpoint.weights.pop("shared.weight", None)
     if shared is not None and not torch.equal(weights.weights.setdefault("embed_tokens.weight", shared), shared):
-        raise checkpoint.error("shared.weight", f"differs from {_SECOND}", expected="one table of tokens")
+        raise checkpoint.error("shared.weight", f"differs from {_TIED_TABLE}", expected="one table of tokens")
     if checkpoint.weights:
-        raise checkpoint.error(found=f"weights {listing(checkpoint.weights)}", expected="those of a T5")
-    config.check_sizes(num_layers=weights.count("block."))  # before as many are built
+        raise checkpoint.error(found=f"weights {listing(checkpoint.weights)}", expected="weights of a T5")
+    config.check_sizes(num_layers=weights.count("block."))  # checked before as many layers are built
     logger = logging.getLogger("transformers")
     level = logger.level
     try:
@@ -94,20 +104,27 @@ def _read_t5(checkpoint: Checkpoint, config: Config) -> Any:
     return encoder
 
 
-def write_encoder(ops: Ops, encoder: Any, most: int) -> tuple[str, str]:
-    """Ops from `token_ids` and `token_mask [rows, tokens]` to hidden states, and the mask as float.
+def write_encoder(ops: Ops, encoder: Any, max_tokens: int) -> tuple[str, str]:
+    """Write an encoder that reads the graph inputs `token_ids` and `token_mask`, `[rows, tokens]`.
 
-    `most`: the largest number of tokens that the graph takes.
+    Args:
+        ops: graph to write to.
+        encoder: the `T5Stack`.
+        max_tokens: maximum number of tokens of a text.
+
+    Returns:
+        Names of the hidden states, `[rows, tokens, d_model]`, and of the mask in float32, `[rows, tokens]`.
     """
     weights: dict[str, Tensor] = encoder.state_dict()
-    config, attention = encoder.config, encoder.block[0].layer[0].SelfAttention
+    config = encoder.config
+    attention = encoder.block[0].layer[0].SelfAttention
     mask = ops.op("Cast", "token_mask", to=1)
     hidden = ops.op("Mul", ops.op("Sub", mask, ops.number("one", 1.0)), ops.number("hidden", -_HIDDEN))
     hidden = ops.op("Unsqueeze", hidden, ops.ints(1, 2))  # [rows, 1, 1, tokens]
     tokens = ops.op("Shape", "token_ids", start=1, end=2)
     ends = ops.op("Concat", tokens, tokens, axis=0)
-    # Distances are those of fewer tokens in any corner of the table [1, heads, most, most].
-    distances = ops.weight("distance_bias", attention.compute_bias(most, most).float())
+    # The bias depends on distances only, so shorter texts use a corner of [1, heads, max_tokens, max_tokens].
+    distances = ops.weight("distance_bias", attention.compute_bias(max_tokens, max_tokens).float())
     bias = ops.op("Add", ops.op("Slice", distances, ops.ints(0, 0), ends, ops.ints(2, 3)), hidden)
 
     def linear(x: str, name: str) -> str:
@@ -118,20 +135,20 @@ def write_encoder(ops: Ops, encoder: Any, most: int) -> tuple[str, str]:
 
     x = ops.op("Gather", ops.weight("embed_tokens.weight", weights["embed_tokens.weight"]), "token_ids")
     for i in range(config.num_layers):
-        at = f"block.{i}.layer.0"
-        normed = norm(x, f"{at}.layer_norm")
+        layer = f"block.{i}.layer.0"
+        normed = norm(x, f"{layer}.layer_norm")
         query, key, value = (
-            ops.reshape(linear(normed, f"{at}.SelfAttention.{part}"), 0, 0, config.num_heads, config.d_kv)
+            ops.reshape(linear(normed, f"{layer}.SelfAttention.{part}"), 0, 0, config.num_heads, config.d_kv)
             for part in "qkv"
         )  # each [rows, tokens, heads, d_kv]
         scores = ops.op("MatMul", ops.transpose(query, 0, 2, 1, 3), ops.transpose(key, 0, 2, 3, 1))
         shares = ops.op("Softmax", ops.op("Add", scores, bias), axis=-1)
         mixed = ops.transpose(ops.op("MatMul", shares, ops.transpose(value, 0, 2, 1, 3)), 0, 2, 1, 3)
         joined = ops.reshape(mixed, 0, 0, config.num_heads * config.d_kv)
-        x = ops.op("Add", x, linear(joined, f"{at}.SelfAttention.o"))
-        at = f"block.{i}.layer.1"
-        normed = norm(x, f"{at}.layer_norm")
-        gate = ops.op("Gelu", linear(normed, f"{at}.DenseReluDense.wi_0"), approximate="tanh")
-        active = ops.op("Mul", gate, linear(normed, f"{at}.DenseReluDense.wi_1"))
-        x = ops.op("Add", x, linear(active, f"{at}.DenseReluDense.wo"))
+        x = ops.op("Add", x, linear(joined, f"{layer}.SelfAttention.o"))
+        layer = f"block.{i}.layer.1"
+        normed = norm(x, f"{layer}.layer_norm")
+        gate = ops.op("Gelu", linear(normed, f"{layer}.DenseReluDense.wi_0"), approximate="tanh")
+        active = ops.op("Mul", gate, linear(normed, f"{layer}.DenseReluDense.wi_1"))
+        x = ops.op("Add", x, linear(active, f"{layer}.DenseReluDense.wo"))
     return norm(x, "final_layer_norm"), mask

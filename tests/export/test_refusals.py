@@ -264,7 +264,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "odd buckets": (
         text_encoder(sizes={"relative_attention_num_buckets": 6}),
         "relative_attention_num_buckets",
-        "6 for distances to 128",
+        "6 buckets for distances up to 128",
     ),
     "a T5's head width": (text_encoder(d_kv="two"), "t5/config.json", "the configuration of a T5"),
     "a T5 of too many layers": (text_encoder(num_layers=10**9), "num_layers", "1000000000 2"),
