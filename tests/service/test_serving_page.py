@@ -74,8 +74,8 @@ def test_the_programs_of_the_page_run_as_written(
 
 
 def test_a_request_is_answered_as_the_page_shows(scenes: RunningServer) -> None:
-    (command,) = blocks("sh", SECTIONS["Asking"])
-    (shown,) = map(json.loads, blocks("json", SECTIONS["Asking"]))
+    (command,) = blocks("sh", SECTIONS["Requests"])
+    (shown,) = map(json.loads, blocks("json", SECTIONS["Requests"]))
     found = curl(scenes, command)
     assert shape(found) == shape(shown)
     for name in ("output_format", "quality", "background", "size", "usage"):
@@ -112,7 +112,7 @@ def test_a_line_of_the_log_has_the_fields_of_the_page(tiny: RunningServer) -> No
 
 
 def test_every_field_of_a_request_is_on_the_page_and_no_other() -> None:
-    shown = [name for cell in column("Asking") for name in names(cell)]
+    shown = [name for cell in column("Requests") for name in names(cell)]
     assert sorted(shown) == sorted(ImagesRequest.model_fields)
 
 
