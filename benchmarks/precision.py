@@ -33,7 +33,7 @@ from lantern_rt.cli.console import print_table
 from lantern_rt.compare.prompts import read_bundle_prompts
 from lantern_rt.compare.turns import ComparedMethod, run
 from lantern_rt.engines.host import processor
-from lantern_rt.export.measures import agree, divergence
+from lantern_rt.export.measures import divergence, same_top_token
 from lantern_rt.runtime.likelihood import sequence_logits
 from lantern_rt.runtime.statistics import Clock
 from lantern_rt.runtime_inputs import compute_prefixes, load_model
@@ -120,7 +120,7 @@ def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int)
         plain = drawn["fp32", "ar"].codes
         logits = {precision: conditional_logits(pipeline, request, plain) for precision, pipeline in pipelines.items()}
         for precision, found in logits.items():
-            same[precision].append(agree(logits["fp32"], found))
+            same[precision].append(same_top_token(logits["fp32"], found))
             apart[precision].append(divergence(logits["fp32"], found))
         print(f"{first + together} of {images} images", file=sys.stderr, flush=True)
     table: list[dict[str, Any]] = []

@@ -32,7 +32,7 @@ def difference(result: NDArray[Any], expected: NDArray[Any]) -> float:
     return largest / scale if np.isfinite(scale) else largest
 
 
-def noise(result: NDArray[Any], expected: NDArray[Any]) -> float:
+def relative_error(result: NDArray[Any], expected: NDArray[Any]) -> float:
     """Return the norm of the difference of two arrays over the norm of `expected`; infinite if shapes differ."""
     if result.shape != expected.shape or not np.isfinite(result).all():
         return np.inf
@@ -52,7 +52,7 @@ def image_difference(results: Iterable[CaseResult]) -> tuple[float, float]:
     return float(np.abs(levels).mean()), float(10 * np.log10(255**2 / error))
 
 
-def agree(expected: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.bool_]:
+def same_top_token(expected: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.bool_]:
     """Return whether the likeliest token of `logits [.., tokens]` is the likeliest of `expected`, up to `TIE`."""
     chosen = np.take_along_axis(expected, logits.argmax(-1)[..., None], -1)[..., 0]
     close: NDArray[np.bool_] = chosen >= expected.max(-1) + np.log(TIE)

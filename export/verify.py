@@ -31,7 +31,7 @@ from .compare_engines import compare_engines
 from .graph.graph_file import GraphFile
 from .graph.graphs import Graph
 from .graph.precision import Precisions
-from .measures import agree, difference, divergence, image_difference, noise
+from .measures import difference, divergence, image_difference, relative_error, same_top_token
 from .model import Model
 from .neighbours import neighbour_table
 from .progress import silent
@@ -40,15 +40,15 @@ from .progress import silent
 # and layers add up. The trained target of the scenes bundle reaches 0.1 on random codes.
 INT8_TOLERANCE = 0.3
 _MIN_TOLERANCE = 1e-4  # tolerance of `difference` for graphs without much rounding
-_ROUNDINGS = 32  # random encoders of 8 to 16 layers were up to 10 times as far apart in ONNX Runtime and PyTorch
+_ROUNDING_FACTOR = 32  # random encoders of 8 to 16 layers were up to 10 times as far apart in ONNX Runtime and PyTorch
 MAX_LEVELS = 1.0  # limits of images from rounded image decoders: see `image_difference`
 MIN_PSNR = 40.0
-LARGE = 1 << 28  # bytes of weights above which a graph runs from the mapped file, on two cases
+LARGE_GRAPH = 1 << 28  # bytes of weights above which a graph runs from the mapped file, on two cases
 _ARRAY_LIMIT = 1e-5  # maximum difference of arrays, which are stored unchanged or computed in a few float32 ops
-# The fields of a manifest, and of its parts, that a checkpoint determines; `_CHOSEN` fields of parts are the user's.
+# Fields of a manifest and of its parts that a checkpoint determines; the user chooses the `_USER_FIELDS` of parts.
 _SIZES = ("grid_rows", "grid_columns", "codebook_size", "image_height", "image_width", "sizes", "row_end")
 _PARTS = ("target", "drafter", "condition")
-_CHOSEN = {"precision", "dtype", "head_codes"}
+_USER_FIELDS = {"precision", "dtype", "head_codes"}
 
 
 class Limits(NamedTuple):
@@ -152,7 +152,7 @@ class Verification:
             for name, array in expected.items():
                 worst[name] = max(worst.get(name, 0.0), difference(outputs[name], array))
             if "logits" in expected:
-                agreements.append(agree(expected["logits"], outputs["logits"]).ravel())
+                agreements.append(same_top_token(expected["logits"], outputs["logits"]).ravel())
                 divergences.append(divergence(expected["logits"], outputs["logits"]).ravel())
         limit = max(limits.difference, tolerance) if precision == "fp32" or not agreements else None
         for name, largest in worst.items():
@@ -269,7 +269,7 @@ def _determined_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     for part in _PARTS:
         content = fields.get(part)
         if isinstance(content, BaseModel):
-            values |= {f"{part}.{name}": value for name, value in content.model_dump(exclude=_CHOSEN).items()}
+            values |= {f"{part}.{name}": value for name, value in content.model_dump(exclude=_USER_FIELDS).items()}
     return values
 
 
@@ -287,7 +287,8 @@ def check_parity(graph: Graph, path: Path, graph_file: GraphFile | None = None, 
     """Compare a graph that was just written with its module, on the graph's test cases.
 
     Args:
-        graph: the graph with its module and tolerance; for int8 matmul, `INT8_TOLERANCE` limits `noise` instead.
+        graph: the graph with its module and tolerance; with int8 matmul, `INT8_TOLERANCE` limits the relative error
+            instead.
         path: the graph file.
         graph_file: description that the file was written from, to round the module's weights like the file's.
         progress: progress callback, called for each run.
@@ -300,14 +301,14 @@ def check_parity(graph: Graph, path: Path, graph_file: GraphFile | None = None, 
         BundleError: the file does not run.
     """
     storages = set(graph_file.storages.values()) if graph_file is not None else set()
-    large = graph_file is not None and graph_file.size > LARGE
+    large = graph_file is not None and graph_file.size > LARGE_GRAPH
     cases = [*graph.cases]
     if large:
         cases = [cases[0], cases[-1]]
     # Fused products of integer weights round activations as well: look at the graph without them.
     low_memory = large or bool({"int8", "int4"} & storages)
     if "columns" in storages:
-        measure = noise
+        measure = relative_error
         tolerance = INT8_TOLERANCE
     else:
         measure = difference
@@ -349,10 +350,14 @@ def check_images(graph: Graph, path: Path, precision: str, progress: Progress = 
 
 
 def tolerance_of(graph: Graph, graph_file: GraphFile | None = None) -> float:
-    """Return the maximum `difference` of a graph's outputs from its module's.
+    """Return the maximum `difference` between the outputs of a graph and of its module.
 
-    Where the graph leaves it open, this is `_ROUNDINGS` times the difference of the module in float32 from the module
-    in float64; graph_file rounds the module's weights like the file's.
+    If the graph has no tolerance, this is `_ROUNDING_FACTOR` times the difference of the module in float32 from the
+    module in float64.
+
+    Args:
+        graph: the graph with its module.
+        graph_file: description of the graph's file, to round the module's weights like the file's; None rounds nothing.
     """
     if graph.tolerance is not None:
         return graph.tolerance
@@ -360,6 +365,6 @@ def tolerance_of(graph: Graph, graph_file: GraphFile | None = None) -> float:
     for inputs in graph.cases.values():
         single, double = (run_module(graph, inputs, graph_file, dtype) for dtype in (torch.float32, torch.float64))
         differences += [
-            _ROUNDINGS * difference(single[name], array.astype(np.float32)) for name, array in double.items()
+            _ROUNDING_FACTOR * difference(single[name], array.astype(np.float32)) for name, array in double.items()
         ]
     return max(differences)

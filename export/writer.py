@@ -25,7 +25,7 @@ from .checkpoints.deferred import computed
 from .checkpoints.hub import cached_origin
 from .convolutions import CALIBRATION, calibrate, quantise_convolutions
 from .graph.graph_file import GraphFile
-from .graph.graphs import Graph, in_half, plan_graph
+from .graph.graphs import Graph, convert_to_float16, plan_graph
 from .graph.precision import Precisions
 from .model import Model
 from .neighbours import neighbour_table
@@ -127,7 +127,7 @@ def check_output(output: Path, force: bool) -> None:
 def _convert_graphs(graphs: Sequence[Graph], precisions: Precisions) -> Sequence[Graph]:
     """Return the graphs as they compute in the chosen precisions."""
     if precisions.compute != "float32":
-        convert = in_half if precisions.compute == "float16" else partial(replace, compute="bfloat16")
+        convert = convert_to_float16 if precisions.compute == "float16" else partial(replace, compute="bfloat16")
         graphs = [convert(graph) if graph.role in ("target", "drafter") else graph for graph in graphs]
     if precisions.vq == "fp16":
         graphs = [replace(graph, compute="float16") if graph.role == "vq_decoder" else graph for graph in graphs]

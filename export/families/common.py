@@ -16,7 +16,7 @@ from ...inputs import format_value
 from ...methods import Eagle, Lantern, LanternPlusPlus, Sampling
 from ..checkpoints.files import TOKENIZER
 from ..graph.conditions import Condition
-from ..graph.graphs import Graph, cases_of, target_graph
+from ..graph.graphs import Graph, named_cases, target_graph
 from ..graph.onnx_ops import Value
 from ..model import Model
 from ..models.decoder import Decoder, DecoderConfig
@@ -120,9 +120,9 @@ def vq_graphs(tokenizer: LlamaGenVQ, grid: int, varying: bool = False) -> list[G
     counts = (2, 1) if pixels <= MAX_PAIR_PIXELS else (1,)
     grids = ((side, side), (2 * side, max(1, side // 2))) if varying else ((cells,), (cells,))
     sizes = [(n, *own) for n, own in zip(counts, grids, strict=False)]
-    ids = cases_of(*({"codes": generator.integers(config.codes, size=size)} for size in sizes))
+    ids = named_cases(*({"codes": generator.integers(config.codes, size=size)} for size in sizes))
     uniform = (generator.uniform(-1, 1, (n, 3, pixels, pixels)) for n in counts)
-    pictures = cases_of(*({"images": drawn.astype(np.float32)} for drawn in uniform))
+    pictures = named_cases(*({"images": drawn.astype(np.float32)} for drawn in uniform))
     codes, image = Value("codes", ("images", cells), "int64"), Value("images", ("images", 3, pixels, pixels))
     latents, read = Value("pre_quant", ("images", config.code_width, grid, grid)), codes
     if varying:

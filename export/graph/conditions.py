@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...bundle.manifest import ConditionSpec, TokenLayout
 from ..checkpoints.files import read_tokenizer
 from ..models.t5 import write_encoder
-from .graphs import Arrays, Graph, cases_of
+from .graphs import Arrays, Graph, named_cases
 from .onnx_ops import Ops, Value
 
 
@@ -47,7 +47,7 @@ class ClassCondition(nn.Module):
         """Return the condition of a bundle with class ids as prompts."""
         rows, width = self.table.shape
         generator = np.random.default_rng(0)
-        cases = cases_of(*({"class_ids": generator.integers(rows - 1, size=n)} for n in (3, 1)))
+        cases = named_cases(*({"class_ids": generator.integers(rows - 1, size=n)} for n in (3, 1)))
         ids = Value("class_ids", ("rows",), "int64")
         graph = Graph("condition", self, (ids,), _prefix_rows(1, width), cases)
         return Condition(ConditionSpec(kind="class", prefix=1, classes=rows - 1), graph)
@@ -81,7 +81,7 @@ class CaptionCondition(nn.Module):
             }
             for rows in (3, 1)
         ]
-        graph = Graph("condition", self, (embeds, mask), _prefix_rows(prefix, len(self.second)), cases_of(*cases))
+        graph = Graph("condition", self, (embeds, mask), _prefix_rows(prefix, len(self.second)), named_cases(*cases))
         return Condition(ConditionSpec(kind="embeddings", prefix=prefix, caption_dim=caption_dim), graph)
 
 
@@ -155,7 +155,7 @@ def token_condition(
         for source, result in zip(inputs, outputs, strict=True):
             ops.op("Gather", ops.weight("table.weight", embeddings), source.name, name=result.name)
 
-    graph = Graph("condition", TokenCondition(embeddings), inputs, outputs, cases_of(*cases), write)
+    graph = Graph("condition", TokenCondition(embeddings), inputs, outputs, named_cases(*cases), write)
     return Condition(
         ConditionSpec(kind="tokens", prefix=prefix, layout=layout), graph, content or tokenizer.read_bytes()
     )
@@ -184,7 +184,7 @@ def text_condition(encoder: Any, tokenizer: bytes, caption: CaptionCondition) ->
         TextCondition(encoder, caption),
         tuple(Value(name, ("rows", "tokens"), "int64") for name in ("token_ids", "token_mask")),
         _prefix_rows(prefix, width),
-        cases_of(prompts([prefix, max(prefix // 2, 1), 1]), prompts([max(prefix // 3, 1)])),
+        named_cases(prompts([prefix, max(prefix // 2, 1), 1]), prompts([max(prefix // 3, 1)])),
         lambda ops: _write_text(ops, encoder, caption),
         tolerance=None,  # some layers amplify the rounding errors of float32
     )

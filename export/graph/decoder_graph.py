@@ -144,7 +144,7 @@ class PastFirstWriter(DecoderWriter):
     def _write_head_norms(self, x: str, at: str) -> str:
         """Write the norms of queries, which include `scale`, and keys, `[rows, nodes, heads + num_kv_heads, width]`."""
         ops = self.graph
-        x = ops.wide_value(x)
+        x = ops.cast_for_norm(x)
         centred = ops.op("Sub", x, ops.op("ReduceMean", x, ops.ints(-1), keepdims=1))
         y = ops.op("Div", centred, _write_rms(ops, centred, HEAD_EPSILON))
         y = ops.cast(y, "float32") if ops.int8_matmul else y
@@ -223,9 +223,9 @@ def write_rms_norm(ops: Ops, x: str, name: str, weight: Tensor, eps: float, outp
         Name of the result.
     """
     cast = ops.half or ops.int8_matmul
-    x = ops.wide_value(x)
+    x = ops.cast_for_norm(x)
     normed = ops.op("Div", x, _write_rms(ops, x, eps))
-    scale = ops.wide_weight(name, weight)
+    scale = ops.norm_weight(name, weight)
     scaled = ops.op("Mul", normed, scale, name=None if cast else output)
     scaled = ops.cast(scaled, "float16" if ops.half else "float32", output) if cast else scaled
     if ops.int8_matmul:  # no normed number exceeds the root of the width, before its weight
@@ -234,9 +234,9 @@ def write_rms_norm(ops: Ops, x: str, name: str, weight: Tensor, eps: float, outp
 
 
 def _write_rms(ops: Ops, x: str, eps: float) -> str:
-    square = ops.op("Pow", x, ops.wide_weight("two", torch.tensor(2.0)))
+    square = ops.op("Pow", x, ops.norm_weight("two", torch.tensor(2.0)))
     mean = ops.op("ReduceMean", square, ops.ints(-1), keepdims=1)
-    return ops.op("Sqrt", ops.op("Add", mean, ops.wide_weight(f"eps_{eps}", torch.tensor(eps))))
+    return ops.op("Sqrt", ops.op("Add", mean, ops.norm_weight(f"eps_{eps}", torch.tensor(eps))))
 
 
 def _write_softmax(ops: Ops, scores: str) -> str:

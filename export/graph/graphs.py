@@ -66,7 +66,7 @@ class Graph:
     compute: Compute = "float32"
 
 
-def in_half(graph: Graph) -> Graph:
+def convert_to_float16(graph: Graph) -> Graph:
     """Return a decoder's graph with inputs, weights and outputs in float16, apart from norms and logits."""
 
     def halved(values: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -115,7 +115,7 @@ def write_graph(graph: Graph, folder: Path, rule: Rule = "fp32") -> list[Path]:
     return plan_graph(graph, rule).write(folder / f"{graph.role}.onnx")
 
 
-def cases_of(*inputs: Arrays) -> dict[str, Arrays]:
+def named_cases(*inputs: Arrays) -> dict[str, Arrays]:
     """Return test cases of a graph other than a decoder, named by the first axis of the first input, the batch rows."""
     return {f"{len(next(iter(arrays.values())))} rows": arrays for arrays in inputs}
 

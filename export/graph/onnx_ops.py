@@ -75,12 +75,12 @@ class Ops(GraphWriter):
         """Add a constant number and return its name."""
         return self.weight(name, torch.tensor(value))
 
-    def wide_weight(self, name: str, tensor: Tensor) -> str:
-        """Add a constant of a norm and return its name in the type of `wide_value`."""
+    def norm_weight(self, name: str, tensor: Tensor) -> str:
+        """Add a constant of a norm and return its name in the type of `cast_for_norm`."""
         stored = self.weight(name, tensor, wide=True)
         return self.cast(stored, "float64") if self.int8_matmul else stored
 
-    def wide_value(self, x: str) -> str:
+    def cast_for_norm(self, x: str) -> str:
         """Cast `x` to the type that norms compute in: float32, but float64 beside int8 matmul.
 
         There the last bit of a norm can change an image, and releases of ONNX Runtime differ in it in float32: 1.25 and

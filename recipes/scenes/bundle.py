@@ -20,7 +20,7 @@ from lantern_rt.bundle.manifest import (
 )
 from lantern_rt.export.checkpoints.deferred import computed
 from lantern_rt.export.families.common import decoder_fields
-from lantern_rt.export.graph.graphs import Graph, cases_of, target_graph
+from lantern_rt.export.graph.graphs import Graph, named_cases, target_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.graph.precision import read_precisions
 from lantern_rt.export.model import Model
@@ -139,21 +139,21 @@ def write_scenes_bundle(
             Condition(target),
             (Value("token_ids", ("rows", SLOTS), "int64"),),
             (Value("prefix_embeds", rows), Value("uncond_embeds", rows)),
-            cases_of(words),
+            named_cases(words),
         ),
         Graph(
             "vq_decoder",
             PictureDecoder(vq),
             (Value("codes", ("images", GRID * GRID), "int64"),),
             (picture,),
-            cases_of(codes),
+            named_cases(codes),
         ),
         Graph(
             "vq_encoder",
             PictureEncoder(vq),
             (picture,),
             (Value("codes", ("images", GRID * GRID), "int64"), Value("pre_quant", ("images", CODE_DIM, GRID, GRID))),
-            cases_of(pictures),
+            named_cases(pictures),
         ),
     ]
     files = {"tokenizer": ("tokenizer.json", _tokenizer()), "prompts": ("prompts.txt", _prompts())}

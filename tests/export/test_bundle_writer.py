@@ -21,7 +21,7 @@ from lantern_rt.bundle.manifest import DecoderSpec
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import OutputError, ParityError
 from lantern_rt.export.families.common import decoder_fields
-from lantern_rt.export.graph.graphs import Graph, cases_of, target_graph
+from lantern_rt.export.graph.graphs import Graph, named_cases, target_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.model import Model
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
@@ -57,8 +57,8 @@ def parts() -> Model:
     torch.manual_seed(0)
     decoder, table = Decoder(CONFIG).eval(), torch.randn(16, 8)
     outputs = tuple(Value(name, ("rows", 1, 8)) for name in ("prefix_embeds", "uncond_embeds"))
-    ids = cases_of({"class_ids": np.array([1, 2])}, {"class_ids": np.array([3])})
-    codes = cases_of({"codes": np.array([[1], [2]])})
+    ids = named_cases({"class_ids": np.array([1, 2])}, {"class_ids": np.array([3])})
+    codes = named_cases({"codes": np.array([[1], [2]])})
     class_ids = (Value("class_ids", ("rows",), "int64"),)
     picture = (Value("image", ("images", 1, 4)),)
     return Model(

@@ -24,7 +24,7 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError, RequestError
 from lantern_rt.export.compare import DeviceLayoutSession, GraphFileSession
 from lantern_rt.export.families.llamagen import read_llamagen
-from lantern_rt.export.graph.graphs import Graph, in_half, plan_graph, target_graph, write_graph
+from lantern_rt.export.graph.graphs import Graph, convert_to_float16, plan_graph, target_graph, write_graph
 from lantern_rt.export.graph.precision import Rule, read_precisions
 from lantern_rt.export.measures import difference
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
@@ -118,7 +118,7 @@ def test_columns_that_no_node_sees_do_not_matter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", GRAPHS)
 def test_it_computes_in_float16_what_the_module_computes_in_float32(name: str, tmp_path: Path) -> None:
     graph = replace(GRAPHS[name], tolerance=0.01)
-    path, *_ = write_graph(in_half(graph), tmp_path)
+    path, *_ = write_graph(convert_to_float16(graph), tmp_path)
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)  # every operation has inputs of one type
     types = {value.name: value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)}
@@ -131,14 +131,16 @@ def test_it_computes_in_float16_what_the_module_computes_in_float32(name: str, t
 
 def test_squares_beyond_float16_do_no_harm(tmp_path: Path) -> None:
     graph = replace(target(CONFIG, scale=2000), tolerance=0.01)  # squares of 4,000,000; the largest number is 65,504
-    assert check_parity(graph, write_graph(in_half(graph), tmp_path)[0]) < 0.01
+    assert check_parity(graph, write_graph(convert_to_float16(graph), tmp_path)[0]) < 0.01
 
 
 def test_a_weight_beyond_float16_is_refused(tmp_path: Path) -> None:
     decoder = Decoder(CONFIG).eval()
     with torch.no_grad():
         decoder.layers[1].ffn.up.weight[0, 0] = 1e6
-    error = error_of(CheckpointError, write_graph, in_half(target_graph(decoder, torch.randn(40, 64))), tmp_path)
+    error = error_of(
+        CheckpointError, write_graph, convert_to_float16(target_graph(decoder, torch.randn(40, 64))), tmp_path
+    )
     assert (error.field, error.found) == ("layers.1.ffn.up.weight", "numbers up to 1e+06")
     assert error.remedy == "export with precision bf16-safe, or vq-precision fp32"
 

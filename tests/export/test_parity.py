@@ -19,7 +19,7 @@ from lantern_rt.engines.device_graph import MASKED
 from lantern_rt.errors import BundleError, ParityError
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.families.common import vq_graphs
-from lantern_rt.export.graph.graphs import Graph, cases_of, target_graph, write_graph
+from lantern_rt.export.graph.graphs import Graph, named_cases, target_graph, write_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
@@ -95,7 +95,7 @@ class Far(nn.Module):
 def test_a_graph_without_a_tolerance_is_allowed_a_multiple_of_its_modules_rounding() -> None:
     values = np.full((1, 1), 0.1, np.float32)
     x, y = Value("x", ("rows", 1)), Value("y", ("rows", 1))
-    graph = Graph("far", Far(), (x,), (y,), cases_of({"x": values}), lambda ops: None, tolerance=None)
+    graph = Graph("far", Far(), (x,), (y,), named_cases({"x": values}), lambda ops: None, tolerance=None)
     rounding = float(np.abs(values + np.float32(1000) - np.float32(1000) - values).max())
     assert tolerance_of(graph) == pytest.approx(32 * rounding)
     assert tolerance_of(replace(graph, tolerance=0.5)) == 0.5
@@ -208,7 +208,7 @@ class Frozen(nn.Module):
 
 
 def test_a_traced_module_that_froze_a_size_is_refused(tmp_path: Path) -> None:
-    cases = cases_of(*({"x": torch.ones(rows, 3).numpy()} for rows in (2, 3)))
+    cases = named_cases(*({"x": torch.ones(rows, 3).numpy()} for rows in (2, 3)))
     graph = Graph("frozen", Frozen(), (Value("x", ("rows", 3)),), (Value("y", ("rows", 3)),), cases)
     with pytest.raises(ParityError, match=r"y by .* \(3 rows\)"):
         check_parity(graph, write_graph(graph, tmp_path)[0])

@@ -16,7 +16,7 @@ from small_models import stored
 from lantern_rt.bundle.manifest import Precision
 from lantern_rt.errors import CheckpointError, RequestError
 from lantern_rt.export.compare import GraphFileSession
-from lantern_rt.export.graph.graphs import in_half, plan_graph
+from lantern_rt.export.graph.graphs import convert_to_float16, plan_graph
 from lantern_rt.export.graph.precision import (
     Storage,
     block_size,
@@ -170,7 +170,7 @@ def test_a_graph_computes_with_the_rounded_weights(tmp_path: Path, rule: Precisi
 def test_integer_weights_are_turned_back_to_float16_where_that_is_computed_with(
     tmp_path: Path, rule: Precision
 ) -> None:
-    graph = in_half(stored(torch.bfloat16))
+    graph = convert_to_float16(stored(torch.bfloat16))
     plan = plan_graph(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
     assert check_parity(graph, path, plan) < 0.01  # in both layouts, of which GPUs get the second

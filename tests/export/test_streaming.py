@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lantern_rt.export.checkpoints.deferred import computed, deferred
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.compare import DeviceLayoutSession, GraphFileSession, converted_weights
-from lantern_rt.export.graph.graphs import Graph, cases_of, plan_graph, write_graph
+from lantern_rt.export.graph.graphs import Graph, named_cases, plan_graph, write_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.graph.precision import Rule
 from lantern_rt.export.models.decoder import DecoderConfig
@@ -122,7 +122,7 @@ class Twins(nn.Module):
 
 def test_traced_weights_of_one_shape_stay_apart_and_shared_ones_shared(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    cases = cases_of(*({"ids": np.arange(rows)} for rows in (2, 3)))
+    cases = named_cases(*({"ids": np.arange(rows)} for rows in (2, 3)))
     graph = Graph("twins", Twins().eval(), (Value("ids", ("rows",), "int64"),), (Value("y", ("rows", 8)),), cases)
     path = write_graph(graph, tmp_path)[0]
     assert check_parity(graph, path) < 1e-5

@@ -19,7 +19,7 @@ from tiny_rig import drafter_spec_of, spec_of
 from lantern_rt.engines.device_graph import device_graph
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.export import compare
-from lantern_rt.export.graph.graphs import HALF_TOLERANCE, Graph, in_half, target_graph, write_graph
+from lantern_rt.export.graph.graphs import HALF_TOLERANCE, Graph, convert_to_float16, target_graph, write_graph
 from lantern_rt.export.graph.precision import Rule
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
@@ -72,7 +72,7 @@ def side_by_side(arrays: Arrays, names: list[str]) -> Arrays:
 def test_a_cache_written_side_by_side_gives_what_the_past_first_graph_gives(
     tmp_path: Path, config: DecoderConfig, drafts: bool, half: bool
 ) -> None:
-    graph = in_half(made(config, drafts)) if half else made(config, drafts)
+    graph = convert_to_float16(made(config, drafts)) if half else made(config, drafts)
     write_graph(graph, tmp_path)
     path, spec = tmp_path / f"{graph.role}.onnx", (drafter_spec_of if drafts else spec_of)(config)
     device = device_graph(path, spec, drafts, capacity=CAPACITY)

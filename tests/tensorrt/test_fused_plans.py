@@ -39,7 +39,7 @@ def write_decoder(
     """A decoder of LlamaGen-XL's widths."""
     import torch
 
-    from lantern_rt.export.graph.graphs import in_half, target_graph, write_graph
+    from lantern_rt.export.graph.graphs import convert_to_float16, target_graph, write_graph
     from lantern_rt.export.models.decoder import Decoder, DecoderConfig
     from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
 
@@ -54,7 +54,7 @@ def write_decoder(
     else:
         graph = target_graph(Decoder(config).eval(), torch.zeros(4, config.hidden_size))
         spec = DecoderSpec(**sizes, vocab_size=512, max_positions=config.positions)
-    made: Any = in_half(graph) if compute == "float16" else replace(graph, compute=compute)
+    made: Any = convert_to_float16(graph) if compute == "float16" else replace(graph, compute=compute)
     (path, *_) = write_graph(made, folder, rule)  # type: ignore[arg-type]
     return path, spec
 
