@@ -14,7 +14,7 @@ from .engine_folder import ENGINE_FILE, FORMAT_VERSION, BuiltGraph, EngineManife
 from .gpu import find_gpu
 from .precisions import check_matmul_support
 from .profiles import RTX, BuildOptions, profiles
-from .trt.builder import build_commands, build_plan, import_library, write_graph
+from .trt.builder import build_commands, build_engine_file, import_library, write_graph
 
 ROLES = ("target", "drafter", "vq_decoder")
 
@@ -67,7 +67,7 @@ def build_engines(
             if dry_run:
                 continue
             graph = folder / f"{role}.onnx"
-            plan = build_plan(backend, graph, inputs, capabilities, progress)
+            plan = build_engine_file(backend, graph, inputs, capabilities, progress)
             graphs[role] = BuiltGraph(
                 path=plan.name,
                 blake2b=file_blake2b(plan),

@@ -26,7 +26,7 @@ from .profiles import BACKENDS, Profile
 
 ENGINE_FILE = "engine.json"
 FORMAT_VERSION = "5.0"
-_LIMIT = 1 << 20  # bytes of engine.json; it has a few thousand
+_MAX_JSON_BYTES = 1 << 20  # bytes of engine.json; it has a few thousand
 _AGAIN = "build the engines again"
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 # The words of a command that errors may advise: what it runs and where it writes are not for a file to choose.
@@ -77,16 +77,16 @@ class EngineFolder:
     manifest: EngineManifest
 
     @property
-    def rebuild(self) -> str:
+    def rebuild_command(self) -> str:
         """The command that builds these plans again."""
         return shlex.join([*self.manifest.command, "--output", str(self.folder), "--force"])
 
-    def other(self, found: str, expected: str, path: Path | None = None) -> EngineError:
+    def mismatch_error(self, found: str, expected: str, path: Path | None = None) -> EngineError:
         """The error for plans that are others than expected."""
-        remedy = f"rebuild with `{self.rebuild}`"
+        remedy = f"rebuild with `{self.rebuild_command}`"
         return EngineError(field=str(path or self.folder), found=found, expected=expected, remedy=remedy)
 
-    def replaced(self) -> frozenset[str]:
+    def replaced_files(self) -> frozenset[str]:
         """The bundle's files, by role, that are not read because a plan stands for them."""
         return frozenset(name for role in self.manifest.graphs for name in (role, f"{role}.data"))
 
@@ -99,10 +99,10 @@ class EngineFolder:
         manifest = self.manifest
         if manifest.bundle_sha256 != bundle.digest:
             built_from = f"engines of bundle {manifest.bundle} {manifest.bundle_sha256[:12]}..."
-            raise self.other(built_from, f"{bundle.manifest.name} {bundle.digest[:12]}...")
+            raise self.mismatch_error(built_from, f"{bundle.manifest.name} {bundle.digest[:12]}...")
         if manifest.builder_version != version:
             built_by = f"engines built by {manifest.backend} {manifest.builder_version}"
-            raise self.other(built_by, f"{version}, the one installed")
+            raise self.mismatch_error(built_by, f"{version}, the one installed")
         self.check_files()
 
     def check_files(self) -> None:
@@ -118,13 +118,13 @@ class EngineFolder:
         path = self.folder / entry.path
         try:
             if not path.is_file() or path.is_symlink():
-                raise self.other("no file", "a plan", path)
+                raise self.mismatch_error("no file", "a plan", path)
             found = file_blake2b(path)
         except OSError as error:
             raise EngineError(f"cannot be read ({format_error(error)})", field=str(path)) from error
         if found != entry.blake2b:
             expected = f"{entry.blake2b[:12]}...: engines are code and an altered one is not run"
-            raise self.other(f"hash {found[:12]}...", expected, path)
+            raise self.mismatch_error(f"hash {found[:12]}...", expected, path)
 
 
 def file_blake2b(path: Path) -> str:
@@ -142,7 +142,7 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
     """Read and check `engine.json`; its files are checked when loaded. Raises: EngineError."""
     file = Path(path) / ENGINE_FILE
     try:
-        text = read_plain_file(file, _LIMIT)
+        text = read_plain_file(file, _MAX_JSON_BYTES)
     except FileNotFoundError as error:
         remedy = "an engine folder is written by `lantern-rt build-engine`"
         raise EngineError(f"no {ENGINE_FILE} in it", field=str(path), remedy=remedy) from error

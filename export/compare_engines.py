@@ -24,7 +24,7 @@ from ..engines.engine_folder import BuiltGraph, EngineFolder, file_blake2b
 from ..engines.ort.engine import OrtEngine
 from ..engines.ort.session import GraphSession
 from ..engines.profiles import capacity_of
-from ..engines.trt.builder import import_polygraphy
+from ..engines.trt.builder import polygraphy_importer
 from ..runtime.engine import Pass
 from .compare import CaseResult, device_feeds, widen
 from .graph.graphs import Arrays, tree_mask
@@ -73,7 +73,7 @@ def compare_engines(
 
 def open_engine(backend: str, path: Path) -> Any:
     """Return Polygraphy's runner of a TensorRT engine, a context manager that loads the engine on this GPU."""
-    trt = import_polygraphy(backend)("backend.trt")
+    trt = polygraphy_importer(backend)("backend.trt")
     # Polygraphy looks for CUDA's runtime in these folders, and not where packages of CUDA 13 have it.
     cuda = [str(folder) for place in sys.path for folder in Path(place).glob("nvidia/*/lib")]
     os.environ["LD_LIBRARY_PATH"] = ":".join([*cuda, os.environ.get("LD_LIBRARY_PATH", "")])

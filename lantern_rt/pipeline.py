@@ -99,7 +99,7 @@ class Pipeline:
         if folder is not None and requested not in (Providers(), ON_CPU):
             expected = f"{folder.manifest.backend}, which {folder.folder} was built for"
             raise RequestError(field="provider", found=str(requested), expected=expected, remedy="omit the provider")
-        skipped_roles = folder.replaced() if folder else ()
+        skipped_roles = folder.replaced_files() if folder else ()
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, skipped_roles)
         providers = choose_providers(requested, opened) if folder is None else ON_CPU
         loaded = Engines(opened, threads, providers, folder)

@@ -18,7 +18,7 @@ from ..ort.device import Device
 from ..ort.providers import ON_CPU
 from .builder import import_library
 from .engine import TensorRTEngine, TensorRTFunction
-from .plan import Kernels, Plan
+from .executable import KernelCache, TensorRTExecutable
 
 MEMORY = "cuda"  # the provider of ONNX Runtime whose memory plans run on
 
@@ -33,7 +33,7 @@ class TensorRTGraphs(OrtGraphs):
         super().__init__(bundle, threads, ON_CPU)
         self._library, self._gpu, self._plans = library, Device(MEMORY), folder
         self._gpu.zeros((1,), "float32")  # loads the provider, or says why it does not
-        self._kernels = Kernels(folder)
+        self._kernels = KernelCache(folder)
         weakref.finalize(self, self._kernels.save)  # some are compiled while plans run
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
@@ -44,12 +44,12 @@ class TensorRTGraphs(OrtGraphs):
             return super().function(role, inputs, outputs)
         return TensorRTFunction(self._plan(role), inputs, outputs, self._gpu).run
 
-    def _plan(self, role: str) -> Plan:
+    def _plan(self, role: str) -> TensorRTExecutable:
         plans = self._plans
         if role not in plans.manifest.graphs:
-            raise plans.other(f"no plan of the {role}", "one")
+            raise plans.mismatch_error(f"no plan of the {role}", "one")
         profiles = plans.manifest.graphs[role].profiles
-        return Plan(self._library, plans.path(role), profiles, plans.rebuild, self._kernels)
+        return TensorRTExecutable(self._library, plans.path(role), profiles, plans.rebuild_command, self._kernels)
 
 
 def open_tensorrt(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphs:
@@ -68,8 +68,8 @@ def open_tensorrt(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGrap
             remedy="run without --engines, or on a host that has one",
         )
     if gpu.compute_capability not in built.compute_capabilities:
-        raise folder.other(f"engines for {built_for}", f"{gpu.compute_capability}, the GPU of this host")
+        raise folder.mismatch_error(f"engines for {built_for}", f"{gpu.compute_capability}, the GPU of this host")
     if built.gpu not in (None, gpu.name):
-        raise folder.other(f"engines for {built.gpu}", f"{gpu.name}, the GPU of this host")
+        raise folder.mismatch_error(f"engines for {built.gpu}", f"{gpu.name}, the GPU of this host")
     folder.check(bundle, str(library.__version__))
     return TensorRTGraphs(library, bundle, folder, threads)

@@ -24,7 +24,7 @@ from ..contracts import Progress, Tensor
 from ..device_graph import WORD, device_graph
 from ..gpu import find_gpu
 from ..profiles import BACKENDS, RTX, Profile, capacity_of
-from .plan import first
+from .executable import first_error
 
 Shape = tuple[int, ...]
 Bounds = tuple[Shape, Shape, Shape]  # smallest, the one to tune for, largest
@@ -44,7 +44,7 @@ def import_library(name: str, module: str | None = None) -> Any:
     return found
 
 
-def import_polygraphy(name: str) -> Callable[[str], Any]:
+def polygraphy_importer(name: str) -> Callable[[str], Any]:
     """What imports Polygraphy's modules, for a backend's library; they say nothing by themselves.
 
     Raises: EngineError: it is not installed, or in use with the other library, which it does not change any more.
@@ -79,10 +79,12 @@ def write_graph(bundle: Bundle, role: str, profiles: Sequence[Profile], folder: 
     if f"{role}.data" in manifest.files:
         weights = bundle.path(f"{role}.data")
         (folder / weights.name).symlink_to(weights.resolve())
-    return [{tensor.name: ranges(tensor.name, tensor.shape, one, entries) for tensor in inputs} for one in profiles]
+    return [
+        {tensor.name: shape_bounds(tensor.name, tensor.shape, one, entries) for tensor in inputs} for one in profiles
+    ]
 
 
-def ranges(name: str, shape: Sequence[int | str | None], profile: Profile, entries: int) -> Bounds:
+def shape_bounds(name: str, shape: Sequence[int | str | None], profile: Profile, entries: int) -> Bounds:
     """Smallest, best and largest shape of a graph input under a profile; fixed sizes stay as they are.
 
     entries: embeddings that nodes read from, or nodes of the pass whose hidden states they read, at most.
@@ -97,7 +99,9 @@ def ranges(name: str, shape: Sequence[int | str | None], profile: Profile, entri
     return low, best, high
 
 
-def build_plan(name: str, graph: Path, shapes: Sequence[Inputs], gpus: Sequence[str], progress: Progress) -> Path:
+def build_engine_file(
+    name: str, graph: Path, shapes: Sequence[Inputs], gpus: Sequence[str], progress: Progress
+) -> Path:
     """Build a plan of a graph in a file, a profile for each of `shapes`, and write it beside the graph.
 
     gpus: the compute capabilities to build for, of TensorRT-RTX.
@@ -105,11 +109,11 @@ def build_plan(name: str, graph: Path, shapes: Sequence[Inputs], gpus: Sequence[
         EngineError: the library does not take the graph.
         RequestError: it knows no such GPU.
     """
-    library, polygraphy = import_library(name), import_polygraphy(name)
-    trt, errors, timings = polygraphy("backend.trt"), _Errors(), None
+    library, polygraphy = import_library(name), polygraphy_importer(name)
+    trt, errors, timings = polygraphy("backend.trt"), _ErrorCollector(), None
     if name != RTX:  # which times nothing
-        timings = timing_cache(library.__version__)
-    monitor = make_monitor(library, f"building {graph.stem}", progress)
+        timings = timing_cache_path(library.__version__)
+    monitor = make_progress_monitor(library, f"building {graph.stem}", progress)
     options = {"profiles": [], "progress_monitor": monitor, "load_timing_cache": timings}
     for inputs in shapes:
         options["profiles"].append(profile := trt.Profile())
@@ -135,8 +139,10 @@ def build_plan(name: str, graph: Path, shapes: Sequence[Inputs], gpus: Sequence[
     except polygraphy("exception").PolygraphyException as error:
         if monitor.interrupted:
             raise KeyboardInterrupt from error
-        said = [one for one in errors.said if one.startswith("In node")] or errors.said  # the parser's own words
-        problem = f"{name} {library.__version__} does not build this graph: {first(said)}"
+        said = [
+            one for one in errors.messages if one.startswith("In node")
+        ] or errors.messages  # the parser's own words
+        problem = f"{name} {library.__version__} does not build this graph: {first_error(said)}"
         remedy = "try smaller --max-rows or --max-nodes, or by hand: --dry-run prints how"
         raise EngineError(problem, field=graph.name, remedy=remedy) from error
     finally:
@@ -146,7 +152,7 @@ def build_plan(name: str, graph: Path, shapes: Sequence[Inputs], gpus: Sequence[
     return file
 
 
-def timing_cache(version: str) -> str | None:
+def timing_cache_path(version: str) -> str | None:
     """The file of what kernels took on this GPU, which Polygraphy locks; None where there is no folder for it."""
     gpu = find_gpu()
     with suppress(OutputError, OSError):
@@ -183,20 +189,20 @@ def build_commands(
     return [shlex.join(run), shlex.join(build)]
 
 
-class _Errors(logging.Filter):
+class _ErrorCollector(logging.Filter):
     """Keeps the errors that are logged, of which an EngineError tells; nothing is printed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno >= logging.ERROR:
-            self.said.append(record.getMessage())
+            self.messages.append(record.getMessage())
         return False
 
 
-def make_monitor(library: Any, what: str, progress: Progress) -> Any:
+def make_progress_monitor(library: Any, what: str, progress: Progress) -> Any:
     """A progress monitor that passes on what has no parent but the build itself, and stops the build on Ctrl-C.
 
     `interrupted` on the result tells that it did: an exception must not cross the library's own frames.

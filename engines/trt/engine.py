@@ -14,14 +14,14 @@ from ..decoder_tensors import device_tensors
 from ..device_engine import DeviceCache, DeviceEngine
 from ..ort.device import Device
 from ..profiles import capacity_of
-from .plan import Plan
+from .executable import TensorRTExecutable
 
 
 class TensorRTEngine(DeviceEngine):
     """A decoder plan. All its caches have as many columns as it was built for, tensor by tensor in one value."""
 
     def __init__(
-        self, plan: Plan, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None, device: Device
+        self, plan: TensorRTExecutable, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None, device: Device
     ) -> None:
         dtypes = (spec.dtype,) if isinstance(spec, DecoderSpec) else ("float32", "float16")
         self._plan, self._columns = plan, capacity_of(plan.profiles)
@@ -46,7 +46,9 @@ class TensorRTEngine(DeviceEngine):
 class TensorRTFunction:
     """A plan that is one call over rows, such as the image decoder; more rows than it was built for go in turns."""
 
-    def __init__(self, plan: Plan, inputs: Sequence[Tensor], outputs: Sequence[Tensor], device: Device) -> None:
+    def __init__(
+        self, plan: TensorRTExecutable, inputs: Sequence[Tensor], outputs: Sequence[Tensor], device: Device
+    ) -> None:
         plan.check_tensors(inputs, outputs)
         self._plan, self._outputs, self._device = plan, outputs, device
 

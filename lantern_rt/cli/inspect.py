@@ -106,4 +106,4 @@ def describe_engines(engines: EngineFolder) -> dict[str, str]:
     manifest = engines.manifest.model_dump(mode="json", exclude={"graphs", "command"}, exclude_none=True)
     plain = {name: str(value) for name, value in manifest.items() if not isinstance(value, dict)}
     graphs = {role: f"{graph.bytes:,} bytes" for role, graph in engines.manifest.graphs.items()}
-    return {"folder": str(engines.folder), **plain, **graphs, "rebuild": engines.rebuild}
+    return {"folder": str(engines.folder), **plain, **graphs, "rebuild": engines.rebuild_command}

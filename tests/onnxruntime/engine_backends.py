@@ -23,7 +23,7 @@ from lantern_rt.engines.profiles import Profile
 from lantern_rt.engines.trt import builder
 from lantern_rt.engines.trt.backend import MEMORY
 from lantern_rt.engines.trt.engine import TensorRTEngine
-from lantern_rt.engines.trt.plan import Plan
+from lantern_rt.engines.trt.executable import TensorRTExecutable
 from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
@@ -108,8 +108,8 @@ class SmallModel:
             if gpu is None or on_host:
                 plan = write_plan(graph, inputs, graph.with_suffix(".plan"))
             else:
-                plan = builder.build_plan(name, graph, inputs, (gpu.compute_capability,), lambda *said: None)
-            return TensorRTEngine(Plan(library, plan, PROFILES, "rebuild"), spec, table, device)
+                plan = builder.build_engine_file(name, graph, inputs, (gpu.compute_capability,), lambda *said: None)
+            return TensorRTEngine(TensorRTExecutable(library, plan, PROFILES, "rebuild"), spec, table, device)
 
         target = engine("target", self.target_spec, self.table)
         drafter = engine("drafter", self.drafter_spec, None)

@@ -27,7 +27,7 @@ from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.trt import backend as tensorrt_backend
 from lantern_rt.engines.trt.builder import Inputs
 from lantern_rt.engines.trt.engine import TensorRTFunction
-from lantern_rt.engines.trt.plan import Plan
+from lantern_rt.engines.trt.executable import TensorRTExecutable
 from lantern_rt.errors import EngineError
 from lantern_rt.export import compare_engines as compare_module
 from lantern_rt.export import verify as verify_module
@@ -46,7 +46,7 @@ def test_images_beyond_the_rows_of_a_plan_are_decoded_in_turns(tmp_path: Path) -
     rows = (Profile(name="rows", rows=(1, 2, 2), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     library = HostLibrary()
     written = write_plan(path, [{"codes": ((1, 16), (2, 16), (2, 16))}], tmp_path / "vq.plan")
-    plan = Plan(library, written, rows, "again")
+    plan = TensorRTExecutable(library, written, rows, "again")
     tensors = [Tensor("codes", ("int64",), (None, 16))], [Tensor("images", ("float32",), (None, 3, 8, 8))]
     (images,) = TensorRTFunction(plan, *tensors, Device("cpu")).run({"codes": codes})
     with torch.no_grad():
@@ -62,7 +62,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
     def build(name: str, graph: Path, inputs: list[Inputs], gpus: object, say: object) -> Path:
         return write_plan(graph, inputs, graph.with_suffix(".plan"))
 
-    monkeypatch.setattr(build_module, "build_plan", build)
+    monkeypatch.setattr(build_module, "build_engine_file", build)
     for module in (build_module, tensorrt_backend):
         monkeypatch.setattr(module, "import_library", lambda name: library)
     monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM89", "L4"))

@@ -189,10 +189,12 @@ def test_more_than_a_plan_was_built_for_is_refused_with_the_option_that_allows_i
 
 def test_a_file_that_is_no_plan_is_refused(tiny: Rig, tmp_path: Path) -> None:
     (junk := tmp_path / "junk.plan").write_bytes(b"junk")
-    assert error_of(EngineError, lambda: tiny.load_plan(junk)).problem.startswith(
+    assert error_of(EngineError, lambda: tiny.load_executable(junk)).problem.startswith(
         "host_tensorrt 1.0 does not load this plan: Seriali"
     )
-    assert error_of(EngineError, lambda: tiny.load_plan(tmp_path / "none.plan")).problem.startswith("cannot be read")
+    assert error_of(EngineError, lambda: tiny.load_executable(tmp_path / "none.plan")).problem.startswith(
+        "cannot be read"
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,7 +208,7 @@ def test_a_file_that_is_no_plan_is_refused(tiny: Rig, tmp_path: Path) -> None:
     ],
 )
 def test_a_plan_that_is_not_the_one_described_is_refused(tiny: Rig, change: dict[str, Any], found: str) -> None:
-    assert error_of(EngineError, lambda: tiny.load_plan(**change)).found == found
+    assert error_of(EngineError, lambda: tiny.load_executable(**change)).found == found
 
 
 def test_a_run_that_fails_without_a_word_is_named(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

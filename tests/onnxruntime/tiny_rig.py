@@ -14,9 +14,9 @@ from lantern_rt.engines.device_graph import device_graph
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.profiles import Profile, capacity_of
-from lantern_rt.engines.trt.builder import ranges
+from lantern_rt.engines.trt.builder import shape_bounds
 from lantern_rt.engines.trt.engine import TensorRTEngine
-from lantern_rt.engines.trt.plan import Plan
+from lantern_rt.engines.trt.executable import TensorRTExecutable
 from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.runtime.engine import Pass, PassOutput
@@ -73,17 +73,19 @@ class Rig:
             self.library = HostLibrary()
             made = device_graph(self.path, spec_of(config), drafts=False, capacity=capacity_of(PROFILES))
             (graph := folder / "device.onnx").write_bytes(made.model)
-            inputs = [{one.name: ranges(one.name, one.shape, each, 20_000) for one in made.inputs} for each in PROFILES]
+            inputs = [
+                {one.name: shape_bounds(one.name, one.shape, each, 20_000) for one in made.inputs} for each in PROFILES
+            ]
             self.plan = write_plan(graph, inputs, self.path.with_suffix(".plan"))
-            self.engine = self.load_plan()
+            self.engine = self.load_executable()
 
     def load(self, threads: int) -> OrtEngine:
         return OrtEngine(self.path, spec_of(self.config), self.table, threads)
 
-    def load_plan(
+    def load_executable(
         self, plan: Path | None = None, profiles: tuple[Profile, ...] = PROFILES, **change: Any
     ) -> TensorRTEngine:
-        loaded = Plan(self.library, plan or self.plan, profiles, "lantern-rt build-engine tiny")
+        loaded = TensorRTExecutable(self.library, plan or self.plan, profiles, "lantern-rt build-engine tiny")
         return TensorRTEngine(loaded, spec_of(self.config).model_copy(update=change), self.table, Device("cpu"))
 
     def prefilled(self, rows: int, engine: Any = None, capacity: int = 300) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.device_graph import device_graph
 from lantern_rt.engines.profiles import Profile
-from lantern_rt.engines.trt.builder import ranges
+from lantern_rt.engines.trt.builder import shape_bounds
 
 for needed in ("torch", "tensorrt_rtx"):
     pytest.importorskip(needed, reason="needs lantern-rt[export,tensorrt-rtx]")
@@ -84,7 +84,7 @@ def steps_of(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool) -> list[
     config.set_compute_capability(library.ComputeCapability.SM89, 0)
     shapes = builder.create_optimization_profile()
     for tensor in graph.inputs:
-        shapes.set_shape(tensor.name, *ranges(tensor.name, tensor.shape, TREE, entries=512))
+        shapes.set_shape(tensor.name, *shape_bounds(tensor.name, tensor.shape, TREE, entries=512))
     config.add_optimization_profile(shapes)
     assert builder.build_serialized_network(network, config) is not None, said[-3:]
     lines = [line for text in said if text.startswith("Layers:\n") for line in text.splitlines()]

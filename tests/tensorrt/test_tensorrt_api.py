@@ -14,9 +14,9 @@ from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.engines.profiles import Profile
 from lantern_rt.engines.trt.backend import MEMORY
-from lantern_rt.engines.trt.builder import MODULES, build_plan, import_library, write_graph
+from lantern_rt.engines.trt.builder import MODULES, build_engine_file, import_library, write_graph
 from lantern_rt.engines.trt.engine import TensorRTFunction
-from lantern_rt.engines.trt.plan import Plan
+from lantern_rt.engines.trt.executable import TensorRTExecutable
 from lantern_rt.errors import EngineError
 
 USED = {
@@ -78,11 +78,11 @@ def image_decoder(name: str, bundle: Path, folder: Path, provider: str) -> tuple
     assert written is not None
     gpu = find_gpu()
     gpus = (gpu.compute_capability if gpu else "SM89",)
-    built = build_plan(name, folder / "vq_decoder.onnx", written, gpus, lambda what, done, total: None)
+    built = build_engine_file(name, folder / "vq_decoder.onnx", written, gpus, lambda what, done, total: None)
     inputs = [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]
     outputs = [Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))]
     plain = GraphSession(scenes.path("vq_decoder"), inputs, outputs)
-    plan = Plan(import_library(name), built, rows, "again")
+    plan = TensorRTExecutable(import_library(name), built, rows, "again")
     return TensorRTFunction(plan, inputs, outputs, Device(provider)), plain
 
 

@@ -21,7 +21,7 @@ from lantern_rt.engines.engine_folder import open_engine_folder
 from lantern_rt.engines.gpu import Gpu, find_gpu
 from lantern_rt.engines.loader import Engines
 from lantern_rt.engines.profiles import BuildOptions, Profile
-from lantern_rt.engines.trt.builder import MODULES, build_plan, import_library, ranges, write_graph
+from lantern_rt.engines.trt.builder import MODULES, build_engine_file, import_library, shape_bounds, write_graph
 from lantern_rt.errors import EngineError, LanternError, RequestError
 
 RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
@@ -84,14 +84,14 @@ def test_the_gpu_of_the_host_is_built_for_unless_others_are_named(monkeypatch: p
 def test_shapes_of_graph_inputs_follow_the_profile() -> None:
     tree = Profile(name="tree", rows=(1, 2, 8), nodes=(2, 64, 64), columns=(64, 192, 384))
     for name in ("token_ids", "hidden_ids", "position_ids"):
-        assert ranges(name, (None, None), tree, 512) == ((1, 2), (2, 64), (8, 64))
-    assert ranges("embeddings", (None, 256), tree, 512) == ((1, 256), (512, 256), (512, 256))
-    assert ranges("hidden", (None, None, 256), tree, 512) == ((1, 1, 256), (2, 512, 256), (8, 512, 256))
-    assert ranges("write", (None,), tree, 512) == ((1,), (2,), (8,))
-    assert ranges("seen", (None, None, None), tree, 512) == ((1, 2, 4), (2, 64, 12), (8, 64, 24))
+        assert shape_bounds(name, (None, None), tree, 512) == ((1, 2), (2, 64), (8, 64))
+    assert shape_bounds("embeddings", (None, 256), tree, 512) == ((1, 256), (512, 256), (512, 256))
+    assert shape_bounds("hidden", (None, None, 256), tree, 512) == ((1, 1, 256), (2, 512, 256), (8, 512, 256))
+    assert shape_bounds("write", (None,), tree, 512) == ((1,), (2,), (8,))
+    assert shape_bounds("seen", (None, None, None), tree, 512) == ((1, 2, 4), (2, 64, 12), (8, 64, 24))
     past = ((1, 4, 384, 64), (2, 4, 384, 64), (8, 4, 384, 64))
-    assert ranges("past_key_values.0.key", (None, 4, 384, 64), tree, 512) == past
-    assert ranges("codes", (None, 256), ONE_ROW, 0) == ((1, 256),) * 3
+    assert shape_bounds("past_key_values.0.key", (None, 4, 384, 64), tree, 512) == past
+    assert shape_bounds("codes", (None, 256), ONE_ROW, 0) == ((1, 256),) * 3
 
 
 # ---------------------------------------------------------------- ahead of time, without a GPU
@@ -145,7 +145,7 @@ def test_weights_of_a_plan_are_as_small_as_the_bundles(
     for role in ("target", "drafter") if bundle.manifest.drafter else ("target",):
         inputs = write_graph(bundle, role, profiles, tmp_path)
         assert inputs is not None
-        plan = build_plan("tensorrt-rtx", tmp_path / f"{role}.onnx", inputs, ("SM89",), silent)
+        plan = build_engine_file("tensorrt-rtx", tmp_path / f"{role}.onnx", inputs, ("SM89",), silent)
         assert plan.stat().st_size < bundle.manifest.files[f"{role}.data"].bytes + KERNELS
 
 
@@ -164,14 +164,14 @@ def test_a_graph_that_is_not_built_says_which_node_or_shape(scenes: Bundle, tmp_
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", 4]) for name in ("codes", "images")]
     graph = helper.make_graph([node], "bad", values[:1], values[1:])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
-    build = partial(build_plan, "tensorrt-rtx", path, [{"codes": ((1, 4),) * 3}], ("SM89",), silent)
+    build = partial(build_engine_file, "tensorrt-rtx", path, [{"codes": ((1, 4),) * 3}], ("SM89",), silent)
     assert "strange_2 and operator: Bogus" in refusal(build).problem
     path.write_bytes(b"junk")
     assert "Failed to parse the ONNX model" in refusal(build).problem
     wrong = Profile(name="rows", rows=(1, 1, 1), nodes=(4, 2, 2), columns=(64, 64, 64))
     inputs = write_graph(scenes, "drafter", [wrong], tmp_path)
     assert inputs is not None
-    found = refusal(lambda: build_plan("tensorrt-rtx", tmp_path / "drafter.onnx", inputs, ("SM89",), silent))
+    found = refusal(lambda: build_engine_file("tensorrt-rtx", tmp_path / "drafter.onnx", inputs, ("SM89",), silent))
     assert "token_ids" in found.problem
 
 
@@ -187,7 +187,7 @@ def test_progress_comes_from_the_builder_and_ctrl_c_stops_it(scenes: Bundle, tmp
     inputs = write_graph(scenes, "vq_decoder", [ONE_ROW], tmp_path)
     assert inputs is not None
     with pytest.raises(KeyboardInterrupt):
-        build_plan("tensorrt-rtx", tmp_path / "vq_decoder.onnx", inputs, ("SM89",), interrupt)
+        build_engine_file("tensorrt-rtx", tmp_path / "vq_decoder.onnx", inputs, ("SM89",), interrupt)
     assert all(what.startswith("building vq_decoder: ") for what, _, _ in calls)
     assert all(0 <= done <= total for _, done, total in calls)
     assert not list(tmp_path.glob("*.plan"))

@@ -55,7 +55,7 @@ def building(monkeypatch: pytest.MonkeyPatch) -> None:
         return graph.with_suffix(".plan")
 
     monkeypatch.setattr(build_module, "write_graph", write)
-    monkeypatch.setattr(build_module, "build_plan", build)
+    monkeypatch.setattr(build_module, "build_engine_file", build)
     monkeypatch.setattr(build_module, "import_library", lambda name: SimpleNamespace(__version__=VERSION))
     monkeypatch.setattr(build_module, "find_gpu", lambda: L4)
 
@@ -185,7 +185,7 @@ def test_graphs_that_plans_stand_for_are_not_read(bundle: Path, engines: Path, t
     (copy / "target.onnx").write_bytes(data)
     with pytest.raises(BundleError):
         open_bundle(copy)
-    open_bundle(copy, skipped_roles=open_engine_folder(engines).replaced())
+    open_bundle(copy, skipped_roles=open_engine_folder(engines).replaced_files())
 
 
 @pytest.mark.parametrize(

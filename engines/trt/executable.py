@@ -24,7 +24,7 @@ from ..gpu import find_gpu
 from ..ort.providers import CUDA_STREAM
 from ..profiles import Profile
 
-_LIMIT = 1 << 30  # bytes of kernels
+_MAX_CACHE_BYTES = 1 << 30  # bytes of kernels
 
 
 def make_logger(library: Any, errors: list[str]) -> Any:
@@ -42,12 +42,12 @@ def make_logger(library: Any, errors: list[str]) -> Any:
     return Logger()
 
 
-def first(errors: Sequence[str]) -> str:
+def first_error(errors: Sequence[str]) -> str:
     """The first error, which explains a failure, on one line; later ones usually follow from it."""
     return " ".join(errors[0].split())[:300] if errors else "no reason given"
 
 
-class Kernels:
+class KernelCache:
     """Kernels that TensorRT-RTX compiles while plans of a folder run, kept in this user's cache folder, by GPU.
 
     TensorRT compiles none. plans: none where nothing is kept.
@@ -74,7 +74,7 @@ class Kernels:
             self._cache = config.create_runtime_cache()
             if self._path is not None:
                 with suppress(OSError, ValueError, RuntimeError):  # of another driver, or damaged
-                    self._cache.deserialize(read_plain_file(self._path, _LIMIT))
+                    self._cache.deserialize(read_plain_file(self._path, _MAX_CACHE_BYTES))
         config.set_runtime_cache(self._cache)
         config.cuda_graph_strategy = library.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
         return engine.create_execution_context(config)
@@ -88,7 +88,7 @@ class Kernels:
                 replace_file(self._path, bytes(memoryview(self._cache.serialize())))
 
 
-class Plan:
+class TensorRTExecutable:
     """A plan on a device, as an `Executable`, for threads that take turns.
 
     profiles: the ranges it was built for. rebuild: the command that builds it again. kernels: shared with other plans.
@@ -102,10 +102,10 @@ class Plan:
         path: Path,
         profiles: Sequence[Profile],
         rebuild: str,
-        kernels: Kernels | None = None,
+        kernels: KernelCache | None = None,
     ) -> None:
         self._library, self.path, self.profiles, self._rebuild = library, path, profiles, rebuild
-        self._kernels = kernels or Kernels(None)
+        self._kernels = kernels or KernelCache(None)
         self._errors: list[str] = []
         self._logger = make_logger(library, self._errors)  # the library keeps no reference of its own
         self._engine: Any = None
@@ -119,7 +119,7 @@ class Plan:
             raise EngineError(f"cannot be read ({error.strerror or error})", field=str(path)) from error
         self._check(self._engine is not None, "load this plan")
         if (found := self._engine.num_optimization_profiles) != len(profiles):
-            raise self.other(f"{found} profiles", f"{len(profiles)}, those of engine.json")
+            raise self.mismatch_error(f"{found} profiles", f"{len(profiles)}, those of engine.json")
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         self._inputs = [one for one in names if self._engine.get_tensor_mode(one) == library.TensorIOMode.INPUT]
         self._outputs = [name for name in names if name not in self._inputs]
@@ -127,7 +127,7 @@ class Plan:
         self._contexts: dict[int, Any] = {}  # by profile
         self._last: dict[int, object] = {}  # whose values each context ran on last
 
-    def other(self, found: str, expected: str, more: str = "") -> EngineError:
+    def mismatch_error(self, found: str, expected: str, more: str = "") -> EngineError:
         """The error for a plan that is not the one expected; `more` goes to the command that builds it again."""
         remedy = f"rebuild with `{self._rebuild}{more}`"
         return EngineError(field=str(self.path), found=found, expected=expected, remedy=remedy)
@@ -141,17 +141,17 @@ class Plan:
             types = {name: names.get(kind := engine.get_tensor_dtype(name), str(kind)) for name in own}
             shapes = {name: ["any" if n == -1 else n for n in engine.get_tensor_shape(name)] for name in own}
             found = {name: (types[name], shapes[name]) for name in own}
-            self.dtypes |= numpy_types(found, tensors, self._other_tensor, only=True)
+            self.dtypes |= numpy_types(found, tensors, self._tensor_error, only=True)
 
-    def _other_tensor(self, name: str, found: str, expected: str) -> EngineError:
-        return self.other(f"tensor `{name}`: {found}", expected)
+    def _tensor_error(self, name: str, found: str, expected: str) -> EngineError:
+        return self.mismatch_error(f"tensor `{name}`: {found}", expected)
 
     def check_size(self, name: str, wanted: int) -> None:
         """Raises: EngineError unless a profile takes so many `rows`, `nodes` or `columns`."""
         if wanted > (most := max(getattr(profile, name)[2] for profile in self.profiles)):
             what = {"rows": "rows", "nodes": "nodes in one pass", "columns": "columns of a cache"}[name]
             more = "" if name == "columns" else f" --max-{name} {wanted}"
-            raise self.other(f"{wanted} {what}", f"at most {most}, which it was built for", more)
+            raise self.mismatch_error(f"{wanted} {what}", f"at most {most}, which it was built for", more)
 
     def bind(self, values: Mapping[str, Any], record: bool = False) -> Callable[[], None]:
         """As `Executable`, in the smallest profile that takes as many nodes; what is recorded, the library decides."""
@@ -175,7 +175,7 @@ class Plan:
             self._check(context.set_input_shape(name, shapes[name]), f"take `{name}` as {list(shapes[name])}")
         for name, shape in shapes.items():
             if (found := tuple(context.get_tensor_shape(name))) != shape:
-                raise self.other(f"`{name}` as {list(found)}", f"{list(shape)}")
+                raise self.mismatch_error(f"`{name}` as {list(found)}", f"{list(shape)}")
             self._check(context.set_tensor_address(name, values[name].data_ptr()), f"take the place of `{name}`")
 
     def _context(self, profile: int) -> Any:
@@ -190,5 +190,5 @@ class Plan:
     def _check(self, success: bool, what: str) -> None:
         if not success:
             library = f"{self._library.__name__} {self._library.__version__}"
-            problem = f"{library} does not {what}: {first(self._errors)}"
+            problem = f"{library} does not {what}: {first_error(self._errors)}"
             raise EngineError(problem, field=str(self.path), remedy=f"rebuild with `{self._rebuild}`")
