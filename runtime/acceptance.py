@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..methods import MethodConfig, Relaxed, Residual
-from .sampling import Probabilities, draw
+from .sampling import Probabilities, sample
 from .tree import DraftTree
 
 Distribution = Callable[[int], Probabilities]
@@ -55,7 +55,7 @@ class Acceptance(NamedTuple):
     relaxed: Sequence[int] = ()  # nodes of the path that exact acceptance would have rejected
 
 
-def follow(tree: DraftTree, choice: Callable[[int], int], remaining: int) -> Acceptance:
+def walk_exact(tree: DraftTree, choice: Callable[[int], int], remaining: int) -> Acceptance:
     """Walk down the tree for as long as the target's `choice(node)` is among the children of the node.
 
     Args:
@@ -103,7 +103,7 @@ class Relaxation:
         return near[: int(p[near].cumsum().searchsorted(bound, "right"))]
 
 
-def walk(
+def walk_relaxed(
     tree: DraftTree,
     target: Distribution,
     choice: Callable[[int], int],
@@ -158,7 +158,7 @@ def walk(
                 q[token] = 0
                 q = _normalised(q, q)
         if path[-1] == node:  # none accepted
-            return Acceptance(path, draw(p, stream), tvd, p, relaxed_nodes)
+            return Acceptance(path, sample(p, stream), tvd, p, relaxed_nodes)
     return Acceptance(path, None, tvd, None, relaxed_nodes)
 
 

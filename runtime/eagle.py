@@ -21,7 +21,7 @@ from .device import DeviceLogits, SampleRequest
 from .drafting import Commit
 from .engine import Bools, Cache, DeviceArray, Engine, Floats, HiddenView, Ints, Pass, PassOutput
 from .passes import MIN_NODES, stack_padding, unmask_committed
-from .sampling import Probabilities, best_codes, guide, shape_distribution, shape_logits
+from .sampling import Probabilities, apply_guidance, best_codes, shape_distribution, shape_logits
 from .state import ImageSequence, Model
 from .statistics import Clock
 from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal
@@ -165,7 +165,7 @@ class EagleDrafter(TreeDrafter):
         best = []
         for sequence, rows, noise in zip(self.sequences, self._rows(), noises, strict=True):
             logits = level.logits[rows[:, None], level.nodes[rows]]  # [sides, slots, vocab_size]
-            values = shape_logits(guide(logits, sequence.sampling), sequence.sampling)
+            values = shape_logits(apply_guidance(logits, sequence.sampling), sequence.sampling)
             if noise is not None:
                 values = values + noise.gumbel(len(sequence.codes) + depth, 1, values.shape[1])
             best.append(best_codes(values, most))
@@ -332,7 +332,7 @@ def _proposal(shape: StaticTree, levels: list[LevelOutput], rows: Ints, sampling
     level = levels[depth]
     slot = np.searchsorted(shape.levels[depth], node)
     logits: Floats = level.logits[rows, level.nodes[rows, slot]]
-    return shape_distribution(guide(logits, sampling), sampling)
+    return shape_distribution(apply_guidance(logits, sampling), sampling)
 
 
 def _read(states: Floats | HiddenView) -> Floats:

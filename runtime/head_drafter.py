@@ -21,7 +21,7 @@ from ..methods import Drafted, Sampling, Sjd
 from .drafting import Commit
 from .engine import Floats, Ints
 from .heads import DraftHeads
-from .sampling import Probabilities, best_codes, guide, shape_distribution, shape_logits
+from .sampling import Probabilities, apply_guidance, best_codes, shape_distribution, shape_logits
 from .state import ImageSequence
 from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal
 from .tree_drafts import TreeDrafter
@@ -84,7 +84,7 @@ class DraftHeadState:
             undecided = [int(np.argmax(depths == depth)) for depth in range(count, int(depths.max()) + 1)]
         nodes = np.stack([np.append(kept[-count:], undecided).astype(np.int64) for kept in commit.nodes])
         rows = np.arange(commit.rows.start, commit.rows.stop)[:, None]
-        states = guide(commit.hidden[rows, nodes], self.sequence.sampling)  # [nodes, hidden_size]
+        states = apply_guidance(commit.hidden[rows, nodes], self.sequence.sampling)  # [nodes, hidden_size]
         self.context[done - count : done] = self.heads.context(states[:count])
         self.late = {}
         for i, (node, gate) in enumerate(zip(undecided, self.heads.gates(states[count:]), strict=True)):

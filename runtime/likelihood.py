@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..methods import Sampling
 from .engine import Bools, Floats, Ints, PassOutput
 from .passes import MIN_NODES, causal_pass, prefill_pass, stack_padding
-from .sampling import guide, penalise, scale, softmax
+from .sampling import apply_guidance, apply_repetition_penalty, apply_temperature, softmax
 from .state import Model, PrefixRow, Prompt
 from .statistics import Clock
 
@@ -53,8 +53,8 @@ def likelihood(
         known = int(chosen.sum())
         before = [codes[: place + i] for i in range(known)]
         here, place = slice(place, place + known), place + known
-        guided = guide(penalise(logits[:, chosen], before, sampling), sampling)
-        probabilities = softmax(scale(guided, sampling))  # [codes, vocab_size]
+        guided = apply_guidance(apply_repetition_penalty(logits[:, chosen], before, sampling), sampling)
+        probabilities = softmax(apply_temperature(guided, sampling))  # [codes, vocab_size]
         nats[here] = -np.log(np.maximum(probabilities[np.arange(len(own)), own], 1e-300))
         entropy[here] = -(probabilities * np.log(np.maximum(probabilities, 1e-300))).sum(1)
     cells = np.s_[:] if counted is None else counted
@@ -71,7 +71,7 @@ def tie_margin(model: Model, sampling: Sampling) -> float:
 def recompute_logits(model: Model, rows: Sequence[PrefixRow], tokens: Ints, sampling: Sampling, clock: Clock) -> Floats:
     """Guided logits `[1, vocab_size]` of the code after the rows of one prompt and `tokens [count]`; anew."""
     (last,) = deque(sequence_logits(model, rows, tokens, clock), maxlen=1)
-    return guide(penalise(last[:, -1:], [tokens], sampling), sampling)
+    return apply_guidance(apply_repetition_penalty(last[:, -1:], [tokens], sampling), sampling)
 
 
 def sequence_logits(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock) -> Iterator[Floats]:

@@ -19,12 +19,12 @@ Probabilities = NDArray[np.float64]
 BLOCK = 64  # codes whose maximum is taken first in the search for the most probable codes
 
 
-def scale(logits: Floats, sampling: Sampling) -> Floats:
+def apply_temperature(logits: Floats, sampling: Sampling) -> Floats:
     """Divide logits by the temperature; return greedy logits unchanged."""
     return logits if sampling.temperature in (0.0, 1.0) else logits / np.float32(sampling.temperature)
 
 
-def guide(logits: Floats, sampling: Sampling) -> Floats:
+def apply_guidance(logits: Floats, sampling: Sampling) -> Floats:
     """Mix conditional and unconditional logits `[2, ..., vocab_size]` to `[..., vocab_size]`, if there are both.
 
     NaN and infinity raise an error later; NumPy may already warn of them here.
@@ -39,7 +39,7 @@ def guide(logits: Floats, sampling: Sampling) -> Floats:
     return mixed
 
 
-def penalise(logits: Floats, before: Sequence[Ints], sampling: Sampling) -> Floats:
+def apply_repetition_penalty(logits: Floats, before: Sequence[Ints], sampling: Sampling) -> Floats:
     """Apply the repetition penalty to the conditional logits.
 
     Args:
@@ -80,7 +80,7 @@ def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
     if noise is not None:
         values = values + noise
     if not isfinite(values.max()):  # NaN counts as the largest
-        raise damaged()
+        raise invalid_logits_error()
     codes: Ints = values.argmax(-1)
     return codes
 
@@ -96,14 +96,14 @@ def choose_with_margin(logits: Floats, noise: Floats | None, sampling: Sampling)
         noise: float32, same shape as `logits`; None chooses the most probable codes.
         sampling: the sampling settings, without top-k and top-p.
     """
-    values = scale(logits, sampling)
+    values = apply_temperature(logits, sampling)
     codes: list[int] = []
     margins: list[float] = []
     for row in values.copy() if noise is None else values + noise:
         code = int(row.argmax())
         best = row.item(code)
         if not isfinite(best):  # NaN counts as the largest
-            raise damaged()
+            raise invalid_logits_error()
         row[code] = -np.inf
         codes.append(code)
         margins.append(best - row.item(row.argmax()))
@@ -120,7 +120,7 @@ def is_decisive(logits: Floats, noise: Floats | None, code: int, sampling: Sampl
         sampling: the sampling settings.
         tie_margin: maximum change by rounding of a difference of two logits, after division by the temperature.
     """
-    values = scaled = scale(logits, sampling)
+    values = scaled = apply_temperature(logits, sampling)
     if sampling.filtered:
         lowest, certain = _filter_bounds(scaled, sampling, tie_margin)
         if not scaled[code] > certain:
@@ -171,11 +171,11 @@ def _highest(logits: Floats) -> Floats:
     """Compute maxima `[..., 1]` along the last axis; raise EngineError if any is NaN or infinite."""
     top: Floats = logits.max(-1, keepdims=True)
     if not np.isfinite(top).all():
-        raise damaged()
+        raise invalid_logits_error()
     return top
 
 
-def damaged() -> EngineError:
+def invalid_logits_error() -> EngineError:
     """Return the error for NaN or infinite logits."""
     return EngineError("a graph gave NaN or infinite logits", remedy="its weights are damaged, export the bundle again")
 
@@ -186,7 +186,7 @@ def shape_logits(logits: Floats, sampling: Sampling) -> Floats:
     Greedy settings change nothing. Top-k includes the k largest logits. Top-p includes the largest logits until their
     cumulative probability exceeds it, at least one logit. Both include all ties with the smallest included logit.
     """
-    scaled = scale(logits, sampling)
+    scaled = apply_temperature(logits, sampling)
     if not sampling.filtered:
         return scaled
     _highest(scaled)
@@ -242,7 +242,7 @@ def shape_distribution(logits: Floats, sampling: Sampling) -> Probabilities:
     return softmax(shape_logits(logits, sampling))
 
 
-def draw(distribution: Probabilities, rng: np.random.Generator) -> int:
+def sample(distribution: Probabilities, rng: np.random.Generator) -> int:
     """Sample a code of positive probability from a distribution `[vocab_size]`, with one number of the stream."""
     ends = distribution.cumsum()
     code = int(ends.searchsorted(rng.random() * ends[-1], "right"))

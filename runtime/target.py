@@ -11,7 +11,15 @@ import numpy as np
 from ..methods import Sampling
 from .engine import DeviceArray, Floats, Ints
 from .noise import Noise
-from .sampling import Probabilities, choose, choose_with_margin, guide, is_decisive, penalise, shape_distribution
+from .sampling import (
+    Probabilities,
+    apply_guidance,
+    apply_repetition_penalty,
+    choose,
+    choose_with_margin,
+    is_decisive,
+    shape_distribution,
+)
 from .tree import TreeStructure
 
 MAX_BLOCK_NODES = 256  # maximum number of nodes, over several sequences, that are sampled after at once
@@ -98,7 +106,7 @@ class TargetOutput:
         if not all(node in self._choices for node in nodes):
             # a slice of logits is not copied
             consecutive = self.sampling_nodes is None and nodes[-1] - nodes[0] + 1 == len(nodes)
-            guided = guide(self._read(slice(nodes[0], nodes[-1] + 1) if consecutive else nodes), self.sampling)
+            guided = self._read_guided(slice(nodes[0], nodes[-1] + 1) if consecutive else nodes)
             noise = None
             if not self.sampling.greedy:
                 size = guided.shape[1]
@@ -130,18 +138,19 @@ class TargetOutput:
         block = self._block
         if block is None or not block.first <= node < block.first + len(block.logits):
             first, nodes = (0, len(self.structure.depths)) if self.structure.is_chain else (node, 1)
-            block = self._block = LogitBlock(first, guide(self._read(slice(first, first + nodes)), self.sampling))
+            block = self._block = LogitBlock(first, self._read_guided(slice(first, first + nodes)))
         return block
 
     def _gumbel(self, first: int, logits: Floats) -> Floats | None:
         return None if self.sampling.greedy else self.noise.gumbel(self.cells[first], *logits.shape)
 
-    def _read(self, nodes: slice | Sequence[int]) -> Floats:
+    def _read_guided(self, nodes: slice | Sequence[int]) -> Floats:
         logits = self.logits(nodes if self.sampling_nodes is None else self.sampling_nodes[nodes].tolist())
-        if not self.sampling.penalised:
-            return logits
-        draft_nodes = range(len(self.structure.depths))[nodes] if isinstance(nodes, slice) else nodes
-        return penalise(logits, [self.preceding_codes(node) for node in draft_nodes], self.sampling)
+        if self.sampling.penalised:
+            draft_nodes = range(len(self.structure.depths))[nodes] if isinstance(nodes, slice) else nodes
+            preceding = [self.preceding_codes(node) for node in draft_nodes]
+            logits = apply_repetition_penalty(logits, preceding, self.sampling)
+        return apply_guidance(logits, self.sampling)
 
 
 def choose_for_sequences(logits: DeviceArray, targets: Iterable[tuple[TargetOutput, slice]]) -> None:
@@ -165,7 +174,7 @@ def choose_for_sequences(logits: DeviceArray, targets: Iterable[tuple[TargetOutp
         if nodes == 0 or count < 2 or not adjacent:
             continue
         rows_first = logits[start:stop, :nodes].reshape(count, num_rows, nodes, -1).swapaxes(0, 1)
-        guided = guide(rows_first, sampling).reshape(count * nodes, -1)
+        guided = apply_guidance(rows_first, sampling).reshape(count * nodes, -1)
         noise = None  # [sequences * nodes, vocab_size], as guided
         if not sampling.greedy:
             size = guided.shape[1]

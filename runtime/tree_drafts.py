@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .acceptance import Acceptance, Relaxation, follow, walk, walk_greedy
+from .acceptance import Acceptance, Relaxation, walk_exact, walk_greedy, walk_relaxed
 from .drafting import Accepted, Drafter, SequenceStep
 from .engine import Ints
 from .raster import MAX_BATCH_NODES, PassLayout
@@ -78,10 +78,10 @@ class TreeDraft:
         tree = self.tree
         remaining = tree.num_preserved + self.sequence.tokens_until_preserved(tree.num_preserved)
         if relaxation is None:
-            return follow(tree, output.choice, remaining)
+            return walk_exact(tree, output.choice, remaining)
         if self.sequence.sampling.greedy:
             return walk_greedy(tree, output.distribution, relaxation, remaining)
-        return walk(tree, output.distribution, output.choice, relaxation, output.decisions, remaining)
+        return walk_relaxed(tree, output.distribution, output.choice, relaxation, output.decisions, remaining)
 
 
 class TreeDrafter(Drafter):

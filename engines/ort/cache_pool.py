@@ -19,7 +19,7 @@ import numpy as np
 
 from ...runtime.device import SampleRequest
 from ...runtime.engine import Floats, Ints
-from ...runtime.sampling import damaged
+from ...runtime.sampling import invalid_logits_error
 from ..columns import padded_node_count
 from ..contracts import Array, Executable, Tensor, TensorView
 from ..graph_writer import GraphWriter
@@ -167,7 +167,7 @@ class BoundPass:
             codes, scores = sampler.drawn.numpy().copy()  # on the host, `numpy()` is the output's memory
         for row, request in zip(scores, requests, strict=True):
             if not np.isfinite(row[: len(request.positions), 0]).all():
-                raise damaged()
+                raise invalid_logits_error()
         scores[scores <= FILTERED_OUT / 2] = -np.inf
         return codes.astype(np.int64), scores
 

@@ -17,7 +17,7 @@ from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
-from lantern_rt.runtime.sampling import guide, shape_logits
+from lantern_rt.runtime.sampling import apply_guidance, shape_logits
 
 SIDES = ("cond", "uncond")
 
@@ -51,7 +51,7 @@ def log_softmax(scores: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def mixed(outputs: list[Arrays], scale: float = 3.0) -> NDArray[np.float32]:
     """Return guided logits `[nodes, codes]` from both batch rows' outputs."""
-    return guide(np.concatenate([out["logits"] for out in outputs]), Sampling(cfg_scale=scale))
+    return apply_guidance(np.concatenate([out["logits"] for out in outputs]), Sampling(cfg_scale=scale))
 
 
 def run_layers(bundle: Path, ids: Any) -> tuple[NDArray[np.float32], list[NDArray[np.float32]]]:

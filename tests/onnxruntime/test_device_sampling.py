@@ -18,7 +18,7 @@ from lantern_rt.methods import Sampling
 from lantern_rt.runtime.device import SampleRequest
 from lantern_rt.runtime.engine import Floats, Ints
 from lantern_rt.runtime.noise import GROUP_SIZE, Noise
-from lantern_rt.runtime.sampling import best_codes, guide, shape_logits
+from lantern_rt.runtime.sampling import apply_guidance, best_codes, shape_logits
 
 VOCABULARY = 200
 FILTERS: list[dict[str, Any]] = [
@@ -72,7 +72,7 @@ class UploadedNoise(Noise):
 
 def on_host(logits: Floats, asked: SampleRequest, most: int) -> tuple[Ints, Floats]:
     rows = np.arange(asked.rows.start, asked.rows.stop)[:, None]
-    values = shape_logits(guide(logits[rows, asked.nodes], asked.sampling), asked.sampling)
+    values = shape_logits(apply_guidance(logits[rows, asked.nodes], asked.sampling), asked.sampling)
     if asked.noise is not None:
         noise = [asked.noise.gumbel(int(position), 1, VOCABULARY)[0] for position in asked.positions]
         values = values + np.stack(noise)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from toy_script import Script
 
 from lantern_rt.runtime import acceptance
-from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk
+from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk_relaxed
 from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.tree import DraftTree
 
@@ -23,15 +23,15 @@ TOLERANCE = 1e-9  # conditional chances of draws cancel to about 1e-12 relative
 
 
 def enumerated(tree: DraftTree, target: Any, rule: Relaxation) -> Iterator[tuple[float, Acceptance]]:
-    """Every outcome of `walk` with its probability; the bonus stays a distribution, `remainder`."""
+    """Every outcome of `walk_relaxed` with its probability; the bonus stays a distribution, `remainder`."""
     total = 0.0
     for script in Script(seed=0).runs():
         script.armed = True
         stream: Any = script
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(acceptance, "draw", lambda distribution, stream: 0)
+            patch.setattr(acceptance, "sample", lambda distribution, stream: 0)
             streams = dict.fromkeys(range(tree.nodes), stream)
-            accepted = walk(tree, target, lambda node: 0, rule, streams.__getitem__, MANY)
+            accepted = walk_relaxed(tree, target, lambda node: 0, rule, streams.__getitem__, MANY)
         total += script.weight
         yield script.weight, accepted
     assert total == pytest.approx(1)

@@ -1,6 +1,6 @@
 """What one acceptance step gives out: the target's choices; or relaxed, within its bound, published beyond it.
 
-`walk` itself is enumerated, see `acceptance_steps.py`. Nothing here is sampled.
+`walk_relaxed` itself is enumerated, see `acceptance_steps.py`. Nothing here is sampled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lantern_rt.runtime.acceptance import Acceptance, Relaxation, follow, walk, walk_greedy
+from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk_exact, walk_greedy, walk_relaxed
 from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.tree import DraftTree
 
@@ -108,7 +108,7 @@ def test_a_walk_follows_the_choices_for_as_long_as_they_were_drafted() -> None:
         asked.append(node)
         return {0: 6, 2: 7, 3: 9}[node]
 
-    assert follow(tree, choice, MANY) == Acceptance([0, 2, 3], 9)
+    assert walk_exact(tree, choice, MANY) == Acceptance([0, 2, 3], 9)
     assert asked == [0, 2, 3], "only visited nodes are asked"
 
 
@@ -116,7 +116,7 @@ def test_a_candidate_that_cannot_have_been_drawn_is_passed_over_but_uses_its_num
     p, q, numbers = np.array([0.0, 0.0, 1.0]), np.array([0.0, 0.0, 1.0]), iter([0.0, 0.5])
     stream: Any = SimpleNamespace(random=lambda: next(numbers))
     tree = DraftTree(np.array([0, 1, 2]), np.array([-1, 0, 0]), lambda node: q)
-    accepted = walk(tree, lambda node: p, lambda node: 0, EXACT, lambda node: stream, MANY)
+    accepted = walk_relaxed(tree, lambda node: p, lambda node: 0, EXACT, lambda node: stream, MANY)
     assert (accepted.path, accepted.bonus, [*numbers]) == ([0, 2], 0, [])
 
 
@@ -127,13 +127,13 @@ def test_what_lies_past_the_pictures_end_is_neither_accepted_nor_counted(missing
     rule = Relaxation(np.array([[2], [2], [0]]), 1, delta=0.35)
     path = [0, 1, 2, 3][: missing + 1]
     stream: Any = SimpleNamespace(random=lambda: 0.5)
-    walked = walk(chain, lambda node: p, lambda node: 0, rule, lambda node: stream, missing)
+    walked = walk_relaxed(chain, lambda node: p, lambda node: 0, rule, lambda node: stream, missing)
     greedy = walk_greedy(chain, lambda node: p, rule, missing)
     assert walked.realised_tvd == pytest.approx(0.3 * (len(path) - 1))
     assert greedy.realised_tvd == len(path) - 1
     for accepted in (walked, greedy):
         assert (accepted.path, accepted.bonus, accepted.relaxed) == (path, bonus, path[1:])
-    assert follow(chain, lambda node: 1 if node < 3 else 0, missing) == Acceptance(path, bonus)
+    assert walk_exact(chain, lambda node: 1 if node < 3 else 0, missing) == Acceptance(path, bonus)
 
 
 # ---------------------------------------------------------------- greedy

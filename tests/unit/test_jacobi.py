@@ -52,7 +52,7 @@ def choices_by(script: Script, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(TargetOutput, name, choice)
     patch.setattr(DraftHeadState, "perturb_logits", noisy)
     patch.setattr(TargetOutput, "decisions", lambda answers, node: script)
-    patch.setattr(acceptance, "draw", script.draw)
+    patch.setattr(acceptance, "sample", script.draw)
 
 
 def some_heads(codes: int, hidden_size: int) -> DraftHeads:
@@ -137,13 +137,13 @@ def drafts_that_look_behind_them(patch: pytest.MonkeyPatch) -> None:
 
 
 def decisions_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
-    right = acceptance.walk
+    right = acceptance.walk_relaxed
 
     def wrong(tree: Any, target: Any, choice: Any, rule: Any, decisions: Any, missing: int) -> Any:
         answers = choice.__self__
         return right(tree, target, choice, rule, lambda node: decisions(node).at(int(answers.cells[node])), missing)
 
-    patch.setattr(tree_drafts, "walk", wrong)
+    patch.setattr(tree_drafts, "walk_relaxed", wrong)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from acceptance_steps import EXACT, MANY
 from numpy.typing import NDArray
 
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk, walk_greedy
+from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk_greedy, walk_relaxed
 from lantern_rt.runtime.sampling import Probabilities, shape_distribution
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 
@@ -76,7 +76,7 @@ def replay(case: dict[str, Any], residual: str = "neighborhood") -> tuple[Accept
     if case["mode"] == "greedy":
         return walk_greedy(tree, target, relaxation, MANY), tree, leaves, 0
     numbers: Any = Recorded(case["uniforms"])
-    accepted = walk(tree, target, lambda node: 0, relaxation, lambda node: numbers, MANY)
+    accepted = walk_relaxed(tree, target, lambda node: 0, relaxation, lambda node: numbers, MANY)
     ended_on_a_leaf = not tree.structure.children[accepted.path[-1]]
     return accepted, tree, leaves, len(numbers.left) - ended_on_a_leaf
 

@@ -15,7 +15,7 @@ from toy_engine import naive_distribution
 
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import FilterOrder, Sampling
-from lantern_rt.runtime.sampling import best_codes, choose, draw, guide, shape_distribution, softmax
+from lantern_rt.runtime.sampling import apply_guidance, best_codes, choose, sample, shape_distribution, softmax
 
 DATA = Path(__file__).parent.parent / "data"
 ORDERS: list[FilterOrder] = ["top-k, top-p", "top-p, top-k"]
@@ -79,8 +79,8 @@ def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
 
 def test_guidance_mixes_two_rows_and_passes_one_through() -> None:
     rows = np.array([[1, 2], [0, 4]], np.float32)
-    np.testing.assert_allclose(guide(rows, Sampling(cfg_scale=3)), [3, -2])
-    np.testing.assert_array_equal(guide(rows[:1], Sampling(cfg_scale=3)), rows[0])
+    np.testing.assert_allclose(apply_guidance(rows, Sampling(cfg_scale=3)), [3, -2])
+    np.testing.assert_array_equal(apply_guidance(rows[:1], Sampling(cfg_scale=3)), rows[0])
     assert not Sampling(cfg_scale=1).guided
     assert Sampling(cfg_scale=0).guided
 
@@ -93,7 +93,7 @@ def test_a_draw_never_gives_a_code_without_probability_and_uses_one_number(weigh
     if weights.sum() == 0:
         weights[0] = 1
     source = Fixed(number)
-    assert weights[draw(weights / weights.sum(), source)] > 0  # type: ignore[arg-type]
+    assert weights[sample(weights / weights.sum(), source)] > 0  # type: ignore[arg-type]
     assert source.used == 1
 
 
@@ -148,7 +148,7 @@ def test_draws_from_a_large_vocabulary_are_those_of_the_plain_cumulative_sum(voc
     cumulative = np.cumsum(distribution)
     for seed in range(300):
         number = np.random.default_rng(seed).random()
-        drawn = draw(distribution, np.random.default_rng(seed))
+        drawn = sample(distribution, np.random.default_rng(seed))
         assert abs(int(np.searchsorted(cumulative, number, side="right")) - drawn) <= 1
         assert distribution[drawn] > 0
 
