@@ -1,1 +1,1 @@
-"""Running graphs: ONNX Runtime sessions behind the runtime protocol."""
+"""Engines that run graphs in ONNX Runtime or TensorRT, behind the `Engine` protocol of `runtime`."""

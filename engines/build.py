@@ -1,4 +1,4 @@
-"""Building plans: a bundle and options in, a folder with `engine.json` out, whole or not at all."""
+"""Build TensorRT engines of a bundle into an engine folder, which is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ def build_engines(
     progress: Progress,
     dry_run: bool = False,
 ) -> tuple[EngineManifest, list[str]]:
-    """Build a plan of every graph that the backend takes and write the folder.
+    """Build a TensorRT engine of every graph that the backend supports, and write an engine folder.
 
     Args:
-        bundle: what is built.
-        bundle_name: what the user calls it, for the command that builds again.
-        options: for what.
-        output: the folder to write.
-        force: replace an engine folder that is there.
+        bundle: bundle with the graphs.
+        bundle_name: name or path that the user gave, for the command that rebuilds the engines.
+        options: backend, GPUs, and maximum sizes of a forward pass.
+        output: engine folder to write.
+        force: whether to replace an existing engine folder.
         progress: progress callback.
-        dry_run: write the graphs, which needs no library and no GPU, and build nothing.
+        dry_run: whether to write the graphs only, which needs neither the library nor a GPU.
 
     Returns:
-        What `engine.json` says, and the command lines that build and compare each plan by hand.
+        Contents of `engine.json`, and command lines with which the user can build and compare each engine.
 
     Raises:
-        EngineError: the library is missing, or does not take a graph.
-        RequestError: an option does not fit.
+        EngineError: the library is missing, or rejects a graph.
+        RequestError: the library cannot build for a requested GPU, or lacks the matmul of the bundle.
         OutputError: the folder cannot be written.
     """
-    backend, gpu = options.backend, None if options.backend == RTX else find_gpu()
+    backend = options.backend
+    gpu = None if backend == RTX else find_gpu()
     check_matmul_support(bundle, backend)
     capabilities = options.compute_capabilities if dry_run else compute_capabilities(options)
     command = ["lantern-rt", "build-engine", bundle_name, "--backend", backend]
@@ -57,9 +58,11 @@ def build_engines(
     version = "none" if dry_run else str(import_library(backend).__version__)
     check_new_folder(output, force, ENGINE_FILE)
     with atomic_folder(output, force, ENGINE_FILE) as folder:
-        graphs, lines = dict[str, BuiltGraph](), list[str]()
+        graphs: dict[str, BuiltGraph] = {}
+        lines: list[str] = []
         for role in (role for role in ROLES if role in bundle.manifest.files):
-            start, shapes = time.perf_counter(), profiles(bundle.manifest, role, options)
+            start = time.perf_counter()
+            shapes = profiles(bundle.manifest, role, options)
             inputs = write_graph(bundle, role, shapes, folder)
             if inputs is None:
                 continue
@@ -67,11 +70,11 @@ def build_engines(
             if dry_run:
                 continue
             graph = folder / f"{role}.onnx"
-            plan = build_engine_file(backend, graph, inputs, capabilities, progress)
+            engine = build_engine_file(backend, graph, inputs, capabilities, progress)
             graphs[role] = BuiltGraph(
-                path=plan.name,
-                blake2b=file_blake2b(plan),
-                bytes=plan.stat().st_size,
+                path=engine.name,
+                blake2b=file_blake2b(engine),
+                bytes=engine.stat().st_size,
                 onnx=file_blake2b(graph),
                 profiles=shapes,
                 seconds=time.perf_counter() - start,
@@ -94,7 +97,7 @@ def build_engines(
 
 
 def compute_capabilities(options: BuildOptions) -> tuple[str, ...]:
-    """Those asked for, which only TensorRT-RTX builds ahead of time for, or that of this host's GPU."""
+    """Return the requested compute capabilities; by default, that of this host's GPU. Raises: EngineError: no GPU."""
     if options.compute_capabilities:
         return tuple(name.upper() for name in options.compute_capabilities)
     if gpu := find_gpu():

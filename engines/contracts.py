@@ -58,7 +58,7 @@ def numpy_types(
         only: whether the graph must have no other tensors.
 
     Raises:
-        LanternError: from `make_error`, for the first tensor that differs.
+        LanternError: error made by `make_error` for the first tensor that differs.
     """
     declared = {tensor.name: tensor for tensor in expected}
     for name in [*declared, *(sorted(actual.keys() - declared.keys()) if only else ())]:

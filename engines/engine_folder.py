@@ -1,7 +1,7 @@
-"""The folder of built plans: `engine.json`, and the files it lists, checked before any is loaded.
+"""Engine folders: `engine.json` and the TensorRT engines that it lists, checked before an engine is loaded.
 
-Plans are code for one version of one library and some GPUs; `engine.json` records what they were built from, by and
-for, and the command that builds them again.
+TensorRT engines are code for one version of one library and some GPUs. `engine.json` records the bundle, the library
+and the GPUs that they were built for, and the command that rebuilds them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,24 @@ from .profiles import BACKENDS, Profile
 
 ENGINE_FILE = "engine.json"
 FORMAT_VERSION = "5.0"
-_MAX_JSON_BYTES = 1 << 20  # bytes of engine.json; it has a few thousand
+_MAX_JSON_BYTES = 1 << 20  # maximum size of engine.json, which has a few thousand bytes
 _AGAIN = "build the engines again"
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-# The words of a command that errors may advise: what it runs and where it writes are not for a file to choose.
+# Form of the command that errors recommend: a hostile file must not choose the program or where it writes.
 _COMMAND = r"lantern-rt\0build-engine\0[^\0-][^\0]*(\0--(backend|max-rows|max-nodes|compute-capability)\0\w[\w-]*)*"
 
 
 class BuiltGraph(FrozenModel):
-    """One plan, by its plain file name, and the shapes it takes.
+    """TensorRT engine of one graph.
 
-    onnx: the hash of the graph that it was built from, `<role>.onnx` beside it.
-    blake2b: the plan's own 32-byte BLAKE2b hash. Hashing is most of what loading a plan takes, and on processors
-    without instructions for SHA-256 this goes 1.8 times as fast.
+    Attributes:
+        path: file name of the engine in the engine folder.
+        blake2b: 32-byte BLAKE2b hash of the engine, in hexadecimal digits. Hashing takes most of the time of loading,
+            and BLAKE2b is 1.8 times as fast as SHA-256 on processors without instructions for SHA-256.
+        bytes: size of the engine.
+        onnx: BLAKE2b hash of the graph that it was built from, `<role>.onnx` in the same folder.
+        profiles: ranges of shapes that the engine accepts.
+        seconds: build time.
     """
 
     path: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
@@ -50,10 +55,17 @@ class BuiltGraph(FrozenModel):
 
 
 class EngineManifest(FrozenModel):
-    """The whole of `engine.json`.
+    """Contents of `engine.json`.
 
-    compute_capabilities: GPUs that the plans run on. gpu: the name of the only one, where the library builds for one.
-    command: what builds them again, without `--output`. graphs: plans by role; none where only graphs were written.
+    Attributes:
+        compute_capabilities: compute capabilities of the GPUs that can run the engines, such as `SM89`.
+        gpu: name of the only GPU model that can run the engines; None: any GPU of those compute capabilities.
+        precision: type that the target computes in.
+        bundle: name of the bundle.
+        bundle_sha256: digest of the bundle.
+        command: command that rebuilds the folder, without `--output`.
+        built: time of the build, in ISO 8601.
+        graphs: engines by role of the graph; empty after a dry run.
     """
 
     format_version: str
@@ -71,30 +83,40 @@ class EngineManifest(FrozenModel):
 
 @dataclass(frozen=True)
 class EngineFolder:
-    """An engine folder whose `engine.json` has been read, by `open_engine_folder`."""
+    """Engine folder whose `engine.json` has been read by `open_engine_folder`."""
 
     folder: Path
     manifest: EngineManifest
 
     @property
     def rebuild_command(self) -> str:
-        """The command that builds these plans again."""
+        """Command that rebuilds this folder."""
         return shlex.join([*self.manifest.command, "--output", str(self.folder), "--force"])
 
-    def mismatch_error(self, found: str, expected: str, path: Path | None = None) -> EngineError:
-        """The error for plans that are others than expected."""
+    def mismatch_error(self, actual: str, expected: str, path: Path | None = None) -> EngineError:
+        """Return the error for engines that do not fit this host or bundle.
+
+        Args:
+            actual: property of the engines.
+            expected: property that the host or bundle requires.
+            path: file at fault; None: the folder.
+        """
         remedy = f"rebuild with `{self.rebuild_command}`"
-        return EngineError(field=str(path or self.folder), found=found, expected=expected, remedy=remedy)
+        return EngineError(field=str(path or self.folder), found=actual, expected=expected, remedy=remedy)
 
     def replaced_files(self) -> frozenset[str]:
-        """The bundle's files, by role, that are not read because a plan stands for them."""
+        """Return the roles of the bundle's files that engines replace and that are therefore not read."""
         return frozenset(name for role in self.manifest.graphs for name in (role, f"{role}.data"))
 
     def check(self, bundle: Bundle, version: str) -> None:
-        """Read every file.
+        """Check that the engines fit a bundle and library, and were not altered.
+
+        Args:
+            bundle: bundle to generate images with.
+            version: installed version of the library that runs the engines.
 
         Raises:
-            EngineError: the plans were built from another bundle, by another version, or are not those built.
+            EngineError: another bundle or version built the engines, or a file is missing or altered.
         """
         manifest = self.manifest
         if manifest.bundle_sha256 != bundle.digest:
@@ -102,50 +124,54 @@ class EngineFolder:
             raise self.mismatch_error(built_from, f"{bundle.manifest.name} {bundle.digest[:12]}...")
         if manifest.builder_version != version:
             built_by = f"engines built by {manifest.backend} {manifest.builder_version}"
-            raise self.mismatch_error(built_by, f"{version}, the one installed")
+            raise self.mismatch_error(built_by, f"the installed version, {version}")
         self.check_files()
 
     def check_files(self) -> None:
-        """Read every file. Raises: EngineError on one that is missing or is not the one that was built."""
-        with ThreadPoolExecutor(4) as pool:  # hashing lets other threads run
+        """Compare the files with their hashes. Raises: EngineError: a file is missing or altered."""
+        with ThreadPoolExecutor(4) as pool:  # hashing releases the interpreter lock
             list(pool.map(self._check_file, sorted(self.manifest.graphs.values(), key=lambda entry: -entry.bytes)))
 
     def path(self, role: str) -> Path:
-        """The plan of a role."""
+        """Return the path of the engine of a graph."""
         return self.folder / self.manifest.graphs[role].path
 
     def _check_file(self, entry: BuiltGraph) -> None:
         path = self.folder / entry.path
         try:
             if not path.is_file() or path.is_symlink():
-                raise self.mismatch_error("no file", "a plan", path)
-            found = file_blake2b(path)
+                raise self.mismatch_error("no file", "a TensorRT engine", path)
+            actual = file_blake2b(path)
         except OSError as error:
             raise EngineError(f"cannot be read ({format_error(error)})", field=str(path)) from error
-        if found != entry.blake2b:
-            expected = f"{entry.blake2b[:12]}...: engines are code and an altered one is not run"
-            raise self.mismatch_error(f"hash {found[:12]}...", expected, path)
+        if actual != entry.blake2b:
+            expected = f"{entry.blake2b[:12]}...: engines are code, and altered code is not run"
+            raise self.mismatch_error(f"hash {actual[:12]}...", expected, path)
 
 
 def file_blake2b(path: Path) -> str:
-    """The hash of a file as `engine.json` has it."""
+    """Return the BLAKE2b hash of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
 def is_engine_folder(path: str | Path) -> bool:
-    """Whether a path looks like an engine folder."""
-    return os.path.isfile(os.path.join(path, ENGINE_FILE))  # False for what is no path at all, too
+    """Return whether a path is a folder with an `engine.json`."""
+    return os.path.isfile(os.path.join(path, ENGINE_FILE))  # False, too, for text that cannot be a path
 
 
 def open_engine_folder(path: str | Path) -> EngineFolder:
-    """Read and check `engine.json`; its files are checked when loaded. Raises: EngineError."""
+    """Open an engine folder without reading its engines, which `EngineFolder.check` does.
+
+    Raises:
+        EngineError: `engine.json` is missing, unreadable or invalid.
+    """
     file = Path(path) / ENGINE_FILE
     try:
         text = read_plain_file(file, _MAX_JSON_BYTES)
     except FileNotFoundError as error:
         remedy = "an engine folder is written by `lantern-rt build-engine`"
-        raise EngineError(f"no {ENGINE_FILE} in it", field=str(path), remedy=remedy) from error
+        raise EngineError(f"no {ENGINE_FILE} in this folder", field=str(path), remedy=remedy) from error
     except (OSError, ValueError) as error:
         raise EngineError(
             f"cannot be read ({format_error(error)})", field=str(file), expected="a short JSON text"
@@ -154,8 +180,8 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
         data = json.loads(text)
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
-        found = f"engine format {format_value(version)}"
-        raise EngineError(field=str(file), found=found, expected=FORMAT_VERSION, remedy=_AGAIN)
+        actual = f"engine format {format_value(version)}"
+        raise EngineError(field=str(file), found=actual, expected=FORMAT_VERSION, remedy=_AGAIN)
     try:
         manifest = EngineManifest.model_validate_json(text, strict=True)
     except ValidationError as error:
@@ -164,5 +190,5 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
         raise EngineError(**fields, field=field, remedy=_AGAIN) from error
     if not re.fullmatch(_COMMAND, "\0".join(manifest.command)):
         expected = "lantern-rt build-engine, a bundle and options"
-        raise EngineError(field=f"{file}: field `command`", found="another one", expected=expected, remedy=_AGAIN)
+        raise EngineError(field=f"{file}: field `command`", found="another command", expected=expected, remedy=_AGAIN)
     return EngineFolder(Path(path).resolve(), manifest)

@@ -10,9 +10,11 @@ from ..errors import EngineError
 
 
 def start_threads(count: int) -> None:
-    """Start `count` threads at once, including this one, and end them: libraries hang if some cannot be started.
+    """Check that `count` threads, including the caller's, can run at once.
 
-    Raises: EngineError: a limit of the system forbids it.
+    Libraries hang if they cannot start a thread.
+
+    Raises: EngineError: the system does not allow so many threads.
     """
     done = threading.Event()
     threads = [threading.Thread(target=done.wait) for _ in range(count - 1)]
@@ -20,8 +22,8 @@ def start_threads(count: int) -> None:
         for thread in threads:
             thread.start()
     except RuntimeError as error:
-        problem = "the system does not start so many"
-        remedy = "raise `ulimit -u`, or give fewer"
+        problem = "the system does not allow so many threads"
+        remedy = "raise `ulimit -u`, or give fewer threads"
         raise EngineError(problem, field="threads", found=str(count), remedy=remedy) from error
     finally:
         done.set()

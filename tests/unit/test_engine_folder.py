@@ -128,7 +128,7 @@ def test_an_option_that_does_not_fit_is_refused_and_nothing_is_written(
         (["--threads", "0"], "--threads: found 0"),
         (["--provider", "abacus"], "--provider: found 'abacus'"),
         (["--provider", "cpu", "--provider", "vq=cpu"], "--provider: found graph 'vq'"),
-        (["--engines", "nowhere"], "nowhere: no engine.json in it"),
+        (["--engines", "nowhere"], "nowhere: no engine.json in this folder"),
     ],
 )
 def test_what_commands_decode_with_is_refused_by_the_options_name(
@@ -267,7 +267,7 @@ def test_a_bundle_of_any_name_is_one_word_of_the_command(bundle: Path, engines: 
         ('{"format_version": "2.0"}', "found engine format '2.0', expected 5.0; build the engines again"),
         ('{"format_version": "5.0"}', "field `backend`: found nothing, expected a value"),
         (" " * ((1 << 20) + 1), "cannot be read (more than 1,048,576 bytes), expected a short JSON text"),
-        (None, "no engine.json in it; an engine folder is written by `lantern-rt build-engine`"),
+        (None, "no engine.json in this folder; an engine folder is written by `lantern-rt build-engine`"),
     ],
 )
 def test_a_damaged_record_is_one_line(bundle: Path, engines: Path, text: str | None, expected: str) -> None:
