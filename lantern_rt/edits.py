@@ -100,7 +100,7 @@ def read_image(name: str, source: ImageSource, header_only: bool = False) -> Ima
         raise RequestError(field=name, found=f"an object of type {type(source).__name__}", expected=expected)
     path = Path(source) if isinstance(source, str | Path) else Path(name)
     expected = "a PNG, JPEG or WebP file"
-    with reading(path, expected, RequestError, "give another one"), warnings.catch_warnings(action="ignore"):
+    with reading(path, expected, RequestError, "give another image"), warnings.catch_warnings(action="ignore"):
         if isinstance(source, np.ndarray) or (isinstance(source, Image.Image) and source.mode in ("I", "F")):
             image = _image_from_array(name, np.asarray(source))
         elif isinstance(source, Image.Image):
@@ -142,7 +142,7 @@ def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tupl
     sizes = []
     for name, source in sources.items():
         header = read_image(name, source, header_only=True)
-        with reading(Path(name), "an orientation", RequestError, "give another one"):
+        with reading(Path(name), "an orientation", RequestError, "give another image"):
             # The `getexif` of PNG images would decode all pixels.
             rotated = Image.Image.getexif(header).get(ExifTags.Base.Orientation) in range(5, 9)
         sizes.append(header.size[::-1] if rotated else header.size)

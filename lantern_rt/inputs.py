@@ -61,7 +61,7 @@ def error_fields(error: ValidationError) -> dict[str, str]:
     if first["type"] == "missing":
         return {"field": field, "found": "nothing", "expected": "a value"}
     if first["type"] in ("extra_forbidden", "none_required"):
-        return {"field": field, "problem": "unknown", "expected": "it left out"}
+        return {"field": field, "problem": "unknown field"}
     actual = format_value(first["input"])
     if first["type"] == "value_error":
         actual = "" if isinstance(first["input"], dict) else actual
@@ -155,7 +155,7 @@ def open_plain_file(path: Path) -> Iterator[BinaryIO]:
     """
     with open(path, "rb", opener=_open_nonblocking) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("a pipe or a device where a plain file belongs")
+            raise ValueError("a pipe or a device, expected a regular file")
         yield file
 
 

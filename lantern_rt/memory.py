@@ -129,7 +129,7 @@ def check_image_memory(manifest: Manifest, request: Request, free: int) -> None:
 
 def _image_bytes(manifest: Manifest, settings: Settings, prefix: int) -> dict[str, int]:
     pixels = math.prod(manifest.pixels(manifest.size(settings.size)))
-    return image_bytes(manifest, settings, prefix) | {"painting": _BYTES_PER_PIXEL * pixels}
+    return image_bytes(manifest, settings, prefix) | {"image decoding": _BYTES_PER_PIXEL * pixels}
 
 
 def _min_prompt_tokens(condition: ConditionSpec) -> int:

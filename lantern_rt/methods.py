@@ -127,7 +127,7 @@ Tree = Annotated[str, Field(min_length=1, description="Draft tree by name, such 
 
 DrafterName = Annotated[
     Literal["eagle", "heads"] | None,
-    Field(description="What drafts: the bundle's EAGLE drafter, or its heads. [default: heads, if it has any]"),
+    Field(description="Source of draft tokens: EAGLE drafter or draft heads. [default: heads, if the bundle has them]"),
 ]
 
 
@@ -164,7 +164,8 @@ class Relaxed(MethodConfig):
 
     neighbors: Neighbors = None
     residual: Residual | None = Field(
-        default=None, description="What a rejection removes: aggregated, or neighborhood as the published code does."
+        default=None,
+        description="Codes excluded after a rejection: aggregated, or neighborhood as in the published code.",
     )
 
     @property

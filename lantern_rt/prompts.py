@@ -122,7 +122,9 @@ def _prepare_prompts(
         except RequestError as error:
             error.field = _numbered(field, i, len(prompts))
             if near := tokenizer.nearest_examples(prompt) if isinstance(tokenizer, WordTokenizer) else []:
-                error.remedy = "; ".join(filter(None, [error.remedy, f"it draws {', '.join(map(repr, near))}"]))
+                error.remedy = "; ".join(
+                    filter(None, [error.remedy, f"similar valid prompts: {', '.join(map(repr, near))}"])
+                )
             raise
     return requests
 

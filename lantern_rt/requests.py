@@ -314,12 +314,12 @@ def check_request(
     if image is not None and prompts is None and class_ids is None and embeddings is None:
         picture = read_image("image", image)
         prompts, class_ids = _recorded_subject(picture.info, subject_field)
-    expected = f"{descriptions[subject_field]}: that is what bundle {manifest.name} takes"
+    expected = f"{descriptions[subject_field]}, as bundle {manifest.name} requires"
     subjects_by_field = {"prompts": prompts, "class_ids": class_ids, "embeddings": embeddings}
     present = [name for name, value in subjects_by_field.items() if value is not None]
     if present != [subject_field]:
         wrong_field = next((name for name in present if name != subject_field), None)
-        actual = descriptions[wrong_field] if wrong_field else "nothing to draw"
+        actual = descriptions[wrong_field] if wrong_field else "nothing to generate"
         remedy = ""
         if (wrong_field, kind) == ("prompts", "embeddings"):
             remedy = "export it with --text-encoder to give prompts"

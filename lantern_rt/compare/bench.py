@@ -102,7 +102,7 @@ def fastest(rows: Sequence[Mapping[str, Any]]) -> str:
     best = max((row for row in rows if row["exact"]), key=lambda row: row["speed_up"])
     label = best["method"]
     option = "quality" if label in get_args(Quality) else "method"
-    return f"fastest exact method: {label} ({best['speed_up']:.2f}); ask for it with --{option} {label}"
+    return f"fastest exact method: {label} ({best['speed_up']:.2f}); select it with --{option} {label}"
 
 
 def paired_ratio(scores: Sequence[float], plain: Sequence[float]) -> tuple[float, float]:

@@ -128,7 +128,7 @@ def run_in_turns(
     requests: Iterable[Mapping[str, Any]],
     make_images: bool = True,
     score: bool = True,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda description, done, total: None,
     total: int = 0,
 ) -> Iterator[list[Run]]:
     """Yield one list of runs per request, in the order of `methods`.

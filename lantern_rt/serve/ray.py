@@ -48,7 +48,7 @@ class Settings(BaseModel):
         pipeline: further options of `Pipeline.from_bundle`.
         together: maximum batch size of a replica, in images.
         waiting: maximum number of queued images of a replica.
-        queued: maximum number of requests that wait at an ingress until a replica has room.
+        queued: maximum number of requests that wait at an ingress until a replica has capacity.
         autoscaling: fields of Ray's `AutoscalingConfig` for every bundle.
         deadline: maximum duration of a request in seconds, and of the shutdown of a replica.
         api_key_file: file of API keys, as in `lantern-rt serve`.
@@ -199,7 +199,7 @@ class RayBackend:
             caller: key or address of the caller, for fair sharing.
 
         Raises:
-            BusyError: no replica has room.
+            BusyError: all replicas are full.
         """
         began = time.perf_counter()
         queue_seconds: float | None = None  # time until a replica admitted the request
@@ -252,4 +252,4 @@ class RayBackend:
 
     def _busy_error(self, error: BackPressureError | BusyError) -> BusyError:
         seconds = error.seconds if isinstance(error, BusyError) else math.ceil(self._duration * random.uniform(1, 3))
-        return BusyError("no replica has room", seconds)
+        return BusyError("all replicas are full", seconds)

@@ -196,7 +196,7 @@ def test_a_refusal_shows_prompts_that_can_be_drawn_and_no_command_of_a_shell(
     status, answer = scenes.post({"prompt": "a red dog on sand"})
     message = answer["error"]["message"]
     assert (status, answer["error"]["param"]) == (400, "prompt")
-    near = re.findall(r"'([^']{12,})'", message.partition("it draws ")[2])
+    near = re.findall(r"'([^']{12,})'", message.partition("similar valid prompts: ")[2])
     assert len(near) == 3
     assert any("on sand" in prompt for prompt in near)
     refused = tiny.post({"prompt": "red cube", "quality_budget": "fast"})[1]["error"]["message"]

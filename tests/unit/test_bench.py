@@ -66,7 +66,7 @@ def test_the_table_has_five_columns_within_80_characters_and_more_if_it_is_wide(
     assert [line.split()[::4] for line in rows[:2]] == [["ar", "yes"], ["rows:window=3", "no"]]
     assert max(len(line.rstrip()) for line in (heading, *rows[:2])) <= 80
     assert rows[2].startswith("3 turns, batch size 2")
-    assert rows[3] == "fastest exact method: ar (1.00); ask for it with --method ar"
+    assert rows[3] == "fastest exact method: ar (1.00); select it with --method ar"
     assert run_program([*arguments[:-2], "--quality", "strict"]) == 0
     assert capsys.readouterr().out.splitlines()[3].split()[::4] == ["strict", "yes"]
     assert run_program([*arguments, "--wide"]) == 0

@@ -207,7 +207,7 @@ def test_a_file_that_appears_while_decoding_is_not_replaced(
 def test_a_prompt_that_cannot_be_drawn_comes_with_the_nearest_three_that_can(program: Any) -> None:
     code, _, err = program("run", "a red dog on sand")
     assert (code, err.count("\n")) == (2, 1)
-    near = re.findall(r"'([^']{12,})'", err.partition("it draws ")[2])
+    near = re.findall(r"'([^']{12,})'", err.partition("similar valid prompts: ")[2])
     assert len(near) == 3
     assert any("on sand" in prompt for prompt in near)
 

@@ -162,7 +162,7 @@ def test_pipes_and_endless_devices_are_refused_at_once(
             os.mkfifo(tmp_path / name)
         else:
             (tmp_path / name).symlink_to("/dev/zero")
-    with refused(LanternError, str(tmp_path), "a pipe or a device where a plain file belongs"):
+    with refused(LanternError, str(tmp_path), "a pipe or a device, expected a regular file"):
         read(tmp_path / "file.json")
 
 

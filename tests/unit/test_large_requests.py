@@ -139,7 +139,7 @@ def test_run_refuses_with_the_numbers_before_anything_is_loaded(
         err = capsys.readouterr().err
         assert err.count("\n") == 1
         assert "memory: found 0.1 MiB free, expected " in err
-        for part in ("weights ", "cache of the target ", "cache of the drafter ", "passes ", "painting "):
+        for part in ("weights ", "cache of the target ", "cache of the drafter ", "passes ", "image decoding "):
             assert part in err
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
 

@@ -132,7 +132,7 @@ def test_the_bundle_is_the_one_that_drew_it_and_never_a_path_in_the_picture(
     [
         ({"seed": None}, "text chunk seed: found nothing"),
         ({"bundle_digest": None}, "text chunk bundle_digest: found nothing"),
-        ({"prompt": None}, "found nothing to draw"),
+        ({"prompt": None}, "found nothing to generate"),
         ({"class_id": "3"}, "found class ids"),
         ({"class_id": "3.5"}, "text chunk class_id: found '3.5'"),
         ({"prompt": "a purple cube"}, "prompt: found unknown word 'purple'"),
