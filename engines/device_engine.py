@@ -115,7 +115,7 @@ class LogitRows(DeviceRows, DeviceLogits):
         """Return whether there is a sampling graph for these settings."""
         return SamplingHead.supports(sampling)
 
-    def best(self, requests: Sequence[SampleRequest], most: int) -> list[tuple[Ints, Floats]]:
+    def best_codes(self, requests: Sequence[SampleRequest], most: int) -> list[tuple[Ints, Floats]]:
         """Return the tokens of highest score, as `best_codes` does on the host up to rounding.
 
         Requests with the same filters are sampled together.

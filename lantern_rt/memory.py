@@ -21,7 +21,7 @@ from .errors import BundleError, RequestError
 from .inputs import format_error
 from .methods import Drafted
 from .requests import Request, Settings, resolve_settings
-from .runtime.state import method_nodes
+from .runtime.state import count_nodes
 
 FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
 MAX_WEIGHTS = 1 << 50
@@ -67,7 +67,7 @@ def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = Non
     prompt = manifest.condition.prefix if prefix is None else prefix
     rows = 2 if settings.sampling.guided else 1
     itemsize = 2 if manifest.target.dtype == "float16" else 4
-    nodes = max(_MIN_NODES, method_nodes(settings.method))
+    nodes = max(_MIN_NODES, count_nodes(settings.method))
     draft_tokens = nodes * (1 + (manifest.row_end is not None))
     columns = round_up(prompt + manifest.max_image_tokens + draft_tokens + 2)
     specs = {"target": manifest.target, "drafter": manifest.drafter if _uses_drafter_graph(settings) else None}

@@ -34,7 +34,7 @@ from .methods import (
 )
 from .prompts import ImageRequest, PromptTokenizer, prepare_class_ids, prepare_embeddings, prepare_prompts
 from .runtime.tree import StaticTree
-from .runtime.tree_names import named_tree
+from .runtime.tree_names import parse_tree
 
 SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p", "repetition_penalty")
 
@@ -224,7 +224,7 @@ def _check_tree(manifest: Manifest, name: Any, is_default: bool) -> str:
     if not isinstance(name, str):
         raise TreeError(field="tree", found=format_value(name), expected="a name")
     try:
-        shape = named_tree(name)
+        shape = parse_tree(name)
     except TreeError as error:
         if is_default:
             raise BundleError(f"default tree {format_value(name)}: {error}", field=f"bundle {manifest.name}") from error

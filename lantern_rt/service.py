@@ -25,7 +25,7 @@ from .pipeline import Pipeline
 from .results import StreamStep
 from .runtime import state
 from .runtime.batch import Batch
-from .runtime.decode import Step, joining
+from .runtime.decode import Step, select_joining
 from .runtime.drafting import SequenceStep
 from .runtime.statistics import Clock, summarise
 from .runtime_inputs import compute_prefixes, load_model
@@ -135,7 +135,7 @@ class Service:
         size = self.pipeline.bundle.manifest.size(checked.settings.size)
         raster = replace(self.model.raster, num_codes=size.codes, columns=size.columns)
         request = ServiceRequest(self.cancel, checked, listener, steps, caller, deadline, raster)
-        nodes = state.method_nodes(checked.settings.method)
+        nodes = state.count_nodes(checked.settings.method)
         max_nodes = min(MAX_NODES, self._engines.max_nodes)
         if nodes > max_nodes:
             expected = f"at most {max_nodes} where passes are shared"
@@ -268,7 +268,7 @@ class Service:
         order = fair_order(queued, held, share)
         groups = [self._group(sequence) for sequence in order]
         used = {group for group, batch in self._batches.items() if batch.active}
-        if len(used.union(groups)) > 1:  # limits the images over all groups, which `joining` does per group
+        if len(used.union(groups)) > 1:  # limits the images over all groups, which `select_joining` does per group
             order = order[: self._max_images - len(active)]
         waiting: dict[int, list[state.ImageSequence]] = {}
         for sequence, group in zip(order, groups, strict=False):
@@ -290,7 +290,7 @@ class Service:
         new: dict[int, list[state.ImageSequence]] = {}
         for group, batch in self._batches.items():
             queued = waiting.get(group, [])
-            new[group] = joining(batch, queued, free + len(batch.active), self._rows)
+            new[group] = select_joining(batch, queued, free + len(batch.active), self._rows)
             if batch.active or new[group]:
                 callers[group] = {self._requests[sequence.index].caller for sequence in (*batch.active, *queued)}
         if not callers:

@@ -273,7 +273,7 @@ class Batch:
             nodes = np.tile(nodes, (rows.stop - rows.start, 1))  # [rows, nodes]
             requests.append(SampleRequest(rows, nodes, sequence.sampling, noise, cells))
             device_outputs.append((output, sampled))
-        best = logits.best(requests, 1) if requests else []
+        best = logits.best_codes(requests, 1) if requests else []
         for (output, sampled), (codes, _) in zip(device_outputs, best, strict=True):
             output.store_choices(sampled, codes[:, 0])
 

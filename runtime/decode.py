@@ -1,7 +1,7 @@
 """Step-by-step decoding of images in the order of their prompts.
 
-`decode` is a generator that yields after every step, for progress, streaming and cancelling. `joining` selects the
-waiting sequences that join a batch.
+`decode` is a generator that yields after every step, for progress, streaming and cancelling. `select_joining` selects
+the waiting sequences that join a batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .statistics import SequenceStatistics, Statistics, summarise
 
 UNLIMITED = 1 << 30
 # Maximum idle share of a batch's tokens while a full batch of images waits to begin together.
-IDLE = 0.25
+MAX_IDLE_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def decode(
         for i, (prompt, seed) in islice(coming, max_images - len(batch.active) - len(waiting)):
             rows = prompt.rows(sampling)
             waiting.append(ImageSequence(i, model.raster, rows, sampling, method, seed, prompt.preserved, adaptive))
-        if new := joining(batch, waiting, max_images):
+        if new := select_joining(batch, waiting, max_images):
             del waiting[: len(new)]
             records += [sequence.statistics for sequence in new]
             parts = batch.join(new)
@@ -80,14 +80,14 @@ def decode(
         yield Step(parts, done, model.num_codes * len(seeds), stats)
 
 
-def joining(
+def select_joining(
     batch: Batch, waiting: Sequence[ImageSequence], max_images: int, max_rows: int = UNLIMITED
 ) -> list[ImageSequence]:
     """Return the first waiting sequences that fit into a batch.
 
     A pass reads as many cache columns of every row as the longest row has, so rows of equal length cost less.
     Sequences that fill a whole batch therefore wait for the active sequences to finish and begin together, unless
-    the wait leaves more than `IDLE` of the batch unused.
+    the wait leaves more than `MAX_IDLE_SHARE` of the batch unused.
 
     Args:
         batch: batch to join.
@@ -97,7 +97,7 @@ def joining(
     """
     if batch.active and len(waiting) >= max_images:
         idle = (max_images - len(batch.active)) * max(sequence.remaining for sequence in batch.active)
-        if idle <= IDLE * max_images * max(sequence.raster.num_codes for sequence in batch.active):
+        if idle <= MAX_IDLE_SHARE * max_images * max(sequence.raster.num_codes for sequence in batch.active):
             return []
     rows = max_rows - batch.num_rows
     new: list[ImageSequence] = []

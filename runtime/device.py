@@ -35,7 +35,7 @@ class DeviceLogits(ABC):
         """Return whether the device can sample with these settings."""
 
     @abstractmethod
-    def best(self, samples: Sequence[SampleRequest], count: int) -> list[tuple[Ints, Floats]]:
+    def best_codes(self, samples: Sequence[SampleRequest], count: int) -> list[tuple[Ints, Floats]]:
         """Return the `count` codes with the highest log p + noise at each node of each request.
 
         Returns:

@@ -26,7 +26,7 @@ from .state import ImageSequence, Model
 from .statistics import Clock
 from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal
 from .tree_drafts import TreeDrafter
-from .tree_names import named_tree
+from .tree_names import parse_tree
 
 MOST_SLOTS = 64  # committed ones of a row that are run together, its prefix apart
 
@@ -66,7 +66,7 @@ class EagleDrafter(TreeDrafter):
         super().__init__(model.max_nodes)
         assert model.drafter is not None  # sequences are refused where there is none
         self.engine: Engine = model.drafter
-        self.shape = named_tree(method.tree)
+        self.shape = parse_tree(method.tree)
         self.relaxed = not method.exact
         self.clock = clock
         self.layout = model.layout
@@ -161,7 +161,7 @@ class EagleDrafter(TreeDrafter):
                 positions = np.full(level.nodes.shape[1], len(sequence.codes) + depth)
                 own = slice(int(rows[0]), int(rows[-1]) + 1)
                 samples.append(SampleRequest(own, level.nodes[rows], sequence.sampling, noise, positions))
-            return on_device.best(samples, most)
+            return on_device.best_codes(samples, most)
         best = []
         for sequence, rows, noise in zip(self.sequences, self._rows(), noises, strict=True):
             logits = level.logits[rows[:, None], level.nodes[rows]]  # [sides, slots, vocab_size]

@@ -25,7 +25,7 @@ from .sampling import Probabilities, apply_guidance, best_codes, shape_distribut
 from .state import ImageSequence
 from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal
 from .tree_drafts import TreeDrafter
-from .tree_names import named_tree
+from .tree_names import parse_tree
 
 
 class HeadDrafter(TreeDrafter):
@@ -99,7 +99,7 @@ class DraftHeadState:
         if isinstance(method, Sjd):
             return self._chain(min(self.sequence.window, most))
         assert isinstance(method, Drafted)
-        shape = named_tree(method.tree)
+        shape = parse_tree(method.tree)
         return self._static(shape, most) if isinstance(shape, StaticTree) else self._dynamic(shape, most)
 
     def logits(self, position: int, left: Ints) -> Floats:

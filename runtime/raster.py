@@ -25,16 +25,16 @@ class PassLayout(NamedTuple):
     tokens: Ints  # int64 `[pass nodes]`
     positions: Ints  # positions counted from the first token of the image, int64 `[pass nodes]`
     ancestors: Bools  # whether the column node is the row node or comes before it, bool `[pass nodes, pass nodes]`
-    owners: Ints | None = None  # draft node of each pass node, int64 `[pass nodes]`
-    # pass node after which the token of each draft node is sampled, int64 `[nodes]`; None, as `owners`, if the pass has
-    # no end-of-row tokens
+    draft_nodes: Ints | None = None  # draft node of each pass node, int64 `[pass nodes]`
+    # pass node after which the token of each draft node is sampled, int64 `[nodes]`; this field and `draft_nodes` are
+    # None if the pass has no end-of-row tokens
     sampling_nodes: Ints | None = None
     # attention mask over the cache entries behind the prefix, bool `[pass nodes, entries]`; None: all are attended to
     past: Bools | None = None
 
     def path_nodes(self, path: Sequence[int]) -> Ints:
         """Return the pass nodes of the draft nodes `path`, end-of-row tokens included."""
-        return np.array(path, np.int64) if self.owners is None else np.flatnonzero(np.isin(self.owners, path))
+        return np.array(path, np.int64) if self.draft_nodes is None else np.flatnonzero(np.isin(self.draft_nodes, path))
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,15 @@ class Raster:
         if self.row_end is None:
             return PassLayout(tree.tokens, first + tree.structure.depths, ancestors)
         cells = first + tree.structure.depths
-        before = np.minimum(cells, self.num_codes - 1) // self.columns
+        ends_before = np.minimum(cells, self.num_codes - 1) // self.columns
         ends = (cells % self.columns == self.columns - 1) & (cells + 1 < self.num_codes)
-        owners = np.repeat(np.arange(tree.nodes), 1 + ends)  # an end-of-row token follows its node
-        last = np.cumsum(1 + ends) - 1
-        seen = ancestors[owners][:, owners]
-        seen[last[ends] - 1, last[ends]] = False
-        tokens = tree.tokens[owners]
-        positions = (cells + before)[owners]
-        tokens[last[ends]] = self.row_end
-        positions[last[ends]] += 1
-        return PassLayout(tokens, positions, seen, owners, last)
+        draft_nodes = np.repeat(np.arange(tree.nodes), 1 + ends)  # an end-of-row token follows its node
+        sampling_nodes = np.cumsum(1 + ends) - 1
+        end_nodes = sampling_nodes[ends]
+        pass_ancestors = ancestors[draft_nodes][:, draft_nodes]
+        pass_ancestors[end_nodes - 1, end_nodes] = False  # a node comes before its end-of-row token
+        tokens = tree.tokens[draft_nodes]
+        positions = (cells + ends_before)[draft_nodes]
+        tokens[end_nodes] = self.row_end
+        positions[end_nodes] += 1
+        return PassLayout(tokens, positions, pass_ancestors, draft_nodes, sampling_nodes)

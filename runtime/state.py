@@ -14,7 +14,7 @@ from .heads import DraftHeads
 from .noise import Noise
 from .raster import MAX_BATCH_NODES, Raster
 from .statistics import SequenceStatistics
-from .tree_names import named_tree
+from .tree_names import parse_tree
 from .windows import AdaptiveWindow
 
 _NOTHING = np.zeros(0, np.int64)
@@ -86,19 +86,19 @@ class Prompt:
         return [self.cond, self.uncond] if sampling.guided else [self.cond]
 
 
-def method_nodes(method: MethodConfig) -> int:
+def count_nodes(method: MethodConfig) -> int:
     """Return the number of nodes of a method's draft, the root included; 1 where the number varies.
 
     Raises:
         TypeError: the method is unknown. A default would let a new method bypass the limits on nodes.
     """
     if isinstance(method, Drafted):
-        return named_tree(method.tree).nodes
+        return parse_tree(method.tree).nodes
     if isinstance(method, Sjd):
         return 1 + method.window
     if isinstance(method, Ar | RowParallel):
         return 1
-    raise TypeError(f"method {method.method}: add its nodes of a pass to `method_nodes`")
+    raise TypeError(f"method {method.method}: add its nodes of a pass to `count_nodes`")
 
 
 @dataclass(eq=False)
@@ -121,7 +121,7 @@ class ImageSequence:
 
     def __post_init__(self) -> None:
         self.noise = Noise(self.seed)
-        self.max_nodes = method_nodes(self.method)
+        self.max_nodes = count_nodes(self.method)
         adapts = self.adaptive and self.exact and isinstance(self.method, Sjd)
         self._window = AdaptiveWindow(self.max_nodes - 1) if adapts else None
         if self.preserved is not None:
@@ -193,5 +193,5 @@ class ImageSequence:
     @property
     def cache_columns(self) -> int:
         """Number of cache columns for the prefix, the image and one draft."""
-        nodes = MAX_BATCH_NODES if isinstance(self.method, RowParallel) else method_nodes(self.method)
+        nodes = MAX_BATCH_NODES if isinstance(self.method, RowParallel) else count_nodes(self.method)
         return max(self.prefix_lengths) + self.raster.num_tokens + nodes * (1 + (self.raster.row_end is not None)) + 2

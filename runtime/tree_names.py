@@ -33,7 +33,7 @@ PUBLISHED = {
 }
 
 
-def named_tree(spec: str) -> StaticTree | DynamicTree:
+def parse_tree(spec: str) -> StaticTree | DynamicTree:
     """Return the tree shape with a name.
 
     Args:

@@ -146,8 +146,8 @@ def test_codes_that_were_drawn_stay_when_their_pass_is_run_again(target: OrtDevi
     drawn = []
     for tokens in ([[1, 2], [3, 0]], [[0, 3], [1, 1]]):
         logits = target.run(causal(target, cache, tokens), cache).logits
-        ((codes, scores),) = logits.best([request], 4)
-        ((again, same),) = logits.best([request], 4)  # of a pass that has been run
+        ((codes, scores),) = logits.best_codes([request], 4)
+        ((again, same),) = logits.best_codes([request], 4)  # of a pass that has been run
         np.testing.assert_array_equal(codes, again)
         np.testing.assert_allclose(scores, same, atol=1e-6)
         drawn.append((codes, scores, codes.copy(), scores.copy()))

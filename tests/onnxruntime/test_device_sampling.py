@@ -98,7 +98,7 @@ def test_the_device_draws_what_the_host_draws(
     rows = on(device, logits)
     assert rows.can_sample(sampling)
     asked = asking(sampling, Noise(7) if noisy and not sampling.greedy else None, first=1, start=GROUP_SIZE - 2)
-    (found,) = rows.best([asked], most)
+    (found,) = rows.best_codes([asked], most)
     agree(found, on_host(logits, asked, most))
 
 
@@ -106,7 +106,7 @@ def test_a_bound_that_no_sum_reaches_keeps_all(device: Device) -> None:
     """Sums of float32 may end below a top-p that is hardly less than one."""
     for seed in range(4):
         logits, asked = logits_of(seed=seed), asking(Sampling(top_p=1 - 2**-24), Noise(seed))
-        (found,) = on(device, logits).best([asked], 1)
+        (found,) = on(device, logits).best_codes([asked], 1)
         agree(found, on_host(logits, asked, 1))
 
 
@@ -123,14 +123,14 @@ def test_many_with_settings_of_their_own_are_drawn_together(device: Device) -> N
     settings = [Sampling(), Sampling(cfg_scale=3.0), Sampling(temperature=0.7), Sampling(cfg_scale=2.0, top_k=9)]
     for i, sampling in enumerate(settings):
         asked.append(asking(sampling, Noise(i), first=2 * i, start=20 * i, count=2 + 2 * i))
-    for found, one in zip(on(device, logits).best(asked, 3), asked, strict=True):
+    for found, one in zip(on(device, logits).best_codes(asked, 3), asked, strict=True):
         assert found[0].shape == (len(one.positions), 3)
         agree(found, on_host(logits, one, 3))
 
 
 def test_a_filter_that_keeps_few_gives_no_score_to_the_others(device: Device) -> None:
     asked = asking(Sampling(top_k=3), Noise(1))
-    ((_, scores),) = on(device, logits_of()).best([asked], 10)
+    ((_, scores),) = on(device, logits_of()).best_codes([asked], 10)
     assert (np.isfinite(scores).sum(1) == 3).all()
     assert (scores[:, 3:] == -np.inf).all()
 
@@ -142,8 +142,8 @@ def test_logits_that_are_no_numbers_are_refused(device: Device, filters: dict[st
     logits[0, 0, 5] = value  # where nodes that only fill up a row point to, too
     for noise in (None, Noise(1)):
         with refused(EngineError, "NaN or infinite logits", "export the bundle again"):
-            on(device, logits).best([asking(sampling, noise)], 2)
-        on(device, logits).best([asking(sampling, noise, first=2)], 2)  # others may go on
+            on(device, logits).best_codes([asking(sampling, noise)], 2)
+        on(device, logits).best_codes([asking(sampling, noise, first=2)], 2)  # others may go on
 
 
 def test_more_seeds_and_positions_than_the_noise_table_has_places_are_drawn_right() -> None:
@@ -152,16 +152,16 @@ def test_more_seeds_and_positions_than_the_noise_table_has_places_are_drawn_righ
     for count in (5, 40, 3, 70):  # with positions in up to 6 groups of each of up to 12 seeds
         seeds = generator.choice(1000, 12, replace=False).tolist()
         asked = [asking(Sampling(), Noise(seed), i % 2, 11 * i, count) for i, seed in enumerate(seeds)]
-        for found, one in zip(rows.best(asked, 2), asked, strict=True):
+        for found, one in zip(rows.best_codes(asked, 2), asked, strict=True):
             agree(found, on_host(logits, one, 2))
 
 
 def test_only_the_noise_that_is_read_is_brought_to_the_device() -> None:
     rows, groups = on(Device("cpu"), logits_of()), [UploadedNoise(seed) for seed in range(80)]
-    rows.best([asking(Sampling(), groups[0], start=GROUP_SIZE + 1, count=4)], 1)
+    rows.best_codes([asking(Sampling(), groups[0], start=GROUP_SIZE + 1, count=4)], 1)
     assert groups[0].uploads == [1]
     for part in (groups[:40], groups[40:], groups[:40]):
-        rows.best([asking(Sampling(), noise, count=4) for noise in part], 1)
+        rows.best_codes([asking(Sampling(), noise, count=4) for noise in part], 1)
     assert [noise.uploads for noise in groups] == [[1, 0], *[[0]] * 79]  # the first 40 left room for the others
 
 
@@ -171,10 +171,10 @@ def test_noise_that_has_made_room_for_other_comes_back() -> None:
     noises = [UploadedNoise(seed) for seed in range(80)]
     asked = [asking(Sampling(), noise, start=GROUP_SIZE * noise.seed, count=2) for noise in noises]
     for one in [*asked, *asked[::3], *asked[::-1]]:
-        (found,) = rows.best([one], 1)
+        (found,) = rows.best_codes([one], 1)
         agree(found, on_host(logits, one, 1))
     for old, new in zip(asked[31::-1], asked[40:72], strict=True):  # the one used longest ago must not make room
-        for found, one in zip(rows.best([new, old], 1), (new, old), strict=True):
+        for found, one in zip(rows.best_codes([new, old], 1), (new, old), strict=True):
             agree(found, on_host(logits, one, 1))
     assert max(len(noise.uploads) for noise in noises) > 1  # or nothing had to make room
 
@@ -187,7 +187,7 @@ def test_several_threads_draw_at_once_what_each_draws_alone() -> None:
         noise, sampling = Noise(seed), Sampling(top_k=10 * (seed % 3))
         for start in range(0, 20 * GROUP_SIZE, GROUP_SIZE - 1):
             asked = asking(sampling, noise, first=seed % 2, start=start)
-            (found,) = rows.best([asked], 3)
+            (found,) = rows.best_codes([asked], 3)
             agree(found, on_host(logits, asked, 3))
 
     with ThreadPoolExecutor(6) as threads:

@@ -17,7 +17,7 @@ from lantern_rt.engines.trt.builder import MODULES, import_library
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.batch import Batch
-from lantern_rt.runtime.decode import decode, joining
+from lantern_rt.runtime.decode import decode, select_joining
 from lantern_rt.runtime.state import ImageSequence, Model, Prompt
 
 CODES = SMALL.grid**2
@@ -126,7 +126,7 @@ def test_requests_that_join_in_the_middle_get_the_codes_they_get_alone(
             waiting.append(ImageSequence(i, model.raster, rows, sampling, method, seed=i))
         if step > len(visits) and not batch.active and not waiting:
             break
-        new = joining(batch, waiting, max_images=7, max_rows=8)
+        new = select_joining(batch, waiting, max_images=7, max_rows=8)
         del waiting[: len(new)]
         for part in batch.join(new) if new else batch.step():
             codes[part.sequence] += part.codes.tolist()

@@ -12,7 +12,7 @@ from toy_engine import ToyDrafter, ToyTarget, codes_of, make_model, make_prompt
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.batch import Batch
-from lantern_rt.runtime.decode import UNLIMITED, decode, joining
+from lantern_rt.runtime.decode import UNLIMITED, decode, select_joining
 from lantern_rt.runtime.drafting import SequenceStep
 from lantern_rt.runtime.state import ImageSequence, Model, Prompt
 
@@ -79,7 +79,7 @@ class Line:
 
     @property
     def joining(self) -> list[ImageSequence]:
-        return joining(self.batch, self.waiting, self.images, self.rows)
+        return select_joining(self.batch, self.waiting, self.images, self.rows)
 
     def step(self) -> list[SequenceStep]:
         if new := self.joining:

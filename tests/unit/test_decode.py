@@ -24,7 +24,7 @@ from lantern_rt.runtime.drafting import Commit
 from lantern_rt.runtime.engine import Pass, PassOutput
 from lantern_rt.runtime.state import DrafterLayout, Model, Prompt
 from lantern_rt.runtime.tree import DraftTree, StaticTree
-from lantern_rt.runtime.tree_names import named_tree
+from lantern_rt.runtime.tree_names import parse_tree
 
 VOCABULARY, CODES = 5, 9
 NEAR = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
@@ -120,7 +120,7 @@ def test_a_steps_codes_are_its_accepted_path_and_the_bonus(method: MethodConfig)
             assert all(part.tree.parents[child] == parent for parent, child in itertools.pairwise(path))
             bonus = [] if part.acceptance.bonus is None else [part.acceptance.bonus]
             assert part.codes.tolist() == [*part.tree.tokens[path[1:]], *bonus]
-            most = method.window + 1 if isinstance(method, Sjd) else named_tree(method.tree).nodes  # type: ignore[attr-defined]
+            most = method.window + 1 if isinstance(method, Sjd) else parse_tree(method.tree).nodes  # type: ignore[attr-defined]
             assert part.tree.nodes <= most
 
 
@@ -150,7 +150,7 @@ def test_the_seed_alone_decides_and_other_seeds_give_other_codes(method: MethodC
 @every_sampling
 def test_a_perfect_drafter_has_its_first_path_accepted_whole(tree: str, sampling: Sampling) -> None:
     """Its q is the target's p at every node, so any slip in contexts, guidance or temperature shows."""
-    shape = named_tree(tree)
+    shape = parse_tree(tree)
     assert isinstance(shape, StaticTree)
     steps = steps_of(model(agreement=1.0, codes=40), range(3), sampling, Eagle(tree=tree))
     assert all(len(part.codes) == len(shape.levels) + 1 for step in steps[1:-1] for part in step.parts)

@@ -25,7 +25,7 @@ from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.errors import BundleError, EngineError, LanternError, TreeError, printable
 from lantern_rt.inputs import format_value, reading
 from lantern_rt.output.recipe import read_recipe
-from lantern_rt.runtime.tree_names import named_tree
+from lantern_rt.runtime.tree_names import parse_tree
 from lantern_rt.text.tokenizers import CaptionTokenizer, load_tokenizer
 from lantern_rt.text.words import read_word_tokenizer
 
@@ -193,7 +193,7 @@ def test_files_that_are_too_large_are_refused_unread(tmp_path: Path) -> None:
 )
 def test_trees_too_large_to_draft_are_refused(name: str) -> None:
     with refused(TreeError, "tree"):
-        named_tree(name)
+        parse_tree(name)
 
 
 def test_a_bundle_with_too_large_a_tree_is_refused(folder: Path) -> None:

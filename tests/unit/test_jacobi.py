@@ -24,7 +24,7 @@ from lantern_rt.runtime.sampling import shape_distribution
 from lantern_rt.runtime.state import ImageSequence, Model
 from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import DraftTree, StaticTree
-from lantern_rt.runtime.tree_names import named_tree
+from lantern_rt.runtime.tree_names import parse_tree
 
 VOCABULARY, CODES, HIDDEN = 2, 5, 6
 BOTH = np.array([[1], [0]])  # the neighbour of either code
@@ -210,7 +210,7 @@ def test_nothing_is_drafted_past_the_end_of_the_image() -> None:
 def test_after_a_pass_the_rest_of_the_window_moves_up_and_is_redrafted() -> None:
     window, logits = window_of(), 40 * np.eye(9, dtype=np.float32)[None]  # after node n comes n
     window.draft([1], 20)
-    chain = named_tree("chain-4")
+    chain = parse_tree("chain-4")
     assert isinstance(chain, StaticTree)
     structure = DraftTree(np.zeros(5, np.int64), chain.parents).structure
     target = TargetOutput(lambda nodes: logits[:, nodes], structure, Noise(0), 1 + structure.depths, Sampling())

@@ -15,7 +15,7 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.methods import METHODS, Eagle, MethodConfig, Sjd
 from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import Request, check_request, resolve_settings
-from lantern_rt.runtime.state import method_nodes
+from lantern_rt.runtime.state import count_nodes
 
 NAN, INF = float("nan"), float("inf")
 
@@ -289,6 +289,6 @@ def test_every_method_says_its_nodes_and_one_that_does_not_is_refused() -> None:
         method: Literal["unknown"] = "unknown"
 
     methods = [kind(method=name) for name, kind in METHODS.items()]
-    assert [method_nodes(method) for method in methods] == [1, 4, 8, 5, 9, 1]
+    assert [count_nodes(method) for method in methods] == [1, 4, 8, 5, 9, 1]
     with pytest.raises(TypeError, match="method unknown"):
-        method_nodes(Unknown())
+        count_nodes(Unknown())

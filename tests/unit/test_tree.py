@@ -15,7 +15,7 @@ from refusals import error_of
 
 from lantern_rt.errors import TreeError
 from lantern_rt.runtime.tree import DraftTree, DynamicTree, StaticTree
-from lantern_rt.runtime.tree_names import named_tree
+from lantern_rt.runtime.tree_names import parse_tree
 
 DATA = Path(__file__).parent.parent / "data"
 GOLDEN = json.loads((DATA / "lantern-drafter-llamagen" / "static_trees.json").read_text(encoding="utf-8"))
@@ -52,7 +52,7 @@ def path_sets(draw: st.DrawFn) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("published", OUR_NAMES)
 def test_a_published_tree_has_its_nodes_masks_depths_leaves_and_siblings(published: str) -> None:
-    golden, shape = GOLDEN[published], named_tree(OUR_NAMES[published])
+    golden, shape = GOLDEN[published], parse_tree(OUR_NAMES[published])
     assert isinstance(shape, StaticTree)
     assert [list(path) for path in shape.paths] == golden["paths"]
     verify = golden["verify"]
@@ -72,7 +72,7 @@ def test_a_published_tree_has_its_nodes_masks_depths_leaves_and_siblings(publish
 @pytest.mark.parametrize("published", OUR_NAMES)
 def test_a_published_tree_expands_the_same_nodes_level_by_level(published: str) -> None:
     """Which of a level's ten candidates per node are drafted on, and what each of those sees."""
-    draft, shape = GOLDEN[published]["draft"], named_tree(OUR_NAMES[published])
+    draft, shape = GOLDEN[published]["draft"], parse_tree(OUR_NAMES[published])
     assert isinstance(shape, StaticTree)
     levels = [level for level in shape.levels if len(level)]
     assert len(levels) - 1 == len(draft["tree_indices"])
@@ -180,11 +180,11 @@ def test_shapes_that_are_remembered_are_an_object_each_for_the_garbage_collector
 
 
 def test_names_give_chains_dynamic_trees_and_defaults() -> None:
-    chain = named_tree("chain-3")
+    chain = parse_tree("chain-3")
     assert isinstance(chain, StaticTree)
     assert chain.paths == ((0,), (0, 0), (0, 0, 0))
-    assert named_tree("dynamic-20-4-3") == DynamicTree(20, 4, 3)
-    assert named_tree("dynamic-40") == DynamicTree(40, 5, 10)
+    assert parse_tree("dynamic-20-4-3") == DynamicTree(20, 4, 3)
+    assert parse_tree("dynamic-40") == DynamicTree(40, 5, 10)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_names_give_chains_dynamic_trees_and_defaults() -> None:
 )
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(TreeError):
-        named_tree(name)
+        parse_tree(name)
 
 
 def test_levels_of_digits_spell_a_static_tree() -> None:
-    assert named_tree("tree-2-10-1") == StaticTree(((0,), (1,), (0, 0), (0, 0, 0)))
-    assert named_tree("tree-a") == StaticTree(tuple((rank,) for rank in range(10)))
+    assert parse_tree("tree-2-10-1") == StaticTree(((0,), (1,), (0, 0), (0, 0, 0)))
+    assert parse_tree("tree-a") == StaticTree(tuple((rank,) for rank in range(10)))
