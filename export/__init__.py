@@ -1,1 +1,1 @@
-"""From checkpoints to bundles. Imports torch; never imported by the runtime."""
+"""Export of checkpoints to bundles, with PyTorch. Packages that run bundles do not import this package."""

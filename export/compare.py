@@ -40,11 +40,11 @@ onnxruntime: Any = import_onnxruntime()
 
 _MIN_HALF = -6e4  # replaces lower numbers of masks in float16
 _SIZES = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
-_MAX_INPUT = 1 << 28  # numbers in a random input: a damaged graph may declare any size
+_MAX_INPUT = 1 << 28  # maximum size of a random input, as a damaged graph may declare any size
 
 
 class CaseResult(NamedTuple):
-    """The outputs of a graph and of its reference (`expected`) on one test case, by name."""
+    """The outputs by name of a graph, and of its reference (`expected`), on one test case."""
 
     case: str
     outputs: Arrays
@@ -65,7 +65,7 @@ def compare_with_module(
     holds all weights in float32: the module converts weights where they are used, and the file's may stay mapped.
 
     Args:
-        graph: the graph's module and test cases.
+        graph: the graph with its module and test cases.
         path: the graph file.
         cases: names of the test cases to run, None for all.
         graph_file: description that the file was written from, to round the module's weights like the file's; None
@@ -93,7 +93,7 @@ def compare_with_module(
             for name in names:
                 report(next(done), total)
                 results[layout].append(session.run(graph.cases[name]))
-            del session  # frees its memory before the next session or the module needs as much
+            del session  # frees memory for the next session or the module
     for i, name in enumerate(names):
         report(next(done), total)
         expected = run_module(graph, graph.cases[name], graph_file)
@@ -238,7 +238,7 @@ class DeviceLayoutSession:
         self._heads = (sizes["num_kv_heads"], sizes["head_dim"])
 
     def run(self, inputs: Arrays) -> Arrays:
-        """Return all outputs in the names and shapes of the file's graph, whose inputs are given."""
+        """Return all outputs; inputs and outputs have the names and shapes of the file's graph."""
         rows, nodes = inputs["position_ids"].shape
         heads, width = self._heads
         past = inputs["attention_mask"].shape[3] - nodes
@@ -285,8 +285,12 @@ def device_feeds(batch: Pass, cache: CacheColumns, padded: int) -> Arrays:
 def compare_with_evaluator(path: Path, manifest: Manifest) -> CaseResult:
     """Run a graph file in ONNX Runtime and in ONNX's reference evaluator on small random inputs.
 
-    This shows errors of ONNX Runtime's fusions and kernels, and needs no checkpoint. Both read the same weights, so the
-    comparison does not show what rounding did to the weights.
+    The comparison shows errors of ONNX Runtime's fusions and kernels, and needs no checkpoint. It does not show errors
+    from rounding weights, since both read the same weights.
+
+    Args:
+        path: the graph file.
+        manifest: manifest of its bundle, for sizes and ranges of the inputs.
 
     Raises:
         ValueError: the graph declares an input that is too large.

@@ -58,15 +58,15 @@ def compare_engines(
             continue
         graph = folder.folder / f"{role}.onnx"
         if file_blake2b(graph) != built.onnx:
-            raise folder.other("another graph", "the graph that its engine was built from", graph)
+            raise folder.mismatch_error("another graph", "the graph that its engine was built from", graph)
         engine = open_engine(folder.manifest.backend, folder.path(role)) if with_engines else nullcontext()
         with engine as runner:
             for name, feeds, outputs, expected in _run_passes(bundle, role, spec, graph, built):
                 progress(f"comparing {role}: {name}", 0, 1)
                 yield spec.precision, CaseResult(f"{role}.onnx: {name}", outputs, expected)
                 if runner is not None:
-                    fits = [profile.nodes[2] >= feeds["seen"].shape[1] for profile in built.profiles]
-                    runner.set_profile(fits.index(True))
+                    large_enough = [profile.nodes[2] >= feeds["seen"].shape[1] for profile in built.profiles]
+                    runner.set_profile(large_enough.index(True))
                     results = {key: widen(array) for key, array in runner.infer(feeds).items()}
                     yield spec.precision, CaseResult(f"{role}.plan: {name}", results, outputs)
 
@@ -74,7 +74,7 @@ def compare_engines(
 def open_engine(backend: str, path: Path) -> Any:
     """Return Polygraphy's runner of a TensorRT engine, a context manager that loads the engine on this GPU."""
     trt = polygraphy_importer(backend)("backend.trt")
-    # Polygraphy looks for CUDA's runtime in these folders, and not where packages of CUDA 13 have it.
+    # Polygraphy looks for CUDA's runtime in these folders, but packages of CUDA 13 install it in others.
     cuda = [str(folder) for place in sys.path for folder in Path(place).glob("nvidia/*/lib")]
     os.environ["LD_LIBRARY_PATH"] = ":".join([*cuda, os.environ.get("LD_LIBRARY_PATH", "")])
     return trt.TrtRunner(trt.EngineFromPath(str(path)))
@@ -83,7 +83,7 @@ def open_engine(backend: str, path: Path) -> Any:
 def _run_passes(
     bundle: Bundle, role: str, spec: DecoderSpec | DrafterSpec, graph: Path, built: BuiltGraph
 ) -> Iterator[tuple[str, Arrays, Arrays, Arrays]]:
-    """Run a prefill, a chain and a tree, each on the past that the passes before it left.
+    """Run a prefill, a chain and a tree, each with the passes before it as its past.
 
     Yields:
         The name of a pass, inputs of the engine's graph, its outputs, and outputs of the bundle's graph.
@@ -103,16 +103,16 @@ def _run_passes(
         columns = CacheColumns(np.zeros(rows, np.int64), capacity, capacity)
         entry = (rows, spec.num_kv_heads, capacity, spec.head_dim)
         past = {name: np.zeros(entry, dtype) for name, dtype in session.dtypes.items() if name.startswith("past")}
-        for name, among in masks.items():
-            nodes = len(among)
+        for name, node_mask in masks.items():
+            nodes = len(node_mask)
             start = int(columns.lengths[0])
             codes = rng.integers(0, bundle.manifest.codebook_size, (rows, nodes))
             states = rng.standard_normal((rows, nodes, spec.hidden_size), np.float32) if table is None else table[codes]
-            positions = np.tile(start + among.sum(1) - 1, (rows, 1))
+            positions = np.tile(start + node_mask.sum(1) - 1, (rows, 1))
             length = engine.next_past_length(cache, nodes)
             mask = np.zeros((rows, nodes, length + nodes), bool)
             mask[:, :, :start] = True
-            mask[:, :, length:] = among
+            mask[:, :, length:] = node_mask
             batch = Pass(positions, mask, codes, hidden=states) if drafts else Pass(positions, mask, embeds=states)
             feeds = device_feeds(batch, columns, nodes) | past
             states_name = "hidden" if drafts else "embeddings"

@@ -29,7 +29,7 @@ from .graph.graphs import Graph
 from .graph.precision import quantise
 from .progress import silent
 
-_NUM_IMAGES = 8  # images to calibrate on; 32 brought those of `scenes` no nearer to float32
+_NUM_IMAGES = 8  # images to calibrate on; with 32, images of `scenes` were as far from float32
 _SEED = 1  # differs from the seed of the graph's test cases, on which the decoder is checked afterwards
 CALIBRATION = f"{_NUM_IMAGES} pictures of random codes"  # recorded in the provenance
 _EXACT_BITS = 23  # bits of a sum that is exact in float32, without the sign
@@ -38,7 +38,7 @@ Range = tuple[float, float]  # lowest and highest number, with 0 between them
 
 
 def calibrate(graph: Graph, codes: int, progress: Progress = silent) -> dict[str, tuple[Range, Range]]:
-    """Measure the ranges of the convolutions of an image decoder on random codes.
+    """Measure the ranges of the inputs and outputs of an image decoder's convolutions on random codes.
 
     Args:
         graph: graph `vq_decoder` with its module.
@@ -46,7 +46,7 @@ def calibrate(graph: Graph, codes: int, progress: Progress = silent) -> dict[str
         progress: progress callback, called for each image.
 
     Returns:
-        The ranges of input and output of each convolution, by name of its kernel.
+        The ranges of the input and of the output of each convolution, by name of its kernel.
     """
     ranges: dict[str, tuple[Range, Range]] = {}
 

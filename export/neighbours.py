@@ -100,7 +100,7 @@ def _grid_table(
     order = order[squares[order] <= furthest]
     shifts = shifts[order]
     ends = [np.arange(n)[:, None] + column for n, column in zip(sizes, steps[order].T, strict=True)]
-    within = [(column >= 0) & (column < len(column)) for column in ends]  # of each column, [digits, offsets]
+    within = [(column >= 0) & (column < len(column)) for column in ends]  # per column, [digits, offsets]
     indices = np.empty((codes, k), np.min_scalar_type(codes - 1))
     block = max(1, _BLOCK_BYTES // len(order))
     for start in range(0, codes, block):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from ..engines.contracts import Progress
 
 
-def silent(task: str, done: int, total: int) -> None:
-    """Report nothing; the default progress callback."""
+def silent(*_: object) -> None:
+    """Ignore progress; the default progress callback."""
 
 
 def count_megabytes(task: str, total: int, progress: Progress) -> Callable[[int], None]:

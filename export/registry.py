@@ -30,7 +30,7 @@ def check_family(family: str, options: Mapping[str, Any]) -> None:
     """Check the name of a family and its options.
 
     Raises:
-        CheckpointError: the family is unknown, does not take an option, or lacks a required one.
+        CheckpointError: the family is unknown, does not take an option, or lacks a required option.
     """
     if family not in FAMILIES:
         raise CheckpointError(field="family", found=repr(family), expected=" or ".join(FAMILIES))

@@ -41,7 +41,8 @@ from .progress import silent
 INT8_TOLERANCE = 0.3
 _MIN_TOLERANCE = 1e-4  # tolerance of `difference` for graphs without much rounding
 _ROUNDING_FACTOR = 32  # random encoders of 8 to 16 layers were up to 10 times as far apart in ONNX Runtime and PyTorch
-MAX_LEVELS = 1.0  # limits of images from rounded image decoders: see `image_difference`
+# Limits of images from rounded image decoders; see `image_difference`.
+MAX_LEVELS = 1.0
 MIN_PSNR = 40.0
 LARGE_GRAPH = 1 << 28  # bytes of weights above which a graph runs from the mapped file, on two cases
 _ARRAY_LIMIT = 1e-5  # maximum difference of arrays, which are stored unchanged or computed in a few float32 ops
@@ -87,7 +88,7 @@ class Verification:
         distributions: `agreement` (share of nodes with the same likeliest token, near ties included) and
             KL(expected || bundle) in nats of each decoder, over all nodes of all cases, at temperature 1 without
             guidance.
-        pictures: `image_difference` of the images of an image decoder in int8 or fp16.
+        pictures: `image_difference` of each image decoder in int8 or fp16.
     """
 
     bundle: str

@@ -61,7 +61,7 @@ class CaptionCondition(nn.Module):
         self.first, self.second, self.uncond = (nn.Parameter(w, requires_grad=False) for w in (first, second, uncond))
 
     def project(self, captions: Tensor) -> Tensor:
-        """Project `captions [..., caption_dim]` to `[..., hidden_size]`."""
+        """Map text embeddings `captions [..., caption_dim]` to `[..., hidden_size]`."""
         return F.linear(F.gelu(F.linear(captions, self.first), approximate="tanh"), self.second)
 
     def forward(self, caption_embeds: Tensor, caption_mask: Tensor) -> tuple[Tensor, Tensor]:

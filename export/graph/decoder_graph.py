@@ -92,9 +92,9 @@ class PastFirstWriter(DecoderWriter):
     def gelu(self, x: str) -> str:
         ops = self.graph
         root = ops.number("root_half", 0.5**0.5)
-        one = ops.number("one", 1.0)
+        unit = ops.number("one", 1.0)
         half = ops.number("half", 0.5)
-        erf = ops.op("Add", ops.op("Erf", ops.op("Mul", x, root)), one)
+        erf = ops.op("Add", ops.op("Erf", ops.op("Mul", x, root)), unit)
         return ops.op("Mul", ops.op("Mul", x, erf), half)  # x / 2 * (1 + erf(x / sqrt(2)))
 
     def _write_rotation(self) -> tuple[str, str, Tensor]:
@@ -109,7 +109,7 @@ class PastFirstWriter(DecoderWriter):
         width = 2 * rope.shape[1]
         halves = self.config.rope_style == "half"
         order = torch.arange(width).view(2, -1).t() if halves else torch.arange(width).view(-1, 2)  # [pairs, 2]
-        index = order.flatten().argsort()  # where each number stands in `order`
+        index = order.flatten().argsort()  # index of each number in `order`
         partner = order.flip(1).flatten()[index]
         sign = torch.tensor([-1.0, 1.0]).repeat(width // 2)[index]
         tables = {"cos": rope[:, index // 2, 0], "sin": rope[:, index // 2, 1] * sign}
@@ -138,7 +138,7 @@ class PastFirstWriter(DecoderWriter):
         return query, key, value
 
     def _has_exact_attention(self, at: str) -> bool:
-        """Return whether a layer's sums over columns must be exact; a drafter's need not, since it only proposes."""
+        """Return whether a layer's sums over columns must be exact. A drafter's need not: it only proposes tokens."""
         return self.graph.int8_matmul and f"{at}.attention_norm.weight" in self.weights
 
     def _write_head_norms(self, x: str, at: str) -> str:
@@ -187,8 +187,8 @@ class PastFirstWriter(DecoderWriter):
     def _round_values(self, value: str, at: str) -> str:
         """Round values `[rows, nodes, num_kv_heads, width]` to multiples of a power of two for each channel.
 
-        The power follows from the largest value that the norm's output and the bias can lead to, so that no value
-        exceeds `_VALUE_STEPS` steps but by rounding, which is clipped.
+        The power follows from the largest value that a normed input and the bias can lead to. So only rounding can
+        make a value exceed `_VALUE_STEPS` steps, and this excess is clipped.
         """
         ops = self.graph
         shape = (self.config.num_kv_heads, self.config.head_dim)

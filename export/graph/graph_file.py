@@ -206,7 +206,7 @@ def _as_bytes(numbers: Tensor, kind: str) -> bytes:
 
 
 def _pack(integers: NDArray[np.int8]) -> bytes:
-    """Pack two 4-bit integers into each byte, the first in the low half."""
+    """Store two 4-bit integers in each byte, the first in the low half."""
     flat = integers.reshape(-1).view(np.uint8) & 15
     flat = np.pad(flat, (0, flat.size % 2))
     return (flat[0::2] | (flat[1::2] << 4)).tobytes()

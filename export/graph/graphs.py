@@ -185,7 +185,13 @@ def _decoder_cases(
     prefix = max(2, min(config.prefix, _MAX_CASE_NODES, max_nodes))
 
     def case(name: str, lengths: list[int], visible: NDArray[np.bool_]) -> tuple[str, Arrays]:
-        """Make a case from the past length of each row, and the mask among new nodes, `[nodes, nodes]`."""
+        """Make a test case.
+
+        Args:
+            name: name of the case.
+            lengths: past length of each batch row.
+            visible: attention mask among the new nodes, `[nodes, nodes]`.
+        """
         rows = len(lengths)
         nodes = len(visible)
         longest = max(lengths)
@@ -218,7 +224,7 @@ def tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
 
 
 def _trace(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
-    """Trace a module of float32 weights, and return the model and the module's weights by name, not copied.
+    """Export a module of float32 weights by tracing; return the model, and the weights by name, not copied.
 
     PyTorch's TorchScript-based exporter takes a twentieth of the newer one's time on these modules, and gives the same
     ops.
@@ -257,7 +263,7 @@ def _trace(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
 
 
 def _convert_to_half(model: onnx.ModelProto) -> None:
-    """Change a traced graph to compute in float16, apart from the sums of norms, with outputs in float32."""
+    """Convert a traced graph to compute in float16, apart from the sums of norms, with outputs in float32."""
     nodes = list(model.graph.node)
     outputs = {value.name for value in model.graph.output}
     del model.graph.node[:]

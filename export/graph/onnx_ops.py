@@ -81,10 +81,10 @@ class Ops(GraphWriter):
         return self.cast(stored, "float64") if self.int8_matmul else stored
 
     def cast_for_norm(self, x: str) -> str:
-        """Cast `x` to the type that norms compute in: float32, but float64 beside int8 matmul.
+        """Write a cast of `x` to the type that norms compute in: float32, but float64 with int8 matmul.
 
-        There the last bit of a norm can change an image, and releases of ONNX Runtime differ in it in float32: 1.25 and
-        1.31 generated different images.
+        With int8 matmul, the last bit of a norm can change an image. In float32, releases of ONNX Runtime differ in
+        that bit: 1.25 and 1.31 generated different images.
         """
         if not self.half and not self.int8_matmul:
             return x

@@ -28,11 +28,12 @@ VQPrecision = Literal["fp32", "fp16", "int8"]
 # `lossless`: float16 where it holds the weight exactly. Recorded as fp32, since the results are the same.
 Rule = Precision | Literal["lossless"]
 
-_DEFAULTS: dict[str, Precision] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}  # by compute type
+# Default precision by compute type.
+_DEFAULTS: dict[str, Precision] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _INTEGER_STORAGE: dict[Rule, Storage] = {"int8-weights": "int8", "int4-weights": "int4", "int8": "columns"}
-# The lowest integer of each type is unused, so that a scale serves both signs. Processors without VNNI add two products
-# of int8 matmul in 16 bits, which hold 2 x 255 x 64: with 127, the KL of the scenes target was 2e-2 there, and 3e-3
-# instead of 4e-3 elsewhere.
+# The lowest integer of each type is unused, so that a scale serves both signs. Without VNNI, processors add two
+# products of an int8 matmul in 16 bits, which hold 2 x 255 x 64. With 127 instead of 64, the KL of the scenes target
+# was 2e-2 on these processors, and on others 3e-3 instead of 4e-3.
 MAX_INTEGER = {"int8": 127, "int4": 7, "columns": 64}
 # Sizes of blocks, the preferred first. ONNX Runtime fuses powers of two from 16 on; smaller blocks have smaller errors
 # and larger files. With float32 scales, int8 has 1.0625 bytes per weight and int4 0.625; with the float16 scales of
