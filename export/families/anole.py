@@ -1,8 +1,8 @@
-"""Anole and other Chameleon models: a Hugging Face folder, a VQGAN and, if there is one, LANTERN's EAGLE drafter.
+"""Anole and other Chameleon models: a folder in the layout of Hugging Face, a VQGAN and perhaps LANTERN's drafter.
 
-Chameleon reads and writes one vocabulary of text and image tokens. Image tokens are named in config.json's
-`vocabulary_map`: `IMGIMG`, the code's decimal digits as letters (A is 0, J is 9), `Z`. Only their rows of the head
-are kept. A prompt is `<s>`, the text, end of turn, begin of image; the unconditional row is `<s>`, begin of image.
+Text and image tokens share one vocabulary. `vocabulary_map` in config.json names the image token of each code:
+`IMGIMG`, the code's decimal digits as letters (A is 0, J is 9), `Z`. Only the head's rows of these tokens are exported.
+A prompt is `<s>`, the text, end of turn, begin of image; the unconditional row is `<s>`, begin of image.
 """
 
 from __future__ import annotations
@@ -33,20 +33,31 @@ from ..progress import silent
 from .common import check_grid, image_model
 
 _DIGITS = str.maketrans("ABCDEFGHIJ", "0123456789")
-CHAMELEON, LUMINA = "ChameleonForConditionalGeneration", "ChameleonXLLMXForConditionalGeneration"
+CHAMELEON = "ChameleonForConditionalGeneration"
+LUMINA = "ChameleonXLLMXForConditionalGeneration"
 _REPOSITORIES = {CHAMELEON: "leloy/Anole-7b-v0.1-hf", LUMINA: "Alpha-VLLM/Lumina-mGPT-7B-768"}
-_MARK = "mask_image_logits"  # a field of Lumina-mGPT's configurations
+_LUMINA_FIELD = "mask_image_logits"  # only configurations of Lumina-mGPT have this field
 PROMPT_TOKENS = ("<s>", "<reserved08706>", "<racm3:break>")  # start, end of turn, begin of image
-_VQ_PREFIX = "model.vqmodel."  # the image encoder inside the folder: the VQGAN's files have it whole
+_VQ_PREFIX = "model.vqmodel."  # image encoder, which the VQGAN's files contain with the decoder
 _NAMES = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
-# Fields that a drafter's config.json shares with its target's.
+# Fields with equal values in config.json of the drafter and of its target.
 _SHARED = ("model_type", "vocabulary_map", *(f"{name}_token_id" for name in ("bos", "eos", "boi", "eoi", "image")))
 # LANTERN's settings for Anole: guidance 3, the 2000 likeliest codes, top-p before top-k.
 _SAMPLING = Sampling(cfg_scale=3.0, top_k=2000, filter_order="top-p, top-k")
 
 
 class Chameleon(NamedTuple):
-    """A target taken apart. `embeddings [tokens, hidden_size]` of all tokens; code c is token `codes[c]`."""
+    """Parts of a target.
+
+    Args:
+        decoder: decoder with the head's rows of the codes.
+        embeddings: embeddings of all tokens, `[tokens, hidden_size]`.
+        codes: token ids of the codes; code c is token `codes[c]`.
+        condition: conversion of prompts to prefix rows.
+        sources: files with roles.
+        names: token ids by name.
+        config: configuration file.
+    """
 
     decoder: Decoder
     embeddings: Tensor
@@ -72,27 +83,30 @@ def read_anole(
     lora: Sequence[Adapter] = (),
     progress: Progress = silent,
 ) -> Model:
-    """The model of a Chameleon folder with its VQGAN.
+    """Read Anole with its VQGAN.
 
     Args:
-        target: config.json, tokenizer.json and weights.
-        vq: a folder with vqgan.ckpt and vqgan.yaml, or the .ckpt.
-        drafter: a folder in LANTERN's layout.
-        grid: rows of codes, by default those of the VQGAN's own resolution.
-        lora: merged into the target.
+        target: folder with config.json, tokenizer.json and weights.
+        vq: folder with vqgan.ckpt and vqgan.yaml, or the .ckpt file.
+        drafter: folder in LANTERN's layout, None without a drafter.
+        grid: grid rows, by default as many as the resolution in vqgan.yaml has.
+        lora: adapters to merge into the target.
+        progress: progress callback.
 
-    Raises: CheckpointError, RequestError.
+    Raises:
+        CheckpointError: a file is missing or damaged, or belongs to another model.
+        RequestError: `grid` is out of range.
     """
     check_grid(grid)
-    Checkpoint(target).model_config(_REPOSITORIES[CHAMELEON], "chameleon")  # before anything large is read
-    image = read_vqgan(vq, progress)
-    rows = grid or image.grid
+    Checkpoint(target).model_config(_REPOSITORIES[CHAMELEON], "chameleon")  # before large files are read
+    vqgan = read_vqgan(vq, progress)
+    rows = grid or vqgan.grid
     if rows is None:
         raise CheckpointError(field="grid", found="nothing, and no .yaml beside the .ckpt", expected="rows of codes")
-    if image.grid not in (None, rows):
-        raise CheckpointError(field="grid", found=str(rows), expected=f"{image.grid}, as in the .yaml of vq, or none")
+    if vqgan.grid not in (None, rows):
+        raise CheckpointError(field="grid", found=str(rows), expected=f"{vqgan.grid}, as in the .yaml of vq, or none")
     model = read_chameleon(target, rows, lora=lora, progress=progress)
-    return chameleon_model(model, image, drafter, progress, family="anole", sampling=_SAMPLING)
+    return chameleon_model(model, vqgan, drafter, progress, family="anole", sampling=_SAMPLING)
 
 
 @raises_checkpoint_error
@@ -106,30 +120,30 @@ def read_chameleon(
     lora: Sequence[Adapter] = (),
     progress: Progress = silent,
 ) -> Chameleon:
-    """The decoder in a Hugging Face folder.
+    """Read a Chameleon target.
 
     Args:
-        folder: config.json, tokenizer.json and weights.
-        grid: rows of codes of its pictures.
-        architecture: the class in transformers that the model is expected to be of.
-        tokens: names that its pictures and prompts need.
-        layout: of prompts, by the ids of all names.
-        max_image_tokens: of the longest picture, where that is not grid * grid.
-        lora: merged into the weights.
-        progress: how much of the weights is read.
+        folder: folder with config.json, tokenizer.json and weights.
+        grid: grid rows of an image.
+        architecture: expected model class in transformers.
+        tokens: names of the tokens in prompts and images, besides the codes.
+        layout: function that returns the prompt layout for token ids by name.
+        max_image_tokens: number of tokens of the longest image; 0 for `grid * grid`.
+        lora: adapters to merge into the weights.
+        progress: progress callback.
 
     Raises:
-        CheckpointError: it is another model.
+        CheckpointError: the folder has another model, or a file is missing or damaged.
     """
     checkpoint = Checkpoint(folder, progress=progress, adapters=lora)
     config = checkpoint.model_config(_REPOSITORIES[architecture], "chameleon")
     tokenizer = checkpoint.tokenizer()
-    usual = LUMINA if _MARK in config.values else CHAMELEON
-    configured = config.get("architectures", [usual])
-    if configured != [architecture] or usual != architecture:
-        found = f"{format_value(configured)} {'with' if usual == LUMINA else 'without'} {_MARK}"
+    detected = LUMINA if _LUMINA_FIELD in config.values else CHAMELEON
+    configured = config.get("architectures", [detected])
+    if configured != [architecture] or detected != architecture:
+        contents = f"{format_value(configured)} {'with' if detected == LUMINA else 'without'} {_LUMINA_FIELD}"
         remedy = "family anole takes Anole, family lumina Lumina-mGPT"
-        raise config.error("architectures", found=found, expected=f"a {architecture}", remedy=remedy)
+        raise config.error("architectures", found=contents, expected=f"a {architecture}", remedy=remedy)
     codes, names = _read_vocabulary(config, tokens)
     checkpoint.read(keep=lambda name: not name.startswith(_VQ_PREFIX))
     rename_llama(checkpoint, "model.", _NAMES)
@@ -140,12 +154,12 @@ def read_chameleon(
             expected = f"more, as config.json has tokens up to {highest}"
             raise checkpoint.error(name, found=f"{rows} rows", expected=expected)
     with without_weights():
-        # Lumina-mGPT's own program turns queries and keys at any position, whatever config.json has.
+        # Lumina-mGPT's published program ignores `max_position_embeddings`: it computes rotations for all positions.
         bounded = architecture == CHAMELEON
         sizes = decoder_config(checkpoint, config, len(codes), grid, max_image_tokens=max_image_tokens, bounded=bounded)
         decoder = Decoder(sizes)
-    embeddings, head = checkpoint.weights.pop("embed.weight"), checkpoint.weights["head.weight"]
-    checkpoint.weights["head.weight"] = head[codes.start : codes.stop]
+    embeddings = checkpoint.weights.pop("embed.weight")
+    checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][codes.start : codes.stop]
     checkpoint.load_strict(decoder)
     named_tokens = {name: names[name] for name in tokens}
     condition = token_condition(embeddings, decoder.config.prefix, layout(names), tokenizer, named_tokens)
@@ -153,40 +167,56 @@ def read_chameleon(
 
 
 def chameleon_model(
-    target: Chameleon, image: VQGAN, drafter: Path | None, progress: Progress, further: int = 0, **fields: Any
+    target: Chameleon,
+    vqgan: VQGAN,
+    drafter: Path | None,
+    progress: Progress,
+    extra_tokens: int = 0,
+    **fields: Any,
 ) -> Model:
-    """A bundle's model of a target, its image tokenizer and the drafter in a folder.
+    """Return the contents of a bundle with a Chameleon target.
 
-    further: tokens behind those of codes that pictures contain; fields: as of `image_model`. Raises: CheckpointError.
+    Args:
+        target: the target.
+        vqgan: the image tokenizer.
+        drafter: folder of the drafter, None without a drafter.
+        progress: progress callback.
+        extra_tokens: number of tokens after the codes, up to the end-of-row token.
+        fields: other arguments of `image_model`.
+
+    Raises:
+        CheckpointError: the drafter is damaged or of another target.
     """
-    drafting = None
+    loaded_drafter = None
     if drafter is not None:
-        fits = {name: (value,) for name in _SHARED if (value := target.config.get(name)) is not None}
-        tokens, first = len(target.embeddings), target.codes.start
-        drafting = read_drafter(drafter, target.decoder, tokens, fits, progress, code_offset=first)
+        shared = {name: (value,) for name in _SHARED if (value := target.config.get(name)) is not None}
+        tokens = len(target.embeddings)
+        offset = target.codes.start
+        loaded_drafter = read_drafter(drafter, target.decoder, tokens, shared, progress, code_offset=offset)
     return image_model(
         decoder=target.decoder,
-        # A drafter embeds tokens as far behind the first code as they are here, so none in between is left out.
-        code_embeddings=target.embeddings[target.codes.start : target.codes.stop + further],
+        # A drafter computes token ids as `code_offset` + index in this table, so the table may skip no token.
+        code_embeddings=target.embeddings[target.codes.start : target.codes.stop + extra_tokens],
         condition=target.condition,
-        vq=image.vq,
-        sources=[*target.sources, *image.sources],
-        drafting=drafting,
+        vq=vqgan.vq,
+        sources=[*target.sources, *vqgan.sources],
+        drafter=loaded_drafter,
         **fields,
     )
 
 
 def _read_vocabulary(config: Config, needed: Sequence[str]) -> tuple[range, Mapping[str, int]]:
-    """The token of every code, and all tokens by name, the needed ones among them."""
+    """Return the token ids of the codes and the token ids by name, which include the names in `needed`."""
     names = config.get("vocabulary_map")
     if not isinstance(names, dict) or any(type(token) is not int or token < 0 for token in names.values()):
-        raise config.error("vocabulary_map", expected="token ids by names, those of codes among them")
+        raise config.error("vocabulary_map", expected="token ids by names, image tokens included")
     if missing := [name for name in needed if name not in names]:
         raise config.error("vocabulary_map", f"lacks {listing(missing)}")
     codes = {name: re.fullmatch("IMGIMG([A-J]+)Z", name) for name in names}
     tokens = {int(code[1].translate(_DIGITS)): names[name] for name, code in codes.items() if code}
-    first, count = tokens.get(0, 0), len(tokens)
+    first = tokens.get(0, 0)
+    count = len(tokens)
     if count < 2 or any(tokens.get(code) != first + code for code in range(count)):
-        expected = "those of the codes 0, 1, ... with ids in a row"
+        expected = "image tokens of codes 0, 1, ... with consecutive ids"
         raise config.error("vocabulary_map", found=f"{count} image tokens (IMGIMG..Z)", expected=expected)
     return range(first, first + count), names

@@ -1,9 +1,8 @@
-"""What model families share: a model's parts as graphs and fields of the manifest. See docs/adding-a-family.md."""
+"""Conversion of a family's modules to the graphs and manifest fields of a bundle. See docs/adding-a-family.md."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from ..models.eagle import LoadedDrafter, drafter_graph
 from ..models.llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder
 from ..neighbours import MAX_NEIGHBORS
 
-MAX_PAIR_PIXELS = 256  # image height above which a check decodes one image, as two take too much memory
-_CHECKED = 128  # pixels a side of the checks of graphs for pictures of any size: 720 take several GB
+MAX_PAIR_PIXELS = 256  # maximum image height in test cases with two images; larger pairs take too much memory
+_TEST_PIXELS = 128  # image height in test cases of graphs for any size; 720 pixels would take several gigabytes
 
 
 def image_model(
@@ -37,58 +36,58 @@ def image_model(
     vq: LlamaGenVQ,
     sampling: Sampling,
     sources: list[tuple[str, Path]],
-    drafting: LoadedDrafter | None = None,
+    drafter: LoadedDrafter | None = None,
     sizes: Sequence[Size] = (),
     row_end: int | None = None,
 ) -> Model:
-    """What a bundle is made from.
+    """Return the contents of a bundle.
 
     Args:
-        family: its name.
+        family: name of the family.
         decoder: the target.
-        code_embeddings: `[tokens, hidden_size]`, the target's input rows for codes, and behind them, if rows end with a
-            token, up to that.
-        condition: what makes a prompt prefix rows.
+        code_embeddings: the target's input embeddings of all tokens of an image, `[tokens, hidden_size]`: the
+            codes, then, if grid rows end with a token, all tokens up to the end-of-row token.
+        condition: graph and manifest entry that convert prompts to prefix rows.
         vq: the image tokenizer.
-        sampling: defaults of requests.
-        sources: files with roles, without those of the drafter.
-        drafting: the drafter.
-        sizes: as `Manifest` has them, and so is row_end.
-        row_end: the token behind every row of codes but the last.
+        sampling: default sampling settings.
+        sources: files with roles, without the drafter's files.
+        drafter: drafter of the target, None without a drafter.
+        sizes: `sizes` of `Manifest`.
+        row_end: `row_end` of `Manifest`: end-of-row token, which follows every grid row but the last.
 
     Raises:
-        CheckpointError: target and tokenizer have not as many codes.
+        CheckpointError: the image tokenizer has another number of codes than the target.
     """
-    own = decoder.config
-    codes = own.vocab_size
-    pixels = own.grid * vq.config.pixels_per_cell
+    config = decoder.config
+    codes = config.vocab_size
+    pixels = config.grid * vq.config.pixels_per_cell
     if vq.config.codes != codes:
         expected = f"{codes}: the VQ tokenizer that belongs to the transformer"
         raise CheckpointError(field="vq", found=f"{vq.config.codes} codes", expected=expected)
     graphs = [target_graph(decoder, code_embeddings)]
-    drafter = None
-    if drafting is not None:
-        sources = [*sources, *drafting.sources]
-        graphs.append(drafter_graph(drafting.drafter))
-        drafter = DrafterSpec(**decoder_fields(drafting.drafter.config), **drafting.spec_fields)
+    drafter_spec = None
+    if drafter is not None:
+        sources = [*sources, *drafter.sources]
+        graphs.append(drafter_graph(drafter.drafter))
+        drafter_spec = DrafterSpec(**decoder_fields(drafter.drafter.config), **drafter.spec_fields)
     return Model(
-        graphs=[*graphs, condition.graph, *vq_graphs(vq, own.grid, bool(sizes))],
+        graphs=[*graphs, condition.graph, *vq_graphs(vq, config.grid, any_size=bool(sizes))],
         code_embeddings=code_embeddings,
         codebook=vq.codebook.numpy(),
         sources=sources,
-        drafts_for=drafting and drafting.drafts_for,
+        drafts_for=drafter and drafter.drafts_for,
         files={} if condition.tokenizer is None else {"tokenizer": (TOKENIZER, condition.tokenizer)},
         fields={
             "family": family,
-            "grid_rows": own.grid,
-            "grid_columns": own.grid,
+            "grid_rows": config.grid,
+            "grid_columns": config.grid,
             "codebook_size": codes,
             "image_height": pixels,
             "image_width": pixels,
             "sizes": tuple(sizes),
             "row_end": row_end,
-            "target": DecoderSpec(**decoder_fields(own), max_positions=own.positions),
-            "drafter": drafter,
+            "target": DecoderSpec(**decoder_fields(config), max_positions=config.positions),
+            "drafter": drafter_spec,
             "condition": condition.spec,
             "sampling": sampling,
             "decoding": _decoding_defaults(drafter is not None, min(MAX_NEIGHBORS, codes - 1)),
@@ -97,48 +96,54 @@ def image_model(
 
 
 def check_grid(grid: int | None) -> None:
-    """Raises: RequestError for a number of code rows that makes no sense."""
+    """Check that the number of grid rows is in 1 .. 256, or None. Raises: RequestError."""
     if grid is not None and not 1 <= grid <= 256:
         raise RequestError(field="grid", found=format_value(grid), expected="1 to 256 code rows")
 
 
-def decoder_fields(sizes: DecoderConfig) -> dict[str, Any]:
-    """A decoder's sizes for the manifest."""
+def decoder_fields(config: DecoderConfig) -> dict[str, Any]:
+    """Return a decoder's sizes as fields of the manifest."""
     names = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
-    return {name: getattr(sizes, name) for name in names}
+    return {name: getattr(config, name) for name in names}
 
 
-def vq_graphs(tokenizer: LlamaGenVQ, grid: int, varying: bool = False) -> list[Graph]:
-    """The graphs `vq_decoder` and `vq_encoder` for a grid of codes, or for any grid if they vary.
+def vq_graphs(vq: LlamaGenVQ, grid: int, any_size: bool = False) -> list[Graph]:
+    """Return the graphs `vq_decoder` and `vq_encoder` of an image tokenizer.
 
-    The graphs of varying pictures do not depend on their size, so that small ones check them.
+    Args:
+        vq: the image tokenizer.
+        grid: number of rows and columns of the grid of codes.
+        any_size: whether the graphs accept grids of any size. Their test cases then have small images, because the
+            graphs do not depend on the size.
     """
-    config = tokenizer.config
-    side = min(grid, max(2, _CHECKED // config.pixels_per_cell)) if varying else grid
-    cells, pixels = side * side, side * config.pixels_per_cell
+    config = vq.config
+    side = min(grid, max(2, _TEST_PIXELS // config.pixels_per_cell)) if any_size else grid
+    pixels = side * config.pixels_per_cell
+    batches = (2, 1) if pixels <= MAX_PAIR_PIXELS else (1,)
+    grids = ((side, side), (2 * side, max(1, side // 2))) if any_size else ((side * side,), (side * side,))
     generator = np.random.default_rng(0)
-    counts = (2, 1) if pixels <= MAX_PAIR_PIXELS else (1,)
-    grids = ((side, side), (2 * side, max(1, side // 2))) if varying else ((cells,), (cells,))
-    sizes = [(n, *own) for n, own in zip(counts, grids, strict=False)]
-    ids = named_cases(*({"codes": generator.integers(config.codes, size=size)} for size in sizes))
-    uniform = (generator.uniform(-1, 1, (n, 3, pixels, pixels)) for n in counts)
-    pictures = named_cases(*({"images": drawn.astype(np.float32)} for drawn in uniform))
-    codes, image = Value("codes", ("images", cells), "int64"), Value("images", ("images", 3, pixels, pixels))
-    latents, read = Value("pre_quant", ("images", config.code_width, grid, grid)), codes
-    if varying:
-        image, read = replace(image, axes=("images", 3, "height", "width")), replace(codes, axes=("images", "cells"))
-        latents = replace(latents, axes=("images", config.code_width, "rows", "columns"))
-        codes = replace(codes, axes=("images", "rows", "columns"))
+    shapes = [(images, *axes) for images, axes in zip(batches, grids, strict=False)]
+    decoder_cases = named_cases(*({"codes": generator.integers(config.codes, size=shape)} for shape in shapes))
+    uniform = (generator.uniform(-1, 1, (images, 3, pixels, pixels)) for images in batches)
+    encoder_cases = named_cases(*({"images": images.astype(np.float32)} for images in uniform))
+    image_axes = ("height", "width") if any_size else (pixels, pixels)
+    grid_axes = ("rows", "columns") if any_size else (grid, grid)
+    image = Value("images", ("images", 3, *image_axes))
+    latents = Value("pre_quant", ("images", config.code_width, *grid_axes))
+    codes = Value("codes", ("images", *grid_axes) if any_size else ("images", grid * grid), "int64")
+    encoded = Value("codes", ("images", "cells" if any_size else grid * grid), "int64")
+    decoder = VQDecoder(vq, None if any_size else grid)
     return [
-        Graph("vq_decoder", VQDecoder(tokenizer, None if varying else grid), (codes,), (image,), ids),
-        Graph("vq_encoder", VQEncoder(tokenizer), (image,), (read, latents), pictures),
+        Graph("vq_decoder", decoder, (codes,), (image,), decoder_cases),
+        Graph("vq_encoder", VQEncoder(vq), (image,), (encoded, latents), encoder_cases),
     ]
 
 
-def _decoding_defaults(drafter: bool, neighbours: int) -> DecodingDefaults:
-    """The papers' settings, as far as the neighbour table reaches."""
-    if not drafter:
+def _decoding_defaults(has_drafter: bool, max_neighbors: int) -> DecodingDefaults:
+    """Return the settings of the papers, with at most `max_neighbors` neighbours."""
+    if not has_drafter:
         return DecodingDefaults()
-    exact, lantern = Eagle(tree="dynamic-59"), Lantern(tree="dynamic-59", neighbors=min(1000, neighbours), delta=0.2)
-    plus = LanternPlusPlus(tree="balanced-25", neighbors=min(10, neighbours), lambda_=2.0)
+    exact = Eagle(tree="dynamic-59")
+    lantern = Lantern(tree="dynamic-59", neighbors=min(1000, max_neighbors), delta=0.2)
+    plus = LanternPlusPlus(tree="balanced-25", neighbors=min(10, max_neighbors), lambda_=2.0)
     return DecodingDefaults(methods=(exact, lantern, plus))

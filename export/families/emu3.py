@@ -1,8 +1,8 @@
-"""Emu3-Gen: as published (the model in one folder, its image tokenizer in another), or as transformers converts it.
+"""Emu3-Gen, in the published layout (model and image tokenizer in two folders) or in the layout of transformers.
 
-One vocabulary of text and visual tokens; code c is the visual token c. A prompt is start of sequence, the text, begin
-of image, `{rows}*{columns}` as text, image token. The unconditional row is the same with a negative text. A row of
-codes ends with a token of its own. Transformers' configurations leave out what its classes have as defaults.
+Text and visual tokens share one vocabulary; code c is the visual token c. A prompt is start of sequence, the text,
+begin of image, `{rows}*{columns}` as text, image token. The unconditional row has a negative text instead. An
+end-of-row token follows every grid row. Configurations of transformers omit fields that equal its defaults.
 """
 
 from __future__ import annotations
@@ -34,27 +34,32 @@ from ..models.vq_checkpoints import CODEBOOK
 from ..progress import silent
 from .common import check_grid, image_model
 
-# What follows the caption and what the unconditional row says in Emu3's own program, and its settings.
+# Suffix of every caption, text of the unconditional row, and settings of Emu3's published program.
 SUFFIX = " masterpiece, film grained, best quality."
 NEGATIVE = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
     "low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
 )
 _SAMPLING = Sampling(cfg_scale=3.0, top_k=2048)
-_AREA = 518400  # pixels of a picture
+_AREA = 518400  # pixels of an image
 _RATIOS = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16), (2, 1), (1, 2), (21, 9))  # width : height
 
-# Tokens by name, and the field of the published configuration with their ids.
-START, BEGIN, IMAGE, ROW_END = "<|extra_203|>", "<|image start|>", "<|image token|>", "<|extra_200|>"
+START = "<|extra_203|>"
+BEGIN = "<|image start|>"
+IMAGE = "<|image token|>"
+ROW_END = "<|extra_200|>"
+# Fields of the published configuration with the ids of these tokens.
 _FIELDS = {START: "bos_token_id", BEGIN: "boi_token_id", IMAGE: "img_token_id", ROW_END: "eol_token_id"}
 _VISUAL = "<|visual token {:06}|>"
-_RANKS, _VISION = "emu3.tiktoken", "emu3_vision_tokens.txt"
+_RANKS = "emu3.tiktoken"
+_VISION = "emu3_vision_tokens.txt"
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-_DEFAULTS = {  # of transformers' class
+# Defaults of the configuration class of transformers.
+_DEFAULTS = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
@@ -64,9 +69,12 @@ _DEFAULTS = {  # of transformers' class
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
 }
-_MODEL_TYPES = ("emu3", "Emu3")  # of transformers, as published
-_EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
-_PREFIXES, _HEADS = ("model.text_model.", "text_model.model.", "model."), ("text_model.", "")
+_TRANSFORMERS = "emu3"  # `model_type` in the layout of transformers
+_PUBLISHED = "Emu3"  # `model_type` in the published layout
+_EMBED = "embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_PREFIXES = ("model.text_model.", "text_model.model.", "model.")
+_HEAD_PREFIXES = ("text_model.", "")
 _VQ_PREFIXES = ("model.vqmodel.", "vqmodel.")
 
 
@@ -79,39 +87,42 @@ def read_emu3(
     lora: Sequence[Adapter] = (),
     progress: Progress = silent,
 ) -> Model:
-    """The model in a folder of transformers, or in the published ones.
+    """Read Emu3-Gen in the layout of transformers or in the published layout.
 
     Args:
-        target: a folder of Emu3-Gen with config.json, tokenizer and weights.
-        vq: the folder of Emu3-VisionTokenizer, where target does not hold it.
-        grid: rows of codes of a square picture; other sizes have about as many pixels. By default those of the
-            published size.
-        lora: merged into the decoder.
+        target: folder with config.json, tokenizer and weights.
+        vq: folder of Emu3-VisionTokenizer; None for the layout of transformers, which includes it.
+        grid: grid rows of the square image size; None for the published size. Other sizes have about as many pixels.
+        lora: adapters to merge into the target.
+        progress: progress callback.
 
-    Raises: CheckpointError, RequestError.
+    Raises:
+        CheckpointError: a file is missing or damaged, or belongs to another model.
+        RequestError: `grid` is out of range.
     """
     check_grid(grid)
     checkpoint = Checkpoint(target, progress=progress, adapters=lora)
-    config = checkpoint.model_config("BAAI/Emu3-Gen-hf", *_MODEL_TYPES)
-    own_vq = config.get("model_type") == _MODEL_TYPES[0]
-    if own_vq and vq is not None:
-        raise CheckpointError(field="vq", found=str(vq), expected="none: the target holds its own image tokenizer")
-    if not own_vq and vq is None:
+    config = checkpoint.model_config("BAAI/Emu3-Gen-hf", _TRANSFORMERS, _PUBLISHED)
+    includes_vq = config.get("model_type") == _TRANSFORMERS
+    if includes_vq and vq is not None:
+        raise CheckpointError(field="vq", found=str(vq), expected="none: the target includes an image tokenizer")
+    if not includes_vq and vq is None:
         raise CheckpointError(field="vq", found="nothing", expected="the folder of Emu3-VisionTokenizer")
     text = config.section("text_config") if "text_config" in config.values else config
     text = replace(text, values=_DEFAULTS | dict(text.values))
     tokenizer, content = _find_tokenizer(checkpoint)
     checkpoint.read()
     if vq is None:
-        images = checkpoint.extract(_prefix(checkpoint, _VQ_PREFIXES, CODEBOOK))
+        vq_checkpoint = checkpoint.extract(_find_prefix(checkpoint, _VQ_PREFIXES, CODEBOOK))
     else:
-        images = Checkpoint(vq, "vq", progress)
-        images.read()
-    image = load_emu3_vq(images)
-    scale = image.config.pixels_per_cell
+        vq_checkpoint = Checkpoint(vq, "vq", progress)
+        vq_checkpoint.read()
+    image_tokenizer = load_emu3_vq(vq_checkpoint)
+    scale = image_tokenizer.config.pixels_per_cell
     sizes = grid_sizes(_AREA if grid is None else (grid * scale) ** 2, scale)
-    prefix, head = _prefix(checkpoint, _PREFIXES, _EMBED), _prefix(checkpoint, _HEADS, _HEAD)
-    names = {"embed.weight": prefix + _EMBED, "head.weight": head + _HEAD}
+    prefix = _find_prefix(checkpoint, _PREFIXES, _EMBED)
+    head_name = _find_prefix(checkpoint, _HEAD_PREFIXES, _HEAD) + _HEAD
+    names = {"embed.weight": prefix + _EMBED, "head.weight": head_name}
     rename_llama(checkpoint, prefix, names)
     library = read_tokenizer(tokenizer, min(checkpoint.shape(name)[0] for name in names), _token_ids(config), content)
     codes = _visual_tokens(tokenizer, library)
@@ -122,35 +133,47 @@ def read_emu3(
     (row_end,) = _encode(library, ROW_END)
     checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][codes.start : codes.stop]
     checkpoint.load_strict(decoder)
-    layout, prefix_rows = prompt_layout(library), decoder.config.prefix
+    layout = prompt_layout(library)
     return image_model(
         family="emu3",
         decoder=decoder,
         code_embeddings=joined([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
-        condition=token_condition(embeddings, prefix_rows, layout, tokenizer, content=content),
-        vq=image,
+        condition=token_condition(embeddings, decoder.config.prefix, layout, tokenizer, content=content),
+        vq=image_tokenizer,
         sampling=_SAMPLING,
-        sources=[*checkpoint.sources, *images.sources],
+        sources=[*checkpoint.sources, *vq_checkpoint.sources],
         sizes=[image_size(library, rows, columns, scale) for rows, columns in sizes],
         row_end=len(codes),
     )
 
 
 def grid_sizes(area: int, scale: int) -> list[tuple[int, int]]:
-    """Rows and columns of codes of `scale` pixels, for pictures of about `area` pixels: a square, then other shapes."""
+    """Return rows and columns of the grids for images of about `area` pixels, the square first.
+
+    Args:
+        area: pixels of an image.
+        scale: pixels per cell along each side.
+    """
     sides = ((math.sqrt(area / (wide * high)), wide, high) for wide, high in _RATIOS)
     pairs = ((round(high * side / scale), round(wide * side / scale)) for side, wide, high in sides)
     return list(dict.fromkeys((max(rows, 1), max(columns, 1)) for rows, columns in pairs))
 
 
 def prompt_layout(library: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:
-    """How a caption becomes both rows, up to begin of image; the tokens of a picture's size follow."""
+    """Return the tokens of both prefix rows up to begin of image, which the tokens of an image size follow."""
     start, end, uncond = (_encode(library, text) for text in (START, BEGIN, START + negative + BEGIN))
     return TokenLayout(template="{prompt}" + SUFFIX, before=start, after=end, uncond=uncond, negative="{prompt}")
 
 
 def image_size(library: Tokenizer, rows: int, columns: int, scale: int) -> Size:
-    """The size of a picture, with the tokens that announce it, which both rows end with."""
+    """Return an image size with its prompt tokens, which are the end of both prefix rows.
+
+    Args:
+        library: tokenizer of the model.
+        rows: grid rows.
+        columns: grid columns.
+        scale: pixels per cell along each side.
+    """
     tokens = _encode(library, f"{rows}*{columns}{IMAGE}")
     return Size(name=f"{columns * scale}x{rows * scale}", rows=rows, columns=columns, tokens=tokens)
 
@@ -159,13 +182,13 @@ def _encode(library: Tokenizer, text: str) -> tuple[int, ...]:
     return tuple(library.encode(text, add_special_tokens=False).ids)
 
 
-def _prefix(checkpoint: Checkpoint, prefixes: Sequence[str], name: str) -> str:
-    """The prefix that a weight has here; the last one if it is missing, which is refused later."""
+def _find_prefix(checkpoint: Checkpoint, prefixes: Sequence[str], name: str) -> str:
+    """Return the prefix of a weight; without the weight the last prefix, for the error message of a later check."""
     return next((prefix for prefix in prefixes if prefix + name in checkpoint.weights), prefixes[-1])
 
 
 def _find_tokenizer(checkpoint: Checkpoint) -> tuple[Path, bytes | None]:
-    """The file with the tokenizer, and its content as a `tokenizer.json` if it is none. Raises: CheckpointError."""
+    """Return the tokenizer's file, and its content converted to `tokenizer.json` if it has another format."""
     if not (checkpoint.path / _RANKS).is_file():
         return checkpoint.tokenizer(), None
     path = checkpoint.file(_RANKS, "tokenizer")
@@ -174,42 +197,45 @@ def _find_tokenizer(checkpoint: Checkpoint) -> tuple[Path, bytes | None]:
 
 
 def _token_ids(config: Config) -> dict[str, int]:
-    """The ids by name that a configuration tells, in either layout. Raises: CheckpointError."""
+    """Return the token ids in a configuration of either layout, by name."""
     names = config.get("vocabulary_map", {})
     if not isinstance(names, Mapping):
         raise config.error("vocabulary_map", expected="ids by the names of tokens")
     ids = {name: names.get(name, config.get(field)) for name, field in _FIELDS.items()}
-    return {name: one for name, one in ids.items() if one is not None}
+    return {name: token for name, token in ids.items() if token is not None}
 
 
 def _visual_tokens(path: Path, library: Tokenizer) -> range:
     tokens = library.get_vocab(with_added_tokens=True)
-    first, count = tokens.get(_VISUAL.format(0)), sum(name.startswith("<|visual token ") for name in tokens)
+    first = tokens.get(_VISUAL.format(0))
+    count = sum(name.startswith("<|visual token ") for name in tokens)
     if missing := [name for name in _FIELDS if name not in tokens]:
         raise file_error(path, problem=f"lacks {', '.join(missing)}", remedy="give the model's own tokenizer")
     if first is None or any(tokens.get(_VISUAL.format(code)) != first + code for code in range(count)):
-        raise file_error(path, found=f"{count} visual tokens", expected="those of codes 0, 1, ... in a row")
+        raise file_error(
+            path, found=f"{count} visual tokens", expected="tokens of codes 0, 1, ... with consecutive ids"
+        )
     return range(first, first + count)
 
 
 @raises_checkpoint_error
 def convert_tiktoken(path: Path, pattern: str, special: Sequence[str]) -> bytes:
-    """The content of a `tokenizer.json` for a file of tiktoken: lines of a token in base 64 and its rank.
+    """Convert a tiktoken file to the content of a `tokenizer.json`.
 
     Args:
-        path: the file of ranks.
-        pattern: what parts a text, after it is composed (Unicode NFC).
-        special: tokens that have the ids behind the ranks.
+        path: file with a token in base 64 and its rank per line.
+        pattern: regular expression that splits a text, after Unicode normalisation (NFC).
+        special: special tokens, whose ids follow the ranks.
 
     Raises:
-        CheckpointError: the file holds no ranks 0, 1, ... of tokens that contain all bytes.
+        CheckpointError: the ranks are not 0, 1, ..., or a byte is not a token.
         EngineError: transformers is not installed.
     """
     require_library("transformers", str(path), "export")
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     converter: Any = TikTokenConverter(path, pattern, extra_special_tokens=special)  # type: ignore[no-untyped-call]
-    converter.load_tiktoken_bpe = _read_ranks  # the library's own reader needs the package tiktoken
+    converter.load_tiktoken_bpe = _read_ranks  # the default reader needs the package tiktoken
     tokenizer = converter.converted()
     tokenizer.normalizer = normalizers.NFC()
     return str(tokenizer.to_str()).encode()
@@ -224,5 +250,5 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
         except ValueError as error:
             raise file_error(path, found=format_value(line), expected="a token in base 64 and its rank") from error
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
-        raise file_error(path, problem="expected the ranks 0, 1, ..., each once, and all bytes among the tokens")
+        raise file_error(path, problem="expected the ranks 0, 1, ..., each once, and a token for every byte")
     return ranks

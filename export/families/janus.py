@@ -1,8 +1,8 @@
-"""Janus and Janus-Pro as transformers saves them: one folder with language model, generation head and image tokenizer.
+"""Janus and Janus-Pro in the layout of transformers: one folder with decoder, generation head and image tokenizer.
 
-A Llama decoder whose pictures have a vocabulary of their own: codes go in through an embedding and a small network
-(folded into one table here) and come out of a head with a hidden layer. Prompts are chat turns; the unconditional row
-is the prompt with padding for its text. LANTERN has no drafter for it.
+The decoder is a Llama. Image tokens have a separate vocabulary. An embedding and a small network, which are folded into
+one table here, compute the decoder's input; a head with a hidden layer predicts codes. A prompt is a chat turn; the
+unconditional row is the prompt with its text replaced by padding. LANTERN has no drafter for Janus.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from ..models.vq_checkpoints import load_vq, rename_vqgan
 from ..progress import silent
 from .common import check_grid, image_model
 
-_LANGUAGE, _ALIGNER = "model.language_model.", "model.generation_aligner."
-_UNUSED = ("model.vision_model.", "model.aligner.", "lm_head.")  # for reading pictures and writing text
+_LANGUAGE = "model.language_model."
+_ALIGNER = "model.generation_aligner."
+_UNUSED = ("model.vision_model.", "model.aligner.", "lm_head.")  # weights for image and text understanding
 _NAMES = {
     "embed.weight": f"{_LANGUAGE}embed_tokens.weight",
     "codes": "model.generation_embeddings.weight",
@@ -44,26 +45,35 @@ _TEMPLATE = "<|User|>: {prompt}\n\n<|Assistant|>:"
 
 @raises_checkpoint_error
 def read_janus(target: Path, *, lora: Sequence[Adapter] = (), progress: Progress = silent) -> Model:
-    """The model in a folder with config.json, generation_config.json, tokenizer.json and weights, adapters merged.
+    """Read Janus or Janus-Pro.
 
-    Raises: CheckpointError.
+    Args:
+        target: folder with config.json, generation_config.json, tokenizer.json and weights.
+        lora: adapters to merge into the decoder.
+        progress: progress callback.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or belongs to another model.
     """
     checkpoint = Checkpoint(target, progress=progress, adapters=lora)
     config = checkpoint.model_config("deepseek-community/Janus-Pro-1B", "janus")
-    generation, tokenizer = checkpoint.config("generation_config.json"), checkpoint.tokenizer()
+    generation = checkpoint.config("generation_config.json")
+    tokenizer = checkpoint.tokenizer()
     text, vision, vq = (config.section(name) for name in ("text_config", "vision_config", "vq_config"))
     vq.expect("hidden_act", "gelu", None)
-    pixels, patch = vision.integer("image_size"), vision.integer("patch_size")
+    pixels = vision.integer("image_size")
+    patch = vision.integer("patch_size")
     if pixels is None or patch is None:
-        raise config.error("vision_config", "lacks image_size or patch_size, which tell the rows of codes")
+        raise config.error("vision_config", "lacks image_size or patch_size, which determine the grid rows")
     check_grid(pixels // patch)
     checkpoint.read(keep=lambda name: not name.startswith(_UNUSED))
-    images = checkpoint.extract("model.vqmodel.")
-    rename_vqgan(images, coarsest_first=True)
-    image = load_vq(images, normalize_for_encoder=False)
+    vq_checkpoint = checkpoint.extract("model.vqmodel.")
+    rename_vqgan(vq_checkpoint, coarsest_first=True)
+    image_tokenizer = load_vq(vq_checkpoint, normalize_for_encoder=False)
     aligner = checkpoint.extract(_ALIGNER)
     rename_llama(checkpoint, _LANGUAGE, _NAMES)
-    codes, hidden = checkpoint.shape("codes")[0], checkpoint.shape("head.first.weight")[0]
+    codes = checkpoint.shape("codes")[0]
+    hidden = checkpoint.shape("head.first.weight")[0]
     with without_weights():
         decoder = Decoder(decoder_config(checkpoint, text, codes, pixels // patch, head_hidden=hidden))
     code_embeddings = _fold_codes(checkpoint.weights.pop("codes"), aligner)
@@ -74,14 +84,14 @@ def read_janus(target: Path, *, lora: Sequence[Adapter] = (), progress: Progress
         decoder=decoder,
         code_embeddings=code_embeddings,
         condition=token_condition(text_embeddings, decoder.config.prefix, _layout(generation), tokenizer),
-        vq=image,
+        vq=image_tokenizer,
         sampling=Sampling(cfg_scale=generation.number("guidance_scale", 5.0)),
         sources=checkpoint.sources,
     )
 
 
 def _fold_codes(codes: Tensor, aligner: Checkpoint) -> Tensor:
-    """What the language model reads for each code, `[codes, hidden_size]`: the small network applied to every code."""
+    """Compute the decoder's input for each code, `[codes, hidden_size]`, with the aligner network."""
     layers = ["fc1", *(f"hidden_layers.{i}" for i in range(aligner.count("hidden_layers.")))]
     wanted = {f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
     if aligner.weights.keys() != wanted:
@@ -95,11 +105,11 @@ def _fold_codes(codes: Tensor, aligner: Checkpoint) -> Tensor:
 
 
 def _layout(generation: Config) -> TokenLayout:
-    """Prompt as chat turn between start of text and begin of image; unconditional, padding in place of the turn."""
+    """Return the prompt layout: start of text, the chat turn or its padding, begin of image."""
     extra = generation.get("generation_kwargs")
     ids = dict(generation.values) | (dict(extra) if isinstance(extra, Mapping) else {})
     names = ("bos_token_id", "pad_token_id", "boi_token_id")
     if missing := [name for name in names if type(ids.get(name)) is not int]:
-        raise generation.error(", ".join(missing), "has none", expected="ids of tokens")
+        raise generation.error(", ".join(missing), "is not a token id", remedy="give the model's own file")
     start, padding, begin = (ids[name] for name in names)
     return TokenLayout(template=_TEMPLATE, before=(start,), after=(begin,), uncond_fill=padding)

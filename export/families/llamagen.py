@@ -1,8 +1,8 @@
-"""LlamaGen: transformer, image tokenizer, and LANTERN's EAGLE drafter and a text encoder if given.
+"""LlamaGen: transformer, image tokenizer, and optionally LANTERN's EAGLE drafter and a text encoder.
 
-Official files of the transformer (alone, sharded, or consolidated from FSDP), or folders in LANTERN's layout: Llama's
-names of weights and fields. Sizes come from the weights where these determine them. The number of heads and the grid
-do not show there: a configuration file or the published model of these sizes has them, or the caller gives the grid.
+The transformer is an official file, a folder of its shards, or a folder in LANTERN's layout, which has Llama's names of
+weights and fields. The weights determine all sizes except the number of heads and the grid. These come from a
+configuration file, from the published model with equal sizes, or, for the grid, from the caller.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from ..models.vq_checkpoints import read_vq
 from ..progress import silent
 from .common import check_grid, image_model
 
-_CELL = 16  # pixels along a side of a code, of the published tokenizers
+_CELL = 16  # pixels per cell along each side, in the published image tokenizers
 
 
 class PublishedModel(NamedTuple):
-    """Sizes of a published model, and the rows of codes that it was published for, by condition."""
+    """Sizes of a published model, with the grid rows that it was trained for, by condition."""
 
     num_layers: int
     hidden_size: int
@@ -75,7 +75,8 @@ _LANTERN_NAMES = {
     "head.weight": "lm_head.weight",
     **{ours: f"model.{theirs}" for ours, theirs in _CONDITION_NAMES.items()},
 }
-_FIELDS = {  # LANTERN's field, and the official argument; others are called the same
+# Official arguments by LANTERN's names of fields, where the names differ.
+_FIELDS = {
     "hidden_size": "dim",
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
@@ -84,12 +85,12 @@ _FIELDS = {  # LANTERN's field, and the official argument; others are called the
     "rms_norm_eps": "norm_eps",
     "input_type": "model_type",
 }
-# Of the official program's class of arguments, and what our own small checkpoints name besides.
+# Arguments of the official program, and further fields of this project's small checkpoints.
 _ARGUMENTS = {"n_layer", "n_head", "n_kv_head", "dim", "ffn_hidden", "multiple_of", "ffn_dim_multiplier", "rope_base"}
 _ARGUMENTS |= {"norm_eps", "initializer_range", "token_dropout_p", "attn_dropout_p", "resid_dropout_p", "ffn_dropout_p"}
 _ARGUMENTS |= {"drop_path_rate", "num_classes", "caption_dim", "class_dropout_prob", "model_type", "vocab_size"}
 _ARGUMENTS |= {"cls_token_num", "block_size", "max_batch_size", "max_seq_len"}
-_UNUSED = (".inv_freq", "condition_embeddings")  # written by some versions beside the weights
+_UNUSED = (".inv_freq", "condition_embeddings")  # buffers that some versions save with the weights
 
 
 def read_llamagen(
@@ -104,36 +105,39 @@ def read_llamagen(
     lora: Sequence[Adapter] = (),
     progress: Progress = silent,
 ) -> Model:
-    """The model of a LlamaGen transformer with its VQ tokenizer.
+    """Read LlamaGen with its VQ tokenizer.
 
     Args:
-        target: an official file, or a folder: LANTERN's layout, or shards.
-        vq: the file of the VQ tokenizer.
-        drafter: a folder in LANTERN's layout.
-        text_encoder: flan-t5-xl's folder; with it the bundle of a text model takes prompts, without it text embeddings.
-        config: a JSON file of the model's arguments, by default the folder's.
-        grid: rows of codes, 16 for 256 pixels: needed where neither the file nor the configuration has it, nor only one
-            was published; refused where they have another.
-        weights: `model` or `ema`, of files of target and tokenizer with both; by default the first, and a warning.
-        lora: merged into the target.
+        target: official file, or folder with its shards or in LANTERN's layout.
+        vq: file of the VQ tokenizer.
+        drafter: folder in LANTERN's layout, None without a drafter.
+        text_encoder: folder of flan-t5-xl, for bundles that take text prompts; None for text embeddings or classes.
+        config: JSON file of the model's arguments; None for the folder's config.json, if any.
+        grid: grid rows, 16 for 256 pixels. It is necessary if the weights, the configuration and the published sizes do
+            not determine it, and must not contradict the weights or the configuration.
+        weights: `model` or `ema`, for files of target and tokenizer with both; None for the first, with a warning.
+        lora: adapters to merge into the target.
+        progress: progress callback.
 
-    Raises: CheckpointError, RequestError.
+    Raises:
+        CheckpointError: a file is missing or damaged, or the files are not of one model.
+        RequestError: `grid` or `weights` is out of range.
     """
     check_grid(grid)
     if weights not in (None, "model", "ema"):
         raise RequestError(field="weights", found=format_value(weights), expected="model or ema")
     averaged = None if weights is None else weights == "ema"
     transformer = read_transformer(target, config=config, grid=grid, averaged=averaged, lora=lora, progress=progress)
-    image, vq_sources = read_vq(vq, progress, averaged)
+    image_tokenizer, vq_sources = read_vq(vq, progress, averaged)
     sources = [*transformer.sources, *vq_sources]
-    drafting = None
+    loaded_drafter = None
     if drafter is not None:
-        fits = _drafter_fields(transformer)
-        drafting = read_drafter(
-            drafter, transformer.decoder, allowed_values=fits, progress=progress, masks_prefix=False
+        fields = _drafter_fields(transformer)
+        loaded_drafter = read_drafter(
+            drafter, transformer.decoder, allowed_values=fields, progress=progress, masks_prefix=False
         )
     module = transformer.condition
-    classes = isinstance(module, ClassCondition)
+    is_class_conditional = isinstance(module, ClassCondition)
     if text_encoder is None:
         condition = module.condition()
     elif isinstance(module, ClassCondition):
@@ -147,22 +151,29 @@ def read_llamagen(
         decoder=transformer.decoder,
         code_embeddings=transformer.code_embeddings,
         condition=condition,
-        vq=image,
+        vq=image_tokenizer,
         sampling=Sampling(
-            cfg_scale=4.0 if classes else 7.5,
-            top_k=0 if classes else 1000,
-            filter_order="top-p, top-k" if transformer.lantern else "top-k, top-p",  # each layout's own
+            cfg_scale=4.0 if is_class_conditional else 7.5,
+            top_k=0 if is_class_conditional else 1000,
+            filter_order="top-p, top-k"
+            if transformer.lantern
+            else "top-k, top-p",  # LANTERN's program and the official program differ
         ),
         sources=sources,
-        drafting=drafting,
+        drafter=loaded_drafter,
     )
     return replace(model, weights=weights)
 
 
 class LlamaGen(NamedTuple):
-    """A transformer taken apart. code_embeddings `[codes, hidden_size]` float32; sources: its files with roles.
+    """Parts of a transformer.
 
-    lantern: whether it was in LANTERN's layout.
+    Args:
+        decoder: the decoder.
+        code_embeddings: embeddings of the codes, float32 `[codes, hidden_size]`.
+        condition: module that computes the prefix rows.
+        sources: files with roles.
+        lantern: whether the files are in LANTERN's layout.
     """
 
     decoder: Decoder
@@ -182,9 +193,18 @@ def read_transformer(
     lora: Sequence[Adapter] = (),
     progress: Progress = silent,
 ) -> LlamaGen:
-    """The transformer in a file or folder; arguments as of `read_llamagen` and `read_weights`.
+    """Read the transformer in a file or folder.
 
-    Raises: CheckpointError.
+    Args:
+        path: `target` of `read_llamagen`.
+        config: `config` of `read_llamagen`.
+        grid: `grid` of `read_llamagen`.
+        averaged: `averaged` of `read_weights`.
+        lora: adapters to merge into the weights.
+        progress: progress callback.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or is not a LlamaGen transformer.
     """
     beside = (path if path.is_dir() else path.parent) / "config.json"
     if path.is_dir() and beside.is_file():
@@ -205,13 +225,13 @@ def read_transformer(
     else:
         checkpoint.rename(_NAMES)
         values = Config(values.path, values.values, _FIELDS)
-        if ("config", values.path) in checkpoint.sources:  # the caller's
+        if ("config", values.path) in checkpoint.sources:  # the argument `config`, not a file of the checkpoint
             values.check_names(_ARGUMENTS)
     weights = checkpoint.weights
     if "codes" not in weights or not {"classes", "captions.uncond"} & weights.keys():
         first = ", ".join(sorted(map(checkpoint.name_in_files, weights))[:3])
-        found = f"no class or caption embeddings with tok_embeddings, but {first}"
-        raise checkpoint.error(found=found, expected="a LlamaGen transformer")
+        contents = f"no class or caption embeddings with tok_embeddings, but {first}"
+        raise checkpoint.error(found=contents, expected="a LlamaGen transformer")
     codes, code_width = checkpoint.shape("codes")
     values.check_sizes(vocab_size=codes, hidden_size=code_width)
     condition, prefix = _take_condition(checkpoint, values)
@@ -219,7 +239,7 @@ def read_transformer(
     sizes = DecoderConfig(
         **layer_sizes(checkpoint, values, _heads(checkpoint, values), head_multiple=4),
         vocab_size=codes,
-        grid=_grid(checkpoint, values, prefix, isinstance(condition, ClassCondition), grid),
+        grid=_choose_grid(checkpoint, values, prefix, isinstance(condition, ClassCondition), grid),
         prefix=prefix,
         norm_eps=values.number("rms_norm_eps", 1e-6 if lantern else 1e-5),
         rope_base=values.number("rope_base", 10000.0),
@@ -232,7 +252,7 @@ def read_transformer(
 
 
 def _take_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondition | CaptionCondition, int]:
-    """The condition, and the rows of its prefix."""
+    """Move the condition's weights to a module; return it and the number of prefix positions."""
     weights = checkpoint.weights
     if "classes" in weights:
         rows, _ = checkpoint.shape("classes")
@@ -245,7 +265,7 @@ def _take_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondit
     config.check_sizes(caption_dim=caption_dim, cls_token_num=prefix)
     if first[1] != caption_dim or second[1] != first[0]:
         shapes = f"shapes {first}, {second}, {[prefix, caption_dim]}"
-        raise checkpoint.error(found=f"caption weights of {shapes}", expected="ones that fit each other")
+        raise checkpoint.error(found=f"caption weights of {shapes}", expected="matching shapes")
     return CaptionCondition(*(weights.pop(name).float() for name in names)), prefix
 
 
@@ -256,7 +276,9 @@ def _check_feed_forward(checkpoint: Checkpoint, config: Config) -> None:
         factor = 1.0 if config.get("ffn_dim_multiplier") is None else config.number("ffn_dim_multiplier", 1.0)
         width = int(factor * (8 * checkpoint.shape("codes")[1] // 3))
         if rows != -(-width // multiple) * multiple:
-            raise config.error("multiple_of", expected=f"one that makes {width} to {rows}, as the weights have")
+            raise config.error(
+                "multiple_of", expected=f"a divisor of {rows}, the rows of the weights, to which it rounds {width} up"
+            )
 
 
 def _known_model(checkpoint: Checkpoint) -> PublishedModel | None:
@@ -275,8 +297,10 @@ def _heads(checkpoint: Checkpoint, config: Config) -> int:
     raise checkpoint.error(problem=problem, remedy=remedy)
 
 
-def _grid(checkpoint: Checkpoint, config: Config, prefix: int, classes: bool, grid: int | None) -> int:
-    """Rows of codes of the weights or the configuration, which the caller's must not contradict; else the caller's."""
+def _choose_grid(
+    checkpoint: Checkpoint, config: Config, prefix: int, is_class_conditional: bool, grid: int | None
+) -> int:
+    """Return the grid rows of the weights, the configuration, the caller or the published sizes, which must agree."""
     sizes: list[tuple[str, int]] = []
     if "freqs_cis" in checkpoint.weights:
         sizes.append((f"{checkpoint.path}: freqs_cis", checkpoint.shape("freqs_cis", 3)[0] - prefix))
@@ -286,16 +310,18 @@ def _grid(checkpoint: Checkpoint, config: Config, prefix: int, classes: bool, gr
     for field, cells in sizes:
         rows = isqrt(max(cells, 0))
         if not rows or rows**2 != cells:
-            raise CheckpointError(field=field, found=f"{format_value(cells)} codes", expected="a square grid of them")
+            raise CheckpointError(
+                field=field, found=f"{format_value(cells)} codes", expected="the codes of a square grid"
+            )
         if grid not in (None, rows):
             raise CheckpointError(
-                field=field, found=f"a grid of {format_value(rows)}", expected=f"{grid}, as elsewhere"
+                field=field, found=f"a grid of {format_value(rows)}", expected=f"{grid}, as given elsewhere"
             )
         grid = rows
     known = _known_model(checkpoint)
     grids: tuple[int, ...] = ()
     if known:
-        grids = known.class_grids if classes else known.text_grids
+        grids = known.class_grids if is_class_conditional else known.text_grids
     if grid is None and len(grids) != 1:
         choices = " or ".join(f"{rows} ({rows * _CELL} pixels)" for rows in grids or (16, 24, 32))
         raise CheckpointError("the weights do not show the grid of codes", field="grid", expected=choices)
@@ -305,11 +331,15 @@ def _grid(checkpoint: Checkpoint, config: Config, prefix: int, classes: bool, gr
 
 
 def _drafter_fields(target: LlamaGen) -> dict[str, tuple[Any, ...]]:
-    sizes, condition = target.decoder.config, target.condition
-    own: dict[str, tuple[Any, ...]] = (
-        {"input_type": ("c2i",), "num_classes": (len(condition.table) - 1,)}
-        if isinstance(condition, ClassCondition)
-        else {"input_type": ("t2i", "t2i2"), "caption_dim": (condition.uncond.shape[1],)}
-    )
-    shared = {"cls_token_num": sizes.prefix, "block_size": sizes.grid**2, "rope_base": sizes.rope_base}
-    return {**own, **{name: (value,) for name, value in shared.items()}, "rope_scaling": ()}
+    """Return the allowed values of fields in the configuration of the target's drafter."""
+    sizes = target.decoder.config
+    condition = target.condition
+    fields: dict[str, tuple[Any, ...]] = {
+        "cls_token_num": (sizes.prefix,),
+        "block_size": (sizes.grid**2,),
+        "rope_base": (sizes.rope_base,),
+        "rope_scaling": (),
+    }
+    if isinstance(condition, ClassCondition):
+        return {"input_type": ("c2i",), "num_classes": (len(condition.table) - 1,), **fields}
+    return {"input_type": ("t2i", "t2i2"), "caption_dim": (condition.uncond.shape[1],), **fields}

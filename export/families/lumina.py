@@ -1,8 +1,8 @@
-"""Lumina-mGPT: a Chameleon that draws pictures of many sizes, each row of codes followed by an end-of-row token.
+"""Lumina-mGPT: a Chameleon for images of many sizes, with an end-of-row token after every grid row.
 
-A prompt is `<s>`, a text that names the size in pixels and then the caption, end of turn, and what the model would
-write itself before the first code: begin of image, rows and columns in patches of 2 x 2 codes, the rows first. The
-unconditional row is these last three tokens alone. The files hold no image tokenizer: it is Chameleon's, as Anole's.
+A prompt is `<s>`, a text with the size in pixels and the caption, end of turn, and three size tokens: begin of image,
+then the number of rows and of columns in patches of 2 x 2 codes. The published program lets the model generate the size
+tokens; here the size determines them. The unconditional row consists of the size tokens. The folder has no image tokenizer; like Anole, the model uses Chameleon's VQGAN.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from .common import check_grid
 
 _TEMPLATE = "Generate an image of {size} according to the following prompt:\n{prompt}"
 _ROW_END = "<reserved08799>"
-_PATCH, _PATCH_PIXELS = 2, 32  # codes and pixels along each side
-_SLENDEREST = 4  # longer sides by shorter ones
-_SAMPLING = Sampling(cfg_scale=3.0, top_k=2000)  # of its solver; LANTERN's for it, too
+_PATCH = 2  # codes along each side of a patch
+_PATCH_PIXELS = 32  # pixels along each side of a patch
+_MAX_ASPECT = 4  # maximum aspect ratio of an image
+_SAMPLING = Sampling(cfg_scale=3.0, top_k=2000)  # settings of Lumina-mGPT's published program and of LANTERN
 
 
 @raises_checkpoint_error
@@ -39,64 +40,82 @@ def read_lumina(
     lora: Sequence[Adapter] = (),
     progress: Progress = silent,
 ) -> Model:
-    """The model of a Lumina-mGPT folder with Chameleon's VQGAN.
+    """Read Lumina-mGPT with Chameleon's VQGAN.
 
     Args:
-        target: config.json, tokenizer.json and weights.
-        vq: a folder with vqgan.ckpt and vqgan.yaml, or the .ckpt.
-        drafter: a folder in LANTERN's layout.
-        grid: rows of codes of its square picture, which is the default: 32, 48 or 64 of the published models; other
-            sizes have about as many codes.
-        lora: merged into the target.
+        target: folder with config.json, tokenizer.json and weights.
+        vq: folder with vqgan.ckpt and vqgan.yaml, or the .ckpt file.
+        drafter: folder in LANTERN's layout, None without a drafter.
+        grid: grid rows of the square image size, an even number: 32, 48 or 64 for the published models. Other sizes
+            have about as many codes.
+        lora: adapters to merge into the target.
+        progress: progress callback.
 
-    Raises: CheckpointError, RequestError.
+    Raises:
+        CheckpointError: `grid` is missing or odd, or a file is missing, damaged or of another model.
+        RequestError: `grid` is out of range.
     """
     check_grid(grid)
     if grid is None or grid % _PATCH:
-        expected = "32, 48 or 64 for Lumina-mGPT of 512, 768 or 1024 pixels, which its files do not tell"
+        expected = "32, 48 or 64 for Lumina-mGPT of 512, 768 or 1024 pixels, as its files do not contain the size"
         raise CheckpointError(field="grid", found="nothing" if grid is None else str(grid), expected=expected)
     patches = patch_sizes(grid // _PATCH)
-    longest = max(_PATCH * high * (_PATCH * wide + 1) - 1 for high, wide in patches)
-    sides = {side: f"<reserved{8800 + side:05d}>" for side in range(1, 1 + max(max(pair) for pair in patches))}
-    tokens = (*PROMPT_TOKENS, _ROW_END, *sides.values())
+    longest = max(_PATCH * rows * (_PATCH * columns + 1) - 1 for rows, columns in patches)
+    side_tokens = [_side_token(side) for side in range(1, 1 + max(max(pair) for pair in patches))]
+    tokens = (*PROMPT_TOKENS, _ROW_END, *side_tokens)
     model = read_chameleon(target, grid, LUMINA, tokens, _layout, longest, lora, progress)
-    names, codes = model.names, model.codes
-    behind = names[_ROW_END] + 1 - codes.stop
-    if behind < 1:
-        raise file_error(target, _ROW_END, found=f"token {names[_ROW_END]}", expected="one behind the image tokens")
+    names = model.names
+    codes = model.codes
+    extra_tokens = names[_ROW_END] + 1 - codes.stop
+    if extra_tokens < 1:
+        raise file_error(target, _ROW_END, found=f"token {names[_ROW_END]}", expected="a token after the image tokens")
     return chameleon_model(
         model,
-        read_vqgan(vq, progress),  # its own resolution is that of its training
+        read_vqgan(vq, progress),  # the resolution in vqgan.yaml is the one of training and does not matter here
         drafter,
         progress,
-        behind,
+        extra_tokens,
         family="lumina",
         sampling=_SAMPLING,
-        sizes=[image_size(high, wide, names) for high, wide in patches],
+        sizes=[image_size(rows, columns, names) for rows, columns in patches],
         row_end=names[_ROW_END] - codes.start,
     )
 
 
 def patch_sizes(side: int) -> list[tuple[int, int]]:
-    """Rows and columns of patches of all sizes that belong to a square of `side`, widest first.
+    """Return rows and columns of all image sizes for a square of `side` patches, widest first.
 
-    They come as close to its area as they can without exceeding it, if one side grows or the other shrinks by one at a
-    time; no side is more than four times the other. These are the published sizes of each model.
+    These are the sizes of the published program: it adds a row while the area is at most that of the square, otherwise
+    removes a column. No side is more than four times the other.
     """
     area = side**2
-    pairs = [(high, wide) for wide in range(2 * side, 0, -1) for high in range(area // (wide + 1), area // wide + 1)]
-    return [pair for pair in pairs if min(pair) > 0 and max(pair) <= _SLENDEREST * min(pair)]
+    pairs = [
+        (rows, columns)
+        for columns in range(2 * side, 0, -1)
+        for rows in range(area // (columns + 1), area // columns + 1)
+    ]
+    return [pair for pair in pairs if min(pair) > 0 and max(pair) <= _MAX_ASPECT * min(pair)]
 
 
-def image_size(high: int, wide: int, names: Mapping[str, int]) -> Size:
-    """The size of a picture of so many patches, with the tokens that announce it."""
-    announced = (PROMPT_TOKENS[-1], f"<reserved{8800 + high:05d}>", f"<reserved{8800 + wide:05d}>")
+def image_size(rows: int, columns: int, names: Mapping[str, int]) -> Size:
+    """Return an image size with its prompt tokens, which are the end of both prefix rows.
+
+    Args:
+        rows: rows of patches.
+        columns: columns of patches.
+        names: token ids by name.
+    """
+    tokens = (PROMPT_TOKENS[-1], _side_token(rows), _side_token(columns))
     return Size(
-        name=f"{_PATCH_PIXELS * wide}x{_PATCH_PIXELS * high}",
-        rows=_PATCH * high,
-        columns=_PATCH * wide,
-        tokens=tuple(names[name] for name in announced),
+        name=f"{_PATCH_PIXELS * columns}x{_PATCH_PIXELS * rows}",
+        rows=_PATCH * rows,
+        columns=_PATCH * columns,
+        tokens=tuple(names[name] for name in tokens),
     )
+
+
+def _side_token(patches: int) -> str:
+    return f"<reserved{8800 + patches:05d}>"
 
 
 def _layout(names: Mapping[str, int]) -> TokenLayout:

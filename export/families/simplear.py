@@ -1,8 +1,8 @@
-"""SimpleAR: a Qwen2 decoder that writes the codes of NVIDIA's Cosmos tokenizer behind the tokens of its text.
+"""SimpleAR: a Qwen2 decoder that generates codes of NVIDIA's Cosmos tokenizer after the tokens of its text.
 
-A prompt is text to image, a caption, start of image; the unconditional row is the same with a negative text. Code c is
-the token behind the last one of the tokenizer, plus c. The published program masks nothing: it would take a text token
-for code 0. Here codes alone are drawn. A picture's size is not in the prompt; the model learned squares.
+A prompt is text to image, a caption, start of image; the unconditional row has a negative text instead. The token id of
+code c is the number of text tokens plus c. The published program may sample text tokens, too, and decodes them as code
+0; here the target samples codes only. The prompt does not contain the image size; the model was trained on squares.
 """
 
 from __future__ import annotations
@@ -29,70 +29,78 @@ from ..progress import silent
 from .common import check_grid, image_model
 from .emu3 import grid_sizes
 
-# Tokens, texts and guidance of the published generate.py; its top-k keeps as many tokens as there are codes.
-START, BEGIN = "<|t2i|>", "<|soi|>"
+# Tokens, texts and guidance of the published generate.py. Its top-k equals the number of codes and is left out here.
+START = "<|t2i|>"
+BEGIN = "<|soi|>"
 TEMPLATE = "A highly realistic image of {prompt}"
 NEGATIVE = (
     "An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad teeth, bad "
     "eyes, bad limbs, distortion"
 )
-_SQUARES = (64, 48, 32, 16)  # rows of codes of those that it learned
-_NEIGHBORS = 256  # of each code: 1024 of 64,000 would be 131 MB
-_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_SQUARES = (64, 48, 32, 16)  # grid rows of the square images in the training data
+_NEIGHBORS = 256  # neighbours stored per code; 1024 for each of 64,000 codes would take 131 MB
+_EMBED = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 
 
 @raises_checkpoint_error
 def read_simplear(
     target: Path, vq: Path, *, grid: int | None = None, lora: Sequence[Adapter] = (), progress: Progress = silent
 ) -> Model:
-    """The model in a folder of transformers with the tokenizer in another.
+    """Read SimpleAR with the Cosmos tokenizer.
 
     Args:
-        target: config.json, tokenizer.json and weights, as training saves them.
-        vq: encoder and decoder of the Cosmos tokenizer, as .jit or .safetensors.
-        grid: rows of codes of the square that is the default, 64 by default; other sizes have about as many codes, or
-            are smaller squares.
-        lora: merged into the target.
+        target: folder with config.json, tokenizer.json and weights, in the layout of transformers.
+        vq: folder with encoder and decoder of the Cosmos tokenizer, as .jit or .safetensors files.
+        grid: grid rows of the default image size, a square; 64 by default. Other sizes have about as many codes, or are
+            smaller squares.
+        lora: adapters to merge into the target.
+        progress: progress callback.
 
-    Raises: CheckpointError, RequestError.
+    Raises:
+        CheckpointError: a file is missing or damaged, or belongs to another model.
+        RequestError: `grid` is out of range.
     """
     check_grid(grid)
     checkpoint = Checkpoint(target, progress=progress, adapters=lora)
     config = checkpoint.model_config("Daniel0724/SimpleAR-0.5B-RL", "qwen2")
-    path, generation = checkpoint.tokenizer(), checkpoint.config("generation_config.json")
+    path = checkpoint.tokenizer()
+    generation = checkpoint.config("generation_config.json")
     config.expect("use_sliding_window", False, None, remedy="other decoders are not supported")
     checkpoint.tied = {_HEAD: _EMBED} if config.get("tie_word_embeddings") else {}
     checkpoint.read()
     rows = min(checkpoint.shape(name)[0] for name in (_EMBED, _HEAD))
     rename_llama(checkpoint, "model.", {"embed.weight": _EMBED, "head.weight": _HEAD})
     tokenizer = read_tokenizer(path, rows)
-    first = tokenizer.get_vocab_size(with_added_tokens=True)
+    text_tokens = tokenizer.get_vocab_size(with_added_tokens=True)
     if missing := [name for name in (START, BEGIN) if tokenizer.token_to_id(name) is None]:
         raise file_error(path, problem=f"lacks {', '.join(missing)}", remedy="give the model's own tokenizer")
-    images = Checkpoint(vq, "vq", progress)
-    image = load_cosmos_vq(images)
-    sizes = image_sizes(grid or _SQUARES[0], image.config.pixels_per_cell)
-    most = max(size.codes for size in sizes)
+    vq_checkpoint = Checkpoint(vq, "vq", progress)
+    image_tokenizer = load_cosmos_vq(vq_checkpoint)
+    sizes = image_sizes(grid or _SQUARES[0], image_tokenizer.config.pixels_per_cell)
+    longest = max(size.codes for size in sizes)
     with without_weights():
-        decoder = Decoder(decoder_config(checkpoint, config, rows - first, sizes[0].rows, max_image_tokens=most))
+        decoder = Decoder(
+            decoder_config(checkpoint, config, rows - text_tokens, sizes[0].rows, max_image_tokens=longest)
+        )
     embeddings = checkpoint.weights.pop("embed.weight")
-    checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][first:]
+    checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][text_tokens:]
     checkpoint.load_strict(decoder)
     model = image_model(
         family="simplear",
         decoder=decoder,
-        code_embeddings=embeddings[first:],
-        condition=token_condition(embeddings[:first], decoder.config.prefix, prompt_layout(tokenizer), path),
-        vq=image,
+        code_embeddings=embeddings[text_tokens:],
+        condition=token_condition(embeddings[:text_tokens], decoder.config.prefix, prompt_layout(tokenizer), path),
+        vq=image_tokenizer,
         sampling=Sampling(cfg_scale=6.0, repetition_penalty=generation.number("repetition_penalty", 1.0)),
-        sources=[*checkpoint.sources, *images.sources],
+        sources=[*checkpoint.sources, *vq_checkpoint.sources],
         sizes=sizes,
     )
     return replace(model, neighbors=_NEIGHBORS)
 
 
 def prompt_layout(tokenizer: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:
-    """How a caption becomes both rows."""
+    """Return the tokens of both prefix rows."""
     start, end, uncond = (
         tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in (START, BEGIN, START + negative + BEGIN)
     )
@@ -100,6 +108,9 @@ def prompt_layout(tokenizer: Tokenizer, negative: str = NEGATIVE) -> TokenLayout
 
 
 def image_sizes(grid: int, scale: int) -> list[Size]:
-    """A square of `grid` rows of codes of `scale` pixels, other shapes of about its area, and smaller squares."""
+    """Return the square of `grid` rows, other shapes of about this area, and smaller squares.
+
+    The parameter `scale` is the number of pixels per cell along each side.
+    """
     pairs = [*grid_sizes((grid * scale) ** 2, scale), *((side, side) for side in _SQUARES if side < grid)]
     return [Size(name=f"{columns * scale}x{rows * scale}", rows=rows, columns=columns) for rows, columns in pairs]

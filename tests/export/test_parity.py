@@ -151,7 +151,7 @@ def test_graphs_of_varying_pictures_are_checked_with_small_ones_and_take_any(tmp
     tokenizer = LlamaGenVQ(VQConfig(20, 4, 8, 32, (32, 32, 32), (32, 32, 32), 1))
     randomise_norms(tokenizer)
     tokenizer.codebook.normal_()
-    decoder, encoder = vq_graphs(tokenizer, 256, varying=True)
+    decoder, encoder = vq_graphs(tokenizer, 256, any_size=True)
     assert [case["images"].shape[2:] for case in encoder.cases.values()] == [(128, 128)] * 2
     assert [case["codes"].shape for case in decoder.cases.values()] == [(2, 32, 32), (1, 64, 16)]
     wide = {"codes": np.arange(18).reshape(2, 3, 3)}, {"images": np.ones((2, 3, 12, 20), np.float32)}

@@ -308,7 +308,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "Anole's codes": (
         anole(config=lambda c: [c["vocabulary_map"].pop(n) for n in list(c["vocabulary_map"]) if n == "IMGIMGBZ"]),
         "vocabulary_map",
-        "127 image tokens in a row",
+        "127 image tokens consecutive",
     ),
     "Lumina as Anole": (lambda folder: read_anole(LUMINA, VQGAN), "architectures", "with mask_image_logits"),
     "stretched positions": (anole(rope_scaling={"type": "linear"}), "rope_parameters", "'linear' plain"),
