@@ -2,7 +2,8 @@
 
 A prompt is `<s>`, a text with the size in pixels and the caption, end of turn, and three size tokens: begin of image,
 then the number of rows and of columns in patches of 2 x 2 codes. The published program lets the model generate the size
-tokens; here the size determines them. The unconditional row consists of the size tokens. The folder has no image tokenizer; like Anole, the model uses Chameleon's VQGAN.
+tokens; here the requested size determines them. The unconditional row consists of the size tokens. The folder has no
+image tokenizer; like Anole, the model uses Chameleon's VQGAN.
 """
 
 from __future__ import annotations
