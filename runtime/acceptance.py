@@ -203,7 +203,7 @@ def _normalised(weights: Probabilities, otherwise: Probabilities) -> Probabiliti
 
 
 def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, remaining: int) -> Acceptance:
-    """Find the longest path whose every token is the arg-max, or becomes so once its aggregation set is added.
+    """Find the longest path on which every token is the arg-max, alone or with its aggregation set added.
 
     Ties go to the path with the first leaf. The bonus is the arg-max after the path's end, unrelaxed. Every relaxed
     token counts 1 in the distance.
@@ -215,11 +215,11 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, r
         remaining: maximum number of tokens to accept; the path is cut there.
     """
     reached = [tree.num_preserved]
-    seen: dict[int, Probabilities] = {}
+    distributions: dict[int, Probabilities] = {}
     for node in reached:
         if not tree.structure.children[node]:
             continue
-        p = seen[node] = target(node)
+        p = distributions[node] = target(node)
         top = int(p.argmax())
         for child in tree.structure.children[node]:
             token = int(tree.tokens[child])
@@ -228,9 +228,11 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, r
     end = min(reached, key=lambda node: (-tree.structure.depths[node], tree.structure.leaf_rank[node]))
     path = tree.path_to(end)[: remaining + 1]
     relaxed = [
-        child for node, child in pairwise(path[tree.num_preserved :]) if tree.tokens[child] != seen[node].argmax()
+        child
+        for node, child in pairwise(path[tree.num_preserved :])
+        if tree.tokens[child] != distributions[node].argmax()
     ]
     if len(path) > remaining:
         return Acceptance(path, None, float(len(relaxed)), None, relaxed)
-    remainder = seen[end] if end in seen else target(end)
+    remainder = distributions[end] if end in distributions else target(end)
     return Acceptance(path, int(remainder.argmax()), float(len(relaxed)), remainder, relaxed)
