@@ -1,4 +1,4 @@
-"""Graph files: their weights are rounded and written one at a time, and each a chunk at a time.
+"""Graph files, written with little memory: weights are rounded and written one at a time, in chunks.
 
 If a weight is stored in another type than the graph computes in, a node decodes the weight right before its first use.
 The node is `Cast` for float16 and bfloat16, `DequantizeLinear` for integers. Runtimes fold or fuse these nodes when
@@ -92,7 +92,7 @@ class GraphFile:
 
         Args:
             path: path of the graph.
-            progress: callback, called with the number of bytes of each piece of weights.
+            progress: callback, called with the number of bytes of each chunk of weights.
 
         Returns:
             Paths of the files.

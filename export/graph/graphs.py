@@ -91,7 +91,8 @@ def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
     graph.write(ops)
     model = ops.model(graph.role, graph.inputs, graph.outputs)
     names = graph.module.state_dict().keys()
-    stored = names | {name.partition(".")[2] for name in names}  # the module may wrap the written one
+    # Without the first part of names, too: another module may contain the module that is written.
+    stored = names | {name.partition(".")[2] for name in names}
     matrices = {name for name in ops.matrices if ops.int8_matmul or not name.startswith("head.")}
     storages = choose_storages(ops.weights, stored, matrices, rule, graph.compute)
     if ops.half:
@@ -116,7 +117,7 @@ def write_graph(graph: Graph, folder: Path, rule: Rule = "fp32") -> list[Path]:
 
 
 def named_cases(*inputs: Arrays) -> dict[str, Arrays]:
-    """Return test cases of a graph other than a decoder, named by the first axis of the first input, the batch rows."""
+    """Return test cases by name; names tell the number of batch rows, the first axis of the first input."""
     return {f"{len(next(iter(arrays.values())))} rows": arrays for arrays in inputs}
 
 
@@ -216,9 +217,10 @@ def _decoder_cases(
 
 
 def tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
-    """Return the attention mask of a draft tree, `[nodes, nodes]`: each node sees itself and its ancestors.
+    """Return the attention mask of a draft tree, `[nodes, nodes]`: each node attends to itself and its ancestors.
 
-    parents: index of each node's parent, -1 for the root.
+    Args:
+        parents: index of each node's parent, -1 for the root.
     """
     return DraftTree(np.zeros(len(parents), np.int64), np.array(parents)).structure.ancestors
 

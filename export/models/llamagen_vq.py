@@ -41,8 +41,8 @@ class VQConfig:
         attention: whether cells attend to each other at the coarsest level, in addition to the middle.
         normalize_for_decoder: whether the decoder gets codebook vectors scaled to length 1.
         normalize_for_encoder: whether codebook and latents are scaled to length 1 to find the nearest code.
-        fsq_levels: levels of each digit of a code, for finite scalar quantisation instead of a codebook.
-        patch: pixels along each side of a patch, which is one pixel of the finest level.
+        fsq_levels: number of levels of each digit of a code, for finite scalar quantisation; empty with a codebook.
+        patch: pixels along each side of a patch, which the finest level treats as one pixel.
         groups: groups of channels that norms normalise over.
     """
 
@@ -173,12 +173,12 @@ class ConvStack(nn.Module):
         last = len(widths) - 1
         down = resize == "downsample"
         coarsest = last if down else 0
-        inner = widths[coarsest]
+        width = widths[coarsest]
         self.conv_in = nn.Conv2d(inputs, stem, 3, padding=1)
-        mid = nn.ModuleList([Residual(inner, inner, norm), _CellAttention(inner, norm), Residual(inner, inner, norm)])
+        mid = nn.ModuleList([Residual(width, width, norm), _CellAttention(width, norm), Residual(width, width, norm)])
         levels = nn.ModuleList(
-            _Level(before, width, blocks, attention and i == coarsest, resize if i < last else None, norm)
-            for i, (before, width) in enumerate(zip((stem, *widths), widths, strict=False))
+            _Level(*channels, blocks, attention and i == coarsest, resize if i < last else None, norm)
+            for i, channels in enumerate(zip((stem, *widths), widths, strict=False))
         )
         self.order = ("conv_blocks", "mid") if down else ("mid", "conv_blocks")
         for name in self.order:

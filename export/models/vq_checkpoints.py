@@ -1,4 +1,4 @@
-"""Readers of VQ image tokenizers: names of weights in LlamaGen's and taming-transformers' layouts, sizes, settings."""
+"""Readers of VQ image tokenizers in the layouts of LlamaGen and taming-transformers."""
 
 from __future__ import annotations
 
