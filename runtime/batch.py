@@ -15,7 +15,7 @@ import numpy as np
 
 from ..methods import Drafted
 from .device import DeviceLogits, SampleRequest
-from .drafting import Commit, Draft, Drafter, SequenceStep
+from .drafting import Commit, Draft, Drafter, OnCommit, SequenceStep
 from .eagle import EagleDrafter
 from .engine import Cache, Floats, Ints, Pass, PassOutput
 from .head_drafter import HeadDrafter
@@ -35,7 +35,7 @@ class Batch:
 
     Args:
         model: engines and sizes.
-        listener: drafter whose `commit` is called after every forward pass, None for none.
+        on_commit: callback that gets the commits of every forward pass, None for none.
         clocks: clocks of the target and the drafter; None: new clocks.
 
     Attributes:
@@ -43,10 +43,10 @@ class Batch:
     """
 
     def __init__(
-        self, model: Model, listener: Drafter | None = None, clocks: tuple[Clock, Clock] | None = None
+        self, model: Model, on_commit: OnCommit | None = None, clocks: tuple[Clock, Clock] | None = None
     ) -> None:
         self.model = model
-        self.listener = listener
+        self._on_commit = on_commit
         self.target_clock, self.drafter_clock = clocks or (Clock(), Clock())
         self.active: list[ImageSequence] = []
         self._cache: Cache | None = None  # its rows are the batch rows of `active`
@@ -282,8 +282,8 @@ class Batch:
         for drafter in {*self._eagle_drafters.values()}:
             drafter.commit([commit for commit in commits if self._eagle_drafters.get(commit.sequence) is drafter])
         self._window_drafter.commit(commits)
-        if self.listener is not None:
-            self.listener.commit(commits)
+        if self._on_commit is not None:
+            self._on_commit(commits)
         if finished := [commit.sequence for commit in commits if not commit.sequence.remaining]:
             self._leave(finished)
 

@@ -12,7 +12,7 @@ from itertools import islice
 
 from ..methods import MethodConfig, Sampling
 from .batch import Batch
-from .drafting import Drafter, SequenceStep
+from .drafting import OnCommit, SequenceStep
 from .state import ImageSequence, Model, Prompt
 from .statistics import SequenceStatistics, Statistics, summarise
 
@@ -38,7 +38,7 @@ def decode(
     sampling: Sampling,
     method: MethodConfig,
     max_images: int = 1 << 16,
-    listener: Drafter | None = None,
+    on_commit: OnCommit | None = None,
     adaptive: bool = False,
 ) -> Generator[Step, None, None]:
     """Decode the tokens of one image for every prompt.
@@ -52,13 +52,13 @@ def decode(
         sampling: guidance, temperature and filters.
         method: method of drafting and acceptance.
         max_images: maximum number of images per forward pass; further images wait.
-        listener: drafter whose `commit` is called after every forward pass, None for none.
+        on_commit: callback that gets the commits of every forward pass, None for none.
         adaptive: whether the window of an exact `sjd` adapts to its acceptance, see `windows.py`.
 
     Yields:
         One step after every prefill and every verification pass.
     """
-    batch = Batch(model, listener)
+    batch = Batch(model, on_commit)
     records: list[SequenceStatistics] = []
     coming = iter(enumerate(zip(prompts, seeds, strict=True)))
     waiting: list[ImageSequence] = []

@@ -5,7 +5,7 @@ A new kind of draft is one file: a class with the attributes of `Draft`, and a `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from .acceptance import Acceptance
@@ -94,6 +94,9 @@ class Commit(NamedTuple):
     hidden: DeviceArray  # hidden states of the target, `[rows, nodes, hidden_size]`, all sequences included
     target: TargetOutput  # the target's output for the sequence
     draft: Draft | None = None  # draft of the pass, None for a prefill
+
+
+OnCommit = Callable[[Sequence[Commit]], None]  # callback that gets the commits of a forward pass
 
 
 class Drafter:

@@ -1,8 +1,8 @@
 """Generation of training data: images that a bundle's target generates, written as shards.
 
-In decoding, a drafter only reads what the target generates under guidance, so it learns from such images. They are
-generated exactly, with windows (`sjd`); unaccepted drafts of the windows are stored for training draft heads. Hidden
-states are computed by the bundle's engine, as in decoding.
+In decoding, a drafter only reads tokens that the target generates under guidance, so it is trained on generated images.
+They are generated exactly, with windows (`sjd`); unaccepted drafts of the windows are stored for training draft heads.
+Hidden states are computed by the bundle's engine, as in decoding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...errors import OutputError
 from ...memory import compute_max_images
 from ...pipeline import Pipeline
 from ...runtime.decode import decode
-from ...runtime.drafting import Commit, Drafter
+from ...runtime.drafting import Commit
 from ...runtime.likelihood import sequence_states
 from ...runtime.state import Prompt
 from ...runtime_inputs import compute_prefixes, load_model
@@ -31,7 +31,7 @@ from .shards import Shard, TrainingImages, read_source, shard_path, write_shard
 IMAGES_PER_SHARD = 64
 FIRST_SEED = 700_000  # `bench` uses other seeds
 _METHOD = "sjd:window=7"
-_MAX_UNACCEPTED = 2  # unaccepted drafts stored per forward pass, those nearest to the accepted ones
+_MAX_UNACCEPTED = 2  # unaccepted drafts stored per forward pass: the first after the accepted tokens
 _MAX_IMAGES = 4  # images per forward pass that computes hidden states
 Codes = NDArray[np.integer[Any]]
 
@@ -102,7 +102,7 @@ def hidden_states(pipeline: Pipeline, prompts: Sequence[Prompt], codes: Codes) -
     return sequence_states(model, rows, np.repeat(codes[:, :-1].astype(np.int64), 2, 0))
 
 
-class _UnacceptedDrafts(Drafter):
+class _UnacceptedDrafts:
     """Stores the first unaccepted draft tokens of each pass and the target's hidden states after them."""
 
     def __init__(self, images: int, cells: int, width: int) -> None:
@@ -111,7 +111,7 @@ class _UnacceptedDrafts(Drafter):
         self.codes = np.zeros((images, cells), np.int32)
         self.states = np.zeros((images, 2, cells, width), np.float16)
 
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def store(self, commits: Sequence[Commit]) -> None:
         """Store the unaccepted drafts of a forward pass."""
         for commit in commits:
             if commit.draft is None:
@@ -140,7 +140,8 @@ def _generate(pipeline: Pipeline, request: dict[str, Any], progress: Progress) -
     max_images = compute_max_images(pipeline.bundle.manifest, settings, pipeline.engines.max_rows)
     prompts = compute_prefixes(pipeline.bundle, pipeline.engines, images)
     seeds = [image.seed for image in images]
-    steps = decode(model, prompts, seeds, settings.sampling, settings.method, max_images=max_images, listener=drafts)
+    method = settings.method
+    steps = decode(model, prompts, seeds, settings.sampling, method, max_images=max_images, on_commit=drafts.store)
     for step in steps:
         for part in step.parts:
             end = filled[part.sequence] + len(part.codes)
