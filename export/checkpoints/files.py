@@ -32,10 +32,11 @@ Reader = TypeVar("Reader", bound=Callable[..., Any])
 Content = TypeVar("Content")
 
 _LOG = logging.getLogger(__name__)
-_WRAPPERS = ("model", "module", "state_dict", "ema")  # in order of preference; ema: average over training
+_WRAPPERS = ("model", "module", "state_dict", "ema")  # keys of state dicts by preference; ema: average over training
 # Parts that compiled, data-parallel, sharded, checkpointed and averaged modules add to the names of weights.
 _ADDED = {"_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_POINTER, _PAGE = re.compile(rb"version https://git-lfs"), re.compile(rb"\s*<(!doctype|html|\?xml)", re.IGNORECASE)
+_POINTER = re.compile(rb"version https://git-lfs")
+_PAGE = re.compile(rb"\s*<(!doctype|html|\?xml)", re.IGNORECASE)
 TOKENIZER = "tokenizer.json"
 _REMEDY = "give the model's own tokenizer"
 _TEXT_LIMIT = 1 << 26  # bytes of a configuration or index; published files have a few megabytes at most
@@ -47,9 +48,10 @@ SHOWN = 6  # maximum number of names in a message; the message counts the others
 
 
 def raises_checkpoint_error(read: Reader) -> Reader:
-    """Decorate a reader so that every failure raises CheckpointError, and libraries do not warn.
+    """Return a reader that raises CheckpointError for every failure and suppresses warnings of libraries.
 
-    The reader's first argument is the path.
+    Args:
+        read: the original reader, whose first argument is the path.
     """
 
     @wraps(read)
@@ -220,8 +222,8 @@ def read_tokenizer(
         raise file_error(path, f"token {format_value(name)}", found=f"id {highest}", expected=expected, remedy=_REMEDY)
     for name, wanted in (named or {}).items():
         if tokens.get(name) != wanted:
-            found = f"id {tokens[name]}" if name in tokens else "no id"
-            raise file_error(path, f"token {format_value(name)}", found=found, expected=f"id {wanted}", remedy=_REMEDY)
+            actual = f"id {tokens[name]}" if name in tokens else "no id"
+            raise file_error(path, f"token {format_value(name)}", found=actual, expected=f"id {wanted}", remedy=_REMEDY)
     return tokenizer
 
 
@@ -254,8 +256,8 @@ def read_weights(
             _LOG.warning("%s: has %s; using %s, --weights ema selects the other", path, " and ".join(kinds), kind)
         content = content if kind is None else content[kind]
     if not isinstance(content, Mapping) or not content:
-        found = "an empty dict" if isinstance(content, Mapping) else f"a {type(content).__name__}"
-        raise file_error(path, found=found, expected="a state dict")
+        contents = "an empty dict" if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        raise file_error(path, found=contents, expected="a state dict")
     weights = dict(content)
     for name, value in weights.items():
         if not isinstance(name, str) or len(name) > _MAX_NAME or not name.isprintable():
@@ -266,8 +268,8 @@ def read_weights(
     claimed = sum(value.numel() * value.element_size() for value in weights.values())
     claimed = max([claimed, *(value.untyped_storage().nbytes() for value in weights.values())])
     if claimed > _MAX_SHARING * size:
-        found = f"weights of {claimed:,} bytes in a file of {size:,}"
-        raise file_error(path, found=found, expected="plain tensors", remedy="save it again")
+        sizes = f"weights of {claimed:,} bytes in a file of {size:,}"
+        raise file_error(path, found=sizes, expected="plain tensors", remedy="save it again")
     remaining = size
     for name, value in weights.items():
         if value.is_floating_point() and value.numel():  # aminmax reads a mapped tensor once, without a copy

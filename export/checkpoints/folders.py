@@ -87,7 +87,7 @@ class Checkpoint:
 
         Args:
             repository: repository on the hub with the expected layout.
-            model_types: allowed values of `model_type`; without any, those that are not in `_LAYOUTS`.
+            model_types: allowed values of `model_type`; empty for `llama` and values that are not in `_LAYOUTS`.
 
         Raises:
             CheckpointError: the folder has another layout.

@@ -22,7 +22,8 @@ from ...inputs import format_value
 from .deferred import computed, deferred
 from .files import Weights, file_error, listing, raises_checkpoint_error, read_config, read_weights
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 # Adapter of a linear layer. PEFT uses other names for embeddings and ignores this name there.
 _NAME = re.compile(r"base_model\.model\.((?:.+\.)?(?![^.]*embed)[^.]+)\.lora_([AB])\.weight")
 _OUTER = re.compile(

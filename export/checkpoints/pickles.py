@@ -1,7 +1,7 @@
 """Check of pickles before they are read: a few bytes can describe objects that take years to hash or print.
 
 A pickle can refer to earlier objects. Sixty nested tuples that each contain the previous tuple twice take 600 bytes and
-have 2^60 parts. Readers of weights run no code, but use such tuples as keys and print them in messages.
+have 2^60 parts. Readers of weights run no code, but they may hash and print nested tuples.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Lumina-mGPT: a Chameleon for images of many sizes, with an end-of-row token after every grid row.
 
-A prompt is `<s>`, a text with the size in pixels and the caption, end of turn, and three size tokens: begin of image,
-then the number of rows and of columns in patches of 2 x 2 codes. The published program lets the model generate the size
-tokens; here the requested size determines them. The unconditional row consists of the size tokens. The folder has no
-image tokenizer; like Anole, the model uses Chameleon's VQGAN.
+A prompt is `<s>`, a text with the size in pixels and the caption, end of turn, and three size tokens. The size tokens
+are begin of image, then the number of rows and of columns in patches of 2 x 2 codes. The published program lets the
+model generate them; here the requested size determines them. The unconditional row consists of the size tokens. The
+folder has no image tokenizer; like Anole, the model uses Chameleon's VQGAN.
 """
 
 from __future__ import annotations

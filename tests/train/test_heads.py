@@ -30,8 +30,8 @@ def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> N
     module = TrainedHeads(target, 0)
     torch.nn.init.normal_(module.correct, generator=torch.Generator().manual_seed(1))
     heads = DraftHeads(**{name: table.astype(np.float32) for name, table in module.tables().items()})
-    late, head, left = samples.unaccepted_states.numpy(), target.head.numpy(), samples.left.numpy()
-    changes = zip(heads.gates(late), samples.unaccepted_left.tolist(), left[:, None], strict=True)
+    late, head, left = samples.unaccepted_states.numpy(), target.head.numpy(), samples.left_tokens.numpy()
+    changes = zip(heads.gates(late), samples.unaccepted_tokens.tolist(), left[:, None], strict=True)
     corrections = np.concatenate([heads.correction(*change) for change in changes])
     with torch.no_grad():
         close = {"rtol": 5e-3, "atol": 2e-2}

@@ -38,17 +38,17 @@ class Samples:
 
     Args:
         states: state that predicts each cell, `[n, width]`.
-        left: token before the cell, int64 `[n]`.
-        context: states that predicted the cell above and the next cell of that row, `[2, n, width]`; zeros without one.
+        left_tokens: token on the left of each cell, int64 `[n]`.
+        context: states that predicted the cell above and the cell after that, `[2, n, width]`; zeros in the first row.
         unaccepted_states: state that predicted the cell after an unaccepted draft token, `[n, width]`.
-        unaccepted_left: that draft token, int64 `[n]`.
+        unaccepted_tokens: unaccepted draft token on the left of each cell, int64 `[n]`.
     """
 
     states: Tensor
-    left: Tensor
+    left_tokens: Tensor
     context: Tensor
     unaccepted_states: Tensor
-    unaccepted_left: Tensor
+    unaccepted_tokens: Tensor
 
 
 class TrainedHeads(nn.Module):
@@ -79,14 +79,14 @@ class TrainedHeads(nn.Module):
 
     def correct_logits(self, samples: Samples) -> Tensor:
         """Compute logits `[n, codes]` from the states after unaccepted draft tokens."""
-        change = (self.embeddings[samples.left] - self.embeddings[samples.unaccepted_left]) @ self.change
+        change = (self.embeddings[samples.left_tokens] - self.embeddings[samples.unaccepted_tokens]) @ self.change
         gate = torch.sigmoid(samples.unaccepted_states @ self.gate + self.gate_bias)
         return (samples.unaccepted_states + (change * gate) @ self.correct) @ self.head.T
 
     def predict_logits(self, samples: Samples) -> Tensor:
         """Compute logits `[n, codes]` from the neighbouring tokens."""
         states = samples.context[0] @ self.states[0] + samples.context[1] @ self.states[1]
-        sums = self.embeddings[samples.left] @ self.left + states
+        sums = self.embeddings[samples.left_tokens] @ self.left + states
         return nn.functional.silu(sums) @ self.output @ self.head.T + self.output_bias
 
     @torch.no_grad()
@@ -171,8 +171,8 @@ def read_samples(
     """
     columns = shards.source.columns
     states: list[NDArray[np.float32]] = []  # [4, n, width] per image
-    left: list[NDArray[np.integer]] = []
-    unaccepted_left: list[NDArray[np.integer]] = []
+    left_tokens: list[NDArray[np.integer]] = []
+    unaccepted_tokens: list[NDArray[np.integer]] = []
     for index in indices:
         image = shards.read_image(index)
         drafts = np.flatnonzero(image.unaccepted_cells[0])
@@ -186,8 +186,11 @@ def read_samples(
             unaccepted = image.unaccepted_states[0, row, drafts]
             rows.append(np.stack([predicting[cells], *context, unaccepted]).astype(np.float32))
         states.append(rows[-1] + cfg_scale * (rows[0] - rows[-1]))
-        left.append(image.codes[0][cells - 1])
-        unaccepted_left.append(image.unaccepted_codes[0][drafts])
+        left_tokens.append(image.codes[0][cells - 1])
+        unaccepted_tokens.append(image.unaccepted_codes[0][drafts])
     joined = torch.from_numpy(np.concatenate(states, 1)).to(device)
-    tokens = [torch.from_numpy(np.concatenate(codes).astype(np.int64)).to(device) for codes in (left, unaccepted_left)]
+    tokens = [
+        torch.from_numpy(np.concatenate(codes).astype(np.int64)).to(device)
+        for codes in (left_tokens, unaccepted_tokens)
+    ]
     return Samples(joined[0], tokens[0], joined[1:3], joined[3], tokens[1])

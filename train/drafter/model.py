@@ -1,8 +1,8 @@
 """Forward pass of the drafter for training, at all depths of a draft (training-time test, EAGLE-3, arXiv 2503.01840).
 
 At depth 0 each slot reads the target's hidden state, like slots of committed tokens. At depth d it reads the prediction
-of the slot before it at depth d - 1. It attends to the d slots before it at depths d - 1 to 0 and to all earlier slots
-at depth 0, as in decoding a chain of draft tokens.
+of the slot before it at depth d - 1. As in decoding a chain of draft tokens, it attends to the d slots before it at
+depths d - 1 to 0. It attends to all earlier slots at depth 0.
 """
 
 from __future__ import annotations

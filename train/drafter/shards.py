@@ -138,7 +138,7 @@ def write_shard(path: Path, source: Source, images: TrainingImages) -> None:
 
 
 class Shard:
-    """One file of training images, read image by image. `digest` identifies its contents.
+    """File of training images, read image by image. `digest` identifies its contents.
 
     Args:
         path: file to read.
