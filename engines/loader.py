@@ -1,4 +1,4 @@
-"""A bundle's graphs loaded: target and drafter as engines, the others as functions."""
+"""Load a bundle's graphs: target and drafter as engines, the other graphs as functions."""
 
 from __future__ import annotations
 
@@ -18,26 +18,37 @@ from .ort.providers import AUTO, DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Provid
 from .precisions import INT8, INTEGER_WEIGHTS, check_matmul_support
 from .trt.backend import open_tensorrt
 
-# Of a CPU that computes in float32; the largest measured with the embedded model was 6.1e-5 nats.
+# `Model.rounding` of a CPU that computes in float32; the largest measured with the embedded model was 6.1e-5 nats.
 ROUNDING = 1e-4
 _UNLIMITED = 1 << 20
 
 
 class Engines:
-    """Everything a bundle can run, from its own graphs or from plans built of it; for several threads.
+    """A bundle's loaded graphs, or TensorRT engines built from them; thread-safe.
 
-    The drafter and the VQ encoder are loaded when first asked for. The VQ decoder is loaded with the target: were it
-    damaged, a whole image's codes would have been decoded for nothing.
+    Drafter and VQ encoder are loaded when first used. The VQ decoder is loaded with the target, so that a damaged VQ
+    decoder is reported before the tokens of an image are generated.
 
     Args:
-        bundle: opened.
-        threads: of the graphs, one per core by default.
-        providers: of the bundle's own graphs.
-        folder: plans to run instead of its graphs.
+        bundle: opened bundle.
+        threads: number of threads per graph; None: one per core.
+        providers: providers that run the bundle's graphs in ONNX Runtime.
+        folder: engine folder whose TensorRT engines replace graphs; None: run all graphs in ONNX Runtime.
+
+    Attributes:
+        backend: backend of target and drafter, such as `onnxruntime-cpu` or `tensorrt-rtx`; timings name it.
+        image_backend: backend of the VQ decoder.
+        on_cpu: whether the target runs in ONNX Runtime on the CPU.
+        rounding: bound on rounding, in nats, as in `Model.rounding`.
+        max_nodes: maximum number of draft nodes per batch row and forward pass.
+        max_rows: maximum number of batch rows per forward pass.
+        target: target engine.
 
     Raises:
         BundleError: the graph of the target, the condition or the VQ decoder is damaged.
-        EngineError: the plans are of another bundle, version or host, or altered; the same before anything is loaded.
+        EngineError: the engines do not fit the bundle, library version or host, or were altered; raised before a graph
+            is loaded.
+        RequestError: a backend lacks the matmul of the bundle.
     """
 
     def __init__(
@@ -49,25 +60,24 @@ class Engines:
     ) -> None:
         self._bundle = bundle
         self.threads = thread_count(threads)
-        # what measured times hold for, such as `onnxruntime-cpu` or `tensorrt-rtx`
-        self.backend, drafts, self.image_backend = (
+        self.backend, drafter_backend, self.image_backend = (
             folder.manifest.backend if folder else f"onnxruntime-{providers.of(role)}"
             for role in ("target", "drafter", IMAGE_DECODER)
         )
-        check_matmul_support(bundle, self.backend, drafts)
-        if drafts != self.backend:
+        check_matmul_support(bundle, self.backend, drafter_backend)
+        if drafter_backend != self.backend:
             self.backend += f",drafter={providers.of('drafter')}"
         self.on_cpu = folder is None and providers.main == DEFAULT_PROVIDER
-        precision, dtype = bundle.manifest.target.precision, bundle.manifest.target.dtype
-        exact = precision == INT8  # sums of integers
-        integers = precision in INTEGER_WEIGHTS  # products round what they multiply to 8 bits
-        rounds = self.on_cpu and dtype == "float32" and not (exact or integers)
-        self.rounding = ROUNDING if rounds else 0.0  # as `Model.rounding`
+        spec = bundle.manifest.target
+        # Sums of integers (int8) are exact, and matmuls with integer weights round activations to 8 bits.
+        has_float_matmul = spec.precision != INT8 and spec.precision not in INTEGER_WEIGHTS
+        self.rounding = ROUNDING if self.on_cpu and spec.dtype == "float32" and has_float_matmul else 0.0
         target = folder.manifest.graphs.get("target") if folder else None
-        built = target.profiles if target else ()
-        most = max((profile.nodes[2] for profile in built), default=_UNLIMITED)
-        self.max_nodes = most if bundle.manifest.row_end is None else most // 2  # of drafts, each with a row's end
-        self.max_rows = max((profile.rows[2] for profile in built), default=_UNLIMITED)
+        profiles = target.profiles if target else ()
+        max_nodes = max((profile.nodes[2] for profile in profiles), default=_UNLIMITED)
+        # Each draft node may need an end-of-row token, which takes a node, too.
+        self.max_nodes = max_nodes if bundle.manifest.row_end is None else max_nodes // 2
+        self.max_rows = max((profile.rows[2] for profile in profiles), default=_UNLIMITED)
         self._lock = threading.Lock()
         self._drafter: Engine | None = None
         self._vq_encoder: Function | None = None
@@ -75,13 +85,13 @@ class Engines:
             self._graphs = OrtGraphs(bundle, self.threads, providers)
         else:
             self._graphs = open_tensorrt(bundle, folder, self.threads)
-        self.target = self._graphs.decoder("target", bundle.manifest.target, bundle.code_embeddings)
+        self.target = self._graphs.decoder("target", spec, bundle.code_embeddings)
         self._condition = self._graphs.function("condition", *_condition_tensors(bundle.manifest))
         self._vq_decoder = self._graphs.function(IMAGE_DECODER, *_image_tensors(bundle.manifest))
 
     @property
     def drafter(self) -> Engine | None:
-        """The drafter, or None if the bundle has none."""
+        """Drafter engine; None if the bundle has no drafter."""
         spec = self._bundle.manifest.drafter
         with self._lock:
             if self._drafter is None and spec is not None:
@@ -89,19 +99,22 @@ class Engines:
             return self._drafter
 
     def condition(self, inputs: Mapping[str, Array]) -> tuple[Floats, Floats]:
-        """Prefix rows `prefix_embeds` and `uncond_embeds`, float32 `[rows, length, hidden_size]`, lengths their own."""
+        """Compute conditional and unconditional prefixes, float32 `[rows, length, hidden_size]`.
+
+        The two lengths may differ.
+        """
         prefix, uncond = self._condition(inputs)
         return prefix, uncond
 
     def vq_decoder(self, codes: Ints) -> Floats:
-        """Images float32 `[images, 3, height, width]`, about -1 .. 1, of codes `[images, rows, columns]`."""
+        """Decode tokens `[images, rows, columns]` to images, float32 `[images, 3, height, width]`, about -1 .. 1."""
         cells = codes if self._bundle.manifest.sizes else codes.reshape(len(codes), -1)
         return self._vq_decoder({"codes": np.ascontiguousarray(cells, np.int64)})[0]
 
     def vq_encoder(self, images: Floats) -> Ints:
-        """Codes int64 `[images, cells]` of pictures float32 `[images, 3, height, width]` in -1 .. 1.
+        """Encode images, float32 `[images, 3, height, width]` in -1 .. 1, to tokens, int64 `[images, cells]`.
 
-        Raises: BundleError: the bundle has no encoder.
+        Raises: BundleError: the bundle has no VQ encoder.
         """
         manifest = self._bundle.manifest
         codes = Tensor("codes", ("int64",), (None, None if manifest.sizes else manifest.codes_per_image))
@@ -111,25 +124,27 @@ class Engines:
         return self._vq_encoder({"images": images})[0]
 
     def load_all(self) -> None:
-        """Load what is still unloaded and run the VQ decoder, so that a damaged graph shows now."""
+        """Load the drafter and run the VQ decoder once, so that damaged graphs are reported now."""
         _ = self.drafter
         size = self._bundle.manifest.size()
         self.vq_decoder(np.zeros((1, size.rows, size.columns), np.int64))
 
 
-def choose_providers(wanted: Providers, bundle: Bundle) -> Providers:
-    """The same, with `auto` decided for this host and bundle. Raises: EngineError: a GPU's library does not load.
+def choose_providers(requested: Providers, bundle: Bundle) -> Providers:
+    """Replace the provider `auto` by a provider of this host that suits a bundle.
 
-    Decoders of integers run on a GPU if asked to: they draw other images there. So does their image decoder, unless it
-    is left to the CPU.
+    `auto` keeps int8 decoders on the CPU, since a GPU generates other images with them. An int8 VQ decoder runs on the
+    CPU unless the user names a provider for it.
+
+    Raises: EngineError: the library of a GPU cannot be loaded.
     """
     manifest = bundle.manifest
-    if wanted.main == AUTO:
+    if requested.main == AUTO:
         only_cpu = any(spec is not None and spec.precision == INT8 for spec in (manifest.target, manifest.drafter))
-        wanted = wanted._replace(main=DEFAULT_PROVIDER if only_cpu else detect_provider(import_onnxruntime()))
-    if manifest.vq_precision == INT8 and wanted.main != DEFAULT_PROVIDER:
-        return wanted._replace(by_graph={IMAGE_DECODER: DEFAULT_PROVIDER, **wanted.by_graph})
-    return wanted
+        requested = requested._replace(main=DEFAULT_PROVIDER if only_cpu else detect_provider(import_onnxruntime()))
+    if manifest.vq_precision == INT8 and requested.main != DEFAULT_PROVIDER:
+        return requested._replace(by_graph={IMAGE_DECODER: DEFAULT_PROVIDER, **requested.by_graph})
+    return requested
 
 
 def _image_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:
@@ -142,11 +157,12 @@ def _image_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:
 
 def _condition_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:
     condition = manifest.condition
-    prefix, kind, caption_dim = condition.prefix, condition.kind, condition.caption_dim
+    prefix = condition.prefix
+    kind = condition.kind
     shapes: dict[str, dict[str, tuple[int | None, ...]]] = {
         "class": {"class_ids": (None,)},
         "words": {"token_ids": (None, prefix)},
-        "embeddings": {"caption_embeds": (None, prefix, caption_dim), "caption_mask": (None, prefix)},
+        "embeddings": {"caption_embeds": (None, prefix, condition.caption_dim), "caption_mask": (None, prefix)},
         "text": dict.fromkeys(("token_ids", "token_mask"), (None, None)),
         "tokens": dict.fromkeys(("token_ids", "uncond_ids"), (None, None)),
     }

@@ -1,1 +1,1 @@
-"""Building and running plans of TensorRT."""
+"""Building and running TensorRT engines."""

@@ -190,7 +190,7 @@ def test_more_than_a_plan_was_built_for_is_refused_with_the_option_that_allows_i
 def test_a_file_that_is_no_plan_is_refused(tiny: Rig, tmp_path: Path) -> None:
     (junk := tmp_path / "junk.plan").write_bytes(b"junk")
     assert error_of(EngineError, lambda: tiny.load_executable(junk)).problem.startswith(
-        "host_tensorrt 1.0 does not load this plan: Seriali"
+        "host_tensorrt 1.0 does not load this engine: Seriali"
     )
     assert error_of(EngineError, lambda: tiny.load_executable(tmp_path / "none.plan")).problem.startswith(
         "cannot be read"
@@ -214,4 +214,4 @@ def test_a_plan_that_is_not_the_one_described_is_refused(tiny: Rig, change: dict
 def test_a_run_that_fails_without_a_word_is_named(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Context, "execute_async_v3", lambda self, stream: False)
     error = error_of(EngineError, lambda: tiny.prefilled(1).finish())
-    assert error.problem == "host_tensorrt 1.0 does not run this plan: no reason given"
+    assert error.problem == "host_tensorrt 1.0 does not run this engine: no reason given"
