@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -48,7 +49,8 @@ def serve(
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="File of API keys, one per line, each optionally after a name; SIGHUP reloads it.",
+            help="File of API keys, one per line, each optionally after a name; SIGHUP reloads it. "
+            "[default: the environment variable LANTERN_RT_API_KEY, if set]",
             rich_help_panel=ACCESS,
         ),
     ] = None,
@@ -89,6 +91,13 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME=MODEL", help="Additional name of a model; may be given several times."),
     ] = None,
+    map_size: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE=SIZE",
+            help="Size that clients ask for, and the size that they get, or auto; may be given several times.",
+        ),
+    ] = None,
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
@@ -114,9 +123,17 @@ def serve(
     options = EngineOptions(threads, engines, provider)
     opened = _open(bundles or ["scenes"], options)
     aliases = _read_aliases(alias or (), [bundle.manifest.name for bundle in opened])
+    sizes = _read_sizes(map_size or (), opened)
     limits: dict[str, Any] = {"together": batch, "waiting": waiting, **asdict(options)}
     models = [partial(AsyncPipeline.from_bundle, bundle, **limits) for bundle in opened]
-    access = Limits(deadline=deadline, api_key_file=api_key_file, methods=methods or (), max_n=max_n, aliases=aliases)
+    access = Limits(
+        deadline=deadline,
+        api_key_file=api_key_file,
+        methods=methods or (),
+        max_n=max_n,
+        aliases=aliases,
+        mapped_sizes=sizes,
+    )
     server = Server(models, host, port, access, cors or ())
     names = ", ".join(bundle.manifest.name for bundle in opened)
     print_stderr(f"{names}: {server.url} (a page; images at /v1/images/generations); Ctrl-C stops")
@@ -133,6 +150,19 @@ def _read_aliases(options: Sequence[str], models: Sequence[str]) -> dict[str, st
             raise RequestError(field="alias", found=repr(text), expected=expected)
         aliases[name] = model
     return aliases
+
+
+def _read_sizes(options: Sequence[str], bundles: Sequence[Bundle]) -> dict[str, str]:
+    manifests = [bundle.manifest for bundle in bundles]
+    known = {entry.name for manifest in manifests for entry in manifest.sizes or (manifest.size(),)}
+    sizes: dict[str, str] = {}
+    for text in options:
+        asked, _, size = text.partition("=")
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", asked, re.ASCII) or asked in known or size not in {*known, "auto"}:
+            expected = f"SIZE=SIZE, as 1024x1024=auto: a new size, and one of {', '.join(sorted(known))}, auto"
+            raise RequestError(field="map_size", found=repr(text), expected=expected)
+        sizes[asked] = size
+    return sizes
 
 
 def _open(names: list[str], options: EngineOptions) -> list[Bundle]:

@@ -107,7 +107,7 @@ class _RequestHandler:
         if size > max_size:
             raise _too_large(max_size)
         with state.body_memory.reserve((self._key or self._client, kind), size):
-            request = await self._read(max_size)
+            request = state.map_size(await self._read(max_size))
             state.check_request(request)
             self._quality = request.quality or ""
             backend = state.backend(request.model)

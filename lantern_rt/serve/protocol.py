@@ -47,7 +47,7 @@ class ImagesRequest(BaseModel):
     moderation: Literal["auto", "low"] | None = None
     user: StrictText | None = None
     safety_identifier: StrictText | None = None
-    style: None = None
+    style: Literal["vivid"] | None = None
     complexity: None = None
     svg: None = None
     frame_count: Annotated[StrictInt, Field(ge=9, le=9)] | None = None

@@ -55,6 +55,7 @@ class Settings(BaseModel):
         methods: names of the methods that requests may select.
         max_n: maximum number of images per request.
         aliases: additional names of models, alias to model.
+        mapped_sizes: sizes that requests may name, to the sizes of the models, or `auto`.
         cors: sites whose pages may send requests.
     """
 
@@ -72,6 +73,7 @@ class Settings(BaseModel):
     methods: list[str] = []
     max_n: int = Field(default=10, ge=1, le=10)
     aliases: dict[str, str] = {}
+    mapped_sizes: dict[str, str] = {}
     cors: list[str] = []
 
 
@@ -147,7 +149,8 @@ class Ingress:
     """Application of `lantern-rt serve` that forwards requests to replicas."""
 
     def __init__(self, settings: Settings, replicas: Sequence[DeploymentHandle[Replica]]) -> None:
-        limits = settings.model_dump(include={"deadline", "api_key_file", "methods", "max_n", "aliases"})
+        names = {"deadline", "api_key_file", "methods", "max_n", "aliases", "mapped_sizes"}
+        limits = settings.model_dump(include=names)
         self._state = ServerState(Limits(**limits))
         self._replicas = replicas
         self._settings = settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections import Counter as Tally
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -17,9 +18,10 @@ from ..edits import BYTES_LIMIT
 from ..errors import RequestError
 from ..inputs import format_value, read_plain_file, reading
 from .backend import ImageBackend
-from .protocol import Completion, HttpError, ImagesRequest
+from .protocol import Completion, HttpError, ImagesRequest, R
 
 MAX_KEY_FILE_BYTES = 1 << 20
+KEY_VARIABLE = "LANTERN_RT_API_KEY"  # environment variable of the API key
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)  # bounds of histograms in seconds
 
 
@@ -37,6 +39,7 @@ class Limits:
         methods: names of the methods that requests may select, besides qualities; empty: all.
         max_n: maximum number of images per request.
         aliases: additional names of models, alias to model.
+        mapped_sizes: sizes that requests may name, to the sizes of the models, or `auto`.
     """
 
     deadline: float = 600.0
@@ -48,26 +51,38 @@ class Limits:
     methods: Sequence[str] = ()
     max_n: int = 10
     aliases: Mapping[str, str] = field(default_factory=dict)
+    mapped_sizes: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_keys(path: Path) -> dict[bytes, str]:
-    """Read API keys from a file with a key, or a name and a key, on each line.
+    """Read API keys from a file; see `parse_keys`. Raises: RequestError: the file cannot be read, or has no key."""
+    with reading(path, "a file of API keys, one per line", RequestError, "give another file"):
+        text = read_plain_file(path, MAX_KEY_FILE_BYTES).decode("utf-8-sig")
+    return parse_keys(text, "api_key_file", str(path))
+
+
+def parse_keys(text: str, field: str, source: str) -> dict[bytes, str]:
+    """Parse API keys: a key, or a name and a key, on each line.
 
     Empty lines and lines that begin with # are ignored.
+
+    Args:
+        text: lines.
+        field: parameter or environment variable that gave the keys, for the error message.
+        source: place of the keys, for the error message.
 
     Returns:
         The name of each key by the hash of the key. A key without a name is named by the first digits of the hash.
 
     Raises:
-        RequestError: the file cannot be read, or has no key.
+        RequestError: there is no key, or a key has other characters than ASCII.
     """
-    with reading(path, "a file of API keys, one per line", RequestError, "give another file"):
-        lines = [line.strip() for line in read_plain_file(path, MAX_KEY_FILE_BYTES).decode("utf-8-sig").splitlines()]
+    lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise RequestError(field="api_key_file", found=f"no key in {path}", expected="one key per line")
+        raise RequestError(field=field, found=f"no key in {source}", expected="one key per line")
     if not all(key.isascii() for key in keys):
-        raise RequestError(field="api_key_file", found=f"a key in {path} with other characters", expected="ASCII keys")
+        raise RequestError(field=field, found=f"a key in {source} with other characters", expected="ASCII keys")
     hashes = {_hash(line.split()[-1]): line for line in keys}
     return {key: " ".join(line.split()[:-1]) or f"key {key.hex()[:8]}" for key, line in hashes.items()}
 
@@ -182,9 +197,11 @@ class ServerState:
             raise HttpError(503, "models are loading", "loading", 2, remedy="try again in a few seconds")
 
     def load_keys(self) -> None:
-        """Read the file of API keys again. Raises: RequestError: the file has no valid keys; the old keys stay."""
+        """Read the API keys again, from the file or else the environment. Raises: RequestError: the old keys stay."""
         if self.limits.api_key_file is not None:
             self.keys = read_keys(self.limits.api_key_file)
+        elif KEY_VARIABLE in os.environ:  # an empty variable is an error, as a server without keys is open to all
+            self.keys = parse_keys(os.environ[KEY_VARIABLE], KEY_VARIABLE, "the environment variable")
 
     def check_key(self, http: HttpRequest) -> str:
         """Return the name of the request's API key, empty if none is needed. Raises: HttpError: the key is invalid."""
@@ -204,6 +221,11 @@ class ServerState:
             raise HttpError(400, field="method", found=format_value(method), expected=" or ".join(limits.methods))
         if (request.n or 1) > limits.max_n:
             raise HttpError(400, field="n", found=f"{request.n}", expected=f"at most {limits.max_n}")
+
+    def map_size(self, request: R) -> R:
+        """Return the request with the size that the server's operator maps the requested size to."""
+        size = self.limits.mapped_sizes.get(request.size or "")
+        return request if size is None else request.model_copy(update={"size": size})
 
     def backend(self, name: str | None) -> ImageBackend:
         """Return the model of a name or alias; None: the first model. Raises: HttpError: the model is unknown."""

@@ -133,7 +133,7 @@ def test_errors_are_those_of_the_client(tiny_client: openai.OpenAI) -> None:
         ({"prompt": "red cube", "quality": "high", "extra_body": {"method": "ar"}}, "quality"),
         ({"prompt": "red cube", "quality": "high", "extra_body": {"quality_budget": "strict"}}, "quality"),
         ({"prompt": "red cube", "background": "transparent"}, "background"),
-        ({"prompt": "red cube", "style": "vivid"}, "style"),
+        ({"prompt": "red cube", "style": "natural"}, "style"),
         ({"prompt": "red cube", "extra_body": {"strength": 3}}, "strength"),
         ({"prompt": "red cube", "extra_body": {"method": "magic"}}, "method"),
         ({"prompt": "red cube", "extra_body": {"method": "sjd:window=x"}}, "method"),

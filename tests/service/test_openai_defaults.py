@@ -35,6 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "safety_identifier": "",
     "size": "auto",
     "stream": False,
+    "style": "vivid",
     "user": "",
 }
 

@@ -110,6 +110,10 @@ def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> 
         (["--cors", "ui.example", "--port", "0"], "--cors: found 'ui.example'"),
         (["--alias", "other"], "--alias: found 'other'"),
         (["--alias", "scenes=scenes"], "--alias: found 'scenes=scenes'"),
+        (["--map-size", "1024x1024"], "--map-size: found '1024x1024', expected SIZE=SIZE"),
+        (["--map-size", "1024x1024=64x64"], "--map-size: found '1024x1024=64x64'"),
+        (["--map-size", "256x256=auto"], "--map-size: found '256x256=auto'"),
+        (["--map-size", "big=256x256"], "--map-size: found 'big=256x256'"),
         (["scenes", "scenes"], "bundles: found two bundles named scenes"),
         (["no/such/bundle"], "bundle 'no/such/bundle'"),
     ],
@@ -125,6 +129,15 @@ def test_wrong_options_are_refused_in_one_line(
 def test_a_file_of_keys_must_hold_some_that_headers_carry(tmp_path: Path, content: str) -> None:
     (tmp_path / "keys.txt").write_text(content, "utf-8")
     assert error_of(RequestError, read_keys, tmp_path / "keys.txt").field == "api_key_file"
+
+
+@pytest.mark.parametrize("content", ["", "schl\u00fcssel"])
+def test_a_key_of_the_environment_must_be_one_that_headers_carry(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    monkeypatch.setenv("LANTERN_RT_API_KEY", content)
+    assert run_program(["serve", "--port", "0"]) == 2
+    assert capsys.readouterr().err.startswith("lantern-rt: LANTERN_RT_API_KEY: found ")
 
 
 def test_byte_order_marks_are_no_part_of_a_key(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ STATEMENTS = {PRODUCT: 14_430, ("recipes",): 1_601, ("tests",): 15_882, ("benchm
 ROOM = 1.02
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LONGEST_FILE = 400
-WORDS = 13_395
-OPTIONS = 108
+WORDS = 13_425
+OPTIONS = 109
 
 
 def python_files(*folders: str) -> list[Path]:
