@@ -102,7 +102,9 @@ def read_anole(
     vqgan = read_vqgan(vq, progress)
     rows = grid or vqgan.grid
     if rows is None:
-        raise CheckpointError(field="grid", found="nothing, and no .yaml beside the .ckpt", expected="rows of codes")
+        raise CheckpointError(
+            field="grid", found="nothing, and no .yaml beside the .ckpt", expected="the number of grid rows"
+        )
     if vqgan.grid not in (None, rows):
         raise CheckpointError(field="grid", found=str(rows), expected=f"{vqgan.grid}, as in the .yaml of vq, or none")
     model = read_chameleon(target, rows, lora=lora, progress=progress)

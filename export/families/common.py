@@ -98,7 +98,7 @@ def image_model(
 def check_grid(grid: int | None) -> None:
     """Check that the number of grid rows is in 1 .. 256, or None. Raises: RequestError."""
     if grid is not None and not 1 <= grid <= 256:
-        raise RequestError(field="grid", found=format_value(grid), expected="1 to 256 code rows")
+        raise RequestError(field="grid", found=format_value(grid), expected="1 to 256 grid rows")
 
 
 def decoder_fields(config: DecoderConfig) -> dict[str, Any]:

@@ -206,16 +206,16 @@ def read_transformer(
     Raises:
         CheckpointError: a file is missing or damaged, or is not a LlamaGen transformer.
     """
-    beside = (path if path.is_dir() else path.parent) / "config.json"
-    if path.is_dir() and beside.is_file():
+    folder_config = (path if path.is_dir() else path.parent) / "config.json"
+    if path.is_dir() and folder_config.is_file():
         Checkpoint(path).model_config("jadohu/LlamaGen-T2I")
     checkpoint = Checkpoint(path, progress=progress, averaged=averaged, adapters=lora)
     checkpoint.read(keep=lambda name: not name.endswith(_UNUSED))
     lantern = any(_LANTERN_NAMES[name] in checkpoint.weights for name in ("classes", "captions.uncond"))
     if config is not None:
         checkpoint.sources.append(("config", config))
-    elif beside.is_file() and (path.is_dir() or lantern):
-        config = beside
+    elif folder_config.is_file() and (path.is_dir() or lantern):
+        config = folder_config
         checkpoint.sources.append(("target_config", config))
     elif lantern:
         raise checkpoint.error(problem="LlamaGen in LANTERN's layout without its config.json", remedy="give its folder")
@@ -234,10 +234,10 @@ def read_transformer(
         raise checkpoint.error(found=contents, expected="a LlamaGen transformer")
     codes, code_width = checkpoint.shape("codes")
     values.check_sizes(vocab_size=codes, hidden_size=code_width)
-    condition, prefix = _take_condition(checkpoint, values)
+    condition, prefix = _extract_condition(checkpoint, values)
     _check_feed_forward(checkpoint, values)
     sizes = DecoderConfig(
-        **layer_sizes(checkpoint, values, _heads(checkpoint, values), head_multiple=4),
+        **layer_sizes(checkpoint, values, _choose_num_heads(checkpoint, values), head_multiple=4),
         vocab_size=codes,
         grid=_choose_grid(checkpoint, values, prefix, isinstance(condition, ClassCondition), grid),
         prefix=prefix,
@@ -251,7 +251,7 @@ def read_transformer(
     return LlamaGen(decoder, code_embeddings, condition, checkpoint.sources, lantern)
 
 
-def _take_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondition | CaptionCondition, int]:
+def _extract_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondition | CaptionCondition, int]:
     """Move the condition's weights to a module; return it and the number of prefix positions."""
     weights = checkpoint.weights
     if "classes" in weights:
@@ -261,7 +261,7 @@ def _take_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondit
         return ClassCondition(weights.pop("classes").float()), 1
     names = ("captions.first", "captions.second", "captions.uncond")
     first, second, (prefix, caption_dim) = (list(checkpoint.shape(name)) for name in names)
-    config.expect("input_type", "t2i", "t2i2", None)  # t2i2: stage II
+    config.expect("input_type", "t2i", "t2i2", None)  # t2i2: second stage of training
     config.check_sizes(caption_dim=caption_dim, cls_token_num=prefix)
     if first[1] != caption_dim or second[1] != first[0]:
         shapes = f"shapes {first}, {second}, {[prefix, caption_dim]}"
@@ -286,7 +286,7 @@ def _known_model(checkpoint: Checkpoint) -> PublishedModel | None:
     return next((model for model in MODELS if model[:2] == sizes), None)
 
 
-def _heads(checkpoint: Checkpoint, config: Config) -> int:
+def _choose_num_heads(checkpoint: Checkpoint, config: Config) -> int:
     if heads := config.integer("num_attention_heads"):
         return heads
     if known := _known_model(checkpoint):
@@ -300,14 +300,14 @@ def _heads(checkpoint: Checkpoint, config: Config) -> int:
 def _choose_grid(
     checkpoint: Checkpoint, config: Config, prefix: int, is_class_conditional: bool, grid: int | None
 ) -> int:
-    """Return the grid rows of the weights, the configuration, the caller or the published sizes, which must agree."""
-    sizes: list[tuple[str, int]] = []
+    """Return the grid rows in weights, configuration and `grid`, which must agree, or else the known model's."""
+    cell_counts: list[tuple[str, int]] = []
     if "freqs_cis" in checkpoint.weights:
-        sizes.append((f"{checkpoint.path}: freqs_cis", checkpoint.shape("freqs_cis", 3)[0] - prefix))
+        cell_counts.append((f"{checkpoint.path}: freqs_cis", checkpoint.shape("freqs_cis", 3)[0] - prefix))
         del checkpoint.weights["freqs_cis"]
     if block := config.integer("block_size"):
-        sizes.append((f"{config.path}: block_size", block))
-    for field, cells in sizes:
+        cell_counts.append((f"{config.path}: block_size", block))
+    for field, cells in cell_counts:
         rows = isqrt(max(cells, 0))
         if not rows or rows**2 != cells:
             raise CheckpointError(
