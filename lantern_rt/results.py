@@ -14,6 +14,7 @@ from PIL.Image import Image
 from . import __version__
 from .bundle.files import Bundle
 from .prompts import ImageRequest, Label
+from .renamed import HasRenamedAttributes
 from .requests import Settings
 from .runtime.decode import Step
 from .runtime.noise import FORMAT
@@ -52,7 +53,7 @@ class Result:
 
 
 @dataclass(frozen=True, repr=False)
-class StreamStep(Step):
+class StreamStep(HasRenamedAttributes, Step):
     """State of a request after one decode step.
 
     Attributes:

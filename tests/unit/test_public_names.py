@@ -8,6 +8,7 @@ import pytest
 
 import lantern_rt
 from lantern_rt import errors
+from lantern_rt.service import Service
 
 
 @pytest.mark.parametrize("name", lantern_rt.__all__)
@@ -21,3 +22,13 @@ def test_every_error_is_public_and_of_one_kind() -> None:
     assert len(kinds) > 5
     assert kinds.keys() == {name for name in lantern_rt.__all__ if name.endswith("Error")}
     assert all(issubclass(kind, lantern_rt.LanternError) for kind in kinds.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new"), [(lantern_rt.Pipeline, "draw", "decode_image"), (Service, "room", "capacity")]
+)
+def test_the_error_for_a_renamed_attribute_gives_the_new_name(kind: type, old: str, new: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{old}'; it is now called '{new}'"):
+        getattr(object.__new__(kind), old)
+    with pytest.raises(AttributeError, match=r"'$"):
+        getattr(object.__new__(kind), f"no_{old}")

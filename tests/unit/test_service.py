@@ -254,7 +254,7 @@ def test_the_page_on_services_says_what_works(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("256 of 256 tokens\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["picture-0.png", "picture-1.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["image-0.png", "image-1.png"]
 
 
 def test_a_service_whose_passes_all_fail_says_that_it_cannot_draw(
