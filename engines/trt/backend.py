@@ -1,4 +1,4 @@
-"""Plans of TensorRT and TensorRT-RTX to engines, through the API both share."""
+"""Load engine folders of TensorRT and TensorRT-RTX through the API that both libraries share."""
 
 from __future__ import annotations
 
@@ -20,52 +20,68 @@ from .builder import import_library
 from .engine import TensorRTEngine, TensorRTFunction
 from .executable import KernelCache, TensorRTExecutable
 
-MEMORY = "cuda"  # the provider of ONNX Runtime whose memory plans run on
+MEMORY = "cuda"  # ONNX Runtime provider that allocates the memory of TensorRT engines
 
 
 class TensorRTGraphs(OrtGraphs):
-    """The plans of an engine folder on the first GPU, and graphs that were not built on the CPU.
+    """Loads TensorRT engines on the first GPU, and graphs without an engine on the CPU.
 
-    Raises: EngineError unless ONNX Runtime has the GPU's memory.
+    Args:
+        library: module `tensorrt` or `tensorrt_rtx`.
+        bundle: bundle that the engines were built from.
+        folder: checked engine folder.
+        threads: number of threads of graphs on the CPU.
+
+    Raises:
+        EngineError: ONNX Runtime cannot allocate memory on the GPU.
     """
 
     def __init__(self, library: Any, bundle: Bundle, folder: EngineFolder, threads: int) -> None:
         super().__init__(bundle, threads, ON_CPU)
-        self._library, self._gpu, self._plans = library, Device(MEMORY), folder
-        self._gpu.zeros((1,), "float32")  # loads the provider, or says why it does not
+        self._library = library
+        self._gpu = Device(MEMORY)
+        self._folder = folder
+        self._gpu.zeros((1,), "float32")  # raises if the provider cannot be loaded
         self._kernels = KernelCache(folder)
-        weakref.finalize(self, self._kernels.save)  # some are compiled while plans run
+        weakref.finalize(self, self._kernels.save)  # TensorRT-RTX compiles kernels while engines run
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
-        return TensorRTEngine(self._plan(role), spec, code_embeddings, self._gpu)
+        return TensorRTEngine(self._load(role), spec, code_embeddings, self._gpu)
 
     def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
-        if role not in self._plans.manifest.graphs:
+        if role not in self._folder.manifest.graphs:
             return super().function(role, inputs, outputs)
-        return TensorRTFunction(self._plan(role), inputs, outputs, self._gpu).run
+        return TensorRTFunction(self._load(role), inputs, outputs, self._gpu).run
 
-    def _plan(self, role: str) -> TensorRTExecutable:
-        plans = self._plans
-        if role not in plans.manifest.graphs:
-            raise plans.mismatch_error(f"no plan of the {role}", "one")
-        profiles = plans.manifest.graphs[role].profiles
-        return TensorRTExecutable(self._library, plans.path(role), profiles, plans.rebuild_command, self._kernels)
+    def _load(self, role: str) -> TensorRTExecutable:
+        folder = self._folder
+        if role not in folder.manifest.graphs:
+            raise folder.mismatch_error(f"no engine for the {role}", "an engine for each decoder")
+        profiles = folder.manifest.graphs[role].profiles
+        return TensorRTExecutable(self._library, folder.path(role), profiles, folder.rebuild_command, self._kernels)
 
 
 def open_tensorrt(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphs:
-    """The plans on the first GPU; the condition graph on the CPU.
+    """Check an engine folder and prepare the first GPU for its engines.
+
+    Args:
+        bundle: bundle that the engines must have been built from.
+        folder: engine folder.
+        threads: number of threads of graphs on the CPU.
 
     Raises:
-        EngineError: the plans are not this bundle's, library's or GPU's, or altered.
+        EngineError: the engines do not fit the bundle, library or GPU, or were altered.
     """
-    library, gpu, built = import_library(folder.manifest.backend), find_gpu(), folder.manifest
+    built = folder.manifest
+    library = import_library(built.backend)
+    gpu = find_gpu()
     built_for = ", ".join(built.compute_capabilities)
     if gpu is None:
         raise EngineError(
             field=str(folder.folder),
             found="no NVIDIA GPU and driver",
             expected=f"a GPU of {built_for}",
-            remedy="run without --engines, or on a host that has one",
+            remedy="run without --engines, or on a host with such a GPU",
         )
     if gpu.compute_capability not in built.compute_capabilities:
         raise folder.mismatch_error(f"engines for {built_for}", f"{gpu.compute_capability}, the GPU of this host")

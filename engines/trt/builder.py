@@ -1,7 +1,7 @@
-"""Graphs to plans, by Polygraphy: a graph in a file, what its inputs may be, and the command lines that do the same.
+"""Build TensorRT engines with Polygraphy from graph files and bounds of their inputs' shapes.
 
-Networks are strongly typed: every tensor has the type that the graph gives it, so precision is the exporter's
-choice. Attention that no kernel takes in one is made of others, so that a graph is built for any GPU.
+Networks are strongly typed: every tensor has the type that the graph gives it, so the exporter chooses the precision.
+Attention is decomposed where no fused kernel supports it, so that a graph can be built for any GPU.
 """
 
 from __future__ import annotations
@@ -27,44 +27,59 @@ from ..profiles import BACKENDS, RTX, Profile, capacity_of
 from .executable import first_error
 
 Shape = tuple[int, ...]
-Bounds = tuple[Shape, Shape, Shape]  # smallest, the one to tune for, largest
-Inputs = dict[str, Bounds]  # of a graph, in one profile
+Bounds = tuple[Shape, Shape, Shape]  # smallest, optimal, largest
+Inputs = dict[str, Bounds]  # bounds of a graph's inputs by name, for one profile
 MODULES = {name: name.replace("-", "_") for name in BACKENDS}
 
 
 def import_library(name: str, module: str | None = None) -> Any:
-    """The module of a backend, or another of its extra. Raises: EngineError with the command that installs it."""
-    own = module or MODULES[name]
+    """Return the module of a backend, or `module`, which the same extra installs.
+
+    Raises: EngineError: it cannot be imported.
+    """
+    module = module or MODULES[name]
     try:
-        found = importlib.import_module(own)
-        _ = found.__version__  # any folder of that name on the path would be a module, too
+        library = importlib.import_module(module)
+        _ = library.__version__  # missing if Python imported a mere folder of that name
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        problem = f"{own} cannot be imported ({format_error(error, 200)})"
+        problem = f"{module} cannot be imported ({format_error(error, 200)})"
         raise EngineError(problem, remedy=f"install it with `pip install 'lantern-rt[{name}]'`") from error
-    return found
+    return library
 
 
 def polygraphy_importer(name: str) -> Callable[[str], Any]:
-    """What imports Polygraphy's modules, for a backend's library; they say nothing by themselves.
+    """Return a function that imports modules of Polygraphy, set up for a backend; Polygraphy then prints nothing.
 
-    Raises: EngineError: it is not installed, or in use with the other library, which it does not change any more.
+    Raises: EngineError: Polygraphy is not installed, or this process already uses it with the other library.
     """
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(name == RTX))
     package = import_library(name, "polygraphy")
     if (name == RTX) != package.config.USE_TENSORRT_RTX:
-        raise EngineError("is in use with another library", field="polygraphy", remedy="take another process")
+        raise EngineError("is in use with another library", field="polygraphy", remedy="start a new process")
     logger = importlib.import_module("polygraphy.logger").G_LOGGER
-    logger.use_python_logging_system, logger.colors, logger.letter = True, False, False
+    logger.use_python_logging_system = True
+    logger.colors = False
+    logger.letter = False
     logger.module_severity = logger.ERROR
     return lambda module: importlib.import_module(f"polygraphy.{module}")
 
 
 def write_graph(bundle: Bundle, role: str, profiles: Sequence[Profile], folder: Path) -> list[Inputs] | None:
-    """Write `<role>.onnx`, what a plan is built from, beside a link to its weights; returns what its inputs may be.
+    """Write the graph of a TensorRT engine as `<role>.onnx`, and link its weights.
 
-    None for an image decoder for several sizes, or of integers: the CPU runs that.
+    Args:
+        bundle: bundle with the graph.
+        role: `target`, `drafter` or `vq_decoder`.
+        profiles: profiles of the engine.
+        folder: folder to write to.
+
+    Returns:
+        Bounds of the inputs for each profile; None for VQ decoders of several image sizes or in int8, which run on the
+        CPU.
     """
-    manifest, path, entries = bundle.manifest, bundle.path(role), 0
+    manifest = bundle.manifest
+    path = bundle.path(role)
+    entries = 0
     if spec := {"target": manifest.target, "drafter": manifest.drafter}.get(role):
         model, inputs, *_ = device_graph(path, spec, role == "drafter", capacity=capacity_of(profiles))
         entries = max(profile.nodes[2] for profile in profiles)
@@ -74,23 +89,29 @@ def write_graph(bundle: Bundle, role: str, profiles: Sequence[Profile], folder: 
     elif manifest.sizes or manifest.vq_precision == "int8":
         return None
     else:
-        model, inputs = path.read_bytes(), [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]
+        model = path.read_bytes()
+        inputs = [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]
     (folder / f"{role}.onnx").write_bytes(model)
     if f"{role}.data" in manifest.files:
         weights = bundle.path(f"{role}.data")
         (folder / weights.name).symlink_to(weights.resolve())
     return [
-        {tensor.name: shape_bounds(tensor.name, tensor.shape, one, entries) for tensor in inputs} for one in profiles
+        {tensor.name: shape_bounds(tensor.name, tensor.shape, profile, entries) for tensor in inputs}
+        for profile in profiles
     ]
 
 
 def shape_bounds(name: str, shape: Sequence[int | str | None], profile: Profile, entries: int) -> Bounds:
-    """Smallest, best and largest shape of a graph input under a profile; fixed sizes stay as they are.
+    """Return the smallest, optimal and largest shape of a graph's input for a profile.
 
-    entries: embeddings that nodes read from, or nodes of the pass whose hidden states they read, at most.
+    Args:
+        name: name of the input.
+        shape: declared sizes; integers are fixed.
+        profile: ranges of rows, nodes and columns.
+        entries: maximum number of rows of `embeddings`, or of slots of `hidden`.
     """
-    some: Shape = (1, entries, entries)
-    axes: list[Shape] | None = {"embeddings": [some], "hidden": [(1, *profile.rows[1:]), some]}.get(name)
+    table_sizes: Shape = (1, entries, entries)
+    axes: list[Shape] | None = {"embeddings": [table_sizes], "hidden": [(1, *profile.rows[1:]), table_sizes]}.get(name)
     if axes is None:
         axes = [profile.rows, profile.nodes, tuple(size // WORD for size in profile.columns)]
     low, best, high = (
@@ -102,16 +123,28 @@ def shape_bounds(name: str, shape: Sequence[int | str | None], profile: Profile,
 def build_engine_file(
     name: str, graph: Path, shapes: Sequence[Inputs], gpus: Sequence[str], progress: Progress
 ) -> Path:
-    """Build a plan of a graph in a file, a profile for each of `shapes`, and write it beside the graph.
+    """Build a TensorRT engine of a graph file and write it to the same folder.
 
-    gpus: the compute capabilities to build for, of TensorRT-RTX.
+    Args:
+        name: backend.
+        graph: ONNX file.
+        shapes: bounds of the inputs for each profile.
+        gpus: compute capabilities to build for; only TensorRT-RTX reads them.
+        progress: progress callback.
+
+    Returns:
+        The file of the engine.
+
     Raises:
-        EngineError: the library does not take the graph.
-        RequestError: it knows no such GPU.
+        EngineError: the library rejects the graph.
+        RequestError: the library cannot build for a compute capability.
     """
-    library, polygraphy = import_library(name), polygraphy_importer(name)
-    trt, errors, timings = polygraphy("backend.trt"), _ErrorCollector(), None
-    if name != RTX:  # which times nothing
+    library = import_library(name)
+    polygraphy = polygraphy_importer(name)
+    trt = polygraphy("backend.trt")
+    errors = _ErrorCollector()
+    timings = None
+    if name != RTX:  # TensorRT-RTX does not time kernels
         timings = timing_cache_path(library.__version__)
     monitor = make_progress_monitor(library, f"building {graph.stem}", progress)
     options = {"profiles": [], "progress_monitor": monitor, "load_timing_cache": timings}
@@ -120,40 +153,40 @@ def build_engine_file(
         for tensor, bounds in inputs.items():
             profile.add(tensor, *bounds)
     if name == RTX:
-        known = [one for one in library.ComputeCapability.__members__ if one.startswith("SM")]
-        if odd := [one for one in gpus if one not in known]:
+        known = [gpu for gpu in library.ComputeCapability.__members__ if gpu.startswith("SM")]
+        if unknown := [gpu for gpu in gpus if gpu not in known]:
             raise RequestError(
-                field="compute_capability", found=format_value(odd[0]), expected=f"one of {', '.join(known)}"
+                field="compute_capability", found=format_value(unknown[0]), expected=f"one of {', '.join(known)}"
             )
-        capabilities = [(int(one[2:-1]), int(one[-1])) for one in gpus]
+        capabilities = [(int(gpu[2:-1]), int(gpu[-1])) for gpu in gpus]
         config = polygraphy("backend.tensorrt_rtx").CreateConfigRTX(compute_capabilities=capabilities, **options)
     else:
         config = trt.CreateConfig(**options)
-    tf32 = library.BuilderFlag.TF32  # float32 is what a float32 bundle promises
+    tf32 = library.BuilderFlag.TF32  # cleared: it would round the operands of float32 matmuls
     config = trt.PostprocessConfig(config, lambda builder, network, config: config.clear_flag(tf32))
     network = trt.SetDecomposableAttentions(trt.NetworkFromOnnxPath(str(graph)))
     logging.getLogger("Polygraphy").addFilter(errors)
     try:
-        with warnings.catch_warnings(action="ignore"):  # Polygraphy calls what TensorRT-RTX has deprecated
-            plan = trt.EngineBytesFromNetwork(network, config, save_timing_cache=timings)()
+        with warnings.catch_warnings(action="ignore"):  # Polygraphy calls functions that TensorRT-RTX deprecates
+            engine = trt.EngineBytesFromNetwork(network, config, save_timing_cache=timings)()
     except polygraphy("exception").PolygraphyException as error:
         if monitor.interrupted:
             raise KeyboardInterrupt from error
-        said = [
-            one for one in errors.messages if one.startswith("In node")
-        ] or errors.messages  # the parser's own words
-        problem = f"{name} {library.__version__} does not build this graph: {first_error(said)}"
-        remedy = "try smaller --max-rows or --max-nodes, or by hand: --dry-run prints how"
+        parser_errors = [message for message in errors.messages if message.startswith("In node")]
+        problem = (
+            f"{name} {library.__version__} does not build this graph: {first_error(parser_errors or errors.messages)}"
+        )
+        remedy = "try smaller --max-rows or --max-nodes, or run the commands that --dry-run prints"
         raise EngineError(problem, field=graph.name, remedy=remedy) from error
     finally:
         logging.getLogger("Polygraphy").removeFilter(errors)
     file = graph.with_suffix(".plan")
-    file.write_bytes(memoryview(plan))
+    file.write_bytes(memoryview(engine))
     return file
 
 
 def timing_cache_path(version: str) -> str | None:
-    """The file of what kernels took on this GPU, which Polygraphy locks; None where there is no folder for it."""
+    """Return the file with times of kernels on this GPU, which Polygraphy locks; None: there is no cache folder."""
     gpu = find_gpu()
     with suppress(OutputError, OSError):
         folder = cache_folder() / "timings"
@@ -165,32 +198,42 @@ def timing_cache_path(version: str) -> str | None:
 def build_commands(
     name: str, bundle: Bundle, role: str, shapes: Sequence[Inputs], gpus: Sequence[str], folder: Path
 ) -> list[str]:
-    """The lines that build the plan of a graph in a folder: with Polygraphy, run and compared here; and without.
+    """Return two command lines that build the TensorRT engine of a graph.
 
-    ONNX Runtime follows no links to weights: Polygraphy reads them from the bundle.
+    The first uses Polygraphy, which then compares the engine with ONNX Runtime on this host. It reads weights from the
+    bundle, since ONNX Runtime follows no links to them. The second uses the builder program of the library.
+
+    Args:
+        name: backend.
+        bundle: bundle with the weights.
+        role: role of the graph.
+        shapes: bounds of the inputs for each profile.
+        gpus: compute capabilities to build for; only TensorRT-RTX reads them.
+        folder: folder with the graph, `<role>.onnx`.
     """
-    graph, plan = folder / f"{role}.onnx", folder / f"{role}.plan"
+    graph = folder / f"{role}.onnx"
+    engine = folder / f"{role}.plan"
     run = ["polygraphy", "run", f"{graph}", "--external-data-dir", f"{bundle.path(role).parent}", "--trt", "--onnxrt"]
-    run += ["--decomposable-attentions", "--save-engine", f"{plan}"]
-    build = ["trtexec", f"--onnx={graph}", f"--saveEngine={plan}", "--noTF32"]
+    run += ["--decomposable-attentions", "--save-engine", f"{engine}"]
+    build = ["trtexec", f"--onnx={graph}", f"--saveEngine={engine}", "--noTF32"]
     if name == RTX:
         run = ["env", "POLYGRAPHY_USE_TENSORRT_RTX=1", *run]
         build[0] = "tensorrt_rtx"
-        build += ["--skipInference", f"--computeCapabilities={','.join(one[2:] for one in gpus)}"]
+        build += ["--skipInference", f"--computeCapabilities={','.join(gpu[2:] for gpu in gpus)}"]
     for number, inputs in enumerate(shapes):
         build.append(f"--profile={number}")
-        for which, word in enumerate(("min", "opt", "max")):
-            sizes = {tensor: [*map(str, bounds[which])] for tensor, bounds in inputs.items()}
-            listed = [f"{one}:[{','.join(size)}]" for one, size in sizes.items()]
+        for i, word in enumerate(("min", "opt", "max")):
+            sizes = {tensor: [*map(str, bounds[i])] for tensor, bounds in inputs.items()}
+            listed = [f"{tensor}:[{','.join(size)}]" for tensor, size in sizes.items()]
             run += [f"--trt-{word}-shapes", *listed]
-            build.append(f"--{word}Shapes=" + ",".join(f"{one}:{'x'.join(size)}" for one, size in sizes.items()))
-    for inputs in shapes[-1:]:  # what is run: the largest profile's best
-        run += ["--input-shapes", *(f"{one}:[{','.join(map(str, bounds[1]))}]" for one, bounds in inputs.items())]
+            build.append(f"--{word}Shapes=" + ",".join(f"{tensor}:{'x'.join(size)}" for tensor, size in sizes.items()))
+    for inputs in shapes[-1:]:  # compare at the optimal shapes of the largest profile
+        run += ["--input-shapes", *(f"{tensor}:[{','.join(map(str, bounds[1]))}]" for tensor, bounds in inputs.items())]
     return [shlex.join(run), shlex.join(build)]
 
 
 class _ErrorCollector(logging.Filter):
-    """Keeps the errors that are logged, of which an EngineError tells; nothing is printed."""
+    """Filter that collects logged errors for an EngineError, and lets nothing be printed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,10 +245,16 @@ class _ErrorCollector(logging.Filter):
         return False
 
 
-def make_progress_monitor(library: Any, what: str, progress: Progress) -> Any:
-    """A progress monitor that passes on what has no parent but the build itself, and stops the build on Ctrl-C.
+def make_progress_monitor(library: Any, description: str, progress: Progress) -> Any:
+    """Return a progress monitor that reports the two outermost levels of phases, and stops the build on Ctrl-C.
 
-    `interrupted` on the result tells that it did: an exception must not cross the library's own frames.
+    Args:
+        library: module `tensorrt` or `tensorrt_rtx`.
+        description: description of the build.
+        progress: progress callback.
+
+    Returns:
+        The monitor. If Ctrl-C stopped the build, its `interrupted` is true: an exception must not cross the library.
     """
 
     class Monitor(library.IProgressMonitor):  # type: ignore[misc]
@@ -221,7 +270,7 @@ def make_progress_monitor(library: Any, what: str, progress: Progress) -> Any:
         def step_complete(self, name: str, step: int) -> bool:
             try:
                 if name in self._steps:
-                    progress(f"{what}: {name[0].lower()}{name[1:]}", step + 1, self._steps[name])
+                    progress(f"{description}: {name[0].lower()}{name[1:]}", step + 1, self._steps[name])
             except KeyboardInterrupt:
                 self.interrupted = True
             return not self.interrupted

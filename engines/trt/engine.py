@@ -1,4 +1,4 @@
-"""TensorRT plans as engines of the decode loop, and as functions."""
+"""TensorRT engines of target and drafter, and functions of other graphs."""
 
 from __future__ import annotations
 
@@ -18,54 +18,67 @@ from .executable import TensorRTExecutable
 
 
 class TensorRTEngine(DeviceEngine):
-    """A decoder plan. All its caches have as many columns as it was built for, tensor by tensor in one value."""
+    """Target or drafter that runs as a TensorRT engine. All caches have as many columns as the engine was built for."""
 
     def __init__(
-        self, plan: TensorRTExecutable, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None, device: Device
+        self,
+        executable: TensorRTExecutable,
+        spec: DecoderSpec | DrafterSpec,
+        code_embeddings: Floats | None,
+        device: Device,
     ) -> None:
         dtypes = (spec.dtype,) if isinstance(spec, DecoderSpec) else ("float32", "float16")
-        self._plan, self._columns = plan, capacity_of(plan.profiles)
+        self._executable = executable
+        self._columns = capacity_of(executable.profiles)
         inputs, outputs = device_tensors(spec, code_embeddings is None, dtypes, self._columns)
-        plan.check_tensors(inputs, outputs)
-        dtype = np.dtype(plan.dtypes["hidden_states"]).name
-        super().__init__(plan, inputs, spec, code_embeddings, device, dtype, heads=spec.num_kv_heads)
+        executable.check_tensors(inputs, outputs)
+        dtype = np.dtype(executable.dtypes["hidden_states"]).name
+        super().__init__(executable, inputs, spec, code_embeddings, device, dtype, heads=spec.num_kv_heads)
 
     def new_cache(self, rows: int, capacity: int) -> DeviceCache:
-        self._plan.check_size("rows", rows)
-        largest = max(profile.nodes[2] for profile in self._plan.profiles)
-        self._plan.check_size("columns", capacity - largest - 2)  # what comes after the largest pass is never read
+        self._executable.check_size("rows", rows)
+        # The columns of the largest pass come last, and no later pass reads them.
+        self._executable.check_size("columns", capacity - self._max_nodes() - 2)
         return DeviceCache(self._pool, rows, capacity, self._columns)
 
     def fit(self, cache: DeviceCache, nodes: int) -> int:
-        for name, wanted in (("rows", len(cache.lengths)), ("nodes", nodes), ("columns", cache.span(nodes))):
-            self._plan.check_size(name, wanted)
-        most = max(profile.nodes[2] for profile in self._plan.profiles)
-        return min(padded_node_count(nodes), most, cache.columns - int(cache.lengths.max(initial=0)))
+        for name, size in (("rows", len(cache.lengths)), ("nodes", nodes), ("columns", cache.span(nodes))):
+            self._executable.check_size(name, size)
+        return min(padded_node_count(nodes), self._max_nodes(), cache.columns - int(cache.lengths.max(initial=0)))
+
+    def _max_nodes(self) -> int:
+        return max(profile.nodes[2] for profile in self._executable.profiles)
 
 
 class TensorRTFunction:
-    """A plan that is one call over rows, such as the image decoder; more rows than it was built for go in turns."""
+    """Function of a graph over batch rows, such as the VQ decoder, that runs as a TensorRT engine.
+
+    More rows than the engine was built for run in several calls.
+    """
 
     def __init__(
-        self, plan: TensorRTExecutable, inputs: Sequence[Tensor], outputs: Sequence[Tensor], device: Device
+        self, executable: TensorRTExecutable, inputs: Sequence[Tensor], outputs: Sequence[Tensor], device: Device
     ) -> None:
-        plan.check_tensors(inputs, outputs)
-        self._plan, self._outputs, self._device = plan, outputs, device
+        executable.check_tensors(inputs, outputs)
+        self._executable = executable
+        self._outputs = outputs
+        self._device = device
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """The outputs, in the order in which they were declared."""
-        most, results = self._plan.profiles[0].rows[2], list[list[Array]]()
-        with self._device.lock:  # while another plan is recorded, nothing else may take memory
-            for start in range(0, len(next(iter(feeds.values()))), most):
-                parts = {name: array[start : start + most] for name, array in feeds.items()}
+        """Return the outputs in their declared order."""
+        max_rows = self._executable.profiles[0].rows[2]
+        results: list[list[Array]] = []
+        with self._device.lock:  # while another engine records a CUDA graph, nothing else may allocate memory
+            for start in range(0, len(next(iter(feeds.values()))), max_rows):
+                parts = {name: array[start : start + max_rows] for name, array in feeds.items()}
                 rows = len(next(iter(parts.values())))
                 values = {
-                    name: self._device.put(np.ascontiguousarray(array, self._plan.dtypes[name]))
+                    name: self._device.put(np.ascontiguousarray(array, self._executable.dtypes[name]))
                     for name, array in parts.items()
                 }
                 for tensor in self._outputs:
                     shape = [size if isinstance(size, int) else rows for size in tensor.shape]
-                    values[tensor.name] = self._device.empty(shape, np.dtype(self._plan.dtypes[tensor.name]).name)
-                self._plan.bind(values)()
+                    values[tensor.name] = self._device.empty(shape, np.dtype(self._executable.dtypes[tensor.name]).name)
+                self._executable.bind(values)()
                 results.append([values[tensor.name].numpy() for tensor in self._outputs])
         return [np.concatenate(arrays) for arrays in zip(*results, strict=True)]

@@ -1,7 +1,7 @@
 """Load, check and run a TensorRT or TensorRT-RTX engine on device memory.
 
 Each profile has an execution context, made at its first run. Runs are queued on ONNX Runtime's CUDA stream, in order
-with its own work. TensorRT-RTX records passes as CUDA graphs when their shapes recur. TensorRT records none, since
+with ONNX Runtime's work. TensorRT-RTX records passes as CUDA graphs when their shapes recur. TensorRT records none:
 each shape would need an execution context.
 """
 
