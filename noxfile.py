@@ -333,7 +333,7 @@ def check_provider(session: nox.Session, name: str, *around: str) -> None:
 
 @nox.session
 def plans(session: nox.Session) -> None:
-    """Plans of TensorRT-RTX, built ahead for GPUs, also those too large for `unit`; Polygraphy's lint of graphs."""
+    """TensorRT-RTX engines, built ahead for GPUs, some of them too large for `unit`; Polygraphy's lint of graphs."""
     layer(session, *PINNED, *EXTRAS["tensorrt-rtx"], "onnx-graphsurgeon")
     session.run("python", "-m", "pytest", "tests/tensorrt", "-m", "not gpu")
 

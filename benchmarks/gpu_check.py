@@ -6,7 +6,7 @@
     python benchmarks/gpu_check.py --smoke               # tiny sizes on the CPU: does the script itself run?
 
 Runs `pytest -m gpu`, then bundles of LlamaGen's sizes with random weights through ONNX Runtime's CUDA provider, and as
-plans through TensorRT and TensorRT-RTX: what `decode.py` prints, the bound being the bandwidth of device memory, the
+engines of TensorRT and TensorRT-RTX: what `decode.py` prints, the bound being the bandwidth of device memory, the
 memory taken, and `lantern-rt bench`. Needs `lantern-rt[gpu,export,dev]` and an NVIDIA driver. What is not installed,
 does not fit the GPU's memory, or is not built by a library, is left out, and said so.
 """
@@ -94,11 +94,11 @@ def main() -> None:
 
 
 def build(bundle: Path, backend: str) -> Path:
-    """A folder of plans of the bundle."""
+    """Build an engine folder of the bundle and return its path."""
     engines, began = bundle.with_name(f"{bundle.name}-{backend}"), time.perf_counter()
     command = [sys.executable, "-m", "lantern_rt", "build-engine", bundle, "--backend", backend, "--max-rows", "2"]
     subprocess.run([*command, "--output", engines], check=True)  # Polygraphy is for one library in a process
-    print(f"built plans in {time.perf_counter() - began:.0f} s", flush=True)
+    print(f"built engines in {time.perf_counter() - began:.0f} s", flush=True)
     return engines
 
 

@@ -91,7 +91,7 @@ class SmallModel:
         return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout(), SMALL.grid, NEAR)
 
     def _on_tensorrt(self, name: str, where: str) -> Model:
-        """Plans of both graphs, on the GPU, or with the host in its place."""
+        """Load the engines of both graphs, on the GPU, or with the host in its place."""
         on_host = where == "host"
         specs = SimpleNamespace(target=self.target_spec, drafter=self.drafter_spec, sizes=(), row_end=None)
         names = {f"{role}{end}": f"{role}.onnx{end}" for role in ("target", "drafter") for end in ("", ".data")}

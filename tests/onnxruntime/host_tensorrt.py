@@ -1,7 +1,7 @@
 """A stand-in for TensorRT: ONNX Runtime behind the library's API, on memory by address, here the host's.
 
 Stricter than the real one where that finds mistakes: tensors that overlap, caches that are not written in place,
-inputs that are no numbers and shapes outside a profile are refused. A "plan" is a JSON text of an ONNX graph, the
+inputs that are no numbers and shapes outside a profile are refused. An "engine" is a JSON text of an ONNX graph, the
 folder of its weights, and what its inputs may be.
 """
 
@@ -197,7 +197,7 @@ class _Engine:
 
 
 class HostLibrary:
-    """A module with the part of TensorRT's API that runs plans. `engines` and `caches`: those made, in order."""
+    """A module with the part of TensorRT's API that runs engines. `engines` and `caches`: those made, in order."""
 
     __name__, __version__ = "host_tensorrt", "1.0"
     ILogger = _Logger
@@ -222,7 +222,7 @@ class HostLibrary:
 
 
 def write_plan(onnx: Path, inputs: Sequence[Inputs], plan: Path) -> Path:
-    """The "plan" of a graph in a file, beside which are its weights or a link to them."""
+    """Write the "engine" of a graph in a file, beside which are its weights or a link to them."""
     graph, folder = base64.b64encode(onnx.read_bytes()).decode(), onnx.with_suffix(".onnx.data").resolve().parent
     plan.write_text(json.dumps({"graph": graph, "folder": str(folder), "inputs": inputs}))
     return plan

@@ -1,4 +1,4 @@
-"""Whole images from plans, with the host in the GPU's place: image decoder, engine folder, pipeline."""
+"""Whole images from TensorRT engines, with the host in the GPU's place: image decoder, engine folder, pipeline."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_images_beyond_the_rows_of_a_plan_are_decoded_in_turns(tmp_path: Path) -
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
-    """The library that "plans" are built for and run in."""
+    """Return the library that "engines" are built for and run in."""
     library = HostLibrary()
 
     def build(name: str, graph: Path, inputs: list[Inputs], gpus: object, say: object) -> Path:
@@ -71,7 +71,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
 
 
 def build_plans(bundle: str | Path, folder: Path, max_nodes: int) -> Path:
-    """An engine folder of "plans"."""
+    """Build an engine folder of "engines" and return its path."""
     options = BuildOptions("tensorrt-rtx", max_rows=6, max_nodes=max_nodes, compute_capabilities=("SM89",))
     build_engines(open_bundle(bundle), str(bundle), options, folder, False, lambda what, done, total: None)
     return folder
@@ -79,7 +79,7 @@ def build_plans(bundle: str | Path, folder: Path, max_nodes: int) -> Path:
 
 @pytest.fixture
 def plans(tmp_path: Path, library: HostLibrary, t2i_drafter_bundle: Path) -> tuple[Path, Path, HostLibrary]:
-    """A small bundle, an engine folder of "plans" for it, and the library that they run in."""
+    """A small bundle, an engine folder of "engines" for it, and the library that they run in."""
     return t2i_drafter_bundle, build_plans(t2i_drafter_bundle, tmp_path / "plans", max_nodes=64), library
 
 
@@ -152,7 +152,7 @@ def test_ends_of_rows_take_half_of_the_nodes_that_plans_were_built_for(
 
 
 def draw(bundle: Path, folder: Path) -> None:
-    """An image from plans, which are then given back."""
+    """Return an image from engines, which are then released."""
     pipeline = Pipeline.from_bundle(bundle, threads=1, engines=folder)
     prefix, width = pipeline.bundle.manifest.condition.prefix, pipeline.bundle.manifest.condition.caption_dim
     states = np.zeros((1, prefix, width or 0), np.float32)
@@ -167,7 +167,7 @@ def test_compiled_kernels_are_shared_by_all_plans_and_kept_for_the_next_process(
     bundle, folder, library = plans
     monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path / "cache"))
     draw(bundle, folder)
-    assert len(library.caches) == 1  # for all plans of a pipeline
+    assert len(library.caches) == 1  # for all engines of a pipeline
     (kept,) = (tmp_path / "cache/kernels").iterdir()
     first = json.loads(kept.read_bytes())
     assert len({word.partition(" ")[0] for word in first[1:]}) == 3  # target, drafter and image decoder

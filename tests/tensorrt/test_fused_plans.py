@@ -25,7 +25,7 @@ _NO_WORK = ("shape_call", "signal", "wait")  # kinds of layers that compute noth
 
 
 class Step(NamedTuple):
-    """A layer of a plan: its name, which has what it does in it, kind, and the names of its tensors."""
+    """A layer of an engine: its name, which has what it does in it, kind, and the names of its tensors."""
 
     name: str
     kind: str
@@ -60,7 +60,7 @@ def write_decoder(
 
 
 def steps_of(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool) -> list[Step]:
-    """The layers of the decoder's plan that work on the device."""
+    """The layers of the decoder's engine that work on the device."""
     import tensorrt_rtx as library
 
     said: list[str] = []
@@ -90,7 +90,10 @@ def steps_of(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool) -> list[
     lines = [line for text in said if text.startswith("Layers:\n") for line in text.splitlines()]
     found = [Step(one[1], one[2], *map(_TENSOR.findall, one.group(3, 4))) for one in map(_LAYER.match, lines) if one]
     assert found, "the builder does not list its layers any more"
-    views = {"reshape", "cast"}  # of what is known when the plan is loaded, where only the builder's own tensors go in
+    views = {
+        "reshape",
+        "cast",
+    }  # of what is known when the engine is loaded, where only the builder's own tensors go in
     works = [step for step in found if step.kind not in _NO_WORK]
     return [step for step in works if step.kind not in views or not all("mye" in name for name in step.inputs)]
 

@@ -1,4 +1,4 @@
-"""TensorRT-RTX plans of LlamaGen-XL's size and of the scenes model in float16, for two GPUs, on a host without one."""
+"""TensorRT-RTX engines of LlamaGen-XL's size and of the scenes model in float16, for two GPUs, without a GPU."""
 
 from __future__ import annotations
 

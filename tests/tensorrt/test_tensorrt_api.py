@@ -1,4 +1,4 @@
-"""What lantern-rt calls of TensorRT and TensorRT-RTX to run plans: the installed libraries must have it."""
+"""What lantern-rt calls of TensorRT and TensorRT-RTX to run engines: the installed libraries must have it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ USED = {
     "ILogger": ["ERROR", "INTERNAL_ERROR"],
     "BuilderFlag": ["TF32"],
 }  # fmt: skip
-COMPILING = {  # of a library that compiles kernels where a plan runs
+COMPILING = {  # of a library that compiles kernels while an engine runs
     "ICudaEngine": ["create_runtime_config"],
     "IRuntimeConfig": [
         "set_execution_context_allocation_strategy", "create_runtime_cache", "set_runtime_cache",
@@ -70,7 +70,7 @@ def test_compiled_kernels_can_be_kept(kind: str) -> None:
 
 
 def image_decoder(name: str, bundle: Path, folder: Path, provider: str) -> tuple[TensorRTFunction, GraphSession]:
-    """The image decoder of `scenes` as a plan and in ONNX Runtime."""
+    """Return the image decoder of `scenes` as a TensorRT engine and in ONNX Runtime."""
     scenes = open_bundle(bundle)
     manifest = scenes.manifest
     rows = (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)

@@ -1,4 +1,4 @@
-"""TensorRT backends: what they refuse without a library or GPU, and TensorRT-RTX plans built without a GPU."""
+"""TensorRT backends: what they refuse without a library or GPU, and TensorRT-RTX engines built without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lantern_rt.engines.trt.builder import MODULES, build_engine_file, import_li
 from lantern_rt.errors import EngineError, LanternError, RequestError
 
 RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
-KERNELS = 4 << 20  # bytes of a small plan that are not weights
+KERNELS = 4 << 20  # bytes of a small engine that are not weights
 ONE_ROW = Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0))
 
 

@@ -1,4 +1,4 @@
-"""Engine folders with files that are no plans: what is checked before a library sees them."""
+"""Engine folders whose files are no TensorRT engines, for checks that precede the libraries."""
 
 from __future__ import annotations
 

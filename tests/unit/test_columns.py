@@ -159,5 +159,5 @@ def test_what_another_pass_wrote_is_refused() -> None:
 
 
 def test_passes_are_filled_up_to_few_numbers_of_nodes() -> None:
-    """Never to one: plans take two at the least."""
+    """Never to one: TensorRT engines need at least two."""
     assert [padded_node_count(nodes) for nodes in (1, 2, 3, 33, 64, 65, 129)] == [2, 2, 4, 64, 64, 128, 192]

@@ -37,7 +37,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engines(bundle: Path, tmp_path: Path) -> Path:
-    """Plans that a test may spoil."""
+    """Return an engine folder that a test may damage."""
     return write_plans(bundle, tmp_path / "engines").folder
 
 
@@ -67,7 +67,7 @@ def change(engines: Path, **fields: Any) -> None:
 
 
 def refusal(bundle: Path, engines: Path) -> EngineError:
-    """Why the plans are not run."""
+    """Return the error that rejects the engines."""
     return error_of(EngineError, lambda: open_engine_folder(engines).check(open_bundle(bundle), VERSION))
 
 
