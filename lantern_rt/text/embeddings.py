@@ -22,7 +22,7 @@ def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]
     The request later checks whether the values are finite and fit the bundle.
 
     Returns:
-        Embeddings `[prompts, tokens, dim]`, right-padded, and mask `[prompts, tokens]`, all ones if the file has none.
+        Embeddings `[prompts, tokens, dim]`, right-padded, and mask `[prompts, tokens]`, all True if the file has none.
 
     Raises:
         RequestError: the file cannot be read or has other contents.
