@@ -32,6 +32,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 PACKAGES = ("lantern_rt", "runtime", "engines", "export", "train")
 PYTHONS = ["3.12", "3.13", "3.14"]
 
+OPENAI_NODE = "openai@7.57.0"  # npm's client, which no file of constraints pins
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 INSTALL = f'pip install --extra-index-url {CPU_WHEELS} -c constraints.txt -e ".[cpu,export,dev]"'
 TEST = "pytest -n 2 --dist loadfile"
@@ -298,8 +299,8 @@ def pythons(session: nox.Session) -> None:
 
 @nox.session
 def journeys(session: nox.Session) -> None:
-    """The first hour's guide, an export from the hub, the page in a browser, replicas on two nodes, and manifests."""
-    layer(session, *PINNED, *EXTRAS["browser"], *EXTRAS["ray"], "kubernetes-validate")
+    """The first hour's guide, the hub, the page in a browser, clients, replicas on two nodes, and manifests."""
+    layer(session, *PINNED, *EXTRAS["browser"], *EXTRAS["ray"], "kubernetes-validate", "litellm")
     if not shutil.which("chromium") and os.geteuid() == 0 and shutil.which("apt-get"):
         session.run("bash", "-c", "(apt-get -qq update && apt-get -qq install -y chromium) >/dev/null 2>&1 || true",
                     env={"DEBIAN_FRONTEND": "noninteractive"}, external=True)  # fmt: skip
@@ -308,7 +309,13 @@ def journeys(session: nox.Session) -> None:
     pytest = ("python", "-m", "pytest", "-rs")
     service = "tests/service/test"
     manifests = f"{service}_deployment.py::test_the_manifests_are_what_kubernetes_knows_and_name_what_the_server_has"
-    session.run(*pytest, f"{service}_ray_backend.py", manifests)
+    node = empty_folder("node")
+    if shutil.which("npm"):
+        session.run("npm", "install", "--silent", "--prefix", str(node), OPENAI_NODE, external=True)
+    else:
+        session.warn("no npm here: the test of OpenAI's client of Node is skipped")
+    project = {"LANTERN_NODE_PROJECT": str(node) if shutil.which("npm") else ""}
+    session.run(*pytest, f"{service}_ray_backend.py", f"{service}_clients.py", manifests, env=project)
     session.run(*pytest, "-m", "slow", "tests/export/test_first_hour.py", "tests/export/test_hub.py",
                 *(f"{service}_{name}.py" for name in ("page", "ray", "scale_out_page", "connections")))  # fmt: skip
 

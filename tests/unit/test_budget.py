@@ -20,7 +20,7 @@ STATEMENTS = {PRODUCT: 14_430, ("recipes",): 1_601, ("tests",): 15_882, ("benchm
 ROOM = 1.02
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LONGEST_FILE = 400
-WORDS = 13_425
+WORDS = 14_090
 OPTIONS = 109
 
 

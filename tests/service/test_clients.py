@@ -1,0 +1,206 @@
+"""docs/clients.md: its programs run as written, and the service answers what the programs that it names send.
+
+Each body is what the public source of a program builds, with the values that the page tells users to enter.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+from PIL import Image
+from running_server import EDITS, RunningServer
+
+yaml = pytest.importorskip("yaml")
+
+PAGE = (Path(__file__).parents[2] / "docs/clients.md").read_text("utf-8")
+SECTIONS: dict[str, str] = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+KEY = re.findall(r"export LANTERN_RT_API_KEY=(\S+)", PAGE)[0]
+COMMAND = re.findall(r"^    lantern-rt serve (.*)", PAGE, re.MULTILINE)[0]
+PROMPT = "a red cube on sand"
+HABITS = [size.partition("=")[0] for size in re.findall(r"--map-size (\S+)", COMMAND)]
+NODE = os.environ.get("LANTERN_NODE_PROJECT", "")  # a folder whose node_modules has `openai`
+
+
+def table(text: str) -> dict[str, str]:
+    """First value in backquotes of each row of the first table, by the row's name."""
+    rows = re.findall(r"^`?([^|`\n]+?)`? \| [^`\n]*`([^`]*)`", text, re.MULTILINE)
+    return dict(rows)
+
+
+def block(section: str, kind: str) -> str:
+    (text,) = re.findall(rf"```{kind}\n(.*?)```", SECTIONS[section], re.DOTALL)
+    return str(text)
+
+
+EVERYWHERE = table(PAGE.partition("\n## ")[0])
+URL = EVERYWHERE["Base URL"]
+WEBUI = table(SECTIONS["Open WebUI"])
+COMFY = table(SECTIONS["ComfyUI"])
+N8N = table(SECTIONS["n8n"])
+HOME: dict[str, Any] = yaml.safe_load(block("Home Assistant", "yaml"))["rest_command"]["generate_image"]
+FIXED = re.findall(r"asks for `(\S+?)`", SECTIONS["LibreChat"])[0]
+WEBUI_BODY = {"model": WEBUI["IMAGE_GENERATION_MODEL"], "prompt": PROMPT, "n": 2, "response_format": "b64_json"}
+LIBRECHAT = {"model": FIXED, "prompt": PROMPT, "n": 1, "background": "auto", "output_format": "png", "quality": "auto"}
+COMFY_BODY = {"prompt": PROMPT, "n": 1, "response_format": COMFY["response_format"], "model": COMFY["model"]}
+# Bodies by the file that builds them.
+BODIES: dict[str, dict[str, Any]] = {
+    # open-webui/open-webui: backend/open_webui/routers/images.py
+    "Open WebUI": {**WEBUI_BODY, "size": WEBUI["IMAGE_SIZE"]},
+    "Open WebUI with its default size": {**WEBUI_BODY, "n": 1, "size": "512x512"},
+    "Open WebUI with the other name": {"model": FIXED, "prompt": PROMPT, "n": 1, "size": "auto"},
+    # danny-avila/LibreChat: api/app/clients/tools/structured/OpenAIImageTools.js
+    "LibreChat": {**LIBRECHAT, "size": "auto"},
+    "LibreChat with a size": {**LIBRECHAT, "quality": "high", "size": "1024x1024"},
+    "LibreChat with WebP": {**LIBRECHAT, "output_format": "webp", "output_compression": 100, "size": "auto"},
+    # bowtiedbluefin/ComfyUI-AI-CustomURL: nodes/image_nodes.py, utils/api_client.py
+    "ComfyUI": {**COMFY_BODY, "size": COMFY["size"]},
+    "ComfyUI with its default size": {**COMFY_BODY, "size": "1024x1024", "quality": "hd", "seed": 7},
+    # n8n-io/n8n: packages/@n8n/nodes-langchain/nodes/vendors/OpenAi/v2/actions/image/generate.operation.ts
+    "n8n": json.loads(N8N["Body, as JSON"]),
+    "n8n's node OpenAI": {"prompt": PROMPT, "model": FIXED, "size": "1024x1024", "quality": "medium"},
+    "n8n's node OpenAI with options": {
+        "prompt": PROMPT,
+        "model": FIXED,
+        "response_format": "b64_json",
+        "size": "1024x1024",
+        "quality": "standard",
+        "style": "vivid",
+    },
+    # home-assistant/core: homeassistant/components/rest_command/__init__.py
+    "Home Assistant": json.loads(HOME["payload"].replace("{{ prompt }}", PROMPT)),
+}
+
+
+def transparent() -> bytes:
+    """A PNG with transparent pixels."""
+    image = Image.new("RGBA", (256, 256), (200, 180, 120, 255))
+    image.paste((0, 0, 0, 0), (64, 64, 128, 128))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., RunningServer]) -> Iterator[RunningServer]:
+    """A server that the page's own lines start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LANTERN_RT_API_KEY", KEY)
+        yield start(*shlex.split(COMMAND), "--threads", 1)
+
+
+def program(text: str, server: RunningServer) -> str:
+    """The page's program for the server of the test, whose port is free and not the page's."""
+    assert URL in text
+    assert KEY in text
+    return text.replace(urlsplit(URL).netloc, server.address)
+
+
+def test_sections_have_the_values_of_the_first_table() -> None:
+    assert EVERYWHERE["API key"] == KEY
+    values = (*WEBUI.values(), *COMFY.values(), *N8N.values(), *table(SECTIONS["LibreChat"]).values())
+    assert {value.removesuffix("/images/generations") for value in values if value.startswith("http")} == {URL}
+    assert HOME["url"] == N8N["URL"] == f"{URL}/images/generations"
+    assert HOME["headers"] == {"authorization": f"Bearer {KEY}"}
+    assert {WEBUI["IMAGES_OPENAI_API_KEY"], COMFY["api_key"], N8N["Authentication"]} == {KEY}
+    assert {WEBUI["IMAGE_GENERATION_MODEL"], COMFY["model"]} == {EVERYWHERE["Model"]}
+    assert {WEBUI["IMAGE_SIZE"], COMFY["size"]} == {EVERYWHERE["Size"]}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_what_a_program_sends_is_answered(server: RunningServer, name: str) -> None:
+    body = BODIES[name]
+    status, answer = server.post(body, authorization=f"Bearer {KEY}")
+    assert (status, answer.get("error")) == (200, None)
+    assert answer["size"] == EVERYWHERE["Size"]
+    assert len(answer["data"]) == body.get("n", 1)
+    with Image.open(io.BytesIO(base64.b64decode(answer["data"][0]["b64_json"]))) as image:
+        assert f"{image.width}x{image.height}" == EVERYWHERE["Size"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"size": "1792x1024"}, "size"),
+        ({"background": "transparent"}, "background"),
+        ({"style": "natural"}, "style"),
+        ({"guidance_scale": 5.0}, "guidance_scale"),
+    ],
+)
+def test_what_the_page_says_is_rejected_is_rejected(server: RunningServer, fields: dict[str, Any], param: str) -> None:
+    status, answer = server.post({"prompt": PROMPT, **fields}, authorization=f"Bearer {KEY}")
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
+def test_the_key_of_the_environment_is_needed(server: RunningServer) -> None:
+    assert server.post({"prompt": PROMPT})[0] == 401
+    assert server.post({"prompt": PROMPT}, authorization="Bearer other")[0] == 401
+    assert KEY not in server.log
+
+
+def test_a_mapped_size_gives_the_image_of_the_size_that_it_is_mapped_to(server: RunningServer) -> None:
+    answers = [
+        server.post({"prompt": PROMPT, "seed": 1, "size": size}, authorization=f"Bearer {KEY}")[1]["data"]
+        for size in (EVERYWHERE["Size"], *HABITS)
+    ]
+    assert len(answers) == 3
+    assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize("image_field", ["image", "image[]"])  # Open WebUI, and LibreChat and n8n
+@pytest.mark.parametrize("size", ["auto", "1024x1024"])
+def test_edits_without_a_mask_change_transparent_pixels(server: RunningServer, image_field: str, size: str) -> None:
+    fields = {"model": FIXED, "prompt": PROMPT, "quality": "auto", "size": size}
+    parts = [(f'name="{name}"', value.encode()) for name, value in fields.items()]
+    parts.append((f'name="{image_field}"; filename="a.png"', transparent()))
+    body = b"".join(
+        b"--B\r\ncontent-disposition: form-data; %b\r\n\r\n%b\r\n" % (head.encode(), content) for head, content in parts
+    )
+    headers = {"content-type": "multipart/form-data; boundary=B", "authorization": f"Bearer {KEY}"}
+    status, _, answer = server.request("POST", EDITS, body + b"--B--\r\n", headers)
+    assert (status, json.loads(answer).get("error")) == (200, None)
+
+
+def test_models_are_listed_by_both_names(server: RunningServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY) as client:
+        assert [model.id for model in client.models.list().data] == [EVERYWHERE["Model"], FIXED]
+
+
+def test_gradios_function_returns_an_image(server: RunningServer) -> None:
+    text = program(block("Gradio", "python"), server).replace("import gradio as gr\n", "")
+    names: dict[str, Any] = {}
+    exec(text.partition("\ngr.")[0], names)
+    assert names["generate"](PROMPT).size == (256, 256)
+
+
+@pytest.mark.skipif(not (NODE and shutil.which("node")), reason="needs LANTERN_NODE_PROJECT with npm's `openai`")
+def test_nodes_program_runs_as_written(server: RunningServer) -> None:
+    file = Path(NODE) / "clients.mjs"
+    file.write_text(program(block("OpenAI's clients", "js"), server), "utf-8")
+    subprocess.run(["node", file.name], cwd=NODE, check=True, timeout=120)
+    with Image.open(Path(NODE) / "cube.png") as image:
+        assert image.size == (256, 256)
+
+
+def test_litellms_program_runs_as_written(server: RunningServer, tmp_path: Path) -> None:
+    pytest.importorskip("litellm")
+    text = program(block("LiteLLM", "python"), server)
+    edit = text.replace("image_generation(", 'image_edit(image=open("a.png", "rb"),').replace("n=2, seed=1,", "")
+    (tmp_path / "a.png").write_bytes(transparent())
+    for source, count in ((text, 2), (edit, 1)):
+        check = f"{source}\nassert len(answer.data) == {count}, answer\nassert answer.data[0].b64_json\n"
+        environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        subprocess.run([sys.executable, "-c", check], cwd=tmp_path, env=environment, check=True, timeout=120)
