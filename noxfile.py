@@ -316,8 +316,9 @@ def journeys(session: nox.Session) -> None:
         session.warn("no npm here: the test of OpenAI's client of Node is skipped")
     project = {"LANTERN_NODE_PROJECT": str(node) if shutil.which("npm") else ""}
     session.run(*pytest, f"{service}_ray_backend.py", f"{service}_clients.py", manifests, env=project)
-    session.run(*pytest, "-m", "slow", "tests/export/test_first_hour.py", "tests/export/test_hub.py",
-                *(f"{service}_{name}.py" for name in ("page", "ray", "scale_out_page", "connections")))  # fmt: skip
+    exports = (f"tests/export/test_{name}.py" for name in ("first_hour", "hub", "published"))
+    services = (f"{service}_{name}.py" for name in ("page", "ray", "scale_out_page", "connections"))
+    session.run(*pytest, "-m", "slow", *exports, *services)
 
 
 @nox.session

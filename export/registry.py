@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,9 @@ def check_family(family: str, options: Mapping[str, Any]) -> None:
         raise CheckpointError(field="vq", found="nothing", expected=expected)
 
 
-def read_family(family: str, options: Mapping[str, Any], progress: Progress = silent) -> Model:
+def read_family(
+    family: str, options: Mapping[str, Any], progress: Progress = silent, cfg_scale: float | None = None
+) -> Model:
     """Read the checkpoints of a family.
 
     Args:
@@ -50,6 +53,7 @@ def read_family(family: str, options: Mapping[str, Any], progress: Progress = si
         options: values of options by name. Checkpoints are paths or hub references, whose files are downloaded; `lora`
             is a list of these, each with or without `:scale`. None means not given.
         progress: progress callback, called for each checkpoint.
+        cfg_scale: default guidance scale of the bundle; None: the family's.
 
     Raises:
         CheckpointError: the checkpoints do not fit, or cannot be read.
@@ -71,4 +75,7 @@ def read_family(family: str, options: Mapping[str, Any], progress: Progress = si
     progress("reading checkpoints", 0, 0)
     read = getattr(import_module(f".families.{family}", __package__), f"read_{family}")
     model: Model = read(**arguments, progress=progress)
-    return model
+    if cfg_scale is None:
+        return model
+    sampling = model.fields["sampling"].model_copy(update={"cfg_scale": cfg_scale})
+    return replace(model, fields={**model.fields, "sampling": sampling})

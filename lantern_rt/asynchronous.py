@@ -56,6 +56,7 @@ class AsyncPipeline:
         verify: bool = True,
         provider: str | Sequence[str] | None = None,
         engines: str | Path | EngineFolder | None = None,
+        download: bool = False,
         *,
         together: int | None = None,
         waiting: int = 256,
@@ -68,6 +69,7 @@ class AsyncPipeline:
             verify: same as for `Pipeline.from_bundle`.
             provider: same as for `Pipeline.from_bundle`.
             engines: same as for `Pipeline.from_bundle`.
+            download: same as for `Pipeline.from_bundle`.
             together: maximum number of images per forward pass, 1 .. 4096; None: as many as the pipeline decodes at
                 once.
             waiting: maximum number of images in the queue, 0 .. 2**20.
@@ -82,7 +84,7 @@ class AsyncPipeline:
         """
 
         def load() -> AsyncPipeline:
-            pipeline = Pipeline.from_bundle(bundle, threads, verify, provider, engines)
+            pipeline = Pipeline.from_bundle(bundle, threads, verify, provider, engines, download)
             try:
                 return cls(pipeline, together, waiting)
             except BaseException:

@@ -71,11 +71,13 @@ class Pipeline(HasRenamedAttributes):
         verify: bool = True,
         provider: str | Sequence[str] | None = None,
         engines: str | Path | EngineFolder | None = None,
+        download: bool = False,
     ) -> Pipeline:
         """Open a bundle and load its target model.
 
         Args:
-            bundle: name of an embedded bundle, folder, `hf:owner/name[@revision]`, or an open bundle.
+            bundle: name of an embedded bundle or a published model, folder, `hf:owner/name[@revision]`, or an open
+                bundle.
             threads: number of CPU threads, from 1; None: one per physical core.
             verify: whether to compare the SHA-256 hash of every file with the manifest.
             provider: ONNX Runtime execution provider: `cpu`, `cuda`, `webgpu`, `openvino`, ... (docs/gpu.md). Add
@@ -83,6 +85,7 @@ class Pipeline(HasRenamedAttributes):
                 `auto`, the GPU if there is one and its package is installed, else the CPU.
             engines: folder of TensorRT engines that `lantern-rt build-engine` built from this bundle; they run in place
                 of the ONNX graphs.
+            download: whether to download and export a published model that is not in the cache, without asking.
 
         Returns:
             The pipeline, which the caller closes.
@@ -94,12 +97,15 @@ class Pipeline(HasRenamedAttributes):
         """
         from .engines.engine_folder import EngineFolder, open_engine_folder
         from .engines.loader import Engines, choose_providers
+        from .published import cached_bundle, export_published, published_models
 
         folder = engines if engines is None or isinstance(engines, EngineFolder) else open_engine_folder(engines)
         requested = Providers.parse(() if provider is None else provider)
         if folder is not None and requested not in (Providers(), ON_CPU):
             expected = f"{folder.manifest.backend}, which {folder.folder} was built for"
             raise RequestError(field="provider", found=str(requested), expected=expected, remedy="omit the provider")
+        if download and bundle in published_models() and cached_bundle(str(bundle)) is None:
+            bundle = export_published(str(bundle))
         skipped_roles = folder.replaced_files() if folder else ()
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, skipped_roles)
         providers = choose_providers(requested, opened) if folder is None else ON_CPU

@@ -218,38 +218,19 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Lumina-mGPT with Chameleon's VQGAN and a random drafter: 6 x 6 codes and sizes of about as many, and 4 x 4."""
 
     def export(output: Path) -> Path:
+        from random_drafter import save_random_drafter
+
         from lantern_rt.export.families.lumina import image_size, read_lumina
         from lantern_rt.export.writer import export_model
 
         target, drafter = DATA / "lumina-mgpt/model", tmp_path_factory.mktemp("drafter") / "drafter"
-        _random_drafter(drafter)
+        save_random_drafter(drafter)
         model = read_lumina(target, DATA / "chameleon-vqgan", drafter=drafter, grid=6)
         names = json.loads((target / "config.json").read_text())["vocabulary_map"]
         sizes = (*model.fields["sizes"], image_size(2, 2, names))
         return export_model(replace(model, fields={**model.fields, "sizes": sizes}), output)
 
     return _exported(tmp_path_factory, "lumina_bundle/tiny-lumina", export, ("tokenizers", "yaml"))
-
-
-def _random_drafter(folder: Path) -> None:
-    """A drafter for the small Lumina-mGPT in LANTERN's layout, its norms of queries and keys as the target's."""
-    import torch
-    from safetensors.torch import save_file
-
-    wide, tall = (112, 64), (64, 112)
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (518, 64), "fc.weight": (64, 128), "fc.bias": (64,)}
-    layer = {f"self_attn.{part}_proj.weight": (64, 64) for part in "qkvo"}
-    layer |= {f"self_attn.{part}_norm.{kind}": (1, 16) for part in "qk" for kind in ("weight", "bias")}
-    layer |= {"mlp.gate_proj.weight": wide, "mlp.up_proj.weight": wide, "mlp.down_proj.weight": tall}
-    shapes |= {f"layers.0.{name}": shape for name, shape in layer.items()}
-    shapes |= {f"layers.0.{name}_layernorm.weight": (64,) for name in ("input", "post_attention")}
-    generator = torch.Generator().manual_seed(0)
-    folder.mkdir()
-    weights = {name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for name, shape in shapes.items()}
-    save_file(weights, folder / "model.safetensors")
-    sizes = {"hidden_size": 64, "intermediate_size": 112, "num_attention_heads": 4, "num_hidden_layers": 1}
-    config = {"model_type": "chameleon", "vocab_size": 518, "rms_norm_eps": 1e-5, **sizes}
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -195,17 +194,20 @@ def _write_text(ops: Ops, encoder: Any, caption: CaptionCondition) -> None:
     prefix = len(caption.uncond)
     states, mask = write_encoder(ops, encoder, prefix)
     real = ops.op("Mul", states, ops.op("Unsqueeze", mask, ops.ints(2)))
-    first = ops.op("MatMul", real, ops.weight("caption.first", caption.first.t()))
-    active = ops.op("Gelu", first, approximate="tanh")
-    text = ops.op("MatMul", active, ops.weight("caption.second", caption.second.t()))  # [rows, tokens, hidden_size]
+    first = ops.weight("caption.first", caption.first.t())
+    second = ops.weight("caption.second", caption.second.t())
+
+    def project(x: str) -> str:
+        active = ops.op("Gelu", ops.op("MatMul", x, first), approximate="tanh")
+        return ops.op("MatMul", active, second)  # [..., hidden_size]
+
+    text = project(real)  # [rows, tokens, hidden_size]
     padding = ops.op("Sub", ops.ints(prefix), ops.op("Shape", "token_ids", start=1, end=2))
     pads = ops.op("Concat", ops.ints(0), padding, ops.ints(0, 0, 0, 0), axis=0)  # before each axis, then behind
     ops.op("Pad", text, pads, name="prefix_embeds")
-    with torch.no_grad():
-        uncond = caption.project(caption.uncond)  # [prefix, hidden_size]: the same for every prompt
     rows = ops.op("Shape", "token_ids", start=0, end=1)
-    shape = ops.op("Concat", rows, ops.ints(*uncond.shape), axis=0)
-    ops.op("Expand", ops.weight("uncond", uncond), shape, name="uncond_embeds")
+    shape = ops.op("Concat", rows, ops.ints(prefix, len(caption.second)), axis=0)
+    ops.op("Expand", project(ops.weight("caption.uncond", caption.uncond)), shape, name="uncond_embeds")
 
 
 def _prefix_rows(prefix: int, width: int) -> tuple[Value, Value]:

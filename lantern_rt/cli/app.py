@@ -21,6 +21,7 @@ COMMANDS = {
     "serve": ("serve", "Serve bundles over HTTP: OpenAI's Images API, a web page, metrics."),
     "inspect": ("inspect", "Check the files of a bundle or an engine folder, and describe it."),
     "doctor": ("doctor", "Print versions, backends and hardware of this host, and problems."),
+    "models": ("models", "List published models, which `run`, `serve` and `export` take by name."),
     "export": ("export", "Convert a checkpoint to a bundle, and compare every graph with it."),
     "train-drafter": ("train_drafter", "Train an EAGLE drafter or draft heads for a bundle's target."),
     "build-engine": ("build_engine", "Build TensorRT engines from a bundle, for `run --engines`."),

@@ -175,6 +175,11 @@ def _progress_bars() -> Iterator[ProgressCallback]:
         yield progress
 
 
+def format_bytes(size: int) -> str:
+    """Format a size, such as `1.20 GB` or `20.5 MB`."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
 def _format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ..errors import CheckpointError
 from ..inputs import require_library
 from ..memory import PeakMemory
-from .console import print_stderr, print_text, show_progress
+from ..published import find_model
+from .console import format_bytes, print_stderr, print_text, show_progress
 from .options import ForceOption
 
 EXAMPLES = r"""
+lantern-rt export llamagen-c2i-b-256 --precision fp32 --output bundles/llamagen-b
 lantern-rt export --target c2i_B_256.pt --vq vq_ds16_c2i.pt --grid 16 --output bundles/llamagen-b
 lantern-rt export --target hf:jadohu/LlamaGen-T2I --drafter hf:jadohu/llamagen_drafter \
     --vq hf:peizesun/llamagen_t2i/vq_ds16_t2i.pt --text-encoder hf:google/flan-t5-xl --output bundles/text
@@ -28,10 +31,18 @@ lantern-rt export --family simplear --target SimpleAR-0.5B-RL/ --vq Cosmos-1.0-T
 
 
 def export(
-    target: Annotated[
-        str, typer.Option(help="Target checkpoint: a file or folder, or hf:owner/name[/file][@revision].")
-    ],
     output: Annotated[Path, typer.Option(help="Bundle folder to write.")],
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="Published model to download, as `lantern-rt models` lists them. Options replace its settings.",
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Target checkpoint instead of NAME: a file or folder, or hf:owner/name[/file][@revision]."),
+    ] = None,
     vq: Annotated[
         str | None,
         typer.Option(
@@ -72,8 +83,11 @@ def export(
         ),
     ] = None,
     family: Annotated[
-        str, typer.Option(help="Model family: llamagen, anole, lumina, janus, emu3 or simplear.")
-    ] = "llamagen",
+        str | None,
+        typer.Option(
+            help="Model family: llamagen, anole, lumina, janus, emu3 or simplear. [default: NAME's, else llamagen]"
+        ),
+    ] = None,
     precision: Annotated[
         str | None,
         typer.Option(
@@ -95,7 +109,10 @@ def export(
     """Convert a checkpoint to a bundle, and compare every graph with it. Needs lantern-rt[cpu,export]."""
     from ..export.registry import check_family, read_family
 
-    options = {
+    if (name is None) == (target is None):
+        found = "neither" if name is None else "both"
+        raise CheckpointError(field="target", found=found, expected="the name of a published model or --target")
+    options: dict[str, Any] = {
         "target": target,
         "vq": vq,
         "drafter": drafter,
@@ -105,6 +122,11 @@ def export(
         "weights": weights,
         "lora": lora or None,
     }
+    model = None if name is None else find_model(name)
+    if model is not None:
+        options |= {key: value for key, value in model.export_options.items() if options[key] is None}
+        family = family or model.family
+    family = family or "llamagen"
     check_family(family, options)
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "export", "cpu,export")
@@ -119,11 +141,10 @@ def export(
     check_output(output, force)  # before downloads
     start = time.perf_counter()
     with PeakMemory() as peak, show_progress() as progress:
-        model = read_family(family, options, progress)
-        export_model(model, output, precisions=precisions, force=force, progress=progress)
+        loaded = read_family(family, options, progress, model.cfg_scale if model else None)
+        export_model(loaded, output, precisions=precisions, force=force, progress=progress)
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", peak memory {peak.bytes / 1e9:.2f} GB without mapped files"
-    amount = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-    print_stderr(f"wrote {amount} in {time.perf_counter() - start:.0f} s{memory}")
+    print_stderr(f"wrote {format_bytes(size)} in {time.perf_counter() - start:.0f} s{memory}")
     print_stderr(f"quality: strict; for balanced and fast, run `lantern-rt eval {output} --write-presets`")
     print_text(output)

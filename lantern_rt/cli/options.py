@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..engines.ort.providers import DEFAULT_PROVIDER, Providers
+from ..errors import RequestError
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -24,7 +26,8 @@ SAMPLING = "Sampling"
 ENGINE = "Engine"
 
 BundleArgument = Annotated[
-    str, typer.Argument(help="Bundle folder, name of an embedded bundle, or hf:owner/name[@revision].")
+    str,
+    typer.Argument(help="Bundle folder, name of an embedded bundle or published model, or hf:owner/name[@revision]."),
 ]
 PromptsOption = Annotated[
     Path | None,
@@ -114,6 +117,7 @@ ProviderOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout, and nothing else.")]
+YesOption = Annotated[bool, typer.Option("--yes", help="Download a published model without asking.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
 
 
@@ -166,6 +170,39 @@ class EngineOptions:
         with show_progress(lines=False) as progress:
             progress("loading graphs")
             return Pipeline.from_bundle(bundle, threads=self.threads, engines=engines, provider=self.provider)
+
+
+def download_published(name: str, yes: bool) -> None:
+    """Download and export a published model that is not in the cache, after the user has agreed.
+
+    Args:
+        name: name of a published model. For other bundles nothing is done.
+        yes: whether the user has agreed already.
+
+    Raises:
+        RequestError: the user does not agree, or there is no terminal to ask in.
+        LanternError: as `published.export_published`.
+    """
+    from ..published import cache_folder, cached_bundle, check_host, export_published, find_model, published_models
+    from .console import format_bytes, print_stderr, show_progress
+
+    if name not in published_models() or Path(name).is_dir() or cached_bundle(name) is not None:
+        return
+    model = find_model(name)
+    check_host(name)
+    print_stderr(
+        f"{name}: {format_bytes(model.download_bytes)} from {', '.join(model.repositories)} (licence: {model.licence}) "
+        f"into the hub's cache, and a bundle of at most this size into {cache_folder()}"
+    )
+    if not yes:
+        if not sys.stdin.isatty():
+            raise RequestError(field="yes", found="no terminal to ask in", expected="--yes, to download it")
+        if not typer.confirm("Download it?", default=True, err=True):
+            raise RequestError(
+                field=name, found="your answer no", expected="the download", remedy="give another bundle"
+            )
+    with show_progress() as progress:
+        export_published(name, progress)
 
 
 def open_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:

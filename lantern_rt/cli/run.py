@@ -31,6 +31,8 @@ from .options import (
     ThreadsOption,
     TopKOption,
     TopPOption,
+    YesOption,
+    download_published,
 )
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ lantern-rt run scenes "a green cone on snow" "a red cube" --count 4 --output con
 lantern-rt run "a pink cube on sand" --method lantern++:lambda=3:tree=chain-4 --trace cube.npz
 lantern-rt run --from a-pink-cube-on-sand-seed0.png --scale 4
 lantern-rt run bundles/llamagen-b --class-id 207 --method lantern:delta=0.2 --json
+lantern-rt run llamagen-c2i-b-256 --class-id 207 --yes
 """
 
 
@@ -56,7 +59,7 @@ def run(
         typer.Argument(
             metavar="[BUNDLE] [PROMPT]...",
             help="Prompts, each in quotes. The first argument may instead be a bundle: its folder, the name of an "
-            "embedded bundle, or hf:owner/name[@revision]. [default: scenes, or the bundle of --from]",
+            "embedded bundle or published model, or hf:owner/name[@revision]. [default: scenes, or that of --from]",
         ),
     ] = None,
     prompt: Annotated[
@@ -140,6 +143,7 @@ def run(
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
+    yes: YesOption = False,
     json: JsonOption = False,
     force: ForceOption = False,
 ) -> None:
@@ -153,6 +157,8 @@ def run(
 
     check_int("scale", scale, 1, 1, 16)
     name, prompts = _split_words(words or [])
+    if name is not None:
+        download_published(name, yes)
     prompts += prompt or []
     subjects = {"prompts": prompts or None, "class_ids": class_id or None, "embeddings": embeddings}
     settings = {
@@ -238,10 +244,14 @@ def _split_words(words: list[str]) -> tuple[str | None, list[str]]:
 def _is_bundle(word: str) -> bool:
     from ..bundle.files import MANIFEST_FILE, embedded_names
     from ..bundle.hub import HUB
+    from ..published import published_models
 
     with suppress(OSError, ValueError):  # too long for a path
         return (
-            word in embedded_names() or word.startswith(HUB) or (word != "" and (Path(word) / MANIFEST_FILE).is_file())
+            word in embedded_names()
+            or word in published_models()
+            or word.startswith(HUB)
+            or (word != "" and (Path(word) / MANIFEST_FILE).is_file())
         )
     return False
 

@@ -17,7 +17,7 @@ from ..errors import RequestError
 from ..inputs import check_int, require_library
 from ..methods import METHODS
 from .console import print_stderr
-from .options import EngineOptions, EnginesOption, ProviderOption, ThreadsOption
+from .options import EngineOptions, EnginesOption, ProviderOption, ThreadsOption, YesOption, download_published
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -39,7 +39,8 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="[BUNDLE]...",
-            help="Bundles: folders, names of embedded bundles, or hf:owner/name[@revision]. [default: scenes]",
+            help="Bundles: folders, names of embedded bundles or published models, or hf:owner/name[@revision]. "
+            "[default: scenes]",
         ),
     ] = None,
     host: Annotated[
@@ -101,6 +102,7 @@ def serve(
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
+    yes: YesOption = False,
 ) -> None:
     """Serve bundles over HTTP: OpenAI's Images API, a web page, metrics.
 
@@ -117,6 +119,8 @@ def serve(
         raise RequestError(field="deadline", found=f"{deadline:g}", expected="seconds above 0")
     check_int("port", port, 8000, 0, 65535)
     check_int("max_n", max_n, 10, 1, 10)
+    for name in bundles or ():
+        download_published(name, yes)
     for name in methods or ():
         if name not in METHODS:
             raise RequestError(field="methods", found=repr(name), expected=", ".join(METHODS))

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +11,7 @@ import pytest
 import torch
 from goldens import DATA, manifest
 from safetensors.torch import save
+from stand_in_hub import COMMIT, OLD, REPOSITORIES, run, serve_hub
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.files import open_bundle
@@ -26,12 +20,10 @@ from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.hub import cached_origin, fetch
 
 pytest.importorskip("huggingface_hub")
-ROOT = Path(__file__).parent.parent.parent
-COMMIT, OLD = "a" * 40, "b" * 40
 INDEX = {"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}
 LAYER = "base_model.model.model.layers.0.self_attn.o_proj"
 ADAPTER = {f"{LAYER}.lora_A.weight": torch.ones(1, 64), f"{LAYER}.lora_B.weight": torch.ones(64, 1)}
-REPOSITORIES: dict[str, dict[str, bytes]] = {
+OWNED: dict[str, dict[str, bytes]] = {
     "owner/style": {
         "adapter_config.json": b'{"peft_type": "LORA", "r": 1, "lora_alpha": 1}',
         "adapter_model.safetensors": save(ADAPTER),
@@ -49,7 +41,6 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
         "model-2.safetensors": b"two",
     },
 }
-UPLOADED: dict[str, bytes] = {}
 FETCH = """
 import json, sys
 from lantern_rt.errors import LanternError
@@ -64,127 +55,11 @@ for place in sys.argv[1:]:
 """
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's interface as fetching by name uses."""
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.answer(body=False)
-
-    def do_GET(self) -> None:
-        self.answer(body=True)
-
-    def do_PUT(self) -> None:
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        UPLOADED[hashlib.sha256(content).hexdigest()] = content
-        self.send({})
-
-    def do_POST(self) -> None:
-        sent = self.rfile.read(int(self.headers["Content-Length"]))
-        what = self.path.strip("/").split("/")
-        repository = "/".join(what[2:4])
-        if self.headers["Authorization"] != "Bearer hf_token":
-            self.send({"error": "Invalid username or password."}, 401)
-        elif self.path == "/api/repos/create":
-            asked = json.loads(sent)
-            assert asked.get("private") or asked["visibility"] == "private"
-            REPOSITORIES.setdefault(f"{asked['organization']}/{asked['name']}", {})
-            self.send({"url": f"http://{self.headers['Host']}/owner/pushed"})
-        elif self.path == "/api/validate-yaml":
-            self.send({"errors": [], "warnings": []})
-        elif what[4:5] == ["preupload"]:
-            names = [file["path"] for file in json.loads(sent)["files"]]
-            modes = {name: "regular" if name.endswith((".json", ".md")) else "lfs" for name in names}
-            self.send({"files": [{"path": n, "uploadMode": modes[n], "shouldIgnore": False} for n in names]})
-        elif self.path.endswith("/info/lfs/objects/batch"):
-            upload = {"upload": {"href": f"http://{self.headers['Host']}/upload"}}
-            self.send({"objects": [one | {"actions": upload} for one in json.loads(sent)["objects"]]})
-        elif what[4:5] == ["commit"]:
-            for line in map(json.loads, sent.splitlines()):
-                own = line["value"]
-                if line["key"] == "file":
-                    REPOSITORIES[repository][own["path"]] = base64.b64decode(own["content"])
-                elif line["key"] == "lfsFile":
-                    REPOSITORIES[repository][own["path"]] = UPLOADED[own["oid"]]
-            self.send({"commitUrl": f"http://{self.headers['Host']}/{repository}/commit/{COMMIT}", "commitOid": COMMIT})
-        else:
-            self.send({"error": "unknown"}, 404)
-
-    def answer(self, body: bool) -> None:
-        parts = self.path.partition("?")[0].strip("/").split("/")
-        if parts[:2] == ["api", "models"] and parts[4:5] == ["tree"]:
-            files = REPOSITORIES["/".join(parts[2:4])].items()
-            self.send([{"type": "file", "path": name, "size": len(file), "oid": "0"} for name, file in files])
-        elif parts[:2] == ["api", "models"]:
-            self.answer_listing("/".join(parts[2:4]), parts[5] if parts[4:5] == ["revision"] else "main")
-        elif parts[2:3] == ["resolve"]:
-            self.answer_file("/".join(parts[:2]), parts[3], "/".join(parts[4:]), body)
-        else:
-            self.send({"error": "unknown"}, 404)
-
-    def answer_listing(self, repository: str, revision: str) -> None:
-        if repository not in REPOSITORIES:
-            self.send({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
-        elif revision not in ("main", "v1", COMMIT, OLD):
-            self.send({"error": "Revision not found"}, 404, {"X-Error-Code": "RevisionNotFound"})
-        else:
-            siblings = [{"rfilename": name, "size": len(file)} for name, file in REPOSITORIES[repository].items()]
-            self.send({"id": repository, "sha": commit_of(revision), "siblings": siblings})
-
-    def answer_file(self, repository: str, revision: str, name: str, body: bool) -> None:
-        content = REPOSITORIES.get(repository, {}).get(name)
-        if content is None:
-            self.send({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", commit_of(revision))
-        self.end_headers()
-        if body:
-            self.wfile.write(content)
-
-    def send(self, answer: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        content = json.dumps(answer).encode()
-        self.send_response(status)
-        for name, value in (
-            {"Content-Type": "application/json", "Content-Length": str(len(content))} | (headers or {})
-        ).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-
-def commit_of(revision: str) -> str:
-    return {"main": COMMIT, "v1": OLD}.get(revision, revision)
-
-
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def run(endpoint: str, home: Path, *arguments: str, **further: str) -> subprocess.CompletedProcess[str]:
-    """A fresh program: `huggingface_hub` reads its settings when it is imported."""
-    own = {
-        "HF_ENDPOINT": endpoint,
-        "HF_HOME": str(home),
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    unset = {"HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"}
-    environment = {name: value for name, value in os.environ.items() if name not in unset} | own | further
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    REPOSITORIES.update(OWNED)
+    with serve_hub() as address:
+        yield address
 
 
 class Fetches:
@@ -327,7 +202,7 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
         assert program(*arguments, **environment) == (0, str(tmp_path / "again.png"))
         assert (tmp_path / "again.png").read_bytes() == sample.read_bytes()
     code, line = program("eval", "hf:owner/pushed@v1", "--write-presets")
-    assert (code, line.endswith("copy the bundle to a folder of your own")) == (2, True)
+    assert (code, line.endswith("copy the bundle to another folder")) == (2, True)
     code, line = program("run", "hf:owner/pushed@v1", "--class-id", 1, home="other", HF_HUB_OFFLINE="1")
     assert (code, "the hub cannot be reached" in line) == (2, True)
 

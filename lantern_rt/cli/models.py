@@ -1,0 +1,74 @@
+"""The `models` command: lists published models, and removes their bundles from the cache."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Annotated, Any
+
+import typer
+
+from ..published import cached_bundles, find_model, published_models
+from .console import print_json, print_stderr, print_table
+from .options import JsonOption
+
+EXAMPLES = """
+lantern-rt models
+lantern-rt models --json
+lantern-rt models --remove llamagen-c2i-b-256
+"""
+COLUMNS = {
+    "name": "{name}",
+    "sizes": "{sizes}",
+    "parameters": "{parameters_text}",
+    "download": "{download_gb:.1f} GB",
+    "memory": "{memory_gb:.1f} GB",
+    "licence": "{licence}{login_text}",
+    "": "{cached_text}",
+}
+
+
+def models(
+    remove: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Remove the bundles of this model from the cache.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """List the published models that `run`, `serve` and `export` take by name.
+
+    Memory is that of one image in int8.
+    """
+    if remove is not None:
+        find_model(remove)
+        for folder in cached_bundles(remove):
+            shutil.rmtree(folder)
+            print_stderr(f"removed {folder}")
+        print_stderr("checkpoints stay in the hub's cache; `hf cache rm` removes them")
+        return
+    rows = [_row(name) for name in published_models()]
+    if json:
+        print_json(
+            {"models": [{key: value for key, value in row.items() if not key.endswith("_text")} for row in rows]}
+        )
+    else:
+        print_table(COLUMNS, rows)
+
+
+def _row(name: str) -> dict[str, Any]:
+    model = find_model(name)
+    folders = [str(folder) for folder in cached_bundles(name)]
+    return {
+        "name": name,
+        **model.model_dump(),
+        "repositories": model.repositories,
+        "cached": folders,
+        "parameters_text": format_count(model.parameters),
+        "download_gb": model.download_bytes / 1e9,
+        "memory_gb": model.memory_bytes / 1e9,
+        "login_text": ", login" if model.login else "",
+        "cached_text": "in the cache" if folders else "",
+    }
+
+
+def format_count(parameters: int) -> str:
+    """Format a number of parameters, such as `111 M` or `7.0 B`."""
+    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M"

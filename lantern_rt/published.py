@@ -1,0 +1,173 @@
+"""Published models by name: what they need, and their bundles in a cache of this machine.
+
+`published.json` has one entry per model. The first use of a name downloads its checkpoints from the hub and exports
+them to `LANTERN_RT_CACHE` (`~/.cache/lantern-rt` unless it is set), in a folder per name and precision.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+from .bundle.hub import parse_reference
+from .engines.host import available_memory, import_onnxruntime
+from .engines.ort.providers import detect_provider
+from .errors import CheckpointError, OutputError, RequestError
+from .inputs import require_library
+from .methods import FrozenModel
+from .output.files import existing_parent
+
+if TYPE_CHECKING:
+    from .engines.contracts import Progress
+
+TABLE = Path(__file__).with_name("published.json")
+EXPORT_BYTES = 2_200_000_000  # peak memory of the largest export that was measured (docs/measurements.md)
+_MANIFEST = "bundle.json"
+
+
+class PublishedModel(FrozenModel):
+    """A published model.
+
+    Attributes:
+        family: family of the model, as in `export --family`.
+        files: hub references of its checkpoints, by option of `export`.
+        options: other options of `export`.
+        cfg_scale: guidance scale that it was trained for; None: the family's.
+        sizes: image sizes, pixels.
+        parameters: number of parameters of the target.
+        download_bytes: size of the checkpoints.
+        memory_bytes: memory to generate one image with weights in int8, estimated from sizes.
+        licence: licence of the weights, as its publisher names it.
+        login: whether the hub asks for a login.
+    """
+
+    family: str
+    files: dict[str, str]
+    options: dict[str, int]
+    cfg_scale: float | None = None
+    sizes: str
+    parameters: int
+    download_bytes: int
+    memory_bytes: int
+    licence: str
+    login: bool = False
+
+    @property
+    def export_options(self) -> dict[str, Any]:
+        """Options of `export` by name."""
+        return {**self.files, **self.options}
+
+    @property
+    def repositories(self) -> list[str]:
+        """Hub repositories of the checkpoints, each once."""
+        return [*dict.fromkeys(parse_reference(text, CheckpointError)[0] for text in self.files.values())]
+
+
+@cache
+def published_models() -> dict[str, PublishedModel]:
+    """Return the published models by name."""
+    return TypeAdapter(dict[str, PublishedModel]).validate_json(TABLE.read_bytes())
+
+
+def find_model(name: str) -> PublishedModel:
+    """Return a published model; raise RequestError if the name is unknown."""
+    models = published_models()
+    if name not in models:
+        remedy = "`lantern-rt models` lists the names"
+        raise RequestError(field="model", found=repr(name), expected="the name of a published model", remedy=remedy)
+    return models[name]
+
+
+def cache_folder() -> Path:
+    """Return the folder of cached bundles."""
+    chosen = os.environ.get("LANTERN_RT_CACHE")
+    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lantern-rt"
+
+
+def default_precision() -> str:
+    """Return the precision of cached bundles on this host: `fp16` with an NVIDIA GPU, else `int8`."""
+    return "fp16" if detect_provider(import_onnxruntime()) == "cuda" else "int8"
+
+
+def cached_bundles(name: str) -> list[Path]:
+    """Return the cached bundles of a published model, in all precisions."""
+    return sorted(path.parent for path in cache_folder().glob(f"{name}@*/{_MANIFEST}"))
+
+
+def cached_bundle(name: str) -> Path | None:
+    """Return the cached bundle of a published model for this host, None if there is none."""
+    folder = cache_folder() / f"{name}@{default_precision()}"
+    return folder if (folder / _MANIFEST).is_file() else None
+
+
+def check_host(name: str) -> None:
+    """Check that a published model can be downloaded, exported and used on this host.
+
+    Args:
+        name: name of the model.
+
+    Raises:
+        EngineError: a library that exports need is not installed.
+        RequestError: there is too little memory.
+        OutputError: there is too little disk.
+        CheckpointError: the hub asks for a login, and there is none.
+    """
+    model = find_model(name)
+    for library in ("torch", "onnx", "onnxruntime"):
+        require_library(library, "export", "cpu,export")
+    from huggingface_hub import constants, get_token
+
+    needed = max(EXPORT_BYTES, model.memory_bytes * (2 if default_precision() == "fp16" else 1))
+    if (free := available_memory()) < needed:
+        found = f"{free / 1e9:.1f} GB free"
+        raise RequestError(field="memory", found=found, expected=f"{needed / 1e9:.1f} GB", remedy="use a smaller model")
+    hub = Path(constants.HF_HUB_CACHE)
+    downloaded = sum(_downloaded_bytes(hub, repository) for repository in model.repositories)
+    # The checkpoints, and a bundle, which is not larger than they are.
+    needs = {hub: 2 * model.download_bytes - downloaded, cache_folder(): model.download_bytes}
+    for folder, size in needs.items():
+        if (free := shutil.disk_usage(existing_parent(folder)).free) < size:
+            found = f"{free / 1e9:.1f} GB free on the disk"
+            remedy = "set HF_HOME and LANTERN_RT_CACHE to folders on a larger disk"
+            raise OutputError(field=str(folder), found=found, expected=f"{size / 1e9:.1f} GB", remedy=remedy)
+    if model.login and get_token() is None:
+        pages = " and ".join(f"https://huggingface.co/{repository}" for repository in model.repositories)
+        remedy = f"accept the terms at {pages}, then run `hf auth login`"
+        raise CheckpointError("the hub asks for a login", field=name, remedy=remedy)
+
+
+def _downloaded_bytes(hub: Path, repository: str) -> int:
+    blobs = hub / f"models--{repository.replace('/', '--')}" / "blobs"
+    return sum(file.stat().st_size for file in blobs.glob("*") if file.suffix != ".incomplete")
+
+
+def export_published(name: str, progress: Progress | None = None) -> Path:
+    """Download a published model, unless the hub's cache has it, and export it to the cache of bundles.
+
+    Args:
+        name: name of the model.
+        progress: progress callback.
+
+    Returns:
+        The folder of the bundle, which appears whole or not at all.
+
+    Raises:
+        LanternError: as `check_host`; the hub cannot be reached; or the export fails.
+    """
+    check_host(name)
+    from .export.graph.precision import read_precisions
+    from .export.progress import silent
+    from .export.registry import read_family
+    from .export.writer import export_model
+
+    model = find_model(name)
+    precision = default_precision()
+    precisions = read_precisions("int8") if precision == "int8" else read_precisions(compute="float16", vq="fp16")
+    loaded = read_family(model.family, model.export_options, progress or silent, model.cfg_scale)
+    output = cache_folder() / f"{name}@{precision}"
+    return export_model(loaded, output, name=name, precisions=precisions, progress=progress or silent)
