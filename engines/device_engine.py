@@ -115,24 +115,24 @@ class LogitRows(DeviceRows, DeviceLogits):
         """Return whether there is a sampling graph for these settings."""
         return SamplingHead.supports(sampling)
 
-    def best_codes(self, requests: Sequence[SampleRequest], most: int) -> list[tuple[Ints, Floats]]:
+    def best_codes(self, samples: Sequence[SampleRequest], count: int) -> list[tuple[Ints, Floats]]:
         """Return the tokens of highest score, as `best_codes` does on the host up to rounding.
 
         Requests with the same filters are sampled together.
         """
         vocab_size = self._value.shape()[2]
         heads = [
-            SamplingHead.from_sampling(request.sampling, vocab_size, most, request.noise is not None)
-            for request in requests
+            SamplingHead.from_sampling(sample.sampling, vocab_size, count, sample.noise is not None)
+            for sample in samples
         ]
         results: dict[int, tuple[Ints, Floats]] = {}
         for head in dict.fromkeys(heads):
             indices = [i for i, requested in enumerate(heads) if requested == head]
-            codes, scores = self.bound.sample(head, [requests[i] for i in indices])
+            codes, scores = self.bound.sample(head, [samples[i] for i in indices])
             for row, i in enumerate(indices):
-                count = len(requests[i].positions)
-                results[i] = (codes[row, :count], scores[row, :count])
-        return [results[i] for i in range(len(requests))]
+                nodes = len(samples[i].positions)
+                results[i] = (codes[row, :nodes], scores[row, :nodes])
+        return [results[i] for i in range(len(samples))]
 
 
 class DeviceEngine(ABC):

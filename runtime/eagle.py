@@ -28,7 +28,7 @@ from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, Static
 from .tree_drafts import TreeDrafter
 from .tree_names import parse_tree
 
-MOST_SLOTS = 64  # committed ones of a row that are run together, its prefix apart
+MAX_SLOTS = 64  # committed ones of a row that are run together, its prefix apart
 
 
 def _slots(shape: StaticTree | DynamicTree) -> int:
@@ -39,7 +39,7 @@ def _slots(shape: StaticTree | DynamicTree) -> int:
 class LevelOutput:
     """Slots that were run together, and where the output has what came of them."""
 
-    sees: Bools  # what each saw of the draft, bool `[sequences, slots, drafted]`
+    attends_to: Bools  # what each saw of the draft, bool `[sequences, slots, drafted]`
     logits: DeviceArray  # of the output, `[rows, nodes, vocab_size]`
     hidden: DeviceArray  # of the output, `[rows, nodes, hidden_size]`
     nodes: Ints  # of the output that the slots are, int64 `[rows, slots]`
@@ -73,11 +73,11 @@ class EagleDrafter(TreeDrafter):
         self.last_position = model.num_positions - 1 + model.layout.position_shift
         self.row_end = model.row_end
         self.slots = _slots(self.shape) * (1 if self.row_end is None else 2)
-        self.most = min(model.max_nodes, MOST_SLOTS)
+        self.max_slots = min(model.max_nodes, MAX_SLOTS)
         self.sequences: list[ImageSequence] = []  # as rows of the cache, whose rows are those of each sequence in turn
         self.cache: Cache | None = None
         self.pending: dict[ImageSequence, PendingSlots] = {}
-        self._arrange()
+        self._index_rows()
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Remember tokens and hidden states of a pass; they are run with the next draft."""
@@ -89,7 +89,7 @@ class EagleDrafter(TreeDrafter):
             if pending is None:
                 rows = one.sequence.rows if one.sequence in joining else []
                 pending = self.pending[one.sequence] = PendingSlots([row.drafter_tokens(self.layout) for row in rows])
-            pending.hidden = [[_read(states) for states in earlier] for earlier in pending.hidden]
+            pending.hidden = [[_read_states(states) for states in earlier] for earlier in pending.hidden]
             pending.tokens.append(
                 one.sequence.raster.insert_row_ends(one.tokens, len(one.sequence.codes) - len(one.tokens))
             )
@@ -102,11 +102,11 @@ class EagleDrafter(TreeDrafter):
         if all(stays):
             return
         if any(stays):
-            self._cache.keep_rows(np.flatnonzero(np.repeat(stays, self._sides())))
+            self._cache.keep_rows(np.flatnonzero(np.repeat(stays, self._rows_per_sequence())))
         else:
             self.cache = None
         self.sequences = [sequence for sequence, staying in zip(self.sequences, stays, strict=True) if staying]
-        self._arrange()
+        self._index_rows()
         self.pending = {sequence: pending for sequence, pending in self.pending.items() if sequence in self.sequences}
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
@@ -127,7 +127,7 @@ class EagleDrafter(TreeDrafter):
         assert self.cache is not None
         return self.cache
 
-    def _sides(self) -> list[int]:
+    def _rows_per_sequence(self) -> list[int]:
         return [len(sequence.rows) for sequence in self.sequences]
 
     def _join(self, sequences: Sequence[ImageSequence]) -> None:
@@ -138,43 +138,45 @@ class EagleDrafter(TreeDrafter):
         else:
             self.cache.extend(cache)
         self.sequences += sequences
-        self._arrange()
+        self._index_rows()
 
-    def _arrange(self) -> None:
+    def _index_rows(self) -> None:
         """Which sequence a row is of, and the prefix columns it does not see: after sequences have joined or left."""
-        self.request_of = np.repeat(np.arange(len(self.sequences)), self._sides())  # [rows]
-        self.first_row = np.searchsorted(self.request_of, np.arange(len(self.sequences)))  # [sequences]
+        self.sequence_of_row = np.repeat(np.arange(len(self.sequences)), self._rows_per_sequence())  # [rows]
+        self.first_row = np.searchsorted(self.sequence_of_row, np.arange(len(self.sequences)))  # [sequences]
         padding = stack_padding([~row.real for sequence in self.sequences for row in sequence.rows])
         self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])
 
-    def _rows(self) -> list[Ints]:
-        return [first + np.arange(sides) for first, sides in zip(self.first_row, self._sides(), strict=True)]
+    def _batch_rows(self) -> list[Ints]:
+        return [
+            first + np.arange(sides) for first, sides in zip(self.first_row, self._rows_per_sequence(), strict=True)
+        ]
 
-    def _top_children(self, level: LevelOutput, depth: int, most: int, noisy: bool) -> list[tuple[Ints, Floats]]:
-        noises = [one.noise if noisy and not one.sampling.greedy else None for one in self.sequences]
+    def _top_children(self, level: LevelOutput, depth: int, count: int, add_noise: bool) -> list[tuple[Ints, Floats]]:
+        noises = [one.noise if add_noise and not one.sampling.greedy else None for one in self.sequences]
         on_device = level.logits
         if isinstance(on_device, DeviceLogits) and all(
             on_device.can_sample(sequence.sampling) for sequence in self.sequences
         ):
             samples = []
-            for sequence, rows, noise in zip(self.sequences, self._rows(), noises, strict=True):
+            for sequence, rows, noise in zip(self.sequences, self._batch_rows(), noises, strict=True):
                 positions = np.full(level.nodes.shape[1], len(sequence.codes) + depth)
                 own = slice(int(rows[0]), int(rows[-1]) + 1)
                 samples.append(SampleRequest(own, level.nodes[rows], sequence.sampling, noise, positions))
-            return on_device.best_codes(samples, most)
+            return on_device.best_codes(samples, count)
         best = []
-        for sequence, rows, noise in zip(self.sequences, self._rows(), noises, strict=True):
+        for sequence, rows, noise in zip(self.sequences, self._batch_rows(), noises, strict=True):
             logits = level.logits[rows[:, None], level.nodes[rows]]  # [sides, slots, vocab_size]
             values = shape_logits(apply_guidance(logits, sequence.sampling), sequence.sampling)
             if noise is not None:
                 values = values + noise.gumbel(len(sequence.codes) + depth, 1, values.shape[1])
-            best.append(best_codes(values, most))
+            best.append(best_codes(values, count))
         return best
 
     def _commit_slots(self) -> LevelOutput:
         """Run the committed slots, append them, and return the last slot as the root's level.
 
-        At most `self.most` of each row at a time, besides its prefix: those of passes over known codes, if any.
+        At most `self.max_slots` of each row at a time, besides its prefix: those of passes over known codes, if any.
         All rows end in the last pass.
         """
         read, states = self._pending_slots()
@@ -182,11 +184,11 @@ class EagleDrafter(TreeDrafter):
         lengths = self._cache.lengths.tolist()
         # slots to be run, a prefix apart
         left = [len(own) - (0 if n else prefix) for own, n, prefix in zip(read, lengths, prefixes, strict=True)]
-        for later in range((max(left) - 1) // self.most * self.most, 0, -self.most):
+        for later in range((max(left) - 1) // self.max_slots * self.max_slots, 0, -self.max_slots):
             counts = [len(own) - later if slots > later else 0 for own, slots in zip(read, left, strict=True)]
             self._run_committed(read, states, counts)
             read = [own[count:] for own, count in zip(read, counts, strict=True)]
-            states = [_read(own)[count:] for own, count in zip(states, counts, strict=True)]
+            states = [_read_states(own)[count:] for own, count in zip(states, counts, strict=True)]
             left = [min(slots, later) for slots in left]
         counts = [len(own) for own in read]
         output = self._run_committed(read, states, counts)
@@ -199,7 +201,9 @@ class EagleDrafter(TreeDrafter):
         hidden: list[Floats | HiddenView] = []
         for one in (self.pending.pop(sequence) for sequence in self.sequences):
             codes = np.concatenate(one.tokens) + self.layout.code_offset
-            own = [p[0] if len(p) == 1 else np.concatenate([*map(_read, p)]) for p in zip(*one.hidden, strict=True)]
+            own = [
+                p[0] if len(p) == 1 else np.concatenate([*map(_read_states, p)]) for p in zip(*one.hidden, strict=True)
+            ]
             read += [np.concatenate([prefix, codes]) for prefix in one.prefix] or [codes] * len(own)
             hidden += own
         return read, hidden
@@ -246,13 +250,15 @@ class EagleDrafter(TreeDrafter):
         after = self._expand(np.full_like(same, self.row_end), same, depth, level, behind=1)
         if ends.all():
             return after
-        both = [after if ends[sequence] else level for sequence in self.request_of]  # of each row
+        both = [after if ends[sequence] else level for sequence in self.sequence_of_row]  # of each row
         logits, hidden = (
             np.stack([getattr(own, name)[row, own.nodes[row]] for row, own in enumerate(both)])
             for name in ("logits", "hidden")
         )
-        before = np.pad(level.sees, ((0, 0), (0, 0), (0, slots)))
-        return LevelOutput(np.where(ends[:, None, None], after.sees, before), logits, hidden, same[self.request_of])
+        before = np.pad(level.attends_to, ((0, 0), (0, 0), (0, slots)))
+        return LevelOutput(
+            np.where(ends[:, None, None], after.attends_to, before), logits, hidden, same[self.sequence_of_row]
+        )
 
     def _expand(self, tokens: Ints, parents: Ints, depth: int, level: LevelOutput, behind: int = 0) -> LevelOutput:
         """Run the draft nodes below `level` and append their slots.
@@ -263,43 +269,43 @@ class EagleDrafter(TreeDrafter):
         sequences, slots = tokens.shape
         rows = len(level.nodes)
         padded = max(MIN_NODES, slots)
-        drafted = level.sees.shape[2]
+        drafted = level.attends_to.shape[2]
         base = self._cache.lengths - drafted  # committed slots, [rows]
         codes = np.zeros((rows, padded), np.int64)
-        codes[:, :slots] = tokens[self.request_of] + self.layout.code_offset
+        codes[:, :slots] = tokens[self.sequence_of_row] + self.layout.code_offset
         before = np.repeat(level.nodes[:, :1], padded, 1)
-        before[:, :slots] = level.nodes[np.arange(rows)[:, None], parents[self.request_of]]
+        before[:, :slots] = level.nodes[np.arange(rows)[:, None], parents[self.sequence_of_row]]
         states = HiddenView(level.hidden, np.repeat(np.arange(rows)[:, None], padded, 1), before)
-        sees = np.zeros((sequences, slots, drafted + slots), bool)
-        sees[:, :, :drafted] = level.sees[np.arange(sequences)[:, None], parents]
-        sees[:, :, drafted:] = np.eye(slots, dtype=bool)
+        attends_to = np.zeros((sequences, slots, drafted + slots), bool)
+        attends_to[:, :, :drafted] = level.attends_to[np.arange(sequences)[:, None], parents]
+        attends_to[:, :, drafted:] = np.eye(slots, dtype=bool)
         attention_mask, past_length = self._committed_mask(base, padded)
         attention_mask[:, :, past_length:] = np.eye(padded, dtype=bool)
         for row, start in enumerate(base.tolist()):
-            attention_mask[row, :slots, start : start + drafted] = sees[self.request_of[row], :, :drafted]
+            attention_mask[row, :slots, start : start + drafted] = attends_to[self.sequence_of_row[row], :, :drafted]
         below = np.array([_tokens_below(sequence, depth) for sequence in self.sequences])
-        positions = np.repeat((base + below[self.request_of] + behind - 1)[:, None], padded, 1)
+        positions = np.repeat((base + below[self.sequence_of_row] + behind - 1)[:, None], padded, 1)
         output = self._run(codes, states, positions, attention_mask)
         self.clock.append(self._cache, output.new_kv, [np.arange(slots)] * rows)
-        return LevelOutput(sees, output.logits, output.hidden, np.repeat(np.arange(slots)[None], rows, 0))
+        return LevelOutput(attends_to, output.logits, output.hidden, np.repeat(np.arange(slots)[None], rows, 0))
 
     def _draft_static(self, shape: StaticTree, roots: Ints, level: LevelOutput) -> list[DraftTree]:
-        fillings = [StaticTreeBuilder(shape, int(root)) for root in roots]
+        builders = [StaticTreeBuilder(shape, int(root)) for root in roots]
         levels: list[LevelOutput] = []
         for depth, inner in enumerate(shape.levels):
             if depth > 0:
                 slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
-                tokens = np.stack([filling.tokens[inner] for filling in fillings])
+                tokens = np.stack([builder.tokens[inner] for builder in builders])
                 level = self._expand(tokens, np.repeat(slots[None], len(roots), 0), depth, level)
             level = self._append_row_ends(level, depth)
             levels.append(level)
-            most = max(len(shape.children[node]) for node in inner)
-            for filling, best in zip(fillings, self._top_children(level, depth, most, noisy=True), strict=True):
-                filling.add_children(inner, *best)
+            count = max(len(shape.children[node]) for node in inner)
+            for builder, best in zip(builders, self._top_children(level, depth, count, add_noise=True), strict=True):
+                builder.add_children(inner, *best)
         trees: list[DraftTree] = []
-        for sequence, rows, filling in zip(self.sequences, self._rows(), fillings, strict=True):
+        for sequence, rows, builder in zip(self.sequences, self._batch_rows(), builders, strict=True):
             proposal = partial(_proposal, shape, levels, rows, sequence.sampling) if self.relaxed else no_proposal
-            trees.append(filling.build(proposal, sequence.sampling.greedy))
+            trees.append(builder.build(proposal, sequence.sampling.greedy))
         return trees
 
     def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: LevelOutput) -> list[DraftTree]:
@@ -315,7 +321,7 @@ class EagleDrafter(TreeDrafter):
                 )
                 level = self._expand(codes, parents, depth, level)
             level = self._append_row_ends(level, depth)
-            best = self._top_children(level, depth, shape.branch, noisy=not self.relaxed)
+            best = self._top_children(level, depth, shape.branch, add_noise=not self.relaxed)
             for builder, nodes, (codes, scores) in zip(builders, chosen, best, strict=True):
                 builder.add_children(nodes, codes[: len(nodes)], scores[: len(nodes)])
         return [builder.prune(shape.nodes) for builder in builders]
@@ -335,7 +341,7 @@ def _proposal(shape: StaticTree, levels: list[LevelOutput], rows: Ints, sampling
     return shape_distribution(apply_guidance(logits, sampling), sampling)
 
 
-def _read(states: Floats | HiddenView) -> Floats:
+def _read_states(states: Floats | HiddenView) -> Floats:
     return states.read() if isinstance(states, HiddenView) else states
 
 
@@ -347,7 +353,7 @@ def _stack_hidden(states: list[Floats | HiddenView], counts: list[int], slots: i
             if isinstance(own, HiddenView):
                 rows[row, :count], nodes[row, :count] = own.rows[:count], own.nodes[:count]
         return HiddenView(first.source, rows, nodes)
-    read = [_read(own) for own in states]
+    read = [_read_states(own) for own in states]
     joined = np.zeros((len(read), slots, read[0].shape[-1]), np.float32)
     for row, count in enumerate(counts):
         joined[row, :count] = read[row][:count]

@@ -36,7 +36,7 @@ class HeadDrafter(TreeDrafter):
     def __init__(self, heads: DraftHeads) -> None:
         super().__init__()
         self._heads = heads
-        self._ahead: dict[ImageSequence, DraftHeadState] = {}
+        self._states: dict[ImageSequence, DraftHeadState] = {}
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Keep what a pass said about positions that are undecided."""
@@ -44,24 +44,24 @@ class HeadDrafter(TreeDrafter):
             method = one.sequence.method
             ours = isinstance(method, Sjd) or (isinstance(method, Drafted) and method.uses_draft_heads)
             if one.sequence.remaining and ours:
-                if one.sequence not in self._ahead:
-                    self._ahead[one.sequence] = DraftHeadState(one.sequence, self._heads)
-                self._ahead[one.sequence].update(one)
+                if one.sequence not in self._states:
+                    self._states[one.sequence] = DraftHeadState(one.sequence, self._heads)
+                self._states[one.sequence].update(one)
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
         """Return a chain or tree for every sequence."""
-        return [self._ahead[sequence].draft() for sequence in sequences]
+        return [self._states[sequence].draft() for sequence in sequences]
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
         """Forget these sequences."""
         for sequence in sequences:
-            self._ahead.pop(sequence, None)
+            self._states.pop(sequence, None)
 
 
 class UnacceptedPosition(NamedTuple):
     """What the last pass said about a position that it left undecided."""
 
-    left: int  # the code that stood before it
+    previous: int  # the code that stood before it
     logits: Floats  # guided, `[vocab_size]`
     gate: Floats  # of `DraftHeads.gates`
 
@@ -73,7 +73,7 @@ class DraftHeadState:
         self.sequence, self.heads = sequence, heads
         # see `DraftHeads.context`
         self.context = np.zeros((sequence.raster.num_codes, 2, heads.left.shape[1]), np.float32)
-        self.late: dict[int, UnacceptedPosition] = {}  # by position
+        self.unaccepted: dict[int, UnacceptedPosition] = {}  # by position
 
     def update(self, commit: Commit) -> None:
         """Take in a pass over a draft of any method."""
@@ -86,29 +86,29 @@ class DraftHeadState:
         rows = np.arange(commit.rows.start, commit.rows.stop)[:, None]
         states = apply_guidance(commit.hidden[rows, nodes], self.sequence.sampling)  # [nodes, hidden_size]
         self.context[done - count : done] = self.heads.context(states[:count])
-        self.late = {}
+        self.unaccepted = {}
         for i, (node, gate) in enumerate(zip(undecided, self.heads.gates(states[count:]), strict=True)):
             assert commit.draft is not None
-            self.late[done + i] = UnacceptedPosition(
+            self.unaccepted[done + i] = UnacceptedPosition(
                 int(commit.draft.tokens[node]), commit.target.guided_logits(node), gate
             )
 
     def draft(self) -> DraftTree:
         """The next draft, of the method in use."""
-        method, most = self.sequence.method, self.sequence.tokens_until_preserved() - 1
+        method, max_depth = self.sequence.method, self.sequence.tokens_until_preserved() - 1
         if isinstance(method, Sjd):
-            return self._chain(min(self.sequence.window, most))
+            return self._chain(min(self.sequence.window, max_depth))
         assert isinstance(method, Drafted)
         shape = parse_tree(method.tree)
-        return self._static(shape, most) if isinstance(shape, StaticTree) else self._dynamic(shape, most)
+        return self._static(shape, max_depth) if isinstance(shape, StaticTree) else self._dynamic(shape, max_depth)
 
-    def logits(self, position: int, left: Ints) -> Floats:
+    def logits(self, position: int, previous: Ints) -> Floats:
         """Guided logits of a code at an undecided position after each of some codes `[n]`: `[n, vocab_size]`."""
-        if (late := self.late.get(position)) is None:
-            return self.heads.predict(left, position - self.sequence.raster.columns, self.context)
-        if len(left) == 1 and left[0] == late.left:
-            return late.logits[None]
-        return late.logits + self.heads.correction(late.gate, late.left, left)
+        if (unaccepted := self.unaccepted.get(position)) is None:
+            return self.heads.predict(previous, position - self.sequence.raster.columns, self.context)
+        if len(previous) == 1 and previous[0] == unaccepted.previous:
+            return unaccepted.logits[None]
+        return unaccepted.logits + self.heads.correction(unaccepted.gate, unaccepted.previous, previous)
 
     def perturb_logits(self, position: int, logits: Floats, add_noise: bool = True) -> Floats:
         """Return shaped logits plus the Gumbel noise of a position.
@@ -132,19 +132,19 @@ class DraftHeadState:
         proposal = no_proposal if self.sequence.exact else partial(_chain_proposal, levels, self.sequence.sampling)
         return DraftTree(np.array(codes, np.int64), np.arange(length + 1, dtype=np.int64) - 1, proposal)
 
-    def _static(self, shape: StaticTree, most: int) -> DraftTree:
-        filling, first = StaticTreeBuilder(shape, self.sequence.codes[-1]), len(self.sequence.codes)
+    def _static(self, shape: StaticTree, max_depth: int) -> DraftTree:
+        builder, first = StaticTreeBuilder(shape, self.sequence.codes[-1]), len(self.sequence.codes)
         levels: list[Floats] = []
-        for depth, inner in enumerate(shape.levels[:most]):
-            levels.append(self.logits(first + depth, filling.tokens[inner]))
+        for depth, inner in enumerate(shape.levels[:max_depth]):
+            levels.append(self.logits(first + depth, builder.tokens[inner]))
             children = max(len(shape.children[node]) for node in inner)
-            filling.add_children(inner, *best_codes(self.perturb_logits(first + depth, levels[-1]), children))
+            builder.add_children(inner, *best_codes(self.perturb_logits(first + depth, levels[-1]), children))
         proposal = no_proposal if self.sequence.exact else partial(_proposal, shape, levels, self.sequence.sampling)
-        return filling.build(proposal, self.sequence.sampling.greedy)
+        return builder.build(proposal, self.sequence.sampling.greedy)
 
-    def _dynamic(self, shape: DynamicTree, most: int) -> DraftTree:
+    def _dynamic(self, shape: DynamicTree, max_depth: int) -> DraftTree:
         builder, first = DynamicTreeBuilder(self.sequence.codes[-1]), len(self.sequence.codes)
-        for position in range(first, first + min(shape.depth, most)):
+        for position in range(first, first + min(shape.depth, max_depth)):
             chosen = builder.best_of_last_level(shape.branch)
             values = self.perturb_logits(position, self.logits(position, builder.tokens[chosen]), self.sequence.exact)
             builder.add_children(chosen, *best_codes(values, shape.branch))

@@ -45,13 +45,13 @@ class DraftHeads:
         """What guided states `[n, hidden_size]` say about the row below, `[n, 2, units]`, to be kept."""
         return np.asarray(np.einsum("nh,shu->nsu", hidden, self.states))
 
-    def predict(self, left: Ints, above: int, context: Floats) -> Floats:
+    def predict(self, previous: Ints, above: int, context: Floats) -> Floats:
         """Guessed logits of a code after each of some codes `[n]`: `[n, codes]`.
 
         above: the cell above, below 0 in the first row. context: `[cells, 2, units]` of the states that codes were
         drawn from, zeros where they are not known.
         """
-        sums: Floats = self.left[left]
+        sums: Floats = self.left[previous]
         if above >= 0:
             sums += context[above, 0]
             sums += context[above + 1, 1]
