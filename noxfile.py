@@ -323,12 +323,14 @@ def journeys(session: nox.Session) -> None:
 
 @nox.session
 def gradio(session: nox.Session) -> None:
-    """The example for Gradio, with the older Pillow that it wants."""
+    """The programs for Gradio, with the older Pillow that it wants."""
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     limits = empty_folder("gradio") / "constraints.txt"
     limits.write_text("\n".join(line for line in lines if not line.startswith("pillow")), "utf-8")
     layer(session, "-c", str(limits), "gradio")
-    session.run("python", "-m", "pytest", "tests/unit/test_examples.py", "-k", "gradio")
+    session.run(
+        "python", "-m", "pytest", "tests/unit/test_examples.py", "tests/service/test_clients.py", "-k", "gradio"
+    )
 
 
 # ---------------------------------------------------------------- devices that are not here
