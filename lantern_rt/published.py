@@ -1,4 +1,4 @@
-"""Published models by name: what they need, and their bundles in a cache of this machine.
+"""Published models by name: their needs, and their bundles in a cache on this machine.
 
 `published.json` has one entry per model. The first use of a name downloads its checkpoints from the hub and exports
 them to `LANTERN_RT_CACHE` (`~/.cache/lantern-rt` unless it is set), in a folder per name and precision.
@@ -124,17 +124,17 @@ def check_host(name: str) -> None:
 
     needed = max(EXPORT_BYTES, model.memory_bytes * (2 if default_precision() == "fp16" else 1))
     if (free := available_memory()) < needed:
-        found = f"{free / 1e9:.1f} GB free"
-        raise RequestError(field="memory", found=found, expected=f"{needed / 1e9:.1f} GB", remedy="use a smaller model")
+        actual = f"{free / 1e9:.1f} GB free"
+        raise RequestError(field="memory", found=actual, expected=f"{needed / 1e9:.1f} GB", remedy="use a smaller model")
     hub = Path(constants.HF_HUB_CACHE)
     downloaded = sum(_downloaded_bytes(hub, repository) for repository in model.repositories)
     # The checkpoints, and a bundle, which is not larger than they are.
     needs = {hub: 2 * model.download_bytes - downloaded, cache_folder(): model.download_bytes}
     for folder, size in needs.items():
         if (free := shutil.disk_usage(existing_parent(folder)).free) < size:
-            found = f"{free / 1e9:.1f} GB free on the disk"
+            actual = f"{free / 1e9:.1f} GB free on the disk"
             remedy = "set HF_HOME and LANTERN_RT_CACHE to folders on a larger disk"
-            raise OutputError(field=str(folder), found=found, expected=f"{size / 1e9:.1f} GB", remedy=remedy)
+            raise OutputError(field=str(folder), found=actual, expected=f"{size / 1e9:.1f} GB", remedy=remedy)
     if model.login and get_token() is None:
         pages = " and ".join(f"https://huggingface.co/{repository}" for repository in model.repositories)
         remedy = f"accept the terms at {pages}, then run `hf auth login`"
@@ -157,7 +157,7 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
         The folder of the bundle, which appears whole or not at all.
 
     Raises:
-        LanternError: as `check_host`; the hub cannot be reached; or the export fails.
+        LanternError: the same as `check_host`; the hub cannot be reached; or the export fails.
     """
     check_host(name)
     from .export.graph.precision import read_precisions

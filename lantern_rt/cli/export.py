@@ -110,8 +110,8 @@ def export(
     from ..export.registry import check_family, read_family
 
     if (name is None) == (target is None):
-        found = "neither" if name is None else "both"
-        raise CheckpointError(field="target", found=found, expected="the name of a published model or --target")
+        actual = "neither" if name is None else "both"
+        raise CheckpointError(field="target", found=actual, expected="the name of a published model or --target")
     options: dict[str, Any] = {
         "target": target,
         "vq": vq,
