@@ -125,7 +125,8 @@ def check_host(name: str) -> None:
     needed = max(EXPORT_BYTES, model.memory_bytes * (2 if default_precision() == "fp16" else 1))
     if (free := available_memory()) < needed:
         actual = f"{free / 1e9:.1f} GB free"
-        raise RequestError(field="memory", found=actual, expected=f"{needed / 1e9:.1f} GB", remedy="use a smaller model")
+        remedy = "use a smaller model"
+        raise RequestError(field="memory", found=actual, expected=f"{needed / 1e9:.1f} GB", remedy=remedy)
     hub = Path(constants.HF_HUB_CACHE)
     downloaded = sum(_downloaded_bytes(hub, repository) for repository in model.repositories)
     # The checkpoints, and a bundle, which is not larger than they are.

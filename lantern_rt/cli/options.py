@@ -181,7 +181,7 @@ def download_published(name: str, yes: bool) -> None:
 
     Raises:
         RequestError: the user does not agree, or there is no terminal to ask in.
-        LanternError: as `published.export_published`.
+        LanternError: the same as for `published.export_published`.
     """
     from ..published import cache_folder, cached_bundle, check_host, export_published, find_model, published_models
     from .console import format_bytes, print_stderr, show_progress
