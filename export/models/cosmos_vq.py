@@ -62,10 +62,11 @@ def load_cosmos_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
         CheckpointError: the folder cannot be read, or has another model or unsupported FSQ levels.
     """
     checkpoint.read(keep=lambda name: not any(part in name for part in _UNUSED))
-    has_config = (checkpoint.path / "config.json").is_file()
-    configured = checkpoint.config().get("levels", _DEFAULT_LEVELS) if has_config else _DEFAULT_LEVELS
     stored = [checkpoint.weights.pop(f"{part}quantizer._levels", None) for part in ("", "inv_quant.")]
-    levels = next((tuple(table.flatten().tolist()) for table in stored if table is not None), tuple(configured))
+    levels = next((tuple(table.flatten().tolist()) for table in stored if table is not None), None)
+    if levels is None:  # NVIDIA's config.json has no levels, and a comma too many to be JSON
+        has_config = (checkpoint.path / "config.json").is_file()
+        levels = tuple(checkpoint.config().get("levels", _DEFAULT_LEVELS) if has_config else _DEFAULT_LEVELS)
     if not all(type(level) is int and 1 < level < 256 for level in levels) or prod(levels) >= 1 << 20:
         expected = "FSQ levels of 2 to 255, and fewer than 2^20 codes"
         raise checkpoint.error("quantizer._levels", found=format_value(levels), expected=expected)

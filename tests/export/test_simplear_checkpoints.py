@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_copies import COSMOS, SIMPLEAR, copied
@@ -80,6 +81,13 @@ def test_a_head_of_its_own_and_an_image_tokenizer_of_safetensors_are_read(tmp_pa
         weights = same.module.state_dict()
         assert all(torch.equal(computed(weights[name]), computed(w)) for name, w in graph.module.state_dict().items())
     assert tied.fields["sampling"].repetition_penalty == 1.1  # of generation_config.json
+
+
+def test_a_config_of_the_image_tokenizer_that_is_no_json_is_not_needed(tmp_path: Path) -> None:
+    shutil.copytree(COSMOS, tmp_path / "cosmos")
+    (tmp_path / "cosmos/config.json").write_text('{"architectures": ["CosmosTokenizer"],}')  # as NVIDIA's
+    model = read_simplear(SIMPLEAR, tmp_path / "cosmos", grid=4)
+    assert np.array_equal(model.codebook, read_simplear(SIMPLEAR, COSMOS, grid=4).codebook)
 
 
 def test_sizes_are_a_square_shapes_of_its_area_and_the_smaller_squares_of_training() -> None:
