@@ -1,11 +1,13 @@
 """Draft trees from an EAGLE drafter, for several sequences at once.
 
-A drafter slot p reads token p + 1 and the hidden state of position p, and predicts the hidden state p + 1.
-Slots of committed tokens stay in the drafter's cache; slots of draft nodes are dropped after each draft.
-Children are the k best of log q + g, with the noise g of their position: what the target chooses if it agrees, and k
-draws without replacement from q, which relaxed acceptance is told. Dynamic trees grow where the sum along a path of the
-logarithm of softmax(log q + g) is highest, which says how likely the target is to agree, given the noise. For relaxed
-acceptance they take the most probable tokens instead, as does greedy decoding.
+Drafter slot p reads token p + 1 and the hidden state of position p, and predicts the hidden state of position p + 1.
+Slots of committed tokens stay in the drafter's cache; slots of draft nodes are removed after each draft.
+
+The children of a node are the k tokens with the highest log q + g, where q is the drafter's distribution and g the
+Gumbel noise of the position. The target samples with the same noise, so where both distributions agree it chooses the
+first child. The k children are also samples from q without replacement, as relaxed acceptance requires. A dynamic tree
+expands the paths with the highest sums of log softmax(log q + g). These estimate how likely the target is to accept a
+path, given the noise. With relaxed acceptance or greedy decoding, a dynamic tree takes the most probable tokens.
 """
 
 from __future__ import annotations
@@ -28,43 +30,48 @@ from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, Static
 from .tree_drafts import TreeDrafter
 from .tree_names import parse_tree
 
-MAX_SLOTS = 64  # committed ones of a row that are run together, its prefix apart
+MAX_SLOTS = 64  # maximum number of committed slots of a row in one drafter pass, without the prefix
 
 
-def _slots(shape: StaticTree | DynamicTree) -> int:
+def _num_draft_slots(shape: StaticTree | DynamicTree) -> int:
     return max(shape.nodes, shape.depth * shape.branch) if isinstance(shape, DynamicTree) else shape.nodes
 
 
 @dataclass
 class LevelOutput:
-    """Slots that were run together, and where the output has what came of them."""
+    """Output of a drafter pass at the slots of one tree level."""
 
-    attends_to: Bools  # what each saw of the draft, bool `[sequences, slots, drafted]`
-    logits: DeviceArray  # of the output, `[rows, nodes, vocab_size]`
-    hidden: DeviceArray  # of the output, `[rows, nodes, hidden_size]`
-    nodes: Ints  # of the output that the slots are, int64 `[rows, slots]`
+    attends_to: Bools  # draft slots in the cache that each slot attends to, bool `[sequences, slots, drafted]`
+    logits: DeviceArray  # logits of the pass, `[rows, nodes, vocab_size]`
+    hidden: DeviceArray  # hidden states of the pass, `[rows, nodes, hidden_size]`
+    nodes: Ints  # pass node of each slot, int64 `[rows, slots]`
 
 
 @dataclass
 class PendingSlots:
-    """Slots of a sequence that were committed, and not run yet."""
+    """Committed slots of a sequence that the drafter has not run."""
 
-    prefix: list[Ints]  # tokens of each row's prefix slots, until they are run
-    # pass by pass those after committed positions, ends of rows included, the root last
+    prefix: list[Ints]  # tokens of each row's prefix slots; empty once they have been run
+    # Tokens that each target pass committed, with end-of-row tokens; the very last is the root of the next draft.
     tokens: list[Ints] = field(default_factory=list)
-    # pass by pass, per row the target's hidden states at these positions, prefix included, float32 `[slots,
-    # hidden_size]`
+    # Hidden states of each target pass, float32 `[slots, hidden_size]` per row. The first pass includes the prefix.
     hidden: list[list[Floats | HiddenView]] = field(default_factory=list)
 
 
 class EagleDrafter(TreeDrafter):
-    """Drafts for sequences of one method."""
+    """Drafter that runs an EAGLE model for all sequences with the same method.
+
+    Args:
+        model: engines and layout; `model.drafter` must be set.
+        method: tree and acceptance of the drafts.
+        clock: counter of drafter passes and of their time.
+    """
 
     needs_new_codes = True
 
     def __init__(self, model: Model, method: Drafted, clock: Clock) -> None:
         super().__init__(model.max_nodes)
-        assert model.drafter is not None  # sequences are refused where there is none
+        assert model.drafter is not None  # requests for EAGLE methods are rejected before this
         self.engine: Engine = model.drafter
         self.shape = parse_tree(method.tree)
         self.relaxed = not method.exact
@@ -72,32 +79,36 @@ class EagleDrafter(TreeDrafter):
         self.layout = model.layout
         self.last_position = model.num_positions - 1 + model.layout.position_shift
         self.row_end = model.row_end
-        self.slots = _slots(self.shape) * (1 if self.row_end is None else 2)
+        # End-of-row tokens may follow all draft tokens.
+        self.draft_slots = _num_draft_slots(self.shape) * (1 if self.row_end is None else 2)
         self.max_slots = min(model.max_nodes, MAX_SLOTS)
-        self.sequences: list[ImageSequence] = []  # as rows of the cache, whose rows are those of each sequence in turn
+        self.sequences: list[ImageSequence] = []  # sequences of the cache rows, in their order
         self.cache: Cache | None = None
         self.pending: dict[ImageSequence, PendingSlots] = {}
         self._index_rows()
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Remember tokens and hidden states of a pass; they are run with the next draft."""
-        joining = [one.sequence for one in commits if one.sequence not in self.sequences]
+        """Store tokens and hidden states of a target pass; `draft_trees` runs them."""
+        joining = [commit.sequence for commit in commits if commit.sequence not in self.sequences]
         if joining:
             self._join(joining)
-        for one in commits:
-            pending = self.pending.get(one.sequence)
+        for commit in commits:
+            sequence = commit.sequence
+            pending = self.pending.get(sequence)
             if pending is None:
-                rows = one.sequence.rows if one.sequence in joining else []
-                pending = self.pending[one.sequence] = PendingSlots([row.drafter_tokens(self.layout) for row in rows])
+                rows = sequence.rows if sequence in joining else []
+                pending = self.pending[sequence] = PendingSlots([row.drafter_tokens(self.layout) for row in rows])
+            # A view keeps the whole output of its pass in memory, so only the latest states stay views.
             pending.hidden = [[_read_states(states) for states in earlier] for earlier in pending.hidden]
-            pending.tokens.append(
-                one.sequence.raster.insert_row_ends(one.tokens, len(one.sequence.codes) - len(one.tokens))
+            first = len(sequence.codes) - len(commit.tokens)
+            pending.tokens.append(sequence.raster.insert_row_ends(commit.tokens, first))
+            nodes_of_row = enumerate(commit.nodes, commit.rows.start)
+            pending.hidden.append(
+                [HiddenView(commit.hidden, np.full(len(nodes), row), nodes) for row, nodes in nodes_of_row]
             )
-            sides = enumerate(one.nodes, one.rows.start)
-            pending.hidden.append([HiddenView(one.hidden, np.full(len(kept), row), kept) for row, kept in sides])
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
-        """Forget these sequences."""
+        """Delete the pending slots and cache rows of these sequences."""
         stays = [sequence not in sequences for sequence in self.sequences]
         if all(stays):
             return
@@ -110,8 +121,8 @@ class EagleDrafter(TreeDrafter):
         self.pending = {sequence: pending for sequence, pending in self.pending.items() if sequence in self.sequences}
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
-        """Commit new slots and draft one tree per sequence; `sequences` are all that take part."""
-        roots = np.array([self.pending[one].tokens[-1][-1] for one in self.sequences], np.int64)
+        """Run the pending slots, and return one tree for each of `sequences`, which must be all of this drafter."""
+        roots = np.array([self.pending[sequence].tokens[-1][-1] for sequence in self.sequences], np.int64)
         level = self._commit_slots()
         committed = self._cache.lengths.copy()
         if isinstance(self.shape, StaticTree):
@@ -131,7 +142,7 @@ class EagleDrafter(TreeDrafter):
         return [len(sequence.rows) for sequence in self.sequences]
 
     def _join(self, sequences: Sequence[ImageSequence]) -> None:
-        columns = max(sequence.cache_columns for sequence in sequences) + self.slots
+        columns = max(sequence.cache_columns for sequence in sequences) + self.draft_slots
         cache = self.engine.new_cache(sum(len(sequence.rows) for sequence in sequences), columns)
         if self.cache is None:
             self.cache = cache
@@ -141,19 +152,19 @@ class EagleDrafter(TreeDrafter):
         self._index_rows()
 
     def _index_rows(self) -> None:
-        """Which sequence a row is of, and the prefix columns it does not see: after sequences have joined or left."""
+        """Update the sequence and the prefix padding of every row, after sequences have joined or left."""
         self.sequence_of_row = np.repeat(np.arange(len(self.sequences)), self._rows_per_sequence())  # [rows]
         self.first_row = np.searchsorted(self.sequence_of_row, np.arange(len(self.sequences)))  # [sequences]
         padding = stack_padding([~row.real for sequence in self.sequences for row in sequence.rows])
         self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])
 
     def _batch_rows(self) -> list[Ints]:
-        return [
-            first + np.arange(sides) for first, sides in zip(self.first_row, self._rows_per_sequence(), strict=True)
-        ]
+        """Return the batch rows of each sequence."""
+        return np.split(np.arange(len(self.sequence_of_row)), self.first_row[1:])
 
     def _top_children(self, level: LevelOutput, depth: int, count: int, add_noise: bool) -> list[tuple[Ints, Floats]]:
-        noises = [one.noise if add_noise and not one.sampling.greedy else None for one in self.sequences]
+        """Return the best children of every slot at `depth`: per sequence tokens and scores, both `[slots, count]`."""
+        noises = [sequence.noise if add_noise and not sequence.sampling.greedy else None for sequence in self.sequences]
         on_device = level.logits
         if isinstance(on_device, DeviceLogits) and all(
             on_device.can_sample(sequence.sampling) for sequence in self.sequences
@@ -161,12 +172,12 @@ class EagleDrafter(TreeDrafter):
             samples = []
             for sequence, rows, noise in zip(self.sequences, self._batch_rows(), noises, strict=True):
                 positions = np.full(level.nodes.shape[1], len(sequence.codes) + depth)
-                own = slice(int(rows[0]), int(rows[-1]) + 1)
-                samples.append(SampleRequest(own, level.nodes[rows], sequence.sampling, noise, positions))
+                batch_rows = slice(int(rows[0]), int(rows[-1]) + 1)
+                samples.append(SampleRequest(batch_rows, level.nodes[rows], sequence.sampling, noise, positions))
             return on_device.best_codes(samples, count)
         best = []
         for sequence, rows, noise in zip(self.sequences, self._batch_rows(), noises, strict=True):
-            logits = level.logits[rows[:, None], level.nodes[rows]]  # [sides, slots, vocab_size]
+            logits = level.logits[rows[:, None], level.nodes[rows]]  # [rows of the sequence, slots, vocab_size]
             values = shape_logits(apply_guidance(logits, sequence.sampling), sequence.sampling)
             if noise is not None:
                 values = values + noise.gumbel(len(sequence.codes) + depth, 1, values.shape[1])
@@ -174,58 +185,76 @@ class EagleDrafter(TreeDrafter):
         return best
 
     def _commit_slots(self) -> LevelOutput:
-        """Run the committed slots, append them, and return the last slot as the root's level.
+        """Run the pending slots, append them to the cache, and return the last slot of each row as the root's level.
 
-        At most `self.max_slots` of each row at a time, besides its prefix: those of passes over known codes, if any.
+        Rows with more than `max_slots` slots besides the prefix take several passes, as after many preserved codes.
         All rows end in the last pass.
         """
-        read, states = self._pending_slots()
+        tokens, states = self._pop_pending_slots()
         prefixes = [len(row.embeds) - 1 for sequence in self.sequences for row in sequence.rows]
         lengths = self._cache.lengths.tolist()
-        # slots to be run, a prefix apart
-        left = [len(own) - (0 if n else prefix) for own, n, prefix in zip(read, lengths, prefixes, strict=True)]
-        for later in range((max(left) - 1) // self.max_slots * self.max_slots, 0, -self.max_slots):
-            counts = [len(own) - later if slots > later else 0 for own, slots in zip(read, left, strict=True)]
-            self._run_committed(read, states, counts)
-            read = [own[count:] for own, count in zip(read, counts, strict=True)]
-            states = [_read_states(own)[count:] for own, count in zip(states, counts, strict=True)]
-            left = [min(slots, later) for slots in left]
-        counts = [len(own) for own in read]
-        output = self._run_committed(read, states, counts)
-        nothing = np.zeros((len(self.sequences), 1, 0), bool)
-        return LevelOutput(nothing, output.logits, output.hidden, np.array(counts)[:, None] - 1)
-
-    def _pending_slots(self) -> tuple[list[Ints], list[Floats | HiddenView]]:
-        """What was committed and not run: per row tokens `[slots]` and hidden states `[slots, hidden_size]`."""
-        read: list[Ints] = []
-        hidden: list[Floats | HiddenView] = []
-        for one in (self.pending.pop(sequence) for sequence in self.sequences):
-            codes = np.concatenate(one.tokens) + self.layout.code_offset
-            own = [
-                p[0] if len(p) == 1 else np.concatenate([*map(_read_states, p)]) for p in zip(*one.hidden, strict=True)
+        # Slots to run, without the prefix, which is pending where the cache is empty.
+        remaining = [
+            len(row_tokens) - (0 if length else prefix)
+            for row_tokens, length, prefix in zip(tokens, lengths, prefixes, strict=True)
+        ]
+        # `later` is the number of slots at a row's end that are left for later passes.
+        for later in range((max(remaining) - 1) // self.max_slots * self.max_slots, 0, -self.max_slots):
+            counts = [
+                len(row_tokens) - later if slots > later else 0
+                for row_tokens, slots in zip(tokens, remaining, strict=True)
             ]
-            read += [np.concatenate([prefix, codes]) for prefix in one.prefix] or [codes] * len(own)
-            hidden += own
-        return read, hidden
+            self._run_committed(tokens, states, counts)
+            tokens = [row_tokens[count:] for row_tokens, count in zip(tokens, counts, strict=True)]
+            states = [_read_states(row_states)[count:] for row_states, count in zip(states, counts, strict=True)]
+            remaining = [min(slots, later) for slots in remaining]
+        counts = [len(row_tokens) for row_tokens in tokens]
+        output = self._run_committed(tokens, states, counts)
+        no_draft_slots = np.zeros((len(self.sequences), 1, 0), bool)
+        return LevelOutput(no_draft_slots, output.logits, output.hidden, np.array(counts)[:, None] - 1)
 
-    def _run_committed(self, read: list[Ints], states: list[Floats | HiddenView], counts: list[int]) -> PassOutput:
+    def _pop_pending_slots(self) -> tuple[list[Ints], list[Floats | HiddenView]]:
+        """Remove the pending slots, and return each row's tokens `[slots]` and hidden states `[slots, hidden_size]`."""
+        tokens: list[Ints] = []
+        hidden: list[Floats | HiddenView] = []
+        for pending in (self.pending.pop(sequence) for sequence in self.sequences):
+            codes = np.concatenate(pending.tokens) + self.layout.code_offset
+            row_states = [
+                passes[0] if len(passes) == 1 else np.concatenate([*map(_read_states, passes)])
+                for passes in zip(*pending.hidden, strict=True)
+            ]
+            tokens += [np.concatenate([prefix, codes]) for prefix in pending.prefix] or [codes] * len(row_states)
+            hidden += row_states
+        return tokens, hidden
+
+    def _run_committed(self, tokens: list[Ints], states: list[Floats | HiddenView], counts: list[int]) -> PassOutput:
+        """Run the first `counts` slots of each row, and append them to the cache."""
         slots = max(MIN_NODES, *counts)
-        tokens = np.zeros((len(read), slots), np.int64)
+        padded = np.zeros((len(tokens), slots), np.int64)
         for row, count in enumerate(counts):
-            tokens[row, :count] = read[row][:count]
+            padded[row, :count] = tokens[row][:count]
         hidden = _stack_hidden(states, counts, slots)
-        lengths, prefix = self._cache.lengths, self.prefix_padding.shape[1]
+        lengths = self._cache.lengths
+        prefix = self.prefix_padding.shape[1]
         attention_mask, past_length = self._committed_mask(lengths, slots)
         attention_mask[:, :, past_length:] = np.tri(slots, dtype=bool)
-        for row in np.flatnonzero(lengths == 0).tolist():  # the prefix itself is being committed
-            seen = ~self.prefix_padding[row] | np.eye(slots, prefix, dtype=bool)
-            attention_mask[row, :, past_length : past_length + prefix] &= seen[:, :slots]
-        output = self._run(tokens, hidden, lengths[:, None] + np.arange(slots), attention_mask)
+        for row in np.flatnonzero(lengths == 0).tolist():  # this pass runs the prefix of these rows
+            attended = ~self.prefix_padding[row] | np.eye(slots, prefix, dtype=bool)
+            attention_mask[row, :, past_length : past_length + prefix] &= attended[:, :slots]
+        output = self._run(padded, hidden, lengths[:, None] + np.arange(slots), attention_mask)
         self.clock.append(self._cache, output.new_kv, [np.arange(count) for count in counts])
         return output
 
     def _committed_mask(self, lengths: Ints, slots: int) -> tuple[Bools, int]:
-        """What new slots see of the `lengths [rows]` committed ones, `[rows, slots, past + slots]`, and the past."""
+        """Return a mask with which new slots attend to the committed slots, and `past_length`.
+
+        Args:
+            lengths: number of committed slots of each row, int64 `[rows]`.
+            slots: number of new slots.
+
+        Returns:
+            Bool `[rows, slots, past_length + slots]`, False in the columns of new slots; number of cache columns.
+        """
         past_length = self.engine.next_past_length(self._cache, slots)
         attention_mask = np.zeros((len(lengths), slots, past_length + slots), bool)
         unmask_committed(attention_mask, lengths, self.prefix_padding)
@@ -236,35 +265,38 @@ class EagleDrafter(TreeDrafter):
         return self.clock.run(self.engine, batch, self._cache)
 
     def _append_row_ends(self, level: LevelOutput, depth: int) -> LevelOutput:
-        """The level of this depth, or that of the ends of rows that follow it in some sequences.
+        """Run end-of-row tokens below `level` if a grid row ends at `depth`; return the output to draft from.
 
-        It is run for all of them, and used where a row ends.
+        The pass runs all sequences. Its output replaces that of `level` for the sequences whose grid row ends.
         """
         if self.row_end is None:
             return level
-        ends = np.array([one.raster.ends_row(len(one.codes) - 1 + depth) for one in self.sequences])
+        ends = np.array([seq.raster.ends_row(len(seq.codes) - 1 + depth) for seq in self.sequences])  # [sequences]
         if not ends.any():
             return level
-        sequences, slots = len(ends), level.nodes.shape[1]
-        same = np.tile(np.arange(slots), (sequences, 1))
-        after = self._expand(np.full_like(same, self.row_end), same, depth, level, behind=1)
+        slots = level.nodes.shape[1]
+        slot_indices = np.tile(np.arange(slots), (len(ends), 1))
+        after = self._expand(np.full_like(slot_indices, self.row_end), slot_indices, depth, level, offset=1)
         if ends.all():
             return after
-        both = [after if ends[sequence] else level for sequence in self.sequence_of_row]  # of each row
+        level_of_row = [after if ends[sequence] else level for sequence in self.sequence_of_row]
         logits, hidden = (
-            np.stack([getattr(own, name)[row, own.nodes[row]] for row, own in enumerate(both)])
+            np.stack([getattr(output, name)[row, output.nodes[row]] for row, output in enumerate(level_of_row)])
             for name in ("logits", "hidden")
         )
         before = np.pad(level.attends_to, ((0, 0), (0, 0), (0, slots)))
-        return LevelOutput(
-            np.where(ends[:, None, None], after.attends_to, before), logits, hidden, same[self.sequence_of_row]
-        )
+        attends_to = np.where(ends[:, None, None], after.attends_to, before)
+        return LevelOutput(attends_to, logits, hidden, slot_indices[self.sequence_of_row])
 
-    def _expand(self, tokens: Ints, parents: Ints, depth: int, level: LevelOutput, behind: int = 0) -> LevelOutput:
-        """Run the draft nodes below `level` and append their slots.
+    def _expand(self, tokens: Ints, parents: Ints, depth: int, level: LevelOutput, offset: int = 0) -> LevelOutput:
+        """Run draft tokens below the slots of `level`, and append them to the cache.
 
-        tokens: `[sequences, slots]`. parents: where their parents are in `level`, `[sequences, slots]`. behind:
-        number of tokens between this depth and the last.
+        Args:
+            tokens: draft tokens, int64 `[sequences, slots]`.
+            parents: slot of each token's parent in `level`, int64 `[sequences, slots]`.
+            depth: depth of the tokens in the tree.
+            level: output at the slots of the parents.
+            offset: number of positions after the code at `depth`: 1 for end-of-row tokens, else 0.
         """
         sequences, slots = tokens.shape
         rows = len(level.nodes)
@@ -273,9 +305,9 @@ class EagleDrafter(TreeDrafter):
         base = self._cache.lengths - drafted  # committed slots, [rows]
         codes = np.zeros((rows, padded), np.int64)
         codes[:, :slots] = tokens[self.sequence_of_row] + self.layout.code_offset
-        before = np.repeat(level.nodes[:, :1], padded, 1)
-        before[:, :slots] = level.nodes[np.arange(rows)[:, None], parents[self.sequence_of_row]]
-        states = HiddenView(level.hidden, np.repeat(np.arange(rows)[:, None], padded, 1), before)
+        parent_nodes = np.repeat(level.nodes[:, :1], padded, 1)
+        parent_nodes[:, :slots] = level.nodes[np.arange(rows)[:, None], parents[self.sequence_of_row]]
+        states = HiddenView(level.hidden, np.repeat(np.arange(rows)[:, None], padded, 1), parent_nodes)
         attends_to = np.zeros((sequences, slots, drafted + slots), bool)
         attends_to[:, :, :drafted] = level.attends_to[np.arange(sequences)[:, None], parents]
         attends_to[:, :, drafted:] = np.eye(slots, dtype=bool)
@@ -283,8 +315,8 @@ class EagleDrafter(TreeDrafter):
         attention_mask[:, :, past_length:] = np.eye(padded, dtype=bool)
         for row, start in enumerate(base.tolist()):
             attention_mask[row, :slots, start : start + drafted] = attends_to[self.sequence_of_row[row], :, :drafted]
-        below = np.array([_tokens_below(sequence, depth) for sequence in self.sequences])
-        positions = np.repeat((base + below[self.sequence_of_row] + behind - 1)[:, None], padded, 1)
+        below = np.array([_positions_below(sequence, depth) for sequence in self.sequences])
+        positions = np.repeat((base + below[self.sequence_of_row] + offset - 1)[:, None], padded, 1)
         output = self._run(codes, states, positions, attention_mask)
         self.clock.append(self._cache, output.new_kv, [np.arange(slots)] * rows)
         return LevelOutput(attends_to, output.logits, output.hidden, np.repeat(np.arange(slots)[None], rows, 0))
@@ -304,7 +336,9 @@ class EagleDrafter(TreeDrafter):
                 builder.add_children(inner, *best)
         trees: list[DraftTree] = []
         for sequence, rows, builder in zip(self.sequences, self._batch_rows(), builders, strict=True):
-            proposal = partial(_proposal, shape, levels, rows, sequence.sampling) if self.relaxed else no_proposal
+            proposal = (
+                partial(_child_distribution, shape, levels, rows, sequence.sampling) if self.relaxed else no_proposal
+            )
             trees.append(builder.build(proposal, sequence.sampling.greedy))
         return trees
 
@@ -314,10 +348,10 @@ class EagleDrafter(TreeDrafter):
             chosen = [builder.best_of_last_level(shape.branch) for builder in builders]
             if depth > 0:
                 slots = np.arange(max(map(len, chosen)))  # the last node of a smaller level is repeated
-                same = [nodes[np.minimum(slots, len(nodes) - 1)] for nodes in chosen]
-                codes = np.stack([builder.tokens[nodes] for builder, nodes in zip(builders, same, strict=True)])
+                padded = [nodes[np.minimum(slots, len(nodes) - 1)] for nodes in chosen]
+                codes = np.stack([builder.tokens[nodes] for builder, nodes in zip(builders, padded, strict=True)])
                 parents = np.stack(
-                    [builder.slot_of_parent[nodes] for builder, nodes in zip(builders, same, strict=True)]
+                    [builder.slot_of_parent[nodes] for builder, nodes in zip(builders, padded, strict=True)]
                 )
                 level = self._expand(codes, parents, depth, level)
             level = self._append_row_ends(level, depth)
@@ -327,13 +361,15 @@ class EagleDrafter(TreeDrafter):
         return [builder.prune(shape.nodes) for builder in builders]
 
 
-def _tokens_below(sequence: ImageSequence, depth: int) -> int:
-    """Tokens from a sequence's last code to the code `depth` further on, ends of rows between them included."""
+def _positions_below(sequence: ImageSequence, depth: int) -> int:
+    """Return the number of positions from the last code to the code `depth` further, counting end-of-row tokens."""
     root = len(sequence.codes) - 1
     return sequence.raster.position_of(root + depth) - sequence.raster.position_of(root)
 
 
-def _proposal(shape: StaticTree, levels: list[LevelOutput], rows: Ints, sampling: Sampling, node: int) -> Probabilities:
+def _child_distribution(
+    shape: StaticTree, levels: list[LevelOutput], rows: Ints, sampling: Sampling, node: int
+) -> Probabilities:
     depth = len(shape.paths[node - 1]) if node else 0
     level = levels[depth]
     slot = np.searchsorted(shape.levels[depth], node)
@@ -346,15 +382,17 @@ def _read_states(states: Floats | HiddenView) -> Floats:
 
 
 def _stack_hidden(states: list[Floats | HiddenView], counts: list[int], slots: int) -> Floats | HiddenView:
-    sources = {id(own.source) if isinstance(own, HiddenView) else None for own in states}
+    """Pad the first `counts` states of each row to `slots`; return a view if all rows are views of one output."""
+    sources = {id(row_states.source) if isinstance(row_states, HiddenView) else None for row_states in states}
     if isinstance(first := states[0], HiddenView) and len(sources) == 1:
         rows, nodes = np.zeros((2, len(states), slots), np.int64)
-        for row, (own, count) in enumerate(zip(states, counts, strict=True)):
-            if isinstance(own, HiddenView):
-                rows[row, :count], nodes[row, :count] = own.rows[:count], own.nodes[:count]
+        for row, (view, count) in enumerate(zip(states, counts, strict=True)):
+            if isinstance(view, HiddenView):
+                rows[row, :count] = view.rows[:count]
+                nodes[row, :count] = view.nodes[:count]
         return HiddenView(first.source, rows, nodes)
-    read = [_read_states(own) for own in states]
-    joined = np.zeros((len(read), slots, read[0].shape[-1]), np.float32)
+    arrays = [_read_states(row_states) for row_states in states]
+    stacked = np.zeros((len(arrays), slots, arrays[0].shape[-1]), np.float32)
     for row, count in enumerate(counts):
-        joined[row, :count] = read[row][:count]
-    return joined
+        stacked[row, :count] = arrays[row][:count]
+    return stacked
