@@ -1,12 +1,14 @@
-"""Drafts by a bundle's `DraftHeads`, without a drafter pass: windows of `sjd`, and the trees of the other methods.
+"""Drafts from a bundle's `DraftHeads`, without drafter passes: windows for `sjd`, and trees for the other methods.
 
-What the last pass said about a position that it left undecided is kept: of all nodes there, what the first one's state
-gave, which in trees is the most probable. The logits of the next draft there follow from that and from the code to its
-left, and where there was no node from `DraftHeads.predict`; so they are a bigram's at every position, and a tree grows
-level by level with one product each. Drafts are made with the noise of their position, as an `EagleDrafter` makes them.
+A target pass also gives logits and hidden states at the positions of unaccepted draft tokens. For each depth of the
+draft, the output at the first node is stored; in a tree, this node has the most probable token. The next draft corrects
+the stored logits for the codes that it contains. It predicts the logits of positions without a node. So the logits of a
+position depend only on the previous code, as in a bigram model, and a tree needs one matrix product per level. Draft
+tokens are sampled with the noise of their position, as in `EagleDrafter`.
 
-For relaxed acceptance q is what a draft was drawn from. It depends on passes over other drafts, and that is as
-`jacobi.py` has it: all of it lies at positions before, none on the noise of the position itself.
+For relaxed acceptance, q is the distribution that a draft token was sampled from. It depends on passes over earlier
+drafts. This is valid for the reason given in `jacobi.py`: q depends only on earlier positions, and never on the noise
+of its position.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ from .tree_names import parse_tree
 
 
 class HeadDrafter(TreeDrafter):
-    """Drafts for every sequence that windows or trees may draw."""
+    """Drafter for all sequences whose method uses windows or draft heads.
+
+    Args:
+        heads: the bundle's draft heads.
+    """
 
     needs_new_codes = True
 
@@ -39,63 +45,72 @@ class HeadDrafter(TreeDrafter):
         self._states: dict[ImageSequence, DraftHeadState] = {}
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Keep what a pass said about positions that are undecided."""
-        for one in commits:
-            method = one.sequence.method
-            ours = isinstance(method, Sjd) or (isinstance(method, Drafted) and method.uses_draft_heads)
-            if one.sequence.remaining and ours:
-                if one.sequence not in self._states:
-                    self._states[one.sequence] = DraftHeadState(one.sequence, self._heads)
-                self._states[one.sequence].update(one)
+        """Store the output of a target pass, for sequences that this drafter will draft for."""
+        for commit in commits:
+            sequence = commit.sequence
+            method = sequence.method
+            uses_heads = isinstance(method, Sjd) or (isinstance(method, Drafted) and method.uses_draft_heads)
+            if sequence.remaining and uses_heads:
+                if sequence not in self._states:
+                    self._states[sequence] = DraftHeadState(sequence, self._heads)
+                self._states[sequence].update(commit)
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
         """Return a chain or tree for every sequence."""
         return [self._states[sequence].draft() for sequence in sequences]
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
-        """Forget these sequences."""
+        """Delete the state of these sequences."""
         for sequence in sequences:
             self._states.pop(sequence, None)
 
 
 class UnacceptedPosition(NamedTuple):
-    """What the last pass said about a position that it left undecided."""
+    """Output of the last target pass for a position without a committed code."""
 
-    previous: int  # the code that stood before it
-    logits: Floats  # guided, `[vocab_size]`
-    gate: Floats  # of `DraftHeads.gates`
+    previous: int  # draft token before the position
+    logits: Floats  # guided logits, `[vocab_size]`
+    gate: Floats  # output of `DraftHeads.gates`, `[rank]`
 
 
 class DraftHeadState:
-    """What is known about the next positions of one sequence."""
+    """State of one sequence between drafts: outputs of passes that its next draft is computed from.
+
+    Args:
+        sequence: sequence to draft for.
+        heads: the bundle's draft heads.
+    """
 
     def __init__(self, sequence: ImageSequence, heads: DraftHeads) -> None:
-        self.sequence, self.heads = sequence, heads
-        # see `DraftHeads.context`
+        self.sequence = sequence
+        self.heads = heads
+        # Output of `DraftHeads.context` for each cell, zeros if unknown, `[cells, 2, units]`.
         self.context = np.zeros((sequence.raster.num_codes, 2, heads.left.shape[1]), np.float32)
-        self.unaccepted: dict[int, UnacceptedPosition] = {}  # by position
+        self.unaccepted: dict[int, UnacceptedPosition] = {}  # {position: output}
 
     def update(self, commit: Commit) -> None:
-        """Take in a pass over a draft of any method."""
-        done, count = len(self.sequence.codes), len(commit.tokens)
-        undecided: list[int] = []  # the first node of each depth that no code was committed of
+        """Store the output of a target pass over a draft of any method."""
+        done = len(self.sequence.codes)
+        count = len(commit.tokens)
+        unaccepted: list[int] = []  # first node of each depth from `count` on; shallower depths gave committed codes
         if commit.draft is not None:
             depths = commit.draft.structure.depths
-            undecided = [int(np.argmax(depths == depth)) for depth in range(count, int(depths.max()) + 1)]
-        nodes = np.stack([np.append(kept[-count:], undecided).astype(np.int64) for kept in commit.nodes])
+            unaccepted = [int(np.argmax(depths == depth)) for depth in range(count, int(depths.max()) + 1)]
+        nodes = np.stack([np.append(accepted[-count:], unaccepted).astype(np.int64) for accepted in commit.nodes])
         rows = np.arange(commit.rows.start, commit.rows.stop)[:, None]
         states = apply_guidance(commit.hidden[rows, nodes], self.sequence.sampling)  # [nodes, hidden_size]
         self.context[done - count : done] = self.heads.context(states[:count])
         self.unaccepted = {}
-        for i, (node, gate) in enumerate(zip(undecided, self.heads.gates(states[count:]), strict=True)):
+        for i, (node, gate) in enumerate(zip(unaccepted, self.heads.gates(states[count:]), strict=True)):
             assert commit.draft is not None
             self.unaccepted[done + i] = UnacceptedPosition(
                 int(commit.draft.tokens[node]), commit.target.guided_logits(node), gate
             )
 
     def draft(self) -> DraftTree:
-        """The next draft, of the method in use."""
-        method, max_depth = self.sequence.method, self.sequence.tokens_until_preserved() - 1
+        """Return the next draft: a chain for `sjd`, and a tree for other methods."""
+        method = self.sequence.method
+        max_depth = self.sequence.tokens_until_preserved() - 1  # the target samples one more token than it accepts
         if isinstance(method, Sjd):
             return self._chain(min(self.sequence.window, max_depth))
         assert isinstance(method, Drafted)
@@ -103,7 +118,12 @@ class DraftHeadState:
         return self._static(shape, max_depth) if isinstance(shape, StaticTree) else self._dynamic(shape, max_depth)
 
     def logits(self, position: int, previous: Ints) -> Floats:
-        """Guided logits of a code at an undecided position after each of some codes `[n]`: `[n, vocab_size]`."""
+        """Return the guided logits of a position after each previous code, `[n, vocab_size]`.
+
+        Args:
+            position: position without a code.
+            previous: codes at the position before, int64 `[n]`.
+        """
         if (unaccepted := self.unaccepted.get(position)) is None:
             return self.heads.predict(previous, position - self.sequence.raster.columns, self.context)
         if len(previous) == 1 and previous[0] == unaccepted.previous:
@@ -124,7 +144,8 @@ class DraftHeadState:
         return values
 
     def _chain(self, length: int) -> DraftTree:
-        codes, first = self.sequence.codes[-1:], len(self.sequence.codes)
+        codes = self.sequence.codes[-1:]
+        first = len(self.sequence.codes)
         levels: list[Floats] = []
         for position in range(first, first + length):
             levels.append(self.logits(position, np.array(codes[-1:])))
@@ -133,17 +154,21 @@ class DraftHeadState:
         return DraftTree(np.array(codes, np.int64), np.arange(length + 1, dtype=np.int64) - 1, proposal)
 
     def _static(self, shape: StaticTree, max_depth: int) -> DraftTree:
-        builder, first = StaticTreeBuilder(shape, self.sequence.codes[-1]), len(self.sequence.codes)
+        builder = StaticTreeBuilder(shape, self.sequence.codes[-1])
+        first = len(self.sequence.codes)
         levels: list[Floats] = []
         for depth, inner in enumerate(shape.levels[:max_depth]):
             levels.append(self.logits(first + depth, builder.tokens[inner]))
             children = max(len(shape.children[node]) for node in inner)
             builder.add_children(inner, *best_codes(self.perturb_logits(first + depth, levels[-1]), children))
-        proposal = no_proposal if self.sequence.exact else partial(_proposal, shape, levels, self.sequence.sampling)
+        proposal = (
+            no_proposal if self.sequence.exact else partial(_tree_proposal, shape, levels, self.sequence.sampling)
+        )
         return builder.build(proposal, self.sequence.sampling.greedy)
 
     def _dynamic(self, shape: DynamicTree, max_depth: int) -> DraftTree:
-        builder, first = DynamicTreeBuilder(self.sequence.codes[-1]), len(self.sequence.codes)
+        builder = DynamicTreeBuilder(self.sequence.codes[-1])
+        first = len(self.sequence.codes)
         for position in range(first, first + min(shape.depth, max_depth)):
             chosen = builder.best_of_last_level(shape.branch)
             values = self.perturb_logits(position, self.logits(position, builder.tokens[chosen]), self.sequence.exact)
@@ -155,6 +180,6 @@ def _chain_proposal(levels: Sequence[Floats], sampling: Sampling, node: int) -> 
     return shape_distribution(levels[node][0], sampling)
 
 
-def _proposal(shape: StaticTree, levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
+def _tree_proposal(shape: StaticTree, levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
     depth = len(shape.paths[node - 1]) if node else 0
     return shape_distribution(levels[depth][np.searchsorted(shape.levels[depth], node)], sampling)

@@ -1,13 +1,15 @@
-"""What drafts without a drafter: small products on the target's own states.
+"""Draft heads: small matrix products on the target's hidden states, which draft without a drafter model.
 
-A draft that a pass left undecided has logits of that pass, made where the code before it, on its left, was still
-another. They are corrected by what this change makes of them, `((change[new] - change[old]) * gate(state)) @ correct`,
-where the state is the target's own there; no change, no correction. Of a position that no pass has seen there are none
-yet: they are guessed from the code to its left, and from the target's states above it and to the right of that.
+A pass computes logits after every draft token. Where a draft token is replaced, the next logits were computed for
+another previous code. `DraftHeads.correction` returns the change for the new code, `((change[new] - change[old]) *
+gate(state)) @ correct`, where `state` is the target's hidden state from which the logits were computed. Positions that
+no pass has reached have no logits. `DraftHeads.predict` predicts them from the previous code, and from the target's
+states that predicted the cell above and the cell after that.
 
-Both are trained on the target's own pictures, towards its guided distributions (`lantern-rt train-drafter heads`). The
-form is the simplest of those that were tried: docs/drafters.md has the figures. Products are made by NumPy's own loops:
-threads of a BLAS wait for ONNX Runtime's, which spin; that took 1 to 3 ms a product, instead of 0.3 at most.
+`lantern-rt train-drafter heads` trains both on images that the target generated, towards its guided distributions.
+This form is the simplest among the forms that were tried; docs/drafters.md has the figures. Products use `np.einsum`,
+which runs loops of NumPy and not BLAS. Threads of BLAS waited for the spinning threads of ONNX Runtime, which took 1 to
+3 ms per product instead of at most 0.3 ms.
 """
 
 from __future__ import annotations
@@ -21,35 +23,43 @@ from .engine import Floats, Ints
 
 @dataclass(frozen=True)
 class DraftHeads:
-    """Weights, float32; `rank` and `units` are theirs to choose."""
+    """Weights of the draft heads, float32. Training chooses the sizes `rank` and `units`."""
 
-    change: Floats  # `[codes, rank]`, of the code on the left
+    change: Floats  # `[codes, rank]`, embeddings of the previous code in corrections
     gate: Floats  # `[hidden_size, rank]`
     gate_bias: Floats  # `[rank]`
     correct: Floats  # `[rank, codes]`
-    left: Floats  # `[codes, units]`
-    # `[2, hidden_size, units]`, of the states that the code above, and the one to its right, were drawn from
+    left: Floats  # `[codes, units]`, embeddings of the previous code in predictions
+    # `[2, hidden_size, units]`, applied to the states that predicted the cell above and the cell after that
     states: Floats
     output: Floats  # `[units, codes]`
     output_bias: Floats  # `[codes]`
 
     def gates(self, hidden: Floats) -> Floats:
-        """How much each change counts, `[n, rank]`, by guided hidden states `[n, hidden_size]`."""
+        """Return the gates of corrections, `[n, rank]`, for guided hidden states `[n, hidden_size]`."""
         return _sigmoid(np.einsum("nh,hr->nr", hidden, self.gate) + self.gate_bias)
 
     def correction(self, gate: Floats, old: int, new: Ints) -> Floats:
-        """What to add to logits that were made after `old` where other codes `[n]` stand: `[n, codes]`."""
+        """Return the change in the logits of a position for other previous codes, `[n, codes]`.
+
+        Args:
+            gate: gates of the position's hidden state, `[rank]`, or one row for each new code, `[n, rank]`.
+            old: previous code for which the logits were computed.
+            new: new previous codes, int64 `[n]`.
+        """
         return np.asarray(np.einsum("nr,rc->nc", (self.change[new] - self.change[old]) * gate, self.correct))
 
     def context(self, hidden: Floats) -> Floats:
-        """What guided states `[n, hidden_size]` say about the row below, `[n, 2, units]`, to be kept."""
+        """Return the inputs of predictions in the next row, `[n, 2, units]`, for guided states `[n, hidden_size]`."""
         return np.asarray(np.einsum("nh,shu->nsu", hidden, self.states))
 
     def predict(self, previous: Ints, above: int, context: Floats) -> Floats:
-        """Guessed logits of a code after each of some codes `[n]`: `[n, codes]`.
+        """Return predicted guided logits of a cell after each previous code, `[n, codes]`.
 
-        above: the cell above, below 0 in the first row. context: `[cells, 2, units]` of the states that codes were
-        drawn from, zeros where they are not known.
+        Args:
+            previous: previous codes, int64 `[n]`.
+            above: index of the cell above, negative in the first row.
+            context: output of `context` for the state that predicted each cell, `[cells, 2, units]`; zeros if unknown.
         """
         sums: Floats = self.left[previous]
         if above >= 0:
@@ -59,20 +69,27 @@ class DraftHeads:
         return logits
 
 
-def head_shapes(codes: int, hidden_size: int, rank: int, units: int) -> dict[str, tuple[int, ...]]:
-    """The shape of every array of `DraftHeads`."""
+def head_shapes(codebook_size: int, hidden_size: int, rank: int, units: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every array of `DraftHeads`.
+
+    Args:
+        codebook_size: number of codes.
+        hidden_size: size of the target's hidden states.
+        rank: rank of corrections.
+        units: number of hidden units of predictions.
+    """
     return {
-        "change": (codes, rank),
+        "change": (codebook_size, rank),
         "gate": (hidden_size, rank),
         "gate_bias": (rank,),
-        "correct": (rank, codes),
-        "left": (codes, units),
+        "correct": (rank, codebook_size),
+        "left": (codebook_size, units),
         "states": (2, hidden_size, units),
-        "output": (units, codes),
-        "output_bias": (codes,),
+        "output": (units, codebook_size),
+        "output_bias": (codebook_size,),
     }
 
 
 def _sigmoid(values: Floats) -> Floats:
-    shares: Floats = np.float32(1) / (np.float32(1) + np.exp(-values))
-    return shares
+    sigmoid: Floats = np.float32(1) / (np.float32(1) + np.exp(-values))
+    return sigmoid
