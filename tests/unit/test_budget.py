@@ -50,11 +50,17 @@ def options(command: Any) -> list[str]:
     return own + [option for name in names for option in options(command.get_command(None, name))]
 
 
+def how_to_raise(limit: str, count: int) -> str:
+    """What to do at a limit, for those who add something that is wanted."""
+    return f"{count:,} in all: delete as much as you add, or raise {limit} in {__file__}; the commit says who uses it"
+
+
 @pytest.mark.parametrize("folders", STATEMENTS, ids=", ".join)
 def test_the_code_keeps_within_its_statements(folders: tuple[str, ...]) -> None:
     files = python_files(*folders)
     assert len(files) > 5
-    assert sum(map(statement_count, files)) <= ROOM * STATEMENTS[folders]
+    count = sum(map(statement_count, files))
+    assert count <= ROOM * STATEMENTS[folders], how_to_raise(f"STATEMENTS of {', '.join(folders)}", count)
 
 
 def test_no_file_is_longer_than_a_sitting() -> None:
@@ -65,7 +71,8 @@ def test_no_file_is_longer_than_a_sitting() -> None:
 def test_the_docs_keep_within_their_words() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     assert len(pages) > 5
-    assert sum(len(page.read_text("utf-8").split()) for page in pages) <= WORDS
+    count = sum(len(page.read_text("utf-8").split()) for page in pages)
+    assert count <= WORDS, how_to_raise("WORDS", count)
 
 
 def test_the_front_door_is_short_and_has_short_sentences() -> None:
@@ -80,4 +87,5 @@ def test_the_front_door_is_short_and_has_short_sentences() -> None:
 
 
 def test_the_command_line_keeps_within_its_options() -> None:
-    assert 20 < len(options(get_command(app))) <= OPTIONS
+    count = len(options(get_command(app)))
+    assert 20 < count <= OPTIONS, how_to_raise("OPTIONS", count)
