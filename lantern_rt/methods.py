@@ -8,6 +8,7 @@ reads the same objects. A parameter that is None is not used.
 from __future__ import annotations
 
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypedDict, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -328,8 +329,13 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
     for part in parts:
         parameter, _, value = part.partition("=")
         if parameter not in PARAMETERS or not value:
+            known = [own for own, methods in PARAMETERS.items() if name in methods] or [*PARAMETERS]
+            similar = get_close_matches(parameter, known, 1)
             raise RequestError(
-                field="method", found=f"{part!r} in {text!r}", expected=f"PARAMETER=VALUE, of {', '.join(PARAMETERS)}"
+                field="method",
+                found=f"{part!r} in {text!r}",
+                expected=f"PARAMETER=VALUE, of {', '.join(known)}",
+                remedy=f"did you mean {similar[0]}=VALUE?" if similar else "",
             )
         parameters[parameter] = _parse_value(value)
     return name, parameters

@@ -139,7 +139,7 @@ class _ProgressLines:
             self._starts[task] = (now, done)
             self._latest[task] = (now, done)
             if self._lines:
-                print_stderr(task)
+                print_stderr(task.removesuffix(" (MB)"))
         if done > self._latest[task][1]:
             self._latest[task] = (now, done)
         if not total or now < self._next:

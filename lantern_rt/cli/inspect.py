@@ -67,6 +67,7 @@ def _print_words(bundle: Bundle) -> None:
 def describe_bundle(bundle: Bundle) -> Facts:
     """Describe a bundle for users, by section and name."""
     manifest = bundle.manifest
+    classes = manifest.condition.classes
     sampling = {name: str(value) for name, value in manifest.sampling.model_dump(exclude_none=True).items()}
     decoders = {"target": manifest.target, "drafter": manifest.drafter}
     sizes = ", ".join(size.name for size in manifest.sizes) or manifest.size().name
@@ -80,7 +81,7 @@ def describe_bundle(bundle: Bundle) -> Facts:
     return {
         manifest.name: {
             "family": manifest.family,
-            "takes": manifest.condition.kind,
+            "takes": manifest.condition.kind if classes is None else f"class ids 0 .. {classes - 1}",
             "images": sizes,
             "tokens": f"{manifest.codes_per_image:,} per image, of {manifest.codebook_size:,}",
             "size": f"{sum(entry.bytes for entry in manifest.files.values()) / 1e6:,.1f} MB",

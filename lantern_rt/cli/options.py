@@ -160,10 +160,13 @@ class EngineOptions:
             RequestError: there is too little memory. Only memory for ONNX Runtime on the CPU is estimated.
         """
         from ..engines.engine_folder import open_engine_folder
+        from ..engines.host import usable_cores
         from ..memory import check_memory, largest_settings
         from ..pipeline import Pipeline
-        from .console import show_progress
+        from .console import print_stderr, show_progress
 
+        if self.threads is not None and self.threads > (cores := usable_cores()):
+            print_stderr(f"note: --threads {self.threads} on {cores} core{'s' * (cores > 1)}; one per core is faster")
         engines = None if self.engines is None else open_engine_folder(self.engines)
         if self.runs_on_cpu(bundle):
             check_memory(bundle, settings or largest_settings(bundle.manifest), prefix)

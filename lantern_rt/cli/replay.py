@@ -143,5 +143,5 @@ def holds_image(path: Path, bundle: Bundle, request: Request, scale: int) -> boo
         size == (scale * width, scale * height)
         and {name: str(value) for name, value in old_fields.items()} == new_fields
         and (recorded.sampling, recorded.size) == (settings.sampling, settings.size)
-        and (recorded.method == settings.method or (recorded.method.exact and settings.quality == "strict"))
+        and (recorded.method == settings.method or (recorded.method.exact and settings.method.exact))
     )

@@ -9,7 +9,7 @@ import typer
 
 from ..bundle.rewrite import check_editable, write_heads
 from ..inputs import check_int, require_library
-from .console import print_stderr, print_text, show_progress
+from .console import format_bytes, print_stderr, print_text, show_progress
 from .options import (
     ENGINE,
     BundleArgument,
@@ -56,7 +56,7 @@ def data(
     opened = engine.open_bundle(bundle)
     read_source(opened.manifest)  # reject other families before generating images
     items = read_bundle_prompts(opened, prompts, opened.manifest.condition.classes)
-    print_stderr(f"{count:,} images, up to {estimate_bytes(opened.manifest, count) / 1e9:.2f} GB")
+    print_stderr(f"{count:,} images, up to {format_bytes(estimate_bytes(opened.manifest, count))}")
     pipeline = engine.load(opened)
     with show_progress(lines=False) as progress:
         for done in write_shards(pipeline, items, count, output, progress):

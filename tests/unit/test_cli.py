@@ -65,6 +65,12 @@ def test_class_ids_are_named_in_files_and_json(program: Any, class_bundle: Path,
     assert files(tmp_path) == ["class-3-seed0.png", "class-7-seed0.png"]
 
 
+def test_more_threads_than_cores_are_noted(program: Any, words_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lantern_rt.engines.host.usable_cores", lambda: 1)
+    code, _, err = program("run", words_bundle, "red", "--threads", 2)
+    assert (code, err.splitlines()[0]) == (0, "note: --threads 2 on 1 core; one per core is faster")
+
+
 def test_a_picture_that_is_there_is_not_drawn_again_and_another_takes_another_name(
     program: Any, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +88,7 @@ def test_a_picture_that_is_there_is_not_drawn_again_and_another_takes_another_na
     assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() == old
     assert json.loads(program(*run, "--json")[1])["images"][0]["output"] == first.strip()
     assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() == old
+    assert program(*run, "--method", "eagle", "--count", 1)[1] == first  # exact, so the image of the first
     assert program(*run, "--force", "--method", "rows")[1] == first
     assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() != old
     monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded a graph"))
@@ -132,6 +139,7 @@ def test_the_first_word_is_a_bundle_only_if_it_names_one(program: Any, words_bun
         (["red", "--method", "sjd:delta=.1:lambda=2"], ".*two bounds"),
         (["red", "--method", "lantern:tree=oak"], ".*oak"),
         (["red", "--method", "ar:tree=mc-25"], "tree: method ar does not take it"),
+        (["red", "--method", "sjd:win=3"], "--method: found 'win=3' in 'sjd:win=3', .*; did you mean window=VALUE\\?"),
         (["red", "--quality", "perfect"], "--quality: found 'perfect'"),
         (["red", "--cfg-scale", "-1"], "--cfg-scale: found -1"),
         (["red", "--seed", "-1"], "--seed: found -1"),
@@ -240,6 +248,7 @@ def test_inspect_prints_a_summary_the_words_or_all_of_the_manifest(
     assert [line for line in lines if len(line) > 80 and not line.startswith("  folder ")] == []
     assert program("inspect", words_bundle, "--words")[1].split()[:3] == ["a", "cube", "green"]
     assert json.loads(program("inspect", words_bundle, "--json")[1])["manifest"]["name"] == "tiny"
+    assert re.search(r"^  takes +class ids 0 \.\. \d+$", program("inspect", class_bundle)[1], re.MULTILINE)
     code, _, err = program("inspect", class_bundle, "--words")
     assert (code, err.partition(" found")[0]) == (2, "lantern-rt: --words:")
 

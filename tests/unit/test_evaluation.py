@@ -211,7 +211,7 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
     [
         (["--method", "sjd", "--method", "sjd"], "found 'sjd' twice, expected each method once"),
         (["--method", "sgd"], "method: found 'sgd', expected ar, eagle"),
-        (["--method", "sjd:windows=3"], "found 'windows=3' in 'sjd:windows=3', expected PARAMETER=VALUE, of tree"),
+        (["--method", "sjd:windows=3"], "found 'windows=3' in 'sjd:windows=3', expected PARAMETER=VALUE, of neighbors"),
         (["--count", "1"], "prompts: found 1, expected at least 2 to compare"),
         (["--count", "0"], "count: found 0, expected"),
         (["--reference", "odd"], "reference odd: found 0 images, expected at least 2"),

@@ -29,7 +29,7 @@ def test_what_is_quick_prints_nothing_but_the_things_that_begin(capsys: pytest.C
     with show_progress() as progress:
         progress("sorting")
         progress("sorting")
-        progress("hashing")
+        progress("hashing (MB)", 0, 7)
     assert capsys.readouterr().err == "sorting\nhashing\n"
 
 
