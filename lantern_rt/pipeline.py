@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from .engines.loader import Engines
     from .runtime.likelihood import Likelihood
 
-
 _LOG = logging.getLogger(__name__)
 WARM_UP_STEPS = 3
 MAX_TRIES = 64
@@ -76,15 +75,12 @@ class Pipeline(HasRenamedAttributes):
         """Open a bundle and load its target model.
 
         Args:
-            bundle: name of an embedded bundle or a published model, folder, `hf:owner/name[@revision]`, or an open
-                bundle.
+            bundle: name of an embedded or published model, folder, `hf:owner/name[@revision]`, or an open bundle.
             threads: number of CPU threads, from 1; None: one per physical core.
             verify: whether to compare the SHA-256 hash of every file with the manifest.
-            provider: ONNX Runtime execution provider: `cpu`, `cuda`, `webgpu`, `openvino`, ... (docs/gpu.md). Add
-                `drafter=NAME`, `vq_decoder=NAME` or `condition=NAME` to choose another one for that graph. None:
-                `auto`, the GPU if there is one and its package is installed, else the CPU.
-            engines: folder of TensorRT engines that `lantern-rt build-engine` built from this bundle; they run in place
-                of the ONNX graphs.
+            provider: execution provider of ONNX Runtime: `cpu`, `cuda`, ... (docs/gpu.md); also `GRAPH=NAME` for the
+                drafter, vq_decoder or condition. None: `auto`, the GPU if its package is installed, else the CPU.
+            engines: folder of TensorRT engines that `build-engine` built from it, to run instead of its graphs.
             download: whether to download and export a published model that is not in the cache, without asking.
 
         Returns:
@@ -104,8 +100,8 @@ class Pipeline(HasRenamedAttributes):
         if folder is not None and requested not in (Providers(), ON_CPU):
             expected = f"{folder.manifest.backend}, which {folder.folder} was built for"
             raise RequestError(field="provider", found=str(requested), expected=expected, remedy="omit the provider")
-        if download and bundle in published_models() and cached_bundle(str(bundle)) is None:
-            bundle = export_published(str(bundle))
+        if download and isinstance(bundle, str) and bundle in published_models():
+            bundle = cached_bundle(bundle) or export_published(bundle)
         skipped_roles = folder.replaced_files() if folder else ()
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, skipped_roles)
         providers = choose_providers(requested, opened) if folder is None else ON_CPU
@@ -199,8 +195,8 @@ class Pipeline(HasRenamedAttributes):
             options: same as for a call of the pipeline.
 
         Returns:
-            A generator of steps, which works only while the caller waits for the next step. `step.image(i)` decodes
-            image i as far as it is generated; `step.stats` is set in the last step.
+            A generator of steps, which works only while the caller waits for the next. `step.image(i)` decodes image i
+            as far as it is generated; `step.stats` is set in the last step.
 
         Raises:
             RequestError: same as for a call of the pipeline, before the first step.
@@ -226,8 +222,8 @@ class Pipeline(HasRenamedAttributes):
             image: image to edit, see `Options`.
             mask: cells to generate again, see `Options`; None: `keep_rows` or transparent pixels select them.
             prompts: same as for a call of the pipeline; None: the prompt recorded in the image.
-            tries: number of candidates per image, 1 .. 64, with consecutive seeds. The candidate that gives the
-                preserved tokens the highest probability is returned, as it fits the cells below best.
+            tries: number of candidates per image, 1 .. 64, with consecutive seeds; the result is the candidate that
+                gives the preserved tokens the highest probability.
             callback_on_step: same as for a call of the pipeline.
             options: same as for a call of the pipeline.
 
@@ -235,8 +231,7 @@ class Pipeline(HasRenamedAttributes):
             The images, tokens and statistics; statistics include all candidates.
 
         Raises:
-            RequestError: same as for a call of the pipeline.
-            EngineError: same as for a call of the pipeline.
+            RequestError, EngineError: same as for a call of the pipeline.
         """
         tries = check_int("tries", tries, 1, 1, MAX_TRIES)
         request: Options = {**options, "image": image, "mask": mask}
@@ -306,6 +301,9 @@ class Pipeline(HasRenamedAttributes):
     def check_image_memory(self, request: Request) -> None:
         """Raise an error if one image needs more memory than was free after loading; GPU memory is not checked.
 
+        Args:
+            request: checked request.
+
         Raises:
             RequestError: names the memory needed, by use, and the free memory.
         """
@@ -314,6 +312,9 @@ class Pipeline(HasRenamedAttributes):
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
         """Generate the images of a checked request, step by step.
+
+        Args:
+            request: checked request.
 
         Returns:
             A generator of steps, as from `stream`.
@@ -331,6 +332,15 @@ class Pipeline(HasRenamedAttributes):
         """Replace a preset's method by its method for GPUs, unless the engines run on the CPU.
 
         An exact window is limited to the maximum number of nodes in a forward pass of the engines.
+
+        Args:
+            settings: settings of a request.
+
+        Returns:
+            The settings, perhaps with another method.
+
+        Raises:
+            RequestError: the pipeline was closed.
         """
         if settings.quality is None or self.engines.on_cpu:
             return settings
@@ -352,12 +362,9 @@ class Pipeline(HasRenamedAttributes):
             yield state.add(step, settings, partial(self.decode_image, images, settings))
         stats = step.stats
         assert stats is not None
+        rate = stats.tokens_per_forward_pass
         _LOG.info(
-            "%s: images: %d, tokens per forward pass: %.2f, seconds: %.2f",
-            settings.method,
-            len(images),
-            stats.tokens_per_forward_pass,
-            stats.seconds,
+            "%s: %d images, %.2f tokens per forward pass, %.2f s", settings.method, len(images), rate, stats.seconds
         )
 
     def decode_image(self, images: Sequence[ImageRequest], settings: Settings, i: int, cells: Ints) -> Image:
@@ -371,6 +378,9 @@ class Pipeline(HasRenamedAttributes):
 
         Returns:
             The image; a complete one has its recipe in `info`.
+
+        Raises:
+            RequestError: the pipeline was closed.
         """
         manifest = self.bundle.manifest
         size = manifest.size(settings.size)

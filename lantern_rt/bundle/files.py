@@ -134,6 +134,9 @@ def open_bundle(
         skipped_roles: roles of files whose sha256 is not compared, because engines replace them.
         progress: progress callback: bytes compared so far, and their total.
 
+    Returns:
+        The opened bundle.
+
     Raises:
         BundleError: the bundle cannot be downloaded or read, or a check fails.
     """
