@@ -112,10 +112,14 @@ class DraftHeadState:
         method = self.sequence.method
         max_depth = self.sequence.tokens_until_preserved() - 1  # the target samples one more token than it accepts
         if isinstance(method, Sjd):
-            return self._chain(min(self.sequence.window, max_depth))
+            return self._draft_chain(min(self.sequence.window, max_depth))
         assert isinstance(method, Drafted)
         shape = parse_tree(method.tree)
-        return self._static(shape, max_depth) if isinstance(shape, StaticTree) else self._dynamic(shape, max_depth)
+        return (
+            self._draft_static(shape, max_depth)
+            if isinstance(shape, StaticTree)
+            else self._draft_dynamic(shape, max_depth)
+        )
 
     def logits(self, position: int, previous: Ints) -> Floats:
         """Return the guided logits of a position after each previous code, `[n, vocab_size]`.
@@ -143,7 +147,7 @@ class DraftHeadState:
             values = values + self.sequence.noise.gumbel(position, 1, values.shape[1])
         return values
 
-    def _chain(self, length: int) -> DraftTree:
+    def _draft_chain(self, length: int) -> DraftTree:
         codes = self.sequence.codes[-1:]
         first = len(self.sequence.codes)
         levels: list[Floats] = []
@@ -153,7 +157,7 @@ class DraftHeadState:
         proposal = no_proposal if self.sequence.exact else partial(_chain_proposal, levels, self.sequence.sampling)
         return DraftTree(np.array(codes, np.int64), np.arange(length + 1, dtype=np.int64) - 1, proposal)
 
-    def _static(self, shape: StaticTree, max_depth: int) -> DraftTree:
+    def _draft_static(self, shape: StaticTree, max_depth: int) -> DraftTree:
         builder = StaticTreeBuilder(shape, self.sequence.codes[-1])
         first = len(self.sequence.codes)
         levels: list[Floats] = []
@@ -166,7 +170,7 @@ class DraftHeadState:
         )
         return builder.build(proposal, self.sequence.sampling.greedy)
 
-    def _dynamic(self, shape: DynamicTree, max_depth: int) -> DraftTree:
+    def _draft_dynamic(self, shape: DynamicTree, max_depth: int) -> DraftTree:
         builder = DynamicTreeBuilder(self.sequence.codes[-1])
         first = len(self.sequence.codes)
         for position in range(first, first + min(shape.depth, max_depth)):

@@ -41,16 +41,16 @@ def choices_by(script: Script, patch: pytest.MonkeyPatch) -> None:
         position = int(answers.cells[node])
         return int(script.below(position, float(answers.distribution(node)[1])))
 
-    def noisy(
-        ahead: DraftHeadState, position: int, logits: NDArray[np.float32], noisy: bool = True
+    def perturb_logits(
+        state: DraftHeadState, position: int, logits: NDArray[np.float32], add_noise: bool = True
     ) -> NDArray[np.float64]:
-        q = shape_distribution(logits, ahead.sequence.sampling)
-        seconds = [script.below(position, float(own[1])) if noisy else own[1] > own[0] for own in q]
+        q = shape_distribution(logits, state.sequence.sampling)
+        seconds = [script.below(position, float(row[1])) if add_noise else row[1] > row[0] for row in q]
         return np.where(q > 0, np.array([[not second, second] for second in seconds], float), -np.inf)
 
     for name in ("choice", "choice_without_recompute"):
         patch.setattr(TargetOutput, name, choice)
-    patch.setattr(DraftHeadState, "perturb_logits", noisy)
+    patch.setattr(DraftHeadState, "perturb_logits", perturb_logits)
     patch.setattr(TargetOutput, "decisions", lambda answers, node: script)
     patch.setattr(acceptance, "sample", script.draw)
 
@@ -276,7 +276,7 @@ def test_heads_correct_drafts_behind_a_new_code_and_guess_new_ones_by_what_stand
     target = TargetOutput(lambda nodes: logits[:, nodes], draft.structure, Noise(0), range(3, 8), Sampling())
     hidden = np.zeros((1, 5, codes))
     hidden[0, :2] = one[[3, 11]]
-    ahead = DraftHeadState(request, heads)
-    ahead.update(Commit(request, np.array([5, 10]), [np.array([0, 1])], slice(0, 1), hidden, target, draft))
-    assert ahead.draft().tokens.tolist() == [10, 11, 0, 8, 10], "after 10, after 11, as the pass said after 0, a guess"
-    assert np.flatnonzero(heads.predict(np.array([7]), 4, ahead.context)[0] > 9).tolist() == [5, 9]
+    state = DraftHeadState(request, heads)
+    state.update(Commit(request, np.array([5, 10]), [np.array([0, 1])], slice(0, 1), hidden, target, draft))
+    assert state.draft().tokens.tolist() == [10, 11, 0, 8, 10], "after 10, after 11, as the pass said after 0, a guess"
+    assert np.flatnonzero(heads.predict(np.array([7]), 4, state.context)[0] > 9).tolist() == [5, 9]
