@@ -112,7 +112,8 @@ def read_llamagen(
         vq: file of the VQ tokenizer.
         drafter: folder in LANTERN's layout, None without a drafter.
         text_encoder: folder of flan-t5-xl, for bundles that take text prompts; None for text embeddings or classes.
-        config: JSON file of the model's arguments; None for the folder's config.json, if any.
+        config: JSON file of the model's arguments; None for config.json in the folder, or beside an official file if it
+            has no other fields.
         grid: grid rows, 16 for 256 pixels. It is necessary if the weights, the configuration and the published sizes do
             not determine it, and must not contradict the weights or the configuration.
         weights: `model` or `ema`, for files of target and tokenizer with both; None for the first, with a warning.
@@ -214,7 +215,9 @@ def read_transformer(
     lantern = any(_LANTERN_NAMES[name] in checkpoint.weights for name in ("classes", "captions.uncond"))
     if config is not None:
         checkpoint.sources.append(("config", config))
-    elif folder_config.is_file() and (path.is_dir() or lantern):
+    elif folder_config.is_file() and (
+        path.is_dir() or lantern or read_config(folder_config).values.keys() <= _ARGUMENTS
+    ):
         config = folder_config
         checkpoint.sources.append(("target_config", config))
     elif lantern:
@@ -293,7 +296,9 @@ def _choose_num_heads(checkpoint: Checkpoint, config: Config) -> int:
         return known.num_heads
     problem = "the weights do not show the number of heads, and no published model has their sizes"
     field = config.names.get("num_attention_heads", "num_attention_heads")
-    remedy = f'give a config with {field}: a JSON file such as {{"{field}": 12}}'
+    remedy = (
+        f'give {{"{field}": 12}}, with your number, in a JSON file: as --config, or as config.json beside the weights'
+    )
     raise checkpoint.error(problem=problem, remedy=remedy)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from json import dumps
+from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,8 +34,8 @@ def verify(
         list[str] | None,
         typer.Argument(
             help="Checkpoints that the bundle was exported from, as given to export, in the order target, VQ model, "
-            "drafter, text encoder, config, LoRA adapters. [default: compare with ONNX's reference evaluator on small "
-            "inputs]"
+            "drafter, text encoder, config, LoRA adapters; or a folder that has them by their names then. "
+            "[default: compare with ONNX's reference evaluator on small inputs]"
         ),
     ] = None,
     engines: Annotated[
@@ -92,6 +93,9 @@ def _export_options(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any
     names = {source.role: source.name for source in reversed(sources)}
     roles = [role for role in CHECKPOINTS if role in names]
     scales = [source.role.partition(":")[2] for source in sources if source.role.startswith("lora:")]
+    named = [Path(checkpoints[0]) / names[role] for role in roles]
+    if len(checkpoints) == 1 < len(roles) and not scales and all(map(isfile, named)):
+        checkpoints = [str(path) for path in named]
     if len(checkpoints) != len(roles) + len(scales):
         expected = ", ".join(f"{role.replace('_', ' ')} ({names[role]})" for role in roles)
         expected += ", LoRA adapter" * len(scales)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_copies import ANOLE, C2I, COSMOS, EMU3, LANTERN, SIMPLEAR, VQGAN, config_of, copied, sharded
+from checkpoint_copies import ANOLE, C2I, COSMOS, EMU3, LANTERN, SIMPLEAR, VQGAN, changed, config_of, copied, sharded
 from refusals import error_of
 
 from lantern_rt.errors import CheckpointError
@@ -128,9 +128,18 @@ def test_an_index_names_plain_files(tmp_path: Path, name: Any) -> None:
     assert error.found == repr(name)
 
 
-def test_the_format_of_a_configuration_is_told_where_it_is_needed(program: Any) -> None:
-    error = error_of(CheckpointError, read_transformer, C2I)
-    assert error.remedy == 'give a config with n_head: a JSON file such as {"n_head": 12}'
+def test_the_format_of_a_configuration_is_told_where_it_is_needed(program: Any, tmp_path: Path) -> None:
+    error = error_of(CheckpointError, read_transformer, Path(shutil.copy(C2I, tmp_path)))
+    assert error.remedy.startswith(
+        'give {"n_head": 12}, with your number, in a JSON file: as --config, or as config.json '
+    )
     code, out, _ = program("export", "--help")
     assert code == 0
     assert '{"n_head": 12, "block_size": 256' in " ".join(out.replace("│", " ").split())
+
+
+def test_a_configuration_beside_an_official_file_is_read_if_it_is_the_models(tmp_path: Path) -> None:
+    assert read_transformer(C2I).sources == [("target", C2I), ("target_config", config_of(C2I))]
+    path = Path(shutil.copy(C2I, tmp_path))
+    changed(config_of(C2I), tmp_path / "config.json", architectures=["T5EncoderModel"])
+    assert "n_head" in error_of(CheckpointError, read_transformer, path).remedy

@@ -204,7 +204,11 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     ),
     "a grid far too large": (official(block_size=10**60), "grid", "1 to 256"),
     "no grid": (official(block_size=None), "grid", "do not show 16 (256 pixels)"),
-    "no heads": (lambda folder: read_transformer(C2I), C2I.name, "do not show the number of heads"),
+    "no heads": (
+        lambda folder: read_transformer(Path(shutil.copy(C2I, folder))),
+        C2I.name,
+        "do not show the number of heads",
+    ),
     "a VQ tokenizer for a target": (
         lambda folder: read_transformer(VQ),
         VQ.name,

@@ -82,6 +82,12 @@ def test_a_bundle_agrees_with_its_checkpoint(c2i_bundle: Path, program: Any) -> 
     assert "comparing target.onnx" in err
 
 
+def test_checkpoints_in_one_folder_are_found_by_their_names(c2i_bundle: Path, tmp_path: Path, program: Any) -> None:
+    for file in C2I_FILES:
+        shutil.copy(file, tmp_path)
+    assert report(program, c2i_bundle, tmp_path)[1] == set()
+
+
 def test_an_anole_bundle_agrees_with_its_folders_and_with_no_others(
     anole_bundle: Path, tmp_path: Path, program: Any
 ) -> None:
