@@ -145,7 +145,7 @@ def evaluate(
         (folder / _RESULT).write_text(dumps({**facts, **report}, indent=1, allow_nan=False) + "\n", "utf-8")
         page = html_report(report, images, facts, f"{manifest.name}: decoding methods compared")
         (folder / "report.html").write_text(page, "utf-8")
-    print_text(text_report(report), output / _RESULT, output / "report.html")
+    print_text(text_report(report, reference is not None), output / _RESULT, output / "report.html")
     if write_presets:
         _write_presets(opened, choose_presets(report, manifest))
 

@@ -36,23 +36,31 @@ COLUMNS = {
 _ESSENTIAL = ("excess_nll", "agreement")
 
 
-def text_report(report: Mapping[str, Any]) -> str:
-    """Return lines of text: speed of every method, and its deviation from `ar`."""
-    columns = {name: column for name, column in _columns(report).items() if name in _ESSENTIAL}
+def text_report(report: Mapping[str, Any], with_distance: bool = False) -> str:
+    """Return lines of text: speed of every method, and its deviation from `ar`.
+
+    Args:
+        report: report of `evaluate`.
+        with_distance: whether to show the Frechet distances, for users who gave real images.
+    """
+    wanted = (*_ESSENTIAL, "frechet") if with_distance else _ESSENTIAL
+    columns = {name: column for name, column in _columns(report).items() if name in wanted}
     rows = [("method", "tokens per pass", *(column.heading for column in columns.values()))]
     for method in report["methods"]:
         if method["figures"]:
-            cells = [_difference(method["figures"][name]["difference_to_ar"]) for name in columns]
+            cells = [_text_cell(method["figures"][name], name) for name in columns]
         else:
             cells = ["exact: same images", *[""] * (len(columns) - 1)]
         rows.append((method["method"], f"{method['tokens_per_forward_pass']:.2f}", *cells))
-    lines = ["differences to ar, +- half of the 95 % interval", text_table(rows)]
+    title = "differences to ar" + " (Frechet: to the reference)" * with_distance
+    lines = [f"{title}, +- half of the 95 % interval", text_table(rows)]
     return "\n".join([*lines, *(textwrap.fill(f"note: {note}", 80) for note in report["notes"])])
 
 
-def _difference(figure: Mapping[str, float]) -> str:
-    half = (figure["high"] - figure["low"]) / 2
-    return f"{figure['value']:+.3f} +- {half:.3f}"
+def _text_cell(figure: Mapping[str, Any], name: str) -> str:
+    shown = figure if name == "frechet" else figure["difference_to_ar"]
+    half = (shown["high"] - shown["low"]) / 2
+    return f"{shown['value']:{'' if name == 'frechet' else '+'}.3f} +- {half:.3f}"
 
 
 def _exact_cell(method: Mapping[str, Any]) -> str:

@@ -170,12 +170,15 @@ def test_distances_to_a_folder_of_real_images_are_those_of_their_features(
         wide.save(tmp_path / f"real/{i}.png")
         real.append(ImageOps.fit(wide, (24, 24), Image.Resampling.BICUBIC))
     arguments = ["--features", "colour.onnx", "--method", "rows:window=2", "--reference", "real"]
-    assert evaluate(*arguments)[0] == 0
+    code, out, _ = evaluate(*arguments)
+    assert (code, out.splitlines()[1].split()[-2:]) == (0, ["Frechet", "distance"])
     report = read_report()
     assert report["reference"] == "real, 4 images"
     features = Features(tmp_path / "colour.onnx", Preprocessing(), 1)
     expected = frechet_distance(fit_gaussian(features(plain)), fit_gaussian(features(real)))
     assert report["methods"][0]["figures"]["frechet"]["value"] == pytest.approx(expected)
+    assert f"  {expected:.3f} +- " in out.splitlines()[2]
+    assert max(map(len, out.splitlines())) <= 80
     assert Path("eval-tiny/report.html").read_text().count("data:image/jpeg;base64,") == 4 * 2  # no other seeds
 
 
