@@ -11,7 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from starlette.requests import Request as HttpRequest
 
 from ..edits import BYTES_LIMIT
@@ -118,6 +126,7 @@ class Metrics:
     """Prometheus metrics of one server."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # time stamps that no dashboard shows
         registry = self.registry = CollectorRegistry()
         ProcessCollector(registry=registry)
 

@@ -18,6 +18,7 @@ import pytest
 from running_server import RunningServer
 
 from lantern_rt.cli.main import run_program
+from lantern_rt.serve.state import KEY_VARIABLE
 
 yaml = pytest.importorskip("yaml")
 
@@ -169,6 +170,7 @@ def test_the_manifests_are_what_kubernetes_knows_and_name_what_the_server_has(
     assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
     assert scaler["spec"]["metrics"][0]["pods"]["metric"]["name"] in metrics
     assert str(container["ports"][0]["containerPort"]) == container["args"][container["args"].index("--port") + 1]
+    assert [container["env"][0]["name"]] == SERVICES["lantern-rt"]["environment"] == [KEY_VARIABLE]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert tiny.get(container[probe]["httpGet"]["path"])[0] == 200
     kubernetes = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
