@@ -18,7 +18,12 @@ _MASKED = {np.float32: -1e30, np.float16: -6e4}
 
 
 def decoder_tensors(spec: DecoderSpec | DrafterSpec, drafts: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the inputs and outputs of a bundle's target or drafter graph; keys and values come last, by layer."""
+    """Return the inputs and outputs of a bundle's graph; keys and values come last, by layer.
+
+    Args:
+        spec: sizes of the decoder.
+        drafts: whether the graph is the drafter, not the target.
+    """
     kv_dtypes: tuple[str, ...] = (rows_dtype(spec.dtype),) if isinstance(spec, DecoderSpec) else _FLOATS
     entry = (None, None, spec.num_kv_heads, spec.head_dim)
     inputs = [
@@ -40,7 +45,7 @@ def device_tensors(
 
     Args:
         spec: sizes of the decoder.
-        drafts: whether it is a drafter.
+        drafts: whether the decoder is the drafter, not the target.
         dtypes: allowed types of caches, and, after `rows_dtype`, of hidden states.
         capacity: columns of a cache in order; None: columns in any order.
     """

@@ -125,7 +125,7 @@ class _DeviceWriter(DecoderWriter):
         self.interleaved = int(swap[0].argmax() == 1)  # whether neighbours are rotated together
 
     def write(self, drafts: bool) -> DeviceGraph:
-        """Write the whole decoder; `drafts` tells whether it is a drafter."""
+        """Write the whole graph of a target or, if `drafts` is set, of a drafter."""
         graph = self.graph
         spec = self.spec
         if drafts:
@@ -141,7 +141,7 @@ class _DeviceWriter(DecoderWriter):
         return DeviceGraph(graph.to_bytes(inputs, outputs), inputs, outputs, self.dtype)
 
     def rotate(self, joint: str, at: str) -> tuple[str, str, str]:
-        """Split and rotate as `DecoderWriter.rotate`; results are `[rows, nodes, heads * head_dim]`."""
+        """Split and rotate as `DecoderWriter.rotate` does, to tensors `[rows, nodes, heads * head_dim]`."""
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
         width = num_kv_heads * self.spec.head_dim

@@ -229,7 +229,15 @@ class DecoderWriter(ABC):
 
     @abstractmethod
     def rotate(self, joint: str, at: str) -> tuple[str, str, str]:
-        """Split the joint projection; return queries and keys, normed and rotated, and values."""
+        """Write the head norm and the rotary embedding of queries and keys.
+
+        Args:
+            joint: name of the joint projection to queries, keys and values.
+            at: prefix of the names of the layer's weights.
+
+        Returns:
+            The names of queries, keys and values.
+        """
 
     @abstractmethod
     def attend(self, query: str, key: str, value: str, at: str) -> str:

@@ -38,7 +38,7 @@ class Profile(FrozenModel):
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """User options of a build.
+    """User options for building TensorRT engines.
 
     Args:
         backend: `tensorrt` or `tensorrt-rtx`.

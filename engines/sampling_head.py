@@ -36,7 +36,7 @@ class SamplingHead(NamedTuple):
 
     @classmethod
     def from_sampling(cls, sampling: Sampling, vocab_size: int, num_best: int, add_noise: bool) -> SamplingHead:
-        """Return the head for a request's settings; greedy sampling has no filters.
+        """Return the settings of the sampling graph for a request; greedy sampling omits top-k and top-p.
 
         Args:
             sampling: sampling settings of the request.

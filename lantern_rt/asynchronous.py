@@ -180,7 +180,7 @@ class AsyncPipeline:
         deadline: float = math.inf,
         **options: Unpack[Options],
     ) -> AsyncGenerator[tuple[ServiceRequest, StreamStep | None], None]:
-        """Generate step by step, for servers.
+        """Generate images and yield the state after each decoding step, for servers.
 
         Args:
             prompts: same as for a call of `Pipeline`.

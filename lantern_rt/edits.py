@@ -126,7 +126,7 @@ def read_image(name: str, source: ImageSource, header_only: bool = False) -> Ima
 
 
 def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tuple[int, int]:
-    """Read the width and height of an upright image from its header.
+    """Read the size of an image from its header, after the rotation by its EXIF orientation.
 
     Args:
         image: image to edit.

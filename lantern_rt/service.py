@@ -277,7 +277,11 @@ class Service(HasRenamedAttributes):
         return waiting
 
     def _group(self, sequence: state.ImageSequence) -> int:
-        """Return the group of an image: 0 unless its method would slow down or depend on other callers."""
+        """Return the number of the batch that an image joins.
+
+        Batch 0 is for all callers. With several callers, images are decoded in other batches, by number of nodes, if
+        their large passes would delay other callers, or if other callers' images would change theirs.
+        """
         method = sequence.method
         if self._num_callers < 2 or (method.exact and (sequence.max_nodes <= FEW_NODES or isinstance(method, Sjd))):
             return 0

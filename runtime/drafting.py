@@ -109,7 +109,7 @@ class Drafter:
     needs_new_codes = False
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Store the tokens committed by the prefill or by a forward pass, whichever drafter made the drafts."""
+        """Store the tokens that the prefill or a forward pass committed, even if another drafter drafted them."""
 
     def draft(self, sequences: Sequence[ImageSequence]) -> Sequence[Draft]:
         """Return a draft for every sequence."""

@@ -111,7 +111,7 @@ def choose_with_margin(logits: Floats, noise: Floats | None, sampling: Sampling)
 
 
 def is_decisive(logits: Floats, noise: Floats | None, code: int, sampling: Sampling, tie_margin: float) -> bool:
-    """Check that `code` stays the choice if differences of scaled logits move by up to `tie_margin`.
+    """Return whether `code` remains the choice under rounding errors within `tie_margin`.
 
     Args:
         logits: guided, `[vocab_size]`.

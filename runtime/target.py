@@ -154,7 +154,7 @@ class TargetOutput:
 
 
 def choose_for_sequences(logits: DeviceArray, targets: Iterable[tuple[TargetOutput, slice]]) -> None:
-    """Sample for several sequences at once, which costs less, and store the choices in their outputs.
+    """Sample the tokens of several sequences together, which is faster, and store them in the sequences' outputs.
 
     Sequences are sampled together if they are neighbours in the batch, and draft chains of one length with the same
     sampling settings. All others are left to sample alone.

@@ -34,7 +34,7 @@ _MAX_SAMPLERS = 8  # sampling graphs per bound pass
 
 
 class UploadBuffer:
-    """Gathers arrays for one copy to the device, if the device's memory has addresses; else it copies each array.
+    """A buffer that uploads several arrays in one copy; in one copy each if the device has no views into memory.
 
     Args:
         device: the device.

@@ -48,7 +48,7 @@ def import_library(name: str, module: str | None = None) -> Any:
 
 
 def polygraphy_importer(name: str) -> Callable[[str], Any]:
-    """Return a function that imports modules of Polygraphy, set up for a backend; Polygraphy then prints nothing.
+    """Set up Polygraphy for a backend, silence its log, and return a function that imports its modules.
 
     Raises: EngineError: Polygraphy is not installed, or this process already uses it with the other library.
     """

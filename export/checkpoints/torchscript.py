@@ -101,6 +101,6 @@ def _interpret(stream: bytes, read_storage: Callable[[Any], Tensor]) -> Any:
             is_tensor = function == _REBUILD
             stack.append(arguments[0][arguments[1] :].as_strided(*arguments[2:4]) if is_tensor else None)
         elif name not in ("PROTO", "STOP"):
-            raise ValueError(f"its list of weights has the opcode {name}")
+            raise ValueError(f"the pickle of its weights has the opcode {name}, which is not supported")
     (result,) = stack
     return result

@@ -183,7 +183,8 @@ def _encode(library: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 def _find_prefix(checkpoint: Checkpoint, prefixes: Sequence[str], name: str) -> str:
-    """Return the prefix of a weight; without the weight the last prefix, for the error message of a later check."""
+    """Return the first prefix with which the checkpoint has the weight `name`, by default the last prefix."""
+    # A later check reports the missing weight with that prefix.
     return next((prefix for prefix in prefixes if prefix + name in checkpoint.weights), prefixes[-1])
 
 

@@ -205,7 +205,7 @@ def block_size(kind: Storage, inputs: int) -> int | None:
 def quantise(
     weight: Tensor, kind: Storage, scales: Tensor | None = None, compute: Compute = "float32"
 ) -> tuple[Tensor, Tensor]:
-    """Round a weight to the nearest integers.
+    """Quantize a weight to int8 integers with scales.
 
     Args:
         weight: the weight, `[in, out]`, float32.

@@ -98,7 +98,7 @@ class _VideoDecoder(ConvStack):
 
 
 class Emu3VQ(LlamaGenVQ):
-    """Encoder and decoder; a grid of codes stands for `2 ** doublings` frames."""
+    """Encoder and decoder of images, as the first of `2 ** doublings` video frames that share a grid of codes."""
 
     def __init__(self, doublings: int, config: VQConfig) -> None:
         super().__init__(config)

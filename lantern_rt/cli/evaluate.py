@@ -101,7 +101,7 @@ def evaluate(
     """
     if write_presets and temperature is not None:
         raise RequestError(
-            "presets need the bundle's temperature", field="temperature", remedy="leave it or --write-presets out"
+            "presets need the bundle's temperature", field="temperature", remedy="omit --temperature or --write-presets"
         )
     options = EngineOptions(threads, engines, provider)
     opened = options.open_bundle(bundle)

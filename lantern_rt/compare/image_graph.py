@@ -130,26 +130,26 @@ class ImageGraph(ABC):
         return self._error(found=f"inputs {inputs or 'none'}", expected=expected)
 
     def _run(
-        self, images: Sequence[Image], texts: Mapping[str, Ints] | None = None, output: str | None = None
+        self, images: Sequence[Image], extra_inputs: Mapping[str, Ints] | None = None, output: str | None = None
     ) -> Floats:
         """Run the graph in batches and return `_rows` of an output.
 
         Args:
             images: images of one size.
-            texts: values `[images, length]` of the other inputs, by name.
+            extra_inputs: values `[images, length]` of the inputs other than the image, by name.
             output: name of the output, by default the first.
         """
         parts = []
         for start in range(0, len(images), BATCH):
             batch = slice(start, start + BATCH)
             inputs: dict[str, NDArray[Any]] = {self.input: np.stack([self._pixels(image) for image in images[batch]])}
-            inputs |= {name: values[batch] for name, values in (texts or {}).items()}
+            inputs |= {name: values[batch] for name, values in (extra_inputs or {}).items()}
             try:
                 values = np.asarray(self.session.run(output and [output], inputs)[0], np.float64)
             except Exception as error:
                 shapes = ", ".join(f"{name} {list(values.shape)}" for name, values in inputs.items())
                 remedy = f"export it with a dynamic batch size; {PREPROCESSING_FILE} beside it sets the image size"
-                remedy += f", truncation in {TOKENIZER_FILE} the number of tokens" if texts else ""
+                remedy += f", truncation in {TOKENIZER_FILE} the number of tokens" if extra_inputs else ""
                 raise self._error(f"failed on {shapes} ({format_error(error)})", remedy=remedy) from error
             if not np.isfinite(values).all():
                 raise self._error("returned NaN or infinity")

@@ -70,7 +70,7 @@ class FormReader:
             raise HttpError(400, **fields) from error
 
     def close(self) -> None:
-        """Free all bytes at once; the parser's callbacks form a reference cycle."""
+        """Free the received bytes now, by breaking the reference cycle of the parser and its callbacks."""
         self._values.clear()
         self._parser.parser = None
 
