@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from PIL.Image import Image
 
 from ..output.tables import html_page, html_table, text_table
+from .presets import LIMITS
 
 GRID_IMAGES = 24  # Maximum number of image rows.
 _MAX_SIDE = 256  # Maximum width and height of an image in the page, in pixels.
@@ -54,6 +55,8 @@ def text_report(report: Mapping[str, Any], with_distance: bool = False) -> str:
         rows.append((method["method"], f"{method['tokens_per_forward_pass']:.2f}", *cells))
     title = "differences to ar" + " (Frechet: to the reference)" * with_distance
     lines = [f"{title}, +- half of the 95 % interval", text_table(rows)]
+    limits = ", ".join(f"{limit.excess_nll} for {quality}" for quality, limit in LIMITS.items())
+    lines.append(f"good: an interval of excess NLL within +- {limits}")
     return "\n".join([*lines, *(textwrap.fill(f"note: {note}", 80) for note in report["notes"])])
 
 

@@ -118,6 +118,7 @@ def test_eval_writes_a_page_that_needs_nothing_else_and_its_figures(
     assert code == 0
     assert out.splitlines()[-2:] == ["found/eval.json", "found/report.html"]
     assert re.search(r"  eagle +[\d.]+ +exact: same images", out)
+    assert "good: an interval of excess NLL within +- 0.04 for balanced, 0.12 for fast\n" in out
     assert max(map(len, out.splitlines())) <= 80
     assert "images of ar, other seeds" in err
     assert sorted(path.name for path in Path("found").iterdir()) == ["eval.json", "report.html"]
