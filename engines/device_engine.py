@@ -174,10 +174,10 @@ class DeviceEngine(ABC):
 
     @abstractmethod
     def fit(self, cache: DeviceCache, nodes: int) -> int:
-        """Return the padded number of nodes of a pass. Raises: EngineError: there are too many nodes."""
+        """Pad `nodes` to a size that the engine runs. Raises: EngineError: the pass has too many nodes."""
 
     def next_past_length(self, cache: Cache, nodes: int) -> int:
-        """Return the length of the longest row, rounded up. Raises: EngineError: there are too many nodes."""
+        """Return the length of the longest row, rounded up. Raises: EngineError: the pass has too many nodes."""
         device_cache = DeviceCache.require(cache)
         self.fit(device_cache, nodes)
         return device_cache.past_length()

@@ -21,7 +21,7 @@ Range = tuple[Size, Size, Size]  # smallest, optimal, largest
 
 
 class Profile(FrozenModel):
-    """Ranges of shapes of one kind of pass.
+    """A TensorRT optimization profile: ranges of the input shapes of one kind of forward pass.
 
     Attributes:
         name: `ar`, `tree`, or `rows` for the image decoder.

@@ -320,7 +320,7 @@ def _small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> 
         tensor = value.type.tensor_type
         shape = [axis.dim_value or sizes.get(axis.dim_param, 2) for axis in tensor.shape.dim]
         if prod(shape) > _MAX_INPUT:
-            raise ValueError(f"input {format_value(value.name)} of sizes {format_value(shape)}")
+            raise ValueError(f"input {format_value(value.name)} is too large: {format_value(shape)}")
         if tensor.elem_type == onnx.TensorProto.INT64:
             arrays[value.name] = generator.integers(limits.get(value.name, 2), size=shape)
         elif value.name == "attention_mask":  # causal among the new nodes

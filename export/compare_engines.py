@@ -83,7 +83,7 @@ def open_engine(backend: str, path: Path) -> Any:
 def _run_passes(
     bundle: Bundle, role: str, spec: DecoderSpec | DrafterSpec, graph: Path, built: BuiltGraph
 ) -> Iterator[tuple[str, Arrays, Arrays, Arrays]]:
-    """Run a prefill, a chain and a tree, each with the passes before it as its past.
+    """Run a prefill, a chain and a tree in turn; each pass extends the cache of the passes before.
 
     Yields:
         The name of a pass, inputs of the engine's graph, its outputs, and outputs of the bundle's graph.

@@ -165,7 +165,7 @@ def cache_bytes(spec: DecoderSpec | DrafterSpec, rows: int, columns: int, itemsi
 
 
 def pass_bytes(spec: DecoderSpec | DrafterSpec, rows: int, nodes: int, past: int, itemsize: int) -> int:
-    """Estimate the memory of a forward pass from below: the logits, and the activations of one layer.
+    """Return a lower bound of the memory of a forward pass: the logits, and the activations of one layer.
 
     Args:
         spec: sizes of the decoder.

@@ -79,7 +79,7 @@ class StreamStep(HasRenamedAttributes, Step):
         return f"<StreamStep: {self.done} of {self.total} codes, {self.settings.method}>"
 
     def image(self, i: int) -> Image:
-        """Decode image i as far as it is generated; the remaining cells are grey.
+        """Decode the generated cells of image i; the remaining cells are grey.
 
         The image decoder runs in the calling thread. It needs a token in every cell, so that pixels near the border of
         the generated part may still change.

@@ -349,7 +349,7 @@ class Service(HasRenamedAttributes):
             self._call_listener(request, step)
 
     def _end_request(self, request: ServiceRequest, last: StreamStep | BaseException | None = None) -> None:
-        """Remove a request, and call its listener with the last step or error; None: it was cancelled."""
+        """Remove a request, and call its listener with the last step or error; None: the request was cancelled."""
         if not request.ended:
             self._remove(request, last)
             self._waiting = [sequence for sequence in self._waiting if sequence not in request.sequences]

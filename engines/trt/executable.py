@@ -44,7 +44,7 @@ def make_logger(library: Any, errors: list[str]) -> Any:
 
 
 def first_error(errors: Sequence[str]) -> str:
-    """Return the first error on one line: it explains a failure, and later errors usually follow from it."""
+    """Return the first error as one line, because later errors are usually its consequences."""
     return " ".join(errors[0].split())[:300] if errors else "no reason given"
 
 

@@ -25,7 +25,7 @@ _CONSTANTS = {"NEWTRUE": True, "NEWFALSE": False, "NONE": None, "EMPTY_TUPLE": (
 
 
 class _Module(list[Any]):
-    """State of a module: a list with one dict of attributes."""
+    """A module in a TorchScript pickle, as a list with one dict of attributes."""
 
 
 def read_torchscript(path: Path) -> dict[str, Tensor]:

@@ -67,7 +67,7 @@ class GraphFile:
 
     @property
     def size(self) -> int:
-        """Bytes of all weights, as far as their shapes tell."""
+        """Size of all weights in bytes, computed from their shapes alone."""
         return sum(part.bytes for name in self.weights for part in self.initializers(name))
 
     def initializers(self, name: str) -> list[Initializer]:

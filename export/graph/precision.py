@@ -118,7 +118,7 @@ def read_precisions(
 def choose_storages(
     weights: dict[str, Tensor], stored: Set[str], matrices: Set[str], rule: Rule, compute: Compute = "float32"
 ) -> dict[str, Storage]:
-    """Return the storages of a graph's floating-point weights by name, as far as their shapes tell.
+    """Choose the storage of each floating-point weight of a graph by the shape alone.
 
     Args:
         weights: weights by name.

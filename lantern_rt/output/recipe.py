@@ -107,5 +107,5 @@ def _without_pixels(file: BinaryIO) -> bytes:
         else:
             file.seek(size, SEEK_CUR)
         if len(data) > TEXTS_LIMIT:
-            raise ValueError("the texts are larger")
+            raise ValueError("the text chunks are larger")
     return data + b"\0\0\0\0IEND\xaeB`\x82"

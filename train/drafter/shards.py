@@ -32,7 +32,7 @@ _REMEDY = "make the data again"
 
 @dataclass(frozen=True)
 class Source:
-    """Target and sizes, which are the same in all shards of a folder.
+    """The target model and the array sizes that all shards of a folder share.
 
     Args:
         weights: sha256 of the target's weights.
