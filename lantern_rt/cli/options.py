@@ -165,14 +165,15 @@ class EngineOptions:
         from ..pipeline import Pipeline
         from .console import print_stderr, show_progress
 
-        if self.threads is not None and self.threads > (cores := usable_cores()):
-            print_stderr(f"note: --threads {self.threads} on {cores} core{'s' * (cores > 1)}; one per core is faster")
         engines = None if self.engines is None else open_engine_folder(self.engines)
         if self.runs_on_cpu(bundle):
             check_memory(bundle, settings or largest_settings(bundle.manifest), prefix)
         with show_progress(lines=False) as progress:
             progress("loading graphs")
-            return Pipeline.from_bundle(bundle, threads=self.threads, engines=engines, provider=self.provider)
+            pipeline = Pipeline.from_bundle(bundle, threads=self.threads, engines=engines, provider=self.provider)
+        if self.threads is not None and self.threads > (cores := usable_cores()):
+            print_stderr(f"note: --threads {self.threads} on {cores} core{'s' * (cores > 1)}; one per core is faster")
+        return pipeline
 
 
 def download_published(name: str, yes: bool) -> None:
