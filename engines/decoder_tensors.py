@@ -17,18 +17,18 @@ _FLOATS = ("float32", "float16")
 _MASKED = {np.float32: -1e30, np.float16: -6e4}
 
 
-def decoder_tensors(spec: DecoderSpec | DrafterSpec, drafts: bool) -> tuple[list[Tensor], list[Tensor]]:
+def decoder_tensors(spec: DecoderSpec | DrafterSpec, is_drafter: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Return the inputs and outputs of a bundle's graph; keys and values come last, by layer.
 
     Args:
         spec: sizes of the decoder.
-        drafts: whether the graph is the drafter, not the target.
+        is_drafter: whether the graph is the drafter, not the target.
     """
     kv_dtypes: tuple[str, ...] = (rows_dtype(spec.dtype),) if isinstance(spec, DecoderSpec) else _FLOATS
     entry = (None, None, spec.num_kv_heads, spec.head_dim)
     inputs = [
-        *([Tensor("input_ids", ("int64",), (None, None))] if drafts else []),
-        Tensor("target_hidden" if drafts else "input_embeds", _FLOATS, (None, None, spec.hidden_size)),
+        *([Tensor("input_ids", ("int64",), (None, None))] if is_drafter else []),
+        Tensor("target_hidden" if is_drafter else "input_embeds", _FLOATS, (None, None, spec.hidden_size)),
         Tensor("position_ids", ("int64",), (None, None)),
         Tensor("attention_mask", _FLOATS, (None, 1, None, None)),
         *_keys_and_values("past", spec, kv_dtypes, entry),
@@ -39,13 +39,13 @@ def decoder_tensors(spec: DecoderSpec | DrafterSpec, drafts: bool) -> tuple[list
 
 
 def device_tensors(
-    spec: DecoderSpec | DrafterSpec, drafts: bool, dtypes: tuple[str, ...], capacity: int | None = None
+    spec: DecoderSpec | DrafterSpec, is_drafter: bool, dtypes: tuple[str, ...], capacity: int | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the inputs and outputs of a `device_graph`.
 
     Args:
         spec: sizes of the decoder.
-        drafts: whether the decoder is the drafter, not the target.
+        is_drafter: whether the decoder is the drafter, not the target.
         dtypes: allowed types of caches, and, after `rows_dtype`, of hidden states.
         capacity: columns of a cache in order; None: columns in any order.
     """
@@ -57,9 +57,9 @@ def device_tensors(
         cache = (None, spec.num_kv_heads, capacity, spec.head_dim)
         write = (None,)
     inputs = [
-        Tensor("hidden", rows, states.shape) if drafts else Tensor("embeddings", rows, (None, spec.hidden_size)),
+        Tensor("hidden", rows, states.shape) if is_drafter else Tensor("embeddings", rows, (None, spec.hidden_size)),
         Tensor("token_ids", ("int32",), (None, None)),
-        *([Tensor("hidden_ids", ("int32",), (None, None))] if drafts else []),
+        *([Tensor("hidden_ids", ("int32",), (None, None))] if is_drafter else []),
         Tensor("position_ids", ("int64",), (None, None)),
         Tensor("write", ("int64",), write),
         Tensor("seen", ("int32",), (None, None, None)),

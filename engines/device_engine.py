@@ -173,13 +173,13 @@ class DeviceEngine(ABC):
         """Create an empty cache whose memory on the device is allocated for `capacity` entries per row."""
 
     @abstractmethod
-    def fit(self, cache: DeviceCache, nodes: int) -> int:
+    def padded_node_count(self, cache: DeviceCache, nodes: int) -> int:
         """Pad `nodes` to a size that the engine runs. Raises: EngineError: the pass has too many nodes."""
 
     def next_past_length(self, cache: Cache, nodes: int) -> int:
         """Return the length of the longest row, rounded up. Raises: EngineError: the pass has too many nodes."""
         device_cache = DeviceCache.require(cache)
-        self.fit(device_cache, nodes)
+        self.padded_node_count(device_cache, nodes)
         return device_cache.past_length()
 
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
@@ -187,7 +187,7 @@ class DeviceEngine(ABC):
         device_cache = DeviceCache.require(cache)
         device_cache.finish()
         checked_past_length(batch, device_cache)
-        padded = self.fit(device_cache, batch.positions.shape[1])
+        padded = self.padded_node_count(device_cache, batch.positions.shape[1])
         feeds = {**device_cache.encode(batch, padded), **self._node_inputs(batch, padded)}
         bound, handle = self._bind(device_cache, batch, feeds)
         device_cache.bound = bound

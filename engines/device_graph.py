@@ -49,7 +49,7 @@ class DeviceGraph(NamedTuple):
 
 
 def device_graph(
-    path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool, basic_ops: bool = False, capacity: int | None = None
+    path: Path, spec: DecoderSpec | DrafterSpec, is_drafter: bool, basic_ops: bool = False, capacity: int | None = None
 ) -> DeviceGraph:
     """Return the device layout of a target or drafter graph.
 
@@ -69,7 +69,7 @@ def device_graph(
     Args:
         path: graph file in a bundle, in the folder of its weights.
         spec: sizes of the decoder.
-        drafts: whether the decoder is a drafter.
+        is_drafter: whether the decoder is a drafter.
         basic_ops: whether to avoid the op Attention, bfloat16, and float16 tables in computations with float32.
         capacity: None: columns are written in any order, `write [rows, nodes, 2]` is row and column of each node,
             `seen` covers all columns, and caches are `[rows, columns, num_kv_heads * head_dim]`. A number of columns:
@@ -83,7 +83,7 @@ def device_graph(
         weights = graph_weights(path)
         try:
             writer = _DeviceWriter(path.parent, weights, spec, basic_ops, capacity)
-            graph = writer.write(drafts)
+            graph = writer.write(is_drafter)
         except KeyError as error:
             raise BundleError(f"has no weight {error}", field=str(path), remedy=_AGAIN) from error
         cpu_only = re.compile(r"eps_|rotary\.swap|.*\.(value_units|step)$")
@@ -124,11 +124,11 @@ class _DeviceWriter(DecoderWriter):
         swap = weights["rotary.swap" if "rotary.swap" in weights else "rotary.swap.half"].array(folder)
         self.interleaved = int(swap[0].argmax() == 1)  # whether neighbours are rotated together
 
-    def write(self, drafts: bool) -> DeviceGraph:
-        """Write the whole graph of a target or, if `drafts` is set, of a drafter."""
+    def write(self, is_drafter: bool) -> DeviceGraph:
+        """Write the whole graph of a target or, if `is_drafter` is set, of a drafter."""
         graph = self.graph
         spec = self.spec
-        if drafts:
+        if is_drafter:
             states = graph.op("Reshape", "hidden", graph.ints(-1, spec.hidden_size))
             joint = [self.look_up_embeddings(), self.from_input(graph.op("Gather", states, "hidden_ids"))]
             x = self.linear(graph.op("Concat", *joint, axis=-1), "fc")
@@ -137,7 +137,7 @@ class _DeviceWriter(DecoderWriter):
         self.attention_mask = self.write_mask()
         self.rotation = self.write_rotation()
         self.decoder(x, spec.num_layers)
-        inputs, outputs = device_tensors(spec, drafts, (self.dtype,), self.capacity)
+        inputs, outputs = device_tensors(spec, is_drafter, (self.dtype,), self.capacity)
         return DeviceGraph(graph.to_bytes(inputs, outputs), inputs, outputs, self.dtype)
 
     def rotate(self, joint: str, at: str) -> tuple[str, str, str]:

@@ -230,7 +230,7 @@ class DeviceLayoutSession:
 
     def __init__(self, graph: Graph, path: Path, low_memory: bool = False) -> None:
         sizes = {name: getattr(graph.module.config, name) for name in _SIZES}
-        make = partial(device_graph, path, DrafterSpec(**sizes), drafts=graph.role == "drafter")
+        make = partial(device_graph, path, DrafterSpec(**sizes), is_drafter=graph.role == "drafter")
         device = make()
         if device.dtype == "bfloat16":  # CPUs do not compute in it
             device = make(basic_ops=True)
@@ -264,21 +264,21 @@ class DeviceLayoutSession:
         return results
 
 
-def device_feeds(batch: Pass, cache: CacheColumns, padded: int) -> Arrays:
+def device_feeds(batch: Pass, cache: CacheColumns, padded_nodes: int) -> Arrays:
     """Return a device layout's inputs for a forward pass, without keys and values.
 
     Args:
         batch: the pass.
         cache: columns of the KV cache.
-        padded: number of nodes per batch row in the inputs.
+        padded_nodes: number of nodes per batch row in the inputs.
     """
     rows, nodes = batch.positions.shape
-    feeds = cache.encode(batch, padded)
-    ids = pad_nodes(np.arange(rows * nodes).reshape(rows, nodes), padded, np.int32)
+    feeds = cache.encode(batch, padded_nodes)
+    ids = pad_nodes(np.arange(rows * nodes).reshape(rows, nodes), padded_nodes, np.int32)
     if batch.tokens is None:
         embeds = np.asarray(batch.embeds)
         return feeds | {"token_ids": ids, "embeddings": embeds.reshape(-1, embeds.shape[2])}
-    tokens = pad_nodes(batch.tokens, padded, np.int32)
+    tokens = pad_nodes(batch.tokens, padded_nodes, np.int32)
     return feeds | {"token_ids": tokens, "hidden": np.asarray(batch.hidden), "hidden_ids": ids}
 
 

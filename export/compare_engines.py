@@ -88,14 +88,14 @@ def _run_passes(
     Yields:
         The name of a pass, inputs of the engine's graph, its outputs, and outputs of the bundle's graph.
     """
-    drafts = role == "drafter"
+    is_drafter = role == "drafter"
     prefix = bundle.manifest.condition.prefix
     path = bundle.path(role)
     rng = np.random.default_rng(0)
     capacity = capacity_of(built.profiles)
-    tensors = device_tensors(spec, drafts, ("float32", "float16"), capacity)
+    tensors = device_tensors(spec, is_drafter, ("float32", "float16"), capacity)
     session = GraphSession(path, *tensors, model=graph.read_bytes())
-    table = None if drafts else bundle.code_embeddings
+    table = None if is_drafter else bundle.code_embeddings
     engine = OrtEngine(path, spec, table, None)
     masks = {"prefill": np.tri(max(prefix, 2), dtype=bool), "chain": np.tri(2, dtype=bool), "tree": tree_mask(_TREE)}
     for rows in sorted({min(rows, built.profiles[0].rows[2]) for rows in _ROWS}):
@@ -113,9 +113,9 @@ def _run_passes(
             mask = np.zeros((rows, nodes, length + nodes), bool)
             mask[:, :, :start] = True
             mask[:, :, length:] = node_mask
-            batch = Pass(positions, mask, codes, hidden=states) if drafts else Pass(positions, mask, embeds=states)
+            batch = Pass(positions, mask, codes, hidden=states) if is_drafter else Pass(positions, mask, embeds=states)
             feeds = device_feeds(batch, columns, nodes) | past
-            states_name = "hidden" if drafts else "embeddings"
+            states_name = "hidden" if is_drafter else "embeddings"
             feeds[states_name] = feeds[states_name].astype(session.dtypes[states_name])
             outputs = dict(zip(session.output_names, session.run(feeds), strict=True))
             past = {key: outputs[key.replace("past", "present", 1)] for key in past}

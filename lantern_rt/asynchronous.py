@@ -208,7 +208,7 @@ class AsyncPipeline:
         )
         self._check_open()
         edit = options.get("image") is not None
-        request = await (self._submit_edit(caller, submit) if edit else _submit_in(self._checks, submit))
+        request = await (self._submit_edit(caller, submit) if edit else _submit_in_thread(self._checks, submit))
         try:
             yield request, None
             stats = None
@@ -232,7 +232,7 @@ class AsyncPipeline:
         began = loop.time()
         try:
             self._check_open()
-            return await _submit_in(self._edits, submit)
+            return await _submit_in_thread(self._edits, submit)
         finally:
             loop.call_later(loop.time() - began, lock.release)
 
@@ -261,7 +261,7 @@ class AsyncPipeline:
             raise RequestError("closed", field="pipeline", remedy="make another")
 
 
-async def _submit_in(executor: ThreadPoolExecutor, submit: Callable[[], ServiceRequest]) -> ServiceRequest:
+async def _submit_in_thread(executor: ThreadPoolExecutor, submit: Callable[[], ServiceRequest]) -> ServiceRequest:
     submitting = executor.submit(submit)
     try:
         return await asyncio.wrap_future(submitting)

@@ -42,7 +42,7 @@ class OrtEngine:
         provider: str = DEFAULT_PROVIDER,
     ) -> None:
         self.spec = spec
-        inputs, outputs = decoder_tensors(spec, drafts=code_embeddings is None)
+        inputs, outputs = decoder_tensors(spec, is_drafter=code_embeddings is None)
         self._graph = GraphSession(path, inputs, outputs, threads, provider)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._kv_dtype = kv_dtype(path, self._graph.dtypes)
@@ -98,7 +98,7 @@ class OrtDeviceEngine(DeviceEngine):
     def __init__(
         self, path: Path, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None, threads: int, device: Device
     ) -> None:
-        graph = device_graph(path, spec, drafts=code_embeddings is None, basic_ops=device.basic_ops)
+        graph = device_graph(path, spec, is_drafter=code_embeddings is None, basic_ops=device.basic_ops)
         session = GraphSession(
             path, graph.inputs, graph.outputs, threads, device.provider, model=graph.model, records=True
         )
@@ -107,5 +107,5 @@ class OrtDeviceEngine(DeviceEngine):
     def new_cache(self, rows: int, capacity: int) -> DeviceCache:
         return DeviceCache(self._pool, rows, capacity)
 
-    def fit(self, cache: DeviceCache, nodes: int) -> int:
+    def padded_node_count(self, cache: DeviceCache, nodes: int) -> int:
         return padded_node_count(nodes)

@@ -41,7 +41,7 @@ class TensorRTEngine(DeviceEngine):
         self._executable.check_size("columns", capacity - self._max_nodes() - 2)
         return DeviceCache(self._pool, rows, capacity, self._columns)
 
-    def fit(self, cache: DeviceCache, nodes: int) -> int:
+    def padded_node_count(self, cache: DeviceCache, nodes: int) -> int:
         for name, size in (("rows", len(cache.lengths)), ("nodes", nodes), ("columns", cache.span(nodes))):
             self._executable.check_size(name, size)
         return min(padded_node_count(nodes), self._max_nodes(), cache.columns - int(cache.lengths.max(initial=0)))

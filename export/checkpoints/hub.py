@@ -62,9 +62,9 @@ def fetch(source: Path | str, names: Collection[str] = ()) -> Path:
     return folder / (file or "")
 
 
-def _choose_weights(text: str, files: Collection[str]) -> list[str]:
+def _choose_weights(source: str, files: Collection[str]) -> list[str]:
     chosen = choose_files({name for name in files if name in (*SINGLE, *INDEX, *PAIRS[0], *PAIRS[1])})
     if not chosen:
         expected = f"{SINGLE[0]} or alike"
-        raise CheckpointError(field=text, found=listing(files), expected=expected, remedy=f"name one: {text}/FILE")
+        raise CheckpointError(field=source, found=listing(files), expected=expected, remedy=f"name one: {source}/FILE")
     return chosen

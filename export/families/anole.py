@@ -157,8 +157,10 @@ def read_chameleon(
             raise checkpoint.error(name, found=f"{rows} rows", expected=expected)
     with without_weights():
         # Lumina-mGPT's published program ignores `max_position_embeddings`: it computes rotations for all positions.
-        bounded = architecture == CHAMELEON
-        sizes = decoder_config(checkpoint, config, len(codes), grid, max_image_tokens=max_image_tokens, bounded=bounded)
+        limits_positions = architecture == CHAMELEON
+        sizes = decoder_config(
+            checkpoint, config, len(codes), grid, max_image_tokens=max_image_tokens, limits_positions=limits_positions
+        )
         decoder = Decoder(sizes)
     embeddings = checkpoint.weights.pop("embed.weight")
     checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][codes.start : codes.stop]

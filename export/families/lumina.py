@@ -98,20 +98,20 @@ def patch_sizes(side: int) -> list[tuple[int, int]]:
     return [pair for pair in pairs if min(pair) > 0 and max(pair) <= _MAX_ASPECT * min(pair)]
 
 
-def image_size(rows: int, columns: int, names: Mapping[str, int]) -> Size:
+def image_size(rows: int, columns: int, token_ids: Mapping[str, int]) -> Size:
     """Return an image size with its prompt tokens, which are the end of both prefix rows.
 
     Args:
         rows: rows of patches.
         columns: columns of patches.
-        names: token ids by name.
+        token_ids: token ids by name.
     """
     tokens = (PROMPT_TOKENS[-1], _side_token(rows), _side_token(columns))
     return Size(
         name=f"{_PATCH_PIXELS * columns}x{_PATCH_PIXELS * rows}",
         rows=_PATCH * rows,
         columns=_PATCH * columns,
-        tokens=tuple(names[name] for name in tokens),
+        tokens=tuple(token_ids[name] for name in tokens),
     )
 
 

@@ -120,7 +120,7 @@ def decoder_config(
     grid: int,
     head_hidden: int = 0,
     max_image_tokens: int = 0,
-    bounded: bool = True,
+    limits_positions: bool = True,
 ) -> DecoderConfig:
     """Return the sizes of a decoder in the layout of transformers.
 
@@ -131,15 +131,15 @@ def decoder_config(
         grid: rows and columns of codes of the default image.
         head_hidden: width of the head's hidden layer, 0 for a linear head.
         max_image_tokens: maximum number of tokens of an image, 0 for `grid * grid`.
-        bounded: whether prompt and image together have at most `max_position_embeddings` tokens. A prompt has at most
-            2048 tokens in any case.
+        limits_positions: whether prompt and image together have at most `max_position_embeddings` tokens. A prompt has
+            at most 2048 tokens in any case.
 
     Raises:
         CheckpointError: the decoder does not support the configuration, or the weights have other sizes.
     """
     sizes = layer_sizes(checkpoint, config, config.integer("num_attention_heads"), head_multiple=2)
     tokens = max_image_tokens or grid**2
-    positions = config.integer("max_position_embeddings") if bounded else tokens + _MAX_PROMPT
+    positions = config.integer("max_position_embeddings") if limits_positions else tokens + _MAX_PROMPT
     if positions is None or positions < tokens + 2:
         raise config.error("max_position_embeddings", expected=f"more than the {tokens} codes of an image")
     return DecoderConfig(

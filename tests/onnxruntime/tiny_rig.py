@@ -71,7 +71,7 @@ class Rig:
             self.engine = OrtDeviceEngine(self.path, spec_of(config), self.table, ONE, Device("cpu"))
         elif on == "plan":
             self.library = HostLibrary()
-            made = device_graph(self.path, spec_of(config), drafts=False, capacity=capacity_of(PROFILES))
+            made = device_graph(self.path, spec_of(config), is_drafter=False, capacity=capacity_of(PROFILES))
             (graph := folder / "device.onnx").write_bytes(made.model)
             inputs = [
                 {one.name: shape_bounds(one.name, one.shape, each, 20_000) for one in made.inputs} for each in PROFILES
