@@ -174,7 +174,7 @@ class DeviceEngine(ABC):
 
     @abstractmethod
     def padded_node_count(self, cache: DeviceCache, nodes: int) -> int:
-        """Pad `nodes` to a size that the engine runs. Raises: EngineError: the pass has too many nodes."""
+        """Return the number of nodes of a pass with padding. Raises: EngineError: the pass has too many nodes."""
 
     def next_past_length(self, cache: Cache, nodes: int) -> int:
         """Return the length of the longest row, rounded up. Raises: EngineError: the pass has too many nodes."""
