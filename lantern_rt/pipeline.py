@@ -93,15 +93,15 @@ class Pipeline(HasRenamedAttributes):
         """
         from .engines.engine_folder import EngineFolder, open_engine_folder
         from .engines.loader import Engines, choose_providers
-        from .published import cached_bundle, export_published, published_models
+        from .published import find_bundle
 
         folder = engines if engines is None or isinstance(engines, EngineFolder) else open_engine_folder(engines)
         requested = Providers.parse(() if provider is None else provider)
         if folder is not None and requested not in (Providers(), ON_CPU):
             expected = f"{folder.manifest.backend}, which {folder.folder} was built for"
             raise RequestError(field="provider", found=str(requested), expected=expected, remedy="omit the provider")
-        if download and isinstance(bundle, str) and bundle in published_models():
-            bundle = cached_bundle(bundle) or export_published(bundle)
+        if isinstance(bundle, str):
+            bundle = find_bundle(bundle, download)
         skipped_roles = folder.replaced_files() if folder else ()
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, skipped_roles)
         providers = choose_providers(requested, opened) if folder is None else ON_CPU

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from pydantic import TypeAdapter
 from .bundle.hub import parse_reference
 from .engines.host import available_memory, import_onnxruntime
 from .engines.ort.providers import detect_provider
-from .errors import CheckpointError, OutputError, RequestError
+from .errors import BundleError, CheckpointError, OutputError, RequestError
 from .inputs import require_library
 from .methods import FrozenModel
 from .output.files import existing_parent
@@ -161,14 +162,37 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
         LanternError: the same as `check_host`; the hub cannot be reached; or the export fails.
     """
     check_host(name)
-    from .export.graph.precision import read_precisions
-    from .export.progress import silent
-    from .export.registry import read_family
-    from .export.writer import export_model
-
+    # Imported by name: exporting is optional, and lies above this module.
+    precision_module, progress_module, registry, writer = (
+        import_module(f".export.{name}", __package__) for name in ("graph.precision", "progress", "registry", "writer")
+    )
     model = find_model(name)
     precision = default_precision()
-    precisions = read_precisions("int8") if precision == "int8" else read_precisions(compute="float16", vq="fp16")
-    loaded = read_family(model.family, model.export_options, progress or silent, model.cfg_scale)
+    choice = {"target": "int8"} if precision == "int8" else {"compute": "float16", "vq": "fp16"}
+    precisions = precision_module.read_precisions(**choice)
+    report = progress or progress_module.silent
+    loaded = registry.read_family(model.family, model.export_options, report, model.cfg_scale)
     output = cache_folder() / f"{name}@{precision}"
-    return export_model(loaded, output, name=name, precisions=precisions, progress=progress or silent)
+    writer.export_model(loaded, output, name=name, precisions=precisions, progress=report)
+    return output
+
+
+def find_bundle(name: str, download: bool = False) -> str | Path:
+    """Return the cached bundle of a published model, and any other name unchanged.
+
+    Args:
+        name: name of a published model, or of any bundle.
+        download: whether to download and export a model that is not in the cache.
+
+    Raises:
+        BundleError: the model is not in the cache.
+        LanternError: the same as for `export_published`.
+    """
+    if name not in published_models() or Path(name).is_dir():
+        return name
+    if cached := cached_bundle(name):
+        return cached
+    if not download:
+        remedy = f"`lantern-rt run {name}` downloads it; in Python, download=True"
+        raise BundleError("a published model that is not in the cache", field=f"bundle {name!r}", remedy=remedy)
+    return export_published(name)

@@ -127,8 +127,8 @@ def open_bundle(
     """Open and check a bundle.
 
     Args:
-        path_or_name: folder, name of an embedded bundle or of a published model in the cache, or reference
-            `hf:owner/name[@revision]` to the hub. Embedded names take precedence; write `./name` for a folder.
+        path_or_name: folder, name of an embedded bundle, or reference `hf:owner/name[@revision]` to the hub. Embedded
+            names take precedence; write `./name` for a folder.
         verify: whether to compare the sha256 of every file. Sizes, paths and external files of graphs are always
             checked.
         skipped_roles: roles of files whose sha256 is not compared, because engines replace them.
@@ -183,13 +183,6 @@ def _find_folder(path_or_name: str | Path) -> Path:
         actual = "a file" if folder.exists() else "neither a folder nor an embedded bundle"
     except (OSError, ValueError, RuntimeError) as error:
         raise BundleError(f"not a usable path ({format_error(error)})", field=field) from error
-    from ..published import cached_bundle, published_models
-
-    if path_or_name in published_models():
-        if cached := cached_bundle(str(path_or_name)):
-            return cached
-        remedy = f"`lantern-rt run {path_or_name}` downloads it; in Python, download=True"
-        raise BundleError("a published model that is not in the cache", field=field, remedy=remedy)
     known = ", ".join(names) or "none in this installation"
     remedy = "`lantern-rt models` lists published models"
     expected = f"a bundle's folder or an embedded name: {known}"

@@ -212,6 +212,7 @@ def download_published(name: str, yes: bool) -> None:
 def open_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
     """Open a bundle with progress on stderr. skipped_roles: files not to check, as in `bundle.files.open_bundle`."""
     from ..bundle import files
+    from ..published import find_bundle
     from .console import show_progress
 
     with show_progress(lines=False) as progress:
@@ -219,4 +220,4 @@ def open_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
         def report(done: int, total: int) -> None:
             progress("checking the bundle's files (MB)", -(-done // 10**6), -(-total // 10**6))
 
-        return files.open_bundle(name, skipped_roles=skipped_roles, progress=report)
+        return files.open_bundle(find_bundle(name), skipped_roles=skipped_roles, progress=report)

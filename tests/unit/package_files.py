@@ -12,7 +12,7 @@ LAYERS = (
     ("inputs", "methods"),
     ("runtime", "bundle", "text", "output"),
     ("engines", "edits", "requests", "prompts"),
-    ("memory", "results", "runtime_inputs", "service_request", "sharing"),
+    ("memory", "results", "runtime_inputs", "service_request", "sharing", "published"),
     ("pipeline",),
     ("asynchronous", "service"),
     ("serve", "compare", "train", "export"),

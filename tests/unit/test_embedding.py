@@ -137,8 +137,8 @@ def test_what_happens_is_logged_and_nothing_is_printed(
         pipe("red cube")
     opened, drawn, chosen = (record.getMessage() for record in caplog.records if record.name.startswith("lantern_rt"))
     assert opened == "opened bundle tiny on onnxruntime-cpu, threads: 1"
-    assert drawn.startswith("eagle:tree=chain-3: images: 1, ")
-    assert chosen.startswith("sjd:window=7: images: 1, ")
+    assert drawn.startswith("eagle:tree=chain-3: 1 images, ")
+    assert chosen.startswith("sjd:window=7: 1 images, ")
     assert capfd.readouterr() == ("", "")
     assert [logging.getLogger(name).handlers for name in ("lantern_rt", "lantern_rt.pipeline")] == [[], []]
 
