@@ -24,13 +24,13 @@ class Placed(NamedTuple):
 
 
 class SequenceStep(NamedTuple):
-    """One sequence's part of a step: the tokens that it committed, and how."""
+    """The tokens that one sequence committed in a step, with the draft they come from."""
 
     sequence: int  # index of the sequence
     codes: Ints  # int64 `[count]`
     tree: DraftTree | None = None  # the draft tree, None for the prefill, `ar` and `rows`
-    acceptance: Acceptance | None = None  # of the tree
-    placed: Placed | None = None  # what a pass of `rows` sampled, which is not just the next codes
+    acceptance: Acceptance | None = None  # acceptance of the tree's nodes
+    placed: Placed | None = None  # codes that a pass of `rows` sampled, in cells of several grid rows
 
     @property
     def num_codes(self) -> int:
@@ -42,7 +42,7 @@ class Accepted(NamedTuple):
     """Outcome of verifying a draft."""
 
     step: SequenceStep  # the sequence has its codes already
-    tokens: Ints  # codes to commit, int64 `[count]`; the last one is the root of the next draft
+    tokens: Ints  # codes to commit, int64 `[count]`; the last token is the root of the next draft
     nodes: Ints  # pass nodes whose keys and values are appended to the cache, int64 `[accepted]`
 
 
@@ -88,7 +88,7 @@ class Commit(NamedTuple):
     """Tokens and states of one sequence that a forward pass committed."""
 
     sequence: ImageSequence  # it has the tokens already
-    tokens: Ints  # int64 `[count]`; the last one is the root of the next draft
+    tokens: Ints  # int64 `[count]`; the last token is the root of the next draft
     nodes: list[Ints]  # per batch row, the pass nodes appended to the cache, int64 `[accepted]`
     rows: slice  # batch rows of the sequence in the pass
     hidden: DeviceArray  # hidden states of the target, `[rows, nodes, hidden_size]`, all sequences included

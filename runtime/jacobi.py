@@ -1,21 +1,21 @@
-"""Speculative Jacobi decoding: drafts without a drafter, from the target's own previous pass.
+"""Speculative Jacobi decoding: the target's previous forward pass gives the drafts, without a drafter.
 
-A window holds a draft for each of the next tokens. One target pass over the window, a chain for the engine, gives new
-distributions of all its tokens. The tokens in front are accepted as any draft is; the others are re-drafted from their
-new distributions, each with the noise of its position (SJD, arXiv 2410.01699, whose re-drafts are independent; keeping
-the noise keeps most drafts). Greedy decoding re-drafts arg-maxima.
+A window holds a draft for each of the next tokens. One forward pass verifies it as a chain, and gives new distributions
+of all its tokens. The first tokens are accepted as any draft is. The others are drafted again from their new
+distributions, each with the noise of its position. This is SJD (arXiv 2410.01699), except that there new drafts are
+independent; the same noise keeps most drafts. Greedy decoding drafts the most probable tokens.
 
-Exact acceptance needs no proof here: it does not matter where a draft comes from. For relaxed acceptance the window
-also keeps the distribution q that a draft was drawn from, and there it does matter. Take position m, and fix everything
-that happens at positions before it, in all passes: the tokens drafted there in turn, hence every distribution p and q
-of position m, the pass in which m enters the window and the pass in which it is decided. None of that depends on the
-noise of m. So m's draft is a draw from its latest q, and the decision, which has random numbers of its own, turns it
-into a token from p but for what relaxation gives away. Two things would break this: a q that is not what the draft was
-drawn from, and a token or number of position m that decides about positions before it. (Derived here; tests enumerate
-whole decodes.)
+Exact acceptance needs no proof here, because it does not matter where a draft comes from. For relaxed acceptance it
+does, and the window also stores the distribution q from which a draft was sampled. Take position m, and fix everything
+that happens at earlier positions in all passes. This fixes the tokens drafted there and every distribution p and q of
+m. It also fixes the pass in which m enters the window and the pass in which m is decided. Nothing fixed depends on the
+noise of m. So the draft of m is a sample of its latest q. Acceptance, with random numbers for itself alone, turns it
+into a sample of p, except for the change that relaxation allows. Two faults would break this: a q from which the draft
+was not sampled, and a token or noise of m that decides about earlier positions. (Derived here; tests enumerate whole
+decodes.)
 
-New positions at the window's end start as a copy of the left neighbour on the grid (in the first column of the upper
-one), draft or not, that counts as certain (q = 1).
+A new position at the end of the window starts as a copy of the cell to its left, or in the first column of the cell
+above. The copy counts as certain (q = 1), whether that cell is committed or drafted.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from .tree_drafts import TreeDrafter, chain
 
 
 class JacobiDrafter(TreeDrafter):
-    """A window for every sequence."""
+    """A drafter with one window per sequence."""
 
     def __init__(self, max_nodes: int) -> None:
         super().__init__(max_nodes)
         self._windows: dict[ImageSequence, Window] = {}
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Re-draft what a pass over the windows left undecided."""
-        for one in commits:
-            if one.sequence.remaining and one.sequence in self._windows:
-                self._windows[one.sequence].advance(len(one.tokens) - 1, one.target)
+        """Draft the tokens that a pass over the windows did not decide again."""
+        for commit in commits:
+            if commit.sequence.remaining and commit.sequence in self._windows:
+                self._windows[commit.sequence].advance(len(commit.tokens) - 1, commit.target)
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
         """Return every sequence's window as a chain."""
@@ -69,19 +69,31 @@ class JacobiDrafter(TreeDrafter):
 
 @dataclass
 class Window:
-    """The drafts of one sequence: tokens of the next positions, and each one's q (None: the token was certain)."""
+    """The drafts of one sequence.
 
-    size: int  # tokens drafted ahead, from 1
-    columns: int  # of the token grid
-    proposing: bool  # whether acceptance asks for q
+    Attributes:
+        size: number of tokens to draft, from 1.
+        columns: columns of the token grid.
+        proposing: whether acceptance needs q.
+        codes: drafted tokens of the next positions.
+        proposals: q of each draft; None: the draft counts as certain.
+        known: number of preserved tokens before the window in the last draft.
+    """
+
+    size: int
+    columns: int
+    proposing: bool
     codes: list[int] = field(default_factory=list)
     proposals: list[Probabilities | None] = field(default_factory=list)
-    known: int = 0  # codes before the window that were kept, in the last draft
+    known: int = 0
 
     def draft(self, committed: Sequence[int], remaining: int, known: Sequence[int] = ()) -> DraftTree:
-        """The window as a chain below the last of the sequence's committed tokens, and those that are `known` after it.
+        """Return the window as a chain.
 
-        remaining: codes that may be drawn then; the pass adds one of its own, so fewer are drafted.
+        Args:
+            committed: committed tokens of the sequence; the last token is the root.
+            remaining: maximum number of tokens to sample; one fewer is drafted, as the pass samples another.
+            known: preserved tokens after the committed tokens.
         """
         length = max(0, min(self.size, remaining - 1))
         self.known = len(known)
@@ -95,7 +107,7 @@ class Window:
         return chain([committed[-1], *known, *self.codes], self.known, proposals.__getitem__)
 
     def advance(self, accepted: int, target: TargetOutput) -> None:
-        """Re-draft what a pass that accepted so many left over."""
+        """Draft the tokens behind the `accepted` first again, from the distributions of a pass over the window."""
         accepted = max(accepted, self.known)
         undecided = range(accepted + 1, self.known + len(self.codes) + 1)
         self.codes = [target.choice_without_recompute(node) for node in undecided]

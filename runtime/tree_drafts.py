@@ -60,15 +60,23 @@ class TreeDraft:
         return np.array([*self.sequence.codes[: self.first], *self.tree.tokens[path].tolist()], np.int64)
 
     def accept(self, output: TargetOutput, layout: PassLayout, model: Model) -> Accepted:
-        """Walk down the tree as far as the target accepts, and add the codes of the path and the one after it."""
-        sequence, tree = self.sequence, self.tree
+        """Walk down the tree as far as the target accepts, and append the codes of the path and the next code.
+
+        Args:
+            output: outputs of the target for the nodes of the tree.
+            layout: layout of the tree's nodes in the pass.
+            model: model with the neighbour table.
+        """
+        sequence = self.sequence
+        tree = self.tree
         accepted = self._walk(output, Relaxation.of(sequence.method, model.neighbors))
         sequence.statistics.realised_tvd += accepted.realised_tvd
         sequence.record_draft(tree.nodes - 1 - tree.num_preserved, len(accepted.path) - 1 - tree.num_preserved)
         codes = tree.tokens[accepted.path[1:]]
-        path = accepted.path[:-1]  # the last one is the next root
+        path = accepted.path[:-1]  # the last node is the next root
         if accepted.bonus is not None:
-            path, codes = accepted.path, np.append(codes, accepted.bonus)
+            path = accepted.path
+            codes = np.append(codes, accepted.bonus)
         step = SequenceStep(sequence.index, sequence.append(codes))
         if sequence.method.method != "ar":
             step = step._replace(tree=tree, acceptance=accepted)

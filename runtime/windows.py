@@ -1,4 +1,4 @@
-"""How many tokens an exact window drafts: fewer where images share a forward pass, and where drafts are rejected.
+"""The size of an exact window: smaller where images share a forward pass, and where drafts are rejected.
 
 An exact method samples the same tokens under any window, so a window decides the time of an image and nothing else.
 It follows from counts alone and never from a clock: the same sequences take the same forward passes on every host.
