@@ -34,7 +34,7 @@ def test_more_silent_connections_than_files_leave_room_for_others(
     assert server.get("/livez")[0] == server.get("/readyz")[0] == 200
     assert server.post({"prompt": "red cube"})[0] == 200
     assert silent[0].recv(1) == b"", "the longest silent one was closed"
-    warnings = server.log[size:].count("connections")
+    warnings = server.log[size:].count("closing idle connections")
     assert (warnings, server.log.count("Traceback")) == (1, 0), server.log[:3000]
     for one in silent:
         one.close()
