@@ -106,6 +106,11 @@ def cached_bundle(name: str) -> Path | None:
     return folder if (folder / _MANIFEST).is_file() else None
 
 
+def is_published(name: str) -> bool:
+    """Return whether a bundle's name is that of a published model; a folder of this name takes precedence."""
+    return name in published_models() and not Path(name).is_dir()
+
+
 def check_host(name: str) -> None:
     """Check that a published model can be downloaded, exported and used on this host.
 
@@ -188,11 +193,10 @@ def find_bundle(name: str, download: bool = False) -> str | Path:
         BundleError: the model is not in the cache.
         LanternError: the same as for `export_published`.
     """
-    if name not in published_models() or Path(name).is_dir():
+    if not is_published(name):
         return name
-    if cached := cached_bundle(name):
-        return cached
-    if not download:
+    cached = cached_bundle(name)
+    if cached is None and not download:
         remedy = f"`lantern-rt run {name}` downloads it; in Python, download=True"
         raise BundleError("a published model that is not in the cache", field=f"bundle {name!r}", remedy=remedy)
-    return export_published(name)
+    return cached or export_published(name)

@@ -187,10 +187,10 @@ def download_published(name: str, yes: bool) -> None:
         RequestError: the user does not agree, or there is no terminal to ask in.
         LanternError: the same as for `published.export_published`.
     """
-    from ..published import cache_folder, cached_bundle, check_host, export_published, find_model, published_models
+    from ..published import cache_folder, cached_bundle, check_host, export_published, find_model, is_published
     from .console import format_bytes, print_stderr, show_progress
 
-    if name not in published_models() or Path(name).is_dir() or cached_bundle(name) is not None:
+    if not is_published(name) or cached_bundle(name) is not None:
         return
     model = find_model(name)
     check_host(name)

@@ -157,8 +157,6 @@ def run(
 
     check_int("scale", scale, 1, 1, 16)
     name, prompts = _split_words(words or [])
-    if name is not None:
-        download_published(name, yes)
     prompts += prompt or []
     subjects = {"prompts": prompts or None, "class_ids": class_id or None, "embeddings": embeddings}
     settings = {
@@ -172,6 +170,8 @@ def run(
     sampling = {"cfg_scale": cfg_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     options = {key: value for key, value in (subjects | settings | sampling).items() if value is not None}
     engine = EngineOptions(threads, engines, provider)
+    if name is not None and (source or any(subjects.values())):
+        download_published(name, yes)
     if source is None:
         bundle, request = _open_and_check(engine, name, options)
         stems = [_file_stem(image, i // (count or 1), embeddings) for i, image in enumerate(request.images)]

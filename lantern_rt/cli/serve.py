@@ -119,11 +119,11 @@ def serve(
         raise RequestError(field="deadline", found=f"{deadline:g}", expected="seconds above 0")
     check_int("port", port, 8000, 0, 65535)
     check_int("max_n", max_n, 10, 1, 10)
-    for name in bundles or ():
-        download_published(name, yes)
     for name in methods or ():
         if name not in METHODS:
             raise RequestError(field="methods", found=repr(name), expected=", ".join(METHODS))
+    for name in bundles or ():
+        download_published(name, yes)
     options = EngineOptions(threads, engines, provider)
     opened = _open(bundles or ["scenes"], options)
     aliases = _read_aliases(alias or (), [bundle.manifest.name for bundle in opened])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ def train_target(
     path, state = _state_to_go_on_from((ongoing, stable, finished), plan)
     config = replace(size or CONFIG, vocab_size=vq.config.codes)
     if state is not None:
-        found = _decoder_config(state)
+        found = DecoderConfig(**state["config"])
         if size is not None and found != config:
             raise CheckpointError(
                 field=str(path),
@@ -235,17 +235,9 @@ def _state_to_go_on_from(paths: tuple[Path, Path, Path], plan: dict[str, float])
     return path, load_checkpoint(path) if path.exists() else None
 
 
-def _decoder_config(state: Mapping[str, Any]) -> DecoderConfig:
-    """Return the sizes in a checkpoint; older checkpoints have `max_image_tokens` as `picture_tokens`."""
-    config = dict(state["config"])
-    if "picture_tokens" in config:
-        config["max_image_tokens"] = config.pop("picture_tokens")
-    return DecoderConfig(**config)
-
-
 def load_target(work: Path, name: str = "target.pt") -> ScenesTarget:
     """The trained target of a work folder, with its average weights."""
     state = load_checkpoint(work / name)
-    model = ScenesTarget(state["model"]["code_embedding.features"][:, :CODE_DIM], _decoder_config(state))
+    model = ScenesTarget(state["model"]["code_embedding.features"][:, :CODE_DIM], DecoderConfig(**state["config"]))
     model.load_state_dict(state["model"])
     return model.eval()

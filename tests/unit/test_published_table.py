@@ -99,3 +99,10 @@ def test_a_gpu_has_bundles_of_its_own(host: pytest.MonkeyPatch, tmp_path: Path) 
     assert published.cached_bundle(NAME) is None  # incomplete
     (tmp_path / f"{NAME}@fp16" / "bundle.json").touch()
     assert published.cached_bundle(NAME) == tmp_path / f"{NAME}@fp16"
+
+
+def test_nothing_is_downloaded_for_a_command_that_cannot_run(program: Any, host: pytest.MonkeyPatch) -> None:
+    host.setattr(published, "check_host", lambda _: pytest.fail("a download begins"))
+    for arguments in (("run", NAME, "--yes"), ("serve", NAME, "--yes", "--methods", "other")):
+        code, _, err = program(*arguments)
+        assert (code, err.count("\n")) == (2, 1)

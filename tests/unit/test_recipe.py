@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.bundle.files import Bundle
+from lantern_rt.cli.replay import holds_image
 from lantern_rt.output.images import png_bytes
 from lantern_rt.output.recipe import TEXT_LIMIT, TEXTS_LIMIT, read_recipe
 from lantern_rt.prompts import load_bundle_tokenizer
@@ -248,3 +250,19 @@ def test_the_prompt_of_a_picture_that_is_changed_is_read_behind_its_pixels(tmp_p
     scenes = open_bundle("scenes", verify=False)
     request = check_request(scenes.manifest, load_bundle_tokenizer(scenes), image=path, keep_rows=8)
     assert request.images[0].label == "a red cube"
+
+
+def test_an_exact_method_gives_the_image_of_another_but_for_dequantized_weights(
+    bundle: Bundle, words_bundle: Path, tmp_path: Path
+) -> None:
+    with Pipeline.from_bundle(words_bundle, threads=1) as pipe:
+        (image,) = pipe("red cube", method="ar").images
+    path = tmp_path / "cube.png"
+    path.write_bytes(png_bytes(image, image.info))
+    tokenizer = load_bundle_tokenizer(bundle)
+    eagle = check_request(bundle.manifest, tokenizer, prompts="red cube", method="eagle")
+    target = bundle.manifest.target.model_copy(update={"precision": "int8-weights"})
+    dequantized = replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target}))
+    assert holds_image(path, bundle, eagle, 1)
+    assert not holds_image(path, dequantized, eagle, 1)
+    assert holds_image(path, dequantized, check_request(bundle.manifest, tokenizer, prompts="red cube"), 1)
