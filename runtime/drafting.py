@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from .acceptance import Acceptance
-from .engine import DeviceArray, Ints
+from .engine import DeviceArray, Floats, Ints
 from .raster import PassLayout
 from .state import ImageSequence, Model
 from .target import TargetOutput
@@ -94,6 +96,27 @@ class Commit(NamedTuple):
     hidden: DeviceArray  # hidden states of the target, `[rows, nodes, hidden_size]`, all sequences included
     target: TargetOutput  # the target's output for the sequence
     draft: Draft | None = None  # draft of the pass, None for a prefill
+
+    def read_states(self, unaccepted: Sequence[int]) -> Floats:
+        """Return the hidden states from which the committed tokens, then the tokens after other nodes, are sampled.
+
+        Args:
+            unaccepted: draft nodes that were not committed.
+
+        Returns:
+            Float32 `[rows, committed + unaccepted, hidden_size]`.
+        """
+        sampling_nodes = self.target.sampling_nodes
+        nodes = []
+        for committed in self.nodes:
+            if sampling_nodes is None:
+                nodes.append(np.append(committed[-len(self.tokens) :], unaccepted))
+            else:  # the state of a code before an end-of-row token gives no code
+                sampled = np.intersect1d(committed, sampling_nodes)
+                nodes.append(np.append(sampled, sampling_nodes[unaccepted]))
+        rows = np.arange(self.rows.start, self.rows.stop)[:, None]
+        states: Floats = self.hidden[rows, np.stack(nodes).astype(np.int64)]
+        return states
 
 
 OnCommit = Callable[[Sequence[Commit]], None]  # callback that gets the commits of a forward pass

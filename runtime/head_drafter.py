@@ -96,9 +96,7 @@ class DraftHeadState:
         if commit.draft is not None:
             depths = commit.draft.structure.depths
             unaccepted = [int(np.argmax(depths == depth)) for depth in range(count, int(depths.max()) + 1)]
-        nodes = np.stack([np.append(accepted[-count:], unaccepted).astype(np.int64) for accepted in commit.nodes])
-        rows = np.arange(commit.rows.start, commit.rows.stop)[:, None]
-        states = apply_guidance(commit.hidden[rows, nodes], self.sequence.sampling)  # [nodes, hidden_size]
+        states = apply_guidance(commit.read_states(unaccepted), self.sequence.sampling)  # [nodes, hidden_size]
         self.context[done - count : done] = self.heads.context(states[:count])
         self.unaccepted = {}
         for i, (node, gate) in enumerate(zip(unaccepted, self.heads.gates(states[count:]), strict=True)):

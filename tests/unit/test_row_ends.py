@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from toy_engine import codes_of, make_model, make_prompt, next_distribution
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.decode import decode
+from lantern_rt.runtime.head_drafter import DraftHeadState
+from lantern_rt.runtime.heads import DraftHeads, head_shapes
 from lantern_rt.runtime.likelihood import likelihood
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.raster import Raster
@@ -107,6 +110,37 @@ def test_drafts_go_on_beyond_the_end_of_a_row(tree: str) -> None:
     """A perfect drafter has every chain accepted whole, wherever rows end."""
     steps = [*decode(model(3, agreement=1.0, codes=42), [make_prompt(0)], [0], Sampling(), Eagle(tree=tree))]
     assert all(len(part.codes) == 5 for step in steps[1:-1] for part in step.parts)
+
+
+@pytest.mark.parametrize("columns", [1, 3, 5])
+@pytest.mark.parametrize("tree", ["", "chain-4", "tree-3-210-100", "dynamic-16-5-3"])
+def test_heads_read_the_states_from_which_codes_are_drawn(
+    tree: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States know their position. A state in front of the end of a row, where there is one, gives no code."""
+    rng, at, prefix = np.random.default_rng(1), 3, 3  # `at`: the position among the numbers of a toy's state
+    tables = {name: rng.normal(0, 1, shape) for name, shape in head_shapes(VOCABULARY, 6, 1, 1).items()}
+    tables["states"], tables["gate"], tables["gate_bias"] = np.zeros((2, 6, 1)), np.zeros((6, 1)), np.zeros(1)
+    tables["states"][:, at] = tables["gate"][at] = 0.01
+    one, unaccepted = replace(model(columns, codes=17), heads=DraftHeads(**tables), drafter=None), []
+    update = DraftHeadState.update
+
+    def checked(state: DraftHeadState, commit: Any) -> None:
+        update(state, commit)
+        before = 0.01 * (prefix - 1 + np.array([state.sequence.raster.position_of(cell) for cell in range(17)]))
+        done = len(state.sequence.codes)
+        np.testing.assert_allclose(state.context[:done, 0, 0], before[:done], rtol=1e-6)
+        for cell, late in state.unaccepted.items():
+            np.testing.assert_allclose(late.gate, 1 / (1 + np.exp(-before[cell])), rtol=1e-6)
+            unaccepted.append(cell)
+
+    monkeypatch.setattr(DraftHeadState, "update", checked)
+    prompts = [make_prompt(i, padding=i) for i in range(2)]
+    method = Eagle(tree=tree, drafter="heads") if tree else Sjd(window=5)
+    for sampling in SAMPLINGS:
+        expected = [plain(one, prompt, i, sampling) for i, prompt in enumerate(prompts)]
+        assert decoded(one, prompts, sampling, method) == expected
+    assert 0 in {cell % columns for cell in unaccepted}
 
 
 def test_likelihoods_count_codes_and_not_the_ends_of_rows() -> None:
