@@ -130,7 +130,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
 
 
 def _resolve_size(manifest: Manifest, size: Any) -> str | None:
-    names = [entry.name for entry in manifest.sizes or (manifest.size(),)]
+    names = [entry.name for entry in manifest.all_sizes]
     if size is not None and size not in names:
         raise RequestError(field="size", found=format_value(size), expected=", ".join(names))
     return manifest.size(size).name if manifest.sizes else None

@@ -15,6 +15,7 @@ from ..inputs import reading
 
 _REMEDY = "export the bundle again"
 _INTEGERS = (".int8", ".int4")
+_STORAGES = ("", ".half", *_INTEGERS)  # ends of a weight's name, by its storage precision
 
 
 class GraphWeights:
@@ -28,6 +29,10 @@ class GraphWeights:
         self._path = path
         with reading(path, "an ONNX graph", BundleError, _REMEDY):
             self._weights = graph_weights(path)
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the graph has a weight."""
+        return any(name + storage in self._weights for storage in _STORAGES)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight as the graph stores it."""
@@ -52,9 +57,9 @@ class GraphWeights:
         return {name: self.read(name) for name in sorted(names)}
 
     def _stored_name(self, name: str) -> str:
-        for stored in (name, f"{name}.half", *(f"{name}{kind}" for kind in _INTEGERS)):
-            if stored in self._weights:
-                return stored
+        for storage in _STORAGES:
+            if name + storage in self._weights:
+                return name + storage
         raise BundleError(field=str(self._path), found=f"no {name} in the graph", remedy=_REMEDY)
 
     def _numbers(self, stored: str) -> NDArray[np.float32]:

@@ -366,7 +366,7 @@ class Manifest(FrozenModel):
             raise ValueError(f"`sizes` lacks the default grid, {self.grid_rows} x {self.grid_columns}")
         if large := next((size.name for size in self.sizes if max(self.pixels(size)) > MAX_PIXELS), None):
             raise ValueError(f"size {large} is wider or higher than {MAX_PIXELS} pixels")
-        if layout is not None and layout.uncond == () and not all(size.tokens for size in self.sizes or (self.size(),)):
+        if layout is not None and layout.uncond == () and not all(size.tokens for size in self.all_sizes):
             raise ValueError("`uncond` and the tokens of a size are empty, but the unconditional row needs a token")
 
     def _is_default(self, size: Size) -> bool:
@@ -378,6 +378,11 @@ class Manifest(FrozenModel):
         by_name = {size.name: size for size in self.sizes or (default,)}
         return next(filter(self._is_default, by_name.values())) if name is None else by_name[name]
 
+    @property
+    def all_sizes(self) -> tuple[Size, ...]:
+        """All image sizes, the default included."""
+        return self.sizes or (self.size(),)
+
     def pixels(self, size: Size) -> tuple[int, int]:
         """Return width and height in pixels of an image of this size."""
         return self.image_width * size.columns // self.grid_columns, self.image_height * size.rows // self.grid_rows
@@ -385,7 +390,7 @@ class Manifest(FrozenModel):
     @property
     def max_image_tokens(self) -> int:
         """Maximum number of tokens of an image: a token per cell, and the ends of all rows except the last."""
-        return max(size.codes + (size.rows - 1) * (self.row_end is not None) for size in self.sizes or (self.size(),))
+        return max(size.codes + (size.rows - 1) * (self.row_end is not None) for size in self.all_sizes)
 
     @property
     def codes_per_image(self) -> int:

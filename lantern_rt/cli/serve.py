@@ -158,7 +158,7 @@ def _read_aliases(options: Sequence[str], models: Sequence[str]) -> dict[str, st
 
 def _read_sizes(options: Sequence[str], bundles: Sequence[Bundle]) -> dict[str, str]:
     manifests = [bundle.manifest for bundle in bundles]
-    known = {entry.name for manifest in manifests for entry in manifest.sizes or (manifest.size(),)}
+    known = {entry.name for manifest in manifests for entry in manifest.all_sizes}
     sizes: dict[str, str] = {}
     for text in options:
         asked, _, size = text.partition("=")

@@ -9,6 +9,7 @@ import typer
 
 from ..bundle.rewrite import check_editable, write_heads
 from ..inputs import check_int, require_library
+from ..requests import resolve_settings
 from .console import format_bytes, print_stderr, print_text, show_progress
 from .options import (
     ENGINE,
@@ -20,10 +21,13 @@ from .options import (
     open_bundle,
 )
 
+DeviceOption = Annotated[str, typer.Option(help="PyTorch device: cpu, cuda, cuda:1.", rich_help_panel=ENGINE)]
+
 STEPS = {
     "data": """
 lantern-rt train-drafter data bundles/llamagen-b --count 4096 --output drafter-data/
 lantern-rt train-drafter data bundles/text --prompts captions.txt --output drafter-data/
+lantern-rt train-drafter data bundles/emu3 --prompts captions.txt --size 720x720 --count 32 --output drafter-data/
 """,
     "fit": """
 lantern-rt train-drafter fit bundles/llamagen-b --data drafter-data/ --output drafter/
@@ -40,8 +44,14 @@ def data(
     bundle: BundleArgument,
     *,
     output: Annotated[Path, typer.Option(help="Folder for the training data; an incomplete one is continued.")],
-    count: Annotated[int, typer.Option(help="Number of images, in files of 64; prompts or classes repeat.")] = 4096,
+    count: Annotated[
+        int, typer.Option(help="Number of images, in files of 64 or, if they are large, fewer; prompts repeat.")
+    ] = 4096,
     prompts: PromptsOption = None,
+    size: Annotated[
+        str | None,
+        typer.Option(help="Image size, as WIDTHxHEIGHT. [default: all sizes of the bundle, another in each file]"),
+    ] = None,
     threads: ThreadsOption = None,
     provider: ProviderOption = None,
 ) -> None:
@@ -49,17 +59,19 @@ def data(
     require_library("safetensors", "train-drafter data", "cpu,train")
     from ..compare.prompts import read_bundle_prompts
     from ..train.drafter.data import estimate_bytes, write_shards
-    from ..train.drafter.shards import read_source
 
     check_int("count", count, 1, 1, 100_000_000)
     engine = EngineOptions(threads, None, provider)
     opened = engine.open_bundle(bundle)
-    read_source(opened.manifest)  # reject other families before generating images
-    items = read_bundle_prompts(opened, prompts, opened.manifest.condition.classes)
-    print_stderr(f"{count:,} images, up to {format_bytes(estimate_bytes(opened.manifest, count))}")
+    manifest = opened.manifest
+    sizes = manifest.all_sizes
+    if size is not None:
+        sizes = (manifest.size(resolve_settings(manifest, {"size": size}).size),)
+    items = read_bundle_prompts(opened, prompts, manifest.condition.classes)
+    print_stderr(f"{count:,} images, up to {format_bytes(estimate_bytes(manifest, count, sizes))}")
     pipeline = engine.load(opened)
     with show_progress(lines=False) as progress:
-        for done in write_shards(pipeline, items, count, output, progress):
+        for done in write_shards(pipeline, items, count, output, progress, sizes):
             progress("images", min(done, count), count)
     print_text(output)
 
@@ -70,9 +82,9 @@ def fit(
     data: Annotated[Path, typer.Option(help="Training data that `train-drafter data` wrote with this bundle.")],
     output: Annotated[Path, typer.Option(help="Drafter folder to write, for `export --drafter`.")],
     steps: Annotated[int, typer.Option(help="Number of training steps, with 12 images each.")] = 10_000,
-    device: Annotated[str, typer.Option(help="PyTorch device: cpu, cuda, cuda:1.", rich_help_panel=ENGINE)] = "cpu",
+    device: DeviceOption = "cpu",
 ) -> None:
-    """Train an EAGLE drafter on the data, for `export --drafter`.
+    """Train an EAGLE drafter on the data, for `export --drafter`; for LlamaGen, Anole and `scenes`.
 
     The same command continues interrupted training and, with more steps, finished training. Prints losses every minute.
     """
@@ -100,8 +112,9 @@ def heads(
     *,
     data: Annotated[Path, typer.Option(help="Training data that `train-drafter data` wrote with this bundle.")],
     steps: Annotated[int, typer.Option(help="Number of training steps.")] = 2000,
+    device: DeviceOption = "cpu",
 ) -> None:
-    """Train draft heads on the data, and write them into the bundle.
+    """Train draft heads for a bundle of any family, and write them into the bundle.
 
     They make windows (`sjd`) draft better, and take minutes to train. Exact methods generate the same images as before.
     Relaxed windows do not, so their presets must be measured again.
@@ -110,18 +123,18 @@ def heads(
         require_library(library, "train-drafter heads", "cpu,train")
     with show_progress(lines=False) as progress:
         progress("loading PyTorch")
-        from ..train.drafter.fit import describe_figures
+        from ..train.drafter.fit import check_device, describe_figures
         from ..train.drafter.heads import fit_heads
-        from ..train.drafter.target import read_target
+        from ..train.drafter.target import read_heads_target
 
+    check_device(device)
+    check_int("steps", steps, 1, 1, 10**9)
     opened = open_bundle(bundle)
     check_editable(opened)
-    target = read_target(opened)
+    target = read_heads_target(opened)
     with show_progress(lines=False) as progress:
         progress("reading data")
-        tables, figures = fit_heads(
-            data, target, opened.manifest.sampling.cfg_scale, check_int("steps", steps, 1, 1, 10**9), progress
-        )
+        tables, figures = fit_heads(data, target, opened.manifest.sampling.cfg_scale, steps, progress, device)
     changed = write_heads(opened, tables)
     print_text(
         f"overlap with the target: {describe_figures(figures)}",

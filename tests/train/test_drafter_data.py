@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,12 @@ import pytest
 from refusals import error_of
 
 from lantern_rt import CheckpointError, OutputError, Pipeline
-from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.runtime_inputs import compute_prefixes
 
 pytest.importorskip("safetensors")
 
-from lantern_rt.train.drafter.data import hidden_states, write_shards
+from lantern_rt.train.drafter.data import count_shard_images, hidden_states, write_shards
 from lantern_rt.train.drafter.shards import (
     Shard,
     ShardFolder,
@@ -117,12 +114,12 @@ def test_a_folder_of_other_prompts_or_with_a_link_to_nowhere_is_refused(
 
 def test_too_few_pictures_and_damaged_ones_are_refused(pipeline: Pipeline, source: Source, tmp_path: Path) -> None:
     def refusal() -> CheckpointError:
-        error = error_of(CheckpointError, ShardFolder, tmp_path, source, 256)
+        error = error_of(CheckpointError, ShardFolder, tmp_path, [source], 256)
         return error
 
     assert refusal().found == "0 images"
     write(pipeline, tmp_path)
-    assert len(ShardFolder(tmp_path, source, 256)) == 4
+    assert len(ShardFolder(tmp_path, [source], 256)) == 4
     path = shard_path(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-100])
     assert str(path) in str(refusal())
@@ -149,7 +146,7 @@ def test_shards_that_contradict_the_bundle_are_refused(
     write(pipeline, tmp_path, 2)
     good = Shard(shard_path(tmp_path, 0)).read(slice(None))
     write_shard(shard_path(tmp_path, 1), replace(source, **{field: value}), good)
-    assert str(shard_path(tmp_path, 1)) in str(error_of(CheckpointError, ShardFolder, tmp_path, source, 256))
+    assert str(shard_path(tmp_path, 1)) in str(error_of(CheckpointError, ShardFolder, tmp_path, [source], 256))
 
 
 @pytest.mark.parametrize(
@@ -187,9 +184,9 @@ def test_tokens_that_no_prefix_has_are_refused(source: Source, tmp_path: Path) -
     zeros, late = np.zeros((2, 16), np.int32), np.zeros((2, 2, 16, 64), np.float16)
     pictures = TrainingImages([1, 2], zeros, np.full((2, 2), 2, np.int32), tokens, states, zeros, zeros, late)
     write_shard(shard_path(tmp_path, 0), wide, pictures)
-    assert len(ShardFolder(tmp_path, wide, 257)) == 2
+    assert len(ShardFolder(tmp_path, [wide], 257)) == 2
     with pytest.raises(CheckpointError):
-        ShardFolder(tmp_path, wide, 256)
+        ShardFolder(tmp_path, [wide], 256)
 
 
 @pytest.mark.parametrize("field", ["codes", "states", "prompts"])
@@ -198,29 +195,47 @@ def test_data_are_told_apart_by_their_content(pipeline: Pipeline, source: Source
     pictures = Shard(shard_path(tmp_path / "first", 0)).read(slice(None))
     other = [1, 2] if field == "prompts" else np.flip(getattr(pictures, field), 0)
     write_shard(shard_path(tmp_path / "second", 0), source, replace(pictures, **{field: other}))
-    assert ShardFolder(tmp_path / "first", source, 256).digest != ShardFolder(tmp_path / "second", source, 256).digest
+    assert (
+        ShardFolder(tmp_path / "first", [source], 256).digest != ShardFolder(tmp_path / "second", [source], 256).digest
+    )
 
 
-def test_families_without_drafters_are_refused_before_a_picture_is_drawn(
-    c2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_data_have_one_size_if_it_is_given_and_are_continued_with_it_alone(
+    emu3_bundle: Path, tmp_path: Path, program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = Path(shutil.copytree(c2i_bundle, tmp_path / "janus"))
-    manifest = json.loads((bundle / "bundle.json").read_text())
-    (bundle / "bundle.json").write_text(json.dumps(manifest | {"family": "janus"}))
-    assert run_program(["train-drafter", "data", str(bundle), "--output", str(tmp_path / "data")]) == 2
-    assert "found janus, expected llamagen, scenes, anole" in capsys.readouterr().err
-    assert not (tmp_path / "data").exists()
+    monkeypatch.setattr("lantern_rt.train.drafter.data.IMAGES_PER_SHARD", 2)
+    (tmp_path / "prompts.txt").write_text("a red cube")
+    command = ["train-drafter", "data", emu3_bundle, "--prompts", "prompts.txt", "--output", "data", "--count", 3]
+    code, _, err = program(*command, "--size", "7x7")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "size: found '7x7', expected 8x8, 10x8, 6x10, 24x4" in err
+    assert program(*command, "--size", "10x8")[0] == 0
+    shards = [Shard(path) for path in sorted((tmp_path / "data").iterdir())]
+    assert [(shard.source.rows, shard.source.columns) for shard in shards] == [(4, 5)] * 2
+    code, _, err = program(*command)
+    assert (code, err.splitlines()[-1].count("another bundle or size")) == (2, 1)
+
+
+def test_large_images_share_a_file_with_fewer(pipeline: Pipeline) -> None:
+    manifest = pipeline.bundle.manifest
+
+    def images_of(cells: int, width: int) -> int:
+        target = manifest.target.model_copy(update={"hidden_size": width})
+        size = manifest.size().model_copy(update={"rows": cells, "columns": cells})
+        return count_shard_images(manifest.model_copy(update={"target": target}), [manifest.size(), size])
+
+    assert [images_of(*size) for size in ((24, 2048), (32, 4096), (90, 4096), (256, 65_536))] == [64, 64, 8, 1]
 
 
 def test_pictures_of_validation_stay_the_same_when_more_are_drawn(
     pipeline: Pipeline, source: Source, tmp_path: Path
 ) -> None:
     write(pipeline, tmp_path, 24)
-    few = ShardFolder(tmp_path, source, 256)
+    few = ShardFolder(tmp_path, [source], 256)
     assert few.validation == [22]
     write(pipeline, tmp_path, 46)
-    many = ShardFolder(tmp_path, source, 256)
+    many = ShardFolder(tmp_path, [source], 256)
     assert many.validation == [22, 45]
     assert sorted(many.training + many.validation) == list(range(46))
-    np.testing.assert_array_equal(many.read_image(21).codes, few.read_image(21).codes)
-    assert many.read_image(23).prompts == [CLASSES.items[23 % 3]]
+    np.testing.assert_array_equal(many.read_image(21)[0].codes, few.read_image(21)[0].codes)
+    assert many.read_image(23)[0].prompts == [CLASSES.items[23 % 3]]

@@ -20,22 +20,23 @@ pytest.importorskip("onnx")
 
 from lantern_rt.train.drafter.heads import TrainedHeads, read_samples  # noqa: E402
 from lantern_rt.train.drafter.shards import ShardFolder  # noqa: E402
-from lantern_rt.train.drafter.target import read_target  # noqa: E402
+from lantern_rt.train.drafter.target import read_heads_target  # noqa: E402
 
 
 def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> None:
-    target = read_target(open_bundle(c2i_bundle))
-    data = ShardFolder(shards, target.source, len(target.embeddings))
-    samples = read_samples(data, list(range(8)), 4.0, 4, np.random.default_rng(0), "cpu")
+    target = read_heads_target(open_bundle(c2i_bundle))
+    data = ShardFolder(shards, target.sources)
+    samples = read_samples(data, list(range(8)), target.layer, 4.0, 4, np.random.default_rng(0), "cpu")
     module = TrainedHeads(target, 0)
     torch.nn.init.normal_(module.correct, generator=torch.Generator().manual_seed(1))
     heads = DraftHeads(**{name: table.astype(np.float32) for name, table in module.tables().items()})
-    late, head, left = samples.unaccepted_states.numpy(), target.head.numpy(), samples.left_tokens.numpy()
+    late, left = samples.unaccepted_states.numpy(), samples.left_tokens.numpy()
+    uncorrected = target.layer.logits(samples.unaccepted_inputs).numpy()
     changes = zip(heads.gates(late), samples.unaccepted_tokens.tolist(), left[:, None], strict=True)
     corrections = np.concatenate([heads.correction(*change) for change in changes])
     with torch.no_grad():
         close = {"rtol": 5e-3, "atol": 2e-2}
-        np.testing.assert_allclose(late @ head.T + corrections, module.correct_logits(samples), **close)
+        np.testing.assert_allclose(uncorrected + corrections, module.correct_logits(samples), **close)
         guessed = module.predict_logits(samples)
     for i, states in enumerate(np.stack([states.numpy() for states in samples.context], 1)):
         logits = heads.predict(left[[i]], 0, heads.context(states))[0]
@@ -66,7 +67,7 @@ def test_heads_learn_are_written_into_the_bundle_and_leave_exact_pictures_as_the
 def test_other_heads_take_the_place_of_the_first_and_damaged_ones_are_refused(c2i_bundle: Path, tmp_path: Path) -> None:
     shutil.copytree(c2i_bundle, tmp_path / "bundle")
     bundle = open_bundle(tmp_path / "bundle")
-    tables = TrainedHeads(read_target(bundle), 0).tables()
+    tables = TrainedHeads(read_heads_target(bundle), 0).tables()
     first = write_heads(bundle, tables)
     other = write_heads(first, {**tables, "output_bias": tables["output_bias"] + np.float16(np.inf)})
     assert [*other.folder.glob("heads*")] == [other.path("heads")]

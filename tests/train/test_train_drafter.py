@@ -146,7 +146,7 @@ def test_drafters_of_texts_read_prefixes_as_decoding_does(
     subjects = embeddings(bundle) if name == "t2i_bundle" else Prompts("prompts", ["a dog", "some long cat on a mat"])
     list(write_shards(pipeline, subjects, 4, tmp_path / "data", nothing, images_per_shard=2))
     target = read_target(pipeline.bundle)
-    data = ShardFolder(tmp_path / "data", target.source, len(target.embeddings))
+    data = ShardFolder(tmp_path / "data", [target.source], len(target.embeddings))
     batch = make_batch(data, [0, 1], target.code_offset, 2, "cpu")
     images = pipeline.check(**subjects.request(0, 2), method="ar").images
     prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, images))
@@ -160,6 +160,17 @@ def test_drafters_of_texts_read_prefixes_as_decoding_does(
         options = FitOptions(1, batch=2, cfg_scale=cfg_scale)
         figures = Fit(tmp_path / "data", target, options, tmp_path / f"guided-{cfg_scale}").run(nothing, nothing)
         assert 0 < figures["overlap"] <= 1
+
+
+def test_a_family_without_conventions_of_drafters_is_refused_in_one_line(
+    emu3_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train-drafter", "fit", str(emu3_bundle), "--data", str(tmp_path), "--output", str(tmp_path / "o")]
+    assert run_program(command) == 2
+    err = capsys.readouterr().err
+    assert "found emu3, expected llamagen, scenes, anole" in err
+    assert "train-drafter heads" in err
+    assert err.count("\n") == 1
 
 
 def test_pictures_come_once_a_pass_in_orders_that_depend_on_the_seed() -> None:

@@ -55,29 +55,28 @@ def make_batch(data: ShardFolder, indices: list[int], code_offset: int, rows_per
 
     Args:
         data: folder of shards.
-        indices: indices of the images in `data`.
+        indices: indices of the images in `data`; all images have the same size.
         code_offset: token id of code 0.
         rows_per_image: 2 with guidance, else 1.
         device: PyTorch device for the tensors.
     """
-    cells = data.source.cells
     tokens: list[NDArray[np.integer]] = []
     states: list[NDArray[np.floating]] = []
     for index in indices:
-        image = data.read_image(index)
+        image, source = data.read_image(index)
         for row in range(rows_per_image):
             prefix = int(image.lengths[0, row])
             tokens.append(np.concatenate([image.tokens[0, row, : prefix - 1], image.codes[0, :-1] + code_offset]))
-            states.append(image.states[0, row, : prefix + cells - 1])
+            states.append(image.states[0, row, : prefix + source.cells - 1])
     slots = max(map(len, tokens))
     padded_tokens = np.stack([np.pad(row, (0, slots - len(row))) for row in tokens])
     padded_states = np.stack([np.pad(row, ((0, slots + 1 - len(row)), (0, 0))) for row in states])
     return Batch(
         torch.from_numpy(padded_tokens).long().to(device),
         torch.from_numpy(padded_states).to(device).float(),
-        torch.tensor([len(row) - cells + 1 for row in tokens], device=device),
+        torch.tensor([len(row) - source.cells + 1 for row in tokens], device=device),
         rows_per_image,
-        cells,
+        source.cells,
     )
 
 

@@ -1,6 +1,7 @@
 """Generation of training data: images that a bundle's target generates, written as shards.
 
 In decoding, a drafter only reads tokens that the target generates under guidance, so it is trained on generated images.
+If a bundle has several image sizes, each shard has images of one size.
 They are generated exactly, with windows (`sjd`); unaccepted drafts of the windows are stored for training draft heads.
 Hidden states are computed by the bundle's engine, as in decoding.
 """
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...bundle.manifest import Manifest
+from ...bundle.manifest import Manifest, Size
 from ...compare.prompts import Prompts
 from ...engines.contracts import Progress
 from ...errors import OutputError
@@ -28,7 +29,8 @@ from ...runtime.state import Prompt
 from ...runtime_inputs import compute_prefixes, load_model
 from .shards import Shard, TrainingImages, read_source, shard_path, write_shard
 
-IMAGES_PER_SHARD = 64
+IMAGES_PER_SHARD = 64  # maximum number
+_SHARD_BYTES = 2 << 30  # maximum size of a shard with several images; training data are made in memory
 FIRST_SEED = 700_000  # `bench` uses other seeds
 _METHOD = "sjd:window=7"
 _MAX_UNACCEPTED = 2  # unaccepted drafts stored per forward pass: the first after the accepted tokens
@@ -36,12 +38,25 @@ _MAX_IMAGES = 4  # images per forward pass that computes hidden states
 Codes = NDArray[np.integer[Any]]
 
 
-def estimate_bytes(manifest: Manifest, images: int) -> int:
-    """Return an upper bound of the shards' size on disk, for prefixes of the maximum length."""
-    positions = manifest.condition.prefix + manifest.codes_per_image
-    numbers = 4 * (manifest.codes_per_image + 2 * manifest.condition.prefix)
-    numbers += 8 * manifest.codes_per_image
-    return images * (numbers + 2 * 2 * (positions + manifest.codes_per_image) * manifest.target.hidden_size)
+def estimate_bytes(manifest: Manifest, images: int, sizes: Sequence[Size]) -> int:
+    """Return an upper bound of the shards' bytes on disk, for prefixes of the maximum length.
+
+    Args:
+        manifest: manifest of the bundle.
+        images: number of images.
+        sizes: image sizes; the largest counts.
+    """
+    cells = max(size.codes for size in sizes)
+    prefix = manifest.condition.prefix
+    numbers = 4 * (cells + 2 * prefix) + 8 * cells
+    return images * (numbers + 2 * 2 * (prefix + 2 * cells) * manifest.target.hidden_size)
+
+
+def count_shard_images(manifest: Manifest, sizes: Sequence[Size]) -> int:
+    """Return the number of images per shard, 1 .. `IMAGES_PER_SHARD`."""
+    # hidden states of two rows in float16, after the tokens and after unaccepted drafts
+    image_bytes = 2 * 2 * 2 * max(size.codes for size in sizes) * manifest.target.hidden_size
+    return max(1, min(IMAGES_PER_SHARD, _SHARD_BYTES // image_bytes))
 
 
 def write_shards(
@@ -50,7 +65,8 @@ def write_shards(
     images: int,
     output: Path,
     progress: Progress,
-    images_per_shard: int = IMAGES_PER_SHARD,
+    sizes: Sequence[Size] = (),
+    images_per_shard: int | None = None,
 ) -> Iterator[int]:
     """Generate images and write them as shards; shards that exist are checked and skipped.
 
@@ -60,46 +76,63 @@ def write_shards(
         images: minimum number of images; it is rounded up to whole shards.
         output: folder of the shards.
         progress: progress callback.
-        images_per_shard: number of images per file.
+        sizes: image sizes, in turn for each shard; none: all sizes of the bundle.
+        images_per_shard: number of images per file; None: `count_shard_images`.
 
     Yields:
         The number of images written so far.
 
     Raises:
-        OutputError: an existing shard has another bundle or other prompts, or a shard cannot be written.
-        CheckpointError: an existing shard is damaged, or drafters of the bundle's family cannot be trained.
+        OutputError: an existing shard has another bundle, size or other prompts, or a shard cannot be written.
+        CheckpointError: an existing shard is damaged.
     """
-    source = read_source(pipeline.bundle.manifest)
+    manifest = pipeline.bundle.manifest
+    sizes = sizes or manifest.all_sizes
+    images_per_shard = images_per_shard or count_shard_images(manifest, sizes)
     paths = [shard_path(output, i) for i in range(-(-images // images_per_shard))]
     for index, path in enumerate(paths):
+        size = sizes[index % len(sizes)]
+        source = read_source(manifest, size)
         request = prompts.request(index, images_per_shard, FIRST_SEED)
         is_embeddings = prompts.kind == "embeddings"
         labels = list(range(images_per_shard)) if is_embeddings else list(request[prompts.kind])
         if os.path.lexists(path):
             shard = Shard(path)
             if shard.source != source or shard.prompts != labels:
-                problem = "has images of another bundle or other prompts"
+                problem = "has images of another bundle or size, or other prompts"
                 raise OutputError(problem, field=str(path), remedy="give another --output")
         else:
+            request["size"] = size.name
             codes, drafts = _generate(pipeline, request, progress)
             write_shard(path, source, _add_states(pipeline, request, labels, codes, drafts, progress))
         yield (index + 1) * images_per_shard
 
 
-def hidden_states(pipeline: Pipeline, prompts: Sequence[Prompt], codes: Codes) -> list[NDArray[np.float32]]:
-    """Compute the target's hidden states at the prefix and all image tokens but the last.
+def hidden_states(
+    pipeline: Pipeline, prompts: Sequence[Prompt], codes: Codes, size: str | None = None
+) -> list[NDArray[np.float32]]:
+    """Compute the target's hidden states in the prefix, and the states from which image tokens are sampled.
 
     Args:
         pipeline: pipeline of the target.
         prompts: prefix rows of each image.
         codes: image tokens, `[images, cells]`.
+        size: name of the image size; None: the bundle's default.
 
     Returns:
-        The conditional and the unconditional row of each image, float32 `[prefix + cells - 1, width]`.
+        The conditional and the unconditional row of each image, float32 `[prefix + cells - 1, width]`. State
+        `prefix - 1 + cell` gives the token of a cell.
     """
-    model = load_model(pipeline.bundle, pipeline.engines, [])
+    model = load_model(pipeline.bundle, pipeline.engines, [], size)
+    raster = model.raster
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
-    return sequence_states(model, rows, np.repeat(codes[:, :-1].astype(np.int64), 2, 0))
+    tokens = np.stack([raster.insert_row_ends(image)[:-1] for image in codes])
+    sampled = np.array([raster.position_of(cell) - 1 for cell in range(raster.num_codes)])  # position before each cell
+    states = sequence_states(model, rows, np.repeat(tokens, 2, 0))
+    return [
+        np.concatenate([row_states[: len(row.embeds) - 1], row_states[len(row.embeds) + sampled]])
+        for row, row_states in zip(rows, states, strict=True)
+    ]
 
 
 class _UnacceptedDrafts:
@@ -118,14 +151,15 @@ class _UnacceptedDrafts:
                 continue
             image = commit.sequence.index
             accepted = len(commit.tokens)
-            for node in range(accepted, min(accepted + _MAX_UNACCEPTED, len(commit.draft.tokens))):
+            nodes = range(accepted, min(accepted + _MAX_UNACCEPTED, len(commit.draft.tokens)))
+            states = _to_half(commit.read_states(nodes)[:, accepted:])  # [rows, nodes, width]
+            for i, node in enumerate(nodes):
                 index = self.counts[image]
-                cell = len(commit.sequence.codes) + node - accepted
+                cell = len(commit.sequence.codes) + i
                 if index < self.cells.shape[1] and cell < self.cells.shape[1]:
                     self.cells[image, index] = cell
                     self.codes[image, index] = commit.draft.tokens[node]
-                    for i, row in enumerate(range(commit.rows.start, commit.rows.stop)):
-                        self.states[image, i, index] = _to_half(commit.hidden[row, node])
+                    self.states[image, : len(states), index] = states[:, i]
                     self.counts[image] += 1
 
 
@@ -133,7 +167,7 @@ def _generate(pipeline: Pipeline, request: dict[str, Any], progress: Progress) -
     checked = pipeline.check(**request, method=_METHOD)
     settings = checked.settings
     images = checked.images
-    model = load_model(pipeline.bundle, pipeline.engines, [settings.method])
+    model = load_model(pipeline.bundle, pipeline.engines, [settings.method], settings.size)
     drafts = _UnacceptedDrafts(len(images), model.num_codes, pipeline.bundle.manifest.target.hidden_size)
     codes = np.zeros((len(images), model.num_codes), np.int32)
     filled = [0] * len(images)
@@ -159,17 +193,20 @@ def _add_states(
     drafts: _UnacceptedDrafts,
     progress: Progress,
 ) -> TrainingImages:
-    images = pipeline.check(**request, method="ar").images
-    prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, images))
+    checked = pipeline.check(**request, method="ar")
+    max_images = compute_max_images(pipeline.bundle.manifest, checked.settings, pipeline.engines.max_rows)
+    max_images = min(max_images, _MAX_IMAGES)
+    prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, checked.images))
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
     layout = load_model(pipeline.bundle, pipeline.engines, []).layout
     lengths = np.array([len(row.embeds) for row in rows], np.int32)
     prefix = int(lengths.max())
     tokens = _pad_and_stack([row.drafter_tokens(layout).astype(np.int32) for row in rows], prefix - 1)
     states: list[NDArray[np.float16]] = []
-    for i in range(0, len(prompts), _MAX_IMAGES):
+    for i in range(0, len(prompts), max_images):
         progress("computing hidden states", i, len(prompts))
-        images_states = hidden_states(pipeline, prompts[i : i + _MAX_IMAGES], codes[i : i + _MAX_IMAGES])
+        part = slice(i, i + max_images)
+        images_states = hidden_states(pipeline, prompts[part], codes[part], checked.settings.size)
         states += [_to_half(row) for row in images_states]
     padded = _pad_and_stack(states, prefix + codes.shape[1] - 1)
     pairs = (len(prompts), 2)

@@ -98,7 +98,7 @@ class Fit:
 
     def __init__(self, data: Path, target: Target, options: FitOptions, output: Path, device: str = "cpu") -> None:
         check_new_folder(output, state_path(output).exists(), MARKER)
-        self.data = ShardFolder(data, target.source, len(target.embeddings))
+        self.data = ShardFolder(data, [target.source], len(target.embeddings))
         self.target = target
         self.options = options
         self.output = output

@@ -19,7 +19,7 @@ from ...engines.contracts import Progress
 from .batches import select_images
 from .losses import kl_loss, overlap
 from .shards import ShardFolder
-from .target import Target
+from .target import HeadsTarget, OutputLayer
 
 RANK = 48  # rank of corrections; twice as much gained less than a percent
 UNITS = 96  # hidden units of predictions; twice as many gained less than a percent
@@ -34,35 +34,36 @@ _VALIDATION_CELLS = 32  # maximum number per image
 
 @dataclass(frozen=True)
 class Samples:
-    """Guided hidden states of the target for some cells, with the tokens on their left.
+    """Guided hidden states of the target for some cells, with the tokens before them.
 
     Args:
-        states: state that predicts each cell, `[n, width]`.
-        left_tokens: token on the left of each cell, int64 `[n]`.
+        inputs: inputs of the output layer's matrix that predict each cell, `[n, inputs]`.
+        left_tokens: token before each cell, int64 `[n]`.
         context: states that predicted the cell above and the cell after that, `[2, n, width]`; zeros in the first row.
         unaccepted_states: state that predicted the cell after an unaccepted draft token, `[n, width]`.
-        unaccepted_tokens: unaccepted draft token on the left of each cell, int64 `[n]`.
+        unaccepted_inputs: inputs of the output layer's matrix from that state, `[n, inputs]`.
+        unaccepted_tokens: unaccepted draft token before each cell, int64 `[n]`.
     """
 
-    states: Tensor
+    inputs: Tensor
     left_tokens: Tensor
     context: Tensor
     unaccepted_states: Tensor
+    unaccepted_inputs: Tensor
     unaccepted_tokens: Tensor
 
 
 class TrainedHeads(nn.Module):
     """Trainable form of `DraftHeads`."""
 
-    head: Tensor
     embeddings: Tensor
 
-    def __init__(self, target: Target, seed: int) -> None:
+    def __init__(self, target: HeadsTarget, seed: int) -> None:
         super().__init__()
-        codes, width = target.head.shape
-        table = target.embeddings[target.code_offset : target.code_offset + codes].float()
-        self.register_buffer("head", target.head.float())
-        self.register_buffer("embeddings", table / table.std())
+        self.layer = target.layer
+        inputs = self.layer.weight.shape[1]
+        width = target.embeddings.shape[1]
+        self.register_buffer("embeddings", target.embeddings / target.embeddings.std())
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int, scale: float) -> nn.Parameter:
@@ -71,23 +72,23 @@ class TrainedHeads(nn.Module):
         self.change = normal(width, RANK, scale=0.3 * width**-0.5)
         self.gate = normal(width, RANK, scale=width**-0.5)
         self.gate_bias = nn.Parameter(torch.zeros(RANK))
-        self.correct = nn.Parameter(torch.zeros(RANK, width))
+        self.correct = nn.Parameter(torch.zeros(RANK, inputs))
         self.left = normal(width, UNITS, scale=0.3 * width**-0.5)
         self.states = normal(2, width, UNITS, scale=width**-0.5)
-        self.output = normal(UNITS, width, scale=0.02)
-        self.output_bias = nn.Parameter(torch.zeros(codes))
+        self.output = normal(UNITS, inputs, scale=0.02)
+        self.output_bias = nn.Parameter(self.layer.bias.clone())
 
     def correct_logits(self, samples: Samples) -> Tensor:
         """Compute logits `[n, codes]` from the states after unaccepted draft tokens."""
         change = (self.embeddings[samples.left_tokens] - self.embeddings[samples.unaccepted_tokens]) @ self.change
         gate = torch.sigmoid(samples.unaccepted_states @ self.gate + self.gate_bias)
-        return (samples.unaccepted_states + (change * gate) @ self.correct) @ self.head.T
+        return self.layer.logits(samples.unaccepted_inputs + (change * gate) @ self.correct)
 
     def predict_logits(self, samples: Samples) -> Tensor:
         """Compute logits `[n, codes]` from the neighbouring tokens."""
         states = samples.context[0] @ self.states[0] + samples.context[1] @ self.states[1]
         sums = self.embeddings[samples.left_tokens] @ self.left + states
-        return nn.functional.silu(sums) @ self.output @ self.head.T + self.output_bias
+        return nn.functional.silu(sums) @ self.output @ self.layer.weight.T + self.output_bias
 
     @torch.no_grad()
     def tables(self) -> dict[str, NDArray[np.float16]]:
@@ -96,23 +97,29 @@ class TrainedHeads(nn.Module):
             "change": self.embeddings @ self.change,
             "gate": self.gate,
             "gate_bias": self.gate_bias,
-            "correct": self.correct @ self.head.T,
+            "correct": self.correct @ self.layer.weight.T,
             "left": self.embeddings @ self.left,
             "states": self.states,
-            "output": self.output @ self.head.T,
+            "output": self.output @ self.layer.weight.T,
             "output_bias": self.output_bias,
         }
         return {name: table.cpu().numpy().astype(np.float16) for name, table in tables.items()}
 
 
 def fit_heads(
-    data: Path, target: Target, cfg_scale: float, steps: int, progress: Progress, device: str = "cpu", seed: int = 0
+    data: Path,
+    target: HeadsTarget,
+    cfg_scale: float,
+    steps: int,
+    progress: Progress,
+    device: str = "cpu",
+    seed: int = 0,
 ) -> tuple[dict[str, NDArray[np.float16]], dict[str, float]]:
     """Train draft heads.
 
     Args:
         data: folder of shards; each is checked once.
-        target: frozen weights of the target.
+        target: sizes and frozen weights of the target.
         cfg_scale: guidance scale of the distributions.
         steps: number of updates, at least 1.
         progress: progress callback.
@@ -127,15 +134,16 @@ def fit_heads(
         CheckpointError: the data are damaged or of another target.
     """
     torch.set_flush_denormal(True)  # denormal weights would slow training down a hundred times
-    shards = ShardFolder(data, target.source, len(target.embeddings))
+    shards = ShardFolder(data, target.sources)
     heads = TrainedHeads(target, seed).to(device)
     optimizer = torch.optim.AdamW(heads.parameters(), _RATE, weight_decay=_DECAY)
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps + 1, pct_start=_WARM_UP)
     for step in range(steps):
         progress("training", step, steps)
         indices = select_images(shards.training, seed, step * _BATCH_IMAGES, _BATCH_IMAGES)
-        samples = read_samples(shards, indices, cfg_scale, _BATCH_CELLS, np.random.default_rng((seed, step)), device)
-        p = (samples.states @ heads.head.T).softmax(-1)
+        rng = np.random.default_rng((seed, step))
+        samples = read_samples(shards, indices, heads.layer, cfg_scale, _BATCH_CELLS, rng, device)
+        p = heads.layer.logits(samples.inputs).softmax(-1)
         loss = kl_loss(p, heads.correct_logits(samples)) + kl_loss(p, heads.predict_logits(samples))
         optimizer.zero_grad()
         torch.autograd.backward(loss)
@@ -144,11 +152,12 @@ def fit_heads(
         rates.step()
     progress("training", steps, steps)
     indices = shards.validation[:_VALIDATION_IMAGES]
-    samples = read_samples(shards, indices, cfg_scale, _VALIDATION_CELLS, np.random.default_rng(seed), device)
+    rng = np.random.default_rng(seed)
+    samples = read_samples(shards, indices, heads.layer, cfg_scale, _VALIDATION_CELLS, rng, device)
     with torch.no_grad():
-        p = (samples.states @ heads.head.T).softmax(-1)
+        p = heads.layer.logits(samples.inputs).softmax(-1)
         logits = {
-            "uncorrected": samples.unaccepted_states @ heads.head.T,
+            "uncorrected": heads.layer.logits(samples.unaccepted_inputs),
             "corrected": heads.correct_logits(samples),
             "predicted": heads.predict_logits(samples),
         }
@@ -157,40 +166,49 @@ def fit_heads(
 
 
 def read_samples(
-    shards: ShardFolder, indices: list[int], cfg_scale: float, count: int, rng: np.random.Generator, device: str
+    shards: ShardFolder,
+    indices: list[int],
+    layer: OutputLayer,
+    cfg_scale: float,
+    count: int,
+    rng: np.random.Generator,
+    device: str,
 ) -> Samples:
     """Read cells after unaccepted drafts.
 
     Args:
         shards: folder of shards.
         indices: indices of the images.
+        layer: output layer of the target, on `device`.
         cfg_scale: guidance scale of the hidden states.
         count: maximum number of cells per image.
         rng: generator that selects the cells.
         device: PyTorch device for the tensors.
     """
-    columns = shards.source.columns
-    states: list[NDArray[np.float32]] = []  # [4, n, width] per image
+    states: list[NDArray[np.float32]] = []  # [rows, 4, n, width] per image
     left_tokens: list[NDArray[np.integer]] = []
     unaccepted_tokens: list[NDArray[np.integer]] = []
     for index in indices:
-        image = shards.read_image(index)
+        image, source = shards.read_image(index)
         drafts = np.flatnonzero(image.unaccepted_cells[0])
         drafts = rng.choice(drafts, min(count, len(drafts)), replace=False)
         cells = image.unaccepted_cells[0][drafts]
-        above = cells - columns
+        above = cells - source.columns
         rows: list[NDArray[np.float32]] = []
         for row in range(1 if cfg_scale == 1 else 2):
             predicting = image.states[0, row, image.lengths[0, row] - 1 :]  # states that predict each cell
             context = [np.where(above[:, None] >= 0, predicting[np.maximum(above + i, 0)], 0) for i in (0, 1)]
             unaccepted = image.unaccepted_states[0, row, drafts]
             rows.append(np.stack([predicting[cells], *context, unaccepted]).astype(np.float32))
-        states.append(rows[-1] + cfg_scale * (rows[0] - rows[-1]))
+        states.append(np.stack(rows))
         left_tokens.append(image.codes[0][cells - 1])
         unaccepted_tokens.append(image.unaccepted_codes[0][drafts])
-    joined = torch.from_numpy(np.concatenate(states, 1)).to(device)
+    joined = torch.from_numpy(np.concatenate(states, 2)).to(device)
+    guided = joined[-1] + cfg_scale * (joined[0] - joined[-1])
+    inputs = layer.inputs(joined[:, [0, 3]])
+    guided_inputs = inputs[-1] + cfg_scale * (inputs[0] - inputs[-1])
     tokens = [
         torch.from_numpy(np.concatenate(codes).astype(np.int64)).to(device)
         for codes in (left_tokens, unaccepted_tokens)
     ]
-    return Samples(joined[0], tokens[0], joined[1:3], joined[3], tokens[1])
+    return Samples(guided_inputs[0], tokens[0], guided[1:3], guided[3], guided_inputs[1], tokens[1])

@@ -19,20 +19,19 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from ...bundle.manifest import Manifest
+from ...bundle.manifest import Manifest, Size
 from ...errors import CheckpointError
 from ...inputs import format_value, open_plain_file, reading
 from ...output.files import write_output
 
 FORMAT = "lantern-rt drafter data 3"
-FAMILIES = ("llamagen", "scenes", "anole")  # families whose drafters can be trained
 _HELD_OUT = 23  # every 23rd image is for validation; a prime, so that validation has images of all classes
 _REMEDY = "make the data again"
 
 
 @dataclass(frozen=True)
 class Source:
-    """The target model and the array sizes that all shards of a folder share.
+    """The target model and the array sizes of a shard. Shards of a folder may differ in their grids.
 
     Args:
         weights: sha256 of the target's weights.
@@ -58,22 +57,16 @@ class Source:
         return self.rows * self.columns
 
 
-def read_source(manifest: Manifest) -> Source:
-    """Return the source of shards that a bundle generates.
-
-    Raises:
-        CheckpointError: drafters of the bundle's family cannot be trained.
-    """
-    if manifest.family not in FAMILIES:
-        field = f"family of bundle {manifest.name}"
-        raise CheckpointError(field=field, found=manifest.family, expected=", ".join(FAMILIES))
+def read_source(manifest: Manifest, size: Size | None = None) -> Source:
+    """Return the source of shards that a bundle generates in an image size, by default its default size."""
+    size = size or manifest.size()
     condition = manifest.condition
     weights = manifest.files.get("target.data", manifest.files["target"])
     return Source(
         weights.sha256,
         {"class": "class_ids", "embeddings": "embeddings"}.get(condition.kind, "prompts"),
-        manifest.grid_rows,
-        manifest.grid_columns,
+        size.rows,
+        size.columns,
         manifest.codebook_size,
         manifest.target.hidden_size,
         condition.prefix,
@@ -91,7 +84,8 @@ class TrainingImages:
         tokens: token ids that the drafter reads in the prefix after its first position, int32
             `[images, 2, longest - 1]`, padded on the right.
         states: the target's hidden states at the prefix and all image tokens but the last, float16
-            `[images, 2, longest + cells - 1, width]`, padded on the right.
+            `[images, 2, longest + cells - 1, width]`, padded on the right. The state at an end-of-row token replaces
+            the state at the image token before it.
         unaccepted_cells: cells that follow an unaccepted draft token, int32 `[images, cells]`, padded with zeros.
         unaccepted_codes: draft token before each of these cells, int32 `[images, cells]`.
         unaccepted_states: the target's hidden states after these draft tokens, float16 `[images, 2, cells, width]`.
@@ -122,7 +116,7 @@ def write_shard(path: Path, source: Source, images: TrainingImages) -> None:
 
     Args:
         path: file to write.
-        source: target and sizes of the folder's shards.
+        source: target and sizes of the shard.
         images: images of the shard.
 
     Raises:
@@ -160,13 +154,24 @@ class Shard:
             self.source = Source(**json.loads(metadata["source"]))
             self.prompts: list[Any] = list(json.loads(metadata["prompt"]))
             self._check_shapes()
+            self._arrays = self._map_arrays()
             self.digest = self._check_numbers(vocabulary)
 
     def read(self, index: slice) -> TrainingImages:
-        """Read the images of a slice."""
-        with reading(self.path, "drafter data in safetensors", CheckpointError, _REMEDY):
-            arrays = {field: self._file.get_slice(name)[index] for name, field in _ARRAYS.items()}
-        return TrainingImages(self.prompts[index], **arrays)
+        """Return the images of a slice. Their arrays are mapped: only the numbers in use are read."""
+        return TrainingImages(self.prompts[index], **{field: array[index] for field, array in self._arrays.items()})
+
+    def _map_arrays(self) -> dict[str, NDArray[Any]]:
+        with self.path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        data = np.memmap(self.path, np.uint8, "r", 8 + length)
+        arrays: dict[str, NDArray[Any]] = {}
+        for name, field in _ARRAYS.items():
+            start, stop = header[name]["data_offsets"]
+            dtype = {"F16": "<f2", "I32": "<i4"}[header[name]["dtype"]]
+            arrays[field] = data[start:stop].view(dtype).reshape(header[name]["shape"])
+        return arrays
 
     def _check_shapes(self) -> None:
         count = len(self.prompts)
@@ -215,17 +220,18 @@ class ShardFolder:
 
     Args:
         folder: folder with the shards.
-        source: expected target and sizes.
+        sources: allowed sources, which differ in their grids only.
         vocabulary: number of token ids that a prefix may have.
 
     Raises:
         CheckpointError: there are fewer than two images, or a shard is damaged or has another source.
     """
 
-    def __init__(self, folder: Path, source: Source, vocabulary: int) -> None:
-        self.source = source
+    def __init__(self, folder: Path, sources: Sequence[Source], vocabulary: int = 1 << 31) -> None:
         self.shards = [Shard(path, vocabulary) for path in sorted(folder.glob("shard-*.safetensors"))]
-        for shard in self.shards:
+        by_grid = {(source.rows, source.columns): source for source in sources}
+        self._sources = [by_grid.get((shard.source.rows, shard.source.columns), sources[0]) for shard in self.shards]
+        for shard, source in zip(self.shards, self._sources, strict=True):
             for name, expected in asdict(source).items():
                 value = getattr(shard.source, name)
                 if value != expected:
@@ -253,8 +259,8 @@ class ShardFolder:
         held_out = set(self.validation)
         return [i for i in range(len(self)) if i not in held_out]
 
-    def read_image(self, index: int) -> TrainingImages:
-        """Read one image."""
+    def read_image(self, index: int) -> tuple[TrainingImages, Source]:
+        """Read one image and the source of its shard."""
         shard = int(np.searchsorted(self._starts, index, "right")) - 1
         start = index - self._starts[shard]
-        return self.shards[shard].read(slice(start, start + 1))
+        return self.shards[shard].read(slice(start, start + 1)), self._sources[shard]

@@ -1,4 +1,4 @@
-"""Sizes and frozen weights of a bundle's target, for training a drafter.
+"""Sizes and frozen weights of a bundle's target, for training a drafter or draft heads.
 
 Only the output layer and the token embeddings are read; the bundle's engine runs the target's layers.
 """
@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ...bundle.files import Bundle
 from ...errors import CheckpointError
@@ -49,6 +50,72 @@ class Target:
     fields: dict[str, Any]
 
 
+class OutputLayer(nn.Module):
+    """Frozen output layer of a target: logits of codes from hidden states.
+
+    Args:
+        graph: weights of the target's graph.
+
+    Attributes:
+        weight: matrix from inputs to logits, float32 `[codes, inputs]`.
+        bias: bias of the logits, `[codes]`.
+        hidden_weight: weight `[width, inputs]` of a hidden layer with GELU before the matrix. None: the inputs of the
+            matrix are hidden states.
+        hidden_bias: bias of the hidden layer, `[inputs]`, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    hidden_weight: Tensor | None
+    hidden_bias: Tensor | None
+
+    def __init__(self, graph: GraphWeights) -> None:
+        super().__init__()
+        is_deep = "head.first.weight" in graph
+        weight = graph.read("head.second.weight" if is_deep else "head.weight").T.contiguous()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", graph.read("head.second.bias") if is_deep else torch.zeros(len(weight)))
+        self.register_buffer("hidden_weight", graph.read("head.first.weight") if is_deep else None)
+        self.register_buffer("hidden_bias", graph.read("head.first.bias") if is_deep else None)
+
+    def inputs(self, states: Tensor) -> Tensor:
+        """Compute the inputs of the matrix, `[..., inputs]`, from hidden states `[..., width]`."""
+        if self.hidden_weight is None or self.hidden_bias is None:
+            return states
+        return F.gelu(states @ self.hidden_weight + self.hidden_bias)
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Compute logits, `[..., codes]`. Guided inputs give guided logits."""
+        return inputs @ self.weight.T + self.bias
+
+
+@dataclass(frozen=True)
+class HeadsTarget:
+    """Target of draft heads.
+
+    Args:
+        sources: target and sizes that training images may have.
+        layer: output layer.
+        embeddings: input embeddings of the codes, float32 `[codes, width]`.
+    """
+
+    sources: list[Source]
+    layer: OutputLayer
+    embeddings: Tensor
+
+
+def read_heads_target(bundle: Bundle) -> HeadsTarget:
+    """Read sizes and weights that training draft heads needs, from a bundle of any family.
+
+    Raises:
+        BundleError: the bundle is damaged.
+    """
+    manifest = bundle.manifest
+    sources = [read_source(manifest, size) for size in manifest.all_sizes]
+    embeddings = torch.from_numpy(np.array(bundle.code_embeddings[: manifest.codebook_size]))
+    return HeadsTarget(sources, OutputLayer(GraphWeights(bundle.path("target"))), embeddings.float())
+
+
 def read_target(bundle: Bundle) -> Target:
     """Read sizes and weights that training a drafter needs.
 
@@ -57,6 +124,10 @@ def read_target(bundle: Bundle) -> Target:
         BundleError: the bundle is damaged.
     """
     manifest = bundle.manifest
+    if manifest.family not in _CONVENTIONS:
+        field = f"family of bundle {manifest.name}"
+        remedy = "train draft heads with `lantern-rt train-drafter heads`"
+        raise CheckpointError(field=field, found=manifest.family, expected=", ".join(_CONVENTIONS), remedy=remedy)
     source = read_source(manifest)
     graph = GraphWeights(bundle.path("target"))
     config = _drafter_config(bundle, graph)

@@ -1,0 +1,144 @@
+"""Heads of every family: data of all sizes, training, and the pictures of plain decoding."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from lantern_rt import Pipeline, open_bundle
+from lantern_rt.cli.main import run_program
+from lantern_rt.compare.prompts import Prompts, read_bundle_prompts
+from lantern_rt.runtime.decode import decode
+from lantern_rt.runtime.likelihood import sequence_logits, sequence_states
+from lantern_rt.runtime.sampling import apply_guidance
+from lantern_rt.runtime.statistics import Clock
+from lantern_rt.runtime_inputs import compute_prefixes, load_model
+
+torch = pytest.importorskip("torch")
+for library in ("onnx", "safetensors", "tokenizers", "yaml", "transformers"):
+    pytest.importorskip(library)
+
+from small_janus import random_janus, write_janus  # noqa: E402
+
+from lantern_rt.export.families.janus import read_janus  # noqa: E402
+from lantern_rt.export.writer import export_model  # noqa: E402
+from lantern_rt.train.drafter.data import FIRST_SEED  # noqa: E402
+from lantern_rt.train.drafter.shards import Shard, shard_path  # noqa: E402
+from lantern_rt.train.drafter.target import read_heads_target  # noqa: E402
+
+FAMILIES = ("t2i", "anole", "janus", "lumina", "emu3", "simplear")
+WORDS = ("a red cube", "sand on a cube", "red sand")
+PER_SHARD, SEEDS = 12, 20
+METHODS = ("sjd:window=7", "eagle:tree=chain-3:drafter=heads", "eagle:tree=dynamic-8-3-2:drafter=heads")
+
+
+class Trained(NamedTuple):
+    """A bundle with heads, the data they learned from, and what its training printed."""
+
+    bundle: Path
+    data: Path
+    prompts: Path
+    printed: str
+
+
+@pytest.fixture(scope="session")
+def janus_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("janus")
+    write_janus(random_janus(), folder / "tiny")
+    return export_model(read_janus(folder / "tiny"), folder / "bundle")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    place = tmp_path_factory.mktemp(request.param)
+    bundle = Path(shutil.copytree(request.getfixturevalue(f"{request.param}_bundle"), place / "bundle"))
+    manifest = open_bundle(bundle).manifest
+    prompts = place / "prompts.txt"
+    prompts.write_text("\n".join(WORDS))
+    if manifest.condition.kind == "embeddings":
+        prompts = place / "prompts.npz"
+        shape = (3, manifest.condition.prefix, manifest.condition.caption_dim or 0)
+        np.savez(prompts, embeddings=np.random.default_rng(0).standard_normal(shape, np.float32))
+    count = 2 * PER_SHARD * len(manifest.all_sizes)
+    data = ["data", bundle, "--prompts", prompts, "--count", count, "--output", place / "data", "--threads", 1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lantern_rt.train.drafter.data.IMAGES_PER_SHARD", PER_SHARD)
+        assert run_program(["train-drafter", *map(str, data)]) == 0
+    printed: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lantern_rt.cli.train_drafter.print_text", lambda *lines: printed.extend(lines))
+        assert run_program(["train-drafter", "heads", str(bundle), "--data", str(place / "data"), "--steps", "60"]) == 0
+    return Trained(bundle, place / "data", prompts, printed[0])
+
+
+def subject(trained: Trained) -> Prompts:
+    return read_bundle_prompts(open_bundle(trained.bundle), trained.prompts)
+
+
+def test_heads_bring_drafts_nearer_to_the_target(trained: Trained) -> None:
+    uncorrected, corrected, _ = (float(part.split()[-1]) for part in trained.printed.split(","))
+    assert corrected > uncorrected
+
+
+def test_data_hold_the_states_from_which_codes_are_drawn_in_every_size(trained: Trained) -> None:
+    """States and output layer give the logits of the target's own passes, and late states those after the draft."""
+    with Pipeline.from_bundle(trained.bundle, threads=1) as pipeline:
+        sampling = pipeline.bundle.manifest.sampling.model_copy(update={"repetition_penalty": None})
+        layer = read_heads_target(pipeline.bundle).layer
+        for number, size in enumerate(pipeline.bundle.manifest.all_sizes):
+            shard = Shard(shard_path(trained.data, number))
+            assert (shard.source.rows, shard.source.columns) == (size.rows, size.columns)
+            images = shard.read(slice(0, 3))
+            request = subject(trained).request(number, PER_SHARD, FIRST_SEED) | {"size": size.name}
+            drawn = pipeline.check(**request, method="ar").images
+            prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, drawn))[:3]
+            model = load_model(pipeline.bundle, pipeline.engines, [], size.name)
+            for i, (prompt, codes) in enumerate(zip(prompts, images.codes, strict=True)):
+                tokens = model.raster.insert_row_ends(codes)
+                logits = np.concatenate([*sequence_logits(model, prompt.rows(sampling), tokens[:-1], Clock())], 1)
+                logits = logits[:, tokens != (model.row_end or -1)]
+                states = np.stack([images.states[i, row, images.lengths[i, row] - 1 :][: len(codes)] for row in (0, 1)])
+                inputs = layer.inputs(torch.from_numpy(states.astype(np.float32))).numpy()
+                found = layer.logits(torch.from_numpy(apply_guidance(inputs, sampling))).numpy()
+                np.testing.assert_allclose(found, apply_guidance(logits, sampling), rtol=0, atol=0.1)
+                cell, late = images.unaccepted_cells[i, 0], images.unaccepted_codes[i, 0]
+                drafted = model.raster.insert_row_ends([*codes[: cell - 1], late, 0])[:-1]
+                for row, own in enumerate(sequence_states(model, prompt.rows(sampling), np.stack([drafted, drafted]))):
+                    np.testing.assert_allclose(images.unaccepted_states[i, row, 0], own[-1], rtol=2e-3, atol=5e-3)
+
+
+def test_pictures_of_every_size_are_those_of_plain_decoding(trained: Trained) -> None:
+    with Pipeline.from_bundle(trained.bundle, threads=1) as pipeline:
+        assert pipeline.bundle.manifest.drafters[0] == "heads"
+        for size in pipeline.bundle.manifest.all_sizes:
+
+            def drawn(method: str, images: int, together: int, size: Any = size) -> tuple[list[list[int]], float]:
+                request = pipeline.check(**subject(trained).request(0, images), size=size.name, method=method)
+                model = load_model(pipeline.bundle, pipeline.engines, [request.settings.method], size.name)
+                prompts = compute_prefixes(pipeline.bundle, pipeline.engines, request.images)
+                seeds = [image.seed for image in request.images]
+                codes: list[list[int]] = [[] for _ in seeds]
+                sampling, config = request.settings.sampling, request.settings.method
+                for step in decode(model, prompts, seeds, sampling, config, max_images=together):
+                    for part in step.parts:
+                        codes[part.sequence] += part.codes.tolist()
+                assert step.stats is not None
+                return codes, step.stats.tokens_per_forward_pass
+
+            expected, _ = drawn("ar", SEEDS, SEEDS)
+            for method in METHODS:
+                codes, speed = drawn(method, SEEDS, 4)
+                assert codes == expected
+                assert drawn(method, 3, 1)[0] == expected[:3]
+                assert speed > 1
+
+
+def test_a_bundle_with_heads_is_verified(trained: Trained, program: Any) -> None:
+    code, out, err = program("verify", trained.bundle, "--json")
+    assert (code, json.loads(out)["passed"]) == (0, True), err
