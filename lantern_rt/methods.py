@@ -11,7 +11,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypedDict, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from .errors import RequestError
 
@@ -42,12 +42,31 @@ def _greedy_or_warm(temperature: float) -> float:
     return temperature
 
 
+def _check_cfg_tokens(value: Any) -> Any:
+    text = value if isinstance(value, str) else ""
+    if text.isdecimal():
+        return int(text)
+    share = text.removesuffix("%")
+    whole, _, fraction = share.partition(".")
+    is_share = share != text and whole.isdecimal() and (fraction or "0").isdecimal() and float(share) <= 100
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if value is None or is_share or is_count:
+        return value
+    raise ValueError("expected a number of tokens from 0, or a share of the image such as 50%")
+
+
+CfgTokens = Annotated[int | str | None, BeforeValidator(_check_cfg_tokens)]
+
+
 class Sampling(FrozenModel, strict=True):
     """Sampling settings: how logits become a distribution.
 
     Attributes:
         cfg_scale: guidance scale, 0 .. 1000. Guided logits are uncond + cfg_scale * (cond - uncond); at exactly 1 the
             unconditional row is not run.
+        cfg_tokens: number of image tokens, in raster order from the first, that are sampled with guidance: from 0, or
+            a share of the image such as `"50%"`; None: all. The unconditional row is not run for later tokens, which
+            are sampled from the conditional logits. LlamaGen's `cfg_interval` of n is `cfg_tokens` of n + 2.
         temperature: 0 (greedy) or 0.001 .. 1000.
         top_k: number of most probable tokens to keep; 0 keeps all.
         top_p: probability mass to keep, above 0 up to 1; 1 keeps all.
@@ -57,6 +76,7 @@ class Sampling(FrozenModel, strict=True):
     """
 
     cfg_scale: Annotated[float, Field(ge=0, le=1000, description="Guidance; 1 is off.")] = 1.0
+    cfg_tokens: Annotated[CfgTokens, Field(description="Tokens with guidance, such as 128 or 50%; null is all.")] = None
     temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(
         default=1.0, ge=0, le=1000, description="0 is greedy."
     )
@@ -72,8 +92,16 @@ class Sampling(FrozenModel, strict=True):
 
     @property
     def guided(self) -> bool:
-        """Whether every image has an unconditional row beside the conditional row."""
-        return self.cfg_scale != 1.0
+        """Whether every image has an unconditional row beside the conditional row, at least for its first tokens."""
+        return self.cfg_scale != 1.0 and self.count_guided(1 << 30) > 0
+
+    def count_guided(self, num_codes: int) -> int:
+        """Return how many tokens of an image of `num_codes` tokens are sampled with guidance."""
+        if self.cfg_scale == 1.0:
+            return 0
+        if isinstance(self.cfg_tokens, str):
+            return round(num_codes * float(self.cfg_tokens.removesuffix("%")) / 100)
+        return num_codes if self.cfg_tokens is None else min(self.cfg_tokens, num_codes)
 
     @property
     def greedy(self) -> bool:
@@ -277,6 +305,7 @@ class GenerationOptions(TypedDict, total=False):
     quality: Quality | None
     method: str | MethodConfig | None
     cfg_scale: float | None
+    cfg_tokens: int | str | None
     temperature: float | None
     top_k: int | None
     top_p: float | None
@@ -300,6 +329,8 @@ class Options(GenerationOptions, total=False):
         method: in place of `quality`, a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an
             object of `lantern_rt.methods`.
         cfg_scale: guidance scale, 0 .. 1000; 1 is off.
+        cfg_tokens: number of image tokens that are sampled with guidance, in raster order from the first: from 0, or a
+            share of the image such as `"50%"`. Later tokens have one batch row instead of two, and take less time.
         temperature: 0 (greedy) or 0.001 .. 1000.
         top_k: number of most probable tokens to keep; 0 is off.
         top_p: probability mass to keep, above 0 up to 1; 1 is off.

@@ -36,7 +36,7 @@ from .prompts import ImageRequest, PromptTokenizer, prepare_class_ids, prepare_e
 from .runtime.tree import StaticTree
 from .runtime.tree_names import parse_tree
 
-SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p", "repetition_penalty")
+SAMPLING = ("cfg_scale", "cfg_tokens", "temperature", "top_k", "top_p", "repetition_penalty")
 
 IMAGES_LIMIT = 1024  # images per request
 SEED_LIMIT = 2**64
@@ -99,6 +99,8 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
     size = _resolve_size(manifest, options.get("size"))
     parameters = {name: options[name] for name in SAMPLING if name in options}
     sampling = _validate(Sampling, manifest.sampling.model_dump() | parameters)
+    if sampling.cfg_tokens is not None:
+        sampling = _check_cfg_tokens(sampling, manifest.size(size).codes, is_default="cfg_tokens" not in parameters)
     quality: Quality | None = options.get("quality")
     method = options.get("method")
     if method is None:
@@ -127,6 +129,29 @@ def _check_names(options: Mapping[str, Any]) -> None:
         similar = get_close_matches(unknown[0], known, 1)
         hint = f"did you mean {similar[0]!r}?" if similar else f"expected one of {', '.join(known)}"
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}; {hint}")
+
+
+def _check_cfg_tokens(sampling: Sampling, num_codes: int, is_default: bool) -> Sampling:
+    """Return the sampling settings after checking `cfg_tokens`; without guidance, a default is removed.
+
+    Args:
+        sampling: settings with `cfg_tokens`.
+        num_codes: number of tokens of the image.
+        is_default: whether `cfg_tokens` comes from the bundle.
+    """
+    if sampling.cfg_scale == 1.0 and is_default:
+        return sampling.model_copy(update={"cfg_tokens": None})
+    if sampling.cfg_scale == 1.0:
+        raise _useless_without_guidance("cfg_tokens")
+    if isinstance(sampling.cfg_tokens, int) and sampling.cfg_tokens > num_codes and not is_default:
+        expected = f"0 .. {num_codes}, or a share such as 50%"
+        raise RequestError(field="cfg_tokens", found=str(sampling.cfg_tokens), expected=expected)
+    return sampling
+
+
+def _useless_without_guidance(field: str) -> RequestError:
+    remedy = "omit it, or give a larger cfg_scale"
+    return RequestError("does nothing without guidance", field=field, found="cfg_scale 1", remedy=remedy)
 
 
 def _resolve_size(manifest: Manifest, size: Any) -> str | None:
@@ -330,8 +355,7 @@ def check_request(
         problem = f"bundle {manifest.name} takes {descriptions[subject_field]}"
         raise RequestError(problem, field="negative_prompt", remedy="omit it")
     if negative_prompt is not None and not settings.sampling.guided:
-        remedy = "omit it, or give a larger cfg_scale"
-        raise RequestError("does nothing without guidance", field="negative_prompt", found="cfg_scale 1", remedy=remedy)
+        raise _useless_without_guidance("negative_prompt")
     if embeddings is not None:
         subjects = prepare_embeddings(condition, embeddings)
     elif class_ids is not None:

@@ -224,6 +224,7 @@ class Batch:
             noise=sequence.noise,
             cells=draft.cells,
             sampling=sequence.sampling,
+            num_guided=sequence.num_guided,
             tie_margin=margin,
             recompute=partial(self._recompute, sequence, draft) if margin else None,
             preceding_codes=draft.preceding_codes,
@@ -236,7 +237,8 @@ class Batch:
         codes = np.append(draft.preceding_codes(node), 0)
         tokens = sequence.raster.insert_row_ends(codes)[:-1]
         calls = self.target_clock.calls
-        logits = recompute_logits(self.model, sequence.rows, tokens, sequence.sampling, self.target_clock)
+        rows = sequence.rows[: sequence.num_rows(draft.cells[node])]
+        logits = recompute_logits(self.model, rows, tokens, sequence.sampling, self.target_clock)
         sequence.statistics.tie_passes += self.target_clock.calls - calls
         return logits
 
@@ -264,15 +266,19 @@ class Batch:
             sampled = drafts[sequence].sampled
             if sampled is None or output.recompute or not logits.can_sample(sequence.sampling):
                 continue
-            rows = self._rows[sequence]
-            nodes = np.array(sampled, np.int64)
-            if output.sampling_nodes is not None:
-                nodes = output.sampling_nodes[nodes]
+            first_row = self._rows[sequence].start
             noise = None if sequence.sampling.greedy else sequence.noise
-            cells = np.array([output.cells[node] for node in sampled])
-            nodes = np.tile(nodes, (rows.stop - rows.start, 1))  # [rows, nodes]
-            requests.append(SampleRequest(rows, nodes, sequence.sampling, noise, cells))
-            device_outputs.append((output, sampled))
+            for num_rows in (1, 2):  # a draft may have guided cells and cells after them
+                part = [node for node in sampled if sequence.num_rows(output.cells[node]) == num_rows]
+                if not part:
+                    continue
+                nodes = np.array(part, np.int64)
+                if output.sampling_nodes is not None:
+                    nodes = output.sampling_nodes[nodes]
+                cells = np.array([output.cells[node] for node in part])
+                rows = slice(first_row, first_row + num_rows)
+                requests.append(SampleRequest(rows, np.tile(nodes, (num_rows, 1)), sequence.sampling, noise, cells))
+                device_outputs.append((output, part))
         best = logits.best_codes(requests, 1) if requests else []
         for (output, sampled), (codes, _) in zip(device_outputs, best, strict=True):
             output.store_choices(sampled, codes[:, 0])
@@ -284,16 +290,21 @@ class Batch:
         self._window_drafter.commit(commits)
         if self._on_commit is not None:
             self._on_commit(commits)
-        if finished := [commit.sequence for commit in commits if not commit.sequence.remaining]:
+        finished = [commit.sequence for commit in commits if not commit.sequence.remaining]
+        unguided = [commit.sequence for commit in commits if commit.sequence.end_guidance()]
+        for sequence in unguided:
+            sequence.tie_margin = tie_margin(self.model, sequence.sampling)
+        if finished or unguided:
             self._leave(finished)
 
     def _leave(self, sequences: Sequence[ImageSequence]) -> None:
+        """Remove sequences, and the rows that guidance does not need any more."""
         self.active = [sequence for sequence in self.active if sequence not in sequences]
         if not self.active:
             self._cache = None
         elif self._cache is not None:
-            rows = np.arange(self.num_rows)
-            self._cache.keep_rows(np.concatenate([rows[self._rows[sequence]] for sequence in self.active]))
+            starts = [(self._rows[sequence].start, len(sequence.rows)) for sequence in self.active]
+            self._cache.keep_rows(np.concatenate([np.arange(start, start + count) for start, count in starts]))
         for drafter in (self._window_drafter, self._row_drafter, *dict.fromkeys(self._eagle_drafters.values())):
             drafter.leave(sequences)
         for sequence in sequences:

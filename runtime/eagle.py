@@ -108,17 +108,24 @@ class EagleDrafter(TreeDrafter):
             )
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
-        """Delete the pending slots and cache rows of these sequences."""
-        stays = [sequence not in sequences for sequence in self.sequences]
-        if all(stays):
+        """Delete the pending slots and cache rows of these sequences, and the rows that other sequences removed."""
+        kept = {
+            sequence: rows[: len(sequence.rows)]
+            for sequence, rows in zip(self.sequences, self._batch_rows(), strict=True)
+            if sequence not in sequences
+        }
+        if sum(map(len, kept.values())) == len(self.sequence_of_row):
             return
-        if any(stays):
-            self._cache.keep_rows(np.flatnonzero(np.repeat(stays, self._rows_per_sequence())))
+        if kept:
+            self._cache.keep_rows(np.concatenate([*kept.values()]))
         else:
             self.cache = None
-        self.sequences = [sequence for sequence, staying in zip(self.sequences, stays, strict=True) if staying]
+        self.sequences = [*kept]
         self._index_rows()
-        self.pending = {sequence: pending for sequence, pending in self.pending.items() if sequence in self.sequences}
+        self.pending = {sequence: pending for sequence, pending in self.pending.items() if sequence in kept}
+        for sequence, pending in self.pending.items():
+            pending.prefix = pending.prefix[: len(sequence.rows)]
+            pending.hidden = [states[: len(sequence.rows)] for states in pending.hidden]
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
         """Run the pending slots, and return one tree for each of `sequences`, which must be all of this drafter."""
@@ -162,6 +169,13 @@ class EagleDrafter(TreeDrafter):
         """Return the batch rows of each sequence."""
         return np.split(np.arange(len(self.sequence_of_row)), self.first_row[1:])
 
+    def _rows_at(self, depth: int) -> list[Ints]:
+        """Return the batch rows that the distribution of each sequence's children at `depth` depends on."""
+        return [
+            rows[: sequence.num_rows(len(sequence.codes) + depth)]
+            for sequence, rows in zip(self.sequences, self._batch_rows(), strict=True)
+        ]
+
     def _top_children(self, level: LevelOutput, depth: int, count: int, add_noise: bool) -> list[tuple[Ints, Floats]]:
         """Return the best children of every slot at `depth`: per sequence tokens and scores, both `[slots, count]`."""
         noises = [sequence.noise if add_noise and not sequence.sampling.greedy else None for sequence in self.sequences]
@@ -170,13 +184,13 @@ class EagleDrafter(TreeDrafter):
             on_device.can_sample(sequence.sampling) for sequence in self.sequences
         ):
             samples = []
-            for sequence, rows, noise in zip(self.sequences, self._batch_rows(), noises, strict=True):
+            for sequence, rows, noise in zip(self.sequences, self._rows_at(depth), noises, strict=True):
                 positions = np.full(level.nodes.shape[1], len(sequence.codes) + depth)
                 batch_rows = slice(int(rows[0]), int(rows[-1]) + 1)
                 samples.append(SampleRequest(batch_rows, level.nodes[rows], sequence.sampling, noise, positions))
             return on_device.best_codes(samples, count)
         best = []
-        for sequence, rows, noise in zip(self.sequences, self._batch_rows(), noises, strict=True):
+        for sequence, rows, noise in zip(self.sequences, self._rows_at(depth), noises, strict=True):
             logits = level.logits[rows[:, None], level.nodes[rows]]  # [rows of the sequence, slots, vocab_size]
             values = shape_logits(apply_guidance(logits, sequence.sampling), sequence.sampling)
             if noise is not None:
@@ -335,7 +349,9 @@ class EagleDrafter(TreeDrafter):
             for builder, best in zip(builders, self._top_children(level, depth, count, add_noise=True), strict=True):
                 builder.add_children(inner, *best)
         trees: list[DraftTree] = []
-        for sequence, rows, builder in zip(self.sequences, self._batch_rows(), builders, strict=True):
+        rows_at = [self._rows_at(depth) for depth in range(len(levels))]
+        for i, (sequence, builder) in enumerate(zip(self.sequences, builders, strict=True)):
+            rows = [batch_rows[i] for batch_rows in rows_at]
             proposal = (
                 partial(_child_distribution, shape, levels, rows, sequence.sampling) if self.relaxed else no_proposal
             )
@@ -368,10 +384,11 @@ def _positions_below(sequence: ImageSequence, depth: int) -> int:
 
 
 def _child_distribution(
-    shape: StaticTree, levels: list[LevelOutput], rows: Ints, sampling: Sampling, node: int
+    shape: StaticTree, levels: list[LevelOutput], rows_at: list[Ints], sampling: Sampling, node: int
 ) -> Probabilities:
     depth = len(shape.paths[node - 1]) if node else 0
     level = levels[depth]
+    rows = rows_at[depth]
     slot = np.searchsorted(shape.levels[depth], node)
     logits: Floats = level.logits[rows, level.nodes[rows, slot]]
     return shape_distribution(apply_guidance(logits, sampling), sampling)

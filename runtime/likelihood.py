@@ -65,7 +65,8 @@ def likelihood(
         preceding = [codes[: cell + i] for i in range(len(part))]
         span = slice(cell, cell + len(part))
         cell += len(part)
-        guided = apply_guidance(apply_repetition_penalty(logits[:, sampled], preceding, sampling), sampling)
+        penalised = apply_repetition_penalty(logits[:, sampled], preceding, sampling)
+        guided = apply_guidance(penalised, sampling, np.arange(span.start, cell) < sampling.count_guided(len(codes)))
         probabilities = softmax(apply_temperature(guided, sampling))  # [codes, vocab_size]
         nats[span] = -np.log(np.maximum(probabilities[np.arange(len(part)), part], 1e-300))
         entropy[span] = -(probabilities * np.log(np.maximum(probabilities, 1e-300))).sum(1)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import EngineError
 from ..methods import Sampling
-from .engine import Floats, Ints
+from .engine import Bools, Floats, Ints
 
 Probabilities = NDArray[np.float64]
 BLOCK = 64  # codes whose maximum is taken first in the search for the most probable codes
@@ -24,19 +24,24 @@ def apply_temperature(logits: Floats, sampling: Sampling) -> Floats:
     return logits if sampling.temperature in (0.0, 1.0) else logits / np.float32(sampling.temperature)
 
 
-def apply_guidance(logits: Floats, sampling: Sampling) -> Floats:
+def apply_guidance(logits: Floats, sampling: Sampling, guided: Bools | None = None) -> Floats:
     """Mix conditional and unconditional logits `[2, ..., vocab_size]` to `[..., vocab_size]`, if there are both.
 
     NaN and infinity raise an error later; NumPy may already warn of them here.
+
+    Args:
+        logits: `[1 or 2, ..., vocab_size]`, conditional first.
+        sampling: the sampling settings.
+        guided: False where the conditional logits are returned, bool `[...]`; None: they are mixed everywhere.
     """
-    mixed: Floats = logits[0]
+    cond: Floats = logits[0]
     if len(logits) == 1:
-        return mixed
+        return cond
     uncond = logits[1]
-    mixed = mixed - uncond
+    mixed = cond - uncond
     mixed *= sampling.cfg_scale
     mixed += uncond
-    return mixed
+    return mixed if guided is None or guided.all() else np.where(guided[..., None], mixed, cond)
 
 
 def apply_repetition_penalty(logits: Floats, before: Sequence[Ints], sampling: Sampling) -> Floats:

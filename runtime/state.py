@@ -114,6 +114,7 @@ class ImageSequence:
     preserved: Ints | None = None  # see `Prompt`
     adaptive: bool = False  # whether the window of an exact `sjd` is an `AdaptiveWindow`
     max_nodes: int = field(init=False)  # maximum number of nodes of the next draft
+    num_guided: int = field(init=False)  # number of codes sampled with guidance, in raster order from the first
     noise: Noise = field(init=False)
     codes: list[int] = field(init=False, default_factory=list)  # codes generated or preserved so far
     tie_margin: float = field(init=False, default=0.0)  # see `likelihood.py`
@@ -122,6 +123,7 @@ class ImageSequence:
     def __post_init__(self) -> None:
         self.noise = Noise(self.seed)
         self.max_nodes = count_nodes(self.method)
+        self.num_guided = self.sampling.count_guided(self.raster.num_codes)
         adapts = self.adaptive and self.exact and isinstance(self.method, Sjd)
         self._window = AdaptiveWindow(self.max_nodes - 1) if adapts else None
         if self.preserved is not None:
@@ -131,6 +133,18 @@ class ImageSequence:
     def exact(self) -> bool:
         """Whether the tokens follow the target's distribution exactly."""
         return self.method.exact
+
+    def num_rows(self, cell: int) -> int:
+        """Return how many of the batch rows the distribution of a cell depends on."""
+        return 2 if cell < self.num_guided else 1
+
+    def end_guidance(self) -> bool:
+        """Remove the unconditional row once all guided codes are known; return whether it was removed."""
+        if len(self.rows) == 1 or len(self.codes) < self.num_guided:
+            return False
+        self.rows = self.rows[:1]
+        self.sampling = self.sampling.model_copy(update={"cfg_scale": 1.0})
+        return True
 
     @property
     def window(self) -> int:

@@ -50,6 +50,7 @@ class TargetOutput:
     noise: Noise  # noise of the sequence
     cells: Sequence[int]  # cell of the code sampled after each node
     sampling: Sampling  # sampling settings of the sequence
+    num_guided: int  # cells from this one on are sampled from the conditional logits
     tie_margin: float = 0.0  # maximum change of a difference of logits by rounding
     # function from a node to guided logits `[1, vocab_size]` after it, computed again from the whole sequence; called
     # if rounding may change the choice; None: near-ties are not recomputed
@@ -146,11 +147,12 @@ class TargetOutput:
 
     def _read_guided(self, nodes: slice | Sequence[int]) -> Floats:
         logits = self.logits(nodes if self.sampling_nodes is None else self.sampling_nodes[nodes].tolist())
+        draft_nodes = range(len(self.structure.depths))[nodes] if isinstance(nodes, slice) else nodes
         if self.sampling.penalised:
-            draft_nodes = range(len(self.structure.depths))[nodes] if isinstance(nodes, slice) else nodes
             preceding = [self.preceding_codes(node) for node in draft_nodes]
             logits = apply_repetition_penalty(logits, preceding, self.sampling)
-        return apply_guidance(logits, self.sampling)
+        guided = np.array([self.cells[node] < self.num_guided for node in draft_nodes]) if len(logits) == 2 else None
+        return apply_guidance(logits, self.sampling, guided)
 
 
 def choose_for_sequences(logits: DeviceArray, targets: Iterable[tuple[TargetOutput, slice]]) -> None:
@@ -195,4 +197,5 @@ def _group_key(target: tuple[TargetOutput, slice]) -> tuple[int, int, Sampling]:
     """Return the length of a chain, 0 for drafts that sample alone, the number of batch rows, and the settings."""
     output, rows = target
     together = output.structure.is_chain and output.sampling_nodes is None and not output.sampling.penalised
+    together &= rows.stop - rows.start == 1 or output.cells[-1] < output.num_guided
     return len(output.structure.depths) if together else 0, rows.stop - rows.start, output.sampling

@@ -72,6 +72,16 @@ CfgScaleOption = Annotated[
         rich_help_panel=SAMPLING,
     ),
 ]
+CfgTokensOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cfg-tokens",
+        metavar="NUMBER|SHARE%",
+        help="How many of the image's tokens guidance is for, such as 128 or 50%: fewer are faster. "
+        "[default: the bundle's, usually all]",
+        rich_help_panel=SAMPLING,
+    ),
+]
 TemperatureOption = Annotated[
     float | None,
     typer.Option(

@@ -21,6 +21,7 @@ from .options import (
     OUTPUT,
     SUBJECTS,
     CfgScaleOption,
+    CfgTokensOption,
     EmbeddingsOption,
     EngineOptions,
     EnginesOption,
@@ -119,6 +120,7 @@ def run(
         ),
     ] = None,
     cfg_scale: CfgScaleOption = None,
+    cfg_tokens: CfgTokensOption = None,
     temperature: TemperatureOption = None,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
@@ -167,7 +169,13 @@ def run(
         "method": method,
         "quality": quality,
     }
-    sampling = {"cfg_scale": cfg_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampling = {
+        "cfg_scale": cfg_scale,
+        "cfg_tokens": cfg_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+    }
     options = {key: value for key, value in (subjects | settings | sampling).items() if value is not None}
     engine = EngineOptions(threads, engines, provider)
     if name is not None and (source or any(subjects.values())):

@@ -34,6 +34,11 @@ METHODS: list[dict[str, Any]] = [
     {"method": "lantern++"},
     {"method": "lantern:tree=dynamic-16-6-4:drafter=eagle", "cfg_scale": 1.0},
 ]
+HALF = {"cfg_scale": 2.0, "cfg_tokens": LENGTH // 2}
+METHODS += [
+    {"method": method, **HALF} for method in ("sjd:window=7", "eagle:tree=mc-25:drafter=eagle", "rows:window=3")
+]
+METHODS += [{"method": "lantern++:drafter=eagle", **HALF, **FILTERS}]
 
 
 @pytest.fixture(scope="module")

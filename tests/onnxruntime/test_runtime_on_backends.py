@@ -30,6 +30,7 @@ METHODS = {
     "lantern++": LanternPlusPlus(tree=BUSHY, neighbors=2),
 }
 GUIDED = Sampling(cfg_scale=2.0, temperature=0.9)
+HALF = Sampling(cfg_scale=2.0, cfg_tokens="50%")
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
@@ -69,8 +70,9 @@ def test_plans_give_the_codes_of_the_graph_they_were_built_from(
     small: SmallModel, backend: str, model: Model, method: MethodConfig
 ) -> None:
     prompts = [small.prompt(backend, i) for i in range(8)]
-    plain = drawn(small.on("onnxruntime"), prompts, range(8), GUIDED, method)
-    assert drawn(model, prompts, range(8), GUIDED, method) == plain
+    for sampling in (GUIDED, HALF):
+        plain = drawn(small.on("onnxruntime"), prompts, range(8), sampling, method)
+        assert drawn(model, prompts, range(8), sampling, method) == plain
 
 
 @every_method
@@ -78,10 +80,11 @@ def test_every_request_gets_its_codes_whatever_else_is_in_the_batch(
     small: SmallModel, backend: str, model: Model, method: MethodConfig
 ) -> None:
     prompts = [small.prompt(backend, i) for i in range(5)]
-    together = drawn(model, prompts, range(5), GUIDED, method)
-    assert [len(codes) for codes in together] == [CODES] * 5
-    for i, prompt in enumerate(prompts):
-        assert drawn(model, [prompt], [i], GUIDED, method) == [together[i]]
+    for sampling in (GUIDED, HALF):
+        together = drawn(model, prompts, range(5), sampling, method)
+        assert [len(codes) for codes in together] == [CODES] * 5
+        for i, prompt in enumerate(prompts):
+            assert drawn(model, [prompt], [i], sampling, method) == [together[i]]
 
 
 @pytest.mark.parametrize("tree", [BUSHY, "dynamic-6-3-2", "chain-2"])
@@ -119,7 +122,7 @@ def test_requests_that_join_in_the_middle_get_the_codes_they_get_alone(
     batch, codes = Batch(model), [list[int]() for _ in range(7)]
     waiting: list[ImageSequence] = []
     visits = [(i, method, GUIDED if i % 2 else Sampling()) for i, method in enumerate([*METHODS.values()][:4])]
-    visits += [(i, METHODS["eagle, dynamic"], GUIDED) for i in (4, 5, 6)]
+    visits += [(i, METHODS["eagle, dynamic"], HALF if i == 5 else GUIDED) for i in (4, 5, 6)]
     for step in itertools.count():
         for i, method, sampling in visits[step : step + 1]:
             rows = small.prompt(backend, i).rows(sampling)

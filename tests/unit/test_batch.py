@@ -28,7 +28,13 @@ METHODS: list[MethodConfig] = [
     LanternPlusPlus(tree="tree-3-210-100", neighbors=3),
     Sjd(window=3, neighbors=3, lambda_=1.5),
 ]
-SAMPLINGS = [Sampling(), Sampling(cfg_scale=2.0, temperature=0.8, top_k=4), Sampling(cfg_scale=3.0, temperature=0)]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(cfg_scale=2.0, temperature=0.8, top_k=4),
+    Sampling(cfg_scale=3.0, temperature=0),
+    Sampling(cfg_scale=2.0, cfg_tokens=4),
+    Sampling(cfg_scale=2.0, cfg_tokens=1, repetition_penalty=1.5),
+]
 
 
 def model() -> Model:

@@ -65,6 +65,8 @@ SAMPLINGS = {
     "plain": Sampling(),
     "temperature 1.3, top-k 2, penalty": Sampling(temperature=1.3, top_k=2, repetition_penalty=1.5),
     "guided, temperature 1.4, top-p 0.9": Sampling(cfg_scale=1.5, temperature=1.4, top_p=0.9),
+    "guided for two tokens": Sampling(cfg_scale=3.0, cfg_tokens=2),
+    "guided for a quarter, penalty": Sampling(cfg_scale=2.0, cfg_tokens="25%", repetition_penalty=1.5),
 }
 METHODS: dict[str, MethodConfig] = {
     "ar": Ar(),
@@ -74,6 +76,7 @@ METHODS: dict[str, MethodConfig] = {
 }
 CASES = [*itertools.product(METHODS, ["plain"]), *itertools.product(["ar"], [*SAMPLINGS][1:])]
 CASES += [("by rejection, static tree", "guided, temperature 1.4, top-p 0.9")]
+CASES += [(method, "guided for two tokens") for method in [*METHODS][1:]]
 CASES += [
     (method, "temperature 1.3, top-k 2, penalty") for method in ("by rejection, dynamic tree", "by rejection, window 2")
 ]
@@ -110,14 +113,22 @@ def test_draws_have_the_exact_joint_distribution_at_200_000_draws(
     agreement=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     temperature=st.sampled_from([0.0, 0.5, 1.0, 1.6]),
     cfg_scale=st.sampled_from([1.0, 3.0]),
+    cfg_tokens=st.sampled_from([None, 0, 1, 5, 15, 16, "50%"]),
     top_k=st.sampled_from([0, 1, 5]),
     top_p=st.sampled_from([1.0, 0.8, 0.3]),
 )
 @settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 def test_every_exact_method_gives_the_codes_of_ar(
-    seed: int, table: int, agreement: float, temperature: float, cfg_scale: float, top_k: int, top_p: float
+    seed: int,
+    table: int,
+    agreement: float,
+    temperature: float,
+    cfg_scale: float,
+    cfg_tokens: int | str | None,
+    top_k: int,
+    top_p: float,
 ) -> None:
-    sampling = Sampling(cfg_scale=cfg_scale, temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = Sampling(cfg_scale=cfg_scale, cfg_tokens=cfg_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     model, prompts = make_model(9, 16, seed=table, agreement=agreement), [make_prompt(i) for i in range(3)]
     seeds = [seed, (seed + 1) % 2**64, seed // 2]
 

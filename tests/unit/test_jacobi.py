@@ -213,7 +213,7 @@ def test_after_a_pass_the_rest_of_the_window_moves_up_and_is_redrafted() -> None
     chain = parse_tree("chain-4")
     assert isinstance(chain, StaticTree)
     structure = DraftTree(np.zeros(5, np.int64), chain.parents).structure
-    target = TargetOutput(lambda nodes: logits[:, nodes], structure, Noise(0), 1 + structure.depths, Sampling())
+    target = TargetOutput(lambda nodes: logits[:, nodes], structure, Noise(0), 1 + structure.depths, Sampling(), 0)
     window.advance(1, target)  # one draft accepted, the second refused and replaced
     assert window.codes == [2, 3, 4]
     tree = window.draft([1, 1, 7], 20)
@@ -273,7 +273,7 @@ def test_heads_correct_drafts_behind_a_new_code_and_guess_new_ones_by_what_stand
     request.codes += [1, 2, 3, 4, 5, 10]
     draft = DraftTree(np.array([4, 5, 9, 6, 0]), np.arange(5) - 1)  # the first draft was accepted, the second replaced
     logits = 30 * one[None, [5, 10, 3, 7, 8]]
-    target = TargetOutput(lambda nodes: logits[:, nodes], draft.structure, Noise(0), range(3, 8), Sampling())
+    target = TargetOutput(lambda nodes: logits[:, nodes], draft.structure, Noise(0), range(3, 8), Sampling(), 0)
     hidden = np.zeros((1, 5, codes))
     hidden[0, :2] = one[[3, 11]]
     state = DraftHeadState(request, heads)

@@ -25,7 +25,7 @@ RELAXED: list[MethodConfig] = [
     Sjd(window=3, neighbors=3, lambda_=1.5),
     RowParallel(window=COLUMNS),
 ]
-GUIDED = Sampling(cfg_scale=2.0, temperature=0.8)
+GUIDED = Sampling(cfg_scale=2.0, cfg_tokens=CODES // 2, temperature=0.8)
 Ints = NDArray[np.int64]
 masks = st.lists(st.sampled_from([-1, 0, 1, 2, 3, 4]), min_size=CODES, max_size=CODES).map(np.array)
 

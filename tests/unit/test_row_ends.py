@@ -40,7 +40,12 @@ RELAXED: dict[str, MethodConfig] = {
     "lantern++": LanternPlusPlus(tree="tree-3-210-100", neighbors=3),
     "sjd, relaxed": Sjd(window=3, neighbors=3, lambda_=1.5),
 }
-SAMPLINGS = [Sampling(), Sampling(cfg_scale=2.0, temperature=0.8, top_k=4), Sampling(cfg_scale=3.0, temperature=0)]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(cfg_scale=2.0, temperature=0.8, top_k=4),
+    Sampling(cfg_scale=2.0, cfg_tokens=5),
+    Sampling(cfg_scale=3.0, temperature=0),
+]
 
 
 def model(columns: int, **options: Any) -> Model:
@@ -83,7 +88,7 @@ def test_every_exact_method_draws_each_code_after_the_ends_of_rows_before_it(
 
 
 @pytest.mark.parametrize("method", [*EXACT.values(), *RELAXED.values()], ids=[*EXACT, *RELAXED])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["sampling", "guided", "greedy"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["sampling", "guided", "guided for five", "greedy"])
 def test_pictures_of_other_shapes_that_share_passes_change_nothing(method: MethodConfig, sampling: Sampling) -> None:
     one, rasters = model(3), [Raster(12, 3, VOCABULARY), Raster(8, 2, VOCABULARY), Raster(10, 5, VOCABULARY)]
 

@@ -27,6 +27,7 @@ from lantern_rt.runtime.state import Model, Prompt
 from lantern_rt.service import Service
 
 GUIDED = Sampling(cfg_scale=2.0, temperature=0.9)
+HALF = Sampling(cfg_scale=2.0, cfg_tokens="50%")
 Known = dict[int, int]  # codes by cell
 
 
@@ -54,8 +55,8 @@ def drawn(
     return codes_of(decode(model, prompts, seeds, sampling, method), len(prompts))
 
 
-def distribution(model: Model, prompt: Prompt, seen: Known, sampling: Sampling) -> NDArray[np.float64]:
-    """The target's distribution after these tokens in these cells, from its table."""
+def distribution(model: Model, prompt: Prompt, seen: Known, sampling: Sampling, index: int) -> NDArray[np.float64]:
+    """The target's distribution of code `index` after these tokens in these cells, from its table."""
     target, sides = model.target, []
     assert isinstance(target, ToyTarget)
     for side in (prompt.cond, prompt.uncond):
@@ -63,7 +64,8 @@ def distribution(model: Model, prompt: Prompt, seen: Known, sampling: Sampling) 
         cells = np.array([*seen], np.int64)
         hashes = np.append(parts, target.code_hash(np.array([*seen.values()], np.int64), len(side.real) + cells))
         sides.append(target.logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
-    return naive_distribution(sides[1] + sampling.cfg_scale * (sides[0] - sides[1]), sampling)
+    scale = sampling.cfg_scale if index < sampling.count_guided(model.num_codes) else 1.0
+    return naive_distribution(sides[1] + scale * (sides[0] - sides[1]), sampling)
 
 
 def sight(row: int, count: int, columns: int, window: int) -> set[int]:
@@ -89,7 +91,7 @@ def told(
         seen = {p: known[p] for p in sight(row, column, columns, window) if p < place}
         if column == 0 and row > 0 and window < columns:
             seen[place - 1] = known[place - 1 if ends else place - columns + window - 1]
-        codes.append(draw(len(codes), distribution(model, prompt, seen, sampling)))
+        codes.append(draw(len(codes), distribution(model, prompt, seen, sampling, len(codes))))
         known[place] = codes[-1]
     return codes
 
@@ -110,7 +112,7 @@ def test_kept_codes_stand_where_the_definition_would_draw(
     assert drawn(model, [replace(prompt, preserved=kept)], window, [5], GUIDED, drafts) == [expected]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), GUIDED, Sampling(cfg_scale=2.0, temperature=0)])
+@pytest.mark.parametrize("sampling", [Sampling(), GUIDED, HALF, Sampling(cfg_scale=2.0, temperature=0)])
 @pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
 @pytest.mark.parametrize(
     ("rows", "columns", "window"),

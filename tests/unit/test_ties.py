@@ -109,7 +109,7 @@ def test_neighbours_choose_together_what_each_would_choose_as_far_as_memory_goes
         alone.append(i)
         return logits[i : i + 1, :2]
 
-    own = [TargetOutput(partial(read, i), chain, Noise(i), range(4, 6), Sampling()) for i in range(count)]
+    own = [TargetOutput(partial(read, i), chain, Noise(i), range(4, 6), Sampling(), 0) for i in range(count)]
     choose_for_sequences(logits, [(one, slice(i, i + 1)) for i, one in enumerate(own)])
     expected = [choose(logits[i, :2], Noise(i).gumbel(4, 2, 5), Sampling()).tolist() for i in range(count)]
     assert [[one.choice_without_recompute(node) for node in range(2)] for one in own] == expected

@@ -363,7 +363,9 @@ def next_distribution(model: Model, prompt: Prompt, codes: Sequence[int], sampli
     penalty = sampling.repetition_penalty or 1.0
     for code in {one for one in codes if one < len(cond)}:  # ends of rows are no choice
         cond[code] = cond[code] * penalty if cond[code] < 0 else cond[code] / penalty
-    return naive_distribution(uncond + sampling.cfg_scale * (cond - uncond), sampling)
+    cell = sum(code < len(cond) for code in codes)
+    scale = sampling.cfg_scale if cell < sampling.count_guided(model.num_codes) else 1.0
+    return naive_distribution(uncond + scale * (cond - uncond), sampling)
 
 
 def joint_distribution(model: Model, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
