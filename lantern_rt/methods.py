@@ -47,8 +47,8 @@ def _check_cfg_tokens(value: Any) -> Any:
     if text.isdecimal():
         return int(text)
     share = text.removesuffix("%")
-    whole, _, fraction = share.partition(".")
-    is_share = share != text and whole.isdecimal() and (fraction or "0").isdecimal() and float(share) <= 100
+    integer, _, fraction = share.partition(".")
+    is_share = share != text and integer.isdecimal() and (fraction or "0").isdecimal() and float(share) <= 100
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if value is None or is_share or is_count:
         return value

@@ -21,7 +21,19 @@ import numpy as np
 from ..methods import Drafted, Sampling
 from .device import DeviceLogits, SampleRequest
 from .drafting import Commit
-from .engine import Bools, Cache, DeviceArray, Engine, Floats, HiddenView, Ints, Pass, PassOutput
+from .engine import (
+    Bools,
+    Cache,
+    DeviceArray,
+    Engine,
+    Floats,
+    HiddenView,
+    Ints,
+    Pass,
+    PassOutput,
+    read_states,
+    stack_hidden,
+)
 from .passes import MIN_NODES, stack_padding, unmask_committed
 from .sampling import Probabilities, apply_guidance, best_codes, shape_distribution, shape_logits
 from .state import ImageSequence, Model
@@ -99,7 +111,7 @@ class EagleDrafter(TreeDrafter):
                 rows = sequence.rows if sequence in joining else []
                 pending = self.pending[sequence] = PendingSlots([row.drafter_tokens(self.layout) for row in rows])
             # A view keeps the whole output of its pass in memory, so only the latest states stay views.
-            pending.hidden = [[_read_states(states) for states in earlier] for earlier in pending.hidden]
+            pending.hidden = [[read_states(states) for states in earlier] for earlier in pending.hidden]
             first = len(sequence.codes) - len(commit.tokens)
             pending.tokens.append(sequence.raster.insert_row_ends(commit.tokens, first))
             nodes_of_row = enumerate(commit.nodes, commit.rows.start)
@@ -109,20 +121,20 @@ class EagleDrafter(TreeDrafter):
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the pending slots and cache rows of these sequences, and the rows that other sequences removed."""
-        kept = {
+        rows_of = {
             sequence: rows[: len(sequence.rows)]
             for sequence, rows in zip(self.sequences, self._batch_rows(), strict=True)
             if sequence not in sequences
         }
-        if sum(map(len, kept.values())) == len(self.sequence_of_row):
+        if sum(map(len, rows_of.values())) == len(self.sequence_of_row):
             return
-        if kept:
-            self._cache.keep_rows(np.concatenate([*kept.values()]))
+        if rows_of:
+            self._cache.keep_rows(np.concatenate([*rows_of.values()]))
         else:
             self.cache = None
-        self.sequences = [*kept]
+        self.sequences = [*rows_of]
         self._index_rows()
-        self.pending = {sequence: pending for sequence, pending in self.pending.items() if sequence in kept}
+        self.pending = {sequence: pending for sequence, pending in self.pending.items() if sequence in rows_of}
         for sequence, pending in self.pending.items():
             pending.prefix = pending.prefix[: len(sequence.rows)]
             pending.hidden = [states[: len(sequence.rows)] for states in pending.hidden]
@@ -145,9 +157,6 @@ class EagleDrafter(TreeDrafter):
         assert self.cache is not None
         return self.cache
 
-    def _rows_per_sequence(self) -> list[int]:
-        return [len(sequence.rows) for sequence in self.sequences]
-
     def _join(self, sequences: Sequence[ImageSequence]) -> None:
         columns = max(sequence.cache_columns for sequence in sequences) + self.draft_slots
         cache = self.engine.new_cache(sum(len(sequence.rows) for sequence in sequences), columns)
@@ -160,7 +169,8 @@ class EagleDrafter(TreeDrafter):
 
     def _index_rows(self) -> None:
         """Update the sequence and the prefix padding of every row, after sequences have joined or left."""
-        self.sequence_of_row = np.repeat(np.arange(len(self.sequences)), self._rows_per_sequence())  # [rows]
+        num_rows = [len(sequence.rows) for sequence in self.sequences]
+        self.sequence_of_row = np.repeat(np.arange(len(num_rows)), num_rows)  # [rows]
         self.first_row = np.searchsorted(self.sequence_of_row, np.arange(len(self.sequences)))  # [sequences]
         padding = stack_padding([~row.real for sequence in self.sequences for row in sequence.rows])
         self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])
@@ -220,7 +230,7 @@ class EagleDrafter(TreeDrafter):
             ]
             self._run_committed(tokens, states, counts)
             tokens = [row_tokens[count:] for row_tokens, count in zip(tokens, counts, strict=True)]
-            states = [_read_states(row_states)[count:] for row_states, count in zip(states, counts, strict=True)]
+            states = [read_states(row_states)[count:] for row_states, count in zip(states, counts, strict=True)]
             remaining = [min(slots, later) for slots in remaining]
         counts = [len(row_tokens) for row_tokens in tokens]
         output = self._run_committed(tokens, states, counts)
@@ -234,7 +244,7 @@ class EagleDrafter(TreeDrafter):
         for pending in (self.pending.pop(sequence) for sequence in self.sequences):
             codes = np.concatenate(pending.tokens) + self.layout.code_offset
             row_states = [
-                passes[0] if len(passes) == 1 else np.concatenate([*map(_read_states, passes)])
+                passes[0] if len(passes) == 1 else np.concatenate([*map(read_states, passes)])
                 for passes in zip(*pending.hidden, strict=True)
             ]
             tokens += [np.concatenate([prefix, codes]) for prefix in pending.prefix] or [codes] * len(row_states)
@@ -247,7 +257,7 @@ class EagleDrafter(TreeDrafter):
         padded = np.zeros((len(tokens), slots), np.int64)
         for row, count in enumerate(counts):
             padded[row, :count] = tokens[row][:count]
-        hidden = _stack_hidden(states, counts, slots)
+        hidden = stack_hidden(states, counts, slots)
         lengths = self._cache.lengths
         prefix = self.prefix_padding.shape[1]
         attention_mask, past_length = self._committed_mask(lengths, slots)
@@ -329,7 +339,9 @@ class EagleDrafter(TreeDrafter):
         attention_mask[:, :, past_length:] = np.eye(padded, dtype=bool)
         for row, start in enumerate(base.tolist()):
             attention_mask[row, :slots, start : start + drafted] = attends_to[self.sequence_of_row[row], :, :drafted]
-        below = np.array([_positions_below(sequence, depth) for sequence in self.sequences])
+        roots = [(sequence.raster, len(sequence.codes) - 1) for sequence in self.sequences]
+        # Number of positions from the last code to the code `depth` further, with end-of-row tokens, [sequences]
+        below = np.array([raster.position_of(root + depth) - raster.position_of(root) for raster, root in roots])
         positions = np.repeat((base + below[self.sequence_of_row] + offset - 1)[:, None], padded, 1)
         output = self._run(codes, states, positions, attention_mask)
         self.clock.append(self._cache, output.new_kv, [np.arange(slots)] * rows)
@@ -377,12 +389,6 @@ class EagleDrafter(TreeDrafter):
         return [builder.prune(shape.nodes) for builder in builders]
 
 
-def _positions_below(sequence: ImageSequence, depth: int) -> int:
-    """Return the number of positions from the last code to the code `depth` further, counting end-of-row tokens."""
-    root = len(sequence.codes) - 1
-    return sequence.raster.position_of(root + depth) - sequence.raster.position_of(root)
-
-
 def _child_distribution(
     shape: StaticTree, levels: list[LevelOutput], rows_at: list[Ints], sampling: Sampling, node: int
 ) -> Probabilities:
@@ -392,24 +398,3 @@ def _child_distribution(
     slot = np.searchsorted(shape.levels[depth], node)
     logits: Floats = level.logits[rows, level.nodes[rows, slot]]
     return shape_distribution(apply_guidance(logits, sampling), sampling)
-
-
-def _read_states(states: Floats | HiddenView) -> Floats:
-    return states.read() if isinstance(states, HiddenView) else states
-
-
-def _stack_hidden(states: list[Floats | HiddenView], counts: list[int], slots: int) -> Floats | HiddenView:
-    """Pad the first `counts` states of each row to `slots`; return a view if all rows are views of one output."""
-    sources = {id(row_states.source) if isinstance(row_states, HiddenView) else None for row_states in states}
-    if isinstance(first := states[0], HiddenView) and len(sources) == 1:
-        rows, nodes = np.zeros((2, len(states), slots), np.int64)
-        for row, (view, count) in enumerate(zip(states, counts, strict=True)):
-            if isinstance(view, HiddenView):
-                rows[row, :count] = view.rows[:count]
-                nodes[row, :count] = view.nodes[:count]
-        return HiddenView(first.source, rows, nodes)
-    arrays = [_read_states(row_states) for row_states in states]
-    stacked = np.zeros((len(arrays), slots, arrays[0].shape[-1]), np.float32)
-    for row, count in enumerate(counts):
-        stacked[row, :count] = arrays[row][:count]
-    return stacked

@@ -41,6 +41,34 @@ class HiddenView:
         return states
 
 
+def read_states(states: Floats | HiddenView) -> Floats:
+    """Return hidden states as an array, float32 `[..., hidden_size]`."""
+    return states.read() if isinstance(states, HiddenView) else states
+
+
+def stack_hidden(states: list[Floats | HiddenView], counts: list[int], slots: int) -> Floats | HiddenView:
+    """Pad each row's hidden states; return a view if all rows are views of one output.
+
+    Args:
+        states: hidden states of each row, `[nodes, hidden_size]`.
+        counts: number of states of each row to use, from the first.
+        slots: number of states of each row of the result.
+    """
+    sources = {id(row_states.source) if isinstance(row_states, HiddenView) else None for row_states in states}
+    if isinstance(first := states[0], HiddenView) and len(sources) == 1:
+        rows, nodes = np.zeros((2, len(states), slots), np.int64)
+        for row, (view, count) in enumerate(zip(states, counts, strict=True)):
+            if isinstance(view, HiddenView):
+                rows[row, :count] = view.rows[:count]
+                nodes[row, :count] = view.nodes[:count]
+        return HiddenView(first.source, rows, nodes)
+    arrays = [read_states(row_states) for row_states in states]
+    stacked = np.zeros((len(arrays), slots, arrays[0].shape[-1]), np.float32)
+    for row, count in enumerate(counts):
+        stacked[row, :count] = arrays[row][:count]
+    return stacked
+
+
 class Pass(NamedTuple):
     """Input of one forward pass; exactly one of `tokens` and `embeds` is given."""
 

@@ -106,6 +106,16 @@ def test_fifty_prompts_have_the_same_codes_under_every_exact_method(
     assert [(codes != expected).any(1).sum() for codes in others.values()] == [0] * len(EXACT)
 
 
+@pytest.mark.parametrize("count", [40, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, "50%", 255))])
+def test_guidance_for_a_part_of_the_image_gives_the_same_codes_under_every_exact_method(
+    pipe: Pipeline, prompts: list[str], count: int | str
+) -> None:
+    options = {"cfg_scale": 3.0, "cfg_tokens": count}
+    expected = drawn(pipe, prompts[:2], 1, method="ar", **options)
+    for method in ("sjd:window=7", "eagle:tree=chain-3", "eagle:tree=chain-3:drafter=eagle"):
+        np.testing.assert_array_equal(drawn(pipe, prompts[:2], 2, method=method, **options), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", *EXACT])
 def test_batches_and_threads_do_not_move_a_bit(pipes: dict[int, Pipeline], prompts: list[str], method: str) -> None:

@@ -44,6 +44,7 @@ JSON = {"content-type": "application/json"}
         (b'{"prompt": "' + b"x" * (1 << 17) + b'"}', JSON, 413),
         (b'{"prompt": "' + b"red " * 800 + b'"}', JSON, 400),
         (b'{"prompt": "red cube", "temperature": 1e400}', JSON, 400),
+        (b'{"prompt": "red cube", "cfg_tokens": [1]}', JSON, 400),
         (b'{"prompt": "red cube", "seed": -1}', JSON, 400),
         (b'{"prompt": "red \\ud800 cube"}', JSON, 400),
         (b'{"prompt": "red cube", "method": "sjd:window=1000000"}', JSON, 400),

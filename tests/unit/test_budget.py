@@ -17,11 +17,11 @@ from lantern_rt.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("runtime", "engines", "export", "lantern_rt", "train")
-STATEMENTS = {PRODUCT: 14_660, ("recipes",): 1_601, ("tests",): 16_365, ("benchmarks",): 1_072}
+STATEMENTS = {PRODUCT: 14_780, ("recipes",): 1_601, ("tests",): 16_365, ("benchmarks",): 1_072}
 ROOM = 1.02
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LONGEST_FILE = 400
-WORDS = 14_700
+WORDS = 14_790
 README_WORDS = 600
 SENTENCE_WORDS = 24  # of README and the first hour
 OPTIONS = 113

@@ -13,7 +13,9 @@ from lantern_rt.methods import Sampling
 from lantern_rt.runtime.likelihood import likelihood, tie_margin
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8), Sampling(cfg_scale=2.5, cfg_tokens=2)]
+)
 def test_the_likelihood_is_that_of_the_targets_own_distributions(sampling: Sampling) -> None:
     model, prompt = make_model(vocabulary=5, codes=7), make_prompt(3, prefix=4, padding=1)
     codes = np.array([0, 3, 1, 1, 4, 2, 0])
@@ -23,7 +25,9 @@ def test_the_likelihood_is_that_of_the_targets_own_distributions(sampling: Sampl
     assert likelihood(model, prompt, codes, sampling).nats == pytest.approx(np.mean(exact), abs=1e-5)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8), Sampling(cfg_scale=2.5, cfg_tokens=2)]
+)
 def test_the_entropy_is_what_the_likelihood_is_to_be_expected_given_the_codes_before(sampling: Sampling) -> None:
     model, prompt = make_model(vocabulary=5, codes=3), make_prompt(3)
     expected = entropy = 0.0

@@ -98,6 +98,15 @@ def test_guidance_leads_away_from_the_negative_prompt(pipe: Pipeline) -> None:
     assert itself.tolist() == pipe("red cube", seed=1, cfg_scale=1).codes[0].tolist()
 
 
+@pytest.mark.parametrize("method", ["ar", "sjd:window=3", "eagle:tree=tree-2-10", "rows:window=2", "lantern"])
+def test_guidance_for_all_tokens_is_guidance_and_for_none_is_none(pipe: Pipeline, method: str) -> None:
+    guided, alone = (pipe("red cube", seed=1, method=method, cfg_scale=scale).codes[0] for scale in (20, 1))
+    assert guided.tolist() != alone.tolist()
+    for count, expected in ((36, guided), ("100%", guided), (0, alone), ("0%", alone)):
+        found = pipe("red cube", seed=1, method=method, cfg_scale=20, cfg_tokens=count)
+        assert found.codes[0].tolist() == expected.tolist()
+
+
 def test_class_ids_take_the_place_of_prompts(class_bundle: Path) -> None:
     class_pipe = Pipeline.from_bundle(class_bundle, threads=1)
     together = class_pipe(class_ids=[3, 9], seed=2)

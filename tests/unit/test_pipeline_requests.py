@@ -93,6 +93,8 @@ OPTIONS = [
     *each("top_p", 0, -0.5, 1.01, NAN),
     *each("top_k", -1, 2.5, NAN, True),
     *each("cfg_scale", -1, NAN, INF),
+    *each("cfg_tokens", -1, 37, "37", 2.5, NAN, True, "half", "-1%", "101%", "5e1%", "%", "", [3]),
+    *each("cfg_tokens", 3, "0%", cfg_scale=1),
     *each("num_images", 0, -3, 1.5, 5000),
     *each("num_images", 1000, prompts=["red"] * 3),
     *each("seed", -1, 2**64, 10**5000, 1.0, "1", [1, 2]),
@@ -275,6 +277,15 @@ def test_what_is_left_out_comes_from_the_bundle(words: Checker) -> None:
     assert resolve_settings(manifest, {"method": "lantern"}) == resolve_settings(manifest, told | sampling)
     assert resolve_settings(manifest, {}) == resolve_settings(manifest, {"quality": "strict"})
     assert resolve_settings(manifest, {}).method.exact
+
+
+def test_guidance_for_a_part_of_the_image_may_come_from_the_bundle(words: Checker) -> None:
+    manifest = words.bundle.manifest
+    half = manifest.model_copy(update={"sampling": manifest.sampling.model_copy(update={"cfg_tokens": "50%"})})
+    assert resolve_settings(manifest, {}).sampling.cfg_tokens is None
+    assert resolve_settings(half, {}).sampling.count_guided(36) == 18
+    assert resolve_settings(half, {"cfg_tokens": "7"}).sampling.cfg_tokens == 7
+    assert "cfg_tokens" not in resolve_settings(half, {"cfg_scale": 1}).as_dict()
 
 
 def test_a_bundle_that_says_nothing_about_a_method_gets_small_trees_and_a_fitting_k(words: Checker) -> None:

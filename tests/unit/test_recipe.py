@@ -61,6 +61,8 @@ def picture(path: Path, texts: dict[str, str]) -> Path:
         ["--method", "sjd:window=4:delta=0.1", "--cfg-scale", "1"],
         ["--method", "ar", "--negative-prompt", "green sphere"],
         ["--method", "sjd", "--seed", str(2**64 - 3)],
+        ["--method", "sjd", "--cfg-tokens", "12"],
+        ["--method", "lantern++", "--cfg-tokens", "33.3%"],
     ],
 )
 def test_a_picture_is_drawn_again_bit_by_bit(program: Any, words_bundle: Path, arguments: list[str]) -> None:

@@ -134,7 +134,9 @@ def test_every_token_is_the_choice_after_what_the_definition_lets_it_see(
             assert drawn(model, [prompt], window, [seed], sampling, drafts) == expected
         narrow = replace(toy(rows, columns, ends=ends), max_nodes=2)
         assert drawn(narrow, [prompt], window, [seed], sampling, drafts=1) == expected
-        assert {nodes for _, nodes in narrow.target.passes[1:]} == {2}  # type: ignore[attr-defined]
+        passes: list[tuple[int, int]] = narrow.target.passes  # type: ignore[attr-defined]
+        assert {nodes for _, nodes in passes[1:]} == {2}
+        assert {num_rows for num_rows, _ in passes} == ({1, 2} if sampling == HALF else {1 + sampling.guided})
 
 
 def test_pictures_are_distributed_as_the_definition_says() -> None:

@@ -1,0 +1,84 @@
+"""Guidance for the first tokens of an image: later passes have one row, and exact methods stay exact on both sides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from toy_engine import ToyDrafter, ToyTarget, codes_of, make_model, make_prompt
+
+from lantern_rt.methods import Ar, Drafted, Eagle, LanternPlusPlus, MethodConfig, Sampling, Sjd
+from lantern_rt.runtime.decode import decode
+from lantern_rt.runtime.state import Model
+
+CODES = 24
+NEAR = np.array([[n for n in range(5) if n != code] for code in range(5)])
+METHODS: list[MethodConfig] = [
+    Ar(),
+    Sjd(window=3),
+    Eagle(tree="chain-2"),
+    Eagle(tree="dynamic-8-3-3"),
+    LanternPlusPlus(tree="tree-3-210-100", neighbors=3),
+]
+every_method = pytest.mark.parametrize("method", METHODS, ids=str)
+
+
+def toy() -> Model:
+    return make_model(vocabulary=5, codes=CODES, columns=6, round_span=4, neighbors=NEAR)
+
+
+def rows_of_passes(engine: object) -> list[int]:
+    assert isinstance(engine, ToyTarget)
+    return [rows for rows, _ in engine.passes]
+
+
+@every_method
+@pytest.mark.parametrize("count", [0, 1, 12, CODES - 1, CODES])
+def test_the_unconditional_row_goes_as_soon_as_all_guided_tokens_are_known(method: MethodConfig, count: int) -> None:
+    model = toy()
+    known = 0
+    expected: list[int] = []
+    for step in decode(model, [make_prompt(3, padding=1)], [5], Sampling(cfg_scale=2.0, cfg_tokens=count), method):
+        expected.append(2 if known < count or (known == 0 and count) else 1)
+        known += sum(len(part.codes) for part in step.parts)
+    assert rows_of_passes(model.target) == expected
+    if isinstance(method, Drafted) and count == 12:
+        assert isinstance(model.drafter, ToyDrafter)
+        assert {rows for rows, _ in model.drafter.passes} == {1, 2}
+
+
+@every_method
+def test_images_of_one_batch_end_their_guidance_each_at_its_own_pass(method: MethodConfig) -> None:
+    model = toy()
+    prompts = [make_prompt(i, padding=i) for i in range(3)]
+    sampling = Sampling(cfg_scale=2.0, cfg_tokens="50%")
+    together = codes_of(decode(model, prompts, range(3), sampling, method), 3)
+    rows = rows_of_passes(model.target)
+    assert rows[0] == 6
+    assert rows[-1] <= 3
+    for i, prompt in enumerate(prompts):
+        assert codes_of(decode(toy(), [prompt], [i], sampling, method), 1) == [together[i]]
+
+
+@every_method
+def test_the_first_tokens_are_those_of_full_guidance(method: MethodConfig) -> None:
+    prompts = [make_prompt(1)]
+    full, half = (
+        codes_of(decode(toy(), prompts, [7], Sampling(cfg_scale=4.0, cfg_tokens=count), method), 1)[0]
+        for count in (None, 12)
+    )
+    assert full[:12] == half[:12]
+    assert full != half
+
+
+def test_preserved_tokens_count_as_guided() -> None:
+    preserved = np.full(CODES, -1)
+    preserved[:12] = np.arange(12) % 5
+    model = toy()
+    prompt = replace(make_prompt(3), preserved=preserved)
+    sampling = Sampling(cfg_scale=2.0, cfg_tokens=12)
+    (codes,) = codes_of(decode(model, [prompt], [5], sampling, Sjd(window=3)), 1)
+    assert codes[:12] == preserved[:12].tolist()
+    (alone,) = codes_of(decode(toy(), [prompt], [5], Sampling(), Ar()), 1)
+    assert codes == alone
