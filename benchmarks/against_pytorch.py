@@ -4,6 +4,7 @@
     python benchmarks/against_pytorch.py --official LlamaGen                              # GPT-B, 256 pixels
     python benchmarks/against_pytorch.py --official LlamaGen --precision int8 --provider openvino-bf16
     python benchmarks/against_pytorch.py --shape GPT-XL --grid 32 --rounds 1              # against our own `ar` alone
+    python benchmarks/against_pytorch.py --precision int8 --cfg-tokens 100% 50%           # guidance for half the image
 
 Random weights of the published sizes (`--bundle`: weights of one's own), class-conditional, guidance 4, the full
 vocabulary, float32; `--compile` has it compiled by `torch.compile` as well, in the first round. How often drafts are
@@ -75,13 +76,14 @@ def official(clone: Path, shape: str, grid: int, compiled: bool = False) -> Call
     return draw
 
 
-def ours(pipeline: Pipeline, method: str, replayed: float | None) -> Callable[[], Image]:
+def ours(pipeline: Pipeline, method: str, replayed: float | None, cfg_tokens: str | None) -> Callable[[], Image]:
     """Draws an image with this bundle; replayed: tokens a forward pass that it is given, None: those that it has."""
     request = read_bundle_prompts(pipeline.bundle, count=1).request(0, 1)
+    guidance = {"cfg_scale": GUIDANCE, "cfg_tokens": cfg_tokens}
 
     def draw() -> Image:
         begun = time.perf_counter()
-        found = pipeline(**request, method=method, cfg_scale=GUIDANCE).stats
+        found = pipeline(**request, method=method, **guidance).stats
         rest = time.perf_counter() - begun - found.seconds
         return Image(found.seconds * (found.tokens_per_forward_pass / replayed if replayed else 1.0), rest)
 
@@ -123,6 +125,7 @@ def main() -> None:
     parser.add_argument("--precision", help="of the random weights; int8: of the image decoder, too")
     parser.add_argument("--bundle", type=Path, help="a class-conditional LlamaGen bundle instead of random weights")
     parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--cfg-tokens", nargs="+", default=["100%"], help="shares of the image with guidance")
     parser.add_argument("--provider", default="cpu", help="of the image decoder, such as openvino-bf16")
     parser.add_argument("--project", default="scenes", help="bundle whose tokens a forward pass are replayed")
     parser.add_argument("--threads", type=int, default=2)
@@ -144,7 +147,9 @@ def main() -> None:
             for method in arguments.methods:
                 replayed = tokens_a_pass(arguments.project, method)
                 name = f"{method} (replayed: {replayed:.2f} tokens a pass)" if replayed else method
-                draws[name] = ours(pipeline, method, replayed)
+                for share in arguments.cfg_tokens:
+                    part = "" if share == "100%" else f", guidance {share}"
+                    draws[name + part] = ours(pipeline, method, replayed, share)
             found = take_turns(draws, arguments.rounds)
     first = next(iter(found.values()))
     print(f"{processor()}; threads: {arguments.threads}; {arguments.shape}, {16 * arguments.grid} pixels")

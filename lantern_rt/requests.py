@@ -145,7 +145,7 @@ def _check_cfg_tokens(sampling: Sampling, num_codes: int, is_default: bool) -> S
         raise _useless_without_guidance("cfg_tokens")
     if isinstance(sampling.cfg_tokens, int) and sampling.cfg_tokens > num_codes and not is_default:
         expected = f"0 .. {num_codes}, or a share such as 50%"
-        raise RequestError(field="cfg_tokens", found=str(sampling.cfg_tokens), expected=expected)
+        raise RequestError(field="cfg_tokens", found=format_value(sampling.cfg_tokens), expected=expected)
     return sampling
 
 

@@ -93,7 +93,7 @@ OPTIONS = [
     *each("top_p", 0, -0.5, 1.01, NAN),
     *each("top_k", -1, 2.5, NAN, True),
     *each("cfg_scale", -1, NAN, INF),
-    *each("cfg_tokens", -1, 37, "37", 2.5, NAN, True, "half", "-1%", "101%", "5e1%", "%", "", [3]),
+    *each("cfg_tokens", -1, 37, "37", 10**5000, "9" * 5000, 2.5, NAN, True, "half", "-1%", "101%", "5e1%", "%", "", [3]),
     *each("cfg_tokens", 3, "0%", cfg_scale=1),
     *each("num_images", 0, -3, 1.5, 5000),
     *each("num_images", 1000, prompts=["red"] * 3),
