@@ -175,7 +175,8 @@ def _generate(pipeline: Pipeline, request: dict[str, Any], progress: Progress) -
     prompts = compute_prefixes(pipeline.bundle, pipeline.engines, images)
     seeds = [image.seed for image in images]
     method = settings.method
-    steps = decode(model, prompts, seeds, settings.sampling, method, max_images=max_images, on_commit=drafts.store)
+    sampling = settings.sampling.model_copy(update={"cfg_tokens": None})  # states of both rows are stored
+    steps = decode(model, prompts, seeds, sampling, method, max_images=max_images, on_commit=drafts.store)
     for step in steps:
         for part in step.parts:
             end = filled[part.sequence] + len(part.codes)
