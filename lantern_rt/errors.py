@@ -44,7 +44,12 @@ class LanternError(Exception):
         found: actual value.
         expected: valid values.
         remedy: cure, as an instruction.
+
+    Attributes:
+        suggestions: prompts that are valid instead of an invalid prompt.
     """
+
+    suggestions: tuple[str, ...] = ()
 
     def __init__(
         self, problem: str = "", *, field: str = "", found: str = "", expected: str = "", remedy: str = ""

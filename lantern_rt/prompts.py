@@ -122,6 +122,7 @@ def _prepare_prompts(
         except RequestError as error:
             error.field = _numbered(field, i, len(prompts))
             if near := tokenizer.nearest_examples(prompt) if isinstance(tokenizer, WordTokenizer) else []:
+                error.suggestions = tuple(near)
                 error.remedy = "; ".join(
                     filter(None, [error.remedy, f"similar valid prompts: {', '.join(map(repr, near))}"])
                 )

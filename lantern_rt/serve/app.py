@@ -124,7 +124,7 @@ class _InfoRoutes:
         entry = {"object": "model", "created": self._state.started, "owned_by": "lantern-rt", "root": backend.name}
         facts = backend.describe()
         methods = [method for method in facts["methods"] if method in (limits.methods or facts["methods"])]
-        return {"id": name, **entry, "lantern": {**facts, "methods": methods}}
+        return {"id": name, **entry, "lantern": {**facts, "methods": methods, "max_n": limits.max_n}}
 
     async def live(self, http: HttpRequest) -> Response:
         failed = self._state.status == "failed"

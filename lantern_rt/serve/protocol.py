@@ -287,18 +287,20 @@ class HttpError(LanternError):
             remedy = "; ".join(part for part in error.remedy.split("; ") if "lantern-rt " not in part)
             converted = cls(400, error.problem, field=field, found=error.found, expected=error.expected, remedy=remedy)
             converted.param = "method" if field in PARAMETERS else field
+            converted.suggestions = error.suggestions
             return converted
         if isinstance(error, LanternError):  # the message may name files of the server
             return cls(500, "an engine of the server failed", "engine_failed", remedy="see the server's log")
         return cls(500, "internal server error", remedy="see the server's log")
 
     def body(self) -> dict[str, Any]:
-        """Return OpenAI's error object."""
+        """Return OpenAI's error object, with valid prompts in `suggestions` if there are any."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         is_field = self.param.isidentifier() and self.param not in ("authorization", "body")
         param = self.param if is_field else None
-        return {"error": {"message": str(self), "type": kind, "param": param, "code": self.code}}
+        suggestions = {"suggestions": [*self.suggestions]} if self.suggestions else {}
+        return {"error": {"message": str(self), "type": kind, "param": param, "code": self.code, **suggestions}}
 
     @property
     def headers(self) -> dict[str, str]:

@@ -77,7 +77,8 @@ class WordTokenizer:
             named.append(format_value(word) + (f" (did you mean {close}?)" if close else ""))
         more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
         actual = f"unknown word{'s' * (len(unknown) > 1)} {', '.join(named)}{more}"
-        expected = f"words among the {len(self.words)} that this model knows, such as {', '.join(self.words[-3:])}"
+        listed = f", such as {', '.join(self.words[-3:])}" if self.examples else f": {', '.join(self.words)}"
+        expected = f"words among the {len(self.words)} that this model knows{listed}"
         remedy = "`lantern-rt inspect BUNDLE --words` lists them"
         return RequestError(field="prompt", found=actual, expected=expected, remedy=remedy)
 

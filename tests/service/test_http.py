@@ -172,6 +172,7 @@ def test_models_are_served_by_name_and_draw_the_sizes_that_are_asked_for(several
     models = several.get("/v1/models")[1]["data"]
     assert [model["id"] for model in models] == ["tiny", "tiny-lumina", "tiny-c2i", "tiny-simplear"]
     described = models[1]["lantern"]
+    assert described["max_n"] == 10
     assert (described["size"], described["sizes"][0], len(described["sizes"])) == ("96x96", "128x32", 8)
     for asked, size, pixels in (
         ({"prompt": "red cube"}, "24x24", (24, 24)),
@@ -199,6 +200,7 @@ def test_a_refusal_shows_prompts_that_can_be_drawn_and_no_command_of_a_shell(
     assert (status, answer["error"]["param"]) == (400, "prompt")
     near = re.findall(r"'([^']{12,})'", message.partition("similar valid prompts: ")[2])
     assert len(near) == 3
+    assert answer["error"]["suggestions"] == near
     assert any("on sand" in prompt for prompt in near)
     refused = tiny.post({"prompt": "red cube", "quality_budget": "fast"})[1]["error"]["message"]
     assert refused.startswith("quality_budget: bundle tiny has no preset fast")

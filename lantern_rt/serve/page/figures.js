@@ -11,6 +11,8 @@ const FIGURES = [
   ["Realised TVD per token", ({ figures }) => figures.realised_tvd_per_token?.toFixed(4).replace(/^0\.0000$/, "0")],
 ];
 
+const ALIKE = 1.05;  // a single run tells no smaller difference
+
 export function element(tag, text, attributes = {}) {
   const made = document.createElement(tag);
   made.append(text ?? "");
@@ -35,10 +37,10 @@ export function rows(pictures) {
   });
   const figures = FIGURES.map(([text, value]) =>
     row(title(text), ...pictures.map((one) => one.figures && value(one))));
-  const finished = pictures.filter(({ png }) => png);
-  if (finished.length > 1) {
-    const slowest = Math.max(...finished.map(({ figures }) => figures.seconds));
-    figures.unshift(row(title("Speed-up"), ...finished.map(({ figures }) => (slowest / figures.seconds).toFixed(2))));
+  const factor = pictures.length === 2 && pictures.every(({ png }) => png) && speedUp(...pictures);
+  if (factor >= ALIKE) {
+    const slowest = Math.max(...pictures.map(({ figures }) => figures.seconds));
+    figures.unshift(row(title("Speed-up"), ...pictures.map(({ figures }) => (slowest / figures.seconds).toFixed(2))));
   }
   const parts = [["thead", [head]], ["tbody", kinds], ["tbody", figures]];
   return parts.map(([tag, lines]) => {
@@ -48,12 +50,20 @@ export function rows(pictures) {
   });
 }
 
+/** Return how many times as fast as the other the faster of two methods was; null for one method, run twice. */
+function speedUp(one, two) {
+  const times = one.figures.seconds / two.figures.seconds;
+  return one.figures.method === two.figures.method ? null : Math.max(times, 1 / times);
+}
+
 /** Compare the methods of two images with the same seed. */
 export function compared(one, two) {
   const [fast, slow] = [one, two].toSorted((a, b) => a.figures.seconds - b.figures.seconds);
-  const times = slow.figures.seconds / fast.figures.seconds;
+  const factor = speedUp(one, two);
   const relaxed = [one, two].some(({ figures }) => figures.realised_tvd_per_token > 0);
   const alike = same(one, two) ? "Same image, byte for byte." :
     `Different images${relaxed ? ": relaxed acceptance may change them" : ""}.`;
-  return `${fast.label} was ${times.toFixed(2)} times as fast as ${slow.label}. ${alike}`;
+  if (factor === null) return `The same method twice: ${[...new Set([one.label, two.label])].join(" and ")}. ${alike}`;
+  if (factor < ALIKE) return `${one.label} was about as fast as ${two.label}. ${alike}`;
+  return `${fast.label} was ${factor.toFixed(2)} times as fast as ${slow.label}. ${alike}`;
 }

@@ -1,14 +1,19 @@
 // The page: a form, and the images generated from it.
 
 import { compared, element, rows } from "./figures.js";
+import { History } from "./history.js";
 import { fitted } from "./mask.js";
 import { Picture } from "./picture.js";
 import { apiKey, keepApiKey, models } from "./server.js";
 
-const PARAMETERS = { sjd: "window=7", rows: "window=6", eagle: "tree=chain-4", lantern: "delta=0.1", "lantern++": "lambda=2" };
-const NUMBERS = ["class_id", "seed", "cfg_scale", "temperature", "top_k"];
+const PARAMETERS = {
+  sjd: "window=7", rows: "window=6", eagle: "tree=chain-4", lantern: "delta=0.1", "lantern++": "lambda=2",
+};
+const NUMBERS = ["class_id", "seed", "cfg_scale", "temperature", "top_k", "top_p"];
 const at = (id) => document.getElementById(id);
 const form = at("form"), method = at("method"), other = at("other");
+const callbacks = { changed, redraw, keepSeed, enlarge };
+const history = new History(at("history"), view);
 let known = [], pictures = [], running = null, dirty = false;
 
 function show(element, shown) {
@@ -38,7 +43,8 @@ const model = () => {
 };
 
 function useModel() {
-  const { id, size, sizes = [size], rows, columns, takes, classes, methods, qualities, sampling, examples, edits } = model();
+  const { id, size, sizes = [size], rows, columns, takes, classes, max_n } = model();
+  const { methods, qualities, sampling, examples, edits } = model();
   at("about").textContent = `${id}, ${size.replace("x", " x ")} pixels, ${rows} x ${columns} tokens`;
   at("size").replaceChildren(...sizes.map((name) => option(name)));
   at("size").value = size;
@@ -50,11 +56,7 @@ function useModel() {
   at("class-id").value ||= 0;
   const shortest = [...examples ?? []].sort((a, b) => a.length - b.length).slice(0, 4);
   at("prompt").value ||= shortest[0] ?? "";
-  at("examples").replaceChildren(...shortest.map((text) => {
-    const chip = element("button", text, { type: "button" });
-    chip.addEventListener("click", () => { at("prompt").value = text; });
-    return chip;
-  }));
+  at("examples").replaceChildren(...shortest.map((text) => chip(text)));
   const explained = { strict: "strict: exact", ar: "ar: plain decoding", rows: "rows: several rows per step" };
   const ordered = [...qualities, ...methods];
   method.replaceChildren(...ordered.map((name) => option(name, explained[name])));
@@ -63,9 +65,18 @@ function useModel() {
     if (form.elements[name]) form.elements[name].placeholder = value;
   }
   show(at("open-field"), edits);
+  at("count").max = max_n;
+  show(at("count-field"), max_n > 1);
   at("draw").disabled = takes === "embeddings";
   report(takes === "embeddings" ? "This page cannot send text embeddings, which this model needs." : "Ready");
   useMethods();
+}
+
+/** Create a button that writes a prompt into the form. */
+function chip(text, then = () => {}) {
+  const made = element("button", text, { type: "button" });
+  made.addEventListener("click", () => { at("prompt").value = text; then(); });
+  return made;
 }
 
 function useMethods() {
@@ -75,6 +86,7 @@ function useMethods() {
     parameters.placeholder = PARAMETERS[select.value] ?? "";
   }
   at("fair").hidden = !other.value;
+  at("count").disabled = Boolean(other.value);
 }
 
 /** Build the request for one method from the fields that are filled in. */
@@ -93,33 +105,90 @@ const ready = () => !running && !at("draw").disabled && form.reportValidity();
 /** Generate images from the form. files: image and mask of an edit, null without one. */
 async function start(files = null) {
   if (!ready()) return;
+  if (at("random").checked || !at("seed").value) at("seed").value = Math.floor(Math.random() * 1e6);
+  const made = other.value ?
+    [method, other].map((select) => new Picture(request(select), model(), callbacks, { files })) :
+    several(Number(at("count").value), files);
+  place(made);
   running = new AbortController();
-  const live = !other.value;
-  place([method, ...(other.value ? [other] : [])].map((select) =>
-    new Picture(request(select), model(), { live, changed, redraw, files })));
+  const { signal } = running;
   busy(true);
   try {
-    for (const picture of pictures) {
-      report(`Generating with ${picture.label}`);
-      await picture.draw(running.signal);
-    }
-    report(pictures.length > 1 ? compared(...pictures) : `Done in ${pictures[0].figures.seconds.toFixed(2)} s`);
+    report(other.value ? await compare(made, signal) : await generate(made, signal));
   } catch (error) {
-    if (running.signal.aborted) report("Cancelled");
+    if (signal.aborted) report("Cancelled");
     else fail(error);
   }
   running = null;
   busy(false);
+  discard([...made, ...history.add(made.filter(({ png }) => png))]);
+  history.mark(pictures);
   changed();
+}
+
+/** Prepare images whose seeds follow each other, as those of a request with `n`. */
+function several(count, files) {
+  const body = request(method), { rows } = model(), partial = Math.ceil(Math.min(rows - 1, 64) / count);
+  return Array.from({ length: count }, (_, i) => {
+    const seed = body.seed + i, label = count > 1 ? `Seed ${seed}` : undefined;
+    return new Picture({ ...body, seed }, model(), callbacks, { label, partial, files });
+  });
+}
+
+/** Generate images at once, each as a stream of its own, because a stream has one image. */
+async function generate(made, signal) {
+  const { body } = made[0], began = performance.now();
+  report(`Generating ${made.length > 1 ? `${made.length} images ` : ""}with ${body.method ?? body.quality_budget}`);
+  const ends = await Promise.allSettled(made.map((picture) => picture.draw(signal)));
+  const failed = ends.find(({ reason }) => reason);
+  if (failed) throw failed.reason;
+  if (made.length === 1) return `Done in ${made[0].figures.seconds.toFixed(2)} s`;
+  return `${made.length} images in ${((performance.now() - began) / 1000).toFixed(2)} s`;
+}
+
+/** Generate one image after the other, and compare their times. */
+async function compare(made, signal) {
+  for (const picture of made) {
+    report(`Generating with ${picture.label}`);
+    await picture.draw(signal);
+  }
+  return compared(...made);
 }
 
 /** Replace the images on the page. */
 function place(shown) {
+  const before = pictures;
   pictures = shown;
-  at("error").hidden = true;
+  if (!running) discard(before);
+  history.mark(pictures);
+  at("error").hidden = at("suggestions").hidden = true;
+  at("panels").classList.toggle("many", pictures.length > 2);
   at("panels").replaceChildren(...pictures.map((picture) => picture.element));
   at("output").hidden = at("overlay-field").hidden = false;
   at("empty").hidden = true;
+  changed();
+}
+
+/** Free images that are neither shown nor in the history. */
+function discard(candidates) {
+  for (const one of candidates) if (!pictures.includes(one) && !history.pictures.includes(one)) one.release();
+}
+
+/** Show a finished image alone. */
+function view(picture) {
+  place([picture]);
+  reveal();
+  if (!running) report(picture.description);
+}
+
+function enlarge(picture) {
+  if (pictures.length > 2 && picture.png) view(picture);
+}
+
+function keepSeed({ body }) {
+  at("seed").value = body.seed;
+  at("random").checked = false;
+  report(`Seed ${body.seed} is used from now on`);
 }
 
 async function redraw(picture) {
@@ -132,10 +201,9 @@ async function open(file) {
   if (!file || running) return;
   const { size } = model(), [width, height] = (request(method).size ?? size).split("x").map(Number);
   try {
-    const picture = new Picture({ ...request(method), method: file.name }, model(), { live: true, changed, redraw });
+    const picture = new Picture({ ...request(method), method: file.name }, model(), callbacks);
     picture.open(await fitted(file, width, height));
     place([picture]);
-    changed();
     report("Paint over the part to regenerate");
   } catch {
     fail(new Error(`This browser cannot read ${file.name} as an image.`));
@@ -145,7 +213,13 @@ async function open(file) {
 function busy(yes) {
   at("cancel").hidden = !yes;
   at("draw").setAttribute("aria-disabled", yes);  // not `disabled`, which would lose the focus
-  if (yes) at("output").scrollIntoView({ block: "nearest" });
+  if (yes) reveal();
+}
+
+/** Scroll to the results if they are out of sight, as on a phone, where they stand below the form. */
+function reveal() {
+  const { top } = at("results").getBoundingClientRect();
+  if (top < 0 || top > innerHeight / 3) at("results").scrollIntoView();
 }
 
 /** Update the page, at most once per frame. */
@@ -165,8 +239,11 @@ function report(text) {
 }
 
 function fail(error) {
-  at("error").textContent = error.message;
+  const { message, suggestions = [] } = error;
+  at("error").textContent = suggestions.length ? message.split("; ")[0] : message;
   at("error").hidden = false;
+  at("suggestions").querySelector(".chips").replaceChildren(...suggestions.map((text) => chip(text, start)));
+  at("suggestions").hidden = !suggestions.length;
   report("Failed");
   if (!pictures.some(({ kinds }) => kinds)) at("output").hidden = at("overlay-field").hidden = true;
   if (error.status === 401) {
@@ -179,7 +256,7 @@ form.addEventListener("submit", (event) => { event.preventDefault(); start(); })
 form.addEventListener("change", useMethods);
 at("open").addEventListener("change", ({ target }) => { open(target.files[0]); target.value = ""; });
 at("model").addEventListener("change", useModel);
-at("dice").addEventListener("click", () => { at("seed").value = Math.floor(Math.random() * 1e6); });
+at("seed").addEventListener("input", () => { at("random").checked = false; });
 at("cancel").addEventListener("click", () => running?.abort());
 at("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey) {

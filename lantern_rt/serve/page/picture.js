@@ -6,12 +6,15 @@ import { address, apiKey, draw, ServerError } from "./server.js";
 
 export class Picture {
   /**
-   * body: fields of the request, which the curl command sends too. live: show partial images. changed: callback after
-   * every change. redraw: callback that regenerates a part of this picture. files: image and mask of an edit.
+   * body: fields of the request, which the curl command sends too. partial: number of partial images. files: image and
+   * mask of an edit. label: name of the image where several are shown. Callbacks: changed after every change, redraw to
+   * regenerate a part, keepSeed, and enlarge to show this image alone.
    */
-  constructor(body, model, { live, changed, redraw, files = null }) {
-    Object.assign(this, { body, model, live, changed, files, kinds: "", passes: 0, figures: null, png: "" });
-    this.label = body.method ?? body.quality_budget;
+  constructor(body, model, { changed, redraw, keepSeed, enlarge }, { label, partial = 0, files = null } = {}) {
+    Object.assign(this, { body, model, partial, changed, files });
+    Object.assign(this, { kinds: "", passes: 0, figures: null, png: "", url: "" });
+    this.label = label ?? body.method ?? body.quality_budget;
+    this.subject = body.prompt ?? (body.class_id === undefined ? this.label : `class ${body.class_id}`);
     this.element = document.getElementById("panel").content.cloneNode(true).firstElementChild;
     this.part = (selector) => this.element.querySelector(selector);
     const [width, height] = (body.size ?? model.size).split("x").map(Number);
@@ -21,24 +24,26 @@ export class Picture {
     this.part(".clear").addEventListener("click", () => this.mask.clear());
     this.part(".leave").addEventListener("click", () => this.paint(false));
     this.part(".redraw").addEventListener("click", () => redraw(this));
+    this.part(".keep").addEventListener("click", () => keepSeed(this));
+    this.part(".stage").addEventListener("click", () => { if (this.part(".mask").hidden) enlarge(this); });
     this.part(".curl").hidden = Boolean(files);
     if (files) this.showFile(files.image);
     this.part("h2").textContent = this.label;
+    this.part(".subject").textContent = this.subject;
     this.part(".curl").addEventListener("click", () => this.copyCommand());
     this.show();
   }
 
   /** Generate the image. Throws the error that stops it. */
   async draw(signal) {
-    const { rows } = this.model;
-    const partial_images = this.live ? Math.min(rows - 1, 64) : 0;
+    const body = { ...this.body, stream: true, steps: true, partial_images: this.partial };
     this.began = performance.now();
-    for await (const event of draw({ ...this.body, stream: true, steps: true, partial_images }, this.files, signal)) {
+    for await (const event of draw(body, this.files, signal)) {
       if (event.type === "lantern.step") this.step(event);
-      if (event.b64_json) this.showPicture(event.b64_json);
+      if (event.type.endsWith(".partial_image")) this.showImage(`data:image/png;base64,${event.b64_json}`);
       if (event.type.endsWith(".completed")) this.finish(event);
     }
-    if (!this.png) throw new ServerError(0, "The connection ended before the image was finished.");
+    if (!this.png) throw new ServerError(0, { message: "The connection ended before the image was finished." });
   }
 
   step({ kinds, done, total, rows, columns, method }) {
@@ -52,8 +57,8 @@ export class Picture {
   finish({ b64_json, lantern, output_format = "png" }) {
     Object.assign(this, { figures: lantern, png: b64_json });
     const bytes = Uint8Array.from(atob(b64_json), (one) => one.charCodeAt(0)), save = this.part(".save");
-    this.file = new Blob([bytes], { type: `image/${output_format}` });
-    save.href = URL.createObjectURL(this.file);
+    this.showFile(new Blob([bytes], { type: `image/${output_format}` }));
+    save.href = this.url;
     save.download = `${lantern.model}-${lantern.seeds[0]}.${output_format}`;
     save.hidden = false;
     this.part(".change").hidden = !this.model.edits;
@@ -62,7 +67,6 @@ export class Picture {
 
   /** Show an image file for editing. */
   open(file) {
-    this.file = file;
     this.showFile(file);
     this.part(".under").hidden = true;
     this.paint(true);
@@ -70,7 +74,19 @@ export class Picture {
   }
 
   showFile(file) {
-    Object.assign(this.part("img"), { src: URL.createObjectURL(file), alt: this.label, hidden: false });
+    this.release();
+    Object.assign(this, { file, url: URL.createObjectURL(file) });
+    this.showImage(this.url);
+  }
+
+  /** Free the memory of the image, which can no longer be shown. */
+  release() {
+    URL.revokeObjectURL(this.url);
+  }
+
+  /** Prompt and seed. */
+  get description() {
+    return `${this.subject}, seed ${this.body.seed}`;
   }
 
   /** Start or stop painting the mask. */
@@ -80,11 +96,8 @@ export class Picture {
     if (!yes) this.mask.clear();
   }
 
-  showPicture(base64) {
-    const image = this.part("img");
-    image.src = `data:image/png;base64,${base64}`;
-    image.alt = this.body.prompt ?? `class ${this.body.class_id}`;
-    image.hidden = false;
+  showImage(src) {
+    Object.assign(this.part("img"), { src, alt: this.subject, hidden: false });
   }
 
   /** Update the panel. */
@@ -92,9 +105,11 @@ export class Picture {
     const { kinds, rows = this.model.rows, columns = this.model.columns, total = rows * columns } = this;
     for (const canvas of this.element.querySelectorAll(".over, .map")) paint(canvas, kinds, rows, columns);
     this.part(".map").setAttribute("aria-label", describe(kinds));
-    this.part("progress").value = kinds.length / total;
+    Object.assign(this.part("progress"), { value: kinds.length / total, hidden: Boolean(this.png) });
     this.part(".count").textContent = `${kinds.length} of ${total} tokens`;
-    this.part(".how").textContent = [this.figures?.method, this.figures?.quality && `(${this.figures.quality})`].filter(Boolean).join(" ");
+    const { method, quality } = this.figures ?? {};
+    const how = [`Seed ${this.body.seed}`, method && `, ${method}`, quality && ` (${quality})`];
+    this.part(".how").textContent = how.filter(Boolean).join("");
     this.element.classList.toggle("blind", this.part("img").hidden);
   }
 

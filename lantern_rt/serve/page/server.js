@@ -1,10 +1,10 @@
 // Requests to the server: its models, and the events of a streamed image.
 
-/** An error response; the message is that of the server. */
+/** An error response; the message is that of the server. suggestions: prompts that the model knows. */
 export class ServerError extends Error {
-  constructor(status, message, wait) {
+  constructor(status, { message = `The server answered ${status}.`, suggestions = [] } = {}, wait = null) {
     super(wait && !/try again/i.test(message) ? `${message}; try again in ${wait} s` : message);
-    this.status = status;
+    Object.assign(this, { status, suggestions });
   }
 }
 
@@ -17,12 +17,11 @@ async function ask(path, options = {}) {
   const headers = options.body instanceof FormData ? {} : { "Content-Type": "application/json" };
   if (apiKey()) headers.Authorization = `Bearer ${apiKey()}`;
   const answer = await fetch(address(path), { ...options, headers }).catch((error) => {
-    throw error.name === "AbortError" ? error : new ServerError(0, "The server cannot be reached.");
+    throw error.name === "AbortError" ? error : new ServerError(0, { message: "The server cannot be reached." });
   });
   if (answer.ok) return answer;
   const { error } = await answer.json().catch(() => ({}));
-  throw new ServerError(answer.status, error?.message ?? `The server answered ${answer.status}.`,
-    answer.headers.get("Retry-After"));
+  throw new ServerError(answer.status, error, answer.headers.get("Retry-After"));
 }
 
 export async function models() {
@@ -53,7 +52,7 @@ export async function* draw(body, files, signal) {
       const data = block.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5)).join("\n");
       if (!data.trim().startsWith("{")) continue;  // a comment, or `[DONE]`
       const event = JSON.parse(data);
-      if (event.error) throw new ServerError(answer.status, event.error.message);
+      if (event.error) throw new ServerError(answer.status, event.error);
       yield event;
     }
   }
