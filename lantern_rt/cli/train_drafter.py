@@ -116,8 +116,8 @@ def heads(
 ) -> None:
     """Train draft heads for a bundle of any family, and write them into the bundle.
 
-    They make windows (`sjd`) draft better, and take minutes to train. Exact methods generate the same images as before.
-    Relaxed windows do not, so their presets must be measured again.
+    They make windows (`sjd`) draft better. Training takes minutes for small models, and on a CPU hours for large ones.
+    Exact methods generate the same images as before. Relaxed windows do not: measure their presets again.
     """
     for library in ("torch", "safetensors", "onnx"):
         require_library(library, "train-drafter heads", "cpu,train")
