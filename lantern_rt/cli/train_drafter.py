@@ -116,7 +116,7 @@ def heads(
 ) -> None:
     """Train draft heads for a bundle of any family, and write them into the bundle.
 
-    They make windows (`sjd`) draft better. Training takes minutes for small models, and on a CPU hours for large ones.
+    They make windows (`sjd`) draft better. Training takes minutes for a small model, on a CPU hours for a large model.
     Exact methods generate the same images as before. Relaxed windows do not: measure their presets again.
     """
     for library in ("torch", "safetensors", "onnx"):
