@@ -40,7 +40,8 @@ def write_samples(
     captions = [describe(scene, rng) for scene in draw_scenes(count, SAMPLES_SEED)]
     with Pipeline.from_bundle(target_bundle(work), threads, provider=provider) as pipeline:
         prompts = Prompts("prompts", captions)
-        for done in write_shards(pipeline, prompts, count, work / "samples", lambda what, done, total: None, shard):
+        samples = work / "samples"
+        for done in write_shards(pipeline, prompts, count, samples, lambda *_: None, images_per_shard=shard):
             print(f"samples: {min(done, count)} of {count}", flush=True)
 
 
