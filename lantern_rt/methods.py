@@ -42,7 +42,7 @@ def _greedy_or_warm(temperature: float) -> float:
     return temperature
 
 
-def _check_cfg_tokens(value: Any) -> Any:
+def _parse_cfg_tokens(value: Any) -> Any:
     text = value if isinstance(value, str) else ""
     if text.isdecimal():
         return int(text)
@@ -55,7 +55,7 @@ def _check_cfg_tokens(value: Any) -> Any:
     raise ValueError("expected a number of tokens from 0, or a share of the image such as 50%")
 
 
-CfgTokens = Annotated[int | str | None, BeforeValidator(_check_cfg_tokens)]
+CfgTokens = Annotated[int | str | None, BeforeValidator(_parse_cfg_tokens)]
 
 
 class Sampling(FrozenModel, strict=True):
