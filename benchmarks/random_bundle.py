@@ -25,10 +25,11 @@ from lantern_rt.export.families.anole import read_anole
 from lantern_rt.export.families.emu3 import read_emu3
 from lantern_rt.export.families.llamagen import read_llamagen
 from lantern_rt.export.families.lumina import read_lumina
+from lantern_rt.export.families.lumina2 import read_lumina2
 from lantern_rt.export.families.simplear import BEGIN, START, read_simplear
 from lantern_rt.export.graph.precision import read_precisions
-from lantern_rt.export.models.emu3_vq import Emu3VQ
 from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
+from lantern_rt.export.models.movqgan import Emu3VQ, MoVQ
 from lantern_rt.export.models.vq_checkpoints import CODEBOOK
 from lantern_rt.export.writer import export_model
 
@@ -44,6 +45,7 @@ _VQ_WIDTH = 256  # of the image tokenizers' narrowest part
 _LEVELS = (1, 1, 2, 2, 4)  # widths of the image tokenizers' levels, in units of the first
 _COSMOS_LEVELS, _COSMOS_LATENTS, _COSMOS_DIGITS, _COSMOS_BANDS = (2, 4, 4), 16, 6, 192
 _EMU3_LEVELS, _EMU3_WIDTH, _FRAMES_LOG2 = (1, 2, 2, 4), 4, 2  # of Emu3's; its codes and latents; frames of a grid
+_PAIRS = {"emu3": read_emu3, "simplear": read_simplear, "lumina2": read_lumina2}  # without a drafter
 Sizes = Iterator[tuple[str, tuple[int, ...]]]
 
 
@@ -82,6 +84,7 @@ SHAPES = {
     "tiny": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32),
     "tiny-anole": Shape(2, 4, 64, 128, 128, 2, torch.bfloat16, 32, 9000, "anole"),
     "tiny-lumina": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, 9000, "lumina"),
+    "tiny-lumina2": Shape(2, 4, 64, 128, 128, 8, torch.bfloat16, 32, 9100, "lumina2"),
     "tiny-simplear": Shape(2, 4, 64, 128, 64000, 4, torch.bfloat16, 16, 64300, "simplear", 2),
     "tiny-emu3": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, 700, "emu3", 2),
     "GPT-B": Shape(12, 12, 768, 2048, 16384, 16, torch.float32),
@@ -89,6 +92,8 @@ SHAPES = {
     "GPT-3B": Shape(24, 32, 3200, 8704, 16384, 24, torch.float32),
     "Anole-7B": Shape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536, "anole"),
     "Lumina-7B": Shape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536, "lumina"),
+    # the layers of Lumina-7B: the configuration of Lumina-mGPT 2.0 was not at hand
+    "Lumina2-7B": Shape(32, 32, 4096, 11008, 16384, 96, torch.bfloat16, 256, 171384, "lumina2"),
     "SimpleAR-0.5B": Shape(24, 14, 896, 4864, 64000, 64, torch.bfloat16, 128, 215672, "simplear", 7),
     "SimpleAR-1.5B": Shape(28, 12, 1536, 8960, 64000, 64, torch.bfloat16, 128, 215672, "simplear", 6),
     "Emu3-8B": Shape(32, 32, 4096, 14336, 32768, 90, torch.bfloat16, 256, 184622, "emu3", 4),
@@ -100,7 +105,7 @@ def random_bundle(
 ) -> Path:
     """Write the bundle of a target and a drafter; `output.parent` holds the checkpoints meanwhile."""
     checkpoints = output.with_name(f"{output.name}-checkpoints")
-    write_checkpoints(shape, checkpoints, drafter=shape.family not in ("emu3", "simplear"))
+    write_checkpoints(shape, checkpoints, drafter=shape.family not in _PAIRS)
     export_checkpoints(shape, checkpoints, output, precision, compute, vq_precision)
     shutil.rmtree(checkpoints)
     return output
@@ -117,9 +122,8 @@ def export_checkpoints(
 ) -> Path:
     """Export what `write_checkpoints` wrote to `folder`."""
     drafter = folder / "drafter" if (folder / "drafter").exists() else None
-    if shape.family in ("emu3", "simplear"):
-        read_pair = read_emu3 if shape.family == "emu3" else read_simplear
-        model = read_pair(folder / "target", folder / "vq", grid=shape.grid)
+    if shape.family in _PAIRS:
+        model = _PAIRS[shape.family](folder / "target", folder / "vq", grid=shape.grid)
     else:
         read = {"llamagen": read_llamagen, "anole": read_anole, "lumina": read_lumina}[shape.family]
         vq = folder / ("vq.pt" if shape.family == "llamagen" else "vqgan")
@@ -150,8 +154,11 @@ def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
         _write_cosmos(shape, folder / "vq")
     else:
         config |= {"model_type": "chameleon", "max_position_embeddings": 4096}
-        config |= {"mask_image_logits": True} if shape.family == "lumina" else {}
-        _write_vqgan(shape, folder / "vqgan")
+        config |= {"mask_image_logits": True} if shape.family != "anole" else {}
+        if shape.family == "lumina2":
+            _write_movqgan(shape, folder / "vq")
+        else:
+            _write_vqgan(shape, folder / "vqgan")
     target = folder / "target"
     _write_folder(target, _target(shape), shape.dtype, config | {"num_hidden_layers": shape.num_layers})
     if shape.family == "emu3":
@@ -169,7 +176,7 @@ def _target(shape: Shape) -> Sizes:
     """Names and shapes of a target's weights."""
     width, head = shape.hidden_size, shape.hidden_size // shape.num_heads
     # Anole's norms of queries and keys have a row for every head, those of Lumina-mGPT one for all.
-    rows = {"anole": (shape.num_heads,), "lumina": (1,)}.get(shape.family, ())
+    rows = {"anole": (shape.num_heads,), "lumina": (1,), "lumina2": (1,)}.get(shape.family, ())
     yield "model.embed_tokens.weight", (shape.vocab_size or shape.codes, width)
     if shape.vocab_size is None:
         yield "model.cls_embedding.embedding_table.weight", (CLASSES + 1, width)
@@ -205,12 +212,14 @@ def _layer(shape: Shape, prefix: str) -> Sizes:
 
 def _name_tokens(shape: Shape, folder: Path) -> None:
     """Chameleon's names of image tokens, in which a code's digits are letters (A is 0), and a small tokenizer."""
-    named = {"<s>": 0, "<racm3:break>": _BEGIN_OF_IMAGE}
+    start = "<|im_end|>" if shape.family == "lumina2" else "<s>"
+    named = {start: 0, "<racm3:break>": _BEGIN_OF_IMAGE}
     named |= {f"<reserved{number:05d}>": _RESERVED + number for number in _RESERVED_NAMES}
     letters = str.maketrans("0123456789", "ABCDEFGHIJ")
     codes = {f"IMGIMG{str(code).translate(letters)}Z": _FIRST_CODE + code for code in range(shape.codes)}
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocabulary_map": named | codes}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": start}))  # which starts prompts of lumina2
     behind = max(named.values()) + 1
     words = {word: behind + i for i, word in enumerate(("<unk>", "a", "red", "cube", "on", "sand"))}
     tokenizer = Tokenizer(WordLevel(named | words, unk_token="<unk>"))
@@ -246,12 +255,24 @@ def _write_vqgan(shape: Shape, folder: Path) -> None:
     (folder / "vqgan.yaml").write_text(yaml.safe_dump({"model": {"params": parameters}}))
 
 
-def _write_video_vq(shape: Shape, folder: Path) -> None:
-    """Emu3's. Where only the last slice of a kernel in time acts, it alone is written."""
+def _movqgan_config(shape: Shape) -> VQConfig:
     torch.manual_seed(0)
     widths = tuple(shape.vq_width * level for level in _EMU3_LEVELS)
-    config = VQConfig(shape.codes, _EMU3_WIDTH, _EMU3_WIDTH, shape.vq_width, widths, widths[::-1], 2)
-    state = _taming(dict(Emu3VQ(_FRAMES_LOG2, config).state_dict()), len(widths) - 1)
+    return VQConfig(shape.codes, _EMU3_WIDTH, _EMU3_WIDTH, shape.vq_width, widths, widths[::-1], 2)
+
+
+def _write_movqgan(shape: Shape, folder: Path) -> None:
+    """That of Lumina-mGPT 2.0."""
+    state = _taming(dict(MoVQ(_movqgan_config(shape)).state_dict()), len(_EMU3_LEVELS) - 1)
+    folder.mkdir()
+    file = folder / "movqgan_270M.ckpt"
+    torch.save({name.replace("decoder.post", "post"): weight for name, weight in state.items()}, file)
+
+
+def _write_video_vq(shape: Shape, folder: Path) -> None:
+    """Emu3's. Where only the last slice of a kernel in time acts, it alone is written."""
+    video = Emu3VQ(_FRAMES_LOG2, _movqgan_config(shape))
+    state = _taming(dict(video.state_dict()), len(_EMU3_LEVELS) - 1)
     for i in range(_FRAMES_LOG2):
         state[f"encoder.time_conv.{i}.weight"] = torch.randn(_EMU3_WIDTH, _EMU3_WIDTH, 4, 3, 3) / 8
         state[f"encoder.time_conv.{i}.bias"] = torch.zeros(_EMU3_WIDTH)

@@ -62,7 +62,8 @@ class SamplingHead(NamedTuple):
             logits: float32 `[rows, all, vocab_size]`.
             conditional, unconditional: int32 `[images, nodes]`, indices of each node's logits in `[rows * all]`; equal
                 without guidance.
-            cfg_scale, temperature, top_p: float32 `[images, 1, 1]`.
+            cfg_scale: float32 `[images, nodes, 1]`.
+            temperature, top_p: float32 `[images, 1, 1]`.
             noise: float32 `[groups, positions, vocab_size]`.
             noise_ids: int32 `[images, nodes]`, indices of each node's noise in `[groups * positions]`.
 
@@ -88,7 +89,8 @@ class SamplingHead(NamedTuple):
         inputs = [
             Tensor("logits", ("float32",), ("rows", "all", self.vocab_size)),
             *(Tensor(name, ("int32",), nodes) for name in ("conditional", "unconditional")),
-            *(Tensor(name, ("float32",), scalar) for name in ("cfg_scale", "temperature", "top_p")[: 2 + self.top_p]),
+            Tensor("cfg_scale", ("float32",), (*nodes, 1)),
+            *(Tensor(name, ("float32",), scalar) for name in ("temperature", "top_p")[: 1 + self.top_p]),
         ]
         if self.add_noise:
             inputs.append(Tensor("noise", ("float32",), ("groups", "positions", self.vocab_size)))

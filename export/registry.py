@@ -19,6 +19,7 @@ FAMILIES = {
     "llamagen": ("target", "vq", "drafter", "text_encoder", "config", "grid", "weights", "lora"),
     "anole": ("target", "vq", "drafter", "grid", "lora"),
     "lumina": ("target", "vq", "drafter", "grid", "lora"),
+    "lumina2": ("target", "vq", "grid", "lora"),
     "janus": ("target", "lora"),
     "emu3": ("target", "vq", "grid", "lora"),
     "simplear": ("target", "vq", "grid", "lora"),

@@ -67,6 +67,8 @@ class Sampling(FrozenModel, strict=True):
         cfg_tokens: number of image tokens, in raster order from the first, that are sampled with guidance: from 0, or
             a share of the image such as `"50%"`; None: all. The unconditional row is not run for later tokens, which
             are sampled from the conditional logits. LlamaGen's `cfg_interval` of n is `cfg_tokens` of n + 2.
+        cfg_final: guidance scale at the end of an image. Larger scales fall to it within the first rows, smaller scales
+            are raised to it (`runtime/guidance.py`), as in Lumina-mGPT 2.0. None: the scale is constant.
         temperature: 0 (greedy) or 0.001 .. 1000.
         top_k: number of most probable tokens to keep; 0 keeps all.
         top_p: probability mass to keep, above 0 up to 1; 1 keeps all.
@@ -77,6 +79,7 @@ class Sampling(FrozenModel, strict=True):
 
     cfg_scale: Annotated[float, Field(ge=0, le=1000, description="Guidance; 1 is off.")] = 1.0
     cfg_tokens: Annotated[CfgTokens, Field(description="Tokens with guidance, such as 128 or 50%; null is all.")] = None
+    cfg_final: Annotated[float, Field(gt=0, le=1000)] | None = None
     temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(
         default=1.0, ge=0, le=1000, description="0 is greedy."
     )
@@ -84,6 +87,11 @@ class Sampling(FrozenModel, strict=True):
     top_p: Annotated[float, Field(gt=0, le=1, description="Keep this much probability; 1 is off.")] = 1.0
     filter_order: FilterOrder = "top-k, top-p"
     repetition_penalty: Annotated[float, Field(gt=0, le=100, description="1 is off.")] | None = None
+
+    @property
+    def last_cfg_scale(self) -> float:
+        """Guidance scale of the last tokens of an image."""
+        return self.cfg_scale if self.cfg_final is None else self.cfg_final
 
     @property
     def penalised(self) -> bool:

@@ -18,6 +18,7 @@ from .device import DeviceLogits, SampleRequest
 from .drafting import Commit, Draft, Drafter, OnCommit, SequenceStep
 from .eagle import EagleDrafter
 from .engine import Cache, Floats, Ints, Pass, PassOutput
+from .guidance import scales_of
 from .head_drafter import HeadDrafter
 from .jacobi import JacobiDrafter
 from .likelihood import recompute_logits, tie_margin
@@ -225,6 +226,7 @@ class Batch:
             cells=draft.cells,
             sampling=sequence.sampling,
             num_guided=sequence.num_guided,
+            scales=sequence.scales,
             tie_margin=margin,
             recompute=partial(self._recompute, sequence, draft) if margin else None,
             preceding_codes=draft.preceding_codes,
@@ -238,7 +240,8 @@ class Batch:
         tokens = sequence.raster.insert_row_ends(codes)[:-1]
         calls = self.target_clock.calls
         rows = sequence.rows[: sequence.num_rows(draft.cells[node])]
-        logits = recompute_logits(self.model, rows, tokens, sequence.sampling, self.target_clock)
+        scales = scales_of(sequence.scales, [draft.cells[node]])
+        logits = recompute_logits(self.model, rows, tokens, sequence.sampling, self.target_clock, scales)
         sequence.statistics.tie_passes += self.target_clock.calls - calls
         return logits
 
@@ -275,9 +278,11 @@ class Batch:
                 nodes = np.array(part, np.int64)
                 if output.sampling_nodes is not None:
                     nodes = output.sampling_nodes[nodes]
-                cells = np.array([output.cells[node] for node in part])
+                cells = [output.cells[node] for node in part]
+                scales = scales_of(sequence.scales, cells)
                 rows = slice(first_row, first_row + num_rows)
-                requests.append(SampleRequest(rows, np.tile(nodes, (num_rows, 1)), sequence.sampling, noise, cells))
+                nodes = np.tile(nodes, (num_rows, 1))
+                requests.append(SampleRequest(rows, nodes, sequence.sampling, noise, np.array(cells), scales))
                 device_outputs.append((output, part))
         best = logits.best_codes(requests, 1) if requests else []
         for (output, sampled), (codes, _) in zip(device_outputs, best, strict=True):

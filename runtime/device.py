@@ -21,6 +21,7 @@ class SampleRequest:
     sampling: Sampling
     noise: Noise | None  # the sequence's noise; None: choose the most probable codes
     positions: Ints  # positions that the noise depends on, int64 `[count]`
+    scales: Floats | None = None  # guidance scales, float32 `[count]`; None: the last scale
 
 
 class DeviceLogits(ABC):

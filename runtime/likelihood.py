@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from ..methods import Sampling
 from .engine import Bools, Floats, Ints, PassOutput
+from .guidance import guidance_scales
 from .passes import MIN_NODES, causal_pass, prefill_pass, stack_padding
 from .sampling import apply_guidance, apply_repetition_penalty, apply_temperature, softmax
 from .state import Model, PrefixRow, Prompt
@@ -55,6 +56,7 @@ def likelihood(
     start = 0
     cell = 0
     tokens = model.raster.insert_row_ends(codes)
+    scales = guidance_scales(sampling, model.raster)
     nats = np.empty(len(codes))
     entropy = np.empty(len(codes))
     for logits in sequence_logits(model, prompt.rows(sampling), tokens[:-1], Clock()):
@@ -66,7 +68,8 @@ def likelihood(
         span = slice(cell, cell + len(part))
         cell += len(part)
         penalised = apply_repetition_penalty(logits[:, sampled], preceding, sampling)
-        guided = apply_guidance(penalised, sampling, np.arange(span.start, cell) < sampling.count_guided(len(codes)))
+        is_guided = np.arange(span.start, cell) < sampling.count_guided(len(codes))
+        guided = apply_guidance(penalised, sampling, is_guided, None if scales is None else scales[span])
         probabilities = softmax(apply_temperature(guided, sampling))  # [codes, vocab_size]
         nats[span] = -np.log(np.maximum(probabilities[np.arange(len(part)), part], 1e-300))
         entropy[span] = -(probabilities * np.log(np.maximum(probabilities, 1e-300))).sum(1)
@@ -76,12 +79,20 @@ def likelihood(
 
 def tie_margin(model: Model, sampling: Sampling) -> float:
     """Return how far rounding can move the difference of two guided logits, divided by the temperature."""
-    guidance = abs(sampling.cfg_scale) + abs(sampling.cfg_scale - 1) if sampling.guided else 1.0
+    scale = max(sampling.cfg_scale, sampling.last_cfg_scale)
+    guidance = scale + abs(scale - 1) if sampling.guided else 1.0
     penalty = sampling.repetition_penalty or 1.0
     return model.rounding * guidance * max(penalty, 1 / penalty) / (sampling.temperature or 1.0)
 
 
-def recompute_logits(model: Model, rows: Sequence[PrefixRow], tokens: Ints, sampling: Sampling, clock: Clock) -> Floats:
+def recompute_logits(
+    model: Model,
+    rows: Sequence[PrefixRow],
+    tokens: Ints,
+    sampling: Sampling,
+    clock: Clock,
+    scales: Floats | None = None,
+) -> Floats:
     """Compute the guided logits of the next code of a sequence again, by passes of fixed shapes.
 
     Args:
@@ -90,12 +101,13 @@ def recompute_logits(model: Model, rows: Sequence[PrefixRow], tokens: Ints, samp
         tokens: tokens of the sequence, `[count]`.
         sampling: guidance and repetition penalty.
         clock: clock of the forward passes.
+        scales: guidance scale of the code, float32 `[1]`; None: the last scale.
 
     Returns:
         Float32 `[1, vocab_size]`.
     """
     (last,) = deque(sequence_logits(model, rows, tokens, clock), maxlen=1)
-    return apply_guidance(apply_repetition_penalty(last[:, -1:], [tokens], sampling), sampling)
+    return apply_guidance(apply_repetition_penalty(last[:, -1:], [tokens], sampling), sampling, scales=scales)
 
 
 def sequence_logits(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock) -> Iterator[Floats]:

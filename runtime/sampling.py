@@ -24,7 +24,9 @@ def apply_temperature(logits: Floats, sampling: Sampling) -> Floats:
     return logits if sampling.temperature in (0.0, 1.0) else logits / np.float32(sampling.temperature)
 
 
-def apply_guidance(logits: Floats, sampling: Sampling, guided: Bools | None = None) -> Floats:
+def apply_guidance(
+    logits: Floats, sampling: Sampling, guided: Bools | None = None, scales: Floats | None = None
+) -> Floats:
     """Mix conditional and unconditional logits `[2, ..., vocab_size]` to `[..., vocab_size]`, if there are both.
 
     NaN and infinity raise an error later; NumPy may already warn of them here.
@@ -33,13 +35,14 @@ def apply_guidance(logits: Floats, sampling: Sampling, guided: Bools | None = No
         logits: `[1 or 2, ..., vocab_size]`, conditional first.
         sampling: the sampling settings.
         guided: False where the conditional logits are returned, bool `[...]`; None: they are mixed everywhere.
+        scales: guidance scales, float32 `[...]`; None: the last scale everywhere.
     """
     cond: Floats = logits[0]
     if len(logits) == 1:
         return cond
     uncond = logits[1]
     mixed = cond - uncond
-    mixed *= sampling.cfg_scale
+    mixed *= sampling.last_cfg_scale if scales is None else scales[..., None]
     mixed += uncond
     return mixed if guided is None or guided.all() else np.where(guided[..., None], mixed, cond)
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..methods import Ar, Drafted, MethodConfig, RowParallel, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints
+from .guidance import guidance_scales
 from .heads import DraftHeads
 from .noise import Noise
 from .raster import MAX_BATCH_NODES, Raster
@@ -115,6 +116,7 @@ class ImageSequence:
     adaptive: bool = False  # whether the window of an exact `sjd` is an `AdaptiveWindow`
     max_nodes: int = field(init=False)  # maximum number of nodes of the next draft
     num_guided: int = field(init=False)  # number of codes sampled with guidance, in raster order from the first
+    scales: Floats | None = field(init=False)  # see `guidance_scales`
     noise: Noise = field(init=False)
     codes: list[int] = field(init=False, default_factory=list)  # codes generated or preserved so far
     tie_margin: float = field(init=False, default=0.0)  # see `likelihood.py`
@@ -124,6 +126,7 @@ class ImageSequence:
         self.noise = Noise(self.seed)
         self.max_nodes = count_nodes(self.method)
         self.num_guided = self.sampling.count_guided(self.raster.num_codes)
+        self.scales = guidance_scales(self.sampling, self.raster)
         adapts = self.adaptive and self.exact and isinstance(self.method, Sjd)
         self._window = AdaptiveWindow(self.max_nodes - 1) if adapts else None
         if self.preserved is not None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..methods import Sampling
 from .engine import DeviceArray, Floats, Ints
+from .guidance import scales_of
 from .noise import Noise
 from .sampling import (
     Probabilities,
@@ -51,6 +52,7 @@ class TargetOutput:
     cells: Sequence[int]  # cell of the code sampled after each node
     sampling: Sampling  # sampling settings of the sequence
     num_guided: int  # cells from this one on are sampled from the conditional logits
+    scales: Floats | None = None  # guidance scale of every cell, see `guidance_scales`
     tie_margin: float = 0.0  # maximum change of a difference of logits by rounding
     # function from a node to guided logits `[1, vocab_size]` after it, computed again from the whole sequence; called
     # if rounding may change the choice; None: near-ties are not recomputed
@@ -151,8 +153,11 @@ class TargetOutput:
         if self.sampling.penalised:
             preceding = [self.preceding_codes(node) for node in draft_nodes]
             logits = apply_repetition_penalty(logits, preceding, self.sampling)
-        guided = np.array([self.cells[node] < self.num_guided for node in draft_nodes]) if len(logits) == 2 else None
-        return apply_guidance(logits, self.sampling, guided)
+        if len(logits) == 1:
+            return apply_guidance(logits, self.sampling)
+        cells = [self.cells[node] for node in draft_nodes]
+        guided = np.array([cell < self.num_guided for cell in cells])
+        return apply_guidance(logits, self.sampling, guided, scales_of(self.scales, cells))
 
 
 def choose_for_sequences(logits: DeviceArray, targets: Iterable[tuple[TargetOutput, slice]]) -> None:
@@ -197,5 +202,5 @@ def _group_key(target: tuple[TargetOutput, slice]) -> tuple[int, int, Sampling]:
     """Return the length of a chain, 0 for drafts that sample alone, the number of batch rows, and the settings."""
     output, rows = target
     together = output.structure.is_chain and output.sampling_nodes is None and not output.sampling.penalised
-    together &= rows.stop - rows.start == 1 or output.cells[-1] < output.num_guided
+    together &= rows.stop - rows.start == 1 or (output.cells[-1] < output.num_guided and output.scales is None)
     return len(output.structure.depths) if together else 0, rows.stop - rows.start, output.sampling

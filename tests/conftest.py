@@ -234,6 +234,20 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def lumina2_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lumina-mGPT 2.0 with MoVQGAN: 8 x 8 codes and sizes of about as many."""
+
+    def export(output: Path) -> Path:
+        from lantern_rt.export.families.lumina2 import read_lumina2
+        from lantern_rt.export.writer import export_model
+
+        folder = DATA / "lumina-mgpt-2"
+        return export_model(read_lumina2(folder / "model", folder / "movqgan/270M", grid=8), output)
+
+    return _exported(tmp_path_factory, "lumina2_bundle/tiny-lumina2", export, ("tokenizers",))
+
+
+@pytest.fixture(scope="session")
 def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Emu3-Gen without a drafter: 4 x 4 codes, and the sizes and the negative text that runs were recorded with."""
 

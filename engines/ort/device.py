@@ -179,16 +179,18 @@ class Device:
         """
         nodes = padded_node_count(max(len(request.positions) for request in requests))
         logit_ids = np.zeros((2, len(requests), nodes), np.int32)  # conditional and unconditional
-        numbers = np.ones((3, len(requests), 1, 1), np.float32)
+        scales = np.ones((len(requests), nodes, 1), np.float32)
+        numbers = np.ones((2, len(requests), 1, 1), np.float32)
         for i, request in enumerate(requests):
             count = request.nodes.shape[1]
             last = len(request.nodes) - 1  # 0 without guidance
             for guidance, row in ((0, 0), (1, last)):
                 logit_ids[guidance, i, :count] = (request.rows.start + row) * width + request.nodes[row]
             sampling = request.sampling
-            numbers[:, i, 0, 0] = sampling.cfg_scale, sampling.temperature or 1.0, sampling.top_p
-        feeds: dict[str, Any] = {"conditional": logit_ids[0], "unconditional": logit_ids[1]}
-        feeds |= zip(("cfg_scale", "temperature", "top_p")[: 2 + head.top_p], numbers, strict=False)
+            scales[i, :count, 0] = sampling.last_cfg_scale if request.scales is None else request.scales
+            numbers[:, i, 0, 0] = sampling.temperature or 1.0, sampling.top_p
+        feeds: dict[str, Any] = {"conditional": logit_ids[0], "unconditional": logit_ids[1], "cfg_scale": scales}
+        feeds |= zip(("temperature", "top_p")[: 1 + head.top_p], numbers, strict=False)
         if head.add_noise:
             table = self._noise.setdefault(head.vocab_size, NoiseTable(self, head.vocab_size))
             feeds["noise_ids"] = table.ids(requests, nodes)

@@ -15,7 +15,10 @@ from .files import listing
 from .folders import INDEX, PAIRS, SINGLE, choose_files, read_index
 
 # Files that are fetched with the weights if they exist.
-_SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "emu3.tiktoken", "emu3_vision_tokens.txt")
+_SIDE_FILES = (
+    *(f"{name}.json" for name in ("config", "generation_config", "tokenizer", "tokenizer_config")),
+    *("emu3.tiktoken", "emu3_vision_tokens.txt"),
+)
 _CACHED = re.compile(r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/(?P<file>.+)")
 
 

@@ -121,6 +121,7 @@ def read_chameleon(
     max_image_tokens: int = 0,
     lora: Sequence[Adapter] = (),
     progress: Progress = silent,
+    vocabulary: tuple[range, Mapping[str, int]] | None = None,
 ) -> Chameleon:
     """Read a Chameleon target.
 
@@ -133,20 +134,15 @@ def read_chameleon(
         max_image_tokens: number of tokens of the longest image; 0 for `grid * grid`.
         lora: adapters to merge into the weights.
         progress: progress callback.
+        vocabulary: token ids of the codes, and token ids by name; None: from `vocabulary_map` in config.json.
 
     Raises:
         CheckpointError: the folder has another model, or a file is missing or damaged.
     """
     checkpoint = Checkpoint(folder, progress=progress, adapters=lora)
-    config = checkpoint.model_config(_REPOSITORIES[architecture], "chameleon")
+    config = chameleon_config(checkpoint, architecture, _REPOSITORIES[architecture])
     tokenizer = checkpoint.tokenizer()
-    detected = LUMINA if _LUMINA_FIELD in config.values else CHAMELEON
-    configured = config.get("architectures", [detected])
-    if configured != [architecture] or detected != architecture:
-        contents = f"{format_value(configured)} {'with' if detected == LUMINA else 'without'} {_LUMINA_FIELD}"
-        remedy = "family anole takes Anole, family lumina Lumina-mGPT"
-        raise config.error("architectures", found=contents, expected=f"a {architecture}", remedy=remedy)
-    codes, names = _read_vocabulary(config, tokens)
+    codes, names = vocabulary or _read_vocabulary(config, tokens)
     checkpoint.read(keep=lambda name: not name.startswith(_VQ_PREFIX))
     rename_llama(checkpoint, "model.", _NAMES)
     highest = max(codes.stop - 1, *(names[name] for name in tokens))
@@ -168,6 +164,27 @@ def read_chameleon(
     named_tokens = {name: names[name] for name in tokens}
     condition = token_condition(embeddings, decoder.config.prefix, layout(names), tokenizer, named_tokens)
     return Chameleon(decoder, embeddings, codes, condition, checkpoint.sources, names, config)
+
+
+def chameleon_config(checkpoint: Checkpoint, architecture: str, repository: str) -> Config:
+    """Read config.json and check the model class.
+
+    Args:
+        checkpoint: the folder.
+        architecture: expected model class in transformers.
+        repository: repository on the hub with the expected layout.
+
+    Raises:
+        CheckpointError: the folder has another model.
+    """
+    config = checkpoint.model_config(repository, "chameleon")
+    detected = LUMINA if _LUMINA_FIELD in config.values else CHAMELEON
+    configured = config.get("architectures", [detected])
+    if configured != [architecture] or detected != architecture:
+        contents = f"{format_value(configured)} {'with' if detected == LUMINA else 'without'} {_LUMINA_FIELD}"
+        remedy = "family anole takes Anole, family lumina Lumina-mGPT"
+        raise config.error("architectures", found=contents, expected=f"a {architecture}", remedy=remedy)
+    return config
 
 
 def chameleon_model(

@@ -28,8 +28,8 @@ from ..checkpoints.lora import Adapter
 from ..graph.conditions import token_condition
 from ..model import Model
 from ..models.decoder import Decoder
-from ..models.emu3_vq import load_emu3_vq
 from ..models.llama import decoder_config, rename_llama
+from ..models.movqgan import load_emu3_vq
 from ..models.vq_checkpoints import CODEBOOK
 from ..progress import silent
 from .common import check_grid, image_model

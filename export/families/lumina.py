@@ -23,8 +23,8 @@ from ..progress import silent
 from .anole import LUMINA, PROMPT_TOKENS, chameleon_model, read_chameleon
 from .common import check_grid
 
-_TEMPLATE = "Generate an image of {size} according to the following prompt:\n{prompt}"
-_ROW_END = "<reserved08799>"
+TEMPLATE = "Generate an image of {size} according to the following prompt:\n{prompt}"
+ROW_END = "<reserved08799>"
 _PATCH = 2  # codes along each side of a patch
 _PATCH_PIXELS = 32  # pixels along each side of a patch
 _MAX_ASPECT = 4  # maximum aspect ratio of an image
@@ -61,15 +61,13 @@ def read_lumina(
         expected = "32, 48 or 64 for Lumina-mGPT of 512, 768 or 1024 pixels, as its files do not contain the size"
         raise CheckpointError(field="grid", found="nothing" if grid is None else str(grid), expected=expected)
     patches = patch_sizes(grid // _PATCH)
-    longest = max(_PATCH * rows * (_PATCH * columns + 1) - 1 for rows, columns in patches)
-    side_tokens = [_side_token(side) for side in range(1, 1 + max(max(pair) for pair in patches))]
-    tokens = (*PROMPT_TOKENS, _ROW_END, *side_tokens)
-    model = read_chameleon(target, grid, LUMINA, tokens, _layout, longest, lora, progress)
+    tokens = (*PROMPT_TOKENS, ROW_END, *side_tokens(patches))
+    model = read_chameleon(target, grid, LUMINA, tokens, _layout, longest_image(patches), lora, progress)
     names = model.names
     codes = model.codes
-    extra_tokens = names[_ROW_END] + 1 - codes.stop
+    extra_tokens = names[ROW_END] + 1 - codes.stop
     if extra_tokens < 1:
-        raise file_error(target, _ROW_END, found=f"token {names[_ROW_END]}", expected="a token after the image tokens")
+        raise file_error(target, ROW_END, found=f"token {names[ROW_END]}", expected="a token after the image tokens")
     return chameleon_model(
         model,
         read_vqgan(vq, progress),  # the resolution in vqgan.yaml is the one of training and does not matter here
@@ -79,7 +77,7 @@ def read_lumina(
         family="lumina",
         sampling=_SAMPLING,
         sizes=[image_size(rows, columns, names) for rows, columns in patches],
-        row_end=names[_ROW_END] - codes.start,
+        row_end=names[ROW_END] - codes.start,
     )
 
 
@@ -98,19 +96,35 @@ def patch_sizes(side: int) -> list[tuple[int, int]]:
     return [pair for pair in pairs if min(pair) > 0 and max(pair) <= _MAX_ASPECT * min(pair)]
 
 
-def image_size(rows: int, columns: int, token_ids: Mapping[str, int]) -> Size:
+def longest_image(patches: Sequence[tuple[int, int]], patch: int = _PATCH) -> int:
+    """Return the number of tokens of the longest image, end-of-row tokens included.
+
+    Args:
+        patches: rows and columns of patches of every size.
+        patch: codes along each side of a patch.
+    """
+    return max(patch * rows * (patch * columns + 1) - 1 for rows, columns in patches)
+
+
+def side_tokens(patches: Sequence[tuple[int, int]]) -> list[str]:
+    """Return the names of the tokens for numbers of rows and columns up to the largest in `patches`."""
+    return [_side_token(side) for side in range(1, 1 + max(max(pair) for pair in patches))]
+
+
+def image_size(rows: int, columns: int, token_ids: Mapping[str, int], patch: int = _PATCH) -> Size:
     """Return an image size with its prompt tokens, which are the end of both prefix rows.
 
     Args:
         rows: rows of patches.
         columns: columns of patches.
         token_ids: token ids by name.
+        patch: codes along each side of a patch.
     """
     tokens = (PROMPT_TOKENS[-1], _side_token(rows), _side_token(columns))
     return Size(
         name=f"{_PATCH_PIXELS * columns}x{_PATCH_PIXELS * rows}",
-        rows=_PATCH * rows,
-        columns=_PATCH * columns,
+        rows=patch * rows,
+        columns=patch * columns,
         tokens=tuple(token_ids[name] for name in tokens),
     )
 
@@ -121,4 +135,4 @@ def _side_token(patches: int) -> str:
 
 def _layout(names: Mapping[str, int]) -> TokenLayout:
     start, end, _ = (names[name] for name in PROMPT_TOKENS)
-    return TokenLayout(template=_TEMPLATE, before=(start,), after=(end,), uncond=())
+    return TokenLayout(template=TEMPLATE, before=(start,), after=(end,), uncond=())

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ..methods import Drafted, FrozenModel, Method, Quality, Relaxed, Sampling, Sjd
 
-FORMAT_VERSION = "3.4"
+FORMAT_VERSION = "3.5"
 _BLOCK = 1 << 20  # Number of bytes hashed at a time.
 
 # No model comes near these bounds. A damaged manifest beyond them could exhaust memory or time.

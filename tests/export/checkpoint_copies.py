@@ -18,6 +18,7 @@ C2I, T2I, VQ = (
 DRAFTER, LANTERN = DATA / "lantern-drafter-llamagen", DATA / "lantern-llamagen-hf"
 ANOLE, ANOLE_DRAFTER, VQGAN = DATA / "anole/target", DATA / "anole/drafter", DATA / "chameleon-vqgan"
 LUMINA, EMU3 = DATA / "lumina-mgpt/model", DATA / "emu3/model"
+LUMINA2, MOVQGAN = DATA / "lumina-mgpt-2/model", DATA / "lumina-mgpt-2/movqgan/270M"
 EMU3_ORIGINAL = DATA / "emu3/original"
 SIMPLEAR, COSMOS = DATA / "simplear/model", DATA / "simplear/cosmos"
 Weights = dict[str, torch.Tensor]

@@ -95,12 +95,13 @@ class DecoderGolden:
 
     def test_decode_tokens_one_at_a_time_give_hidden_logits_and_guided_of_both_rows(self, family: Family) -> None:
         arrays, sides, scored = family.arrays, family.sides(), family.scored
-        steps = [sides.step(arrays["decode_tokens"][k : k + 1]) for k in range(7)]
+        count = len(arrays["decode_cond_hidden"])
+        steps = [sides.step(arrays["decode_tokens"][k : k + 1]) for k in range(count)]
         for i, side in enumerate(SIDES):
             close(np.concatenate([s[i]["hidden_states"][0] for s in steps]), arrays[f"decode_{side}_hidden"])
             close(np.concatenate([s[i]["logits"][0] for s in steps]), arrays[f"decode_{side}_logits"][:, family.codes])
         guided = np.concatenate([mixed(step, family.scale) for step in steps])
-        close(scored(guided), scored(arrays["decode_guided"][-7:, family.codes]), GUIDED)
+        close(scored(guided), scored(arrays["decode_guided"][-count:, family.codes]), GUIDED)
 
     def test_tree_behind_the_decode_tokens_gives_hidden_logits_guided_and_filtered_scores(self, family: Family) -> None:
         arrays, sides, codes, scored = family.arrays, family.sides(), family.codes, family.scored

@@ -1,4 +1,4 @@
-"""Folders of Anole and Lumina-mGPT: codes by their names, sizes of pictures, norms that several heads share."""
+"""Folders of Anole and both Lumina-mGPTs: codes by their names, sizes of pictures, norms that several heads share."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_copies import ANOLE, ANOLE_DRAFTER, LUMINA, VQGAN, copied, sharded
+from checkpoint_copies import ANOLE, ANOLE_DRAFTER, LUMINA, LUMINA2, MOVQGAN, VQGAN, copied, sharded
 from goldens import DATA
+from refusals import error_of
 from safetensors.torch import load_file
 
+from lantern_rt.errors import CheckpointError
 from lantern_rt.export.families.anole import read_anole, read_chameleon
 from lantern_rt.export.families.lumina import image_size, patch_sizes, read_lumina
+from lantern_rt.export.families.lumina2 import read_lumina2
 from lantern_rt.export.models.decoder import Attention
 from lantern_rt.export.models.eagle import read_drafter
 from lantern_rt.export.models.vq_checkpoints import read_vqgan
 
+Read = Callable[[Path], object]  # makes a damaged copy in a folder and reads it
 PROTOCOL: dict[str, Any] = json.loads((DATA / "lumina-mgpt/protocol.json").read_text())
 
 
@@ -96,3 +100,50 @@ def test_a_row_of_norms_serves_as_many_heads_as_the_model_was_split_for(tmp_path
         for kind in ("weight", "bias"):
             rows = weights[f"model.layers.1.self_attn.{part}_norm.{kind}"]
             assert torch.equal(getattr(norm, kind), rows[torch.tensor([0, 0, 1, 1])])
+
+
+def lumina2(weights: Any = None, config: Any = None, **fields: Any) -> Read:
+    return lambda folder: read_lumina2(copied(LUMINA2, folder / "target", weights, config, **fields), MOVQGAN, grid=8)
+
+
+def lumina2_file(name: str, old: str, new: str) -> Read:
+    def read(folder: Path) -> None:
+        target = copied(LUMINA2, folder / "target")
+        (target / name).write_text((target / name).read_text().replace(old, new))
+        read_lumina2(target, MOVQGAN, grid=8)
+
+    return read
+
+
+# How it is read, how the field at fault ends, and what the error says.
+REFUSALS: dict[str, tuple[Read, str, str]] = {
+    "half a patch of 4 x 4": (lambda folder: read_lumina2(LUMINA2, MOVQGAN, grid=10), "grid", "10 multiple of 4"),
+    "the first Lumina-mGPT": (
+        lambda folder: read_lumina2(LUMINA, MOVQGAN, grid=8),
+        "tokenizer.json",
+        "<s> Qwen's family lumina takes the first",
+    ),
+    "Anole as Lumina-mGPT 2.0": (
+        lumina2(config=lambda c: c.pop("mask_image_logits")),
+        "architectures",
+        "without mask_image_logits",
+    ),
+    "no size of its vocabulary": (lumina2(vocab_size=None), "vocab_size", "None text 96 tokens"),
+    "no start of a prompt": (lumina2_file("tokenizer_config.json", "eos_token", "end"), "eos_token", "None name"),
+    "no token of a size": (lumina2_file("tokenizer.json", "08804>", "04>"), "tokenizer.json", "lacks <reserved08804>"),
+    "no MoVQGAN": (lambda folder: read_lumina2(LUMINA2, VQGAN, grid=8), "chameleon-vqgan", "no movqgan_270M.ckpt"),
+    "Chameleon's VQGAN as MoVQGAN": (
+        lambda folder: read_lumina2(LUMINA2, VQGAN / "vqgan.ckpt", grid=8),
+        "vqgan.ckpt",
+        "norm_layer no MoVQGAN",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_files_that_are_not_of_lumina_mgpt_2_are_refused_by_their_field(tmp_path: Path, what: str) -> None:
+    read, field, words = REFUSALS[what]
+    error = error_of(CheckpointError, read, tmp_path)
+    assert error.field.endswith(field)
+    said = " ".join((error.problem, error.found, error.expected, error.remedy))
+    assert [word for word in words.split() if word not in said] == []

@@ -10,7 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_copies import ANOLE, C2I, COSMOS, EMU3, LANTERN, SIMPLEAR, VQGAN, changed, config_of, copied, sharded
+from checkpoint_copies import (
+    ANOLE,
+    C2I,
+    COSMOS,
+    EMU3,
+    LANTERN,
+    MOVQGAN,
+    SIMPLEAR,
+    VQGAN,
+    changed,
+    config_of,
+    copied,
+    sharded,
+)
 from refusals import error_of
 
 from lantern_rt.errors import CheckpointError
@@ -21,6 +34,7 @@ from lantern_rt.export.families.emu3 import read_emu3
 from lantern_rt.export.families.janus import read_janus
 from lantern_rt.export.families.llamagen import read_transformer
 from lantern_rt.export.families.lumina import read_lumina
+from lantern_rt.export.families.lumina2 import read_lumina2
 from lantern_rt.export.families.simplear import read_simplear
 from lantern_rt.export.models.t5 import read_text_encoder
 from lantern_rt.export.models.vq_checkpoints import read_vqgan
@@ -35,6 +49,7 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "llamagen": (read_transformer, "jadohu/LlamaGen-T2I"),
     "anole": (lambda folder: read_anole(folder, VQGAN), "leloy/Anole-7b-v0.1-hf"),
     "lumina": (lambda folder: read_lumina(folder, VQGAN, grid=4), "Alpha-VLLM/Lumina-mGPT-7B-768"),
+    "lumina2": (lambda folder: read_lumina2(folder, MOVQGAN, grid=8), "Alpha-VLLM/Lumina-mGPT-2.0"),
     "janus": (read_janus, "deepseek-community/Janus-Pro-1B"),
     "emu3": (lambda folder: read_emu3(folder, grid=4), "BAAI/Emu3-Gen-hf"),
     "simplear": (lambda folder: read_simplear(folder, COSMOS, grid=4), "Daniel0724/SimpleAR-0.5B-RL"),
@@ -61,7 +76,7 @@ def test_a_folder_of_another_model_is_named_and_the_needed_one_too(tmp_path: Pat
         read(folder)
         return
     error = error_of(CheckpointError, read, folder)
-    if (kind, family) == ("chameleon", "lumina"):
+    if kind == "chameleon" and family in ("lumina", "lumina2"):
         assert error.remedy == "family anole takes Anole, family lumina Lumina-mGPT"
     else:
         assert error.field == f"{folder / 'config.json'}: model_type"

@@ -14,7 +14,7 @@ RED: dict[str, Any] = {"prompts": "a red cube"}
 
 
 @pytest.mark.parametrize(
-    ("family", "subject"), [("lumina", RED), ("emu3", RED), ("anole", RED), ("c2i", {"class_ids": 3})]
+    ("family", "subject"), [("lumina", RED), ("lumina2", RED), ("emu3", RED), ("anole", RED), ("c2i", {"class_ids": 3})]
 )
 def test_codes_of_what_is_kept_are_the_encoders(
     family: str, subject: dict[str, Any], request: pytest.FixtureRequest

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_copies import C2I, DRAFTER, LUMINA, T2I, VQ, VQGAN, config_of, copied
+from checkpoint_copies import C2I, DRAFTER, LUMINA, LUMINA2, MOVQGAN, T2I, VQ, VQGAN, config_of, copied
+from PIL import Image
 from refusals import error_of
 
 from lantern_rt.bundle.files import open_bundle
@@ -47,6 +48,15 @@ def test_a_lumina_bundle_is_exported_and_verified(program: Any) -> None:
     assert program("export", "--family", "lumina", *files)[0] == 0
     code, out, _ = program("verify", "lumina", LUMINA, VQGAN)
     assert (code, "passed" in out) == (0, True)
+
+
+def test_a_lumina2_bundle_is_exported_from_its_repositorys_layout(program: Any) -> None:
+    files = ["--target", LUMINA2, "--vq", MOVQGAN, "--grid", 8, "--output", "lumina2"]
+    assert program("export", "--family", "lumina2", *files)[0] == 0
+    code, out, _ = program("run", "lumina2", "a red fox", "--size", "32x64", "--output", "fox.png")
+    assert code == 0, out
+    with Image.open("fox.png") as image:
+        assert image.size == (32, 64)
 
 
 def test_a_path_named_like_an_option_is_reported_as_the_path(program: Any) -> None:

@@ -64,6 +64,11 @@ def small_lumina(folder: Path) -> Sources:
     return {"target": DATA / "lumina-mgpt/model", "vq": vq, "drafter": folder / "drafter"}, {"grid": 6}
 
 
+def small_lumina2(_: Path) -> Sources:
+    folder = DATA / "lumina-mgpt-2"
+    return {"target": folder / "model", "vq": folder / "movqgan/270M/movqgan_270M.ckpt"}, {"grid": 8}
+
+
 def small_janus(folder: Path) -> Sources:
     write_janus(random_janus(), folder / "janus")
     return {"target": folder / "janus"}, {}
@@ -83,6 +88,7 @@ SMALL: dict[str, Callable[[Path], Sources]] = {
     "text": small_text,
     "anole": small_anole,
     "lumina": small_lumina,
+    "lumina2": small_lumina2,
     "janus": small_janus,
     "emu3": small_emu3,
     "simplear": small_simplear,
@@ -116,7 +122,9 @@ class Host:
             else:
                 content[file] = source.read_bytes()
         files = {role: f"{reference.partition('@')[0]}{revision}" for role, reference in files.items()}
-        row = model.model_copy(update={"files": files, "options": options, "download_bytes": 1_000_000})
+        row = model.model_copy(
+            update={"files": files, "options": options, "download_bytes": 1_000_000, "memory_bytes": 1}
+        )
         (folder / "models.json").write_text(json.dumps({name: row.model_dump()}))
 
     def command(self, *arguments: object) -> list[str]:

@@ -17,6 +17,8 @@ from checkpoint_copies import (
     ANOLE_DRAFTER,
     C2I,
     DRAFTER,
+    LUMINA2,
+    MOVQGAN,
     T2I,
     VQ,
     VQGAN,
@@ -25,6 +27,7 @@ from checkpoint_copies import (
     config_of,
     copied,
     edited,
+    sharded,
 )
 from goldens import DATA
 from onnx import TensorProto, external_data_helper
@@ -100,6 +103,27 @@ def test_an_anole_bundle_agrees_with_its_folders_and_with_no_others(
     assert failed == {("target", "logits"), ("drafter", "logits")}
 
 
+def test_a_lumina2_bundle_agrees_with_its_folders_and_tells_other_weights_fields_and_shards(
+    lumina2_bundle: Path, tmp_path: Path, program: Any
+) -> None:
+    content, failed = report(program, lumina2_bundle, LUMINA2, MOVQGAN)
+    assert not failed
+    assert {row["graph"] for row in content["tensors"]} == GRAPHS - {"drafter"} | {
+        "code_embeddings",
+        "neighbors",
+        "tokenizer",
+    }
+    wrong = copied(LUMINA2, tmp_path / "weight", lambda w: w["model.layers.1.mlp.up_proj.weight"][:, 0].add_(0.1))
+    assert ("target", "logits") in report(program, lumina2_bundle, wrong, MOVQGAN)[1]
+    wrong = copied(LUMINA2, tmp_path / "field", rope_theta=500.0)
+    assert ("target", "logits") in report(program, lumina2_bundle, wrong, MOVQGAN)[1]
+    shards = sharded(LUMINA2, tmp_path / "shards")
+    assert not report(program, lumina2_bundle, shards, MOVQGAN)[1]
+    shutil.copy(shards / "model-00001-of-00003.safetensors", shards / "model-00002-of-00003.safetensors")
+    code, _, err = program("verify", lumina2_bundle, shards, MOVQGAN)
+    assert (code, "does not hold what the index says" in err) == (2, True)
+
+
 def test_another_checkpoint_fails(c2i_bundle: Path, tmp_path: Path, program: Any) -> None:
     other = edited(tmp_path, C2I, lambda w: w["layers.1.feed_forward.w2.weight"][:, 0].add_(0.1))
     _, failed = report(program, c2i_bundle, other, *C2I_FILES[1:])
@@ -162,7 +186,9 @@ def test_checkpoints_that_the_bundle_was_not_made_from_are_refused(
 def test_a_bundle_without_a_known_family_has_no_checkpoint_to_compare_with(program: Any) -> None:
     code, _, err = program("verify", "scenes", C2I)
     assert code == 2
-    assert "found a bundle of family 'scenes', expected a bundle of llamagen, anole, lumina, janus, emu3" in err
+    assert (
+        "found a bundle of family 'scenes', expected a bundle of llamagen, anole, lumina, lumina2, janus, emu3" in err
+    )
 
 
 def altered(bundle: Path, goal: Path, role: str, edit: Callable[[Path], Any]) -> Path:

@@ -18,6 +18,8 @@ from checkpoint_copies import (
     EMU3,
     LANTERN,
     LUMINA,
+    LUMINA2,
+    MOVQGAN,
     SIMPLEAR,
     T2I,
     VQ,
@@ -41,11 +43,13 @@ from lantern_rt.export.families.emu3 import read_emu3
 from lantern_rt.export.families.janus import read_janus
 from lantern_rt.export.families.llamagen import read_transformer
 from lantern_rt.export.families.lumina import read_lumina
+from lantern_rt.export.families.lumina2 import read_lumina2
 from lantern_rt.export.families.simplear import read_simplear
 from lantern_rt.export.model import Model
 from lantern_rt.export.models.cosmos_vq import load_cosmos_vq
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import read_drafter
+from lantern_rt.export.models.movqgan import read_movqgan
 from lantern_rt.export.models.t5 import read_text_encoder
 from lantern_rt.export.models.vq_checkpoints import read_vq, read_vqgan
 
@@ -156,6 +160,8 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "Anole": (copied_into(ANOLE), lambda folder: read_chameleon(folder, 8)),
     "Chameleon's image tokenizer": (copied_into(VQGAN), read_vqgan),
     "Lumina-mGPT": (copied_into(LUMINA), lambda folder: read_lumina(folder, VQGAN, grid=4)),
+    "Lumina-mGPT 2.0": (copied_into(LUMINA2), lambda folder: read_lumina2(folder, MOVQGAN, grid=8)),
+    "MoVQGAN": (copied_into(MOVQGAN), read_movqgan),
     "Janus in shards": (lambda folder: write_janus(random_janus(), folder), read_janus),
     "Emu3": (copied_into(EMU3), lambda folder: read_emu3(folder, grid=4)),
     "Emu3 as published": (

@@ -1,4 +1,4 @@
-"""Lumina-mGPT's, Emu3's and SimpleAR's whole greedy generations, grids of several shapes, from prompts to pictures.
+"""Whole greedy generations of both Lumina-mGPTs, Emu3 and SimpleAR, grids of several shapes, from prompts to pictures.
 
 The published solver of Lumina-mGPT lets the model write the size itself; here it is part of the prompt, which gives
 the same state.
@@ -28,9 +28,10 @@ from lantern_rt.service import Service
 
 DATA = Path(__file__).parent.parent / "data"
 EMU3_SUFFIX = " masterpiece, film grained, best quality."  # of the published program; a bundle adds it to prompts
-FOLDERS = {"lumina": "lumina-mgpt", "emu3": "emu3", "simplear": "simplear"}
+FOLDERS = {"lumina": "lumina-mgpt", "lumina2": "lumina-mgpt-2", "emu3": "emu3", "simplear": "simplear"}
 GOLDEN = {family: np.load(DATA / folder / "golden.npz") for family, folder in FOLDERS.items()}
 LUMINA: list[dict[str, Any]] = json.loads((DATA / "lumina-mgpt" / "traces.json").read_text())
+LUMINA2: list[dict[str, Any]] = json.loads((DATA / "lumina-mgpt-2" / "traces.json").read_text())
 Pipelines = Callable[..., Pipeline]
 
 
@@ -58,6 +59,13 @@ def lumina(trace: dict[str, Any]) -> Run:
     return Run("lumina", options, trace["codes"], ids[3:-3], ids[3] - trace["codes"][0][0], None, picture)
 
 
+def lumina2(trace: dict[str, Any]) -> Run:
+    size, ids = f"{trace['width']}x{trace['height']}", trace["generated_ids"]
+    options = {"prompts": trace["caption"], "size": size, "temperature": 0, "cfg_scale": trace["cfg"]}
+    # behind the last row: its end, that of the image
+    return Run("lumina2", options, trace["codes"], ids[3:-2], 367, 353, f"{trace['name']}_uint8")
+
+
 def emu3(trace: dict[str, Any]) -> Run:
     rows, columns = trace["grid"]
     options = {"size": f"{2 * columns}x{2 * rows}", "temperature": 0, "cfg_scale": trace["cfg"]}
@@ -75,11 +83,13 @@ def simplear(trace: dict[str, Any]) -> Run:
 
 
 EMU3, SIMPLEAR = (json.loads((DATA / family / "traces.json").read_text()) for family in ("emu3", "simplear"))
-RUNS = [*map(lumina, LUMINA), *(emu3(trace) for trace in EMU3 if trace["name"].split("_")[-1].startswith("cfg"))]
+RUNS = [*map(lumina, LUMINA), *(lumina2(trace) for trace in LUMINA2 if trace["name"] != "i2i")]
+RUNS += [*(emu3(trace) for trace in EMU3 if trace["name"].split("_")[-1].startswith("cfg"))]
 RUNS += [simplear(trace) for trace in SIMPLEAR if trace["name"].split("_")[-1].startswith(("cfg", "penalty"))]
 TREES = ["eagle:tree=chain-4", "eagle:tree=mc-25", "eagle:tree=dynamic-59-5-10"]
 METHODS = {  # no grid is wider, so `rows` is exact, too
     "lumina": ["ar", "sjd:window=1", "sjd:window=7", *TREES, "rows:window=6"],
+    "lumina2": ["ar", "sjd:window=3", "sjd:window=15", "rows:window=12"],
     "emu3": ["ar", "sjd:window=1", "sjd:window=7", "rows:window=12"],
     "simplear": ["ar", "sjd:window=1", "sjd:window=7", "rows:window=6"],
 }
@@ -119,7 +129,17 @@ def test_greedy_generations_of_every_grid_give_the_published_ids_and_pictures(
 
 
 def test_greedy_generations_have_published_pictures() -> None:
-    assert sum(run.picture in GOLDEN[run.family] for run in RUNS) >= 9
+    assert sum(run.picture in GOLDEN[run.family] for run in RUNS) >= 13
+
+
+@pytest.mark.parametrize("method", ["sjd:window=3", "sjd:window=7", "sjd:window=15"])
+def test_forty_seeds_draw_the_codes_of_plain_decoding(pipes: Pipelines, method: str) -> None:
+    seeds = range(40)
+    for cfg_scale in (4.0, 12.0):  # the scale is constant, and moves
+        options: dict[str, Any] = {"size": "32x64", "seed": [*seeds], "cfg_scale": cfg_scale}
+        prompts = [f"a red fox {seed}" for seed in seeds]
+        expected = pipes("lumina2")(prompts, **options, method="ar").codes
+        assert np.array_equal(pipes("lumina2")(prompts, **options, method=method).codes, expected)
 
 
 @pytest.mark.parametrize("trace", LUMINA, ids=lambda trace: f"{trace['latent']}-cfg{trace['cfg']:g}")
@@ -147,7 +167,7 @@ def test_requests_for_several_sizes_share_passes_and_give_the_published_codes(
         step, shape = found[i], np.shape(run.codes)
         assert isinstance(step, StreamStep), step
         assert step.codes[0].reshape(shape).tolist() == run.codes
-        scale = {"lumina": 4, "emu3": 2, "simplear": 16}[family]
+        scale = {"lumina": 4, "lumina2": 8, "emu3": 2, "simplear": 16}[family]
         assert step.image(0).size == (scale * shape[1], scale * shape[0])
 
 
@@ -157,6 +177,9 @@ def test_requests_for_several_sizes_share_passes_and_give_the_published_codes(
         ("lumina", "64x64"),
         ("lumina", "64x128"),
         ("lumina", "128x32"),
+        ("lumina2", "64x64"),
+        ("lumina2", "96x32"),
+        ("lumina2", "32x64"),
         ("emu3", "8x8"),
         ("emu3", "10x8"),
         ("emu3", "24x4"),
@@ -181,7 +204,7 @@ def test_inexact_methods_draw_pictures_of_any_shape_the_same_in_any_batch(
     pipes: Pipelines, family: str, method: str
 ) -> None:
     pipe, captions = pipes(family), ["a red fox", "a boat on a lake at night in the rain"]
-    size = {"lumina": "64x96", "emu3": "6x10", "simplear": "96x48"}[family]
+    size = {"lumina": "64x96", "lumina2": "32x96", "emu3": "6x10", "simplear": "96x48"}[family]
     together = pipe(captions, size=size, seed=[1, 2], method=method)
     for caption, seed, codes in zip(captions, (1, 2), together.codes, strict=True):
         assert np.array_equal(pipe(caption, size=size, seed=seed, method=method).codes[0], codes)

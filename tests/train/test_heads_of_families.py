@@ -31,7 +31,7 @@ from lantern_rt.train.drafter.data import FIRST_SEED  # noqa: E402
 from lantern_rt.train.drafter.shards import Shard, shard_path  # noqa: E402
 from lantern_rt.train.drafter.target import read_heads_target  # noqa: E402
 
-FAMILIES = ("t2i", "anole", "janus", "lumina", "emu3", "simplear")
+FAMILIES = ("t2i", "anole", "janus", "lumina", "lumina2", "emu3", "simplear")
 WORDS = ("a red cube", "sand on a cube", "red sand")
 PER_SHARD, SEEDS = 12, 20
 METHODS = ("sjd:window=7", "eagle:tree=chain-3:drafter=heads", "eagle:tree=dynamic-8-3-2:drafter=heads")

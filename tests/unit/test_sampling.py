@@ -171,7 +171,7 @@ def test_the_best_codes_are_those_of_a_full_sort_with_their_log_probabilities(lo
 
 
 def test_every_setting_is_an_option_and_is_read_by_the_runtime() -> None:
-    assert {*SAMPLING, "filter_order"} == Sampling.model_fields.keys()  # the order comes with the bundle
+    assert {*SAMPLING, "filter_order", "cfg_final"} == Sampling.model_fields.keys()  # these two come with the bundle
     source = "".join(path.read_text("utf-8") for path in (Path(__file__).parents[2] / "runtime").glob("*.py"))
     read_as = {"cfg_tokens": "count_guided"}
     assert [name for name in SAMPLING if f"sampling.{read_as.get(name, name)}" not in source] == []

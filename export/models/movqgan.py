@@ -1,20 +1,25 @@
-"""Emu3's image tokenizer: a VQGAN for videos, reduced to single images, so that all convolutions are in 2D.
+"""MoVQGAN: an image tokenizer whose decoder's norms are scaled and shifted by functions of the code vectors.
 
-One grid of codes stands for several frames. The decoder decodes only the first frame, which is the image. Its
-convolutions in time read earlier frames, which are zero, so only the last slice of each kernel acts. The encoder
-encodes the image as a video of equal frames. Here these are groups of channels, until the last convolution in time has
-merged them. The decoder's norms are scaled and shifted by functions of the code vectors.
+Emu3's tokenizer is a MoVQGAN for videos, reduced here to single images, so that all convolutions are in 2D. One grid of
+codes stands for several frames. The decoder decodes only the first frame, which is the image. Its convolutions in time
+read earlier frames, which are zero, so only the last slice of each kernel acts. The encoder encodes the image as a
+video of equal frames. Here these are groups of channels, until the last convolution in time has merged them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...engines.contracts import Progress
+from ..checkpoints.files import file_error, raises_checkpoint_error
 from ..checkpoints.folders import Checkpoint
+from ..progress import silent
 from .llamagen_vq import ConvStack, LlamaGenVQ, Residual, VQConfig, group_norm
 from .vq_checkpoints import CODEBOOK, load_vq, rename_vqgan
 
@@ -22,6 +27,8 @@ _TAPS = 4  # frames that a convolution reads which halves the number of frames
 _PADDING = 2  # zero frames before the first frame
 _MAX_FRAMES = 16  # maximum number of frames per grid of codes; the published model has 4
 _HALVING = "encoder.time_conv."
+_MOVQGAN = "movqgan_270M.ckpt"
+_POST_QUANT = (r"^post_quant_conv\.(?:conv\.)?", "decoder.post_quant_conv.")
 # Patterns and replacements: first from the layout of transformers to the published layout, then to names without the
 # modules that wrap convolutions in time in both layouts.
 _PATTERNS = (
@@ -33,7 +40,7 @@ _PATTERNS = (
     (r"\.out_proj\.", ".proj_out."),
     (r"(?<=\d)(?:\.conv){1,2}\.(?=weight|bias)", "."),
     (r"^quant_conv\.conv\.", "quant_conv."),
-    (r"^post_quant_conv\.conv\.", "decoder.post_quant_conv."),
+    _POST_QUANT,
 )
 
 
@@ -82,29 +89,74 @@ class _VideoEncoder(ConvStack):
         return latents
 
 
-class _VideoDecoder(ConvStack):
-    def __init__(self, config: VQConfig, doublings: int) -> None:
+class _Decoder(ConvStack):
+    """A decoder that reads code vectors twice: through `post_quant_conv`, and in its norms."""
+
+    def __init__(self, config: VQConfig) -> None:
         width = config.latent_width
         widths = config.decoder_widths
         norm = partial(_SpatialNorm, config.code_width)
         super().__init__(width, widths[0], widths, 3, config.blocks + 1, config.attention, "upsample", norm)
         self.post_quant_conv = nn.Conv2d(config.code_width, width, 1)
+
+    def forward(self, x: Tensor, *norm_inputs: Tensor) -> Tensor:
+        return super().forward(self.post_quant_conv(x), x)
+
+
+class _VideoDecoder(_Decoder):
+    def __init__(self, config: VQConfig, doublings: int) -> None:
+        super().__init__(config)
+        width = config.latent_width
         self.time_res_stack = _time_residuals(config)
         self.time_conv = nn.Sequential(*(_TimeConv(width, width) for _ in range(doublings)))
 
     def forward(self, x: Tensor, *norm_inputs: Tensor) -> Tensor:
         latents, codes = (self.time_conv(self.time_res_stack(value)) for value in (self.post_quant_conv(x), x))
-        return super().forward(latents, codes)
+        return ConvStack.forward(self, latents, codes)
 
 
-class Emu3VQ(LlamaGenVQ):
+class MoVQ(LlamaGenVQ):
+    """Encoder and decoder of images whose decoder's norms also read the code vectors."""
+
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__(config)
+        self.decoder = _Decoder(config)
+        self.post_quant_conv = nn.Identity()  # moved into the decoder
+
+
+class Emu3VQ(MoVQ):
     """Encoder and decoder of images, as the first of `2 ** doublings` video frames that share a grid of codes."""
 
     def __init__(self, doublings: int, config: VQConfig) -> None:
         super().__init__(config)
         self.encoder = _VideoEncoder(config, doublings)
         self.decoder = _VideoDecoder(config, doublings)
-        self.post_quant_conv = nn.Identity()  # moved into the decoder, whose norms also read the code vectors
+
+
+@raises_checkpoint_error
+def read_movqgan(path: Path, progress: Progress = silent) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
+    """Read a MoVQGAN from its file.
+
+    Args:
+        path: a .ckpt file, or a folder with `movqgan_270M.ckpt`.
+        progress: progress callback.
+
+    Returns:
+        The tokenizer, and its file with its role.
+
+    Raises:
+        CheckpointError: the file cannot be read, or has no tokenizer in this layout.
+    """
+    file = path / _MOVQGAN if path.is_dir() else path
+    if not file.is_file():
+        raise file_error(path, found=f"no {_MOVQGAN}", expected=f"a folder with {_MOVQGAN}, or a .ckpt file")
+    checkpoint = Checkpoint(file, "vq", progress)
+    checkpoint.read(keep=lambda name: not name.startswith("loss."))  # networks of the training loss
+    if CODEBOOK not in checkpoint.weights or not any(".norm_layer." in name for name in checkpoint.weights):
+        problem = f"has no {CODEBOOK} and norms with norm_layer, so it is no MoVQGAN"
+        raise checkpoint.error(problem=problem)
+    rename_vqgan(checkpoint, patterns=[_POST_QUANT])
+    return _load(checkpoint, MoVQ), checkpoint.sources
 
 
 def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
@@ -132,9 +184,11 @@ def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
             checkpoint.weights[name] = tensor[:, :, -1]
         elif tensor.ndim == 2 and name != CODEBOOK:  # attention in transformers has linear layers, here convolutions
             checkpoint.weights[name] = tensor[:, :, None, None]
-    return load_vq(
-        checkpoint, normalize_for_decoder=False, normalize_for_encoder=False, build=partial(Emu3VQ, doublings)
-    )
+    return _load(checkpoint, partial(Emu3VQ, doublings))
+
+
+def _load(checkpoint: Checkpoint, build: Callable[[VQConfig], LlamaGenVQ]) -> LlamaGenVQ:
+    return load_vq(checkpoint, build, normalize_for_decoder=False, normalize_for_encoder=False)
 
 
 def _stack_frames(weight: Tensor, frames: int) -> Tensor:

@@ -1,0 +1,118 @@
+"""Lumina-mGPT 2.0: a Chameleon decoder with Qwen's vocabulary, for images of many sizes, with MoVQGAN as tokenizer.
+
+Prompts and sizes are as in Lumina-mGPT (`lumina.py`), but a patch has 4 x 4 codes. Prompts start with Qwen's end of
+sequence, because Qwen has no start of sequence. Codes are tokens without names: from 155000 on, or in a smaller
+vocabulary its last tokens. Guidance scales end at 4 (`cfg_final`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ...bundle.manifest import TokenLayout
+from ...engines.contracts import Progress
+from ...errors import CheckpointError
+from ...methods import Sampling
+from ..checkpoints.deferred import joined
+from ..checkpoints.files import file_error, listing, raises_checkpoint_error, read_tokenizer
+from ..checkpoints.folders import Checkpoint
+from ..checkpoints.lora import Adapter
+from ..model import Model
+from ..models.movqgan import read_movqgan
+from ..progress import silent
+from .anole import LUMINA, PROMPT_TOKENS, chameleon_config, read_chameleon
+from .common import check_grid, image_model
+from .lumina import ROW_END, TEMPLATE, image_size, longest_image, patch_sizes, side_tokens
+
+_FIRST_CODE = 155000
+_GRID = 96  # grid rows of 768 pixels
+_PATCH = 4  # codes along each side of a patch
+_SAMPLING = Sampling(cfg_scale=4.0, cfg_final=4.0, top_k=4096)  # settings of the published generate.py
+
+
+@raises_checkpoint_error
+def read_lumina2(
+    target: Path, vq: Path, *, grid: int | None = None, lora: Sequence[Adapter] = (), progress: Progress = silent
+) -> Model:
+    """Read Lumina-mGPT 2.0 with MoVQGAN.
+
+    Args:
+        target: folder with config.json, tokenizer.json, tokenizer_config.json and weights.
+        vq: `movqgan_270M.ckpt`, or a folder with it.
+        grid: grid rows of the square image size, a multiple of 4; 96 by default, for 768 pixels. Other sizes have about
+            as many codes.
+        lora: adapters to merge into the target.
+        progress: progress callback.
+
+    Raises:
+        CheckpointError: `grid` is not a multiple of 4, or a file is missing, damaged or of another model.
+        RequestError: `grid` is out of range.
+    """
+    check_grid(grid)
+    rows = grid or _GRID
+    if rows % _PATCH:
+        raise CheckpointError(field="grid", found=str(rows), expected="a multiple of 4; 96 rows are 768 pixels")
+    folder = Checkpoint(target)
+    config = chameleon_config(folder, LUMINA, "Alpha-VLLM/Lumina-mGPT-2.0")  # before large files are read
+    image_tokenizer, vq_sources = read_movqgan(vq, progress)
+    count = image_tokenizer.config.codes
+    size = config.integer("vocab_size")
+    if size is None or size <= count:
+        raise config.error(
+            "vocab_size", expected=f"text tokens, and {count} tokens for the codes of the image tokenizer"
+        )
+    first = min(_FIRST_CODE, size - count)
+    patches = patch_sizes(rows // _PATCH)
+    names, tokens = _read_tokens(folder, size, side_tokens(patches))
+    start, end, *_ = tokens
+    layout = TokenLayout(template=TEMPLATE, before=(names[start],), after=(names[end],), uncond=())
+    model = read_chameleon(
+        target,
+        rows,
+        LUMINA,
+        tokens,
+        lambda names: layout,
+        longest_image(patches, _PATCH),
+        lora,
+        progress,
+        (range(first, first + count), names),
+    )
+    row_end = names[ROW_END]
+    return image_model(
+        family="lumina2",
+        decoder=model.decoder,
+        code_embeddings=joined([model.embeddings[first : first + count], model.embeddings[row_end : row_end + 1]]),
+        condition=model.condition,
+        vq=image_tokenizer,
+        sampling=_SAMPLING,
+        sources=[*dict.fromkeys([*folder.sources, *model.sources, *vq_sources])],
+        sizes=[image_size(*pair, names, _PATCH) for pair in patches],
+        row_end=count,
+    )
+
+
+def _read_tokens(folder: Checkpoint, rows: int, size_tokens: Sequence[str]) -> tuple[Mapping[str, int], Sequence[str]]:
+    """Return all token ids by name, and the names of the tokens in prompts and images, besides the codes.
+
+    Args:
+        folder: folder of the target.
+        rows: number of rows of the embedding table.
+        size_tokens: names of the tokens for image sizes.
+    """
+    path = folder.tokenizer()
+    names = read_tokenizer(path, rows).get_vocab(with_added_tokens=True)
+    first, end, begin = PROMPT_TOKENS
+    if first in names:
+        raise file_error(
+            path, found=first, expected="Qwen's tokens", remedy="family lumina takes the first Lumina-mGPT"
+        )
+    settings = folder.config("tokenizer_config.json")
+    start = settings.get("bos_token") or settings.get("eos_token")
+    start = start.get("content") if isinstance(start, Mapping) else start
+    if not isinstance(start, str):
+        raise settings.error("eos_token", expected="the name of a token")
+    tokens = (start, end, begin, ROW_END, *size_tokens)
+    if missing := [name for name in tokens if name not in names]:
+        raise file_error(path, problem=f"lacks {listing(missing)}", remedy="give the model's own tokenizer")
+    return names, tokens
