@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # Options by family. `export.families.<family>` has a function `read_<family>` with parameters of these names.
 FAMILIES = {
     "llamagen": ("target", "vq", "drafter", "text_encoder", "config", "grid", "weights", "lora"),
+    "par": ("target", "vq", "config", "grid", "weights", "lora"),
     "anole": ("target", "vq", "drafter", "grid", "lora"),
     "lumina": ("target", "vq", "drafter", "grid", "lora"),
     "lumina2": ("target", "vq", "grid", "lora"),

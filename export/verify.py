@@ -47,7 +47,7 @@ MIN_PSNR = 40.0
 LARGE_GRAPH = 1 << 28  # bytes of weights above which a graph runs from the mapped file, on two cases
 _ARRAY_LIMIT = 1e-5  # maximum difference of arrays, which are stored unchanged or computed in a few float32 ops
 # Fields of a manifest and of its parts that a checkpoint determines; the user chooses the `_USER_FIELDS` of parts.
-_SIZES = ("grid_rows", "grid_columns", "codebook_size", "image_height", "image_width", "sizes", "row_end")
+_SIZES = ("grid_rows", "grid_columns", "codebook_size", "image_height", "image_width", "sizes", "row_end", "order")
 _PARTS = ("target", "drafter", "condition")
 _USER_FIELDS = {"precision", "dtype", "head_codes"}
 

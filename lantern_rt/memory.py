@@ -11,8 +11,9 @@ from collections.abc import Mapping
 
 import psutil  # type: ignore[import-untyped]
 
+from .bundle.conditions import ConditionSpec
 from .bundle.files import Bundle
-from .bundle.manifest import ConditionSpec, DecoderSpec, DrafterSpec, Manifest
+from .bundle.manifest import DecoderSpec, DrafterSpec, Manifest
 from .bundle.onnx_scan import count_float_weights
 from .engines.host import available_memory
 from .engines.kv_cache import SPAN_STEP, round_up

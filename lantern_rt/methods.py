@@ -64,8 +64,8 @@ class Sampling(FrozenModel, strict=True):
     Attributes:
         cfg_scale: guidance scale, 0 .. 1000. Guided logits are uncond + cfg_scale * (cond - uncond); at exactly 1 the
             unconditional row is not run.
-        cfg_tokens: number of image tokens, in raster order from the first, that are sampled with guidance: from 0, or
-            a share of the image such as `"50%"`; None: all. The unconditional row is not run for later tokens, which
+        cfg_tokens: number of image tokens, the first in the order of drawing, that are sampled with guidance: from 0,
+            or a share of the image such as `"50%"`; None: all. The unconditional row is not run for later tokens, which
             are sampled from the conditional logits. LlamaGen's `cfg_interval` of n is `cfg_tokens` of n + 2.
         cfg_final: guidance scale at the end of an image. Larger scales fall to it within the first rows, smaller scales
             are raised to it (`runtime/guidance.py`), as in Lumina-mGPT 2.0. None: the scale is constant.
@@ -285,11 +285,17 @@ class RowParallel(MethodConfig):
         return False
 
 
+class Groups(MethodConfig):
+    """The order of a bundle that draws several cells in a pass. It is exact, and the bundle has no other method."""
+
+    method: Literal["groups"] = "groups"
+
+
 Quality = Literal["strict", "balanced", "fast"]
 
 
-Method = Annotated[Ar | Eagle | Lantern | LanternPlusPlus | Sjd | RowParallel, Field(discriminator="method")]
-MethodName = Literal["ar", "eagle", "lantern", "lantern++", "sjd", "rows"]
+Method = Annotated[Ar | Eagle | Lantern | LanternPlusPlus | Sjd | RowParallel | Groups, Field(discriminator="method")]
+MethodName = Literal["ar", "eagle", "lantern", "lantern++", "sjd", "rows", "groups"]
 _CLASSES: tuple[type[MethodConfig], ...] = get_args(get_args(Method)[0])
 METHODS: dict[str, type[MethodConfig]] = {kind.model_fields["method"].default: kind for kind in _CLASSES}
 
@@ -337,8 +343,8 @@ class Options(GenerationOptions, total=False):
         method: in place of `quality`, a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an
             object of `lantern_rt.methods`.
         cfg_scale: guidance scale, 0 .. 1000; 1 is off.
-        cfg_tokens: number of image tokens that are sampled with guidance, in raster order from the first: from 0, or a
-            share of the image such as `"50%"`. Later tokens have one batch row instead of two, and take less time.
+        cfg_tokens: number of image tokens that are sampled with guidance, the first in the order of drawing: from 0, or
+            a share of the image such as `"50%"`. Later tokens have one batch row instead of two, and take less time.
         temperature: 0 (greedy) or 0.001 .. 1000.
         top_k: number of most probable tokens to keep; 0 is off.
         top_p: probability mass to keep, above 0 up to 1; 1 is off.

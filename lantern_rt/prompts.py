@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .bundle.conditions import ConditionSpec
 from .bundle.files import Bundle
-from .bundle.manifest import ConditionSpec, Size
+from .bundle.manifest import Size
 from .edits import Edit
 from .errors import RequestError
 from .inputs import check_int, format_error, format_value

@@ -24,6 +24,7 @@ from .methods import (
     Drafted,
     Embeddings,
     FrozenModel,
+    Groups,
     ImageSource,
     MethodConfig,
     Options,
@@ -182,6 +183,12 @@ def _resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
     *others, last = METHODS
     if name not in (*others, last):  # the name may have any type
         raise RequestError(field="method", found=format_value(name), expected=f"{', '.join(others)} or {last}")
+    if manifest.order is None and name == "groups":
+        problem = f"bundle {manifest.name} draws one token after another"
+        raise RequestError(problem, field="method groups", remedy="use method ar or sjd")
+    if manifest.order is not None and name not in ("ar", "groups"):
+        problem = f"bundle {manifest.name} draws groups of cells, in an order of its own"
+        raise RequestError(problem, field=f"method {name}", remedy="use method groups")
     kind = METHODS[name]
     if kind.needs_drafter and not manifest.drafters:
         problem = f"bundle {manifest.name} has no drafter"
@@ -190,6 +197,8 @@ def _resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
         if name not in PARAMETERS[parameter]:
             remedy = f"omit {parameter}, or use method {' or '.join(PARAMETERS[parameter])}"
             raise RequestError(f"method {name} does not take it", field=parameter, remedy=remedy)
+    if manifest.order is not None:
+        return Groups()  # plain decoding is the bundle's order
     fields = method.model_dump() if complete else _defaults(manifest, name) | parameters
     if issubclass(kind, Relaxed) and (not complete or "neighbors" in parameters):
         fields |= _neighborhood(manifest, name, parameters)

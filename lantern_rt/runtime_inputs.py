@@ -13,6 +13,7 @@ from .bundle.files import Bundle
 from .errors import BundleError
 from .methods import Drafted, MethodConfig, Relaxed, Sjd
 from .prompts import ImageRequest
+from .runtime.order import Order
 from .runtime.state import DrafterLayout, Model, PrefixRow, Prompt
 
 if TYPE_CHECKING:
@@ -87,4 +88,5 @@ def load_model(
         engines.max_nodes,
         manifest.row_end,
         bundle.heads if uses_heads else None,
+        Order(manifest.order.groups, manifest.codebook_size) if manifest.order else None,
     )

@@ -18,12 +18,13 @@ from .device import DeviceLogits, SampleRequest
 from .drafting import Commit, Draft, Drafter, OnCommit, SequenceStep
 from .eagle import EagleDrafter
 from .engine import Cache, Floats, Ints, Pass, PassOutput
+from .groups import GroupDrafter
 from .guidance import scales_of
 from .head_drafter import HeadDrafter
 from .jacobi import JacobiDrafter
 from .likelihood import recompute_logits, tie_margin
+from .pass_layout import PassLayout
 from .passes import MIN_NODES, identity_mask, prefill_pass, stack_padding, unmask_committed
-from .raster import PassLayout
 from .rows import RowDrafter
 from .state import ImageSequence, Model
 from .statistics import Clock
@@ -59,6 +60,7 @@ class Batch:
             "ar": self._plain_drafter,
             "sjd": self._window_drafter,
             "rows": self._row_drafter,
+            "groups": GroupDrafter(),
         }
         # Sequences of one method share a drafter, except that greedy and sampled sequences are apart.
         self._eagle_drafters: dict[ImageSequence, EagleDrafter] = {}
@@ -115,7 +117,7 @@ class Batch:
             output = self._target_output(sequence, draft, pass_output._replace(logits=last_logits), rows)
             preserved, _ = sequence.next_preserved()
             codes = preserved[:1] if len(preserved) else np.array([output.choice(0)])
-            steps.append(SequenceStep(sequence.index, sequence.append(codes)))
+            steps.append(SequenceStep.of(sequence, codes))
             nodes = [np.arange(length) for length in lengths[rows]]
             commits.append(Commit(sequence, codes, nodes, rows, pass_output.hidden, output))
         self.target_clock.append(cache, pass_output.new_kv, [np.arange(length) for length in lengths])
@@ -235,13 +237,12 @@ class Batch:
 
     def _recompute(self, sequence: ImageSequence, draft: Draft, node: int) -> Floats:
         """Compute the logits after a draft node again, by passes over the whole sequence; see `likelihood.py`."""
-        # The code after the node is unknown; 0 stands for it, so that an end-of-row token before it is inserted.
-        codes = np.append(draft.preceding_codes(node), 0)
-        tokens = sequence.raster.insert_row_ends(codes)[:-1]
+        codes = draft.preceding_codes(node)
         calls = self.target_clock.calls
         rows = sequence.rows[: sequence.num_rows(draft.cells[node])]
-        scales = scales_of(sequence.scales, [draft.cells[node]])
-        logits = recompute_logits(self.model, rows, tokens, sequence.sampling, self.target_clock, scales)
+        cell = draft.cells[node]
+        scales = scales_of(sequence.scales, [cell])
+        logits = recompute_logits(self.model, rows, codes, cell, sequence.sampling, self.target_clock, scales)
         sequence.statistics.tie_passes += self.target_clock.calls - calls
         return logits
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .acceptance import Acceptance
 from .engine import DeviceArray, Floats, Ints
-from .raster import PassLayout
+from .pass_layout import PassLayout
 from .state import ImageSequence, Model
 from .target import TargetOutput
 from .tree import DraftTree, TreeStructure
@@ -29,10 +29,24 @@ class SequenceStep(NamedTuple):
     """The tokens that one sequence committed in a step, with the draft they come from."""
 
     sequence: int  # index of the sequence
-    codes: Ints  # int64 `[count]`
-    tree: DraftTree | None = None  # the draft tree, None for the prefill, `ar` and `rows`
+    codes: Ints  # codes of the cells up to the first gap that no step before had, int64 `[count]`
+    tree: DraftTree | None = None  # the draft tree; None for the prefill, `ar`, `rows` and `groups`
     acceptance: Acceptance | None = None  # acceptance of the tree's nodes
-    placed: Placed | None = None  # codes that a pass of `rows` sampled, in cells of several grid rows
+    placed: Placed | None = None  # codes that a pass sampled in cells out of raster order; None: `codes`
+
+    @classmethod
+    def of(cls, sequence: ImageSequence, codes: Ints) -> SequenceStep:
+        """Append codes to a sequence, in its order of drawing, and return the step."""
+        before = len(sequence.codes)
+        appended = sequence.append(codes)
+        order = sequence.raster.order
+        if order is None:
+            return cls(sequence.index, appended)
+        image = np.zeros(sequence.raster.num_codes, np.int64)
+        image[order.cells[: len(sequence.codes)]] = sequence.codes
+        complete = slice(order.count_complete(before), order.count_complete(len(sequence.codes)))
+        placed = Placed(order.cells[before : len(sequence.codes)], appended)
+        return cls(sequence.index, image[complete], placed=placed)
 
     @property
     def num_codes(self) -> int:

@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 from ..methods import Sampling
 from .engine import Bools, Floats, Ints, PassOutput
 from .guidance import guidance_scales
+from .pass_layout import PassLayout
 from .passes import MIN_NODES, causal_pass, prefill_pass, stack_padding
+from .raster import MAX_BATCH_NODES
 from .sampling import apply_guidance, apply_repetition_penalty, apply_temperature, softmax
 from .state import Model, PrefixRow, Prompt
 from .statistics import Clock
@@ -55,8 +57,12 @@ def likelihood(
     """
     start = 0
     cell = 0
-    tokens = model.raster.insert_row_ends(codes)
-    scales = guidance_scales(sampling, model.raster)
+    raster = model.raster
+    if raster.order is not None:
+        codes = codes[raster.order.cells]
+        counted = None if counted is None else counted[raster.order.cells]
+    tokens = raster.insert_row_ends(codes)
+    scales = guidance_scales(sampling, raster)
     nats = np.empty(len(codes))
     entropy = np.empty(len(codes))
     for logits in sequence_logits(model, prompt.rows(sampling), tokens[:-1], Clock()):
@@ -64,7 +70,7 @@ def likelihood(
         start += len(part)
         sampled = part != (-1 if model.row_end is None else model.row_end)  # end-of-row tokens are not sampled
         part = part[sampled]
-        preceding = [codes[: cell + i] for i in range(len(part))]
+        preceding = [codes[: raster.count_before(cell + i)] for i in range(len(part))]
         span = slice(cell, cell + len(part))
         cell += len(part)
         penalised = apply_repetition_penalty(logits[:, sampled], preceding, sampling)
@@ -88,17 +94,19 @@ def tie_margin(model: Model, sampling: Sampling) -> float:
 def recompute_logits(
     model: Model,
     rows: Sequence[PrefixRow],
-    tokens: Ints,
+    codes: Ints,
+    cell: int,
     sampling: Sampling,
     clock: Clock,
     scales: Floats | None = None,
 ) -> Floats:
-    """Compute the guided logits of the next code of a sequence again, by passes of fixed shapes.
+    """Compute the guided logits of a code of a sequence again, by passes of fixed shapes.
 
     Args:
         model: model with its target engine.
         rows: rows of one prompt.
-        tokens: tokens of the sequence, `[count]`.
+        codes: codes that the distribution depends on, in the order of drawing, `[count]`.
+        cell: number of the code in the order of drawing.
         sampling: guidance and repetition penalty.
         clock: clock of the forward passes.
         scales: guidance scale of the code, float32 `[1]`; None: the last scale.
@@ -106,12 +114,15 @@ def recompute_logits(
     Returns:
         Float32 `[1, vocab_size]`.
     """
+    # The code is unknown; 0 stands for it, so that an end-of-row token before it is inserted.
+    tokens = model.raster.insert_row_ends(np.append(codes, 0))[:-1]
     (last,) = deque(sequence_logits(model, rows, tokens, clock), maxlen=1)
-    return apply_guidance(apply_repetition_penalty(last[:, -1:], [tokens], sampling), sampling, scales=scales)
+    index = -1 if model.order is None else cell - model.order.starts[model.order.group_at(cell + 1)]
+    return apply_guidance(apply_repetition_penalty(last[:, [index]], [tokens], sampling), sampling, scales=scales)
 
 
 def sequence_logits(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock) -> Iterator[Floats]:
-    """Yield the logits after every token of a sequence, in parts.
+    """Yield the logits after every token of a sequence, in parts; with an order, the logits of every code it can draw.
 
     Args:
         model: model with its target engine.
@@ -120,7 +131,8 @@ def sequence_logits(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock
         clock: clock of the forward passes.
 
     Yields:
-        Float32 `[rows, nodes, vocab_size]`: first one node, after the prefixes, then the nodes of parts of `tokens`.
+        Float32 `[rows, nodes, vocab_size]`: first one node, after the prefixes, then the nodes of parts of `tokens`;
+        with an order, the nodes of groups, in the order of drawing.
     """
     passes = _passes(model, rows, np.tile(tokens, (len(rows), 1)), clock)
     output, lengths = next(passes)
@@ -153,15 +165,27 @@ def _passes(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock)
     num_rows = len(rows)
     lengths = np.array([len(row.embeds) for row in rows])
     padding = stack_padding([~row.real for row in rows])  # [rows, longest]
-    cache = target.new_cache(num_rows, int(lengths.max()) + tokens.shape[1] + MIN_NODES)
+    order = model.order
+    capacity = int(lengths.max()) + tokens.shape[1] + (MIN_NODES if order is None else MAX_BATCH_NODES)
+    cache = target.new_cache(num_rows, capacity)
     output = clock.run(target, prefill_pass(target, cache, [row.embeds for row in rows], padding), cache)
     clock.append(cache, output.new_kv, [np.arange(length) for length in lengths])
     yield output, lengths
-    for start in range(0, tokens.shape[1], NODES):
-        part = tokens[:, start : start + NODES]
+    parts: list[tuple[Ints, PassLayout | None]]
+    if order is None:
+        parts = [(tokens[:, start : start + NODES], None) for start in range(0, tokens.shape[1], NODES)]
+    else:
+        layouts = (order.lay_out(groups, tokens[0]) for groups in order.spans(tokens.shape[1], NODES))
+        parts = [(np.tile(layout.tokens, (num_rows, 1)), layout) for layout in layouts]
+    for part, layout in parts:
         count = part.shape[1]
         nodes = np.zeros((num_rows, max(MIN_NODES, count)), np.int64)
         nodes[:, :count] = part
-        output = clock.run(target, causal_pass(target, cache, nodes, model.num_positions - 1, padding), cache)
+        batch = causal_pass(target, cache, nodes, model.num_positions - 1, padding)
+        if layout is not None:
+            past_length = batch.attention_mask.shape[2] - nodes.shape[1]
+            batch.attention_mask[:, :count, past_length : past_length + count] = layout.ancestors
+            batch.positions[:, :count] = lengths[:, None] + layout.positions
+        output = clock.run(target, batch, cache)
         clock.append(cache, output.new_kv, [np.arange(count)] * num_rows)
         yield output, np.full(num_rows, count)

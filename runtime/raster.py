@@ -9,32 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from .engine import Bools, Ints
+from .engine import Ints
+from .order import Order
+from .pass_layout import PassLayout
 from .tree import DraftTree
 
 MAX_BATCH_NODES = 64  # maximum number of nodes in a pass over several grid rows
-
-
-class PassLayout(NamedTuple):
-    """Nodes of a forward pass: the nodes of a draft, and the end-of-row tokens behind them."""
-
-    tokens: Ints  # int64 `[pass nodes]`
-    positions: Ints  # positions counted from the first token of the image, int64 `[pass nodes]`
-    ancestors: Bools  # whether the column node is the row node or comes before it, bool `[pass nodes, pass nodes]`
-    draft_nodes: Ints | None = None  # draft node of each pass node, int64 `[pass nodes]`
-    # pass node after which the token of each draft node is sampled, int64 `[nodes]`; this field and `draft_nodes` are
-    # None if the pass has no end-of-row tokens
-    sampling_nodes: Ints | None = None
-    # attention mask over the cache entries behind the prefix, bool `[pass nodes, entries]`; None: all are attended to
-    past: Bools | None = None
-
-    def path_nodes(self, path: Sequence[int]) -> Ints:
-        """Return the pass nodes of the draft nodes `path`, end-of-row tokens included."""
-        return np.array(path, np.int64) if self.draft_nodes is None else np.flatnonzero(np.isin(self.draft_nodes, path))
 
 
 @dataclass(frozen=True)
@@ -44,6 +27,7 @@ class Raster:
     num_codes: int  # number of codes of the image
     columns: int = 1  # number of codes in a grid row
     row_end: int | None = None  # end-of-row token, after every row but the last; None without one
+    order: Order | None = None  # order of drawing in groups of cells, see `order.py`; None: one code after another
 
     @property
     def num_tokens(self) -> int:
@@ -53,6 +37,10 @@ class Raster:
     def position_of(self, cell: int) -> int:
         """Return the position of a cell's token, from 0 at the first token; drafts may extend past the last cell."""
         return cell if self.row_end is None else cell + min(cell, self.num_codes - 1) // self.columns
+
+    def count_before(self, cell: int) -> int:
+        """Return how many codes the distribution of code `cell` depends on; both count in the order of drawing."""
+        return cell if self.order is None else self.order.starts[self.order.group_at(cell + 1) - 1]
 
     def ends_row(self, cell: int) -> bool:
         """Return whether an end-of-row token follows a cell."""

@@ -26,7 +26,8 @@ import numpy as np
 from ..methods import RowParallel
 from .drafting import Accepted, Drafter, Placed, SequenceStep
 from .engine import Bools, Ints
-from .raster import MAX_BATCH_NODES, PassLayout, Raster
+from .pass_layout import PassLayout
+from .raster import MAX_BATCH_NODES, Raster
 from .state import ImageSequence, Model
 from .target import TargetOutput
 from .tree import TreeStructure

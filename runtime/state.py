@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..methods import Ar, Drafted, MethodConfig, RowParallel, Sampling, Sjd
+from ..methods import Ar, Drafted, Groups, MethodConfig, RowParallel, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints
 from .guidance import guidance_scales
 from .heads import DraftHeads
 from .noise import Noise
+from .order import Order, OrderedNoise
 from .raster import MAX_BATCH_NODES, Raster
 from .statistics import SequenceStatistics
 from .tree_names import parse_tree
@@ -50,11 +51,12 @@ class Model:
     row_end: int | None = None  # token at the end of a grid row, see `raster.py`
     # draft heads for windows and for trees of draft heads, None where no method needs them
     heads: DraftHeads | None = None
+    order: Order | None = None  # order of drawing in groups of cells, None for models that draw one code after another
 
     @property
     def raster(self) -> Raster:
         """Order of the codes in the sequence of a whole image."""
-        return Raster(self.num_codes, self.columns, self.row_end)
+        return Raster(self.num_codes, self.columns, self.row_end, self.order)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def count_nodes(method: MethodConfig) -> int:
         return parse_tree(method.tree).nodes
     if isinstance(method, Sjd):
         return 1 + method.window
-    if isinstance(method, Ar | RowParallel):
+    if isinstance(method, Ar | RowParallel | Groups):
         return 1
     raise TypeError(f"method {method.method}: add its nodes of a pass to `count_nodes`")
 
@@ -112,18 +114,22 @@ class ImageSequence:
     sampling: Sampling
     method: MethodConfig
     seed: int  # 0 .. 2^64 - 1
-    preserved: Ints | None = None  # see `Prompt`
+    preserved: Ints | None = None  # see `Prompt`; from `__post_init__` on in the order of drawing
     adaptive: bool = False  # whether the window of an exact `sjd` is an `AdaptiveWindow`
     max_nodes: int = field(init=False)  # maximum number of nodes of the next draft
-    num_guided: int = field(init=False)  # number of codes sampled with guidance, in raster order from the first
+    num_guided: int = field(init=False)  # number of codes sampled with guidance, the first in the order of drawing
     scales: Floats | None = field(init=False)  # see `guidance_scales`
     noise: Noise = field(init=False)
-    codes: list[int] = field(init=False, default_factory=list)  # codes generated or preserved so far
+    # codes generated or preserved so far, in the order of drawing
+    codes: list[int] = field(init=False, default_factory=list)
     tie_margin: float = field(init=False, default=0.0)  # see `likelihood.py`
     statistics: SequenceStatistics = field(init=False, default_factory=SequenceStatistics)
 
     def __post_init__(self) -> None:
-        self.noise = Noise(self.seed)
+        order = self.raster.order
+        self.noise = Noise(self.seed) if order is None else OrderedNoise(self.seed, order)
+        if self.preserved is not None and order is not None:
+            self.preserved = self.preserved[order.cells]
         self.max_nodes = count_nodes(self.method)
         self.num_guided = self.sampling.count_guided(self.raster.num_codes)
         self.scales = guidance_scales(self.sampling, self.raster)

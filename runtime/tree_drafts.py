@@ -10,7 +10,8 @@ import numpy as np
 from .acceptance import Acceptance, Relaxation, walk_exact, walk_greedy, walk_relaxed
 from .drafting import Accepted, Drafter, SequenceStep
 from .engine import Ints
-from .raster import MAX_BATCH_NODES, PassLayout
+from .pass_layout import PassLayout
+from .raster import MAX_BATCH_NODES
 from .state import ImageSequence, Model
 from .target import TargetOutput
 from .tree import DraftTree, Proposal, TreeStructure, no_proposal
@@ -77,7 +78,7 @@ class TreeDraft:
         if accepted.bonus is not None:
             path = accepted.path
             codes = np.append(codes, accepted.bonus)
-        step = SequenceStep(sequence.index, sequence.append(codes))
+        step = SequenceStep.of(sequence, codes)
         if sequence.method.method != "ar":
             step = step._replace(tree=tree, acceptance=accepted)
         return Accepted(step, codes, layout.path_nodes(path))

@@ -282,3 +282,19 @@ def simplear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return export_model(replace(model, fields={**model.fields, "sizes": sizes}), output)
 
     return _exported(tmp_path_factory, "simplear_bundle/tiny-simplear", export, ("tokenizers",))
+
+
+@pytest.fixture(scope="session")
+def par_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """PAR that draws four cells in a pass: 10 classes, 8 x 8 codes."""
+
+    def export(output: Path) -> Path:
+        from lantern_rt.export.families.par import read_par
+        from lantern_rt.export.writer import export_model
+
+        target = DATA / "par/4x/par_4x.pt"
+        return export_model(
+            read_par(target, DATA / "llamagen-vq/vq_tiny.pt", config=target.with_name("config.json")), output
+        )
+
+    return _exported(tmp_path_factory, "par_bundle/tiny-par", export)

@@ -85,7 +85,7 @@ def write_graph(bundle: Bundle, role: str, profiles: Sequence[Profile], folder: 
         entries = max(profile.nodes[2] for profile in profiles)
         if role == "target":
             prefixes = entries * max(profile.rows[2] for profile in profiles)
-            entries = max(spec.vocab_size, 1 + (manifest.row_end or 0), prefixes)
+            entries = max(manifest.num_embedded, prefixes)
     elif manifest.sizes or manifest.vq_precision == "int8":
         return None
     else:

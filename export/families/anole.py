@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...bundle.manifest import TokenLayout
+from ...bundle.conditions import TokenLayout
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...inputs import format_value

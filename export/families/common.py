@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec, Size
+from ...bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec, Preset, Size
+from ...bundle.order import OrderSpec
 from ...errors import CheckpointError, RequestError
 from ...inputs import format_value
-from ...methods import Eagle, Lantern, LanternPlusPlus, Sampling
+from ...methods import Eagle, Groups, Lantern, LanternPlusPlus, Sampling
 from ..checkpoints.files import TOKENIZER
 from ..graph.conditions import Condition
 from ..graph.graphs import Graph, named_cases, target_graph
@@ -39,6 +40,7 @@ def image_model(
     drafter: LoadedDrafter | None = None,
     sizes: Sequence[Size] = (),
     row_end: int | None = None,
+    order: OrderSpec | None = None,
 ) -> Model:
     """Return the contents of a bundle.
 
@@ -46,7 +48,7 @@ def image_model(
         family: name of the family.
         decoder: the target.
         code_embeddings: the target's input embeddings of all tokens of an image, `[tokens, hidden_size]`: the
-            codes, then, if grid rows end with a token, all tokens up to the end-of-row token.
+            codes, then, if grid rows end with a token, all tokens up to the end-of-row token, or the order's vectors.
         condition: graph and manifest entry that convert prompts to prefix rows.
         vq: the image tokenizer.
         sampling: default sampling settings.
@@ -54,6 +56,7 @@ def image_model(
         drafter: drafter of the target, None without a drafter.
         sizes: `sizes` of `Manifest`.
         row_end: `row_end` of `Manifest`: end-of-row token, which follows every grid row but the last.
+        order: `order` of `Manifest`.
 
     Raises:
         CheckpointError: the image tokenizer has another number of codes than the target.
@@ -86,6 +89,8 @@ def image_model(
             "image_width": pixels,
             "sizes": tuple(sizes),
             "row_end": row_end,
+            "order": order,
+            **({} if order is None else {"presets": {"strict": Preset(method=Groups())}}),
             "target": DecoderSpec(**decoder_fields(config), max_positions=config.positions),
             "drafter": drafter_spec,
             "condition": condition.spec,

@@ -16,7 +16,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, normalizers
 
-from ...bundle.manifest import Size, TokenLayout
+from ...bundle.conditions import TokenLayout
+from ...bundle.manifest import Size
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...inputs import format_value, require_library

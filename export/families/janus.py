@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...bundle.manifest import TokenLayout
+from ...bundle.conditions import TokenLayout
 from ...engines.contracts import Progress
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights

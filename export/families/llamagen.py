@@ -7,7 +7,7 @@ configuration file, from the published model with equal sizes, or, for the grid,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import isqrt
 from pathlib import Path
@@ -125,9 +125,7 @@ def read_llamagen(
         RequestError: `grid` or `weights` is out of range.
     """
     check_grid(grid)
-    if weights not in (None, "model", "ema"):
-        raise RequestError(field="weights", found=format_value(weights), expected="model or ema")
-    averaged = None if weights is None else weights == "ema"
+    averaged = check_weights(weights)
     transformer = read_transformer(target, config=config, grid=grid, averaged=averaged, lora=lora, progress=progress)
     image_tokenizer, vq_sources = read_vq(vq, progress, averaged)
     sources = [*transformer.sources, *vq_sources]
@@ -166,6 +164,13 @@ def read_llamagen(
     return replace(model, weights=weights)
 
 
+def check_weights(weights: str | None) -> bool | None:
+    """Return whether averaged weights are chosen, None if none are. Raises: RequestError: an unknown choice."""
+    if weights not in (None, "model", "ema"):
+        raise RequestError(field="weights", found=format_value(weights), expected="model or ema")
+    return None if weights is None else weights == "ema"
+
+
 class LlamaGen(NamedTuple):
     """Parts of a transformer.
 
@@ -175,6 +180,8 @@ class LlamaGen(NamedTuple):
         condition: module that computes the prefix rows.
         sources: files with roles.
         lantern: whether the files are in LANTERN's layout.
+        config: the configuration, empty if there is no file.
+        extra: weights of families that have more than LlamaGen, by their names in the files, float32.
     """
 
     decoder: Decoder
@@ -182,6 +189,8 @@ class LlamaGen(NamedTuple):
     condition: ClassCondition | CaptionCondition
     sources: list[tuple[str, Path]]
     lantern: bool
+    config: Config
+    extra: dict[str, Tensor]
 
 
 @raises_checkpoint_error
@@ -193,6 +202,8 @@ def read_transformer(
     averaged: bool | None = None,
     lora: Sequence[Adapter] = (),
     progress: Progress = silent,
+    extra: Collection[str] = (),
+    arguments: Collection[str] = (),
 ) -> LlamaGen:
     """Read the transformer in a file or folder.
 
@@ -203,6 +214,8 @@ def read_transformer(
         averaged: `averaged` of `read_weights`.
         lora: adapters to merge into the weights.
         progress: progress callback.
+        extra: names of matrices that another family has beside LlamaGen's weights.
+        arguments: further arguments that another family's configuration may have.
 
     Raises:
         CheckpointError: a file is missing or damaged, or is not a LlamaGen transformer.
@@ -216,7 +229,7 @@ def read_transformer(
     if config is not None:
         checkpoint.sources.append(("config", config))
     elif folder_config.is_file() and (
-        path.is_dir() or lantern or read_config(folder_config).values.keys() <= _ARGUMENTS
+        path.is_dir() or lantern or read_config(folder_config).values.keys() <= _ARGUMENTS | {*arguments}
     ):
         config = folder_config
         checkpoint.sources.append(("target_config", config))
@@ -229,7 +242,7 @@ def read_transformer(
         checkpoint.rename(_NAMES)
         values = Config(values.path, values.values, _FIELDS)
         if ("config", values.path) in checkpoint.sources:  # the argument `config`, not a file of the checkpoint
-            values.check_names(_ARGUMENTS)
+            values.check_names(_ARGUMENTS | {*arguments})
     weights = checkpoint.weights
     if "codes" not in weights or not {"classes", "captions.uncond"} & weights.keys():
         first = ", ".join(sorted(map(checkpoint.name_in_files, weights))[:3])
@@ -250,8 +263,11 @@ def read_transformer(
     with without_weights():
         decoder = Decoder(sizes)
     code_embeddings = weights.pop("codes").float()
+    for name in extra:
+        checkpoint.shape(name)
+    extra_weights = {name: weights.pop(name).float() for name in extra}
     checkpoint.load_strict(decoder)
-    return LlamaGen(decoder, code_embeddings, condition, checkpoint.sources, lantern)
+    return LlamaGen(decoder, code_embeddings, condition, checkpoint.sources, lantern, values, extra_weights)
 
 
 def _extract_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondition | CaptionCondition, int]:

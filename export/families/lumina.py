@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...bundle.manifest import Size, TokenLayout
+from ...bundle.conditions import TokenLayout
+from ...bundle.manifest import Size
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...methods import Sampling

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...bundle.manifest import TokenLayout
+from ...bundle.conditions import TokenLayout
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...methods import Sampling

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from ...bundle.manifest import Size, TokenLayout
+from ...bundle.conditions import TokenLayout
+from ...bundle.manifest import Size
 from ...engines.contracts import Progress
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights

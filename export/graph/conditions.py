@@ -16,7 +16,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...bundle.manifest import ConditionSpec, TokenLayout
+from ...bundle.conditions import ConditionSpec, TokenLayout
 from ..checkpoints.files import read_tokenizer
 from ..models.t5 import write_encoder
 from .graphs import Arrays, Graph, named_cases

@@ -57,9 +57,9 @@ class Bundle:
 
     @cached_property
     def code_embeddings(self) -> NDArray[np.float32]:
-        """The target's input embeddings of image tokens and of the row end, float32 `[tokens, hidden_size]`."""
+        """The target's input embeddings of codes, row end and learned vectors, float32 `[tokens, hidden_size]`."""
         path = self.path("code_embeddings")
-        tokens = max(self.manifest.codebook_size, (self.manifest.row_end or 0) + 1)
+        tokens = self.manifest.num_embedded
         table = _read_array(path, None, (tokens, self.manifest.target.hidden_size), ("float32", "float16"))
         if not (np.isfinite(table.min()) and np.isfinite(table.max())):
             raise _file_error(path, "NaN or infinity", "finite numbers")

@@ -9,18 +9,14 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ..methods import Drafted, FrozenModel, Method, Quality, Relaxed, Sampling, Sjd
+from ..methods import Drafted, FrozenModel, Groups, Method, Quality, Relaxed, Sampling, Sjd
+from .conditions import ConditionSpec
+from .numbers import MAX_PIXELS, Count, Pixels, Side, SmallCount, TokenId
+from .order import OrderSpec
 
 FORMAT_VERSION = "3.5"
 _BLOCK = 1 << 20  # Number of bytes hashed at a time.
 
-# No model comes near these bounds. A damaged manifest beyond them could exhaust memory or time.
-Count = Annotated[int, Field(ge=1, le=1_000_000)]
-SmallCount = Annotated[int, Field(ge=1, le=1024)]
-Side = Annotated[int, Field(ge=1, le=256)]  # Cells.
-MAX_PIXELS = 8192  # Maximum width and height of an image.
-Pixels = Annotated[int, Field(ge=1, le=MAX_PIXELS)]
-TokenId = Annotated[int, Field(ge=0, le=2**31)]
 Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-weights", "int8"]
 
 
@@ -105,74 +101,6 @@ class HeadsSpec(FrozenModel):
 
     rank: SmallCount
     units: SmallCount
-
-
-class TokenLayout(FrozenModel):
-    """Layout of the token ids of a prompt's conditional and unconditional row, for kind `tokens`.
-
-    The text is tokenized without special tokens. The conditional row is `before`, the text's ids, and `after`. Both
-    rows end with the tokens of the image's `Size`. A negative prompt's conditional row replaces the unconditional row.
-
-    Args:
-        template: text in which the prompt replaces `{prompt}` and the size's name replaces `{size}`.
-        before: ids before the text.
-        after: ids after the text.
-        uncond: ids of the unconditional row.
-        uncond_fill: id that replaces each id of the text in the unconditional row, if `uncond` is None.
-        negative: template of negative prompts, None for `template`.
-    """
-
-    template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
-    before: tuple[TokenId, ...] = ()
-    after: Annotated[tuple[TokenId, ...], Field(min_length=1)]
-    uncond: tuple[TokenId, ...] | None = None
-    uncond_fill: TokenId | None = None
-    negative: Annotated[str, Field(pattern=r"\{prompt\}")] | None = None
-
-    @model_validator(mode="after")
-    def _one_uncond(self) -> TokenLayout:
-        if (self.uncond is None) == (self.uncond_fill is None):
-            raise ValueError("set exactly one of `uncond` and `uncond_fill`")
-        return self
-
-
-class ConditionSpec(FrozenModel):
-    """The condition of an image, and the graph that converts it to prefix embeddings.
-
-    The graph returns `prefix_embeds` and `uncond_embeds`, float32 `[rows, prefix, width]`. Its inputs by kind:
-
-    - `class`: `class_ids [rows]` int64.
-    - `words`, captions of known words: `token_ids [rows, prefix]` int64, right-padded with 0.
-    - `embeddings`, the caller's text embeddings: `caption_embeds [rows, prefix, caption_dim]`, left-padded with zeros,
-      and `caption_mask [rows, prefix]` int64.
-    - `text`, free text: `token_ids` and `token_mask [rows, tokens]` int64, left-padded, tokens <= prefix.
-    - `tokens`, free text in a joint vocabulary: `token_ids [rows, tokens]`, `uncond_ids [rows, uncond_tokens]` int64,
-      both at most `prefix` long. The outputs have the same lengths.
-
-    Args:
-        kind: kind of the condition.
-        prefix: maximum number of prefix positions.
-        classes: number of classes.
-        caption_dim: size of a text embedding.
-        cleaning: cleaning of prompts before tokenization.
-        layout: layout of the token ids.
-    """
-
-    kind: Literal["class", "words", "embeddings", "text", "tokens"]
-    prefix: Count
-    classes: Count | None = None
-    caption_dim: Count | None = None
-    cleaning: Literal["llamagen"] | None = None
-    layout: TokenLayout | None = None
-
-    @model_validator(mode="after")
-    def _sizes_fit_kind(self) -> ConditionSpec:
-        for field, kind in (("classes", "class"), ("caption_dim", "embeddings"), ("layout", "tokens")):
-            if (getattr(self, field) is not None) != (self.kind == kind):
-                raise ValueError(f"`{field}` is required for kind `{kind}` and not allowed for other kinds")
-        if self.cleaning is not None and self.kind != "text":
-            raise ValueError("`cleaning` is only allowed for kind `text`")
-        return self
 
 
 class Size(FrozenModel):
@@ -284,6 +212,7 @@ class Manifest(FrozenModel):
     Args:
         sizes: image sizes, including the default of `grid_rows` and `grid_columns`. Empty: only the default.
         row_end: token after every grid row except the last, which is not sampled; an index of `code_embeddings`.
+        order: order in which groups of cells are drawn; None: one code after another, in raster order.
         neighbors: number of neighbours per code in the table `neighbors`, 0 without the table.
         vq_precision: precision of the image decoder's matrix products.
         presets: methods of qualities: `strict`, by default `STRICT`, and others that `eval --write-presets` added.
@@ -302,6 +231,7 @@ class Manifest(FrozenModel):
     image_width: Pixels
     sizes: Annotated[tuple[Size, ...], Field(max_length=1024)] = ()
     row_end: TokenId | None = None
+    order: OrderSpec | None = None
     neighbors: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     target: DecoderSpec
     drafter: DrafterSpec | None = None
@@ -343,8 +273,22 @@ class Manifest(FrozenModel):
         if self.row_end is not None and not first_row <= self.row_end < first_row + 1_000_000:
             limits = f"at least codebook_size, {first_row}, and below {first_row + 1_000_000}"
             raise ValueError(f"row_end must be {limits}, found {self.row_end}")
+        self._check_order()
         self._check_sizes()
         return self
+
+    def _check_order(self) -> None:
+        """Raise ValueError if an order does not fit the image, or stands beside parts for another order."""
+        if self.order is None:
+            return
+        self.order.check_cells(self.codes_per_image)
+        parts = {"drafter": self.drafter, "heads": self.heads, "row_end": self.row_end, "sizes": self.sizes or None}
+        if unfit := [name for name, part in parts.items() if part is not None]:
+            raise ValueError(f"`{unfit[0]}` is for raster order, but the bundle has an `order`")
+        positions = self.condition.prefix + self.codes_per_image + 1  # learned vectors have the last position
+        if self.order.vectors and positions > self.target.max_positions:
+            limit = f"target max_positions is {self.target.max_positions:,}"
+            raise ValueError(f"prefix, image and learned vectors need {positions:,} positions, but {limit}")
 
     def _check_preset(self, quality: Quality, method: Method) -> None:
         """Raise ValueError if the bundle does not support a method of a preset."""
@@ -353,6 +297,8 @@ class Manifest(FrozenModel):
             raise ValueError(f"preset {quality}, {method}, needs a drafter that the bundle does not have")
         if isinstance(method, Relaxed) and (method.neighbors or 0) > self.neighbors:
             raise ValueError(f"preset {quality}, {method}, needs more than the bundle's {self.neighbors} neighbors")
+        if isinstance(method, Groups) != (self.order is not None):
+            raise ValueError(f"preset {quality}, {method}: method groups is for bundles with an `order`, and only it")
         if quality == "strict" and not method.exact:
             raise ValueError(f"preset strict, {method}, is not exact")
 
@@ -391,6 +337,12 @@ class Manifest(FrozenModel):
     def max_image_tokens(self) -> int:
         """Maximum number of tokens of an image: a token per cell, and the ends of all rows except the last."""
         return max(size.codes + (size.rows - 1) * (self.row_end is not None) for size in self.all_sizes)
+
+    @property
+    def num_embedded(self) -> int:
+        """Number of rows of `code_embeddings`: the codes, then tokens up to the row end, or learned vectors."""
+        vectors = 0 if self.order is None else self.order.vectors
+        return max(self.codebook_size + vectors, (self.row_end or 0) + 1)
 
     @property
     def codes_per_image(self) -> int:

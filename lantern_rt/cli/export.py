@@ -86,7 +86,7 @@ def export(
     family: Annotated[
         str | None,
         typer.Option(
-            help="Family: llamagen, anole, lumina, lumina2, janus, emu3 or simplear. [default: NAME's, else llamagen]"
+            help="Family: llamagen, par, anole, lumina, lumina2, janus, emu3 or simplear. [default: NAME's or llamagen]"
         ),
     ] = None,
     precision: Annotated[
@@ -147,5 +147,6 @@ def export(
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", peak memory {peak.bytes / 1e9:.2f} GB without mapped files"
     print_stderr(f"wrote {format_bytes(size)} in {time.perf_counter() - start:.0f} s{memory}")
-    print_stderr(f"quality: strict; for balanced and fast, run `lantern-rt eval {output} --write-presets`")
+    if loaded.fields["order"] is None:
+        print_stderr(f"quality: strict; for balanced and fast, run `lantern-rt eval {output} --write-presets`")
     print_text(output)

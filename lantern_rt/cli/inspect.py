@@ -84,6 +84,7 @@ def describe_bundle(bundle: Bundle) -> Facts:
             "takes": manifest.condition.kind if classes is None else f"class ids 0 .. {classes - 1}",
             "images": sizes,
             "tokens": f"{manifest.codes_per_image:,} per image, of {manifest.codebook_size:,}",
+            **({} if manifest.order is None else {"order": f"{len(manifest.order.groups):,} groups, one per pass"}),
             "size": f"{sum(entry.bytes for entry in manifest.files.values()) / 1e6:,.1f} MB",
             "licence": manifest.provenance.licence,
             "exporter": manifest.provenance.exporter,

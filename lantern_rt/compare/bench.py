@@ -19,6 +19,8 @@ MIN_TURNS = 3
 
 def default_methods(manifest: Manifest) -> list[str]:
     """Return strings of the methods that a bundle supports."""
+    if manifest.order is not None:
+        return ["ar"]
     methods = ["ar", "sjd", "rows"]
     if manifest.drafters:
         methods += ["eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3"]

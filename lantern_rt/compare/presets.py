@@ -31,6 +31,8 @@ LIMITS: dict[Quality, Limit] = {"balanced": Limit(0.04, 0.02), "fast": Limit(0.1
 
 def candidate_methods(manifest: Manifest) -> list[str]:
     """Return strings of relaxed methods that need no drafter: windows and rows, which are fast on every host."""
+    if manifest.order is not None:
+        return []
     windows = dict.fromkeys(max(1, manifest.grid_columns * share // 16) for share in ROW_WINDOWS)
     relaxed = [f"sjd:window=7:lambda={bound}" for bound in LAMBDAS] if manifest.neighbors else []
     return [*relaxed, *(f"rows:window={window}:drafts=1" for window in windows)]

@@ -12,12 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lantern_rt.bundle.manifest import (
-    ConditionSpec,
-    DecoderSpec,
-    DecodingDefaults,
-    DrafterSpec,
-)
+from lantern_rt.bundle.conditions import ConditionSpec
+from lantern_rt.bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec
 from lantern_rt.export.checkpoints.deferred import computed
 from lantern_rt.export.families.common import decoder_fields
 from lantern_rt.export.graph.graphs import Graph, named_cases, target_graph

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from lantern_rt.bundle.manifest import ConditionSpec
+from lantern_rt.bundle.conditions import ConditionSpec
 from lantern_rt.export.checkpoints.deferred import computed
 from lantern_rt.export.families.emu3 import (
     NEGATIVE,

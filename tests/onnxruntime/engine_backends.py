@@ -93,7 +93,9 @@ class SmallModel:
     def _on_tensorrt(self, name: str, where: str) -> Model:
         """Load the engines of both graphs, on the GPU, or with the host in its place."""
         on_host = where == "host"
-        specs = SimpleNamespace(target=self.target_spec, drafter=self.drafter_spec, sizes=(), row_end=None)
+        specs = SimpleNamespace(
+            target=self.target_spec, drafter=self.drafter_spec, sizes=(), num_embedded=SMALL.vocab_size
+        )
         names = {f"{role}{end}": f"{role}.onnx{end}" for role in ("target", "drafter") for end in ("", ".data")}
         specs.files = names
         bundle: Any = SimpleNamespace(path=lambda name: self.folder / names[name], manifest=specs)

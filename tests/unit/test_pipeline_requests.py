@@ -203,7 +203,7 @@ def test_embeddings_that_do_not_fit_are_refused(embeds: Checker, embeddings: Any
             "such as method='lantern++:lambda=2.0'",
         ),
         ({"method": f"lantern:neighbors={K + 1}"}, f"neighbors: found {K + 1}, expected a whole number 1 .. {K}"),
-        ({"method": "magic"}, "method: found 'magic', expected ar, eagle, lantern, lantern++, sjd or rows"),
+        ({"method": "magic"}, "method: found 'magic', expected ar, eagle, lantern, lantern++, sjd, rows or groups"),
         ({"quality": "fast", "method": "ar"}, "quality: a quality and a method; give one of them"),
     ],
 )
@@ -301,6 +301,6 @@ def test_every_method_says_its_nodes_and_one_that_does_not_is_refused() -> None:
         method: Literal["unknown"] = "unknown"
 
     methods = [kind(method=name) for name, kind in METHODS.items()]
-    assert [count_nodes(method) for method in methods] == [1, 4, 8, 5, 9, 1]
+    assert [count_nodes(method) for method in methods] == [1, 4, 8, 5, 9, 1, 1]
     with pytest.raises(TypeError, match="method unknown"):
         count_nodes(Unknown())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chisquare
-from toy_engine import Hashes, ToyCache, ToyTarget, codes_of, make_prompt, naive_distribution
+from toy_engine import AnyOrder, ToyTarget, codes_of, make_prompt, naive_distribution
 
 from lantern_rt import Pipeline
 from lantern_rt.methods import Ar, Eagle, MethodConfig, RowParallel, Sampling, Sjd
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.engine import Pass
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.raster import Raster
 from lantern_rt.runtime.rows import Grid
@@ -29,17 +28,6 @@ from lantern_rt.service import Service
 GUIDED = Sampling(cfg_scale=2.0, temperature=0.9)
 HALF = Sampling(cfg_scale=2.0, cfg_tokens="50%")
 Known = dict[int, int]  # codes by cell
-
-
-@dataclass
-class AnyOrder(ToyTarget):
-    """The toy target without its checks of order: what a node sees is only told by its logits."""
-
-    contiguous = False
-
-    def _sums(self, batch: Pass, cache: ToyCache, new: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
-        context, right = super()._sums(batch, cache, new)
-        return context, np.ones_like(right)
 
 
 def toy(rows: int, columns: int, vocabulary: int = 5, ends: bool = False) -> Model:

@@ -10,7 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from lantern_rt import open_bundle
-from lantern_rt.bundle.manifest import ConditionSpec, Manifest, TokenLayout
+from lantern_rt.bundle.conditions import ConditionSpec, TokenLayout
+from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.prompts import ImageRequest
 from lantern_rt.requests import check_request
 from lantern_rt.runtime.state import DrafterLayout, PrefixRow

@@ -93,6 +93,21 @@ def make_heads_bundle(folder: Path) -> Bundle:
     return write_heads(open_bundle(make_tiny_bundle(folder, drafter=False)), tables)
 
 
+def make_order_bundle(folder: Path, embedded: int = 3) -> Path:
+    """Write a bundle of 4 x 4 codes that draws four cells in a pass, with `embedded` of its three learned vectors."""
+    make_tiny_bundle(folder, "class", grid=4, drafter=False)
+    table = np.load(folder / "code_embeddings.npy")
+    vectors = np.random.default_rng(8).normal(size=(embedded, WIDTH)).astype(np.float32)
+    np.save(folder / "code_embeddings.npy", np.concatenate([table, vectors]))
+    manifest = json.loads((folder / "bundle.json").read_text())
+    groups = [[0], [2], [8], [10], [1, 3, 9, 11], [4, 6, 12, 14], [5, 7, 13, 15]]
+    manifest["order"] = {"groups": groups, "vectors": 3}
+    manifest["presets"] = {"strict": {"method": {"method": "groups"}}}
+    manifest["files"]["code_embeddings"] = _entry(folder, "code_embeddings.npy")
+    (folder / "bundle.json").write_text(json.dumps(manifest))
+    return folder
+
+
 def _entry(folder: Path, name: str) -> dict[str, Any]:
     data = (folder / name).read_bytes()
     return {"path": name, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}

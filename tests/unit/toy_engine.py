@@ -196,6 +196,7 @@ class ToyTarget(ToyEngine):
     """Tabulated target. Prefix rows carry (identity, slot, padding flag); see `make_prompt`."""
 
     row_end: int | None = None  # the token behind all codes, if rows end with it
+    vectors: int = 0  # learned vectors, tokens behind all codes
 
     def code_hash(self, codes: NDArray[np.int64], positions: NDArray[np.int64]) -> Hashes:
         return scramble(codes, positions, self.seed)
@@ -220,7 +221,7 @@ class ToyTarget(ToyEngine):
         else:
             assert batch.tokens is not None
             assert batch.tokens.min() >= 0
-            assert batch.tokens.max() < self.vocabulary + (self.row_end is not None)
+            assert batch.tokens.max() < self.vocabulary + (self.row_end is not None) + self.vectors
             new, padding = self.code_hash(batch.tokens, batch.positions), np.zeros(batch.tokens.shape, bool)
             context, right = self._sums(batch, cache, new)
         logits = self.logits(context)
@@ -229,6 +230,17 @@ class ToyTarget(ToyEngine):
         rest = [batch.positions.astype(np.float32), origin, padding.astype(np.float32)]
         hidden = np.concatenate([to_floats(context), np.stack(rest, -1)], -1)
         return PassOutput(logits, hidden, Entries(new, batch.positions, context, origin, padding, ~right))
+
+
+@dataclass
+class AnyOrder(ToyTarget):
+    """The toy target without its checks of order: what a node sees is only told by its logits."""
+
+    contiguous = False
+
+    def _sums(self, batch: Pass, cache: ToyCache, new: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
+        context, right = super()._sums(batch, cache, new)
+        return context, np.ones_like(right)
 
 
 @dataclass

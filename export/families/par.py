@@ -1,0 +1,113 @@
+"""PAR (Parallelized Autoregressive Visual Generation, arXiv 2412.15119): a class-conditional LlamaGen that draws n
+cells in a pass.
+
+The grid is cut into n regions, sqrt(n) each way. The first cells of all regions are drawn one after another. Then every
+pass draws the cells of one place, in raster order inside the regions. The first of these passes reads one code and n-1
+learned vectors. A file has LlamaGen's weights and the vectors, which tell n. Heads and grid are found as LlamaGen's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isqrt
+from pathlib import Path
+
+from ...bundle.order import MAX_GROUP, OrderSpec
+from ...engines.contracts import Progress
+from ...errors import CheckpointError
+from ...methods import Sampling
+from ..checkpoints.deferred import joined
+from ..checkpoints.lora import Adapter
+from ..graph.conditions import ClassCondition
+from ..model import Model
+from ..models.vq_checkpoints import read_vq
+from ..progress import silent
+from .common import check_grid, image_model
+from .llamagen import check_weights, read_transformer
+
+_VECTORS = "spe_tok_embeddings.special_embeddings.weight"
+_ARGUMENTS = ("spe_token_num", "ar_token_num")
+
+
+def read_par(
+    target: Path,
+    vq: Path,
+    *,
+    config: Path | None = None,
+    grid: int | None = None,
+    weights: str | None = None,
+    lora: Sequence[Adapter] = (),
+    progress: Progress = silent,
+) -> Model:
+    """Read PAR with LlamaGen's VQ tokenizer.
+
+    Args:
+        target: published file, or a checkpoint of the training program.
+        vq: file of the VQ tokenizer.
+        config: JSON file of the arguments, see `read_llamagen`.
+        grid: grid rows, 24 for 384 pixels; see `read_llamagen`.
+        weights: `model` or `ema`, for files with both; None for the first, with a warning.
+        lora: adapters to merge into the target.
+        progress: progress callback.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, is not of PAR, or the grid cannot be cut into its regions.
+        RequestError: `grid` or `weights` is out of range.
+    """
+    check_grid(grid)
+    averaged = check_weights(weights)
+    transformer = read_transformer(
+        target,
+        config=config,
+        grid=grid,
+        averaged=averaged,
+        lora=lora,
+        progress=progress,
+        extra=[_VECTORS],
+        arguments=_ARGUMENTS,
+    )
+    module = transformer.condition
+    if not isinstance(module, ClassCondition):
+        raise CheckpointError(field=str(target), found="a text-conditional model", expected="a class-conditional one")
+    vectors = transformer.extra[_VECTORS]
+    transformer.config.check_sizes(spe_token_num=len(vectors), ar_token_num=len(vectors) + 1)
+    rows = transformer.decoder.config.grid
+    order = parallel_order(rows, len(vectors) + 1)
+    if order is None:
+        regions = f"{len(vectors) + 1} regions, as it has {len(vectors)} learned vectors"
+        raise CheckpointError(
+            field=f"{target}: grid",
+            found=f"{rows} x {rows} codes",
+            expected=f"a larger grid that divides into {regions}",
+        )
+    image_tokenizer, vq_sources = read_vq(vq, progress, averaged)
+    model = image_model(
+        family="par",
+        decoder=transformer.decoder,
+        code_embeddings=joined([transformer.code_embeddings, vectors]),
+        condition=module.condition(),
+        vq=image_tokenizer,
+        sampling=Sampling(cfg_scale=1.5),  # the published evaluation
+        sources=[*transformer.sources, *vq_sources],
+        order=order,
+    )
+    return replace(model, weights=weights)
+
+
+def parallel_order(grid: int, regions: int) -> OrderSpec | None:
+    """Return PAR's order; None if a grid cannot be cut into so many regions of at least two cells.
+
+    Args:
+        grid: rows and columns of the grid.
+        regions: number of regions, a square number; the number of cells of a pass.
+    """
+    side = isqrt(regions)
+    if side**2 != regions or regions > MAX_GROUP or grid % side or grid == side:
+        return None
+    size = grid // side  # rows and columns of a region
+    corners = [row * grid + column for row in range(0, grid, size) for column in range(0, grid, size)]
+    offsets = [row * grid + column for row in range(size) for column in range(size)]
+    places = [tuple(corner + offset for corner in corners) for offset in offsets]
+    first, *others = places
+    return OrderSpec(groups=(*((cell,) for cell in first), *others), vectors=regions - 1)

@@ -1,0 +1,78 @@
+"""The condition of an image in a manifest: a class, words, text, or text embeddings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from ..methods import FrozenModel
+from .numbers import Count, TokenId
+
+
+class TokenLayout(FrozenModel):
+    """Layout of the token ids of a prompt's conditional and unconditional row, for kind `tokens`.
+
+    The text is tokenized without special tokens. The conditional row is `before`, the text's ids, and `after`. Both
+    rows end with the tokens of the image's `Size`. A negative prompt's conditional row replaces the unconditional row.
+
+    Args:
+        template: text in which the prompt replaces `{prompt}` and the size's name replaces `{size}`.
+        before: ids before the text.
+        after: ids after the text.
+        uncond: ids of the unconditional row.
+        uncond_fill: id that replaces each id of the text in the unconditional row, if `uncond` is None.
+        negative: template of negative prompts, None for `template`.
+    """
+
+    template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
+    before: tuple[TokenId, ...] = ()
+    after: Annotated[tuple[TokenId, ...], Field(min_length=1)]
+    uncond: tuple[TokenId, ...] | None = None
+    uncond_fill: TokenId | None = None
+    negative: Annotated[str, Field(pattern=r"\{prompt\}")] | None = None
+
+    @model_validator(mode="after")
+    def _one_uncond(self) -> TokenLayout:
+        if (self.uncond is None) == (self.uncond_fill is None):
+            raise ValueError("set exactly one of `uncond` and `uncond_fill`")
+        return self
+
+
+class ConditionSpec(FrozenModel):
+    """The condition of an image, and the graph that converts it to prefix embeddings.
+
+    The graph returns `prefix_embeds` and `uncond_embeds`, float32 `[rows, prefix, width]`. Its inputs by kind:
+
+    - `class`: `class_ids [rows]` int64.
+    - `words`, captions of known words: `token_ids [rows, prefix]` int64, right-padded with 0.
+    - `embeddings`, the caller's text embeddings: `caption_embeds [rows, prefix, caption_dim]`, left-padded with zeros,
+      and `caption_mask [rows, prefix]` int64.
+    - `text`, free text: `token_ids` and `token_mask [rows, tokens]` int64, left-padded, tokens <= prefix.
+    - `tokens`, free text in a joint vocabulary: `token_ids [rows, tokens]`, `uncond_ids [rows, uncond_tokens]` int64,
+      both at most `prefix` long. The outputs have the same lengths.
+
+    Args:
+        kind: kind of the condition.
+        prefix: maximum number of prefix positions.
+        classes: number of classes.
+        caption_dim: size of a text embedding.
+        cleaning: cleaning of prompts before tokenization.
+        layout: layout of the token ids.
+    """
+
+    kind: Literal["class", "words", "embeddings", "text", "tokens"]
+    prefix: Count
+    classes: Count | None = None
+    caption_dim: Count | None = None
+    cleaning: Literal["llamagen"] | None = None
+    layout: TokenLayout | None = None
+
+    @model_validator(mode="after")
+    def _sizes_fit_kind(self) -> ConditionSpec:
+        for field, kind in (("classes", "class"), ("caption_dim", "embeddings"), ("layout", "tokens")):
+            if (getattr(self, field) is not None) != (self.kind == kind):
+                raise ValueError(f"`{field}` is required for kind `{kind}` and not allowed for other kinds")
+        if self.cleaning is not None and self.kind != "text":
+            raise ValueError("`cleaning` is only allowed for kind `text`")
+        return self

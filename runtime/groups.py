@@ -1,0 +1,85 @@
+"""Drawing in groups: the next group of the bundle's order in every pass, without drafts; see `order.py`.
+
+The codes of a group are independent given everything before the group, as the model was trained. A code is the choice
+of its distribution with the noise of its cell, so an image does not depend on the other images in its passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .drafting import Accepted, Drafter, SequenceStep
+from .engine import Ints
+from .order import Order
+from .pass_layout import PassLayout
+from .state import ImageSequence, Model
+from .target import TargetOutput
+from .tree import TreeStructure
+from .tree_drafts import chain
+
+
+@dataclass(eq=False)
+class GroupDraft:
+    """The nodes that draw the next group of one sequence, as a `Draft`; node i draws cell i of the group."""
+
+    sequence: ImageSequence
+    order: Order
+    first: int = field(init=False)  # number of codes before the group
+    tokens: Ints = field(init=False)
+    structure: TreeStructure = field(init=False)  # a chain: choices after all nodes are computed together
+
+    def __post_init__(self) -> None:
+        self.first = len(self.sequence.codes)
+        group = self.order.group_at(self.first)
+        self._layout = self.order.lay_out(range(group, group + 1), self.sequence.codes)
+        self.tokens = self._layout.tokens
+        self.structure = chain(self.tokens.tolist()).structure
+
+    @property
+    def cells(self) -> Sequence[int]:
+        """The number of the code that is drawn after each node, in the order of drawing."""
+        return range(self.first, self.first + len(self.tokens))
+
+    @property
+    def sampled(self) -> Sequence[int]:
+        """All nodes."""
+        return range(len(self.tokens))
+
+    def layout(self) -> PassLayout:
+        """Return the tokens, positions and mutual attention of the nodes."""
+        return self._layout
+
+    def preceding_codes(self, node: int) -> Ints:
+        """Return the codes of all groups before, whatever the node."""
+        return np.array(self.sequence.codes[: self.first], np.int64)
+
+    def accept(self, output: TargetOutput, layout: PassLayout, model: Model) -> Accepted:
+        """Append the choices of the group's cells, or the preserved codes there, to the sequence.
+
+        Args:
+            output: the target's output after each node.
+            layout: layout of the nodes, all of which are committed.
+            model: engines and tables, not used.
+        """
+        sequence = self.sequence
+        codes = np.array([output.choice(node) for node in self.sampled], np.int64)
+        if sequence.preserved is not None:
+            preserved = sequence.preserved[self.first : self.first + len(codes)]
+            codes = np.where(preserved < 0, codes, preserved)
+        sequence.record_draft(len(codes) - 1, len(codes) - 1)
+        return Accepted(SequenceStep.of(sequence, codes), codes, np.arange(len(codes)))
+
+
+class GroupDrafter(Drafter):
+    """Drafter of all sequences that are drawn in groups; it has no state."""
+
+    def draft(self, sequences: Sequence[ImageSequence]) -> list[GroupDraft]:
+        """Return the next group of every sequence."""
+        drafts = []
+        for sequence in sequences:
+            assert sequence.raster.order is not None, "requests check that the bundle has an order"
+            drafts.append(GroupDraft(sequence, sequence.raster.order))
+        return drafts

@@ -1,0 +1,117 @@
+"""Parallel orders: an image is drawn in groups of cells, one group in a pass, by a model that was trained so.
+
+PAR (arXiv 2412.15119) draws the same place of several distant regions at once. A pass reads the codes of the group
+before, and its nodes attend to each other and to everything before them. Where a group has more cells than the group
+before, the missing inputs are learned vectors, which the target embeds as the tokens behind the codes.
+
+The runtime counts the codes of an image with an order in the order of drawing: in sequences, in guidance for the first
+tokens, and in preserved codes. Positions, noise and results belong to cells.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .engine import Floats, Ints
+from .noise import Noise
+from .pass_layout import PassLayout
+
+
+@dataclass(frozen=True)
+class Order:
+    """Order of drawing; the manifest's `OrderSpec` explains the groups."""
+
+    groups: tuple[tuple[int, ...], ...]  # cells of each group
+    first_vector: int  # token of the first learned vector; the others follow it
+
+    @cached_property
+    def cells(self) -> Ints:
+        """Cells in the order of drawing, int64 `[codes]`."""
+        return np.array([cell for group in self.groups for cell in group], np.int64)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Number of codes drawn before each group, and at last the number of all codes, `[groups + 1]`."""
+        return [0, *np.cumsum([len(group) for group in self.groups]).tolist()]
+
+    @cached_property
+    def _last_drawn(self) -> Ints:
+        """The number in the order of drawing at which each cell and all cells before it are known, int64 `[codes]`."""
+        return np.maximum.accumulate(np.argsort(self.cells))
+
+    def count_complete(self, drawn: int) -> int:
+        """Return the number of cells before the first gap once `drawn` codes are known."""
+        return int(np.searchsorted(self._last_drawn, drawn))
+
+    def group_at(self, drawn: int) -> int:
+        """Return the first group of which nothing is among the first `drawn` codes."""
+        return bisect_left(self.starts, drawn)
+
+    def lay_out(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
+        """Return the pass nodes that draw these groups, one node for each of their cells, in the order of drawing.
+
+        Args:
+            groups: consecutive groups, not the first; later groups attend to earlier groups.
+            codes: codes in the order of drawing, at least all codes before the last of `groups`.
+        """
+        tokens: list[int] = []
+        positions: list[int] = []
+        counts = [len(self.groups[group]) for group in groups]
+        for group, count in zip(groups, counts, strict=True):
+            start, end = self.starts[group - 1 : group + 1]
+            vectors = count - (end - start)
+            tokens += [*codes[start:end], *range(self.first_vector, self.first_vector + vectors)]
+            # a vector has the first position behind the image, whose row of the rotary table is zero
+            positions += [*self.groups[group - 1], *[len(self.cells)] * vectors]
+        passes = np.repeat(np.arange(len(counts)), counts)
+        return PassLayout(np.array(tokens, np.int64), np.array(positions, np.int64), passes[:, None] >= passes)
+
+    def spans(self, num_codes: int, max_nodes: int) -> Iterator[range]:
+        """Yield the groups that can be computed at once from the first `num_codes` codes, in parts.
+
+        Args:
+            num_codes: number of known codes, in the order of drawing.
+            max_nodes: maximum number of nodes of a part; a part has at least one group.
+        """
+        last = next((g for g, start in enumerate(self.starts[:-1]) if start > num_codes), len(self.groups))
+        first = 1
+        while first < last:
+            end = first + 1
+            while end < last and self.starts[end + 1] - self.starts[first] <= max_nodes:
+                end += 1
+            yield range(first, end)
+            first = end
+
+
+class OrderedNoise(Noise):
+    """Noise of an image whose positions count in the order of drawing: each position has the noise of its cell.
+
+    Args:
+        seed: seed of the image, 0 .. 2^64 - 1.
+        order: order of drawing.
+    """
+
+    def __init__(self, seed: int, order: Order) -> None:
+        super().__init__(seed)
+        self._order = order
+
+    def gumbel(self, first: int, count: int, size: int) -> Floats:
+        """Generate the noise of cells as `Noise.gumbel` does, float32 `[count, size]`.
+
+        Args:
+            first: first position, in the order of drawing; positions behind the image are cells, too.
+            count: number of positions.
+            size: number of codes.
+        """
+        cells = self._order.cells[first : first + count].tolist()
+        cells += range(first + len(cells), first + count)
+        return np.concatenate([super(OrderedNoise, self).gumbel(cell, 1, size) for cell in cells])
+
+    def forget(self, before: int) -> None:
+        """Delete stored noise of cells that come before the first gap once `before` codes are known."""
+        super().forget(self._order.count_complete(before))
