@@ -138,7 +138,8 @@ class DecoderWriter(ABC):
     """Base class that writes a decoder as a graph. Tensors `x` are `[rows, nodes, width]`.
 
     A subclass determines the ops of matmuls, norms and rotation, and where keys and values are stored. Optional parts
-    are written if their weights exist: norms of heads, biases, an output head with a hidden layer.
+    are written if their weights exist: norms of heads, norms of the outputs of attention and feed-forward networks,
+    biases, an output head with a hidden layer.
 
     Args:
         graph: graph to write to.
@@ -162,11 +163,12 @@ class DecoderWriter(ABC):
         added = None
         for at in (f"layers.{i}" for i in range(layers)):
             x, normed = self.add_and_norm(x, added, f"{at}.attention_norm.weight")
-            x, normed = self.add_and_norm(x, self.attention(normed, at), f"{at}.ffn_norm.weight")
+            added = self.norm_output(self.attention(normed, at), f"{at}.attention_post_norm.weight")
+            x, normed = self.add_and_norm(x, added, f"{at}.ffn_norm.weight")
             gate = self.linear(normed, f"{at}.ffn.gate")
             up = self.linear(normed, f"{at}.ffn.up")
             active = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
-            added = self.linear(active, f"{at}.ffn.down")
+            added = self.norm_output(self.linear(active, f"{at}.ffn.down"), f"{at}.ffn_post_norm.weight")
         name = "narrow_states" if self.dtype == "bfloat16" else "hidden_states"
         hidden = self.add_and_norm(x, added, "norm.weight", name)[1]
         if self.dtype == "bfloat16":
@@ -222,6 +224,10 @@ class DecoderWriter(ABC):
             return self.norm(x, added, weight, name)
         total = x if added is None else self.graph.op("Add", x, added, name=name)
         return total, total
+
+    def norm_output(self, x: str, weight: str) -> str:
+        """Write the norm of the output `x` of attention or a feed-forward network; without a weight, return `x`."""
+        return self.norm(x, None, weight, None)[1] if weight in self.weights else x
 
     def tile_mask(self, mask: str) -> str:
         """Tile a mask `[rows, 1, nodes, columns]` along the nodes, once for each query head of a group."""

@@ -87,7 +87,9 @@ class Engines:
             self._graphs = open_tensorrt(bundle, folder, self.threads)
         self.target = self._graphs.decoder("target", spec, bundle.code_embeddings)
         self._condition = self._graphs.function("condition", *_condition_tensors(bundle.manifest))
-        self._vq_decoder = self._graphs.function(IMAGE_DECODER, *_image_tensors(bundle.manifest))
+        self._vq_decoder: Function | None = None
+        if bundle.manifest.makes_images:
+            self._vq_decoder = self._graphs.function(IMAGE_DECODER, *_image_tensors(bundle.manifest))
 
     @property
     def drafter(self) -> Engine | None:
@@ -107,7 +109,11 @@ class Engines:
         return prefix, uncond
 
     def vq_decoder(self, codes: Ints) -> Floats:
-        """Decode tokens `[images, rows, columns]` to images, float32 `[images, 3, height, width]`, about -1 .. 1."""
+        """Decode tokens `[images, rows, columns]` to images, float32 `[images, 3, height, width]`, about -1 .. 1.
+
+        The bundle has an image decoder.
+        """
+        assert self._vq_decoder is not None
         cells = codes if self._bundle.manifest.sizes else codes.reshape(len(codes), -1)
         return self._vq_decoder({"codes": np.ascontiguousarray(cells, np.int64)})[0]
 
@@ -124,8 +130,10 @@ class Engines:
         return self._vq_encoder({"images": images})[0]
 
     def load_all(self) -> None:
-        """Load the drafter and run the VQ decoder once, so that damaged graphs are reported now."""
+        """Load the drafter and run the VQ decoder once, if there are any, so that damaged graphs are reported now."""
         _ = self.drafter
+        if self._vq_decoder is None:
+            return
         size = self._bundle.manifest.size()
         self.vq_decoder(np.zeros((1, size.rows, size.columns), np.int64))
 

@@ -21,6 +21,7 @@ FAMILIES = {
     "anole": ("target", "vq", "drafter", "grid", "lora"),
     "lumina": ("target", "vq", "drafter", "grid", "lora"),
     "lumina2": ("target", "vq", "grid", "lora"),
+    "glm_image": ("target", "grid", "lora"),
     "janus": ("target", "lora"),
     "emu3": ("target", "vq", "grid", "lora"),
     "simplear": ("target", "vq", "grid", "lora"),

@@ -137,7 +137,8 @@ class AsyncPipeline:
                 images = request.checked.images
                 last = step
             assert last is not None
-            decoded = [await self._decode_image(last, i) for i in range(len(images))]
+            count = len(images) if self.pipeline.bundle.manifest.makes_images else 0
+            decoded = [await self._decode_image(last, i) for i in range(count)]
             return build_result(images, decoded, last)
 
     async def stream(

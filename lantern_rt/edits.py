@@ -205,7 +205,8 @@ def prepare_edit(
     """
     if "vq_encoder" not in manifest.files:
         problem = f"bundle {manifest.name} has no image encoder"
-        raise RequestError(problem, field="image", remedy="export it again from its checkpoint, with this version")
+        remedy = "export it again from its checkpoint, with this version" if manifest.makes_images else ""
+        raise RequestError(problem, field="image", remedy=remedy)
     width, height = manifest.pixels(size)
     if keep_rows is not None:
         if mask is not None:

@@ -183,7 +183,8 @@ class Pipeline(HasRenamedAttributes):
         for last in self.decode(request):
             if callback_on_step is not None:
                 callback_on_step(last)
-        return build_result(request.images, [last.image(i) for i in range(len(last.codes))], last)
+        decoded = [last.image(i) for i in range(len(last.codes))] if self.bundle.manifest.makes_images else []
+        return build_result(request.images, decoded, last)
 
     def stream(
         self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]
@@ -360,12 +361,9 @@ class Pipeline(HasRenamedAttributes):
         state = StreamState(len(images), model.num_codes)
         for step in decode(model, prompts, seeds, settings.sampling, settings.method, max_images, adaptive=adaptive):
             yield state.add(step, settings, partial(self.decode_image, images, settings))
-        stats = step.stats
-        assert stats is not None
-        rate = stats.tokens_per_forward_pass
-        _LOG.info(
-            "%s: %d images, %.2f tokens per forward pass, %.2f s", settings.method, len(images), rate, stats.seconds
-        )
+        assert step.stats is not None
+        figures = step.stats.tokens_per_forward_pass, step.stats.seconds
+        _LOG.info("%s: %d images, %.2f tokens per forward pass, %.2f s", settings.method, len(images), *figures)
 
     def decode_image(self, images: Sequence[ImageRequest], settings: Settings, i: int, cells: Ints) -> Image:
         """Decode image i of a request from its tokens.
@@ -380,8 +378,9 @@ class Pipeline(HasRenamedAttributes):
             The image; a complete one has its recipe in `info`.
 
         Raises:
-            RequestError: the pipeline was closed.
+            RequestError: the pipeline was closed, or the bundle has no image decoder.
         """
+        self.bundle.check_makes_images()
         manifest = self.bundle.manifest
         size = manifest.size(settings.size)
         edit = images[i].edit

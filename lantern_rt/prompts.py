@@ -40,6 +40,7 @@ class ImageRequest:
         negative: negative prompt, whose conditional row replaces the unconditional row; shared by all images of a
             request.
         edit: image of which a part is generated again; shared by all images of a request.
+        first_position: position of the first code; None: the prompt begins at position 0.
     """
 
     label: Label
@@ -49,6 +50,7 @@ class ImageRequest:
     seed: int = 0
     negative: ImageRequest | None = None
     edit: Edit | None = None
+    first_position: int | None = None
 
 
 def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
@@ -154,7 +156,8 @@ def _prepare_prompt(condition: ConditionSpec, tokenizer: PromptTokenizer, size: 
     if layout.uncond_fill is not None:
         uncond[len(layout.before) : len(cond) - len(suffix)] = layout.uncond_fill
     inputs = {"token_ids": cond[None], "uncond_ids": uncond[None]}
-    return ImageRequest(prompt, inputs, (np.ones(len(cond), bool), np.ones(len(uncond), bool)), (cond, uncond))
+    rows = (np.ones(len(cond), bool), np.ones(len(uncond), bool))
+    return ImageRequest(prompt, inputs, rows, (cond, uncond), first_position=size.first_position)
 
 
 def _to_array(values: Any) -> NDArray[Any]:

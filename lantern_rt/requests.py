@@ -38,7 +38,6 @@ from .runtime.tree import StaticTree
 from .runtime.tree_names import parse_tree
 
 SAMPLING = ("cfg_scale", "cfg_tokens", "temperature", "top_k", "top_p", "repetition_penalty")
-
 IMAGES_LIMIT = 1024  # images per request
 SEED_LIMIT = 2**64
 C = TypeVar("C", bound=FrozenModel)
@@ -183,16 +182,17 @@ def _resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
     *others, last = METHODS
     if name not in (*others, last):  # the name may have any type
         raise RequestError(field="method", found=format_value(name), expected=f"{', '.join(others)} or {last}")
-    if manifest.order is None and name == "groups":
-        problem = f"bundle {manifest.name} draws one token after another"
-        raise RequestError(problem, field="method groups", remedy="use method ar or sjd")
-    if manifest.order is not None and name not in ("ar", "groups"):
-        problem = f"bundle {manifest.name} draws groups of cells, in an order of its own"
-        raise RequestError(problem, field=f"method {name}", remedy="use method groups")
     kind = METHODS[name]
-    if kind.needs_drafter and not manifest.drafters:
-        problem = f"bundle {manifest.name} has no drafter"
-        raise RequestError(problem, field=f"method {name}", remedy="use method ar or sjd")
+    has_order = manifest.order is not None
+    for is_unfit, problem in (
+        (name == "groups" and not has_order, "draws one token after another"),
+        (has_order and name not in ("ar", "groups"), "draws groups of cells, in an order of its own"),
+        (name == "rows" and manifest.has_two_grids, "generates two grids in one sequence"),
+        (kind.needs_drafter and not manifest.drafters, "has no drafter"),
+    ):
+        if is_unfit:
+            remedy = "use method groups" if has_order else "use method ar or sjd"
+            raise RequestError(f"bundle {manifest.name} {problem}", field=f"method {name}", remedy=remedy)
     for parameter in sorted(parameters):
         if name not in PARAMETERS[parameter]:
             remedy = f"omit {parameter}, or use method {' or '.join(PARAMETERS[parameter])}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from json import dumps
 
 import numpy as np
@@ -15,7 +16,7 @@ from . import __version__
 from .bundle.files import Bundle
 from .prompts import ImageRequest, Label
 from .renamed import HasRenamedAttributes
-from .requests import Settings
+from .requests import Request, Settings
 from .runtime.decode import Step
 from .runtime.noise import FORMAT
 from .runtime.statistics import Statistics
@@ -28,9 +29,9 @@ class Result:
     """Finished images, in the order of the prompts, with tokens, seeds and statistics.
 
     Attributes:
-        images: Pillow images. `info` holds the recipe (prompt, seed, settings, bundle), and so does a PNG file saved
-            from an image; `lantern-rt run --from FILE.png` generates it again.
-        codes: tokens of each image in raster order, int64 `[cells]`.
+        images: Pillow images, none if the bundle has no image decoder. `info` holds the recipe (prompt, seed, settings,
+            bundle), and so does a PNG file saved from an image; `lantern-rt run --from FILE.png` generates it again.
+        codes: tokens of each image in raster order, int64 `[cells]`, after the tokens of a smaller first grid.
         seeds: seed of each image.
         prompts: prompt or class id of each image; None for embeddings.
         stats: statistics of the whole batch.
@@ -45,8 +46,11 @@ class Result:
     settings: Settings
 
     def __repr__(self) -> str:
+        made = f"codes of {len(self.codes)} images"
+        if self.images:
+            made = f"{len(self.images)} images of {self.images[0].width}x{self.images[0].height}"
         return (
-            f"<Result: {len(self.images)} images of {self.images[0].width}x{self.images[0].height}, "
+            f"<Result: {made}, "
             f"{self.settings.method}, {self.stats.tokens_per_forward_pass:.2f} tokens per pass, "
             f"{self.stats.seconds:.2f} s>"
         )
@@ -109,6 +113,27 @@ def build_result(images: Sequence[ImageRequest], decoded: list[Image], last: Str
     seeds = [image.seed for image in images]
     labels = [image.label for image in images]
     return Result(decoded, last.codes, seeds, labels, last.stats, last.settings)
+
+
+def codes_bytes(bundle: Bundle, request: Request, i: int, codes: Ints) -> bytes:
+    """Return an .npz file with the codes of image i, its recipe, and the codes of a smaller first grid.
+
+    Args:
+        bundle: bundle that generated the codes.
+        request: request of the image.
+        i: index of the image.
+        codes: codes of all grids, `[cells]`.
+
+    Returns:
+        The file. Its arrays are `codes` and `first_codes`, int64 `[rows, columns]`, and `recipe`, text in JSON.
+    """
+    size = bundle.manifest.size(request.settings.size)
+    recipe = recipe_fields(bundle, request.settings, request.images[i])
+    file = BytesIO()
+    first = codes[: size.first_codes].reshape(size.first_grid or (0, 0))
+    grid = codes[size.first_codes :].reshape(size.rows, size.columns)
+    np.savez(file, codes=grid, first_codes=first, recipe=np.array(dumps(recipe)))
+    return file.getvalue()
 
 
 class StreamState:

@@ -49,7 +49,7 @@ def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageReq
             problem = "gave NaN or infinity, its weights are damaged"
             raise BundleError(problem, field=str(bundle.path("condition")), remedy="export the bundle again")
         rows = zip((cond[0], uncond[0]), image.real, image.tokens or (None, None), strict=True)
-        first, second = (PrefixRow(*row) for row in rows)
+        first, second = (PrefixRow(*row, image.first_position) for row in rows)
         yield from [Prompt(first, second, preserved)] * (1 + len(others))
 
 

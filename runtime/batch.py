@@ -106,7 +106,8 @@ class Batch:
         lengths = np.array([len(row.embeds) for row in prefixes])
         padding = stack_padding([~row.real for row in prefixes])  # [rows, longest prefix]
         cache = target.new_cache(len(prefixes), max(sequence.cache_columns for sequence in sequences))
-        prefill = prefill_pass(target, cache, [row.embeds for row in prefixes], padding)
+        offsets = np.array([row.offset for row in prefixes])
+        prefill = prefill_pass(target, cache, [row.embeds for row in prefixes], padding, offsets)
         pass_output = self.target_clock.run(target, prefill, cache)
         last_logits = pass_output.logits[np.arange(len(prefixes)), lengths - 1][:, None]  # [rows, 1, vocab_size]
         steps: list[SequenceStep] = []
@@ -205,8 +206,10 @@ class Batch:
             count = len(layout.tokens)
             tokens[rows, :count] = layout.tokens
             attention_mask[rows, :count, past_length : past_length + count] = layout.ancestors
-            for row, prefix in enumerate(sequence.prefix_lengths, rows.start):
-                positions[row, :count] = layout.positions + prefix
+            for row, (prefix, offset) in enumerate(
+                zip(sequence.prefix_lengths, sequence.offsets, strict=True), rows.start
+            ):
+                positions[row, :count] = layout.positions + prefix + offset
                 if layout.past is not None:
                     attention_mask[row, :count, prefix : prefix + layout.past.shape[1]] &= layout.past
         positions = np.minimum(positions, self.model.num_positions - 1)

@@ -168,7 +168,8 @@ def _passes(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock)
     order = model.order
     capacity = int(lengths.max()) + tokens.shape[1] + (MIN_NODES if order is None else MAX_BATCH_NODES)
     cache = target.new_cache(num_rows, capacity)
-    output = clock.run(target, prefill_pass(target, cache, [row.embeds for row in rows], padding), cache)
+    offsets = np.array([row.offset for row in rows])
+    output = clock.run(target, prefill_pass(target, cache, [row.embeds for row in rows], padding, offsets), cache)
     clock.append(cache, output.new_kv, [np.arange(length) for length in lengths])
     yield output, lengths
     parts: list[tuple[Ints, PassLayout | None]]
@@ -181,7 +182,7 @@ def _passes(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock)
         count = part.shape[1]
         nodes = np.zeros((num_rows, max(MIN_NODES, count)), np.int64)
         nodes[:, :count] = part
-        batch = causal_pass(target, cache, nodes, model.num_positions - 1, padding)
+        batch = causal_pass(target, cache, nodes, model.num_positions - 1, padding, offsets=offsets)
         if layout is not None:
             past_length = batch.attention_mask.shape[2] - nodes.shape[1]
             batch.attention_mask[:, :count, past_length : past_length + count] = layout.ancestors

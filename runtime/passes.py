@@ -56,7 +56,9 @@ def prefix_mask(real: Bools, nodes: int) -> Bools:
     return mask
 
 
-def prefill_pass(engine: Engine, cache: Cache, prefix: list[Floats], prefix_padding: Bools) -> Pass:
+def prefill_pass(
+    engine: Engine, cache: Cache, prefix: list[Floats], prefix_padding: Bools, offsets: Ints | int = 0
+) -> Pass:
     """Return a pass over whole prefixes on an empty cache; shorter rows repeat their last node.
 
     Args:
@@ -64,6 +66,7 @@ def prefill_pass(engine: Engine, cache: Cache, prefix: list[Floats], prefix_padd
         cache: empty cache.
         prefix: embeddings of each row, float32 `[length, hidden_size]`.
         prefix_padding: True at padding, bool `[rows, longest prefix]`.
+        offsets: position of the first column of each row, int64 `[rows]`, or of all rows.
     """
     rows = len(prefix)
     nodes = max(MIN_NODES, *map(len, prefix))
@@ -71,11 +74,18 @@ def prefill_pass(engine: Engine, cache: Cache, prefix: list[Floats], prefix_padd
     past_length = engine.next_past_length(cache, nodes)
     attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
     attention_mask[:, :, past_length:] = prefix_mask(~prefix_padding, nodes)
-    return Pass(np.broadcast_to(np.arange(nodes), (rows, nodes)), attention_mask, embeds=embeds)
+    positions = np.broadcast_to(np.reshape(offsets, (-1, 1)) + np.arange(nodes), (rows, nodes))
+    return Pass(positions, attention_mask, embeds=embeds)
 
 
 def causal_pass(
-    engine: Engine, cache: Cache, tokens: Ints, last_position: int, prefix_padding: Bools, hidden: Floats | None = None
+    engine: Engine,
+    cache: Cache,
+    tokens: Ints,
+    last_position: int,
+    prefix_padding: Bools,
+    hidden: Floats | None = None,
+    offsets: Ints | int = 0,
 ) -> Pass:
     """Return a pass over a chain of tokens after all entries of the cache.
 
@@ -86,11 +96,13 @@ def causal_pass(
         last_position: position that later nodes get, too.
         prefix_padding: True at padding, bool `[rows, columns]`.
         hidden: hidden states for a drafter, float32 `[rows, nodes, hidden_size]`, None for the target.
+        offsets: position of the first column of each row, int64 `[rows]`, or of all rows.
     """
     rows, nodes = tokens.shape
     past_length = engine.next_past_length(cache, nodes)
     attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
     unmask_committed(attention_mask, cache.lengths, prefix_padding)
     attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
-    positions = np.minimum(cache.lengths[:, None] + np.arange(nodes), last_position)
+    starts = cache.lengths + offsets
+    positions = np.minimum(starts[:, None] + np.arange(nodes), last_position)
     return Pass(positions, attention_mask, tokens, hidden=hidden)

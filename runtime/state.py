@@ -61,12 +61,18 @@ class Model:
 
 @dataclass(frozen=True)
 class PrefixRow:
-    """Prefix of a prompt in one batch row. Positions count columns, padding included."""
+    """Prefix of a prompt in one batch row. Positions count columns, padding included, from `offset`."""
 
     embeds: Floats  # float32 `[length, hidden_size]`
     real: Bools  # bool `[length]`, False on padding
     # tokens that the drafter reads in the prefix, int64 `[length]`; None: the layout's `prefix_token` everywhere
     tokens: Ints | None = None
+    first_position: int | None = None  # position of the first code; None: the prefix begins at position 0
+
+    @property
+    def offset(self) -> int:
+        """Position of the prefix's first column."""
+        return 0 if self.first_position is None else self.first_position - len(self.embeds)
 
     def drafter_tokens(self, layout: DrafterLayout) -> Ints:
         """Return the tokens of the drafter's prefix slots, int64 `[length - 1]`: slot p reads token p + 1."""
@@ -175,6 +181,11 @@ class ImageSequence:
     def prefix_lengths(self) -> list[int]:
         """Prefix length of each batch row."""
         return [len(row.embeds) for row in self.rows]
+
+    @property
+    def offsets(self) -> list[int]:
+        """Position of the first column of each batch row."""
+        return [row.offset for row in self.rows]
 
     @property
     def remaining(self) -> int:

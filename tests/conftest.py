@@ -248,6 +248,21 @@ def lumina2_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GLM-Image's autoregressive part, which has no image decoder, and the sizes that runs were recorded with."""
+
+    def export(output: Path) -> Path:
+        from lantern_rt.export.families import glm_image
+        from lantern_rt.export.writer import export_model
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), (3, 5), (5, 2), (2, 3)])
+            return export_model(glm_image.read_glm_image(DATA / "glm-image", grid=2), output)
+
+    return _exported(tmp_path_factory, "glm_image_bundle/tiny-glm-image", export, ("tokenizers",))
+
+
+@pytest.fixture(scope="session")
 def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Emu3-Gen without a drafter: 4 x 4 codes, and the sizes and the negative text that runs were recorded with."""
 

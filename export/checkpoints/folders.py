@@ -35,7 +35,12 @@ _OTHERS = (
 )  # prefixes of other files, of macOS and of training
 # Names of models by their `model_type`.
 _LAYOUTS = {"janus": "Janus", "chameleon": "Anole or Lumina-mGPT", "qwen2": "SimpleAR or another Qwen2"}
-_LAYOUTS |= {"emu3": "Emu3", "Emu3": "Emu3", "multi_modality": "Janus as DeepSeek publishes it"}
+_LAYOUTS |= {
+    "glm_image": "GLM-Image",
+    "emu3": "Emu3",
+    "Emu3": "Emu3",
+    "multi_modality": "Janus as DeepSeek publishes it",
+}
 _FLOATS = "floating-point numbers"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 

@@ -34,13 +34,15 @@ def image_model(
     decoder: Decoder,
     code_embeddings: Tensor,
     condition: Condition,
-    vq: LlamaGenVQ,
+    vq: LlamaGenVQ | None,
     sampling: Sampling,
     sources: list[tuple[str, Path]],
     drafter: LoadedDrafter | None = None,
     sizes: Sequence[Size] = (),
     row_end: int | None = None,
     order: OrderSpec | None = None,
+    codebook: Tensor | None = None,
+    pixels_per_cell: int = 0,
 ) -> Model:
     """Return the contents of a bundle.
 
@@ -50,23 +52,29 @@ def image_model(
         code_embeddings: the target's input embeddings of all tokens of an image, `[tokens, hidden_size]`: the
             codes, then, if grid rows end with a token, all tokens up to the end-of-row token, or the order's vectors.
         condition: graph and manifest entry that convert prompts to prefix rows.
-        vq: the image tokenizer.
+        vq: the image tokenizer; None for bundles that generate codes for another program.
         sampling: default sampling settings.
         sources: files with roles, without the drafter's files.
         drafter: drafter of the target, None without a drafter.
         sizes: `sizes` of `Manifest`.
         row_end: `row_end` of `Manifest`: end-of-row token, which follows every grid row but the last.
         order: `order` of `Manifest`.
+        codebook: codebook vectors `[codes, width]` without an image tokenizer.
+        pixels_per_cell: number of pixels per cell along each side, without an image tokenizer.
 
     Raises:
         CheckpointError: the image tokenizer has another number of codes than the target.
     """
     config = decoder.config
     codes = config.vocab_size
-    pixels = config.grid * vq.config.pixels_per_cell
-    if vq.config.codes != codes:
-        expected = f"{codes}: the VQ tokenizer that belongs to the transformer"
-        raise CheckpointError(field="vq", found=f"{vq.config.codes} codes", expected=expected)
+    if vq is not None:
+        pixels_per_cell = vq.config.pixels_per_cell
+        codebook = vq.codebook
+        if vq.config.codes != codes:
+            expected = f"{codes}: the VQ tokenizer that belongs to the transformer"
+            raise CheckpointError(field="vq", found=f"{vq.config.codes} codes", expected=expected)
+    assert codebook is not None
+    pixels = config.grid * pixels_per_cell
     graphs = [target_graph(decoder, code_embeddings)]
     drafter_spec = None
     if drafter is not None:
@@ -74,9 +82,9 @@ def image_model(
         graphs.append(drafter_graph(drafter.drafter))
         drafter_spec = DrafterSpec(**decoder_fields(drafter.drafter.config), **drafter.spec_fields)
     return Model(
-        graphs=[*graphs, condition.graph, *vq_graphs(vq, config.grid, any_size=bool(sizes))],
+        graphs=[*graphs, condition.graph, *(vq_graphs(vq, config.grid, any_size=bool(sizes)) if vq else [])],
         code_embeddings=code_embeddings,
-        codebook=vq.codebook.numpy(),
+        codebook=codebook.numpy(),
         sources=sources,
         drafts_for=drafter and drafter.drafts_for,
         files={} if condition.tokenizer is None else {"tokenizer": (TOKENIZER, condition.tokenizer)},

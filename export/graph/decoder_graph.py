@@ -52,7 +52,7 @@ class PastFirstWriter(DecoderWriter):
         )
         self.config = config
         self.rope = stack.rope
-        self.columns = config.positions + _MAX_NODES  # maximum number of past columns and nodes
+        self.columns = config.length + _MAX_NODES  # maximum number of past columns and nodes
         self.scale = config.head_dim**-0.5  # softmax(q k / sqrt(head_dim))
         # A power of two is folded into the query weights, which it does not round. Where queries are normed, the norm's
         # weights include the scale. Otherwise a separate node multiplies.

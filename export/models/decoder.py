@@ -35,7 +35,8 @@ class DecoderConfig:
         prefix: maximum number of positions of a prompt.
         norm_eps: epsilon of the RMS norms.
         rope_base: base of the rotary frequencies.
-        rotary: `grid` rotates by row and column of a cell (LlamaGen), `sequence` by the position (Llama, Chameleon).
+        rotary: `grid` rotates by row and column of a cell (LlamaGen), `sequence` by the position (Llama, Chameleon),
+            `grids` by time, row and column in the `grids` (GLM-Image).
         rope_style: pairs of numbers that are rotated: `interleaved` (2i, 2i + 1) or `half` (i, i + head_dim / 2).
         prefix_rotation: rotation of a prompt's positions before a grid: `identity`, or `zero`, which multiplies their
             queries and keys by 0 (LlamaGen).
@@ -46,6 +47,10 @@ class DecoderConfig:
         qkv_bias: whether the projections to queries, keys and values have a bias (Qwen2).
         head_hidden: width of the head's hidden layer (Janus), 0 for a linear head.
         max_image_tokens: maximum number of tokens of an image (Lumina-mGPT), 0 for `grid * grid`.
+        post_norms: whether the outputs of attention and feed-forward network are normalised, too (GLM-Image).
+        grids: rows and columns of the first and of the second grid of codes, for each image size.
+        rope_sections: number of pairs that are rotated by time, by row and by column, in this order; the other pairs
+            are not rotated.
     """
 
     hidden_size: int
@@ -58,7 +63,7 @@ class DecoderConfig:
     prefix: int
     norm_eps: float = 1e-5
     rope_base: float = 10000.0
-    rotary: Literal["grid", "sequence"] = "grid"
+    rotary: Literal["grid", "sequence", "grids"] = "grid"
     rope_style: Literal["interleaved", "half"] = "interleaved"
     prefix_rotation: Literal["zero", "identity"] = "zero"
     spare_positions: int = 64
@@ -68,6 +73,9 @@ class DecoderConfig:
     qkv_bias: bool = False
     head_hidden: int = 0
     max_image_tokens: int = 0
+    post_norms: bool = False
+    grids: tuple[tuple[int, int, int, int], ...] = ()
+    rope_sections: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def head_dim(self) -> int:
@@ -75,9 +83,14 @@ class DecoderConfig:
         return self.hidden_size // self.num_heads
 
     @property
-    def positions(self) -> int:
-        """Number of positions, the rows of the rotary table."""
+    def length(self) -> int:
+        """Maximum number of positions of a sequence."""
         return self.prefix + (self.max_image_tokens or self.grid**2) + self.spare_positions
+
+    @property
+    def positions(self) -> int:
+        """Number of rows of the rotary table, which has the rows of a sequence for each image size in `grids`."""
+        return self.length * max(1, len(self.grids))
 
 
 def rope_table(config: DecoderConfig) -> Tensor:
@@ -85,8 +98,10 @@ def rope_table(config: DecoderConfig) -> Tensor:
 
     On a grid, the first half of the pairs is rotated by the row of the cell and the second half by its column. Both
     halves have frequencies base^(-2k / (head_dim / 2)). In a sequence, pair k is rotated by the position, with
-    frequency base^(-2k / head_dim).
+    frequency base^(-2k / head_dim). See `_grids_table` for `grids`.
     """
+    if config.rotary == "grids":
+        return _grids_table(config)
     # The device is given because modules are also built on the `meta` device, without weights.
     real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     first = 0
@@ -103,6 +118,33 @@ def rope_table(config: DecoderConfig) -> Tensor:
         table[:first, :, 0] = 1
     table[first : first + len(coordinates)] = torch.stack([angles.cos(), angles.sin()], -1)
     return table.float()
+
+
+def _grids_table(config: DecoderConfig) -> Tensor:
+    """Compute the rotary table of sequences with two grids, `[positions, head_dim / 2, 2]`.
+
+    Each image size has `config.length` rows. A position has three coordinates: time, row and column. All three are
+    equal in a prompt. A grid that starts at p has coordinates (p, p + row, p + column). The next grid starts as far
+    behind p as the larger side of the grid. Pair k has frequency base^(-k / n), where n pairs are rotated.
+    """
+    real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+    sections = torch.tensor(config.rope_sections, device="cpu")
+    count = int(sections.sum())
+    part = torch.arange(3, device="cpu").repeat_interleave(sections)  # coordinate that each pair is rotated by
+    frequencies = config.rope_base ** -(torch.arange(count, **real) / count)
+    table = torch.zeros(len(config.grids), config.length, config.head_dim // 2, 2, **real)
+    table[..., 0] = 1
+    prompt = torch.arange(config.prefix, **real)[:, None].expand(-1, 3)
+    for rows, (*first, high, wide) in zip(table, config.grids, strict=True):
+        coordinates = [prompt]
+        start = config.prefix
+        for sides in (first, (high, wide)):
+            cells = torch.cartesian_prod(torch.zeros(1, **real), *(torch.arange(side, **real) for side in sides))
+            coordinates.append(start + cells)
+            start += max(sides)
+        angles = torch.cat(coordinates)[:, part] * frequencies  # [prompt and cells, count]
+        rows[: len(angles), :count] = torch.stack([angles.cos(), angles.sin()], -1)
+    return table.flatten(0, 1).float()
 
 
 def rotate(x: Tensor, rope: Tensor, rope_style: str = "interleaved") -> Tensor:
@@ -223,8 +265,13 @@ class Layer(nn.Module):
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps) if input_norm else nn.Identity()
         self.attention = Attention(config)
+        self.attention_post_norm = self._post_norm(config)
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.ffn = FeedForward(config)
+        self.ffn_post_norm = self._post_norm(config)
+
+    def _post_norm(self, config: DecoderConfig) -> nn.Module:
+        return RMSNorm(config.hidden_size, config.norm_eps) if config.post_norms else nn.Identity()
 
     def forward(
         self, x: Tensor, rope: Tensor, mask: Tensor | None = None, past: Sequence[Tensor] = ()
@@ -238,8 +285,8 @@ class Layer(nn.Module):
             past: past keys and values, or nothing.
         """
         attended, key, value = self.attention(self.attention_norm(x), rope, mask, past)
-        x = x + attended
-        return x + self.ffn(self.ffn_norm(x)), key, value
+        x = x + self.attention_post_norm(attended)
+        return x + self.ffn_post_norm(self.ffn(self.ffn_norm(x))), key, value
 
 
 class DeepHead(nn.Module):

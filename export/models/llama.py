@@ -25,7 +25,9 @@ LAYER_NAMES = {
     **{f"attention.{p}.bias": f"self_attn.{p[0]}_proj.bias" for p in ("query", "key", "value")},
     **{f"attention.qkv.{kind}": f"self_attn.{{q,k,v}}_proj.{kind}" for kind in _KINDS},
     **{f"attention.{p}_norm.{kind}": f"self_attn.{p[0]}_norm.{kind}" for p in ("query", "key") for kind in _KINDS},
+    "attention_post_norm.weight": "post_self_attn_layernorm.weight",
     "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_post_norm.weight": "post_mlp_layernorm.weight",
     **{f"ffn.{p}.weight": f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")},
 }
 
@@ -110,6 +112,7 @@ def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, head_
         "intermediate_size": intermediate_size,
         "query_key_norm": f"{_LAYER}.query_norm.weight" in checkpoint.weights,
         "qkv_bias": f"{_LAYER}.qkv.bias" in checkpoint.weights,
+        "post_norms": "layers.0.ffn_post_norm.weight" in checkpoint.weights,
     }
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from ..errors import BundleError
+from ..errors import BundleError, RequestError
 from ..inputs import error_fields, format_error, format_value, read_plain_file, reading
 from ..runtime.heads import DraftHeads, head_shapes
 from .hub import HUB, fetch_bundle
@@ -54,6 +54,12 @@ class Bundle:
             expected = f"one of {', '.join(sorted(self.manifest.files))}"
             raise BundleError(f"no file `{role}`", field=f"bundle {self.folder}", expected=expected)
         return self.folder / entry.path
+
+    def check_makes_images(self) -> None:
+        """Raise RequestError if the bundle has no image decoder."""
+        if not self.manifest.makes_images:
+            problem = f"bundle {self.manifest.name} has no image decoder"
+            raise RequestError(problem, field="image", remedy="`lantern-rt run` writes its tokens, for another program")
 
     @cached_property
     def code_embeddings(self) -> NDArray[np.float32]:

@@ -111,17 +111,26 @@ class Size(FrozenModel):
         rows: number of grid rows.
         columns: number of grid columns.
         tokens: ids at the end of both rows of a prompt that tell the model the size.
+        first_grid: rows and columns of a smaller grid, whose codes come before the codes of the image.
+        first_position: position of the first code, where prompts end before it; None: a prompt begins at position 0.
     """
 
     name: Annotated[str, Field(pattern=r"^[1-9]\d{0,3}x[1-9]\d{0,3}$")]
     rows: Side
     columns: Side
     tokens: tuple[TokenId, ...] = ()
+    first_grid: tuple[Side, Side] | None = None
+    first_position: Count | None = None
+
+    @property
+    def first_codes(self) -> int:
+        """Number of cells of `first_grid`."""
+        return 0 if self.first_grid is None else self.first_grid[0] * self.first_grid[1]
 
     @property
     def codes(self) -> int:
-        """Number of cells."""
-        return self.rows * self.columns
+        """Number of cells of all grids."""
+        return self.first_codes + self.rows * self.columns
 
 
 class DecodingDefaults(FrozenModel):
@@ -216,9 +225,9 @@ class Manifest(FrozenModel):
         neighbors: number of neighbours per code in the table `neighbors`, 0 without the table.
         vq_precision: precision of the image decoder's matrix products.
         presets: methods of qualities: `strict`, by default `STRICT`, and others that `eval --write-presets` added.
-        files: files by role: `target`, `vq_decoder`, `condition` and `code_embeddings`; `drafter`, `heads`, `neighbors`
-            and `tokenizer` if the bundle has them; optionally `vq_encoder`, and `prompts` for comparisons. Other roles
-            are external data of a graph (`target.data`, ...).
+        files: files by role: `target`, `condition` and `code_embeddings`; `drafter`, `heads`, `neighbors` and
+            `tokenizer` if the bundle has them; optionally `vq_decoder`, `vq_encoder`, and `prompts` for comparisons.
+            Other roles are external data of a graph (`target.data`, ...).
     """
 
     format_version: str
@@ -251,7 +260,7 @@ class Manifest(FrozenModel):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Manifest:
-        needed = {"target", "vq_decoder", "condition", "code_embeddings"}
+        needed = {"target", "condition", "code_embeddings"}
         words = self.condition.kind in ("words", "text", "tokens")
         optional = {"drafter": self.drafter, "heads": self.heads, "neighbors": self.neighbors, "tokenizer": words}
         if missing := sorted((needed | {role for role, used in optional.items() if used}) - self.files.keys()):
@@ -275,6 +284,7 @@ class Manifest(FrozenModel):
             raise ValueError(f"row_end must be {limits}, found {self.row_end}")
         self._check_order()
         self._check_sizes()
+        self._check_first_grids()
         return self
 
     def _check_order(self) -> None:
@@ -315,6 +325,21 @@ class Manifest(FrozenModel):
         if layout is not None and layout.uncond == () and not all(size.tokens for size in self.all_sizes):
             raise ValueError("`uncond` and the tokens of a size are empty, but the unconditional row needs a token")
 
+    def _check_first_grids(self) -> None:
+        """Raise ValueError if first grids or positions of sizes do not fit the target or other parts."""
+        sizes = [size for size in self.sizes if (size.first_grid, size.first_position) != (None, None)]
+        decoder = self.files.get("vq_decoder")
+        parts = {"vq_decoder": decoder, "drafter": self.drafter, "heads": self.heads, "row_end": self.row_end}
+        unfit = next((name for name, part in parts.items() if part is not None), None)
+        if sizes and unfit is not None:
+            raise ValueError(f"size {sizes[0].name} has a first grid or position, which `{unfit}` does not support")
+        prefix = self.condition.prefix
+        for size in sizes:
+            start = prefix if size.first_position is None else size.first_position
+            if not prefix <= start <= self.target.max_positions - size.codes:
+                expected = f"{prefix} .. {self.target.max_positions - size.codes}"
+                raise ValueError(f"size {size.name}: first_position {start} is not in {expected}")
+
     def _is_default(self, size: Size) -> bool:
         return (size.rows, size.columns) == (self.grid_rows, self.grid_columns)
 
@@ -347,4 +372,14 @@ class Manifest(FrozenModel):
     @property
     def codes_per_image(self) -> int:
         """Number of cells of an image of the default size."""
-        return self.grid_rows * self.grid_columns
+        return self.size().codes
+
+    @property
+    def has_two_grids(self) -> bool:
+        """Whether a smaller grid of codes comes before that of an image."""
+        return any(size.first_grid is not None for size in self.sizes)
+
+    @property
+    def makes_images(self) -> bool:
+        """Whether the bundle has an image decoder; without it, results are codes for another program's decoder."""
+        return "vq_decoder" in self.files

@@ -114,6 +114,8 @@ def evaluate(
     methods = parse_methods(labels, {"temperature": temperature}, opened, quality or ())
     prompt_set = read_bundle_prompts(opened, prompts, count)
     seeds = -(-(count or 1) // len(prompt_set.items))
+    if features is not None or agreement is not None or reference is not None:
+        opened.check_makes_images()
     feature_graph: Features | None = None
     agreement_graph: Agreement | None = None
     if features is not None:

@@ -24,6 +24,7 @@ lantern-rt export --family anole --target Anole-7b-v0.1-hf/ --vq chameleon-vqgan
     --drafter anole-drafter/ --output bundles/anole
 lantern-rt export --family lumina --target Lumina-mGPT-7B-768/ --vq chameleon-vqgan/ --grid 48 --output bundles/lumina
 lantern-rt export --family lumina2 --target Lumina-mGPT-2.0/ --vq movqgan_270M.ckpt --output bundles/lumina2
+lantern-rt export --family glm_image --target GLM-Image/ --output bundles/glm-image
 lantern-rt export --family janus --target hf:deepseek-community/Janus-Pro-1B --output bundles/janus
 lantern-rt export --family emu3 --target hf:BAAI/Emu3-Gen-hf --output bundles/emu3
 lantern-rt export --family simplear --target SimpleAR-0.5B-RL/ --vq Cosmos-1.0-Tokenizer-DV8x16x16/ \
@@ -86,7 +87,8 @@ def export(
     family: Annotated[
         str | None,
         typer.Option(
-            help="Family: llamagen, par, anole, lumina, lumina2, janus, emu3 or simplear. [default: NAME's or llamagen]"
+            help="Family: llamagen, par, anole, lumina, lumina2, glm_image, janus, emu3 or simplear. "
+            "[default: NAME's or llamagen]"
         ),
     ] = None,
     precision: Annotated[

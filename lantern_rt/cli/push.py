@@ -49,6 +49,7 @@ def push(
     if re.fullmatch(REPOSITORY, repository) is None:
         raise RequestError(field="repository", found=format_value(repository), expected="owner/name")
     opened = open_bundle(bundle)
+    opened.check_makes_images()  # the card shows images
     samples = [_read_sample(path, opened) for path in images or ()]
     with hub_errors(repository, OutputError, "try again"):
         HfApi().create_repo(repository, private=True, exist_ok=True)  # before images are generated

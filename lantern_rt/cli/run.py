@@ -151,8 +151,9 @@ def run(
 ) -> None:
     """Generate PNG images from prompts, class ids or text embeddings.
 
-    Each file is written as soon as its image is complete. Images that exist already are not generated again. Prints the
-    paths of the files to stdout, progress and a line of statistics to stderr.
+    A bundle without an image decoder gives .npz files of tokens. Each file is written as soon as its image is complete.
+    Images that exist already are not generated again. Prints the paths of the files to stdout, progress and a line of
+    statistics to stderr.
     """
     from ..output.trace import Trace
     from .replay import holds_image, read_recorded_request
@@ -190,7 +191,8 @@ def run(
     def exists(i: int, path: Path) -> bool:
         return holds_image(path, bundle, replace(request, images=[request.images[i]]), scale)
 
-    outputs = plan_outputs(output, stems, force, exists)
+    suffix = ".png" if bundle.manifest.makes_images else _check_codes(bundle, scale, trace)
+    outputs = plan_outputs(output, stems, force, exists if suffix == ".png" else lambda i, path: False, suffix)
     pending = [i for i, (_, done) in enumerate(outputs) if json or trace or not done]
     paths = [path for path, _ in outputs]
     trace_image = None if trace is None else _check_trace(trace, paths, force)
@@ -206,6 +208,8 @@ def run(
     began = time.perf_counter()
     grid = bundle.manifest.size(request.settings.size)
     record = None if trace is None else Trace(grid.rows, grid.columns)
+    if not bundle.manifest.makes_images:
+        print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing tokens")
     request = replace(request, images=[request.images[i] for i in pending])
     last = generate_files(pipeline, request, [outputs[i] for i in pending], scale, record, force)
     assert last.stats is not None
@@ -316,6 +320,7 @@ def generate_files(
     """
     from ..output.files import write_output
     from ..output.images import enlarge, png_bytes
+    from ..results import codes_bytes
 
     pending = dict(enumerate(outputs))
     with show_progress(lines=False) as progress:
@@ -324,11 +329,24 @@ def generate_files(
                 trace.add(step)
             progress("tokens", step.done, step.total)
             for i in [i for i in pending if len(step.codes[i]) * len(outputs) == step.total]:
-                image = enlarge(step.image(i), scale)
                 path, exists = pending.pop(i)
-                if not exists:  # else the image was generated only for its tokens
+                if exists:  # the image was generated only for its tokens
+                    continue
+                if pipeline.bundle.manifest.makes_images:
+                    image = enlarge(step.image(i), scale)
                     write_output(path, png_bytes(image, image.info), force)
+                else:
+                    write_output(path, codes_bytes(pipeline.bundle, request, i, step.codes[i]), force)
     return step
+
+
+def _check_codes(bundle: Bundle, scale: int, trace: Path | None) -> str:
+    """Return the suffix of files of tokens. Raises: RequestError: an option is for images."""
+    option = "scale" if scale != 1 else "trace" if trace is not None else None
+    if option is not None:
+        problem = f"bundle {bundle.manifest.name} has no image decoder"
+        raise RequestError(problem, field=option, remedy="leave it out")
+    return ".npz"
 
 
 def _check_trace(trace: Path, outputs: list[Path], force: bool) -> Path:

@@ -182,6 +182,7 @@ def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
         if bundle.manifest.name in by_name:
             duplicate = f"two bundles named {bundle.manifest.name}"
             raise RequestError(field="bundles", found=duplicate, expected="different names, by which requests choose")
+        bundle.check_makes_images()
         if options.runs_on_cpu(bundle):
             check_memory(bundle, largest_settings(bundle.manifest))
         by_name[bundle.manifest.name] = bundle

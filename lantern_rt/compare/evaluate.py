@@ -58,7 +58,7 @@ def evaluate(
 
     Returns:
         The report as a JSON object, and the images by label of every method whose images differ from plain
-        decoding. The images of the reference, if there are any, come last.
+        decoding, none if the bundle has no image decoder. The images of the reference, if there are any, come last.
 
     Raises:
         RequestError: there are too few prompts, or a graph fails.
@@ -84,7 +84,8 @@ def evaluate(
     for number, (label, method_runs) in enumerate(compared.items()):
         progress("likelihoods", number, len(compared))
         compared[label] = [add_likelihoods(pipeline, *pair) for pair in zip(method_runs, requests, strict=True)]
-    images = {label: [image for run in method_runs for image in run.images] for label, method_runs in compared.items()}
+    drawn = compared if manifest.makes_images else {}
+    images = {label: [image for run in method_runs for image in run.images] for label, method_runs in drawn.items()}
     figures = _figures_of_runs(list(compared.values()), num_seeds)
     if agreement is not None:
         figures["agreement"] = _agreement_figure(agreement, labels, num_seeds, images, progress)

@@ -117,6 +117,8 @@ def html_report(
 
 
 def _grid(report: Mapping[str, Any], images: Mapping[str, list[Image]]) -> str:
+    if not images:
+        return ""
     count = report["images_per_method"]
     rows = []
     for i in range(0, count, max(1, count // GRID_IMAGES))[:GRID_IMAGES]:

@@ -73,7 +73,7 @@ class Run:
         method: the method.
         settings: the resolved settings of the call.
         codes: `[cells]` of each image.
-        images: the images, empty if they were not made.
+        images: the images, empty if they were not made, or the bundle makes none.
         statistics: statistics of decoding.
         seconds: duration of the call, including making the images.
         likelihoods: likelihood of each image's codes, empty until computed.
@@ -104,6 +104,7 @@ def run(pipeline: Pipeline, method: ComparedMethod, request: Mapping[str, Any], 
     """
     began = time.perf_counter()
     (step,) = deque(pipeline.stream(**request, **method.options), maxlen=1)
+    make_images = make_images and pipeline.bundle.manifest.makes_images
     images = [step.image(i) for i in range(len(step.codes))] if make_images else []
     seconds = time.perf_counter() - began
     assert step.stats is not None

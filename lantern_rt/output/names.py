@@ -27,15 +27,17 @@ def plan_outputs(
     stems: Sequence[str],
     force: bool,
     holds_image: Callable[[int, Path], bool] = lambda i, path: False,
+    suffix: str = ".png",
 ) -> list[tuple[Path, bool]]:
-    """Choose the PNG file of each image and check that it can be written.
+    """Choose the file of each image and check that it can be written.
 
     Args:
-        output: a .png file (for one image), or a folder, which may be new inside an existing folder. None: the current
-            folder.
+        output: a file with the suffix (for one image), or a folder, which may be new inside an existing folder. None:
+            the current folder.
         stems: file names in a folder, without suffix; -2, -3, ... are appended if another file has the name.
         force: whether existing files may be replaced.
         holds_image: function of i and an existing file that returns whether the file holds image i.
+        suffix: suffix of the files.
 
     Returns:
         For each image the file, and whether it already holds the image.
@@ -46,10 +48,12 @@ def plan_outputs(
     folder = Path(output or ".")
     with output_errors(folder):
         if output is not None and not folder.is_dir() and not output.endswith(("/", os.sep)):
-            if folder.suffix.lower() == ".png":
+            if folder.suffix.lower() == suffix:
                 return [_plan_file(folder, stems, force, holds_image)]
             if folder.suffix:
-                raise OutputError(field=output, found=f"the ending {folder.suffix}", expected="a .png file or a folder")
+                raise OutputError(
+                    field=output, found=f"the ending {folder.suffix}", expected=f"a {suffix} file or a folder"
+                )
         new = not os.path.lexists(folder)
         if new:
             check_parent(folder)
@@ -57,7 +61,7 @@ def plan_outputs(
         used: set[Path] = set()
         for i, stem in enumerate(stems):
             for number in count(1):
-                path = folder / f"{stem}{f'-{number}' if number > 1 else ''}.png"
+                path = folder / f"{stem}{f'-{number}' if number > 1 else ''}{suffix}"
                 if path in used:
                     continue
                 exists = os.path.lexists(path) and not force

@@ -64,6 +64,7 @@ class LocalBackend:
     """Backend with a pipeline in this process."""
 
     def __init__(self, pipeline: AsyncPipeline) -> None:
+        pipeline.pipeline.bundle.check_makes_images()
         self.pipeline = pipeline
         self.manifest = pipeline.pipeline.bundle.manifest
         self.name = self.manifest.name

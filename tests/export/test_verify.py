@@ -17,6 +17,7 @@ from checkpoint_copies import (
     ANOLE_DRAFTER,
     C2I,
     DRAFTER,
+    GLM_IMAGE,
     LUMINA2,
     MOVQGAN,
     T2I,
@@ -124,6 +125,38 @@ def test_a_lumina2_bundle_agrees_with_its_folders_and_tells_other_weights_fields
     assert (code, "does not hold what the index says" in err) == (2, True)
 
 
+def test_a_glm_image_bundle_agrees_with_its_folder_and_tells_other_weights_and_fields(
+    tmp_path: Path, program: Any
+) -> None:
+    assert program("export", "--family", "glm_image", "--target", GLM_IMAGE, "--grid", 2, "--output", "glm")[0] == 0
+    content, failed = report(program, "glm", GLM_IMAGE)
+    assert not failed
+    assert {row["graph"] for row in content["tensors"]} == {
+        *("target", "condition", "code_embeddings", "neighbors", "tokenizer")
+    }
+    content, failed = report(program, "glm")
+    assert (failed, {row["graph"] for row in content["tensors"]}) == (set(), {"target", "condition"})
+    part = "vision_language_encoder"
+    scale = "model.language_model.layers.1.post_mlp_layernorm.weight"
+    for name, weights, fields in (
+        ("weight", lambda w: w[scale].mul_(1.5), {}),
+        ("field", None, {"rope_theta": 500.0, "mrope_section": [2, 2, 1]}),
+    ):
+        shutil.copytree(GLM_IMAGE, tmp_path / name)
+        copied(GLM_IMAGE / part, tmp_path / name / part, weights)
+        config = json.loads((tmp_path / name / part / "config.json").read_text())
+        config["text_config"]["rope_parameters"] |= fields
+        (tmp_path / name / part / "config.json").write_text(json.dumps(config))
+        assert ("target", "logits") in report(program, "glm", tmp_path / name)[1]
+    shards = tmp_path / "shards"
+    shutil.copytree(GLM_IMAGE / "processor", shards / "processor")
+    sharded(GLM_IMAGE / part, shards / part)
+    assert not report(program, "glm", shards)[1]
+    shutil.copy(shards / part / "model-00001-of-00003.safetensors", shards / part / "model-00002-of-00003.safetensors")
+    code, _, err = program("verify", "glm", shards)
+    assert (code, "does not hold what the index says" in err) == (2, True)
+
+
 def test_another_checkpoint_fails(c2i_bundle: Path, tmp_path: Path, program: Any) -> None:
     other = edited(tmp_path, C2I, lambda w: w["layers.1.feed_forward.w2.weight"][:, 0].add_(0.1))
     _, failed = report(program, c2i_bundle, other, *C2I_FILES[1:])
@@ -186,7 +219,7 @@ def test_checkpoints_that_the_bundle_was_not_made_from_are_refused(
 def test_a_bundle_without_a_known_family_has_no_checkpoint_to_compare_with(program: Any) -> None:
     code, _, err = program("verify", "scenes", C2I)
     assert code == 2
-    families = "llamagen, par, anole, lumina, lumina2, janus, emu3, simplear"
+    families = "llamagen, par, anole, lumina, lumina2, glm_image, janus, emu3, simplear"
     assert f"found a bundle of family 'scenes', expected a bundle of {families}" in err
 
 

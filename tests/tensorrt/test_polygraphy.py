@@ -39,7 +39,9 @@ def janus_bundle(tmp_path: Path) -> Path:
     return export_model(read_janus(tmp_path / "janus"), tmp_path / "bundle")
 
 
-@pytest.mark.parametrize("family", ["t2i_drafter", "t2i_half", "anole", "lumina", "lumina2", "emu3", "janus"])
+@pytest.mark.parametrize(
+    "family", ["t2i_drafter", "t2i_half", "anole", "lumina", "lumina2", "glm_image", "emu3", "janus"]
+)
 def test_both_layouts_are_sound_and_fully_supported(
     family: str,
     request: pytest.FixtureRequest,

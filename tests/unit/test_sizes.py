@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
+import pytest
 from bundle_folder import read_manifest, write_manifest
 from refusals import refused
 
@@ -45,3 +47,19 @@ def test_the_table_of_embeddings_reaches_the_end_of_a_row(class_bundle: Path, tm
     write_manifest(folder, read_manifest(folder) | {"row_end": 32})
     with refused(BundleError, "code_embeddings.npy", "[32, 8]", "[33, 8]"):
         _ = open_bundle(folder).code_embeddings
+
+
+def test_a_first_grid_has_codes_and_positions_and_no_other_parts(class_bundle: Path) -> None:
+    fields = read_manifest(class_bundle) | {"drafter": None, "presets": {}}
+    files = {role: entry for role, entry in fields["files"].items() if not role.startswith("vq_")}
+    first = SQUARE | {"first_grid": [2, 3], "first_position": 1}
+    manifest = Manifest.model_validate(fields | {"files": files, "sizes": [first]})
+    assert (manifest.size().first_codes, manifest.codes_per_image, manifest.max_image_tokens) == (6, 42, 42)
+    assert (manifest.has_two_grids, manifest.makes_images) == (True, False)
+    for wrong, words in (
+        ({"sizes": [first]}, "size 24x24 has a first grid or position, which `vq_decoder` does not support"),
+        ({"files": files, "sizes": [first], "row_end": 32}, "which `row_end` does not support"),
+        ({"files": files, "sizes": [first | {"first_position": 900}]}, "first_position 900 is not in 1 .. "),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            Manifest.model_validate(fields | wrong)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ...bundle.manifest import Manifest, Size
 from ...compare.prompts import Prompts
 from ...engines.contracts import Progress
-from ...errors import OutputError
+from ...errors import OutputError, RequestError
 from ...memory import compute_max_images
 from ...pipeline import Pipeline
 from ...runtime.decode import decode
@@ -88,6 +88,9 @@ def write_shards(
     """
     manifest = pipeline.bundle.manifest
     sizes = sizes or manifest.all_sizes
+    if manifest.has_two_grids:
+        problem = f"bundle {manifest.name} generates two grids in one sequence"
+        raise RequestError(problem, field="bundle", remedy="train drafters of bundles with one grid")
     images_per_shard = images_per_shard or count_shard_images(manifest, sizes)
     paths = [shard_path(output, i) for i in range(-(-images // images_per_shard))]
     for index, path in enumerate(paths):

@@ -1,0 +1,218 @@
+"""The autoregressive part of GLM-Image: codes for the diffusion decoder of diffusers' `GlmImagePipeline`.
+
+The target is a folder of diffusers with `vision_language_encoder` and `processor`. A prompt is the text, rows and
+columns of two grids as text, and image start. The target then generates a small grid of about 256 codes, and at once
+the grid of the image, with a code for each 32 x 32 pixels. Codes come first in the vocabulary, before text. The
+published program samples from 128 more ids behind the codes, of which only image end means something; here the target
+samples codes only. There is no guidance.
+
+The first numbers of each head are rotated, in pairs a half apart (`rotated_order`), by time, row and column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from ...bundle.conditions import TokenLayout
+from ...bundle.manifest import Size
+from ...engines.contracts import Progress
+from ...inputs import format_value
+from ...methods import Sampling
+from ..checkpoints.deferred import computed, deferred, without_weights
+from ..checkpoints.files import Config, file_error, raises_checkpoint_error, read_tokenizer
+from ..checkpoints.folders import Checkpoint
+from ..checkpoints.lora import Adapter
+from ..graph.conditions import token_condition
+from ..model import Model
+from ..models.decoder import Decoder, DecoderConfig
+from ..models.llama import decoder_config, rename_llama
+from ..progress import silent
+from .common import check_grid, image_model
+from .emu3 import grid_sizes
+
+MAX_PROMPT = 1024  # tokens
+PIXELS = 32  # pixels along each side of a cell
+_PARTS = ("vision_language_encoder", "processor")
+_PREFIX = "model.language_model."
+_CODEBOOK = "model.vqmodel.quantize.embedding.weight"
+_UNUSED = ("model.visual.", "model.vqmodel.")  # weights that only image input needs
+_GRID = 32  # grid rows of 1024 pixels
+_DEFAULT_GRIDS = ((36, 24), (24, 36))  # 1152 x 768 pixels, the published default, and upright
+_FIRST_SIDE = 16  # rows of the small grid of a square
+_TRANSFORMERS_TOP_K = 50  # top-k of transformers where generation_config.json has none
+
+
+@raises_checkpoint_error
+def read_glm_image(
+    target: Path, *, grid: int | None = None, lora: Sequence[Adapter] = (), progress: Progress = silent
+) -> Model:
+    """Read the autoregressive part of GLM-Image.
+
+    Args:
+        target: folder with `vision_language_encoder` and `processor`.
+        grid: grid rows of the square image size, 32 by default, for 1024 pixels. Other sizes have about as many codes.
+        lora: adapters to merge into the target.
+        progress: progress callback.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or belongs to another model.
+        RequestError: `grid` is out of range.
+    """
+    check_grid(grid)
+    if not all((target / part).is_dir() for part in _PARTS):
+        raise file_error(target, found="other contents", expected=f"a folder with {' and '.join(_PARTS)}")
+    checkpoint = Checkpoint(target / _PARTS[0], progress=progress, adapters=lora)
+    processor = Checkpoint(target / _PARTS[1])
+    config = checkpoint.model_config("zai-org/GLM-Image", "glm_image")
+    generation = checkpoint.config("generation_config.json")
+    text = config.section("text_config")
+    path = processor.tokenizer()
+    checkpoint.read(keep=lambda name: name == _CODEBOOK or not name.startswith(_UNUSED))
+    codes = checkpoint.shape(_CODEBOOK)[0]
+    codebook = checkpoint.weights.pop(_CODEBOOK).float()
+    _split_gates(checkpoint)
+    names = {"embed.weight": f"{_PREFIX}embed_tokens.weight", "head.weight": "lm_head.weight"}
+    rename_llama(checkpoint, _PREFIX, names)
+    if (rows := checkpoint.shape("head.weight")[0]) < codes:
+        raise checkpoint.error("head.weight", found=f"{rows} rows", expected=f"more than {codes}, the codes")
+    tokenizer = read_tokenizer(path, checkpoint.shape("embed.weight")[0])
+    image_start = config.integer("image_start_token_id")
+    if image_start is None or tokenizer.id_to_token(image_start) is None:
+        raise config.error("image_start_token_id", expected="a token of the tokenizer")
+    square = grid or _GRID
+    pairs = image_grids(square)
+    # The weights tell whether there are biases.
+    sizes = decoder_config(
+        checkpoint,
+        replace(text, values={name: value for name, value in text.values.items() if name != "attention_bias"}),
+        codes,
+        square,
+        max_image_tokens=max(math.prod(first_grid(*pair)) + math.prod(pair) for pair in pairs),
+    )
+    sections, rotated = _rotated_pairs(text, sizes.head_dim)
+    sizes = replace(
+        sizes,
+        prefix=min(sizes.prefix, MAX_PROMPT),
+        rotary="grids",
+        grids=tuple((*first_grid(*pair), *pair) for pair in pairs),
+        rope_sections=sections,
+    )
+    with without_weights():
+        decoder = Decoder(sizes)
+    _reorder(checkpoint, sizes, rotated)
+    embeddings = checkpoint.weights.pop("embed.weight")
+    checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][:codes]
+    checkpoint.load_strict(decoder)
+    layout, image_sizes = _prompt_layout(path, tokenizer, pairs, image_start, sizes)
+    top_k = generation.integer("top_k") or _TRANSFORMERS_TOP_K
+    return image_model(
+        family="glm_image",
+        decoder=decoder,
+        code_embeddings=embeddings[:codes],
+        condition=token_condition(embeddings, sizes.prefix, layout, path),
+        vq=None,
+        codebook=codebook,
+        pixels_per_cell=PIXELS,
+        sampling=Sampling(
+            temperature=generation.number("temperature", 1.0),
+            top_k=top_k if top_k < codes else 0,
+            top_p=generation.number("top_p", 1.0),
+        ),
+        sources=[*checkpoint.sources, *processor.sources],
+        sizes=image_sizes,
+    )
+
+
+def image_grids(square: int) -> list[tuple[int, int]]:
+    """Return rows and columns of the image sizes: a square, and other shapes with about as many cells."""
+    pairs = grid_sizes((square * PIXELS) ** 2, PIXELS)
+    return [*pairs, *_DEFAULT_GRIDS] if square == _GRID else pairs
+
+
+def first_grid(rows: int, columns: int) -> tuple[int, int]:
+    """Return rows and columns of the small grid of an image of `rows` x `columns` cells, as the published processor."""
+    ratio = rows / columns
+    return int(math.sqrt(ratio) * _FIRST_SIDE), int(math.sqrt(1 / ratio) * _FIRST_SIDE)
+
+
+def rotated_order(head_dim: int, rotated: int) -> Tensor:
+    """Return the order of a head's numbers in which pairs are half a head apart, `[head_dim]`.
+
+    The decoder rotates pairs (i, i + head_dim / 2), and the published model pairs (i, i + rotated / 2). Products of
+    queries and keys are the same in any order.
+
+    Args:
+        head_dim: number of numbers of a head.
+        rotated: number of numbers that are rotated, from the first.
+    """
+    pairs = torch.arange(rotated).view(2, -1)
+    others = torch.arange(rotated, head_dim).view(2, -1)
+    return torch.cat([pairs, others], 1).flatten()
+
+
+def _split_gates(checkpoint: Checkpoint) -> None:
+    for i in range(checkpoint.count(f"{_PREFIX}layers.")):
+        at = f"{_PREFIX}layers.{i}.mlp"
+        joint = checkpoint.weights.pop(f"{at}.gate_up_proj.weight", None)
+        if joint is not None:  # a later check reports a missing weight
+            checkpoint.weights |= dict(
+                zip((f"{at}.gate_proj.weight", f"{at}.up_proj.weight"), joint.chunk(2), strict=True)
+            )
+
+
+def _rotated_pairs(text: Config, head_dim: int) -> tuple[tuple[int, int, int], int]:
+    """Return how many pairs are rotated by time, row and column, and how many numbers of a head are rotated."""
+    rope = text.section("rope_parameters")
+    rotated = int(head_dim * rope.number("partial_rotary_factor", 1.0))
+    sections = rope.get("mrope_section", [8, 12, 12])
+    valid = isinstance(sections, list) and len(sections) == 3 and all(type(n) is int and n >= 0 for n in sections)
+    if not valid or 2 * sum(sections) != rotated or (head_dim - rotated) % 2:
+        expected = f"three numbers of pairs, together {rotated // 2} of heads of {head_dim} numbers"
+        raise rope.error("mrope_section", found=format_value(sections), expected=expected)
+    return (sections[0], sections[1], sections[2]), rotated
+
+
+def _reorder(checkpoint: Checkpoint, config: DecoderConfig, rotated: int) -> None:
+    """Sort the rows of queries and keys into `rotated_order`."""
+    heads = config.num_heads + config.num_kv_heads
+    numbers = torch.arange((heads + config.num_kv_heads) * config.head_dim).view(-1, config.head_dim)
+    numbers[:heads] = numbers[:heads, rotated_order(config.head_dim, rotated)]
+    order = numbers.flatten()
+    for name, weight in checkpoint.weights.items():
+        if ".attention.qkv." in name:
+            checkpoint.weights[name] = _taken(weight, order)
+
+
+def _taken(weight: Tensor, order: Tensor) -> Tensor:
+    return deferred(lambda: computed(weight)[order], weight.shape, weight.dtype)
+
+
+def _prompt_layout(
+    path: Path, tokenizer: Tokenizer, pairs: Sequence[tuple[int, int]], image_start: int, config: DecoderConfig
+) -> tuple[TokenLayout, list[Size]]:
+    """Return the layout of prompts, and the image sizes with the tokens that end their prompts."""
+    sizes: list[Size] = []
+    for number, (rows, columns) in enumerate(pairs):
+        small = first_grid(rows, columns)
+        text = f"<sop>{rows} {columns}<eop><sop>{small[0]} {small[1]}<eop>"
+        first, *tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        if first != tokenizer.token_to_id("<sop>"):
+            raise file_error(path, problem="lacks <sop>", remedy="give the model's own tokenizer")
+        sizes.append(
+            Size(
+                name=f"{columns * PIXELS}x{rows * PIXELS}",
+                rows=rows,
+                columns=columns,
+                tokens=(*tokens, image_start),
+                first_grid=small,
+                first_position=number * config.length + config.prefix,
+            )
+        )
+    return TokenLayout(after=(first,), uncond=(first,)), sizes
