@@ -44,7 +44,7 @@ _PREFIX = "model.language_model."
 _CODEBOOK = "model.vqmodel.quantize.embedding.weight"
 _UNUSED = ("model.visual.", "model.vqmodel.")  # weights that only image input needs
 _GRID = 32  # grid rows of 1024 pixels
-_DEFAULT_GRIDS = ((36, 24), (24, 36))  # 1152 x 768 pixels, the published default, and upright
+_DEFAULT_GRIDS = ((36, 24), (24, 36))  # 768 x 1152 pixels, the published default, and 1152 x 768
 _FIRST_SIDE = 16  # rows of the small grid of a square
 _TRANSFORMERS_TOP_K = 50  # top-k of transformers where generation_config.json has none
 

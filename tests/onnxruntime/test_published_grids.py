@@ -22,7 +22,10 @@ from PIL import Image
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines.ort.engine import OrtDeviceEngine
+from lantern_rt.methods import Ar, MethodConfig, Sjd
 from lantern_rt.results import StreamStep
+from lantern_rt.runtime.decode import decode
+from lantern_rt.runtime.state import PrefixRow, Prompt
 from lantern_rt.runtime_inputs import load_model
 from lantern_rt.service import Service
 
@@ -140,6 +143,28 @@ def test_forty_seeds_draw_the_codes_of_plain_decoding(pipes: Pipelines, method: 
         prompts = [f"a red fox {seed}" for seed in seeds]
         expected = pipes("lumina2")(prompts, **options, method="ar").codes
         assert np.array_equal(pipes("lumina2")(prompts, **options, method=method).codes, expected)
+
+
+@pytest.mark.parametrize("method", [Ar(), Sjd(window=7)], ids=str)
+def test_the_lower_half_of_an_image_is_the_published_one_behind_the_given_upper_half(
+    pipes: Pipelines, method: MethodConfig
+) -> None:
+    """Image to image of Lumina-mGPT 2.0: both rows contain the given codes."""
+    pipe = pipes("lumina2")
+    trace = next(trace for trace in LUMINA2 if trace["name"] == "i2i")
+    codes = np.array(trace["codes"])
+    rows, columns = trace["given_rows"], codes.shape[1]
+    uncond = np.array(trace["unconditional_prefix"])
+    cond = np.array(trace["prompt_ids"])[: -rows * (columns + 1)]
+    inputs = {"token_ids": cond[None], "uncond_ids": uncond[None, :3]}
+    assert cond[-3:].tolist() == uncond[:3].tolist()
+    first, second = (PrefixRow(embeds[0], np.ones(embeds.shape[1], bool)) for embeds in pipe.engines.condition(inputs))
+    preserved = np.where(np.arange(codes.size) < rows * columns, codes.ravel(), -1)
+    settings = pipe.check("a table", size="32x64", temperature=0, cfg_scale=trace["cfg"]).settings
+    model = load_model(pipe.bundle, pipe.engines, [method], "32x64")
+    prompt = Prompt(first, second, preserved)
+    found = [code for step in decode(model, [prompt], [0], settings.sampling, method) for code in step.parts[0].codes]
+    assert np.reshape(found, codes.shape).tolist() == codes.tolist()
 
 
 @pytest.mark.parametrize("trace", LUMINA, ids=lambda trace: f"{trace['latent']}-cfg{trace['cfg']:g}")
