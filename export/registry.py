@@ -27,6 +27,8 @@ FAMILIES = {
     "simplear": ("target", "vq", "grid", "lora"),
 }
 CHECKPOINTS = ("target", "vq", "drafter", "text_encoder", "config")  # the options that are paths
+# Files of targets that are repositories with folders.
+_PARTS = {"glm_image": ("processor/tokenizer.json", "vision_language_encoder/*")}
 _OPTIONAL_VQ = ("emu3",)  # its target may contain the VQ tokenizer
 
 
@@ -70,7 +72,7 @@ def read_family(
     arguments = {name: value for name, value in options.items() if value is not None}
     for role in CHECKPOINTS:
         if role in arguments:
-            arguments[role] = fetch(arguments[role])
+            arguments[role] = fetch(arguments[role], _PARTS.get(family, ()) if role == "target" else ())
     if "lora" in arguments:
         adapters = [lora.split_scale(text) for text in arguments["lora"]]
         files = (lora.CONFIG, lora.WEIGHTS)

@@ -45,6 +45,7 @@ class PublishedModel(FrozenModel):
         memory_bytes: memory to generate one image with weights in int8, estimated from sizes.
         licence: licence of the weights, as its publisher names it.
         login: whether the hub asks for a login.
+        makes_images: whether its bundle has an image decoder; otherwise it generates tokens for another program.
     """
 
     family: str
@@ -57,6 +58,7 @@ class PublishedModel(FrozenModel):
     memory_bytes: int
     licence: str
     login: bool = False
+    makes_images: bool = True
 
     @property
     def export_options(self) -> dict[str, Any]:

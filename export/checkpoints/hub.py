@@ -33,7 +33,7 @@ def fetch(source: Path | str, names: Collection[str] = ()) -> Path:
 
     Args:
         source: path, which is returned unchanged, or reference to the hub.
-        names: files of a folder to fetch instead of a model's weights.
+        names: files of a folder, or patterns, to fetch instead of a model's weights; the first is a file.
 
     Raises:
         CheckpointError: the reference is malformed, does not exist, or can neither be downloaded nor is cached.
@@ -56,10 +56,11 @@ def fetch(source: Path | str, names: Collection[str] = ()) -> Path:
                 snapshot_download(repository, revision=folder.name, allow_patterns=[*read_index(index)])
         except Exception as error:
             # Fall back to the cache; missing files raise an error when they are read.
-            cached = try_to_load_from_cache(repository, file or [*names, *_SIDE_FILES][0], revision=revision)
+            known = file or [*names, *_SIDE_FILES][0]
+            cached = try_to_load_from_cache(repository, known, revision=revision)
             if isinstance(error, LanternError) or is_rejected(error) or not isinstance(cached, str):
                 raise
-            return Path(cached) if file else Path(cached).parent
+            return Path(cached) if file else Path(cached).parents[known.count("/")]
     if file and not (folder / file).is_file():
         raise CheckpointError("no such file", field=text, found=listing(files), remedy="give one of these")
     return folder / (file or "")

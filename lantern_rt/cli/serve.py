@@ -112,6 +112,7 @@ def serve(
     for library in LIBRARIES:
         require_library(library, "serve", "serve")
     from ..asynchronous import AsyncPipeline
+    from ..published import find_model, is_published
     from ..serve.server import Server
     from ..serve.state import Limits
 
@@ -123,6 +124,9 @@ def serve(
         if name not in METHODS:
             raise RequestError(field="methods", found=repr(name), expected=", ".join(METHODS))
     for name in bundles or ():
+        if is_published(name) and not find_model(name).makes_images:  # before it is downloaded
+            remedy = "`lantern-rt run` writes its tokens"
+            raise RequestError(f"model {name} has no image decoder", field="image", remedy=remedy)
         download_published(name, yes)
     options = EngineOptions(threads, engines, provider)
     opened = _open(bundles or ["scenes"], options)

@@ -108,6 +108,7 @@ def test_run_writes_files_of_codes_and_says_so(program: Any, glm_image_bundle: P
         (["run", "BUNDLE", "a fox", "--trace", "t.npz"], "--trace: bundle tiny-glm-image has no image decoder"),
         (["run", "BUNDLE", "a fox", "--method", "rows"], "bundle tiny-glm-image generates two grids in one sequence"),
         (["serve", "BUNDLE", "--port", "0"], "image: bundle tiny-glm-image has no image decoder"),
+        (["serve", "glm-image-9b", "--port", "0"], "image: model glm-image-9b has no image decoder"),
         (
             ["eval", "BUNDLE", "--prompts", "p.txt", "--features", "f.onnx"],
             "image: bundle tiny-glm-image has no image decoder",
