@@ -328,9 +328,9 @@ def gradio(session: nox.Session) -> None:
     limits = empty_folder("gradio") / "constraints.txt"
     limits.write_text("\n".join(line for line in lines if not line.startswith("pillow")), "utf-8")
     layer(session, "-c", str(limits), "gradio")
-    session.run(
-        "python", "-m", "pytest", "tests/unit/test_examples.py", "tests/service/test_clients.py", "-k", "gradio"
-    )
+    files = ("tests/unit/test_examples.py", "tests/service/test_clients.py")
+    ignored = "ignore:unclosed:ResourceWarning"  # Gradio leaves its event loop and its sockets open
+    session.run("python", "-m", "pytest", *files, "-k", "gradio", "-W", ignored)
 
 
 # ---------------------------------------------------------------- devices that are not here
