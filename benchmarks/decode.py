@@ -2,12 +2,14 @@
 
     python benchmarks/decode.py                            # LlamaGen-B's sizes, random weights; a minute
     python benchmarks/decode.py --shape GPT-XL --threads 1
+    python benchmarks/decode.py --precision int8           # and where the time goes
     python benchmarks/decode.py --bundle bundles/llamagen-b
     python benchmarks/decode.py --smoke                    # tiny: does it still run?
 
 Milliseconds of a pass against its nodes at half an image, two rows (one image with guidance), beside the time it takes
-to read the target's weights once. `lantern-rt bench --wide` has whole methods. Needs `lantern-rt[export]`. Nothing is
-judged.
+to read the target's weights once. On CPUs ONNX Runtime's profile, which takes time itself, tells products with weights,
+attention and other operations apart. `lantern-rt bench --wide` has whole methods. Needs `lantern-rt[export]`. Nothing
+is judged.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import LanternError, Pipeline, __version__
@@ -45,6 +48,13 @@ PASS_COLUMNS = {
     "ms": "{ms:.2f}",
     "relative": "{relative:.2f}",
     "bound": "{bound_share:.0%}",
+}
+PART_COLUMNS = {
+    "nodes": "{nodes:d}",
+    "products, ms": "{products:.2f}",
+    "attention, ms": "{attention:.2f}",
+    "other, ms": "{other:.2f}",
+    "operations": "{operations:d}",
 }
 BENCH_COLUMNS = {
     "method": "{method}",
@@ -114,6 +124,47 @@ def pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dic
     return {nodes: statistics.median(values) for nodes, values in seconds.items()}
 
 
+def measure_parts(pipeline: Pipeline, repeats: int = REPEATS) -> list[dict[str, Any]]:
+    """Print and return the milliseconds of the parts of a pass of the target by its nodes, at half an image."""
+    manifest = pipeline.bundle.manifest
+    past = manifest.condition.prefix + manifest.codes_per_image // 2
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = pipeline.engines.threads
+    options.enable_profiling = True
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        options.profile_file_prefix = f"{folder}/pass"
+        for nodes in NODES[:3]:
+            session = onnxruntime.InferenceSession(
+                pipeline.bundle.path("target"), options, providers=["CPUExecutionProvider"]
+            )
+            sizes = {"rows": ROWS, "nodes": nodes, "past": past, "past + nodes": past + nodes}
+            feeds = {}
+            for tensor in session.get_inputs():
+                shape = [sizes.get(axis, axis) for axis in tensor.shape]
+                feeds[tensor.name] = np.zeros(shape, np.int64 if "int64" in tensor.type else np.float32)
+            for _ in range(repeats):
+                session.run(None, feeds)
+            events = json.loads(Path(session.end_profiling()).read_text("utf-8"))
+            kernels = [event for event in events if event["name"].endswith("_kernel_time")]
+            kernels = kernels[len(kernels) // repeats :]  # the first pass warms up
+            passes = repeats - 1
+            spent = dict.fromkeys(("products", "attention", "other"), 0.0)
+            for kernel in kernels:
+                spent[part_of(kernel["args"])] += kernel["dur"] / 1e3 / passes
+            rows.append({"nodes": nodes, "operations": len(kernels) // passes} | spent)
+    print_table(PART_COLUMNS, rows)
+    return rows
+
+
+def part_of(operation: dict[str, Any]) -> str:
+    """Return the part that an operation of a profile belongs to."""
+    if "MatMul" not in operation["op_name"]:
+        return "other"
+    shapes = [shape for types in operation["input_type_shape"] for shape in types.values()]
+    return "attention" if len(shapes) > 1 and len(shapes[1]) == 4 else "products"
+
+
 def read_bandwidth(size: int, threads: int) -> float:
     """Bytes per second at which `threads` threads read an array of `size` bytes, at least a megabyte; best of five.
 
@@ -134,6 +185,7 @@ def read_bandwidth(size: int, threads: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What passes cost on this host.")
     parser.add_argument("--shape", choices=SHAPES, default="GPT-B", help="published sizes, random weights")
+    parser.add_argument("--precision", help="of those weights, such as int8 [default: fp32]")
     parser.add_argument("--bundle", help="a bundle instead")
     parser.add_argument("--threads", type=int, help="engine threads [default: one per core]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
@@ -141,14 +193,20 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         name = "tiny" if arguments.smoke else arguments.shape
-        bundle = arguments.bundle or random_bundle(replace(SHAPES[name], vq_width=32), Path(folder) / name)
+        bundle = arguments.bundle
+        if bundle is None:
+            shape = replace(SHAPES[name], vq_width=32)
+            bundle = random_bundle(shape, Path(folder) / name, precision=arguments.precision)
         host = host_report()
         print(f"lantern-rt {__version__}, {processor()}")
         print("\n".join(f"  {name:12} {value}" for name, value in host.facts.items()))
         pipeline = Pipeline.from_bundle(bundle, arguments.threads)
         threads = pipeline.engines.threads
         bandwidth = read_bandwidth(weight_bytes(pipeline.bundle, "target"), threads)
-        figures = measure_passes(pipeline, bandwidth, 2 if arguments.smoke else REPEATS)
+        repeats = 2 if arguments.smoke else REPEATS
+        figures = measure_passes(pipeline, bandwidth, repeats)
+        if pipeline.engines.backend.startswith("onnxruntime-cpu"):
+            figures["parts"] = measure_parts(pipeline, repeats)
     if arguments.json:
         report = {"lantern_rt": __version__, "host": asdict(host), "processor": processor(), "threads": threads}
         arguments.json.write_text(json.dumps(report | figures, indent=2) + "\n", encoding="utf-8")

@@ -135,7 +135,7 @@ class GraphWriter:
 
 
 class DecoderWriter(ABC):
-    """Base class that writes a decoder as a graph. Tensors `x` are `[rows, nodes, width]`.
+    """Base class that writes a decoder as a graph. Tensors `x` are `[rows, nodes, width]` or have nodes first.
 
     A subclass determines the ops of matmuls, norms and rotation, and where keys and values are stored. Optional parts
     are written if their weights exist: norms of heads, norms of the outputs of attention and feed-forward networks,

@@ -61,6 +61,7 @@ class PastFirstWriter(DecoderWriter):
     def write(self, x: str) -> None:
         """Write all layers and outputs; `x` is the input of the first layer, `[rows, nodes, hidden_size]`."""
         ops = self.graph
+        x = ops.transpose(x, 1, 0, 2)  # [nodes, rows, hidden_size], as in the cache
         self.cos, self.sin, swap = self._write_rotation()
         past = ops.op("Shape", "past_key_values.0.key", start=0, end=1)
         nodes = ops.op("Shape", "position_ids", start=1, end=2)
@@ -68,6 +69,13 @@ class PastFirstWriter(DecoderWriter):
         self.swap = ops.weight("rotary.swap", swap)
         self.past_and_new = ops.op("Concat", past, nodes, axis=0)
         self.decoder(x, self.config.num_layers)
+
+    def add_and_norm(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
+        if name is not None and added is not None:  # the last: outputs have rows first
+            normed = weight in self.weights
+            x = self.graph.transpose(self.graph.op("Add", x, added), 1, 0, 2, name=None if normed else name)
+            return self.norm(x, None, weight, name) if normed else (x, x)
+        return super().add_and_norm(x, added, weight, name)
 
     def matmul(self, x: str, weight: str, output: str | None) -> str:
         return self.graph.linear(x, weight, self._scaled(weight), output)
@@ -101,7 +109,7 @@ class PastFirstWriter(DecoderWriter):
         """Write the look-up of rotary tables by position.
 
         Returns:
-            Cosines and sines, `[rows, nodes, 1, head_dim]`, and a matrix that swaps the numbers of each pair. Both
+            Cosines and sines, `[nodes, rows, 1, head_dim]`, and a matrix that swaps the numbers of each pair. Both
             numbers of a pair have the same cosine; the first has the negative sine of the second.
         """
         ops = self.graph
@@ -112,29 +120,33 @@ class PastFirstWriter(DecoderWriter):
         index = order.flatten().argsort()  # index of each number in `order`
         partner = order.flip(1).flatten()[index]
         sign = torch.tensor([-1.0, 1.0]).repeat(width // 2)[index]
+        positions = ops.transpose("position_ids", 1, 0)
         tables = {"cos": rope[:, index // 2, 0], "sin": rope[:, index // 2, 1] * sign}
         cos, sin = (
-            ops.op("Unsqueeze", ops.op("Gather", ops.weight(f"rotary.{part}", table), "position_ids"), ops.ints(2))
+            ops.op("Unsqueeze", ops.op("Gather", ops.weight(f"rotary.{part}", table), positions), ops.ints(2))
             for part, table in tables.items()
         )
         return cos, sin, torch.eye(width)[partner]
 
     def rotate(self, joint: str, at: str) -> tuple[str, str, str]:
-        """Split and rotate as `DecoderWriter.rotate`; results are `[rows, nodes, heads or num_kv_heads, head_dim]`."""
+        """Split and rotate as `DecoderWriter.rotate`; results are `[nodes, rows, heads or num_kv_heads, head_dim]`."""
         ops = self.graph
         config = self.config
         heads = config.num_heads
         num_kv_heads = config.num_kv_heads
         joint = ops.reshape(joint, 0, 0, heads + 2 * num_kv_heads, config.head_dim)
         sizes = ops.ints(heads + num_kv_heads, num_kv_heads)
-        both, value = ops.add_node("Split", [joint, sizes], [f"{at}.query_key", f"{at}.value"], axis=2)
-        if self._has_exact_attention(at):
-            value = self._round_values(value, at)
+        new_key, new_value = (f"new_{at.replace('layers', 'key_values')}.{part}" for part in ("key", "value"))
+        exact = self._has_exact_attention(at)
+        outputs = [f"{at}.query_key", f"{at}.value" if exact else new_value]
+        both, value = ops.add_node("Split", [joint, sizes], outputs, axis=2)
+        if exact:
+            value = self._round_values(value, at, new_value)
         if config.query_key_norm:
             both = self._write_head_norms(both, f"{at}.attention")
         swapped = ops.op("MatMul", both, self.swap)
         both = ops.op("Add", ops.op("Mul", both, self.cos), ops.op("Mul", swapped, self.sin))
-        query, key = ops.add_node("Split", [both, ops.ints(heads, num_kv_heads)], [f"{at}.query", f"{at}.key"], axis=2)
+        query, key = ops.add_node("Split", [both, ops.ints(heads, num_kv_heads)], [f"{at}.query", new_key], axis=2)
         return query, key, value
 
     def _has_exact_attention(self, at: str) -> bool:
@@ -142,7 +154,7 @@ class PastFirstWriter(DecoderWriter):
         return self.graph.int8_matmul and f"{at}.attention_norm.weight" in self.weights
 
     def _write_head_norms(self, x: str, at: str) -> str:
-        """Write the norms of queries, which include `scale`, and keys, `[rows, nodes, heads + num_kv_heads, width]`."""
+        """Write the norms of queries, which include `scale`, and keys, `[nodes, rows, heads + num_kv_heads, width]`."""
         ops = self.graph
         x = ops.cast_for_norm(x)
         centred = ops.op("Sub", x, ops.op("ReduceMean", x, ops.ints(-1), keepdims=1))
@@ -160,21 +172,19 @@ class PastFirstWriter(DecoderWriter):
         num_kv_heads = self.config.num_kv_heads
         exact = self._has_exact_attention(at)
         cache = at.replace("layers", "key_values")
-        new_key = ops.transpose(key, 1, 0, 2, 3, name=f"new_{cache}.key")  # [nodes, rows, num_kv_heads, width]
-        new_value = ops.transpose(value, 1, 0, 2, 3, name=f"new_{cache}.value")
         past_key = f"past_{cache}.key"
         past_value = f"past_{cache}.value"
 
         if not self.folds_scale and not self.config.query_key_norm:
             query = ops.op("Mul", query, ops.number("attention_scale", self.scale))
-        query = ops.transpose(query, 0, 2, 1, 3)  # [rows, heads, nodes, width]
+        query = ops.transpose(query, 1, 2, 0, 3)  # [rows, heads, nodes, width]
         if self.group > 1:  # queries of one group share a key head: stack them along the nodes
             query = ops.reshape(query, 0, num_kv_heads, -1, width)
-        scores = [ops.op("MatMul", query, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, new_key)]
+        scores = [ops.op("MatMul", query, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, key)]
         masked = ops.op("Add", ops.op("Concat", *scores, axis=-1), self.mask)
         weights = _write_exact_softmax(ops, masked, self.columns) if exact else _write_softmax(ops, masked)
         parts = ops.add_node("Split", [weights, self.past_and_new], [f"{at}.on_past", f"{at}.on_new"], axis=-1)
-        values = zip(parts, (past_value, new_value), strict=True)
+        values = zip(parts, (past_value, value), strict=True)
         mixed = ops.op("Add", *(ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3)) for part, v in values))
         if exact:  # [rows, num_kv_heads, group * nodes, width]
             mixed = ops.op("Mul", mixed, ops.number("share", 1 / _WEIGHT_STEPS))
@@ -182,10 +192,10 @@ class PastFirstWriter(DecoderWriter):
             nodes = ops.op("Shape", "position_ids", start=1, end=2)
             shape = ops.op("Concat", ops.ints(0, self.heads), nodes, ops.ints(width), axis=0)
             mixed = ops.op("Reshape", mixed, shape)
-        return ops.reshape(ops.transpose(mixed, 0, 2, 1, 3), 0, 0, self.heads * width)
+        return ops.reshape(ops.transpose(mixed, 2, 0, 1, 3), 0, 0, self.heads * width)
 
-    def _round_values(self, value: str, at: str) -> str:
-        """Round values `[rows, nodes, num_kv_heads, width]` to multiples of a power of two for each channel.
+    def _round_values(self, value: str, at: str, name: str) -> str:
+        """Round values `[nodes, rows, num_kv_heads, width]` to multiples of a power of two for each channel.
 
         The power follows from the largest value that a normed input and the bias can lead to. So only rounding can
         make a value exceed `_VALUE_STEPS` steps, and this excess is clipped.
@@ -205,7 +215,7 @@ class PastFirstWriter(DecoderWriter):
 
         step = ops.weight(f"{at}.value_units", deferred(compute_steps, shape, torch.float32))
         limits = (ops.number("least_value", -float(max_steps)), ops.number("most_value", float(max_steps)))
-        return ops.op("Mul", ops.op("Clip", ops.op("Round", ops.op("Div", value, step)), *limits), step)
+        return ops.op("Mul", ops.op("Clip", ops.op("Round", ops.op("Div", value, step)), *limits), step, name=name)
 
 
 def write_rms_norm(ops: Ops, x: str, name: str, weight: Tensor, eps: float, output: str | None = None) -> str:

@@ -54,7 +54,7 @@ class Ops(GraphWriter):
         self.int8_matmul = int8_matmul
         self.matrices: set[str] = set()  # names of the weights of `linear`
         self.wide: set[str] = set()  # names of weights that stay float32 in a float16 graph
-        self.quantized: dict[str, tuple[list[str], str | None]] = {}  # integers and node scales of activations by name
+        self.quantized: dict[str, tuple[str, str | None, str]] = {}  # integers and node scales of activations by name
         # Steps of activations by name, the same for all nodes, where the maximum is known.
         self.steps: dict[str, Tensor] = {}
 
@@ -115,38 +115,49 @@ class Ops(GraphWriter):
         """
         if x not in self.quantized:
             self.quantized[x] = self._quantize(x, two_integers)
-        parts, scale = self.quantized[x]
+        integers, scale, step = self.quantized[x]
         kernel = self.op("DequantizeLinear", f"{weight}.int8", f"{weight}.scales", name=weight, axis=1)
-        sums = self.op("MatMul", parts[0], kernel, name=None if scale or two_integers else output)
-        if two_integers:
-            sums = self.op("Add", sums, self.op("MatMul", parts[1], kernel), name=None if scale else output)
+        sums = self.op(
+            "MatMul", self._dequantize(integers, step), kernel, name=None if scale or two_integers else output
+        )
+        if two_integers:  # one product for both, which reads the weight once
+            first, second = self.add_node("Split", [sums], [f"{sums}.first", f"{sums}.second"], axis=0, num_outputs=2)
+            second = self.op("Mul", second, self.number("second_step", 1 / _SECOND_STEPS))
+            sums = self.op("Add", first, second, name=None if scale else output)
         return self.op("Mul", sums, scale, name=output) if scale else sums
 
-    def _quantize(self, x: str, two_integers: bool) -> tuple[list[str], str | None]:
-        """Write activations as a sum of one or two dequantized 8-bit integers.
+    def _quantize(self, x: str, two_integers: bool) -> tuple[str, str | None, str]:
+        """Write activations `[nodes, rows, width]` as 8-bit integers, one or two for each.
+
+        Second integers stand behind all first integers, as if there were twice as many nodes.
 
         No scale depends on other nodes of the pass: each node has its scale, unless there are two integers and
         `steps` has a fixed step. A node of zeros has scale 0, which makes its integers, of a division by 0, irrelevant.
 
         Returns:
-            Names of the terms, and of the scale `[rows, nodes, 1]` by which to multiply results, None for a fixed step.
+            Names of the integers, of the scale `[nodes, rows, 1]` by which to multiply results, None for a fixed step,
+            and of the step of the first integers.
         """
         scale = None
         step = self.steps.get(x) if two_integers else None
         if step is None:
             largest = self.op("ReduceMax", self.op("Abs", x), self.ints(-1), keepdims=1)
-            scale = self.op("Mul", largest, self.number("integer_step", 1 / MAX_INT8_ACTIVATION))  # [rows, nodes, 1]
+            scale = self.op("Mul", largest, self.number("integer_step", 1 / MAX_INT8_ACTIVATION))  # [nodes, rows, 1]
             x = self.op("Div", x, scale)
             step = torch.tensor(1.0)
-        parts = [self._round(x, step)]
+        first_step = self.weight(f"{x}.step", step)
+        integers = self.op("QuantizeLinear", x, first_step, self._zero())
         if two_integers:
-            parts.append(self._round(self.op("Sub", x, parts[0]), step / _SECOND_STEPS))
-        return parts, scale
+            rest = self.op("Sub", x, self._dequantize(integers, first_step))
+            second_step = self.weight(f"{rest}.step", step / _SECOND_STEPS)
+            integers = self.op("Concat", integers, self.op("QuantizeLinear", rest, second_step, self._zero()), axis=0)
+        return integers, scale, first_step
 
-    def _round(self, x: str, step: Tensor) -> str:
-        scale = self.weight(f"{x}.step", step)
-        parameters = scale, self.weight("integer_zero", torch.tensor(_ZERO_POINT, dtype=torch.uint8))
-        return self.op("DequantizeLinear", self.op("QuantizeLinear", x, *parameters), *parameters)
+    def _dequantize(self, integers: str, step: str) -> str:
+        return self.op("DequantizeLinear", integers, step, self._zero())
+
+    def _zero(self) -> str:
+        return self.weight("integer_zero", torch.tensor(_ZERO_POINT, dtype=torch.uint8))
 
     def model(self, name: str, inputs: Sequence[Value], outputs: Sequence[Value]) -> onnx.ModelProto:
         """Return the graph without its weights.

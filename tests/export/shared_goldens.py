@@ -57,8 +57,9 @@ def mixed(outputs: list[Arrays], scale: float = 3.0) -> NDArray[np.float32]:
 def run_layers(bundle: Path, ids: Any) -> tuple[NDArray[np.float32], list[NDArray[np.float32]]]:
     """Return the embeddings of token ids, and every layer's hidden states; the last layer's are normed."""
     path, spec = bundle / "target.onnx", manifest(bundle).target
-    sums = [node for node in onnx.load(path).graph.node if node.op_type == "Add"]
-    layers = ["input_embeds"]
+    nodes_of_graph = onnx.load(path).graph.node
+    sums = [node for node in nodes_of_graph if node.op_type == "Add"]
+    layers = [node.output[0] for node in nodes_of_graph if node.input[0] == "input_embeds"]  # turned: nodes before rows
     while following := [node.output[0] for node in sums if node.input[0] == layers[-1]]:
         layers += following  # each layer adds attention, then feed-forward
     embeds, nodes = embed(bundle, ids), len(ids)
@@ -66,7 +67,8 @@ def run_layers(bundle: Path, ids: Any) -> tuple[NDArray[np.float32], list[NDArra
     feeds["attention_mask"] = np.where(np.tri(nodes), 0, HIDDEN).astype(np.float32)[None, None]
     empty = np.zeros((0, 1, spec.num_kv_heads, spec.head_dim), np.float32)
     feeds |= {f"past_key_values.{i}.{part}": empty for i in range(3) for part in ("key", "value")}
-    return embeds, observed(path, [*layers[2:-1:2], "hidden_states"], feeds)
+    *states, last = observed(path, [*layers[2:-1:2], "hidden_states"], feeds)
+    return embeds, [*(state.swapaxes(0, 1) for state in states), last]
 
 
 class DecoderGolden:

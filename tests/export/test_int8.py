@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from hypothesis import given, settings
@@ -106,6 +107,23 @@ def test_a_path_of_a_tree_has_the_bits_of_a_chain(session: Any, embeds: Floats, 
     path = np.append(path, path[-1:]) if len(path) == 1 else path  # never one node alone
     chain = run(session, embeds[:, path], depth[path], np.tri(len(path), dtype=bool), nothing(session))["logits"]
     np.testing.assert_array_equal(tree[:, leaf], chain[:, list(path).index(leaf)])
+
+
+def test_a_pass_reads_every_weight_once(graph: Graph, tmp_path: Path) -> None:
+    nodes = onnx.load(plan_graph(graph, "int8").write(tmp_path / "target.onnx")[0]).graph.node
+    weights = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear" and "weight" in node.output[0]}
+    products = [node.input[1] for node in nodes if node.op_type == "MatMul" and node.input[1] in weights]
+    assert len(products) == len(weights) > CONFIG.num_layers
+    assert set(products) == weights
+
+
+def test_onnx_runtime_keeps_at_most_88_operations_a_layer(graph: Graph, tmp_path: Path) -> None:
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    options.log_severity_level = 3  # such a file is of use on this processor alone
+    onnxruntime.InferenceSession(plan_graph(graph, "int8").write(tmp_path / "target.onnx")[0], options)
+    around = 16  # look-ups, the output head and what turns inputs and outputs; biases and shared keys take 8 of a layer
+    assert len(onnx.load(tmp_path / "optimised.onnx").graph.node) <= 88 * CONFIG.num_layers + around
 
 
 def test_other_rows_of_a_batch_change_nothing(session: Any, embeds: Floats) -> None:
