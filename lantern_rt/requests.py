@@ -187,7 +187,6 @@ def _resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
     for is_unfit, problem in (
         (name == "groups" and not has_order, "draws one token after another"),
         (has_order and name not in ("ar", "groups"), "draws groups of cells, in an order of its own"),
-        (name == "rows" and manifest.has_two_grids, "generates two grids in one sequence"),
         (kind.needs_drafter and not manifest.drafters, "has no drafter"),
     ):
         if is_unfit:

@@ -180,13 +180,17 @@ class Batch:
         return drafts
 
     def _drafter(self, sequence: ImageSequence) -> Drafter:
-        """Return the drafter of a sequence's next draft; some drafters cannot draft after preserved codes."""
+        """Return the drafter of a sequence's next draft.
+
+        Some drafters cannot draft after preserved codes, and rows begin after the codes of a smaller grid.
+        """
         method = sequence.method
         drafter = self._drafters.get(method.method, self._window_drafter)
         if isinstance(method, Drafted) and not method.uses_draft_heads:
             drafter = self._eagle_drafters[sequence]
         after_preserved = drafter.needs_new_codes and len(sequence.next_preserved()[0])
-        return self._plain_drafter if after_preserved else drafter
+        before_rows = drafter is self._row_drafter and len(sequence.codes) <= sequence.raster.first_codes
+        return self._plain_drafter if after_preserved or before_rows else drafter
 
     def _verify(self, layouts: Mapping[ImageSequence, PassLayout]) -> PassOutput:
         """Run one target pass over all drafts, padded to the same number of nodes."""

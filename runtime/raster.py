@@ -28,6 +28,7 @@ class Raster:
     columns: int = 1  # number of codes in a grid row
     row_end: int | None = None  # end-of-row token, after every row but the last; None without one
     order: Order | None = None  # order of drawing in groups of cells, see `order.py`; None: one code after another
+    first_codes: int = 0  # number of codes of a smaller grid, which come before the codes of the image's grid
 
     @property
     def num_tokens(self) -> int:

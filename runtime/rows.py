@@ -18,7 +18,7 @@ end-of-row token of the row above is the stand-in; it enters the cache with the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -225,6 +225,11 @@ class RowDraft:
     grid_pass: GridPass
 
     @property
+    def first(self) -> int:
+        """Number of codes before the grid, which all nodes attend to."""
+        return self.sequence.raster.first_codes
+
+    @property
     def tokens(self) -> Ints:
         """Tokens of the nodes, int64 `[nodes]`."""
         return self.grid_pass.tokens
@@ -237,7 +242,7 @@ class RowDraft:
     @property
     def cells(self) -> Sequence[int]:
         """The cell after each node."""
-        cells: list[int] = self.grid_pass.next_codes.tolist()
+        cells: list[int] = (self.first + self.grid_pass.next_codes).tolist()
         return cells
 
     @property
@@ -249,12 +254,14 @@ class RowDraft:
         """Return the tokens, positions and attention masks of the nodes in a forward pass."""
         structure = self.structure
         past = self.grid_pass.attends_to(self.grid_pass.cached_cells)
-        return PassLayout(self.tokens, structure.depths, structure.ancestors, past=past)
+        past = np.pad(past, ((0, 0), (self.first, 0)), constant_values=True)
+        return PassLayout(self.tokens, self.first + structure.depths, structure.ancestors, past=past)
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the tokens that a node attends to, its token included."""
         past = self.grid_pass.attends_to(self.grid_pass.cached_cells)[node]
-        return np.concatenate([self.grid_pass.cached_tokens[past], self.tokens[self.structure.ancestors[node]]])
+        before = self.sequence.codes[: self.first]
+        return np.concatenate([before, self.grid_pass.cached_tokens[past], self.tokens[self.structure.ancestors[node]]])
 
     def accept(self, output: TargetOutput, layout: PassLayout, model: Model) -> Accepted:
         """Sample tokens, verify the drafts, and add the accepted tokens to the grid and the sequence.
@@ -272,10 +279,10 @@ class RowDraft:
         image = np.array(grid.cells, np.int64).reshape(-1, grid.columns)[:, : grid.codes_per_row].ravel()
         unknown = np.flatnonzero(image < 0)
         end = unknown[0] if len(unknown) else len(image)
-        codes = image[len(sequence.codes) : end]
+        codes = image[len(sequence.codes) - self.first : end]
         sequence.codes += codes.tolist()
         sequence.record_draft(len(self.tokens) - 1, len(new_cells) - 1)
-        step = SequenceStep(sequence.index, codes, placed=Placed(new_cells, image[new_cells]))
+        step = SequenceStep(sequence.index, codes, placed=Placed(self.first + new_cells, image[new_cells]))
         return Accepted(step, codes, accepted_nodes)
 
 
@@ -304,7 +311,9 @@ class RowDrafter(Drafter):
         method = sequence.method
         assert isinstance(method, RowParallel)
         if sequence not in self._grids:
+            first = sequence.raster.first_codes
+            raster = replace(sequence.raster, num_codes=sequence.raster.num_codes - first)
             self._grids[sequence] = Grid(
-                sequence.raster, sequence.codes[0], method.window, method.drafts, self._max_nodes, sequence.preserved
+                raster, sequence.codes[first], method.window, method.drafts, self._max_nodes, sequence.preserved
             )
         return self._grids[sequence]

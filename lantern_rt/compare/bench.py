@@ -21,7 +21,7 @@ def default_methods(manifest: Manifest) -> list[str]:
     """Return strings of the methods that a bundle supports."""
     if manifest.order is not None:
         return ["ar"]
-    methods = ["ar", "sjd"] if manifest.has_two_grids else ["ar", "sjd", "rows"]
+    methods = ["ar", "sjd", "rows"]
     if manifest.drafters:
         methods += ["eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3"]
         methods += ["lantern", "lantern++"] if manifest.neighbors else []

@@ -35,8 +35,7 @@ def candidate_methods(manifest: Manifest) -> list[str]:
         return []
     windows = dict.fromkeys(max(1, manifest.grid_columns * share // 16) for share in ROW_WINDOWS)
     relaxed = [f"sjd:window=7:lambda={bound}" for bound in LAMBDAS] if manifest.neighbors else []
-    rows = [] if manifest.has_two_grids else [f"rows:window={window}:drafts=1" for window in windows]
-    return [*relaxed, *rows]
+    return [*relaxed, *(f"rows:window={window}:drafts=1" for window in windows)]
 
 
 def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Quality, Preset]:
