@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Embeddings: TypeAlias = "ArrayLike | tuple[ArrayLike, ArrayLike]"
 ImageSource: TypeAlias = "Image | NDArray[Any] | str | Path | bytes"
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
+CfgSchedule = Literal["constant", "linear"]
 Residual = Literal["aggregated", "neighborhood"]
 
 
@@ -67,6 +68,8 @@ class Sampling(FrozenModel, strict=True):
         cfg_tokens: number of image tokens, the first in the order of drawing, that are sampled with guidance: from 0,
             or a share of the image such as `"50%"`; None: all. The unconditional row is not run for later tokens, which
             are sampled from the conditional logits. LlamaGen's `cfg_interval` of n is `cfg_tokens` of n + 2.
+        cfg_schedule: `"linear"` gives token t of n, from 1 in the order of drawing, the scale 1 + (scale - 1) t / n, as
+            in RandAR. None: `"constant"`.
         cfg_final: guidance scale at the end of an image. Larger scales fall to it within the first rows, smaller scales
             are raised to it (`runtime/guidance.py`), as in Lumina-mGPT 2.0. None: the scale is constant.
         temperature: 0 (greedy) or 0.001 .. 1000.
@@ -79,6 +82,7 @@ class Sampling(FrozenModel, strict=True):
 
     cfg_scale: Annotated[float, Field(ge=0, le=1000, description="Guidance; 1 is off.")] = 1.0
     cfg_tokens: Annotated[CfgTokens, Field(description="Tokens with guidance, such as 128 or 50%; null is all.")] = None
+    cfg_schedule: Annotated[CfgSchedule | None, Field(description="Linear: guidance grows from 1 to its scale.")] = None
     cfg_final: Annotated[float, Field(gt=0, le=1000)] | None = None
     temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(
         default=1.0, ge=0, le=1000, description="0 is greedy."
@@ -320,6 +324,7 @@ class GenerationOptions(TypedDict, total=False):
     method: str | MethodConfig | None
     cfg_scale: float | None
     cfg_tokens: int | str | None
+    cfg_schedule: CfgSchedule | None
     temperature: float | None
     top_k: int | None
     top_p: float | None
@@ -345,6 +350,7 @@ class Options(GenerationOptions, total=False):
         cfg_scale: guidance scale, 0 .. 1000; 1 is off.
         cfg_tokens: number of image tokens that are sampled with guidance, the first in the order of drawing: from 0, or
             a share of the image such as `"50%"`. Later tokens have one batch row instead of two, and take less time.
+        cfg_schedule: `"linear"` lets guidance grow from 1 to its scale within an image; `"constant"` does not.
         temperature: 0 (greedy) or 0.001 .. 1000.
         top_k: number of most probable tokens to keep; 0 is off.
         top_p: probability mass to keep, above 0 up to 1; 1 is off.

@@ -37,7 +37,7 @@ from .prompts import ImageRequest, PromptTokenizer, prepare_class_ids, prepare_e
 from .runtime.tree import StaticTree
 from .runtime.tree_names import parse_tree
 
-SAMPLING = ("cfg_scale", "cfg_tokens", "temperature", "top_k", "top_p", "repetition_penalty")
+SAMPLING = ("cfg_scale", "cfg_tokens", "cfg_schedule", "temperature", "top_k", "top_p", "repetition_penalty")
 IMAGES_LIMIT = 1024  # images per request
 SEED_LIMIT = 2**64
 C = TypeVar("C", bound=FrozenModel)

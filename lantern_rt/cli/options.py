@@ -82,6 +82,15 @@ CfgTokensOption = Annotated[
         rich_help_panel=SAMPLING,
     ),
 ]
+CfgScheduleOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cfg-schedule",
+        metavar="constant|linear",
+        help="Linear: guidance grows from 1 to its scale within an image. [default: the bundle's, usually constant]",
+        rich_help_panel=SAMPLING,
+    ),
+]
 TemperatureOption = Annotated[
     float | None,
     typer.Option(

@@ -21,6 +21,7 @@ from .options import (
     OUTPUT,
     SUBJECTS,
     CfgScaleOption,
+    CfgScheduleOption,
     CfgTokensOption,
     EmbeddingsOption,
     EngineOptions,
@@ -121,6 +122,7 @@ def run(
     ] = None,
     cfg_scale: CfgScaleOption = None,
     cfg_tokens: CfgTokensOption = None,
+    cfg_schedule: CfgScheduleOption = None,
     temperature: TemperatureOption = None,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
@@ -173,6 +175,7 @@ def run(
     sampling = {
         "cfg_scale": cfg_scale,
         "cfg_tokens": cfg_tokens,
+        "cfg_schedule": cfg_schedule,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import BusyError, LanternError, RequestError
 from ..inputs import PARAMETER_NAMES, error_fields
-from ..methods import PARAMETERS, CfgTokens, Quality
+from ..methods import PARAMETERS, CfgSchedule, CfgTokens, Quality
 from ..requests import SAMPLING
 
 MAX_PARTIAL_IMAGES = 64
@@ -60,6 +60,7 @@ class ImagesRequest(BaseModel):
     quality_budget: Quality | None = None
     cfg_scale: float | None = None
     cfg_tokens: CfgTokens = None
+    cfg_schedule: CfgSchedule | None = None
     temperature: float | None = None
     top_k: StrictInt | None = None
     top_p: float | None = None

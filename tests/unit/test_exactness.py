@@ -65,6 +65,7 @@ SAMPLINGS = {
     "plain": Sampling(),
     "temperature 1.3, top-k 2, penalty": Sampling(temperature=1.3, top_k=2, repetition_penalty=1.5),
     "guided, temperature 1.4, top-p 0.9": Sampling(cfg_scale=1.5, temperature=1.4, top_p=0.9),
+    "guided more and more": Sampling(cfg_scale=4.0, cfg_schedule="linear"),
     "guided for two tokens": Sampling(cfg_scale=3.0, cfg_tokens=2),
     "guided for a quarter, penalty": Sampling(cfg_scale=2.0, cfg_tokens="25%", repetition_penalty=1.5),
 }

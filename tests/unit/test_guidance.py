@@ -10,6 +10,7 @@ from toy_engine import ToyDrafter, ToyTarget, codes_of, make_model, make_prompt
 
 from lantern_rt.methods import Ar, Drafted, Eagle, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.decode import decode
+from lantern_rt.runtime.guidance import guidance_scales
 from lantern_rt.runtime.state import Model
 
 CODES = 24
@@ -70,6 +71,15 @@ def test_the_first_tokens_are_those_of_full_guidance(method: MethodConfig) -> No
     )
     assert full[:12] == half[:12]
     assert full != half
+
+
+def test_a_linear_schedule_ends_with_the_scale_itself() -> None:
+    raster = make_model(codes=4).raster
+    scales = guidance_scales(Sampling(cfg_scale=3.0, cfg_schedule="linear"), raster)
+    assert scales is not None
+    assert scales.tolist() == [1.5, 2.0, 2.5, 3.0]
+    assert guidance_scales(Sampling(cfg_scale=3.0, cfg_schedule="constant"), raster) is None
+    assert guidance_scales(Sampling(cfg_scale=3.0), raster) is None
 
 
 def test_preserved_tokens_count_as_guided() -> None:

@@ -14,7 +14,7 @@ from lantern_rt.runtime.likelihood import likelihood, tie_margin
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8), Sampling(cfg_scale=2.5, cfg_tokens=2)]
+    "sampling", [Sampling(cfg_scale=2.5, cfg_schedule="linear", temperature=0.8), Sampling(cfg_scale=2.5, cfg_tokens=2)]
 )
 def test_the_likelihood_is_that_of_the_targets_own_distributions(sampling: Sampling) -> None:
     model, prompt = make_model(vocabulary=5, codes=7), make_prompt(3, prefix=4, padding=1)

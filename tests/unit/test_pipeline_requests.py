@@ -96,6 +96,7 @@ OPTIONS = [
     *each("cfg_tokens", -1, 37, "37", 10**5000, "9" * 5000, 2.5, NAN, True, [3]),
     *each("cfg_tokens", "half", "-1%", "101%", "5e1%", "%", ""),
     *each("cfg_tokens", 3, "0%", cfg_scale=1),
+    *each("cfg_schedule", "cosine", 2),
     *each("num_images", 0, -3, 1.5, 5000),
     *each("num_images", 1000, prompts=["red"] * 3),
     *each("seed", -1, 2**64, 10**5000, 1.0, "1", [1, 2]),

@@ -377,6 +377,8 @@ def next_distribution(model: Model, prompt: Prompt, codes: Sequence[int], sampli
         cond[code] = cond[code] * penalty if cond[code] < 0 else cond[code] / penalty
     cell = sum(code < len(cond) for code in codes)
     scale = sampling.cfg_scale if cell < sampling.count_guided(model.num_codes) else 1.0
+    if sampling.cfg_schedule == "linear":
+        scale = 1 + (scale - 1) * (cell + 1) / model.num_codes
     return naive_distribution(uncond + scale * (cond - uncond), sampling)
 
 
