@@ -130,9 +130,10 @@ class BoundPass:
         rows, self._nodes = feeds["token_ids"].shape
         arrays = _arrays(feeds)
         self._start = UploadBuffer.size_of(*arrays.values())
-        # A sampling graph has up to three inputs with a number per node, and three with a number per row.
+        # A sampling graph has up to four inputs with a number per node, and two with a number per row.
         per_node = np.zeros((rows, padded_node_count(self._nodes)), np.int32)
-        self._buffer = UploadBuffer(device, self._start + 3 * UploadBuffer.size_of(per_node, per_node[:, 0]))
+        size = 4 * UploadBuffer.size_of(per_node) + 2 * UploadBuffer.size_of(per_node[:, 0])
+        self._buffer = UploadBuffer(device, self._start + size)
         self._inputs = self._buffer.allocate(arrays)
         self._run = graph.bind({**feeds, **self._inputs, **placed}, record)
 

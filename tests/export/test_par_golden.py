@@ -112,14 +112,14 @@ def test_a_pass_over_everything_gives_the_recorded_layers_keys_values_and_logits
     pipe, class_id = pipes[model, grid], int(arrays[f"{model}_tf_class_ids"][0])
     close(logits_of(pipe, class_id, tokens.tolist()), logits[:, : grid**2])
     path = pipe.bundle.path("target")
-    sums = [node for node in onnx.load(path).graph.node if node.op_type == "Add"]
-    names = ["input_embeds"]
+    nodes = onnx.load(path).graph.node
+    sums = [node for node in nodes if node.op_type == "Add"]
+    names = [node.output[0] for node in nodes if node.input[0] == "input_embeds"]  # turned: nodes before rows
     while following := [node.output[0] for node in sums if node.input[0] == names[-1]]:
         names += following
-    embeds, *layers = run_all(pipe, class_id, tokens, [*names[2:-1:2], "hidden_states"])
-    close(
-        np.concatenate([embeds[:1], *(layer[:1] for layer in layers)]), arrays[f"{model}_tf_layer_hidden"][:, : grid**2]
-    )
+    embeds, *layers, last = run_all(pipe, class_id, tokens, [*names[2:-1:2], "hidden_states"])
+    rows = [embeds, *(layer.swapaxes(0, 1) for layer in layers), last]
+    close(np.concatenate([row[:1] for row in rows]), arrays[f"{model}_tf_layer_hidden"][:, : grid**2])
 
 
 def run_all(pipe: Pipeline, class_id: int, ids: Any, names: list[str]) -> list[NDArray[np.float32]]:
