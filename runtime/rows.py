@@ -260,7 +260,7 @@ class RowDraft:
     def preceding_codes(self, node: int) -> Ints:
         """Return the tokens that a node attends to, its token included."""
         past = self.grid_pass.attends_to(self.grid_pass.cached_cells)[node]
-        before = self.sequence.codes[: self.first]
+        before = np.array(self.sequence.codes[: self.first], np.int64)
         return np.concatenate([before, self.grid_pass.cached_tokens[past], self.tokens[self.structure.ancestors[node]]])
 
     def accept(self, output: TargetOutput, layout: PassLayout, model: Model) -> Accepted:
