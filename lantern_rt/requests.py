@@ -5,7 +5,7 @@ A parameter that is None comes from the bundle.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from shlex import quote
@@ -99,8 +99,7 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
     size = _resolve_size(manifest, options.get("size"))
     parameters = {name: options[name] for name in SAMPLING if name in options}
     sampling = _validate(Sampling, manifest.sampling.model_dump() | parameters)
-    if sampling.cfg_tokens is not None:
-        sampling = _check_cfg_tokens(sampling, manifest.size(size).codes, is_default="cfg_tokens" not in parameters)
+    sampling = _check_guidance(sampling, parameters.keys(), manifest.size(size).codes)
     quality: Quality | None = options.get("quality")
     method = options.get("method")
     if method is None:
@@ -131,21 +130,23 @@ def _check_names(options: Mapping[str, Any]) -> None:
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}; {hint}")
 
 
-def _check_cfg_tokens(sampling: Sampling, num_codes: int, is_default: bool) -> Sampling:
-    """Return the sampling settings after checking `cfg_tokens`; without guidance, a default is removed.
+def _check_guidance(sampling: Sampling, chosen: Collection[str], num_codes: int) -> Sampling:
+    """Return the sampling settings after checking guidance; defaults that do nothing without guidance are removed.
 
     Args:
-        sampling: settings with `cfg_tokens`.
+        sampling: the sampling settings.
+        chosen: names of the settings that do not come from the bundle.
         num_codes: number of tokens of the image.
-        is_default: whether `cfg_tokens` comes from the bundle.
     """
-    if sampling.cfg_scale == 1.0 and is_default:
-        return sampling.model_copy(update={"cfg_tokens": None})
     if sampling.cfg_scale == 1.0:
-        raise _useless_without_guidance("cfg_tokens")
-    if isinstance(sampling.cfg_tokens, int) and sampling.cfg_tokens > num_codes and not is_default:
+        for field in ("cfg_tokens", "cfg_schedule"):
+            if field in chosen:
+                raise _useless_without_guidance(field)
+        return sampling.model_copy(update={"cfg_tokens": None, "cfg_schedule": None})
+    count = sampling.cfg_tokens
+    if isinstance(count, int) and count > num_codes and "cfg_tokens" in chosen:
         expected = f"0 .. {num_codes}, or a share such as 50%"
-        raise RequestError(field="cfg_tokens", found=format_value(sampling.cfg_tokens), expected=expected)
+        raise RequestError(field="cfg_tokens", found=format_value(count), expected=expected)
     return sampling
 
 

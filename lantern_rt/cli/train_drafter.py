@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from ..bundle.rewrite import check_editable, write_heads
-from ..errors import RequestError
 from ..inputs import check_int, require_library
 from ..requests import resolve_settings
 from .console import format_bytes, print_stderr, print_text, show_progress
@@ -68,8 +67,6 @@ def data(
     sizes = manifest.all_sizes
     if size is not None:
         sizes = (manifest.size(resolve_settings(manifest, {"size": size}).size),)
-    if manifest.order is not None:
-        raise RequestError(f"bundle {manifest.name} draws groups of cells, without drafts", field="bundle")
     items = read_bundle_prompts(opened, prompts, manifest.condition.classes)
     print_stderr(f"{count:,} images, up to {format_bytes(estimate_bytes(manifest, count, sizes))}")
     pipeline = engine.load(opened)

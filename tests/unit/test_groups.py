@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from PIL import Image
 from pydantic import ValidationError
 from refusals import error_of
 from scipy.stats import chisquare
@@ -27,6 +28,7 @@ from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.cli.main import run_program
 from lantern_rt.methods import Ar, Groups, Sampling
 from lantern_rt.output.trace import Trace
+from lantern_rt.requests import Settings
 from lantern_rt.results import StreamState, StreamStep
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.engine import Pass, PassOutput
@@ -71,9 +73,15 @@ def drawn(model: Model, prompts: Sequence[Prompt], seeds: Sequence[int], samplin
     """Pictures in raster order."""
     state = StreamState(len(prompts), model.num_codes)
     for step in decode(model, prompts, seeds, sampling, Groups()):
-        shown = state.add(step, None, None)  # type: ignore[arg-type]
+        shown = state.add(step, Settings(Groups(), sampling), lambda i, codes: Image.new("RGB", (8, 8)))
         assert shown.done == sum(int((cells >= 0).sum()) for cells in shown.cells)
     return [codes.tolist() for codes in shown.codes]
+
+
+def passes_of(model: Model) -> list[tuple[int, int]]:
+    """Rows and nodes of every pass of the target."""
+    assert isinstance(model.target, GroupTarget)
+    return model.target.passes
 
 
 def distributions(model: Model, prompt: Prompt, sampling: Sampling, group: int, known: dict[int, int]) -> list[NDArray]:
@@ -131,8 +139,7 @@ def test_every_code_is_the_choice_after_the_groups_before_with_the_noise_of_its_
 
         expected.append(told(model, prompt, sampling, draw))
     assert drawn(model, prompts, seeds, sampling) == expected
-    passes = model.target.passes  # type: ignore[attr-defined]
-    assert len(passes) == len(groups)
+    assert len(passes_of(model)) == len(groups)
     for i in (0, 5):
         assert drawn(toy(groups), [prompts[i]], [seeds[i]], sampling) == [expected[i]]
     assert drawn(toy(groups), prompts[2:5], seeds[2:5], sampling) == expected[2:5]
@@ -141,8 +148,15 @@ def test_every_code_is_the_choice_after_the_groups_before_with_the_noise_of_its_
 def test_guidance_ends_with_the_rows_that_it_needs() -> None:
     model = toy()
     drawn(model, [make_prompt(1)], [3], PART)
-    rows = [rows for rows, _ in model.target.passes]  # type: ignore[attr-defined]
-    assert rows == [2, 2, 2, 2, 2, 1, 1]  # the fifth pass draws four codes, of which one is guided
+    assert [rows for rows, _ in passes_of(model)] == [
+        2,
+        2,
+        2,
+        2,
+        2,
+        1,
+        1,
+    ]  # the fifth pass draws four codes, of which one is guided
 
 
 def test_the_codes_of_a_group_have_the_joint_distribution_of_the_definition() -> None:
@@ -286,7 +300,8 @@ def test_bench_inspect_and_run_take_the_bundle(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_program(["train-drafter", "data", str(folder), "--output", str(tmp_path / "data")]) == 2
-    assert capsys.readouterr().err == "lantern-rt: bundle: bundle tiny draws groups of cells, without drafts\n"
+    refusal = "lantern-rt: bundle: bundle tiny generates groups of cells, without drafts; use another bundle\n"
+    assert capsys.readouterr().err.endswith(refusal)
     assert run_program(["inspect", str(folder)]) == 0
     assert "7 groups, one per pass" in capsys.readouterr().out
     assert run_program(["bench", str(folder), "--count", "1", "--threads", "1"]) == 0

@@ -97,6 +97,7 @@ OPTIONS = [
     *each("cfg_tokens", "half", "-1%", "101%", "5e1%", "%", ""),
     *each("cfg_tokens", 3, "0%", cfg_scale=1),
     *each("cfg_schedule", "cosine", 2),
+    *each("cfg_schedule", "linear", cfg_scale=1),
     *each("num_images", 0, -3, 1.5, 5000),
     *each("num_images", 1000, prompts=["red"] * 3),
     *each("seed", -1, 2**64, 10**5000, 1.0, "1", [1, 2]),
