@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from refusals import error_of
+from tiny_bundle import make_order_bundle
 
 from lantern_rt import CheckpointError, OutputError, Pipeline
 from lantern_rt.compare.prompts import Prompts
@@ -110,6 +111,12 @@ def test_a_folder_of_other_prompts_or_with_a_link_to_nowhere_is_refused(
     monkeypatch.setattr(Pipeline, "stream", lambda *_, **__: pytest.fail("drew pictures"))
     with pytest.raises(CheckpointError):
         write(pipeline, tmp_path)
+
+
+def test_a_bundle_that_draws_groups_of_cells_is_refused(tmp_path: Path) -> None:
+    pipeline = Pipeline.from_bundle(make_order_bundle(tmp_path / "tiny"), threads=1)
+    error = error_of(RequestError, write, pipeline, tmp_path / "data")
+    assert str(error) == "bundle: bundle tiny generates groups of cells, without drafts; use another bundle"
 
 
 def test_too_few_pictures_and_damaged_ones_are_refused(pipeline: Pipeline, source: Source, tmp_path: Path) -> None:
