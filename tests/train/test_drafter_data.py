@@ -12,7 +12,7 @@ import pytest
 from refusals import error_of
 from tiny_bundle import make_order_bundle
 
-from lantern_rt import CheckpointError, OutputError, Pipeline
+from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.runtime_inputs import compute_prefixes
 
