@@ -89,5 +89,5 @@ def load_model(
         manifest.row_end,
         bundle.heads if uses_heads else None,
         Order(manifest.order.groups, manifest.codebook_size) if manifest.order else None,
-        grid.first_codes,
+        grid.first_grid or (0, 0),
     )

@@ -127,7 +127,7 @@ class DraftHeadState:
             previous: codes at the position before, int64 `[n]`.
         """
         if (unaccepted := self.unaccepted.get(position)) is None:
-            return self.heads.predict(previous, position - self.sequence.raster.columns, self.context)
+            return self.heads.predict(previous, self.sequence.raster.cell_above(position), self.context)
         if len(previous) == 1 and previous[0] == unaccepted.previous:
             return unaccepted.logits[None]
         return unaccepted.logits + self.heads.correction(unaccepted.gate, unaccepted.previous, previous)

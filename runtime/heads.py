@@ -58,7 +58,7 @@ class DraftHeads:
 
         Args:
             previous: previous codes, int64 `[n]`.
-            above: index of the cell above, negative in the first row.
+            above: index of the cell above, negative in the first row of a grid.
             context: output of `context` for the state that predicted each cell, `[cells, 2, units]`; zeros if unknown.
         """
         sums: Floats = self.left[previous]

@@ -28,7 +28,12 @@ class Raster:
     columns: int = 1  # number of codes in a grid row
     row_end: int | None = None  # end-of-row token, after every row but the last; None without one
     order: Order | None = None  # order of drawing in groups of cells, see `order.py`; None: one code after another
-    first_codes: int = 0  # number of codes of a smaller grid, which come before the codes of the image's grid
+    first_grid: tuple[int, int] = (0, 0)  # rows and columns of a smaller grid, whose codes come before the image's
+
+    @property
+    def first_codes(self) -> int:
+        """Number of codes of the smaller grid."""
+        return self.first_grid[0] * self.first_grid[1]
 
     @property
     def num_tokens(self) -> int:
@@ -42,6 +47,14 @@ class Raster:
     def count_before(self, cell: int) -> int:
         """Return how many codes the distribution of code `cell` depends on; both count in the order of drawing."""
         return cell if self.order is None else self.order.starts[self.order.group_at(cell + 1) - 1]
+
+    def cell_above(self, cell: int) -> int:
+        """Return the cell above a cell of the same grid; a negative number in the first row of a grid."""
+        first_codes = self.first_codes
+        if cell < first_codes:
+            return cell - self.first_grid[1]
+        above = cell - self.columns
+        return above if above >= first_codes else -1
 
     def ends_row(self, cell: int) -> bool:
         """Return whether an end-of-row token follows a cell."""

@@ -52,12 +52,12 @@ class Model:
     # draft heads for windows and for trees of draft heads, None where no method needs them
     heads: DraftHeads | None = None
     order: Order | None = None  # order of drawing in groups of cells, None for models that draw one code after another
-    first_codes: int = 0  # number of codes of a smaller grid before the image's, see `raster.py`
+    first_grid: tuple[int, int] = (0, 0)  # rows and columns of a smaller grid, see `raster.py`
 
     @property
     def raster(self) -> Raster:
         """Order of the codes in the sequence of a whole image."""
-        return Raster(self.num_codes, self.columns, self.row_end, self.order, self.first_codes)
+        return Raster(self.num_codes, self.columns, self.row_end, self.order, self.first_grid)
 
 
 @dataclass(frozen=True)

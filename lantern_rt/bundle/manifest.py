@@ -329,7 +329,7 @@ class Manifest(FrozenModel):
         """Raise ValueError if first grids or positions of sizes do not fit the target or other parts."""
         sizes = [size for size in self.sizes if (size.first_grid, size.first_position) != (None, None)]
         decoder = self.files.get("vq_decoder")
-        parts = {"vq_decoder": decoder, "drafter": self.drafter, "heads": self.heads, "row_end": self.row_end}
+        parts = {"vq_decoder": decoder, "drafter": self.drafter, "row_end": self.row_end}
         unfit = next((name for name, part in parts.items() if part is not None), None)
         if sizes and unfit is not None:
             raise ValueError(f"size {sizes[0].name} has a first grid or position, which `{unfit}` does not support")
@@ -373,11 +373,6 @@ class Manifest(FrozenModel):
     def codes_per_image(self) -> int:
         """Number of cells of an image of the default size."""
         return self.size().codes
-
-    @property
-    def has_two_grids(self) -> bool:
-        """Whether a smaller grid of codes comes before that of an image."""
-        return any(size.first_grid is not None for size in self.sizes)
 
     @property
     def makes_images(self) -> bool:

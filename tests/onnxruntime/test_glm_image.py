@@ -129,14 +129,10 @@ def test_run_writes_files_of_codes_and_says_so(program: Any, glm_image_bundle: P
         ),
         (["push", "BUNDLE", "owner/name"], "image: bundle tiny-glm-image has no image decoder"),
         (["edit", "PICTURE", "BUNDLE", "--prompt", "a fox"], "bundle tiny-glm-image has no image encoder"),
-        (
-            ["train-drafter", "data", "BUNDLE", "--prompts", "p.txt", "--count", "20", "--output", "data"],
-            "generates two grids",
-        ),
     ],
     ids=lambda value: "-".join(value[:1] + value[3:4]) if isinstance(value, list) else "",
 )
-def test_commands_that_need_images_or_one_grid_refuse_in_one_line(
+def test_commands_that_need_images_refuse_in_one_line(
     program: Any, glm_image_bundle: Path, tmp_path: Path, command: list[str], said: str
 ) -> None:
     Image.new("RGBA", (64, 64)).save(tmp_path / "picture.png")

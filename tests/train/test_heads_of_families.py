@@ -25,13 +25,14 @@ for library in ("onnx", "safetensors", "tokenizers", "yaml", "transformers"):
 
 from small_janus import random_janus, write_janus  # noqa: E402
 
+from lantern_rt.export.families import glm_image  # noqa: E402
 from lantern_rt.export.families.janus import read_janus  # noqa: E402
 from lantern_rt.export.writer import export_model  # noqa: E402
 from lantern_rt.train.drafter.data import FIRST_SEED  # noqa: E402
 from lantern_rt.train.drafter.shards import Shard, shard_path  # noqa: E402
 from lantern_rt.train.drafter.target import read_heads_target  # noqa: E402
 
-FAMILIES = ("t2i", "anole", "janus", "lumina", "lumina2", "emu3", "simplear")
+FAMILIES = ("t2i", "anole", "janus", "lumina", "lumina2", "small_glm_image", "emu3", "simplear")
 WORDS = ("a red cube", "sand on a cube", "red sand")
 PER_SHARD, SEEDS = 12, 20
 METHODS = ("sjd:window=7", "eagle:tree=chain-3:drafter=heads", "eagle:tree=dynamic-8-3-2:drafter=heads")
@@ -52,6 +53,16 @@ def janus_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("janus")
     write_janus(random_janus(), folder / "tiny")
     return export_model(read_janus(folder / "tiny"), folder / "bundle")
+
+
+@pytest.fixture(scope="session")
+def small_glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GLM-Image with first grids of about 16 codes, 4 x 4, 3 x 5 and 6 x 2."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), (3, 5), (5, 2)])
+        patch.setattr(glm_image, "_FIRST_SIDE", 4)
+        model = glm_image.read_glm_image(Path(__file__).parent.parent / "data/glm-image", grid=2)
+        return export_model(model, tmp_path_factory.mktemp("glm") / "bundle")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -93,7 +104,8 @@ def test_data_hold_the_states_from_which_codes_are_drawn_in_every_size(trained: 
         layer = read_heads_target(pipeline.bundle).layer
         for number, size in enumerate(pipeline.bundle.manifest.all_sizes):
             shard = Shard(shard_path(trained.data, number))
-            assert (shard.source.rows, shard.source.columns) == (size.rows, size.columns)
+            source = shard.source
+            assert (source.rows, source.columns, source.cells) == (size.rows, size.columns, size.codes)
             images = shard.read(slice(0, 3))
             request = subject(trained).request(number, PER_SHARD, FIRST_SEED) | {"size": size.name}
             drawn = pipeline.check(**request, method="ar").images
@@ -103,13 +115,15 @@ def test_data_hold_the_states_from_which_codes_are_drawn_in_every_size(trained: 
                 tokens = model.raster.insert_row_ends(codes)
                 logits = np.concatenate([*sequence_logits(model, prompt.rows(sampling), tokens[:-1], Clock())], 1)
                 logits = logits[:, tokens != (model.row_end or -1)]
-                states = np.stack([images.states[i, row, images.lengths[i, row] - 1 :][: len(codes)] for row in (0, 1)])
+                rows = range(2 if sampling.guided else 1)
+                states = np.stack([images.states[i, row, images.lengths[i, row] - 1 :][: len(codes)] for row in rows])
                 inputs = layer.inputs(torch.from_numpy(states.astype(np.float32))).numpy()
                 found = layer.logits(torch.from_numpy(apply_guidance(inputs, sampling))).numpy()
                 np.testing.assert_allclose(found, apply_guidance(logits, sampling), rtol=0, atol=0.1)
                 cell, late = images.unaccepted_cells[i, 0], images.unaccepted_codes[i, 0]
                 drafted = model.raster.insert_row_ends([*codes[: cell - 1], late, 0])[:-1]
-                for row, own in enumerate(sequence_states(model, prompt.rows(sampling), np.stack([drafted, drafted]))):
+                tiled = np.tile(drafted, (len(rows), 1))
+                for row, own in enumerate(sequence_states(model, prompt.rows(sampling), tiled)):
                     np.testing.assert_allclose(images.unaccepted_states[i, row, 0], own[-1], rtol=2e-3, atol=5e-3)
 
 

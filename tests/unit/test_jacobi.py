@@ -280,3 +280,18 @@ def test_heads_correct_drafts_behind_a_new_code_and_guess_new_ones_by_what_stand
     state.update(Commit(request, np.array([5, 10]), [np.array([0, 1])], slice(0, 1), hidden, target, draft))
     assert state.draft().tokens.tolist() == [10, 11, 0, 8, 10], "after 10, after 11, as the pass said after 0, a guess"
     assert np.flatnonzero(heads.predict(np.array([7]), 4, state.context)[0] > 9).tolist() == [5, 9]
+
+
+def test_heads_look_up_within_a_grid_and_not_from_the_second_grid_into_the_first() -> None:
+    """A grid of 2 x 2, then one of 2 x 3."""
+    raster = Raster(10, 3, first_grid=(2, 2))
+    assert [raster.cell_above(cell) for cell in range(10)] == [-2, -1, 0, 1, -1, -1, -1, 4, 5, 6]
+    heads = some_heads(VOCABULARY, HIDDEN)
+    rows, rng = make_prompt(1).rows(Sampling()), np.random.default_rng(0)
+    state = DraftHeadState(ImageSequence(0, raster, rows, Sampling(), Sjd(window=4), 0), heads)
+    state.context[:] = rng.standard_normal(state.context.shape)
+    previous = np.array([1])
+    alone = heads.predict(previous, -1, state.context)
+    assert np.array_equal(state.logits(6, previous), alone)
+    assert np.array_equal(state.logits(9, previous), heads.predict(previous, 6, state.context))
+    assert not np.allclose(state.logits(9, previous), alone)

@@ -88,9 +88,9 @@ def write_shards(
     """
     manifest = pipeline.bundle.manifest
     sizes = sizes or manifest.all_sizes
-    if manifest.has_two_grids or manifest.order is not None:
-        draws = "two grids in one sequence" if manifest.has_two_grids else "groups of cells, without drafts"
-        raise RequestError(f"bundle {manifest.name} generates {draws}", field="bundle", remedy="use another bundle")
+    if manifest.order is not None:
+        problem = f"bundle {manifest.name} generates groups of cells, without drafts"
+        raise RequestError(problem, field="bundle", remedy="use another bundle")
     images_per_shard = images_per_shard or count_shard_images(manifest, sizes)
     paths = [shard_path(output, i) for i in range(-(-images // images_per_shard))]
     for index, path in enumerate(paths):

@@ -39,7 +39,8 @@ class Samples:
     Args:
         inputs: inputs of the output layer's matrix that predict each cell, `[n, inputs]`.
         left_tokens: token before each cell, int64 `[n]`.
-        context: states that predicted the cell above and the cell after that, `[2, n, width]`; zeros in the first row.
+        context: states that predicted the cell above and the cell after that, `[2, n, width]`; zeros in the
+            first row of a grid.
         unaccepted_states: state that predicted the cell after an unaccepted draft token, `[n, width]`.
         unaccepted_inputs: inputs of the output layer's matrix from that state, `[n, inputs]`.
         unaccepted_tokens: unaccepted draft token before each cell, int64 `[n]`.
@@ -193,7 +194,7 @@ def read_samples(
         drafts = np.flatnonzero(image.unaccepted_cells[0])
         drafts = rng.choice(drafts, min(count, len(drafts)), replace=False)
         cells = image.unaccepted_cells[0][drafts]
-        above = cells - source.columns
+        above = np.array([source.raster.cell_above(cell) for cell in cells.tolist()], np.int64)
         rows: list[NDArray[np.float32]] = []
         for row in range(1 if cfg_scale == 1 else 2):
             predicting = image.states[0, row, image.lengths[0, row] - 1 :]  # states that predict each cell

@@ -23,6 +23,7 @@ from ...bundle.manifest import Manifest, Size
 from ...errors import CheckpointError
 from ...inputs import format_value, open_plain_file, reading
 from ...output.files import write_output
+from ...runtime.raster import Raster
 
 FORMAT = "lantern-rt drafter data 3"
 _HELD_OUT = 23  # every 23rd image is for validation; a prime, so that validation has images of all classes
@@ -41,6 +42,8 @@ class Source:
         codes: size of the codebook.
         width: size of hidden states.
         prefix: maximum number of positions before the first image token.
+        first_rows: number of rows of a smaller grid, whose image tokens come first; 0 without the grid.
+        first_columns: number of columns of the smaller grid.
     """
 
     weights: str
@@ -50,11 +53,19 @@ class Source:
     codes: int
     width: int
     prefix: int
+    first_rows: int = 0
+    first_columns: int = 0
 
     @property
     def cells(self) -> int:
         """Number of image tokens."""
-        return self.rows * self.columns
+        return self.raster.num_codes
+
+    @property
+    def raster(self) -> Raster:
+        """Raster order of the image tokens, without end-of-row tokens."""
+        cells = self.first_rows * self.first_columns + self.rows * self.columns
+        return Raster(cells, self.columns, first_grid=(self.first_rows, self.first_columns))
 
 
 def read_source(manifest: Manifest, size: Size | None = None) -> Source:
@@ -70,6 +81,7 @@ def read_source(manifest: Manifest, size: Size | None = None) -> Source:
         manifest.codebook_size,
         manifest.target.hidden_size,
         condition.prefix,
+        *(size.first_grid or (0, 0)),
     )
 
 
