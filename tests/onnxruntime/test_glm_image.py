@@ -97,6 +97,12 @@ def test_rows_draw_the_same_codes_in_any_batch_and_the_small_grid_of_plain_decod
         assert np.array_equal(pipe(caption, size="160x96", seed=seed, method=method).codes[0], codes)
         assert np.array_equal(codes[:241], exact[:241])  # with the first code of the image
         assert (codes >= 0).all()
+    heard: queue.Queue[StreamStep | BaseException] = queue.Queue()
+    with Service(pipe) as service:  # its own raster is that of the default size
+        service.submit(heard.put, captions, size="160x96", seed=[1, 2], steps=False, method=method)
+        step = heard.get(timeout=60)
+    assert isinstance(step, StreamStep), step
+    assert np.array_equal(step.codes, together.codes)
 
 
 def test_run_writes_files_of_codes_and_says_so(program: Any, glm_image_bundle: Path, tmp_path: Path) -> None:
