@@ -113,11 +113,12 @@ def pipes(request: pytest.FixtureRequest) -> Pipelines:
     return load
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
 @pytest.mark.parametrize(("run", "method"), [(run, method) for run in RUNS for method in METHODS[run.family]], ids=str)
 def test_greedy_generations_of_every_grid_give_the_published_ids_and_pictures(
-    pipes: Pipelines, run: Run, method: str
+    pipes: Pipelines, run: Run, method: str, on_device: bool
 ) -> None:
-    pipe, shape = pipes(run.family), np.shape(run.codes)
+    pipe, shape = pipes(run.family, on_device), np.shape(run.codes)
     result = pipe(**run.options, method=method)
     assert result.codes[0].reshape(shape).tolist() == run.codes
     raster = replace(load_model(pipe.bundle, pipe.engines, []).raster, num_codes=result.codes[0].size, columns=shape[1])
