@@ -1,4 +1,4 @@
-"""An image with its picture: LlamaGen's own code in PyTorch eager against lantern-rt, in turns on one host.
+"""An image with its picture: a published program in PyTorch eager against lantern-rt, in turns on one host.
 
     git clone https://github.com/FoundationVision/LlamaGen
     python benchmarks/against_pytorch.py --official LlamaGen                              # GPT-B, 256 pixels
@@ -6,12 +6,16 @@
     python benchmarks/against_pytorch.py --shape GPT-XL --grid 32 --rounds 1              # against our own `ar` alone
     python benchmarks/against_pytorch.py --precision int8 --cfg-tokens 100% 50%           # guidance for half the image
 
+    git clone https://github.com/YuqingWang1029/PAR
+    python benchmarks/against_pytorch.py --official PAR --shape PAR-4x-B                  # 384 pixels; or PAR-16x-B
+
 Random weights of the published sizes (`--bundle`: weights of one's own), class-conditional, guidance 4, the full
 vocabulary, float32; `--compile` has it compiled by `torch.compile` as well, in the first round. How often drafts are
 accepted with random weights says nothing, so a method that guesses is given the tokens a forward pass that it has with
 the bundle `--project` (*replayed*); what a pass costs is measured, random heads included.
-Row-parallel decoding takes as many passes whatever the weights are. Prints seconds and ratios to the first line,
-medians over rounds. Needs `lantern-rt[export]`; nothing is judged.
+Row-parallel decoding and `groups` take as many passes whatever the weights are. Bundles that draw in groups are timed
+beside `ar` of LlamaGen in the same size. Prints seconds and ratios to the first line, medians over rounds. Needs
+`lantern-rt[export]`; nothing is judged.
 """
 
 from __future__ import annotations
@@ -23,13 +27,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from random_bundle import SHAPES, random_bundle
+from random_bundle import SHAPES, Shape, random_bundle
 
 from lantern_rt import LanternError, Pipeline
 from lantern_rt.bundle.files import open_bundle
@@ -40,43 +44,53 @@ from lantern_rt.runtime.heads import head_shapes
 from lantern_rt.train.drafter.heads import RANK, UNITS
 
 METHODS = ("ar", "sjd:window=3", "sjd:window=7", "rows:window=8", "rows:window=6", "rows:window=5", "rows:window=4")
-GUIDANCE, EAGER, COMPILED = 4.0, "LlamaGen, PyTorch eager", "LlamaGen, torch.compile"
+GUIDANCE = 4.0
+PROGRAMS = {"par": "ar_token_num"}  # an argument that only the published model of this family has
 PROJECTED = 8  # images of the bundle `--project` that tokens a pass are counted in
 
 
 @dataclass(frozen=True)
 class Image:
-    """Seconds of one image: of its tokens, and of everything else, the picture above all."""
+    """Seconds of one image: of its tokens, and of everything else, the picture above all; passes of the target."""
 
     tokens: float
     rest: float
+    passes: int | None = None  # of published programs: not counted
 
     @property
     def seconds(self) -> float:
         return self.tokens + self.rest
 
 
-def official(clone: Path, shape: str, grid: int, compiled: bool = False) -> Callable[[], Image]:
-    """Draws an image with the published code and random weights; compiled: its target, as its own scripts do."""
+def official(clone: Path, size: str, shape: Shape, compiled: bool = False) -> Callable[[], Image]:
+    """Draws an image with the published code and random weights; compiled: its target, as its own scripts do.
+
+    size: the published name, such as GPT-B.
+    """
     sys.path.insert(0, str(clone))
-    gpt = importlib.import_module("autoregressive.models.gpt").GPT_models[shape]
+    gpt = importlib.import_module("autoregressive.models.gpt")
+    family = next((family for family, part in PROGRAMS.items() if hasattr(gpt.ModelArgs, part)), "llamagen")
+    if family != shape.family:
+        sys.exit(f"{clone} is the program of {family}, but the shape is of {shape.family}: choose another --shape")
     generate = importlib.import_module("autoregressive.models.generate").generate
     vq = importlib.import_module("tokenizer.tokenizer_image.vq_model").VQ_models["VQ-16"]().eval()
-    model = gpt(block_size=grid * grid).eval()
+    groups = {"ar_token_num": shape.group, "spe_token_num": shape.group - 1} if shape.family == "par" else {}
+    model = gpt.GPT_models[size](block_size=shape.grid**2, **groups).eval()
     model = torch.compile(model, fullgraph=True) if compiled else model
+    options = {"cfg_scale": GUIDANCE, "top_k": 0, "temperature": 1.0, **groups}
 
     @torch.no_grad()
     def draw() -> Image:
         begun = time.perf_counter()
-        codes = generate(model, torch.tensor([1]), grid * grid, cfg_scale=GUIDANCE, top_k=0, temperature=1.0)
-        drawn = time.perf_counter()
-        vq.decode_code(codes, [1, vq.config.codebook_embed_dim, grid, grid])
+        codes = generate(model, torch.tensor([1]), shape.grid**2, **options)
+        drawn = time.perf_counter()  # the order of the codes makes no difference to what their picture costs
+        vq.decode_code(codes, [1, vq.config.codebook_embed_dim, shape.grid, shape.grid])
         return Image(drawn - begun, time.perf_counter() - drawn)
 
     return draw
 
 
-def ours(pipeline: Pipeline, method: str, replayed: float | None, cfg_tokens: str | None) -> Callable[[], Image]:
+def ours(pipeline: Pipeline, method: str, replayed: float | None, cfg_tokens: str = "100%") -> Callable[[], Image]:
     """Draws an image with this bundle; replayed: tokens a forward pass that it is given, None: those that it has."""
     request = read_bundle_prompts(pipeline.bundle, count=1).request(0, 1)
     guidance = {"cfg_scale": GUIDANCE, "cfg_tokens": cfg_tokens}
@@ -85,7 +99,8 @@ def ours(pipeline: Pipeline, method: str, replayed: float | None, cfg_tokens: st
         begun = time.perf_counter()
         found = pipeline(**request, method=method, **guidance).stats
         rest = time.perf_counter() - begun - found.seconds
-        return Image(found.seconds * (found.tokens_per_forward_pass / replayed if replayed else 1.0), rest)
+        part = found.tokens_per_forward_pass / replayed if replayed else 1.0
+        return Image(found.seconds * part, rest, round(found.target_passes * part))
 
     return draw
 
@@ -99,7 +114,7 @@ def add_heads(bundle: Path) -> None:
 
 def tokens_a_pass(project: str, method: str) -> float | None:
     """Those of a method with this bundle; None for one whose passes do not depend on what is drawn."""
-    if method.startswith(("ar", "rows")):
+    if method.startswith(("ar", "rows", "groups")):
         return None
     with Pipeline.from_bundle(project) as pipeline:
         request = read_bundle_prompts(pipeline.bundle).request(0, PROJECTED)
@@ -118,13 +133,13 @@ def take_turns(draws: dict[str, Callable[[], Image]], rounds: int) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--official", type=Path, metavar="FOLDER", help="a clone of LlamaGen's code")
+    parser.add_argument("--official", type=Path, metavar="FOLDER", help="a clone of LlamaGen's or PAR's code")
     parser.add_argument("--compile", action="store_true", help="a line for that code with torch.compile, too")
     parser.add_argument("--shape", choices=[*SHAPES], default="GPT-B", help="published sizes, random weights")
-    parser.add_argument("--grid", type=int, default=16, help="tokens a side: 16 for 256 pixels, 32 for 512")
+    parser.add_argument("--grid", type=int, help="tokens a side: 16 for 256 pixels, 32 for 512")
     parser.add_argument("--precision", help="of the random weights; int8: of the image decoder, too")
     parser.add_argument("--bundle", type=Path, help="a class-conditional LlamaGen bundle instead of random weights")
-    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--methods", nargs="+", help="`groups`, or some of LlamaGen")
     parser.add_argument("--cfg-tokens", nargs="+", default=["100%"], help="shares of the image with guidance")
     parser.add_argument("--provider", default="cpu", help="of the image decoder, such as openvino-bf16")
     parser.add_argument("--project", default="scenes", help="bundle whose tokens a forward pass are replayed")
@@ -132,32 +147,47 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        shape = replace(SHAPES[arguments.shape], grid=arguments.grid)
-        made, vq = Path(folder) / arguments.shape, "int8" if arguments.precision == "int8" else "fp32"
-        bundle = arguments.bundle or random_bundle(shape, made, precision=arguments.precision, vq_precision=vq)
-        providers = ["cpu", f"vq_decoder={arguments.provider}"]
-        if not arguments.bundle:
+    name = arguments.shape
+    shape = replace(SHAPES[name], grid=arguments.grid or SHAPES[name].grid)
+    size = f"GPT-{name.split('-')[-1]}"
+    program = "LlamaGen" if name == size else name
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        precision, vq = arguments.precision, "int8" if arguments.precision == "int8" else "fp32"
+
+        def pipeline(bundle: Path) -> Pipeline:
+            providers = ["cpu", f"vq_decoder={arguments.provider}"]
+            made = stack.enter_context(Pipeline.from_bundle(bundle, arguments.threads, provider=providers))
+            made.warm_up()
+            return made
+
+        draws: dict[str, Callable[[], Image]] = {}
+        if arguments.official:
+            draws[f"{program}, PyTorch eager"] = official(arguments.official, size, shape)
+        if arguments.official and arguments.compile:
+            draws[f"{program}, torch.compile"] = official(arguments.official, size, shape, compiled=True)
+        bundle = arguments.bundle or random_bundle(shape, Path(folder) / name, precision=precision, vq_precision=vq)
+        if shape.family in PROGRAMS:
+            plain = replace(SHAPES[size], grid=shape.grid)
+            plain_bundle = random_bundle(plain, Path(folder) / "plain", precision=precision, vq_precision=vq)
+            draws[f"ar of LlamaGen, {size}"] = ours(pipeline(plain_bundle), "ar", None)
+        elif not arguments.bundle:
             add_heads(bundle)
-        make = partial(official, arguments.official, arguments.shape, arguments.grid)
-        draws = {EAGER: make()} if arguments.official else {}
-        draws |= {COMPILED: make(compiled=True)} if arguments.official and arguments.compile else {}
-        with Pipeline.from_bundle(bundle, arguments.threads, provider=providers) as pipeline:
-            pipeline.warm_up()
-            for method in arguments.methods:
-                replayed = tokens_a_pass(arguments.project, method)
-                name = f"{method} (replayed: {replayed:.2f} tokens a pass)" if replayed else method
-                for share in arguments.cfg_tokens:
-                    part = "" if share == "100%" else f", guidance {share}"
-                    draws[name + part] = ours(pipeline, method, replayed, share)
-            found = take_turns(draws, arguments.rounds)
+        drawing = pipeline(bundle)
+        for method in arguments.methods or (["groups"] if shape.family in PROGRAMS else METHODS):
+            replayed = tokens_a_pass(arguments.project, method)
+            label = f"{method} (replayed: {replayed:.2f} tokens a pass)" if replayed else method
+            for share in arguments.cfg_tokens:
+                part = "" if share == "100%" else f", guidance {share}"
+                draws[label + part] = ours(drawing, method, replayed, share)
+        found = take_turns(draws, arguments.rounds)
     first = next(iter(found.values()))
-    print(f"{processor()}; threads: {arguments.threads}; {arguments.shape}, {16 * arguments.grid} pixels")
-    print(f"  {'':46} seconds  tokens    rest   ratio")
-    for name, images in found.items():
+    print(f"{processor()}; threads: {arguments.threads}; {name}, {16 * shape.grid} pixels")
+    print(f"  {'':46} seconds  tokens    rest   ratio  passes")
+    for label, images in found.items():
         middle = [statistics.median(getattr(one, part) for one in images) for part in ("seconds", "tokens", "rest")]
         ratio = statistics.median(base.seconds / one.seconds for base, one in zip(first, images, strict=True))
-        print(f"  {name:46} {middle[0]:7.2f} {middle[1]:7.2f} {middle[2]:7.2f} {ratio:7.2f}")
+        passes = images[0].passes or "-"
+        print(f"  {label:46} {middle[0]:7.2f} {middle[1]:7.2f} {middle[2]:7.2f} {ratio:7.2f} {passes:>7}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from lantern_rt.export.families.glm_image import read_glm_image
 from lantern_rt.export.families.llamagen import read_llamagen
 from lantern_rt.export.families.lumina import read_lumina
 from lantern_rt.export.families.lumina2 import read_lumina2
+from lantern_rt.export.families.par import read_par
 from lantern_rt.export.families.simplear import BEGIN, START, read_simplear
 from lantern_rt.export.graph.precision import read_precisions
 from lantern_rt.export.writer import export_model
@@ -38,7 +39,7 @@ _BLOCK = 1 << 22  # random numbers of a weight, which then repeat; what they cos
 _FIRST_CODE, _BEGIN_OF_IMAGE, _RESERVED = 4, 8197, 4  # Chameleon's tokens; <reserved00000> would be the last
 _GLM_SPARE = 128  # ids behind GLM-Image's codes, which its head has rows for
 _RESERVED_NAMES = range(8706, 8865)  # end of turn, and those that end rows and tell sizes in Lumina-mGPT
-_PAIRS = {"emu3": read_emu3, "simplear": read_simplear, "lumina2": read_lumina2}  # without a drafter
+_PAIRS = {"emu3": read_emu3, "simplear": read_simplear, "lumina2": read_lumina2, "par": read_par}  # without a drafter
 Sizes = Iterator[tuple[str, tuple[int, ...]]]
 
 
@@ -46,8 +47,9 @@ Sizes = Iterator[tuple[str, tuple[int, ...]]]
 class Shape:
     """Sizes of a target and of the image tokenizer (`vq_width`: of its first level).
 
-    vocab_size: of a joint vocabulary of text and codes; None: class-conditional LlamaGen, which has none.
+    vocab_size: of a joint vocabulary of text and codes; None: class-conditional LlamaGen and PAR, which have none.
     key_share: heads of queries that share one of keys.
+    group: cells that PAR draws in a pass; 0 for other families.
     """
 
     num_layers: int
@@ -61,6 +63,7 @@ class Shape:
     vocab_size: int | None = None
     family: str = "llamagen"
     key_share: int = 1
+    group: int = 0
 
     @property
     def layer_parameters(self) -> int:
@@ -75,6 +78,7 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32),
+    "tiny-par": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, family="par", group=4),
     "tiny-anole": Shape(2, 4, 64, 128, 128, 2, torch.bfloat16, 32, 9000, "anole"),
     "tiny-lumina": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, 9000, "lumina"),
     "tiny-lumina2": Shape(2, 4, 64, 128, 128, 8, torch.bfloat16, 32, 9100, "lumina2"),
@@ -84,6 +88,9 @@ SHAPES = {
     "GPT-B": Shape(12, 12, 768, 2048, 16384, 16, torch.float32),
     "GPT-XL": Shape(36, 20, 1280, 3584, 16384, 16, torch.float32),
     "GPT-3B": Shape(24, 32, 3200, 8704, 16384, 24, torch.float32),
+    # GPT-B by PAR, which is published for this grid
+    "PAR-4x-B": Shape(12, 12, 768, 2048, 16384, 24, torch.float32, family="par", group=4),
+    "PAR-16x-B": Shape(12, 12, 768, 2048, 16384, 24, torch.float32, family="par", group=16),
     "Anole-7B": Shape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536, "anole"),
     "Lumina-7B": Shape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536, "lumina"),
     # the layers of Lumina-7B: the configuration of Lumina-mGPT 2.0 was not at hand
@@ -117,13 +124,13 @@ def export_checkpoints(
 ) -> Path:
     """Export what `write_checkpoints` wrote to `folder`."""
     drafter = folder / "drafter" if (folder / "drafter").exists() else None
+    vq = next(folder.glob("vq*"), folder)  # GLM-Image has none
     if shape.family == "glm_image":
         model = read_glm_image(folder / "target", grid=shape.grid)
     elif shape.family in _PAIRS:
-        model = _PAIRS[shape.family](folder / "target", folder / "vq", grid=shape.grid)
+        model = _PAIRS[shape.family](folder / "target", vq, grid=shape.grid)
     else:
         read = {"llamagen": read_llamagen, "anole": read_anole, "lumina": read_lumina}[shape.family]
-        vq = folder / ("vq.pt" if shape.family == "llamagen" else "vqgan")
         model = read(folder / "target", vq, drafter=drafter, grid=shape.grid)
     precisions = read_precisions(precision, compute=compute, vq=vq_precision)
     return export_model(model, output, precisions=precisions, progress=progress)
@@ -143,7 +150,7 @@ def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
     if shape.family == "glm_image":
         _write_glm_image(shape, folder / "target", config | {"num_hidden_layers": shape.num_layers})
         return
-    if shape.family == "llamagen":
+    if shape.vocab_size is None:
         write_vq(shape, folder)
     elif shape.family == "emu3":
         config |= {"model_type": "Emu3", "max_position_embeddings": 9216}
@@ -166,7 +173,7 @@ def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
     elif shape.family == "simplear":
         (target / "generation_config.json").write_text("{}")
         _write_words(shape, target)
-    elif shape.family != "llamagen":
+    elif shape.vocab_size is not None:
         _name_tokens(shape, target)
     if drafter:
         _write_folder(folder / "drafter", _drafter(shape), shape.dtype, config | {"num_hidden_layers": 1})
@@ -180,6 +187,8 @@ def _target(shape: Shape) -> Sizes:
     yield "model.embed_tokens.weight", (shape.vocab_size or shape.codes, width)
     if shape.vocab_size is None:
         yield "model.cls_embedding.embedding_table.weight", (CLASSES + 1, width)
+    if shape.group:
+        yield "spe_tok_embeddings.special_embeddings.weight", (shape.group - 1, width)
     for i in range(shape.num_layers):
         yield from _layer(shape, f"model.layers.{i}.")
         yield f"model.layers.{i}.input_layernorm.weight", (width,)
