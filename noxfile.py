@@ -259,7 +259,9 @@ def benchmark(session: nox.Session) -> None:
     run_in_dev(session, *precision, "--only", "quality", "--methods", "ar", "--precisions", *stored)
     work = str(empty_folder("export"))
     for shape in ("GPT-XL", "Anole-7B", "Lumina-7B", "Lumina2-7B", "GLM-Image-9B", "Emu3-8B"):
-        run_in_dev(session, "python", "benchmarks/export.py", "--shape", shape, "--smoke", "--work", work)
+        output = str(PRECISION / f"tiny-{shape}")
+        command = ("--shape", shape, "--smoke", "--work", work, "--output", output)
+        run_in_dev(session, "python", "benchmarks/export.py", *command)
 
 
 # ---------------------------------------------------------------- other versions, other processors

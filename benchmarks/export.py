@@ -4,9 +4,9 @@
     python benchmarks/export.py --shape Emu3-8B --smoke            # does it still run?
 
 The checkpoint, Anole's with a drafter, is written to disk piece by piece first; with the bundle it takes twice the
-model's size in `--work` (default `work/`, which git ignores) and is removed afterwards. Memory is what the process
-holds without mapped files (RssAnon), at its highest; that of the export is judged against 1.3 x the largest layer as
-stored in the bundle + 1.5 GB.
+model's size in `--work` (default `work/`, which git ignores) and is removed afterwards, but not a bundle in
+`--output`. Memory is what the process holds without mapped files (RssAnon), at its highest; that of the export is
+judged against 1.3 x the largest layer as stored in the bundle + 1.5 GB.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="GPT-XL")
     parser.add_argument("--precision", choices=BYTES, default="fp16")
     parser.add_argument("--work", type=Path, default=Path("work"), help="folder for checkpoint and bundle")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="keep the bundle there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--smoke", action="store_true", help="a tiny model of the shape's family")
     arguments = parser.parse_args()
@@ -41,7 +42,7 @@ def main() -> int:
     arguments.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.work) as folder, PeakMemory() as peak:
         start = time.perf_counter()
-        checkpoints, bundle = Path(folder) / "checkpoints", Path(folder) / "bundle"
+        checkpoints, bundle = Path(folder) / "checkpoints", arguments.output or Path(folder) / "bundle"
 
         def say(line: str, done: int = 0, total: int = 0) -> None:
             if not done:

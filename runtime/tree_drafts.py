@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..methods import Relaxed
 from .acceptance import Acceptance, Relaxation, walk_exact, walk_greedy, walk_relaxed
 from .drafting import Accepted, Drafter, SequenceStep
 from .engine import Ints
@@ -49,7 +50,9 @@ class TreeDraft:
     @property
     def sampled(self) -> Sequence[int] | None:
         """All nodes; None for relaxed acceptance, which asks for distributions."""
-        return range(self.tree.nodes) if self.sequence.exact else None
+        method = self.sequence.method
+        is_relaxed = isinstance(method, Relaxed) and not method.exact
+        return None if is_relaxed else range(self.tree.nodes)
 
     def layout(self) -> PassLayout:
         """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
