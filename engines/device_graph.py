@@ -49,7 +49,12 @@ class DeviceGraph(NamedTuple):
 
 
 def device_graph(
-    path: Path, spec: DecoderSpec | DrafterSpec, is_drafter: bool, basic_ops: bool = False, capacity: int | None = None
+    path: Path,
+    spec: DecoderSpec | DrafterSpec,
+    is_drafter: bool,
+    basic_ops: bool = False,
+    capacity: int | None = None,
+    max_nodes: int | None = None,
 ) -> DeviceGraph:
     """Return the device layout of a target or drafter graph.
 
@@ -75,6 +80,7 @@ def device_graph(
             `seen` covers all columns, and caches are `[rows, columns, num_kv_heads * head_dim]`. A number of columns:
             nodes of a row are written to consecutive columns, `write [rows]` is the first of them, `seen` may cover
             fewer columns, and caches are `[rows, num_kv_heads, capacity, head_dim]`.
+        max_nodes: maximum number of nodes of a row in a pass; None: the number of rows of the rotary table.
 
     Raises:
         BundleError: this version does not export a file like this.
@@ -82,7 +88,7 @@ def device_graph(
     with reading(path, "an ONNX graph", BundleError, _AGAIN):
         weights = graph_weights(path)
         try:
-            writer = _DeviceWriter(path.parent, weights, spec, basic_ops, capacity)
+            writer = _DeviceWriter(path.parent, weights, spec, basic_ops, capacity, max_nodes)
             graph = writer.write(is_drafter)
         except KeyError as error:
             raise BundleError(f"has no weight {error}", field=str(path), remedy=_AGAIN) from error
@@ -103,6 +109,7 @@ class _DeviceWriter(DecoderWriter):
         spec: DecoderSpec | DrafterSpec,
         basic_ops: bool,
         capacity: int | None,
+        max_nodes: int | None,
     ) -> None:
         names = (f"layers.0.attention.out.weight{kind}" for kind in ("", ".bfloat16", ".scales"))
         out = next((weights[name] for name in names if name in weights), None)  # its type is the graph's
@@ -115,6 +122,7 @@ class _DeviceWriter(DecoderWriter):
         self.spec = spec
         self.basic_ops = basic_ops
         self.capacity = capacity
+        self.max_nodes = max_nodes
         self.decoded: dict[str, str] = {}
         self.has_matmul_attention = basic_ops or (
             capacity is not None and not self.half
@@ -364,7 +372,7 @@ class _DeviceWriter(DecoderWriter):
         tables = []
         for name, fill in (("rotary.cos", 1), ("rotary.sin", 0)):
             table = graph.op("Slice", self.to_float32(self.weight(name)), *slices[:2], graph.ints(1), slices[2])
-            pads = graph.ints(0, 0, parts * round_up(positions) - positions, 0)
+            pads = graph.ints(0, 0, max(1, parts * round_up(self.max_nodes or positions) - positions), 0)
             tables.append(self.to_dtype(graph.op("Pad", table, pads, graph.constant(np.array(fill, np.float32)))))
         is_value = graph.constant(np.arange(parts) == parts - 1)
         no_angle = graph.ints(positions)

@@ -8,6 +8,7 @@ from ...bundle.files import Bundle
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...runtime.engine import Engine, Floats
 from ..contracts import Function, Tensor
+from ..kv_cache import SPAN_STEP
 from .device import Device
 from .engine import OrtDeviceEngine, OrtEngine
 from .providers import DEFAULT_PROVIDER, PROVIDERS, Providers
@@ -41,7 +42,10 @@ class OrtGraphs:
         path = self._bundle.path(role)
         provider = self._providers.of(role)
         if provider in self._devices:
-            return OrtDeviceEngine(path, spec, code_embeddings, self._threads, self._devices[provider])
+            manifest = self._bundle.manifest
+            # At most a sequence and its draft. The rotary table may have rows for several sequences, one per image size.
+            max_nodes = manifest.condition.prefix + manifest.max_image_tokens + SPAN_STEP
+            return OrtDeviceEngine(path, spec, code_embeddings, self._threads, self._devices[provider], max_nodes)
         return OrtEngine(path, spec, code_embeddings, self._threads, provider)
 
     def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:

@@ -93,12 +93,20 @@ class OrtDeviceEngine(DeviceEngine):
         code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter.
         threads: number of threads.
         device: device to run on.
+        max_nodes: maximum number of nodes of a row in a pass; None: the number of rows of the rotary table.
     """
 
     def __init__(
-        self, path: Path, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None, threads: int, device: Device
+        self,
+        path: Path,
+        spec: DecoderSpec | DrafterSpec,
+        code_embeddings: Floats | None,
+        threads: int,
+        device: Device,
+        max_nodes: int | None = None,
     ) -> None:
-        graph = device_graph(path, spec, is_drafter=code_embeddings is None, basic_ops=device.basic_ops)
+        is_drafter = code_embeddings is None
+        graph = device_graph(path, spec, is_drafter, basic_ops=device.basic_ops, max_nodes=max_nodes)
         session = GraphSession(
             path, graph.inputs, graph.outputs, threads, device.provider, model=graph.model, records=True
         )

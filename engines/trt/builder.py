@@ -81,8 +81,9 @@ def write_graph(bundle: Bundle, role: str, profiles: Sequence[Profile], folder: 
     path = bundle.path(role)
     entries = 0
     if spec := {"target": manifest.target, "drafter": manifest.drafter}.get(role):
-        model, inputs, *_ = device_graph(path, spec, role == "drafter", capacity=capacity_of(profiles))
         entries = max(profile.nodes[2] for profile in profiles)
+        capacity = capacity_of(profiles)
+        model, inputs, *_ = device_graph(path, spec, role == "drafter", capacity=capacity, max_nodes=entries)
         if role == "target":
             prefixes = entries * max(profile.rows[2] for profile in profiles)
             entries = max(manifest.num_embedded, prefixes)
