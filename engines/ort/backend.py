@@ -43,7 +43,7 @@ class OrtGraphs:
         provider = self._providers.of(role)
         if provider in self._devices:
             manifest = self._bundle.manifest
-            # At most a sequence and its draft. The rotary table may have rows for several sequences, one per image size.
+            # At most a sequence and its draft. A rotary table may have rows for several sequences, one per image size.
             max_nodes = manifest.condition.prefix + manifest.max_image_tokens + SPAN_STEP
             return OrtDeviceEngine(path, spec, code_embeddings, self._threads, self._devices[provider], max_nodes)
         return OrtEngine(path, spec, code_embeddings, self._threads, provider)
