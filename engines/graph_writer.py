@@ -158,32 +158,59 @@ class DecoderWriter(ABC):
         self.half = dtype != "float32"
 
     def decoder(self, x: str, layers: int) -> None:
-        """Write all layers, from the first layer's input `x` to the outputs `hidden_states` and `logits`."""
+        """Write all layers, from the first layer's input `x` to the outputs `hidden_states` and `logits`.
+
+        With two heads, only the second head reads the last layer. `hidden_states` are the first head's.
+        """
         graph = self.graph
         added = None
-        for at in (f"layers.{i}" for i in range(layers)):
-            x, normed = self.add_and_norm(x, added, f"{at}.attention_norm.weight")
-            added = self.norm_output(self.attention(normed, at), f"{at}.attention_post_norm.weight")
-            x, normed = self.add_and_norm(x, added, f"{at}.ffn_norm.weight")
-            gate = self.linear(normed, f"{at}.ffn.gate")
-            up = self.linear(normed, f"{at}.ffn.up")
-            active = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
-            added = self.norm_output(self.linear(active, f"{at}.ffn.down"), f"{at}.ffn_post_norm.weight")
+        two_heads = "head.below.weight" in self.weights
+        for i in range(layers - two_heads):
+            x, added = self.layer(x, added, f"layers.{i}")
+        if two_heads and added is not None:
+            x = graph.op("Add", x, added)
+            added = None
         name = "narrow_states" if self.dtype == "bfloat16" else "hidden_states"
         hidden = self.add_and_norm(x, added, "norm.weight", name)[1]
         if self.dtype == "bfloat16":
             graph.cast(hidden, "float32", "hidden_states")
-        self.head(hidden)
+        if two_heads:
+            last = self.layer(x, None, f"layers.{layers - 1}")
+            self.head(hidden, self.add_and_norm(*last, "below_norm.weight", "states_below")[1])
+        else:
+            self.head(hidden)
+
+    def layer(self, x: str, added: str | None, at: str) -> tuple[str, str]:
+        """Write a layer.
+
+        Args:
+            x: name of the residual stream.
+            added: name of the output of the previous layer's feed-forward part; None: `x` includes it.
+            at: prefix of the names of the layer's weights.
+
+        Returns:
+            The names of the residual stream and of the output of the feed-forward part.
+        """
+        x, normed = self.add_and_norm(x, added, f"{at}.attention_norm.weight")
+        added = self.norm_output(self.attention(normed, at), f"{at}.attention_post_norm.weight")
+        x, normed = self.add_and_norm(x, added, f"{at}.ffn_norm.weight")
+        gate = self.linear(normed, f"{at}.ffn.gate")
+        up = self.linear(normed, f"{at}.ffn.up")
+        active = self.graph.op("Mul", self.graph.op("Mul", gate, self.graph.op("Sigmoid", gate)), up)
+        return x, self.norm_output(self.linear(active, f"{at}.ffn.down"), f"{at}.ffn_post_norm.weight")
 
     def attention(self, x: str, at: str) -> str:
         """Write the attention of the layer `at` and return its output."""
         query, key, value = self.rotate(self.linear(x, f"{at}.attention.qkv"), at)
         return self.linear(self.attend(query, key, value, at), f"{at}.attention.out")
 
-    def head(self, hidden: str) -> None:
-        """Write the output head from hidden states to `logits`, always float32."""
+    def head(self, hidden: str, below: str | None = None) -> None:
+        """Write the output head from hidden states to `logits`, always float32; with two heads from two states."""
         name = "narrow_logits" if self.half else "logits"
-        if "head.first.bias" in self.weights:
+        if below is not None:
+            both = self.linear(hidden, "head.right"), self.linear(below, "head.below")
+            self.graph.op("Concat", *both, name=name, axis=-1)
+        elif "head.first.bias" in self.weights:
             self.linear(self.gelu(self.linear(hidden, "head.first")), "head.second", name)
         else:
             self.linear(hidden, "head", name)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     "llamagen": ("target", "vq", "drafter", "text_encoder", "config", "grid", "weights", "lora"),
     "par": ("target", "vq", "config", "grid", "weights", "lora"),
+    "nar": ("target", "vq", "text_encoder", "config", "grid", "weights", "lora"),
     "anole": ("target", "vq", "drafter", "grid", "lora"),
     "lumina": ("target", "vq", "drafter", "grid", "lora"),
     "lumina2": ("target", "vq", "grid", "lora"),

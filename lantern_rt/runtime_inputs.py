@@ -69,6 +69,7 @@ def load_model(
     names = {field.name for field in fields(DrafterLayout)}
     layout = manifest.drafter.model_dump(include=names) if manifest.drafter else {}
     grid = manifest.size(size)
+    order = manifest.order
     if methods is None:
         uses_drafter = uses_heads = True
         uses_neighbors = manifest.neighbors > 0
@@ -88,6 +89,6 @@ def load_model(
         engines.max_nodes,
         manifest.row_end,
         bundle.heads if uses_heads else None,
-        Order(manifest.order.groups, manifest.codebook_size) if manifest.order else None,
+        Order(order.groups, manifest.codebook_size, grid.columns, order.two_heads) if order else None,
         grid.first_grid or (0, 0),
     )

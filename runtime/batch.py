@@ -17,12 +17,13 @@ from ..methods import Drafted
 from .device import DeviceLogits, SampleRequest
 from .drafting import Commit, Draft, Drafter, OnCommit, SequenceStep
 from .eagle import EagleDrafter
-from .engine import Cache, Floats, Ints, Pass, PassOutput
+from .engine import Cache, Floats, Pass, PassOutput
 from .groups import GroupDrafter
 from .guidance import scales_of
 from .head_drafter import HeadDrafter
 from .jacobi import JacobiDrafter
 from .likelihood import recompute_logits, tie_margin
+from .order import average_logits
 from .pass_layout import PassLayout
 from .passes import MIN_NODES, identity_mask, prefill_pass, stack_padding, unmask_committed
 from .rows import RowDrafter
@@ -110,6 +111,8 @@ class Batch:
         prefill = prefill_pass(target, cache, [row.embeds for row in prefixes], padding, offsets)
         pass_output = self.target_clock.run(target, prefill, cache)
         last_logits = pass_output.logits[np.arange(len(prefixes)), lengths - 1][:, None]  # [rows, 1, vocab_size]
+        if self.model.order is not None:
+            last_logits = self.model.order.prefix_logits(last_logits)
         steps: list[SequenceStep] = []
         commits: list[Commit] = []
         for sequence, rows in _assign_rows(sequences).items():
@@ -148,7 +151,7 @@ class Batch:
         pass_output = self._verify(layouts)
         outputs = {
             sequence: self._target_output(
-                sequence, drafts[sequence], pass_output, self._rows[sequence], layouts[sequence].sampling_nodes
+                sequence, drafts[sequence], pass_output, self._rows[sequence], layouts[sequence]
             )
             for sequence in self.active
         }
@@ -225,11 +228,17 @@ class Batch:
         draft: Draft,
         pass_output: PassOutput,
         rows: slice,
-        sampling_nodes: Ints | None = None,
+        layout: PassLayout | None = None,
     ) -> TargetOutput:
         margin = sequence.tie_margin if sequence.exact else 0.0
+
+        def read(nodes: slice | Sequence[int]) -> Floats:
+            if layout is None or layout.averaged is None:
+                return pass_output.logits[rows, nodes]  # type: ignore[no-any-return]
+            return average_logits(pass_output.logits[rows, : len(layout.tokens)], layout.averaged[nodes])
+
         return TargetOutput(
-            logits=lambda nodes: pass_output.logits[rows, nodes],
+            logits=read,
             structure=draft.structure,
             noise=sequence.noise,
             cells=draft.cells,
@@ -239,7 +248,7 @@ class Batch:
             tie_margin=margin,
             recompute=partial(self._recompute, sequence, draft) if margin else None,
             preceding_codes=draft.preceding_codes,
-            sampling_nodes=sampling_nodes,
+            sampling_nodes=None if layout is None else layout.sampling_nodes,
         )
 
     def _recompute(self, sequence: ImageSequence, draft: Draft, node: int) -> Floats:
@@ -261,6 +270,8 @@ class Batch:
     ) -> None:
         """Sample tokens for several sequences at once where that costs less: on a device, and for exact chains."""
         logits = pass_output.logits
+        if self.model.order is not None and self.model.order.two_heads:
+            return  # a code is drawn from two nodes' logits, on the host
         if not isinstance(logits, np.ndarray) and isinstance(logits, DeviceLogits):
             self._sample_on_device(logits, drafts, outputs)
         else:

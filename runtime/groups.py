@@ -23,12 +23,12 @@ from .tree_drafts import chain
 
 @dataclass(eq=False)
 class GroupDraft:
-    """The nodes that draw the next group of one sequence, as a `Draft`; node i draws cell i of the group."""
+    """The codes of the next group of one sequence, as a `Draft`; its nodes are the group's cells."""
 
     sequence: ImageSequence
     order: Order
     first: int = field(init=False)  # number of codes before the group
-    tokens: Ints = field(init=False)
+    tokens: Ints = field(init=False)  # tokens of the pass nodes
     structure: TreeStructure = field(init=False)  # a chain: choices after all nodes are computed together
 
     def __post_init__(self) -> None:
@@ -36,17 +36,17 @@ class GroupDraft:
         group = self.order.group_at(self.first)
         self._layout = self.order.lay_out(range(group, group + 1), self.sequence.codes)
         self.tokens = self._layout.tokens
-        self.structure = chain(self.tokens.tolist()).structure
+        self.structure = chain([0] * len(self.order.groups[group])).structure
 
     @property
     def cells(self) -> Sequence[int]:
         """The number of the code that is drawn after each node, in the order of drawing."""
-        return range(self.first, self.first + len(self.tokens))
+        return range(self.first, self.first + len(self.structure.depths))
 
     @property
     def sampled(self) -> Sequence[int]:
         """All nodes."""
-        return range(len(self.tokens))
+        return range(len(self.structure.depths))
 
     def layout(self) -> PassLayout:
         """Return the tokens, positions and mutual attention of the nodes."""
@@ -70,7 +70,7 @@ class GroupDraft:
             preserved = sequence.preserved[self.first : self.first + len(codes)]
             codes = np.where(preserved < 0, codes, preserved)
         sequence.record_draft(len(codes) - 1, len(codes) - 1)
-        return Accepted(SequenceStep.of(sequence, codes), codes, np.arange(len(codes)))
+        return Accepted(SequenceStep.of(sequence, codes), codes, np.arange(len(self.tokens)))
 
 
 class GroupDrafter(Drafter):

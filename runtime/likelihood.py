@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from ..methods import Sampling
 from .engine import Bools, Floats, Ints, PassOutput
 from .guidance import guidance_scales
+from .order import average_logits
 from .pass_layout import PassLayout
 from .passes import MIN_NODES, causal_pass, prefill_pass, stack_padding
 from .raster import MAX_BATCH_NODES
@@ -135,10 +136,12 @@ def sequence_logits(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock
         with an order, the nodes of groups, in the order of drawing.
     """
     passes = _passes(model, rows, np.tile(tokens, (len(rows), 1)), clock)
-    output, lengths = next(passes)
-    yield output.logits[np.arange(len(rows)), lengths - 1][:, None]
-    for output, counts in passes:
-        yield output.logits[:, : counts[0]]
+    output, lengths, _ = next(passes)
+    first = output.logits[np.arange(len(rows)), lengths - 1][:, None]
+    yield first if model.order is None else model.order.prefix_logits(first)
+    for output, counts, averaged in passes:
+        logits = output.logits[:, : counts[0]]
+        yield logits if averaged is None else average_logits(logits, averaged)
 
 
 def sequence_states(model: Model, rows: Sequence[PrefixRow], tokens: Ints) -> list[Floats]:
@@ -153,14 +156,20 @@ def sequence_states(model: Model, rows: Sequence[PrefixRow], tokens: Ints) -> li
         Float32 `[prefix + count, hidden_size]` for each row.
     """
     parts: list[list[Floats]] = [[] for _ in rows]
-    for output, counts in _passes(model, rows, tokens, Clock()):
+    for output, counts, _ in _passes(model, rows, tokens, Clock()):
         for row, count in enumerate(counts.tolist()):
             parts[row].append(output.hidden[np.full(count, row), np.arange(count)])
     return [np.concatenate(states) for states in parts]
 
 
-def _passes(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock) -> Iterator[tuple[PassOutput, Ints]]:
-    """Yield passes over the prefixes, then over parts of `tokens [rows, count]`, with each row's number of nodes."""
+def _passes(
+    model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock
+) -> Iterator[tuple[PassOutput, Ints, Ints | None]]:
+    """Yield passes over the prefixes, then over parts of `tokens [rows, count]`.
+
+    Yields:
+        Output, number of nodes of each row, and `PassLayout.averaged`.
+    """
     target = model.target
     num_rows = len(rows)
     lengths = np.array([len(row.embeds) for row in rows])
@@ -171,7 +180,7 @@ def _passes(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock)
     offsets = np.array([row.offset for row in rows])
     output = clock.run(target, prefill_pass(target, cache, [row.embeds for row in rows], padding, offsets), cache)
     clock.append(cache, output.new_kv, [np.arange(length) for length in lengths])
-    yield output, lengths
+    yield output, lengths, None
     parts: list[tuple[Ints, PassLayout | None]]
     if order is None:
         parts = [(tokens[:, start : start + NODES], None) for start in range(0, tokens.shape[1], NODES)]
@@ -189,4 +198,4 @@ def _passes(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock)
             batch.positions[:, :count] = lengths[:, None] + layout.positions
         output = clock.run(target, batch, cache)
         clock.append(cache, output.new_kv, [np.arange(count)] * num_rows)
-        yield output, np.full(num_rows, count)
+        yield output, np.full(num_rows, count), None if layout is None else layout.averaged

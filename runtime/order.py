@@ -4,6 +4,9 @@ PAR (arXiv 2412.15119) draws the same place of several distant regions at once. 
 before, and its nodes attend to each other and to everything before them. Where a group has more cells than the group
 before, the missing inputs are learned vectors, which the target embeds as the tokens behind the codes.
 
+NAR (arXiv 2503.10696) draws the diagonals of the grid. Its target has two heads: after each code, one has logits for
+the cell to the right, the other for the cell below. A cell has the mean of the logits after its two neighbours.
+
 The runtime counts the codes of an image with an order in the order of drawing: in sequences, in guidance for the first
 tokens, and in preserved codes. Positions, noise and results belong to cells.
 """
@@ -28,6 +31,8 @@ class Order:
 
     groups: tuple[tuple[int, ...], ...]  # cells of each group
     first_vector: int  # token of the first learned vector; the others follow it
+    columns: int = 1  # number of columns of the grid
+    two_heads: bool = False  # whether the target has logits for two cells after each code
 
     @cached_property
     def cells(self) -> Ints:
@@ -53,7 +58,7 @@ class Order:
         return bisect_left(self.starts, drawn)
 
     def lay_out(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
-        """Return the pass nodes that draw these groups, one node for each of their cells, in the order of drawing.
+        """Return the pass nodes that draw these groups: one for each of their cells, or each cell of the group before.
 
         Args:
             groups: consecutive groups, not the first; later groups attend to earlier groups.
@@ -61,15 +66,41 @@ class Order:
         """
         tokens: list[int] = []
         positions: list[int] = []
-        counts = [len(self.groups[group]) for group in groups]
+        sources: list[tuple[int, int]] = []
+        counts = [self._num_nodes(group) for group in groups]
         for group, count in zip(groups, counts, strict=True):
             start, end = self.starts[group - 1 : group + 1]
             vectors = count - (end - start)
+            if self.two_heads:
+                sources += self._sources(group, len(tokens))
             tokens += [*codes[start:end], *range(self.first_vector, self.first_vector + vectors)]
             # a vector has the first position behind the image, whose row of the rotary table is zero
             positions += [*self.groups[group - 1], *[len(self.cells)] * vectors]
         passes = np.repeat(np.arange(len(counts)), counts)
-        return PassLayout(np.array(tokens, np.int64), np.array(positions, np.int64), passes[:, None] >= passes)
+        ancestors = passes[:, None] >= passes
+        averaged = np.array(sources, np.int64) if self.two_heads else None
+        return PassLayout(np.array(tokens, np.int64), np.array(positions, np.int64), ancestors, averaged=averaged)
+
+    def _num_nodes(self, group: int) -> int:
+        """Return the number of pass nodes that draw a group."""
+        return len(self.groups[group - 1 if self.two_heads else group])
+
+    def _sources(self, group: int, first: int) -> Iterator[tuple[int, int]]:
+        """Yield `PassLayout.averaged` of each cell of a group whose nodes begin at `first`."""
+        nodes = {cell: node for node, cell in enumerate(self.groups[group - 1], first)}
+        for cell in self.groups[group]:
+            right = 2 * nodes[cell - 1] if cell % self.columns else None
+            below = 2 * nodes[cell - self.columns] + 1 if cell >= self.columns else right
+            assert below is not None, "the manifest allows no cell without neighbours but the first"
+            yield below if right is None else right, below
+
+    def prefix_logits(self, logits: Floats) -> Floats:
+        """Return the logits of the first cell, float32 `[rows, 1, vocab_size]`.
+
+        Args:
+            logits: logits after the prefix, float32 `[rows, 1, sizes of all heads]`.
+        """
+        return average_logits(logits, np.array([[0, 1]])) if self.two_heads else logits
 
     def spans(self, num_codes: int, max_nodes: int) -> Iterator[range]:
         """Yield the groups that can be computed at once from the first `num_codes` codes, in parts.
@@ -82,10 +113,22 @@ class Order:
         first = 1
         while first < last:
             end = first + 1
-            while end < last and self.starts[end + 1] - self.starts[first] <= max_nodes:
+            while end < last and sum(map(self._num_nodes, range(first, end + 1))) <= max_nodes:
                 end += 1
             yield range(first, end)
             first = end
+
+
+def average_logits(logits: Floats, averaged: Ints) -> Floats:
+    """Return the mean of two logits for each code, float32 `[rows, codes, vocab_size]`.
+
+    Args:
+        logits: logits of two heads, float32 `[rows, nodes, 2 * vocab_size]`.
+        averaged: `PassLayout.averaged`, int64 `[codes, 2]`.
+    """
+    heads = logits.reshape(len(logits), 2 * logits.shape[1], -1)  # [rows, nodes * heads, vocab_size]
+    mean: Floats = (heads[:, averaged[:, 0]] + heads[:, averaged[:, 1]]) / np.float32(2)
+    return mean
 
 
 class OrderedNoise(Noise):

@@ -20,6 +20,9 @@ class PassLayout(NamedTuple):
     # pass node after which the token of each draft node is sampled, int64 `[nodes]`; this field and `draft_nodes` are
     # None if the pass has no end-of-row tokens
     sampling_nodes: Ints | None = None
+    # for targets with two heads, the two logits whose mean each code is drawn from, int64 `[codes, 2]`: twice the pass
+    # node, plus 1 for the head of the cell below; None: one head
+    averaged: Ints | None = None
     # attention mask over the cache entries behind the prefix, bool `[pass nodes, entries]`; None: all are attended to
     past: Bools | None = None
 

@@ -300,6 +300,22 @@ def simplear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def nar_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """NAR: 10 classes, 8 x 8 codes."""
+
+    def export(output: Path) -> Path:
+        from lantern_rt.export.families.nar import read_nar
+        from lantern_rt.export.writer import export_model
+
+        target = DATA / "nar/c2i/nar_c2i.pt"
+        return export_model(
+            read_nar(target, DATA / "llamagen-vq/vq_tiny.pt", config=target.with_name("config.json")), output
+        )
+
+    return _exported(tmp_path_factory, "nar_bundle/tiny-nar", export)
+
+
+@pytest.fixture(scope="session")
 def par_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """PAR that draws four cells in a pass: 10 classes, 8 x 8 codes."""
 

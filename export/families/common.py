@@ -116,8 +116,8 @@ def check_grid(grid: int | None) -> None:
 
 def decoder_fields(config: DecoderConfig) -> dict[str, Any]:
     """Return a decoder's sizes as fields of the manifest."""
-    names = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
-    return {name: getattr(config, name) for name in names}
+    names = ("hidden_size", "num_layers", "num_kv_heads", "head_dim")
+    return {name: getattr(config, name) for name in names} | {"vocab_size": config.num_logits}
 
 
 def vq_graphs(vq: LlamaGenVQ, grid: int, any_size: bool = False) -> list[Graph]:

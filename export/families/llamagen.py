@@ -7,7 +7,7 @@ configuration file, from the published model with equal sizes, or, for the grid,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import isqrt
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, raises_checkpoint_error, read_config
 from ..checkpoints.folders import Checkpoint
 from ..checkpoints.lora import Adapter
-from ..graph.conditions import CaptionCondition, ClassCondition, text_condition
+from ..graph.conditions import CaptionCondition, ClassCondition, Condition, text_condition
 from ..model import Model
 from ..models.decoder import Decoder, DecoderConfig
 from ..models.eagle import read_drafter
@@ -54,6 +54,26 @@ MODELS = (
     PublishedModel(24, 3200, 32, (24,)),  # GPT-3B
 )
 
+
+class Variant(NamedTuple):
+    """Differences of another family's files from LlamaGen's layout.
+
+    Args:
+        arguments: further fields of the configuration.
+        extra: names of further matrices in the files, which do not belong to the decoder.
+        names: names in the files of the decoder's further weights, by the decoder's names.
+        models: the published models.
+        two_heads: `two_heads` of `DecoderConfig`; the configuration does not count the last layer.
+    """
+
+    arguments: Collection[str] = ()
+    extra: Collection[str] = ()
+    names: Mapping[str, str] = {}
+    models: Sequence[PublishedModel] = MODELS
+    two_heads: bool = False
+
+
+_PLAIN = Variant()
 _CONDITION_NAMES = {
     "classes": "cls_embedding.embedding_table.weight",
     "captions.uncond": "cls_embedding.uncond_embedding",
@@ -135,16 +155,8 @@ def read_llamagen(
         loaded_drafter = read_drafter(
             drafter, transformer.decoder, allowed_values=fields, progress=progress, masks_prefix=False
         )
-    module = transformer.condition
-    is_class_conditional = isinstance(module, ClassCondition)
-    if text_encoder is None:
-        condition = module.condition()
-    elif isinstance(module, ClassCondition):
-        raise CheckpointError("the target is class-conditional and takes no text", field="text_encoder")
-    else:
-        encoder = read_text_encoder(text_encoder, module.uncond.shape[1], progress)
-        sources += encoder.sources
-        condition = text_condition(encoder.encoder, encoder.tokenizer, module)
+    is_class_conditional = isinstance(transformer.condition, ClassCondition)
+    condition, encoder_sources = read_condition(transformer.condition, text_encoder, progress)
     model = image_model(
         family="llamagen",
         decoder=transformer.decoder,
@@ -154,14 +166,34 @@ def read_llamagen(
         sampling=Sampling(
             cfg_scale=4.0 if is_class_conditional else 7.5,
             top_k=0 if is_class_conditional else 1000,
-            filter_order="top-p, top-k"
-            if transformer.lantern
-            else "top-k, top-p",  # LANTERN's program and the official program differ
+            # LANTERN's program and the official program differ
+            filter_order="top-p, top-k" if transformer.lantern else "top-k, top-p",
         ),
-        sources=sources,
+        sources=[*sources, *encoder_sources],
         drafter=loaded_drafter,
     )
     return replace(model, weights=weights)
+
+
+def read_condition(
+    module: ClassCondition | CaptionCondition, text_encoder: Path | None, progress: Progress
+) -> tuple[Condition, list[tuple[str, Path]]]:
+    """Return the condition of a bundle, and the files with roles of its text encoder.
+
+    Args:
+        module: module that computes the prefix rows.
+        text_encoder: `text_encoder` of `read_llamagen`.
+        progress: progress callback.
+
+    Raises:
+        CheckpointError: the encoder cannot be read, or the target takes no text.
+    """
+    if text_encoder is None:
+        return module.condition(), []
+    if isinstance(module, ClassCondition):
+        raise CheckpointError("the target is class-conditional and takes no text", field="text_encoder")
+    encoder = read_text_encoder(text_encoder, module.uncond.shape[1], progress)
+    return text_condition(encoder.encoder, encoder.tokenizer, module), encoder.sources
 
 
 def check_weights(weights: str | None) -> bool | None:
@@ -202,8 +234,7 @@ def read_transformer(
     averaged: bool | None = None,
     lora: Sequence[Adapter] = (),
     progress: Progress = silent,
-    extra: Collection[str] = (),
-    arguments: Collection[str] = (),
+    variant: Variant = _PLAIN,
 ) -> LlamaGen:
     """Read the transformer in a file or folder.
 
@@ -214,8 +245,7 @@ def read_transformer(
         averaged: `averaged` of `read_weights`.
         lora: adapters to merge into the weights.
         progress: progress callback.
-        extra: names of matrices that another family has beside LlamaGen's weights.
-        arguments: further arguments that another family's configuration may have.
+        variant: differences of another family's files.
 
     Raises:
         CheckpointError: a file is missing or damaged, or is not a LlamaGen transformer.
@@ -225,11 +255,12 @@ def read_transformer(
         Checkpoint(path).model_config("jadohu/LlamaGen-T2I")
     checkpoint = Checkpoint(path, progress=progress, averaged=averaged, adapters=lora)
     checkpoint.read(keep=lambda name: not name.endswith(_UNUSED))
+    arguments = _ARGUMENTS | {*variant.arguments}
     lantern = any(_LANTERN_NAMES[name] in checkpoint.weights for name in ("classes", "captions.uncond"))
     if config is not None:
         checkpoint.sources.append(("config", config))
     elif folder_config.is_file() and (
-        path.is_dir() or lantern or read_config(folder_config).values.keys() <= _ARGUMENTS | {*arguments}
+        path.is_dir() or lantern or read_config(folder_config).values.keys() <= arguments
     ):
         config = folder_config
         checkpoint.sources.append(("target_config", config))
@@ -239,10 +270,10 @@ def read_transformer(
     if lantern:
         rename_llama(checkpoint, "model.", _LANTERN_NAMES)
     else:
-        checkpoint.rename(_NAMES)
+        checkpoint.rename(_NAMES | {**variant.names})
         values = Config(values.path, values.values, _FIELDS)
         if ("config", values.path) in checkpoint.sources:  # the argument `config`, not a file of the checkpoint
-            values.check_names(_ARGUMENTS | {*arguments})
+            values.check_names(arguments)
     weights = checkpoint.weights
     if "codes" not in weights or not {"classes", "captions.uncond"} & weights.keys():
         first = ", ".join(sorted(map(checkpoint.name_in_files, weights))[:3])
@@ -250,12 +281,18 @@ def read_transformer(
         raise checkpoint.error(found=contents, expected="a LlamaGen transformer")
     codes, code_width = checkpoint.shape("codes")
     values.check_sizes(vocab_size=codes, hidden_size=code_width)
+    for name in (*variant.extra, *(name for name in variant.names if name not in weights)):
+        checkpoint.shape(name)
     condition, prefix = _extract_condition(checkpoint, values)
     _check_feed_forward(checkpoint, values)
+    known_sizes = checkpoint.count("layers.") - variant.two_heads, code_width
+    known = next((model for model in variant.models if model[:2] == known_sizes), None)
+    num_heads = _choose_num_heads(checkpoint, values, known)
     sizes = DecoderConfig(
-        **layer_sizes(checkpoint, values, _choose_num_heads(checkpoint, values), head_multiple=4),
+        **layer_sizes(checkpoint, values, num_heads, head_multiple=4, uncounted=int(variant.two_heads)),
         vocab_size=codes,
-        grid=_choose_grid(checkpoint, values, prefix, isinstance(condition, ClassCondition), grid),
+        two_heads=variant.two_heads,
+        grid=_choose_grid(checkpoint, values, prefix, isinstance(condition, ClassCondition), grid, known),
         prefix=prefix,
         norm_eps=values.number("rms_norm_eps", 1e-6 if lantern else 1e-5),
         rope_base=values.number("rope_base", 10000.0),
@@ -263,9 +300,7 @@ def read_transformer(
     with without_weights():
         decoder = Decoder(sizes)
     code_embeddings = weights.pop("codes").float()
-    for name in extra:
-        checkpoint.shape(name)
-    extra_weights = {name: weights.pop(name).float() for name in extra}
+    extra_weights = {name: weights.pop(name).float() for name in variant.extra}
     checkpoint.load_strict(decoder)
     return LlamaGen(decoder, code_embeddings, condition, checkpoint.sources, lantern, values, extra_weights)
 
@@ -300,15 +335,10 @@ def _check_feed_forward(checkpoint: Checkpoint, config: Config) -> None:
             )
 
 
-def _known_model(checkpoint: Checkpoint) -> PublishedModel | None:
-    sizes = checkpoint.count("layers."), checkpoint.shape("codes")[1]
-    return next((model for model in MODELS if model[:2] == sizes), None)
-
-
-def _choose_num_heads(checkpoint: Checkpoint, config: Config) -> int:
+def _choose_num_heads(checkpoint: Checkpoint, config: Config, known: PublishedModel | None) -> int:
     if heads := config.integer("num_attention_heads"):
         return heads
-    if known := _known_model(checkpoint):
+    if known:
         return known.num_heads
     problem = "the weights do not show the number of heads, and no published model has their sizes"
     field = config.names.get("num_attention_heads", "num_attention_heads")
@@ -319,7 +349,12 @@ def _choose_num_heads(checkpoint: Checkpoint, config: Config) -> int:
 
 
 def _choose_grid(
-    checkpoint: Checkpoint, config: Config, prefix: int, is_class_conditional: bool, grid: int | None
+    checkpoint: Checkpoint,
+    config: Config,
+    prefix: int,
+    is_class_conditional: bool,
+    grid: int | None,
+    known: PublishedModel | None,
 ) -> int:
     """Return the grid rows in weights, configuration and `grid`, which must agree, or else the known model's."""
     cell_counts: list[tuple[str, int]] = []
@@ -339,7 +374,6 @@ def _choose_grid(
                 field=field, found=f"a grid of {format_value(rows)}", expected=f"{grid}, as given elsewhere"
             )
         grid = rows
-    known = _known_model(checkpoint)
     grids: tuple[int, ...] = ()
     if known:
         grids = known.class_grids if is_class_conditional else known.text_grids

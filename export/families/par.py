@@ -24,10 +24,10 @@ from ..model import Model
 from ..models.vq_checkpoints import read_vq
 from ..progress import silent
 from .common import check_grid, image_model
-from .llamagen import check_weights, read_transformer
+from .llamagen import Variant, check_weights, read_transformer
 
 _VECTORS = "spe_tok_embeddings.special_embeddings.weight"
-_ARGUMENTS = ("spe_token_num", "ar_token_num")
+_VARIANT = Variant(arguments=("spe_token_num", "ar_token_num"), extra=(_VECTORS,))
 
 
 def read_par(
@@ -64,8 +64,7 @@ def read_par(
         averaged=averaged,
         lora=lora,
         progress=progress,
-        extra=[_VECTORS],
-        arguments=_ARGUMENTS,
+        variant=_VARIANT,
     )
     module = transformer.condition
     if not isinstance(module, ClassCondition):

@@ -71,9 +71,10 @@ class PastFirstWriter(DecoderWriter):
         self.decoder(x, self.config.num_layers)
 
     def add_and_norm(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
-        if name is not None and added is not None:  # the last: outputs have rows first
+        if name is not None:  # the last: outputs have rows first
             normed = weight in self.weights
-            x = self.graph.transpose(self.graph.op("Add", x, added), 1, 0, 2, name=None if normed else name)
+            total = x if added is None else self.graph.op("Add", x, added)
+            x = self.graph.transpose(total, 1, 0, 2, name=None if normed else name)
             return self.norm(x, None, weight, name) if normed else (x, x)
         return super().add_and_norm(x, added, weight, name)
 

@@ -165,7 +165,7 @@ def decoder_graph(
     past = tuple(Value(f"past_key_values.{part}", ("past", "rows", *heads)) for part in parts)
     new = (Value(f"new_key_values.{part}", ("nodes", "rows", *heads)) for part in parts)
     positions = Value("position_ids", ("rows", "nodes"), "int64")
-    logits = Value("logits", ("rows", "nodes", config.vocab_size))
+    logits = Value("logits", ("rows", "nodes", config.num_logits))
     return Graph(
         role=role,
         module=module,
@@ -182,7 +182,7 @@ def _decoder_cases(
     """Yield test cases of a decoder, by name."""
     generator = np.random.default_rng(0)
     heads = (config.num_kv_heads, config.head_dim)
-    max_nodes = _MAX_CASE_NUMBERS // max(len(past) * math.prod(heads), config.vocab_size)
+    max_nodes = _MAX_CASE_NUMBERS // max(len(past) * math.prod(heads), config.num_logits)
     prefix = max(2, min(config.prefix, _MAX_CASE_NODES, max_nodes))
 
     def case(name: str, lengths: list[int], visible: NDArray[np.bool_]) -> tuple[str, Arrays]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...engines.graph_writer import HEAD_EPSILON
+from .output_heads import DeepHead, Head, TwoHeads
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class DecoderConfig:
         max_image_tokens: maximum number of tokens of an image (Lumina-mGPT), 0 for `grid * grid`.
         post_norms: whether the outputs of attention and feed-forward network are normalised, too (GLM-Image).
         grids: rows and columns of the first and of the second grid of codes, for each image size.
+        two_heads: whether a second head has logits for the cell below a code; the last layer belongs to it alone (NAR).
         rope_sections: number of pairs that are rotated by time, by row and by column, in this order; the other pairs
             are not rotated.
     """
@@ -76,11 +78,17 @@ class DecoderConfig:
     post_norms: bool = False
     grids: tuple[tuple[int, int, int, int], ...] = ()
     rope_sections: tuple[int, int, int] = (0, 0, 0)
+    two_heads: bool = False
 
     @property
     def head_dim(self) -> int:
         """Width of a head."""
         return self.hidden_size // self.num_heads
+
+    @property
+    def num_logits(self) -> int:
+        """Number of logits of a node, from all heads."""
+        return self.vocab_size * (1 + self.two_heads)
 
     @property
     def length(self) -> int:
@@ -289,22 +297,6 @@ class Layer(nn.Module):
         return x + self.ffn_post_norm(self.ffn(self.ffn_norm(x))), key, value
 
 
-class DeepHead(nn.Module):
-    """A head with one hidden layer and GELU; both layers have a bias."""
-
-    def __init__(self, width: int, hidden: int, vocabulary: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, hidden)
-        self.second = nn.Linear(hidden, vocabulary)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.second(F.gelu(self.first(x)))
-        return logits
-
-
-Head = nn.Linear | DeepHead
-
-
 class LayerStack(nn.Module):
     """The layers of a target or drafter, with their rotary table."""
 
@@ -317,22 +309,23 @@ class LayerStack(nn.Module):
         self.register_buffer("rope", rope_table(config), persistent=False)
 
     def run_layers(
-        self, x: Tensor, position_ids: Tensor, mask: Tensor, past: Sequence[Tensor]
+        self, x: Tensor, position_ids: Tensor, mask: Tensor, past: Sequence[Tensor], layers: slice = slice(None)
     ) -> tuple[Tensor, list[Tensor]]:
-        """Apply all layers to new nodes.
+        """Apply layers to new nodes.
 
         Args:
             x: input of the first layer, `[rows, nodes, hidden_size]`.
             position_ids: rows of the rotary table, `[rows, nodes]`.
             mask: additive attention mask, `[rows, 1, nodes, past + nodes]`.
             past: past keys and values of each layer, `[past, rows, num_kv_heads, head_dim]`.
+            layers: layers to apply, by default all.
 
         Returns:
             The hidden states, and the new keys and values of each layer, `[nodes, rows, num_kv_heads, head_dim]`.
         """
         rope = self.rope[position_ids]
         new_kv: list[Tensor] = []
-        for i, layer in enumerate(self.layers):
+        for i, layer in [*enumerate(self.layers)][layers]:
             x, *new = layer(x, rope, mask, past[2 * i : 2 * i + 2])
             new_kv += new
         return x, new_kv
@@ -347,6 +340,9 @@ class Decoder(LayerStack):
         self.head: Head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.head_hidden:
             self.head = DeepHead(config.hidden_size, config.head_hidden, config.vocab_size)
+        if config.two_heads:
+            self.head = TwoHeads(config.hidden_size, config.vocab_size)
+            self.below_norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, embeds: Tensor, position_ids: Tensor, mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
         """Compute one forward pass over new nodes.
@@ -358,12 +354,16 @@ class Decoder(LayerStack):
             past: past keys and values of each layer, `[past, rows, num_kv_heads, head_dim]`.
 
         Returns:
-            Logits `[rows, nodes, vocab_size]`, hidden states `[rows, nodes, hidden_size]`, and the new keys and values
+            Logits `[rows, nodes, num_logits]`, hidden states `[rows, nodes, hidden_size]`, and the new keys and values
             of each layer, `[nodes, rows, num_kv_heads, head_dim]`.
         """
-        x, new_kv = self.run_layers(embeds, position_ids, mask, past)
+        before = len(self.layers) - self.config.two_heads
+        x, new_kv = self.run_layers(embeds, position_ids, mask, past, slice(before))
         hidden = self.norm(x)
-        return self.head(hidden), hidden, *new_kv
+        if not self.config.two_heads:
+            return self.head(hidden), hidden, *new_kv
+        x, last_kv = self.run_layers(x, position_ids, mask, past, slice(before, None))
+        return self.head(hidden, self.below_norm(x)), hidden, *new_kv, *last_kv
 
     def forward_sequences(self, embeds: Tensor) -> Tensor:
         """Compute hidden states of whole sequences from position 0, with causal attention and without a cache.

@@ -24,8 +24,9 @@ from ..graph.decoder_graph import PastFirstWriter
 from ..graph.graphs import Arrays, Graph, decoder_graph
 from ..graph.onnx_ops import Ops, Value
 from ..progress import silent
-from .decoder import Decoder, DecoderConfig, Head, LayerStack
+from .decoder import Decoder, DecoderConfig, LayerStack
 from .llama import layer_sizes, rename_llama, rope_base
+from .output_heads import Head
 
 
 class EagleDrafter(LayerStack):

@@ -71,7 +71,9 @@ def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) 
                     checkpoint.weights[name] = norm.repeat_interleave(width // norm.numel(), 0)
 
 
-def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, head_multiple: int) -> dict[str, Any]:
+def layer_sizes(
+    checkpoint: Checkpoint, config: Config, heads: int | None, head_multiple: int, uncounted: int = 0
+) -> dict[str, Any]:
     """Return the fields of `DecoderConfig` that the weights determine, checked against the configuration.
 
     Args:
@@ -79,6 +81,7 @@ def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, head_
         config: configuration with transformers' names of fields.
         heads: number of query heads, None if the configuration does not have it.
         head_multiple: number that the width of a head must be a multiple of.
+        uncounted: number of layers that the configuration does not count.
 
     Raises:
         CheckpointError: a size is not supported, or differs from the configuration.
@@ -87,7 +90,7 @@ def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, head_
     rows, width = checkpoint.shape(qkv)
     layers = checkpoint.count("layers.")
     intermediate_size = checkpoint.shape("layers.0.ffn.gate.weight")[0]
-    config.check_sizes(hidden_size=width, num_hidden_layers=layers, intermediate_size=intermediate_size)
+    config.check_sizes(hidden_size=width, num_hidden_layers=layers - uncounted, intermediate_size=intermediate_size)
     for name, needed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("swin_norm", False)):
         config.expect(name, needed, None, remedy="other decoders are not supported")
     if (

@@ -265,8 +265,10 @@ class Manifest(FrozenModel):
         optional = {"drafter": self.drafter, "heads": self.heads, "neighbors": self.neighbors, "tokenizer": words}
         if missing := sorted((needed | {role for role, used in optional.items() if used}) - self.files.keys()):
             raise ValueError(f"`files` lacks {', '.join(missing)}")
-        if (vocab_size := self.target.vocab_size) != self.codebook_size:
-            raise ValueError(f"target vocab_size {vocab_size} is not codebook_size {self.codebook_size}")
+        heads = 2 if self.order is not None and self.order.two_heads else 1
+        if (vocab_size := self.target.vocab_size) != heads * self.codebook_size:
+            times = "twice " if heads == 2 else ""
+            raise ValueError(f"target vocab_size {vocab_size} is not {times}codebook_size {self.codebook_size}")
         if self.drafter and self.drafter.hidden_size != (expected := self.target.hidden_size):
             raise ValueError(f"drafter hidden_size {self.drafter.hidden_size} is not the target's, {expected}")
         if (tokens := self.condition.prefix + self.max_image_tokens - 1) > (limit := self.target.max_positions):
@@ -291,7 +293,7 @@ class Manifest(FrozenModel):
         """Raise ValueError if an order does not fit the image, or stands beside parts for another order."""
         if self.order is None:
             return
-        self.order.check_cells(self.codes_per_image)
+        self.order.check_cells(self.codes_per_image, self.grid_columns)
         parts = {"drafter": self.drafter, "heads": self.heads, "row_end": self.row_end, "sizes": self.sizes or None}
         if unfit := [name for name, part in parts.items() if part is not None]:
             raise ValueError(f"`{unfit[0]}` is for raster order, but the bundle has an `order`")

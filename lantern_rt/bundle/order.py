@@ -19,20 +19,25 @@ class OrderSpec(FrozenModel):
 
     Args:
         groups: cells of each group, counted in raster order. The prefill draws the first group, a single cell. Groups
-            do not shrink.
+            do not shrink, except with two heads.
         vectors: number of learned vectors, the rows of `code_embeddings` behind the codes. A pass reads the codes of
             the previous group and, if its group has more cells than that, a vector for each further cell.
+        two_heads: whether the target has logits for two cells after each code: for the cell to its right, and for the
+            cell below. A cell is drawn from the mean of the logits after its left and its upper neighbour.
     """
 
     groups: Annotated[tuple[Group, ...], Field(min_length=1, max_length=65_536)]
     vectors: Annotated[int, Field(ge=0, lt=MAX_GROUP)] = 0
+    two_heads: bool = False
 
     @model_validator(mode="after")
     def _groups_fit(self) -> OrderSpec:
         sizes = [len(group) for group in self.groups]
         if sizes[0] != 1:
             raise ValueError(f"the first group has {sizes[0]} cells; expected one, which the prefill draws")
-        for before, size in pairwise(sizes):
+        if self.two_heads and self.vectors:
+            raise ValueError(f"`vectors` is {self.vectors}, but `two_heads` needs no learned vectors")
+        for before, size in pairwise([] if self.two_heads else sizes):
             if size < before:
                 raise ValueError(f"a group of {size} cells follows one of {before}; expected at least as many")
             if size - before > self.vectors:
@@ -40,8 +45,8 @@ class OrderSpec(FrozenModel):
                 raise ValueError(f"a group of {size} cells after one of {before} {needed}")
         return self
 
-    def check_cells(self, num_cells: int) -> None:
-        """Raise ValueError unless the groups hold every cell of the image once."""
+    def check_cells(self, num_cells: int, columns: int) -> None:
+        """Raise ValueError unless the groups hold every cell of the image once, with two heads after its neighbours."""
         drawn: set[int] = set()
         for cell in (cell for group in self.groups for cell in group):
             if cell >= num_cells:
@@ -52,3 +57,14 @@ class OrderSpec(FrozenModel):
         if len(drawn) < num_cells:
             missing = next(cell for cell in range(num_cells) if cell not in drawn)
             raise ValueError(f"`order` lacks cell {missing}; expected every cell once")
+        for before, group in pairwise(self.groups if self.two_heads else ()):
+            for cell in group:
+                for neighbour in neighbours_before(cell, columns) or [cell]:
+                    if neighbour not in before:
+                        problem = f"`order` draws cell {cell} from logits after cell {neighbour}"
+                        raise ValueError(f"{problem}, which is not in the previous group")
+
+
+def neighbours_before(cell: int, columns: int) -> list[int]:
+    """Return the left and the upper neighbour of a cell, as far as the grid has them."""
+    return [cell - 1] * (cell % columns > 0) + [cell - columns] * (cell >= columns)

@@ -13,11 +13,16 @@ import pytest
 from goldens import GUIDED, Arrays, Sides, close, embed, manifest, observed
 from numpy.typing import NDArray
 
+from lantern_rt import Pipeline
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
+from lantern_rt.runtime.likelihood import sequence_logits
+from lantern_rt.runtime.order import Order
 from lantern_rt.runtime.sampling import apply_guidance, shape_logits
+from lantern_rt.runtime.statistics import Clock
+from lantern_rt.runtime_inputs import compute_prefixes, load_model
 
 SIDES = ("cond", "uncond")
 
@@ -57,11 +62,7 @@ def mixed(outputs: list[Arrays], scale: float = 3.0) -> NDArray[np.float32]:
 def run_layers(bundle: Path, ids: Any) -> tuple[NDArray[np.float32], list[NDArray[np.float32]]]:
     """Return the embeddings of token ids, and every layer's hidden states; the last layer's are normed."""
     path, spec = bundle / "target.onnx", manifest(bundle).target
-    nodes_of_graph = onnx.load(path).graph.node
-    sums = [node for node in nodes_of_graph if node.op_type == "Add"]
-    layers = [node.output[0] for node in nodes_of_graph if node.input[0] == "input_embeds"]  # turned: nodes before rows
-    while following := [node.output[0] for node in sums if node.input[0] == layers[-1]]:
-        layers += following  # each layer adds attention, then feed-forward
+    layers = layer_sums(bundle)
     embeds, nodes = embed(bundle, ids), len(ids)
     feeds = {"input_embeds": embeds, "position_ids": np.arange(nodes)[None]}
     feeds["attention_mask"] = np.where(np.tri(nodes), 0, HIDDEN).astype(np.float32)[None, None]
@@ -69,6 +70,57 @@ def run_layers(bundle: Path, ids: Any) -> tuple[NDArray[np.float32], list[NDArra
     feeds |= {f"past_key_values.{i}.{part}": empty for i in range(3) for part in ("key", "value")}
     *states, last = observed(path, [*layers[2:-1:2], "hidden_states"], feeds)
     return embeds, [*(state.swapaxes(0, 1) for state in states), last]
+
+
+def order_of(pipe: Pipeline) -> Order:
+    """Return the order of a bundle that draws groups."""
+    order = load_model(pipe.bundle, pipe.engines, []).order
+    assert order is not None
+    return order
+
+
+def logits_of(pipe: Pipeline, ids: Any, **prompt: Any) -> NDArray[np.float32]:
+    """Logits of both rows of all codes, `[2, codes, vocabulary]`, by passes over many groups at once.
+
+    ids: codes in the order of drawing.
+    """
+    model = load_model(pipe.bundle, pipe.engines, [])
+    (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
+    return np.concatenate([*sequence_logits(model, [rows.cond, rows.uncond], np.array(ids), Clock())], 1)
+
+
+def run_all(pipe: Pipeline, ids: Any, names: list[str], **prompt: Any) -> list[NDArray[np.float32]]:
+    """The embeddings of both rows, and values inside the graph, of one pass over the prefix and all codes.
+
+    ids: codes in the order of drawing.
+    """
+    order = order_of(pipe)
+    everything = order.lay_out(range(1, len(order.groups)), ids)
+    (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
+    codes = pipe.bundle.code_embeddings[everything.tokens]
+    embeds = np.stack([np.concatenate([row.embeds, codes]) for row in (rows.cond, rows.uncond)])
+    nodes, spec, prefix = embeds.shape[1], pipe.bundle.manifest.target, len(rows.cond.embeds)
+    mask = np.tile(np.tri(nodes, dtype=bool), (2, 1, 1))
+    mask[:, prefix:, prefix:] = everything.ancestors
+    for seen, row in zip(mask, (rows.cond, rows.uncond), strict=True):
+        seen[:, :prefix] &= row.real
+    mask |= np.eye(nodes, dtype=bool)
+    positions = np.array([*range(prefix), *(prefix + everything.positions)])
+    feeds = {"input_embeds": embeds, "position_ids": np.tile(positions, (2, 1))}
+    feeds["attention_mask"] = np.where(mask, 0, HIDDEN).astype(np.float32)[:, None]
+    empty = np.zeros((0, 2, spec.num_kv_heads, spec.head_dim), np.float32)
+    feeds |= {f"past_key_values.{i}.{part}": empty for i in range(spec.num_layers) for part in ("key", "value")}
+    return [embeds, *observed(pipe.bundle.path("target"), names, feeds)]
+
+
+def layer_sums(bundle: Path) -> list[str]:
+    """Return the name of the turned embeddings in a target's graph, and of all sums of the residual stream."""
+    nodes = onnx.load(bundle / "target.onnx").graph.node
+    sums = [node for node in nodes if node.op_type == "Add"]
+    names = [node.output[0] for node in nodes if node.input[0] == "input_embeds"]  # turned: nodes before rows
+    while following := [node.output[0] for node in sums if node.input[0] == names[-1]]:
+        names += following  # each layer adds attention, then feed-forward
+    return names
 
 
 class DecoderGolden:

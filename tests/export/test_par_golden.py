@@ -11,21 +11,16 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from goldens import DATA, GUIDED, Arrays, close, golden, observed
-from numpy.typing import NDArray
+from goldens import DATA, GUIDED, Arrays, close, golden
 from onnx import numpy_helper
+from shared_goldens import layer_sums, logits_of, order_of, run_all
 
 from lantern_rt import CheckpointError, Pipeline
 from lantern_rt.export.families.par import parallel_order, read_par
-from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.export.registry import read_family
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.likelihood import sequence_logits
-from lantern_rt.runtime.order import Order
 from lantern_rt.runtime.sampling import apply_guidance, shape_distribution
-from lantern_rt.runtime.statistics import Clock
-from lantern_rt.runtime_inputs import compute_prefixes, load_model
 
 TRACES: list[dict[str, Any]] = json.loads((DATA / "par" / "traces.json").read_text())
 # Where guidance stops for the first block and comes back, no request asks for it; such runs are compared by logits.
@@ -60,19 +55,6 @@ def pipes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Pip
         read = read_par(target, folder / "vq.pt", config=folder / "config.json")
         found[model, grid] = Pipeline.from_bundle(export_model(read, folder / f"{model}-{grid}"), threads=1)
     return found
-
-
-def logits_of(pipe: Pipeline, class_id: int, ids: list[int]) -> NDArray[np.float32]:
-    """Logits of both rows of all codes, `[2, codes, vocabulary]`, by passes over many groups at once."""
-    model = load_model(pipe.bundle, pipe.engines, [])
-    (prompt,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(class_ids=class_id).images)
-    return np.concatenate([*sequence_logits(model, [prompt.cond, prompt.uncond], np.array(ids), Clock())], 1)
-
-
-def order_of(pipe: Pipeline) -> Order:
-    order = load_model(pipe.bundle, pipe.engines, []).order
-    assert order is not None
-    return order
 
 
 @pytest.mark.parametrize(("model", "grid"), [*CASES, ("4x", 24), ("16x", 24)])
@@ -112,34 +94,11 @@ def test_a_pass_over_everything_gives_the_recorded_layers_keys_values_and_logits
     grid = {"4x": 6, "16x": 8}[model]
     tokens, logits = arrays[f"{model}_tf_tokens"], arrays[f"{model}_tf_logits"]
     pipe, class_id = pipes[model, grid], int(arrays[f"{model}_tf_class_ids"][0])
-    close(logits_of(pipe, class_id, tokens.tolist()), logits[:, : grid**2])
-    path = pipe.bundle.path("target")
-    nodes = onnx.load(path).graph.node
-    sums = [node for node in nodes if node.op_type == "Add"]
-    names = [node.output[0] for node in nodes if node.input[0] == "input_embeds"]  # turned: nodes before rows
-    while following := [node.output[0] for node in sums if node.input[0] == names[-1]]:
-        names += following
-    embeds, *layers, last = run_all(pipe, class_id, tokens, [*names[2:-1:2], "hidden_states"])
+    close(logits_of(pipe, tokens, class_ids=class_id), logits[:, : grid**2])
+    names = layer_sums(pipe.bundle.folder)
+    embeds, *layers, last = run_all(pipe, tokens, [*names[2:-1:2], "hidden_states"], class_ids=class_id)
     rows = [embeds, *(layer.swapaxes(0, 1) for layer in layers), last]
     close(np.concatenate([row[:1] for row in rows]), arrays[f"{model}_tf_layer_hidden"][:, : grid**2])
-
-
-def run_all(pipe: Pipeline, class_id: int, ids: Any, names: list[str]) -> list[NDArray[np.float32]]:
-    """The embeddings of both rows, and values inside the graph, of one pass over all positions."""
-    order = order_of(pipe)
-    everything = order.lay_out(range(1, len(order.groups)), ids)
-    (prompt,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(class_ids=class_id).images)
-    codes = pipe.bundle.code_embeddings[everything.tokens]
-    embeds = np.stack([np.concatenate([row.embeds, codes]) for row in (prompt.cond, prompt.uncond)])
-    nodes, spec = embeds.shape[1], pipe.bundle.manifest.target
-    mask = np.tri(nodes, dtype=bool)
-    mask[1:, 1:] = everything.ancestors
-    positions = np.array([0, *(1 + everything.positions)])
-    feeds = {"input_embeds": embeds, "position_ids": np.tile(positions, (2, 1))}
-    feeds["attention_mask"] = np.tile(np.where(mask, 0, HIDDEN).astype(np.float32), (2, 1, 1, 1))
-    empty = np.zeros((0, 2, spec.num_kv_heads, spec.head_dim), np.float32)
-    feeds |= {f"past_key_values.{i}.{part}": empty for i in range(LAYERS) for part in ("key", "value")}
-    return [embeds, *observed(pipe.bundle.path("target"), names, feeds)]
 
 
 @pytest.mark.parametrize("name", ["4x_g4", "16x_g8"])
@@ -149,7 +108,7 @@ def test_inputs_keys_and_values_of_the_first_run_are_recorded(
     model, _, grid = name.partition("_g")
     trace = next(trace for trace in TRACES if (trace["model"], trace["grid"]) == (model, int(grid)))
     names = [f"new_key_values.{i}.{part}" for part in ("key", "value") for i in range(LAYERS)]
-    embeds, *cache = run_all(pipes[model, int(grid)], trace["class_ids"][0], trace["ids"][0], names)
+    embeds, *cache = run_all(pipes[model, int(grid)], trace["ids"][0], names, class_ids=trace["class_ids"][0])
     close(embeds, arrays[f"{name}_inputs"])
     for part, found in zip(("keys", "values"), (cache[:LAYERS], cache[LAYERS:]), strict=True):
         close(np.stack(found).transpose(0, 2, 3, 1, 4), arrays[f"{name}_{part}"])  # [layer, row, head, position, width]
@@ -162,7 +121,7 @@ def test_the_logits_of_a_run_are_the_recorded_ones_and_give_its_codes(
     name, pipe = trace["name"], pipes[trace["model"], trace["grid"]]
     cells = order_of(pipe).cells
     for i, (class_id, ids) in enumerate(zip(trace["class_ids"], trace["ids"], strict=True)):
-        both = logits_of(pipe, class_id, ids)
+        both = logits_of(pipe, ids, class_ids=class_id)
         guidance = Sampling(cfg_scale=trace["cfg"])
         rows = both if guidance.guided else both[:1]
         guided = np.array(trace.get("guided", [1] * len(ids)), bool)

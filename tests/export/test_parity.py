@@ -57,11 +57,13 @@ few = settings(max_examples=16, deadline=None, suppress_health_check=[HealthChec
 
 
 @few
-@given(config=configs(), seed=st.integers(0, 99))
+@given(config=configs(), seed=st.integers(0, 99), two_heads=st.booleans())
 def test_a_target_graph_equals_its_module(
-    tmp_path_factory: pytest.TempPathFactory, config: DecoderConfig, seed: int
+    tmp_path_factory: pytest.TempPathFactory, config: DecoderConfig, seed: int, two_heads: bool
 ) -> None:
     torch.manual_seed(seed)
+    if two_heads:  # as NAR: a norm before each head, and a layer that belongs to both
+        config = replace(config, two_heads=True, final_norm=True, num_layers=config.num_layers + 1)
     decoder = Decoder(config)
     randomise_norms(decoder)
     graph = target_graph(decoder, torch.randn(config.vocab_size, config.hidden_size))

@@ -17,11 +17,11 @@ from lantern_rt.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("runtime", "engines", "export", "lantern_rt", "train")
-STATEMENTS = {PRODUCT: 15_421, ("recipes",): 1_601, ("tests",): 17_655, ("benchmarks",): 1_220}
+STATEMENTS = {PRODUCT: 15_550, ("recipes",): 1_601, ("tests",): 17_875, ("benchmarks",): 1_220}
 ROOM = 1.02
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LONGEST_FILE = 400
-WORDS = 16_365
+WORDS = 16_670
 README_WORDS = 600
 SENTENCE_WORDS = 24  # of README and the first hour
 OPTIONS = 113

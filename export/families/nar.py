@@ -1,0 +1,107 @@
+"""NAR (Neighboring Autoregressive Modeling, arXiv 2503.10696): a LlamaGen that draws a diagonal of the grid in a pass.
+
+After each code it has logits for two cells: for the cell to the right, as LlamaGen, and for the cell below, from one
+layer, norm and head more. A cell is drawn from the mean of the logits after its two neighbours; see `runtime/order.py`.
+Heads and grid are found as LlamaGen's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ...bundle.order import MAX_GROUP, OrderSpec
+from ...engines.contracts import Progress
+from ...errors import CheckpointError
+from ...methods import Sampling
+from ..checkpoints.lora import Adapter
+from ..graph.conditions import ClassCondition
+from ..model import Model
+from ..models.vq_checkpoints import read_vq
+from ..progress import silent
+from .common import check_grid, image_model
+from .llamagen import PublishedModel, Variant, check_weights, read_condition, read_transformer
+
+MODELS = (
+    PublishedModel(12, 768, 12, (16,)),  # GPT-B
+    PublishedModel(18, 1024, 16, (16,)),  # GPT-M
+    PublishedModel(24, 1024, 16, (16,)),  # GPT-L
+    PublishedModel(36, 1280, 20, (16,), (16, 32)),  # GPT-XL
+    PublishedModel(48, 1536, 24, (16,)),  # GPT-XXL
+)
+_VARIANT = Variant(
+    arguments=("medusa_attention_num",),
+    names={
+        "head.right.weight": "output.weight",
+        "head.below.weight": "medusa_output.weight",
+        "below_norm.weight": "medusa_norm.weight",
+    },
+    models=MODELS,
+    two_heads=True,
+)
+
+
+def read_nar(
+    target: Path,
+    vq: Path,
+    *,
+    text_encoder: Path | None = None,
+    config: Path | None = None,
+    grid: int | None = None,
+    weights: str | None = None,
+    lora: Sequence[Adapter] = (),
+    progress: Progress = silent,
+) -> Model:
+    """Read NAR with LlamaGen's VQ tokenizer.
+
+    Args:
+        target: published file, or a checkpoint of the training program.
+        vq: file of the VQ tokenizer.
+        text_encoder: folder of flan-t5-xl, see `read_llamagen`.
+        config: JSON file of the arguments; its `n_layer` does not count the last layer.
+        grid: grid rows, 16 or 32 for texts; see `read_llamagen`.
+        weights: `model` or `ema`, for files with both; None for the first, with a warning.
+        lora: adapters to merge into the target.
+        progress: progress callback.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or is not of NAR.
+        RequestError: `grid` or `weights` is out of range.
+    """
+    check_grid(grid)
+    averaged = check_weights(weights)
+    transformer = read_transformer(
+        target, config=config, grid=grid, averaged=averaged, lora=lora, progress=progress, variant=_VARIANT
+    )
+    transformer.config.expect("medusa_attention_num", 1, None)
+    rows = transformer.decoder.config.grid
+    if rows > MAX_GROUP:
+        expected = f"at most {MAX_GROUP} rows, for passes of as many codes"
+        raise CheckpointError(field=f"{target}: grid", found=f"{rows} x {rows} codes", expected=expected)
+    is_class_conditional = isinstance(transformer.condition, ClassCondition)
+    condition, encoder_sources = read_condition(transformer.condition, text_encoder, progress)
+    image_tokenizer, vq_sources = read_vq(vq, progress, averaged)
+    model = image_model(
+        family="nar",
+        decoder=transformer.decoder,
+        code_embeddings=transformer.code_embeddings,
+        condition=condition,
+        vq=image_tokenizer,
+        # the published programs for one image
+        sampling=Sampling(cfg_scale=4.0, top_k=2000) if is_class_conditional else Sampling(cfg_scale=7.5),
+        sources=[*transformer.sources, *vq_sources, *encoder_sources],
+        order=diagonal_order(rows),
+    )
+    return replace(model, weights=weights)
+
+
+def diagonal_order(grid: int) -> OrderSpec:
+    """Return NAR's order: the diagonals of a square grid from its first cell, each from the top row down.
+
+    Args:
+        grid: rows and columns of the grid.
+    """
+    diagonals = range(2 * grid - 1)
+    groups = [[row * grid + d - row for row in range(max(0, d - grid + 1), min(d, grid - 1) + 1)] for d in diagonals]
+    return OrderSpec(groups=tuple(map(tuple, groups)), two_heads=True)

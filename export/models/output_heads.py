@@ -1,0 +1,35 @@
+"""Output heads of decoders, from hidden states to logits, besides a linear layer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class DeepHead(nn.Module):
+    """A head with one hidden layer and GELU; both layers have a bias."""
+
+    def __init__(self, width: int, hidden: int, vocabulary: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, hidden)
+        self.second = nn.Linear(hidden, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.second(F.gelu(self.first(x)))
+        return logits
+
+
+class TwoHeads(nn.Module):
+    """Linear heads for the cell to the right of a code and for the cell below; the latter reads other states."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.right = nn.Linear(width, vocabulary, bias=False)
+        self.below = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, hidden: Tensor, below: Tensor) -> Tensor:
+        return torch.cat([self.right(hidden), self.below(below)], -1)
+
+
+Head = nn.Linear | DeepHead | TwoHeads

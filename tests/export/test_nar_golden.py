@@ -1,0 +1,258 @@
+"""NAR's exported graphs and images against every recorded array and run of the published program."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from goldens import DATA, GUIDED, Arrays, close, golden
+from numpy.typing import NDArray
+from onnx import numpy_helper
+from shared_goldens import layer_sums, logits_of, order_of, run_all
+
+from lantern_rt import CheckpointError, Pipeline
+from lantern_rt.export.families.nar import diagonal_order, read_nar
+from lantern_rt.export.registry import read_family
+from lantern_rt.export.writer import export_model
+from lantern_rt.methods import Sampling
+from lantern_rt.runtime.sampling import apply_guidance, shape_distribution
+
+TRACES: list[dict[str, Any]] = json.loads((DATA / "nar" / "traces.json").read_text())
+GREEDY = [trace for trace in TRACES if not trace["sample"]]
+GRIDS = {"c2i": (4, 6, 8), "t2i": (4, 6)}
+CASES = [(model, grid) for model, grids in GRIDS.items() for grid in grids]
+PREFIX = {"c2i": 1, "t2i": 8}
+HEADS = ["hidden_states", "states_below", "logits"]
+
+
+def by_name(trace: dict[str, Any]) -> str:
+    return str(trace["name"])
+
+
+def checkpoint(model: str) -> Path:
+    return DATA / "nar" / model / f"nar_{model}.pt"
+
+
+@pytest.fixture(scope="module")
+def arrays() -> Arrays:
+    return golden("nar")
+
+
+@pytest.fixture(scope="module")
+def pipes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Pipeline]:
+    """Each model on each grid; the small image tokenizer has as many codes as the recorded one."""
+    folder, found = tmp_path_factory.mktemp("nar"), {}
+    for model, grid in CASES:
+        config = json.loads(checkpoint(model).with_name("config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "block_size": grid**2}))
+        read = read_nar(checkpoint(model), DATA / "llamagen-vq/vq_tiny.pt", config=folder / "config.json")
+        found[model, grid] = Pipeline.from_bundle(export_model(read, folder / f"{model}-{grid}"), threads=1)
+    return found
+
+
+def prompts_of(trace: dict[str, Any], arrays: Arrays) -> list[dict[str, Any]]:
+    """Return the prompt of each image of a run."""
+    if "class_ids" in trace:
+        return [{"class_ids": class_id} for class_id in trace["class_ids"]]
+    return [captions([caption], arrays, trace["text_mask"]) for caption in trace["captions"]]
+
+
+def captions(rows: list[int], arrays: Arrays, masked: bool = True) -> dict[str, Any]:
+    """Return recorded captions as a prompt; without a mask, the recorded rows of padding count as text."""
+    if masked:
+        return {"embeddings": (arrays["t2i_t5_embeddings"][rows], arrays["t2i_t5_mask"][rows])}
+    return {"embeddings": (arrays["t2i_caption_emb"][rows], np.ones_like(arrays["t2i_emb_mask"][rows]))}
+
+
+def together(prompts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return several prompts as one request."""
+    if "class_ids" in prompts[0]:
+        return {"class_ids": [prompt["class_ids"] for prompt in prompts]}
+    return {"embeddings": tuple(map(np.concatenate, zip(*(prompt["embeddings"] for prompt in prompts), strict=True)))}
+
+
+def in_raster_order(pipe: Pipeline, values: NDArray[Any]) -> NDArray[Any]:
+    """Sort values `[..., codes, size]`, which come in the order of drawing, by cell."""
+    return values[..., np.argsort(order_of(pipe).cells), :]
+
+
+@pytest.mark.parametrize(("model", "grid"), [*CASES, ("c2i", 16), ("t2i", 32)])
+def test_the_order_and_the_passes_are_the_published_ones(arrays: Arrays, model: str, grid: int) -> None:
+    groups = diagonal_order(grid).groups
+    assert len(groups) == 2 * grid - 1
+    cells = [cell for group in groups for cell in group]
+    assert cells == arrays[f"{model}_g{grid}_order"].tolist()
+    passes = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    np.testing.assert_array_equal(passes[np.argsort(cells)], arrays[f"{model}_g{grid}_pass"])
+
+
+@pytest.mark.parametrize(("model", "grid"), CASES)
+def test_what_every_position_sees_and_turns_by_is_recorded(
+    pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str, grid: int
+) -> None:
+    pipe, prefix = pipes[model, grid], PREFIX[model]
+    order = order_of(pipe)
+    everything = order.lay_out(range(1, len(order.groups)), np.arange(grid**2))
+    by_cell = np.argsort(everything.positions)
+    assert everything.positions[by_cell].tolist() == [*range(grid**2 - 1)]  # the last cell is not fed
+    assert everything.tokens.tolist() == [*range(grid**2 - 1)]  # in the order of drawing
+    among_cells = everything.ancestors[by_cell][:, by_cell]
+    if model == "c2i":
+        recorded = arrays[f"c2i_g{grid}_mask"]
+        np.testing.assert_array_equal(among_cells, recorded[1:, 1:-1])
+        assert (recorded[:, 0] == 1).all()
+    elif grid == 4:
+        for i, recorded in enumerate(arrays["t2i_run0_mask"]):
+            np.testing.assert_array_equal(among_cells, recorded[prefix:, prefix:-1])
+            real = arrays["t2i_emb_mask"][i].astype(bool)
+            assert (recorded[prefix:, :prefix] == real).all()
+    graph = onnx.load(pipe.bundle.path("target")).graph
+    weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    table = np.stack([weights["rotary.cos"][:, ::2], weights["rotary.sin"][:, 1::2]], -1)
+    close(table[: prefix + grid**2], arrays[f"{model}_g{grid}_rope"], 1e-6)
+
+
+@pytest.mark.parametrize(("model", "grid"), [("c2i", 6), ("t2i", 4)])
+def test_a_pass_over_everything_gives_the_recorded_layers_and_both_heads(
+    pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str, grid: int
+) -> None:
+    pipe, prefix = pipes[model, grid], PREFIX[model]
+    cells = order_of(pipe).cells
+    prompt = {"class_ids": int(arrays["c2i_tf_class_ids"][0])} if model == "c2i" else captions([0], arrays)
+    tokens = arrays[f"{model}_tf_tokens"][cells]
+    close(in_raster_order(pipe, logits_of(pipe, tokens, **prompt)), arrays[f"{model}_tf_logits"])
+    names = layer_sums(pipe.bundle.folder)[2::2]
+    embeds, *layers, right, below, logits = run_all(pipe, tokens, [*names, *HEADS], **prompt)
+    fed = prefix + grid**2 - 1  # the published pass has the last cell, too
+    at = np.array([*range(prefix), *(prefix + cells[:-1])])
+    visible = arrays["t2i_emb_mask"][0].astype(bool) if model == "t2i" else np.ones(prefix, bool)
+    kept = np.array([*visible, *[True] * (fed - prefix)])  # padding, which nobody sees, is computed otherwise
+
+    def compare(found: NDArray[np.float32], name: str) -> None:
+        close(found[:, kept], arrays[f"{model}_tf_{name}"][:, at[kept]])
+
+    compare(np.stack([embeds[0], *(layer[:, 0] for layer in layers)]), "layer_hidden")
+    compare(right[:1], "right_hidden")
+    compare(below[:1], "below_hidden")
+    compare(logits[:1, :, :128], "right_logits")
+    compare(logits[:1, :, 128:], "below_logits")
+
+
+@pytest.mark.parametrize("model", GRIDS)
+def test_inputs_keys_values_and_both_heads_of_the_first_run_are_recorded(
+    pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str
+) -> None:
+    trace = next(trace for trace in TRACES if (trace["model"], trace["grid"]) == (model, 4))
+    pipe, prefix = pipes[model, 4], PREFIX[model]
+    cells = order_of(pipe).cells
+    layers = pipe.bundle.manifest.target.num_layers
+    names = [f"new_key_values.{i}.{part}" for part in ("key", "value") for i in range(layers)]
+    codes = np.array(trace["raster"][0])[cells]
+    embeds, *cache, logits = run_all(pipe, codes, [*names, "logits"], **prompts_of(trace, arrays)[0])
+    at = np.array([*range(prefix), *(prefix + cells[:-1])])
+    real = arrays["t2i_emb_mask"][trace["captions"][0]].astype(bool) if model == "t2i" else np.ones(prefix, bool)
+    kept = np.array([*real, *[True] * (len(at) - prefix)])
+    close(embeds[:, kept], arrays[f"{model}_g4_inputs"][:, at[kept]])
+    for part, found in zip(("keys", "values"), (cache[:layers], cache[layers:]), strict=True):
+        entries = np.stack(found).transpose(0, 2, 3, 1, 4)  # [layer, row, head, position, width]
+        close(entries[..., kept, :], arrays[f"{model}_g4_{part}"][..., at[kept], :])
+    for head, name in enumerate(("right", "below")):
+        after = logits[:, prefix - 1 :, 128 * head : 128 * (head + 1)]
+        close(after, arrays[f"{model}_run0_{name}_logits"][:, [0, *(1 + cells[:-1])]])
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=by_name)
+def test_the_logits_of_a_run_are_the_recorded_ones_and_give_its_codes(
+    pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, trace: dict[str, Any]
+) -> None:
+    name, pipe = trace["name"], pipes[trace["model"], trace["grid"]]
+    cells = order_of(pipe).cells
+    for i, (prompt, raster) in enumerate(zip(prompts_of(trace, arrays), trace["raster"], strict=True)):
+        drawn = logits_of(pipe, np.array(raster)[cells], **prompt)
+        both = in_raster_order(pipe, drawn)
+        guidance = Sampling(cfg_scale=trace["cfg"])
+        rows = both if guidance.guided else both[:1]
+        guided = np.array(trace.get("guided", [1] * len(raster)), bool)
+        used = apply_guidance(rows, guidance, guided if guidance.guided else None)
+        if f"{name}_used_logits" in arrays:
+            close(used, arrays[f"{name}_used_logits"][i], GUIDED)
+        if f"{name}_cond_logits" in arrays:
+            close(both[0], arrays[f"{name}_cond_logits"][i])
+            close(both[1], arrays[f"{name}_uncond_logits"][i])
+        if trace["sample"]:
+            sampling = Sampling(**{field: trace[field] for field in ("temperature", "top_k", "top_p")})
+            sums = shape_distribution(used, sampling)[cells].cumsum(1)
+            found = np.empty(len(cells), np.int64)
+            found[cells] = (sums / sums[:, -1:] <= np.array(trace["uniform"][i])[:, None]).sum(1)
+        else:
+            found = used.argmax(1)
+        assert found.tolist() == raster
+
+
+@pytest.mark.parametrize("trace", GREEDY, ids=by_name)
+def test_greedy_images_are_the_recorded_ones_alone_and_together(
+    pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, trace: dict[str, Any]
+) -> None:
+    count = sum(trace.get("guided", []))
+    options: dict[str, Any] = {"cfg_scale": trace["cfg"], "temperature": 0, "cfg_tokens": count or None, "top_k": 0}
+    draw = partial(pipes[trace["model"], trace["grid"]], **options)
+    prompts = prompts_of(trace, arrays)
+    result = draw(**together(prompts))
+    assert [codes.tolist() for codes in result.codes] == trace["raster"]
+    others = draw(**together([prompts[-1], *prompts, prompts[0]]), method="groups")
+    assert [codes.tolist() for codes in others.codes[1:-1]] == trace["raster"]
+    for prompt, raster in zip(prompts, trace["raster"], strict=True):
+        alone = draw(**prompt, method="ar")
+        assert alone.codes[0].tolist() == raster
+        assert alone.stats.target_passes == 2 * trace["grid"] - 1
+
+
+def test_filtered_probabilities_are_the_published_ones(arrays: Arrays) -> None:
+    for (temperature, top_k, top_p), expected in zip(arrays["filter_params"], arrays["filter_probs"], strict=True):
+        sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
+        found = shape_distribution(arrays["filter_logits"], sampling)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "grid: the weights do not show the grid of codes"),
+        ({"grid": 65}, "grid: found 65 x 65 codes, expected at most 64 rows"),
+        ({"target": DATA / "llamagen-c2i/c2i_tiny.pt", "grid": 4}, "output.weight: missing weight"),
+        ({"config": {"n_head": 2, "n_layer": 3}, "grid": 4}, "n_layer: found 3, expected 2"),
+        ({"config": {"n_head": 2, "medusa_attention_num": 2}, "grid": 4}, "medusa_attention_num: found 2, expected 1"),
+        ({"config": {"n_head": 2, "medusa_heads": 1}, "grid": 4}, "medusa_heads: unknown field"),
+    ],
+)
+def test_what_is_no_nar_is_refused_in_a_line(tmp_path: Path, fields: dict[str, Any], expected: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields.get("config", {"n_head": 2})))
+    options = {"target": checkpoint("c2i"), "vq": DATA / "llamagen-vq/vq_tiny.pt", **fields}
+    with pytest.raises(CheckpointError) as refused:
+        read_family("nar", {**options, "config": tmp_path / "config.json"})
+    assert expected in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_file_of_nar_is_no_llamagen(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"n_head": 2}')
+    options = {"target": checkpoint("c2i"), "vq": DATA / "llamagen-vq/vq_tiny.pt", "grid": 4}
+    with pytest.raises(CheckpointError, match="unexpected: medusa_norm"):
+        read_family("llamagen", {**options, "config": tmp_path / "config.json"})
+
+
+def test_a_training_checkpoint_that_calls_code_is_refused(tmp_path: Path) -> None:
+    content = torch.load(checkpoint("c2i"), weights_only=True)
+    torch.save({**content, "scheduler": print}, tmp_path / "nar.pt")
+    with pytest.raises(CheckpointError, match="holds more than tensors") as refused:
+        read_nar(tmp_path / "nar.pt", DATA / "llamagen-vq/vq_tiny.pt", grid=4)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,163 @@
+"""Bundles that draw in groups: pictures, streams, the service, commands, and manifests that do not fit."""
+
+from __future__ import annotations
+
+import json
+import queue
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from refusals import error_of
+from tiny_bundle import CODES, make_order_bundle
+
+from lantern_rt import BundleError, Pipeline, RequestError, open_bundle
+from lantern_rt.bundle.manifest import Manifest
+from lantern_rt.bundle.order import OrderSpec
+from lantern_rt.cli.main import run_program
+from lantern_rt.methods import Ar, Groups
+from lantern_rt.output.trace import Trace
+from lantern_rt.results import StreamStep
+from lantern_rt.service import Service
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_order_bundle(tmp_path_factory.mktemp("order") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> Pipeline:
+    return Pipeline.from_bundle(folder, threads=1)
+
+
+def test_a_hundred_seeds_give_the_same_picture_alone_in_batches_streamed_and_served(pipe: Pipeline) -> None:
+    seeds = list(range(100))
+    classes = [seed % 10 for seed in seeds]
+    expected = [pipe(class_ids=classes[i], seed=i).codes[0].tolist() for i in seeds]
+    assert len({*map(tuple, expected)}) > 90
+    for size in (3, 8):
+        for start in range(0, 100, size):
+            part = slice(start, start + size)
+            result = pipe(class_ids=classes[part], seed=seeds[part])
+            assert [codes.tolist() for codes in result.codes] == expected[part]
+    for i in seeds[:10]:
+        steps = list(pipe.stream(class_ids=classes[i], seed=i))
+        assert steps[-1].cells[0].tolist() == steps[-1].codes[0].tolist() == expected[i]
+    with Service(pipe, together=4) as service:
+        heard: list[queue.Queue[StreamStep | BaseException]] = [queue.Queue() for _ in seeds[:12]]
+        for i, listener in enumerate(heard):
+            service.submit(listener.put, class_ids=classes[i], seed=i, caller=str(i % 3))
+        for i, listener in enumerate(heard):
+            while not isinstance(news := listener.get(timeout=60), StreamStep) or news.stats is None:
+                assert not isinstance(news, BaseException), news
+            assert news.codes[0].tolist() == expected[i]
+
+
+def test_steps_show_the_cells_of_every_group_and_codes_in_raster_order(pipe: Pipeline) -> None:
+    order = pipe.bundle.manifest.order
+    assert order is not None
+    steps, trace = list(pipe.stream(class_ids=3, seed=1)), Trace(4, 4)
+    shown: set[int] = set()
+    for step, group in zip(steps, order.groups, strict=True):
+        trace.add(step)
+        shown |= {*group}
+        assert {*np.flatnonzero(step.cells[0] >= 0).tolist()} == shown
+        assert step.done == len(shown)
+    assert np.concatenate([step.new_codes[0] for step in steps]).tolist() == steps[-1].cells[0].tolist()
+    assert trace._cells(lambda part: part.codes)[0].tolist() == steps[-1].cells[0].tolist()
+    pixels = np.array(steps[3].image(0)).reshape(4, 4, 4, 4, 3)  # row, line, column, dot, colour
+    grey = (pixels == 128).all((1, 3, 4))
+    assert {*np.flatnonzero(~grey.ravel()).tolist()} == {0, 2, 8, 10}
+
+
+def test_ar_is_the_bundles_order_and_other_methods_are_refused(pipe: Pipeline, words_bundle: Path) -> None:
+    picture = pipe(class_ids=3, seed=1)
+    assert picture.settings.method == Groups()
+    for method in ("ar", "groups", Ar(), Groups()):
+        assert np.array_equal(pipe(class_ids=3, seed=1, method=method).codes[0], picture.codes[0])
+    for method in ("sjd", "rows:window=2", "eagle", "lantern++"):
+        error = error_of(RequestError, pipe, class_ids=3, method=method)
+        name = method.partition(":")[0]
+        text = "bundle tiny draws groups of cells, in an order of its own; use method groups"
+        assert str(error) == f"method {name}: {text}"
+    raster = Pipeline.from_bundle(words_bundle, threads=1)
+    error = error_of(RequestError, raster, "red cube", method="groups")
+    assert str(error) == "method groups: bundle tiny draws one token after another; use method ar or sjd"
+
+
+def test_bench_inspect_and_run_take_the_bundle(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_program(["inspect", str(folder)]) == 0
+    assert "7 groups, one per pass" in capsys.readouterr().out
+    assert run_program(["bench", str(folder), "--count", "1", "--threads", "1"]) == 0
+    output = ["--output", str(tmp_path / "eval")]
+    assert run_program(["eval", str(folder), "--count", "10", "--threads", "1", *output]) == 0
+    assert run_program(["run", str(folder), "--class-id", "3", "--output", str(tmp_path / "a.png")]) == 0
+    assert (
+        run_program(["run", "--from", str(tmp_path / "a.png"), str(folder), "--output", str(tmp_path / "b.png")]) == 0
+    )
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+HOSTILE: list[tuple[dict[str, Any], str]] = [
+    ({"order": {"groups": [[0], [1]], "vectors": 0}}, "`order` lacks cell 2; expected every cell once"),
+    ({"order": {"groups": [[0], [1, 1]], "vectors": 1}}, "`order` has cell 1 twice; expected every cell once"),
+    ({"order": {"groups": [[0], [16]], "vectors": 0}}, "`order` has cell 16, but the image has 16 cells"),
+    ({"order": {"groups": [[0, 1], [2, 3]], "vectors": 0}}, "the first group has 2 cells"),
+    ({"order": {"groups": [[0], [1, 2], [3]], "vectors": 1}}, "a group of 1 cells follows one of 2"),
+    ({"order": {"groups": [[0], [1, 2, 3]], "vectors": 1}}, "needs 2 learned vectors, but `vectors` is 1"),
+    ({"order": {"groups": [[0], []]}}, "order.groups.1"),
+    ({"order": {"groups": [[0], list(range(1, 99))], "vectors": 63}}, "order.groups.1"),
+    ({"order": {"groups": [[-1]]}}, "order.groups.0.0"),
+    ({"presets": {}}, "preset strict, sjd"),
+    ({"order": {"groups": [[0], [1, 4]], "two_heads": True}}, f"vocab_size {CODES} is not twice codebook_size {CODES}"),
+    ({"order": None}, "preset strict, groups: method groups is for bundles with an `order`, and only it"),
+    ({"row_end": CODES}, "`row_end` is for raster order, but the bundle has an `order`"),
+    ({"sizes": [{"name": "16x16", "rows": 4, "columns": 4}]}, "`sizes` is for raster order"),
+]
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([[0], [1, 2], [3]], ""),
+        ([[0], [1], [2], [3]], "`order` draws cell 2 from logits after cell 0, which is not in the previous group"),
+        ([[0], [1, 2, 3]], "`order` draws cell 3 from logits after cell 2, which is not in the previous group"),
+        ([[1], [0, 3], [2]], "`order` draws cell 0 from logits after cell 0"),
+    ],
+)
+def test_neighbours_are_in_the_group_before_for_targets_with_two_heads(groups: list[list[int]], expected: str) -> None:
+    order = OrderSpec.model_validate({"groups": groups, "two_heads": True})
+    if not expected:
+        return order.check_cells(4, 2)
+    assert str(error_of(ValueError, order.check_cells, 4, 2)).startswith(expected)
+    with pytest.raises(ValidationError, match="`vectors` is 1, but `two_heads` needs no learned vectors"):
+        OrderSpec.model_validate({"groups": groups, "two_heads": True, "vectors": 1})
+
+
+@pytest.mark.parametrize(("changes", "expected"), HOSTILE, ids=str)
+def test_a_manifest_whose_order_does_not_fit_is_refused_in_a_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], expected: str
+) -> None:
+    shutil.copytree(folder, tmp_path / "tiny")
+    path = tmp_path / "tiny" / "bundle.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert run_program(["inspect", str(path.parent)]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    assert expected in text
+
+
+def test_positions_and_embeddings_for_the_vectors_must_exist(folder: Path, tmp_path: Path) -> None:
+    fields = open_bundle(folder).manifest.model_dump(mode="json")
+    fields["target"]["max_positions"] = 17
+    with pytest.raises(ValidationError, match="prefix, image and learned vectors need 18 positions"):
+        Manifest.model_validate(fields)
+    without = make_order_bundle(tmp_path / "tiny", embedded=2)
+    error = error_of(BundleError, Pipeline.from_bundle, without)
+    assert f"[{CODES + 3}, 8]" in str(error)
