@@ -9,6 +9,9 @@
     git clone https://github.com/YuqingWang1029/PAR
     python benchmarks/against_pytorch.py --official PAR --shape PAR-4x-B                  # 384 pixels; or PAR-16x-B
 
+    git clone https://github.com/ThisisBillhe/NAR                                         # needs tqdm
+    python benchmarks/against_pytorch.py --official NAR/NAR-images --shape NAR-B          # 512 pixels
+
 Random weights of the published sizes (`--bundle`: weights of one's own), class-conditional, guidance 4, the full
 vocabulary, float32; `--compile` has it compiled by `torch.compile` as well, in the first round. How often drafts are
 accepted with random weights says nothing, so a method that guesses is given the tokens a forward pass that it has with
@@ -45,7 +48,8 @@ from lantern_rt.train.drafter.heads import RANK, UNITS
 
 METHODS = ("ar", "sjd:window=3", "sjd:window=7", "rows:window=8", "rows:window=6", "rows:window=5", "rows:window=4")
 GUIDANCE = 4.0
-PROGRAMS = {"par": "ar_token_num"}  # an argument that only the published model of this family has
+# an argument that only the published model of this family has
+PROGRAMS = {"par": "ar_token_num", "nar": "medusa_attention_num"}
 PROJECTED = 8  # images of the bundle `--project` that tokens a pass are counted in
 
 
@@ -133,7 +137,7 @@ def take_turns(draws: dict[str, Callable[[], Image]], rounds: int) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--official", type=Path, metavar="FOLDER", help="a clone of LlamaGen's or PAR's code")
+    parser.add_argument("--official", type=Path, metavar="FOLDER", help="a clone of LlamaGen's, PAR's or NAR's code")
     parser.add_argument("--compile", action="store_true", help="a line for that code with torch.compile, too")
     parser.add_argument("--shape", choices=[*SHAPES], default="GPT-B", help="published sizes, random weights")
     parser.add_argument("--grid", type=int, help="tokens a side: 16 for 256 pixels, 32 for 512")

@@ -25,6 +25,7 @@ from lantern_rt.export.families.glm_image import read_glm_image
 from lantern_rt.export.families.llamagen import read_llamagen
 from lantern_rt.export.families.lumina import read_lumina
 from lantern_rt.export.families.lumina2 import read_lumina2
+from lantern_rt.export.families.nar import read_nar
 from lantern_rt.export.families.par import read_par
 from lantern_rt.export.families.simplear import BEGIN, START, read_simplear
 from lantern_rt.export.graph.precision import read_precisions
@@ -39,7 +40,8 @@ _BLOCK = 1 << 22  # random numbers of a weight, which then repeat; what they cos
 _FIRST_CODE, _BEGIN_OF_IMAGE, _RESERVED = 4, 8197, 4  # Chameleon's tokens; <reserved00000> would be the last
 _GLM_SPARE = 128  # ids behind GLM-Image's codes, which its head has rows for
 _RESERVED_NAMES = range(8706, 8865)  # end of turn, and those that end rows and tell sizes in Lumina-mGPT
-_PAIRS = {"emu3": read_emu3, "simplear": read_simplear, "lumina2": read_lumina2, "par": read_par}  # without a drafter
+# without a drafter
+_PAIRS = {"emu3": read_emu3, "simplear": read_simplear, "lumina2": read_lumina2, "par": read_par, "nar": read_nar}
 Sizes = Iterator[tuple[str, tuple[int, ...]]]
 
 
@@ -47,7 +49,7 @@ Sizes = Iterator[tuple[str, tuple[int, ...]]]
 class Shape:
     """Sizes of a target and of the image tokenizer (`vq_width`: of its first level).
 
-    vocab_size: of a joint vocabulary of text and codes; None: class-conditional LlamaGen and PAR, which have none.
+    vocab_size: of a joint vocabulary of text and codes; None: class-conditional LlamaGen, PAR and NAR, without one.
     key_share: heads of queries that share one of keys.
     group: cells that PAR draws in a pass; 0 for other families.
     """
@@ -79,6 +81,7 @@ class Shape:
 SHAPES = {
     "tiny": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32),
     "tiny-par": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, family="par", group=4),
+    "tiny-nar": Shape(3, 4, 64, 128, 128, 4, torch.bfloat16, 32, family="nar"),
     "tiny-anole": Shape(2, 4, 64, 128, 128, 2, torch.bfloat16, 32, 9000, "anole"),
     "tiny-lumina": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, 9000, "lumina"),
     "tiny-lumina2": Shape(2, 4, 64, 128, 128, 8, torch.bfloat16, 32, 9100, "lumina2"),
@@ -91,6 +94,8 @@ SHAPES = {
     # GPT-B by PAR, which is published for this grid
     "PAR-4x-B": Shape(12, 12, 768, 2048, 16384, 24, torch.float32, family="par", group=4),
     "PAR-16x-B": Shape(12, 12, 768, 2048, 16384, 24, torch.float32, family="par", group=16),
+    # GPT-B by NAR, which has a layer more; 512 pixels
+    "NAR-B": Shape(13, 12, 768, 2048, 16384, 32, torch.float32, family="nar"),
     "Anole-7B": Shape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536, "anole"),
     "Lumina-7B": Shape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536, "lumina"),
     # the layers of Lumina-7B: the configuration of Lumina-mGPT 2.0 was not at hand
@@ -167,6 +172,9 @@ def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
         else:
             write_vqgan(shape, folder / "vqgan")
     target = folder / "target"
+    if shape.family == "nar":
+        _write_folder(target, _nar(shape), shape.dtype, {"n_head": shape.num_heads})
+        return
     _write_folder(target, _target(shape), shape.dtype, config | {"num_hidden_layers": shape.num_layers})
     if shape.family == "emu3":
         _write_ranks(shape, target)
@@ -199,6 +207,24 @@ def _target(shape: Shape) -> Sizes:
     yield "model.norm.weight", (width,)
     if shape.family != "simplear":
         yield "lm_head.weight", (shape.vocab_size or shape.codes, width)
+
+
+def _nar(shape: Shape) -> Sizes:
+    """Names and shapes of NAR's weights in the layout of the official programs."""
+    width, inner = shape.hidden_size, shape.intermediate_size
+    yield "tok_embeddings.weight", (shape.codes, width)
+    yield "cls_embedding.embedding_table.weight", (CLASSES + 1, width)
+    for i in range(shape.num_layers):
+        yield f"layers.{i}.attention.wqkv.weight", (3 * width, width)
+        yield f"layers.{i}.attention.wo.weight", (width, width)
+        yield f"layers.{i}.feed_forward.w1.weight", (inner, width)
+        yield f"layers.{i}.feed_forward.w3.weight", (inner, width)
+        yield f"layers.{i}.feed_forward.w2.weight", (width, inner)
+        yield f"layers.{i}.attention_norm.weight", (width,)
+        yield f"layers.{i}.ffn_norm.weight", (width,)
+    for name in ("", "medusa_"):  # logits of the cell to the right, and of the one below
+        yield f"{name}norm.weight", (width,)
+        yield f"{name}output.weight", (shape.codes, width)
 
 
 def _write_glm_image(shape: Shape, folder: Path, text: dict[str, Any]) -> None:
@@ -326,6 +352,6 @@ def _weight(name: str, size: tuple[int, ...], seed: int) -> torch.Tensor:
     if name == "fc.weight":  # hands the token's embedding on
         return torch.eye(*size).add_(torch.randn(size, generator=generator), alpha=DRAFTER_NOISE / width**0.5)
     numbers = torch.randn(min(_BLOCK, size[0] * width), generator=generator)
-    adds = name.endswith((".o_proj.weight", ".down_proj.weight"))
-    spread = LOGIT_SPREAD if name == "lm_head.weight" else LAYER_GAIN if adds else 0.5
+    adds = name.endswith((".o_proj.weight", ".down_proj.weight", ".wo.weight", ".w2.weight"))
+    spread = LOGIT_SPREAD if name.endswith(("lm_head.weight", "output.weight")) else LAYER_GAIN if adds else 0.5
     return numbers if "embed" in name else numbers * (spread / width**0.5)
