@@ -164,7 +164,7 @@ class DecoderWriter(ABC):
         """
         graph = self.graph
         added = None
-        two_heads = "head.below.weight" in self.weights
+        two_heads = "below_norm.weight" in self.weights
         for i in range(layers - two_heads):
             x, added = self.layer(x, added, f"layers.{i}")
         if two_heads and added is not None:

@@ -220,6 +220,20 @@ def test_filtered_probabilities_are_the_published_ones(arrays: Arrays) -> None:
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", ["int8", "int4-weights", "fp16 --compute float16", "bf16 --compute bfloat16"])
+def test_rounded_bundles_are_verified_and_draw_the_same_alone_and_together(program: Any, options: str) -> None:
+    files = [checkpoint("c2i"), DATA / "llamagen-vq/vq_tiny.pt", checkpoint("c2i").with_name("config.json")]
+    named = zip(("--target", "--vq", "--config"), files, strict=True)
+    arguments = [part for pair in named for part in pair]
+    code, _, err = program("export", "--family", "nar", *arguments, "--precision", *options.split(), "--output", "nar")
+    assert code == 0, err
+    code, out, _ = program("verify", "nar", *files)
+    assert (code, out.strip().endswith("passed")) == (0, True)
+    pipe = Pipeline.from_bundle(Path("nar"), threads=1)
+    together = pipe(class_ids=[3, 5, 3], seed=[1, 2, 3])
+    assert together.codes[1].tolist() == pipe(class_ids=5, seed=2).codes[0].tolist()
+
+
 # ---------------------------------------------------------------- what is refused
 
 
