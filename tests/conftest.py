@@ -302,30 +302,21 @@ def simplear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def nar_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """NAR: 10 classes, 8 x 8 codes."""
-
-    def export(output: Path) -> Path:
-        from lantern_rt.export.families.nar import read_nar
-        from lantern_rt.export.writer import export_model
-
-        target = DATA / "nar/c2i/nar_c2i.pt"
-        return export_model(
-            read_nar(target, DATA / "llamagen-vq/vq_tiny.pt", config=target.with_name("config.json")), output
-        )
-
-    return _exported(tmp_path_factory, "nar_bundle/tiny-nar", export)
+    return _order_bundle(tmp_path_factory, "nar", DATA / "nar/c2i/nar_c2i.pt")
 
 
 @pytest.fixture(scope="session")
 def par_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """PAR that draws four cells in a pass: 10 classes, 8 x 8 codes."""
+    return _order_bundle(tmp_path_factory, "par", DATA / "par/4x/par_4x.pt")
 
+
+def _order_bundle(tmp_path_factory: pytest.TempPathFactory, family: str, target: Path) -> Path:
     def export(output: Path) -> Path:
-        from lantern_rt.export.families.par import read_par
+        from lantern_rt.export.registry import read_family
         from lantern_rt.export.writer import export_model
 
-        target = DATA / "par/4x/par_4x.pt"
-        return export_model(
-            read_par(target, DATA / "llamagen-vq/vq_tiny.pt", config=target.with_name("config.json")), output
-        )
+        files = {"target": target, "vq": DATA / "llamagen-vq/vq_tiny.pt", "config": target.with_name("config.json")}
+        return export_model(read_family(family, files), output)
 
-    return _exported(tmp_path_factory, "par_bundle/tiny-par", export)
+    return _exported(tmp_path_factory, f"{family}_bundle/tiny-{family}", export)

@@ -20,7 +20,7 @@ from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
 from lantern_rt.runtime.likelihood import sequence_logits
 from lantern_rt.runtime.order import Order
-from lantern_rt.runtime.sampling import apply_guidance, shape_logits
+from lantern_rt.runtime.sampling import apply_guidance, shape_distribution, shape_logits
 from lantern_rt.runtime.statistics import Clock
 from lantern_rt.runtime_inputs import compute_prefixes, load_model
 
@@ -87,6 +87,33 @@ def logits_of(pipe: Pipeline, ids: Any, **prompt: Any) -> NDArray[np.float32]:
     model = load_model(pipe.bundle, pipe.engines, [])
     (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
     return np.concatenate([*sequence_logits(model, [rows.cond, rows.uncond], np.array(ids), Clock())], 1)
+
+
+def check_logits(
+    name: str, index: int, trace: dict[str, Any], both: NDArray[np.float32], arrays: Arrays
+) -> NDArray[np.float32]:
+    """Compare logits of a recorded run with its arrays; return the guided ones, `[codes, vocabulary]`.
+
+    both: logits of both rows, sorted as the run's arrays.
+    """
+    guidance = Sampling(cfg_scale=trace["cfg"])
+    guided = np.array(trace.get("guided", [1] * both.shape[1]), bool)
+    used = apply_guidance(both, guidance, guided) if guidance.guided else both[0]
+    if f"{name}_used_logits" in arrays:
+        close(used, arrays[f"{name}_used_logits"][index], GUIDED)
+    if f"{name}_cond_logits" in arrays:
+        close(both[0], arrays[f"{name}_cond_logits"][index])
+        close(both[1], arrays[f"{name}_uncond_logits"][index])
+    return used
+
+
+def choices(used: NDArray[np.float32], index: int, trace: dict[str, Any]) -> list[int]:
+    """Return the codes that a recorded run draws from guided logits; both are in the order of drawing."""
+    if not trace["sample"]:
+        return used.argmax(1).tolist()
+    sampling = Sampling(**{field: trace[field] for field in ("temperature", "top_k", "top_p")})
+    sums = shape_distribution(used, sampling).cumsum(1)
+    return (sums / sums[:, -1:] <= np.array(trace["uniform"][index])[:, None]).sum(1).tolist()
 
 
 def run_all(pipe: Pipeline, ids: Any, names: list[str], **prompt: Any) -> list[NDArray[np.float32]]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
-from lantern_rt.export.families.llamagen import MODELS, LlamaGen, PublishedModel, read_transformer
+from lantern_rt.export.families.llamagen import LlamaGen, PublishedModel, Variant, read_transformer
 from lantern_rt.export.graph.conditions import CaptionCondition, ClassCondition
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import read_drafter
@@ -121,13 +121,10 @@ def test_the_grid_is_that_of_the_weights_or_the_configuration_and_else_the_calle
     assert read_transformer(C2I, config=no_block, grid=7).decoder.config.grid == 7
 
 
-def test_a_published_models_heads_and_only_grid_need_no_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_published_models_heads_and_only_grid_need_no_options(tmp_path: Path) -> None:
     no_block = changed(config_of(C2I), tmp_path / "config.json", block_size=None, n_head=None)
-    small = PublishedModel(3, 64, 8, (24,))
-    monkeypatch.setattr("lantern_rt.export.families.llamagen.MODELS", (*MODELS, small))
-    sizes = read_transformer(C2I, config=no_block).decoder.config
+    small = Variant(models=(PublishedModel(3, 64, 8, (24,)),))
+    sizes = read_transformer(C2I, config=no_block, variant=small).decoder.config
     assert (sizes.num_heads, sizes.grid) == (8, 24)
 
 

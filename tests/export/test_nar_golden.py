@@ -11,17 +11,17 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from goldens import DATA, GUIDED, Arrays, close, golden
+from goldens import DATA, Arrays, close, golden
 from numpy.typing import NDArray
 from onnx import numpy_helper
-from shared_goldens import layer_sums, logits_of, order_of, run_all
+from shared_goldens import check_logits, choices, layer_sums, logits_of, order_of, run_all
 
 from lantern_rt import CheckpointError, Pipeline
 from lantern_rt.export.families.nar import diagonal_order, read_nar
 from lantern_rt.export.registry import read_family
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.sampling import apply_guidance, shape_distribution
+from lantern_rt.runtime.sampling import shape_distribution
 
 TRACES: list[dict[str, Any]] = json.loads((DATA / "nar" / "traces.json").read_text())
 GREEDY = [trace for trace in TRACES if not trace["sample"]]
@@ -174,25 +174,10 @@ def test_the_logits_of_a_run_are_the_recorded_ones_and_give_its_codes(
     name, pipe = trace["name"], pipes[trace["model"], trace["grid"]]
     cells = order_of(pipe).cells
     for i, (prompt, raster) in enumerate(zip(prompts_of(trace, arrays), trace["raster"], strict=True)):
-        drawn = logits_of(pipe, np.array(raster)[cells], **prompt)
-        both = in_raster_order(pipe, drawn)
-        guidance = Sampling(cfg_scale=trace["cfg"])
-        rows = both if guidance.guided else both[:1]
-        guided = np.array(trace.get("guided", [1] * len(raster)), bool)
-        used = apply_guidance(rows, guidance, guided if guidance.guided else None)
-        if f"{name}_used_logits" in arrays:
-            close(used, arrays[f"{name}_used_logits"][i], GUIDED)
-        if f"{name}_cond_logits" in arrays:
-            close(both[0], arrays[f"{name}_cond_logits"][i])
-            close(both[1], arrays[f"{name}_uncond_logits"][i])
-        if trace["sample"]:
-            sampling = Sampling(**{field: trace[field] for field in ("temperature", "top_k", "top_p")})
-            sums = shape_distribution(used, sampling)[cells].cumsum(1)
-            found = np.empty(len(cells), np.int64)
-            found[cells] = (sums / sums[:, -1:] <= np.array(trace["uniform"][i])[:, None]).sum(1)
-        else:
-            found = used.argmax(1)
-        assert found.tolist() == raster
+        codes = np.array(raster)[cells]
+        both = in_raster_order(pipe, logits_of(pipe, codes, **prompt))
+        used = check_logits(name, i, trace, both, arrays)
+        assert choices(used[cells], i, trace) == codes.tolist()
 
 
 @pytest.mark.parametrize("trace", GREEDY, ids=by_name)

@@ -11,16 +11,16 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from goldens import DATA, GUIDED, Arrays, close, golden
+from goldens import DATA, Arrays, close, golden
 from onnx import numpy_helper
-from shared_goldens import layer_sums, logits_of, order_of, run_all
+from shared_goldens import check_logits, choices, layer_sums, logits_of, order_of, run_all
 
 from lantern_rt import CheckpointError, Pipeline
 from lantern_rt.export.families.par import parallel_order, read_par
 from lantern_rt.export.registry import read_family
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.sampling import apply_guidance, shape_distribution
+from lantern_rt.runtime.sampling import shape_distribution
 
 TRACES: list[dict[str, Any]] = json.loads((DATA / "par" / "traces.json").read_text())
 # Where guidance stops for the first block and comes back, no request asks for it; such runs are compared by logits.
@@ -121,23 +121,8 @@ def test_the_logits_of_a_run_are_the_recorded_ones_and_give_its_codes(
     name, pipe = trace["name"], pipes[trace["model"], trace["grid"]]
     cells = order_of(pipe).cells
     for i, (class_id, ids) in enumerate(zip(trace["class_ids"], trace["ids"], strict=True)):
-        both = logits_of(pipe, ids, class_ids=class_id)
-        guidance = Sampling(cfg_scale=trace["cfg"])
-        rows = both if guidance.guided else both[:1]
-        guided = np.array(trace.get("guided", [1] * len(ids)), bool)
-        used = apply_guidance(rows, guidance, guided if guidance.guided else None)
-        if f"{name}_used_logits" in arrays:
-            close(used, arrays[f"{name}_used_logits"][i], GUIDED)
-        if f"{name}_cond_logits" in arrays:
-            close(both[0], arrays[f"{name}_cond_logits"][i])
-            close(both[1], arrays[f"{name}_uncond_logits"][i])
-        if trace["sample"]:
-            sampling = Sampling(**{field: trace[field] for field in ("temperature", "top_k", "top_p")})
-            sums = shape_distribution(used, sampling).cumsum(1)
-            found = (sums / sums[:, -1:] <= np.array(trace["uniform"][i])[:, None]).sum(1)
-        else:
-            found = used.argmax(1)
-        assert found.tolist() == ids
+        used = check_logits(name, i, trace, logits_of(pipe, ids, class_ids=class_id), arrays)
+        assert choices(used, i, trace) == ids
         raster = np.zeros(len(ids), np.int64)
         raster[cells] = ids
         assert raster.tolist() == trace["raster"][i]
