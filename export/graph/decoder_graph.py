@@ -269,6 +269,18 @@ def _write_exact_softmax(ops: Ops, scores: str, columns: int) -> str:
     finest = float(2 ** (_EXACT_BITS - math.ceil(math.log2(columns))))
     largest = ops.op("ReduceMax", scores, ops.ints(-1), keepdims=1)
     shifted = ops.op("Sub", scores, ops.op("Sub", largest, ops.number("log_finest", math.log(finest))))
-    numerators = ops.op("Round", ops.op("Exp", ops.op("Max", shifted, ops.number("no_share", -1.0))))
+    numerators = _write_round(ops, ops.op("Exp", ops.op("Max", shifted, ops.number("no_share", -1.0))))
     total = ops.op("ReduceSum", numerators, ops.ints(-1), keepdims=1)
-    return ops.op("Round", ops.op("Mul", numerators, ops.op("Div", ops.number("shares", float(_WEIGHT_STEPS)), total)))
+    return _write_round(
+        ops, ops.op("Mul", numerators, ops.op("Div", ops.number("shares", float(_WEIGHT_STEPS)), total))
+    )
+
+
+def _write_round(ops: Ops, x: str) -> str:
+    """Round numbers in 0 .. 2^22 to integers, as `Round` does, by adding and subtracting a number without fractions.
+
+    ONNX Runtime's `Round` runs in one thread: a pass of SimpleAR-0.5B with 8 nodes on 2,048 tokens took 5 % longer with
+    it, on 4,096 tokens 32 %.
+    """
+    whole = ops.number("whole", 1.5 * 2**23)
+    return ops.op("Sub", ops.op("Add", x, whole), whole)

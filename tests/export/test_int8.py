@@ -117,13 +117,13 @@ def test_a_pass_reads_every_weight_once(graph: Graph, tmp_path: Path) -> None:
     assert set(products) == weights
 
 
-def test_onnx_runtime_keeps_at_most_88_operations_a_layer(graph: Graph, tmp_path: Path) -> None:
+def test_onnx_runtime_keeps_at_most_90_operations_a_layer(graph: Graph, tmp_path: Path) -> None:
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     options.log_severity_level = 3  # such a file is of use on this processor alone
     onnxruntime.InferenceSession(plan_graph(graph, "int8").write(tmp_path / "target.onnx")[0], options)
     around = 16  # look-ups, the output head and what turns inputs and outputs; biases and shared keys take 8 of a layer
-    assert len(onnx.load(tmp_path / "optimised.onnx").graph.node) <= 88 * CONFIG.num_layers + around
+    assert len(onnx.load(tmp_path / "optimised.onnx").graph.node) <= 90 * CONFIG.num_layers + around
 
 
 def test_other_rows_of_a_batch_change_nothing(session: Any, embeds: Floats) -> None:
