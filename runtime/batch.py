@@ -234,7 +234,8 @@ class Batch:
 
         def read(nodes: slice | Sequence[int]) -> Floats:
             if layout is None or layout.averaged is None:
-                return pass_output.logits[rows, nodes]  # type: ignore[no-any-return]
+                logits: Floats = pass_output.logits[rows, nodes]
+                return logits
             return average_logits(pass_output.logits[rows, : len(layout.tokens)], layout.averaged[nodes])
 
         return TargetOutput(
