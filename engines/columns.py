@@ -92,9 +92,10 @@ class CacheColumns(CacheRows):
         self.written = written = self.free_columns(nodes)
         seen[row[:, None], np.arange(nodes)[:, None], written[:, None]] = batch.attention_mask[:, :, past:]
         seen[:, nodes:, 0] = True  # a softmax over no columns could return NaN
-        write = np.full((rows, padded, 2), self.columns - 1)
-        write[..., 0] = row
-        write[:, :nodes, 1] = written
+        write = np.zeros((rows, padded, 1, 3), np.int64)  # row, column and first part
+        write[..., 0, 0] = row
+        write[..., 0, 1] = self.columns - 1
+        write[:, :nodes, 0, 1] = written
         starts = self.lengths.copy() if self.in_order else write
         return {"position_ids": pad_nodes(batch.positions, padded), "write": starts, "seen": pack_mask(seen)}
 

@@ -10,6 +10,7 @@ from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..errors import BundleError
 from ..runtime.engine import Floats, HiddenView, Pass
 from .contracts import Array, DTypes, Tensor
+from .graph_writer import column_shape
 from .kv_cache import CacheRows
 
 _FLOATS = ("float32", "float16")
@@ -51,8 +52,8 @@ def device_tensors(
     """
     rows = tuple(map(rows_dtype, dtypes))
     states = Tensor("hidden_states", rows, (None, None, spec.hidden_size))
-    cache: tuple[int | None, ...] = (None, None, spec.num_kv_heads * spec.head_dim)
-    write: tuple[int | None, ...] = (None, None, 2)
+    cache: tuple[int | None, ...] = (None, None, *column_shape(spec.num_kv_heads * spec.head_dim))
+    write: tuple[int | None, ...] = (None, None, 1, 3)
     if capacity is not None:
         cache = (None, spec.num_kv_heads, capacity, spec.head_dim)
         write = (None,)

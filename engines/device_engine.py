@@ -62,7 +62,7 @@ class DeviceCache(CacheColumns):
         previous = self.handle  # not released before it has been copied
         self.select(rows)
         self.handle = self.pool.acquire(len(rows), self.columns)
-        self.pool.copy(previous.block, rows, self.handle.block)
+        self.pool.gather([(previous.block, rows)], self.handle.block)
 
     def extend(self, cache: Cache) -> None:
         """Append the rows of another cache by a copy on the device."""
@@ -74,8 +74,8 @@ class DeviceCache(CacheColumns):
         num_rows = previous.block.shape[0]
         num_added = added.handle.block.shape[0]
         self.handle = self.pool.acquire(num_rows + num_added, self.columns)
-        self.pool.copy(previous.block, np.arange(num_rows), self.handle.block)
-        self.pool.copy(added.handle.block, np.arange(num_added), self.handle.block, num_rows)
+        sources = [(previous.block, np.arange(num_rows)), (added.handle.block, np.arange(num_added))]
+        self.pool.gather(sources, self.handle.block)
 
 
 class DeviceRows:

@@ -24,7 +24,7 @@ from ..errors import BundleError
 from ..inputs import reading
 from .contracts import Tensor
 from .decoder_tensors import device_tensors, rows_dtype
-from .graph_writer import HEAD_EPSILON, DecoderWriter, GraphWriter
+from .graph_writer import HEAD_EPSILON, DecoderWriter, GraphWriter, column_shape
 from .kv_cache import round_up
 
 WORD = 16  # columns of a mask per int32
@@ -76,10 +76,10 @@ def device_graph(
         spec: sizes of the decoder.
         is_drafter: whether the decoder is a drafter.
         basic_ops: whether to avoid the op Attention, bfloat16, and float16 tables in computations with float32.
-        capacity: None: columns are written in any order, `write [rows, nodes, 2]` is row and column of each node,
-            `seen` covers all columns, and caches are `[rows, columns, num_kv_heads * head_dim]`. A number of columns:
-            nodes of a row are written to consecutive columns, `write [rows]` is the first of them, `seen` may cover
-            fewer columns, and caches are `[rows, num_kv_heads, capacity, head_dim]`.
+        capacity: None: columns are written in any order, `write [rows, nodes, 1, 3]` is row, column and first part (0)
+            of each node, `seen` covers all columns, and caches are `[rows, columns, parts, part]`, see `column_shape`.
+            A number of columns: nodes of a row are written to consecutive columns, `write [rows]` is the first of
+            them, `seen` may cover fewer columns, and caches are `[rows, num_kv_heads, capacity, head_dim]`.
         max_nodes: maximum number of nodes of a row in a pass; None: the number of rows of the rotary table.
 
     Raises:
@@ -144,6 +144,9 @@ class _DeviceWriter(DecoderWriter):
             x = self.from_input(graph.op("Gather", "embeddings", "token_ids"))
         self.attention_mask = self.write_mask()
         self.rotation = self.write_rotation()
+        self.parts = column_shape(spec.num_kv_heads * spec.head_dim)
+        if self.capacity is None:
+            self.part_indices = graph.part_indices("write", self.parts[0])
         self.decoder(x, spec.num_layers)
         inputs, outputs = device_tensors(spec, is_drafter, (self.dtype,), self.capacity)
         return DeviceGraph(graph.to_bytes(inputs, outputs), inputs, outputs, self.dtype)
@@ -189,9 +192,11 @@ class _DeviceWriter(DecoderWriter):
         cache = at.replace("layers", "key_values")
         for name, new in ((f"{cache}.key", key), (f"{cache}.value", value)):
             if self.capacity is None:
-                presents.append(graph.op("ScatterND", f"past_{name}", "write", new, name=f"present_{name}"))
+                operands = f"past_{name}", self.part_indices, new
+                present = graph.scatter_parts(*operands, self.parts, f"present_{name}")
+                presents.append(graph.reshape(present, 0, 0, spec.num_kv_heads * width))
             else:
-                operands = (f"past_{name}", self.split_heads(new, spec.num_kv_heads), "write")
+                operands = f"past_{name}", self.split_heads(new, spec.num_kv_heads), "write"
                 present = graph.op("TensorScatter", *operands, name=f"present_{name}", axis=2)
                 presents.append(graph.op("Slice", present, graph.ints(0), "span", graph.ints(2)))
         scale = width**-0.5 if "attention_scale" in self.weights else 1.0  # otherwise weights include it

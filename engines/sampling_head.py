@@ -12,7 +12,7 @@ import numpy as np
 
 from ..methods import Sampling
 from .contracts import Tensor
-from .graph_writer import GraphWriter
+from .graph_writer import GraphWriter, column_shape
 
 FILTERED_OUT = -1e30  # score of filtered tokens; finite, as not every provider's TopK accepts infinity
 
@@ -64,7 +64,7 @@ class SamplingHead(NamedTuple):
                 without guidance.
             cfg_scale: float32 `[images, nodes, 1]`.
             temperature, top_p: float32 `[images, 1, 1]`.
-            noise: float32 `[groups, positions, vocab_size]`.
+            noise: float32 `[groups, positions, parts, part]`; the numbers of a position are the tokens'.
             noise_ids: int32 `[images, nodes]`, indices of each node's noise in `[groups * positions]`.
 
         The output `drawn` is float32 `[2, images, nodes, num_best]`, best first: tokens, which float32 represents
@@ -93,7 +93,7 @@ class SamplingHead(NamedTuple):
             *(Tensor(name, ("float32",), scalar) for name in ("temperature", "top_p")[: 1 + self.top_p]),
         ]
         if self.add_noise:
-            inputs.append(Tensor("noise", ("float32",), ("groups", "positions", self.vocab_size)))
+            inputs.append(Tensor("noise", ("float32",), ("groups", "positions", *column_shape(self.vocab_size))))
             inputs.append(Tensor("noise_ids", ("int32",), nodes))
         return inputs, [Tensor("drawn", ("float32",), (2, *nodes, self.num_best))]
 

@@ -23,6 +23,7 @@ from ..bundle.manifest import DrafterSpec, Manifest
 from ..engines.columns import CacheColumns, pad_nodes, padded_node_count
 from ..engines.contracts import Progress
 from ..engines.device_graph import device_graph
+from ..engines.graph_writer import column_shape
 from ..engines.host import import_onnxruntime
 from ..engines.ort.session import open_session
 from ..errors import BundleError
@@ -254,8 +255,9 @@ class DeviceLayoutSession:
         )
         feeds = device_feeds(batch, cache, padded_node_count(nodes))
         for name in [name for name in inputs if name.startswith("past_")]:
-            feeds[name] = np.zeros((rows, cache.columns, heads * width), np.float32)
-            feeds[name][:, columns] = inputs[name].transpose(1, 0, 2, 3).reshape(rows, past, heads * width)
+            parts = column_shape(heads * width)
+            feeds[name] = np.zeros((rows, cache.columns, *parts), np.float32)
+            feeds[name][:, columns] = inputs[name].transpose(1, 0, 2, 3).reshape(rows, past, *parts)
         outputs = self._session.run(feeds)
         results = {name: outputs.pop(name)[:, :nodes] for name in ("logits", "hidden_states")}
         for name, array in outputs.items():

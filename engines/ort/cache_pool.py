@@ -22,7 +22,7 @@ from ...runtime.engine import Floats, Ints
 from ...runtime.sampling import invalid_logits_error
 from ..columns import padded_node_count
 from ..contracts import Array, Executable, Tensor, TensorView
-from ..graph_writer import GraphWriter
+from ..graph_writer import GraphWriter, column_shape
 from ..kv_cache import round_up
 from ..sampling_head import FILTERED_OUT, SamplingHead
 from .device import Device, GraphTensors
@@ -205,12 +205,12 @@ class CacheBlock:
     """Device memory for key 0, value 0, key 1, ... of a cache, and the forward passes bound to it.
 
     Attributes:
-        shape: batch rows, columns (of all heads, if heads are separate), width.
+        shape: batch rows, columns (of all heads, if heads are separate), shape of a column.
         values: values on the device.
         bound: bound passes by shape.
     """
 
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     values: list[Any]
     bound: dict[tuple[int, ...], BoundPass] = field(default_factory=dict)
 
@@ -223,28 +223,32 @@ class CachePool:
         tensors: number of tensors, two per layer.
         dtype: type of the tensors.
         width: width of a column, of one head if heads are separate, else of all heads.
-        heads: number of separate heads, each with all columns; all tensors are then one value, which one operation
-            moves. None: columns contain all heads, and every tensor is a value.
+        heads: number of separate heads, each with all columns; all tensors are then one value
+            `[tensors, rows, heads * columns, width]`, which one operation moves. None: columns contain all heads, and
+            every tensor is a value `[rows, columns, parts, part]`.
     """
 
     def __init__(self, device: Device, tensors: int, dtype: str, width: int, heads: int | None) -> None:
         self.device = device
+        self._tensors = tensors
         self._dtype = dtype
-        self._width = width
+        self._column = (width,) if heads else column_shape(width)
         self._heads = heads
-        self._values, self._stack = (1, tensors) if heads else (tensors, 1)
         self._unused: OrderedDict[int, CacheBlock] = OrderedDict()  # the block released first comes first
         self._lock = threading.RLock()  # a block may be released while another is acquired, even on one thread
 
     def acquire(self, rows: int, columns: int) -> BlockHandle:
         """Return a handle of a block for `rows` rows of `columns` columns, which contains finite numbers."""
-        shape = rows, columns * (self._heads or 1), self._width
+        shape = rows, columns * (self._heads or 1), *self._column
         with self._lock:
             block = next((block for block in list(self._unused.values()) if block.shape == shape), None)
             self._unused.pop(id(block), None)
         if block is None:
-            stacked = self._stack * shape[0], *shape[1:]
-            block = CacheBlock(shape, [self.device.zeros(stacked, self._dtype) for _ in range(self._values)])
+            if self._heads is None:
+                values = [self.device.zeros(shape, self._dtype) for _ in range(self._tensors)]
+            else:
+                values = [self.device.zeros((self._tensors, *shape), self._dtype)]
+            block = CacheBlock(shape, values)
         handle = BlockHandle(block)
         weakref.finalize(handle, self._release, block).atexit = False
         return handle
@@ -256,26 +260,22 @@ class CachePool:
         rows, lines, width = block.shape
         size = [rows, self._heads, lines // self._heads, width]
         bytes_each = prod(size) * np.dtype(self._dtype).itemsize
-        starts = [number * bytes_each for number in range(self._stack)]
+        starts = [number * bytes_each for number in range(self._tensors)]
         return [TensorView(value, start, size, self._dtype) for value in block.values for start in starts]
 
-    def copy(self, block: CacheBlock, rows: Ints, target: CacheBlock, first: int = 0) -> None:
-        """Copy rows of a block to another.
+    def gather(self, sources: Sequence[tuple[CacheBlock, Ints]], target: CacheBlock) -> None:
+        """Overwrite a block by rows of other blocks, one after the other.
 
         Args:
-            block: block to copy from.
-            rows: rows to copy.
-            target: block to write to.
-            first: first row to write.
+            sources: blocks, and the rows to copy.
+            target: block with as many rows as are copied.
         """
-        tensors = np.arange(self._stack)[:, None]
-        sources = (tensors * block.shape[0] + rows).ravel()
-        targets = (tensors * target.shape[0] + first + np.arange(len(rows))).ravel()
-        for source_value, target_value in zip(block.values, target.values, strict=True):
-            self.device.copy_rows(source_value, sources, target_value, targets)
+        for i, value in enumerate(target.values):
+            rows_of = [(block.values[i], rows) for block, rows in sources]
+            self.device.gather_rows(rows_of, value, axis=0 if self._heads is None else 1)
 
     def move(self, block: CacheBlock, sources: Ints, targets: Ints, steps: Ints) -> None:
-        """Copy entries within all tensors.
+        """Copy entries within all tensors of a block with separate heads.
 
         Args:
             block: the block.
@@ -283,9 +283,12 @@ class CachePool:
             targets: entries to overwrite.
             steps: offsets of columns for which the copy is repeated, `[steps]`.
         """
-        rows = np.repeat(np.arange(self._stack) * block.shape[0], len(steps))
+        offsets = np.zeros((self._tensors, len(steps), 3), np.int64)
+        offsets[..., 0] = np.arange(self._tensors)[:, None]
+        offsets[..., 2] = steps
+        sources, targets = (np.pad(entries, ((0, 0), (1, 0))) for entries in (sources, targets))  # of the first tensor
         for value in block.values:
-            self.device.move(value, sources, targets, np.stack([rows, np.tile(steps, self._stack)], 1))
+            self.device.move(value, sources, targets, offsets.reshape(-1, 3))
 
     def bound(self, block: CacheBlock, shape: tuple[int, ...], make: Callable[[], BoundPass]) -> BoundPass:
         """Return a bound pass of a shape whose outputs are unused; drop the least recently used above a maximum.

@@ -13,7 +13,7 @@ from ...runtime.engine import Floats, Ints
 from ...runtime.noise import GROUP_SIZE, Noise
 from ..columns import padded_node_count
 from ..contracts import Array, Tensor
-from ..graph_writer import GraphWriter
+from ..graph_writer import GraphWriter, column_shape
 from ..host import import_onnxruntime
 from ..sampling_head import SamplingHead
 from .providers import DEVICE_LOCKS, find_provider
@@ -55,7 +55,12 @@ class Device:
         return self._graphs[key]
 
     def run(
-        self, key: object, write: Callable[[GraphWriter], GraphTensors], values: Mapping[str, Any], wait: bool = True
+        self,
+        key: object,
+        write: Callable[[GraphWriter], GraphTensors],
+        values: Mapping[str, Any],
+        wait: bool = True,
+        records: bool = False,
     ) -> None:
         """Run a helper graph.
 
@@ -64,9 +69,10 @@ class Device:
             write: function that writes the graph, as for `graph`.
             values: inputs and outputs by name, values on the device; inputs may be arrays.
             wait: whether to wait until the device has run the graph.
+            records: as for `graph`.
         """
         with self.lock:
-            self.graph(key, write).bind(values)()
+            self.graph(key, write, records).bind(values)()
             if wait:
                 self.wait()
 
@@ -113,57 +119,79 @@ class Device:
             rows: Floats = out.numpy().reshape(*indices.shape, width).astype(np.float32)
         return rows
 
-    def copy_rows(self, value: Any, rows: Ints, target: Any, target_rows: Ints) -> None:
-        """Copy rows of a value to another value; columns that `value` does not have become zeros.
+    def gather_rows(self, sources: Sequence[tuple[Any, Ints]], target: Any, axis: int) -> None:
+        """Overwrite a value by rows of others, one after the other; columns that these do not have become zeros.
 
         Args:
-            value: value or array `[rows, columns, width]`.
-            rows: rows to copy.
-            target: value with at least as many columns as `value`.
-            target_rows: rows to overwrite.
+            sources: values of the rank and type of `target`, with at most as many columns, and the rows to copy.
+            target: value with as many rows as are copied.
+            axis: axis of rows; the next axis is that of columns.
         """
         dtype = dtype_of(target)
-        width = target.shape()[2]
-        columns = (value.shape if isinstance(value, np.ndarray) else value.shape())[1]
+        shape = target.shape()
+        free: list[int | None] = [None if i in (axis, axis + 1) else size for i, size in enumerate(shape)]
 
         def write(graph: GraphWriter) -> GraphTensors:
-            padded = graph.op("Pad", graph.op("Gather", "data", "rows"), "pads")
-            graph.op("ScatterND", "target", "places", padded, name="out")
-            inputs = [Tensor(name, (dtype,), (None, None, width)) for name in ("data", "target")]
-            for name, shape in (("rows", (None,)), ("places", (None, 1)), ("pads", (6,))):
-                inputs.append(Tensor(name, ("int64",), shape))
-            return inputs, [Tensor("out", (dtype,), (None, None, width))]
+            inputs = []
+            padded = []
+            for i in range(len(sources)):
+                padded.append(graph.op("Pad", graph.op("Gather", f"data_{i}", f"rows_{i}", axis=axis), f"pads_{i}"))
+                inputs.append(Tensor(f"data_{i}", (dtype,), tuple(free)))
+                inputs.append(Tensor(f"rows_{i}", ("int64",), (None,)))
+                inputs.append(Tensor(f"pads_{i}", ("int64",), (2 * len(shape),)))
+            graph.op("Concat", *padded, name="out", axis=axis)
+            return inputs, [Tensor("out", (dtype,), tuple(free))]
 
-        pads = np.array([0, 0, 0, 0, target.shape()[1] - columns, 0], np.int64)
-        values = {
-            "data": value,
-            "rows": rows,
-            "places": target_rows[:, None],
-            "pads": pads,
-            "target": target,
-            "out": target,
-        }
-        self.run(("copy", dtype, width), write, values)
+        values: dict[str, Any] = {"out": target}
+        for i, (value, rows) in enumerate(sources):
+            pads = np.zeros((2, len(shape)), np.int64)
+            pads[1, axis + 1] = shape[axis + 1] - value.shape()[axis + 1]
+            values |= {f"data_{i}": value, f"rows_{i}": rows, f"pads_{i}": pads.ravel()}
+        self.run(("gather", dtype, tuple(free), len(sources)), write, values)
+
+    def write_noise(self, table: Any, group: int, noise: Floats) -> None:
+        """Overwrite a group of a noise table.
+
+        Args:
+            table: value `[groups, GROUP_SIZE, parts, part]`.
+            group: index of the group.
+            noise: noise of the group, float32 `[GROUP_SIZE, parts * part]`.
+        """
+        parts, part = table.shape()[2:]
+
+        def write(graph: GraphWriter) -> GraphTensors:
+            indices = graph.part_indices("places", parts)
+            graph.scatter_parts("table", indices, "noise", (parts, part), "out")
+            shape = (None, GROUP_SIZE, parts, part)
+            inputs = [Tensor("table", ("float32",), shape), Tensor("places", ("int64",), (1, GROUP_SIZE, 1, 3))]
+            inputs.append(Tensor("noise", ("float32",), (1, GROUP_SIZE, parts * part)))
+            return inputs, [Tensor("out", ("float32",), shape)]
+
+        places = np.zeros((1, GROUP_SIZE, 1, 3), np.int64)
+        places[..., 0] = group
+        places[0, :, 0, 1] = np.arange(GROUP_SIZE)
+        values = {"table": table, "places": places, "noise": noise[None], "out": table}
+        self.run(("noise", parts, part), write, values, records=True)  # or WebGPU would not compute int64
 
     def move(self, value: Any, sources: Ints, targets: Ints, steps: Ints) -> None:
         """Copy vectors within a value; all vectors are read before the first is overwritten.
 
         Args:
-            value: value `[rows, columns, width]`.
-            sources: row and column of the vectors to copy, `[vectors, 2]`.
-            targets: row and column of the vectors to overwrite.
-            steps: offsets of row and column for which the copy is repeated, `[steps, 2]`.
+            value: value `[tensors, rows, columns, width]`.
+            sources: indices of the vectors to copy, `[vectors, 3]`.
+            targets: indices of the vectors to overwrite.
+            steps: offsets of indices for which the copy is repeated, `[steps, 3]`.
         """
         dtype = dtype_of(value)
-        width = value.shape()[2]
+        width = value.shape()[3]
 
         def write(graph: GraphWriter) -> GraphTensors:
-            offsets = graph.constant(steps[:, None])  # [steps, 1, 2]
+            offsets = graph.constant(steps[:, None])  # [steps, 1, 3]
             moved = graph.op("GatherND", "data", graph.op("Add", offsets, "sources"))
             graph.op("ScatterND", "data", graph.op("Add", offsets, "targets"), moved, name="out")
-            cache = (None, None, width)
+            cache = (None, None, None, width)
             ids = ("int64",)
-            inputs = [Tensor("data", (dtype,), cache), *(Tensor(n, ids, (None, 2)) for n in ("sources", "targets"))]
+            inputs = [Tensor("data", (dtype,), cache), *(Tensor(n, ids, (None, 3)) for n in ("sources", "targets"))]
             return inputs, [Tensor("out", (dtype,), cache)]
 
         values = {"data": value, "sources": sources, "targets": targets, "out": value}
@@ -205,7 +233,7 @@ class Device:
 
 
 class NoiseTable:
-    """Noise on a device, `[groups, GROUP_SIZE, vocab_size]`; new groups replace the least recently used.
+    """Noise on a device, `[groups, GROUP_SIZE, parts, part]`; new groups replace the least recently used.
 
     Args:
         device: device of the table.
@@ -236,8 +264,7 @@ class NoiseTable:
         for key in [key for key in needed if key not in self._indices]:
             index = self._free.pop() if self._free else self._indices.pop(next(iter(self._indices)))
             self._indices[key] = index
-            noise = np.asarray(needed[key].gumbel(key[1] * GROUP_SIZE, GROUP_SIZE, self.size), np.float32)
-            self.device.copy_rows(noise[None], np.array([0]), self.value, np.array([index]))
+            self.device.write_noise(self.value, index, needed[key].gumbel(key[1] * GROUP_SIZE, GROUP_SIZE, self.size))
         ids = np.zeros((len(requests), nodes), np.int32)
         for row, request, span in zip(ids, requests, spans, strict=True):
             if request.noise is not None:
@@ -247,7 +274,7 @@ class NoiseTable:
         return ids
 
     def _allocate(self, groups: int) -> None:
-        self.value = self.device.zeros((groups, GROUP_SIZE, self.size), "float32")
+        self.value = self.device.zeros((groups, GROUP_SIZE, *column_shape(self.size)), "float32")
         self._indices = {}
         self._free = list(range(groups))
 

@@ -140,7 +140,10 @@ def test_a_cache_written_in_any_order_gives_what_the_module_gives(
     monkeypatch.setattr(compare, "device_graph", note)
     check_parity(graph, path)
     assert [FUSED in one.model for one in models] == [not plain]
-    for node in onnx.load_from_string(models[0].model).graph.node:
+    written = onnx.load_from_string(models[0].model).graph
+    caches = [one.type.tensor_type.shape.dim for one in written.input if one.name.startswith("past_")]
+    assert all(dims[-1].dim_value <= 8 for dims in caches), "a thread of CUDA writes what an index stands for"
+    for node in written.node:
         sizes = {one.name: one.i for one in node.attribute}
         if node.op_type == "Attention":  # or CUDA copies keys for every query
             assert sizes["q_num_heads"] == sizes["kv_num_heads"] == config.num_kv_heads

@@ -32,8 +32,9 @@ class Columns:
         feeds = cache.encode(Pass(np.tile(np.arange(nodes), (rows, 1)), mask), padded_node_count(nodes))
         new = self.next + np.arange(rows * nodes).reshape(rows, nodes)
         self.next += rows * nodes
-        spare, write = cache.columns - 1, feeds["write"]
-        assert write.shape == (rows, padded_node_count(nodes), 2)
+        spare, write = cache.columns - 1, feeds["write"][:, :, 0]
+        assert write.shape == (rows, padded_node_count(nodes), 3)
+        assert not write[..., 2].any()
         assert (write[..., 0] == np.arange(rows)[:, None]).all()
         assert (write[:, nodes:, 1] == spare).all()
         assert (write[:, :nodes, 1] != spare).all()  # there is room for all of them
@@ -138,8 +139,8 @@ def test_a_row_with_little_room_left_shares_passes_with_rows_of_many_nodes() -> 
     mask[0, :, :120] = True
     mask[:, :, 128:] = np.eye(16, dtype=bool)
     feeds = cache.encode(Pass(np.zeros((2, 16), np.int64), mask), 16)
-    assert feeds["write"][0, :, 1].tolist() == [*range(120, 127), *[127] * 9]
-    assert feeds["write"][1, :, 1].tolist() == [*range(16)]
+    assert feeds["write"][0, :, 0, 1].tolist() == [*range(120, 127), *[127] * 9]
+    assert feeds["write"][1, :, 0, 1].tolist() == [*range(16)]
     with pytest.raises(ValueError, match="a padding node cannot be accepted"):
         cache.accept(cache.written, [np.array([7]), np.array([0])])
     cache.accept(cache.written, [np.arange(7), np.array([0, 15])])

@@ -16,6 +16,7 @@ from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.providers import find_provider
 from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.runtime.engine import Pass
+from lantern_rt.runtime.noise import GROUP_SIZE
 from lantern_rt.runtime_inputs import compute_prefixes
 
 try:
@@ -121,12 +122,16 @@ def test_what_a_device_does_besides_decoding_is_what_numpy_does() -> None:
     values = device.put(first), device.put(second)
     places = np.array([[0, 11], [5, 3]])
     np.testing.assert_array_equal(device.read(values[0], places), first.reshape(-1, 8)[places])
-    joined = device.zeros((5, 6, 8), "float32")
-    device.copy_rows(values[0], np.array([2, 0]), joined, np.array([0, 3]))
-    device.copy_rows(values[1], np.arange(2), joined, np.array([4, 1]))
-    expected = np.zeros((5, 6, 8), np.float32)
-    expected[[0, 3], :4], expected[[4, 1]] = first[[2, 0]], second
+    joined = device.empty((4, 6, 8), "float32")
+    device.gather_rows([(values[0], np.array([2, 0])), (values[1], np.arange(2))], joined, axis=0)
+    expected = np.zeros((4, 6, 8), np.float32)
+    expected[:2, :4], expected[2:] = first[[2, 0]], second
     np.testing.assert_array_equal(joined.numpy(), expected)
+    table, noise = device.zeros((3, GROUP_SIZE, 5, 8), "float32"), rng.normal(size=(GROUP_SIZE, 40)).astype(np.float32)
+    device.write_noise(table, 1, noise)
+    expected = np.zeros((3, GROUP_SIZE, 40), np.float32)
+    expected[1] = noise
+    np.testing.assert_array_equal(table.numpy().reshape(3, GROUP_SIZE, 40), expected)
 
 
 def test_no_node_is_left_to_the_cpu(pipe: Pipeline, opened: list[GraphSession]) -> None:
