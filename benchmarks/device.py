@@ -2,12 +2,15 @@
 
     tests/cuda/build.sh build/null-cuda           # needs onnxruntime-gpu, a C compiler, binutils
     python benchmarks/device.py build/null-cuda
+    python benchmarks/device.py build/null-cuda --only host    # microseconds of a step by part; on one quiet core
 
 No GPU, no values: kernels do nothing, and every call is counted. A target with LlamaGen-XL's 36 layers, float16 and
 16,384 codes, but narrow, since operations do not depend on the width. *Operations* of a target pass and of appending
 accepted nodes: kernels, matrix products, copies; once op by op, and once its shape has come again and was recorded.
-*Steps*: milliseconds of the host for a step of each method with a device that takes no time, and what it asks for.
-Logits that are read come as noise; codes that are drawn on the device come as zeros, so that every draft is accepted.
+*Steps*: what a step of each method asks for. *Host*: microseconds of the host's processor for a step with a device that
+takes no time, median, by part: calls of ONNX Runtime, building the inputs of a pass, sampling, the decode loop; and the
+noise of a mean step, most of which is made while a real device computes. Logits that are read come as noise; codes that
+are drawn on the device come as zeros, so that every draft is accepted.
 *Memory*: of a target of 625 MB, its drafter and a cache. *Copies*: of the cache in a pass of Emu3, whose queries share
 keys. Nothing is judged.
 """
@@ -19,10 +22,11 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +39,19 @@ import null_cuda
 COUNTS = ("total", "graph_launches", "kernels", "gemms", "h2d", "d2h", "d2d", "syncs", "bytes_up", "bytes_down")
 COPYING = ("Ungroup", "TransposeQKV")  # kernels that copy all keys or values of a cache
 METHODS = ("ar", "sjd:window=7", "lantern++:tree=balanced-25", "eagle:tree=dynamic-59-5-10")
+HOST_METHODS = ("ar", "sjd:window=7", "sjd:window=15", "sjd:window=31", "rows:window=8", "lantern++")
 ROWS, PAST, CODES = 2, 200, 16384
 WARM = 10  # steps after which shapes that come again have been recorded
+MIN_STEPS = 60  # of each row of host times
+REQUEST: dict[str, Any] = {"cfg_scale": 7.5, "top_k": 1000}
 
 
 def main() -> None:
     """Build the bundle, count, time, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("libraries", type=Path, help="the folder that build.sh wrote")
-    parser.add_argument("--steps", type=int, default=30, help="of each method")
+    parser.add_argument("--steps", type=int, default=30, help="of each method, to count what they ask for")
+    parser.add_argument("--only", choices=("counts", "host"))
     arguments = parser.parse_args()
     null_cuda.load(arguments.libraries)  # before anything uses CUDA
     from random_bundle import SHAPES, random_bundle
@@ -52,11 +60,17 @@ def main() -> None:
     from lantern_rt.engines.ort import backend
 
     backend.check_provider = lambda provider: None  # there is no stand-in for cuDNN; no image is decoded
-    shape = replace(SHAPES["GPT-XL"], num_heads=2, hidden_size=128, intermediate_size=192, vq_width=32)
+    narrow = {"num_heads": 2, "hidden_size": 128, "intermediate_size": 192, "vq_width": 32}
     rows: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        bundle = random_bundle(shape, Path(folder) / "narrow-xl", "float16")
-        pipe = Pipeline.from_bundle(bundle, provider="cuda", verify=False)
+        pipes = {}
+        for name in ("GPT-B", "GPT-XL"):
+            bundle = random_bundle(replace(SHAPES[name], **narrow), Path(folder) / name, "float16")
+            pipes[name] = pipe = Pipeline.from_bundle(bundle, provider="cuda", verify=False)
+        if arguments.only != "counts":
+            host_times(pipes)
+        if arguments.only == "host":
+            return
         rows |= operations(pipe)
         null_cuda.noise(4 * CODES)
         for method in METHODS:
@@ -146,21 +160,83 @@ def count(act: Callable[[], object], before: int = 0) -> dict[str, float]:
 
 
 def step(pipe: Any, method: str, steps: int) -> dict[str, float]:
-    """Median milliseconds of a step, by the processor's clock, and what one asks for; the first steps left out."""
-    seconds: list[float] = []
-    running = pipe.stream(class_ids=1, method=method, cfg_scale=7.5, top_k=1000)
+    """What a step asks for; the first steps left out."""
+    running = pipe.stream(class_ids=1, **REQUEST, method=method)
     for _ in islice(running, WARM):
         pass
     with null_cuda.counting() as ops:
-        began = time.process_time()
-        for _ in islice(running, steps):
-            now = time.process_time()
-            seconds.append(now - began)
-            began = now
+        count = sum(1 for _ in islice(running, steps))
     running.close()
     names = ("total", "graph_launches", "h2d", "d2h", "syncs")
-    counts = {name: round(getattr(ops, name) / len(seconds), 1) for name in names}
-    return {"ms": round(1e3 * statistics.median(seconds), 2), **counts}
+    return {name: round(getattr(ops, name) / count, 1) for name in names}
+
+
+class PartClock:
+    """Processor time by part of a step: functions of a part are timed without those of other parts that they call."""
+
+    def __init__(self) -> None:
+        self._seconds: Counter[str] = Counter()
+        self._parts = ["loop"]
+        self._since = time.process_time()
+
+    def lap(self) -> Counter[str]:
+        """Seconds by part since the last lap."""
+        self._count()
+        seconds, self._seconds = self._seconds, Counter()
+        return seconds
+
+    def _count(self) -> None:
+        now = time.process_time()
+        self._seconds[self._parts[-1]] += now - self._since
+        self._since = now
+
+    def time(self, owner: Any, name: str, part: str) -> None:
+        """Time the method `name` of a class."""
+        function = getattr(owner, name)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            self._count()
+            self._parts.append(part)
+            try:
+                return function(*arguments, **options)
+            finally:
+                self._count()
+                self._parts.pop()
+
+        setattr(owner, name, timed)
+
+
+def host_times(pipes: dict[str, Any]) -> None:
+    """Print what a step costs the host, by part."""
+    from lantern_rt.engines.device_engine import DeviceEngine
+    from lantern_rt.engines.ort.session import GraphSession
+    from lantern_rt.runtime.batch import Batch
+    from lantern_rt.runtime.noise import Noise
+
+    clock = PartClock()
+    for owner, name, part in (
+        (GraphSession, "_call", "engine"),
+        (DeviceEngine, "run", "inputs"),
+        (Batch, "_sample_together", "sampling"),
+        (Noise, "_group", "noise"),
+    ):
+        clock.time(owner, name, part)
+    parts = ("engine", "inputs", "sampling", "loop")
+    print(
+        f"{'microseconds of a step':24} {'size':7} images" + "".join(f"{part:>10}" for part in (*parts, "all", "noise"))
+    )
+    for method, (size, pipe), images in product(HOST_METHODS, pipes.items(), (1, 8)):
+        steps: list[Counter[str]] = []
+        while len(steps) < MIN_STEPS:
+            running = pipe.stream(class_ids=[1] * images, seed=[*range(images)], **REQUEST, method=method)
+            for _ in islice(running, WARM):
+                pass
+            clock.lap()
+            steps += [clock.lap() for _ in running]
+        row = [statistics.median(one[part] for one in steps) for part in parts]
+        row.append(statistics.median(one.total() - one["noise"] for one in steps))
+        row.append(statistics.mean(one["noise"] for one in steps))
+        print(f"{method:24} {size:7} {images:6}" + "".join(f"{1e6 * value:10.0f}" for value in row), flush=True)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ class CacheColumns(CacheRows):
 
     Attributes:
         in_order: whether entries are in order.
-        column_of: column of each entry, int64 `[rows, columns]`, undefined past a row's length.
+        column_of: column of each entry, int64 `[rows, columns]`; past a row's length its free columns, ascending.
+        is_sorted: whether entry i of every row is in column i, as after chains.
         written: column of each node of the last pass, int64 `[rows, nodes]`; None after rows or entries moved.
     """
 
@@ -37,11 +38,17 @@ class CacheColumns(CacheRows):
         super().__init__(lengths, capacity)
         self.in_order = columns is not None
         self.column_of = np.tile(np.arange(columns or round_up(capacity + 1)), (len(lengths), 1))
+        self.is_sorted = True
         self.written: Ints | None = None
 
     @property
     def columns(self) -> int:
         return int(self.column_of.shape[1])
+
+    def truncate(self, lengths: Ints) -> None:
+        super().truncate(lengths)
+        for columns, length in zip(self.column_of, lengths.tolist(), strict=True):
+            columns[length:].sort()
 
     def select(self, rows: Ints) -> None:
         super().select(rows)
@@ -52,7 +59,11 @@ class CacheColumns(CacheRows):
         super().join(cache)
         both = (self.column_of, cache.column_of)
         columns = max(self.columns, cache.columns)
-        self.column_of = np.concatenate([np.pad(table, ((0, 0), (0, columns - table.shape[1]))) for table in both])
+        every = [np.tile(np.arange(columns), (len(table), 1)) for table in both]
+        for table, columns_of in zip(every, both, strict=True):
+            table[:, : columns_of.shape[1]] = columns_of
+        self.column_of = np.concatenate(every)
+        self.is_sorted &= cache.is_sorted
         self.written = None
 
     def span(self, nodes: int) -> int:
@@ -65,15 +76,11 @@ class CacheColumns(CacheRows):
         Nodes get the last column when no free column remains. These are padding: an image reserves columns for its
         nodes, which come first.
         """
+        entries = self.lengths[:, None] + np.arange(nodes)
         if self.in_order:
-            return self.lengths[:, None] + np.arange(nodes)
-        columns = np.full((len(self.lengths), nodes), self.columns - 1)
-        for row, length in enumerate(self.lengths.tolist()):
-            used = np.zeros(self.columns, bool)
-            used[self.column_of[row, :length]] = True
-            free = np.flatnonzero(~used)[:nodes]
-            columns[row, : len(free)] = free
-        return columns
+            return entries
+        free: Ints = self.column_of[np.arange(len(entries))[:, None], np.minimum(entries, self.columns - 1)]
+        return free
 
     def encode(self, batch: Pass, padded: int) -> dict[str, Array]:
         """Return a pass as the graph's tensors, without tokens and embeddings, and store its columns in `written`.
@@ -87,10 +94,16 @@ class CacheColumns(CacheRows):
         row = np.arange(rows)[:, None]
         past = batch.attention_mask.shape[2] - nodes
         seen = np.zeros((rows, padded, self.span(nodes)), bool)
-        for i, length in enumerate(self.lengths.tolist()):
-            seen[i, :nodes][:, self.column_of[i, :length]] = batch.attention_mask[i, :, :length]
         self.written = written = self.free_columns(nodes)
-        seen[row[:, None], np.arange(nodes)[:, None], written[:, None]] = batch.attention_mask[:, :, past:]
+        if self.is_sorted:
+            seen[:, :nodes, :past] = batch.attention_mask[:, :, :past]  # masked behind a row's entries
+        for i, length in enumerate(self.lengths.tolist()):
+            new = batch.attention_mask[i, :, past:]
+            if self.is_sorted and length + nodes <= self.columns:
+                seen[i, :nodes, length : length + nodes] = new
+            else:
+                seen[i, :nodes][:, self.column_of[i, :length]] = batch.attention_mask[i, :, :length]
+                seen[i, :nodes][:, written[i]] = new
         seen[:, nodes:, 0] = True  # a softmax over no columns could return NaN
         write = np.zeros((rows, padded, 1, 3), np.int64)  # row, column and first part
         write[..., 0, 0] = row
@@ -116,14 +129,18 @@ class CacheColumns(CacheRows):
             raise ValueError("`new_kv` is not from the last pass on this cache")
         lengths = self.extended_lengths(accepted_indices)
         moves: list[tuple[int, int, int]] = []
-        columns = [new_kv[row, nodes] for row, nodes in enumerate(accepted_indices)]
-        if not self.in_order and any((accepted == self.columns - 1).any() for accepted in columns):
+        columns = [new_kv[row, nodes].tolist() for row, nodes in enumerate(accepted_indices)]
+        if not self.in_order and any(self.columns - 1 in accepted for accepted in columns):
             raise ValueError("a padding node cannot be accepted")
         for row, (start, accepted) in enumerate(zip(self.lengths.tolist(), columns, strict=True)):
             if self.in_order:
-                moves += [(row, at, start + i) for i, at in enumerate(accepted.tolist()) if at != start + i]
-            else:
-                self.column_of[row, start : start + len(accepted)] = accepted
+                moves += [(row, at, start + i) for i, at in enumerate(accepted) if at != start + i]
+                continue
+            columns_of = self.column_of[row, start : start + new_kv.shape[1]]
+            free = columns_of.tolist()
+            if accepted != free[: len(accepted)]:
+                columns_of[:] = [*accepted, *sorted({*free} - {*accepted})]
+                self.is_sorted = False
         self.lengths = lengths
         if moves:
             self.written = None

@@ -115,18 +115,17 @@ class _DeviceWriter(DecoderWriter):
         out = next((weights[name] for name in names if name in weights), None)  # its type is the graph's
         graph = GraphWriter({"": 23, "com.microsoft": 1} if capacity is None else {"": 24})
         heads = spec.hidden_size // spec.head_dim
-        dtype = (
-            out.dtype if out is not None and out.dtype in ("float16", "" if basic_ops else "bfloat16") else "float32"
-        )
+        halves = ("float16",) if basic_ops else ("float16", "bfloat16")
+        dtype = out.dtype if out is not None and out.dtype in halves else "float32"
         super().__init__(graph, weights, dtype, heads, heads // spec.num_kv_heads)
         self.spec = spec
         self.basic_ops = basic_ops
         self.capacity = capacity
         self.max_nodes = max_nodes
+        self.parts = column_shape(spec.num_kv_heads * spec.head_dim)
         self.decoded: dict[str, str] = {}
-        self.has_matmul_attention = basic_ops or (
-            capacity is not None and not self.half
-        )  # TensorRT's Attention takes float16 only
+        # TensorRT's Attention takes float16 only.
+        self.has_matmul_attention = basic_ops or (capacity is not None and not self.half)
         epsilons = {float(name.removeprefix("eps_")) for name in weights if name.startswith("eps_")}
         self.epsilon = next(iter(epsilons - {HEAD_EPSILON}), HEAD_EPSILON)
         swap = weights["rotary.swap" if "rotary.swap" in weights else "rotary.swap.half"].array(folder)
@@ -144,9 +143,7 @@ class _DeviceWriter(DecoderWriter):
             x = self.from_input(graph.op("Gather", "embeddings", "token_ids"))
         self.attention_mask = self.write_mask()
         self.rotation = self.write_rotation()
-        self.parts = column_shape(spec.num_kv_heads * spec.head_dim)
-        if self.capacity is None:
-            self.part_indices = graph.part_indices("write", self.parts[0])
+        self.part_indices = graph.part_indices("write", self.parts[0]) if self.capacity is None else ""
         self.decoder(x, spec.num_layers)
         inputs, outputs = device_tensors(spec, is_drafter, (self.dtype,), self.capacity)
         return DeviceGraph(graph.to_bytes(inputs, outputs), inputs, outputs, self.dtype)
@@ -163,9 +160,8 @@ class _DeviceWriter(DecoderWriter):
             both = self.norm_heads(both, f"{at}.attention.head_norm", self.heads + num_kv_heads)
             joint = graph.op("Concat", both, value, axis=-1)
         split = graph.reshape(joint, 0, -1, width)  # [rows, nodes * parts, width]; values are rotated by no angle
-        rotated = graph.op(
-            "RotaryEmbedding", split, *self.rotation, interleaved=self.interleaved, num_heads=num_kv_heads
-        )
+        attributes = {"interleaved": self.interleaved, "num_heads": num_kv_heads}
+        rotated = graph.op("RotaryEmbedding", split, *self.rotation, **attributes)
         rotated = graph.reshape(rotated, 0, -1, parts * width)
         sizes = graph.ints((parts - 2) * width, width, width)
         names = [f"{at}.query", f"{at}.new_key", f"{at}.new_value"]
@@ -186,18 +182,17 @@ class _DeviceWriter(DecoderWriter):
             at: prefix of the layer's names.
         """
         graph = self.graph
-        spec = self.spec
-        width = spec.head_dim
+        width = self.spec.head_dim
+        num_kv_heads = self.spec.num_kv_heads
         presents: list[str] = []
         cache = at.replace("layers", "key_values")
         for name, new in ((f"{cache}.key", key), (f"{cache}.value", value)):
             if self.capacity is None:
-                operands = f"past_{name}", self.part_indices, new
-                present = graph.scatter_parts(*operands, self.parts, f"present_{name}")
-                presents.append(graph.reshape(present, 0, 0, spec.num_kv_heads * width))
+                present = graph.scatter_parts(f"past_{name}", self.part_indices, new, self.parts, f"present_{name}")
+                presents.append(graph.reshape(present, 0, 0, num_kv_heads * width))
             else:
-                operands = f"past_{name}", self.split_heads(new, spec.num_kv_heads), "write"
-                present = graph.op("TensorScatter", *operands, name=f"present_{name}", axis=2)
+                columns = self.split_heads(new, num_kv_heads)
+                present = graph.op("TensorScatter", f"past_{name}", columns, "write", name=f"present_{name}", axis=2)
                 presents.append(graph.op("Slice", present, graph.ints(0), "span", graph.ints(2)))
         scale = width**-0.5 if "attention_scale" in self.weights else 1.0  # otherwise weights include it
         if self.has_matmul_attention:

@@ -133,7 +133,7 @@ class GraphWriter:
         return self.op("Where", is_part, self.constant(numbers), columns)
 
     def scatter_parts(self, table: str, indices: str, columns: str, shape: tuple[int, int], name: str) -> str:
-        """Overwrite columns of `table [rows, columns, parts, part]`.
+        """Write columns to `table [rows, columns, parts, part]`.
 
         Args:
             table: name of the table.
@@ -341,10 +341,10 @@ class DecoderWriter(ABC):
 
 
 def column_shape(width: int) -> tuple[int, int]:
-    """Return the parts of a column of `width` numbers, and the width of a part.
+    """Return the number of parts of a column of `width` numbers, and the width of a part.
 
-    Tables that are written to consist of parts, because CUDA's ScatterND copies what an index stands for with one
-    thread, one number after the other: 1,280 numbers took 47 us on an H200.
+    A graph writes columns in parts because CUDA's ScatterND runs one thread per index. A thread that copied a column of
+    1,280 numbers took 47 us on an H200.
     """
     part = gcd(width, _MAX_PART)
     return width // part, part

@@ -245,7 +245,8 @@ class DeviceLayoutSession:
         past = inputs["attention_mask"].shape[3] - nodes
         cache = CacheColumns(np.full(rows, past), past + nodes)
         columns = np.random.default_rng(0).permutation(cache.columns - 1)[:past]
-        cache.column_of[:, :past] = columns
+        cache.column_of[:] = [*columns, *np.setdiff1d(np.arange(cache.columns), columns)]
+        cache.is_sorted = False
         batch = Pass(
             inputs["position_ids"],
             inputs["attention_mask"][:, 0] == 0,

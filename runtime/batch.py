@@ -213,11 +213,9 @@ class Batch:
             count = len(layout.tokens)
             tokens[rows, :count] = layout.tokens
             attention_mask[rows, :count, past_length : past_length + count] = layout.ancestors
-            for row, (prefix, offset) in enumerate(
-                zip(sequence.prefix_lengths, sequence.offsets, strict=True), rows.start
-            ):
-                positions[row, :count] = layout.positions + prefix + offset
-                if layout.past is not None:
+            positions[rows, :count] = layout.positions + self._first_positions[rows]
+            if layout.past is not None:
+                for row, prefix in enumerate(sequence.prefix_lengths, rows.start):
                     attention_mask[row, :count, prefix : prefix + layout.past.shape[1]] &= layout.past
         positions = np.minimum(positions, self.model.num_positions - 1)
         return self.target_clock.run(target, Pass(positions, attention_mask, tokens), self._cache)
@@ -295,13 +293,12 @@ class Batch:
                 part = [node for node in sampled if sequence.num_rows(output.cells[node]) == num_rows]
                 if not part:
                     continue
-                nodes = np.array(part, np.int64)
+                nodes = np.array([part] * num_rows, np.int64)
                 if output.sampling_nodes is not None:
                     nodes = output.sampling_nodes[nodes]
                 cells = [output.cells[node] for node in part]
                 scales = scales_of(sequence.scales, cells)
                 rows = slice(first_row, first_row + num_rows)
-                nodes = np.tile(nodes, (num_rows, 1))
                 requests.append(SampleRequest(rows, nodes, sequence.sampling, noise, np.array(cells), scales))
                 device_outputs.append((output, part))
         best = logits.best_codes(requests, 1) if requests else []
@@ -337,10 +334,12 @@ class Batch:
         self._update_rows()
 
     def _update_rows(self) -> None:
-        """Update the batch rows of the active sequences, and the padding of their prefixes."""
+        """Update the batch rows of the active sequences, and the padding and length of their prefixes."""
         padding = stack_padding([~row.real for sequence in self.active for row in sequence.rows])  # [rows, longest]
         self._prefix_padding = padding if padding.any() else padding[:, :0]
         self._rows = _assign_rows(self.active)
+        ends = [len(row.embeds) + row.offset for sequence in self.active for row in sequence.rows]
+        self._first_positions = np.array(ends, np.int64)[:, None]  # position of each row's first code, [rows, 1]
 
 
 def _assign_rows(sequences: Iterable[ImageSequence]) -> dict[ImageSequence, slice]:

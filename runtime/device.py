@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..methods import Sampling
 from .engine import Floats, Ints
 from .noise import Noise
 
 
-@dataclass(frozen=True)
-class SampleRequest:
+class SampleRequest(NamedTuple):
     """Nodes of one sequence to sample after, and the settings."""
 
     rows: slice  # batch rows of the sequence, the conditional row first

@@ -54,6 +54,22 @@ class Noise:
         groups = [self._group(index, size) for index in range(group, last_group + 1)]
         return np.concatenate(groups)[start : start + count]
 
+    def prepare(self, group: int, size: int) -> bool:
+        """Generate and store a group's noise ahead of `gumbel`.
+
+        Args:
+            group: index of a group of `GROUP_SIZE` positions.
+            size: number of codes.
+
+        Returns:
+            Whether the group was not stored yet.
+        """
+        stored = self._groups.get(group)
+        missing = stored is None or stored.shape[1] < size
+        if missing:
+            self._group(group, size)
+        return missing
+
     def decisions(self, position: int) -> np.random.Generator:
         """Return the uniform numbers of relaxed acceptance at a position, independent of its Gumbel noise.
 

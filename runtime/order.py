@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from .engine import Floats, Ints
-from .noise import Noise
+from .noise import GROUP_SIZE, Noise
 from .pass_layout import PassLayout
 
 
@@ -154,6 +154,11 @@ class OrderedNoise(Noise):
         cells = self._order.cells[first : first + count].tolist()
         cells += range(first + len(cells), first + count)
         return np.concatenate([super(OrderedNoise, self).gumbel(cell, 1, size) for cell in cells])
+
+    def prepare(self, group: int, size: int) -> bool:
+        """Generate noise of one of the cells that `Noise.prepare` is called for; return whether any was missing."""
+        cells = self._order.cells[group * GROUP_SIZE : (group + 1) * GROUP_SIZE].tolist()
+        return any(super(OrderedNoise, self).prepare(cell // GROUP_SIZE, size) for cell in cells)
 
     def forget(self, before: int) -> None:
         """Delete stored noise of cells that come before the first gap once `before` codes are known."""

@@ -76,11 +76,12 @@ class TreeDraft:
         accepted = self._walk(output, Relaxation.of(sequence.method, model.neighbors))
         sequence.statistics.realised_tvd += accepted.realised_tvd
         sequence.record_draft(tree.nodes - 1 - tree.num_preserved, len(accepted.path) - 1 - tree.num_preserved)
-        codes = tree.tokens[accepted.path[1:]]
+        tokens = tree.tokens[accepted.path[1:]].tolist()
         path = accepted.path[:-1]  # the last node is the next root
         if accepted.bonus is not None:
             path = accepted.path
-            codes = np.append(codes, accepted.bonus)
+            tokens.append(accepted.bonus)
+        codes = np.array(tokens, np.int64)
         step = SequenceStep.of(sequence, codes)
         if sequence.method.method != "ar":
             step = step._replace(tree=tree, acceptance=accepted)

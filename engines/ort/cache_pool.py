@@ -165,9 +165,11 @@ class BoundPass:
             self._buffer.fill(sampler.inputs, feeds)
             self._launch()
             sampler.run()
+            self.device.prepare_noise(head, requests)
             codes, scores = sampler.drawn.numpy().copy()  # on the host, `numpy()` is the output's memory
-        for row, request in zip(scores, requests, strict=True):
-            if not np.isfinite(row[: len(request.positions), 0]).all():
+        finite = np.isfinite(scores[..., 0])  # padding reads the logits of the first node, of whichever image
+        for i in np.flatnonzero(~finite.all(1)).tolist():
+            if not finite[i, : len(requests[i].positions)].all():
                 raise invalid_logits_error()
         scores[scores <= FILTERED_OUT / 2] = -np.inf
         return codes.astype(np.int64), scores
@@ -264,7 +266,7 @@ class CachePool:
         return [TensorView(value, start, size, self._dtype) for value in block.values for start in starts]
 
     def gather(self, sources: Sequence[tuple[CacheBlock, Ints]], target: CacheBlock) -> None:
-        """Overwrite a block by rows of other blocks, one after the other.
+        """Copy rows of other blocks to a block, in their order.
 
         Args:
             sources: blocks, and the rows to copy.
@@ -286,7 +288,9 @@ class CachePool:
         offsets = np.zeros((self._tensors, len(steps), 3), np.int64)
         offsets[..., 0] = np.arange(self._tensors)[:, None]
         offsets[..., 2] = steps
-        sources, targets = (np.pad(entries, ((0, 0), (1, 0))) for entries in (sources, targets))  # of the first tensor
+        sources, targets = (
+            np.pad(entries, ((0, 0), (1, 0))) for entries in (sources, targets)
+        )  # entries of the first tensor
         for value in block.values:
             self.device.move(value, sources, targets, offsets.reshape(-1, 3))
 

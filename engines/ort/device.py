@@ -69,7 +69,7 @@ class Device:
             write: function that writes the graph, as for `graph`.
             values: inputs and outputs by name, values on the device; inputs may be arrays.
             wait: whether to wait until the device has run the graph.
-            records: as for `graph`.
+            records: whether runs of the graph may be recorded.
         """
         with self.lock:
             self.graph(key, write, records).bind(values)()
@@ -120,11 +120,11 @@ class Device:
         return rows
 
     def gather_rows(self, sources: Sequence[tuple[Any, Ints]], target: Any, axis: int) -> None:
-        """Overwrite a value by rows of others, one after the other; columns that these do not have become zeros.
+        """Copy rows of other values to a value, in their order; missing columns become zeros.
 
         Args:
-            sources: values of the rank and type of `target`, with at most as many columns, and the rows to copy.
-            target: value with as many rows as are copied.
+            sources: values with the rank and type of `target` and at most its number of columns; the rows to copy.
+            target: value with the number of rows that are copied.
             axis: axis of rows; the next axis is that of columns.
         """
         dtype = dtype_of(target)
@@ -150,12 +150,12 @@ class Device:
         self.run(("gather", dtype, tuple(free), len(sources)), write, values)
 
     def write_noise(self, table: Any, group: int, noise: Floats) -> None:
-        """Overwrite a group of a noise table.
+        """Copy noise to a group of a noise table.
 
         Args:
             table: value `[groups, GROUP_SIZE, parts, part]`.
             group: index of the group.
-            noise: noise of the group, float32 `[GROUP_SIZE, parts * part]`.
+            noise: Gumbel noise, float32 `[GROUP_SIZE, parts * part]`.
         """
         parts, part = table.shape()[2:]
 
@@ -225,6 +225,11 @@ class Device:
             feeds["noise"] = table.value
         return feeds
 
+    def prepare_noise(self, head: SamplingHead, requests: Sequence[SampleRequest]) -> None:
+        """Generate noise for a later call of `sampling_inputs`, while the device runs a sampling graph."""
+        if head.add_noise:
+            self._noise[head.vocab_size].prepare(requests)
+
     def wait(self) -> None:
         """Wait until the device has done all work of this thread."""
         if self._token is None:
@@ -251,13 +256,10 @@ class NoiseTable:
     def ids(self, requests: Sequence[SampleRequest], nodes: int) -> Array:
         """Return the index of every node's noise, int32 `[requests, nodes]`; upload the noise if necessary."""
         needed: dict[tuple[int, int], Noise] = {}
-        spans = [
-            (int(request.positions.min()) // GROUP_SIZE, int(request.positions.max()) // GROUP_SIZE + 1)
-            for request in requests
-        ]
-        for request, span in zip(requests, spans, strict=True):
+        places = [[divmod(position, GROUP_SIZE) for position in request.positions.tolist()] for request in requests]
+        for request, request_places in zip(requests, places, strict=True):
             if request.noise is not None:
-                needed |= {(request.noise.seed, group): request.noise for group in range(*span)}
+                needed |= {(request.noise.seed, group): request.noise for group, _ in request_places}
         if len(needed) > len(self._indices) + len(self._free):
             self._allocate(max(_MIN_GROUPS, 2 * len(needed)))
         self._indices |= {key: self._indices.pop(key) for key in needed if key in self._indices}
@@ -266,12 +268,19 @@ class NoiseTable:
             self._indices[key] = index
             self.device.write_noise(self.value, index, needed[key].gumbel(key[1] * GROUP_SIZE, GROUP_SIZE, self.size))
         ids = np.zeros((len(requests), nodes), np.int32)
-        for row, request, span in zip(ids, requests, spans, strict=True):
+        for row, request, request_places in zip(ids, requests, places, strict=True):
             if request.noise is not None:
-                positions = request.positions
-                indices = np.array([self._indices[request.noise.seed, group] for group in range(*span)])
-                row[: len(positions)] = indices[positions // GROUP_SIZE - span[0]] * GROUP_SIZE + positions % GROUP_SIZE
+                seed = request.noise.seed
+                indices = [self._indices[seed, group] * GROUP_SIZE + position for group, position in request_places]
+                row[: len(indices)] = indices
         return ids
+
+    def prepare(self, requests: Sequence[SampleRequest]) -> None:
+        """Generate the next group of noise of the first request that lacks it, for a later call of `ids`."""
+        for request in requests:
+            next_group = int(request.positions[-1]) // GROUP_SIZE + 1
+            if request.noise is not None and request.noise.prepare(next_group, self.size):
+                return
 
     def _allocate(self, groups: int) -> None:
         self.value = self.device.zeros((groups, GROUP_SIZE, *column_shape(self.size)), "float32")

@@ -165,6 +165,27 @@ def test_only_the_noise_that_is_read_is_brought_to_the_device() -> None:
     assert [noise.uploads for noise in groups] == [[1, 0], *[[0]] * 79]  # the first 40 left room for the others
 
 
+def test_noise_of_the_next_positions_is_made_while_the_device_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, noises = on(Device("cpu"), logits_of()), [UploadedNoise(seed) for seed in range(2)]
+    asked = [asking(Sampling(), noise, count=4) for noise in noises]
+    prepared: list[tuple[int, int]] = []
+    prepare = Noise.prepare
+
+    def note(noise: Noise, group: int, size: int) -> bool:
+        if missing := prepare(noise, group, size):
+            prepared.append((noise.seed, group))
+        return missing
+
+    monkeypatch.setattr(Noise, "prepare", note)
+    for expected in ([(0, 1)], [(0, 1), (1, 1)], [(0, 1), (1, 1)]):  # of one image in a pass
+        rows.best_codes(asked, 1)
+        assert prepared == expected
+    assert [noise.uploads for noise in noises] == [[0], [0]]
+    ahead = asking(Sampling(), noises[0], start=GROUP_SIZE, count=4)
+    (found,) = rows.best_codes([ahead], 1)
+    agree(found, on_host(logits_of(), ahead, 1))
+
+
 def test_noise_that_has_made_room_for_other_comes_back() -> None:
     device, logits = Device("cpu"), logits_of(rows=1, nodes=4)
     rows = on(device, logits)
