@@ -377,7 +377,7 @@ def webgpu(session: nox.Session) -> None:
     if subprocess.run([*with_card, "true"], capture_output=True).returncode != 0:
         session.skip("no private mounts here (unshare --user --map-root-user --mount) to show a graphics card in")
     layer(session, *PINNED, *EXTRAS["webgpu"])
-    tests = ["tests/webgpu"]
+    tests = ["tests/devices"]
     for name in ("lavapipe", "swiftshader"):
         folder = empty_folder(name)
         if subprocess.run([vulkan, name, str(folder)], capture_output=True).returncode != 0:
@@ -391,4 +391,4 @@ def webgpu(session: nox.Session) -> None:
         session.log(report)
         if name == "lavapipe" and "skipped" in str(report):
             session.error("lavapipe has float16, but tests were skipped")
-        tests = ["tests/webgpu/test_webgpu_provider.py", "-k", "logits or no_node or besides"]  # seven times as slow
+        tests = ["tests/devices/test_provider.py", "-k", "logits or no_node or besides"]  # seven times as slow

@@ -17,11 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,11 +30,12 @@ import onnxruntime
 from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import LanternError, Pipeline, __version__
+from lantern_rt.bundle.files import Bundle
 from lantern_rt.cli.console import print_table
 from lantern_rt.engines.doctor import host_report
 from lantern_rt.engines.host import processor
 from lantern_rt.memory import weight_bytes
-from lantern_rt.runtime.engine import Engine, Pass
+from lantern_rt.runtime.engine import Cache, DeviceArray, Engine, HiddenView, Pass
 from lantern_rt.runtime.passes import causal_pass
 
 ROWS = 2  # one image with guidance
@@ -56,21 +55,12 @@ PART_COLUMNS = {
     "other, ms": "{other:.2f}",
     "operations": "{operations:d}",
 }
-BENCH_COLUMNS = {
-    "method": "{method}",
-    "speed-up": "{speed_up:.2f}",
-    "tokens per pass": "{tokens_per_forward_pass:.2f}",
-    "target": "{share[target]:.0%}",
-    "drafter": "{share[drafter]:.0%}",
-    "host": "{share[host]:.0%}",
-    "TVD per token": "{tvd_per_token:.4f}",
-}
 
 
 def measure_passes(pipeline: Pipeline, bandwidth: float, repeats: int = REPEATS) -> dict[str, Any]:
     """Print and return what passes of one pipeline cost; bandwidth: bytes per second."""
     manifest = pipeline.bundle.manifest
-    size = weight_bytes(pipeline.bundle, "target") // (2 if manifest.target.dtype == "float16" else 1)
+    size = target_bytes(pipeline.bundle)
     bound = size / bandwidth
     print(f"\n{manifest.name}, {manifest.codes_per_image} tokens: target weights {size / 1e6:.0f} MB", end="")
     print(f", read once in {1e3 * bound:.2f} ms at {bandwidth / 1e9:.1f} GB/s", flush=True)
@@ -84,13 +74,9 @@ def measure_passes(pipeline: Pipeline, bandwidth: float, repeats: int = REPEATS)
     return {"name": manifest.name, "bound_ms": 1e3 * bound, "passes": passes}
 
 
-def bench(bundle: Path, methods: Sequence[str], count: int, *options: str) -> list[dict[str, Any]]:
-    """Print and return what `lantern-rt bench` says of methods; none: all that the bundle can run."""
-    command = [sys.executable, "-m", "lantern_rt", "bench", str(bundle), "--count", str(count), "--json", *options]
-    command += [word for method in methods for word in ("--method", method)]
-    rows: list[dict[str, Any]] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)["rows"]
-    print_table(BENCH_COLUMNS, rows)
-    return rows
+def target_bytes(bundle: Bundle) -> int:
+    """Bytes of the target's weights as they are stored, which a pass reads once."""
+    return sum(file.bytes for name, file in bundle.manifest.files.items() if name.startswith("target"))
 
 
 def pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dict[int, float]:
@@ -100,15 +86,21 @@ def pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dic
     past = manifest.condition.prefix + manifest.codes_per_image // 2
     cache = engine.new_cache(rows, past + NODES[-1])
     rng = np.random.default_rng(0)
+    hidden: DeviceArray | None = None
 
-    def chain(nodes: int) -> Pass:
-        hidden = None
-        if graph == "drafter":
-            hidden = rng.standard_normal((rows, nodes, manifest.target.hidden_size), np.float32)
+    def chain(nodes: int, engine: Engine = engine, cache: Cache = cache) -> Pass:
         tokens = rng.integers(manifest.target.vocab_size, size=(rows, nodes))
         padding = np.zeros((rows, 0), bool)
-        return causal_pass(engine, cache, tokens, manifest.target.max_positions - 1, padding, hidden)
+        batch = causal_pass(engine, cache, tokens, manifest.target.max_positions - 1, padding)
+        if hidden is None:
+            return batch
+        row, node = np.indices((rows, nodes))
+        return batch._replace(hidden=HiddenView(hidden, row, node))  # on a device the states stay there
 
+    if graph == "drafter":
+        target = pipeline.engines.target
+        target_cache = target.new_cache(rows, NODES[-1])
+        hidden = target.run(chain(NODES[-1], target, target_cache), target_cache).hidden
     while (length := int(cache.lengths[0])) < past:  # a past that the graph itself computed
         nodes = min(NODES[-1], past - length)
         cache.append(engine.run(chain(nodes), cache).new_kv, [np.arange(nodes)] * rows)

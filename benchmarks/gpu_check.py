@@ -2,95 +2,245 @@
 
     python benchmarks/gpu_check.py --shape GPT-B --compute float16    # the gpu tests, then one model: start here
     python benchmarks/gpu_check.py                       # every size, both precisions
-    python benchmarks/gpu_check.py --shape GPT-XL --backend onnxruntime --json out.json
+    python benchmarks/gpu_check.py --no-tests --work bundles --shape GPT-XL --backend onnxruntime --json out.json
+    python benchmarks/gpu_check.py --bundle bundles/llamagen-b
     python benchmarks/gpu_check.py --smoke               # tiny sizes on the CPU: does the script itself run?
 
-Runs `pytest -m gpu`, then bundles of LlamaGen's sizes with random weights through ONNX Runtime's CUDA provider, and as
-engines of TensorRT and TensorRT-RTX: what `decode.py` prints, the bound being the bandwidth of device memory, the
-memory taken, and `lantern-rt bench`. Needs `lantern-rt[gpu,export,dev]` and an NVIDIA driver. What is not installed,
-does not fit the GPU's memory, or is not built by a library, is left out, and said so.
+Steps, each with a limit of seconds (`--limit`), going on if one fails:
+
+- `pytest -m gpu`.
+- Of each model and backend: milliseconds of passes at half an image with two rows, the bound being the bandwidth of
+  device memory; on ONNX Runtime also op by op, without CUDA graphs. Images a second of methods, by images in a batch.
+  Kernels by kind, of passes and of steps.
+- PyTorch of the same size: eager, as a CUDA graph, compiled.
+
+Models are LlamaGen's sizes with random weights, exported once if `--work` names a folder to keep them, or `--bundle`.
+How often drafts are accepted with random weights says nothing: read milliseconds a step. Needs
+`lantern-rt[gpu,export,dev]` and an NVIDIA driver. What is not installed, does not fit, or is not built is left out,
+and said so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx
+import gpu_profile
 import torch
-from decode import REPEATS, bench, measure_passes
+import torch_decoder
+from decode import REPEATS, ROWS, pass_seconds, target_bytes
 from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import EngineError, LanternError, Pipeline, __version__
+from lantern_rt.compare.prompts import read_bundle_prompts
 from lantern_rt.engines.gpu import find_gpu
 from lantern_rt.engines.host import import_onnxruntime
-from lantern_rt.engines.ort.session import load_session
+from lantern_rt.engines.ort import providers
 
 BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 GPT = [name for name in SHAPES if name.startswith("GPT-")]
+METHODS = ("ar", "sjd:window=7", "sjd:window=15", "sjd:window=31", "rows:window=4", "eagle:tree=chain-3", "lantern++")
+PROFILED = ("ar", "sjd:window=15")
+WARM = 12  # steps until recurring passes are recorded
+
+
+class OutOfTimeError(Exception):
+    """A step reached its limit."""
+
+
+class Report:
+    """Results of all steps, and the steps that failed.
+
+    Args:
+        limit: seconds of a step.
+        file: JSON file that is written after every step, None for none.
+    """
+
+    def __init__(self, limit: int, file: Path | None) -> None:
+        self.limit = limit
+        self.file = file
+        self.results: dict[str, Any] = {}
+        self.failures: list[str] = []
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[dict[str, Any]]:
+        """Run a step, which fills the results; whatever it raises is printed, and the next step runs."""
+        print(f"\n== {name}", flush=True)
+        results: dict[str, Any] = {}
+        self.results[name] = results
+        began = time.perf_counter()
+
+        def stop(*_: object) -> None:
+            raise OutOfTimeError(f"not done after {self.limit} s")
+
+        signal.signal(signal.SIGALRM, stop)
+        signal.alarm(self.limit)
+        try:
+            yield results
+        except Exception as error:
+            self.failures.append(f"{name}: {type(error).__name__}: {error}")
+            print(f"left out: {self.failures[-1]}", flush=True)
+        finally:
+            signal.alarm(0)
+        print(f"   {time.perf_counter() - began:.1f} s", flush=True)
+        if self.file:
+            content = {"results": self.results, "failures": self.failures}
+            self.file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    """Tests, then one model after the other."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=GPT, action="append", help="default: LlamaGen's")
-    parser.add_argument("--compute", choices=("float16", "float32"), action="append", help="default: both")
-    parser.add_argument("--backend", choices=BACKENDS, action="append", help="default: all that are installed")
-    parser.add_argument("--methods", nargs="+", default=(), help="method strings [default: all]")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=GPT, action="append", help="[default: LlamaGen's]")
+    parser.add_argument("--compute", choices=("float16", "float32"), action="append", help="[default: both]")
+    parser.add_argument("--bundle", type=Path, action="append", help="bundles instead of random weights")
+    parser.add_argument("--work", type=Path, help="folder that keeps bundles of random weights")
+    parser.add_argument("--backend", choices=BACKENDS, action="append", help="[default: all that are installed]")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="method strings")
+    parser.add_argument("--batch", type=int, nargs="+", default=(1, 4, 16), help="images in a batch")
+    parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--modes", nargs="*", choices=torch_decoder.MODES, default=torch_decoder.MODES)
+    parser.add_argument("--limit", type=int, default=600, help="seconds of a step")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()
-    gpu = find_gpu()
-    if gpu is None and not arguments.smoke:
+    smoke = arguments.smoke
+    if find_gpu() is None and not smoke:
         raise EngineError("no NVIDIA GPU and driver here", field="GPU", remedy="give --smoke for tiny sizes")
-    provider = "cpu" if arguments.smoke else "cuda"
-    report: dict[str, Any] = {
-        "lantern_rt": __version__,
-        "onnxruntime": import_onnxruntime().__version__,
-        "device": query("name,memory.total"),
-        "driver": gpu.driver if gpu else None,
-        "compute_capability": gpu.compute_capability if gpu else None,
+    provider = "cpu" if smoke else "cuda"
+    report = Report(arguments.limit, arguments.json)
+    with report.step("device") as results:
+        results |= device_facts()
+        results["bandwidth"] = bandwidth = device_bandwidth(1 << (22 if smoke else 31))
+        print(", ".join(f"{name} {value}" for name, value in results.items() if value))
+    gpu_profile.prepare()
+    if not arguments.no_tests:
+        with report.step("tests") as results:
+            results["exit"] = run_tests(smoke)
+    shapes = ["tiny"] if smoke else arguments.shape or GPT
+    computes = ["float32"] if smoke else arguments.compute or ["float16", "float32"]
+    with tempfile.TemporaryDirectory() as folder:
+        work = arguments.work or Path(folder)
+        models = {bundle.name: partial(Path, bundle) for bundle in arguments.bundle or ()}
+        for name, compute in () if models else product(shapes, computes):
+            models[f"{name}-{compute}"] = partial(stored_bundle, work, name, compute)
+        for model, make_bundle in models.items():
+            for backend in ["onnxruntime"] if smoke else arguments.backend or BACKENDS:
+                check_model(report, model, make_bundle, backend, provider, bandwidth, arguments)
+    for name in [] if arguments.bundle else shapes:
+        for mode in arguments.modes:
+            with report.step(f"PyTorch, {name}, {mode}") as results:
+                device = "cpu" if smoke else "cuda"
+                results |= torch_decoder.measure(SHAPES[name], mode, device, 1 if smoke else 3)
+                print(", ".join(f"{label}: {value:.3f}" for label, value in results.items()))
+    print("\n" + "\n".join(f"FAILED {failure[:300]}" for failure in report.failures))
+    print(f"{len(report.failures)} steps failed")
+    sys.exit(smoke and bool(report.failures))
+
+
+def check_model(
+    report: Report,
+    model: str,
+    make_bundle: Callable[[], Path],
+    backend: str,
+    provider: str,
+    bandwidth: float,
+    arguments: argparse.Namespace,
+) -> None:
+    """All steps of one model on one backend."""
+    smoke = arguments.smoke
+    title = f"{model}, {backend}"
+    repeats = 2 if smoke else REPEATS
+    pipelines: dict[str, Pipeline] = {}
+    with report.step(f"{title}, loading"):
+        bundle = make_bundle()
+        place = {"provider": provider} if backend == "onnxruntime" else {"engines": build(bundle, backend)}
+        pipelines["recorded"] = Pipeline.from_bundle(bundle, **place, verify=False)
+        if backend == "onnxruntime" and not smoke:
+            with without_recording(provider):
+                pipelines["op by op"] = Pipeline.from_bundle(bundle, **place, verify=False)
+    for how, pipeline in pipelines.items():
+        bound = 1e3 * target_bytes(pipeline.bundle) / bandwidth
+        with report.step(f"{title}, passes {how}") as results:
+            print(f"target weights, read once: {bound:.3f} ms")
+            for graph in ("target", "drafter") if pipeline.bundle.manifest.drafter else ("target",):
+                results[graph] = {n: 1e3 * s for n, s in pass_seconds(pipeline, graph, ROWS, repeats).items()}
+                print(f"ms of {graph} by nodes: " + ", ".join(f"{n}: {ms:.3f}" for n, ms in results[graph].items()))
+    recorded = pipelines.get("recorded")
+    if recorded is None:
+        return
+    for images in arguments.batch:
+        with report.step(f"{title}, batches of {images}") as results:
+            print(f"{'method':28} images/s  ms/image  passes  tokens/pass  ms/step")
+            for method in arguments.methods:
+                results[method] = row = image_row(recorded, method, images, 1 if smoke else 3)
+                print(f"{method:28}" + "{:9.3g} {:9.1f} {:7d} {:12.2f} {:8.3f}".format(*row.values()), flush=True)
+    with report.step(f"{title}, kernels") as results:
+        for method in PROFILED:
+            print(f"a step of {method}")
+            results[method] = profile_steps(recorded, method, repeats)
+
+
+def profile_steps(pipeline: Pipeline, method: str, steps: int) -> dict[str, Any]:
+    """Kernels of a mean step by kind."""
+    request = read_bundle_prompts(pipeline.bundle, count=1).request(0, 1)
+    images = (pipeline.stream(**request, method=method) for _ in iter(int, 1))
+    running = (step for image in images for step in image)
+    for _ in islice(running, WARM):
+        pass
+    found = gpu_profile.measure(lambda: next(running), steps, lines=14)
+    kinds = ", ".join(f"{kind} {ms:.3f}" for kind, ms in found["kinds"].items())
+    print(f"wall {found['wall']:.3f} ms, busy {found['busy']:.3f} in {found['kernels']:.0f} kernels: {kinds}")
+    return found
+
+
+def image_row(pipeline: Pipeline, method: str, images: int, count: int) -> dict[str, Any]:
+    """Tokens of `images` images that share passes: medians over `count` batches, after one to warm up."""
+    prompts = read_bundle_prompts(pipeline.bundle, count=1)
+    stats = [pipeline(**prompts.request(turn, images), method=method).stats for turn in range(count + 1)]
+    seconds = statistics.median(own.seconds for own in stats[1:])
+    last = stats[-1]
+    return {
+        "images/s": images / seconds,
+        "ms/image": 1e3 * seconds / images,
+        "passes": last.target_passes,
+        "tokens/pass": last.tokens_per_forward_pass,
+        "ms/step": 1e3 * last.seconds / last.target_passes,
     }
-    print(", ".join(f"{name} {value}" for name, value in report.items() if value), flush=True)
-    if not arguments.smoke:
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
-        report["tests"] = subprocess.run(command, cwd=Path(__file__).parent.parent, check=False).returncode
-    report["bandwidth"] = bandwidth = device_bandwidth(provider, 1 << (22 if arguments.smoke else 28))
-    report["models"] = []
-    backends = ["onnxruntime"] if arguments.smoke else arguments.backend or BACKENDS
-    repeats = 2 if arguments.smoke else REPEATS
-    for name in ["tiny"] if arguments.smoke else arguments.shape or GPT:
-        for compute in arguments.compute or ("float16", "float32"):
-            with tempfile.TemporaryDirectory() as folder:
-                shape = replace(SHAPES[name], vq_width=32, dtype=torch.bfloat16)
-                bundle = random_bundle(shape, Path(folder) / name, compute)
-                for backend in backends:
-                    try:
-                        place = (
-                            {"provider": provider} if backend == "onnxruntime" else {"engines": build(bundle, backend)}
-                        )
-                        pipeline = Pipeline.from_bundle(bundle, **place)
-                        print(f"\n{name} {compute}, {backend}", end="")
-                        figures = measure_passes(pipeline, bandwidth, repeats)
-                        figures |= {"memory": query("memory.used"), "backend": backend, "compute": compute}
-                        print(f"  device memory in use, by anybody: {figures['memory']}")
-                        del pipeline  # makes room for the next
-                        options = [f"--{option}={value}" for option, value in place.items()]
-                        report["models"].append(figures | {"methods": bench(bundle, arguments.methods, 3, *options)})
-                    except (LanternError, subprocess.CalledProcessError) as error:
-                        print(f"{name} {compute}, {backend}: left out: {error}", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+@contextmanager
+def without_recording(provider: str) -> Iterator[None]:
+    """Load what is loaded meanwhile without CUDA graphs."""
+    known = providers.PROVIDERS[provider]
+    providers.PROVIDERS[provider] = known._replace(recording={}, max_recordings=0)
+    try:
+        yield
+    finally:
+        providers.PROVIDERS[provider] = known
+
+
+def stored_bundle(work: Path, name: str, compute: str) -> Path:
+    """Return the bundle of a shape, exported unless it is there."""
+    bundle = work / f"{name}-{compute}"
+    if not bundle.exists():
+        work.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=work) as folder:
+            shape = replace(SHAPES[name], vq_width=32, dtype=torch.bfloat16)
+            random_bundle(shape, Path(folder) / name, compute).rename(bundle)
+    return bundle
 
 
 def build(bundle: Path, backend: str) -> Path:
@@ -102,32 +252,45 @@ def build(bundle: Path, backend: str) -> Path:
     return engines
 
 
-def device_bandwidth(provider: str, size: int) -> float:
-    """Bytes per second of copying `size` bytes of device memory, reads and writes counted; median of 20 runs."""
-    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n"]) for name in ("data", "copy")]
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Neg", ["data"], ["copy"])], "copy", values[:1], values[1:])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
-    session, zeros = load_session(model.SerializeToString(), 1, provider), np.zeros(size // 4, np.float32)
-    data, copy = (import_onnxruntime().OrtValue.ortvalue_from_numpy(zeros, provider, 0) for _ in range(2))
-    binding = session.io_binding()
-    binding.bind_ortvalue_input("data", data)
-    binding.bind_ortvalue_output("copy", copy)
-    seconds = []
-    for _ in range(22):
-        began = time.perf_counter()
-        session.run_with_iobinding(binding)
-        binding.synchronize_outputs()
-        seconds.append(time.perf_counter() - began)
-    return 2 * size / statistics.median(seconds[2:])
+def run_tests(smoke: bool) -> int:
+    """Run the tests that need a GPU, with the names of failed and skipped tests; in a smoke run only collect them."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-rfEs"]
+    command += ["--collect-only"] if smoke else []
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], check=False)
+    if done.returncode:
+        raise AssertionError(f"pytest -m gpu exits with {done.returncode}")
+    return done.returncode
 
 
-def query(what: str) -> str | None:
-    """What nvidia-smi says of the first GPU."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else None
+def device_facts() -> dict[str, Any]:
+    gpu = find_gpu()
+    return {
+        "lantern_rt": __version__,
+        "onnxruntime": import_onnxruntime().__version__,
+        "torch": torch.__version__,
+        "device": gpu.name if gpu else None,
+        "driver": gpu.driver if gpu else None,
+        "compute capability": gpu.compute_capability if gpu else None,
+    }
+
+
+def device_bandwidth(size: int) -> float:
+    """Bytes per second of a copy of `size` random bytes within device memory, read and written; median of ten."""
+    if not torch.cuda.is_available():
+        return 20e9
+    data = torch.empty(size, dtype=torch.uint8, device="cuda").random_()  # zeros would be faster than weights
+    copy = torch.empty_like(data)
+    milliseconds = []
+    for _ in range(12):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        copy.copy_(data)
+        end.record()
+        end.synchronize()
+        milliseconds.append(start.elapsed_time(end))
+    del data, copy
+    torch.cuda.empty_cache()
+    return 2 * size / statistics.median(milliseconds[2:]) * 1e3
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""Where a GPU's time goes in passes and steps of lantern-rt: kernels by kind, by PyTorch's profiler.
+
+The profiler sees every kernel of the process, also those of ONNX Runtime inside CUDA graphs that were captured after it
+was first used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+KINDS = (  # the first whose pattern is in a kernel's name
+    ("attention", r"attention|fmha|flash|mha|ZeroFullyMasked"),
+    ("matmuls", r"gemm|nvjet|cutlass|cublas|gemv|MatMul|splitK"),
+    ("top-k", r"[tT]op[kK]|[rR]adix|[bB]itonic|[sS]ort"),
+    ("norms", r"[nN]orm"),
+    ("scatter", r"[sS]catter"),
+    ("copies", r"[mM]emcpy|[mM]emset|[gG]ather|Slice|Concat|Split|Expand|Pad|Tile|[tT]ranspose"),
+    ("reductions", r"[rR]educe|[sS]oftmax"),
+)
+
+
+def prepare() -> None:
+    """Let the profiler see CUDA graphs that are captured from now on."""
+    if torch.cuda.is_available():
+        with profile(activities=[ProfilerActivity.CUDA]):
+            torch.zeros(1, device="cuda")
+
+
+def measure(run: Callable[[], object], repeats: int, lines: int = 0) -> dict[str, Any]:
+    """Milliseconds of a call: by the host's clock, of all kernels, and of kernels by kind; prints the longest ones."""
+    began = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    wall = time.perf_counter() - began
+    activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
+        for _ in range(repeats):
+            run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in device_events(profiler):
+        times[event["name"]].append(event["dur"] / 1e3 / repeats)
+    kinds: Counter[str] = Counter()
+    for name, values in times.items():
+        kinds[next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other")] += sum(values)
+    longest = sorted(times, key=lambda name: -sum(times[name]))[:lines]
+    for name in longest:
+        short = re.sub(r"^void |\(anonymous namespace\)::|onnxruntime::(contrib::)?(cuda::)?", "", name)[:90]
+        print(f"    {sum(times[name]):8.4f} ms {len(times[name]) / repeats:6.1f} x  {short}")
+    return {
+        "wall": 1e3 * wall / repeats,
+        "busy": kinds.total(),
+        "kernels": sum(map(len, times.values())) / repeats,
+        "kinds": dict(kinds.most_common()),
+    }
+
+
+def device_events(profiler: profile) -> list[dict[str, Any]]:
+    """Kernels and copies of the device that a profiler saw."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events: list[dict[str, Any]] = json.loads(file.read_bytes())["traceEvents"]
+    return [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]

@@ -1,0 +1,148 @@
+"""A decoder of LlamaGen's sizes in plain PyTorch on a GPU: eager, as a CUDA graph, and compiled in a CUDA graph.
+
+Written as people write one for speed: joint matmuls of queries, keys and values and of gate and up, a static cache in
+half precision, `scaled_dot_product_attention` with a mask over the whole cache, guidance and sampling on the device.
+`compiled` compiles the layer, which all layers share, and the head, and captures a whole step. Weights are random.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from random_bundle import Shape
+from torch import Tensor, nn
+
+MODES = ("eager", "graph", "compiled")
+ROWS = 2  # one image with guidance
+SCALE = 4.0
+NODES = (2, 16, 64)  # each is compiled on its own
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: Shape, length: int) -> None:
+        super().__init__()
+        width = shape.hidden_size
+        self.heads = shape.num_heads
+        self.attention_norm, self.ffn_norm = (nn.RMSNorm(width, 1e-5) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 2 * shape.intermediate_size, bias=False)
+        self.down = nn.Linear(shape.intermediate_size, width, bias=False)
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.zeros(ROWS, self.heads, length, width // self.heads))
+
+    def forward(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        rows, nodes, width = x.shape
+        joint = self.qkv(self.attention_norm(x)).view(rows, nodes, 3, self.heads, -1)
+        query, key, value = joint.permute(2, 0, 3, 1, 4)
+        self.keys.index_copy_(2, positions, rotate(key, cos, sin))
+        self.values.index_copy_(2, positions, value)
+        query = rotate(query, cos, sin)
+        attended = F.scaled_dot_product_attention(query, self.keys, self.values, attn_mask=mask)
+        x = x + self.out(attended.transpose(1, 2).reshape(rows, nodes, width))
+        gate, up = self.up(self.ffn_norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, -1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+class Decoder(nn.Module):
+    """Tokens `[rows, nodes]` and their positions to logits `[rows, nodes, codes]`."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.hidden_size
+        length = -(-(shape.grid**2 + NODES[-1]) // 64) * 64
+        self.embed, self.head = nn.Embedding(shape.codes, width), nn.Linear(width, shape.codes, bias=False)
+        self.layers = nn.ModuleList(Layer(shape, length) for _ in range(shape.num_layers))
+        self.norm = nn.RMSNorm(width, 1e-5)
+        angles = torch.outer(torch.arange(length), 10000.0 ** -torch.linspace(0, 1, width // shape.num_heads // 2))
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+        self.register_buffer("causal", torch.ones(length, length, dtype=torch.bool).tril())
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x, cos, sin, mask = self.embed(tokens), self.cos[positions], self.sin[positions], self.causal[positions]
+        for layer in self.layers:
+            x = layer(x, positions, cos, sin, mask)
+        return self.logits(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x)).float()
+
+
+def sample(logits: Tensor) -> Tensor:
+    """Codes with guidance after the last node; with exponential noise, which a CUDA graph may contain."""
+    conditional, unconditional = logits[:, -1]
+    guided = unconditional + SCALE * (conditional - unconditional)
+    return (guided.softmax(-1) / torch.empty_like(guided).exponential_()).argmax(-1, keepdim=True)
+
+
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    """The function as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+@torch.inference_mode()
+def measure(shape: Shape, mode: str, device: str, images: int = 3) -> dict[str, float]:
+    """Milliseconds of passes by nodes at half an image, and images a second by plain decoding, without pixels."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Decoder(shape).eval()
+    model.to(torch.float16 if device == "cuda" else torch.float32)
+    if mode == "compiled":
+        options = {"dynamic": False, "fullgraph": True, "backend": "inductor" if device == "cuda" else "eager"}
+        for layer in model.layers:
+            layer.compile(**options)
+        model.logits = torch.compile(model.logits, **options)
+
+    def prepare(run: Callable[[], None]) -> Callable[[], None]:
+        return run if mode == "eager" or device == "cpu" else captured(run)
+
+    def seconds(run: Callable[[], None], repeats: int = 1) -> float:
+        began = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    figures: dict[str, float] = {}
+    codes = shape.grid**2
+    for nodes in NODES:
+        tokens = torch.randint(shape.codes, (ROWS, nodes), device=device)
+        positions = torch.arange(codes // 2, codes // 2 + nodes, device=device)
+        run = prepare(lambda tokens=tokens, positions=positions: model(tokens, positions))
+        figures[f"ms, {nodes} nodes"] = 1e3 * statistics.median([seconds(run) for _ in range(24)][4:])
+    token = torch.zeros(ROWS, 1, dtype=torch.long, device=device)
+    position = torch.zeros(1, dtype=torch.long, device=device)
+    image = torch.zeros(codes, dtype=torch.long, device=device)
+
+    def step() -> None:
+        code = sample(model(token, position))
+        image.index_copy_(0, position, code)
+        token.copy_(code.expand_as(token))
+        position.add_(1)
+
+    step_once = prepare(step)
+    costs = []
+    for _ in range(1 + images):
+        token.zero_(), position.zero_()
+        costs.append(seconds(step_once, codes))
+    figures["images/s"] = 1 / statistics.median(costs[1:])
+    return figures
