@@ -181,16 +181,16 @@ def check_model(
     recorded = pipelines.get("recorded")
     if recorded is None:
         return
+    with report.step(f"{title}, kernels") as results:
+        for method in PROFILED:
+            print(f"a step of {method}")
+            results[method] = profile_steps(recorded, method, repeats)
     for images in arguments.batch:
         with report.step(f"{title}, batches of {images}") as results:
             print(f"{'method':28} images/s  ms/image  passes  tokens/pass  ms/step")
             for method in arguments.methods:
                 results[method] = row = image_row(recorded, method, images, 1 if smoke else 3)
                 print(f"{method:28}" + "{:9.3g} {:9.1f} {:7d} {:12.2f} {:8.3f}".format(*row.values()), flush=True)
-    with report.step(f"{title}, kernels") as results:
-        for method in PROFILED:
-            print(f"a step of {method}")
-            results[method] = profile_steps(recorded, method, repeats)
 
 
 def profile_steps(pipeline: Pipeline, method: str, steps: int) -> dict[str, Any]:
