@@ -42,7 +42,7 @@ METHODS = ("ar", "sjd:window=7", "lantern++:tree=balanced-25", "eagle:tree=dynam
 HOST_METHODS = ("ar", "sjd:window=7", "sjd:window=15", "sjd:window=31", "rows:window=8", "lantern++")
 ROWS, PAST, CODES = 2, 200, 16384
 WARM = 10  # steps after which shapes that come again have been recorded
-MIN_STEPS = 60  # of each row of host times
+MIN_STEPS = 30  # of each row of host times
 REQUEST: dict[str, Any] = {"cfg_scale": 7.5, "top_k": 1000}
 
 

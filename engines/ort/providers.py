@@ -178,9 +178,17 @@ def find_provider(name: str, runtime: Any) -> Provider:
         runtime: the onnxruntime module.
 
     Raises:
-        EngineError: the name is unknown, or `runtime` does not have the provider or a device for it.
+        EngineError: the name is unknown, or `runtime` does not have the provider or a device for it, or has CUDA as
+            well, whose memory ONNX Runtime then takes for that of every other GPU provider.
     """
     provider = _known_provider(name)
+    if provider.plugin and provider.memory != "cpu" and _has_cuda(runtime):
+        raise EngineError(
+            field=f"provider {name}",
+            found="onnxruntime-gpu",
+            expected="onnxruntime",
+            remedy="use provider cuda, or install onnxruntime in place of onnxruntime-gpu",
+        )
     if provider.plugin and not plugin_devices(provider, runtime):
         problem = "ONNX Runtime finds no device that it runs on"
         raise EngineError(problem, field=f"provider {name}", remedy="install its driver")
@@ -201,9 +209,15 @@ def detect_provider(runtime: Any) -> str:
     """
     for provider in _ALL:
         is_installed = provider.memory != "cpu" and installed(provider.package.partition("[")[0])
-        if is_installed and (plugin_devices(provider, runtime) if provider.plugin else find_gpu()):
+        if not is_installed or (provider.plugin and _has_cuda(runtime)):
+            continue
+        if plugin_devices(provider, runtime) if provider.plugin else find_gpu():
             return provider.name
     return DEFAULT_PROVIDER
+
+
+def _has_cuda(runtime: Any) -> bool:
+    return PROVIDERS["cuda"].execution_provider in runtime.get_available_providers()
 
 
 def _known_provider(name: str) -> Provider:

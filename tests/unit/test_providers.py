@@ -161,6 +161,18 @@ def test_a_plugin_that_is_missing_broken_or_without_a_device_is_refused(
     )
 
 
+def test_webgpu_beside_cuda_is_refused_as_its_memory_would_be_cudas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
+    runtime = Runtime(CUDA, CPU, devices=(WEBGPU,))
+    error = error_of(EngineError, find_provider, "webgpu", runtime)
+    assert (error.field, error.found, error.expected) == ("provider webgpu", "onnxruntime-gpu", "onnxruntime")
+    monkeypatch.setattr(providers, "installed", lambda name: name != "onnxruntime")
+    for gpu, expected in ((Gpu("13.0", "SM89", "L4"), "cuda"), (None, "cpu")):
+        monkeypatch.setattr(providers, "find_gpu", lambda gpu=gpu: gpu)
+        assert detect_provider(runtime) == expected
+    assert runtime.registered == []
+
+
 def test_by_default_a_gpu_that_is_there_and_has_its_package_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
     for package, provider in (("onnxruntime", "cpu"), ("onnxruntime-gpu", "cuda"), ("onnxruntime-ep-webgpu", "webgpu")):
