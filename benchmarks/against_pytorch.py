@@ -12,10 +12,12 @@
     git clone https://github.com/ThisisBillhe/NAR                                         # needs tqdm
     python benchmarks/against_pytorch.py --official NAR/NAR-images --shape NAR-B          # 512 pixels
 
+    python benchmarks/against_pytorch.py --official LlamaGen --device cuda --compute float16
+
 Random weights of the published sizes (`--bundle`: weights of one's own), class-conditional, guidance 4, the full
-vocabulary, float32; `--compile` has it compiled by `torch.compile` as well, in the first round. How often drafts are
-accepted with random weights says nothing, so a method that guesses is given the tokens a forward pass that it has with
-the bundle `--project` (*replayed*); what a pass costs is measured, random heads included.
+vocabulary, float32 by default; `--compile` has it compiled by `torch.compile` as well, in the first round. How often
+drafts are accepted with random weights says nothing, so a method that guesses is given the tokens a forward pass that
+it has with the bundle `--project` (*replayed*); what a pass costs is measured, random heads included.
 Row-parallel decoding and `groups` take as many passes whatever the weights are. Bundles that draw in groups are timed
 beside `ar` of LlamaGen in the same size. Prints seconds and ratios to the first line, medians over rounds. Needs
 `lantern-rt[export]`; nothing is judged.
@@ -66,10 +68,12 @@ class Image:
         return self.tokens + self.rest
 
 
-def official(clone: Path, size: str, shape: Shape, compiled: bool = False) -> Callable[[], Image]:
+def official(
+    clone: Path, size: str, shape: Shape, compiled: bool = False, device: str = "cpu", compute: str = "float32"
+) -> Callable[[], Image]:
     """Draws an image with the published code and random weights; compiled: its target, as its own scripts do.
 
-    size: the published name, such as GPT-B.
+    size: the published name, such as GPT-B; compute: type of the target, whose pixels are made in float32.
     """
     sys.path.insert(0, str(clone))
     gpt = importlib.import_module("autoregressive.models.gpt")
@@ -77,18 +81,19 @@ def official(clone: Path, size: str, shape: Shape, compiled: bool = False) -> Ca
     if family != shape.family:
         sys.exit(f"{clone} is the program of {family}, but the shape is of {shape.family}: choose another --shape")
     generate = importlib.import_module("autoregressive.models.generate").generate
-    vq = importlib.import_module("tokenizer.tokenizer_image.vq_model").VQ_models["VQ-16"]().eval()
+    vq = importlib.import_module("tokenizer.tokenizer_image.vq_model").VQ_models["VQ-16"]().eval().to(device)
     groups = {"ar_token_num": shape.group, "spe_token_num": shape.group - 1} if shape.family == "par" else {}
-    model = gpt.GPT_models[size](block_size=shape.grid**2, **groups).eval()
+    model = gpt.GPT_models[size](block_size=shape.grid**2, **groups).eval().to(device, getattr(torch, compute))
     model = torch.compile(model, fullgraph=True) if compiled else model
     options = {"cfg_scale": GUIDANCE, "top_k": 0, "temperature": 1.0, **groups}
 
     @torch.no_grad()
     def draw() -> Image:
         begun = time.perf_counter()
-        codes = generate(model, torch.tensor([1]), shape.grid**2, **options)
+        codes = generate(model, torch.tensor([1], device=device), shape.grid**2, **options)
+        codes.cpu()  # waits for the device
         drawn = time.perf_counter()  # the order of the codes makes no difference to what their picture costs
-        vq.decode_code(codes, [1, vq.config.codebook_embed_dim, shape.grid, shape.grid])
+        vq.decode_code(codes, [1, vq.config.codebook_embed_dim, shape.grid, shape.grid]).cpu()
         return Image(drawn - begun, time.perf_counter() - drawn)
 
     return draw
@@ -145,7 +150,9 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path, help="a class-conditional LlamaGen bundle instead of random weights")
     parser.add_argument("--methods", nargs="+", help="`groups`, or some of LlamaGen")
     parser.add_argument("--cfg-tokens", nargs="+", default=["100%"], help="shares of the image with guidance")
-    parser.add_argument("--provider", default="cpu", help="of the image decoder, such as openvino-bf16")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both programs")
+    parser.add_argument("--compute", choices=("float32", "float16"), default="float32", help="type of both targets")
+    parser.add_argument("--provider", help="of the image decoder, such as openvino-bf16 [default: the device]")
     parser.add_argument("--project", default="scenes", help="bundle whose tokens a forward pass are replayed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
@@ -159,20 +166,22 @@ def main() -> None:
         precision, vq = arguments.precision, "int8" if arguments.precision == "int8" else "fp32"
 
         def pipeline(bundle: Path) -> Pipeline:
-            providers = ["cpu", f"vq_decoder={arguments.provider}"]
+            providers = [arguments.device, f"vq_decoder={arguments.provider or arguments.device}"]
             made = stack.enter_context(Pipeline.from_bundle(bundle, arguments.threads, provider=providers))
             made.warm_up()
             return made
 
         draws: dict[str, Callable[[], Image]] = {}
         if arguments.official:
-            draws[f"{program}, PyTorch eager"] = official(arguments.official, size, shape)
-        if arguments.official and arguments.compile:
-            draws[f"{program}, torch.compile"] = official(arguments.official, size, shape, compiled=True)
-        bundle = arguments.bundle or random_bundle(shape, Path(folder) / name, precision=precision, vq_precision=vq)
+            where = {"device": arguments.device, "compute": arguments.compute}
+            draws[f"{program}, PyTorch eager"] = official(arguments.official, size, shape, **where)
+            if arguments.compile:
+                draws[f"{program}, torch.compile"] = official(arguments.official, size, shape, compiled=True, **where)
+        options = {"compute": arguments.compute, "precision": precision, "vq_precision": vq}
+        bundle = arguments.bundle or random_bundle(shape, Path(folder) / name, **options)
         if shape.family in PROGRAMS:
             plain = replace(SHAPES[size], grid=shape.grid)
-            plain_bundle = random_bundle(plain, Path(folder) / "plain", precision=precision, vq_precision=vq)
+            plain_bundle = random_bundle(plain, Path(folder) / "plain", **options)
             draws[f"ar of LlamaGen, {size}"] = ours(pipeline(plain_bundle), "ar", None)
         elif not arguments.bundle:
             add_heads(bundle)

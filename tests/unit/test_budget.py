@@ -17,11 +17,11 @@ from lantern_rt.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("runtime", "engines", "export", "lantern_rt", "train")
-STATEMENTS = {PRODUCT: 15_640, ("recipes",): 1_601, ("tests",): 17_890, ("benchmarks",): 1_300}
+STATEMENTS = {PRODUCT: 15_660, ("recipes",): 1_601, ("tests",): 17_930, ("benchmarks",): 1_580}
 ROOM = 1.02
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LONGEST_FILE = 400
-WORDS = 17_035
+WORDS = 17_650
 README_WORDS = 600
 SENTENCE_WORDS = 24  # of README and the first hour
 OPTIONS = 113
