@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import count as count_from
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -245,16 +244,12 @@ def host_times(pipes: dict[str, Any]) -> None:
 
 def step_times(clock: PartClock, pipe: Any, method: str, images: int) -> list[Counter[str]]:
     """Seconds of steps by part; those of the first two turns, in which recurring passes are recorded, are left out."""
-    steps: list[Counter[str]] = []
-    for turn in count_from():
+    turns: list[list[Counter[str]]] = []
+    while sum(map(len, turns[2:])) < MIN_STEPS:
         running = pipe.stream(class_ids=[1] * images, seed=[*range(images)], **REQUEST, method=method)
         clock.lap()
-        laps = [clock.lap() for _ in running]
-        if turn > 1:
-            steps += laps[1:]
-        if len(steps) >= MIN_STEPS:
-            return steps
-    return steps
+        turns.append([clock.lap() for _ in running][1:])  # without the prefill
+    return [step for turn in turns[2:] for step in turn]
 
 
 if __name__ == "__main__":

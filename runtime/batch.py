@@ -257,7 +257,8 @@ class Batch:
         rows = sequence.rows[: sequence.num_rows(draft.cells[node])]
         cell = draft.cells[node]
         scales = scales_of(sequence.scales, [cell])
-        logits = recompute_logits(self.model, rows, codes, cell, sequence.sampling, self.target_clock, scales)
+        place = sequence.raster, rows, codes, cell
+        logits = recompute_logits(self.model, *place, sequence.sampling, self.target_clock, scales)
         sequence.statistics.tie_passes += self.target_clock.calls - calls
         return logits
 

@@ -28,7 +28,7 @@ from .guidance import guidance_scales
 from .order import average_logits
 from .pass_layout import PassLayout
 from .passes import MIN_NODES, causal_pass, prefill_pass, stack_padding
-from .raster import MAX_BATCH_NODES
+from .raster import MAX_BATCH_NODES, Raster
 from .sampling import apply_guidance, apply_repetition_penalty, apply_temperature, softmax
 from .state import Model, PrefixRow, Prompt
 from .statistics import Clock
@@ -69,7 +69,7 @@ def likelihood(
     for logits in sequence_logits(model, prompt.rows(sampling), tokens[:-1], Clock()):
         part = tokens[start : start + logits.shape[1]]
         start += len(part)
-        sampled = part != (-1 if model.row_end is None else model.row_end)  # end-of-row tokens are not sampled
+        sampled = part != (-1 if raster.row_end is None else raster.row_end)  # end-of-row tokens are not sampled
         part = part[sampled]
         preceding = [codes[: raster.count_before(cell + i)] for i in range(len(part))]
         span = slice(cell, cell + len(part))
@@ -94,6 +94,7 @@ def tie_margin(model: Model, sampling: Sampling) -> float:
 
 def recompute_logits(
     model: Model,
+    raster: Raster,
     rows: Sequence[PrefixRow],
     codes: Ints,
     cell: int,
@@ -105,6 +106,7 @@ def recompute_logits(
 
     Args:
         model: model with its target engine.
+        raster: order of the codes of the sequence's image; images of a model may have several sizes.
         rows: rows of one prompt.
         codes: codes that the distribution depends on, in the order of drawing, `[count]`.
         cell: number of the code in the order of drawing.
@@ -116,9 +118,9 @@ def recompute_logits(
         Float32 `[1, vocab_size]`.
     """
     # The code is unknown; 0 stands for it, so that an end-of-row token before it is inserted.
-    tokens = model.raster.insert_row_ends(np.append(codes, 0))[:-1]
+    tokens = raster.insert_row_ends(np.append(codes, 0))[:-1]
     (last,) = deque(sequence_logits(model, rows, tokens, clock), maxlen=1)
-    index = -1 if model.order is None else cell - model.order.starts[model.order.group_at(cell + 1)]
+    index = -1 if raster.order is None else cell - raster.order.starts[raster.order.group_at(cell + 1)]
     return apply_guidance(apply_repetition_penalty(last[:, [index]], [tokens], sampling), sampling, scales=scales)
 
 

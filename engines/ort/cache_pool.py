@@ -288,11 +288,9 @@ class CachePool:
         offsets = np.zeros((self._tensors, len(steps), 3), np.int64)
         offsets[..., 0] = np.arange(self._tensors)[:, None]
         offsets[..., 2] = steps
-        sources, targets = (
-            np.pad(entries, ((0, 0), (1, 0))) for entries in (sources, targets)
-        )  # entries of the first tensor
+        first_sources, first_targets = (np.pad(entries, ((0, 0), (1, 0))) for entries in (sources, targets))
         for value in block.values:
-            self.device.move(value, sources, targets, offsets.reshape(-1, 3))
+            self.device.move(value, first_sources, first_targets, offsets.reshape(-1, 3))
 
     def bound(self, block: CacheBlock, shape: tuple[int, ...], make: Callable[[], BoundPass]) -> BoundPass:
         """Return a bound pass of a shape whose outputs are unused; drop the least recently used above a maximum.

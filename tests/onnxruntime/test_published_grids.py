@@ -198,6 +198,35 @@ def test_requests_for_several_sizes_share_passes_and_give_the_published_codes(
 
 
 @pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("lumina", ("64x64", "64x128", "128x32")),
+        ("lumina2", ("64x64", "32x128", "96x32", "32x64")),
+        ("emu3", ("8x8", "10x8", "24x4")),
+        ("simplear", ("64x64", "96x48")),
+    ],
+)
+def test_near_ties_of_images_of_several_sizes_are_decided_as_for_each_alone(
+    pipes: Pipelines, family: str, sizes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With near-ties in most steps, each of which computes its sequence again, end-of-row tokens included."""
+    monkeypatch.setattr("lantern_rt.runtime.batch.tie_margin", lambda model, sampling: 3.0)
+    pipe, heard = pipes(family), queue.Queue[tuple[int, StreamStep | BaseException]]()
+    options: dict[str, Any] = {"prompts": "a red fox", "seed": 3}
+    with Service(pipe, together=len(sizes)) as service:
+        for i, size in enumerate(sizes):
+            listener = partial(lambda i, news: heard.put((i, news)), i)
+            service.submit(listener, **options, size=size, steps=False, method="sjd:window=16")
+        found = dict(heard.get(timeout=120) for _ in sizes)
+    for i, size in enumerate(sizes):
+        step, expected = found[i], pipe(**options, size=size, method="ar")
+        assert isinstance(step, StreamStep), step
+        assert step.stats is not None
+        assert step.stats.per_image[0].tie_passes > 10
+        np.testing.assert_array_equal(step.codes[0], expected.codes[0].ravel(), err_msg=size)
+
+
+@pytest.mark.parametrize(
     ("family", "size"),
     [
         ("lumina", "64x64"),

@@ -32,6 +32,7 @@ class Columns:
         feeds = cache.encode(Pass(np.tile(np.arange(nodes), (rows, 1)), mask), padded_node_count(nodes))
         new = self.next + np.arange(rows * nodes).reshape(rows, nodes)
         self.next += rows * nodes
+        assert (np.sort(cache.column_of) == np.arange(cache.columns)).all(), "every column once"
         spare, write = cache.columns - 1, feeds["write"][:, :, 0]
         assert write.shape == (rows, padded_node_count(nodes), 3)
         assert not write[..., 2].any()
