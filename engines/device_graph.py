@@ -160,9 +160,8 @@ class _DeviceWriter(DecoderWriter):
             both = self.norm_heads(both, f"{at}.attention.head_norm", self.heads + num_kv_heads)
             joint = graph.op("Concat", both, value, axis=-1)
         split = graph.reshape(joint, 0, -1, width)  # [rows, nodes * parts, width]; values are rotated by no angle
-        attributes = {"interleaved": self.interleaved, "num_heads": num_kv_heads}
-        rotated = graph.op("RotaryEmbedding", split, *self.rotation, **attributes)
-        rotated = graph.reshape(rotated, 0, -1, parts * width)
+        joint = graph.op("RotaryEmbedding", split, *self.rotation, interleaved=self.interleaved, num_heads=num_kv_heads)
+        rotated = graph.reshape(joint, 0, -1, parts * width)
         sizes = graph.ints((parts - 2) * width, width, width)
         names = [f"{at}.query", f"{at}.new_key", f"{at}.new_value"]
         query, key, value = graph.add_node("Split", [rotated, sizes], names, axis=-1)
