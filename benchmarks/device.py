@@ -105,7 +105,7 @@ def operations(pipe: Any) -> dict[str, dict[str, float]]:
         position = np.arange(1, 1 + nodes) % 8 + 1  # depths of a tree, whose noise is on the device by then
         places = np.tile(np.arange(nodes), (ROWS, 1))
         request = SampleRequest(slice(0, ROWS), places, Sampling(cfg_scale=7.5, top_k=1000), noise, position)
-        run(nodes).logits.best([request], 1)
+        run(nodes).logits.best_codes([request], 1)
 
     noise = Noise(1)
     rows = {"target pass over 2 nodes, op by op": count(lambda: run(2).logits.value, 1)}
