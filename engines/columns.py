@@ -8,8 +8,10 @@ import numpy as np
 
 from ..runtime.engine import Bools, Ints, Pass
 from .contracts import Array
+from .graph_writer import GraphWriter
 from .kv_cache import CacheRows, round_up
 
+WORD = 16  # columns of a mask per int32
 # Padded node counts; larger counts are multiples of the last. Few different shapes allow passes to be bound once.
 _NODES = (2, 4, 8, 16, 32, 64)
 
@@ -172,3 +174,23 @@ def pack_mask(mask: Bools) -> Array:
     """Pack a mask `[..., columns]` into int32 `[..., columns / WORD]`, the first column in the lowest bit."""
     packed = np.packbits(mask, axis=-1, bitorder="little")
     return packed.view("<u2").astype(np.int32)
+
+
+def unpack_mask(graph: GraphWriter, words: str, masked: float) -> str:
+    """Write the inverse of `pack_mask`, with numbers to add to scores.
+
+    Args:
+        graph: graph to write to.
+        words: name of the packed mask, int32 `[rows, nodes, words]`.
+        masked: number for False; 0 stands for True.
+
+    Returns:
+        The name of the numbers, float32 `[rows, nodes, columns]`.
+    """
+    half, unit, two, scale = (graph.constant(np.array(number, np.float32)) for number in (0.5, 1, 2, masked))
+    powers = graph.constant(0.5 ** np.arange(WORD, dtype=np.float32))
+    numbers = graph.op("Unsqueeze", graph.cast(words, "float32"), graph.ints(-1))
+    shifted = graph.op("Floor", graph.op("Mul", numbers, powers))
+    even = graph.op("Mul", graph.op("Floor", graph.op("Mul", shifted, half)), two)
+    bits = graph.reshape(graph.op("Sub", shifted, even), 0, 0, -1)
+    return graph.op("Mul", graph.op("Sub", unit, bits), scale)

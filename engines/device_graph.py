@@ -22,12 +22,12 @@ from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..bundle.onnx_scan import Weight, graph_weights
 from ..errors import BundleError
 from ..inputs import reading
+from .columns import unpack_mask
 from .contracts import Tensor
 from .decoder_tensors import device_tensors, rows_dtype
 from .graph_writer import HEAD_EPSILON, DecoderWriter, GraphWriter, column_shape
 from .kv_cache import round_up
 
-WORD = 16  # columns of a mask per int32
 _AGAIN = "export the bundle again"
 MASKED = {"float32": -1e9, "bfloat16": -1e9, "float16": -6e4}  # finite, added to scores of masked columns
 
@@ -55,6 +55,7 @@ def device_graph(
     basic_ops: bool = False,
     capacity: int | None = None,
     max_nodes: int | None = None,
+    multi_head: bool = False,
 ) -> DeviceGraph:
     """Return the device layout of a target or drafter graph.
 
@@ -75,12 +76,13 @@ def device_graph(
         path: graph file in a bundle, in the folder of its weights.
         spec: sizes of the decoder.
         is_drafter: whether the decoder is a drafter.
-        basic_ops: whether to avoid the op Attention, bfloat16, and float16 tables in computations with float32.
+        basic_ops: whether to avoid ops for attention, bfloat16, and float16 tables in computations with float32.
         capacity: None: columns are written in any order, `write [rows, nodes, 1, 3]` is row, column and first part (0)
             of each node, `seen` covers all columns, and caches are `[rows, columns, parts, part]`, see `column_shape`.
             A number of columns: nodes of a row are written to consecutive columns, `write [rows]` is the first of
             them, `seen` may cover fewer columns, and caches are `[rows, num_kv_heads, capacity, head_dim]`.
         max_nodes: maximum number of nodes of a row in a pass; None: the number of rows of the rotary table.
+        multi_head: whether to write the op MultiHeadAttention instead of Attention in half precision.
 
     Raises:
         BundleError: this version does not export a file like this.
@@ -88,7 +90,7 @@ def device_graph(
     with reading(path, "an ONNX graph", BundleError, _AGAIN):
         weights = graph_weights(path)
         try:
-            writer = _DeviceWriter(path.parent, weights, spec, basic_ops, capacity, max_nodes)
+            writer = _DeviceWriter(path.parent, weights, spec, basic_ops, capacity, max_nodes, multi_head)
             graph = writer.write(is_drafter)
         except KeyError as error:
             raise BundleError(f"has no weight {error}", field=str(path), remedy=_AGAIN) from error
@@ -110,6 +112,7 @@ class _DeviceWriter(DecoderWriter):
         basic_ops: bool,
         capacity: int | None,
         max_nodes: int | None,
+        multi_head: bool,
     ) -> None:
         names = (f"layers.0.attention.out.weight{kind}" for kind in ("", ".bfloat16", ".scales"))
         out = next((weights[name] for name in names if name in weights), None)  # its type is the graph's
@@ -122,6 +125,7 @@ class _DeviceWriter(DecoderWriter):
         self.basic_ops = basic_ops
         self.capacity = capacity
         self.max_nodes = max_nodes
+        self.multi_head = multi_head and self.half
         self.parts = column_shape(spec.num_kv_heads * spec.head_dim)
         self.decoded: dict[str, str] = {}
         # TensorRT's Attention takes float16 only.
@@ -204,7 +208,7 @@ class _DeviceWriter(DecoderWriter):
         return self.join_heads(graph.op("Attention", query, *presents, self.attention_mask))
 
     def fused_attention(self, query: str, presents: list[str], scale: float) -> str:
-        """Write the op Attention.
+        """Write the op Attention or MultiHeadAttention.
 
         Query heads that share keys become further nodes, as CUDA would otherwise copy the keys for every query head.
 
@@ -220,12 +224,16 @@ class _DeviceWriter(DecoderWriter):
         if group > 1:
             query = graph.transpose(graph.reshape(query, 0, 0, num_kv_heads, group, width), 0, 3, 1, 2, 4)
             query = graph.reshape(query, 0, -1, num_kv_heads * width)
-        inputs = query, *presents, self.attention_mask
-        mixed = graph.op("Attention", *inputs, q_num_heads=num_kv_heads, kv_num_heads=num_kv_heads, scale=scale)
-        if group == 1:
-            return mixed
-        mixed = graph.transpose(graph.reshape(mixed, 0, group, -1, num_kv_heads, width), 0, 2, 3, 1, 4)
-        return graph.reshape(mixed, 0, 0, self.heads * width)
+        if self.multi_head:
+            inputs = query, *presents, "", "", self.attention_mask
+            mixed = graph.op("com.microsoft.MultiHeadAttention", *inputs, num_heads=num_kv_heads, scale=scale)
+        else:
+            inputs = query, *presents, self.attention_mask
+            mixed = graph.op("Attention", *inputs, q_num_heads=num_kv_heads, kv_num_heads=num_kv_heads, scale=scale)
+        if group > 1:
+            mixed = graph.transpose(graph.reshape(mixed, 0, group, -1, num_kv_heads, width), 0, 2, 3, 1, 4)
+            mixed = graph.reshape(mixed, 0, 0, self.heads * width)
+        return mixed
 
     def matmul_attention(self, query: str, keys: str, values: str, scale: float) -> str:
         """Write attention as matmuls. Query heads that share keys are joined along the axis of nodes.
@@ -384,16 +392,8 @@ class _DeviceWriter(DecoderWriter):
         The mask is tiled for query heads that share keys, except for TensorRT's op Attention.
         """
         graph = self.graph
-        powers = 0.5 ** np.arange(WORD, dtype=np.float32)
-        half, unit, two, masked = (
-            graph.constant(np.array(number, np.float32)) for number in (0.5, 1, 2, MASKED[self.dtype])
-        )
-        words = graph.op("Unsqueeze", graph.cast("seen", "float32"), graph.ints(-1))
-        shifted = graph.op("Floor", graph.op("Mul", words, graph.constant(powers)))
-        even = graph.op("Mul", graph.op("Floor", graph.op("Mul", shifted, half)), two)
-        seen = graph.reshape(graph.op("Sub", shifted, even), 0, 0, -1)  # the lowest bit of each word first
+        added = unpack_mask(graph, "seen", MASKED[self.dtype])
         if self.capacity is not None:
-            graph.op("Shape", seen, name="span", start=2, end=3)
-        hidden = graph.op("Mul", graph.op("Sub", unit, seen), masked)
-        mask = self.to_dtype(graph.op("Unsqueeze", hidden, graph.ints(1)))
+            graph.op("Shape", added, name="span", start=2, end=3)
+        mask = self.to_dtype(graph.op("Unsqueeze", added, graph.ints(1)))
         return self.tile_mask(mask) if self.has_matmul_attention or self.capacity is None else mask

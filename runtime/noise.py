@@ -11,6 +11,7 @@ docs/seeds.md specifies the numbers, which belong to the format `FORMAT` and nev
 
 from __future__ import annotations
 
+import threading
 from functools import cached_property
 from typing import Literal
 
@@ -26,10 +27,11 @@ CHUNK_SIZE = 512  # number of codes whose noise is made at once; larger arrays d
 
 
 class Noise:
-    """Random numbers of the image with a seed, 0 .. 2^64 - 1."""
+    """Random numbers of the image with a seed, 0 .. 2^64 - 1. Other threads may call `prepare`."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        self._lock = threading.Lock()
         self._groups: dict[int, Floats] = {}  # group -> noise, float32 `[GROUP_SIZE, size]`
 
     def gumbel(self, first: int, count: int, size: int) -> Floats:
@@ -54,21 +56,14 @@ class Noise:
         groups = [self._group(index, size) for index in range(group, last_group + 1)]
         return np.concatenate(groups)[start : start + count]
 
-    def prepare(self, group: int, size: int) -> bool:
+    def prepare(self, group: int, size: int) -> None:
         """Generate and store a group's noise ahead of `gumbel`.
 
         Args:
             group: index of a group of `GROUP_SIZE` positions.
             size: number of codes.
-
-        Returns:
-            Whether the group was not stored yet.
         """
-        stored = self._groups.get(group)
-        missing = stored is None or stored.shape[1] < size
-        if missing:
-            self._group(group, size)
-        return missing
+        self._group(group, size)
 
     def decisions(self, position: int) -> np.random.Generator:
         """Return the uniform numbers of relaxed acceptance at a position, independent of its Gumbel noise.
@@ -80,25 +75,33 @@ class Noise:
 
     def forget(self, before: int) -> None:
         """Delete stored groups whose positions are all smaller than `before`."""
-        while self._groups and (first := min(self._groups)) < before // GROUP_SIZE:
-            del self._groups[first]
+        for group in tuple(self._groups):
+            if group < before // GROUP_SIZE:
+                del self._groups[group]
 
     def _group(self, group: int, size: int) -> Floats:
         noise = self._groups.get(group)
         if noise is None or noise.shape[1] < size:
-            bits = self._noise.at(group).bit_generator
-            noise = self._groups[group] = np.empty((GROUP_SIZE, size), np.float32)
-            for start in range(0, size, CHUNK_SIZE):
-                codes = min(CHUNK_SIZE, size - start)
-                numbers = bits.random_raw(codes * GROUP_SIZE // 2).astype("<u8", copy=False).view("<u4")
-                uniform = np.add(numbers, 0.5, dtype=np.float64)
-                uniform *= 2.0**-32
-                np.log(uniform, out=uniform)
-                np.negative(uniform, out=uniform)
-                np.log(uniform, out=uniform)
-                noise[:, start : start + codes] = uniform.reshape(codes, GROUP_SIZE).T
-            np.negative(noise, out=noise)
+            with self._lock:
+                noise = self._groups.get(group)  # another thread may have generated it meanwhile
+                if noise is None or noise.shape[1] < size:
+                    noise = self._groups[group] = self._generate(group, size)
         return noise[:, :size]
+
+    def _generate(self, group: int, size: int) -> Floats:
+        bits = self._noise.at(group).bit_generator
+        noise = np.empty((GROUP_SIZE, size), np.float32)
+        for start in range(0, size, CHUNK_SIZE):
+            codes = min(CHUNK_SIZE, size - start)
+            numbers = bits.random_raw(codes * GROUP_SIZE // 2).astype("<u8", copy=False).view("<u4")
+            uniform = np.add(numbers, 0.5, dtype=np.float64)
+            uniform *= 2.0**-32
+            np.log(uniform, out=uniform)
+            np.negative(uniform, out=uniform)
+            np.log(uniform, out=uniform)
+            noise[:, start : start + codes] = uniform.reshape(codes, GROUP_SIZE).T
+        np.negative(noise, out=noise)
+        return noise
 
     @cached_property
     def _noise(self) -> _Streams:

@@ -155,10 +155,11 @@ class OrderedNoise(Noise):
         cells += range(first + len(cells), first + count)
         return np.concatenate([super(OrderedNoise, self).gumbel(cell, 1, size) for cell in cells])
 
-    def prepare(self, group: int, size: int) -> bool:
-        """Generate noise of one of the cells that `Noise.prepare` is called for; return whether any was missing."""
+    def prepare(self, group: int, size: int) -> None:
+        """Generate the noise of the cells that are drawn at the positions of a group, as `Noise.prepare` does."""
         cells = self._order.cells[group * GROUP_SIZE : (group + 1) * GROUP_SIZE].tolist()
-        return any(super(OrderedNoise, self).prepare(cell // GROUP_SIZE, size) for cell in cells)
+        for cell in cells:
+            super().prepare(cell // GROUP_SIZE, size)
 
     def forget(self, before: int) -> None:
         """Delete stored noise of cells that come before the first gap once `before` codes are known."""

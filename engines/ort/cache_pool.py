@@ -21,11 +21,11 @@ from ...runtime.device import SampleRequest
 from ...runtime.engine import Floats, Ints
 from ...runtime.sampling import invalid_logits_error
 from ..columns import padded_node_count
-from ..contracts import Array, Executable, Tensor, TensorView
-from ..graph_writer import GraphWriter, column_shape
+from ..contracts import Array, Executable, TensorView
+from ..graph_writer import column_shape
 from ..kv_cache import round_up
 from ..sampling_head import FILTERED_OUT, SamplingHead
-from .device import Device, GraphTensors
+from .device import Device
 
 MAX_BOUND_PASSES = 32  # per cache block, as outputs and recordings take memory
 _ALIGNMENT = 256  # alignment of arrays in a buffer, in bytes
@@ -75,15 +75,9 @@ class UploadBuffer:
                 tensor.update_inplace(np.ascontiguousarray(arrays[name]))
 
     def send(self) -> None:
-        """Copy the arrays that `fill` wrote to the device."""
-
-        def write(graph: GraphWriter) -> GraphTensors:
-            graph.op("Identity", "data", name="out")
-            data, out = (Tensor(name, ("uint8",), (None,)) for name in ("data", "out"))
-            return [data], [out]
-
+        """Copy the arrays that `fill` wrote to the device, after all work of this thread."""
         if self._value is not None:
-            self.device.run("send", write, {"data": self._bytes, "out": self._value}, wait=False)
+            self._value.update_inplace(self._bytes)
 
 
 class BoundSampler(NamedTuple):
@@ -93,7 +87,7 @@ class BoundSampler(NamedTuple):
         noise: noise table on the device, an input.
         inputs: tensors of the uploaded inputs on the device.
         drawn: output of the graph: sampled tokens and their scores.
-        run: function that runs the graph.
+        run: function that runs the graph and waits for the device.
     """
 
     noise: Any
@@ -165,7 +159,6 @@ class BoundPass:
             self._buffer.fill(sampler.inputs, feeds)
             self._launch()
             sampler.run()
-            self.device.prepare_noise(head, requests)
             codes, scores = sampler.drawn.numpy().copy()  # on the host, `numpy()` is the output's memory
         finite = np.isfinite(scores[..., 0])  # padding reads the logits of the first node, of whichever image
         for i in np.flatnonzero(~finite.all(1)).tolist():
@@ -190,7 +183,7 @@ class BoundPass:
             inputs = self._buffer.allocate(_arrays(feeds), self._start)
             drawn = self.device.empty((2, *shape, head.num_best), "float32")
             values = {**feeds, **inputs, "logits": self.outputs["logits"], "drawn": drawn}
-            run = self.device.graph(head, head.write, records=True).bind(values, self._record)
+            run = self.device.graph(head, head.write, records=True).bind(values, self._record, wait=True)
             sampler = BoundSampler(noise, inputs, drawn, run)
         self._samplers[head, shape] = sampler
         if len(self._samplers) > _MAX_SAMPLERS:

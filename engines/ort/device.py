@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ from ...runtime.engine import Floats, Ints
 from ...runtime.noise import GROUP_SIZE, Noise
 from ..columns import padded_node_count
 from ..contracts import Array, Tensor
+from ..gpu import find_gpu
 from ..graph_writer import GraphWriter, column_shape
-from ..host import import_onnxruntime
+from ..host import import_onnxruntime, usable_cores
 from ..sampling_head import SamplingHead
 from .providers import DEVICE_LOCKS, find_provider
 from .session import GraphSession
 
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
+_CUDNN_CAPABILITY = 90  # compute capability, times 10, from which ONNX Runtime prefers cuDNN for attention
 _MIN_GROUPS = 32  # minimum number of groups of positions in a noise table
+_MAX_THREADS = 4  # threads that generate noise
 GraphTensors = tuple[list[Tensor], list[Tensor]]  # inputs and outputs of a graph
 
 
@@ -75,6 +79,11 @@ class Device:
             self.graph(key, write, records).bind(values)()
             if wait:
                 self.wait()
+
+    def has_cudnn_attention(self) -> bool:
+        """Return whether the op MultiHeadAttention calls cuDNN in half precision, 1.1 to 4 times as fast as others."""
+        gpu = find_gpu() if self.provider == "cuda" else None
+        return gpu is not None and int(gpu.compute_capability.removeprefix("SM")) >= _CUDNN_CAPABILITY
 
     def put(self, array: Array) -> Any:
         """Copy an array to the device."""
@@ -171,7 +180,8 @@ class Device:
         places[..., 0] = group
         places[0, :, 0, 1] = np.arange(GROUP_SIZE)
         values = {"table": table, "places": places, "noise": noise[None], "out": table}
-        self.run(("noise", parts, part), write, values, records=True)  # or WebGPU would not compute int64
+        # Without recording, WebGPU would not compute int64.
+        self.run(("noise", parts, part), write, values, wait=False, records=True)
 
     def move(self, value: Any, sources: Ints, targets: Ints, steps: Ints) -> None:
         """Copy vectors within a value; all vectors are read before the first is overwritten.
@@ -220,15 +230,11 @@ class Device:
         feeds: dict[str, Any] = {"conditional": logit_ids[0], "unconditional": logit_ids[1], "cfg_scale": scales}
         feeds |= zip(("temperature", "top_p")[: 1 + head.top_p], numbers, strict=False)
         if head.add_noise:
-            table = self._noise.setdefault(head.vocab_size, NoiseTable(self, head.vocab_size))
+            table = self._noise.get(head.vocab_size) or NoiseTable(self, head.vocab_size)
+            self._noise[head.vocab_size] = table
             feeds["noise_ids"] = table.ids(requests, nodes)
             feeds["noise"] = table.value
         return feeds
-
-    def prepare_noise(self, head: SamplingHead, requests: Sequence[SampleRequest]) -> None:
-        """Generate noise for a later call of `sampling_inputs`, while the device runs a sampling graph."""
-        if head.add_noise:
-            self._noise[head.vocab_size].prepare(requests)
 
     def wait(self) -> None:
         """Wait until the device has done all work of this thread."""
@@ -252,9 +258,13 @@ class NoiseTable:
         # Keys are a seed and a group of positions, the least recently used first.
         self._indices: dict[tuple[int, int], int] = {}
         self._free: list[int] = []
+        self._threads = ThreadPoolExecutor(min(_MAX_THREADS, usable_cores()), "noise")
 
     def ids(self, requests: Sequence[SampleRequest], nodes: int) -> Array:
-        """Return the index of every node's noise, int32 `[requests, nodes]`; upload the noise if necessary."""
+        """Return the index of every node's noise, int32 `[requests, nodes]`; upload the noise if necessary.
+
+        Threads meanwhile generate the noise of the positions after an uploaded group.
+        """
         needed: dict[tuple[int, int], Noise] = {}
         places = [[divmod(position, GROUP_SIZE) for position in request.positions.tolist()] for request in requests]
         for request, request_places in zip(requests, places, strict=True):
@@ -266,7 +276,10 @@ class NoiseTable:
         for key in [key for key in needed if key not in self._indices]:
             index = self._free.pop() if self._free else self._indices.pop(next(iter(self._indices)))
             self._indices[key] = index
-            self.device.write_noise(self.value, index, needed[key].gumbel(key[1] * GROUP_SIZE, GROUP_SIZE, self.size))
+            _, group = key
+            noise = needed[key]
+            self.device.write_noise(self.value, index, noise.gumbel(group * GROUP_SIZE, GROUP_SIZE, self.size))
+            self._threads.submit(noise.prepare, group + 1, self.size)
         ids = np.zeros((len(requests), nodes), np.int32)
         for row, request, request_places in zip(ids, requests, places, strict=True):
             if request.noise is not None:
@@ -274,13 +287,6 @@ class NoiseTable:
                 indices = [self._indices[seed, group] * GROUP_SIZE + position for group, position in request_places]
                 row[: len(indices)] = indices
         return ids
-
-    def prepare(self, requests: Sequence[SampleRequest]) -> None:
-        """Generate the next group of noise of the first request that lacks it, for a later call of `ids`."""
-        for request in requests:
-            next_group = int(request.positions[-1]) // GROUP_SIZE + 1
-            if request.noise is not None and request.noise.prepare(next_group, self.size):
-                return
 
     def _allocate(self, groups: int) -> None:
         self.value = self.device.zeros((groups, GROUP_SIZE, *column_shape(self.size)), "float32")

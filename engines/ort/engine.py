@@ -106,7 +106,8 @@ class OrtDeviceEngine(DeviceEngine):
         max_nodes: int | None = None,
     ) -> None:
         is_drafter = code_embeddings is None
-        graph = device_graph(path, spec, is_drafter, basic_ops=device.basic_ops, max_nodes=max_nodes)
+        multi_head = device.has_cudnn_attention()
+        graph = device_graph(path, spec, is_drafter, device.basic_ops, max_nodes=max_nodes, multi_head=multi_head)
         session = GraphSession(
             path, graph.inputs, graph.outputs, threads, device.provider, model=graph.model, records=True
         )

@@ -37,7 +37,7 @@ class Provider(NamedTuple):
         options: options of sessions.
         memory: ONNX Runtime's name for the memory of values; decoders use the device layout unless it is `cpu`.
         has_addresses: whether a value may be a view into another value's memory.
-        basic_ops: whether graphs must avoid the op Attention, and float16 on some devices.
+        basic_ops: whether graphs must avoid ops for attention, and float16 on some devices.
         plugin: whether the library is a module of the package and must be registered with onnxruntime.
         library: library from further packages that convolutions need.
         cpu_roles: graphs that run on the CPU, once per image, because the provider lacks some of their ops.

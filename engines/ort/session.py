@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import itertools
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -27,7 +27,7 @@ _TYPES = {f"tensor({name})": name for name in ("float16", "bfloat16", "int32", "
 # operator of a small model: with threads that sleep at once, forward passes of `scenes` took 2.1 ms instead of 1.35 ms
 # and more processor time. Threads that spin for longer, as they do by default, slow down other programs.
 SPIN = 10
-RUNS_BEFORE_RECORDING = 2  # runs of a bound graph before it is recorded
+RUNS_BEFORE_RECORDING = 2  # runs of a bound graph on a thread before it is recorded
 _UNRECORDED = -1  # graph id of forward passes that are run op by op
 # Exceptions of ONNX Runtime that mean a damaged file; all others mean a graph that ONNX Runtime cannot run.
 _DAMAGE = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
@@ -108,13 +108,14 @@ class GraphSession:
     def _tensor_error(self, kind: str, remedy: str, name: str, actual: str, expected: str) -> BundleError:
         return BundleError(field=f"{self.path}: {kind} `{name}`", found=actual, expected=expected, remedy=remedy)
 
-    def bind(self, values: Mapping[str, Any], record: bool = False) -> Callable[[], None]:
+    def bind(self, values: Mapping[str, Any], record: bool = False, wait: bool = False) -> Callable[[], None]:
         """Bind inputs and outputs as `Executable.bind` does; inputs may also be arrays.
 
         Args:
             values: inputs and outputs by name.
             record: whether to record the pass as a graph, within the provider's `max_recordings`, after
-                `RUNS_BEFORE_RECORDING` runs.
+                `RUNS_BEFORE_RECORDING` runs of a thread.
+            wait: whether a run waits for the device, while other threads of Python go on.
         """
         values = {
             name: np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
@@ -135,15 +136,15 @@ class GraphSession:
                 else:
                     bind_value(name, value)
         graph_id = next(self._graph_ids, None) if record else None
-        plain = run_options(_UNRECORDED)
-        recorded = plain if graph_id is None else run_options(graph_id)
-        runs = itertools.count()
+        plain = run_options(_UNRECORDED, wait)
+        recorded = plain if graph_id is None else run_options(graph_id, wait)
+        thread = threading.local()  # cuDNN plans attention once for each thread, and not while a pass is recorded
         bound = (binding, values)  # `run` refers to it, which keeps the values' memory
 
         def run() -> None:
-            self._call(
-                self.session.run_with_iobinding, bound[0], recorded if next(runs) >= RUNS_BEFORE_RECORDING else plain
-            )
+            thread.runs = getattr(thread, "runs", 0) + 1
+            options = recorded if thread.runs > RUNS_BEFORE_RECORDING else plain
+            self._call(self.session.run_with_iobinding, bound[0], options)
 
         if graph_id is not None:
             weakref.finalize(run, self.session.release_captured_graph, graph_id).atexit = False
@@ -159,11 +160,11 @@ class GraphSession:
             raise EngineError(problem, field=str(self.path), remedy=remedy) from error
 
 
-def run_options(graph_id: int = _UNRECORDED) -> Any:
-    """Return options of a run that does not wait for the device, and is recorded as graph number `graph_id`."""
+def run_options(graph_id: int = _UNRECORDED, wait: bool = False) -> Any:
+    """Return options of a run that is recorded as graph number `graph_id`, and waits for the device if asked to."""
     options = import_onnxruntime().RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
-    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    options.add_run_config_entry("disable_synchronize_execution_providers", str(int(not wait)))
     return options
 
 

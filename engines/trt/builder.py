@@ -20,8 +20,9 @@ from ...bundle.files import Bundle
 from ...errors import EngineError, OutputError, RequestError
 from ...inputs import format_error, format_value
 from ...output.files import cache_folder
+from ..columns import WORD
 from ..contracts import Progress, Tensor
-from ..device_graph import WORD, device_graph
+from ..device_graph import device_graph
 from ..gpu import find_gpu
 from ..profiles import BACKENDS, RTX, Profile, capacity_of
 from .executable import first_error

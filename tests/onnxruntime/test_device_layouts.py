@@ -27,7 +27,11 @@ from lantern_rt.export.verify import check_parity
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 CAPACITY, SPAN = 64, 48
-FUSED = b"\x22\x09Attention"  # a node's op, as the file has it
+ATTENTION: dict[str | None, dict[str, bool]] = {  # op: options of `device_graph`
+    "Attention": {},
+    "MultiHeadAttention": {"multi_head": True},
+    None: {"basic_ops": True},
+}
 CONFIGS = {
     "grouped keys": TINY,
     "a key for each query": replace(TINY, num_kv_heads=4),
@@ -123,27 +127,27 @@ def test_computed_in_bfloat16_it_is_what_the_past_first_graph_gives_up_to_roundi
     assert (found[1].astype(ml_dtypes.bfloat16) == found[1]).all()
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["fused", "plain"])
+@pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("drafts", [False, True], ids=["target", "drafter"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_cache_written_in_any_order_gives_what_the_module_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: DecoderConfig, drafts: bool, plain: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: DecoderConfig, drafts: bool, attention: str | None
 ) -> None:
-    graph = made(config, drafts)
+    half = attention == "MultiHeadAttention"
+    graph = convert_to_float16(made(config, drafts)) if half else made(config, drafts)
     (path,) = write_graph(graph, tmp_path)
     models = []
 
     def note(*arguments: Any, **options: Any) -> Any:
-        models.append(device_graph(*arguments, **options, basic_ops=plain))
+        models.append(device_graph(*arguments, **options, **ATTENTION[attention]))
         return models[-1]
 
     monkeypatch.setattr(compare, "device_graph", note)
     check_parity(graph, path)
-    assert [FUSED in one.model for one in models] == [not plain]
     written = onnx.load_from_string(models[0].model).graph
     caches = [one.type.tensor_type.shape.dim for one in written.input if one.name.startswith("past_")]
     assert all(dims[-1].dim_value <= 8 for dims in caches), "a thread of CUDA writes what an index stands for"
-    for node in written.node:
-        sizes = {one.name: one.i for one in node.attribute}
-        if node.op_type == "Attention":  # or CUDA copies keys for every query
-            assert sizes["q_num_heads"] == sizes["kv_num_heads"] == config.num_kv_heads
+    nodes = [node for node in written.node if "Attention" in node.op_type]
+    assert {node.op_type for node in nodes} == ({attention} if attention else set())
+    for node in nodes:  # or CUDA copies keys for every query
+        assert {one.i for one in node.attribute if one.name.endswith("num_heads")} == {config.num_kv_heads}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,22 +166,20 @@ def test_only_the_noise_that_is_read_is_brought_to_the_device() -> None:
     assert [noise.uploads for noise in groups] == [[1, 0], *[[0]] * 79]  # the first 40 left room for the others
 
 
-def test_noise_of_the_next_positions_is_made_while_the_device_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, noises = on(Device("cpu"), logits_of()), [UploadedNoise(seed) for seed in range(2)]
-    asked = [asking(Sampling(), noise, count=4) for noise in noises]
-    prepared: list[tuple[int, int]] = []
-    prepare = Noise.prepare
+def test_threads_make_the_noise_of_the_next_positions_while_the_device_samples() -> None:
+    prepared: Queue[tuple[int, int]] = Queue()
 
-    def note(noise: Noise, group: int, size: int) -> bool:
-        if missing := prepare(noise, group, size):
-            prepared.append((noise.seed, group))
-        return missing
+    class Noted(UploadedNoise):
+        def prepare(self, group: int, size: int) -> None:
+            super().prepare(group, size)
+            prepared.put((self.seed, group))
 
-    monkeypatch.setattr(Noise, "prepare", note)
-    for expected in ([(0, 1)], [(0, 1), (1, 1)], [(0, 1), (1, 1)]):  # of one image in a pass
-        rows.best_codes(asked, 1)
-        assert prepared == expected
-    assert [noise.uploads for noise in noises] == [[0], [0]]
+    rows, noises = on(Device("cpu"), logits_of()), [Noted(seed) for seed in range(3)]
+    for _ in range(2):  # nothing is made twice
+        rows.best_codes([asking(Sampling(), noise, count=4) for noise in noises], 1)
+        assert [noise.uploads for noise in noises] == [[0]] * 3
+    assert {prepared.get(timeout=60) for _ in noises} == {(seed, 1) for seed in range(3)}
+    assert prepared.empty()
     ahead = asking(Sampling(), noises[0], start=GROUP_SIZE, count=4)
     (found,) = rows.best_codes([ahead], 1)
     agree(found, on_host(logits_of(), ahead, 1))

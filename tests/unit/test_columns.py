@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lantern_rt.engines.columns import CacheColumns, padded_node_count
-from lantern_rt.engines.device_graph import WORD
+from lantern_rt.engines.columns import WORD, CacheColumns, padded_node_count
 from lantern_rt.runtime.engine import Bools, Pass
 
 ROOM = 20  # nodes that a pass may have besides the entries

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -111,3 +112,15 @@ def test_decisions_at_a_position_start_anew_whatever_was_decided_before() -> Non
     assert np.array_equal(noise.decisions(5).random(6), fresh)
     stream = np.random.Philox(key=3, counter=(1 << 128) + (5 << 64))  # docs/seeds.md
     assert np.array_equal(np.random.Generator(stream).random(6), fresh)
+
+
+def test_threads_may_make_noise_while_another_reads_and_forgets_it() -> None:
+    noise = Noise(7)
+    with ThreadPoolExecutor(4) as threads:
+        for group in range(40):
+            made = [threads.submit(noise.prepare, group + ahead, 700) for ahead in (3, 1, 2, 1)]
+            found = noise.gumbel(16 * group + 3, 10, 700)
+            np.testing.assert_array_equal(found, Noise(7).gumbel(16 * group + 3, 10, 700))
+            noise.forget(16 * group)
+            for one in made:
+                one.result()
