@@ -52,9 +52,9 @@ class LanternError(Exception):
     suggestions: tuple[str, ...] = ()
 
     def __init__(
-        self, problem: str = "", *, field: str = "", found: str = "", expected: str = "", remedy: str = ""
+        self, problem: str = "", field: str = "", found: str = "", expected: str = "", remedy: str = ""
     ) -> None:
-        super().__init__(problem)
+        super().__init__(problem, field, found, expected, remedy)  # other processes make the error of its `args` again
         self.problem = problem
         self.field = field
         self.found = found
@@ -103,6 +103,7 @@ class BusyError(RequestError):
 
     def __init__(self, problem: str = "", seconds: int = 1) -> None:
         super().__init__(problem, remedy=f"try again in about {seconds} s")
+        self.args = problem, seconds
         self.seconds = seconds
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -20,6 +21,7 @@ import numpy as np
 from PIL.Image import Image
 
 from .bundle.files import Bundle, open_bundle
+from .cli.console import show_progress
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import RequestError
@@ -33,7 +35,7 @@ from .requests import Request, Settings, check_request, resolve_settings
 from .results import Ints, Result, StreamState, StreamStep, build_result, recipe_fields
 from .runtime.decode import decode
 from .runtime.state import PrefixRow, Prompt
-from .runtime_inputs import compute_prefixes, load_model
+from .runtime_inputs import compute_likelihoods, compute_prefixes, load_model
 
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder
@@ -163,6 +165,7 @@ class Pipeline(HasRenamedAttributes):
         prompts: str | Sequence[str] | None = None,
         *,
         callback_on_step: Callable[[StreamStep], object] | None = None,
+        progress: bool = False,
         **options: Unpack[Options],
     ) -> Result:
         """Generate `num_images` images for every prompt, class id or text embedding.
@@ -170,6 +173,7 @@ class Pipeline(HasRenamedAttributes):
         Args:
             prompts: one prompt or several; None if class ids or embeddings are given in `options`.
             callback_on_step: function called with the `StreamStep` of every step; an exception in it ends the call.
+            progress: whether to show progress, as a bar in a terminal or notebook and else as lines on stderr.
             options: see `Options`.
 
         Returns:
@@ -180,9 +184,12 @@ class Pipeline(HasRenamedAttributes):
             EngineError: a graph cannot run, or its output is NaN.
         """
         request = self.check(prompts, **options)
-        for last in self.decode(request):
-            if callback_on_step is not None:
-                callback_on_step(last)
+        with show_progress(lines=False) if progress else nullcontext() as show:
+            for last in self.decode(request):
+                if show is not None:
+                    show("tokens", last.done, last.total)
+                if callback_on_step is not None:
+                    callback_on_step(last)
         decoded = [last.image(i) for i in range(len(last.codes))] if self.bundle.manifest.makes_images else []
         return build_result(request.images, decoded, last)
 
@@ -212,6 +219,7 @@ class Pipeline(HasRenamedAttributes):
         *,
         tries: int = 1,
         callback_on_step: Callable[[StreamStep], object] | None = None,
+        progress: bool = False,
         **options: Unpack[GenerationOptions],
     ) -> Result:
         """Generate a part of an image again.
@@ -226,6 +234,7 @@ class Pipeline(HasRenamedAttributes):
             tries: number of candidates per image, 1 .. 64, with consecutive seeds; the result is the candidate that
                 gives the preserved tokens the highest probability.
             callback_on_step: same as for a call of the pipeline.
+            progress: same as for a call of the pipeline.
             options: same as for a call of the pipeline.
 
         Returns:
@@ -237,7 +246,7 @@ class Pipeline(HasRenamedAttributes):
         tries = check_int("tries", tries, 1, 1, MAX_TRIES)
         request: Options = {**options, "image": image, "mask": mask}
         request["num_images"] = tries * (options.get("num_images") or 1)
-        result = self(prompts, callback_on_step=callback_on_step, **request)
+        result = self(prompts, callback_on_step=callback_on_step, progress=progress, **request)
         if tries == 1:
             return result
         nats = [likelihood.nats for likelihood in self.likelihoods(result.codes, prompts, **request)]
@@ -265,21 +274,10 @@ class Pipeline(HasRenamedAttributes):
         Raises:
             RequestError: same as for a call of the pipeline, or the number of images differs.
         """
-        from .runtime.likelihood import likelihood
-
         request = self.check(prompts, **options)
-        settings = request.settings
         if len(codes) != len(request.images):
             raise RequestError(field="codes", found=f"{len(codes)} images", expected=f"{len(request.images)} images")
-        engines = self.engines
-        model = load_model(self.bundle, engines, [settings.method], settings.size)
-        prefixes = compute_prefixes(self.bundle, engines, request.images)
-        edits = [image.edit for image in request.images]
-        masks = [None if edit is None or edit.regenerated.all() else ~edit.regenerated.ravel() for edit in edits]
-        return [
-            likelihood(model, prefix, tokens, settings.sampling, mask)
-            for prefix, tokens, mask in zip(prefixes, codes, masks, strict=True)
-        ]
+        return compute_likelihoods(self.bundle, self.engines, request, codes)
 
     def check(self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]) -> Request:
         """Check a request before anything is computed.

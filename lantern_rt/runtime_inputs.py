@@ -13,6 +13,9 @@ from .bundle.files import Bundle
 from .errors import BundleError
 from .methods import Drafted, MethodConfig, Relaxed, Sjd
 from .prompts import ImageRequest
+from .requests import Request
+from .runtime.engine import Ints
+from .runtime.likelihood import Likelihood, likelihood
 from .runtime.order import Order
 from .runtime.state import DrafterLayout, Model, PrefixRow, Prompt
 
@@ -51,6 +54,26 @@ def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageReq
         rows = zip((cond[0], uncond[0]), image.real, image.tokens or (None, None), strict=True)
         first, second = (PrefixRow(*row, image.first_position) for row in rows)
         yield from [Prompt(first, second, preserved)] * (1 + len(others))
+
+
+def compute_likelihoods(bundle: Bundle, engines: Engines, request: Request, codes: Sequence[Ints]) -> list[Likelihood]:
+    """Compute the negative log-likelihood of images under the target model, see `Pipeline.likelihoods`.
+
+    Args:
+        bundle: open bundle.
+        engines: loaded graphs of the bundle.
+        request: request of the images.
+        codes: tokens of each image, int64 `[cells]`.
+    """
+    settings = request.settings
+    model = load_model(bundle, engines, [settings.method], settings.size)
+    prefixes = compute_prefixes(bundle, engines, request.images)
+    edits = [image.edit for image in request.images]
+    masks = [None if edit is None or edit.regenerated.all() else ~edit.regenerated.ravel() for edit in edits]
+    return [
+        likelihood(model, prefix, tokens, settings.sampling, mask)
+        for prefix, tokens, mask in zip(prefixes, codes, masks, strict=True)
+    ]
 
 
 def load_model(

@@ -111,12 +111,12 @@ def print_warnings() -> Iterator[None]:
 def show_progress(lines: bool = True) -> Iterator[ProgressCallback]:
     """Show tasks on stderr with `[done/total]` and the remaining time.
 
-    A terminal shows bars. Other outputs get a line every five seconds, after the first two seconds.
+    A terminal or a notebook shows bars. Other outputs get a line every five seconds, after the first two seconds.
 
     Args:
         lines: whether other outputs also get a line when a task begins.
     """
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() or "ipykernel" in sys.modules:
         with _progress_bars() as progress:
             yield progress
     else:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..inputs import check_int
 from ..output.names import plan_outputs
 from .console import print_stderr, print_text
-from .options import OUTPUT, SUBJECTS, BundleArgument, EngineOptions
-from .run import generate_files
+from .options import OUTPUT, SUBJECTS, BundleArgument, EngineOptions, MethodOption, QualityOption
 
 EXAMPLES = """
 lantern-rt edit scene.png --mask mask.png --prompt "a green cone left of a blue cube on grass"
-lantern-rt edit cut-out.png bundles/llamagen-b --prompt 207 --seed 3 --output dog.png
+lantern-rt edit scene.png --keep-rows 8 --count 4 --output variations/
+lantern-rt edit cut-out.png bundles/llamagen-b --prompt 207 --seed 3 --tries 4 --output dog.png
 """
 
 
@@ -30,6 +32,12 @@ def edit(
             rich_help_panel=SUBJECTS,
         ),
     ] = None,
+    keep_rows: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of rows of the token grid to keep at the top, in place of a mask.", rich_help_panel=SUBJECTS
+        ),
+    ] = None,
     prompt: Annotated[
         str | None,
         typer.Option(
@@ -37,40 +45,67 @@ def edit(
             rich_help_panel=SUBJECTS,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed.", rich_help_panel=SUBJECTS)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed; further images and candidates have the next.", rich_help_panel=SUBJECTS)
+    ] = 0,
+    count: Annotated[
+        int, typer.Option(help="Number of images; with --tries at most 1,024 in all.", rich_help_panel=SUBJECTS)
+    ] = 1,
+    tries: Annotated[
+        int,
+        typer.Option(
+            help="Candidates per image, 1 .. 64; the one that fits the part below best is written.",
+            rich_help_panel=SUBJECTS,
+        ),
+    ] = 1,
+    quality: QualityOption = None,
+    method: MethodOption = None,
     output: Annotated[
         str | None,
         typer.Option(
-            help="PNG file or folder to write. [default: IMAGE-edit-seedN.png in the current folder]",
+            help="PNG file (of one image) or folder to write. [default: IMAGE-edit-seedN.png in the current folder]",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
 ) -> None:
     """Regenerate a part of an image.
 
-    Prints the path of the file to stdout, progress and a line of statistics to stderr.
+    Prints the paths of the files to stdout, progress and a line of statistics to stderr.
     """
+    from ..output.files import write_output
+    from ..output.images import png_bytes
+    from ..pipeline import MAX_TRIES
     from ..prompts import load_bundle_tokenizer
-    from ..requests import check_request
+    from ..requests import IMAGES_LIMIT, check_request
     from .replay import holds_image
 
     engine = EngineOptions()
     opened = engine.open_bundle(bundle)
-    manifest = opened.manifest
-    subject: dict[str, Any] = {"prompts": prompt}
-    if prompt is not None and manifest.condition.kind == "class" and prompt.isdecimal():
-        subject = {"class_ids": int(prompt)}
-    request = check_request(manifest, load_bundle_tokenizer(opened), **subject, image=image, mask=mask, seed=seed)
-    outputs = plan_outputs(
-        output, [f"{image.stem}-edit-seed{seed}"], False, lambda _, path: holds_image(path, opened, request, 1)
+    chosen = {"seed": seed, "quality": quality, "method": method, "mask": mask, "keep_rows": keep_rows}
+    options: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    if prompt is not None and opened.manifest.condition.kind == "class" and prompt.isdecimal():
+        options["class_ids"] = int(prompt)
+    else:
+        options["prompts"] = prompt
+    tries = check_int("tries", tries, 1, 1, MAX_TRIES)
+    count = check_int("count", count, 1, 1, IMAGES_LIMIT)
+    request = check_request(
+        opened.manifest, load_bundle_tokenizer(opened), image=image, num_images=count * tries, **options
     )
-    ((path, exists),) = outputs
-    if exists:
-        print_stderr("the image exists already")
+
+    def exists(i: int, path: Path) -> bool:
+        candidates = request.images[i * tries : (i + 1) * tries]
+        return any(holds_image(path, opened, replace(request, images=[candidate]), 1) for candidate in candidates)
+
+    outputs = plan_outputs(output, [f"{image.stem}-edit-seed{seed + i * tries}" for i in range(count)], False, exists)
+    if all(done for _, done in outputs):
+        print_stderr("the image exists already" if count == 1 else "the images exist already")
     else:
         began = time.perf_counter()
         pipeline = engine.load(opened, request.settings)
-        last = generate_files(pipeline, request, outputs, 1, None, False)
-        assert last.stats is not None
-        print_stderr(f"{last.stats.method}: {time.perf_counter() - began:.1f} s")
-    print_text(path)
+        result = pipeline.edit(image, tries=tries, num_images=count, progress=True, **options)
+        for (path, done), edited in zip(outputs, result.images, strict=True):
+            if not done:
+                write_output(path, png_bytes(edited, edited.info), False)
+        print_stderr(f"{result.settings.method}: {time.perf_counter() - began:.1f} s")
+    print_text(*(path for path, _ in outputs))

@@ -12,6 +12,7 @@ import typer
 
 from ..engines.ort.providers import DEFAULT_PROVIDER, Providers
 from ..errors import RequestError
+from ..methods import METHODS
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -61,6 +62,23 @@ QualitiesOption = Annotated[
     typer.Option(
         "--quality",
         help="Preset of the bundle: strict, balanced or fast; may be given several times.",
+        rich_help_panel=METHOD,
+    ),
+]
+QualityOption = Annotated[
+    str | None,
+    typer.Option(
+        "--quality",
+        help="Preset of the bundle: strict (exact), balanced or fast. [default: strict]",
+        rich_help_panel=METHOD,
+    ),
+]
+MethodOption = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        metavar="NAME[:PARAMETER=VALUE]...",
+        help=f"Decoding method instead of a quality, such as sjd:window=5: {', '.join(METHODS)}.",
         rich_help_panel=METHOD,
     ),
 ]

@@ -12,12 +12,10 @@ import typer
 
 from ..errors import OutputError, RequestError
 from ..inputs import check_int, format_value
-from ..methods import METHODS
 from ..output.files import check_output
 from ..output.names import plan_outputs, slug
 from .console import print_json, print_stderr, print_text, show_progress
 from .options import (
-    METHOD,
     OUTPUT,
     SUBJECTS,
     CfgScaleOption,
@@ -28,7 +26,9 @@ from .options import (
     EnginesOption,
     ForceOption,
     JsonOption,
+    MethodOption,
     ProviderOption,
+    QualityOption,
     TemperatureOption,
     ThreadsOption,
     TopKOption,
@@ -106,20 +106,8 @@ def run(
         str | None,
         typer.Option(help="Image size in pixels, as WIDTHxHEIGHT. [default: the bundle's]", rich_help_panel=SUBJECTS),
     ] = None,
-    quality: Annotated[
-        str | None,
-        typer.Option(
-            help="Preset of the bundle: strict (exact), balanced or fast. [default: strict]", rich_help_panel=METHOD
-        ),
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME[:PARAMETER=VALUE]...",
-            help=f"Decoding method instead of a quality, such as sjd:window=5: {', '.join(METHODS)}.",
-            rich_help_panel=METHOD,
-        ),
-    ] = None,
+    quality: QualityOption = None,
+    method: MethodOption = None,
     cfg_scale: CfgScaleOption = None,
     cfg_tokens: CfgTokensOption = None,
     cfg_schedule: CfgScheduleOption = None,

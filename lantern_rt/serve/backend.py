@@ -15,9 +15,11 @@ from PIL.Image import Image
 from ..asynchronous import AsyncPipeline
 from ..methods import METHODS
 from ..output.images import png_bytes
+from ..prompts import load_bundle_tokenizer
 from ..results import StreamStep
 from ..runtime.drafting import SequenceStep
 from ..runtime.engine import Bools
+from ..text.words import WordTokenizer
 from .protocol import Completion, Event, Figures, ImagesRequest, image_event
 
 ADMITTED: Event = {"type": "admitted"}  # the request is queued; not sent to clients
@@ -68,6 +70,8 @@ class LocalBackend:
         self.pipeline = pipeline
         self.manifest = pipeline.pipeline.bundle.manifest
         self.name = self.manifest.name
+        tokenizer = load_bundle_tokenizer(pipeline.pipeline.bundle)
+        self._words = tokenizer.words if isinstance(tokenizer, WordTokenizer) else ()
 
     @property
     def alive(self) -> bool:
@@ -88,6 +92,7 @@ class LocalBackend:
             "qualities": [*manifest.presets],
             "sampling": manifest.sampling.model_dump(),
             "examples": self.pipeline.pipeline.bundle.examples[:8],
+            "words": self._words,
             "edits": "vq_encoder" in manifest.files,
         }
 

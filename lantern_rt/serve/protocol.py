@@ -269,6 +269,7 @@ class HttpError(LanternError):
         self, status: int, problem: str = "", code: str | None = None, retry_after: int | None = None, **fields: str
     ) -> None:
         super().__init__(problem, **fields)
+        self.args = status, problem, code, retry_after
         self.status = status
         self.code = "invalid_value" if status == 400 else code
         self.retry_after = retry_after

@@ -73,11 +73,13 @@ class WordTokenizer:
     def _unknown_words(self, unknown: list[str]) -> RequestError:
         named = []
         for word in unknown[:_MAX_NAMED]:
-            close = " or ".join(difflib.get_close_matches(word[:40], self.words, n=3))
+            similar = [known for known in self.words if abs(len(known) - len(word)) < 2 < len(known)]
+            close = " or ".join(difflib.get_close_matches(word[:40], similar, n=3))
             named.append(format_value(word) + (f" (did you mean {close}?)" if close else ""))
         more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
         actual = f"unknown word{'s' * (len(unknown) > 1)} {', '.join(named)}{more}"
-        listed = f", such as {', '.join(self.words[-3:])}" if self.examples else f": {', '.join(self.words)}"
+        longer = [word for word in " ".join(self.examples).split() if len(word) > 3]
+        listed = f", such as {', '.join([*dict.fromkeys(longer)][:3])}" if longer else f": {', '.join(self.words)}"
         expected = f"words among the {len(self.words)} that this model knows{listed}"
         remedy = "`lantern-rt inspect BUNDLE --words` lists them"
         return RequestError(field="prompt", found=actual, expected=expected, remedy=remedy)

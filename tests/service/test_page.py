@@ -252,11 +252,11 @@ def test_an_earlier_image_is_shown_again_with_its_figures(page: Page) -> None:
     assert figures(page) != first
     thumbnails = page.locator("#history button")
     assert [one.get_attribute("aria-current") for one in thumbnails.all()] == ["true", "false"]
-    name = f"a large white ring on the right, seed {seed}"
+    name = f"a matte pink ball in the center at night, seed {seed}"
     page.get_by_role("button", name=name).focus()
     page.keyboard.press("Enter")
     expect(page.locator("#status")).to_have_text(name)
-    expect(page.locator(".subject")).to_have_text("a large white ring on the right")
+    expect(page.locator(".subject")).to_have_text("a matte pink ball in the center at night")
     assert figures(page) == first
     assert [one.get_attribute("aria-current") for one in thumbnails.all()] == ["false", "true"]
     assert read(saved(page)).shape == (256, 256, 3)
@@ -284,7 +284,7 @@ def test_the_oldest_images_are_forgotten_and_their_memory_is_freed(page: Page, s
 @pytest.mark.parametrize("width", [390, 768, 1280])
 def test_fields_and_labels_have_room(page: Page, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 900})
-    page.click("summary")
+    page.click("summary:visible")
     page.fill("#seed", "4294967295")
     assert page.evaluate("document.documentElement.scrollWidth") == width
     for one in page.locator(".field input:visible, .field label:visible").all():
@@ -303,14 +303,18 @@ def test_a_key_is_asked_for_where_the_server_wants_one(page: Page) -> None:
 
     page.route("**/v1/**", guard)
     page.reload()
-    expect(page.locator("#error")).to_have_text("wrong key")
+    expect(page.locator("#status")).to_have_text("This server requires an API key")
+    expect(page.locator("#error")).to_be_hidden()
     expect(page.locator("#form")).to_be_hidden()
-    page.keyboard.type("secret")
-    page.keyboard.press("Enter")
+    for key in ("guess", "secret"):
+        page.fill("#key", key)
+        page.keyboard.press("Enter")
+        if key == "guess":
+            expect(page.locator("#error")).to_have_text("wrong key")
     expect(page.locator("#draw")).to_be_enabled()
     draw(page)
     page.click(".curl")
-    expect(page.locator(".command")).to_contain_text("Bearer $LANTERN_API_KEY")
+    expect(page.locator(".command")).to_contain_text("Bearer $LANTERN_RT_API_KEY")
 
 
 def test_models_can_be_chosen_and_those_of_classes_take_a_class_id(page: Page, scenes: RunningServer) -> None:
@@ -322,7 +326,7 @@ def test_models_can_be_chosen_and_those_of_classes_take_a_class_id(page: Page, s
     page.select_option("#model", "classes")
     expect(page.locator("#prompt")).to_be_hidden()
     page.fill("#class-id", "207")
-    page.click("summary")
+    page.click("summary:visible")
     page.fill("#temperature", "0.9")
     page.fill("#seed", "1")
     page.select_option("#method", "ar")
@@ -373,6 +377,32 @@ def test_a_part_that_is_painted_over_is_drawn_anew(page: Page, phone: Page) -> N
         assert (after == before)[:48].all()
         assert 0 < int(figures(one)["preserved by the edit"][0]) < CODES - 12
         assert one.evaluate("document.documentElement.scrollWidth") <= one.viewport_size["width"]
+
+
+def test_keys_choose_the_cells_that_are_drawn_anew(page: Page) -> None:
+    draw(page, "sjd")
+    before = read(saved(page))
+    page.fill("#seed", "8")
+    page.focus(".change")
+    page.keyboard.press("Enter")
+    expect(page.locator(".mask")).to_be_focused()
+    for key, times in (("ArrowDown", 9), ("ArrowRight", 40), ("ArrowLeft", 4)):  # as far as the last column
+        for _ in range(times):
+            page.keyboard.press(key)
+    page.keyboard.press("Space")
+    page.keyboard.press("Space")
+    page.click(".redraw")
+    expect(page.locator("#status")).to_have_text("Paint over a part of the image first")
+    page.focus(".mask")
+    page.keyboard.press("Space")
+    with page.expect_response(re.compile("edits")):
+        page.click(".redraw")
+    expect(page.locator("#cancel")).to_be_hidden(timeout=1000 * SECONDS)
+    expect(page.locator("#status")).to_contain_text("Done in")
+    assert int(figures(page)["preserved by the edit"][0]) == CODES - 1
+    after = read(saved(page))
+    assert (after == before)[:128].all()
+    assert (after == before)[:, :160].all()
 
 
 def test_a_picture_of_ones_own_is_changed(page: Page, tmp_path: Path) -> None:

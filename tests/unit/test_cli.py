@@ -235,6 +235,22 @@ def test_edit_draws_a_part_once_and_such_a_picture_is_not_drawn_from_its_record(
     assert "no image encoder" in program("edit", "own.png", words_bundle, "--prompt", "red cube")[2]
 
 
+def test_edit_takes_what_the_pipeline_takes(program: Any) -> None:
+    Image.linear_gradient("L").save("own.png")
+    several = ("edit", "own.png", "--prompt", "a red cube on sand", "--keep-rows", 12, "--tries", 2, "--count", 2)
+    code, output, err = program(*several, "--method", "sjd:window=3")
+    assert (code, output) == (0, "own-edit-seed0.png\nown-edit-seed2.png\n")
+    assert err.startswith("sjd:window=3")
+    pipeline = Pipeline.from_bundle("scenes")
+    found = pipeline.edit("own.png", prompts="a red cube on sand", keep_rows=12, tries=2, num_images=2)
+    for name, image in zip(output.split(), found.images, strict=True):
+        with Image.open(name) as written:
+            assert written.tobytes() == image.tobytes()
+    assert "exist already" in program(*several)[2]
+    for option, value in (("--tries", 0), ("--count", 2000), ("--keep-rows", 99), ("--quality", "odd")):
+        assert program(*several, option, value)[0] == 2
+
+
 # ---------------------------------------------------------------- other commands, and help
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from refusals import error_of
 from lantern_rt import LanternError, open_bundle
 from lantern_rt.edits import read_image
 from lantern_rt.engines.host import thread_count
+from lantern_rt.errors import BundleError, BusyError, RequestError, TreeError
 from lantern_rt.methods import Options
 from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import check_request
@@ -63,3 +66,12 @@ def test_threads_are_named_without_an_address(odd: str) -> None:
 def test_bytes_that_are_no_picture_are_refused_in_the_same_words_each_time(data: bytes) -> None:
     error = error_of(LanternError, read_image, "image", data)
     assert (error.field, error.problem) == ("image", "cannot be read (cannot identify image file)")
+
+
+@pytest.mark.parametrize("kind", [LanternError, BundleError, RequestError, TreeError, BusyError])
+def test_an_error_keeps_its_fields_in_another_process(kind: type[LanternError]) -> None:
+    """Pools of processes pickle it; Celery makes it again of its class and arguments."""
+    error = kind("odd", 7) if kind is BusyError else kind("odd", "seed", "-1", "0 .. 9", "give another")
+    for other in (pickle.loads(pickle.dumps(error)), kind(*json.loads(json.dumps(error.args)))):
+        assert type(other) is kind
+        assert (str(other), vars(other)) == (str(error), vars(error))

@@ -178,6 +178,17 @@ def test_a_callback_hears_of_every_step_and_ends_the_call_by_raising(pipe: Pipel
         pipe("red cube", callback_on_step=lambda step: 1 // 0)
 
 
+def test_a_call_shows_its_progress_if_asked(
+    pipe: Pipeline, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    result = pipe("red cube", progress=True)
+    assert f"[{len(result.codes[0])}/{len(result.codes[0])}]" in capsys.readouterr().err
+    pipe("red cube")
+    assert capsys.readouterr().err == ""
+
+
 def test_closing_a_stream_cancels_it(pipe: Pipeline) -> None:
     stream = pipe.stream(PROMPTS, seed=1)
     next(stream)

@@ -52,12 +52,13 @@ def test_an_unknown_word_is_named_with_the_nearest_known_one(tokenizer: WordToke
     message = refusal(tokenizer, "a rad ball under xylophones")
     assert "unknown words 'rad' (did you mean red?), 'xylophones', expected words among the 8" in message
     assert "and 2 more" in refusal(tokenizer, "zzz yyy xxx www vvv")
+    assert "did you mean" not in refusal(tokenizer, "a bon")  # `on` is another word
 
 
 def test_all_words_are_listed_unless_there_are_examples(tokenizer: WordTokenizer) -> None:
     assert "this model knows: a, ball, blue, cube, on, red, snow, under;" in refusal(tokenizer, "dragon")
-    with_examples = replace(tokenizer, examples=("a red ball",))
-    assert "this model knows, such as red, snow, under;" in refusal(with_examples, "dragon")
+    with_examples = replace(tokenizer, examples=("a blue ball under snow",))
+    assert "this model knows, such as blue, ball, under;" in refusal(with_examples, "dragon")
 
 
 @pytest.mark.parametrize("prompt", ["<pad>", "a <unk>", "3 ball", "a café ball", "球"])

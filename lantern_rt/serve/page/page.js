@@ -27,7 +27,7 @@ async function load() {
   try {
     known = await models();
   } catch (error) {
-    return fail(error);
+    return error.status === 401 && !apiKey() ? askForKey("This server requires an API key") : fail(error);
   }
   if (!known.length) return setTimeout(load, 1000);  // the server is loading its models
   at("model").replaceChildren(...known.map(({ id }) => option(id)));
@@ -44,7 +44,7 @@ const model = () => {
 
 function useModel() {
   const { id, size, sizes = [size], rows, columns, takes, classes, max_n } = model();
-  const { methods, qualities, sampling, examples, edits } = model();
+  const { methods, qualities, sampling, examples, words = [], edits } = model();
   at("about").textContent = `${id}, ${size.replace("x", " x ")} pixels, ${rows} x ${columns} tokens`;
   at("size").replaceChildren(...sizes.map((name) => option(name)));
   at("size").value = size;
@@ -55,8 +55,10 @@ function useModel() {
   at("class-id").max = (classes ?? 1) - 1;
   at("class-id").value ||= 0;
   const shortest = [...examples ?? []].sort((a, b) => a.length - b.length).slice(0, 4);
-  at("prompt").value ||= shortest[0] ?? "";
+  at("prompt").value ||= shortest.find((text) => text.split(" ").length > 7) ?? shortest[0] ?? "";  // says a scene
   at("examples").replaceChildren(...shortest.map((text) => chip(text)));
+  at("words").hidden = !words.length;
+  at("words").querySelector("p").textContent = words.join(", ");
   const explained = { strict: "strict: exact", ar: "ar: plain decoding", rows: "rows: several rows per step" };
   const ordered = [...qualities, ...methods];
   method.replaceChildren(...ordered.map((name) => option(name, explained[name])));
@@ -246,10 +248,13 @@ function fail(error) {
   at("suggestions").hidden = !suggestions.length;
   report("Failed");
   if (!pictures.some(({ kinds }) => kinds)) at("output").hidden = at("overlay-field").hidden = true;
-  if (error.status === 401) {
-    at("key-form").hidden = false;
-    at("key").focus();
-  }
+  if (error.status === 401) askForKey("Failed");
+}
+
+function askForKey(status) {
+  report(status);
+  at("key-form").hidden = false;
+  at("key").focus();
 }
 
 form.addEventListener("submit", (event) => { event.preventDefault(); start(); });

@@ -19,10 +19,10 @@ export class Picture {
     this.part = (selector) => this.element.querySelector(selector);
     const [width, height] = (body.size ?? model.size).split("x").map(Number);
     this.part(".stage").style.aspectRatio = `${width} / ${height}`;
-    this.mask = new Mask(this.part(".mask"), this.part(".brush"), width, height);
+    this.mask = new Mask(this.part(".mask"), this.part(".brush"), this.part(".cell"), { width, height, ...model });
     this.part(".change").addEventListener("click", () => this.paint(true));
     this.part(".clear").addEventListener("click", () => this.mask.clear());
-    this.part(".leave").addEventListener("click", () => this.paint(false));
+    this.part(".leave").addEventListener("click", () => { this.paint(false); this.part(".change").focus(); });
     this.part(".redraw").addEventListener("click", () => redraw(this));
     this.part(".keep").addEventListener("click", () => keepSeed(this));
     this.part(".stage").addEventListener("click", () => { if (this.part(".mask").hidden) enlarge(this); });
@@ -93,7 +93,8 @@ export class Picture {
   paint(yes) {
     this.part(".mask").hidden = this.part(".painting").hidden = !yes;
     this.part(".change").hidden = yes || !this.figures;
-    if (!yes) this.mask.clear();
+    if (yes) this.part(".mask").focus();
+    else this.mask.clear();
   }
 
   showImage(src) {
@@ -119,7 +120,7 @@ export class Picture {
     return [
       `curl -s ${address("v1/images/generations")}`,
       "-H 'Content-Type: application/json'",
-      ...(apiKey() ? ['-H "Authorization: Bearer $LANTERN_API_KEY"'] : []),
+      ...(apiKey() ? ['-H "Authorization: Bearer $LANTERN_RT_API_KEY"'] : []),
       `-d '${quoted}' | jq -r '.data[0].b64_json' | base64 -d > picture.png`,
     ].join(" \\\n  ");
   }
