@@ -319,7 +319,7 @@ def journeys(session: nox.Session) -> None:
     project = {"LANTERN_NODE_PROJECT": str(node) if shutil.which("npm") else ""}
     session.run(*pytest, f"{service}_ray_backend.py", f"{service}_clients.py", manifests, env=project)
     exports = (f"tests/export/test_{name}.py" for name in ("first_hour", "hub", "published"))
-    services = (f"{service}_{name}.py" for name in ("page", "ray", "scale_out_page", "connections"))
+    services = (f"{service}_{name}.py" for name in ("page", "page_edits", "ray", "scale_out_page", "connections"))
     session.run(*pytest, "-m", "slow", *exports, *services)
 
 

@@ -36,6 +36,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import RequestError
 from ..methods import MethodConfig, Relaxed, Residual
 from .sampling import Probabilities, sample
 from .tree import DraftTree
@@ -89,10 +90,16 @@ class Relaxation:
 
     @classmethod
     def of(cls, method: MethodConfig, neighbors: Codes | None) -> Relaxation | None:
-        """Return the relaxation of a method, None for an exact method; `neighbors` is the bundle's table."""
+        """Return the relaxation of a method, None for an exact method; `neighbors` is the bundle's table.
+
+        Raises:
+            RequestError: a relaxed method without the table.
+        """
         if not isinstance(method, Relaxed) or method.exact:
             return None
-        assert neighbors is not None  # relaxed methods are rejected earlier for a bundle without neighbours
+        if neighbors is None:
+            problem = "reads a table of neighbours, which the model was loaded without"
+            raise RequestError(problem, field="method", remedy="name the method when the model is loaded")
         bounds = {name: getattr(method, name, None) for name in ("delta", "lambda_")}
         return cls(neighbors, method.neighbors or 0, **bounds, residual=method.residual or "aggregated")
 

@@ -13,6 +13,7 @@ from ..compare.prompts import read_bundle_prompts
 from ..compare.turns import parse_methods
 from ..engines.host import processor
 from ..inputs import check_int
+from ..output.tables import csv_table
 from ..pipeline import Pipeline
 from .console import print_json, print_table, print_text, show_progress
 from .options import (
@@ -65,6 +66,7 @@ def bench(
     engines: EnginesOption = None,
     provider: ProviderOption = None,
     json: JsonOption = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print all numbers as CSV, and nothing else.")] = False,
 ) -> None:
     """Compare the speed of decoding methods with that of plain decoding (ar).
 
@@ -86,6 +88,9 @@ def bench(
     facts = pipeline_facts(pipeline)
     if json:
         print_json({**facts, "batch": batch, "rows": rows})
+        return
+    if csv:
+        print_text(csv_table(rows).removesuffix("\n"))
         return
     for row in rows:
         row["exact_word"] = "yes" if row["exact"] else "no"

@@ -26,6 +26,7 @@ from ..errors import RequestError
 from ..methods import Quality
 from ..output.files import atomic_folder, check_new_folder
 from ..output.names import slug
+from ..output.tables import csv_table
 from ..pipeline import Pipeline
 from .bench import pipeline_facts
 from .console import print_text, show_progress
@@ -81,7 +82,9 @@ def evaluate(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="New folder for report.html and eval.json. [default: eval-NAME in the current folder]"),
+        typer.Option(
+            help="New folder for report.html, eval.json and eval.csv. [default: eval-NAME, in the current one]"
+        ),
     ] = None,
     write_presets: Annotated[
         bool,
@@ -147,6 +150,7 @@ def evaluate(
         (folder / _RESULT).write_text(dumps({**facts, **report}, indent=1, allow_nan=False) + "\n", "utf-8")
         page = html_report(report, images, facts, f"{manifest.name}: decoding methods compared")
         (folder / "report.html").write_text(page, "utf-8")
+        (folder / "eval.csv").write_text(csv_table(report["methods"]), "utf-8")
     print_text(text_report(report, reference is not None), output / _RESULT, output / "report.html")
     if write_presets:
         _write_presets(opened, choose_presets(report, manifest))

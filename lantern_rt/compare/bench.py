@@ -12,7 +12,8 @@ from ..engines.contracts import Progress
 from ..methods import Quality
 from ..pipeline import Pipeline
 from .prompts import Prompts
-from .turns import ComparedMethod, Run, run_in_turns
+from .statistics import estimate_mean
+from .turns import ComparedMethod, Run, run_in_turns, tokens_per_pass
 
 MIN_TURNS = 3
 
@@ -76,6 +77,7 @@ def summarize(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     nats = [score.nats for run in runs for score in run.likelihoods]
     plain_nats = [score.nats for run in plain for score in run.likelihoods]
     ratio, error = paired_ratio(nats, plain_nats)
+    (passes,) = estimate_mean([tokens_per_pass(runs)], num_seeds=1)
     share = {
         "target": sum(entry.target_seconds for entry in stats) / total,
         "drafter": sum(entry.drafter_seconds for entry in stats) / total,
@@ -90,6 +92,7 @@ def summarize(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
         "speed_up": statistics.median(speed_ups),
         "speed_ups": speed_ups,
         "tokens_per_forward_pass": statistics.mean(entry.tokens_per_forward_pass for entry in stats),
+        "tokens_per_forward_pass_interval": {"low": passes["low"], "high": passes["high"]},
         "drafter_passes_per_target_pass": sum(s.drafter_passes for s in stats) / sum(s.target_passes for s in stats),
         "share": share | {"text_and_images": 1 - sum(share.values())},
         "tvd_per_token": statistics.mean(run.tvd_per_token for run in runs) if method.measures_distance else None,

@@ -22,7 +22,7 @@ from ..pipeline import Pipeline
 from .image_graph import Agreement, Features
 from .prompts import Prompts
 from .statistics import RESAMPLES, Figure, Floats, Ints, estimate, estimate_mean, fit_gaussian, frechet_distance
-from .turns import ComparedMethod, Run, add_likelihoods, run_in_turns
+from .turns import ComparedMethod, Run, add_likelihoods, run_in_turns, tokens_per_pass
 
 MIN_PROMPTS = 2
 ENOUGH_PROMPTS = 30
@@ -101,6 +101,7 @@ def evaluate(
             images[REFERENCE] = _generate_reference(pipeline, methods[0], prompts, num_seeds, progress)
             reference = features(images[REFERENCE])
         figures["frechet"] = frechet_figure(sets, reference, num_seeds, progress, paired=real is None)
+    passes = estimate_mean([tokens_per_pass(method_runs) for method_runs in runs.values()], num_seeds)
     columns = {label: {name: figure[i] for name, figure in figures.items()} for i, label in enumerate(compared)}
     report = {
         "prompts": labels,
@@ -116,10 +117,11 @@ def evaluate(
                 "seconds": sum(run.seconds for run in method_runs),
                 "exact": method_runs[-1].settings.method.exact,
                 "same_images": label not in compared or method_runs is plain,
-                "tokens_per_forward_pass": float(np.mean(_tokens_per_pass(method_runs))),
+                "tokens_per_forward_pass": speed["value"],
+                "tokens_per_forward_pass_interval": {"low": speed["low"], "high": speed["high"]},
                 "figures": columns.get(label),
             }
-            for label, method_runs in runs.items()
+            for (label, method_runs), speed in zip(runs.items(), passes, strict=True)
         ],
     }
     return report, images
@@ -147,11 +149,6 @@ def _codes(runs: Sequence[Run]) -> Ints:
     return np.array([codes for run in runs for codes in run.codes])  # [images, cells]
 
 
-def _tokens_per_pass(runs: Sequence[Run]) -> list[float]:
-    length = len(runs[0].codes[0])
-    return [length / image.target_passes for run in runs for image in run.statistics.per_image]
-
-
 def _agreement_figure(
     agreement: Agreement,
     labels: Sequence[str],
@@ -174,7 +171,7 @@ def _figures_of_runs(methods: Sequence[Sequence[Run]], num_seeds: int) -> dict[s
         [image.realised_tvd / codes.shape[2] for run in runs for image in run.statistics.per_image] for runs in methods
     ]
     return {
-        "tokens_per_forward_pass": estimate_mean([_tokens_per_pass(runs) for runs in methods], num_seeds),
+        "tokens_per_forward_pass": estimate_mean([tokens_per_pass(runs) for runs in methods], num_seeds),
         "tvd": estimate_mean(tvd, num_seeds),
         "same_tokens": estimate_mean(list((codes == codes[0]).mean(2)), num_seeds),
         "excess_nll": estimate_mean([[score.nats - score.entropy for score in row] for row in scores], num_seeds),

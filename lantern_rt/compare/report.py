@@ -67,7 +67,8 @@ def _text_cell(figure: Mapping[str, Any], name: str) -> str:
 
 
 def _exact_cell(method: Mapping[str, Any]) -> str:
-    return f"exact: same images, {method['tokens_per_forward_pass']:.2f} tokens per pass"
+    passes = {"value": method["tokens_per_forward_pass"], **method["tokens_per_forward_pass_interval"]}
+    return f"exact: same images, {_interval(passes, '.2f')} tokens per pass"
 
 
 def _columns(report: Mapping[str, Any]) -> dict[str, Column]:

@@ -93,6 +93,12 @@ class Run:
         return self.statistics.realised_tvd / len(self.codes[0])
 
 
+def tokens_per_pass(runs: Sequence[Run]) -> list[float]:
+    """Return the tokens per target pass of every image, prefill included."""
+    length = len(runs[0].codes[0])
+    return [length / image.target_passes for run in runs for image in run.statistics.per_image]
+
+
 def run(pipeline: Pipeline, method: ComparedMethod, request: Mapping[str, Any], make_images: bool = True) -> Run:
     """Run one method on one request and measure the time.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from typing import Any
 
 from ..errors import printable
 
@@ -19,6 +22,24 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
     rows = [[printable(" ".join(cell.splitlines())) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(["", *map(str.ljust, row, widths)]).rstrip() for row in rows)
+
+
+def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as CSV: a column for every number or text, with the names of nested fields joined by dots."""
+    flat = [dict(_fields(row)) for row in rows]
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(dict.fromkeys(name for row in flat for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return file.getvalue()
+
+
+def _fields(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _fields(value, f"{prefix}{name}.")
+        elif not isinstance(value, list):
+            yield prefix + name, value
 
 
 def html_table(rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:

@@ -13,15 +13,20 @@ concatenated: entry i of a list is `values[offsets[i] : offsets[i + 1]]`.
     part_image         int64 [parts]       number of the image
     part_committed     int64 [parts]       number of tokens committed to the image
     part_bonus         int64 [parts]       token sampled after the accepted path; -1 if there is none
+    part_seconds       float64 [parts]     duration of the step, the caller's work included
     tree_offsets       int64 [parts + 1]   empty trees: the prefill, and every step of method ar
     tree_tokens        int64 [nodes]       token of each node; the root is the last token committed before
     tree_parents       int64 [nodes]       parent of each node within its tree, -1 for the root
     path_offsets       int64 [parts + 1]
     path_nodes         int64 [accepted]    accepted nodes within the tree, starting with the root (0)
+    path_relaxed       bool [accepted]     whether exact acceptance would have rejected the node
+    path_q             float64 [accepted]  probability with which the drafter sampled the node's token, without its
+                                           earlier siblings; NaN for the root, 1 if acceptance does not read it
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -32,6 +37,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from ..runtime.decode import Step
+from ..runtime.tree import DraftTree
 
 Ints = NDArray[np.int64]
 
@@ -55,6 +61,9 @@ class TraceStep(NamedTuple):
         tree_tokens: token of each node of the draft tree.
         tree_parents: parent of each node, -1 for the root.
         path: accepted nodes, starting with the root.
+        relaxed: whether exact acceptance would have rejected each accepted node.
+        q: probability of each accepted node under the drafter.
+        seconds: duration of the step.
     """
 
     step: int
@@ -63,6 +72,9 @@ class TraceStep(NamedTuple):
     tree_tokens: Ints
     tree_parents: Ints
     path: Ints
+    relaxed: list[bool]
+    q: list[float]
+    seconds: float
 
 
 @dataclass
@@ -80,14 +92,28 @@ class Trace:
     columns: int
     parts: list[TraceStep] = field(default_factory=list)
     steps: int = 0
+    _since: float = field(init=False, default_factory=time.perf_counter)
 
     def add(self, step: Step) -> None:
-        """Record the tree and accepted path of a step, without its distributions."""
+        """Record the tree and accepted path of a step, without whole distributions."""
+        now = time.perf_counter()
+        seconds = now - self._since
+        self._since = now
         for part in step.parts:
-            tokens = _EMPTY if part.tree is None else part.tree.tokens
-            parents = _EMPTY if part.tree is None else part.tree.parents
-            path = _EMPTY if part.acceptance is None else np.array(part.acceptance.path, np.int64)
-            self.parts.append(TraceStep(self.steps, part.sequence, part.codes, tokens, parents, path))
+            path: list[int] = [] if part.acceptance is None else part.acceptance.path
+            self.parts.append(
+                TraceStep(
+                    self.steps,
+                    part.sequence,
+                    part.codes,
+                    _EMPTY if part.tree is None else part.tree.tokens,
+                    _EMPTY if part.tree is None else part.tree.parents,
+                    np.array(path, np.int64),
+                    [part.acceptance is not None and node in part.acceptance.relaxed for node in path],
+                    [float("nan") if part.tree is None else _sampling_probability(part.tree, node) for node in path],
+                    seconds,
+                )
+            )
         self.steps += 1
 
     def npz_bytes(self) -> bytes:
@@ -108,9 +134,14 @@ class Trace:
             "path_offsets": np.cumsum([0, *map(len, paths)]),
             "path_nodes": np.concatenate([_EMPTY, *paths]),
         }
-        buffer = BytesIO()
         int64: dict[str, Any] = {name: np.array(values, np.int64) for name, values in arrays.items()}
-        np.savez_compressed(buffer, **int64)
+        measured: dict[str, Any] = {
+            "part_seconds": np.array([part.seconds for part in self.parts], np.float64),
+            "path_relaxed": np.array([relaxed for part in self.parts for relaxed in part.relaxed], np.bool_),
+            "path_q": np.array([q for part in self.parts for q in part.q], np.float64),
+        }
+        buffer = BytesIO()
+        np.savez_compressed(buffer, **int64, **measured)
         return buffer.getvalue()
 
     def accepted_per_cell(self) -> Ints:
@@ -160,3 +191,16 @@ class Trace:
             committed[part.image] += len(part.codes)
             cells[part.image, start : committed[part.image]] = value(part)
         return cells
+
+
+def _sampling_probability(tree: DraftTree, node: int) -> float:
+    """Return the probability with which the drafter sampled a node's token after the node's earlier siblings."""
+    parent = int(tree.parents[node])
+    if parent < 0:
+        return float("nan")
+    q = tree.proposal(parent)
+    if q is None:
+        return 1.0
+    siblings = tree.structure.children[parent]
+    before = sum(float(q[tree.tokens[sibling]]) for sibling in siblings[: siblings.index(node)])
+    return float(q[tree.tokens[node]]) / (1 - before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,3 +56,24 @@ def tiny_pipe(tiny_folder: Path) -> Pipeline:
 @pytest.fixture(scope="session")
 def scenes_pipe() -> Pipeline:
     return Pipeline.from_bundle("scenes", threads=1)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from browser_page import open_browser
+
+    yield from open_browser()
+
+
+@pytest.fixture
+def page(scenes: RunningServer, browser: Any) -> Iterator[Any]:
+    from browser_page import visit
+
+    yield from visit(f"{scenes.url}/", browser)
+
+
+@pytest.fixture
+def phone(scenes: RunningServer, browser: Any) -> Iterator[Any]:
+    from browser_page import PHONE, visit
+
+    yield from visit(f"{scenes.url}/", browser, **PHONE)

@@ -3,89 +3,19 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import re
-import shutil
-from collections.abc import Iterator
 from itertools import combinations
-from pathlib import Path
 from threading import Thread
 
-import numpy as np
 import pytest
-from PIL import Image
+from browser_page import CODES, IN_A_BROWSER, PHONE, REMEMBERED, SECONDS, draw, figures, read, saved
+from playwright.sync_api import Page, Route, expect
+from running_server import GENERATIONS, RunningServer, until
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
-from playwright.sync_api import Browser, Page, Route, expect  # noqa: E402
-from running_server import GENERATIONS, RunningServer, until  # noqa: E402
+from lantern_rt import open_bundle
 
-from lantern_rt import open_bundle  # noqa: E402
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-NEEDED = "needs Chromium, as in Debian's package `chromium`"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=NEEDED)]
-QUIET = ("--disable-background-networking --disable-component-update --disable-gpu --disable-quic --disable-sync "
-         "--no-first-run --no-sandbox")  # fmt: skip
-PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
-CODES, SECONDS, REMEMBERED = 256, 60, 24
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Chromium with a new, empty profile."""
-    with playwright.sync_playwright() as programs:
-        browser = programs.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(scenes: RunningServer, browser: Browser) -> Iterator[Page]:
-    """The page, ready to draw; whatever a test does, no request leaves the server and no script fails."""
-    yield from visit(f"{scenes.url}/", browser)
-
-
-@pytest.fixture
-def phone(scenes: RunningServer, browser: Browser) -> Iterator[Page]:
-    """The same on a phone."""
-    yield from visit(f"{scenes.url}/", browser, **PHONE)
-
-
-def visit(server: str, browser: Browser, **options: object) -> Iterator[Page]:
-    context = browser.new_context(**options)
-    page, errors, addresses = context.new_page(), [], []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda line: errors.append(line.text) if line.type in ("error", "warning") else None)
-    page.on("request", lambda request: addresses.append(request.url))
-    page.goto(server)
-    expect(page.locator("#draw")).to_be_enabled()
-    yield page
-    context.close()
-    refused = "Failed to load resource: the server responded with a status of 4"  # said of every refusal
-    assert [error for error in errors if not error.startswith(refused)] == []
-    assert [one for one in addresses if not one.startswith((server, "data:", f"blob:{server}"))] == []
-
-
-def draw(page: Page, method: str = "strict", other: str = "") -> None:
-    """Press Draw and wait for the end."""
-    page.select_option("#method", method)
-    page.select_option("#other", other)
-    page.click("#draw")
-    expect(page.locator("#cancel")).to_be_hidden(timeout=1000 * SECONDS)
-
-
-def saved(page: Page, number: int = 0) -> bytes:
-    """The file of an image that is shown."""
-    with page.expect_download() as download:
-        page.click(f".save >> nth={number}")
-    return download.value.path().read_bytes()
-
-
-def figures(page: Page) -> dict[str, list[str]]:
-    """The table, by the names of its rows."""
-    rows = page.locator("#figures tbody tr").all()
-    return {row.locator("th").inner_text(): row.locator("td").all_inner_texts() for row in rows}
+pytestmark = IN_A_BROWSER
 
 
 def test_a_picture_grows_before_it_is_done(page: Page) -> None:
@@ -349,71 +279,6 @@ def test_the_curl_command_draws_the_picture_that_is_saved(page: Page, scenes: Ru
     _, answer = scenes.post(json.loads(re.findall(r"-d '(.*?)' \|", command, re.DOTALL)[0]))
     picture = answer["data"][0]["b64_json"]
     assert download.value.path().read_bytes() == base64.b64decode(picture)
-
-
-def change(page: Page) -> bytes:
-    """Paint over the middle of the picture, have it drawn anew, and save it."""
-    page.locator(".mask").scroll_into_view_if_needed()
-    box = page.locator(".mask").bounding_box()
-    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] / 2, steps=5)
-    page.mouse.up()
-    with page.expect_response(re.compile("edits")):
-        page.click(".redraw")
-    expect(page.locator("#cancel")).to_be_hidden(timeout=1000 * SECONDS)
-    expect(page.locator("#status")).to_contain_text("Done in")
-    return saved(page)
-
-
-def test_a_part_that_is_painted_over_is_drawn_anew(page: Page, phone: Page) -> None:
-    for one in (page, phone):
-        draw(one, "sjd")
-        before = read(saved(one))
-        one.fill("#seed", "8")
-        one.click(".change")
-        after = read(change(one))
-        assert (after != before).any(2)[112:144, 112:144].mean() > 0.5
-        assert (after == before)[:48].all()
-        assert 0 < int(figures(one)["preserved by the edit"][0]) < CODES - 12
-        assert one.evaluate("document.documentElement.scrollWidth") <= one.viewport_size["width"]
-
-
-def test_keys_choose_the_cells_that_are_drawn_anew(page: Page) -> None:
-    draw(page, "sjd")
-    before = read(saved(page))
-    page.fill("#seed", "8")
-    page.focus(".change")
-    page.keyboard.press("Enter")
-    expect(page.locator(".mask")).to_be_focused()
-    for key, times in (("ArrowDown", 9), ("ArrowRight", 40), ("ArrowLeft", 4)):  # as far as the last column
-        for _ in range(times):
-            page.keyboard.press(key)
-    page.keyboard.press("Space")
-    page.keyboard.press("Space")
-    page.click(".redraw")
-    expect(page.locator("#status")).to_have_text("Paint over a part of the image first")
-    page.focus(".mask")
-    page.keyboard.press("Space")
-    with page.expect_response(re.compile("edits")):
-        page.click(".redraw")
-    expect(page.locator("#cancel")).to_be_hidden(timeout=1000 * SECONDS)
-    expect(page.locator("#status")).to_contain_text("Done in")
-    assert int(figures(page)["preserved by the edit"][0]) == CODES - 1
-    after = read(saved(page))
-    assert (after == before)[:128].all()
-    assert (after == before)[:, :160].all()
-
-
-def test_a_picture_of_ones_own_is_changed(page: Page, tmp_path: Path) -> None:
-    Image.new("RGB", (300, 200), (90, 160, 60)).save(tmp_path / "own.jpg")
-    page.set_input_files("#open", tmp_path / "own.jpg")
-    expect(page.locator(".painting")).to_be_visible()
-    assert (np.abs(read(change(page))[:40].astype(int) - (90, 160, 60)) < 4).all()
-
-
-def read(file: bytes) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
 
 
 def test_a_phone_shows_everything_in_its_width_and_large_enough_to_touch(phone: Page) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 
@@ -48,6 +50,8 @@ def test_the_rows_are_what_the_bundle_can_run_and_their_figures_add_up(
         assert len(row["speed_ups"]) == 3
         assert row["exact"] == (row["method"] not in ("rows", "lantern", "lantern++"))
     assert (rows["ar"]["speed_up"], rows["ar"]["nll_ratio"], rows["ar"]["tokens_per_forward_pass"]) == (1, 1, 1)
+    low, high = rows["sjd"]["tokens_per_forward_pass_interval"].values()
+    assert 1 < low < rows["sjd"]["tokens_per_forward_pass"] < high
     assert rows["sjd"]["nll_ratio"] == 1
     assert rows["sjd"]["tvd_per_token"] == 0 < rows["lantern++"]["tvd_per_token"]
     assert rows["sjd"]["share"]["drafter"] == 0 < rows["eagle:tree=chain-3"]["share"]["drafter"]
@@ -67,6 +71,10 @@ def test_the_table_has_five_columns_within_80_characters_and_more_if_it_is_wide(
     assert max(len(line.rstrip()) for line in (heading, *rows[:2])) <= 80
     assert rows[2].startswith("3 turns, batch size 2")
     assert rows[3] == "fastest exact method: ar (1.00); select it with --method ar"
+    assert run_program([*arguments, "--csv"]) == 0
+    own, other = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (own["method"], own["speed_up"], other["method"], other["exact"]) == ("ar", "1.0", "rows:window=3", "False")
+    assert 0 < float(other["share.target"]) < 1
     assert run_program([*arguments[:-2], "--quality", "strict"]) == 0
     assert capsys.readouterr().out.splitlines()[3].split()[::4] == ["strict", "yes"]
     assert run_program([*arguments, "--wide"]) == 0

@@ -21,10 +21,10 @@ STATEMENTS = {PRODUCT: 15_660, ("recipes",): 1_601, ("tests",): 17_960, ("benchm
 ROOM = 1.02
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LONGEST_FILE = 400
-WORDS = 17_650
+WORDS = 17_720
 README_WORDS = 600
 SENTENCE_WORDS = 24  # of README and the first hour
-OPTIONS = 118
+OPTIONS = 119
 
 
 def python_files(*folders: str) -> list[Path]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import re
@@ -121,7 +123,7 @@ def test_eval_writes_a_page_that_needs_nothing_else_and_its_figures(
     assert "good: an interval of excess NLL within +- 0.04 for balanced, 0.12 for fast\n" in out
     assert max(map(len, out.splitlines())) <= 80
     assert "images of ar, other seeds" in err
-    assert sorted(path.name for path in Path("found").iterdir()) == ["eval.json", "report.html"]
+    assert sorted(path.name for path in Path("found").iterdir()) == ["eval.csv", "eval.json", "report.html"]
     report = read_report("found")
     assert report["bundle_digest"] == pipeline.bundle.digest
     assert report["features"]["name"] == "VQ encoder features"
@@ -131,7 +133,13 @@ def test_eval_writes_a_page_that_needs_nothing_else_and_its_figures(
     assert list(plain["figures"]) == list(COLUMNS)
     for one in (jacobi, eagle):
         assert (one["exact"], one["same_images"], one["figures"]) == (True, True, None)
-        assert one["tokens_per_forward_pass"] > 1.2
+        interval = one["tokens_per_forward_pass_interval"]
+        assert 1.2 < interval["low"] < one["tokens_per_forward_pass"] < interval["high"]
+    table = list(csv.DictReader(io.StringIO(Path("found/eval.csv").read_text("utf-8"))))
+    assert [row["method"] for row in table] == [one["method"] for one in report["methods"]]
+    assert float(table[1]["tokens_per_forward_pass_interval.low"]) == jacobi["tokens_per_forward_pass_interval"]["low"]
+    assert float(table[3]["figures.tvd.difference_to_ar.high"]) == relaxed["figures"]["tvd"]["difference_to_ar"]["high"]
+    assert table[1]["figures.tvd.value"] == ""
     assert plain["tokens_per_forward_pass"] == pytest.approx(1, abs=0.03)  # ties cost passes
     assert report["agreement"]["tokenizer"] == "the tokenizer of tiny"
     ids = {"red": 3, "green": 4, "sphere": 5, "cube": 6, "on": 7, "sand": 8, "snow": 9, "a": 2}

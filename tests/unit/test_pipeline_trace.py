@@ -49,6 +49,25 @@ def test_the_file_replays_the_decode(pipe: Pipeline, method: str) -> None:
     assert file["grid"].tolist() == [6, 6]
     assert (np.diff(file["part_step"]) >= 0).all()
     assert (len(file["tree_tokens"]) > 0) == (method != "ar")
+    assert file["part_seconds"].shape == file["part_step"].shape
+    assert (file["part_seconds"] > 0).all()
+    roots = file["path_offsets"][:-1][np.diff(file["path_offsets"]) > 0]
+    assert np.flatnonzero(np.isnan(file["path_q"])).tolist() == roots.tolist()
+    accepted = np.delete(file["path_q"], roots)
+    assert ((accepted > 0) & (accepted <= 1)).all()
+    assert (accepted < 1).any() == (method == "lantern++")  # trees of `lantern` hold the most probable tokens
+    assert not file["path_relaxed"][roots].any()
+
+
+@pytest.mark.parametrize("method", ["eagle", "lantern:delta=0.9", "lantern++:lambda=40"])
+def test_tokens_that_exact_acceptance_would_have_rejected_are_marked(pipe: Pipeline, method: str) -> None:
+    steps = list(pipe.stream(["red cube", "green sphere"] * 4, seed=4, method=method))
+    trace = Trace(6, 6)
+    for step in steps:
+        trace.add(step)
+    marked = sum(len(part.acceptance.relaxed) for step in steps for part in step.parts if part.acceptance is not None)
+    assert read(trace)["path_relaxed"].sum() == marked
+    assert (marked > 0) == (method != "eagle")
 
 
 def test_cells_are_coloured_by_what_their_pass_accepted(pipe: Pipeline) -> None:
