@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..bundle.manifest import DecoderSpec, DrafterSpec
-from ..bundle.onnx_scan import Weight, graph_weights
+from ..bundle.onnx_scan import Weight, graph_weights, stored_name
 from ..errors import BundleError
 from ..inputs import reading
 from .columns import unpack_mask
@@ -132,7 +132,7 @@ class _DeviceWriter(DecoderWriter):
         self.has_matmul_attention = basic_ops or (capacity is not None and not self.half)
         epsilons = {float(name.removeprefix("eps_")) for name in weights if name.startswith("eps_")}
         self.epsilon = next(iter(epsilons - {HEAD_EPSILON}), HEAD_EPSILON)
-        swap = weights["rotary.swap" if "rotary.swap" in weights else "rotary.swap.half"].array(folder)
+        swap = weights[stored_name(weights, "rotary.swap")].array(folder)
         self.interleaved = int(swap[0].argmax() == 1)  # whether neighbours are rotated together
 
     def write(self, is_drafter: bool) -> DeviceGraph:
@@ -302,7 +302,7 @@ class _DeviceWriter(DecoderWriter):
         """Look up the drafter's token embeddings, in the type that the graph computes in."""
         if self.basic_ops and not self.half:
             return self.graph.op("Gather", self.weight("embed.weight"), "token_ids")
-        stored = self.add_weight(self.stored_name("embed.weight"))
+        stored = self.add_weight(stored_name(self.weights, "embed.weight"))
         rows = self.graph.op("Gather", stored, "token_ids")
         return rows if self.weights[stored].dtype == self.dtype else self.graph.cast(rows, self.dtype)
 
@@ -319,7 +319,7 @@ class _DeviceWriter(DecoderWriter):
 
     def weight(self, name: str) -> str:
         """Add a weight and decode it if it is stored in another type; a weight stored as float32 stays float32."""
-        stored = self.stored_name(name)
+        stored = stored_name(self.weights, name)
         if stored == name:
             return self.add_weight(name)
         if stored not in self.decoded:
@@ -349,11 +349,6 @@ class _DeviceWriter(DecoderWriter):
         self.add_weight(name)
         return name if self.weights[name].dtype == self.dtype else self.graph.cast(name, self.dtype)
 
-    def stored_name(self, name: str) -> str:
-        """Return the name of a weight in the file, which includes the type of its storage."""
-        names = (name, *(f"{name}.{kind}" for kind in ("half", "bfloat16", "int8", "int4")))
-        return next((stored for stored in names if stored in self.weights), name)
-
     def add_weight(self, name: str) -> str:
         """Add a weight as it is stored, and return its name."""
         self.graph.weights[name] = self.weights[name].message
@@ -374,7 +369,7 @@ class _DeviceWriter(DecoderWriter):
         width = self.spec.head_dim
         second = (1, width, 2) if self.interleaved else (width // 2, width, 1)  # columns of each pair's second number
         slices = [graph.ints(number) for number in second]
-        positions = self.weights[self.stored_name("rotary.cos")].shape[0]
+        positions = self.weights[stored_name(self.weights, "rotary.cos")].shape[0]
         parts = self.group + 2
         tables = []
         for name, fill in (("rotary.cos", 1), ("rotary.sin", 0)):

@@ -165,6 +165,7 @@ c2i = _llamagen(
 t2i = _llamagen("t2i_bundle", "Text-conditional LlamaGen without a drafter: prefix 8, 6 x 6 codes.", T2I)
 t2i_drafter = _llamagen("t2i_drafter_bundle", "The same with its EAGLE drafter.", T2I, True)
 t2i_half = _llamagen("t2i_half_bundle", "That computing in float16.", T2I, True, "float16")
+t2i_bfloat16 = _llamagen("t2i_bfloat16_bundle", "That computing in bfloat16.", T2I, True, "bfloat16")
 t2i_int8 = _llamagen("t2i_int8_bundle", "That with weights stored as int8.", T2I, True, precision="int8-weights")
 t2i_products = _llamagen("t2i_products_bundle", "That multiplying int8.", T2I, True, precision="int8")
 lantern_c2i = _llamagen(

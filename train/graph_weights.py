@@ -9,13 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..bundle.onnx_scan import graph_weights
+from ..bundle.onnx_scan import STORAGES, graph_weights, stored_name
 from ..errors import BundleError
 from ..inputs import reading
 
 _REMEDY = "export the bundle again"
 _INTEGERS = (".int8", ".int4")
-_STORAGES = ("", ".half", *_INTEGERS)  # ends of a weight's name, by its storage precision
 
 
 class GraphWeights:
@@ -32,7 +31,7 @@ class GraphWeights:
 
     def __contains__(self, name: str) -> bool:
         """Return whether the graph has a weight."""
-        return any(name + storage in self._weights for storage in _STORAGES)
+        return any(name + storage in self._weights for storage in STORAGES)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight as the graph stores it."""
@@ -53,14 +52,15 @@ class GraphWeights:
     def floats(self) -> dict[str, Tensor]:
         """Return all floating-point weights by name."""
         stored = [name for name, weight in self._weights.items() if weight.dtype and not name.endswith(".scales")]
-        names = (name.removesuffix(".half").removesuffix(".int8").removesuffix(".int4") for name in stored)
-        return {name: self.read(name) for name in sorted(names)}
+        for storage in STORAGES:
+            stored = [name.removesuffix(storage) for name in stored]
+        return {name: self.read(name) for name in sorted(stored)}
 
     def _stored_name(self, name: str) -> str:
-        for storage in _STORAGES:
-            if name + storage in self._weights:
-                return name + storage
-        raise BundleError(field=str(self._path), found=f"no {name} in the graph", remedy=_REMEDY)
+        try:
+            return stored_name(self._weights, name)
+        except KeyError as error:
+            raise BundleError(field=str(self._path), found=f"no {name} in the graph", remedy=_REMEDY) from error
 
     def _numbers(self, stored: str) -> NDArray[np.float32]:
         with reading(self._path, "an ONNX graph", BundleError, _REMEDY):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ _CHILDREN: dict[str, dict[int, str]] = {
     "tensor": {13: "entry"},
     "entry": {},
 }
+STORAGES = ("", ".half", ".bfloat16", ".int8", ".int4")  # ends of a weight's name, by the type of its storage
 _DTYPES = {  # Data types of weights in bundles, by number in TensorProto.
     1: "float32",
     3: "int8",
@@ -85,7 +86,7 @@ class Weight(NamedTuple):
     external: tuple[str, int, int] | None
 
     def array(self, folder: Path) -> NDArray[Any]:
-        """Read the values; int4 values are returned as int8.
+        """Read the values; int4 values are returned as int8, bfloat16 values as float32.
 
         Args:
             folder: folder of the graph.
@@ -105,6 +106,8 @@ class Weight(NamedTuple):
         if self.dtype == "int4":  # Two values per byte, the low half first.
             packed = np.frombuffer(data, np.int8)
             numbers = np.stack([packed << 4 >> 4, packed >> 4], -1).ravel()[: 2 * len(data) - math.prod(self.shape) % 2]
+        elif self.dtype == "bfloat16":  # The upper half of a float32.
+            numbers = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
         elif self.dtype:
             numbers = np.frombuffer(data, self.dtype)
         else:
@@ -134,6 +137,18 @@ def graph_weights(path: Path) -> dict[str, Weight]:
                 external = (entries["location"], int(entries.get("offset", 0)), int(entries.get("length", 0)))
             weights[name] = Weight(data[tensor], shape, dtype, external)
     return weights
+
+
+def stored_name(weights: Mapping[str, Weight], name: str) -> str:
+    """Return the name of a weight in its file, which ends in the type of its storage.
+
+    Raises:
+        KeyError: there is no such weight.
+    """
+    for storage in STORAGES:
+        if name + storage in weights:
+            return name + storage
+    raise KeyError(name)
 
 
 def count_float_weights(path: Path) -> int:
