@@ -143,7 +143,7 @@ def stored_name(weights: Mapping[str, Weight], name: str) -> str:
     """Return the name of a weight in its file, which ends in the type of its storage.
 
     Raises:
-        KeyError: there is no such weight.
+        KeyError: no weight has the name.
     """
     for storage in STORAGES:
         if name + storage in weights:
