@@ -172,68 +172,26 @@ def step(pipe: Any, method: str, steps: int) -> dict[str, float]:
     return {name: round(getattr(ops, name) / count, 1) for name in names}
 
 
-class PartClock:
-    """Processor time by part of a step: functions of a part are timed without those of other parts that they call."""
-
-    def __init__(self) -> None:
-        self._seconds: Counter[str] = Counter()
-        self._parts = ["loop"]
-        self._since = time.process_time()
-
-    def lap(self) -> Counter[str]:
-        """Seconds by part since the last lap."""
-        self._count()
-        seconds, self._seconds = self._seconds, Counter()
-        return seconds
-
-    def _count(self) -> None:
-        now = time.process_time()
-        self._seconds[self._parts[-1]] += now - self._since
-        self._since = now
-
-    def time(self, owner: Any, name: str, part: str) -> None:
-        """Time the method `name` of a class."""
-        function = getattr(owner, name)
-
-        def timed(*arguments: Any, **options: Any) -> Any:
-            self._count()
-            self._parts.append(part)
-            try:
-                return function(*arguments, **options)
-            finally:
-                self._count()
-                self._parts.pop()
-
-        setattr(owner, name, timed)
-
-
 def host_times(pipes: dict[str, Any]) -> None:
     """Print what a step costs the host, by part."""
+    from host_parts import PartClock
+
     from lantern_rt import EngineError
-    from lantern_rt.engines.device_engine import DeviceEngine
-    from lantern_rt.engines.ort.session import GraphSession
-    from lantern_rt.runtime.batch import Batch
     from lantern_rt.runtime.noise import GROUP_SIZE, Noise
 
-    clock = PartClock()
-    for owner, name, part in (
-        (GraphSession, "_call", "engine"),
-        (DeviceEngine, "run", "inputs"),
-        (Batch, "_sample_together", "sampling"),
-    ):
-        clock.time(owner, name, part)
-    clock.lap()
+    began = time.thread_time()
     for seed in range(10):
         Noise(seed).gumbel(0, GROUP_SIZE, CODES)
-    print(f"noise of {GROUP_SIZE} tokens: {1e5 * clock.lap().total():.0f} us")
+    print(f"noise of {GROUP_SIZE} tokens: {1e5 * (time.thread_time() - began):.0f} us")
     zeros = np.zeros((GROUP_SIZE, CODES), np.float32)
     Noise._group = lambda noise, group, size: noise._groups.setdefault(group, zeros)
-    parts = ("engine", "inputs", "sampling", "loop")
+    parts = ("engine", "inputs", "sampling", "loop")  # noise is zeros, and takes no time
     print(f"{'microseconds of a step':24} {'size':7} images" + "".join(f"{part:>10}" for part in (*parts, "all")))
     for method, (size, pipe), images in product(HOST_METHODS, pipes.items(), (1, 8)):
         label = f"{method:24} {size:7} {images:6}"
         try:
-            steps = step_times(clock, pipe, method, images)
+            with PartClock(time.thread_time) as clock:
+                steps = step_times(clock, pipe, method, images)
         except EngineError as error:
             print(f"{label}  left out: {error.problem}", flush=True)
             continue
@@ -242,7 +200,7 @@ def host_times(pipes: dict[str, Any]) -> None:
         print(label + "".join(f"{1e6 * value:10.0f}" for value in row), flush=True)
 
 
-def step_times(clock: PartClock, pipe: Any, method: str, images: int) -> list[Counter[str]]:
+def step_times(clock: Any, pipe: Any, method: str, images: int) -> list[Counter[str]]:
     """Seconds of steps by part; those of the first two turns, in which recurring passes are recorded, are left out."""
     turns: list[list[Counter[str]]] = []
     while sum(map(len, turns[2:])) < MIN_STEPS:

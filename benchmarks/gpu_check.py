@@ -11,7 +11,7 @@ Steps, each with a limit of seconds (`--limit`), going on if one fails:
 - `pytest -m gpu`.
 - Of each model and backend: milliseconds of passes at half an image with two rows, the bound being the bandwidth of
   device memory; on ONNX Runtime also op by op, without CUDA graphs. Images a second of methods, by images in a batch.
-  Kernels by kind, of passes and of steps.
+  Kernels by kind, and the host's time by part, of steps.
 - PyTorch of the same size: eager, as a CUDA graph, compiled.
 
 Models are LlamaGen's sizes with random weights, exported once if `--work` names a folder to keep them, or `--bundle`.
@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,6 +43,7 @@ import gpu_profile
 import torch
 import torch_decoder
 from decode import REPEATS, ROWS, pass_seconds, target_bytes
+from host_parts import PartClock
 from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import EngineError, LanternError, Pipeline, __version__
@@ -200,10 +202,16 @@ def profile_steps(pipeline: Pipeline, method: str, steps: int) -> dict[str, Any]
     running = (step for image in images for step in image)
     for _ in islice(running, WARM):
         pass
+    parts = Counter[str]()
+    with PartClock(time.perf_counter) as clock:
+        for _ in islice(running, steps):
+            parts += clock.lap()
+    host = {part: 1e3 * seconds / steps for part, seconds in parts.most_common()}
+    print("ms of the host, waiting included: " + ", ".join(f"{part} {ms:.3f}" for part, ms in host.items()))
     found = gpu_profile.measure(lambda: next(running), steps, lines=14)
     kinds = ", ".join(f"{kind} {ms:.3f}" for kind, ms in found["kinds"].items())
     print(f"wall {found['wall']:.3f} ms, busy {found['busy']:.3f} in {found['kernels']:.0f} kernels: {kinds}")
-    return found
+    return found | {"host": host}
 
 
 def image_row(pipeline: Pipeline, method: str, images: int, count: int) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""A clock for the parts of a step on the host: calls of ONNX Runtime, inputs, sampling, noise, and the decode loop."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any, Self
+
+from lantern_rt.engines.device_engine import DeviceEngine
+from lantern_rt.engines.ort.session import GraphSession
+from lantern_rt.runtime.batch import Batch
+from lantern_rt.runtime.noise import Noise
+
+PARTS = (
+    (GraphSession, "_call", "engine"),
+    (DeviceEngine, "run", "inputs"),
+    (Batch, "_sample_together", "sampling"),
+    (Noise, "gumbel", "noise"),
+)
+
+
+class PartClock:
+    """Time by part of a step: functions of a part are timed without those of other parts that they call.
+
+    Within a `with` block, and only on the thread that makes the clock.
+
+    Args:
+        now: the clock, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._thread = get_ident()
+        self._seconds: Counter[str] = Counter()
+        self._parts = ["loop"]
+        self._since = now()
+        self._functions = [getattr(owner, name) for owner, name, _ in PARTS]
+
+    def __enter__(self) -> Self:
+        for (owner, name, part), function in zip(PARTS, self._functions, strict=True):
+            setattr(owner, name, self._timed(function, part))
+        self.lap()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for (owner, name, _), function in zip(PARTS, self._functions, strict=True):
+            setattr(owner, name, function)
+
+    def lap(self) -> Counter[str]:
+        """Seconds by part since the last lap."""
+        self._count()
+        seconds, self._seconds = self._seconds, Counter()
+        return seconds
+
+    def _count(self) -> None:
+        now = self._now()
+        self._seconds[self._parts[-1]] += now - self._since
+        self._since = now
+
+    def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            if get_ident() != self._thread:
+                return function(*arguments, **options)
+            self._count()
+            self._parts.append(part)
+            try:
+                return function(*arguments, **options)
+            finally:
+                self._count()
+                self._parts.pop()
+
+        return timed
