@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +35,7 @@ _UNRECORDED = -1  # graph id of forward passes that are run op by op
 _DAMAGE = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
 # Keys are words of ONNX Runtime's messages.
 _REMEDIES = {"bad_alloc": "close other programs, there is too little memory", "procfs": "mount /proc"}
+_open_sessions = weakref.WeakSet[Any]()
 
 
 class GraphSession:
@@ -187,7 +190,19 @@ def open_session(
     configure(options)
     graph = source if isinstance(source, bytes) else str(source)
     providers = ["CPUExecutionProvider"] if providers is None else providers or None
-    return runtime.InferenceSession(graph, options, providers=providers, **arguments)
+    session = runtime.InferenceSession(graph, options, providers=providers, **arguments)
+    _open_sessions.add(session)
+    return session
+
+
+def _keep_sessions() -> None:
+    """Prevent that a forked process frees inherited sessions, which would wait for threads that it does not have."""
+    for session in _open_sessions:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))  # any other reference is dropped at exit
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_sessions)
 
 
 def load_session(
