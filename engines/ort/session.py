@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import BundleError, EngineError
-from ...inputs import format_error, reading
+from ...inputs import format_error, reading, reraise_interruption
 from ..contracts import STORAGE_DTYPES, Array, Tensor, TensorView, numpy_types
 from ..graph_writer import TYPES, convolution_graph
 from ..host import import_onnxruntime, thread_count
@@ -158,6 +158,7 @@ class GraphSession:
             with device_lock(self.provider):
                 return run(*arguments)
         except Exception as error:
+            reraise_interruption(error)
             problem = f"ONNX Runtime failed to run the graph: {format_error(error, 200)}"
             remedy = "" if self.provider == DEFAULT_PROVIDER else "use another provider, or export in float32"
             raise EngineError(problem, field=str(self.path), remedy=remedy) from error
@@ -255,6 +256,7 @@ def load_session(
         with device_lock(provider):
             session = open_session(source, threads, configure, providers, enable_fallback=False)
     except Exception as error:
+        reraise_interruption(error)
         reason = format_error(error, 200)
         if type(error).__name__ in _DAMAGE:
             raise BundleError(
@@ -281,6 +283,7 @@ def check_provider(name: str) -> None:
     try:
         session.run(None, {"image": np.zeros((1, 1, 2, 2), np.float32), "kernel": np.zeros((1, 1, 1, 1), np.float32)})
     except Exception as error:
+        reraise_interruption(error)
         raise EngineError(
             f"ONNX Runtime cannot run a convolution ({format_error(error, 200)})",
             field=f"provider {name}",
