@@ -197,7 +197,7 @@ def open_session(
 
 
 def _keep_sessions() -> None:
-    """Prevent that a forked process frees inherited sessions, which would wait for threads that it does not have."""
+    """Keep inherited sessions in a forked process: freeing them would wait for threads that do not exist there."""
     for session in _open_sessions:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))  # any other reference is dropped at exit
 

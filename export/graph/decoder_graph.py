@@ -217,7 +217,9 @@ class PastFirstWriter(DecoderWriter):
         """Round values `[nodes, rows, num_kv_heads, width]` to multiples of a power of two for each channel.
 
         The power follows from the largest value that a normed input and the bias can lead to. So only rounding can
-        make a value exceed `_VALUE_STEPS` steps, and this excess is clipped.
+        make a value exceed `_VALUE_STEPS` steps, and this excess is clipped. Rounded weights add up to at most
+        `_WEIGHT_STEPS` and half a step for each column. So `max_steps` keeps every sum of weighted values below
+        `2**_EXACT_BITS`, for more columns than a manifest allows.
         """
         ops = self.graph
         shape = (self.config.num_kv_heads, self.config.head_dim)
