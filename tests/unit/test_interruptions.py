@@ -12,7 +12,7 @@ import pytest
 from evaluation_graphs import make_features
 from PIL import Image
 
-from lantern_rt import BundleError, EngineError, Pipeline
+from lantern_rt import BundleError, EngineError, Pipeline, open_bundle
 from lantern_rt.bundle.hub import hub_errors
 from lantern_rt.compare.image_graph import Features, Preprocessing
 from lantern_rt.engines.host import import_onnxruntime
@@ -65,12 +65,15 @@ def test_a_time_limit_ends_an_evaluation(tmp_path: Path, interrupt: Interrupt, m
 
 
 def test_a_time_limit_ends_the_reading_of_a_file(
-    tmp_path: Path, interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, words_bundle: Path, interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(TimeoutError), reading(tmp_path, "a file", BundleError, "give another"):
         interrupt()
     with pytest.raises(TimeoutError), hub_errors("hf:owner/name", BundleError, "try again"):
         interrupt()
+    monkeypatch.setattr("lantern_rt.bundle.files.file_sha256", interrupt)
+    with pytest.raises(TimeoutError):
+        open_bundle(words_bundle)
     monkeypatch.setattr("lantern_rt.output.recipe.PngImageFile", interrupt)
     Image.new("RGB", (8, 8)).save(tmp_path / "image.png")
     with pytest.raises(TimeoutError):
