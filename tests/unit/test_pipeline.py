@@ -213,6 +213,13 @@ shared = AsyncPipeline(pipe)
 def generate(): return asyncio.run(shared.generate("red cube", num_images=64, method="ar"))
 threading.Thread(target=generate, daemon=True).start()
 while not shared.service.images: time.sleep(0.001)
+def hold():
+    with vars(service)["_changed"]:
+        held.set()
+        time.sleep(600)
+held = threading.Event()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
 if os.fork() == 0:
     for draw in (lambda: pipe("red cube"), lambda: service.submit(print, "red cube"), generate):
         try:
