@@ -8,6 +8,10 @@ import sys
 def main() -> None:
     """Run the program and exit."""
     try:
+        if sys.argv[1:2] == ["serve"] and sys.platform != "win32":
+            import signal
+
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # waits until the server can reload its keys
         from .cli.main import main as run
 
         run()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 from weakref import WeakValueDictionary
 
 from PIL.Image import Image
@@ -24,6 +25,8 @@ from .service_request import ServiceRequest
 
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder
+
+R = TypeVar("R")
 
 
 class AsyncPipeline:
@@ -44,8 +47,9 @@ class AsyncPipeline:
         self._workers = ThreadPoolExecutor(1, "lantern-rt-images")  # decodes images
         self._checks = ThreadPoolExecutor(1, "lantern-rt-requests")  # checks requests without images
         self._edits = ThreadPoolExecutor(1, "lantern-rt-edits")  # checks edits, whose images take longer
-        self._edit_locks = WeakValueDictionary[str, asyncio.Lock]()  # caller -> lock: one edit is checked at a time
-        self._num_calls = 0  # calls that may still decode images
+        # (event loop, caller) -> lock: one edit is checked at a time
+        self._edit_locks = WeakValueDictionary[tuple[asyncio.AbstractEventLoop, str], asyncio.Lock]()
+        self._calls = set[object]()  # calls of all event loops that may still decode images
         self._closed = False
 
     @classmethod
@@ -91,7 +95,11 @@ class AsyncPipeline:
                 pipeline.close()
                 raise
 
-        return await asyncio.get_running_loop().run_in_executor(None, load)
+        loading = ThreadPoolExecutor(1, "lantern-rt-loading")
+        try:
+            return await _run_in_thread(loading, load, AsyncPipeline._discard)
+        finally:
+            loading.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:
         return self
@@ -108,13 +116,22 @@ class AsyncPipeline:
             drain: whether to finish the running and queued requests; False: they raise `RequestError`.
         """
         self._closed = True
-        loop = asyncio.get_running_loop()
+        if os.getpid() == self.pipeline.process:  # threads and calls do not survive a fork
+            loop = asyncio.get_running_loop()
+            await asyncio.shield(loop.run_in_executor(None, self._stop, drain))  # also if this task is cancelled
+            while self._calls:
+                await asyncio.sleep(0.01)
+            await loop.run_in_executor(None, self._workers.shutdown)
+        self.pipeline.close()
+
+    def _stop(self, drain: bool) -> None:
         for executor in (self._checks, self._edits):
-            await loop.run_in_executor(None, executor.shutdown)  # waits for requests that are being checked
-        await loop.run_in_executor(None, self.service.close, drain)
-        while self._num_calls:
-            await asyncio.sleep(0.01)
-        await loop.run_in_executor(None, self._workers.shutdown)
+            executor.shutdown()  # waits for requests that are being checked
+        self.service.close(drain)
+
+    def _discard(self) -> None:
+        """Close a pipeline that has no requests."""
+        self._stop(drain=False)
         self.pipeline.close()
 
     async def generate(self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]) -> Result:
@@ -166,11 +183,12 @@ class AsyncPipeline:
     @contextmanager
     def _calling(self) -> Iterator[None]:
         self._check_open()
-        self._num_calls += 1
+        call = object()
+        self._calls.add(call)
         try:
             yield
         finally:
-            self._num_calls -= 1
+            self._calls.remove(call)
 
     async def updates(
         self,
@@ -202,14 +220,17 @@ class AsyncPipeline:
         updates = asyncio.Queue[StreamStep | BaseException]()
 
         def put_update(update: StreamStep | BaseException) -> None:
-            loop.call_soon_threadsafe(updates.put_nowait, update)
+            with suppress(RuntimeError):  # the event loop was closed after it cancelled the request
+                loop.call_soon_threadsafe(updates.put_nowait, update)
 
         submit = partial(
             self.service.submit, put_update, prompts, steps=steps, caller=caller, deadline=deadline, **options
         )
         self._check_open()
         edit = options.get("image") is not None
-        request = await (self._submit_edit(caller, submit) if edit else _submit_in_thread(self._checks, submit))
+        request = await (
+            self._submit_edit(caller, submit) if edit else _run_in_thread(self._checks, submit, ServiceRequest.cancel)
+        )
         try:
             yield request, None
             stats = None
@@ -227,13 +248,13 @@ class AsyncPipeline:
 
         Checking an edit decodes its image, so that one caller could otherwise keep the thread busy.
         """
-        lock = self._edit_locks.setdefault(caller, asyncio.Lock())
-        await lock.acquire()
         loop = asyncio.get_running_loop()
+        lock = self._edit_locks.setdefault((loop, caller), asyncio.Lock())
+        await lock.acquire()
         began = loop.time()
         try:
             self._check_open()
-            return await _submit_in_thread(self._edits, submit)
+            return await _run_in_thread(self._edits, submit, ServiceRequest.cancel)
         finally:
             loop.call_later(loop.time() - began, lock.release)
 
@@ -260,19 +281,24 @@ class AsyncPipeline:
     def _check_open(self) -> None:
         if self._closed:
             raise RequestError("closed", field="pipeline", remedy="make another")
+        _ = self.pipeline.engines  # raises in a forked process, which has none of the threads
 
 
-async def _submit_in_thread(executor: ThreadPoolExecutor, submit: Callable[[], ServiceRequest]) -> ServiceRequest:
-    submitting = executor.submit(submit)
+async def _run_in_thread(executor: ThreadPoolExecutor, function: Callable[[], R], discard: Callable[[R], None]) -> R:
+    """Run a function in a thread. If this task is cancelled, the thread passes the function's result to `discard`.
+
+    It does so before it runs another function.
+    """
+    running = executor.submit(function)
     try:
-        return await asyncio.wrap_future(submitting)
+        return await asyncio.wrap_future(running)
     except asyncio.CancelledError:
-        submitting.add_done_callback(_cancel_request)  # runs before the next request is checked
+        running.add_done_callback(partial(_discard_result, discard))
         raise
     finally:
-        del submitting  # its error would keep the images in the frames of its traceback alive
+        del running  # its error would keep the images in the frames of its traceback alive
 
 
-def _cancel_request(submitting: Future[ServiceRequest]) -> None:
-    if not submitting.cancelled() and submitting.exception() is None:
-        submitting.result().cancel()
+def _discard_result(discard: Callable[[R], None], running: Future[R]) -> None:
+    if not running.cancelled() and running.exception() is None:
+        discard(running.result())

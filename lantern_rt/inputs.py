@@ -11,10 +11,12 @@ import numbers
 import os
 import re
 import reprlib
+import signal
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, BinaryIO
 
 from pydantic import ValidationError
@@ -93,6 +95,16 @@ def format_error(error: BaseException, max_length: int = 160) -> str:
     return " ".join((text or type(error).__name__).split())[:max_length]
 
 
+def reraise_interruption(error: BaseException) -> None:
+    """Raise an error again if a signal's handler raised it, such as a time limit, and not the interrupted code.
+
+    Every block that converts any exception calls this first.
+    """
+    handlers = [getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()]
+    if any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__)):
+        raise error
+
+
 def require_library(name: str, feature: str, extra: str) -> None:
     """Raise an error if a library is not installed.
 
@@ -141,6 +153,7 @@ def reading(path: Path, expected: str, error_class: type[LanternError], remedy: 
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
+        reraise_interruption(error)
         problem = f"cannot be read ({format_error(error)})" if isinstance(error, OSError) else format_error(error)
         raise error_class(problem, field=str(path), expected=expected, remedy=remedy) from error
 

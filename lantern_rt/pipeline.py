@@ -55,6 +55,7 @@ class Pipeline(HasRenamedAttributes):
 
     Attributes:
         bundle: the open bundle.
+        process: id of the process that loaded the bundle.
     """
 
     def __init__(self, bundle: Bundle, engines: Engines) -> None:
@@ -62,7 +63,7 @@ class Pipeline(HasRenamedAttributes):
         self._tokenizer = load_bundle_tokenizer(bundle)
         self._engines: Engines | None = engines
         self._free = available_memory() if engines.on_cpu else None
-        self._process = os.getpid()
+        self.process = os.getpid()
 
     @classmethod
     def from_bundle(
@@ -155,7 +156,7 @@ class Pipeline(HasRenamedAttributes):
         """
         if self._engines is None:
             raise RequestError("closed", field="pipeline", remedy="call Pipeline.from_bundle again")
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             remedy = "call Pipeline.from_bundle in every process, or start them by `spawn`"
             raise RequestError("loaded before this process was forked", field="pipeline", remedy=remedy)
         return self._engines

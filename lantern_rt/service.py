@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -171,6 +172,8 @@ class Service(HasRenamedAttributes):
         Args:
             drain: whether to finish the requests in the service; False: their listeners get an error.
         """
+        if os.getpid() != self.pipeline.process:
+            return  # a forked process has no service thread, which may have held the lock
         with self._changed:
             self._closing = True
             self._draining = drain

@@ -7,6 +7,7 @@ import hashlib
 import json
 import multiprocessing
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -50,6 +51,18 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         return code, *capsys.readouterr()
 
     return program
+
+
+@pytest.fixture
+def interrupt() -> Iterator[Callable[..., Any]]:
+    """A function that is interrupted by a signal, whose handler raises TimeoutError."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError("too slow")
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    yield lambda *_, **__: signal.raise_signal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, previous)
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import BundleError, EngineError
-from ...inputs import format_error, reading
+from ...inputs import format_error, reading, reraise_interruption
 from ..contracts import STORAGE_DTYPES, Array, Tensor, TensorView, numpy_types
 from ..graph_writer import TYPES, convolution_graph
 from ..host import import_onnxruntime, thread_count
@@ -33,6 +35,7 @@ _UNRECORDED = -1  # graph id of forward passes that are run op by op
 _DAMAGE = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
 # Keys are words of ONNX Runtime's messages.
 _REMEDIES = {"bad_alloc": "close other programs, there is too little memory", "procfs": "mount /proc"}
+_open_sessions = weakref.WeakSet[Any]()
 
 
 class GraphSession:
@@ -155,6 +158,7 @@ class GraphSession:
             with device_lock(self.provider):
                 return run(*arguments)
         except Exception as error:
+            reraise_interruption(error)
             problem = f"ONNX Runtime failed to run the graph: {format_error(error, 200)}"
             remedy = "" if self.provider == DEFAULT_PROVIDER else "use another provider, or export in float32"
             raise EngineError(problem, field=str(self.path), remedy=remedy) from error
@@ -187,7 +191,19 @@ def open_session(
     configure(options)
     graph = source if isinstance(source, bytes) else str(source)
     providers = ["CPUExecutionProvider"] if providers is None else providers or None
-    return runtime.InferenceSession(graph, options, providers=providers, **arguments)
+    session = runtime.InferenceSession(graph, options, providers=providers, **arguments)
+    _open_sessions.add(session)
+    return session
+
+
+def _keep_sessions() -> None:
+    """Keep inherited sessions in a forked process: freeing them would wait for threads that do not exist there."""
+    for session in _open_sessions:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))  # any other reference is dropped at exit
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_sessions)
 
 
 def load_session(
@@ -240,6 +256,7 @@ def load_session(
         with device_lock(provider):
             session = open_session(source, threads, configure, providers, enable_fallback=False)
     except Exception as error:
+        reraise_interruption(error)
         reason = format_error(error, 200)
         if type(error).__name__ in _DAMAGE:
             raise BundleError(
@@ -266,6 +283,7 @@ def check_provider(name: str) -> None:
     try:
         session.run(None, {"image": np.zeros((1, 1, 2, 2), np.float32), "kernel": np.zeros((1, 1, 1, 1), np.float32)})
     except Exception as error:
+        reraise_interruption(error)
         raise EngineError(
             f"ONNX Runtime cannot run a convolution ({format_error(error, 200)})",
             field=f"provider {name}",

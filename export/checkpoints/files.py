@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
-from ...inputs import format_error, format_value, open_plain_file, read_plain_file, reading
+from ...inputs import format_error, format_value, open_plain_file, read_plain_file, reading, reraise_interruption
 from .pickles import check_pickles
 from .torchscript import read_torchscript
 
@@ -215,6 +215,7 @@ def read_tokenizer(
         tokenizer = Tokenizer.from_file(str(path)) if content is None else Tokenizer.from_buffer(content)
         tokens = tokenizer.get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises plain Exception
+        reraise_interruption(error)
         raise file_error(path, found=format_error(error), expected="a tokenizer in JSON") from error
     name, highest = max(tokens.items(), key=lambda item: item[1])
     if highest >= rows:
@@ -332,5 +333,6 @@ def _read(path: Path) -> Any:
         problem = "holds more than tensors (its pickle calls code) and is not loaded"
         raise file_error(path, problem=problem, remedy="save its state dict alone") from error
     except Exception as error:  # readers raise any exception for damaged files
+        reraise_interruption(error)
         kind = "safetensors file" if path.suffix == ".safetensors" else "PyTorch checkpoint"
         raise file_error(path, problem=f"is not a {kind}, or is cut short ({format_error(error)})") from error

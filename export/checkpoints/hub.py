@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...bundle.hub import HUB, hub_errors, is_rejected, parse_reference
 from ...errors import CheckpointError, LanternError
+from ...inputs import reraise_interruption
 from .files import listing
 from .folders import INDEX, PAIRS, SINGLE, choose_files, read_index
 
@@ -55,6 +56,7 @@ def fetch(source: Path | str, names: Collection[str] = ()) -> Path:
             if index.name in INDEX:  # files of the same commit
                 snapshot_download(repository, revision=folder.name, allow_patterns=[*read_index(index)])
         except Exception as error:
+            reraise_interruption(error)
             # Fall back to the cache; missing files raise an error when they are read.
             known = file or [*names, *_SIDE_FILES][0]
             cached = try_to_load_from_cache(repository, known, revision=revision)

@@ -5,8 +5,9 @@ arithmetic, and query weights include the attention scale where it is a power of
 ONNX Runtime folds into its matrix products, so that the past is read in place.
 
 With int8 matmul (`Ops.int8_matmul`), activations are rounded to 8 bits, and a difference in the last bit before that
-becomes a difference in the first three digits. So no result may depend on how nodes share forward passes: attention
-weights and values are rounded to multiples of fixed steps, which float32 adds without rounding, in any order.
+becomes a difference in the first three digits. So no result may depend on how nodes share forward passes. Attention
+weights and values are rounded to multiples of fixed steps, which float32 adds without rounding, in any order. Products
+of queries and keys are not, and are added in the same order always (`_write_query_parts`).
 
 ONNX allows an empty past, but ONNX Runtime 1.31 divides by zero in the fused product over an empty past. So engines
 feed at least one past column, which the mask hides.
@@ -24,6 +25,7 @@ from ..checkpoints.deferred import computed, deferred
 from ..models.decoder import LayerStack
 from .onnx_ops import MAX_INT8_ACTIVATION, Ops
 
+_ORDERED_SUM = 128  # products that ONNX Runtime's MatMul adds in the same order for any number of columns
 _EXACT_BITS = 24  # float32 holds integers of as many bits, which sums must not exceed
 _WEIGHT_STEPS = 4096  # attention weights are multiples of 1 / 4096
 _VALUE_STEPS = 2047  # maximum of values, in steps of their channel
@@ -181,9 +183,11 @@ class PastFirstWriter(DecoderWriter):
         query = ops.transpose(query, 1, 2, 0, 3)  # [rows, heads, nodes, width]
         if self.group > 1:  # queries of one group share a key head: stack them along the nodes
             query = ops.reshape(query, 0, num_kv_heads, -1, width)
-        scores = [ops.op("MatMul", query, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, key)]
-        masked = ops.op("Add", ops.op("Concat", *scores, axis=-1), self.mask)
-        weights = _write_exact_softmax(ops, masked, self.columns) if exact else _write_softmax(ops, masked)
+        scores = self.mask
+        for part in self._write_query_parts(query) if exact else [query]:
+            products = [ops.op("MatMul", part, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, key)]
+            scores = ops.op("Add", ops.op("Concat", *products, axis=-1), scores)
+        weights = _write_exact_softmax(ops, scores, self.columns) if exact else _write_softmax(ops, scores)
         parts = ops.add_node("Split", [weights, self.past_and_new], [f"{at}.on_past", f"{at}.on_new"], axis=-1)
         values = zip(parts, (past_value, value), strict=True)
         mixed = ops.op("Add", *(ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3)) for part, v in values))
@@ -195,11 +199,27 @@ class PastFirstWriter(DecoderWriter):
             mixed = ops.op("Reshape", mixed, shape)
         return ops.reshape(ops.transpose(mixed, 2, 0, 1, 3), 0, 0, self.heads * width)
 
+    def _write_query_parts(self, query: str) -> list[str]:
+        """Write copies of queries that are zero except for `_ORDERED_SUM` numbers, and whose sum is the query.
+
+        Longer sums are cut at multiples of `_ORDERED_SUM`, which depend on the number of columns and threads, and the
+        sum of each piece is rounded. A copy is zero on one side of every cut, and zeros change no sum. So scores have
+        the same bits for every head width, length and number of rows.
+        """
+        part_of = torch.arange(self.config.head_dim) // _ORDERED_SUM
+        parts = range(int(part_of[-1]) + 1)
+        if len(parts) == 1:
+            return [query]
+        ops = self.graph
+        return [ops.op("Mul", query, ops.weight(f"query_part_{i}", (part_of == i).float())) for i in parts]
+
     def _round_values(self, value: str, at: str, name: str) -> str:
         """Round values `[nodes, rows, num_kv_heads, width]` to multiples of a power of two for each channel.
 
         The power follows from the largest value that a normed input and the bias can lead to. So only rounding can
-        make a value exceed `_VALUE_STEPS` steps, and this excess is clipped.
+        make a value exceed `_VALUE_STEPS` steps, and this excess is clipped. Rounded weights add up to at most
+        `_WEIGHT_STEPS` and half a step for each column. So `max_steps` keeps every sum of weighted values below
+        `2**_EXACT_BITS`, for more columns than a manifest allows.
         """
         ops = self.graph
         shape = (self.config.num_kv_heads, self.config.head_dim)

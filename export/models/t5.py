@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...engines.contracts import Progress
-from ...inputs import format_error, require_library
+from ...inputs import format_error, require_library, reraise_interruption
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, file_error, listing, raises_checkpoint_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
@@ -97,6 +97,7 @@ def _read_t5(checkpoint: Checkpoint, config: Config) -> Any:
         with without_weights():
             encoder = T5EncoderModel(T5Config.from_dict(dict(config.values))).encoder
     except Exception as error:  # the library's checks of a configuration share no base class
+        reraise_interruption(error)
         raise config.error(found=format_error(error), expected="the configuration of a T5") from error
     finally:
         logger.setLevel(level)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from ..errors import BundleError, RequestError
-from ..inputs import error_fields, format_error, format_value, read_plain_file, reading
+from ..inputs import error_fields, format_error, format_value, read_plain_file, reading, reraise_interruption
 from ..runtime.heads import DraftHeads, head_shapes
 from .hub import HUB, fetch_bundle
 from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
@@ -276,6 +276,7 @@ def _check_file(folder: Path, root: Path, role: str, entry: FileEntry, progress:
     except FileNotFoundError as error:
         raise _file_error(path, "no file", f"the file of {format_value(role)}") from error
     except (OSError, RuntimeError) as error:
+        reraise_interruption(error)
         raise BundleError(f"cannot be read ({format_error(error)})", field=str(path)) from error
 
 

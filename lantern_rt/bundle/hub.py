@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import BundleError, LanternError
-from ..inputs import format_error
+from ..inputs import format_error, reraise_interruption
 
 HUB = "hf:"  # Prefix of a reference.
 PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # A file name without wildcards or separators.
@@ -52,6 +52,7 @@ def hub_errors(field: str, error_class: type[LanternError], remedy: str) -> Iter
     except LanternError:
         raise
     except Exception as error:  # The exceptions share no base class.
+        reraise_interruption(error)
         problem = "the hub cannot be reached"
         if is_rejected(error):
             problem = "rejected by the hub"

@@ -21,7 +21,7 @@ from ..engines.contracts import Progress
 from ..engines.host import thread_count
 from ..engines.ort.session import open_session
 from ..errors import EngineError, RequestError
-from ..inputs import format_error, open_plain_file, read_plain_file, reading
+from ..inputs import format_error, open_plain_file, read_plain_file, reading, reraise_interruption
 from .statistics import Floats, Ints
 
 BATCH = 8  # Maximum number of images per run of a graph.
@@ -108,6 +108,7 @@ class ImageGraph(ABC):
         except EngineError:
             raise
         except Exception as error:
+            reraise_interruption(error)
             raise self._error(f"cannot be loaded as an ONNX graph ({format_error(error)})") from error
         self.facts: dict[str, Any] = {"name": path.stem, "file": path.name, "sha256": sha256}
         images = [tensor for tensor in images if tensor.shape[1] == 3 or not isinstance(tensor.shape[1], int)]
@@ -147,6 +148,7 @@ class ImageGraph(ABC):
             try:
                 values = np.asarray(self.session.run(output and [output], inputs)[0], np.float64)
             except Exception as error:
+                reraise_interruption(error)
                 shapes = ", ".join(f"{name} {list(values.shape)}" for name, values in inputs.items())
                 remedy = f"export it with a dynamic batch size; {PREPROCESSING_FILE} beside it sets the image size"
                 remedy += f", truncation in {TOKENIZER_FILE} the number of tokens" if extra_inputs else ""

@@ -11,7 +11,7 @@ from PIL.PngImagePlugin import PngImageFile
 from pydantic import Field, Json, ValidationError, model_validator
 
 from ..errors import RequestError
-from ..inputs import error_fields, format_error, format_value, open_plain_file
+from ..inputs import error_fields, format_error, format_value, open_plain_file, reraise_interruption
 from ..methods import FrozenModel, MethodName
 
 TEXTS_LIMIT = 1 << 16  # Maximum size of all relevant text chunks in bytes.
@@ -87,6 +87,7 @@ def _read_texts(path: Path) -> dict[str, str]:
         with open_plain_file(path) as file:
             image = PngImageFile(BytesIO(_without_pixels(file)))
     except Exception as error:  # Pillow may raise any exception for a damaged file.
+        reraise_interruption(error)
         problem = f"cannot be read as a PNG with at most {TEXTS_LIMIT:,} bytes of texts ({format_error(error)})"
         raise RequestError(problem, field=str(path), remedy=REMEDY) from error
     if image.width * image.height > PIXELS_LIMIT:

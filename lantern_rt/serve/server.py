@@ -24,7 +24,7 @@ from .connections import BACKLOG, Connection
 from .state import Limits, ServerState
 
 _LOG = logging.getLogger(__name__)
-SIGNALS = [item for item in signal.Signals if item.name in ("SIGINT", "SIGTERM", "SIGHUP")]  # Windows lacks SIGHUP
+HANGUP = [item for item in signal.Signals if item.name == "SIGHUP"]  # Windows lacks SIGHUP
 FLUSH_SECONDS = 1  # timeout for the last bytes of open connections
 
 
@@ -93,12 +93,16 @@ class Server:
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         # Uvicorn's handlers would close the port at once, before a load balancer sees the new status of `/readyz`.
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        for number in (signal.SIGINT, signal.SIGTERM, *HANGUP):
             signal.signal(number, lambda number, frame: loop.call_soon_threadsafe(self._handle_signal, number))
+        if HANGUP:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HANGUP)  # the program has blocked it since its start
         loading = asyncio.create_task(self._load())
         try:
             yield
         finally:
+            for number in HANGUP:
+                signal.signal(number, signal.SIG_IGN)  # until the process has ended
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
             await self._close()
@@ -119,7 +123,7 @@ class Server:
 
     def _handle_signal(self, number: int) -> None:
         """Stop the server; on SIGHUP, reload the keys instead. A second Ctrl-C stops without waiting for requests."""
-        if signal.Signals(number).name == "SIGHUP":
+        if number in HANGUP:
             try:
                 self.state.load_keys()
                 _LOG.info("keys reloaded: %d", len(self.state.keys))

@@ -50,32 +50,34 @@ def embeds() -> Floats:
     return np.random.default_rng(0).standard_normal((2, NODES, CONFIG.hidden_size), dtype=np.float32)
 
 
-def run(session: Any, embeds: Floats, positions: Any, among: NDArray[np.bool_], past: Past) -> dict[str, Floats]:
-    """One pass over `embeds [rows, nodes, width]`, which see all of the past but its first column, and `among`."""
+def run(
+    session: Any, embeds: Floats, positions: Any, among: NDArray[np.bool_], past: Past, hidden: int = 1
+) -> dict[str, Floats]:
+    """One pass over `embeds [rows, nodes, width]`, which see the past but its first `hidden` columns, and `among`."""
     rows, nodes = embeds.shape[:2]
     columns = len(next(iter(past.values())))
     mask = np.zeros((rows, 1, nodes, columns + nodes), np.float32)
-    mask[..., 0] = HIDDEN  # ONNX Runtime divides by zero where there is no column at all
+    mask[..., :hidden] = HIDDEN  # ONNX Runtime divides by zero where there is no column at all
     mask[..., columns:] = np.where(among, 0, HIDDEN)
     feeds = {"input_embeds": np.ascontiguousarray(embeds), "attention_mask": mask, **past}
     feeds["position_ids"] = np.broadcast_to(positions, (rows, nodes)).astype(np.int64)
     return dict(zip((o.name for o in session.get_outputs()), session.run(None, feeds), strict=True))
 
 
-def nothing(session: Any) -> Past:
-    """A past of one column, which is hidden."""
+def nothing(session: Any, hidden: int = 1) -> Past:
+    """A past of hidden columns."""
     shapes = {one.name: one.shape[2:] for one in session.get_inputs() if one.name.startswith("past")}
-    return {name: np.zeros((1, 2, *shape), np.float32) for name, shape in shapes.items()}
+    return {name: np.zeros((hidden, 2, *shape), np.float32) for name, shape in shapes.items()}
 
 
-def decode(session: Any, embeds: Floats, sizes: list[int]) -> Floats:
+def decode(session: Any, embeds: Floats, sizes: list[int], hidden: int = 1) -> Floats:
     """Logits `[rows, nodes, codes]` of a chain that is cut into passes of these sizes, over and over."""
-    past, done, logits = nothing(session), 0, list[Floats]()
+    past, done, logits = nothing(session, hidden), 0, list[Floats]()
     for size in cycle(sizes):
         nodes = min(size, NODES - done)
         fed = max(nodes, 2)  # as the runtime does: another kernel computes passes of one node
         chosen = np.minimum(np.arange(done, done + fed), NODES - 1)
-        found = run(session, embeds[:, chosen], chosen, np.tri(fed, dtype=bool), past)
+        found = run(session, embeds[:, chosen], chosen, np.tri(fed, dtype=bool), past, hidden)
         logits.append(found["logits"][:, :nodes])
         past = {key: np.concatenate([own, found[key.replace("past", "new")][:nodes]]) for key, own in past.items()}
         done += nodes
@@ -130,6 +132,20 @@ def test_other_rows_of_a_batch_change_nothing(session: Any, embeds: Floats) -> N
     both = decode(session, embeds, [3])
     other = np.stack([embeds[0], 100 * embeds[1]])
     np.testing.assert_array_equal(decode(session, other, [3])[0], both[0])
+
+
+@pytest.mark.parametrize("width", [160, 256, 300])
+def test_wide_heads_have_the_same_bits_for_any_number_of_columns(width: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 2 * width, "num_heads": 2, "num_kv_heads": 1, "spare_positions": 200}
+    made = stored(torch.float32, replace(CONFIG, rotary="sequence", max_image_tokens=NODES, qkv_bias=True, **sizes))
+    with torch.no_grad():
+        dict(made.module.named_parameters())["layers.0.attention.qkv.weight"] *= 8
+    session = load_session(plan_graph(made, "int8").write(tmp_path / "target.onnx")[0], 2, "cpu")
+    embeds = np.random.default_rng(0).standard_normal((2, NODES, 2 * width), dtype=np.float32)
+    expected = decode(session, embeds, [2])
+    for hidden in (64, 100, 190):
+        np.testing.assert_array_equal(decode(session, embeds, [2], hidden), expected)
 
 
 def test_nodes_of_zeros_give_what_biases_make_of_them(session: Any) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,28 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once(start: Callable[..., Runnin
     status, answer = found[0]
     assert (status, answer["error"]["code"]) == (503, "stopped")
     assert "Traceback" not in server.log
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no list of blocked signals here")
+def test_hangups_while_a_server_starts_or_ends_change_nothing_but_the_keys(tmp_path: Path) -> None:
+    folder = make_tiny_bundle(tmp_path / "tiny")
+    keys = tmp_path / "keys.txt"
+    keys.write_text("first-key\n")
+    command = [sys.executable, "-m", "lantern_rt", "serve", str(folder), "--port", "0", "--api-key-file", str(keys)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        status = Path(f"/proc/{process.pid}/status")
+        try:
+            until(lambda: "SigBlk:\t0000000000000001" in status.read_text())
+            process.send_signal(signal.SIGHUP)
+            assert "keys reloaded" in next(line for line in process.stderr if "keys" in line)
+            process.send_signal(signal.SIGTERM)
+            while process.poll() is None:
+                process.send_signal(signal.SIGHUP)
+                time.sleep(0.002)
+            assert process.returncode == 0
+        finally:
+            process.kill()
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import io
 import random
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,79 @@ def test_who_gave_up_may_ask_again_at_once(pipe: Pipeline) -> None:
     run(main())
 
 
+def test_a_load_that_was_cancelled_closes_what_it_loads(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = Pipeline.from_bundle(pipe.bundle, threads=1)
+    begun, go_on = threading.Event(), threading.Event()
+    others = {*threading.enumerate()}
+
+    def load(*_: object) -> Pipeline:
+        begun.set()
+        assert go_on.wait(60)
+        return loaded
+
+    async def main() -> None:
+        loading = asyncio.create_task(AsyncPipeline.from_bundle(pipe.bundle, threads=1))
+        await asyncio.to_thread(begun.wait, 60)
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        go_on.set()
+
+    monkeypatch.setattr(Pipeline, "from_bundle", load)
+    run(main())
+    for thread in {*threading.enumerate()} - others:
+        thread.join(60)
+        assert not thread.is_alive(), thread.name
+    with pytest.raises(RequestError, match="closed"):
+        loaded("red cube")
+
+
+def test_closing_that_is_cancelled_still_ends_the_service(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def check(*_: object, **__: object) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        raise RequestError("it is refused", field="prompt")
+
+    async def main() -> None:
+        pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1))
+        monkeypatch.setattr(pipeline.pipeline, "check", check)
+        generating = asyncio.create_task(pipeline.generate("red cube"))
+        await asyncio.to_thread(begun.wait, 60)
+        closing = asyncio.create_task(pipeline.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        go_on.set()
+        await asyncio.gather(generating, return_exceptions=True)
+        while pipeline.service.open:
+            await asyncio.sleep(0.01)
+
+    run(main())
+
+
+def test_a_service_outlives_the_event_loops_of_its_requests(
+    pipe: Pipeline, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1))
+    listeners: list[Any] = []
+    submit = pipeline.service.submit
+
+    def record(listener: Any, *prompts: Any, **options: Any) -> Any:
+        listeners.append(listener)
+        return submit(listener, *prompts, **options)
+
+    async def begin() -> None:
+        async with aclosing(pipeline.stream("red cube", num_images=4, method="ar")) as steps:
+            await anext(steps)
+
+    monkeypatch.setattr(pipeline.service, "submit", record)
+    run(begin())
+    listeners[0](RequestError("a step that comes too late", field="prompt"))
+    run(pipeline.close())
+    assert not caplog.records
+
+
 def picture(side: int) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (side, side)).save(buffer, "PNG")
@@ -132,6 +206,37 @@ def test_texts_pass_by_edits_and_callers_of_edits_take_turns(pipe: Pipeline, mon
     monkeypatch.setattr("lantern_rt.edits.read_image", unpack)
     monkeypatch.setattr("lantern_rt.requests.read_image", unpack)
     run(main())
+
+
+def test_edits_of_several_event_loops_are_checked_in_turn(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1))
+    unpacking, go_on = threading.Event(), threading.Event()
+
+    def unpack(name: str, source: bytes, header_only: bool = False) -> Image.Image:
+        if header_only:
+            return Image.open(io.BytesIO(source))
+        unpacking.set()
+        assert go_on.wait(60)
+        raise RequestError("it is refused", field="image")
+
+    async def edit() -> None:
+        with pytest.raises(RequestError, match="it is refused"):
+            await pipeline.generate("red cube", image=picture(8))
+
+    async def edit_while_another_is_checked() -> None:
+        edits = [asyncio.create_task(edit()) for _ in range(2)]
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(*edits)
+
+    monkeypatch.setattr("lantern_rt.edits.read_image", unpack)
+    monkeypatch.setattr("lantern_rt.requests.read_image", unpack)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(run, edit())
+        assert unpacking.wait(60)
+        run(edit_while_another_is_checked())
+        first.result(60)
+    run(pipeline.close())
 
 
 def test_nothing_is_kept_of_an_edit_that_was_refused(pipe: Pipeline) -> None:

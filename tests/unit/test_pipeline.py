@@ -214,26 +214,40 @@ def test_nan_weights_of_the_target_are_an_error_not_a_picture(tmp_path: Path) ->
 
 
 FORKED = """
-import os, sys
-from lantern_rt import Pipeline, RequestError
+import asyncio, os, sys, threading, time
+from lantern_rt import AsyncPipeline, Pipeline, RequestError
 from lantern_rt.service import Service
 pipe = Pipeline.from_bundle(sys.argv[1], threads=2)
 pipe("red cube")
 service = Service(pipe)
+shared = AsyncPipeline(pipe)
+def generate(): return asyncio.run(shared.generate("red cube", num_images=64, method="ar"))
+threading.Thread(target=generate, daemon=True).start()
+while not shared.service.images: time.sleep(0.001)
+def hold():
+    with vars(service)["_changed"]:
+        held.set()
+        time.sleep(600)
+held = threading.Event()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
 if os.fork() == 0:
-    for draw in (lambda: pipe("red cube"), lambda: service.submit(print, "red cube")):
+    for draw in (lambda: pipe("red cube"), lambda: service.submit(print, "red cube"), generate):
         try:
             draw()
         except RequestError as error:
             print(error.field, error.problem, flush=True)
-    print(len(Pipeline.from_bundle(sys.argv[1], threads=2)("red cube").images), flush=True)
-    os._exit(0)
-os.wait()
+    with service, Pipeline.from_bundle(sys.argv[1], threads=2) as other:
+        print(len(other("red cube").images), flush=True)
+    asyncio.run(shared.close())
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+os._exit(0)
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
-def test_a_process_that_was_forked_is_refused_and_opens_a_pipeline_of_its_own(words_bundle: Path) -> None:
+def test_a_process_that_was_forked_is_refused_opens_a_pipeline_of_its_own_and_ends(words_bundle: Path) -> None:
     program = [sys.executable, "-c", FORKED, str(words_bundle)]
-    done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.splitlines() == 2 * ["pipeline loaded before this process was forked"] + ["1"]
+    done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines() == 3 * ["pipeline loaded before this process was forked"] + ["1", "3"]

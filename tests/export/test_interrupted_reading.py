@@ -1,0 +1,36 @@
+"""An exception that a signal's handler raises while checkpoints are read reaches the caller unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lantern_rt.export.checkpoints.files import read_tokenizer, read_weights
+from lantern_rt.export.checkpoints.hub import fetch
+
+
+def test_a_time_limit_ends_the_reading_of_a_checkpoint(
+    tmp_path: Path, interrupt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"weights")
+    monkeypatch.setattr("lantern_rt.export.checkpoints.files.load_file", interrupt)
+    with pytest.raises(TimeoutError):
+        read_weights(path)
+    monkeypatch.setattr("lantern_rt.export.checkpoints.files.Tokenizer", SimpleNamespace(from_file=interrupt))
+    with pytest.raises(TimeoutError):
+        read_tokenizer(path, 8)
+
+
+def test_a_time_limit_ends_a_download_of_files_that_are_in_the_cache(
+    tmp_path: Path, interrupt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", interrupt)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: str(tmp_path / "file"))
+    with pytest.raises(TimeoutError):
+        fetch("hf:owner/name/file")
