@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,6 @@ import typer
 from ..errors import RequestError
 from ..inputs import check_int, require_library
 from ..methods import METHODS
-from .console import print_stderr
 from .options import EngineOptions, EnginesOption, ProviderOption, ThreadsOption, YesOption, download_published
 
 if TYPE_CHECKING:
@@ -31,6 +28,7 @@ curl localhost:8000/v1/images/generations -H "content-type: application/json" -d
 LIBRARIES = ("uvicorn", "sse_starlette", "prometheus_client", "python_multipart")
 # Sections in help.
 LIMITS = "Limits"
+LOG = "Log"
 ACCESS = "Access"
 
 
@@ -99,6 +97,13 @@ def serve(
             help="Size that clients ask for, and the size that they get, or auto; may be given several times.",
         ),
     ] = None,
+    log_level: Annotated[
+        str,
+        typer.Option(metavar="info|warning|error", help="Least serious kind of lines in the log.", rich_help_panel=LOG),
+    ] = "info",
+    log_format: Annotated[
+        str, typer.Option(metavar="json|text", help="Format of the lines in the log.", rich_help_panel=LOG)
+    ] = "json",
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
@@ -106,13 +111,14 @@ def serve(
 ) -> None:
     """Serve bundles over HTTP: OpenAI's Images API, a web page, metrics.
 
-    The log on stderr has one line of JSON per request. SIGTERM and Ctrl-C finish running requests first; a second
+    The log on stderr has a line for each request. SIGTERM and Ctrl-C finish running requests first; a second
     Ctrl-C stops at once.
     """
     for library in LIBRARIES:
         require_library(library, "serve", "serve")
     from ..asynchronous import AsyncPipeline
     from ..published import find_model, is_published
+    from ..serve.log import FORMATS, LEVELS, log_to_stderr
     from ..serve.server import Server
     from ..serve.state import Limits
 
@@ -120,6 +126,9 @@ def serve(
         raise RequestError(field="deadline", found=f"{deadline:g}", expected="seconds above 0")
     check_int("port", port, 8000, 0, 65535)
     check_int("max_n", max_n, 10, 1, 10)
+    for field, value, known in (("log_level", log_level, LEVELS), ("log_format", log_format, FORMATS)):
+        if value not in known:
+            raise RequestError(field=field, found=repr(value), expected=" or ".join(known))
     for name in methods or ():
         if name not in METHODS:
             raise RequestError(field="methods", found=repr(name), expected=", ".join(METHODS))
@@ -143,9 +152,7 @@ def serve(
         mapped_sizes=sizes,
     )
     server = Server(models, host, port, access, cors or ())
-    names = ", ".join(bundle.manifest.name for bundle in opened)
-    print_stderr(f"{names}: {server.url} (a page; images at /v1/images/generations); Ctrl-C stops")
-    with _request_log():
+    with log_to_stderr(log_level, log_format):
         server.run()
 
 
@@ -191,16 +198,3 @@ def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
             check_memory(bundle, largest_settings(bundle.manifest))
         by_name[bundle.manifest.name] = bundle
     return list(by_name.values())
-
-
-@contextmanager
-def _request_log() -> Iterator[None]:
-    logger = logging.getLogger("lantern_rt.serve")
-    handler = logging.StreamHandler()
-    handler.addFilter(lambda record: record.levelno < logging.WARNING)  # `print_warnings` prints warnings
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)

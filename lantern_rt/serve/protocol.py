@@ -306,4 +306,5 @@ class HttpError(LanternError):
     @property
     def headers(self) -> dict[str, str]:
         """HTTP headers of the response."""
-        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        challenge = {"www-authenticate": "Bearer"} if self.status == 401 else {}
+        return challenge if self.retry_after is None else {"retry-after": str(self.retry_after)}

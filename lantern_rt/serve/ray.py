@@ -28,6 +28,7 @@ from ..errors import BusyError, EngineError, LanternError, RequestError
 from ..pipeline import Pipeline
 from .app import make_app
 from .backend import ADMITTED, ImageBackend, Load, LocalBackend
+from .log import LogFormatter
 from .protocol import Completion, Event, ImagesRequest
 from .state import Limits, ServerState
 
@@ -154,8 +155,10 @@ class Ingress:
         self._state = ServerState(Limits(**limits))
         self._replicas = replicas
         self._settings = settings
-        log = logging.getLogger(__package__)  # one line of JSON per request
-        log.addHandler(logging.StreamHandler())
+        log = logging.getLogger(__package__)
+        handler = logging.StreamHandler()
+        handler.setFormatter(LogFormatter())
+        log.addHandler(handler)
         log.setLevel(logging.INFO)
 
     def __serve_build_asgi_app__(self) -> Starlette:

@@ -9,7 +9,6 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
-from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -57,9 +56,10 @@ class Server:
         origins = [read_origin(origin) for origin in origins]
         self._socket = listen(host, port)
         self.address = self._socket.getsockname()[:2]
-        hosts: set[Any] = set()
+        hosts: set[str] = set()
         if ip_address(self.address[0]).is_loopback:
-            hosts = {"localhost", host.lower(), *(urlsplit(origin).hostname for origin in origins)}
+            names = ["localhost", host.lower(), *(urlsplit(origin).hostname for origin in origins)]
+            hosts = {name.removesuffix(".") for name in names if name}
         self._stopping: asyncio.Task[None] | None = None
         self._skip_waiting = False
         config = uvicorn.Config(
@@ -68,6 +68,7 @@ class Server:
             backlog=BACKLOG,
             ws="none",
             loop="asyncio",
+            workers=1,  # else uvicorn reads WEB_CONCURRENCY, which may be no number
             lifespan="on",
             log_config=None,
             access_log=False,
@@ -85,6 +86,7 @@ class Server:
 
     def run(self) -> None:
         """Serve until a signal stops the server. Raises: the exception that loading a model raised."""
+        _LOG.info("listening: %s (a page; images at /v1/images/generations); Ctrl-C stops", self.url)
         self._uvicorn.run([self._socket])
         if self.failure is not None:
             raise self.failure
@@ -120,15 +122,21 @@ class Server:
     def _handle_signal(self, number: int) -> None:
         """Stop the server; on SIGHUP, reload the keys instead. A second Ctrl-C stops without waiting for requests."""
         if signal.Signals(number).name == "SIGHUP":
-            try:
-                self.state.load_keys()
-                _LOG.info("keys reloaded: %d", len(self.state.keys))
-            except RequestError as error:
-                _LOG.warning("keys were not reloaded: %s", error)
+            self._reload_keys()
         elif self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         elif number == signal.SIGINT:
             self._skip_waiting = True
+
+    def _reload_keys(self) -> None:
+        if self.state.limits.api_key_file is None:
+            _LOG.warning("no keys to reload: the server has no --api-key-file")
+            return
+        try:
+            self.state.load_keys()
+            _LOG.info("keys reloaded: %d", len(self.state.keys))
+        except RequestError as error:
+            _LOG.warning("keys were not reloaded: %s", error)
 
     async def _stop(self) -> None:
         """Stop accepting requests, wait for running requests up to the deadline, and cancel the others."""

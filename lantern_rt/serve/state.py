@@ -19,6 +19,7 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
+    values,
 )
 from starlette.requests import Request as HttpRequest
 
@@ -26,9 +27,11 @@ from ..edits import BYTES_LIMIT
 from ..errors import RequestError
 from ..inputs import format_value, read_plain_file, reading
 from .backend import ImageBackend
+from .log import RequestRecord
 from .protocol import Completion, HttpError, ImagesRequest, R
 
 MAX_KEY_FILE_BYTES = 1 << 20
+DISCONNECTED = 499  # status in logs and metrics if the client disconnected
 KEY_VARIABLE = "LANTERN_RT_API_KEY"  # environment variable of the API key
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)  # bounds of histograms in seconds
 
@@ -127,6 +130,7 @@ class Metrics:
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # time stamps that no dashboard shows
+        values.ValueClass = values.MutexValue  # not files in PROMETHEUS_MULTIPROC_DIR: one process serves
         registry = self.registry = CollectorRegistry()
         ProcessCollector(registry=registry)
 
@@ -148,8 +152,14 @@ class Metrics:
         self._running = Gauge("lantern_images_running", "Images being generated.", ("model",), registry=registry)
         self._waiting = Gauge("lantern_images_waiting", "Queued images.", ("model",), registry=registry)
 
+    def count_request(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        self.requests.labels(record.model, str(record.status)).inc()
+        if record.status in (DISCONNECTED, 504):
+            self.aborted.labels(record.model, "deadline" if record.status == 504 else "disconnected").inc()
+
     def count_completion(self, completion: Completion) -> None:
-        """Count a finished request."""
+        """Count the images of a request and their costs."""
         figures = completion.figures
         model = figures.model
         # Methods are labelled by name alone: parameters would make any number of labels.

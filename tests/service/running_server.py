@@ -42,7 +42,7 @@ class RunningServer:
 
     def lines(self) -> list[dict[str, Any]]:
         """What it logged of requests; a line that is still being written is not one yet."""
-        return [json.loads(line) for line in self.log.split("\n")[:-1] if line.startswith("{")]
+        return [line for line in map(json.loads, self.log.split("\n")[:-1]) if line["message"] == "request"]
 
     def _wait_for(self, pattern: str, seconds: float = 60.0) -> str:
         deadline = time.monotonic() + seconds
