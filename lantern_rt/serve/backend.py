@@ -13,8 +13,10 @@ from typing import Any, NamedTuple, Protocol
 from PIL.Image import Image
 
 from ..asynchronous import AsyncPipeline
+from ..errors import LanternError
 from ..methods import METHODS
 from ..output.images import png_bytes
+from ..requests import resolve_settings
 from ..results import StreamStep
 from ..runtime.drafting import SequenceStep
 from ..runtime.engine import Bools
@@ -75,7 +77,6 @@ class LocalBackend:
 
     def describe(self) -> dict[str, Any]:
         manifest = self.manifest
-        methods = [name for name, kind in METHODS.items() if manifest.drafters or not kind.needs_drafter]
         size = manifest.size().name
         return {
             "size": size,
@@ -84,12 +85,19 @@ class LocalBackend:
             "columns": manifest.grid_columns,
             "takes": manifest.condition.kind,
             "classes": manifest.condition.classes,
-            "methods": methods,
+            "methods": [name for name in METHODS if self._accepts(name)],
             "qualities": [*manifest.presets],
             "sampling": manifest.sampling.model_dump(),
             "examples": self.pipeline.pipeline.bundle.examples[:8],
             "edits": "vq_encoder" in manifest.files,
         }
+
+    def _accepts(self, method: str) -> bool:
+        try:
+            self.pipeline.service.check_nodes(resolve_settings(self.manifest, {"method": method}).method)
+        except LanternError:
+            return False
+        return True
 
     def load(self) -> Load:
         service = self.pipeline.service
