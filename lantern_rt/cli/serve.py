@@ -86,6 +86,14 @@ def serve(
     max_n: Annotated[
         int, typer.Option(help="Maximum number of images per request, 1 .. 10.", rich_help_panel=LIMITS)
     ] = 10,
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--name",
+            help="Name of a model in the API, given once per bundle. [default: the name of the folder that the bundle "
+            "was exported to, which changes with every new folder]",
+        ),
+    ] = None,
     alias: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=MODEL", help="Additional name of a model; may be given several times."),
@@ -138,11 +146,11 @@ def serve(
             raise RequestError(f"model {name} has no image decoder", field="image", remedy=remedy)
         download_published(name, yes)
     options = EngineOptions(threads, engines, provider)
-    opened = _open(bundles or ["scenes"], options)
-    aliases = _read_aliases(alias or (), [bundle.manifest.name for bundle in opened])
-    sizes = _read_sizes(map_size or (), opened)
+    opened = _open(bundles or ["scenes"], names or (), options)
+    aliases = _read_aliases(alias or (), [*opened])
+    sizes = _read_sizes(map_size or (), [*opened.values()])
     limits: dict[str, Any] = {"together": batch, "waiting": waiting, **asdict(options)}
-    models = [partial(AsyncPipeline.from_bundle, bundle, **limits) for bundle in opened]
+    models = {name: partial(AsyncPipeline.from_bundle, bundle, **limits) for name, bundle in opened.items()}
     access = Limits(
         deadline=deadline,
         api_key_file=api_key_file,
@@ -180,21 +188,34 @@ def _read_sizes(options: Sequence[str], bundles: Sequence[Bundle]) -> dict[str, 
     return sizes
 
 
-def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
-    """Open bundles, check that their names differ, and that each alone fits into memory."""
+def _open(bundles: Sequence[str], names: Sequence[str], options: EngineOptions) -> dict[str, Bundle]:
+    """Open bundles, check that the names of their models differ, and that each bundle alone fits into memory.
+
+    Args:
+        bundles: folders or names of bundles.
+        names: name of each model; empty: the names of the bundles.
+        options: options of the engine.
+
+    Returns:
+        The bundles by the name of their model.
+    """
     from ..memory import check_memory, largest_settings
 
-    if options.engines is not None and len(names) > 1:
+    if options.engines is not None and len(bundles) > 1:
         expected = "one bundle, from which the engines were built"
-        raise RequestError(field="engines", found=f"{len(names)} bundles", expected=expected)
-    by_name: dict[str, Bundle] = {}
-    for name in names:
-        bundle = options.open_bundle(name)
-        if bundle.manifest.name in by_name:
-            duplicate = f"two bundles named {bundle.manifest.name}"
-            raise RequestError(field="bundles", found=duplicate, expected="different names, by which requests choose")
+        raise RequestError(field="engines", found=f"{len(bundles)} bundles", expected=expected)
+    if names and (len(names) != len(bundles) or "" in names):
+        raise RequestError(field="names", found=", ".join(map(repr, names)), expected="a name for each bundle")
+    models: dict[str, Bundle] = {}
+    for i, text in enumerate(bundles):
+        bundle = options.open_bundle(text)
+        name = names[i] if names else bundle.manifest.name
+        if name in models:
+            problem = f"two bundles named {name}"
+            remedy = "give each bundle a --name"
+            raise RequestError(field="bundles", found=problem, expected="different names", remedy=remedy)
         bundle.check_makes_images()
         if options.runs_on_cpu(bundle):
             check_memory(bundle, largest_settings(bundle.manifest))
-        by_name[bundle.manifest.name] = bundle
-    return list(by_name.values())
+        models[name] = bundle
+    return models

@@ -133,7 +133,7 @@ class _InfoRoutes:
 
     async def ready(self, http: HttpRequest) -> Response:
         status = self._state.status
-        return JSONResponse({"status": status}, 200 if status == "ready" else 503)
+        return JSONResponse({"status": status, **self._state.identity}, 200 if status == "ready" else 503)
 
     async def metrics(self, http: HttpRequest) -> Response:
         return Response(self._state.metrics.text(self._state.backends.values()), media_type="text/plain; version=0.0.4")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from PIL.Image import Image
 
+from .. import __version__
 from ..asynchronous import AsyncPipeline
 from ..errors import LanternError
 from ..methods import METHODS
@@ -33,7 +34,7 @@ class Load(NamedTuple):
 
 
 class ImageBackend(Protocol):
-    """A model that generates images for the server. name: name of the model."""
+    """A model that generates images for the server. name: name of the model in the API."""
 
     name: str
 
@@ -63,13 +64,18 @@ class ImageBackend(Protocol):
 
 
 class LocalBackend:
-    """Backend with a pipeline in this process."""
+    """Backend with a pipeline in this process.
 
-    def __init__(self, pipeline: AsyncPipeline) -> None:
+    Args:
+        pipeline: pipeline of the model.
+        name: name of the model in the API; empty: the name of its bundle.
+    """
+
+    def __init__(self, pipeline: AsyncPipeline, name: str = "") -> None:
         pipeline.pipeline.bundle.check_makes_images()
         self.pipeline = pipeline
         self.manifest = pipeline.pipeline.bundle.manifest
-        self.name = self.manifest.name
+        self.name = name or self.manifest.name
 
     @property
     def alive(self) -> bool:
@@ -79,6 +85,10 @@ class LocalBackend:
         manifest = self.manifest
         size = manifest.size().name
         return {
+            "version": __version__,
+            "bundle": manifest.name,
+            "digest": self.pipeline.pipeline.bundle.digest,
+            "format_version": manifest.format_version,
             "size": size,
             "sizes": [entry.name for entry in manifest.sizes] or [size],
             "rows": manifest.grid_rows,

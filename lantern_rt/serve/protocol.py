@@ -158,7 +158,7 @@ class Figures:
     """Method, seeds and costs of a finished request; the field `lantern` of a response.
 
     Args:
-        model: name of the bundle.
+        model: name of the model in the API.
         method: decoding method with its parameters.
         quality: preset that chose the method; None if the request named the method.
         exact: whether the method samples from the target's distribution.

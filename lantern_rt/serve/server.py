@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -31,7 +31,7 @@ class Server:
     """Server that runs in the main thread of its process.
 
     Args:
-        models: functions that load one pipeline each, called one after the other.
+        models: functions that load one pipeline each, by the name of the model, called one after the other.
         host: address to listen on.
         port: port to listen on; 0: a free port.
         limits: limits of requests; a server that is stopping waits up to the deadline for them.
@@ -43,7 +43,7 @@ class Server:
 
     def __init__(
         self,
-        models: Sequence[Callable[[], Awaitable[AsyncPipeline]]],
+        models: Mapping[str, Callable[[], Awaitable[AsyncPipeline]]],
         host: str = "127.0.0.1",
         port: int = 8000,
         limits: Limits | None = None,
@@ -108,16 +108,16 @@ class Server:
     async def _load(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            for load in self._models:
+            for name, load in self._models.items():
                 pipeline = await load()
-                self._backends.append(LocalBackend(pipeline))
+                self._backends.append(LocalBackend(pipeline, name))
                 await loop.run_in_executor(None, pipeline.pipeline.warm_up)
         except Exception as error:  # including MemoryError: without its models the server is useless
             self.failure = error
             self._uvicorn.should_exit = True
             return
         self.state.backends = {backend.name: backend for backend in self._backends}
-        _LOG.info("ready: %s", ", ".join(self.state.backends))
+        _LOG.info("ready: %s", ", ".join(self.state.backends), extra={"facts": self.state.identity})
 
     def _handle_signal(self, number: int) -> None:
         """Stop the server; on SIGHUP, reload the keys instead. A second Ctrl-C stops without waiting for requests."""

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -23,6 +24,7 @@ from prometheus_client import (
 )
 from starlette.requests import Request as HttpRequest
 
+from .. import __version__
 from ..edits import BYTES_LIMIT
 from ..errors import RequestError
 from ..inputs import format_value, read_plain_file, reading
@@ -151,6 +153,8 @@ class Metrics:
         self.picture = histogram("picture", "Seconds to decode and encode the images of a request.")
         self._running = Gauge("lantern_images_running", "Images being generated.", ("model",), registry=registry)
         self._waiting = Gauge("lantern_images_waiting", "Queued images.", ("model",), registry=registry)
+        labels = ("model", "bundle", "digest", "version")
+        self._models = Gauge("lantern_model_info", "Models, each with the value 1.", labels, registry=registry)
 
     def count_request(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
@@ -174,6 +178,8 @@ class Metrics:
     def text(self, backends: Iterable[ImageBackend]) -> bytes:
         """Return all metrics in Prometheus' text format."""
         for backend in backends:
+            facts = backend.describe()
+            self._models.labels(backend.name, facts["bundle"], facts["digest"], facts["version"]).set(1)
             for gauge, value in zip((self._running, self._waiting), backend.load(), strict=True):
                 gauge.labels(backend.name).set(value)
         return generate_latest(self.registry)
@@ -207,6 +213,12 @@ class ServerState:
         if not all(backend.alive for backend in self.backends.values()):
             return "failed"
         return "ready" if self.backends else "loading"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Version of the program, and the digest of each model's bundle."""
+        digests = {name: backend.describe()["digest"] for name, backend in self.backends.items()}
+        return {"version": __version__, "models": digests}
 
     def check_open(self) -> None:
         """Raise `HttpError` unless the server accepts requests."""

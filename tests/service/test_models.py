@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from running_server import RunningServer, until
 from tiny_bundle import make_heads_bundle, make_order_bundle, make_tiny_bundle
 
-from lantern_rt import AsyncPipeline, Pipeline, RequestError
+from lantern_rt import AsyncPipeline, Pipeline, RequestError, __version__
+from lantern_rt.bundle.files import open_bundle
 from lantern_rt.methods import METHODS
 from lantern_rt.serve.backend import LocalBackend
 
@@ -48,3 +53,39 @@ def test_the_methods_of_a_model_are_those_that_it_accepts(name: str, expected: l
         return described, accepted
 
     assert asyncio.run(methods()) == (expected, expected)
+
+
+@pytest.fixture(scope="module")
+def renamed(start: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
+    """A server of two copies of one bundle, with names of the operator."""
+    copy = shutil.copytree(tiny_folder, tiny_folder.with_name("tiny-2"), dirs_exist_ok=True)
+    return start(tiny_folder, copy, "--threads=1", "--name=one", "--name=other", "--alias=gpt-image-1=other")
+
+
+def test_models_have_the_names_that_the_operator_gives(renamed: RunningServer) -> None:
+    models = renamed.get("/v1/models")[1]["data"]
+    assert [(model["id"], model["root"]) for model in models] == [
+        ("one", "one"), ("other", "other"), ("gpt-image-1", "other"),
+    ]  # fmt: skip
+    for name, root in (("other", "other"), ("gpt-image-1", "other"), (None, "one")):
+        status, answer = renamed.post({"prompt": "red cube", "model": name})
+        assert (status, answer["lantern"]["model"]) == (200, root)
+    assert renamed.post({"prompt": "red cube", "model": "tiny"})[0] == 404
+    until(lambda: [line["model"] for line in renamed.lines()] == ["other", "other", "one", ""])
+
+
+def test_the_version_and_the_bundle_are_told_wherever_an_operator_looks(
+    renamed: RunningServer, tiny_folder: Path
+) -> None:
+    bundle = open_bundle(tiny_folder)
+    digest = bundle.digest
+    identity = {"version": __version__, "models": {"one": digest, "other": digest}}
+    facts = renamed.get("/v1/models/other")[1]["lantern"]
+    told = {name: facts[name] for name in ("version", "bundle", "digest", "format_version")}
+    format_version = bundle.manifest.format_version
+    assert told == {"version": __version__, "bundle": "tiny", "digest": digest, "format_version": format_version}
+    assert renamed.get("/readyz") == (200, {"status": "ready", **identity})
+    labels = {"bundle": "tiny", "digest": digest, "version": __version__}
+    assert [renamed.metric("lantern_model_info", model=name, **labels) for name in ("one", "other")] == [1, 1]
+    (ready,) = [json.loads(line) for line in renamed.log.splitlines() if "ready" in line]
+    assert ready.items() >= {"message": "ready: one, other", **identity}.items()

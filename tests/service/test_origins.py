@@ -79,7 +79,7 @@ def test_what_no_browser_sends_is_refused_before_a_port_is_opened(
     written: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lantern_rt.serve.server.listen", lambda *_: pytest.fail("a port was opened"))
-    error = error_of(RequestError, Server, [], port=0, origins=[written])
+    error = error_of(RequestError, Server, {}, port=0, origins=[written])
     assert (error.field, error.found) == ("cors", repr(written))
 
 
