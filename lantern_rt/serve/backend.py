@@ -76,12 +76,16 @@ class LocalBackend:
         self.pipeline = pipeline
         self.manifest = pipeline.pipeline.bundle.manifest
         self.name = name or self.manifest.name
+        self._description = self._describe()
 
     @property
     def alive(self) -> bool:
         return self.pipeline.service.open
 
     def describe(self) -> dict[str, Any]:
+        return self._description
+
+    def _describe(self) -> dict[str, Any]:
         manifest = self.manifest
         size = manifest.size().name
         return {
@@ -95,16 +99,17 @@ class LocalBackend:
             "columns": manifest.grid_columns,
             "takes": manifest.condition.kind,
             "classes": manifest.condition.classes,
-            "methods": [name for name in METHODS if self._accepts(name)],
-            "qualities": [*manifest.presets],
+            "methods": [name for name in METHODS if self._accepts(method=name)],
+            "qualities": [name for name in manifest.presets if self._accepts(quality=name)],
             "sampling": manifest.sampling.model_dump(),
             "examples": self.pipeline.pipeline.bundle.examples[:8],
             "edits": "vq_encoder" in manifest.files,
         }
 
-    def _accepts(self, method: str) -> bool:
+    def _accepts(self, **options: str) -> bool:
         try:
-            self.pipeline.service.check_nodes(resolve_settings(self.manifest, {"method": method}).method)
+            settings = self.pipeline.pipeline.adapt_settings(resolve_settings(self.manifest, options))
+            self.pipeline.service.check_nodes(settings.method)
         except LanternError:
             return False
         return True

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 from running_server import RunningServer, until
+from starlette.testclient import TestClient
 
+from lantern_rt.serve.app import make_app
 from lantern_rt.serve.log import LogFormatter, RequestRecord, log_to_stderr
+from lantern_rt.serve.state import Limits, ServerState
 
 
 def log_lines(server: RunningServer) -> list[dict[str, Any]]:
@@ -103,3 +106,24 @@ def test_a_level_leaves_out_what_is_less_serious(level: str, lines: int, capsys:
     finally:
         package.removeHandler(plain)
     assert len([json.loads(line) for line in capsys.readouterr().err.splitlines()]) == lines
+
+
+def test_a_fault_of_the_server_leaves_its_traceback_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    class Faulty:
+        name = "faulty"
+
+        async def generate(self, request: Any, caller: str) -> Any:
+            raise KeyError("of the test")
+            yield
+
+    state = ServerState(Limits())
+    state.backends = {"faulty": Faulty()}  # type: ignore[dict-item]
+    with log_to_stderr("info", "json"):
+        answer = TestClient(make_app(state)).post("/v1/images/generations", json={"prompt": "red cube"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        500,
+        "internal server error; see the server's log",
+    )
+    fault, request = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert fault["traceback"].endswith("KeyError: 'of the test'")
+    assert (request["status"], request["model"]) == (500, "faulty")

@@ -55,6 +55,24 @@ def test_the_methods_of_a_model_are_those_that_it_accepts(name: str, expected: l
     assert asyncio.run(methods()) == (expected, expected)
 
 
+def test_a_quality_whose_passes_are_too_large_to_be_shared_is_not_listed(tmp_path: Path) -> None:
+    manifest = make_tiny_bundle(tmp_path / "tiny") / "bundle.json"
+    content = json.loads(manifest.read_text())
+    wide = {"method": {"method": "eagle", "tree": "chain-80"}}
+    content["presets"] = {"strict": {"method": {"method": "ar"}}, "fast": wide}
+    manifest.write_text(json.dumps(content))
+
+    async def qualities() -> list[str]:
+        pipeline = AsyncPipeline(Pipeline.from_bundle(tmp_path / "tiny", threads=1))
+        with pytest.raises(RequestError):
+            pipeline.service.submit(lambda _: None, "red cube", quality="fast")
+        described = LocalBackend(pipeline).describe()["qualities"]
+        await pipeline.close(drain=False)
+        return list(described)
+
+    assert asyncio.run(qualities()) == ["strict"]
+
+
 @pytest.fixture(scope="module")
 def renamed(start: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
     """A server of two copies of one bundle, with names of the operator."""
