@@ -301,13 +301,14 @@ def pythons(session: nox.Session) -> None:
 
 @nox.session
 def journeys(session: nox.Session) -> None:
-    """The first hour's guide, the hub, the page in a browser, clients, replicas on two nodes, and manifests."""
+    """The first hour's guide, the hub, the page in a browser, clients, replicas on two nodes, nginx, and manifests."""
     layer(session, *PINNED, *EXTRAS["browser"], *EXTRAS["ray"], "kubernetes-validate", "litellm")
-    if not shutil.which("chromium") and os.geteuid() == 0 and shutil.which("apt-get"):
-        session.run("bash", "-c", "(apt-get -qq update && apt-get -qq install -y chromium) >/dev/null 2>&1 || true",
-                    env={"DEBIAN_FRONTEND": "noninteractive"}, external=True)  # fmt: skip
-    if not shutil.which("chromium"):
-        session.warn("no Chromium here, and it cannot be installed: tests of the page are skipped")
+    for program, package, test in (("chromium", "chromium", "of the page"), ("nginx", "nginx-light", "behind nginx")):
+        if not shutil.which(program) and os.geteuid() == 0 and shutil.which("apt-get"):
+            install = f"(apt-get -qq update && apt-get -qq install -y {package}) >/dev/null 2>&1 || true"
+            session.run("bash", "-c", install, env={"DEBIAN_FRONTEND": "noninteractive"}, external=True)
+        if not shutil.which(program):
+            session.warn(f"no {program} here, and it cannot be installed: tests {test} are skipped")
     pytest = ("python", "-m", "pytest", "-rs")
     service = "tests/service/test"
     manifests = f"{service}_deployment.py::test_the_manifests_are_what_kubernetes_knows_and_name_what_the_server_has"
@@ -317,7 +318,8 @@ def journeys(session: nox.Session) -> None:
     else:
         session.warn("no npm here: the test of OpenAI's client of Node is skipped")
     project = {"LANTERN_NODE_PROJECT": str(node) if shutil.which("npm") else ""}
-    session.run(*pytest, f"{service}_ray_backend.py", f"{service}_clients.py", manifests, env=project)
+    session.run(*pytest, f"{service}_ray_backend.py", f"{service}_clients.py", f"{service}_rolling_restart.py",
+                manifests, env=project)  # fmt: skip
     exports = (f"tests/export/test_{name}.py" for name in ("first_hour", "hub", "published"))
     services = (f"{service}_{name}.py" for name in ("page", "page_edits", "ray", "scale_out_page", "connections"))
     session.run(*pytest, "-m", "slow", *exports, *services)

@@ -240,7 +240,7 @@ def _neighborhood(manifest: Manifest, name: str, parameters: Mapping[str, Any]) 
         return dict.fromkeys([*bounds, "neighbors", "residual"])
     if not manifest.neighbors:
         problem = f"bundle {manifest.name} has no neighbour table"
-        raise RequestError(problem, field=f"method {name}", remedy="use method ar, eagle or sjd")
+        raise RequestError(problem, field=f"method {name}", remedy="use method ar or sjd, without a bound")
     defaults = _defaults(manifest, "lantern" if bound == "delta" else "lantern++")
     default = min(defaults.get("neighbors", 0), manifest.neighbors)
     neighbors = check_int("neighbors", parameters.get("neighbors"), default, 1, manifest.neighbors)

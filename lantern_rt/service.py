@@ -21,7 +21,7 @@ from typing import Self, Unpack
 from .errors import LanternError, RequestError
 from .inputs import check_int
 from .memory import compute_max_images, largest_settings
-from .methods import Options, RowParallel, Sjd
+from .methods import MethodConfig, Options, RowParallel, Sjd
 from .pipeline import Pipeline
 from .renamed import HasRenamedAttributes
 from .results import StreamStep
@@ -138,11 +138,7 @@ class Service(HasRenamedAttributes):
         first_grid = size.first_grid or (0, 0)
         raster = replace(self.model.raster, num_codes=size.codes, columns=size.columns, first_grid=first_grid)
         request = ServiceRequest(self.cancel, checked, listener, steps, caller, deadline, raster)
-        nodes = state.count_nodes(checked.settings.method)
-        max_nodes = min(MAX_NODES, self._engines.max_nodes)
-        if nodes > max_nodes:
-            expected = f"at most {max_nodes} where passes are shared"
-            raise RequestError(field="method", found=f"{nodes} nodes in a pass", expected=expected)
+        self.check_nodes(checked.settings.method)
         if num_images > self.capacity.total:
             expected = f"at most {self.capacity.total} in one request"
             raise RequestError(field="num_images", found=f"{num_images} images", expected=expected)
@@ -157,6 +153,14 @@ class Service(HasRenamedAttributes):
             self._arriving.append(request)
             self._changed.notify()
         return request
+
+    def check_nodes(self, method: MethodConfig) -> None:
+        """Raise RequestError if a pass of the method has too many nodes to be shared."""
+        nodes = state.count_nodes(method)
+        max_nodes = min(MAX_NODES, self._engines.max_nodes)
+        if nodes > max_nodes:
+            expected = f"at most {max_nodes} where passes are shared"
+            raise RequestError(field="method", found=f"{nodes} nodes in a pass", expected=expected)
 
     def cancel(self, request: ServiceRequest) -> None:
         """Cancel a request; a request that has ended is ignored."""

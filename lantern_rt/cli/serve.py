@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,6 @@ import typer
 from ..errors import RequestError
 from ..inputs import check_int, require_library
 from ..methods import METHODS
-from .console import print_stderr
 from .options import EngineOptions, EnginesOption, ProviderOption, ThreadsOption, YesOption, download_published
 
 if TYPE_CHECKING:
@@ -31,6 +28,7 @@ curl localhost:8000/v1/images/generations -H "content-type: application/json" -d
 LIBRARIES = ("uvicorn", "sse_starlette", "prometheus_client", "python_multipart")
 # Sections in help.
 LIMITS = "Limits"
+LOG = "Log"
 ACCESS = "Access"
 
 
@@ -88,6 +86,14 @@ def serve(
     max_n: Annotated[
         int, typer.Option(help="Maximum number of images per request, 1 .. 10.", rich_help_panel=LIMITS)
     ] = 10,
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--name",
+            help="Name of a model in the API, given once per bundle. [default: the name of the folder that the bundle "
+            "was exported to, which changes with every new folder]",
+        ),
+    ] = None,
     alias: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=MODEL", help="Additional name of a model; may be given several times."),
@@ -99,6 +105,13 @@ def serve(
             help="Size that clients ask for, and the size that they get, or auto; may be given several times.",
         ),
     ] = None,
+    log_level: Annotated[
+        str,
+        typer.Option(metavar="info|warning|error", help="Least serious kind of lines in the log.", rich_help_panel=LOG),
+    ] = "info",
+    log_format: Annotated[
+        str, typer.Option(metavar="json|text", help="Format of the lines in the log.", rich_help_panel=LOG)
+    ] = "json",
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
@@ -106,13 +119,14 @@ def serve(
 ) -> None:
     """Serve bundles over HTTP: OpenAI's Images API, a web page, metrics.
 
-    The log on stderr has one line of JSON per request. SIGTERM and Ctrl-C finish running requests first; a second
+    The log on stderr has a line for each request. SIGTERM and Ctrl-C finish running requests first; a second
     Ctrl-C stops at once.
     """
     for library in LIBRARIES:
         require_library(library, "serve", "serve")
     from ..asynchronous import AsyncPipeline
     from ..published import find_model, is_published
+    from ..serve.log import FORMATS, LEVELS, log_to_stderr
     from ..serve.server import Server
     from ..serve.state import Limits
 
@@ -120,6 +134,9 @@ def serve(
         raise RequestError(field="deadline", found=f"{deadline:g}", expected="seconds above 0")
     check_int("port", port, 8000, 0, 65535)
     check_int("max_n", max_n, 10, 1, 10)
+    for field, value, known in (("log_level", log_level, LEVELS), ("log_format", log_format, FORMATS)):
+        if value not in known:
+            raise RequestError(field=field, found=repr(value), expected=" or ".join(known))
     for name in methods or ():
         if name not in METHODS:
             raise RequestError(field="methods", found=repr(name), expected=", ".join(METHODS))
@@ -129,11 +146,11 @@ def serve(
             raise RequestError(f"model {name} has no image decoder", field="image", remedy=remedy)
         download_published(name, yes)
     options = EngineOptions(threads, engines, provider)
-    opened = _open(bundles or ["scenes"], options)
-    aliases = _read_aliases(alias or (), [bundle.manifest.name for bundle in opened])
-    sizes = _read_sizes(map_size or (), opened)
+    opened = _open(bundles or ["scenes"], names or (), options)
+    aliases = _read_aliases(alias or (), [*opened])
+    sizes = _read_sizes(map_size or (), [*opened.values()])
     limits: dict[str, Any] = {"together": batch, "waiting": waiting, **asdict(options)}
-    models = [partial(AsyncPipeline.from_bundle, bundle, **limits) for bundle in opened]
+    models = {name: partial(AsyncPipeline.from_bundle, bundle, **limits) for name, bundle in opened.items()}
     access = Limits(
         deadline=deadline,
         api_key_file=api_key_file,
@@ -143,9 +160,7 @@ def serve(
         mapped_sizes=sizes,
     )
     server = Server(models, host, port, access, cors or ())
-    names = ", ".join(bundle.manifest.name for bundle in opened)
-    print_stderr(f"{names}: {server.url} (a page; images at /v1/images/generations); Ctrl-C stops")
-    with _request_log():
+    with log_to_stderr(log_level, log_format):
         server.run()
 
 
@@ -173,34 +188,34 @@ def _read_sizes(options: Sequence[str], bundles: Sequence[Bundle]) -> dict[str, 
     return sizes
 
 
-def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
-    """Open bundles, check that their names differ, and that each alone fits into memory."""
+def _open(bundles: Sequence[str], names: Sequence[str], options: EngineOptions) -> dict[str, Bundle]:
+    """Open bundles, check that the names of their models differ, and that each bundle alone fits into memory.
+
+    Args:
+        bundles: folders or names of bundles.
+        names: name of each model; empty: the names of the bundles.
+        options: options of the engine.
+
+    Returns:
+        The bundles by the name of their model.
+    """
     from ..memory import check_memory, largest_settings
 
-    if options.engines is not None and len(names) > 1:
+    if options.engines is not None and len(bundles) > 1:
         expected = "one bundle, from which the engines were built"
-        raise RequestError(field="engines", found=f"{len(names)} bundles", expected=expected)
-    by_name: dict[str, Bundle] = {}
-    for name in names:
-        bundle = options.open_bundle(name)
-        if bundle.manifest.name in by_name:
-            duplicate = f"two bundles named {bundle.manifest.name}"
-            raise RequestError(field="bundles", found=duplicate, expected="different names, by which requests choose")
+        raise RequestError(field="engines", found=f"{len(bundles)} bundles", expected=expected)
+    if names and (len(names) != len(bundles) or "" in names):
+        raise RequestError(field="names", found=", ".join(map(repr, names)), expected="a name for each bundle")
+    models: dict[str, Bundle] = {}
+    for i, text in enumerate(bundles):
+        bundle = options.open_bundle(text)
+        name = names[i] if names else bundle.manifest.name
+        if name in models:
+            problem = f"two bundles named {name}"
+            remedy = "give each bundle a --name"
+            raise RequestError(field="bundles", found=problem, expected="different names", remedy=remedy)
         bundle.check_makes_images()
         if options.runs_on_cpu(bundle):
             check_memory(bundle, largest_settings(bundle.manifest))
-        by_name[bundle.manifest.name] = bundle
-    return list(by_name.values())
-
-
-@contextmanager
-def _request_log() -> Iterator[None]:
-    logger = logging.getLogger("lantern_rt.serve")
-    handler = logging.StreamHandler()
-    handler.addFilter(lambda record: record.levelno < logging.WARNING)  # `print_warnings` prints warnings
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
+        models[name] = bundle
+    return models

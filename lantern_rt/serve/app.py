@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..errors import RequestError
 from ..inputs import format_value
 from .images import KINDS, ImagesEndpoint
+from .log import RequestRecord
 from .protocol import EditRequest, Figures, HttpError, ImagesRequest
 from .state import ServerState
 
@@ -73,7 +74,7 @@ def make_app(
         Route("/", info.page),
         Mount("/page", StaticFiles(directory=PAGE_FOLDER)),
     ]
-    middleware = [Middleware(_RequestGuard, origins, hosts)]
+    middleware = [Middleware(_RequestGuard, state, origins, hosts)]
     if origins:
         middleware.append(
             Middleware(
@@ -132,7 +133,7 @@ class _InfoRoutes:
 
     async def ready(self, http: HttpRequest) -> Response:
         status = self._state.status
-        return JSONResponse({"status": status}, 200 if status == "ready" else 503)
+        return JSONResponse({"status": status, **self._state.identity}, 200 if status == "ready" else 503)
 
     async def metrics(self, http: HttpRequest) -> Response:
         return Response(self._state.metrics.text(self._state.backends.values()), media_type="text/plain; version=0.0.4")
@@ -154,12 +155,15 @@ class _InfoRoutes:
 class _RequestGuard:
     """Middleware that rejects requests from pages of other sites, and adds request ids and security headers.
 
+    It logs and counts requests for images and rejected requests. Health checks with status 503 are not logged.
+
     After a response to a request whose body was not read, it closes the connection, but first lets the client read the
     response.
     """
 
-    def __init__(self, app: ASGIApp, origins: Sequence[str], hosts: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState, origins: Sequence[str], hosts: Collection[str]) -> None:
         self._app = app
+        self._state = state
         self._origins = origins
         self._hosts = hosts
 
@@ -171,7 +175,9 @@ class _RequestGuard:
         identity = headers.get("x-request-id", "")
         if not re.fullmatch(r"[\w.:-]{1,80}", identity, re.ASCII):
             identity = secrets.token_hex(8)
-        scope.setdefault("state", {})["request_id"] = identity
+        client, _ = scope.get("client") or ("", 0)
+        record = RequestRecord(identity, client, scope["path"])
+        scope.setdefault("state", {})["record"] = record
         unread = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
         closing = False
 
@@ -185,6 +191,7 @@ class _RequestGuard:
             nonlocal closing
             if message["type"] == "http.response.start":
                 closing = unread
+                record.status = message["status"]
                 added = {**_SECURITY_HEADERS, "x-request-id": identity} | ({"connection": "close"} if closing else {})
                 for name, value in added.items():
                     MutableHeaders(scope=message).setdefault(name, value)
@@ -192,9 +199,15 @@ class _RequestGuard:
                 message = {**message, "more_body": True}
             await send(message)
 
-        error = self._check_site(scope["method"], headers)
+        error = self._check_headers(scope["method"], headers)
         app = self._app if error is None else JSONResponse(error.body(), error.status)
-        await app(scope, receive_body, send_with_headers)
+        try:
+            await app(scope, receive_body, send_with_headers)
+        finally:
+            makes_images = scope["method"] == "POST" and "/v1/images/" in scope["path"]
+            if makes_images or (record.status >= 400 and record.status != 503):
+                self._state.metrics.count_request(record)
+                record.write()
         if closing:
             with suppress(TimeoutError, asyncio.CancelledError):  # the server is stopping
                 async with asyncio.timeout(LINGER_SECONDS):
@@ -202,7 +215,9 @@ class _RequestGuard:
                         await receive_body()
             await send({"type": "http.response.body"})
 
-    def _check_site(self, method: str, headers: Headers) -> HttpError | None:
+    def _check_headers(self, method: str, headers: Headers) -> HttpError | None:
+        if "content-length" in headers and "transfer-encoding" in headers:  # proxies disagree about the end of the body
+            return HttpError(400, "two lengths of the body", field="content-length", remedy="omit content-length")
         remedy = "allow a site with `lantern-rt serve --cors ORIGIN`"
         host = headers.get("host", "").lower()
         # DNS rebinding: another site can point its name to this server, and browsers then trust its pages as ours.
@@ -222,8 +237,8 @@ class _RequestGuard:
 
     def _names_server(self, host: str) -> bool:
         with suppress(ValueError):
-            name = urlsplit(f"//{host}").hostname or ""
-            return name in self._hosts or bool(ip_address(name))
+            name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+            return name in self._hosts or name.endswith(".localhost") or bool(ip_address(name))
         return False
 
 

@@ -12,10 +12,13 @@ from typing import Any, NamedTuple, Protocol
 
 from PIL.Image import Image
 
+from .. import __version__
 from ..asynchronous import AsyncPipeline
+from ..errors import LanternError
 from ..methods import METHODS
 from ..output.images import png_bytes
 from ..prompts import load_bundle_tokenizer
+from ..requests import resolve_settings
 from ..results import StreamStep
 from ..runtime.drafting import SequenceStep
 from ..runtime.engine import Bools
@@ -33,7 +36,7 @@ class Load(NamedTuple):
 
 
 class ImageBackend(Protocol):
-    """A model that generates images for the server. name: name of the model."""
+    """A model that generates images for the server. name: name of the model in the API."""
 
     name: str
 
@@ -63,38 +66,57 @@ class ImageBackend(Protocol):
 
 
 class LocalBackend:
-    """Backend with a pipeline in this process."""
+    """Backend with a pipeline in this process.
 
-    def __init__(self, pipeline: AsyncPipeline) -> None:
+    Args:
+        pipeline: pipeline of the model.
+        name: name of the model in the API; empty: the name of its bundle.
+    """
+
+    def __init__(self, pipeline: AsyncPipeline, name: str = "") -> None:
         pipeline.pipeline.bundle.check_makes_images()
         self.pipeline = pipeline
         self.manifest = pipeline.pipeline.bundle.manifest
-        self.name = self.manifest.name
-        tokenizer = load_bundle_tokenizer(pipeline.pipeline.bundle)
-        self._words = tokenizer.words if isinstance(tokenizer, WordTokenizer) else ()
+        self.name = name or self.manifest.name
+        self._description = self._describe()
 
     @property
     def alive(self) -> bool:
         return self.pipeline.service.open
 
     def describe(self) -> dict[str, Any]:
+        return self._description
+
+    def _describe(self) -> dict[str, Any]:
         manifest = self.manifest
-        methods = [name for name, kind in METHODS.items() if manifest.drafters or not kind.needs_drafter]
+        tokenizer = load_bundle_tokenizer(self.pipeline.pipeline.bundle)
         size = manifest.size().name
         return {
+            "version": __version__,
+            "bundle": manifest.name,
+            "digest": self.pipeline.pipeline.bundle.digest,
+            "format_version": manifest.format_version,
             "size": size,
             "sizes": [entry.name for entry in manifest.sizes] or [size],
             "rows": manifest.grid_rows,
             "columns": manifest.grid_columns,
             "takes": manifest.condition.kind,
             "classes": manifest.condition.classes,
-            "methods": methods,
-            "qualities": [*manifest.presets],
+            "methods": [name for name in METHODS if self._accepts(method=name)],
+            "qualities": [name for name in manifest.presets if self._accepts(quality=name)],
             "sampling": manifest.sampling.model_dump(),
             "examples": self.pipeline.pipeline.bundle.examples[:8],
-            "words": self._words,
+            "words": tokenizer.words if isinstance(tokenizer, WordTokenizer) else (),
             "edits": "vq_encoder" in manifest.files,
         }
+
+    def _accepts(self, **options: str) -> bool:
+        try:
+            settings = self.pipeline.pipeline.adapt_settings(resolve_settings(self.manifest, options))
+            self.pipeline.service.check_nodes(settings.method)
+        except LanternError:
+            return False
+        return True
 
     def load(self) -> Load:
         service = self.pipeline.service

@@ -59,10 +59,12 @@ class FormReader:
         """Return the request, once all bytes are parsed."""
         if not self._complete:
             raise _malformed("an incomplete form")
-        files: dict[str, Any] = {name: self._values.pop(name) for name in FILES if name in self._values}
-        if not files.get("image"):
+        # Browsers send an empty part for every input that was not filled.
+        filled = {name: value for name, value in self._values.items() if value}
+        files: dict[str, Any] = {name: filled.pop(name) for name in FILES if name in filled}
+        if "image" not in files:
             raise HttpError(400, field="image", found="none", expected="a PNG, JPEG or WebP file")
-        texts = {name: value.decode("utf-8", "replace") for name, value in self._values.items()}
+        texts = {name: value.decode("utf-8", "replace") for name, value in filled.items()}
         try:
             return EditRequest.model_validate_strings(texts).model_copy(update=files)
         except ValidationError as error:

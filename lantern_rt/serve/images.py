@@ -8,9 +8,8 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, closing
-from datetime import UTC, datetime
 from traceback import clear_frames
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sse_starlette import EventSourceResponse
 from sse_starlette.sse import SendTimeoutError
@@ -21,12 +20,12 @@ from starlette.types import Receive, Scope, Send
 
 from .backend import ImageBackend
 from .forms import FORM, FormReader
+from .log import RequestRecord
 from .protocol import Completion, Event, HttpError, ImagesRequest, read_request, set_defaults
-from .state import ServerState
+from .state import DISCONNECTED, ServerState
 
 PING_SECONDS = 15  # interval of comments that keep a silent stream open
 SEND_SECONDS = 60.0  # timeout for a client that stops reading a stream
-DISCONNECTED = 499  # status in logs if the client disconnected
 KINDS = ("generations", "edits", "variations")
 T = TypeVar("T")
 
@@ -54,21 +53,19 @@ class _RequestHandler:
         self._kind = kind
         self._http = http
         self._send = send
-        self._began = time.perf_counter()
-        self._model = self._key = self._quality = ""
-        self._client = http.client.host if http.client else ""
+        self._record: RequestRecord = http.state.record
+        self._quality = ""
         self._completion: Completion | None = None
         self._failure: Exception | None = None  # error that a stream has already sent
 
     async def run(self) -> None:
         status = DISCONNECTED
-        facts: dict[str, Any] = {}
         try:
             completion = await self._handle()
             status = 200
             self._state.metrics.count_completion(completion)
             figures = completion.figures
-            facts = {
+            self._record.facts = {
                 "method": figures.method,
                 "images": len(figures.seeds),
                 "queue_seconds": round(figures.queue_seconds, 4),
@@ -85,18 +82,20 @@ class _RequestHandler:
                 _LOG.error("a request failed", exc_info=error)
             clear_frames(error.__traceback__)  # the frames hold the body
             may_quote_prompt = status == 400 and http_error.field in ("prompt", "body", "")
-            facts = {"error": f"{http_error.field or 'request'}: rejected" if may_quote_prompt else str(http_error)}
+            text = f"{http_error.field or 'request'}: rejected" if may_quote_prompt else str(http_error)
+            self._record.facts = {"error": text}
             if self._failure is None:
                 await self._respond(JSONResponse(http_error.body(), http_error.status, headers=http_error.headers))
             del http_error  # its traceback refers to this frame
         finally:  # also if this task is cancelled: the server stops, or the client of Ray Serve disconnected
-            self._log(status, facts)
+            self._record.status = status
 
     async def _handle(self) -> Completion:
         state = self._state
         limits = state.limits
         state.check_open()
-        self._key = state.check_key(self._http)
+        record = self._record
+        record.key = state.check_key(self._http)
         is_form = self._kind != "generations"
         kind, max_size = (FORM, limits.max_form_bytes) if is_form else ("application/json", limits.max_body_bytes)
         headers = self._http.headers
@@ -106,12 +105,12 @@ class _RequestHandler:
         size = int(headers.get("content-length", max_size))
         if size > max_size:
             raise _too_large(max_size)
-        with state.body_memory.reserve((self._key or self._client, kind), size):
+        with state.body_memory.reserve((record.key or record.client, kind), size):
             request = state.map_size(await self._read(max_size))
             state.check_request(request)
             self._quality = request.quality or ""
             backend = state.backend(request.model)
-            self._model = backend.name
+            record.model = backend.name
             async with aclosing(self._generate(backend, request)) as updates:
                 await self._unless_disconnected(anext(updates))  # admitted or rejected
                 if request.stream:
@@ -150,10 +149,10 @@ class _RequestHandler:
         self, backend: ImageBackend, request: ImagesRequest
     ) -> AsyncGenerator[Event | Completion, None]:
         assert request.deadline is not None
-        remaining = request.deadline - (time.perf_counter() - self._began)
+        remaining = request.deadline - (time.perf_counter() - self._record.began)
         end = asyncio.get_running_loop().time() + remaining
         timed_request = request.model_copy(update={"deadline": remaining})
-        async with aclosing(backend.generate(timed_request, self._key or self._client)) as updates:
+        async with aclosing(backend.generate(timed_request, self._record.key or self._record.client)) as updates:
             while True:
                 try:
                     async with asyncio.timeout_at(end):
@@ -205,25 +204,6 @@ class _RequestHandler:
 
     async def _respond(self, response: JSONResponse) -> None:
         await response(self._http.scope, self._http.receive, self._send)
-
-    def _log(self, status: int, facts: dict[str, Any]) -> None:
-        """Count the request and log a line of JSON, without the prompt."""
-        metrics = self._state.metrics
-        metrics.requests.labels(self._model, str(status)).inc()
-        if status in (DISCONNECTED, 504):
-            metrics.aborted.labels(self._model, "deadline" if status == 504 else "disconnected").inc()
-        seconds = round(time.perf_counter() - self._began, 4)
-        line = {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "request_id": self._http.state.request_id,
-            "client": self._client,
-            "key": self._key,
-            "path": self._http.url.path,
-            "status": status,
-            "model": self._model,
-            "seconds": seconds,
-        }
-        _LOG.info("%s", json.dumps(line | facts))
 
 
 def _too_large(max_size: int) -> HttpError:

@@ -158,7 +158,7 @@ class Figures:
     """Method, seeds and costs of a finished request; the field `lantern` of a response.
 
     Args:
-        model: name of the bundle.
+        model: name of the model in the API.
         method: decoding method with its parameters.
         quality: preset that chose the method; None if the request named the method.
         exact: whether the method samples from the target's distribution.
@@ -307,4 +307,5 @@ class HttpError(LanternError):
     @property
     def headers(self) -> dict[str, str]:
         """HTTP headers of the response."""
-        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        challenge = {"www-authenticate": "Bearer"} if self.status == 401 else {}
+        return challenge if self.retry_after is None else {"retry-after": str(self.retry_after)}

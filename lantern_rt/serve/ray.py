@@ -28,6 +28,7 @@ from ..errors import BusyError, EngineError, LanternError, RequestError
 from ..pipeline import Pipeline
 from .app import make_app
 from .backend import ADMITTED, ImageBackend, Load, LocalBackend
+from .log import LogFormatter
 from .protocol import Completion, Event, ImagesRequest
 from .state import Limits, ServerState
 
@@ -43,6 +44,7 @@ class Settings(BaseModel):
     Args:
         bundles: bundle folders or names of embedded bundles, each deployed under the name of its folder; or a mapping
             from bundles to options of `Pipeline.from_bundle`.
+        names: name of each model in the API, in the order of the bundles; empty: the names of the bundles.
         threads: number of threads of a replica, and of processors that Ray reserves for it; None: one replica of a
             bundle per node, which uses all cores.
         pipeline: further options of `Pipeline.from_bundle`.
@@ -62,6 +64,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     bundles: dict[str, dict[str, Any]] | list[str] | str = "scenes"
+    names: list[str] = []
     threads: int | None = Field(default=None, ge=1)
     pipeline: dict[str, Any] = {}
     together: int = Field(default=8, ge=1)
@@ -89,6 +92,9 @@ def app(settings: Settings) -> serve.Application:
         actual = ", ".join(names) or "none"
         expected = "bundles with different names, none named ingress"
         raise RequestError(field="bundles", found=actual, expected=expected)
+    models = settings.names or [""] * len(names)
+    if len(models) != len(names):
+        raise RequestError(field="names", found=", ".join(models), expected="a name for each bundle")
     scaling = {"max_replicas": 4, "target_ongoing_requests": settings.together, **settings.autoscaling}
     replica = serve.deployment(
         max_ongoing_requests=settings.together + settings.waiting,
@@ -106,19 +112,20 @@ def app(settings: Settings) -> serve.Application:
     )(serve.ingress()(Ingress))
     defaults = {"threads": settings.threads, **settings.pipeline}
     replicas = []
-    for name, bundle in zip(names, bundles, strict=True):
+    for name, model, bundle in zip(names, models, bundles, strict=True):
         options = defaults | (bundles[bundle] if isinstance(bundles, dict) else {})
-        replicas.append(replica.options(name=name).bind(bundle, settings.together, settings.waiting, options))
+        arguments = (bundle, settings.together, settings.waiting, options, model)
+        replicas.append(replica.options(name=name).bind(*arguments))
     return ingress.bind(settings, replicas)
 
 
 class Replica:
     """Process with the pipeline of one bundle."""
 
-    def __init__(self, bundle: str, together: int, waiting: int, options: dict[str, Any]) -> None:
+    def __init__(self, bundle: str, together: int, waiting: int, options: dict[str, Any], name: str = "") -> None:
         pipeline = Pipeline.from_bundle(bundle, **options)
         pipeline.warm_up()
-        self._backend = LocalBackend(AsyncPipeline(pipeline, together, waiting))
+        self._backend = LocalBackend(AsyncPipeline(pipeline, together, waiting), name)
 
     def describe(self) -> tuple[str, dict[str, Any]]:
         """Return the name of the model and its entry in `/v1/models`."""
@@ -154,8 +161,10 @@ class Ingress:
         self._state = ServerState(Limits(**limits))
         self._replicas = replicas
         self._settings = settings
-        log = logging.getLogger(__package__)  # one line of JSON per request
-        log.addHandler(logging.StreamHandler())
+        log = logging.getLogger(__package__)
+        handler = logging.StreamHandler()
+        handler.setFormatter(LogFormatter())
+        log.addHandler(handler)
         log.setLevel(logging.INFO)
 
     def __serve_build_asgi_app__(self) -> Starlette:

@@ -6,10 +6,9 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
-from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -32,7 +31,7 @@ class Server:
     """Server that runs in the main thread of its process.
 
     Args:
-        models: functions that load one pipeline each, called one after the other.
+        models: functions that load one pipeline each, by the name of the model, called one after the other.
         host: address to listen on.
         port: port to listen on; 0: a free port.
         limits: limits of requests; a server that is stopping waits up to the deadline for them.
@@ -44,7 +43,7 @@ class Server:
 
     def __init__(
         self,
-        models: Sequence[Callable[[], Awaitable[AsyncPipeline]]],
+        models: Mapping[str, Callable[[], Awaitable[AsyncPipeline]]],
         host: str = "127.0.0.1",
         port: int = 8000,
         limits: Limits | None = None,
@@ -57,9 +56,10 @@ class Server:
         origins = [read_origin(origin) for origin in origins]
         self._socket = listen(host, port)
         self.address = self._socket.getsockname()[:2]
-        hosts: set[Any] = set()
+        hosts: set[str] = set()
         if ip_address(self.address[0]).is_loopback:
-            hosts = {"localhost", host.lower(), *(urlsplit(origin).hostname for origin in origins)}
+            names = ["localhost", host.lower(), *(urlsplit(origin).hostname for origin in origins)]
+            hosts = {name.removesuffix(".") for name in names if name}
         self._stopping: asyncio.Task[None] | None = None
         self._skip_waiting = False
         config = uvicorn.Config(
@@ -68,6 +68,7 @@ class Server:
             backlog=BACKLOG,
             ws="none",
             loop="asyncio",
+            workers=1,  # else uvicorn reads WEB_CONCURRENCY, which may be no number
             lifespan="on",
             log_config=None,
             access_log=False,
@@ -85,6 +86,7 @@ class Server:
 
     def run(self) -> None:
         """Serve until a signal stops the server. Raises: the exception that loading a model raised."""
+        _LOG.info("listening: %s (a page; images at /v1/images/generations); Ctrl-C stops", self.url)
         self._uvicorn.run([self._socket])
         if self.failure is not None:
             raise self.failure
@@ -110,29 +112,35 @@ class Server:
     async def _load(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            for load in self._models:
+            for name, load in self._models.items():
                 pipeline = await load()
-                self._backends.append(LocalBackend(pipeline))
+                self._backends.append(LocalBackend(pipeline, name))
                 await loop.run_in_executor(None, pipeline.pipeline.warm_up)
         except Exception as error:  # including MemoryError: without its models the server is useless
             self.failure = error
             self._uvicorn.should_exit = True
             return
         self.state.backends = {backend.name: backend for backend in self._backends}
-        _LOG.info("ready: %s", ", ".join(self.state.backends))
+        _LOG.info("ready: %s", ", ".join(self.state.backends), extra={"facts": self.state.identity})
 
     def _handle_signal(self, number: int) -> None:
         """Stop the server; on SIGHUP, reload the keys instead. A second Ctrl-C stops without waiting for requests."""
         if number in HANGUP:
-            try:
-                self.state.load_keys()
-                _LOG.info("keys reloaded: %d", len(self.state.keys))
-            except RequestError as error:
-                _LOG.warning("keys were not reloaded: %s", error)
+            self._reload_keys()
         elif self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         elif number == signal.SIGINT:
             self._skip_waiting = True
+
+    def _reload_keys(self) -> None:
+        if self.state.limits.api_key_file is None:
+            _LOG.warning("no keys to reload: the server has no --api-key-file")
+            return
+        try:
+            self.state.load_keys()
+            _LOG.info("keys reloaded: %d", len(self.state.keys))
+        except RequestError as error:
+            _LOG.warning("keys were not reloaded: %s", error)
 
     async def _stop(self) -> None:
         """Stop accepting requests, wait for running requests up to the deadline, and cancel the others."""

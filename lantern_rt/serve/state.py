@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -19,16 +20,20 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
+    values,
 )
 from starlette.requests import Request as HttpRequest
 
+from .. import __version__
 from ..edits import BYTES_LIMIT
 from ..errors import RequestError
 from ..inputs import format_value, read_plain_file, reading
 from .backend import ImageBackend
+from .log import RequestRecord
 from .protocol import Completion, HttpError, ImagesRequest, R
 
 MAX_KEY_FILE_BYTES = 1 << 20
+DISCONNECTED = 499  # status in logs and metrics if the client disconnected
 KEY_VARIABLE = "LANTERN_RT_API_KEY"  # environment variable of the API key
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)  # bounds of histograms in seconds
 
@@ -127,6 +132,7 @@ class Metrics:
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # time stamps that no dashboard shows
+        values.ValueClass = values.MutexValue  # not files in PROMETHEUS_MULTIPROC_DIR: one process serves
         registry = self.registry = CollectorRegistry()
         ProcessCollector(registry=registry)
 
@@ -147,9 +153,17 @@ class Metrics:
         self.picture = histogram("picture", "Seconds to decode and encode the images of a request.")
         self._running = Gauge("lantern_images_running", "Images being generated.", ("model",), registry=registry)
         self._waiting = Gauge("lantern_images_waiting", "Queued images.", ("model",), registry=registry)
+        labels = ("model", "bundle", "digest", "version")
+        self._models = Gauge("lantern_model_info", "Models, each with the value 1.", labels, registry=registry)
+
+    def count_request(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        self.requests.labels(record.model, str(record.status)).inc()
+        if record.status in (DISCONNECTED, 504):
+            self.aborted.labels(record.model, "deadline" if record.status == 504 else "disconnected").inc()
 
     def count_completion(self, completion: Completion) -> None:
-        """Count a finished request."""
+        """Count the images of a request and their costs."""
         figures = completion.figures
         model = figures.model
         # Methods are labelled by name alone: parameters would make any number of labels.
@@ -164,6 +178,8 @@ class Metrics:
     def text(self, backends: Iterable[ImageBackend]) -> bytes:
         """Return all metrics in Prometheus' text format."""
         for backend in backends:
+            facts = backend.describe()
+            self._models.labels(backend.name, facts["bundle"], facts["digest"], facts["version"]).set(1)
             for gauge, value in zip((self._running, self._waiting), backend.load(), strict=True):
                 gauge.labels(backend.name).set(value)
         return generate_latest(self.registry)
@@ -197,6 +213,12 @@ class ServerState:
         if not all(backend.alive for backend in self.backends.values()):
             return "failed"
         return "ready" if self.backends else "loading"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Version of the program, and the digest of each model's bundle."""
+        digests = {name: backend.describe()["digest"] for name, backend in self.backends.items()}
+        return {"version": __version__, "models": digests}
 
     def check_open(self) -> None:
         """Raise `HttpError` unless the server accepts requests."""

@@ -21,8 +21,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ru
     """Starts a server that ends with the session at the latest."""
     started: list[RunningServer] = []
 
-    def begin(*arguments: object, ready: bool = True) -> RunningServer:
-        started.append(RunningServer(tmp_path_factory.mktemp("server"), *arguments))
+    def begin(*arguments: object, ready: bool = True, port: int = 0) -> RunningServer:
+        started.append(RunningServer(tmp_path_factory.mktemp("server"), *arguments, port=port))
         return started[-1].wait_until_ready() if ready else started[-1]
 
     yield begin

@@ -23,13 +23,13 @@ FORM = "multipart/form-data; boundary=x"
 
 
 class RunningServer:
-    """`lantern-rt serve` with these arguments, on a free port; `log` is what it wrote so far."""
+    """`lantern-rt serve` with these arguments, on this port or a free one; `log` is what it wrote so far."""
 
     root = ""  # what all paths begin with
 
-    def __init__(self, folder: Path, *arguments: object) -> None:
+    def __init__(self, folder: Path, *arguments: object, port: int = 0) -> None:
         self._log = folder / f"serve-{time.monotonic_ns()}.log"
-        command = [sys.executable, "-m", "lantern_rt", "serve", *map(str, arguments), "--port", "0"]
+        command = [sys.executable, "-m", "lantern_rt", "serve", *map(str, arguments), "--port", str(port)]
         with self._log.open("wb") as log:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             self.process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
@@ -42,7 +42,7 @@ class RunningServer:
 
     def lines(self) -> list[dict[str, Any]]:
         """What it logged of requests; a line that is still being written is not one yet."""
-        return [json.loads(line) for line in self.log.split("\n")[:-1] if line.startswith("{")]
+        return [line for line in map(json.loads, self.log.split("\n")[:-1]) if line["message"] == "request"]
 
     def _wait_for(self, pattern: str, seconds: float = 60.0) -> str:
         deadline = time.monotonic() + seconds

@@ -90,6 +90,18 @@ def test_a_body_that_nobody_reads_ends_its_connection(tiny: RunningServer) -> No
             assert b"\r\nconnection: close\r\n" in answer.lower()
 
 
+@pytest.mark.parametrize("length", ["0", "4", "999"])
+def test_a_request_with_two_lengths_is_refused_and_what_follows_is_no_request(tiny: RunningServer, length: str) -> None:
+    hidden = b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    sent = f"POST {GENERATIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {JSON}\r\n".encode()
+    sent += f"content-length: {length}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    sent += b'16\r\n{"prompt": "red cube"}\r\n0\r\n\r\n'
+    with tiny.connect(sent + hidden) as connection:
+        answer = b"".join(iter(partial(connection.recv, 1 << 16), b""))
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
 def test_a_client_that_sends_first_and_reads_then_is_told_that_its_body_is_too_large(tiny: RunningServer) -> None:
     status, headers, _ = tiny.request("POST", EDITS, bytes(MEGABYTES + 1), {"content-type": FORM})
     assert (status, headers["connection"]) == (413, "close")

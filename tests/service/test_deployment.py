@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from running_server import RunningServer
 
+from lantern_rt import __version__
 from lantern_rt.cli.main import run_program
 from lantern_rt.serve.state import KEY_VARIABLE
 
@@ -105,6 +106,7 @@ def test_everything_is_reached_at_the_port_it_listens_at() -> None:
 MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text("utf-8")))
 POD = MANIFESTS[0]["spec"]["template"]["spec"]
 UNIT = dict(re.findall(r"^(\w+)=(.*)$", (DEPLOY / "lantern-rt.service").read_text("utf-8"), re.MULTILINE))
+KEYS = "/etc/lantern-rt/keys.txt"
 COMMANDS = {
     "Dockerfile": CMD,
     "compose.yaml": SERVICES["lantern-rt"]["command"],
@@ -114,15 +116,37 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_the_command_of_a_container_is_one_of_a_server(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_a_container_is_one_of_a_server(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert instructions("ENTRYPOINT") == ['["lantern-rt"]']
     assert command[0] == "serve"
+    (tmp_path / "keys.txt").write_text("a-key\n")
+    command = [str(tmp_path / "keys.txt") if part == KEYS else part for part in command]
     monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: [one.close() for one in sockets])
     assert run_program([*command, "--port", "0"]) == 0
 
 
+def test_a_service_has_a_file_of_keys_that_only_its_group_reads_and_that_its_comment_makes() -> None:
+    text = (DEPLOY / "lantern-rt.service").read_text("utf-8")
+    (group,) = re.findall(r"#   groupadd --system (\S+)", text)
+    assert UNIT["SupplementaryGroups"] == group
+    assert f"#   install -D -m 640 -g {group} keys.txt {KEYS}\n" in text
+    command = COMMANDS["lantern-rt.service"]
+    assert command[command.index("--api-key-file") + 1] == KEYS
+
+
+def test_an_image_has_one_name_everywhere_with_the_version_of_the_program() -> None:
+    name = f"lantern-rt:{__version__}"
+    assert SERVICES["lantern-rt"]["image"] == POD["containers"][0]["image"] == name
+    text = (DEPLOY / "Dockerfile").read_text("utf-8") + (ROOT / "docs/serving.md").read_text("utf-8")
+    assert re.findall(r"docker (?:build|run) .* (lantern-rt\S*)", text) == [name, name, name]
+
+
 def test_a_container_is_given_longer_to_stop_than_the_server_takes() -> None:
-    graces = SERVICES["lantern-rt"]["stop_grace_period"].removesuffix("s"), POD["terminationGracePeriodSeconds"]
+    _, pause = POD["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    rest = POD["terminationGracePeriodSeconds"] - int(pause)
+    graces = SERVICES["lantern-rt"]["stop_grace_period"].removesuffix("s"), rest
     for grace, (_, command) in zip((*graces, UNIT["TimeoutStopSec"]), list(COMMANDS.items())[1:], strict=True):
         assert float(grace) >= float(command[command.index("--deadline") + 1]) + 10
     assert instructions("STOPSIGNAL") == ["SIGTERM"]
@@ -164,9 +188,12 @@ def test_the_image_is_made_of_what_the_wheel_needs_and_runs_as_nobody_special() 
 def test_the_manifests_are_what_kubernetes_knows_and_name_what_the_server_has(
     metrics: dict[str, set[str]], tiny: RunningServer
 ) -> None:
-    deployment, service, scaler = MANIFESTS
+    deployment, service, scaler, budget = MANIFESTS
     (container,) = POD["containers"]
     assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    assert budget["spec"]["selector"] == deployment["spec"]["selector"]
+    assert budget["spec"]["minAvailable"] < scaler["spec"]["minReplicas"]
+    assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
     assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
     assert scaler["spec"]["metrics"][0]["pods"]["metric"]["name"] in metrics
     assert str(container["ports"][0]["containerPort"]) == container["args"][container["args"].index("--port") + 1]

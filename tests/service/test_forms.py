@@ -49,8 +49,14 @@ def test_a_form_is_read_as_it_was_written_whatever_its_pieces(
     fields = {"image": b"P" + image.replace(b"\r\n--x", b"\r\n--y"), "prompt": prompt.encode(), "n": b"2"}
     fields |= {} if mask is None else {"mask": mask.replace(b"\r\n--x", b"\r\n--y")}
     found = read(form(fields), sizes=sizes)
-    assert (found.image, found.mask) == (fields["image"], fields.get("mask"))
-    assert (found.prompt, found.n) == (prompt, 2)
+    assert (found.image, found.mask) == (fields["image"], fields.get("mask") or None)
+    assert (found.prompt, found.n) == (prompt or None, 2)
+
+
+def test_an_empty_part_is_one_left_out() -> None:
+    empty = dict.fromkeys({*EditRequest.model_fields} - {"image"}, b"")
+    assert read(form({"image": b"P", **empty})) == read(form({"image": b"P"}))
+    assert error_of(HttpError, read, form({"image": b"", "prompt": b"red"})).field == "image"
 
 
 def test_names_headers_and_boundaries_are_read_as_clients_write_them() -> None:

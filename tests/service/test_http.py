@@ -24,6 +24,7 @@ from lantern_rt.serve import images
 from lantern_rt.serve.app import make_app
 from lantern_rt.serve.backend import ADMITTED, LocalBackend
 from lantern_rt.serve.images import ImagesEndpoint
+from lantern_rt.serve.log import RequestRecord
 from lantern_rt.serve.protocol import ImagesRequest
 from lantern_rt.serve.state import Limits, ServerState
 
@@ -137,6 +138,25 @@ def test_requests_are_counted_and_logged_without_their_prompts(tiny: RunningServ
     assert "dragon" not in tiny.log
     assert tiny.post({"prompt": "red cube"}, **{"x-request-id": "a b"})[0] == 200
     assert not any(line["request_id"] == "a b" for line in tiny.lines())
+
+
+def test_rejected_requests_are_logged_and_counted_but_not_health_checks(tiny: RunningServer) -> None:
+    asked: list[tuple[str, str, dict[str, str], int]] = [
+        ("GET", "/wp-login.php", {}, 404),
+        ("GET", GENERATIONS, {}, 405),
+        ("GET", "/v1/models/others", {}, 404),
+        ("GET", "/v1/models", {"host": "other.example"}, 403),
+        ("POST", GENERATIONS, {**JSON, "origin": "https://other.example"}, 403),
+        ("GET", "/livez", {}, 200),
+        ("GET", "/v1/models", {}, 200),
+    ]
+    before = len(tiny.lines()), tiny.metric("lantern_requests_total", model="", code="403")
+    for i, (method, path, headers, status) in enumerate(asked):
+        assert tiny.request(method, path, headers={**headers, "x-request-id": f"refused-{i}"})[0] == status
+    until(lambda: len(tiny.lines()) >= before[0] + 5)
+    found = [(line["request_id"], line["path"], line["status"]) for line in tiny.lines()[before[0] :]]
+    assert found == [(f"refused-{i}", path, status) for i, (_, path, _, status) in enumerate(asked[:5])]
+    assert tiny.metric("lantern_requests_total", model="", code="403") == before[1] + 2
 
 
 def test_answers_carry_safe_headers_and_other_sites_may_not_read_them(tiny: RunningServer) -> None:
@@ -253,8 +273,7 @@ def test_nothing_is_kept_of_a_body_that_is_refused(kind: str, pieces: int, statu
             statuses.append(message.get("status"))
 
         headers = [(b"content-type", FORM.encode() if kind == "edits" else b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": EDITS, "headers": headers, "state": {"request_id": "1"}}
-        await ImagesEndpoint(state, kind)({**scope, "query_string": b"", "root_path": ""}, receive, send)
+        await ImagesEndpoint(state, kind)(scope_of(EDITS, headers), receive, send)
         return statuses[0]
 
     asyncio.run(receive_pieces())
@@ -291,10 +310,16 @@ async def called(app: Any, path: str, content: Any = None) -> list[Any]:
         sent.append(message)
 
     headers = [(b"content-type", b"application/json")]
-    method = "POST" if path == GENERATIONS else "GET"
-    scope = {"type": "http", "method": method, "path": path, "headers": headers, "state": {"request_id": "1"}}
-    await app({**scope, "query_string": b"", "root_path": ""}, receive, send)
+    await app(scope_of(path, headers), receive, send)
     return sent
+
+
+def scope_of(path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+    """The scope of a request, as the application gives it to an endpoint."""
+    method = "POST" if path in (GENERATIONS, EDITS) else "GET"
+    state = {"record": RequestRecord("1", "", path)}
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, "state": state}
+    return {**scope, "query_string": b"", "root_path": ""}
 
 
 def test_a_client_that_leaves_within_its_request_is_no_error_of_the_server(tiny: RunningServer) -> None:

@@ -14,8 +14,8 @@ from lantern_rt.serve.server import Server
 from lantern_rt.serve.state import Limits, ServerState
 
 
-def allowed(written: str, sent: str) -> bool:
-    """Whether an application with this origin lets pages of an origin read its answers."""
+def start(app: Any, header: str, value: str) -> dict[str, Any]:
+    """Status and headers of the answer to a request with this header."""
     messages: list[Any] = []
 
     async def receive() -> Any:
@@ -25,9 +25,14 @@ def allowed(written: str, sent: str) -> bool:
         messages.append(message)
 
     scope = {"type": "http", "method": "GET", "path": "/livez", "query_string": b"", "root_path": ""}
+    asyncio.run(app({**scope, "headers": [(header.encode(), value.encode())]}, receive, send))
+    return {"status": messages[0]["status"], "headers": dict(messages[0]["headers"])}
+
+
+def allowed(written: str, sent: str) -> bool:
+    """Whether an application with this origin lets pages of an origin read its answers."""
     app = make_app(ServerState(Limits()), origins=[written])
-    asyncio.run(app({**scope, "headers": [(b"origin", sent.encode())]}, receive, send))  # type: ignore[arg-type]
-    return dict(messages[0]["headers"]).get(b"access-control-allow-origin") in (b"*", sent.encode())
+    return start(app, "origin", sent)["headers"].get(b"access-control-allow-origin") in (b"*", sent.encode())
 
 
 @pytest.mark.parametrize(
@@ -74,5 +79,28 @@ def test_what_no_browser_sends_is_refused_before_a_port_is_opened(
     written: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lantern_rt.serve.server.listen", lambda *_: pytest.fail("a port was opened"))
-    error = error_of(RequestError, Server, [], port=0, origins=[written])
+    error = error_of(RequestError, Server, {}, port=0, origins=[written])
     assert (error.field, error.found) == ("cors", repr(written))
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8000", 200),
+        ("localhost.", 200),
+        ("localhost.:8000", 200),
+        ("images.localhost", 200),
+        ("a.b.localhost:8080", 200),
+        ("images.localhost.", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("notlocalhost", 403),
+        ("localhost.evil.example", 403),
+        ("localhost..", 403),
+        ("evil.example", 403),
+        (".", 403),
+    ],
+)
+def test_on_loopback_a_host_is_an_address_or_a_name_of_loopback(host: str, status: int) -> None:
+    assert start(make_app(ServerState(Limits()), hosts={"localhost"}), "host", host)["status"] == status

@@ -175,3 +175,10 @@ def test_deployments_need_names_of_their_own(bundles: list[str]) -> None:
     with pytest.raises(RequestError) as caught:
         app(Settings(bundles=bundles))
     assert caught.value.field == "bundles"
+
+
+def test_a_model_has_the_name_that_the_operator_gives(tiny_folder: Path) -> None:
+    assert Replica(str(tiny_folder), 1, 1, {"threads": 1}, "other").describe()[0] == "other"
+    with pytest.raises(RequestError) as caught:
+        app(Settings(bundles=["a/one", "a/two"], names=["other"]))
+    assert caught.value.field == "names"

@@ -52,7 +52,7 @@ def test_a_server_answers_while_it_loads_and_finishes_what_it_draws_when_it_is_t
     server.wait_until_ready()
     thread, found = asking(server, SLOW)
     server.process.send_signal(signal.SIGTERM)
-    until(lambda: server.get("/readyz") == (503, {"status": "draining"}))
+    until(lambda: server.get("/readyz")[1]["status"] == "draining")
     assert server.get("/livez")[0] == 200
     status, answer = server.post(SLOW)
     assert (status, answer["error"]["code"]) == (503, "draining")
@@ -128,6 +128,8 @@ def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> 
         (["--batch", "0", "--port", "0"], "--batch: found 0"),
         (["--deadline", "0"], "--deadline: found 0"),
         (["--deadline", "nan"], "--deadline: found nan"),
+        (["--log-level", "all"], "--log-level: found 'all', expected info or warning or error"),
+        (["--log-format", "xml"], "--log-format: found 'xml'"),
         (["--methods", "magic"], "--methods: found 'magic'"),
         (["--max-n", "11"], "--max-n: found 11"),
         (["--cors", "ui.example", "--port", "0"], "--cors: found 'ui.example'"),
@@ -137,6 +139,10 @@ def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> 
         (["--map-size", "1024x1024=64x64"], "--map-size: found '1024x1024=64x64'"),
         (["--map-size", "256x256=auto"], "--map-size: found '256x256=auto'"),
         (["--map-size", "big=256x256"], "--map-size: found 'big=256x256'"),
+        (["--name", ""], "--name: found '', expected a name for each bundle"),
+        (["scenes", "scenes", "--name", "a"], "--name: found 'a', expected a name for each bundle"),
+        (["scenes", "scenes", "--name", "a", "--name", "a"], "bundles: found two bundles named a"),
+        (["--name", "a", "--alias", "b=scenes"], "--alias: found 'b=scenes'"),
         (["scenes", "scenes"], "bundles: found two bundles named scenes"),
         (["no/such/bundle"], "bundle 'no/such/bundle'"),
     ],

@@ -1,0 +1,107 @@
+"""Log of the server: the format of its lines, and the line of each HTTP request."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from ..errors import printable
+
+FORMATS = ("json", "text")
+LEVELS = ("info", "warning", "error")
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class RequestRecord:
+    """Facts about one HTTP request, for the log and the metrics.
+
+    Attributes:
+        request_id: id of the request.
+        client: address of the client.
+        path: path of the URL.
+        status: HTTP status; 500 until a response begins.
+        key: name of the API key.
+        model: name of the model.
+        facts: further fields of the line in the log.
+        began: time at which the request began, by `time.perf_counter`.
+    """
+
+    request_id: str
+    client: str
+    path: str
+    status: int = 500
+    key: str = ""
+    model: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    began: float = field(default_factory=time.perf_counter)
+
+    def write(self) -> None:
+        """Print the request to the log, without its prompt."""
+        line = {
+            "request_id": self.request_id,
+            "client": self.client,
+            "key": self.key,
+            "path": self.path,
+            "status": self.status,
+            "model": self.model,
+            "seconds": round(time.perf_counter() - self.began, 4),
+        }
+        _LOG.info("request", extra={"facts": line | self.facts})
+
+
+class LogFormatter(logging.Formatter):
+    """Formatter that makes one line of a record; in text, a traceback follows on further lines.
+
+    Args:
+        log_format: one of `FORMATS`.
+    """
+
+    def __init__(self, log_format: str = "json") -> None:
+        super().__init__()
+        self._log_format = log_format
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record, with the fields that `extra={"facts": ...}` adds."""
+        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        level = record.levelname.lower()
+        message = record.getMessage()
+        facts: dict[str, Any] = getattr(record, "facts", {})
+        traceback = self.formatException(record.exc_info) if record.exc_info else ""
+        if self._log_format == "json":
+            line = {"time": moment, "level": level, "message": message, **facts}
+            return json.dumps(line | ({"traceback": traceback} if traceback else {}))
+        values = [f"{name}={value}" for name, value in facts.items() if value != ""]
+        text = " ".join([moment, level, message, *values]).replace("\n", " ")
+        return printable(text) + (f"\n{traceback}" if traceback else "")
+
+
+@contextmanager
+def log_to_stderr(level: str, log_format: str) -> Iterator[None]:
+    """Print the log to stderr while the block runs: of the server, and warnings of all libraries.
+
+    Args:
+        level: lowest level to print, one of `LEVELS`.
+        log_format: one of `FORMATS`.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter(log_format))
+    handler.setLevel(level.upper())
+    package = logging.getLogger(__name__.partition(".")[0])
+    replaced = package.handlers[:]  # they print warnings as plain text
+    logging.getLogger(__package__).setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    logging.getLogger().addHandler(handler)
+    package.handlers[:] = []
+    try:
+        yield
+    finally:
+        package.handlers[:] = replaced
+        logging.getLogger().removeHandler(handler)
+        logging.captureWarnings(False)
