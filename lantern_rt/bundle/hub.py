@@ -1,7 +1,7 @@
 """Downloads from the model hub, by references `hf:owner/name[/file][@revision]`.
 
 All access uses `huggingface_hub`, its cache, progress bars and settings (HF_ENDPOINT, HF_HOME, HF_TOKEN,
-HF_HUB_OFFLINE). Downloaded code is never executed.
+HF_HUB_OFFLINE). Downloaded code is never executed, and what the hub sends names no file outside the cache.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ..errors import BundleError, LanternError
 from ..inputs import format_error
@@ -17,8 +18,10 @@ from ..inputs import format_error
 HUB = "hf:"  # Prefix of a reference.
 PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # A file name without wildcards or separators.
 REPOSITORY = rf"{PLAIN_NAME}/{PLAIN_NAME}"
-_PATH = rf"{PLAIN_NAME}(?:/{PLAIN_NAME})*"  # A file path or a revision.
-_REFERENCE = re.compile(rf"hf:({REPOSITORY})(?:/({_PATH}))?(?:@({_PATH}))?")
+PLAIN_PATH = rf"{PLAIN_NAME}(?:/{PLAIN_NAME})*"  # A file path or a revision.
+_REFERENCE = re.compile(rf"hf:({REPOSITORY})(?:/({PLAIN_PATH}))?(?:@({PLAIN_PATH}))?")
+_DIGEST_HEADERS = ("ETag", "X-Linked-Etag", "X-Repo-Commit", "X-Xet-Hash")
+_DIGEST = re.compile(r'(?:W/)?"?[0-9a-fA-F]+"?')
 
 
 def parse_reference(text: str, error_class: type[LanternError]) -> tuple[str, str | None, str | None]:
@@ -59,6 +62,50 @@ def hub_errors(field: str, error_class: type[LanternError], remedy: str) -> Iter
         raise error_class(f"{problem} ({format_error(error)})", field=field, remedy=remedy) from error
 
 
+def download_files(repository: str, names: Iterable[str], revision: str | None) -> Path:
+    """Download files that are not in the hub's cache, all from the commit of the first one.
+
+    Args:
+        repository: repository of the files.
+        names: names of the files, without `..`; at least one.
+        revision: branch, tag or commit; None: the default branch.
+
+    Returns:
+        The folder of the commit in the cache.
+    """
+    from huggingface_hub import hf_hub_download
+
+    _drop_invalid_digests()
+    for name in names:
+        path = Path(hf_hub_download(repository, name, revision=revision))
+        folder = path.parents[name.count("/")]
+        revision = folder.name
+    return folder
+
+
+def _drop_invalid_digests() -> None:
+    """Let the client of `huggingface_hub` drop headers that are no digests: the library names files by them."""
+    from huggingface_hub import get_session, set_client_factory
+    from huggingface_hub.utils import _http
+
+    if _drop_headers in get_session().event_hooks["response"]:
+        return
+    create_client = _http._GLOBAL_CLIENT_FACTORY  # There is no public name; a program may have set its own.
+
+    def create_checking_client() -> Any:
+        client = create_client()
+        client.event_hooks["response"].append(_drop_headers)
+        return client
+
+    set_client_factory(create_checking_client)
+
+
+def _drop_headers(response: Any) -> None:
+    for name in _DIGEST_HEADERS:
+        if not _DIGEST.fullmatch(response.headers.get(name, "0")):
+            del response.headers[name]
+
+
 def fetch_bundle(text: str, manifest: str, list_files: Callable[[Path], Iterable[str]]) -> Path:
     """Download the files of a bundle that are not in the hub's cache.
 
@@ -77,10 +124,6 @@ def fetch_bundle(text: str, manifest: str, list_files: Callable[[Path], Iterable
     repository, file, revision = parse_reference(text, BundleError)
     if file is not None:
         raise BundleError(field=text, found=f"the file {file}", expected="a reference without a file")
-    from huggingface_hub import hf_hub_download
-
     with hub_errors(text, BundleError, f"try again, or download the files of {repository} and give their folder"):
-        folder = Path(hf_hub_download(repository, manifest, revision=revision)).parent
-        for name in list_files(folder):
-            hf_hub_download(repository, name, revision=folder.name)
-    return folder
+        folder = download_files(repository, [manifest], revision)
+        return download_files(repository, [manifest, *list_files(folder)], folder.name)

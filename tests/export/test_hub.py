@@ -11,7 +11,7 @@ import pytest
 import torch
 from goldens import DATA, manifest
 from safetensors.torch import save
-from stand_in_hub import COMMIT, OLD, REPOSITORIES, run, serve_hub
+from stand_in_hub import COMMIT, HEADERS, OLD, REPOSITORIES, run, serve_hub
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.files import open_bundle
@@ -141,6 +141,22 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
     verified = run("http://127.0.0.1:9", tmp_path / "home", "-m", "lantern_rt", "verify", str(output), *places)
     assert verified.returncode == 0, verified.stderr
     assert verified.stdout.startswith("bundle (fp32) against hf:owner/target\n")
+
+
+@pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag", "X-Repo-Commit"])
+@pytest.mark.parametrize("reference", ["hf:owner/target", "hf:owner/files/other.pt", "hf:owner/shards"])
+def test_a_hub_names_no_file_outside_the_cache(endpoint: str, tmp_path: Path, header: str, reference: str) -> None:
+    repository = "/".join(reference.removeprefix("hf:").split("/")[:2])
+    home = tmp_path / "cache" / "home"
+    for target in (str(tmp_path / "outside"), "../../../../outside"):
+        HEADERS[repository] = {header: f'W/"{target}"' if "tag" in header.lower() else target}
+        try:
+            done = run(endpoint, home, "-c", FETCH, reference)
+        finally:
+            HEADERS.pop(repository)
+        assert done.returncode == 0, done.stderr
+        files = [path for path in tmp_path.rglob("*") if not path.is_dir()]
+        assert [path for path in files if "outside" in path.name or not path.resolve().is_relative_to(home)] == []
 
 
 MALFORMED = ["hf:", "hf:a", "hf:/a/b", "hf:a/b@", "hf:a/../b", "hf:a/b/../../c", "hf:a/b/ c"]
