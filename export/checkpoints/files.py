@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ...inputs import format_error, format_value, open_plain_file, read_plain_file, reading
+from ...text.tokenizers import parse_tokenizer
 from .pickles import check_pickles
 from .torchscript import read_torchscript
 
@@ -212,7 +213,7 @@ def read_tokenizer(
         CheckpointError: the file cannot be read, has ids outside the embedding table, or other ids than `named`.
     """
     try:
-        tokenizer = Tokenizer.from_file(str(path)) if content is None else Tokenizer.from_buffer(content)
+        tokenizer = parse_tokenizer(read_plain_file(path, _TEXT_LIMIT) if content is None else content)
         tokens = tokenizer.get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises plain Exception
         raise file_error(path, found=format_error(error), expected="a tokenizer in JSON") from error
