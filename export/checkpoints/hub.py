@@ -10,7 +10,7 @@ from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ...bundle.hub import HUB, PLAIN_PATH, download_files, hub_errors, is_rejected, parse_reference
+from ...bundle.hub import HUB, PLAIN_PATH, SNAPSHOT, download_files, hub_errors, is_rejected, parse_reference
 from ...errors import CheckpointError, LanternError
 from .files import listing
 from .folders import INDEX, PAIRS, SINGLE, choose_files, read_index
@@ -20,7 +20,7 @@ _SIDE_FILES = (
     *(f"{name}.json" for name in ("config", "generation_config", "tokenizer", "tokenizer_config")),
     *("emu3.tiktoken", "emu3_vision_tokens.txt"),
 )
-_CACHED = re.compile(r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/(?P<file>.+)")
+_CACHED = re.compile(rf"{SNAPSHOT}/(?P<file>.+)")
 
 
 def cached_origin(path: Path) -> str | None:

@@ -20,6 +20,8 @@ PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # A file name without wildcards or s
 REPOSITORY = rf"{PLAIN_NAME}/{PLAIN_NAME}"
 PLAIN_PATH = rf"{PLAIN_NAME}(?:/{PLAIN_NAME})*"  # A file path or a revision.
 _REFERENCE = re.compile(rf"hf:({REPOSITORY})(?:/({PLAIN_PATH}))?(?:@({PLAIN_PATH}))?")
+# The folder of a commit in the hub's cache, whose files are links to other folders of the cache.
+SNAPSHOT = r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})"
 _DIGEST_HEADERS = ("ETag", "X-Linked-Etag", "X-Repo-Commit", "X-Xet-Hash")
 _DIGEST = re.compile(r'(?:W/)?"?[0-9a-fA-F]+"?')
 
@@ -106,6 +108,14 @@ def _drop_headers(response: Any) -> None:
             del response.headers[name]
 
 
+def link_roots(folder: Path) -> list[Path]:
+    """Return the folders that links in a bundle may lead to: its own, and for a commit in the hub's cache its blobs."""
+    if not re.fullmatch(SNAPSHOT, folder.as_posix()):
+        return [folder]
+    repository = folder.parents[1]
+    return [folder, repository / "blobs", repository.parent / "blobs"]  # Repositories may share the latter.
+
+
 def fetch_bundle(text: str, manifest: str, list_files: Callable[[Path], Iterable[str]]) -> Path:
     """Download the files of a bundle that are not in the hub's cache.
 
@@ -116,7 +126,7 @@ def fetch_bundle(text: str, manifest: str, list_files: Callable[[Path], Iterable
             from the same commit.
 
     Returns:
-        The bundle's folder in the cache. Its files are links to other folders of the cache.
+        The bundle's folder in the cache.
 
     Raises:
         BundleError: the reference is malformed, the bundle does not exist, or the hub cannot be reached.
