@@ -147,10 +147,7 @@ def open_bundle(
         BundleError: the bundle cannot be downloaded or read, or a check fails.
     """
     name = path_or_name.as_posix() if isinstance(path_or_name, Path) else path_or_name
-    if name.startswith(HUB):
-        folder = fetch_bundle(name, MANIFEST_FILE, _list_files)
-    else:
-        folder = _find_folder(path_or_name)
+    folder = fetch_bundle(name, MANIFEST_FILE, _list_files) if name.startswith(HUB) else _find_folder(path_or_name)
     text = _read_manifest_text(folder)
     manifest = _parse_manifest(folder / MANIFEST_FILE, text)
     hashed = {role for role in manifest.files if verify and role not in skipped_roles}

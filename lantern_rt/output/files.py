@@ -88,15 +88,18 @@ def check_new_folder(output: Path, force: bool, marker: str) -> None:
     Raises:
         OutputError: the folder exists and may not be replaced, or cannot be created.
     """
-    if not os.path.lexists(output):
-        with output_errors(output), tempfile.TemporaryFile(dir=existing_parent(output)):
-            return
-    if not force:
-        raise OutputError("already exists", field=str(output), remedy=_OTHER_NAME)
-    replaceable = output.is_dir() and not output.is_symlink()
-    if not replaceable or (any(output.iterdir()) and not (output / marker).is_file()):
-        problem = f"has no {marker}, so --force does not replace it"
-        raise OutputError(problem, field=str(output), remedy="give another name")
+    if os.path.lexists(output):
+        if not force:
+            raise OutputError("already exists", field=str(output), remedy=_OTHER_NAME)
+        if output.is_mount():
+            problem = "is a mount point, which cannot be replaced"
+            raise OutputError(problem, field=str(output), remedy=f"give a folder in it, such as {output / 'new'}")
+        replaceable = output.is_dir() and not output.is_symlink()
+        if not replaceable or (any(output.iterdir()) and not (output / marker).is_file()):
+            problem = f"has no {marker}, so --force does not replace it"
+            raise OutputError(problem, field=str(output), remedy="give another name")
+    with output_errors(output), tempfile.TemporaryFile(dir=existing_parent(output)):
+        pass
 
 
 def write_output(path: Path, data: bytes, force: bool) -> None:
