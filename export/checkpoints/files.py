@@ -230,7 +230,10 @@ def read_tokenizer(
 
 @raises_checkpoint_error
 def read_weights(
-    path: Path, progress: Callable[[int], None] = lambda size: None, averaged: bool | None = None
+    path: Path,
+    progress: Callable[[int], None] = lambda size: None,
+    averaged: bool | None = None,
+    keep: Callable[[str], bool] = lambda name: True,
 ) -> Weights:
     """Read the state dict of a `.pt`, `.pth`, `.bin`, `.jit` or `.safetensors` file, memory-mapped, in stored dtypes.
 
@@ -240,6 +243,7 @@ def read_weights(
         path: file to read.
         progress: callback that gets the number of bytes read since the last call.
         averaged: whether to prefer the state dict `ema` over another in the file; None warns and reads the other.
+        keep: function that tells whether to check and return a weight of this name.
 
     Raises:
         CheckpointError: the file cannot be read, a weight is not a plain tensor or has NaN or infinite values, or the
@@ -259,10 +263,12 @@ def read_weights(
     if not isinstance(content, Mapping) or not content:
         contents = "an empty dict" if isinstance(content, Mapping) else f"a {type(content).__name__}"
         raise file_error(path, found=contents, expected="a state dict")
-    weights = dict(content)
-    for name, value in weights.items():
+    for name in content:
         if not isinstance(name, str) or len(name) > _MAX_NAME or not name.isprintable():
             raise file_error(path, found=format_value(name), expected="names of weights")
+    names = {plain: name for plain, name in unwrap(path, {name: name for name in content}).items() if keep(plain)}
+    weights = {name: content[name] for name in names.values()}
+    for name, value in weights.items():
         if fault := _tensor_fault(value):
             raise file_error(path, name, found=fault, expected="a tensor")
     size = path.stat().st_size
@@ -281,7 +287,7 @@ def read_weights(
         remaining -= read
         progress(read)
     progress(remaining)
-    return unwrap(path, {name: value.detach() for name, value in weights.items()})
+    return {plain: weights[name].detach() for plain, name in names.items()}
 
 
 def unwrap(path: Path, contents: Mapping[str, Content]) -> dict[str, Content]:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from ..errors import BundleError, RequestError
-from ..inputs import error_fields, format_error, format_value, read_plain_file, reading
+from ..inputs import error_fields, format_error, format_value, read_plain_file, reading, split_lines
 from ..runtime.heads import DraftHeads, head_shapes
 from .hub import HUB, fetch_bundle, link_roots
 from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
@@ -116,7 +116,7 @@ class Bundle:
         if "prompts" not in self.manifest.files:
             return []
         with _parse_errors(self.path("prompts"), "a text file of prompts"):
-            return read_plain_file(self.path("prompts"), _MANIFEST_LIMIT).decode().splitlines()
+            return split_lines(read_plain_file(self.path("prompts"), _MANIFEST_LIMIT).decode())
 
 
 def embedded_names() -> list[str]:

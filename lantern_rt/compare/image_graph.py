@@ -218,7 +218,8 @@ def folder_features(features: Features, folder: Path, size: tuple[int, int], pro
     Raises:
         RequestError: the folder has fewer than two images, or an image cannot be read.
     """
-    files = sorted(path for path in folder.glob("*") if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
+    suffixes = (".png", ".jpg", ".jpeg", ".webp")
+    files = sorted(path for path in folder.glob("[!.]*") if path.suffix.lower() in suffixes)  # no hidden files
     if len(files) < 2:
         raise RequestError(field=f"reference {folder}", found=f"{len(files)} images", expected="at least 2")
     rows = []

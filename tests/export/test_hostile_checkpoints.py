@@ -167,6 +167,12 @@ def test_a_tensor_that_no_model_has_is_refused_by_its_kind(tmp_path: Path, words
     assert caught.value.field in (str(path), f"{path}: layers.7.bad")
 
 
+@pytest.mark.parametrize("words", ODD)
+def test_a_weight_that_is_not_read_may_be_anything(tmp_path: Path, words: str) -> None:
+    path = saved(tmp_path / "odd.pt", lambda: {"module.good": torch.ones(2), "module.loss.bad": ODD[words]()})
+    assert [*read_weights(path, keep=lambda name: not name.startswith("loss."))] == ["good"]
+
+
 @pytest.mark.parametrize("claim", [(0, (1 << 20, 1 << 20), (1 << 20, 1)), (0, (4,), (1 << 40,)), (1 << 33, (4,), (1,))])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_weight_that_claims_more_than_its_file_holds_is_refused(
