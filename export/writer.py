@@ -20,7 +20,7 @@ from .. import __version__
 from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Source, file_sha256
 from ..engines.contracts import Progress
 from ..errors import CheckpointError, OutputError
-from ..output.files import atomic_folder, check_new_folder, existing_parent
+from ..output.files import atomic_folder, check_new_folder, existing_path
 from .checkpoints.deferred import computed
 from .checkpoints.hub import cached_origin
 from .convolutions import CALIBRATION, calibrate, quantise_convolutions
@@ -135,7 +135,7 @@ def _convert_graphs(graphs: Sequence[Graph], precisions: Precisions) -> Sequence
 
 
 def _check_disk(output: Path, size: int) -> None:
-    free = shutil.disk_usage(existing_parent(output)).free
+    free = shutil.disk_usage(existing_path(output)).free
     if size > free:
         raise OutputError(
             field=str(output),

@@ -20,6 +20,7 @@ _SIDE_FILES = (
     *(f"{name}.json" for name in ("config", "generation_config", "tokenizer", "tokenizer_config")),
     *("emu3.tiktoken", "emu3_vision_tokens.txt"),
 )
+_SECONDS = 60  # that the hub may take for a list of files
 _CACHED = re.compile(rf"{SNAPSHOT}/(?P<file>.+)")
 
 
@@ -48,7 +49,7 @@ def fetch(source: Path | str, names: Collection[str] = ()) -> Path:
     remedy = f"try again, or download {file or 'the folder'} of {repository} by hand and give its path"
     with hub_errors(text, CheckpointError, remedy):
         try:
-            siblings = HfApi().model_info(repository, revision=revision).siblings or []
+            siblings = HfApi().model_info(repository, revision=revision, timeout=_SECONDS).siblings or []
             files = [entry.rfilename for entry in siblings if re.fullmatch(PLAIN_PATH, entry.rfilename)]
             patterns = [file] if file else [*(names or _choose_weights(text, files)), *_SIDE_FILES]
             chosen = [name for name in files if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -35,12 +35,17 @@ def parse_reference(text: str, error_class: type[LanternError]) -> tuple[str, st
     return match[1], match[2], match[3]
 
 
-def is_rejected(error: Exception) -> bool:
+def is_rejected(error: BaseException) -> bool:
     """Return whether the hub rejected a request: the name is wrong, terms are not accepted, or there is no token."""
+    response = getattr(_http_error(error), "response", None)
+    return response is not None and 400 <= response.status_code < 429
+
+
+def _http_error(error: BaseException) -> BaseException:
+    """Return the response of the hub that caused an error, or the error itself."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    response = error.response if isinstance(error, HfHubHTTPError) else None
-    return response is not None and 400 <= response.status_code < 429
+    return error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
 
 
 @contextmanager
@@ -61,7 +66,7 @@ def hub_errors(field: str, error_class: type[LanternError], remedy: str) -> Iter
         if is_rejected(error):
             problem = "rejected by the hub"
             remedy = "check the name, accept the terms on its page, or run `hf auth login`"
-        raise error_class(f"{problem} ({format_error(error)})", field=field, remedy=remedy) from error
+        raise error_class(f"{problem} ({format_error(_http_error(error))})", field=field, remedy=remedy) from error
 
 
 def download_files(repository: str, names: Iterable[str], revision: str | None) -> Path:

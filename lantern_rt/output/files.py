@@ -98,7 +98,7 @@ def check_new_folder(output: Path, force: bool, marker: str) -> None:
         if not replaceable or (any(output.iterdir()) and not (output / marker).is_file()):
             problem = f"has no {marker}, so --force does not replace it"
             raise OutputError(problem, field=str(output), remedy="give another name")
-    with output_errors(output), tempfile.TemporaryFile(dir=existing_parent(output)):
+    with output_errors(output), tempfile.TemporaryFile(dir=existing_path(output.absolute().parent)):
         pass
 
 
@@ -151,9 +151,10 @@ def atomic_folder(output: Path, force: bool, marker: str) -> Iterator[Path]:
             raise
 
 
-def existing_parent(path: Path) -> Path:
-    """Return the innermost existing folder that contains `path`."""
-    return next(folder for folder in path.resolve().parents if folder.exists())
+def existing_path(path: Path) -> Path:
+    """Return `path` if it exists, or else the innermost existing folder that contains it."""
+    path = path.resolve()
+    return next(part for part in (path, *path.parents) if part.exists())
 
 
 @contextmanager
@@ -223,7 +224,9 @@ def check_parent(path: Path) -> None:
 
 
 @contextmanager
-def output_errors(path: Path, errors: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
+def output_errors(
+    path: Path, errors: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
+) -> Iterator[None]:
     """Convert errors of the system, such as a name that is too long, to an OutputError about `path`."""
     try:
         yield

@@ -11,7 +11,7 @@ import pytest
 import torch
 from goldens import DATA, manifest
 from safetensors.torch import save
-from stand_in_hub import COMMIT, HEADERS, OLD, REPOSITORIES, run, serve_hub
+from stand_in_hub import COMMIT, HEADERS, OLD, REPOSITORIES, Hub, run, serve_hub
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.files import open_bundle
@@ -141,6 +141,25 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
     verified = run("http://127.0.0.1:9", tmp_path / "home", "-m", "lantern_rt", "verify", str(output), *places)
     assert verified.returncode == 0, verified.stderr
     assert verified.stdout.startswith("bundle (fp32) against hf:owner/target\n")
+
+
+@pytest.mark.parametrize("bodies", [True, False])
+def test_a_hub_that_lists_files_which_it_does_not_have_is_told_in_a_line(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bodies: bool
+) -> None:
+    answer_file = Hub.answer_file
+
+    def refuse(hub: Hub, repository: str, revision: str, name: str, body: bool) -> None:
+        if body or not bodies:
+            hub.send({"error": "unknown"}, 404)
+        else:
+            answer_file(hub, repository, revision, name, body)
+
+    monkeypatch.setattr(Hub, "answer_file", refuse)
+    done = run(endpoint, tmp_path, "-c", FETCH, "hf:owner/target")
+    field, text = json.loads(done.stdout)
+    assert field == "hf:owner/target"
+    assert "rejected by the hub (Client error '404 Not Found'" in text
 
 
 @pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag", "X-Repo-Commit"])
