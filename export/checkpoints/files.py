@@ -192,9 +192,9 @@ def _check_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @raises_checkpoint_error
-def read_text(path: Path) -> str:
-    """Read a short text from a plain file. Raises: CheckpointError."""
-    return read_plain_file(path, _TEXT_LIMIT).decode("utf-8")
+def read_text(path: Path, limit: int = _TEXT_LIMIT) -> str:
+    """Read a text of at most `limit` bytes from a plain file. Raises: CheckpointError."""
+    return read_plain_file(path, limit).decode("utf-8")
 
 
 @raises_checkpoint_error

@@ -323,6 +323,8 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     ),
     "no size of pictures": (vqgan(None), "grid", "no .yaml"),
     "another size of pictures": (lambda folder: read_anole(ANOLE, VQGAN, grid=4), "grid", "4 8"),
+    "YAML of many bytes": (vqgan("#" * 20_000), "vqgan.yaml", "more than 16,384 bytes"),
+    "YAML of many levels": (vqgan("[" * 10_000), "vqgan.yaml", "more than 32 nested levels"),
     "broken YAML": (vqgan("model: ["), "vqgan.yaml", "YAML"),
     "an empty YAML": (vqgan("model: {params: {embed_dim: 16}}"), "ddconfig", "the model's settings"),
     # Lumina-mGPT
