@@ -131,10 +131,10 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
     done = run(endpoint, tmp_path / "home", "-m", "lantern_rt", "export", *arguments)
     assert done.returncode == 0, done.stderr
     assert [(source.role, source.name, source.origin) for source in manifest(output).provenance.sources] == [
+        ("target_config", "config.json", f"hf:owner/target/config.json@{COMMIT}"),
         ("target", "model.safetensors", f"hf:owner/target/model.safetensors@{COMMIT}"),
         ("lora:0.5", "adapter_model.safetensors", f"hf:owner/style/adapter_model.safetensors@{COMMIT}"),
         ("lora_config", "adapter_config.json", f"hf:owner/style/adapter_config.json@{COMMIT}"),
-        ("target_config", "config.json", f"hf:owner/target/config.json@{COMMIT}"),
         ("vq", "vq_tiny.pt", f"hf:owner/files/vq/vq_tiny.pt@{OLD}"),
     ]
     places = ["hf:owner/target", "hf:owner/files/vq/vq_tiny.pt@v1", "hf:owner/style"]
