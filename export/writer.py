@@ -94,7 +94,8 @@ def export_model(
             del graph_file  # its weights
         paths["code_embeddings"] = folder / "code_embeddings.npy"
         table = np.ascontiguousarray(computed(model.code_embeddings).float().numpy())
-        half = table.astype(np.float16)
+        with np.errstate(over="ignore"):
+            half = table.astype(np.float16)
         np.save(paths["code_embeddings"], half if precisions.lossless and np.array_equal(half, table) else table)
         for role, (file, content) in model.files.items():
             paths[role] = folder / file

@@ -128,10 +128,11 @@ class Config:
         return value
 
     def number(self, name: str, default: float) -> float:
-        """Return a positive number, or the default without the field. Raises: CheckpointError."""
+        """Return a positive float32 number, or the default without the field. Raises: CheckpointError."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.error(name, expected="a positive number")
+        largest = torch.finfo(torch.float32).max
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
+            raise self.error(name, expected=f"a positive number up to {largest:.1e}")
         return float(value)
 
     def section(self, *names: str) -> Config:
