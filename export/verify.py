@@ -299,7 +299,7 @@ def check_parity(graph: Graph, path: Path, graph_file: GraphFile | None = None, 
 
     Raises:
         ParityError: some tensors, all named, differ by more than the tolerance.
-        CheckpointError: the module's own outputs are NaN or infinite.
+        CheckpointError: outputs of the module are NaN or infinite.
         BundleError: the file does not run.
     """
     storages = set(graph_file.storages.values()) if graph_file is not None else set()

@@ -20,7 +20,7 @@ _SIDE_FILES = (
     *(f"{name}.json" for name in ("config", "generation_config", "tokenizer", "tokenizer_config")),
     *("emu3.tiktoken", "emu3_vision_tokens.txt"),
 )
-_SECONDS = 60  # that the hub may take for a list of files
+_SECONDS = 60  # maximum time in which the hub lists files
 _CACHED = re.compile(rf"{SNAPSHOT}/(?P<file>.+)")
 
 

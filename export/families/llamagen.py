@@ -263,8 +263,7 @@ def read_transformer(
         path.is_dir() or lantern or read_config(folder_config).values.keys() <= arguments
     ):
         config = folder_config
-        if not path.is_dir():
-            checkpoint.sources.append(("target_config", config))
+        checkpoint.sources += [] if path.is_dir() else [("target_config", config)]
     elif lantern:
         raise checkpoint.error(problem="LlamaGen in LANTERN's layout without its config.json", remedy="give its folder")
     values = Config(path, {}) if config is None else read_config(config)

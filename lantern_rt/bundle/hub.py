@@ -1,7 +1,7 @@
 """Downloads from the model hub, by references `hf:owner/name[/file][@revision]`.
 
 All access uses `huggingface_hub`, its cache, progress bars and settings (HF_ENDPOINT, HF_HOME, HF_TOKEN,
-HF_HUB_OFFLINE). Downloaded code is never executed, and what the hub sends names no file outside the cache.
+HF_HUB_OFFLINE). Downloaded code is never executed. Responses of the hub cannot name files outside the cache.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def hub_errors(field: str, error_class: type[LanternError], remedy: str) -> Iter
 
 
 def download_files(repository: str, names: Iterable[str], revision: str | None) -> Path:
-    """Download files that are not in the hub's cache, all from the commit of the first one.
+    """Download files that are not in the hub's cache, all from the commit of the first file.
 
     Args:
         repository: repository of the files.
-        names: names of the files, without `..`; at least one.
+        names: names of one or more files, without `..`.
         revision: branch, tag or commit; None: the default branch.
 
     Returns:
@@ -91,13 +91,13 @@ def download_files(repository: str, names: Iterable[str], revision: str | None) 
 
 
 def _drop_invalid_digests() -> None:
-    """Let the client of `huggingface_hub` drop headers that are no digests: the library names files by them."""
+    """Make the client of `huggingface_hub`, which names files by digests in headers, drop invalid digests."""
     from huggingface_hub import get_session, set_client_factory
     from huggingface_hub.utils import _http
 
     if _drop_headers in get_session().event_hooks["response"]:
         return
-    create_client = _http._GLOBAL_CLIENT_FACTORY  # There is no public name; a program may have set its own.
+    create_client = _http._GLOBAL_CLIENT_FACTORY  # A program may have set another; this has no public name.
 
     def create_checking_client() -> Any:
         client = create_client()
@@ -114,7 +114,7 @@ def _drop_headers(response: Any) -> None:
 
 
 def link_roots(folder: Path) -> list[Path]:
-    """Return the folders that links in a bundle may lead to: its own, and for a commit in the hub's cache its blobs."""
+    """Return the folders that links in a bundle may lead to: the bundle's, and in the hub's cache those of files."""
     if not re.fullmatch(SNAPSHOT, folder.as_posix()):
         return [folder]
     repository = folder.parents[1]

@@ -242,7 +242,7 @@ def run(
 def _split_words(words: list[str], has_subject: bool) -> tuple[str | None, list[str]]:
     """Split the arguments into the bundle, if the first argument is a bundle, and the prompts.
 
-    A single word beside an option that says what to generate is a bundle, although there is none of this name.
+    A single word beside an option such as --class-id is a bundle, whether the bundle exists or not.
 
     Raises:
         RequestError: a prompt is not in quotes, or a bundle is misspelt.

@@ -112,10 +112,10 @@ def _with_scale(text: str, scale: str) -> str:
     """Return an adapter with the scale of the bundle. Raises: CheckpointError: `text` has another scale."""
     from ..export.checkpoints.lora import split_scale
 
-    folder, given = split_scale(text)
-    if folder != text and given != float(scale):
+    folder, user_scale = split_scale(text)
+    if folder != text and user_scale != float(scale):
         remedy = "give the scale that it was exported with, or none"
-        raise CheckpointError(field=text, found=f"scale {given:g}", expected=scale, remedy=remedy)
+        raise CheckpointError(field=text, found=f"scale {user_scale:g}", expected=scale, remedy=remedy)
     return f"{folder}:{scale}"
 
 

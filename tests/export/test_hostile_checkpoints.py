@@ -236,6 +236,15 @@ def test_a_configuration_that_breaks_its_reader_is_refused_shortly(tmp_path: Pat
     assert len(str(caught.value)) < 600
 
 
+@pytest.mark.parametrize(("text", "words"), [("#" * 20_000, "more than 16,384 bytes"), ("[" * 9000, "nested levels")])
+def test_a_yaml_that_would_be_parsed_for_minutes_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    shutil.copytree(VQGAN, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "vqgan.yaml").write_text(text)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        read_vqgan(tmp_path)
+    assert caught.value.field == str(tmp_path / "vqgan.yaml")
+
+
 def test_a_yaml_of_aliases_is_refused_before_anything_is_made_of_it(tmp_path: Path) -> None:
     lists = [f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]" for i in range(LEVELS)]
     fields = f"model: {{params: {{n_embed: 128, ddconfig: {{resolution: *a{LEVELS}}}}}}}"
