@@ -163,18 +163,19 @@ def check_host(name: str) -> None:
         actual = f"{free / 1e9:.1f} GB free"
         remedy = "use a smaller model"
         raise RequestError(field="memory", found=actual, expected=f"{needed / 1e9:.1f} GB", remedy=remedy)
-    hub = Path(constants.HF_HUB_CACHE)
-    remedy = "set HF_HOME and LANTERN_RT_CACHE to folders on a larger disk"
-    with reading(hub, "a folder of checkpoints", OutputError, "set HF_HOME to another folder"):
-        downloaded = sum(_downloaded_bytes(hub, repository) for repository in model.repositories)
     try:
         check_new_folder(_bundle_folder(name), True, _MANIFEST)
     except OutputError as error:
         error.remedy = _OTHER_CACHE
         raise
+    hub = Path(constants.HF_HUB_CACHE)
+    remedy = "set HF_HOME and LANTERN_RT_CACHE to folders on a larger disk"
+    with reading(hub, "a folder of checkpoints", OutputError, remedy):
+        downloaded = sum(_downloaded_bytes(hub, repository) for repository in model.repositories)
+        disks = {folder: shutil.disk_usage(existing_path(folder)) for folder in (hub, cache_folder())}
     # The checkpoints, and a bundle, which is not larger than they are.
     for folder, size in ((hub, 2 * model.download_bytes - downloaded), (cache_folder(), model.download_bytes)):
-        if (free := shutil.disk_usage(existing_path(folder)).free) < size:
+        if (free := disks[folder].free) < size:
             actual = f"{free / 1e9:.1f} GB free on the disk"
             raise OutputError(field=str(folder), found=actual, expected=f"{size / 1e9:.1f} GB", remedy=remedy)
     if model.login and get_token() is None:

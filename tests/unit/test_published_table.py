@@ -122,6 +122,13 @@ def test_a_cache_that_cannot_be_written_is_refused_before_the_download(
     assert (error.field, error.remedy) == (f"{cache}/{NAME}@int8", "set LANTERN_RT_CACHE to another folder")
 
 
+def test_a_cache_of_checkpoints_that_cannot_be_read_is_one_line(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_loop(tmp_path / "hub")
+    host.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    error = error_of(OutputError, published.check_host, NAME)
+    assert (error.field, error.remedy[:11]) == (str(tmp_path / "hub"), "set HF_HOME")
+
+
 @pytest.mark.parametrize("arguments", [["models"], ["models", "--remove", NAME], ["inspect", NAME], ["run", NAME]])
 @pytest.mark.parametrize("place", ["x" * 300, "/".join(["y" * 200] * 30)])
 def test_a_cache_that_cannot_be_read_is_one_line(
