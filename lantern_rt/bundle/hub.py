@@ -114,7 +114,7 @@ def _drop_headers(response: Any) -> None:
 
 
 def link_roots(folder: Path) -> list[Path]:
-    """Return the folders that links in a bundle may lead to: the bundle's, and in the hub's cache those of files."""
+    """Return the folders that links in a bundle may lead to: the bundle's, and folders of files in the hub's cache."""
     if not re.fullmatch(SNAPSHOT, folder.as_posix()):
         return [folder]
     repository = folder.parents[1]
