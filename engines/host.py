@@ -19,6 +19,7 @@ from .system import host_memory, start_threads
 _CPU = Path("/sys/devices/system/cpu")
 _CPU_INFO = Path("/proc/cpuinfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_CONTROLLERS = ("cpu", "memory")  # folders of control groups of version 1
 # ONNX Runtime chooses kernels and layouts by these instruction sets.
 _INSTRUCTION_SETS = (
     "avx",
@@ -121,12 +122,8 @@ def available_memory() -> int:
         if limit != resource.RLIM_INFINITY:
             free.append(limit - int(psutil.Process().memory_info().vms))
     for folder in _cgroups():
-        limit_text = _read(folder / "memory.max")
-        used = _read(folder / "memory.current")
-        if limit_text.isdigit() and used.isdigit():
-            stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines() if len(line.split()) == 2)
-            cached_files = int(stat.get("inactive_file", 0))  # the kernel frees these when memory is short
-            free.append(int(limit_text) - int(used) + cached_files)
+        free += _free_in_group(folder, "memory.max", "memory.current", "inactive_file")
+        free += _free_in_group(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     return max(0, min(free))
 
 
@@ -155,14 +152,26 @@ def _affinity() -> set[int]:
 
 def _cgroups() -> list[Path]:
     """Return the folders of this process's control groups and of their parents, for versions 2 and 1."""
-    folders = [_CGROUP, _CGROUP / "cpu"]
+    folders = [_CGROUP, *(_CGROUP / name for name in _CONTROLLERS)]
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
-        root = _CGROUP if not controllers else _CGROUP / "cpu" if "cpu" in controllers.split(",") else None
         parts = [part for part in path.split("/") if part not in ("", "..")]
-        if root is not None:
-            folders += [root.joinpath(*parts[: i + 1]) for i in range(len(parts))]
+        roots = (
+            [_CGROUP / name for name in _CONTROLLERS if name in controllers.split(",")] if controllers else [_CGROUP]
+        )
+        folders += [root.joinpath(*parts[: i + 1]) for root in roots for i in range(len(parts))]
     return folders
+
+
+def _free_in_group(folder: Path, limit_file: str, used_file: str, cache_field: str) -> list[int]:
+    """Return the free bytes of a control group, given its files and a field of memory.stat; nothing without a limit."""
+    limit = _read(folder / limit_file)
+    used = _read(folder / used_file)
+    if not (limit.isdigit() and used.isdigit()):
+        return []
+    stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines() if len(line.split()) == 2)
+    cached_files = int(stat.get(cache_field, 0))  # the kernel frees these when memory is short
+    return [int(limit) - int(used) + cached_files]
 
 
 def _quota(folder: Path) -> float | None:

@@ -299,6 +299,7 @@ def check_parity(graph: Graph, path: Path, graph_file: GraphFile | None = None, 
 
     Raises:
         ParityError: some tensors, all named, differ by more than the tolerance.
+        CheckpointError: outputs of the module are NaN or infinite.
         BundleError: the file does not run.
     """
     storages = set(graph_file.storages.values()) if graph_file is not None else set()
@@ -317,6 +318,12 @@ def check_parity(graph: Graph, path: Path, graph_file: GraphFile | None = None, 
     worst: dict[str, tuple[float, str]] = {}  # largest difference of each tensor, and its case
     for case, outputs, expected in compare_with_module(graph, path, cases, graph_file, low_memory, progress):
         for name, array in expected.items():
+            if not np.isfinite(array).all():
+                checkpoint = getattr(graph.module, "checkpoint", None)
+                field = checkpoint.error().field if checkpoint else path.name
+                values = f"NaN or infinite {name} ({case})"
+                remedy = "give weights that PyTorch computes with in float32"
+                raise CheckpointError("the weights overflow float32", field=field, found=values, remedy=remedy)
             measured = (measure(outputs[name], array), case)
             worst[name] = max(worst.get(name, measured), measured, key=lambda entry: entry[0])
     wrong = [f"{name} by {largest:.3g} ({case})" for name, (largest, case) in worst.items() if largest > tolerance]

@@ -20,7 +20,7 @@ from .. import __version__
 from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Source, file_sha256
 from ..engines.contracts import Progress
 from ..errors import CheckpointError, OutputError
-from ..output.files import atomic_folder, check_new_folder, existing_parent
+from ..output.files import atomic_folder, check_new_folder, existing_path
 from .checkpoints.deferred import computed
 from .checkpoints.hub import cached_origin
 from .convolutions import CALIBRATION, calibrate, quantise_convolutions
@@ -94,7 +94,8 @@ def export_model(
             del graph_file  # its weights
         paths["code_embeddings"] = folder / "code_embeddings.npy"
         table = np.ascontiguousarray(computed(model.code_embeddings).float().numpy())
-        half = table.astype(np.float16)
+        with np.errstate(over="ignore"):
+            half = table.astype(np.float16)
         np.save(paths["code_embeddings"], half if precisions.lossless and np.array_equal(half, table) else table)
         for role, (file, content) in model.files.items():
             paths[role] = folder / file
@@ -135,7 +136,7 @@ def _convert_graphs(graphs: Sequence[Graph], precisions: Precisions) -> Sequence
 
 
 def _check_disk(output: Path, size: int) -> None:
-    free = shutil.disk_usage(existing_parent(output)).free
+    free = shutil.disk_usage(existing_path(output)).free
     if size > free:
         raise OutputError(
             field=str(output),

@@ -15,6 +15,7 @@ import signal
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, BinaryIO
@@ -91,7 +92,7 @@ def format_value(value: object) -> str:
 def format_error(error: BaseException, max_length: int = 160) -> str:
     """Format the message of an error as one line of at most `max_length` characters, without memory addresses."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    text = re.sub(r" <\S+ object>", "", _ADDRESS.sub("", text))
+    text = re.sub(r" <(?:\S+ object|_io\..*)>", "", _ADDRESS.sub("", text))
     return " ".join((text or type(error).__name__).split())[:max_length]
 
 
@@ -184,6 +185,11 @@ def read_plain_file(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise ValueError(f"more than {limit:,} bytes")
     return data
+
+
+def split_lines(text: str) -> list[str]:
+    """Split a text at LF, CR LF and CR only, without a byte order mark; `str.splitlines` splits at U+2028, too."""
+    return [line.removesuffix("\n") for line in StringIO(text.removeprefix("\ufeff"), newline=None)]
 
 
 def _open_nonblocking(name: str, flags: int) -> int:

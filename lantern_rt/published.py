@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -19,9 +21,9 @@ from .bundle.hub import parse_reference
 from .engines.host import available_memory, import_onnxruntime
 from .engines.ort.providers import detect_provider
 from .errors import BundleError, CheckpointError, OutputError, RequestError
-from .inputs import require_library
+from .inputs import reading, require_library
 from .methods import FrozenModel
-from .output.files import existing_parent
+from .output.files import check_new_folder, existing_path
 
 if TYPE_CHECKING:
     from .engines.contracts import Progress
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 TABLE = Path(__file__).with_name("published.json")
 EXPORT_BYTES = 2_200_000_000  # peak memory of the largest export that was measured (docs/measurements.md)
 _MANIFEST = "bundle.json"
+_OTHER_CACHE = "set LANTERN_RT_CACHE to another folder"
 
 
 class PublishedModel(FrozenModel):
@@ -87,9 +90,13 @@ def find_model(name: str) -> PublishedModel:
 
 
 def cache_folder() -> Path:
-    """Return the folder of cached bundles."""
-    chosen = os.environ.get("LANTERN_RT_CACHE")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lantern-rt"
+    """Return the folder of cached bundles. Raises: OutputError: the user has no home folder."""
+    if chosen := os.environ.get("LANTERN_RT_CACHE"):
+        return Path(chosen)
+    base = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))  # Stays `~` without a home folder.
+    if not base.is_absolute():
+        raise OutputError(field=str(base), found="no home folder for bundles", remedy=_OTHER_CACHE)
+    return base / "lantern-rt"
 
 
 def default_precision() -> str:
@@ -98,14 +105,35 @@ def default_precision() -> str:
 
 
 def cached_bundles(name: str) -> list[Path]:
-    """Return the cached bundles of a published model, in all precisions."""
-    return sorted(path.parent for path in cache_folder().glob(f"{name}@*/{_MANIFEST}"))
+    """Return the cached bundles of a published model, in all precisions.
+
+    Raises:
+        OutputError: the cache cannot be read.
+    """
+    with _reading_cache() as folder:
+        return sorted(path.parent for path in folder.glob(f"{name}@*/{_MANIFEST}"))
 
 
 def cached_bundle(name: str) -> Path | None:
-    """Return the cached bundle of a published model for this host, None if there is none."""
-    folder = cache_folder() / f"{name}@{default_precision()}"
-    return folder if (folder / _MANIFEST).is_file() else None
+    """Return the cached bundle of a published model for this host, None if there is none.
+
+    Raises:
+        OutputError: the cache cannot be read.
+    """
+    with _reading_cache():
+        folder = _bundle_folder(name)
+        return folder if (folder / _MANIFEST).is_file() else None
+
+
+def _bundle_folder(name: str) -> Path:
+    return cache_folder() / f"{name}@{default_precision()}"
+
+
+@contextmanager
+def _reading_cache() -> Iterator[Path]:
+    folder = cache_folder()
+    with reading(folder, "a folder of bundles", OutputError, _OTHER_CACHE):
+        yield folder
 
 
 def is_published(name: str) -> bool:
@@ -122,7 +150,7 @@ def check_host(name: str) -> None:
     Raises:
         EngineError: a library that exports need is not installed.
         RequestError: there is too little memory.
-        OutputError: there is too little disk.
+        OutputError: a cache cannot be read or written, or there is too little disk.
         CheckpointError: the hub asks for a login, and there is none.
     """
     model = find_model(name)
@@ -135,14 +163,20 @@ def check_host(name: str) -> None:
         actual = f"{free / 1e9:.1f} GB free"
         remedy = "use a smaller model"
         raise RequestError(field="memory", found=actual, expected=f"{needed / 1e9:.1f} GB", remedy=remedy)
+    try:
+        check_new_folder(_bundle_folder(name), True, _MANIFEST)
+    except OutputError as error:
+        error.remedy = _OTHER_CACHE
+        raise
     hub = Path(constants.HF_HUB_CACHE)
-    downloaded = sum(_downloaded_bytes(hub, repository) for repository in model.repositories)
+    remedy = "set HF_HOME and LANTERN_RT_CACHE to folders on a larger disk"
+    with reading(hub, "a folder of checkpoints", OutputError, remedy):
+        downloaded = sum(_downloaded_bytes(hub, repository) for repository in model.repositories)
+        disks = {folder: shutil.disk_usage(existing_path(folder)) for folder in (hub, cache_folder())}
     # The checkpoints, and a bundle, which is not larger than they are.
-    needs = {hub: 2 * model.download_bytes - downloaded, cache_folder(): model.download_bytes}
-    for folder, size in needs.items():
-        if (free := shutil.disk_usage(existing_parent(folder)).free) < size:
+    for folder, size in ((hub, 2 * model.download_bytes - downloaded), (cache_folder(), model.download_bytes)):
+        if (free := disks[folder].free) < size:
             actual = f"{free / 1e9:.1f} GB free on the disk"
-            remedy = "set HF_HOME and LANTERN_RT_CACHE to folders on a larger disk"
             raise OutputError(field=str(folder), found=actual, expected=f"{size / 1e9:.1f} GB", remedy=remedy)
     if model.login and get_token() is None:
         pages = " and ".join(f"https://huggingface.co/{repository}" for repository in model.repositories)
@@ -174,13 +208,12 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
         import_module(f".export.{name}", __package__) for name in ("graph.precision", "progress", "registry", "writer")
     )
     model = find_model(name)
-    precision = default_precision()
-    choice = {"target": "int8"} if precision == "int8" else {"compute": "float16", "vq": "fp16"}
+    choice = {"target": "int8"} if default_precision() == "int8" else {"compute": "float16", "vq": "fp16"}
     precisions = precision_module.read_precisions(**choice)
     report = progress or progress_module.silent
     loaded = registry.read_family(model.family, model.export_options, report, model.cfg_scale)
-    output = cache_folder() / f"{name}@{precision}"
-    writer.export_model(loaded, output, name=name, precisions=precisions, progress=report)
+    output = _bundle_folder(name)
+    writer.export_model(loaded, output, name=name, precisions=precisions, force=True, progress=report)
     return output
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ...inputs import format_error, format_value, open_plain_file, read_plain_file, reading, reraise_interruption
+from ...text.tokenizers import parse_tokenizer
 from .pickles import check_pickles
 from .torchscript import read_torchscript
 
@@ -127,10 +128,11 @@ class Config:
         return value
 
     def number(self, name: str, default: float) -> float:
-        """Return a positive number, or the default without the field. Raises: CheckpointError."""
+        """Return a positive float32 number, or the default without the field. Raises: CheckpointError."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.error(name, expected="a positive number")
+        largest = torch.finfo(torch.float32).max
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
+            raise self.error(name, expected=f"a positive number up to {largest:.1e}")
         return float(value)
 
     def section(self, *names: str) -> Config:
@@ -191,9 +193,9 @@ def _check_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @raises_checkpoint_error
-def read_text(path: Path) -> str:
-    """Read a short text from a plain file. Raises: CheckpointError."""
-    return read_plain_file(path, _TEXT_LIMIT).decode("utf-8")
+def read_text(path: Path, limit: int = _TEXT_LIMIT) -> str:
+    """Read a text of at most `limit` bytes from a plain file. Raises: CheckpointError."""
+    return read_plain_file(path, limit).decode("utf-8")
 
 
 @raises_checkpoint_error
@@ -212,7 +214,7 @@ def read_tokenizer(
         CheckpointError: the file cannot be read, has ids outside the embedding table, or other ids than `named`.
     """
     try:
-        tokenizer = Tokenizer.from_file(str(path)) if content is None else Tokenizer.from_buffer(content)
+        tokenizer = parse_tokenizer(read_plain_file(path, _TEXT_LIMIT) if content is None else content)
         tokens = tokenizer.get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises plain Exception
         reraise_interruption(error)
@@ -230,7 +232,10 @@ def read_tokenizer(
 
 @raises_checkpoint_error
 def read_weights(
-    path: Path, progress: Callable[[int], None] = lambda size: None, averaged: bool | None = None
+    path: Path,
+    progress: Callable[[int], None] = lambda size: None,
+    averaged: bool | None = None,
+    keep: Callable[[str], bool] = lambda name: True,
 ) -> Weights:
     """Read the state dict of a `.pt`, `.pth`, `.bin`, `.jit` or `.safetensors` file, memory-mapped, in stored dtypes.
 
@@ -240,6 +245,7 @@ def read_weights(
         path: file to read.
         progress: callback that gets the number of bytes read since the last call.
         averaged: whether to prefer the state dict `ema` over another in the file; None warns and reads the other.
+        keep: function that tells whether to check and return a weight of this name.
 
     Raises:
         CheckpointError: the file cannot be read, a weight is not a plain tensor or has NaN or infinite values, or the
@@ -259,10 +265,12 @@ def read_weights(
     if not isinstance(content, Mapping) or not content:
         contents = "an empty dict" if isinstance(content, Mapping) else f"a {type(content).__name__}"
         raise file_error(path, found=contents, expected="a state dict")
-    weights = dict(content)
-    for name, value in weights.items():
+    for name in content:
         if not isinstance(name, str) or len(name) > _MAX_NAME or not name.isprintable():
             raise file_error(path, found=format_value(name), expected="names of weights")
+    names = {plain: name for plain, name in unwrap(path, {name: name for name in content}).items() if keep(plain)}
+    weights = {name: content[name] for name in names.values()}
+    for name, value in weights.items():
         if fault := _tensor_fault(value):
             raise file_error(path, name, found=fault, expected="a tensor")
     size = path.stat().st_size
@@ -281,7 +289,7 @@ def read_weights(
         remaining -= read
         progress(read)
     progress(remaining)
-    return unwrap(path, {name: value.detach() for name, value in weights.items()})
+    return {plain: weights[name].detach() for plain, name in names.items()}
 
 
 def unwrap(path: Path, contents: Mapping[str, Content]) -> dict[str, Content]:

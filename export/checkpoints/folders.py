@@ -153,7 +153,7 @@ class Checkpoint:
         size = sum(path.stat().st_size for path in paths if path.is_file())
         progress = count_megabytes(f"reading {self.path.name}", size, self.progress)
         for path in paths:
-            part = {name: weight for name, weight in read_weights(path, progress, self.averaged).items() if keep(name)}
+            part = read_weights(path, progress, self.averaged, keep)
             if index:
                 listed = {name for name in shards[path.name] if keep(name)}
                 if problems := _differences(listed - (set(optional) - part.keys()), part.keys()):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ...bundle.hub import HUB, hub_errors, is_rejected, parse_reference
+from ...bundle.hub import HUB, PLAIN_PATH, SNAPSHOT, download_files, hub_errors, is_rejected, parse_reference
 from ...errors import CheckpointError, LanternError
 from ...inputs import reraise_interruption
 from .files import listing
@@ -20,7 +21,8 @@ _SIDE_FILES = (
     *(f"{name}.json" for name in ("config", "generation_config", "tokenizer", "tokenizer_config")),
     *("emu3.tiktoken", "emu3_vision_tokens.txt"),
 )
-_CACHED = re.compile(r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/(?P<file>.+)")
+_SECONDS = 60  # maximum time in which the hub lists files
+_CACHED = re.compile(rf"{SNAPSHOT}/(?P<file>.+)")
 
 
 def cached_origin(path: Path) -> str | None:
@@ -43,18 +45,21 @@ def fetch(source: Path | str, names: Collection[str] = ()) -> Path:
     if not text.startswith(HUB):
         return Path(source)
     repository, file, revision = parse_reference(text, CheckpointError)
-    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+    from huggingface_hub import HfApi, try_to_load_from_cache
 
     remedy = f"try again, or download {file or 'the folder'} of {repository} by hand and give its path"
     with hub_errors(text, CheckpointError, remedy):
         try:
-            info = HfApi().model_info(repository, revision=revision)
-            files = [sibling.rfilename for sibling in info.siblings or []]
+            siblings = HfApi().model_info(repository, revision=revision, timeout=_SECONDS).siblings or []
+            files = [entry.rfilename for entry in siblings if re.fullmatch(PLAIN_PATH, entry.rfilename)]
             patterns = [file] if file else [*(names or _choose_weights(text, files)), *_SIDE_FILES]
-            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+            chosen = [name for name in files if any(fnmatchcase(name, pattern) for pattern in patterns)]
+            if not chosen:
+                raise CheckpointError("no such file", field=text, found=listing(files), remedy="give one of these")
+            folder = download_files(repository, chosen, revision)
             index = folder / patterns[0]
-            if index.name in INDEX:  # files of the same commit
-                snapshot_download(repository, revision=folder.name, allow_patterns=[*read_index(index)])
+            if index.name in INDEX:
+                download_files(repository, read_index(index), folder.name)
         except Exception as error:
             reraise_interruption(error)
             # Fall back to the cache; missing files raise an error when they are read.
@@ -63,8 +68,6 @@ def fetch(source: Path | str, names: Collection[str] = ()) -> Path:
             if isinstance(error, LanternError) or is_rejected(error) or not isinstance(cached, str):
                 raise
             return Path(cached) if file else Path(cached).parents[known.count("/")]
-    if file and not (folder / file).is_file():
-        raise CheckpointError("no such file", field=text, found=listing(files), remedy="give one of these")
     return folder / (file or "")
 
 

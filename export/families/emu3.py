@@ -20,7 +20,7 @@ from ...bundle.conditions import TokenLayout
 from ...bundle.manifest import Size
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
-from ...inputs import format_value, require_library
+from ...inputs import format_value, require_library, split_lines
 from ...methods import Sampling
 from ..checkpoints.deferred import joined, without_weights
 from ..checkpoints.files import Config, file_error, raises_checkpoint_error, read_text, read_tokenizer
@@ -194,7 +194,7 @@ def _find_tokenizer(checkpoint: Checkpoint) -> tuple[Path, bytes | None]:
     if not (checkpoint.path / _RANKS).is_file():
         return checkpoint.tokenizer(), None
     path = checkpoint.file(_RANKS, "tokenizer")
-    vision = read_text(checkpoint.file(_VISION, "tokenizer")).splitlines()
+    vision = split_lines(read_text(checkpoint.file(_VISION, "tokenizer")))
     return path, convert_tiktoken(path, _PATTERN, (*_SPECIAL, *vision))
 
 
@@ -245,7 +245,7 @@ def convert_tiktoken(path: Path, pattern: str, special: Sequence[str]) -> bytes:
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
-    for line in read_text(path).splitlines():
+    for line in split_lines(read_text(path)):
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)

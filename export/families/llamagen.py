@@ -251,9 +251,9 @@ def read_transformer(
         CheckpointError: a file is missing or damaged, or is not a LlamaGen transformer.
     """
     folder_config = (path if path.is_dir() else path.parent) / "config.json"
-    if path.is_dir() and folder_config.is_file():
-        Checkpoint(path).model_config("jadohu/LlamaGen-T2I")
     checkpoint = Checkpoint(path, progress=progress, averaged=averaged, adapters=lora)
+    if path.is_dir() and folder_config.is_file():
+        checkpoint.model_config("jadohu/LlamaGen-T2I")  # before the weights are read
     checkpoint.read(keep=lambda name: not name.endswith(_UNUSED))
     arguments = _ARGUMENTS | {*variant.arguments}
     lantern = any(_LANTERN_NAMES[name] in checkpoint.weights for name in ("classes", "captions.uncond"))
@@ -263,7 +263,7 @@ def read_transformer(
         path.is_dir() or lantern or read_config(folder_config).values.keys() <= arguments
     ):
         config = folder_config
-        checkpoint.sources.append(("target_config", config))
+        checkpoint.sources += [] if path.is_dir() else [("target_config", config)]
     elif lantern:
         raise checkpoint.error(problem="LlamaGen in LANTERN's layout without its config.json", remedy="give its folder")
     values = Config(path, {}) if config is None else read_config(config)

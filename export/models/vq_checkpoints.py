@@ -18,6 +18,8 @@ from ..progress import silent
 from .llamagen_vq import NORM_GROUPS, LlamaGenVQ, VQConfig
 
 CODEBOOK = "quantize.embedding.weight"
+_YAML_LIMIT = 1 << 14  # maximum bytes of a configuration, which is parsed slowly; published files have about a thousand
+_YAML_DEPTH = 32  # maximum number of nested levels, whose parsing takes memory and time
 # Patterns of names in taming-transformers, and their replacements by LlamaGen's names.
 _VQGAN_PATTERNS = (
     (r"\.(?:down|up)\.(\d+)\.block\.", r".conv_blocks.\1.res."),
@@ -162,10 +164,15 @@ def rename_vqgan(
 
 
 def _read_grid(path: Path, config: VQConfig) -> int:
-    text = read_text(path)
+    text = read_text(path, _YAML_LIMIT)
+    depth = 0
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise ValueError("aliases, which may repeat each other without end")
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError("aliases, which may repeat each other without end")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _YAML_DEPTH:
+                raise ValueError(f"more than {_YAML_DEPTH} nested levels")
         content = yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
         raise file_error(path, found=format_error(error), expected="YAML") from error

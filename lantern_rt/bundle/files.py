@@ -25,9 +25,17 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from ..errors import BundleError, RequestError
-from ..inputs import error_fields, format_error, format_value, read_plain_file, reading, reraise_interruption
+from ..inputs import (
+    error_fields,
+    format_error,
+    format_value,
+    read_plain_file,
+    reading,
+    reraise_interruption,
+    split_lines,
+)
 from ..runtime.heads import DraftHeads, head_shapes
-from .hub import HUB, fetch_bundle
+from .hub import HUB, fetch_bundle, link_roots
 from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
 from .onnx_scan import external_locations
 
@@ -116,7 +124,7 @@ class Bundle:
         if "prompts" not in self.manifest.files:
             return []
         with _parse_errors(self.path("prompts"), "a text file of prompts"):
-            return read_plain_file(self.path("prompts"), _MANIFEST_LIMIT).decode().splitlines()
+            return split_lines(read_plain_file(self.path("prompts"), _MANIFEST_LIMIT).decode())
 
 
 def embedded_names() -> list[str]:
@@ -147,9 +155,7 @@ def open_bundle(
         BundleError: the bundle cannot be downloaded or read, or a check fails.
     """
     name = path_or_name.as_posix() if isinstance(path_or_name, Path) else path_or_name
-    fetched = name.startswith(HUB)
-    folder = fetch_bundle(name, MANIFEST_FILE, _list_files) if fetched else _find_folder(path_or_name)
-    root = folder.parents[1] if fetched else folder  # In the hub's cache the folder contains links to files beside it.
+    folder = fetch_bundle(name, MANIFEST_FILE, _list_files) if name.startswith(HUB) else _find_folder(path_or_name)
     text = _read_manifest_text(folder)
     manifest = _parse_manifest(folder / MANIFEST_FILE, text)
     hashed = {role for role in manifest.files if verify and role not in skipped_roles}
@@ -164,7 +170,7 @@ def open_bundle(
 
     count(0)
     for role, entry in manifest.files.items():
-        _check_file(folder, root, role, entry, count if role in hashed else None)
+        _check_file(folder, role, entry, count if role in hashed else None)
     listed = {entry.path for entry in manifest.files.values()}
     for role, entry in manifest.files.items():
         if role in GRAPHS and not entry.path.endswith(".onnx"):
@@ -249,12 +255,11 @@ def _check_name(folder: Path, role: str, name: str) -> None:
         )
 
 
-def _check_file(folder: Path, root: Path, role: str, entry: FileEntry, progress: Callable[[int], None] | None) -> None:
-    """Raise BundleError unless a file is a plain file inside `root` with the listed size and sha256.
+def _check_file(folder: Path, role: str, entry: FileEntry, progress: Callable[[int], None] | None) -> None:
+    """Raise BundleError unless a file is a plain file in the bundle's folder with the listed size and sha256.
 
     Args:
         folder: folder of the bundle.
-        root: folder that links may not leave.
         role: role of the file.
         entry: the file's entry in the manifest.
         progress: callback with the number of bytes hashed. None: the sha256 is not checked.
@@ -263,7 +268,7 @@ def _check_file(folder: Path, root: Path, role: str, entry: FileEntry, progress:
     path = folder / entry.path
     try:
         real = path.resolve(strict=True)
-        if not real.is_relative_to(root.resolve()):
+        if not any(real.is_relative_to(root.resolve()) for root in link_roots(folder)):
             raise _file_error(path, "a link that leaves the bundle's folder", "a file in it")
         if not real.is_file():
             raise _file_error(path, "a folder or device", "a file")

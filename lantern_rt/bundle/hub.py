@@ -1,7 +1,7 @@
 """Downloads from the model hub, by references `hf:owner/name[/file][@revision]`.
 
 All access uses `huggingface_hub`, its cache, progress bars and settings (HF_ENDPOINT, HF_HOME, HF_TOKEN,
-HF_HUB_OFFLINE). Downloaded code is never executed.
+HF_HUB_OFFLINE). Downloaded code is never executed. Responses of the hub cannot name files outside the cache.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ..errors import BundleError, LanternError
 from ..inputs import format_error, reraise_interruption
@@ -17,8 +18,12 @@ from ..inputs import format_error, reraise_interruption
 HUB = "hf:"  # Prefix of a reference.
 PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # A file name without wildcards or separators.
 REPOSITORY = rf"{PLAIN_NAME}/{PLAIN_NAME}"
-_PATH = rf"{PLAIN_NAME}(?:/{PLAIN_NAME})*"  # A file path or a revision.
-_REFERENCE = re.compile(rf"hf:({REPOSITORY})(?:/({_PATH}))?(?:@({_PATH}))?")
+PLAIN_PATH = rf"{PLAIN_NAME}(?:/{PLAIN_NAME})*"  # A file path or a revision.
+_REFERENCE = re.compile(rf"hf:({REPOSITORY})(?:/({PLAIN_PATH}))?(?:@({PLAIN_PATH}))?")
+# The folder of a commit in the hub's cache, whose files are links to other folders of the cache.
+SNAPSHOT = r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})"
+_DIGEST_HEADERS = ("ETag", "X-Linked-Etag", "X-Repo-Commit", "X-Xet-Hash")
+_DIGEST = re.compile(r'(?:W/)?"?[0-9a-fA-F]+"?')
 
 
 def parse_reference(text: str, error_class: type[LanternError]) -> tuple[str, str | None, str | None]:
@@ -30,12 +35,17 @@ def parse_reference(text: str, error_class: type[LanternError]) -> tuple[str, st
     return match[1], match[2], match[3]
 
 
-def is_rejected(error: Exception) -> bool:
+def is_rejected(error: BaseException) -> bool:
     """Return whether the hub rejected a request: the name is wrong, terms are not accepted, or there is no token."""
+    response = getattr(_http_error(error), "response", None)
+    return response is not None and 400 <= response.status_code < 429
+
+
+def _http_error(error: BaseException) -> BaseException:
+    """Return the response of the hub that caused an error, or the error itself."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    response = error.response if isinstance(error, HfHubHTTPError) else None
-    return response is not None and 400 <= response.status_code < 429
+    return error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
 
 
 @contextmanager
@@ -57,7 +67,59 @@ def hub_errors(field: str, error_class: type[LanternError], remedy: str) -> Iter
         if is_rejected(error):
             problem = "rejected by the hub"
             remedy = "check the name, accept the terms on its page, or run `hf auth login`"
-        raise error_class(f"{problem} ({format_error(error)})", field=field, remedy=remedy) from error
+        raise error_class(f"{problem} ({format_error(_http_error(error))})", field=field, remedy=remedy) from error
+
+
+def download_files(repository: str, names: Iterable[str], revision: str | None) -> Path:
+    """Download files that are not in the hub's cache, all from the commit of the first file.
+
+    Args:
+        repository: repository of the files.
+        names: names of one or more files, without `..`.
+        revision: branch, tag or commit; None: the default branch.
+
+    Returns:
+        The folder of the commit in the cache.
+    """
+    from huggingface_hub import hf_hub_download
+
+    _drop_invalid_digests()
+    for name in names:
+        path = Path(hf_hub_download(repository, name, revision=revision))
+        folder = path.parents[name.count("/")]
+        revision = folder.name
+    return folder
+
+
+def _drop_invalid_digests() -> None:
+    """Make the client of `huggingface_hub`, which names files by digests in headers, drop invalid digests."""
+    from huggingface_hub import get_session, set_client_factory
+    from huggingface_hub.utils import _http
+
+    if _drop_headers in get_session().event_hooks["response"]:
+        return
+    create_client = _http._GLOBAL_CLIENT_FACTORY  # A program may have set another; this has no public name.
+
+    def create_checking_client() -> Any:
+        client = create_client()
+        client.event_hooks["response"].append(_drop_headers)
+        return client
+
+    set_client_factory(create_checking_client)
+
+
+def _drop_headers(response: Any) -> None:
+    for name in _DIGEST_HEADERS:
+        if not _DIGEST.fullmatch(response.headers.get(name, "0")):
+            del response.headers[name]
+
+
+def link_roots(folder: Path) -> list[Path]:
+    """Return the folders that links in a bundle may lead to: the bundle's, and folders of files in the hub's cache."""
+    if not re.fullmatch(SNAPSHOT, folder.as_posix()):
+        return [folder]
+    repository = folder.parents[1]
+    return [folder, repository / "blobs", repository.parent / "blobs"]  # Repositories may share the latter.
 
 
 def fetch_bundle(text: str, manifest: str, list_files: Callable[[Path], Iterable[str]]) -> Path:
@@ -70,7 +132,7 @@ def fetch_bundle(text: str, manifest: str, list_files: Callable[[Path], Iterable
             from the same commit.
 
     Returns:
-        The bundle's folder in the cache. Its files are links to other folders of the cache.
+        The bundle's folder in the cache.
 
     Raises:
         BundleError: the reference is malformed, the bundle does not exist, or the hub cannot be reached.
@@ -78,10 +140,6 @@ def fetch_bundle(text: str, manifest: str, list_files: Callable[[Path], Iterable
     repository, file, revision = parse_reference(text, BundleError)
     if file is not None:
         raise BundleError(field=text, found=f"the file {file}", expected="a reference without a file")
-    from huggingface_hub import hf_hub_download
-
     with hub_errors(text, BundleError, f"try again, or download the files of {repository} and give their folder"):
-        folder = Path(hf_hub_download(repository, manifest, revision=revision)).parent
-        for name in list_files(folder):
-            hf_hub_download(repository, name, revision=folder.name)
-    return folder
+        folder = download_files(repository, [manifest], revision)
+        return download_files(repository, [manifest, *list_files(folder)], folder.name)

@@ -78,6 +78,9 @@ def describe_bundle(bundle: Bundle) -> Facts:
         for name, preset in manifest.presets.items()
         if preset.figures
     }
+    sources: dict[str, list[str]] = {}
+    for source in manifest.provenance.sources:
+        sources.setdefault(source.role, []).append(source.origin or source.name)
     return {
         manifest.name: {
             "family": manifest.family,
@@ -101,6 +104,10 @@ def describe_bundle(bundle: Bundle) -> Facts:
         "presets": presets,
         "measured": measured,
         "sampling": sampling,
+        "sources": {
+            role: first if not others else f"{first} and {len(others)} more"
+            for role, (first, *others) in sources.items()
+        },
     }
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..errors import OutputError
+from ..inputs import format_error
 from ..published import cached_bundles, find_model, published_models
 from .console import print_json, print_stderr, print_table
 from .options import JsonOption
@@ -40,7 +43,7 @@ def models(
     if remove is not None:
         find_model(remove)
         for folder in cached_bundles(remove):
-            shutil.rmtree(folder)
+            _remove_folder(folder)
             print_stderr(f"removed {folder}")
         print_stderr("checkpoints stay in the hub's cache; `hf cache rm` removes them")
         return
@@ -51,6 +54,16 @@ def models(
         )
     else:
         print_table(COLUMNS, rows)
+
+
+def _remove_folder(folder: Path) -> None:
+    try:
+        if folder.is_symlink():
+            folder.unlink()
+        else:
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise OutputError(f"cannot be removed ({format_error(error)})", field=str(folder)) from error
 
 
 def _row(name: str) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def run(
     from .replay import holds_image, read_recorded_request
 
     check_int("scale", scale, 1, 1, 16)
-    name, prompts = _split_words(words or [])
+    name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or embeddings or source))
     prompts += prompt or []
     subjects = {"prompts": prompts or None, "class_ids": class_id or None, "embeddings": embeddings}
     settings = {
@@ -227,14 +227,16 @@ def run(
         print_text(*paths)
 
 
-def _split_words(words: list[str]) -> tuple[str | None, list[str]]:
+def _split_words(words: list[str], has_subject: bool) -> tuple[str | None, list[str]]:
     """Split the arguments into the bundle, if the first argument is a bundle, and the prompts.
+
+    A single word beside an option such as --class-id is a bundle, whether the bundle exists or not.
 
     Raises:
         RequestError: a prompt is not in quotes, or a bundle is misspelt.
     """
     bundle = None
-    if words and _is_bundle(words[0]):
+    if words and (_is_bundle(words[0]) or (has_subject and " " not in words[0].strip())):
         bundle, *words = words
     single = [word for word in words if " " not in word.strip()]
     if len(words) > 1 and single:

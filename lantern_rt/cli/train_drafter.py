@@ -114,7 +114,7 @@ def heads(
     steps: Annotated[int, typer.Option(help="Number of training steps.")] = 2000,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Train draft heads for a bundle of any family, and write them into the bundle.
+    """Train draft heads for a bundle of any family but PAR and NAR, and write them into the bundle.
 
     They make windows (`sjd`) draft better. Training takes minutes for a small model, on a CPU hours for a large model.
     Exact methods generate the same images as before. Relaxed windows do not: measure their presets again.

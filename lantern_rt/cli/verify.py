@@ -102,10 +102,21 @@ def _export_options(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any
         raise CheckpointError(field="checkpoints", found=", ".join(checkpoints), expected=expected)
     options: dict[str, Any] = dict(zip(roles, checkpoints, strict=False)) | {"weights": manifest.provenance.weights}
     adapters = checkpoints[len(roles) :]
-    options["lora"] = [f"{path}:{scale}" for path, scale in zip(adapters, scales, strict=True)] or None
+    options["lora"] = [_with_scale(text, scale) for text, scale in zip(adapters, scales, strict=True)] or None
     if "grid" in FAMILIES[manifest.family]:
         options["grid"] = manifest.grid_rows
     return options
+
+
+def _with_scale(text: str, scale: str) -> str:
+    """Return an adapter with the scale of the bundle. Raises: CheckpointError: `text` has another scale."""
+    from ..export.checkpoints.lora import split_scale
+
+    folder, user_scale = split_scale(text)
+    if folder != text and user_scale != float(scale):
+        remedy = "give the scale that it was exported with, or none"
+        raise CheckpointError(field=text, found=f"scale {user_scale:g}", expected=scale, remedy=remedy)
+    return f"{folder}:{scale}"
 
 
 def _tables(result: Verification) -> Iterator[tuple[str, list[list[str]]]]:

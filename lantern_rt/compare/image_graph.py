@@ -13,7 +13,6 @@ from PIL import ImageOps
 from PIL.Image import Image, Resampling
 from PIL.Image import open as open_image
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-from tokenizers import Tokenizer
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import file_sha256
@@ -22,6 +21,7 @@ from ..engines.host import thread_count
 from ..engines.ort.session import open_session
 from ..errors import EngineError, RequestError
 from ..inputs import format_error, open_plain_file, read_plain_file, reading, reraise_interruption
+from ..text.tokenizers import parse_tokenizer
 from .statistics import Floats, Ints
 
 BATCH = 8  # Maximum number of images per run of a graph.
@@ -220,7 +220,8 @@ def folder_features(features: Features, folder: Path, size: tuple[int, int], pro
     Raises:
         RequestError: the folder has fewer than two images, or an image cannot be read.
     """
-    files = sorted(path for path in folder.glob("*") if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
+    suffixes = (".png", ".jpg", ".jpeg", ".webp")
+    files = sorted(path for path in folder.glob("[!.]*") if path.suffix.lower() in suffixes)  # no hidden files
     if len(files) < 2:
         raise RequestError(field=f"reference {folder}", found=f"{len(files)} images", expected="at least 2")
     rows = []
@@ -294,8 +295,7 @@ class Agreement(ImageGraph):
             tokenizer = bundle.path("tokenizer")
             self.facts["tokenizer"] = f"the tokenizer of {bundle.manifest.name}"
         with reading(tokenizer, f"a {TOKENIZER_FILE}", RequestError, "put the one that belongs to the graph"):
-            self.tokenizer = Tokenizer.from_str(read_plain_file(tokenizer, _FILE_LIMIT).decode())
-            self.tokenizer.no_padding()
+            self.tokenizer = parse_tokenizer(read_plain_file(tokenizer, _FILE_LIMIT), truncation=True)
 
     def __call__(self, images: Sequence[Image], prompts: Sequence[str]) -> Floats:
         """Return the agreement float64 `[images]` of each image with its prompt; higher is better."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..bundle.files import Bundle
 from ..errors import RequestError
-from ..inputs import check_int, read_plain_file, reading
+from ..inputs import check_int, read_plain_file, reading, split_lines
 from ..prompts import load_bundle_tokenizer, prepare_prompts
 from ..requests import check_request
 from ..text.embeddings import read_embeddings
@@ -120,8 +120,10 @@ def read_prompts(path: Path) -> list[tuple[int, str]]:
         RequestError: the file cannot be read or has no prompt.
     """
     with reading(path, "a text file of prompts", RequestError, "give one prompt per line, in UTF-8"):
-        text = read_plain_file(path, _PROMPTS_LIMIT).decode()
-    prompts = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = [line.strip().strip("\0") for line in split_lines(read_plain_file(path, _PROMPTS_LIMIT).decode())]
+        if any("\0" in line for line in lines):
+            raise ValueError("a character NUL in a line")  # UTF-16 without a byte order mark
+    prompts = [(number, line) for number, line in enumerate(lines, 1) if line]
     if not prompts:
         raise RequestError(field=f"prompts {path}", found="no prompt", expected="one per line")
     return prompts

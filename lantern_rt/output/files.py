@@ -88,15 +88,18 @@ def check_new_folder(output: Path, force: bool, marker: str) -> None:
     Raises:
         OutputError: the folder exists and may not be replaced, or cannot be created.
     """
-    if not os.path.lexists(output):
-        with output_errors(output), tempfile.TemporaryFile(dir=existing_parent(output)):
-            return
-    if not force:
-        raise OutputError("already exists", field=str(output), remedy=_OTHER_NAME)
-    replaceable = output.is_dir() and not output.is_symlink()
-    if not replaceable or (any(output.iterdir()) and not (output / marker).is_file()):
-        problem = f"has no {marker}, so --force does not replace it"
-        raise OutputError(problem, field=str(output), remedy="give another name")
+    if os.path.lexists(output):
+        if not force:
+            raise OutputError("already exists", field=str(output), remedy=_OTHER_NAME)
+        if output.is_mount():
+            problem = "is a mount point, which cannot be replaced"
+            raise OutputError(problem, field=str(output), remedy=f"give a folder in it, such as {output / 'new'}")
+        replaceable = output.is_dir() and not output.is_symlink()
+        if not replaceable or (any(output.iterdir()) and not (output / marker).is_file()):
+            problem = f"has no {marker}, so --force does not replace it"
+            raise OutputError(problem, field=str(output), remedy="give another name")
+    with output_errors(output), tempfile.TemporaryFile(dir=existing_path(output.absolute().parent)):
+        pass
 
 
 def write_output(path: Path, data: bytes, force: bool) -> None:
@@ -148,9 +151,10 @@ def atomic_folder(output: Path, force: bool, marker: str) -> Iterator[Path]:
             raise
 
 
-def existing_parent(path: Path) -> Path:
-    """Return the innermost existing folder that contains `path`."""
-    return next(folder for folder in path.resolve().parents if folder.exists())
+def existing_path(path: Path) -> Path:
+    """Return `path` if it exists, or else the innermost existing folder that contains it."""
+    path = path.resolve()
+    return next(part for part in (path, *path.parents) if part.exists())
 
 
 @contextmanager
@@ -220,7 +224,9 @@ def check_parent(path: Path) -> None:
 
 
 @contextmanager
-def output_errors(path: Path, errors: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
+def output_errors(
+    path: Path, errors: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
+) -> Iterator[None]:
     """Convert errors of the system, such as a name that is too long, to an OutputError about `path`."""
     try:
         yield

@@ -107,18 +107,31 @@ def _check_template(text: str) -> None:
             raise ValueError(f"token {format_value(min(unknown))} of the post-processor is not defined")
 
 
+def parse_tokenizer(content: bytes, truncation: bool = False) -> Tokenizer:
+    """Parse a tokenizer without padding and dropout, which training leaves in files: they would change prompts.
+
+    Args:
+        content: content of `tokenizer.json`.
+        truncation: whether long texts are truncated as the file says.
+    """
+    from tokenizers import Tokenizer
+
+    text = content.decode()
+    _check_template(text)
+    library = Tokenizer.from_str(text)
+    library.no_padding()
+    if not truncation:
+        library.no_truncation()
+    if hasattr(library.model, "dropout"):
+        library.model.dropout = None
+    return library
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load a tokenizer without truncation and padding.
+    """Load the tokenizer of a bundle.
 
     Raises:
         BundleError: the file is not a valid tokenizer.
     """
-    from tokenizers import Tokenizer
-
     with reading(path, "a tokenizer", BundleError, "export the bundle again"):
-        text = read_plain_file(path, _FILE_LIMIT).decode()
-        _check_template(text)
-        library = Tokenizer.from_str(text)
-    library.no_truncation()
-    library.no_padding()
-    return library
+        return parse_tokenizer(read_plain_file(path, _FILE_LIMIT))

@@ -20,6 +20,7 @@ COMMIT = "a" * 40
 OLD = "b" * 40
 REPOSITORIES: dict[str, dict[str, bytes]] = {}
 UPLOADED: dict[str, bytes] = {}
+HEADERS: dict[str, dict[str, str]] = {}  # headers of a repository's files, in place of the true ones
 STALLED: set[str] = set()  # names of files that are sent by half, once, before the hub falls silent
 
 
@@ -90,7 +91,8 @@ class Hub(BaseHTTPRequestHandler):
             self.send({"error": "Revision not found"}, 404, {"X-Error-Code": "RevisionNotFound"})
         else:
             siblings = [{"rfilename": name, "size": len(file)} for name, file in REPOSITORIES[repository].items()]
-            self.send({"id": repository, "sha": commit_of(revision), "siblings": siblings})
+            commit = HEADERS.get(repository, {}).get("X-Repo-Commit", commit_of(revision))
+            self.send({"id": repository, "sha": commit, "siblings": siblings})
 
     def answer_file(self, repository: str, revision: str, name: str, body: bool) -> None:
         files = REPOSITORIES.get(f"{repository}@{revision}", REPOSITORIES.get(repository, {}))
@@ -100,8 +102,9 @@ class Hub(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", commit_of(revision))
+        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": commit_of(revision)}
+        for header, value in (headers | HEADERS.get(repository, {})).items():
+            self.send_header(header, value)
         self.end_headers()
         if body and name in STALLED:
             self.wfile.write(content[: len(content) // 2])

@@ -147,7 +147,15 @@ def test_the_same_weights_read_the_same_from_every_layout(tmp_path: Path) -> Non
 def test_shards_with_an_index_read_as_the_single_file(tmp_path: Path, kind: str, ending: str) -> None:
     result = read_transformer(sharded(LANTERN / kind, tmp_path / "shards", ending))
     assert_same(result, read_transformer(LANTERN / kind))
-    assert [role for role, _ in result.sources] == ["target_index", *["target"] * 3, "target_config"]
+    assert [role for role, _ in result.sources] == ["target_config", "target_index", *["target"] * 3]
+
+
+def test_a_configuration_of_a_folder_is_a_source_beside_another_that_is_given(tmp_path: Path) -> None:
+    folder = LANTERN / "c2i"
+    other = Path(shutil.copy(folder / "config.json", tmp_path / "other.json"))
+    sources = read_transformer(folder, config=other).sources
+    weights = ("target", folder / "model.safetensors")
+    assert sources == [("target_config", folder / "config.json"), weights, ("config", other)]
 
 
 @pytest.mark.parametrize("names", [["a.pt", "b.pt"], ["consolidated.00-of-02.pth", "consolidated.01-of-02.pth"]])

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_copies import C2I, DRAFTER, LUMINA, LUMINA2, MOVQGAN, T2I, VQ, VQGAN, config_of, copied
+from checkpoint_copies import C2I, DRAFTER, LUMINA, LUMINA2, MOVQGAN, T2I, VQ, VQGAN, config_of, copied, edited
 from PIL import Image
 from refusals import error_of
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.errors import CheckpointError
+from lantern_rt.export.checkpoints.files import Weights
 from lantern_rt.export.families.lumina import read_lumina
 from lantern_rt.export.registry import check_family
 
@@ -57,6 +58,16 @@ def test_a_lumina2_bundle_is_exported_from_its_repositorys_layout(program: Any) 
     assert code == 0, out
     with Image.open("fox.png") as image:
         assert image.size == (32, 64)
+
+
+def test_weights_that_overflow_are_named_as_that(program: Any, tmp_path: Path) -> None:
+    def enlarge(weights: Weights) -> None:
+        weights["layers.0.attention.wqkv.weight"] *= 1e30
+
+    target = edited(tmp_path, C2I, enlarge)
+    code, _, err = program("export", "--target", target, "--vq", VQ, "--config", config_of(C2I), "--output", "bundle")
+    assert code == 2
+    assert err.splitlines()[-1].startswith(f"lantern-rt: {target}: the weights overflow float32, found NaN or infinite")
 
 
 def test_a_path_named_like_an_option_is_reported_as_the_path(program: Any) -> None:

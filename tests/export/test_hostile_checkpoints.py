@@ -167,6 +167,12 @@ def test_a_tensor_that_no_model_has_is_refused_by_its_kind(tmp_path: Path, words
     assert caught.value.field in (str(path), f"{path}: layers.7.bad")
 
 
+@pytest.mark.parametrize("words", ODD)
+def test_a_weight_that_is_not_read_may_be_anything(tmp_path: Path, words: str) -> None:
+    path = saved(tmp_path / "odd.pt", lambda: {"module.good": torch.ones(2), "module.loss.bad": ODD[words]()})
+    assert [*read_weights(path, keep=lambda name: not name.startswith("loss."))] == ["good"]
+
+
 @pytest.mark.parametrize("claim", [(0, (1 << 20, 1 << 20), (1 << 20, 1)), (0, (4,), (1 << 40,)), (1 << 33, (4,), (1,))])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_weight_that_claims_more_than_its_file_holds_is_refused(
@@ -228,6 +234,15 @@ def test_a_configuration_that_breaks_its_reader_is_refused_shortly(tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"config\.json: ") as caught:
         read_transformer(C2I, config=path)
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(("text", "words"), [("#" * 20_000, "more than 16,384 bytes"), ("[" * 9000, "nested levels")])
+def test_a_yaml_that_would_be_parsed_for_minutes_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    shutil.copytree(VQGAN, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "vqgan.yaml").write_text(text)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        read_vqgan(tmp_path)
+    assert caught.value.field == str(tmp_path / "vqgan.yaml")
 
 
 def test_a_yaml_of_aliases_is_refused_before_anything_is_made_of_it(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from goldens import DATA, manifest
 from safetensors.torch import save
-from stand_in_hub import COMMIT, OLD, REPOSITORIES, run, serve_hub
+from stand_in_hub import COMMIT, HEADERS, OLD, REPOSITORIES, Hub, run, serve_hub
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.files import open_bundle
@@ -131,16 +131,51 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
     done = run(endpoint, tmp_path / "home", "-m", "lantern_rt", "export", *arguments)
     assert done.returncode == 0, done.stderr
     assert [(source.role, source.name, source.origin) for source in manifest(output).provenance.sources] == [
+        ("target_config", "config.json", f"hf:owner/target/config.json@{COMMIT}"),
         ("target", "model.safetensors", f"hf:owner/target/model.safetensors@{COMMIT}"),
         ("lora:0.5", "adapter_model.safetensors", f"hf:owner/style/adapter_model.safetensors@{COMMIT}"),
         ("lora_config", "adapter_config.json", f"hf:owner/style/adapter_config.json@{COMMIT}"),
-        ("target_config", "config.json", f"hf:owner/target/config.json@{COMMIT}"),
         ("vq", "vq_tiny.pt", f"hf:owner/files/vq/vq_tiny.pt@{OLD}"),
     ]
     places = ["hf:owner/target", "hf:owner/files/vq/vq_tiny.pt@v1", "hf:owner/style"]
     verified = run("http://127.0.0.1:9", tmp_path / "home", "-m", "lantern_rt", "verify", str(output), *places)
     assert verified.returncode == 0, verified.stderr
     assert verified.stdout.startswith("bundle (fp32) against hf:owner/target\n")
+
+
+@pytest.mark.parametrize("bodies", [True, False])
+def test_a_hub_that_lists_files_which_it_does_not_have_is_told_in_a_line(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bodies: bool
+) -> None:
+    answer_file = Hub.answer_file
+
+    def refuse(hub: Hub, repository: str, revision: str, name: str, body: bool) -> None:
+        if body or not bodies:
+            hub.send({"error": "unknown"}, 404)
+        else:
+            answer_file(hub, repository, revision, name, body)
+
+    monkeypatch.setattr(Hub, "answer_file", refuse)
+    done = run(endpoint, tmp_path, "-c", FETCH, "hf:owner/target")
+    field, text = json.loads(done.stdout)
+    assert field == "hf:owner/target"
+    assert "rejected by the hub (Client error '404 Not Found'" in text
+
+
+@pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag", "X-Repo-Commit"])
+@pytest.mark.parametrize("reference", ["hf:owner/target", "hf:owner/files/other.pt", "hf:owner/shards"])
+def test_a_hub_names_no_file_outside_the_cache(endpoint: str, tmp_path: Path, header: str, reference: str) -> None:
+    repository = "/".join(reference.removeprefix("hf:").split("/")[:2])
+    home = tmp_path / "cache" / "home"
+    for target in (str(tmp_path / "outside"), "../../../../outside"):
+        HEADERS[repository] = {header: f'W/"{target}"' if "tag" in header.lower() else target}
+        try:
+            done = run(endpoint, home, "-c", FETCH, reference)
+        finally:
+            HEADERS.pop(repository)
+        assert done.returncode == 0, done.stderr
+        files = [path for path in tmp_path.rglob("*") if not path.is_dir()]
+        assert [path for path in files if "outside" in path.name or not path.resolve().is_relative_to(home)] == []
 
 
 MALFORMED = ["hf:", "hf:a", "hf:/a/b", "hf:a/b@", "hf:a/../b", "hf:a/b/../../c", "hf:a/b/ c"]

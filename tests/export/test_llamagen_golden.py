@@ -187,7 +187,7 @@ def test_the_official_file_of_the_same_weights_gives_the_same_graphs_with_its_ow
     assert ours.model_dump(exclude=own) == official.model_dump(exclude=own)
     for role in ("target", "condition", "code_embeddings"):
         assert ours.files[role].sha256 == official.files[role].sha256, role
-    assert [source.role for source in ours.provenance.sources] == ["target", "target_config", "vq"]
+    assert [source.role for source in ours.provenance.sources] == ["target_config", "target", "vq"]
     assert (ours.sampling.filter_order, official.sampling.filter_order) == ("top-p, top-k", "top-k, top-p")
     assert ours.sampling.model_copy(update={"filter_order": "top-k, top-p"}) == official.sampling
 

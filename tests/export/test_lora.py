@@ -70,6 +70,11 @@ def test_adapters_are_merged_in_order_recorded_and_verified(tmp_path: Path, caps
     assert sources == [("lora:1.0", "adapter_model.safetensors"), ("lora:0.5", "adapter_model.safetensors")]
     places = [str(place) for place in (tmp_path / "lora", C2I, VQ, config_of(C2I), one, two)]
     assert run_program(["verify", *places]) == 0
+    assert run_program(["verify", *places[:-1], f"{two}:0.50"]) == 0  # as given to export
+    assert run_program(["verify", *places[:-1], f"{two}:0.7"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"lantern-rt: {two}:0.7: found scale 0.7, expected 0.5;")
+    assert run_program(["inspect", places[0]]) == 0
+    assert "\n  lora:0.5     adapter_model.safetensors\n" in capsys.readouterr().out
     assert run_program(["verify", *places[:-1]]) == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith("config (config.json), LoRA adapter, LoRA adapter")
 

@@ -186,6 +186,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "other key heads": (official(n_kv_head=2), "layers.0.attention.wqkv.weight", "192 rows 4 heads of 16"),
     "no square": (official(block_size=17), "config.json: block_size", "17 codes a square grid"),
     "no small number": (official(norm_eps=0), "config.json: norm_eps", "0 a positive number"),
+    "a large number": (official(norm_eps=1e308), "config.json: norm_eps", "1e+308 number up to 3.4e+38"),
     "an unknown field": (official(n_heads=4), "config.json: n_heads", "unknown field block_size, caption_dim n_head,"),
     "another feed-forward width": (official(multiple_of=96), "config.json: multiple_of", "96 170 256"),
     "a field twice": (twice, "config.json", "'n_head' twice, with two values"),

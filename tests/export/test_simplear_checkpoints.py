@@ -13,6 +13,7 @@ import torch
 from checkpoint_copies import COSMOS, SIMPLEAR, copied
 from refusals import error_of
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 from lantern_rt.errors import LanternError
 from lantern_rt.export.checkpoints.deferred import computed
@@ -38,6 +39,17 @@ def half_a_tokenizer(folder: Path) -> None:
     (folder / "cosmos").mkdir()
     shutil.copy(COSMOS / "decoder.jit", folder / "cosmos")
     read_simplear(SIMPLEAR, folder / "cosmos", grid=4)
+
+
+def test_settings_of_training_in_the_tokenizer_leave_the_prompt_layout(tmp_path: Path) -> None:
+    target = copied(SIMPLEAR, tmp_path / "target")
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    tokenizer.enable_padding(length=64)
+    tokenizer.enable_truncation(2)
+    tokenizer.model.dropout = 0.5
+    tokenizer.save(str(target / "tokenizer.json"))
+    actual, expected = (read_simplear(folder, COSMOS, grid=4).fields["condition"] for folder in (target, SIMPLEAR))
+    assert actual.layout == expected.layout
 
 
 REFUSALS: dict[str, tuple[Read, str, str]] = {

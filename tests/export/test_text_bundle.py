@@ -50,8 +50,8 @@ def test_the_manifest_says_what_a_text_bundle_takes_and_came_from(bundle: Path, 
     assert (bundle / "tokenizer.json").read_bytes() == TOKENIZER.read_bytes()
     roles = [source.role for source in found.provenance.sources]
     assert roles == [
-        "target",
         "target_config",
+        "target",
         "vq",
         "text_encoder_config",
         "text_encoder_tokenizer",

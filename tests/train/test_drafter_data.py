@@ -28,6 +28,7 @@ from lantern_rt.train.drafter.shards import (
     shard_path,
     write_shard,
 )
+from lantern_rt.train.drafter.target import read_heads_target, read_target
 
 CLASSES = Prompts("class_ids", [3, 1, 4])
 
@@ -115,8 +116,10 @@ def test_a_folder_of_other_prompts_or_with_a_link_to_nowhere_is_refused(
 
 def test_a_bundle_that_draws_groups_of_cells_is_refused(tmp_path: Path) -> None:
     pipeline = Pipeline.from_bundle(make_order_bundle(tmp_path / "tiny"), threads=1)
-    error = error_of(RequestError, write, pipeline, tmp_path / "data")
-    assert str(error) == "bundle: bundle tiny generates groups of cells, without drafts; use another bundle"
+    expected = "bundle: bundle tiny generates groups of cells, without drafts; use another bundle"
+    assert str(error_of(RequestError, write, pipeline, tmp_path / "data")) == expected
+    for read in (read_heads_target, read_target):
+        assert str(error_of(RequestError, read, pipeline.bundle)) == expected
 
 
 def test_too_few_pictures_and_damaged_ones_are_refused(pipeline: Pipeline, source: Source, tmp_path: Path) -> None:

@@ -245,6 +245,21 @@ def test_a_link_is_followed_inside_the_folder_and_refused_outside(folder: Path) 
     assert "target.onnx: cannot be read" in refusal(folder)
 
 
+@pytest.mark.parametrize("blobs", ["hub/models--owner--name/blobs", "hub/blobs/00"])
+def test_a_commit_in_the_cache_of_the_hub_is_opened_by_its_path(folder: Path, tmp_path: Path, blobs: str) -> None:
+    snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / ("c" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / blobs).mkdir(parents=True)
+    for file in folder.iterdir():
+        (snapshot / file.name).symlink_to(file.rename(tmp_path / blobs / file.name))
+    (tmp_path / "latest").symlink_to(snapshot)
+    assert open_bundle(snapshot).digest == open_bundle(tmp_path / "latest").digest
+    outside = (tmp_path / blobs / "target.onnx").rename(tmp_path / "hub" / "target.onnx")
+    (snapshot / "target.onnx").unlink()
+    (snapshot / "target.onnx").symlink_to(outside)
+    assert "found a link that leaves the bundle's folder" in refusal(snapshot)
+
+
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_a_folder_or_pipe_in_place_of_a_file_is_refused(folder: Path, make: Callable[[Path], None]) -> None:
     (folder / "target.onnx").unlink()

@@ -124,6 +124,15 @@ def test_the_first_word_is_a_bundle_only_if_it_names_one(program: Any, words_bun
 # ---------------------------------------------------------------- refusals
 
 
+@pytest.mark.parametrize(("subject", "value"), [("--class-id", 3), ("--prompt", "red cube"), ("--from", "own.png")])
+def test_a_single_word_beside_what_to_generate_is_a_bundle_that_is_not_there(
+    program: Any, words_bundle: Path, subject: str, value: object
+) -> None:
+    assert program("run", words_bundle, "red cube", "--output", "own.png")[0] == 0
+    code, _, err = program("run", "bundels/none", subject, value)
+    assert (code, err.startswith("lantern-rt: bundle 'bundels/none': found neither a folder")) == (2, True), err
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

@@ -177,6 +177,7 @@ def test_distances_to_a_folder_of_real_images_are_those_of_their_features(
         plain += pipeline(prompt, seed=i, method="ar").images
         wide = plain[i].resize((48, 24), Image.Resampling.NEAREST)
         wide.save(tmp_path / f"real/{i}.png")
+        (tmp_path / f"real/._{i}.png").write_bytes(b"\0\5\x16\7")  # as macOS writes beside files
         real.append(ImageOps.fit(wide, (24, 24), Image.Resampling.BICUBIC))
     arguments = ["--features", "colour.onnx", "--method", "rows:window=2", "--reference", "real"]
     code, out, _ = evaluate(*arguments)
@@ -228,6 +229,7 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
         (["--count", "0"], "count: found 0, expected"),
         (["--reference", "odd"], "reference odd: found 0 images, expected at least 2"),
         (["--reference", "pipes"], "pipes/a.png: a pipe or a device"),
+        (["--reference", "damaged"], "a.png: cannot be read (cannot identify image file), expected an image"),
         (["--agreement", "colour.onnx"], "agreement colour.onnx: found inputs pixels"),
         (["--agreement", "short.onnx"], "agreement short.onnx: failed on pixels"),
         (["--features", "no.onnx"], "features no.onnx: cannot be loaded as an ONNX graph"),
@@ -249,6 +251,9 @@ def test_what_cannot_be_done_is_one_line_before_the_work(
     (tmp_path / "pipes").mkdir()
     for name in ("a", "b"):
         os.mkfifo(tmp_path / "pipes" / f"{name}.png")
+    (tmp_path / "damaged").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "damaged" / f"{name}.png").write_bytes(b"no image")
     (tmp_path / "long.txt").write_text("\n".join([*PROMPTS, "red cube beneath sand"]))
     code, out, err = evaluate(*arguments)
     assert (code, out) == (2, "")

@@ -22,7 +22,7 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import read_prompts
 from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
 from lantern_rt.engines.kv_cache import KVCache
-from lantern_rt.errors import BundleError, EngineError, LanternError, TreeError, printable
+from lantern_rt.errors import BundleError, EngineError, LanternError, RequestError, TreeError, printable
 from lantern_rt.inputs import format_value, reading
 from lantern_rt.output.recipe import read_recipe
 from lantern_rt.runtime.tree_names import parse_tree
@@ -164,6 +164,20 @@ def test_pipes_and_endless_devices_are_refused_at_once(
             (tmp_path / name).symlink_to("/dev/zero")
     with refused(LanternError, str(tmp_path), "a pipe or a device, expected a regular file"):
         read(tmp_path / "file.json")
+
+
+@pytest.mark.parametrize("inside", ["\u2028", "\u0085", "\x0b", "\x0c"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_line_of_prompts_ends_only_where_editors_end_it(tmp_path: Path, inside: str, end: str) -> None:
+    text = f"\ufeffa red cube{end}{end}a blue{inside}cone{end}\0"
+    (tmp_path / "prompts.txt").write_bytes(text.encode())
+    assert read_prompts(tmp_path / "prompts.txt") == [(1, "a red cube"), (3, f"a blue{inside}cone")]
+
+
+def test_prompts_in_utf_16_without_a_mark_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_bytes("a red cube\n".encode("utf-16-le"))
+    with refused(RequestError, "prompts.txt", "NUL", "in UTF-8"):
+        read_prompts(tmp_path / "prompts.txt")
 
 
 def test_files_that_are_too_large_are_refused_unread(tmp_path: Path) -> None:

@@ -152,3 +152,14 @@ def test_the_memory_of_a_control_group_counts(system_files: dict[str, str]) -> N
     assert host.available_memory() == 1_200_000
     system_files["/sys/fs/cgroup/memory.max"] = "max"
     assert host.available_memory() > 1_200_000
+
+
+@pytest.mark.parametrize("folder", ["memory", "memory/docker/a"])
+def test_the_memory_of_a_control_group_of_version_1_counts(system_files: dict[str, str], folder: str) -> None:
+    system_files["/proc/self/cgroup"] = "5:cpu,cpuacct:/docker/a\n4:memory:/docker/a"
+    stat = "inactive_file 1\ntotal_inactive_file 200000\n"
+    for name, text in (("limit_in_bytes", "5000000"), ("usage_in_bytes", "4000000"), ("stat", stat)):
+        system_files[f"/sys/fs/cgroup/{folder}/memory.{name}"] = text
+    assert host.available_memory() == 1_200_000
+    system_files[f"/sys/fs/cgroup/{folder}/memory.limit_in_bytes"] = "9223372036854771712"  # no limit
+    assert host.available_memory() > 1_200_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from refusals import error_of
 
 from lantern_rt.errors import OutputError
-from lantern_rt.output.files import atomic_folder, check_output, replace_file, write_output
+from lantern_rt.output.files import atomic_folder, check_new_folder, check_output, replace_file, write_output
 from lantern_rt.output.names import plan_outputs
 
 
@@ -62,3 +63,23 @@ def test_a_link_counts_as_a_file_wherever_it_leads(tmp_path: Path, target: str) 
     write_output(link, b"picture", True)
     assert not link.is_symlink()
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_mount_point_is_refused_before_the_work() -> None:
+    error = error_of(OutputError, check_new_folder, Path("/"), True, "bundle.json")
+    assert (error.problem, error.remedy) == (
+        "is a mount point, which cannot be replaced",
+        "give a folder in it, such as /new",
+    )
+
+
+def test_a_folder_to_replace_in_a_folder_without_write_access_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    (tmp_path / "bundle").mkdir()
+    monkeypatch.setattr("tempfile.TemporaryFile", fail)
+    error = error_of(OutputError, check_new_folder, tmp_path / "bundle", True, "bundle.json")
+    assert error.problem == "cannot be written (Read-only file system)"

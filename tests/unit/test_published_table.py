@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from refusals import error_of
 
 from lantern_rt import published
 from lantern_rt.cli.models import format_count
-from lantern_rt.errors import LanternError
+from lantern_rt.errors import LanternError, OutputError
 from lantern_rt.export.registry import check_family
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +101,79 @@ def test_a_gpu_has_bundles_of_its_own(host: pytest.MonkeyPatch, tmp_path: Path) 
     assert published.cached_bundle(NAME) is None  # incomplete
     (tmp_path / f"{NAME}@fp16" / "bundle.json").touch()
     assert published.cached_bundle(NAME) == tmp_path / f"{NAME}@fp16"
+
+
+def make_file(cache: Path) -> None:
+    cache.write_text("not a folder")
+
+
+def make_loop(cache: Path) -> None:
+    cache.symlink_to(cache)
+
+
+@pytest.mark.parametrize("make", [make_file, make_loop])
+def test_a_cache_that_cannot_be_written_is_refused_before_the_download(
+    host: pytest.MonkeyPatch, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    cache = tmp_path / "cache"
+    make(cache)
+    host.setenv("LANTERN_RT_CACHE", str(cache))
+    error = error_of(OutputError, published.check_host, NAME)
+    assert (error.field, error.remedy) == (f"{cache}/{NAME}@int8", "set LANTERN_RT_CACHE to another folder")
+
+
+def test_a_cache_of_checkpoints_that_cannot_be_read_is_one_line(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_loop(tmp_path / "hub")
+    host.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    error = error_of(OutputError, published.check_host, NAME)
+    assert (error.field, error.remedy[:11]) == (str(tmp_path / "hub"), "set HF_HOME")
+
+
+@pytest.mark.parametrize("arguments", [["models"], ["models", "--remove", NAME], ["inspect", NAME], ["run", NAME]])
+@pytest.mark.parametrize("place", ["x" * 300, "/".join(["y" * 200] * 30)])
+def test_a_cache_that_cannot_be_read_is_one_line(
+    program: Any, host: pytest.MonkeyPatch, arguments: list[str], place: str
+) -> None:
+    host.setenv("LANTERN_RT_CACHE", f"/{place}")
+    code, _, err = program(*arguments, *(["--class-id", "3"] if arguments[0] == "run" else []))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "cannot be read (File name too long), expected a folder of bundles; set LANTERN_RT_CACHE" in err
+
+
+def test_without_a_home_folder_there_is_no_cache(host: pytest.MonkeyPatch) -> None:
+    for name in ("LANTERN_RT_CACHE", "XDG_CACHE_HOME"):
+        host.delenv(name, raising=False)
+    host.setattr("os.path.expanduser", lambda path: path)
+    assert error_of(OutputError, published.cached_bundles, NAME).found == "no home folder for bundles"
+
+
+def test_a_bundle_that_is_a_link_is_removed_without_what_it_leads_to(
+    program: Any, host: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "bundle.json").touch()
+    (tmp_path / f"{NAME}@int8").symlink_to(tmp_path / "elsewhere")
+    assert program("models", "--remove", NAME)[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+    assert (tmp_path / "elsewhere" / "bundle.json").exists()
+
+
+@pytest.mark.parametrize(("place", "expected"), [("cache/below", "cache"), ("cache", "cache"), ("link", "cache")])
+def test_the_disk_that_counts_is_that_of_the_cache_itself(
+    host: pytest.MonkeyPatch, tmp_path: Path, place: str, expected: str
+) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "cache")
+    host.setenv("LANTERN_RT_CACHE", str(tmp_path / place))
+    disks: list[Path] = []
+
+    def disk_usage(path: Path) -> SimpleNamespace:
+        disks.append(path)
+        return SimpleNamespace(free=1 << 50)
+
+    host.setattr(shutil, "disk_usage", disk_usage)
+    published.check_host(NAME)
+    assert disks[-1] == tmp_path / expected
 
 
 def test_nothing_is_downloaded_for_a_command_that_cannot_run(program: Any, host: pytest.MonkeyPatch) -> None:

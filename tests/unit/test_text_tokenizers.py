@@ -14,6 +14,7 @@ from lantern_rt.text.captions import clean_caption
 from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 
 FILE = Path(__file__).parent.parent / "data" / "tiny-text-tokenizer" / "tokenizer.json"
+MERGING_FILE = Path(__file__).parent.parent / "data" / "simplear" / "model" / "tokenizer.json"  # BPE
 END = 1
 
 
@@ -48,6 +49,17 @@ def test_settings_stored_in_the_file_do_not_cut_or_pad(tmp_path: Path) -> None:
     stored.save(str(tmp_path / "tokenizer.json"))
     ids = CaptionTokenizer(load_tokenizer(tmp_path / "tokenizer.json"), None).encode("a red cube on the snow", 120)
     assert ids.tolist() == CaptionTokenizer(load_tokenizer(FILE), None).encode("a red cube on the snow", 120).tolist()
+
+
+def test_dropout_that_training_stored_does_not_change_prompts(tmp_path: Path) -> None:
+    stored = json.loads(MERGING_FILE.read_text("utf-8"))
+    stored["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored), "utf-8")
+    prompts = [f"a red fox in deep snow {i}" for i in range(20)]
+    actual, expected = (TemplateTokenizer(load_tokenizer(path)) for path in (tmp_path / "tokenizer.json", MERGING_FILE))
+    assert [actual.encode(text, 120).tolist() for text in prompts] == [
+        expected.encode(text, 120).tolist() for text in prompts
+    ]
 
 
 @pytest.mark.parametrize("prompt", ["中文", "***", "http://example.com", "   "])

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ...bundle.manifest import Manifest, Size
 from ...compare.prompts import Prompts
 from ...engines.contracts import Progress
-from ...errors import OutputError, RequestError
+from ...errors import OutputError
 from ...memory import compute_max_images
 from ...pipeline import Pipeline
 from ...runtime.decode import decode
@@ -83,14 +83,12 @@ def write_shards(
         The number of images written so far.
 
     Raises:
+        RequestError: the bundle generates without drafts.
         OutputError: an existing shard has another bundle, size or other prompts, or a shard cannot be written.
         CheckpointError: an existing shard is damaged.
     """
     manifest = pipeline.bundle.manifest
     sizes = sizes or manifest.all_sizes
-    if manifest.order is not None:
-        problem = f"bundle {manifest.name} generates groups of cells, without drafts"
-        raise RequestError(problem, field="bundle", remedy="use another bundle")
     images_per_shard = images_per_shard or count_shard_images(manifest, sizes)
     paths = [shard_path(output, i) for i in range(-(-images // images_per_shard))]
     for index, path in enumerate(paths):

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from ...bundle.manifest import Manifest, Size
-from ...errors import CheckpointError
+from ...errors import CheckpointError, RequestError
 from ...inputs import format_value, open_plain_file, reading
 from ...output.files import write_output
 from ...runtime.raster import Raster
@@ -69,7 +69,14 @@ class Source:
 
 
 def read_source(manifest: Manifest, size: Size | None = None) -> Source:
-    """Return the source of shards that a bundle generates in an image size, by default its default size."""
+    """Return the source of shards that a bundle generates in an image size, by default its default size.
+
+    Raises:
+        RequestError: the bundle generates without drafts.
+    """
+    if manifest.order is not None:
+        problem = f"bundle {manifest.name} generates groups of cells, without drafts"
+        raise RequestError(problem, field="bundle", remedy="use another bundle")
     size = size or manifest.size()
     condition = manifest.condition
     weights = manifest.files.get("target.data", manifest.files["target"])

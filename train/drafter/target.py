@@ -105,9 +105,10 @@ class HeadsTarget:
 
 
 def read_heads_target(bundle: Bundle) -> HeadsTarget:
-    """Read sizes and weights that training draft heads needs, from a bundle of any family.
+    """Read sizes and weights that training draft heads needs, from a bundle of any family but PAR and NAR.
 
     Raises:
+        RequestError: the bundle generates without drafts.
         BundleError: the bundle is damaged.
     """
     manifest = bundle.manifest
@@ -120,15 +121,16 @@ def read_target(bundle: Bundle) -> Target:
     """Read sizes and weights that training a drafter needs.
 
     Raises:
+        RequestError: the bundle generates without drafts.
         CheckpointError: drafters of the bundle's family cannot be trained.
         BundleError: the bundle is damaged.
     """
     manifest = bundle.manifest
+    source = read_source(manifest)
     if manifest.family not in _CONVENTIONS:
         field = f"family of bundle {manifest.name}"
         remedy = "train draft heads with `lantern-rt train-drafter heads`"
         raise CheckpointError(field=field, found=manifest.family, expected=", ".join(_CONVENTIONS), remedy=remedy)
-    source = read_source(manifest)
     graph = GraphWeights(bundle.path("target"))
     config = _drafter_config(bundle, graph)
     if config.rotary == "grid":
