@@ -21,7 +21,6 @@ import numpy as np
 from PIL.Image import Image
 
 from .bundle.files import Bundle, open_bundle
-from .cli.console import show_progress
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import RequestError
@@ -29,6 +28,7 @@ from .inputs import check_int
 from .memory import check_image_memory, compute_max_images
 from .methods import Ar, GenerationOptions, ImageSource, Options, Sjd
 from .output.images import blank_image, grey_out, to_image, with_record
+from .output.progress import progress_bars
 from .prompts import ImageRequest, load_bundle_tokenizer
 from .renamed import HasRenamedAttributes
 from .requests import Request, Settings, check_request, resolve_settings
@@ -174,7 +174,7 @@ class Pipeline(HasRenamedAttributes):
         Args:
             prompts: one prompt or several; None if class ids or embeddings are given in `options`.
             callback_on_step: function called with the `StreamStep` of every step; an exception in it ends the call.
-            progress: whether to show progress, as a bar in a terminal or notebook and else as lines on stderr.
+            progress: whether to show a progress bar, on stderr or below a notebook's cell.
             options: see `Options`.
 
         Returns:
@@ -185,7 +185,7 @@ class Pipeline(HasRenamedAttributes):
             EngineError: a graph cannot run, or its output is NaN.
         """
         request = self.check(prompts, **options)
-        with show_progress(lines=False) if progress else nullcontext() as show:
+        with progress_bars() if progress else nullcontext() as show:
             for last in self.decode(request):
                 if show is not None:
                     show("tokens", last.done, last.total)

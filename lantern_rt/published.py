@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -133,6 +133,8 @@ def _bundle_folder(name: str) -> Path:
 def _reading_cache() -> Iterator[Path]:
     folder = cache_folder()
     with reading(folder, "a folder of bundles", OutputError, _OTHER_CACHE):
+        with suppress(FileNotFoundError):
+            folder.stat()  # methods of Path ignore other errors since Python 3.13
         yield folder
 
 

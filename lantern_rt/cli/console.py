@@ -11,21 +11,16 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import OutputError, printable
+from ..output.progress import ProgressCallback, progress_bars
 from ..output.tables import text_table
 
 FIRST_LINE_SECONDS = 2.0  # seconds before the first line of progress
 LINE_SECONDS = 5.0  # seconds between two lines of progress
 
 Facts = dict[str, dict[str, str]]  # section -> name -> value
-
-
-class ProgressCallback(Protocol):
-    """Callback for progress: name of the task, steps done, and steps in total (0: unknown)."""
-
-    def __call__(self, task: str, done: int = 0, total: int = 0) -> None: ...
 
 
 def print_stderr(line: str) -> None:
@@ -111,13 +106,13 @@ def print_warnings() -> Iterator[None]:
 def show_progress(lines: bool = True) -> Iterator[ProgressCallback]:
     """Show tasks on stderr with `[done/total]` and the remaining time.
 
-    A terminal or a notebook shows bars. Other outputs get a line every five seconds, after the first two seconds.
+    A terminal shows bars. Other outputs get a line every five seconds, after the first two seconds.
 
     Args:
         lines: whether other outputs also get a line when a task begins.
     """
-    if sys.stderr.isatty() or "ipykernel" in sys.modules:
-        with _progress_bars() as progress:
+    if sys.stderr.isatty():
+        with progress_bars() as progress:
             yield progress
     else:
         yield _ProgressLines(lines)
@@ -152,27 +147,6 @@ class _ProgressLines:
             remaining = (latest - began) / (done - first) * (total - done) - (now - latest)
             line += f", about {_format_duration(max(0.0, remaining))} left"
         print_stderr(line)
-
-
-@contextmanager
-def _progress_bars() -> Iterator[ProgressCallback]:
-    from rich import progress as rich
-    from rich.console import Console
-
-    words = (rich.TextColumn("{task.description}", markup=False), rich.BarColumn())
-    numbers = (rich.TextColumn("{task.fields[amount]}", markup=False), rich.TimeRemainingColumn(compact=True))
-    with rich.Progress(*words, *numbers, console=Console(stderr=True)) as bars:
-        tasks: dict[str, rich.TaskID] = {}
-
-        def progress(task: str, done: int = 0, total: int = 0) -> None:
-            if task not in tasks:
-                for old in bars.tasks:
-                    bars.update(old.id, visible=bool(old.fields["amount"]))
-                tasks[task] = bars.add_task(printable(task), amount="")
-            amount = f"[{done:,}/{total:,}]" if total else ""
-            bars.update(tasks[task], completed=done, total=total or None, amount=amount)
-
-        yield progress
 
 
 def format_bytes(size: int) -> str:

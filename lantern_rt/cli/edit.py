@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +104,7 @@ def edit(
     else:
         began = time.perf_counter()
         pipeline = engine.load(opened, request.settings)
-        result = pipeline.edit(image, tries=tries, num_images=count, progress=True, **options)
+        result = pipeline.edit(image, tries=tries, num_images=count, progress=sys.stderr.isatty(), **options)
         for (path, done), edited in zip(outputs, result.images, strict=True):
             if not done:
                 write_output(path, png_bytes(edited, edited.info), False)

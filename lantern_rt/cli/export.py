@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import CheckpointError
-from ..export.registry import FAMILIES
 from ..inputs import require_library
 from ..memory import PeakMemory
 from ..published import find_model
@@ -87,7 +86,10 @@ def export(
     ] = None,
     family: Annotated[
         str | None,
-        typer.Option(help=f"Family: {', '.join(FAMILIES)}. [default: NAME's or llamagen]"),
+        typer.Option(
+            help="Family: llamagen, par, nar, anole, lumina, lumina2, glm_image, janus, emu3 or simplear. "
+            "[default: NAME's or llamagen]"
+        ),
     ] = None,
     precision: Annotated[
         str | None,

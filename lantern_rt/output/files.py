@@ -152,9 +152,9 @@ def atomic_folder(output: Path, force: bool, marker: str) -> Iterator[Path]:
 
 
 def existing_path(path: Path) -> Path:
-    """Return `path` if it exists, or else the innermost existing folder that contains it."""
+    """Return `path` if it exists, also as a link that leads nowhere, or else the innermost existing folder above it."""
     path = path.resolve()
-    return next(part for part in (path, *path.parents) if part.exists())
+    return next(part for part in (path, *path.parents) if os.path.lexists(part))
 
 
 @contextmanager

@@ -263,6 +263,13 @@ def test_edit_takes_what_the_pipeline_takes(program: Any) -> None:
 # ---------------------------------------------------------------- other commands, and help
 
 
+def test_help_of_export_names_every_family(program: Any) -> None:
+    from lantern_rt.export.registry import FAMILIES
+
+    described = program("export", "--help")[1].partition("Family: ")[2].partition("[default")[0]
+    assert re.findall(r"[a-z0-9_]{3,}", described) == [*FAMILIES]
+
+
 def test_inspect_prints_a_summary_the_words_or_all_of_the_manifest(
     program: Any, words_bundle: Path, class_bundle: Path
 ) -> None:

@@ -1,0 +1,37 @@
+"""Progress bars in terminals and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from ..errors import printable
+
+
+class ProgressCallback(Protocol):
+    """Callback for progress: name of the task, steps done, and steps in total (0: unknown)."""
+
+    def __call__(self, task: str, done: int = 0, total: int = 0) -> None: ...
+
+
+@contextmanager
+def progress_bars() -> Iterator[ProgressCallback]:
+    """Show a bar for each task, on stderr or below a notebook's cell; other outputs get the last state of the bars."""
+    from rich import progress as rich
+    from rich.console import Console
+
+    words = (rich.TextColumn("{task.description}", markup=False), rich.BarColumn())
+    numbers = (rich.TextColumn("{task.fields[amount]}", markup=False), rich.TimeRemainingColumn(compact=True))
+    with rich.Progress(*words, *numbers, console=Console(stderr=True)) as bars:
+        tasks: dict[str, rich.TaskID] = {}
+
+        def progress(task: str, done: int = 0, total: int = 0) -> None:
+            if task not in tasks:
+                for old in bars.tasks:
+                    bars.update(old.id, visible=bool(old.fields["amount"]))
+                tasks[task] = bars.add_task(printable(task), amount="")
+            amount = f"[{done:,}/{total:,}]" if total else ""
+            bars.update(tasks[task], completed=done, total=total or None, amount=amount)
+
+        yield progress
