@@ -51,7 +51,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     """A host that can use every model: memory, disk and libraries."""
     monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path))
     monkeypatch.setattr(published, "available_memory", lambda: 1 << 40)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 50))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: path.stat() and SimpleNamespace(free=1 << 50))
     monkeypatch.setattr(published, "require_library", lambda *_: None)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     return monkeypatch
