@@ -54,6 +54,7 @@ class Acceptance(NamedTuple):
     # distribution of the bonus under relaxed acceptance; None without a bonus, and for exact acceptance
     remainder: Probabilities | None = None
     relaxed: Sequence[int] = ()  # nodes of the path that exact acceptance would have rejected
+    target_p: Sequence[float] = ()  # the target's probability of the last tokens of the path; empty if it was not read
 
 
 def walk_exact(tree: DraftTree, choice: Callable[[int], int], remaining: int) -> Acceptance:
@@ -131,13 +132,14 @@ def walk_relaxed(
     """
     path = [*range(1 + tree.num_preserved)]
     relaxed_nodes: list[int] = []
+    accepted_p: list[float] = []
     tvd = 0.0
     while len(path) <= remaining:
         node = path[-1]
-        p = target(node)
+        p = before_rejections = target(node)
         siblings = tree.structure.children[node]
         if not siblings:
-            return Acceptance(path, choice(node), tvd, p, relaxed_nodes)
+            return Acceptance(path, choice(node), tvd, p, relaxed_nodes, accepted_p)
         q = tree.proposal(node)
         stream = decisions(node)
         for child in siblings:
@@ -152,6 +154,7 @@ def walk_relaxed(
             tvd += relaxed - exact
             if uniform < relaxed:
                 path.append(child)
+                accepted_p.append(float(before_rejections[token]))
                 if relaxed > exact and not uniform < exact:
                     relaxed_nodes.append(child)
                 break
@@ -165,8 +168,8 @@ def walk_relaxed(
                 q[token] = 0
                 q = _normalised(q, q)
         if path[-1] == node:  # none accepted
-            return Acceptance(path, sample(p, stream), tvd, p, relaxed_nodes)
-    return Acceptance(path, None, tvd, None, relaxed_nodes)
+            return Acceptance(path, sample(p, stream), tvd, p, relaxed_nodes, accepted_p)
+    return Acceptance(path, None, tvd, None, relaxed_nodes, accepted_p)
 
 
 def residual_distribution(p: Probabilities, q: Probabilities | None, token: int, aggregated: Codes) -> Probabilities:
@@ -234,12 +237,10 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, r
                 reached.append(child)
     end = min(reached, key=lambda node: (-tree.structure.depths[node], tree.structure.leaf_rank[node]))
     path = tree.path_to(end)[: remaining + 1]
-    relaxed = [
-        child
-        for node, child in pairwise(path[tree.num_preserved :])
-        if tree.tokens[child] != distributions[node].argmax()
-    ]
+    steps = list(pairwise(path[tree.num_preserved :]))
+    relaxed = [child for node, child in steps if tree.tokens[child] != distributions[node].argmax()]
+    accepted_p = [float(distributions[node][tree.tokens[child]]) for node, child in steps]
     if len(path) > remaining:
-        return Acceptance(path, None, float(len(relaxed)), None, relaxed)
+        return Acceptance(path, None, float(len(relaxed)), None, relaxed, accepted_p)
     remainder = distributions[end] if end in distributions else target(end)
-    return Acceptance(path, int(remainder.argmax()), float(len(relaxed)), remainder, relaxed)
+    return Acceptance(path, int(remainder.argmax()), float(len(relaxed)), remainder, relaxed, accepted_p)

@@ -20,6 +20,7 @@ concatenated: entry i of a list is `values[offsets[i] : offsets[i + 1]]`.
     path_offsets       int64 [parts + 1]
     path_nodes         int64 [accepted]    accepted nodes within the tree, starting with the root (0)
     path_relaxed       bool [accepted]     whether exact acceptance would have rejected the node
+    path_p             float64 [accepted]  the target's probability of the node's token; NaN if it was not read
     path_q             float64 [accepted]  probability with which the drafter sampled the node's token, without its
                                            earlier siblings; NaN for the root, 1 if acceptance does not read it
 """
@@ -62,6 +63,7 @@ class TraceStep(NamedTuple):
         tree_parents: parent of each node, -1 for the root.
         path: accepted nodes, starting with the root.
         relaxed: whether exact acceptance would have rejected each accepted node.
+        p: probability of each accepted node under the target.
         q: probability of each accepted node under the drafter.
         seconds: duration of the step.
     """
@@ -73,6 +75,7 @@ class TraceStep(NamedTuple):
     tree_parents: Ints
     path: Ints
     relaxed: list[bool]
+    p: list[float]
     q: list[float]
     seconds: float
 
@@ -101,6 +104,7 @@ class Trace:
         self._since = now
         for part in step.parts:
             path: list[int] = [] if part.acceptance is None else part.acceptance.path
+            target_p = () if part.acceptance is None else part.acceptance.target_p
             self.parts.append(
                 TraceStep(
                     self.steps,
@@ -110,6 +114,7 @@ class Trace:
                     _EMPTY if part.tree is None else part.tree.parents,
                     np.array(path, np.int64),
                     [part.acceptance is not None and node in part.acceptance.relaxed for node in path],
+                    [float("nan")] * (len(path) - len(target_p)) + [*target_p],
                     [float("nan") if part.tree is None else _sampling_probability(part.tree, node) for node in path],
                     seconds,
                 )
@@ -138,6 +143,7 @@ class Trace:
         measured: dict[str, Any] = {
             "part_seconds": np.array([part.seconds for part in self.parts], np.float64),
             "path_relaxed": np.array([relaxed for part in self.parts for relaxed in part.relaxed], np.bool_),
+            "path_p": np.array([p for part in self.parts for p in part.p], np.float64),
             "path_q": np.array([q for part in self.parts for q in part.q], np.float64),
         }
         buffer = BytesIO()

@@ -68,6 +68,10 @@ def test_tokens_that_exact_acceptance_would_have_rejected_are_marked(pipe: Pipel
     marked = sum(len(part.acceptance.relaxed) for step in steps for part in step.parts if part.acceptance is not None)
     assert read(trace)["path_relaxed"].sum() == marked
     assert (marked > 0) == (method != "eagle")
+    p, q, relaxed = (read(trace)[f"path_{name}"] for name in ("p", "q", "relaxed"))
+    assert np.isnan(p).all() == (method == "eagle")
+    assert (p[relaxed] < q[relaxed]).all()
+    assert (np.isnan(p) == np.isnan(q)).all() or method == "eagle"
 
 
 def test_cells_are_coloured_by_what_their_pass_accepted(pipe: Pipeline) -> None:
