@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ def test_a_time_limit_ends_the_reading_of_a_checkpoint(
     monkeypatch.setattr("lantern_rt.export.checkpoints.files.load_file", interrupt)
     with pytest.raises(TimeoutError):
         read_weights(path)
-    monkeypatch.setattr("lantern_rt.export.checkpoints.files.Tokenizer", SimpleNamespace(from_file=interrupt))
+    monkeypatch.setattr("lantern_rt.export.checkpoints.files.parse_tokenizer", interrupt)
     with pytest.raises(TimeoutError):
         read_tokenizer(path, 8)
 
