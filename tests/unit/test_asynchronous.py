@@ -7,7 +7,7 @@ import gc
 import io
 import random
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -167,9 +167,8 @@ def picture(side: int) -> bytes:
     return buffer.getvalue()
 
 
-def test_texts_pass_by_edits_and_callers_of_edits_take_turns(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    unpacking, go_on = threading.Event(), threading.Event()
+def refusing_reader(unpacking: threading.Event, go_on: threading.Event) -> Callable[..., Image.Image]:
+    """A reader of images that says when it unpacks one, waits, and refuses it."""
 
     def unpack(name: str, source: bytes, header_only: bool = False) -> Image.Image:
         if header_only:
@@ -177,6 +176,13 @@ def test_texts_pass_by_edits_and_callers_of_edits_take_turns(pipe: Pipeline, mon
         unpacking.set()
         assert go_on.wait(60)
         raise RequestError("it is refused", field="image")
+
+    return unpack
+
+
+def test_texts_pass_by_edits_and_callers_of_edits_take_turns(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    unpacking, go_on = threading.Event(), threading.Event()
 
     async def main() -> None:
         async with AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), together=2) as pipeline:
@@ -203,21 +209,14 @@ def test_texts_pass_by_edits_and_callers_of_edits_take_turns(pipe: Pipeline, mon
             await asyncio.gather(closing, *waiting)
             assert "many pipeline" in order, "those that waited are not unpacked any more"
 
-    monkeypatch.setattr("lantern_rt.edits.read_image", unpack)
-    monkeypatch.setattr("lantern_rt.requests.read_image", unpack)
+    monkeypatch.setattr("lantern_rt.edits.read_image", refusing_reader(unpacking, go_on))
+    monkeypatch.setattr("lantern_rt.requests.read_image", refusing_reader(unpacking, go_on))
     run(main())
 
 
 def test_edits_of_several_event_loops_are_checked_in_turn(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1))
     unpacking, go_on = threading.Event(), threading.Event()
-
-    def unpack(name: str, source: bytes, header_only: bool = False) -> Image.Image:
-        if header_only:
-            return Image.open(io.BytesIO(source))
-        unpacking.set()
-        assert go_on.wait(60)
-        raise RequestError("it is refused", field="image")
 
     async def edit() -> None:
         with pytest.raises(RequestError, match="it is refused"):
@@ -229,8 +228,8 @@ def test_edits_of_several_event_loops_are_checked_in_turn(pipe: Pipeline, monkey
         go_on.set()
         await asyncio.gather(*edits)
 
-    monkeypatch.setattr("lantern_rt.edits.read_image", unpack)
-    monkeypatch.setattr("lantern_rt.requests.read_image", unpack)
+    monkeypatch.setattr("lantern_rt.edits.read_image", refusing_reader(unpacking, go_on))
+    monkeypatch.setattr("lantern_rt.requests.read_image", refusing_reader(unpacking, go_on))
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(run, edit())
         assert unpacking.wait(60)
