@@ -12,6 +12,7 @@ from ..compare.bench import default_methods, fastest, summarize
 from ..compare.prompts import read_bundle_prompts
 from ..compare.turns import parse_methods
 from ..engines.host import processor
+from ..errors import RequestError
 from ..inputs import check_int
 from ..output.tables import csv_table
 from ..pipeline import Pipeline
@@ -73,6 +74,8 @@ def bench(
     The methods run in turns, on the same prompts and seeds. Without --method and --quality, all methods that the bundle
     can run are measured. Other programs should be idle meanwhile.
     """
+    if json and csv:
+        raise RequestError("cannot be combined with --json", field="csv", remedy="give one of them")
     check_int("count", count, 8, 1, 10_000)
     check_int("batch", batch, 1, 1, 64)
     options = EngineOptions(threads, engines, provider)

@@ -202,7 +202,7 @@ def run(
     if not bundle.manifest.makes_images:
         print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing tokens")
     request = replace(request, images=[request.images[i] for i in pending])
-    last = generate_files(pipeline, request, [outputs[i] for i in pending], scale, record, force)
+    last = _generate_files(pipeline, request, [outputs[i] for i in pending], scale, record, force)
     assert last.stats is not None
     if trace and trace_image and record:
         _write_trace(trace, trace_image, record, force)
@@ -290,7 +290,7 @@ def _file_stem(image: ImageRequest, number: int, embeddings: Path | None) -> str
     return f"{slug(embeddings.stem)}-{number}-seed{image.seed}"
 
 
-def generate_files(
+def _generate_files(
     pipeline: Pipeline,
     request: Request,
     outputs: list[tuple[Path, bool]],

@@ -72,6 +72,7 @@ def test_the_table_has_five_columns_within_80_characters_and_more_if_it_is_wide(
     assert rows[2].startswith("3 turns, batch size 2")
     assert rows[3] == "fastest exact method: ar (1.00); select it with --method ar"
     assert run_program([*arguments, "--csv"]) == 0
+    assert run_program([*arguments, "--csv", "--json"]) == 2
     own, other = csv.DictReader(io.StringIO(capsys.readouterr().out))
     assert (own["method"], own["speed_up"], other["method"], other["exact"]) == ("ar", "1.0", "rows:window=3", "False")
     assert 0 < float(other["share.target"]) < 1
