@@ -9,21 +9,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypedDict, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from .errors import RequestError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import ArrayLike, NDArray
-    from PIL.Image import Image
-
-Embeddings: TypeAlias = "ArrayLike | tuple[ArrayLike, ArrayLike]"
-ImageSource: TypeAlias = "Image | NDArray[Any] | str | Path | bytes"
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
 CfgSchedule = Literal["constant", "linear"]
 Residual = Literal["aggregated", "neighborhood"]
@@ -126,16 +117,31 @@ class Sampling(FrozenModel, strict=True):
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
 
 
-class MethodConfig(FrozenModel, strict=True):
-    """Base class of decoding methods.
+class Needs(NamedTuple):
+    """Parts of a bundle that a method uses; see `bundle.manifest.unsupported`.
 
-    Attributes:
-        method: name of the method.
-        needs_drafter: whether the bundle must have an EAGLE drafter or draft heads.
+    Args:
+        drafters: drafters of trees, of `heads` and `eagle`, one of which the bundle must have; empty: none is needed.
+        heads: whether the method uses the draft heads of a bundle that has them.
+        neighbors: number of neighbours per code that the bundle's table must have; 0: no table is needed.
+        order: whether the bundle must draw groups of cells; False: it must draw one code after another.
     """
 
+    drafters: tuple[str, ...] = ()
+    heads: bool = False
+    neighbors: int = 0
+    order: bool = False
+
+
+class MethodConfig(FrozenModel, strict=True):
+    """Base class of decoding methods. method: name of the method."""
+
     method: str
-    needs_drafter: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> Needs:
+        """Parts of a bundle that the method uses."""
+        return Needs()
 
     @property
     def exact(self) -> bool:
@@ -175,9 +181,13 @@ DrafterName = Annotated[
 class Drafted(MethodConfig):
     """Base class of methods that draft trees with an EAGLE drafter or draft heads."""
 
-    needs_drafter: ClassVar[bool] = True
     tree: Tree = "chain-3"
     drafter: DrafterName = None
+
+    @property
+    def needs(self) -> Needs:
+        drafters = ("heads", "eagle") if self.drafter is None else (self.drafter,)
+        return Needs(drafters, heads="heads" in drafters)
 
     @property
     def uses_draft_heads(self) -> bool:
@@ -208,6 +218,10 @@ class Relaxed(MethodConfig):
         default=None,
         description="Codes excluded after a rejection: aggregated, or neighborhood as in the published code.",
     )
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs._replace(neighbors=self.neighbors or 0)
 
     @property
     def bound(self) -> float | None:
@@ -270,6 +284,10 @@ class Sjd(Relaxed):
     delta: Delta = None
     lambda_: Lambda = None
 
+    @property
+    def needs(self) -> Needs:
+        return super().needs._replace(heads=True)
+
 
 class RowParallel(MethodConfig):
     """Row-parallel decoding: grid rows are decoded at once, each `window` tokens behind the row above; not exact."""
@@ -294,6 +312,10 @@ class Groups(MethodConfig):
 
     method: Literal["groups"] = "groups"
 
+    @property
+    def needs(self) -> Needs:
+        return Needs(order=True)
+
 
 Quality = Literal["strict", "balanced", "fast"]
 
@@ -309,61 +331,6 @@ for _name, _class in METHODS.items():
     for _field, _info in _class.model_fields.items():
         if _field != "method":
             PARAMETERS.setdefault(_info.alias or _field, []).append(_name)
-
-
-class GenerationOptions(TypedDict, total=False):
-    """`Options` without image editing."""
-
-    class_ids: int | Sequence[int] | None
-    embeddings: Embeddings | None
-    negative_prompt: str | None
-    keep_rows: int | None
-    seed: int | Sequence[int]
-    num_images: int
-    quality: Quality | None
-    method: str | MethodConfig | None
-    cfg_scale: float | None
-    cfg_tokens: int | str | None
-    cfg_schedule: CfgSchedule | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    repetition_penalty: float | None
-    size: str | None
-
-
-class Options(GenerationOptions, total=False):
-    """Options of a pipeline call besides the prompts. An option that is missing or None comes from the bundle.
-
-    Attributes:
-        class_ids: class ids from 0, one or several, for bundles that take them instead of prompts.
-        embeddings: text embeddings, for bundles that take them instead of prompts: floats `[tokens, dim]` or
-            `[prompts, tokens, dim]`, alone or as `(embeddings, mask)` with a right-padded mask `[prompts, tokens]`.
-        negative_prompt: prompt that guidance leads away from, for all prompts; needs prompts and guidance.
-        keep_rows: number of grid rows at the top of `image` to preserve, in place of a mask; from 1.
-        seed: random seed, 0 .. 2**64 - 1, one or one per prompt. Image i of a prompt has seed + i and does not depend
-            on the batch.
-        num_images: number of images per prompt, from 1, at most 1024 images in all.
-        quality: preset of the bundle; `"strict"`, the default, is exact.
-        method: in place of `quality`, a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an
-            object of `lantern_rt.methods`.
-        cfg_scale: guidance scale, 0 .. 1000; 1 is off.
-        cfg_tokens: number of image tokens that are sampled with guidance, the first in the order of drawing: from 0, or
-            a share of the image such as `"50%"`. Later tokens have one batch row instead of two, and take less time.
-        cfg_schedule: `"linear"` lets guidance grow from 1 to its scale within an image; `"constant"` does not.
-        temperature: 0 (greedy) or 0.001 .. 1000.
-        top_k: number of most probable tokens to keep; 0 is off.
-        top_p: probability mass to keep, above 0 up to 1; 1 is off.
-        repetition_penalty: above 0 up to 100; 1 is off.
-        size: `"WIDTHxHEIGHT"` in pixels, for bundles with several image sizes.
-        image: image to edit: a Pillow image, an array, the path of a file or its bytes. Without prompts, the prompt
-            recorded in it is used.
-        mask: image of the same size as `image`. Cells are generated again where it is transparent or, if it has no
-            transparent pixel, white. None: where `image` is transparent.
-    """
-
-    image: ImageSource | None
-    mask: ImageSource | None
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:

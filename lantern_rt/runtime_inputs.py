@@ -11,7 +11,7 @@ import numpy as np
 
 from .bundle.files import Bundle
 from .errors import BundleError
-from .methods import Drafted, MethodConfig, Relaxed, Sjd
+from .methods import MethodConfig, Needs
 from .prompts import ImageRequest
 from .requests import Request
 from .runtime.engine import Ints
@@ -93,13 +93,11 @@ def load_model(
     layout = manifest.drafter.model_dump(include=names) if manifest.drafter else {}
     grid = manifest.size(size)
     order = manifest.order
-    if methods is None:
-        uses_drafter = uses_heads = True
-        uses_neighbors = manifest.neighbors > 0
-    else:
-        uses_drafter = any(isinstance(method, Drafted) and not method.uses_draft_heads for method in methods)
-        uses_heads = any(isinstance(method, Sjd | Drafted) for method in methods)
-        uses_neighbors = any(isinstance(method, Relaxed) and method.neighbors for method in methods)
+    everything = Needs(("eagle",), True, manifest.neighbors)
+    needs = [everything] if methods is None else [method.needs for method in methods]
+    uses_drafter = any("eagle" in each.drafters for each in needs)
+    uses_heads = any(each.heads for each in needs)
+    uses_neighbors = any(each.neighbors for each in needs)
     return Model(
         engines.target,
         engines.drafter if uses_drafter else None,

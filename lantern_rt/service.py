@@ -21,7 +21,8 @@ from typing import Self, Unpack
 from .errors import LanternError, RequestError
 from .inputs import check_int
 from .memory import compute_max_images, largest_settings
-from .methods import MethodConfig, Options, RowParallel, Sjd
+from .methods import MethodConfig, RowParallel, Sjd
+from .options import Options
 from .pipeline import Pipeline
 from .renamed import HasRenamedAttributes
 from .results import StreamStep
