@@ -50,6 +50,16 @@ def _parse_cfg_tokens(value: Any) -> Any:
 CfgTokens = Annotated[int | str | None, BeforeValidator(_parse_cfg_tokens)]
 
 
+class Requested(NamedTuple):
+    """Marks a sampling setting that requests may set; the others come from the bundle.
+
+    Args:
+        metavar: values of the option in the help of the command line; None: the name of its type.
+    """
+
+    metavar: str | None = None
+
+
 class Sampling(FrozenModel, strict=True):
     """Sampling settings: how logits become a distribution.
 
@@ -71,17 +81,38 @@ class Sampling(FrozenModel, strict=True):
             contains (negative logits are multiplied), applied before guidance; None: no penalty.
     """
 
-    cfg_scale: Annotated[float, Field(ge=0, le=1000, description="Guidance; 1 is off.")] = 1.0
-    cfg_tokens: Annotated[CfgTokens, Field(description="Tokens with guidance, such as 128 or 50%; null is all.")] = None
-    cfg_schedule: Annotated[CfgSchedule | None, Field(description="Linear: guidance grows from 1 to its scale.")] = None
+    cfg_scale: Annotated[
+        float, Field(ge=0, le=1000, description="Scale of classifier-free guidance; 1 turns it off."), Requested()
+    ] = 1.0
+    cfg_tokens: Annotated[
+        CfgTokens,
+        Field(description="How many of the image's tokens guidance is for, such as 128 or 50%: fewer are faster."),
+        Requested("NUMBER|SHARE%"),
+    ] = None
+    cfg_schedule: Annotated[
+        CfgSchedule | None,
+        Field(description="Linear: guidance grows from 1 to its scale within an image."),
+        Requested("constant|linear"),
+    ] = None
     cfg_final: Annotated[float, Field(gt=0, le=1000)] | None = None
-    temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(
-        default=1.0, ge=0, le=1000, description="0 is greedy."
-    )
-    top_k: Annotated[int, Field(ge=0, le=2**31, description="Keep the k most probable tokens; 0 is off.")] = 0
-    top_p: Annotated[float, Field(gt=0, le=1, description="Keep this much probability; 1 is off.")] = 1.0
+    temperature: Annotated[
+        float,
+        Field(ge=0, le=1000, description="Sampling temperature; 0 is greedy."),
+        AfterValidator(_greedy_or_warm),
+        Requested(),
+    ] = 1.0
+    top_k: Annotated[
+        int, Field(ge=0, le=2**31, description="Number of most probable tokens to sample from; 0: all."), Requested()
+    ] = 0
+    top_p: Annotated[
+        float, Field(gt=0, le=1, description="Total probability of the tokens to sample from; 1: all."), Requested()
+    ] = 1.0
     filter_order: FilterOrder = "top-k, top-p"
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, description="1 is off.")] | None = None
+    repetition_penalty: Annotated[
+        float | None,
+        Field(gt=0, le=100, description="Divisor of the logits of tokens that the image contains already; 1: none."),
+        Requested(),
+    ] = None
 
     @property
     def last_cfg_scale(self) -> float:
@@ -115,6 +146,14 @@ class Sampling(FrozenModel, strict=True):
     def filtered(self) -> bool:
         """Whether top-k or top-p removes tokens; always False when greedy."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
+
+
+# Sampling settings of requests, from which the options of Python, the command line and HTTP are made.
+SAMPLING = {
+    name: field
+    for name, field in Sampling.model_fields.items()
+    if any(isinstance(mark, Requested) for mark in field.metadata)
+}
 
 
 class Needs(NamedTuple):

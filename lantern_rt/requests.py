@@ -18,11 +18,10 @@ from .completion import resolve_method, validate
 from .edits import nearest_size, prepare_edit, read_image, read_image_size
 from .errors import RequestError
 from .inputs import check_int, format_value
-from .methods import PARAMETERS, MethodConfig, Quality, Sampling
+from .methods import PARAMETERS, SAMPLING, MethodConfig, Quality, Sampling
 from .options import Embeddings, ImageSource, Options
 from .prompts import ImageRequest, PromptTokenizer, prepare_class_ids, prepare_embeddings, prepare_prompts
 
-SAMPLING = ("cfg_scale", "cfg_tokens", "cfg_schedule", "temperature", "top_k", "top_p", "repetition_penalty")
 IMAGES_LIMIT = 1024  # images per request
 SEED_LIMIT = 2**64
 

@@ -18,9 +18,6 @@ from .console import print_json, print_stderr, print_text, show_progress
 from .options import (
     OUTPUT,
     SUBJECTS,
-    CfgScaleOption,
-    CfgScheduleOption,
-    CfgTokensOption,
     EmbeddingsOption,
     EngineOptions,
     EnginesOption,
@@ -29,12 +26,10 @@ from .options import (
     MethodOption,
     ProviderOption,
     QualityOption,
-    TemperatureOption,
     ThreadsOption,
-    TopKOption,
-    TopPOption,
     YesOption,
     download_published,
+    with_sampling_options,
 )
 
 if TYPE_CHECKING:
@@ -55,6 +50,7 @@ lantern-rt run llamagen-c2i-b-256 --class-id 207 --yes
 """
 
 
+@with_sampling_options
 def run(
     words: Annotated[
         list[str] | None,
@@ -108,12 +104,6 @@ def run(
     ] = None,
     quality: QualityOption = None,
     method: MethodOption = None,
-    cfg_scale: CfgScaleOption = None,
-    cfg_tokens: CfgTokensOption = None,
-    cfg_schedule: CfgScheduleOption = None,
-    temperature: TemperatureOption = None,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
     output: Annotated[
         str | None,
         typer.Option(
@@ -138,6 +128,7 @@ def run(
     yes: YesOption = False,
     json: JsonOption = False,
     force: ForceOption = False,
+    **sampling: Any,
 ) -> None:
     """Generate PNG images from prompts, class ids or text embeddings.
 
@@ -159,14 +150,6 @@ def run(
         "size": size,
         "method": method,
         "quality": quality,
-    }
-    sampling = {
-        "cfg_scale": cfg_scale,
-        "cfg_tokens": cfg_tokens,
-        "cfg_schedule": cfg_schedule,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
     }
     options = {key: value for key, value in (subjects | settings | sampling).items() if value is not None}
     engine = EngineOptions(threads, engines, provider)
