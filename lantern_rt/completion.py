@@ -1,8 +1,10 @@
-"""Completion of methods from a bundle's defaults, and the check that the bundle supports them."""
+"""Method strings, their completion from a bundle's defaults, and the check that the bundle supports the method."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -10,7 +12,7 @@ from pydantic import ValidationError
 from .bundle.manifest import Manifest, unsupported
 from .errors import BundleError, RequestError, TreeError
 from .inputs import check_int, error_fields, format_value
-from .methods import METHODS, PARAMETERS, Ar, Drafted, FrozenModel, Groups, MethodConfig, Relaxed, parse_method
+from .methods import METHODS, PARAMETERS, Ar, Drafted, FrozenModel, Groups, MethodConfig, Relaxed
 from .runtime.tree import StaticTree
 from .runtime.tree_names import parse_tree
 
@@ -40,6 +42,39 @@ def resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
 def supported_methods(manifest: Manifest, methods: Iterable[str]) -> list[str]:
     """Return the method strings of `methods` that a bundle supports."""
     return [method for method in methods if unsupported(manifest, _complete(manifest, method)) is None]
+
+
+def parse_method(text: str) -> tuple[str, dict[str, Any]]:
+    """Parse a method string, `NAME` or `NAME:PARAMETER=VALUE:...`, without checking the values.
+
+    Returns:
+        The name of the method and its parameters.
+
+    Raises:
+        RequestError: a part is not PARAMETER=VALUE with a known parameter.
+    """
+    name, *parts = text.split(":")
+    parameters: dict[str, Any] = {}
+    for part in parts:
+        parameter, _, value = part.partition("=")
+        if parameter not in PARAMETERS or not value:
+            known = [own for own, methods in PARAMETERS.items() if name in methods] or [*PARAMETERS]
+            similar = get_close_matches(parameter, known, 1)
+            raise RequestError(
+                field="method",
+                found=f"{part!r} in {text!r}",
+                expected=f"PARAMETER=VALUE, of {', '.join(known)}",
+                remedy=f"did you mean {similar[0]}=VALUE?" if similar else "",
+            )
+        parameters[parameter] = _parse_value(value)
+    return name, parameters
+
+
+def _parse_value(text: str) -> Any:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def validate(kind: type[C], fields: Mapping[str, Any]) -> C:

@@ -7,13 +7,9 @@ reads the same objects. A parameter that is None is not used.
 
 from __future__ import annotations
 
-from contextlib import suppress
-from difflib import get_close_matches
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, Union
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-
-from .errors import RequestError
 
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
 CfgSchedule = Literal["constant", "linear"]
@@ -263,22 +259,22 @@ class Relaxed(MethodConfig):
         return super().needs._replace(neighbors=self.neighbors or 0)
 
     @property
-    def bound(self) -> float | None:
-        """Value of delta or lambda; None if acceptance is exact."""
-        return next((value for name in ("delta", "lambda_") if (value := getattr(self, name, None)) is not None), None)
+    def bounds(self) -> tuple[float | None, float | None]:
+        """The bounds delta and lambda, of which at most one is set."""
+        return None, None
 
     @property
     def exact(self) -> bool:
         """Whether acceptance is exact, because no bound is set."""
-        return self.bound is None
+        return self.bounds == (None, None)
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Relaxed:
-        if getattr(self, "delta", None) is not None and getattr(self, "lambda_", None) is not None:
+        if None not in self.bounds:
             raise ValueError("delta and lambda are two bounds on the same thing, expected one")
-        if (self.neighbors is None) != (self.bound is None):
+        if (self.neighbors is None) != self.exact:
             raise ValueError("neighbors and a bound (delta or lambda) go together")
-        if self.residual is not None and self.bound is None:
+        if self.residual is not None and self.exact:
             raise ValueError("residual is of neighbours, and there are none; leave residual out")
         return self
 
@@ -300,6 +296,10 @@ class Lantern(Relaxed, Drafted):
     neighbors: Neighbors = 100
     delta: Delta = 0.2
 
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        return self.delta, None
+
 
 class LanternPlusPlus(Relaxed, Drafted):
     """Relaxed speculative decoding with a relative bound (LANTERN++)."""
@@ -308,6 +308,10 @@ class LanternPlusPlus(Relaxed, Drafted):
     tree: Tree = "chain-4"
     neighbors: Neighbors = 10
     lambda_: Lambda = 2.0
+
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        return None, self.lambda_
 
 
 Window = Annotated[
@@ -322,6 +326,10 @@ class Sjd(Relaxed):
     window: Window = 8
     delta: Delta = None
     lambda_: Lambda = None
+
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        return self.delta, self.lambda_
 
     @property
     def needs(self) -> Needs:
@@ -359,47 +367,20 @@ class Groups(MethodConfig):
 Quality = Literal["strict", "balanced", "fast"]
 
 
-Method = Annotated[Ar | Eagle | Lantern | LanternPlusPlus | Sjd | RowParallel | Groups, Field(discriminator="method")]
-MethodName = Literal["ar", "eagle", "lantern", "lantern++", "sjd", "rows", "groups"]
-_CLASSES: tuple[type[MethodConfig], ...] = get_args(get_args(Method)[0])
-METHODS: dict[str, type[MethodConfig]] = {kind.model_fields["method"].default: kind for kind in _CLASSES}
-
+# Every method, by its name; from this table the types below, method strings, manifests and HTTP follow.
+METHODS: dict[str, type[MethodConfig]] = {
+    kind.model_fields["method"].default: kind
+    for kind in (Ar, Eagle, Lantern, LanternPlusPlus, Sjd, RowParallel, Groups)
+}
+if TYPE_CHECKING:
+    Method: TypeAlias = MethodConfig
+    MethodName: TypeAlias = str
+else:
+    Method = Annotated[Union[tuple(METHODS.values())], Field(discriminator="method")]  # noqa: UP007
+    MethodName = Literal[tuple(METHODS)]
 
 PARAMETERS: dict[str, list[str]] = {}  # parameter -> names of the methods that take it
 for _name, _class in METHODS.items():
     for _field, _info in _class.model_fields.items():
         if _field != "method":
             PARAMETERS.setdefault(_info.alias or _field, []).append(_name)
-
-
-def parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Parse a method string, `NAME` or `NAME:PARAMETER=VALUE:...`, without checking the values.
-
-    Returns:
-        The name of the method and its parameters.
-
-    Raises:
-        RequestError: a part is not PARAMETER=VALUE with a known parameter.
-    """
-    name, *parts = text.split(":")
-    parameters: dict[str, Any] = {}
-    for part in parts:
-        parameter, _, value = part.partition("=")
-        if parameter not in PARAMETERS or not value:
-            known = [own for own, methods in PARAMETERS.items() if name in methods] or [*PARAMETERS]
-            similar = get_close_matches(parameter, known, 1)
-            raise RequestError(
-                field="method",
-                found=f"{part!r} in {text!r}",
-                expected=f"PARAMETER=VALUE, of {', '.join(known)}",
-                remedy=f"did you mean {similar[0]}=VALUE?" if similar else "",
-            )
-        parameters[parameter] = _parse_value(value)
-    return name, parameters
-
-
-def _parse_value(text: str) -> Any:
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    return text

@@ -24,6 +24,12 @@ from .prompts import ImageRequest, PromptTokenizer, prepare_class_ids, prepare_e
 
 IMAGES_LIMIT = 1024  # images per request
 SEED_LIMIT = 2**64
+# The kinds of input that bundles take, by parameter.
+_SUBJECTS = {
+    "prompts": "a prompt",
+    "class_ids": "class ids",
+    "embeddings": "text embeddings (`--embeddings FILE.npz`, in Python `embeddings=`)",
+}
 
 
 @dataclass(frozen=True)
@@ -164,14 +170,6 @@ def _as_list(value: Any, times: int = 1) -> list[Any]:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value] * times
 
 
-def _recorded_subject(info: Mapping[Any, Any], field: str) -> tuple[str | None, int | None]:
-    prompt = info.get("prompt")
-    number = info.get("class_id")
-    if field == "prompts" and isinstance(prompt, str):
-        return prompt, None
-    return None, int(number) if field == "class_ids" and isinstance(number, str) and number.isdecimal() else None
-
-
 def check_request(
     manifest: Manifest,
     tokenizer: PromptTokenizer | None,
@@ -214,58 +212,17 @@ def check_request(
     if pixels is not None and options.get("size") is None:
         options["size"] = nearest_size(manifest, pixels)
     settings = resolve_settings(manifest, options)
-    condition = manifest.condition
-    kind = condition.kind
-    subject_field = {"class": "class_ids", "embeddings": "embeddings"}.get(kind, "prompts")
-    descriptions = {
-        "prompts": "a prompt",
-        "class_ids": "class ids",
-        "embeddings": "text embeddings (`--embeddings FILE.npz`, in Python `embeddings=`)",
-    }
+    values = {"prompts": prompts, "class_ids": class_ids, "embeddings": embeddings}
     picture = None
-    if image is not None and prompts is None and class_ids is None and embeddings is None:
+    if image is not None and not _present(values):
         picture = read_image("image", image)
-        prompts, class_ids = _recorded_subject(picture.info, subject_field)
-    expected = f"{descriptions[subject_field]}, as bundle {manifest.name} requires"
-    subjects_by_field = {"prompts": prompts, "class_ids": class_ids, "embeddings": embeddings}
-    present = [name for name, value in subjects_by_field.items() if value is not None]
-    if present != [subject_field]:
-        wrong_field = next((name for name in present if name != subject_field), None)
-        actual = descriptions[wrong_field] if wrong_field else "nothing to generate"
-        remedy = ""
-        if (wrong_field, kind) == ("prompts", "embeddings"):
-            remedy = "export it with --text-encoder to give prompts"
-        raise RequestError(field=subject_field, found=actual, expected=expected, remedy=remedy)
-    if negative_prompt == "":
-        negative_prompt = None
-    if negative_prompt is not None and subject_field != "prompts":
-        problem = f"bundle {manifest.name} takes {descriptions[subject_field]}"
-        raise RequestError(problem, field="negative_prompt", remedy="omit it")
-    if negative_prompt is not None and not settings.sampling.guided:
-        raise _useless_without_guidance("negative_prompt")
-    if embeddings is not None:
-        subjects = prepare_embeddings(condition, embeddings)
-    elif class_ids is not None:
-        subjects = prepare_class_ids(condition, _as_list(class_ids))
-    else:
-        assert tokenizer is not None
-        subjects = prepare_prompts(
-            condition, tokenizer, manifest.size(settings.size), _as_list(prompts), negative_prompt
-        )
+        values |= _recorded_subject(picture.info)
+    subjects = _prepare_subjects(manifest, tokenizer, settings, values, negative_prompt)
     if image is None and (mask is not None or keep_rows is not None):
         name = "keep_rows" if mask is None else "mask"
         raise RequestError("given without an image to edit", field=name, remedy="give the image, too")
-    if not subjects:
-        raise RequestError(field=subject_field, found="an empty list", expected=expected)
     count = check_int("num_images", num_images, 1, 1, IMAGES_LIMIT)
-    if len(subjects) * count > IMAGES_LIMIT:
-        actual = f"{len(subjects)} x {count} images"
-        raise RequestError(field="num_images", found=actual, expected=f"at most {IMAGES_LIMIT} in one request")
-    seeds = _as_list(seed, len(subjects))
-    if len(seeds) != len(subjects):
-        actual = f"{len(seeds)} seeds for {len(subjects)} prompts"
-        raise RequestError(field="seed", found=actual, expected="one number, or one each")
-    first_seeds = [check_int("seed", value, 0, 0, SEED_LIMIT - count) for value in seeds]
+    first_seeds = _check_seeds(seed, len(subjects), count)
     edit = None
     if image is not None:  # checked last, because decoding the image takes longest
         picture = picture or read_image("image", image)
@@ -276,3 +233,72 @@ def check_request(
         for i in range(count)
     ]
     return Request(images, settings)
+
+
+def _present(values: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in values.items() if value is not None]
+
+
+def _recorded_subject(info: Mapping[Any, Any]) -> dict[str, str | int]:
+    """Return the prompt or the class id that an image records in its `info`, by parameter."""
+    prompt = info.get("prompt")
+    number = info.get("class_id")
+    if isinstance(prompt, str):
+        return {"prompts": prompt}
+    return {"class_ids": int(number)} if isinstance(number, str) and number.isdecimal() else {}
+
+
+def _prepare_subjects(
+    manifest: Manifest, tokenizer: PromptTokenizer | None, settings: Settings, values: Mapping[str, Any], negative: Any
+) -> list[ImageRequest]:
+    """Prepare an image for each prompt, class id or embedding.
+
+    Args:
+        manifest: manifest of the bundle, whose condition is of one kind.
+        tokenizer: tokenizer of the bundle; None if the bundle takes no prompts.
+        settings: settings of the images.
+        values: prompts, class ids and embeddings by parameter, None without.
+        negative: negative prompt; None or an empty text: none.
+
+    Raises:
+        RequestError: the bundle takes another kind of input, or a value is invalid.
+    """
+    condition = manifest.condition
+    field = {"class": "class_ids", "embeddings": "embeddings"}.get(condition.kind, "prompts")
+    expected = f"{_SUBJECTS[field]}, as bundle {manifest.name} requires"
+    present = _present(values)
+    if present != [field]:
+        wrong = next((name for name in present if name != field), None)
+        actual = _SUBJECTS[wrong] if wrong else "nothing to generate"
+        needs_encoder = (wrong, field) == ("prompts", "embeddings")
+        remedy = "export it with --text-encoder to give prompts" if needs_encoder else ""
+        raise RequestError(field=field, found=actual, expected=expected, remedy=remedy)
+    negative = None if negative == "" else negative
+    if negative is not None and field != "prompts":
+        problem = f"bundle {manifest.name} takes {_SUBJECTS[field]}"
+        raise RequestError(problem, field="negative_prompt", remedy="omit it")
+    if negative is not None and not settings.sampling.guided:
+        raise _useless_without_guidance("negative_prompt")
+    value = values[field]
+    if field == "embeddings":
+        subjects = prepare_embeddings(condition, value)
+    elif field == "class_ids":
+        subjects = prepare_class_ids(condition, _as_list(value))
+    else:
+        assert tokenizer is not None
+        subjects = prepare_prompts(condition, tokenizer, manifest.size(settings.size), _as_list(value), negative)
+    if not subjects:
+        raise RequestError(field=field, found="an empty list", expected=expected)
+    return subjects
+
+
+def _check_seeds(seed: Any, num_subjects: int, count: int) -> list[int]:
+    """Return the seed of the first of `count` images of each subject."""
+    if num_subjects * count > IMAGES_LIMIT:
+        actual = f"{num_subjects} x {count} images"
+        raise RequestError(field="num_images", found=actual, expected=f"at most {IMAGES_LIMIT} in one request")
+    seeds = _as_list(seed, num_subjects)
+    if len(seeds) != num_subjects:
+        actual = f"{len(seeds)} seeds for {num_subjects} prompts"
+        raise RequestError(field="seed", found=actual, expected="one number, or one each")
+    return [check_int("seed", value, 0, 0, SEED_LIMIT - count) for value in seeds]
