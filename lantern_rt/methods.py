@@ -260,7 +260,7 @@ class Relaxed(MethodConfig):
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
-        """The bounds delta and lambda, of which at most one is set."""
+        """Bounds delta and lambda, None without; at most a single bound is set."""
         return None, None
 
     @property
