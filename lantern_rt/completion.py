@@ -44,16 +44,20 @@ def supported_methods(manifest: Manifest, methods: Iterable[str]) -> list[str]:
     return [method for method in methods if unsupported(manifest, _complete(manifest, method)) is None]
 
 
-def parse_method(text: str) -> tuple[str, dict[str, Any]]:
+def parse_method(text: Any) -> tuple[str, dict[str, Any]]:
     """Parse a method string, `NAME` or `NAME:PARAMETER=VALUE:...`, without checking the values.
 
     Returns:
         The name of the method and its parameters.
 
     Raises:
-        RequestError: a part is not PARAMETER=VALUE with a known parameter.
+        RequestError: the value is not text, the method does not exist, or a part is not PARAMETER=VALUE with a
+            parameter of the method.
     """
-    name, *parts = text.split(":")
+    name, *parts = text.split(":") if isinstance(text, str) else [text]
+    *others, last = METHODS
+    if name not in (*others, last):
+        raise RequestError(field="method", found=format_value(name), expected=f"{', '.join(others)} or {last}")
     parameters: dict[str, Any] = {}
     for part in parts:
         parameter, _, value = part.partition("=")
@@ -66,6 +70,9 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
                 expected=f"PARAMETER=VALUE, of {', '.join(known)}",
                 remedy=f"did you mean {similar[0]}=VALUE?" if similar else "",
             )
+        if name not in PARAMETERS[parameter]:
+            remedy = f"omit {parameter}, or use method {' or '.join(PARAMETERS[parameter])}"
+            raise RequestError(f"method {name} does not take it", field=parameter, remedy=remedy)
         parameters[parameter] = _parse_value(value)
     return name, parameters
 
@@ -87,26 +94,17 @@ def validate(kind: type[C], fields: Mapping[str, Any]) -> C:
 
 def _complete(manifest: Manifest, method: Any) -> MethodConfig:
     """Return a method with all its parameters, which the bundle may not support."""
-    complete = isinstance(method, MethodConfig)
-    name = method
-    parameters: dict[str, Any] = {}
     if isinstance(method, MethodConfig):
         name = method.method
         parameters = method.parameters()
-    elif isinstance(method, str) and ":" in method:
+        fields = method.model_dump()
+    else:
         name, parameters = parse_method(method)
-    *others, last = METHODS
-    if name not in (*others, last):  # the name may have any type
-        raise RequestError(field="method", found=format_value(name), expected=f"{', '.join(others)} or {last}")
-    for parameter in sorted(parameters):
-        if name not in PARAMETERS[parameter]:
-            remedy = f"omit {parameter}, or use method {' or '.join(PARAMETERS[parameter])}"
-            raise RequestError(f"method {name} does not take it", field=parameter, remedy=remedy)
+        fields = _defaults(manifest, name) | parameters
     kind = METHODS[name]
     if kind is Ar and manifest.order is not None:
         return Groups()  # plain decoding is the bundle's order
-    fields = method.model_dump() if complete else _defaults(manifest, name) | parameters
-    if issubclass(kind, Relaxed) and (not complete or "neighbors" in parameters):
+    if issubclass(kind, Relaxed) and (isinstance(method, str) or "neighbors" in parameters):
         fields |= _neighborhood(manifest, name, parameters)
     if issubclass(kind, Drafted) and fields.get("drafter") is None and manifest.heads is not None:
         fields["drafter"] = "heads"

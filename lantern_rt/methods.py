@@ -7,7 +7,7 @@ reads the same objects. A parameter that is None is not used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, Union
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -169,9 +169,15 @@ class Needs(NamedTuple):
 
 
 class MethodConfig(FrozenModel, strict=True):
-    """Base class of decoding methods. method: name of the method."""
+    """Base class of decoding methods.
+
+    Attributes:
+        method: name of the method.
+        measures_distance: whether statistics include the distance from the target's distribution (`realised_tvd`).
+    """
 
     method: str
+    measures_distance: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:
@@ -181,11 +187,6 @@ class MethodConfig(FrozenModel, strict=True):
     @property
     def exact(self) -> bool:
         """Whether tokens are distributed exactly as the target model samples them."""
-        return True
-
-    @property
-    def measures_distance(self) -> bool:
-        """Whether statistics include the distance from the target's distribution (`realised_tvd`)."""
         return True
 
     def parameters(self) -> dict[str, Any]:
@@ -340,17 +341,13 @@ class RowParallel(MethodConfig):
     """Row-parallel decoding: grid rows are decoded at once, each `window` tokens behind the row above; not exact."""
 
     method: Literal["rows"] = "rows"
+    measures_distance: ClassVar[bool] = False  # it would take another forward pass over the whole image
     window: Window = 6
     drafts: Annotated[int, Field(ge=0, le=16, description="Tokens drafted ahead in every row, 0 .. 16.")] = 0
 
     @property
     def exact(self) -> bool:
         """Always False: tokens attend to fewer positions than in training."""
-        return False
-
-    @property
-    def measures_distance(self) -> bool:
-        """Always False: measuring would need another forward pass over the whole image."""
         return False
 
 

@@ -117,17 +117,48 @@ def sampling_option(name: str) -> Any:
     return typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, rich_help_panel="Sampling")
 
 
-def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `**sampling` of a command by an option for each sampling setting, after `method`."""
-    signature = inspect.signature(command, eval_str=True)
+def _sampling_type(name: str) -> Any:
+    annotation = SAMPLING[name].annotation
+    return next((kind for kind in (int, float) if annotation in (kind, kind | None)), str)
+
+
+# Options of `run` that a call of the pipeline has, too, by the parameter of the call.
+REQUEST_OPTIONS: dict[str, Any] = {
+    "negative_prompt": Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Prompt that guidance leads away from.", rich_help_panel=SUBJECTS),
+    ],
+    "seed": Annotated[
+        int | None,
+        typer.Option(help="Random seed; image i of a prompt has seed + i. [default: 0]", rich_help_panel=SUBJECTS),
+    ],
+    "num_images": Annotated[
+        int | None,
+        typer.Option(
+            "--count",
+            help="Number of images per prompt; at most 1,024 in all. [default: 1]",
+            rich_help_panel=SUBJECTS,
+        ),
+    ],
+    "size": Annotated[
+        str | None,
+        typer.Option(help="Image size in pixels, as WIDTHxHEIGHT. [default: the bundle's]", rich_help_panel=SUBJECTS),
+    ],
+    "quality": QualityOption,
+    "method": MethodOption,
+    **{name: Annotated[_sampling_type(name) | None, sampling_option(name)] for name in SAMPLING},
+}
+
+
+def with_request_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `**options` of a command by the options of requests, before `output`."""
     parameters: list[inspect.Parameter] = []
+    signature = inspect.signature(command, eval_str=True)
     for parameter in signature.parameters.values():
-        parameters += [parameter] * (parameter.kind is not parameter.VAR_KEYWORD)
-        for name, field in SAMPLING.items() if parameter.name == "method" else ():
-            kind = next((kind for kind in (int, float) if field.annotation in (kind, kind | None)), str)
-            annotation = Annotated[kind | None, sampling_option(name)]  # type: ignore[valid-type]
-            parameters.append(parameter.replace(name=name, annotation=annotation))
-    vars(command)["__signature__"] = signature.replace(parameters=parameters)
+        if parameter.name == "output":
+            parameters += [parameter.replace(name=name, annotation=kind) for name, kind in REQUEST_OPTIONS.items()]
+        parameters.append(parameter)
+    vars(command)["__signature__"] = signature.replace(parameters=parameters[:-1])
     return command
 
 

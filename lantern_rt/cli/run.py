@@ -23,13 +23,11 @@ from .options import (
     EnginesOption,
     ForceOption,
     JsonOption,
-    MethodOption,
     ProviderOption,
-    QualityOption,
     ThreadsOption,
     YesOption,
     download_published,
-    with_sampling_options,
+    with_request_options,
 )
 
 if TYPE_CHECKING:
@@ -63,10 +61,6 @@ PromptOption = Annotated[
         rich_help_panel=SUBJECTS,
     ),
 ]
-NegativePromptOption = Annotated[
-    str | None,
-    typer.Option(metavar="TEXT", help="Prompt that guidance leads away from.", rich_help_panel=SUBJECTS),
-]
 ClassIdOption = Annotated[
     list[int] | None,
     typer.Option(
@@ -83,18 +77,6 @@ SourceOption = Annotated[
         help="PNG written by lantern-rt, to generate again from the prompt, seed and settings that it records.",
         rich_help_panel=SUBJECTS,
     ),
-]
-SeedOption = Annotated[
-    int | None,
-    typer.Option(help="Random seed; image i of a prompt has seed + i. [default: 0]", rich_help_panel=SUBJECTS),
-]
-CountOption = Annotated[
-    int | None,
-    typer.Option(help="Number of images per prompt; at most 1,024 in all. [default: 1]", rich_help_panel=SUBJECTS),
-]
-SizeOption = Annotated[
-    str | None,
-    typer.Option(help="Image size in pixels, as WIDTHxHEIGHT. [default: the bundle's]", rich_help_panel=SUBJECTS),
 ]
 OutputOption = Annotated[
     str | None,
@@ -116,19 +98,13 @@ ScaleOption = Annotated[
 ]
 
 
-@with_sampling_options
+@with_request_options
 def run(
     words: WordsArgument = None,
     prompt: PromptOption = None,
-    negative_prompt: NegativePromptOption = None,
     class_id: ClassIdOption = None,
     embeddings: EmbeddingsOption = None,
     source: SourceOption = None,
-    seed: SeedOption = None,
-    count: CountOption = None,
-    size: SizeOption = None,
-    quality: QualityOption = None,
-    method: MethodOption = None,
     output: OutputOption = None,
     trace: TraceOption = None,
     scale: ScaleOption = 1,
@@ -138,7 +114,7 @@ def run(
     yes: YesOption = False,
     json: JsonOption = False,
     force: ForceOption = False,
-    **sampling: Any,
+    **options: Any,
 ) -> None:
     """Generate PNG images from prompts, class ids or text embeddings.
 
@@ -152,18 +128,20 @@ def run(
     name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or embeddings or source))
     prompts += prompt or []
     subjects = {"prompts": prompts or None, "class_ids": class_id or None, "embeddings": embeddings}
-    settings = {"negative_prompt": negative_prompt, "seed": seed, "num_images": count, "size": size}
-    settings |= {"method": method, "quality": quality}
-    options = {key: value for key, value in (subjects | settings | sampling).items() if value is not None}
+    options = {name: value for name, value in (subjects | options).items() if value is not None}
+    count = options.get("num_images", 1)
     engine = EngineOptions(threads, engines, provider)
     if name is not None and (source or any(subjects.values())):
         download_published(name, yes)
     if source is None:
         bundle, request = _open_and_check(engine, name, options)
-        stems = [_file_stem(image, i // (count or 1), embeddings) for i, image in enumerate(request.images)]
+        stems = [_file_stem(image, i // count, embeddings) for i, image in enumerate(request.images)]
     else:
         bundle, request = read_recorded_request(source, options, engine, name)
         stems = [f"{source.stem}-again"]
+    if not bundle.manifest.makes_images and (trace or scale != 1):
+        problem = f"bundle {bundle.manifest.name} has no image decoder"
+        raise RequestError(problem, field="trace" if trace else "scale", remedy="leave it out")
     outputs = _plan_outputs(bundle, request, output, stems, scale, force)
     paths = [path for path, _ in outputs]
     trace_files = None if trace is None else _TraceFiles(trace, bundle, request, paths, force)
@@ -175,7 +153,7 @@ def run(
         request = replace(request, images=[request.images[i] for i in pending])
         last = _generate(engine, bundle, request, [outputs[i] for i in pending], scale, trace_files, force)
     if json:
-        _print_json(request, last, paths, count or 1)
+        _print_json(request, last, paths, count)
     else:
         print_text(*paths)
 
@@ -192,25 +170,15 @@ def _plan_outputs(
         stems: name of each file without its ending, if the user gave no file.
         scale: factor by which to enlarge the images.
         force: whether to replace existing files.
-
-    Raises:
-        RequestError: images are to be enlarged, and the bundle makes none.
     """
     from .replay import holds_image
 
     makes_images = bundle.manifest.makes_images
-    if not makes_images and scale != 1:
-        raise _no_images_error(bundle, "scale")
 
     def exists(i: int, path: Path) -> bool:
         return makes_images and holds_image(path, bundle, replace(request, images=[request.images[i]]), scale)
 
     return plan_outputs(output, stems, force, exists, ".png" if makes_images else ".npz")
-
-
-def _no_images_error(bundle: Bundle, option: str) -> RequestError:
-    problem = f"bundle {bundle.manifest.name} has no image decoder"
-    return RequestError(problem, field=option, remedy="leave it out")
 
 
 def _print_json(request: Request, last: StreamStep, paths: list[Path], count: int) -> None:
@@ -360,14 +328,11 @@ class _TraceFiles:
 
     Raises:
         OutputError: a path cannot be written.
-        RequestError: the bundle makes no images.
     """
 
     def __init__(self, path: Path, bundle: Bundle, request: Request, outputs: list[Path], force: bool) -> None:
         from ..output.trace import Trace
 
-        if not bundle.manifest.makes_images:
-            raise _no_images_error(bundle, "trace")
         if path.suffix != ".npz":
             raise OutputError(field=f"trace {path}", found=f"the ending {path.suffix or 'none'}", expected=".npz")
         self.paths = path, path.with_name(path.stem.removesuffix(".trace") + ".trace.png")

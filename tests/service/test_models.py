@@ -16,7 +16,6 @@ from tiny_bundle import CODES, WIDTH, make_heads_bundle, make_order_bundle, make
 
 from lantern_rt import AsyncPipeline, Pipeline, RequestError, __version__
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.bundle.manifest import file_sha256
 from lantern_rt.bundle.rewrite import write_heads
 from lantern_rt.methods import METHODS
 from lantern_rt.runtime.heads import head_shapes
@@ -31,7 +30,6 @@ BUNDLES: dict[str, Any] = {
     "neighbours alone": lambda folder: change_manifest(make_tiny_bundle(folder), drafter=None, decoding={}),
     "drafter alone": lambda folder: change_manifest(make_tiny_bundle(folder), neighbors=0, decoding={}),
     "heads and neighbours": lambda folder: change_manifest(add_heads(make_tiny_bundle(folder)), drafter=None),
-    "row ends": lambda folder: add_row_end(make_tiny_bundle(folder)),
 }
 
 
@@ -48,15 +46,6 @@ def add_heads(folder: Path) -> Path:
     return write_heads(open_bundle(folder), tables).folder
 
 
-def add_row_end(folder: Path) -> Path:
-    """Let a bundle end its rows with a token, whose embedding is zero."""
-    path = folder / "code_embeddings.npy"
-    np.save(path, np.pad(np.load(path), ((0, 1), (0, 0))))
-    manifest = json.loads((folder / "bundle.json").read_text())
-    manifest["files"]["code_embeddings"] |= {"sha256": file_sha256(path), "bytes": path.stat().st_size}
-    return change_manifest(folder, row_end=CODES, files=manifest["files"])
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -68,7 +57,6 @@ def add_row_end(folder: Path) -> Path:
         ("neighbours alone", ["ar", "sjd", "rows"]),
         ("drafter alone", ["ar", "eagle", "sjd", "rows"]),
         ("heads and neighbours", ["ar", "eagle", "lantern", "lantern++", "sjd", "rows"]),
-        ("row ends", ["ar", "eagle", "lantern", "lantern++", "sjd", "rows"]),
     ],
 )
 def test_the_methods_of_a_model_are_those_that_it_accepts(name: str, expected: list[str], tmp_path: Path) -> None:
