@@ -22,7 +22,7 @@ from .errors import BundleError, RequestError
 from .inputs import format_error
 from .methods import Drafted
 from .requests import Request, Settings, resolve_settings
-from .runtime.state import count_nodes
+from .runtime.drafters import count_nodes
 
 FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
 MAX_WEIGHTS = 1 << 50
