@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ..models.eagle import LoadedDrafter, drafter_graph
 from ..models.llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder
 from ..neighbours import MAX_NEIGHBORS
 
+_RATIOS = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16), (2, 1), (1, 2), (21, 9))  # width : height
 MAX_PAIR_PIXELS = 256  # maximum image height in test cases with two images; larger pairs take too much memory
 _TEST_PIXELS = 128  # image height in test cases of graphs for any size; 720 pixels would take several gigabytes
 
@@ -106,6 +108,18 @@ def image_model(
             "decoding": _decoding_defaults(drafter is not None, min(MAX_NEIGHBORS, codes - 1)),
         },
     )
+
+
+def grid_sizes(area: int, scale: int) -> list[tuple[int, int]]:
+    """Return rows and columns of the grids for images of about `area` pixels, the square first.
+
+    Args:
+        area: pixels of an image.
+        scale: pixels per cell along each side.
+    """
+    sides = ((math.sqrt(area / (wide * high)), wide, high) for wide, high in _RATIOS)
+    pairs = ((round(high * side / scale), round(wide * side / scale)) for side, wide, high in sides)
+    return list(dict.fromkeys((max(rows, 1), max(columns, 1)) for rows, columns in pairs))
 
 
 def check_grid(grid: int | None) -> None:

@@ -20,11 +20,11 @@ from tokenizers import Tokenizer
 
 from lantern_rt.bundle.conditions import ConditionSpec
 from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.families.common import grid_sizes
 from lantern_rt.export.families.emu3 import (
     NEGATIVE,
     SUFFIX,
     convert_tiktoken,
-    grid_sizes,
     image_size,
     prompt_layout,
     read_emu3,

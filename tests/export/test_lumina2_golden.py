@@ -17,7 +17,7 @@ from shared_goldens import Family, RowEndDecoderGolden
 
 from lantern_rt import Pipeline
 from lantern_rt.export.compare import GraphFileSession
-from lantern_rt.export.families.lumina import patch_sizes
+from lantern_rt.export.families.common_lumina import patch_sizes
 from lantern_rt.export.families.lumina2 import read_lumina2
 from lantern_rt.export.models.llamagen_vq import VQDecoder, VQEncoder
 from lantern_rt.export.models.movqgan import read_movqgan

@@ -12,10 +12,11 @@ LAYERS = (
     ("inputs", "methods"),
     ("runtime", "bundle", "text", "output"),
     ("engines", "edits", "requests", "prompts"),
+    ("export",),
     ("memory", "results", "runtime_inputs", "service_request", "sharing", "published"),
     ("pipeline",),
     ("asynchronous", "service"),
-    ("serve", "compare", "train", "export"),
+    ("serve", "compare", "train"),
     ("cli",),
 )
 RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
