@@ -30,7 +30,6 @@ from .methods import Ar, GenerationOptions, ImageSource, Options, Sjd
 from .output.images import blank_image, grey_out, to_image, with_record
 from .output.progress import progress_bars
 from .prompts import ImageRequest, load_bundle_tokenizer
-from .renamed import HasRenamedAttributes
 from .requests import Request, Settings, check_request, resolve_settings
 from .results import Ints, Result, StreamState, StreamStep, build_result, recipe_fields
 from .runtime.decode import decode
@@ -47,7 +46,7 @@ WARM_UP_STEPS = 3
 MAX_TRIES = 64
 
 
-class Pipeline(HasRenamedAttributes):
+class Pipeline:
     """Image generator for one bundle, made by `Pipeline.from_bundle`. Several threads may share it.
 
     Call `close` when done, or use `with Pipeline.from_bundle(...) as pipe:`. Neither threads nor a GPU survive a fork:

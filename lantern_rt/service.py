@@ -23,7 +23,6 @@ from .inputs import check_int
 from .memory import compute_max_images, largest_settings
 from .methods import MethodConfig, Options, Sjd
 from .pipeline import Pipeline
-from .renamed import HasRenamedAttributes
 from .results import StreamStep
 from .runtime import state
 from .runtime.batch import Batch
@@ -42,7 +41,7 @@ FEW_NODES = 2  # exact methods with more nodes per image slow down other callers
 MAX_FAILURES = 3  # consecutive failed forward passes after which the service counts as broken
 
 
-class Service(HasRenamedAttributes):
+class Service:
     """Generator of images for many threads, with one pipeline, which the caller closes.
 
     Callers get equal shares: of the images per forward pass, and of time. Relaxed methods, whose images depend on the

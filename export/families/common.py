@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -20,7 +19,7 @@ from ..graph.conditions import Condition
 from ..graph.graphs import Graph, named_cases, target_graph
 from ..graph.onnx_ops import Value
 from ..model import Model
-from ..models.decoder import Decoder, DecoderConfig
+from ..models.decoder import Decoder, decoder_fields
 from ..models.eagle import LoadedDrafter, drafter_graph
 from ..models.llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder
 from ..neighbours import MAX_NEIGHBORS
@@ -126,12 +125,6 @@ def check_grid(grid: int | None) -> None:
     """Check that the number of grid rows is in 1 .. 256, or None. Raises: RequestError."""
     if grid is not None and not 1 <= grid <= 256:
         raise RequestError(field="grid", found=format_value(grid), expected="1 to 256 grid rows")
-
-
-def decoder_fields(config: DecoderConfig) -> dict[str, Any]:
-    """Return a decoder's sizes as fields of the manifest."""
-    names = ("hidden_size", "num_layers", "num_kv_heads", "head_dim")
-    return {name: getattr(config, name) for name in names} | {"vocab_size": config.num_logits}
 
 
 def vq_graphs(vq: LlamaGenVQ, grid: int, any_size: bool = False) -> list[Graph]:

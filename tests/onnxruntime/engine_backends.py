@@ -25,7 +25,7 @@ from lantern_rt.engines.trt.backend import MEMORY
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.executable import TensorRTExecutable
 from lantern_rt.export.graph.graphs import target_graph, write_graph
-from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig, decoder_fields
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.engine import Engine
@@ -70,11 +70,8 @@ class SmallModel:
         self.table = np.random.default_rng(0).normal(size=(SMALL.vocab_size, SMALL.hidden_size)).astype(np.float32)
         write_graph(target_graph(self.decoder, torch.from_numpy(self.table)), folder)
         write_graph(drafter_graph(drafter), folder)
-        sizes = {
-            name: getattr(SMALL, name)
-            for name in ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
-        }
-        self.target_spec, self.drafter_spec = DecoderSpec(**sizes, max_positions=SMALL.positions), DrafterSpec(**sizes)
+        self.target_spec = DecoderSpec(**decoder_fields(SMALL), max_positions=SMALL.positions)
+        self.drafter_spec = DrafterSpec(**decoder_fields(drafter.config))
 
     def on(self, backend: str) -> ToyModel:
         """The model behind one of `BACKENDS`; the toy has its own tables."""

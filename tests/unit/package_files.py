@@ -8,7 +8,7 @@ import lantern_rt
 
 # From low to high: a module imports from its own layer and those before it.
 LAYERS = (
-    ("errors", "renamed"),
+    ("errors", "version"),
     ("inputs", "methods"),
     ("runtime", "bundle", "text", "output"),
     ("engines", "edits", "requests", "prompts"),
