@@ -32,7 +32,7 @@ TYPE_CHECKING = False  # `typing` is not imported, as Ctrl-C during its import w
 if TYPE_CHECKING:
     from .asynchronous import AsyncPipeline
     from .bundle.files import open_bundle
-    from .methods import Options
+    from .options import Options
     from .pipeline import Pipeline
     from .results import Result, StreamStep
     from .runtime.statistics import Statistics
@@ -63,7 +63,7 @@ __all__ = [
 
 _LAZY = {
     "AsyncPipeline": ".asynchronous",
-    "Options": ".methods",
+    "Options": ".options",
     "Pipeline": ".pipeline",
     "Result": ".results",
     "Statistics": ".runtime.statistics",

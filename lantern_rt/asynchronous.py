@@ -17,7 +17,7 @@ from PIL.Image import Image
 
 from .bundle.files import Bundle
 from .errors import RequestError
-from .methods import Options
+from .options import Options
 from .pipeline import Pipeline
 from .results import Result, StreamStep, build_result
 from .service import Service

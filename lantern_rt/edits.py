@@ -21,7 +21,7 @@ from PIL import ExifTags, Image, ImageChops, ImageCms, ImageOps
 from .bundle.manifest import Manifest, Size
 from .errors import RequestError
 from .inputs import check_int, read_plain_file, reading
-from .methods import ImageSource
+from .options import ImageSource
 from .runtime.engine import Bools, Floats, Ints
 
 BYTES_LIMIT = 1 << 23  # maximum size of an image file

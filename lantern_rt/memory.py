@@ -15,11 +15,11 @@ from .bundle.conditions import ConditionSpec
 from .bundle.files import Bundle
 from .bundle.manifest import DecoderSpec, DrafterSpec, Manifest
 from .bundle.weights import StoredWeights
+from .completion import supported_methods
 from .engines.host import available_memory
 from .engines.kv_cache import SPAN_STEP, round_up
 from .engines.precisions import INT8, INTEGER_WEIGHTS
 from .errors import BundleError, RequestError
-from .methods import Drafted
 from .requests import Request, Settings, resolve_settings
 from .runtime.drafters import count_nodes
 
@@ -34,7 +34,8 @@ _POLL_SECONDS = 0.01  # interval of `PeakMemory`
 
 def largest_settings(manifest: Manifest) -> Settings:
     """Return the settings that need the most memory per image: with the EAGLE drafter if the bundle has it."""
-    return resolve_settings(manifest, {"method": "eagle:drafter=eagle" if manifest.drafter else "ar"})
+    method, *_ = supported_methods(manifest, ("eagle:drafter=eagle", "ar"))
+    return resolve_settings(manifest, {"method": method})
 
 
 def compute_max_images(manifest: Manifest, settings: Settings, max_rows: int) -> int:
@@ -145,7 +146,7 @@ def _format_uses(needed: Mapping[str, int]) -> str:
 
 
 def _uses_drafter_graph(settings: Settings) -> bool:
-    return isinstance(settings.method, Drafted) and not settings.method.uses_draft_heads
+    return "eagle" in settings.method.needs.drafters
 
 
 def _format_bytes(size: int) -> str:

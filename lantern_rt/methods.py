@@ -7,23 +7,10 @@ reads the same objects. A parameter that is None is not used.
 
 from __future__ import annotations
 
-from contextlib import suppress
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypedDict, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, Union
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from .errors import RequestError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import ArrayLike, NDArray
-    from PIL.Image import Image
-
-Embeddings: TypeAlias = "ArrayLike | tuple[ArrayLike, ArrayLike]"
-ImageSource: TypeAlias = "Image | NDArray[Any] | str | Path | bytes"
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
 CfgSchedule = Literal["constant", "linear"]
 Residual = Literal["aggregated", "neighborhood"]
@@ -59,6 +46,16 @@ def _parse_cfg_tokens(value: Any) -> Any:
 CfgTokens = Annotated[int | str | None, BeforeValidator(_parse_cfg_tokens)]
 
 
+class Requested(NamedTuple):
+    """Marks a sampling setting that requests may set; the others come from the bundle.
+
+    Args:
+        metavar: values of the option in the help of the command line; None: the name of its type.
+    """
+
+    metavar: str | None = None
+
+
 class Sampling(FrozenModel, strict=True):
     """Sampling settings: how logits become a distribution.
 
@@ -80,17 +77,38 @@ class Sampling(FrozenModel, strict=True):
             contains (negative logits are multiplied), applied before guidance; None: no penalty.
     """
 
-    cfg_scale: Annotated[float, Field(ge=0, le=1000, description="Guidance; 1 is off.")] = 1.0
-    cfg_tokens: Annotated[CfgTokens, Field(description="Tokens with guidance, such as 128 or 50%; null is all.")] = None
-    cfg_schedule: Annotated[CfgSchedule | None, Field(description="Linear: guidance grows from 1 to its scale.")] = None
+    cfg_scale: Annotated[
+        float, Field(ge=0, le=1000, description="Scale of classifier-free guidance; 1 turns it off."), Requested()
+    ] = 1.0
+    cfg_tokens: Annotated[
+        CfgTokens,
+        Field(description="How many of the image's tokens guidance is for, such as 128 or 50%: fewer are faster."),
+        Requested("NUMBER|SHARE%"),
+    ] = None
+    cfg_schedule: Annotated[
+        CfgSchedule | None,
+        Field(description="Linear: guidance grows from 1 to its scale within an image."),
+        Requested("constant|linear"),
+    ] = None
     cfg_final: Annotated[float, Field(gt=0, le=1000)] | None = None
-    temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(
-        default=1.0, ge=0, le=1000, description="0 is greedy."
-    )
-    top_k: Annotated[int, Field(ge=0, le=2**31, description="Keep the k most probable tokens; 0 is off.")] = 0
-    top_p: Annotated[float, Field(gt=0, le=1, description="Keep this much probability; 1 is off.")] = 1.0
+    temperature: Annotated[
+        float,
+        Field(ge=0, le=1000, description="Sampling temperature; 0 is greedy."),
+        AfterValidator(_greedy_or_warm),
+        Requested(),
+    ] = 1.0
+    top_k: Annotated[
+        int, Field(ge=0, le=2**31, description="Number of most probable tokens to sample from; 0: all."), Requested()
+    ] = 0
+    top_p: Annotated[
+        float, Field(gt=0, le=1, description="Total probability of the tokens to sample from; 1: all."), Requested()
+    ] = 1.0
     filter_order: FilterOrder = "top-k, top-p"
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, description="1 is off.")] | None = None
+    repetition_penalty: Annotated[
+        float | None,
+        Field(gt=0, le=100, description="Divisor of the logits of tokens that the image contains already; 1: none."),
+        Requested(),
+    ] = None
 
     @property
     def last_cfg_scale(self) -> float:
@@ -126,16 +144,39 @@ class Sampling(FrozenModel, strict=True):
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
 
 
-class MethodConfig(FrozenModel, strict=True):
-    """Base class of decoding methods.
+# Sampling settings of requests, from which the options of Python, the command line and HTTP are made.
+SAMPLING = {
+    name: field
+    for name, field in Sampling.model_fields.items()
+    if any(isinstance(mark, Requested) for mark in field.metadata)
+}
 
-    Attributes:
-        method: name of the method.
-        needs_drafter: whether the bundle must have an EAGLE drafter or draft heads.
+
+class Needs(NamedTuple):
+    """Parts of a bundle that a method uses; see `bundle.manifest.unsupported`.
+
+    Args:
+        drafters: drafters of trees, of `heads` and `eagle`, one of which the bundle must have; empty: none is needed.
+        heads: whether the method uses the draft heads of a bundle that has them.
+        neighbors: number of neighbours per code that the bundle's table must have; 0: no table is needed.
+        order: whether the bundle must draw groups of cells; False: it must draw one code after another.
     """
 
+    drafters: tuple[str, ...] = ()
+    heads: bool = False
+    neighbors: int = 0
+    order: bool = False
+
+
+class MethodConfig(FrozenModel, strict=True):
+    """Base class of decoding methods. method: name of the method."""
+
     method: str
-    needs_drafter: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> Needs:
+        """Parts of a bundle that the method uses."""
+        return Needs()
 
     @property
     def exact(self) -> bool:
@@ -175,9 +216,13 @@ DrafterName = Annotated[
 class Drafted(MethodConfig):
     """Base class of methods that draft trees with an EAGLE drafter or draft heads."""
 
-    needs_drafter: ClassVar[bool] = True
     tree: Tree = "chain-3"
     drafter: DrafterName = None
+
+    @property
+    def needs(self) -> Needs:
+        drafters = ("heads", "eagle") if self.drafter is None else (self.drafter,)
+        return Needs(drafters, heads="heads" in drafters)
 
     @property
     def uses_draft_heads(self) -> bool:
@@ -210,22 +255,26 @@ class Relaxed(MethodConfig):
     )
 
     @property
-    def bound(self) -> float | None:
-        """Value of delta or lambda; None if acceptance is exact."""
-        return next((value for name in ("delta", "lambda_") if (value := getattr(self, name, None)) is not None), None)
+    def needs(self) -> Needs:
+        return super().needs._replace(neighbors=self.neighbors or 0)
+
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        """Bounds delta and lambda, None without; at most a single bound is set."""
+        return None, None
 
     @property
     def exact(self) -> bool:
         """Whether acceptance is exact, because no bound is set."""
-        return self.bound is None
+        return self.bounds == (None, None)
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Relaxed:
-        if getattr(self, "delta", None) is not None and getattr(self, "lambda_", None) is not None:
+        if None not in self.bounds:
             raise ValueError("delta and lambda are two bounds on the same thing, expected one")
-        if (self.neighbors is None) != (self.bound is None):
+        if (self.neighbors is None) != self.exact:
             raise ValueError("neighbors and a bound (delta or lambda) go together")
-        if self.residual is not None and self.bound is None:
+        if self.residual is not None and self.exact:
             raise ValueError("residual is of neighbours, and there are none; leave residual out")
         return self
 
@@ -247,6 +296,10 @@ class Lantern(Relaxed, Drafted):
     neighbors: Neighbors = 100
     delta: Delta = 0.2
 
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        return self.delta, None
+
 
 class LanternPlusPlus(Relaxed, Drafted):
     """Relaxed speculative decoding with a relative bound (LANTERN++)."""
@@ -255,6 +308,10 @@ class LanternPlusPlus(Relaxed, Drafted):
     tree: Tree = "chain-4"
     neighbors: Neighbors = 10
     lambda_: Lambda = 2.0
+
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        return None, self.lambda_
 
 
 Window = Annotated[
@@ -269,6 +326,14 @@ class Sjd(Relaxed):
     window: Window = 8
     delta: Delta = None
     lambda_: Lambda = None
+
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        return self.delta, self.lambda_
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs._replace(heads=True)
 
 
 class RowParallel(MethodConfig):
@@ -294,106 +359,28 @@ class Groups(MethodConfig):
 
     method: Literal["groups"] = "groups"
 
+    @property
+    def needs(self) -> Needs:
+        return Needs(order=True)
+
 
 Quality = Literal["strict", "balanced", "fast"]
 
 
-Method = Annotated[Ar | Eagle | Lantern | LanternPlusPlus | Sjd | RowParallel | Groups, Field(discriminator="method")]
-MethodName = Literal["ar", "eagle", "lantern", "lantern++", "sjd", "rows", "groups"]
-_CLASSES: tuple[type[MethodConfig], ...] = get_args(get_args(Method)[0])
-METHODS: dict[str, type[MethodConfig]] = {kind.model_fields["method"].default: kind for kind in _CLASSES}
-
+# Every method, by its name; from this table the types below, method strings, manifests and HTTP follow.
+METHODS: dict[str, type[MethodConfig]] = {
+    kind.model_fields["method"].default: kind
+    for kind in (Ar, Eagle, Lantern, LanternPlusPlus, Sjd, RowParallel, Groups)
+}
+if TYPE_CHECKING:
+    Method: TypeAlias = MethodConfig
+    MethodName: TypeAlias = str
+else:
+    Method = Annotated[Union[tuple(METHODS.values())], Field(discriminator="method")]  # noqa: UP007
+    MethodName = Literal[tuple(METHODS)]
 
 PARAMETERS: dict[str, list[str]] = {}  # parameter -> names of the methods that take it
 for _name, _class in METHODS.items():
     for _field, _info in _class.model_fields.items():
         if _field != "method":
             PARAMETERS.setdefault(_info.alias or _field, []).append(_name)
-
-
-class GenerationOptions(TypedDict, total=False):
-    """`Options` without image editing."""
-
-    class_ids: int | Sequence[int] | None
-    embeddings: Embeddings | None
-    negative_prompt: str | None
-    keep_rows: int | None
-    seed: int | Sequence[int]
-    num_images: int
-    quality: Quality | None
-    method: str | MethodConfig | None
-    cfg_scale: float | None
-    cfg_tokens: int | str | None
-    cfg_schedule: CfgSchedule | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    repetition_penalty: float | None
-    size: str | None
-
-
-class Options(GenerationOptions, total=False):
-    """Options of a pipeline call besides the prompts. An option that is missing or None comes from the bundle.
-
-    Attributes:
-        class_ids: class ids from 0, one or several, for bundles that take them instead of prompts.
-        embeddings: text embeddings, for bundles that take them instead of prompts: floats `[tokens, dim]` or
-            `[prompts, tokens, dim]`, alone or as `(embeddings, mask)` with a right-padded mask `[prompts, tokens]`.
-        negative_prompt: prompt that guidance leads away from, for all prompts; needs prompts and guidance.
-        keep_rows: number of grid rows at the top of `image` to preserve, in place of a mask; from 1.
-        seed: random seed, 0 .. 2**64 - 1, one or one per prompt. Image i of a prompt has seed + i and does not depend
-            on the batch.
-        num_images: number of images per prompt, from 1, at most 1024 images in all.
-        quality: preset of the bundle; `"strict"`, the default, is exact.
-        method: in place of `quality`, a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an
-            object of `lantern_rt.methods`.
-        cfg_scale: guidance scale, 0 .. 1000; 1 is off.
-        cfg_tokens: number of image tokens that are sampled with guidance, the first in the order of drawing: from 0, or
-            a share of the image such as `"50%"`. Later tokens have one batch row instead of two, and take less time.
-        cfg_schedule: `"linear"` lets guidance grow from 1 to its scale within an image; `"constant"` does not.
-        temperature: 0 (greedy) or 0.001 .. 1000.
-        top_k: number of most probable tokens to keep; 0 is off.
-        top_p: probability mass to keep, above 0 up to 1; 1 is off.
-        repetition_penalty: above 0 up to 100; 1 is off.
-        size: `"WIDTHxHEIGHT"` in pixels, for bundles with several image sizes.
-        image: image to edit: a Pillow image, an array, the path of a file or its bytes. Without prompts, the prompt
-            recorded in it is used.
-        mask: image of the same size as `image`. Cells are generated again where it is transparent or, if it has no
-            transparent pixel, white. None: where `image` is transparent.
-    """
-
-    image: ImageSource | None
-    mask: ImageSource | None
-
-
-def parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Parse a method string, `NAME` or `NAME:PARAMETER=VALUE:...`, without checking the values.
-
-    Returns:
-        The name of the method and its parameters.
-
-    Raises:
-        RequestError: a part is not PARAMETER=VALUE with a known parameter.
-    """
-    name, *parts = text.split(":")
-    parameters: dict[str, Any] = {}
-    for part in parts:
-        parameter, _, value = part.partition("=")
-        if parameter not in PARAMETERS or not value:
-            known = [own for own, methods in PARAMETERS.items() if name in methods] or [*PARAMETERS]
-            similar = get_close_matches(parameter, known, 1)
-            raise RequestError(
-                field="method",
-                found=f"{part!r} in {text!r}",
-                expected=f"PARAMETER=VALUE, of {', '.join(known)}",
-                remedy=f"did you mean {similar[0]}=VALUE?" if similar else "",
-            )
-        parameters[parameter] = _parse_value(value)
-    return name, parameters
-
-
-def _parse_value(text: str) -> Any:
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    return text

@@ -21,12 +21,14 @@ import numpy as np
 from PIL.Image import Image
 
 from .bundle.files import Bundle, open_bundle
+from .completion import supported_methods
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import RequestError
 from .inputs import check_int
 from .memory import check_image_memory, compute_max_images
-from .methods import Ar, GenerationOptions, ImageSource, Options, Sjd
+from .methods import Ar, Sjd
+from .options import GenerationOptions, ImageSource, Options
 from .output.images import blank_image, grey_out, to_image, with_record
 from .output.progress import progress_bars
 from .prompts import ImageRequest, load_bundle_tokenizer
@@ -139,7 +141,7 @@ class Pipeline:
         _ = self.bundle.heads
         tokens = np.zeros(2, np.int64)
         row = PrefixRow(np.zeros((2, manifest.target.hidden_size), np.float32), np.ones(2, np.bool_), tokens)
-        method = f"eagle:tree=chain-3:drafter={manifest.drafters[-1]}" if manifest.drafters else "ar"
+        method, *_ = supported_methods(manifest, ("eagle:drafter=eagle", "eagle:drafter=heads", "ar"))
         settings = resolve_settings(manifest, {"method": method, "cfg_scale": 2.0})
         model = load_model(self.bundle, self.engines, [settings.method])
         layout = image_layout(manifest)

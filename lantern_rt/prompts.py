@@ -17,7 +17,7 @@ from .bundle.manifest import Size
 from .edits import Edit
 from .errors import RequestError
 from .inputs import check_int, format_error, format_value
-from .methods import Embeddings
+from .options import Embeddings
 from .text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from .text.words import WordTokenizer, read_word_tokenizer
 

@@ -12,7 +12,7 @@ import numpy as np
 from .bundle.files import Bundle
 from .bundle.manifest import Manifest
 from .errors import BundleError
-from .methods import Drafted, MethodConfig, Relaxed, Sjd
+from .methods import MethodConfig, Needs
 from .prompts import ImageRequest
 from .requests import Request
 from .runtime.engine import Ints
@@ -110,13 +110,11 @@ def load_model(bundle: Bundle, engines: Engines, methods: Sequence[MethodConfig]
     manifest = bundle.manifest
     names = {field.name for field in fields(DrafterLayout)}
     layout = manifest.drafter.model_dump(include=names) if manifest.drafter else {}
-    if methods is None:
-        uses_drafter = uses_heads = True
-        uses_neighbors = manifest.neighbors > 0
-    else:
-        uses_drafter = any(isinstance(method, Drafted) and not method.uses_draft_heads for method in methods)
-        uses_heads = any(isinstance(method, Sjd | Drafted) for method in methods)
-        uses_neighbors = any(isinstance(method, Relaxed) and method.neighbors for method in methods)
+    everything = Needs(("eagle",), True, manifest.neighbors)
+    needs = [everything] if methods is None else [method.needs for method in methods]
+    uses_drafter = any("eagle" in each.drafters for each in needs)
+    uses_heads = any(each.heads for each in needs)
+    uses_neighbors = any(each.neighbors for each in needs)
     return Model(
         engines.target,
         engines.drafter if uses_drafter else None,

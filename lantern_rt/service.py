@@ -21,7 +21,8 @@ from typing import Self, Unpack
 from .errors import LanternError, RequestError
 from .inputs import check_int
 from .memory import compute_max_images, largest_settings
-from .methods import MethodConfig, Options, Sjd
+from .methods import MethodConfig, Sjd
+from .options import Options
 from .pipeline import Pipeline
 from .results import StreamStep
 from .runtime import state

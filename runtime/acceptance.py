@@ -101,8 +101,7 @@ class Relaxation:
         if neighbors is None:
             problem = "reads a table of neighbours, which the model was loaded without"
             raise RequestError(problem, field="method", remedy="name the method when the model is loaded")
-        bounds = {name: getattr(method, name, None) for name in ("delta", "lambda_")}
-        return cls(neighbors, method.neighbors or 0, **bounds, residual=method.residual or "aggregated")
+        return cls(neighbors, method.neighbors or 0, *method.bounds, method.residual or "aggregated")
 
     def aggregation_set(self, p: Probabilities, token: int) -> Codes:
         """Return A, the longest nearest-first run of neighbours of `token` whose summed p stays within the bound."""

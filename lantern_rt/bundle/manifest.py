@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from ..errors import BundleError
-from ..methods import Drafted, FrozenModel, Groups, Method, Quality, Relaxed, Sampling, Sjd
+from ..methods import FrozenModel, Method, MethodConfig, Quality, Sampling, Sjd
 from .conditions import ConditionSpec
 from .decoder import EXPORT_AGAIN, Architecture
 from .numbers import MAX_PIXELS, Count, Pixels, Side, SmallCount, TokenId
@@ -320,13 +320,8 @@ class Manifest(FrozenModel):
 
     def _check_preset(self, quality: Quality, method: Method) -> None:
         """Raise ValueError if the bundle does not support a method of a preset."""
-        drafter = method.drafter if isinstance(method, Drafted) else None
-        if (method.needs_drafter and not self.drafters) or drafter not in (None, *self.drafters):
-            raise ValueError(f"preset {quality}, {method}, needs a drafter that the bundle does not have")
-        if isinstance(method, Relaxed) and (method.neighbors or 0) > self.neighbors:
-            raise ValueError(f"preset {quality}, {method}, needs more than the bundle's {self.neighbors} neighbors")
-        if isinstance(method, Groups) != (self.order is not None):
-            raise ValueError(f"preset {quality}, {method}: method groups is for bundles with an `order`, and only it")
+        if problem := unsupported(self, method):
+            raise ValueError(f"preset {quality}, {method}: the bundle {problem}")
         if quality == "strict" and not method.exact:
             raise ValueError(f"preset strict, {method}, is not exact")
 
@@ -396,3 +391,15 @@ class Manifest(FrozenModel):
     def makes_images(self) -> bool:
         """Whether the bundle has an image decoder; without it, results are codes for another program's decoder."""
         return "vq_decoder" in self.files
+
+
+def unsupported(manifest: Manifest, method: MethodConfig) -> str | None:
+    """Return why a bundle cannot run a method, as the end of a sentence that begins with the bundle; None if it can."""
+    needs = method.needs
+    if needs.order != (manifest.order is not None):
+        return "draws one token after another" if needs.order else "draws groups of cells, in an order of its own"
+    if needs.drafters and not {*needs.drafters} & {*manifest.drafters}:
+        return f"has no drafter of the kind {' or '.join(needs.drafters)}"
+    if needs.neighbors > manifest.neighbors:
+        return f"has {manifest.neighbors} neighbors per code, but the method's bound reads {needs.neighbors}"
+    return None

@@ -38,8 +38,8 @@ from .options import (
     PromptsOption,
     ProviderOption,
     QualitiesOption,
-    TemperatureOption,
     ThreadsOption,
+    sampling_option,
 )
 
 EXAMPLES = """
@@ -59,7 +59,7 @@ def evaluate(
         int | None,
         typer.Option(help="Number of images per method. [default: one per prompt]"),
     ] = None,
-    temperature: TemperatureOption = None,
+    temperature: Annotated[float | None, sampling_option("temperature")] = None,
     features: Annotated[
         Path | None,
         typer.Option(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..engines.ort.providers import DEFAULT_PROVIDER, Providers
 from ..errors import RequestError
-from ..methods import METHODS
+from ..methods import METHODS, SAMPLING, Requested
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 SUBJECTS = "What to generate"
 OUTPUT = "Output"
 METHOD = "Method"
-SAMPLING = "Sampling"
 ENGINE = "Engine"
 
 BundleArgument = Annotated[
@@ -82,55 +82,6 @@ MethodOption = Annotated[
         rich_help_panel=METHOD,
     ),
 ]
-CfgScaleOption = Annotated[
-    float | None,
-    typer.Option(
-        "--cfg-scale",
-        help="Scale of classifier-free guidance; 1 turns it off. [default: the bundle's]",
-        rich_help_panel=SAMPLING,
-    ),
-]
-CfgTokensOption = Annotated[
-    str | None,
-    typer.Option(
-        "--cfg-tokens",
-        metavar="NUMBER|SHARE%",
-        help="How many of the image's tokens guidance is for, such as 128 or 50%: fewer are faster. "
-        "[default: the bundle's, usually all]",
-        rich_help_panel=SAMPLING,
-    ),
-]
-CfgScheduleOption = Annotated[
-    str | None,
-    typer.Option(
-        "--cfg-schedule",
-        metavar="constant|linear",
-        help="Linear: guidance grows from 1 to its scale within an image. [default: the bundle's, usually constant]",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TemperatureOption = Annotated[
-    float | None,
-    typer.Option(
-        "--temperature", help="Sampling temperature; 0 is greedy. [default: the bundle's]", rich_help_panel=SAMPLING
-    ),
-]
-TopKOption = Annotated[
-    int | None,
-    typer.Option(
-        "--top-k",
-        help="Number of most probable tokens to sample from; 0: all. [default: the bundle's]",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopPOption = Annotated[
-    float | None,
-    typer.Option(
-        "--top-p",
-        help="Total probability of the tokens to sample from; 1: all. [default: the bundle's]",
-        rich_help_panel=SAMPLING,
-    ),
-]
 ThreadsOption = Annotated[
     int | None,
     typer.Option("--threads", help="Number of threads for decoding. [default: one per core]", rich_help_panel=ENGINE),
@@ -156,6 +107,28 @@ ProviderOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout, and nothing else.")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Download a published model without asking.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
+
+
+def sampling_option(name: str) -> Any:
+    """Return the option of a sampling setting, with the help text of the setting's declaration."""
+    field = SAMPLING[name]
+    (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, Requested))
+    text = f"{field.description} [default: the bundle's]"
+    return typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, rich_help_panel="Sampling")
+
+
+def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `**sampling` of a command by an option for each sampling setting, after `method`."""
+    signature = inspect.signature(command, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        parameters += [parameter] * (parameter.kind is not parameter.VAR_KEYWORD)
+        for name, field in SAMPLING.items() if parameter.name == "method" else ():
+            kind = next((kind for kind in (int, float) if field.annotation in (kind, kind | None)), str)
+            annotation = Annotated[kind | None, sampling_option(name)]  # type: ignore[valid-type]
+            parameters.append(parameter.replace(name=name, annotation=annotation))
+    vars(command)["__signature__"] = signature.replace(parameters=parameters)
+    return command
 
 
 @dataclass(frozen=True)

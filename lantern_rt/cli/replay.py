@@ -12,11 +12,11 @@ from ..bundle.files import Bundle, embedded_names
 from ..engines.precisions import INTEGER_WEIGHTS
 from ..errors import BundleError, LanternError, RequestError
 from ..inputs import format_value
-from ..methods import PARAMETERS
+from ..methods import PARAMETERS, SAMPLING
 from ..output.recipe import REMEDY, Recipe, read_recipe
 from ..prompts import load_bundle_tokenizer
 from ..published import cached_bundle, published_models
-from ..requests import SAMPLING, Request, Settings, check_request, resolve_settings
+from ..requests import Request, Settings, check_request, resolve_settings
 from ..results import recipe_fields
 
 if TYPE_CHECKING:

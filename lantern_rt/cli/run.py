@@ -18,9 +18,6 @@ from .console import print_json, print_stderr, print_text, show_progress
 from .options import (
     OUTPUT,
     SUBJECTS,
-    CfgScaleOption,
-    CfgScheduleOption,
-    CfgTokensOption,
     EmbeddingsOption,
     EngineOptions,
     EnginesOption,
@@ -29,18 +26,14 @@ from .options import (
     MethodOption,
     ProviderOption,
     QualityOption,
-    TemperatureOption,
     ThreadsOption,
-    TopKOption,
-    TopPOption,
     YesOption,
     download_published,
+    with_sampling_options,
 )
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
-    from ..output.trace import Trace
-    from ..pipeline import Pipeline
     from ..prompts import ImageRequest
     from ..requests import Request
     from ..results import StreamStep
@@ -54,90 +47,98 @@ lantern-rt run bundles/llamagen-b --class-id 207 --method lantern:delta=0.2 --js
 lantern-rt run llamagen-c2i-b-256 --class-id 207 --yes
 """
 
+WordsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[BUNDLE] [PROMPT]...",
+        help="Prompts, each in quotes. The first argument may instead be a bundle: its folder, the name of an "
+        "embedded bundle or published model, or hf:owner/name[@revision]. [default: scenes, or that of --from]",
+    ),
+]
+PromptOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT",
+        help="Prompt, as an alternative to arguments; may be given several times.",
+        rich_help_panel=SUBJECTS,
+    ),
+]
+NegativePromptOption = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="Prompt that guidance leads away from.", rich_help_panel=SUBJECTS),
+]
+ClassIdOption = Annotated[
+    list[int] | None,
+    typer.Option(
+        metavar="ID",
+        help="Class id, for class-conditional bundles; may be given several times.",
+        rich_help_panel=SUBJECTS,
+    ),
+]
+SourceOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="PNG",
+        help="PNG written by lantern-rt, to generate again from the prompt, seed and settings that it records.",
+        rich_help_panel=SUBJECTS,
+    ),
+]
+SeedOption = Annotated[
+    int | None,
+    typer.Option(help="Random seed; image i of a prompt has seed + i. [default: 0]", rich_help_panel=SUBJECTS),
+]
+CountOption = Annotated[
+    int | None,
+    typer.Option(help="Number of images per prompt; at most 1,024 in all. [default: 1]", rich_help_panel=SUBJECTS),
+]
+SizeOption = Annotated[
+    str | None,
+    typer.Option(help="Image size in pixels, as WIDTHxHEIGHT. [default: the bundle's]", rich_help_panel=SUBJECTS),
+]
+OutputOption = Annotated[
+    str | None,
+    typer.Option(
+        help="PNG file or folder to write; a new folder's parent must exist. "
+        "[default: a name from prompt and seed, or PNG-again, in the current folder]",
+        rich_help_panel=OUTPUT,
+    ),
+]
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="File NAME.npz to write all draft trees to; an image of them goes to NAME.trace.png.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+ScaleOption = Annotated[
+    int, typer.Option(help="Factor by which to enlarge the PNG, 1 .. 16, bicubic.", rich_help_panel=OUTPUT)
+]
 
+
+@with_sampling_options
 def run(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[BUNDLE] [PROMPT]...",
-            help="Prompts, each in quotes. The first argument may instead be a bundle: its folder, the name of an "
-            "embedded bundle or published model, or hf:owner/name[@revision]. [default: scenes, or that of --from]",
-        ),
-    ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT",
-            help="Prompt, as an alternative to arguments; may be given several times.",
-            rich_help_panel=SUBJECTS,
-        ),
-    ] = None,
-    negative_prompt: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Prompt that guidance leads away from.", rich_help_panel=SUBJECTS),
-    ] = None,
-    class_id: Annotated[
-        list[int] | None,
-        typer.Option(
-            metavar="ID",
-            help="Class id, for class-conditional bundles; may be given several times.",
-            rich_help_panel=SUBJECTS,
-        ),
-    ] = None,
+    words: WordsArgument = None,
+    prompt: PromptOption = None,
+    negative_prompt: NegativePromptOption = None,
+    class_id: ClassIdOption = None,
     embeddings: EmbeddingsOption = None,
-    source: Annotated[
-        Path | None,
-        typer.Option(
-            "--from",
-            metavar="PNG",
-            help="PNG written by lantern-rt, to generate again from the prompt, seed and settings that it records.",
-            rich_help_panel=SUBJECTS,
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Random seed; image i of a prompt has seed + i. [default: 0]", rich_help_panel=SUBJECTS),
-    ] = None,
-    count: Annotated[
-        int | None,
-        typer.Option(help="Number of images per prompt; at most 1,024 in all. [default: 1]", rich_help_panel=SUBJECTS),
-    ] = None,
-    size: Annotated[
-        str | None,
-        typer.Option(help="Image size in pixels, as WIDTHxHEIGHT. [default: the bundle's]", rich_help_panel=SUBJECTS),
-    ] = None,
+    source: SourceOption = None,
+    seed: SeedOption = None,
+    count: CountOption = None,
+    size: SizeOption = None,
     quality: QualityOption = None,
     method: MethodOption = None,
-    cfg_scale: CfgScaleOption = None,
-    cfg_tokens: CfgTokensOption = None,
-    cfg_schedule: CfgScheduleOption = None,
-    temperature: TemperatureOption = None,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            help="PNG file or folder to write; a new folder's parent must exist. "
-            "[default: a name from prompt and seed, or PNG-again, in the current folder]",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="File NAME.npz to write all draft trees to; an image of them goes to NAME.trace.png.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    scale: Annotated[
-        int, typer.Option(help="Factor by which to enlarge the PNG, 1 .. 16, bicubic.", rich_help_panel=OUTPUT)
-    ] = 1,
+    output: OutputOption = None,
+    trace: TraceOption = None,
+    scale: ScaleOption = 1,
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
     yes: YesOption = False,
     json: JsonOption = False,
     force: ForceOption = False,
+    **sampling: Any,
 ) -> None:
     """Generate PNG images from prompts, class ids or text embeddings.
 
@@ -145,29 +146,14 @@ def run(
     Images that exist already are not generated again. Prints the paths of the files to stdout, progress and a line of
     statistics to stderr.
     """
-    from ..output.trace import Trace
-    from .replay import holds_image, read_recorded_request
+    from .replay import read_recorded_request
 
     check_int("scale", scale, 1, 1, 16)
     name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or embeddings or source))
     prompts += prompt or []
     subjects = {"prompts": prompts or None, "class_ids": class_id or None, "embeddings": embeddings}
-    settings = {
-        "negative_prompt": negative_prompt,
-        "seed": seed,
-        "num_images": count,
-        "size": size,
-        "method": method,
-        "quality": quality,
-    }
-    sampling = {
-        "cfg_scale": cfg_scale,
-        "cfg_tokens": cfg_tokens,
-        "cfg_schedule": cfg_schedule,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-    }
+    settings = {"negative_prompt": negative_prompt, "seed": seed, "num_images": count, "size": size}
+    settings |= {"method": method, "quality": quality}
     options = {key: value for key, value in (subjects | settings | sampling).items() if value is not None}
     engine = EngineOptions(threads, engines, provider)
     if name is not None and (source or any(subjects.values())):
@@ -178,53 +164,62 @@ def run(
     else:
         bundle, request = read_recorded_request(source, options, engine, name)
         stems = [f"{source.stem}-again"]
-
-    def exists(i: int, path: Path) -> bool:
-        return holds_image(path, bundle, replace(request, images=[request.images[i]]), scale)
-
-    suffix = ".png" if bundle.manifest.makes_images else _check_codes(bundle, scale, trace)
-    outputs = plan_outputs(output, stems, force, exists if suffix == ".png" else lambda i, path: False, suffix)
-    pending = [i for i, (_, done) in enumerate(outputs) if json or trace or not done]
+    outputs = _plan_outputs(bundle, request, output, stems, scale, force)
     paths = [path for path, _ in outputs]
-    trace_image = None if trace is None else _check_trace(trace, paths, force)
+    trace_files = None if trace is None else _TraceFiles(trace, bundle, request, paths, force)
+    pending = [i for i, (_, done) in enumerate(outputs) if json or trace or not done]
     if len(pending) < len(paths):
         num_done = len(paths) - len(pending)
         print_stderr(f"{num_done} of {len(paths)} images exist already; --force generates them again")
-    if not pending:
-        print_text(*paths)
-        return
-
-    prefix = max(len(real) for image in request.images for real in image.real)
-    pipeline = engine.load(bundle, request.settings, prefix=prefix)
-    began = time.perf_counter()
-    grid = bundle.manifest.size(request.settings.size)
-    record = None if trace is None else Trace(grid.rows, grid.columns)
-    if not bundle.manifest.makes_images:
-        print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing tokens")
-    request = replace(request, images=[request.images[i] for i in pending])
-    last = _generate_files(pipeline, request, [outputs[i] for i in pending], scale, record, force)
-    assert last.stats is not None
-    if trace and trace_image and record:
-        _write_trace(trace, trace_image, record, force)
-    quality = "" if last.settings.quality is None else f" ({last.settings.quality})"
-    print_stderr(
-        f"{last.settings.method}{quality}: {last.stats.tokens_per_forward_pass:.2f} tokens per pass, "
-        f"{len(pending)} image{'s' * (len(pending) > 1)} in {time.perf_counter() - began:.1f} s"
-    )
+    if pending:
+        request = replace(request, images=[request.images[i] for i in pending])
+        last = _generate(engine, bundle, request, [outputs[i] for i in pending], scale, trace_files, force)
     if json:
-        images = [
-            {
-                "codes": codes.tolist(),
-                "seed": image.seed,
-                **_label_field(image, i // (count or 1)),
-                "output": str(path),
-            }
-            for i, (image, codes, path) in enumerate(zip(request.images, last.codes, paths, strict=True))
-        ]
-        stats = {name: value for name, value in vars(last.stats).items() if name not in ("images", "per_image")}
-        print_json({"images": images, "stats": stats})
+        _print_json(request, last, paths, count or 1)
     else:
         print_text(*paths)
+
+
+def _plan_outputs(
+    bundle: Bundle, request: Request, output: str | None, stems: list[str], scale: int, force: bool
+) -> list[tuple[Path, bool]]:
+    """Return the path of each image, and whether the file exists with this image; files of tokens are written again.
+
+    Args:
+        bundle: bundle of the request.
+        request: checked request.
+        output: file or folder that the user gave; None: the current folder.
+        stems: name of each file without its ending, if the user gave no file.
+        scale: factor by which to enlarge the images.
+        force: whether to replace existing files.
+
+    Raises:
+        RequestError: images are to be enlarged, and the bundle makes none.
+    """
+    from .replay import holds_image
+
+    makes_images = bundle.manifest.makes_images
+    if not makes_images and scale != 1:
+        raise _no_images_error(bundle, "scale")
+
+    def exists(i: int, path: Path) -> bool:
+        return makes_images and holds_image(path, bundle, replace(request, images=[request.images[i]]), scale)
+
+    return plan_outputs(output, stems, force, exists, ".png" if makes_images else ".npz")
+
+
+def _no_images_error(bundle: Bundle, option: str) -> RequestError:
+    problem = f"bundle {bundle.manifest.name} has no image decoder"
+    return RequestError(problem, field=option, remedy="leave it out")
+
+
+def _print_json(request: Request, last: StreamStep, paths: list[Path], count: int) -> None:
+    images = [
+        {"codes": codes.tolist(), "seed": image.seed, **_label_field(image, i // count), "output": str(path)}
+        for i, (image, codes, path) in enumerate(zip(request.images, last.codes, paths, strict=True))
+    ]
+    stats = {name: value for name, value in vars(last.stats).items() if name not in ("images", "per_image")}
+    print_json({"images": images, "stats": stats})
 
 
 def _split_words(words: list[str], has_subject: bool) -> tuple[str | None, list[str]]:
@@ -290,74 +285,106 @@ def _file_stem(image: ImageRequest, number: int, embeddings: Path | None) -> str
     return f"{slug(embeddings.stem)}-{number}-seed{image.seed}"
 
 
-def _generate_files(
-    pipeline: Pipeline,
+def _generate(
+    engine: EngineOptions,
+    bundle: Bundle,
     request: Request,
     outputs: list[tuple[Path, bool]],
     scale: int,
-    trace: Trace | None,
+    trace: _TraceFiles | None,
     force: bool,
 ) -> StreamStep:
-    """Generate all images, and write each file as soon as its image is complete.
+    """Generate all images, write each file as soon as its image is complete, and print a line of statistics.
 
     Args:
-        pipeline: pipeline of the request's bundle.
+        engine: options that load the bundle's graphs.
+        bundle: bundle of the request.
         request: checked request.
         outputs: path of each image, and whether the file exists with this image and is not to be written.
         scale: factor by which to enlarge the images.
-        trace: trace to add every step to; None: no trace.
+        trace: files of the trace to write; None: no trace.
         force: whether to replace existing files.
 
     Returns:
         The last step.
     """
-    from ..output.files import write_output
-    from ..output.images import enlarge, png_bytes
-    from ..results import codes_bytes
-
+    prefix = max(len(real) for image in request.images for real in image.real)
+    pipeline = engine.load(bundle, request.settings, prefix=prefix)
+    began = time.perf_counter()
+    if not bundle.manifest.makes_images:
+        print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing tokens")
     pending = dict(enumerate(outputs))
     with show_progress(lines=False) as progress:
         for step in pipeline.decode(request):
             if trace is not None:
-                trace.add(step)
+                trace.steps.add(step)
             progress("tokens", step.done, step.total)
             for i in [i for i in pending if len(step.codes[i]) * len(outputs) == step.total]:
                 path, exists = pending.pop(i)
-                if exists:  # the image was generated only for its tokens
-                    continue
-                if pipeline.bundle.manifest.makes_images:
-                    image = enlarge(step.image(i), scale)
-                    write_output(path, png_bytes(image, image.info), force)
-                else:
-                    write_output(path, codes_bytes(pipeline.bundle, request, i, step.codes[i]), force)
+                if not exists:  # else the image was generated only for its tokens
+                    _write_image(bundle, request, i, step, path, scale, force)
+    if trace is not None:
+        trace.write(force)
+    assert step.stats is not None
+    quality = "" if step.settings.quality is None else f" ({step.settings.quality})"
+    print_stderr(
+        f"{step.settings.method}{quality}: {step.stats.tokens_per_forward_pass:.2f} tokens per pass, "
+        f"{len(outputs)} image{'s' * (len(outputs) > 1)} in {time.perf_counter() - began:.1f} s"
+    )
     return step
 
 
-def _check_codes(bundle: Bundle, scale: int, trace: Path | None) -> str:
-    """Return the suffix of files of tokens. Raises: RequestError: an option is for images."""
-    option = "scale" if scale != 1 else "trace" if trace is not None else None
-    if option is not None:
-        problem = f"bundle {bundle.manifest.name} has no image decoder"
-        raise RequestError(problem, field=option, remedy="leave it out")
-    return ".npz"
-
-
-def _check_trace(trace: Path, outputs: list[Path], force: bool) -> Path:
-    if trace.suffix != ".npz":
-        raise OutputError(field=f"trace {trace}", found=f"the ending {trace.suffix or 'none'}", expected=".npz")
-    image_path = trace.with_name(trace.stem.removesuffix(".trace") + ".trace.png")
-    for path in (trace, image_path):
-        check_output(path, force)
-        if path.absolute() in [output.absolute() for output in outputs]:
-            problem = "is the path of an image and of the trace"
-            raise OutputError(problem, field=str(path), remedy="rename one of them")
-    return image_path
-
-
-def _write_trace(trace: Path, image_path: Path, record: Trace, force: bool) -> None:
+def _write_image(
+    bundle: Bundle, request: Request, i: int, step: StreamStep, path: Path, scale: int, force: bool
+) -> None:
     from ..output.files import write_output
-    from ..output.images import png_bytes
+    from ..output.images import enlarge, png_bytes
+    from ..results import codes_bytes
 
-    write_output(trace, record.npz_bytes(), force)
-    write_output(image_path, png_bytes(record.render(), {}), force)
-    print_stderr(f"trace: {trace} and {image_path}")
+    if bundle.manifest.makes_images:
+        image = enlarge(step.image(i), scale)
+        write_output(path, png_bytes(image, image.info), force)
+    else:
+        write_output(path, codes_bytes(bundle, request, i, step.codes[i]), force)
+
+
+class _TraceFiles:
+    """Files of a trace: the steps in NAME.npz, and an image of them in NAME.trace.png.
+
+    Args:
+        path: path of NAME.npz.
+        bundle: bundle of the request.
+        request: request whose steps are recorded.
+        outputs: paths of the images, which must differ from those of the trace.
+        force: whether to replace existing files.
+
+    Raises:
+        OutputError: a path cannot be written.
+        RequestError: the bundle makes no images.
+    """
+
+    def __init__(self, path: Path, bundle: Bundle, request: Request, outputs: list[Path], force: bool) -> None:
+        from ..output.trace import Trace
+
+        if not bundle.manifest.makes_images:
+            raise _no_images_error(bundle, "trace")
+        if path.suffix != ".npz":
+            raise OutputError(field=f"trace {path}", found=f"the ending {path.suffix or 'none'}", expected=".npz")
+        self.paths = path, path.with_name(path.stem.removesuffix(".trace") + ".trace.png")
+        for written in self.paths:
+            check_output(written, force)
+            if written.absolute() in [output.absolute() for output in outputs]:
+                problem = "is the path of an image and of the trace"
+                raise OutputError(problem, field=str(written), remedy="rename one of them")
+        grid = bundle.manifest.size(request.settings.size)
+        self.steps = Trace(grid.rows, grid.columns)
+
+    def write(self, force: bool) -> None:
+        """Write both files."""
+        from ..output.files import write_output
+        from ..output.images import png_bytes
+
+        path, image_path = self.paths
+        write_output(path, self.steps.npz_bytes(), force)
+        write_output(image_path, png_bytes(self.steps.render(), {}), force)
+        print_stderr(f"trace: {path} and {image_path}")

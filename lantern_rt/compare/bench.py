@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from ..bundle.manifest import Manifest
+from ..completion import supported_methods
 from ..engines.contracts import Progress
 from ..methods import Quality
 from ..pipeline import Pipeline
@@ -16,17 +17,12 @@ from .statistics import estimate_mean
 from .turns import ComparedMethod, Run, run_in_turns, tokens_per_pass
 
 MIN_TURNS = 3
+METHODS = ("ar", "sjd", "rows", "eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3", "lantern", "lantern++")
 
 
 def default_methods(manifest: Manifest) -> list[str]:
     """Return strings of the methods that a bundle supports."""
-    if manifest.order is not None:
-        return ["ar"]
-    methods = ["ar", "sjd", "rows"]
-    if manifest.drafters:
-        methods += ["eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3"]
-        methods += ["lantern", "lantern++"] if manifest.neighbors else []
-    return methods
+    return supported_methods(manifest, METHODS)
 
 
 def bench(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..bundle.manifest import Manifest, Preset, PresetFigures
+from ..completion import supported_methods
 from ..methods import MethodConfig, Quality
 from ..requests import resolve_settings
 
@@ -31,11 +32,9 @@ LIMITS: dict[Quality, Limit] = {"balanced": Limit(0.04, 0.02), "fast": Limit(0.1
 
 def candidate_methods(manifest: Manifest) -> list[str]:
     """Return strings of relaxed methods that need no drafter: windows and rows, which are fast on every host."""
-    if manifest.order is not None:
-        return []
     windows = dict.fromkeys(max(1, manifest.grid_columns * share // 16) for share in ROW_WINDOWS)
-    relaxed = [f"sjd:window=7:lambda={bound}" for bound in LAMBDAS] if manifest.neighbors else []
-    return [*relaxed, *(f"rows:window={window}:drafts=1" for window in windows)]
+    relaxed = [f"sjd:window=7:lambda={bound}" for bound in LAMBDAS]
+    return supported_methods(manifest, [*relaxed, *(f"rows:window={window}:drafts=1" for window in windows)])
 
 
 def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Quality, Preset]:

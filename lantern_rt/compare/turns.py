@@ -17,8 +17,9 @@ from PIL.Image import Image
 from ..bundle.files import Bundle
 from ..engines.contracts import Progress
 from ..errors import RequestError
+from ..methods import SAMPLING
 from ..pipeline import Pipeline
-from ..requests import SAMPLING, Settings, resolve_settings
+from ..requests import Settings, resolve_settings
 from ..results import Ints
 from ..runtime.likelihood import Likelihood
 from ..runtime.statistics import Statistics

@@ -6,14 +6,13 @@ import base64
 import secrets
 import time
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from ..errors import BusyError, LanternError, RequestError
 from ..inputs import PARAMETER_NAMES, error_fields
-from ..methods import PARAMETERS, CfgSchedule, CfgTokens, Quality
-from ..requests import SAMPLING
+from ..methods import PARAMETERS, SAMPLING, Quality
 
 MAX_PARTIAL_IMAGES = 64
 MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
@@ -22,51 +21,52 @@ _RANDOM_SEEDS = 2**32
 _PRESETS = {"low": "fast", "medium": "balanced", "high": "strict", "hd": "strict"}
 
 Event = dict[str, Any]  # one event of a stream; `type` names its kind
-StrictText = Annotated[str, Field(strict=True)]
-StrictInt = Annotated[int, Field(strict=True)]
-StrictBool = Annotated[bool, Field(strict=True)]
+
+if TYPE_CHECKING:
+    SamplingFields = BaseModel
+else:
+    SamplingFields = create_model(
+        "SamplingFields",
+        **{
+            name: (Annotated[field.annotation, *field.metadata] | None, Field(None, description=field.description))
+            for name, field in SAMPLING.items()
+        },
+    )
 
 
-class ImagesRequest(BaseModel):
+class ImagesRequest(SamplingFields):
     """Body of `POST /v1/images/generations`. A field that is missing or null has the bundle's default."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
-    prompt: StrictText | None = None
-    model: StrictText | None = None
-    n: Annotated[StrictInt, Field(ge=1, le=10)] | None = None
-    size: StrictText | None = None
+    prompt: str | None = None
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=10)] | None = None
+    size: str | None = None
     response_format: Literal["b64_json", "url"] | None = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
-    output_compression: Annotated[StrictInt, Field(ge=0, le=100)] | None = None
-    stream: StrictBool | None = None
-    partial_images: Annotated[StrictInt, Field(ge=0, le=MAX_PARTIAL_IMAGES)] | None = None
+    output_compression: Annotated[int, Field(ge=0, le=100)] | None = None
+    stream: bool | None = None
+    partial_images: Annotated[int, Field(ge=0, le=MAX_PARTIAL_IMAGES)] | None = None
     quality: Literal["auto", "standard", "low", "medium", "high", "hd"] | None = None
     # Fields of OpenAI's API that are accepted with the values that change nothing.
     background: Literal["auto", "opaque"] | None = None
     moderation: Literal["auto", "low"] | None = None
-    user: StrictText | None = None
-    safety_identifier: StrictText | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
     style: Literal["vivid"] | None = None
     complexity: None = None
     svg: None = None
-    frame_count: Annotated[StrictInt, Field(ge=9, le=9)] | None = None
-    frame_duration_ms: Annotated[StrictInt, Field(ge=200, le=200)] | None = None
+    frame_count: Annotated[int, Field(ge=9, le=9)] | None = None
+    frame_duration_ms: Annotated[int, Field(ge=200, le=200)] | None = None
     # Fields that lantern-rt adds.
-    negative_prompt: StrictText | None = None
-    seed: StrictInt | None = None
-    class_id: StrictInt | None = None
-    method: StrictText | None = None
+    negative_prompt: str | None = None
+    seed: int | None = None
+    class_id: int | None = None
+    method: str | None = None
     quality_budget: Quality | None = None
-    cfg_scale: float | None = None
-    cfg_tokens: CfgTokens = None
-    cfg_schedule: CfgSchedule | None = None
-    temperature: float | None = None
-    top_k: StrictInt | None = None
-    top_p: float | None = None
-    repetition_penalty: float | None = None
     deadline: Annotated[float, Field(gt=0)] | None = None
-    steps: StrictBool | None = None
+    steps: bool | None = None
 
     EVENT_PREFIX: ClassVar[str] = "image_generation"  # first part of the `type` of image events
 
@@ -103,7 +103,7 @@ class EditRequest(ImagesRequest):
 
     image: bytes = b""
     mask: bytes | None = None
-    keep_rows: StrictInt | None = None
+    keep_rows: int | None = None
     input_fidelity: Literal["low", "high"] | None = None
 
     EVENT_PREFIX: ClassVar[str] = "image_edit"

@@ -9,13 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from running_server import RunningServer, until
-from tiny_bundle import make_heads_bundle, make_order_bundle, make_tiny_bundle
+from tiny_bundle import CODES, WIDTH, make_heads_bundle, make_order_bundle, make_tiny_bundle
 
 from lantern_rt import AsyncPipeline, Pipeline, RequestError, __version__
 from lantern_rt.bundle.files import open_bundle
+from lantern_rt.bundle.manifest import file_sha256
+from lantern_rt.bundle.rewrite import write_heads
 from lantern_rt.methods import METHODS
+from lantern_rt.runtime.heads import head_shapes
 from lantern_rt.serve.backend import LocalBackend
 
 BUNDLES: dict[str, Any] = {
@@ -23,7 +27,34 @@ BUNDLES: dict[str, Any] = {
     "heads": make_heads_bundle,
     "no drafter": lambda folder: make_tiny_bundle(folder, drafter=False),
     "groups": make_order_bundle,
+    "both drafters": lambda folder: add_heads(make_tiny_bundle(folder)),
+    "neighbours alone": lambda folder: change_manifest(make_tiny_bundle(folder), drafter=None, decoding={}),
+    "drafter alone": lambda folder: change_manifest(make_tiny_bundle(folder), neighbors=0, decoding={}),
+    "heads and neighbours": lambda folder: change_manifest(add_heads(make_tiny_bundle(folder)), drafter=None),
+    "row ends": lambda folder: add_row_end(make_tiny_bundle(folder)),
 }
+
+
+def change_manifest(folder: Path, **fields: Any) -> Path:
+    """Replace fields of a bundle's manifest."""
+    path = folder / "bundle.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return folder
+
+
+def add_heads(folder: Path) -> Path:
+    """Add draft heads of zeros to a bundle."""
+    tables = {name: np.zeros(shape, np.float16) for name, shape in head_shapes(CODES, WIDTH, 4, 4).items()}
+    return write_heads(open_bundle(folder), tables).folder
+
+
+def add_row_end(folder: Path) -> Path:
+    """Let a bundle end its rows with a token, whose embedding is zero."""
+    path = folder / "code_embeddings.npy"
+    np.save(path, np.pad(np.load(path), ((0, 1), (0, 0))))
+    manifest = json.loads((folder / "bundle.json").read_text())
+    manifest["files"]["code_embeddings"] |= {"sha256": file_sha256(path), "bytes": path.stat().st_size}
+    return change_manifest(folder, row_end=CODES, files=manifest["files"])
 
 
 @pytest.mark.parametrize(
@@ -33,6 +64,11 @@ BUNDLES: dict[str, Any] = {
         ("heads", ["ar", "eagle", "sjd", "rows"]),
         ("no drafter", ["ar", "sjd", "rows"]),
         ("groups", ["ar", "groups"]),
+        ("both drafters", ["ar", "eagle", "lantern", "lantern++", "sjd", "rows"]),
+        ("neighbours alone", ["ar", "sjd", "rows"]),
+        ("drafter alone", ["ar", "eagle", "sjd", "rows"]),
+        ("heads and neighbours", ["ar", "eagle", "lantern", "lantern++", "sjd", "rows"]),
+        ("row ends", ["ar", "eagle", "lantern", "lantern++", "sjd", "rows"]),
     ],
 )
 def test_the_methods_of_a_model_are_those_that_it_accepts(name: str, expected: list[str], tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import lantern_rt
 # From low to high: a module imports from its own layer and those before it.
 LAYERS = (
     ("errors", "version"),
-    ("inputs", "methods"),
+    ("inputs", "methods", "options"),
     ("runtime", "bundle", "text", "output"),
-    ("engines", "edits", "requests", "prompts"),
+    ("completion", "engines", "edits", "requests", "prompts"),
     ("export",),
     ("memory", "results", "runtime_inputs", "service_request", "sharing", "published"),
     ("pipeline",),

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from lantern_rt.cli.app import app
-from lantern_rt.methods import parse_method
+from lantern_rt.completion import parse_method
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")]

@@ -17,7 +17,7 @@ from lantern_rt import LanternError, open_bundle
 from lantern_rt.edits import read_image
 from lantern_rt.engines.host import thread_count
 from lantern_rt.errors import BundleError, BusyError, RequestError, TreeError
-from lantern_rt.methods import Options
+from lantern_rt.options import Options
 from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import check_request
 

@@ -82,11 +82,12 @@ def test_ar_is_the_bundles_order_and_other_methods_are_refused(pipe: Pipeline, w
     for method in ("sjd", "rows:window=2", "eagle", "lantern++"):
         error = error_of(RequestError, pipe, class_ids=3, method=method)
         name = method.partition(":")[0]
-        text = "bundle tiny draws groups of cells, in an order of its own; use method groups"
+        text = "bundle tiny draws groups of cells, in an order of its own; use method ar or groups"
         assert str(error) == f"method {name}: {text}"
     raster = Pipeline.from_bundle(words_bundle, threads=1)
     error = error_of(RequestError, raster, "red cube", method="groups")
-    assert str(error) == "method groups: bundle tiny draws one token after another; use method ar or sjd"
+    methods = "ar, eagle, lantern, lantern++, sjd or rows"
+    assert str(error) == f"method groups: bundle tiny draws one token after another; use method {methods}"
 
 
 def test_bench_inspect_and_run_take_the_bundle(
@@ -116,7 +117,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"order": {"groups": [[-1]]}}, "order.groups.0.0"),
     ({"presets": {}}, "preset strict, sjd"),
     ({"order": {"groups": [[0], [1, 4]], "two_heads": True}}, f"vocab_size {CODES} is not twice codebook_size {CODES}"),
-    ({"order": None}, "preset strict, groups: method groups is for bundles with an `order`, and only it"),
+    ({"order": None}, "preset strict, groups: the bundle draws one token after another"),
     ({"row_end": CODES}, "`row_end` is for raster order, but the bundle has an `order`"),
     ({"sizes": [{"name": "16x16", "rows": 4, "columns": 4}]}, "`sizes` is for raster order"),
 ]

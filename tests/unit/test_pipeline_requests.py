@@ -73,11 +73,12 @@ OPTIONS = [
     *written("lantern:neighbors", 0, -1, K + 1, 2.5, NAN),
     *written("ar:neighbors", 3),
     *written("sjd:neighbors", 3),  # without a bound
-    *written("eagle:drafter", "any", "heads"),
+    *written("eagle:drafter", "any"),
     *written("lantern:residual", "all"),
     *written("eagle:residual", "aggregated"),
     *written("sjd:residual", "aggregated"),
     *written("ar:tree", "mc-25"),
+    *written("eagle:tree", 7),
     *written("sjd:tree", "chain-4"),
     *written("eagle:window", 4),
     *written("sjd:window", 0, 129, 2.5, True, "four"),
@@ -220,6 +221,24 @@ def test_methods_that_a_bundle_cannot_run_are_refused(plain: Checker) -> None:
     check_refusal(plain, "method sjd", {"prompts": "red cube", "method": "sjd:lambda=2"})
 
 
+@pytest.mark.parametrize(
+    ("method", "problem"),
+    [
+        ("eagle", "has no drafter of the kind heads or eagle"),
+        ("lantern:drafter=heads", "has no drafter of the kind heads"),
+        ("sjd:lambda=2", "has 0 neighbors per code, but the method's bound reads 10"),
+        ("groups", "draws one token after another"),
+        (Eagle(), "has no drafter of the kind heads or eagle"),
+        (Sjd(neighbors=3, delta=0.1), "has 0 neighbors per code, but the method's bound reads 3"),
+    ],
+)
+def test_a_refused_method_names_what_the_bundle_lacks_and_methods_that_it_has(
+    plain: Checker, method: Any, problem: str
+) -> None:
+    error = error_of(RequestError, plain, "red cube", method=method)
+    assert (error.problem, error.remedy) == (f"bundle tiny {problem}", "use method ar, sjd or rows")
+
+
 def test_sjd_is_exact_unless_relaxation_is_asked_for(words: Checker) -> None:
     exact = words.method(method="sjd")
     assert (exact, exact.exact) == (Sjd(window=8), True)
@@ -254,7 +273,7 @@ def with_methods(words: Checker, *methods: MethodConfig) -> Any:
     return manifest.model_copy(update={"decoding": manifest.decoding.model_copy(update={"methods": methods})})
 
 
-@pytest.mark.parametrize("tree", ["oak", "tree.json", "chain-0", 7, "tree-z"])
+@pytest.mark.parametrize("tree", ["oak", "tree.json", "chain-0", "tree-z"])
 def test_a_tree_that_is_not_there_or_fits_no_codebook_is_refused(words: Checker, tree: Any) -> None:
     with pytest.raises(TreeError):
         words("red cube", method=f"eagle:tree={tree}")

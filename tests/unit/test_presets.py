@@ -74,7 +74,7 @@ def test_candidates_are_relaxed_need_no_drafter_and_can_be_run(words_bundle: Pat
     for name in candidates:
         method = pipeline("red cube", method=name).settings.method
         assert not method.exact
-        assert not method.needs_drafter
+        assert not method.needs.drafters
     bare = open_bundle(make_tiny_bundle(tmp_path / "bare", drafter=False)).manifest
     assert {name.split(":")[0] for name in candidate_methods(bare)} == {"rows"}
 

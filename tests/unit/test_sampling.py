@@ -16,7 +16,6 @@ from toy_engine import naive_distribution
 
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import FilterOrder, Sampling
-from lantern_rt.requests import SAMPLING
 from lantern_rt.runtime.sampling import best_codes, choose, sample, shape_distribution, softmax
 
 DATA = Path(__file__).parent.parent / "data"
@@ -169,10 +168,3 @@ def test_the_best_codes_are_those_of_a_full_sort_with_their_log_probabilities(lo
         assert len(set(chosen.tolist())) == kept
         np.testing.assert_array_equal(row[chosen], np.sort(row)[::-1][:kept])
         np.testing.assert_allclose(score, np.log(softmax(row))[chosen], rtol=1e-5, atol=1e-5)
-
-
-def test_every_setting_is_an_option_and_is_read_by_the_runtime() -> None:
-    assert {*SAMPLING, "filter_order", "cfg_final"} == Sampling.model_fields.keys()  # these two come with the bundle
-    source = "".join(path.read_text("utf-8") for path in (Path(__file__).parents[2] / "runtime").glob("*.py"))
-    read_as = {"cfg_tokens": "count_guided"}
-    assert [name for name in SAMPLING if f"sampling.{read_as.get(name, name)}" not in source] == []
