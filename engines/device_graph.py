@@ -12,23 +12,23 @@ node attends to. Accepted nodes therefore stay where they were written.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from ..bundle.decoder import EXPORT_AGAIN
 from ..bundle.manifest import DecoderSpec, DrafterSpec
-from ..bundle.onnx_scan import Weight, graph_weights, stored_name
+from ..bundle.onnx_scan import Weight
+from ..bundle.weights import INTEGERS, StoredWeights
 from ..errors import BundleError
 from ..inputs import reading
 from .columns import unpack_mask
 from .contracts import Tensor
 from .decoder_tensors import device_tensors, rows_dtype
-from .graph_writer import HEAD_EPSILON, DecoderWriter, GraphWriter, column_shape
+from .graph_writer import DecoderWriter, GraphWriter, column_shape
 from .kv_cache import round_up
 
-_AGAIN = "export the bundle again"
 MASKED = {"float32": -1e9, "bfloat16": -1e9, "float16": -6e4}  # finite, added to scores of masked columns
 
 
@@ -52,6 +52,7 @@ def device_graph(
     path: Path,
     spec: DecoderSpec | DrafterSpec,
     is_drafter: bool,
+    dtype: str = "float32",
     basic_ops: bool = False,
     capacity: int | None = None,
     max_nodes: int | None = None,
@@ -74,8 +75,10 @@ def device_graph(
 
     Args:
         path: graph file in a bundle, in the folder of its weights.
-        spec: sizes of the decoder.
+        spec: sizes and architecture of the decoder.
         is_drafter: whether the decoder is a drafter.
+        dtype: type that the bundle's decoders compute in: float32, float16, or bfloat16, which `basic_ops` replaces by
+            float32.
         basic_ops: whether to avoid ops for attention, bfloat16, and float16 tables in computations with float32.
         capacity: None: columns are written in any order, `write [rows, nodes, 1, 3]` is row, column and first part (0)
             of each node, `seen` covers all columns, and caches are `[rows, columns, parts, part]`, see `column_shape`.
@@ -85,42 +88,34 @@ def device_graph(
         multi_head: whether to write the op MultiHeadAttention instead of Attention in half precision.
 
     Raises:
-        BundleError: this version does not export a file like this.
+        BundleError: the file is damaged, or is not the graph of `spec`.
     """
-    with reading(path, "an ONNX graph", BundleError, _AGAIN):
-        weights = graph_weights(path)
-        try:
-            writer = _DeviceWriter(path.parent, weights, spec, basic_ops, capacity, max_nodes, multi_head)
-            graph = writer.write(is_drafter)
-        except KeyError as error:
-            raise BundleError(f"has no weight {error}", field=str(path), remedy=_AGAIN) from error
-        cpu_only = re.compile(r"eps_|rotary\.swap|.*\.(value_units|step)$")
-        names = (name for name in weights if "." in name and not cpu_only.match(name))
-        unread = next((name for name in names if name not in writer.graph.weights), None)
-        if unread is not None:
-            unexpected = f"the weight {unread}, which the decoder in bundle.json does not have"
-            raise BundleError(field=str(path), found=unexpected, remedy=_AGAIN)
-        return graph
+    with reading(path, "an ONNX graph", BundleError, EXPORT_AGAIN):
+        weights = StoredWeights(path)
+        if f"layers.{spec.num_layers}.ffn.up.weight" in weights:
+            raise BundleError(field=str(path), found="more layers", expected=str(spec.num_layers), remedy=EXPORT_AGAIN)
+        dtype = "float32" if basic_ops and dtype == "bfloat16" else dtype
+        writer = _DeviceWriter(path, weights, spec, dtype, basic_ops, capacity, max_nodes, multi_head)
+        return writer.write(is_drafter)
 
 
 class _DeviceWriter(DecoderWriter):
+    weights: StoredWeights
+
     def __init__(
         self,
-        folder: Path,
-        weights: dict[str, Weight],
+        path: Path,
+        weights: StoredWeights,
         spec: DecoderSpec | DrafterSpec,
+        dtype: str,
         basic_ops: bool,
         capacity: int | None,
         max_nodes: int | None,
         multi_head: bool,
     ) -> None:
-        names = (f"layers.0.attention.out.weight{kind}" for kind in ("", ".bfloat16", ".scales"))
-        out = next((weights[name] for name in names if name in weights), None)  # its type is the graph's
         graph = GraphWriter({"": 23, "com.microsoft": 1} if capacity is None else {"": 24})
         heads = spec.hidden_size // spec.head_dim
-        halves = ("float16",) if basic_ops else ("float16", "bfloat16")
-        dtype = out.dtype if out is not None and out.dtype in halves else "float32"
-        super().__init__(graph, weights, dtype, heads, heads // spec.num_kv_heads)
+        super().__init__(graph, spec.require_architecture(path), weights, dtype, heads, heads // spec.num_kv_heads)
         self.spec = spec
         self.basic_ops = basic_ops
         self.capacity = capacity
@@ -130,10 +125,7 @@ class _DeviceWriter(DecoderWriter):
         self.decoded: dict[str, str] = {}
         # TensorRT's Attention takes float16 only.
         self.has_matmul_attention = basic_ops or (capacity is not None and not self.half)
-        epsilons = {float(name.removeprefix("eps_")) for name in weights if name.startswith("eps_")}
-        self.epsilon = next(iter(epsilons - {HEAD_EPSILON}), HEAD_EPSILON)
-        swap = weights[stored_name(weights, "rotary.swap")].array(folder)
-        self.interleaved = int(swap[0].argmax() == 1)  # whether neighbours are rotated together
+        self.interleaved = int(self.architecture.rope_style == "interleaved")
 
     def write(self, is_drafter: bool) -> DeviceGraph:
         """Write the whole graph of a target or, if `is_drafter` is set, of a drafter."""
@@ -158,10 +150,11 @@ class _DeviceWriter(DecoderWriter):
         num_kv_heads = self.spec.num_kv_heads
         width = num_kv_heads * self.spec.head_dim
         parts = self.group + 2  # queries, in parts as wide as the keys; keys; values
-        if f"{at}.attention.head_norm.weight" in self.weights:
+        epsilon = self.architecture.head_norm_eps
+        if epsilon is not None:
             sizes = graph.ints((parts - 1) * width, width)
             both, value = graph.add_node("Split", [joint, sizes], [f"{at}.unturned", f"{at}.value"], axis=-1)
-            both = self.norm_heads(both, f"{at}.attention.head_norm", self.heads + num_kv_heads)
+            both = self.norm_heads(both, f"{at}.attention.head_norm", self.heads + num_kv_heads, epsilon)
             joint = graph.op("Concat", both, value, axis=-1)
         split = graph.reshape(joint, 0, -1, width)  # [rows, nodes * parts, width]; values are rotated by no angle
         joint = graph.op("RotaryEmbedding", split, *self.rotation, interleaved=self.interleaved, num_heads=num_kv_heads)
@@ -197,7 +190,7 @@ class _DeviceWriter(DecoderWriter):
                 columns = self.split_heads(new, num_kv_heads)
                 present = graph.op("TensorScatter", f"past_{name}", columns, "write", name=f"present_{name}", axis=2)
                 presents.append(graph.op("Slice", present, graph.ints(0), "span", graph.ints(2)))
-        scale = width**-0.5 if "attention_scale" in self.weights else 1.0  # otherwise weights include it
+        scale = self.architecture.attention_scale
         if self.has_matmul_attention:
             return self.matmul_attention(query, presents[0], presents[1], scale)
         if self.capacity is None:
@@ -265,19 +258,20 @@ class _DeviceWriter(DecoderWriter):
         """Return `x [rows, heads, nodes, head_dim]` as `[rows, nodes, heads * head_dim]`."""
         return self.graph.reshape(self.graph.transpose(x, 0, 2, 1, 3), 0, 0, self.heads * self.spec.head_dim)
 
-    def norm_heads(self, x: str, prefix: str, heads: int) -> str:
+    def norm_heads(self, x: str, prefix: str, heads: int, epsilon: float) -> str:
         """Normalize every head of queries and keys separately, in float32.
 
         Args:
             x: name of the queries and keys, `[rows, nodes, heads * head_dim]`.
             prefix: prefix of the names of the norm's weight and bias.
             heads: number of heads of queries and keys together.
+            epsilon: number added to the variance.
         """
         graph = self.graph
         spec = self.spec
         x = self.to_float32(graph.reshape(x, 0, 0, heads, spec.head_dim))
         ones = graph.constant(np.ones(spec.head_dim, np.float32))  # scales differ from head to head
-        normed = graph.op("LayerNormalization", x, ones, axis=-1, epsilon=HEAD_EPSILON)
+        normed = graph.op("LayerNormalization", x, ones, axis=-1, epsilon=epsilon)
         scaled = graph.op("Mul", normed, self.weight(f"{prefix}.weight"))
         scaled = graph.op("Add", scaled, self.weight(f"{prefix}.bias"))
         return self.to_dtype(graph.reshape(scaled, 0, 0, heads * spec.head_dim))
@@ -285,14 +279,15 @@ class _DeviceWriter(DecoderWriter):
     def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
         graph = self.graph
         scale = self.to_dtype(self.weight(weight))
+        epsilon = self.architecture.norm_eps
         if added is not None and "com.microsoft" in graph.domains:
             operands = [x, added, scale]
             names = [name or f"{weight}.normed", "", "", f"{weight}.total"]
             op = "com.microsoft.SkipSimplifiedLayerNormalization"
-            normed, *_, total = graph.add_node(op, operands, names, epsilon=self.epsilon)
+            normed, *_, total = graph.add_node(op, operands, names, epsilon=epsilon)
         else:
             total = x if added is None else graph.op("Add", x, added)
-            normed = graph.op("RMSNormalization", total, scale, name=name, axis=-1, epsilon=self.epsilon, stash_type=1)
+            normed = graph.op("RMSNormalization", total, scale, name=name, axis=-1, epsilon=epsilon, stash_type=1)
         return total, normed
 
     def gelu(self, x: str) -> str:
@@ -302,9 +297,9 @@ class _DeviceWriter(DecoderWriter):
         """Look up the drafter's token embeddings, in the type that the graph computes in."""
         if self.basic_ops and not self.half:
             return self.graph.op("Gather", self.weight("embed.weight"), "token_ids")
-        stored = self.add_weight(stored_name(self.weights, "embed.weight"))
-        rows = self.graph.op("Gather", stored, "token_ids")
-        return rows if self.weights[stored].dtype == self.dtype else self.graph.cast(rows, self.dtype)
+        stored = self.weights["embed.weight"]
+        rows = self.graph.op("Gather", self.add_weight(stored), "token_ids")
+        return rows if stored.dtype == self.dtype else self.graph.cast(rows, self.dtype)
 
     def from_input(self, x: str) -> str:
         """Cast an input of the graph to the type that the graph computes in."""
@@ -319,23 +314,22 @@ class _DeviceWriter(DecoderWriter):
 
     def weight(self, name: str) -> str:
         """Add a weight and decode it if it is stored in another type; a weight stored as float32 stays float32."""
-        stored = stored_name(self.weights, name)
-        if stored == name:
-            return self.add_weight(name)
-        if stored not in self.decoded:
-            if stored.endswith(("half", "bfloat16")):
-                self.decoded[stored] = self.decode_floats(stored)
-            else:
-                self.decoded[stored] = self.dequantize(stored, f"{name}.scales")
-        return self.decoded[stored]
+        stored = self.weights[name]
+        if stored.name == name:
+            return self.add_weight(stored)
+        if name not in self.decoded:
+            is_integer = stored.dtype in INTEGERS
+            scales = self.weights[f"{name}.scales"] if is_integer else None
+            self.decoded[name] = self.decode_floats(stored) if scales is None else self.dequantize(stored, scales)
+        return self.decoded[name]
 
-    def dequantize(self, stored: str, scale: str) -> str:
+    def dequantize(self, stored: Weight, scale: Weight) -> str:
         """Dequantize an integer weight, which has a scale per block of inputs or per output.
 
         With scales per output, ONNX Runtime multiplies when it loads the graph, unless the op is DequantizeLinear.
         """
-        inputs, _ = self.weights[stored].shape
-        count, *blocks = self.weights[scale].shape
+        inputs, _ = stored.shape
+        count, *blocks = scale.shape
         integers = self.add_weight(stored)
         scales = self.decode_floats(scale)
         if blocks:
@@ -344,15 +338,15 @@ class _DeviceWriter(DecoderWriter):
             return self.graph.op("Mul", self.graph.cast(integers, self.dtype), scales)
         return self.graph.op("DequantizeLinear", integers, scales, axis=1)
 
-    def decode_floats(self, name: str) -> str:
+    def decode_floats(self, stored: Weight) -> str:
         """Add a floating-point weight and cast it to the type that the graph computes in."""
-        self.add_weight(name)
-        return name if self.weights[name].dtype == self.dtype else self.graph.cast(name, self.dtype)
+        name = self.add_weight(stored)
+        return name if stored.dtype == self.dtype else self.graph.cast(name, self.dtype)
 
-    def add_weight(self, name: str) -> str:
+    def add_weight(self, stored: Weight) -> str:
         """Add a weight as it is stored, and return its name."""
-        self.graph.weights[name] = self.weights[name].message
-        return name
+        self.graph.weights[stored.name] = stored.message
+        return stored.name
 
     def write_rotation(self) -> list[str]:
         """Write the operands of the rotary embedding.
@@ -369,7 +363,7 @@ class _DeviceWriter(DecoderWriter):
         width = self.spec.head_dim
         second = (1, width, 2) if self.interleaved else (width // 2, width, 1)  # columns of each pair's second number
         slices = [graph.ints(number) for number in second]
-        positions = self.weights[stored_name(self.weights, "rotary.cos")].shape[0]
+        positions = self.weights["rotary.cos"].shape[0]
         parts = self.group + 2
         tables = []
         for name, fill in (("rotary.cos", 1), ("rotary.sin", 0)):

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..bundle.decoder import Architecture
 from .contracts import Tensor
 
 _IR_VERSION = 11
-HEAD_EPSILON = 1e-5  # epsilon of Chameleon's norms of heads, which no configuration contains
 TYPES = {
     "float32": 1,
     "uint8": 2,
@@ -163,20 +163,28 @@ class GraphWriter:
 class DecoderWriter(ABC):
     """Base class that writes a decoder as a graph. Tensors `x` are `[rows, nodes, width]` or have nodes first.
 
-    A subclass determines the ops of matmuls, norms and rotation, and where keys and values are stored. Optional parts
-    are written if their weights exist: norms of heads, norms of the outputs of attention and feed-forward networks,
-    biases, an output head with a hidden layer.
+    A subclass determines the ops of matmuls, norms and rotation, and where keys and values are stored.
 
     Args:
         graph: graph to write to.
+        architecture: parts of the decoder.
         weights: weights by name, in the subclass's form.
         dtype: type of computations except norms and logits: float32, float16 or bfloat16.
         heads: number of query heads.
         group: number of query heads that share a head of keys and values.
     """
 
-    def __init__(self, graph: GraphWriter, weights: Mapping[str, Any], dtype: str, heads: int, group: int) -> None:
+    def __init__(
+        self,
+        graph: GraphWriter,
+        architecture: Architecture,
+        weights: Mapping[str, Any],
+        dtype: str,
+        heads: int,
+        group: int,
+    ) -> None:
         self.graph = graph
+        self.architecture = architecture
         self.weights = weights
         self.dtype = dtype
         self.heads = heads
@@ -190,34 +198,37 @@ class DecoderWriter(ABC):
         """
         graph = self.graph
         added = None
-        two_heads = "below_norm.weight" in self.weights
+        two_heads = self.architecture.two_heads
         for i in range(layers - two_heads):
-            x, added = self.layer(x, added, f"layers.{i}")
+            x, added = self.layer(x, added, i)
         if two_heads and added is not None:
             x = graph.op("Add", x, added)
             added = None
         name = "narrow_states" if self.dtype == "bfloat16" else "hidden_states"
-        hidden = self.add_and_norm(x, added, "norm.weight", name)[1]
+        norm = "norm.weight" if self.architecture.final_norm else None
+        hidden = self.add_and_norm(x, added, norm, name)[1]
         if self.dtype == "bfloat16":
             graph.cast(hidden, "float32", "hidden_states")
         if two_heads:
-            last = self.layer(x, None, f"layers.{layers - 1}")
+            last = self.layer(x, None, layers - 1)
             self.head(hidden, self.add_and_norm(*last, "below_norm.weight", "states_below")[1])
         else:
             self.head(hidden)
 
-    def layer(self, x: str, added: str | None, at: str) -> tuple[str, str]:
+    def layer(self, x: str, added: str | None, index: int) -> tuple[str, str]:
         """Write a layer.
 
         Args:
             x: name of the residual stream.
             added: name of the output of the previous layer's feed-forward part; None: `x` includes it.
-            at: prefix of the names of the layer's weights.
+            index: index of the layer.
 
         Returns:
             The names of the residual stream and of the output of the feed-forward part.
         """
-        x, normed = self.add_and_norm(x, added, f"{at}.attention_norm.weight")
+        at = f"layers.{index}"
+        has_norm = index > 0 or self.architecture.input_norm
+        x, normed = self.add_and_norm(x, added, f"{at}.attention_norm.weight" if has_norm else None)
         added = self.norm_output(self.attention(normed, at), f"{at}.attention_post_norm.weight")
         x, normed = self.add_and_norm(x, added, f"{at}.ffn_norm.weight")
         gate = self.linear(normed, f"{at}.ffn.gate")
@@ -236,7 +247,7 @@ class DecoderWriter(ABC):
         if below is not None:
             both = self.linear(hidden, "head.right"), self.linear(below, "head.below")
             self.graph.op("Concat", *both, name=name, axis=-1)
-        elif "head.first.bias" in self.weights:
+        elif self.architecture.head_hidden:
             self.linear(self.gelu(self.linear(hidden, "head.first")), "head.second", name)
         else:
             self.linear(hidden, "head", name)
@@ -259,28 +270,28 @@ class DecoderWriter(ABC):
         bias = self.to_dtype(bias) if self.dtype == "bfloat16" else bias  # stored as float32
         return self.graph.op("Add", y, bias, name=output)
 
-    def add_and_norm(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
-        """Write the residual sum and its RMS norm; if the norm has no weight, the normed sum is the sum.
+    def add_and_norm(self, x: str, added: str | None, weight: str | None, name: str | None = None) -> tuple[str, str]:
+        """Write the residual sum and its RMS norm; without a norm, the normed sum is the sum.
 
         WebGPU does not record copies. Therefore the sum itself gets the name, instead of an Identity node's output.
 
         Args:
             x: name of the residual stream.
             added: name of the output of the previous attention or feed-forward part; None: the sum is `x`.
-            weight: name of the norm's weight.
+            weight: name of the norm's weight; None: no norm.
             name: name of the normed sum; None: any name.
 
         Returns:
             The names of the sum and of the normed sum.
         """
-        if weight in self.weights:
+        if weight is not None:
             return self.norm(x, added, weight, name)
         total = x if added is None else self.graph.op("Add", x, added, name=name)
         return total, total
 
     def norm_output(self, x: str, weight: str) -> str:
-        """Write the norm of the output `x` of attention or a feed-forward network; without a weight, return `x`."""
-        return self.norm(x, None, weight, None)[1] if weight in self.weights else x
+        """Write the norm of the output `x` of attention or a feed-forward network, if outputs are normalised."""
+        return self.norm(x, None, weight, None)[1] if self.architecture.post_norms else x
 
     def tile_mask(self, mask: str) -> str:
         """Tile a mask `[rows, 1, nodes, columns]` along the nodes, once for each query head of a group."""
@@ -325,7 +336,7 @@ class DecoderWriter(ABC):
 
     @abstractmethod
     def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
-        """Write the residual sum and its norm. Args: see `add_and_norm`; the weight exists."""
+        """Write the residual sum and its norm. Args: see `add_and_norm`."""
 
     @abstractmethod
     def gelu(self, x: str) -> str:
@@ -348,14 +359,6 @@ def column_shape(width: int) -> tuple[int, int]:
     """
     part = gcd(width, _MAX_PART)
     return width // part, part
-
-
-def convolution_graph() -> bytes:
-    """Return a graph that computes `result`, the convolution of 2 x 2 pixels `image` with a `kernel` of 1 x 1."""
-    graph = GraphWriter()
-    graph.op("Conv", "image", "kernel", name="result")
-    image, kernel = (Tensor(name, ("float32",), (1, 1, n, n)) for name, n in (("image", 2), ("kernel", 1)))
-    return graph.to_bytes([image, kernel], [Tensor("result", image.dtypes, image.shape)])
 
 
 def _attribute(name: str, value: Attribute) -> bytes:

@@ -34,13 +34,12 @@ from .graph.graph_file import GraphFile
 from .graph.graphs import HIDDEN, Arrays, Graph
 from .graph.onnx_ops import TWO_INTEGERS
 from .graph.precision import fake_quantize, round_activations
-from .models.decoder import LayerStack
+from .models.decoder import LayerStack, decoder_fields
 from .progress import silent
 
 onnxruntime: Any = import_onnxruntime()
 
 _MIN_HALF = -6e4  # replaces lower numbers of masks in float16
-_SIZES = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
 _MAX_INPUT = 1 << 28  # maximum size of a random input, as a damaged graph may declare any size
 
 
@@ -230,13 +229,14 @@ class DeviceLayoutSession:
     """
 
     def __init__(self, graph: Graph, path: Path, low_memory: bool = False) -> None:
-        sizes = {name: getattr(graph.module.config, name) for name in _SIZES}
-        make = partial(device_graph, path, DrafterSpec(**sizes), is_drafter=graph.role == "drafter")
+        assert isinstance(graph.module, LayerStack)
+        spec = DrafterSpec(**decoder_fields(graph.module.config))
+        make = partial(device_graph, path, spec, is_drafter=graph.role == "drafter", dtype=graph.compute)
         device = make()
         if device.dtype == "bfloat16":  # CPUs do not compute in it
             device = make(basic_ops=True)
         self._session = GraphFileSession(path, low_memory, device.model)
-        self._heads = (sizes["num_kv_heads"], sizes["head_dim"])
+        self._heads = (spec.num_kv_heads, spec.head_dim)
 
     def run(self, inputs: Arrays) -> Arrays:
         """Return all outputs; inputs and outputs have the names and shapes of the file's graph."""

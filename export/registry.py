@@ -1,61 +1,60 @@
-"""The families of models with their checkpoints and options, and reading them, for `export` and `verify`."""
+"""The families of models, and reading their checkpoints, for `export` and `verify`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
+from os.path import isfile
 from typing import TYPE_CHECKING, Any
 
 from ..engines.contracts import Progress
 from ..errors import CheckpointError
+from ..inputs import format_value
+from .family import Family
 from .progress import silent
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .model import Model
 
-# Options by family. `export.families.<family>` has a function `read_<family>` with parameters of these names.
-FAMILIES = {
-    "llamagen": ("target", "vq", "drafter", "text_encoder", "config", "grid", "weights", "lora"),
-    "par": ("target", "vq", "config", "grid", "weights", "lora"),
-    "nar": ("target", "vq", "text_encoder", "config", "grid", "weights", "lora"),
-    "anole": ("target", "vq", "drafter", "grid", "lora"),
-    "lumina": ("target", "vq", "drafter", "grid", "lora"),
-    "lumina2": ("target", "vq", "grid", "lora"),
-    "glm_image": ("target", "grid", "lora"),
-    "janus": ("target", "lora"),
-    "emu3": ("target", "vq", "grid", "lora"),
-    "simplear": ("target", "vq", "grid", "lora"),
-}
+# Modules of `export.families`, each with a record `FAMILY`. The first is the default of `export`.
+FAMILIES = ("llamagen", "par", "nar", "anole", "lumina", "lumina2", "glm_image", "janus", "emu3", "simplear")
 CHECKPOINTS = ("target", "vq", "drafter", "text_encoder", "config")  # the options that are paths
-# Files of targets that are repositories with folders.
-_PARTS = {"glm_image": ("processor/tokenizer.json", "vision_language_encoder/*")}
-_OPTIONAL_VQ = ("emu3",)  # its target may contain the VQ tokenizer
 
 
-def check_family(family: str, options: Mapping[str, Any]) -> None:
-    """Check the name of a family and its options.
+def find_family(name: str) -> Family:
+    """Return the record of a family, which imports PyTorch. Raises: CheckpointError: the name is unknown."""
+    if name not in FAMILIES:
+        raise CheckpointError(field="family", found=repr(name), expected=" or ".join(FAMILIES))
+    family: Family = import_module(f".families.{name}", __package__).FAMILY
+    return family
+
+
+def check_family(name: str, options: Mapping[str, Any]) -> Family:
+    """Return the record of a family after checking the options for its reader.
 
     Raises:
         CheckpointError: the family is unknown, does not take an option, or lacks a required option.
     """
-    if family not in FAMILIES:
-        raise CheckpointError(field="family", found=repr(family), expected=" or ".join(FAMILIES))
-    for name, value in options.items():
-        if value is not None and name not in FAMILIES[family]:
-            raise CheckpointError(f"family {family} does not take it", field=name, remedy="leave it out")
-    if "vq" in FAMILIES[family] and family not in _OPTIONAL_VQ and options.get("vq") is None:
-        expected = f"the VQ tokenizer that belongs to the {family} target"
-        raise CheckpointError(field="vq", found="nothing", expected=expected)
+    family = find_family(name)
+    for option, value in options.items():
+        if value is not None and option not in family.options:
+            raise CheckpointError(f"family {name} does not take it", field=option, remedy="leave it out")
+    for option, required in family.options.items():
+        if required and options.get(option) is None:
+            raise CheckpointError(field=option, found="nothing", expected=f"a checkpoint, which family {name} needs")
+    return family
 
 
 def read_family(
-    family: str, options: Mapping[str, Any], progress: Progress = silent, cfg_scale: float | None = None
+    name: str, options: Mapping[str, Any], progress: Progress = silent, cfg_scale: float | None = None
 ) -> Model:
     """Read the checkpoints of a family.
 
     Args:
-        family: name of a family in `FAMILIES`.
+        name: name of a family in `FAMILIES`.
         options: values of options by name. Checkpoints are paths or hub references, whose files are downloaded; `lora`
             is a list of these, each with or without `:scale`. None means not given.
         progress: progress callback, called for each checkpoint.
@@ -66,22 +65,39 @@ def read_family(
         RequestError: a hub reference is malformed.
         EngineError: a library that they need is not installed.
     """
-    check_family(family, options)
+    family = check_family(name, options)
     from .checkpoints import lora
     from .checkpoints.hub import fetch
 
-    arguments = {name: value for name, value in options.items() if value is not None}
+    arguments = {option: value for option, value in options.items() if value is not None}
     for role in CHECKPOINTS:
         if role in arguments:
-            arguments[role] = fetch(arguments[role], _PARTS.get(family, ()) if role == "target" else ())
+            files, side_files = (family.files, family.side_files) if role == "target" else ((), ())
+            arguments[role] = fetch(arguments[role], files, side_files)
     if "lora" in arguments:
         adapters = [lora.split_scale(text) for text in arguments["lora"]]
         files = (lora.CONFIG, lora.WEIGHTS)
         arguments["lora"] = [lora.read_adapter(fetch(place, files), scale) for place, scale in adapters]
+    _check_model_type(name, arguments["target"])
     progress("reading checkpoints", 0, 0)
-    read = getattr(import_module(f".families.{family}", __package__), f"read_{family}")
-    model: Model = read(**arguments, progress=progress)
+    model = family.read(**arguments, progress=progress)
     if cfg_scale is None:
         return model
     sampling = model.fields["sampling"].model_copy(update={"cfg_scale": cfg_scale})
     return replace(model, fields={**model.fields, "sampling": sampling})
+
+
+def _check_model_type(name: str, target: Path) -> None:
+    """Check that a target is not of other families, which are then named. Raises: CheckpointError."""
+    from .checkpoints.files import read_config
+
+    path = target / "config.json"
+    if not isfile(path):
+        return
+    config = read_config(path)
+    model_type = config.get("model_type")
+    readers = [other for other in FAMILIES if model_type in find_family(other).model_types]
+    if readers and name not in readers:
+        expected = f"a model of family {name}"
+        remedy = f"give `--family {' or '.join(readers)}`, or another target"
+        raise config.error("model_type", found=format_value(model_type), expected=expected, remedy=remedy)

@@ -26,6 +26,7 @@ from .errors import (
     RequestError,
     TreeError,
 )
+from .version import __version__
 
 TYPE_CHECKING = False  # `typing` is not imported, as Ctrl-C during its import would print a traceback
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ _SOURCE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 if os.path.isfile(os.path.join(_SOURCE, "pyproject.toml")):  # a checkout, whose sibling folders are subpackages
     __path__[:] = [os.path.dirname(os.path.realpath(__file__)), _SOURCE]
 
-__version__ = "0.1.0"
 __all__ = [
     "AsyncPipeline",
     "BundleError",

@@ -14,15 +14,14 @@ import psutil  # type: ignore[import-untyped]
 from .bundle.conditions import ConditionSpec
 from .bundle.files import Bundle
 from .bundle.manifest import DecoderSpec, DrafterSpec, Manifest
-from .bundle.onnx_scan import count_float_weights
+from .bundle.weights import StoredWeights
 from .completion import supported_methods
 from .engines.host import available_memory
 from .engines.kv_cache import SPAN_STEP, round_up
 from .engines.precisions import INT8, INTEGER_WEIGHTS
 from .errors import BundleError, RequestError
-from .inputs import format_error
 from .requests import Request, Settings, resolve_settings
-from .runtime.state import count_nodes
+from .runtime.drafters import count_nodes
 
 FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
 MAX_WEIGHTS = 1 << 50
@@ -201,14 +200,9 @@ def weight_bytes(bundle: Bundle, role: str) -> int:
     if precision in (*INTEGER_WEIGHTS, INT8):
         return sum(entry.bytes for name, entry in manifest.files.items() if name in (role, f"{role}.data"))
     path = bundle.path(role)
-    try:
-        weights = count_float_weights(path)
-        if weights >= MAX_WEIGHTS:
-            raise ValueError("more weights than any file holds")
-    except (ValueError, OSError) as error:
-        raise BundleError(
-            field=str(path), found=format_error(error), expected="an ONNX graph", remedy="export the bundle again"
-        ) from error
+    weights = StoredWeights(path).count_floats()
+    if weights >= MAX_WEIGHTS:
+        raise BundleError(field=str(path), found="more weights than any file holds", remedy="export the bundle again")
     return 4 * weights
 
 

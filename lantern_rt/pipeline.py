@@ -32,12 +32,11 @@ from .options import GenerationOptions, ImageSource, Options
 from .output.images import blank_image, grey_out, to_image, with_record
 from .output.progress import progress_bars
 from .prompts import ImageRequest, load_bundle_tokenizer
-from .renamed import HasRenamedAttributes
 from .requests import Request, Settings, check_request, resolve_settings
 from .results import Ints, Result, StreamState, StreamStep, build_result, recipe_fields
 from .runtime.decode import decode
 from .runtime.state import PrefixRow, Prompt
-from .runtime_inputs import compute_likelihoods, compute_prefixes, load_model
+from .runtime_inputs import compute_likelihoods, compute_prefixes, image_layout, load_model
 
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder
@@ -49,7 +48,7 @@ WARM_UP_STEPS = 3
 MAX_TRIES = 64
 
 
-class Pipeline(HasRenamedAttributes):
+class Pipeline:
     """Image generator for one bundle, made by `Pipeline.from_bundle`. Several threads may share it.
 
     Call `close` when done, or use `with Pipeline.from_bundle(...) as pipe:`. Neither threads nor a GPU survive a fork:
@@ -145,7 +144,9 @@ class Pipeline(HasRenamedAttributes):
         method, *_ = supported_methods(manifest, ("eagle:drafter=eagle", "eagle:drafter=heads", "ar"))
         settings = resolve_settings(manifest, {"method": method, "cfg_scale": 2.0})
         model = load_model(self.bundle, self.engines, [settings.method])
-        for _ in islice(decode(model, [Prompt(row, row)], [0], settings.sampling, settings.method), WARM_UP_STEPS):
+        layout = image_layout(manifest)
+        steps = decode(model, layout, [Prompt(row, row)], [0], settings.sampling, settings.method)
+        for _ in islice(steps, WARM_UP_STEPS):
             pass  # the tokens are not used: they belong to an image without a prompt
         _LOG.info("warmed up bundle %s", manifest.name)
 
@@ -355,12 +356,14 @@ class Pipeline(HasRenamedAttributes):
     def _decode(
         self, engines: Engines, images: Sequence[ImageRequest], settings: Settings, max_images: int
     ) -> Generator[StreamStep, None, None]:
-        model = load_model(self.bundle, engines, [settings.method], settings.size)
+        model = load_model(self.bundle, engines, [settings.method])
+        layout = image_layout(self.bundle.manifest, settings.size)
         seeds = [image.seed for image in images]
         prompts = compute_prefixes(self.bundle, engines, images)
         adaptive = settings.quality is not None and engines.on_cpu
-        state = StreamState(len(images), model.num_codes)
-        for step in decode(model, prompts, seeds, settings.sampling, settings.method, max_images, adaptive=adaptive):
+        state = StreamState(len(images), layout.num_codes)
+        steps = decode(model, layout, prompts, seeds, settings.sampling, settings.method, max_images, adaptive=adaptive)
+        for step in steps:
             yield state.add(step, settings, partial(self.decode_image, images, settings))
         assert step.stats is not None
         figures = step.stats.tokens_per_forward_pass, step.stats.seconds

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,18 +204,17 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
         LanternError: the same as `check_host`; the hub cannot be reached; or the export fails.
     """
     check_host(name)
-    # Imported by name: exporting is optional, and lies above this module.
-    precision_module, progress_module, registry, writer = (
-        import_module(f".export.{name}", __package__) for name in ("graph.precision", "progress", "registry", "writer")
-    )
+    from .export.graph.precision import read_precisions
+    from .export.progress import silent
+    from .export.registry import read_family
+    from .export.writer import export_model
+
+    report = progress or silent
     model = find_model(name)
     choice = {"target": "int8"} if default_precision() == "int8" else {"compute": "float16", "vq": "fp16"}
-    precisions = precision_module.read_precisions(**choice)
-    report = progress or progress_module.silent
-    loaded = registry.read_family(model.family, model.export_options, report, model.cfg_scale)
+    loaded = read_family(model.family, model.export_options, report, model.cfg_scale)
     output = _bundle_folder(name)
-    writer.export_model(loaded, output, name=name, precisions=precisions, force=True, progress=report)
-    return output
+    return export_model(loaded, output, name=name, precisions=read_precisions(**choice), force=True, progress=report)
 
 
 def find_bundle(name: str, download: bool = False) -> str | Path:

@@ -12,14 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image
 
-from . import __version__
 from .bundle.files import Bundle
 from .prompts import ImageRequest, Label
-from .renamed import HasRenamedAttributes
 from .requests import Request, Settings
 from .runtime.decode import Step
 from .runtime.noise import FORMAT
 from .runtime.statistics import Statistics
+from .version import __version__
 
 Ints = NDArray[np.int64]
 
@@ -57,7 +56,7 @@ class Result:
 
 
 @dataclass(frozen=True, repr=False)
-class StreamStep(HasRenamedAttributes, Step):
+class StreamStep(Step):
     """State of a request after one decode step.
 
     Attributes:

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .bundle.files import Bundle
+from .bundle.manifest import Manifest
 from .errors import BundleError
 from .methods import MethodConfig, Needs
 from .prompts import ImageRequest
 from .requests import Request
 from .runtime.engine import Ints
+from .runtime.groups import GroupLayout, TwoHeadLayout
+from .runtime.layout import ImageLayout
 from .runtime.likelihood import Likelihood, likelihood
-from .runtime.order import Order
+from .runtime.raster import RasterLayout, RowEndLayout
 from .runtime.state import DrafterLayout, Model, PrefixRow, Prompt
 
 if TYPE_CHECKING:
@@ -66,19 +69,36 @@ def compute_likelihoods(bundle: Bundle, engines: Engines, request: Request, code
         codes: tokens of each image, int64 `[cells]`.
     """
     settings = request.settings
-    model = load_model(bundle, engines, [settings.method], settings.size)
+    model = load_model(bundle, engines, [settings.method])
+    layout = image_layout(bundle.manifest, settings.size)
     prefixes = compute_prefixes(bundle, engines, request.images)
     edits = [image.edit for image in request.images]
     masks = [None if edit is None or edit.regenerated.all() else ~edit.regenerated.ravel() for edit in edits]
     return [
-        likelihood(model, prefix, tokens, settings.sampling, mask)
+        likelihood(model, layout, prefix, tokens, settings.sampling, mask)
         for prefix, tokens, mask in zip(prefixes, codes, masks, strict=True)
     ]
 
 
-def load_model(
-    bundle: Bundle, engines: Engines, methods: Sequence[MethodConfig] | None = None, size: str | None = None
-) -> Model:
+def image_layout(manifest: Manifest, size: str | None = None) -> ImageLayout:
+    """Return the layout of images of one size.
+
+    Args:
+        manifest: manifest of the bundle.
+        size: name of the image size; None: the bundle's default.
+    """
+    grid = manifest.size(size)
+    order = manifest.order
+    if order is not None:
+        if order.two_heads:
+            return TwoHeadLayout(order.groups, manifest.codebook_size, grid.columns)
+        return GroupLayout(order.groups, manifest.codebook_size)
+    if manifest.row_end is not None:
+        return RowEndLayout(grid.codes, grid.columns, row_end=manifest.row_end)
+    return RasterLayout(grid.codes, grid.columns, grid.first_grid or (0, 0))
+
+
+def load_model(bundle: Bundle, engines: Engines, methods: Sequence[MethodConfig] | None = None) -> Model:
     """Load the graphs and tables that the runtime needs to generate images.
 
     Args:
@@ -86,13 +106,10 @@ def load_model(
         engines: loaded graphs of the bundle.
         methods: methods that will run; graphs and tables that none of them reads stay unloaded. None: any method
             may run.
-        size: name of the image size; None: the bundle's default.
     """
     manifest = bundle.manifest
     names = {field.name for field in fields(DrafterLayout)}
     layout = manifest.drafter.model_dump(include=names) if manifest.drafter else {}
-    grid = manifest.size(size)
-    order = manifest.order
     everything = Needs(("eagle",), True, manifest.neighbors)
     needs = [everything] if methods is None else [method.needs for method in methods]
     uses_drafter = any("eagle" in each.drafters for each in needs)
@@ -101,15 +118,10 @@ def load_model(
     return Model(
         engines.target,
         engines.drafter if uses_drafter else None,
-        grid.codes,
         manifest.target.max_positions,
         DrafterLayout(**layout),
-        grid.columns,
         bundle.neighbors if uses_neighbors else None,
         engines.rounding,
         engines.max_nodes,
-        manifest.row_end,
         bundle.heads if uses_heads else None,
-        Order(order.groups, manifest.codebook_size, grid.columns, order.two_heads) if order else None,
-        grid.first_grid or (0, 0),
     )

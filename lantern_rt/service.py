@@ -21,17 +21,17 @@ from typing import Self, Unpack
 from .errors import LanternError, RequestError
 from .inputs import check_int
 from .memory import compute_max_images, largest_settings
-from .methods import MethodConfig, RowParallel, Sjd
+from .methods import MethodConfig, Sjd
 from .options import Options
 from .pipeline import Pipeline
-from .renamed import HasRenamedAttributes
 from .results import StreamStep
 from .runtime import state
 from .runtime.batch import Batch
 from .runtime.decode import Step, select_joining
+from .runtime.drafters import count_nodes
 from .runtime.drafting import SequenceStep
 from .runtime.statistics import Clock, summarise
-from .runtime_inputs import compute_prefixes, load_model
+from .runtime_inputs import compute_prefixes, image_layout, load_model
 from .service_request import Listener, ServiceRequest
 from .sharing import Capacity, Turns, fair_order
 
@@ -42,7 +42,7 @@ FEW_NODES = 2  # exact methods with more nodes per image slow down other callers
 MAX_FAILURES = 3  # consecutive failed forward passes after which the service counts as broken
 
 
-class Service(HasRenamedAttributes):
+class Service:
     """Generator of images for many threads, with one pipeline, which the caller closes.
 
     Callers get equal shares: of the images per forward pass, and of time. Relaxed methods, whose images depend on the
@@ -135,10 +135,8 @@ class Service(HasRenamedAttributes):
         checked = replace(checked, settings=self.pipeline.adapt_settings(checked.settings))
         self.pipeline.check_image_memory(checked)
         num_images = len(checked.images)
-        size = self.pipeline.bundle.manifest.size(checked.settings.size)
-        first_grid = size.first_grid or (0, 0)
-        raster = replace(self.model.raster, num_codes=size.codes, columns=size.columns, first_grid=first_grid)
-        request = ServiceRequest(self.cancel, checked, listener, steps, caller, deadline, raster)
+        layout = image_layout(self.pipeline.bundle.manifest, checked.settings.size)
+        request = ServiceRequest(self.cancel, checked, listener, steps, caller, deadline, layout)
         self.check_nodes(checked.settings.method)
         if num_images > self.capacity.total:
             expected = f"at most {self.capacity.total} in one request"
@@ -157,8 +155,8 @@ class Service(HasRenamedAttributes):
 
     def check_nodes(self, method: MethodConfig) -> None:
         """Raise RequestError if a pass of the method has too many nodes to be shared."""
-        nodes = state.count_nodes(method)
         max_nodes = min(MAX_NODES, self._engines.max_nodes)
+        nodes = count_nodes(method, max_nodes)
         if nodes > max_nodes:
             expected = f"at most {max_nodes} where passes are shared"
             raise RequestError(field="method", found=f"{nodes} nodes in a pass", expected=expected)
@@ -238,11 +236,12 @@ class Service(HasRenamedAttributes):
             rows = prompt.rows(settings.sampling)
             sequence = state.ImageSequence(
                 self._num_sequences,
-                request.raster,
+                request.layout,
                 rows,
                 settings.sampling,
                 settings.method,
                 image.seed,
+                count_nodes(settings.method, self.model.max_nodes),
                 prompt.preserved,
                 adaptive=self._engines.on_cpu,
             )
@@ -294,7 +293,7 @@ class Service(HasRenamedAttributes):
         method = sequence.method
         if self._num_callers < 2 or (method.exact and (sequence.max_nodes <= FEW_NODES or isinstance(method, Sjd))):
             return 0
-        return (MAX_NODES if isinstance(method, RowParallel) else sequence.max_nodes).bit_length()
+        return sequence.max_nodes.bit_length()
 
     def _step(self) -> None:
         """Run one forward pass and send its results to the listeners."""
@@ -326,7 +325,7 @@ class Service(HasRenamedAttributes):
         if new[group]:
             self._waiting = [sequence for sequence in self._waiting if not sequence.codes]
         with self._changed:
-            images = sum(len(part.codes) / self._requests[part.sequence].raster.num_codes for part in parts)
+            images = sum(len(part.codes) / self._requests[part.sequence].layout.num_codes for part in parts)
             self.capacity.record_pass(now - self._last_pass, images)
         self._last_pass = now
         steps: dict[ServiceRequest, list[SequenceStep]] = {}
@@ -340,7 +339,7 @@ class Service(HasRenamedAttributes):
     def _send_step(self, request: ServiceRequest, parts: list[SequenceStep]) -> None:
         settings = request.checked.settings
         sequences = request.sequences
-        codes = request.raster.num_codes
+        codes = request.layout.num_codes
         total = codes * len(sequences)
         remaining = sum(sequence.remaining for sequence in sequences)
         stats = None

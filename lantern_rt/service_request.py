@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from .requests import Request
 from .results import StreamState, StreamStep
 from .runtime import state
-from .runtime.raster import Raster
+from .runtime.layout import ImageLayout
 from .runtime.statistics import Clock
 
 Listener = Callable[[StreamStep | BaseException], None]
@@ -25,7 +25,7 @@ class ServiceRequest:
     steps: bool  # whether the listener receives every step
     caller: str
     deadline: float  # time limit in seconds after `arrived`
-    raster: Raster  # order of the tokens of an image
+    layout: ImageLayout  # layout of the images
     arrived: float = field(default_factory=time.perf_counter)
     queue_seconds: float | None = None  # time before the first forward pass
     reserved_images: int = 0  # images that count toward the capacity; 0 after the end or a cancellation
@@ -36,7 +36,7 @@ class ServiceRequest:
     ended: bool = False
 
     def __post_init__(self) -> None:
-        self.stream_state = StreamState(len(self.checked.images), self.raster.num_codes)
+        self.stream_state = StreamState(len(self.checked.images), self.layout.num_codes)
 
     @property
     def waits(self) -> bool:

@@ -12,7 +12,9 @@ from itertools import islice
 
 from ..methods import MethodConfig, Sampling
 from .batch import Batch
+from .drafters import count_nodes
 from .drafting import OnCommit, SequenceStep
+from .layout import ImageLayout
 from .state import ImageSequence, Model, Prompt
 from .statistics import SequenceStatistics, Statistics, summarise
 
@@ -33,6 +35,7 @@ class Step:
 
 def decode(
     model: Model,
+    layout: ImageLayout,
     prompts: Iterable[Prompt],
     seeds: Sequence[int],
     sampling: Sampling,
@@ -46,7 +49,8 @@ def decode(
     The tokens of an image do not depend on the other images in the batch, whatever the method.
 
     Args:
-        model: engines and sizes.
+        model: engines and tables.
+        layout: layout of the images.
         prompts: prompts, read from the iterator when the batch can hold another image.
         seeds: one seed for each prompt, 0 .. 2^64 - 1.
         sampling: guidance, temperature and filters.
@@ -59,6 +63,7 @@ def decode(
         One step after every prefill and every verification pass.
     """
     batch = Batch(model, on_commit)
+    nodes = count_nodes(method, model.max_nodes)
     records: list[SequenceStatistics] = []
     coming = iter(enumerate(zip(prompts, seeds, strict=True)))
     waiting: list[ImageSequence] = []
@@ -67,7 +72,7 @@ def decode(
     while stats is None:
         for i, (prompt, seed) in islice(coming, max_images - len(batch.active) - len(waiting)):
             rows = prompt.rows(sampling)
-            waiting.append(ImageSequence(i, model.raster, rows, sampling, method, seed, prompt.preserved, adaptive))
+            waiting.append(ImageSequence(i, layout, rows, sampling, method, seed, nodes, prompt.preserved, adaptive))
         if new := select_joining(batch, waiting, max_images):
             del waiting[: len(new)]
             records += [sequence.statistics for sequence in new]
@@ -76,8 +81,8 @@ def decode(
             parts = batch.step()
         done += sum(part.num_codes for part in parts)
         if not batch.active and len(records) == len(seeds):
-            stats = summarise(method.method, model.num_codes, batch.target_clock, batch.drafter_clock, records)
-        yield Step(parts, done, model.num_codes * len(seeds), stats)
+            stats = summarise(method.method, layout.num_codes, batch.target_clock, batch.drafter_clock, records)
+        yield Step(parts, done, layout.num_codes * len(seeds), stats)
 
 
 def select_joining(
@@ -97,7 +102,7 @@ def select_joining(
     """
     if batch.active and len(waiting) >= max_images:
         idle = (max_images - len(batch.active)) * max(sequence.remaining for sequence in batch.active)
-        if idle <= MAX_IDLE_SHARE * max_images * max(sequence.raster.num_codes for sequence in batch.active):
+        if idle <= MAX_IDLE_SHARE * max_images * max(sequence.layout.num_codes for sequence in batch.active):
             return []
     rows = max_rows - batch.num_rows
     new: list[ImageSequence] = []

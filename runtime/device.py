@@ -19,7 +19,7 @@ class SampleRequest(NamedTuple):
     sampling: Sampling
     noise: Noise | None  # the sequence's noise; None: choose the most probable codes
     positions: Ints  # positions that the noise depends on, int64 `[count]`
-    scales: Floats | None = None  # guidance scales, float32 `[count]`; None: the last scale
+    scales: Floats  # guidance scales, float32 `[count]`; not used with one row
 
 
 class DeviceLogits(ABC):

@@ -12,17 +12,10 @@ import numpy as np
 
 from .acceptance import Acceptance
 from .engine import DeviceArray, Floats, Ints
-from .pass_layout import PassLayout
+from .layout import PassLayout, Placed
 from .state import ImageSequence, Model
-from .target import TargetOutput
-from .tree import DraftTree, TreeStructure
-
-
-class Placed(NamedTuple):
-    """Codes sampled in a forward pass and their cells, both int64 `[count]`; without end-of-row tokens."""
-
-    cells: Ints
-    codes: Ints
+from .target import Nodes, TargetOutput
+from .tree import DraftTree
 
 
 class SequenceStep(NamedTuple):
@@ -30,23 +23,16 @@ class SequenceStep(NamedTuple):
 
     sequence: int  # index of the sequence
     codes: Ints  # codes of the cells up to the first gap that no step before had, int64 `[count]`
+    placed: Placed | None = None  # codes that a pass sampled in cells out of raster order; None: `codes`
     tree: DraftTree | None = None  # the draft tree; None for the prefill, `ar`, `rows` and `groups`
     acceptance: Acceptance | None = None  # acceptance of the tree's nodes
-    placed: Placed | None = None  # codes that a pass sampled in cells out of raster order; None: `codes`
 
     @classmethod
     def of(cls, sequence: ImageSequence, codes: Ints) -> SequenceStep:
         """Append codes to a sequence, in its order of drawing, and return the step."""
         before = len(sequence.codes)
-        appended = sequence.append(codes)
-        order = sequence.raster.order
-        if order is None:
-            return cls(sequence.index, appended)
-        image = np.zeros(sequence.raster.num_codes, np.int64)
-        image[order.cells[: len(sequence.codes)]] = sequence.codes
-        complete = slice(order.count_complete(before), order.count_complete(len(sequence.codes)))
-        placed = Placed(order.cells[before : len(sequence.codes)], appended)
-        return cls(sequence.index, image[complete], placed=placed)
+        sequence.append(codes)
+        return cls(sequence.index, *sequence.layout.uncover(sequence.codes, before))
 
     @property
     def num_codes(self) -> int:
@@ -62,20 +48,12 @@ class Accepted(NamedTuple):
     nodes: Ints  # pass nodes whose keys and values are appended to the cache, int64 `[accepted]`
 
 
-class Draft(Protocol):
+class Draft(Nodes, Protocol):
     """Draft tokens of one sequence for one forward pass: a tree, a window, or grid rows."""
 
     @property
     def tokens(self) -> Ints:
         """Tokens of the nodes, int64 `[nodes]`."""
-
-    @property
-    def structure(self) -> TreeStructure:
-        """Depths, children and ancestor mask of the nodes."""
-
-    @property
-    def cells(self) -> Sequence[int]:
-        """The cell of the image that is sampled after each node."""
 
     @property
     def sampled(self) -> Sequence[int] | None:
@@ -84,15 +62,11 @@ class Draft(Protocol):
     def layout(self) -> PassLayout:
         """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
 
-    def preceding_codes(self, node: int) -> Ints:
-        """Return the codes that precede the code sampled after `node`, int64 `[codes]`."""
-
-    def accept(self, output: TargetOutput, layout: PassLayout, model: Model) -> Accepted:
+    def accept(self, output: TargetOutput, model: Model) -> Accepted:
         """Add the codes that the target accepts to the sequence.
 
         Args:
             output: the target's output after each node.
-            layout: layout of the draft in the forward pass.
             model: engines and tables.
 
         Returns:
@@ -120,16 +94,11 @@ class Commit(NamedTuple):
         Returns:
             Float32 `[rows, committed + unaccepted, hidden_size]`.
         """
-        sampling_nodes = self.target.sampling_nodes
-        nodes = []
-        for committed in self.nodes:
-            if sampling_nodes is None:
-                nodes.append(np.append(committed[-len(self.tokens) :], unaccepted))
-            else:  # the state of a code before an end-of-row token gives no code
-                sampled = np.intersect1d(committed, sampling_nodes)
-                nodes.append(np.append(sampled, sampling_nodes[unaccepted]))
+        layout = self.target.layout
+        after = layout.sampling_nodes(np.array(unaccepted, np.int64))
+        nodes = [np.append(layout.state_nodes(committed, len(self.tokens)), after) for committed in self.nodes]
         rows = np.arange(self.rows.start, self.rows.stop)[:, None]
-        states: Floats = self.hidden[rows, np.stack(nodes).astype(np.int64)]
+        states: Floats = self.hidden[rows, np.stack(nodes)]
         return states
 
 
@@ -137,20 +106,18 @@ OnCommit = Callable[[Sequence[Commit]], None]  # callback that gets the commits 
 
 
 class Drafter:
-    """Base class of drafters: make a draft per sequence before a pass, and learn from committed tokens after it.
-
-    Attributes:
-        needs_new_codes: whether the drafter cannot draft directly after preserved codes.
-    """
-
-    needs_new_codes = False
+    """Base class of drafters: make a draft per sequence before a pass, and learn from committed tokens after it."""
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Store the tokens that the prefill or a forward pass committed, even if another drafter drafted them."""
+        """Store the tokens that the prefill or a forward pass committed, for the sequences of this drafter."""
 
     def draft(self, sequences: Sequence[ImageSequence]) -> Sequence[Draft]:
-        """Return a draft for every sequence."""
+        """Return a draft for every sequence of this drafter."""
         raise TypeError(f"{type(self).__name__} makes no drafts")
+
+    def min_nodes(self, sequence: ImageSequence) -> int:
+        """Return the number of nodes that passes over a sequence are padded to, so that their shapes repeat."""
+        return 0
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the state of these sequences."""

@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from ..methods import Drafted, Sampling
+from ..methods import Drafted
 from .device import DeviceLogits, SampleRequest
 from .drafting import Commit
 from .engine import (
@@ -34,8 +34,8 @@ from .engine import (
     read_states,
     stack_hidden,
 )
-from .passes import MIN_NODES, stack_padding, unmask_committed
-from .sampling import Probabilities, apply_guidance, best_codes, shape_distribution, shape_logits
+from .passes import MIN_NODES, committed_mask, stack_padding
+from .sampling import Probabilities, best_codes, shape_distribution, shape_logits
 from .state import ImageSequence, Model
 from .statistics import Clock
 from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal
@@ -90,9 +90,7 @@ class EagleDrafter(TreeDrafter):
         self.clock = clock
         self.layout = model.layout
         self.last_position = model.num_positions - 1 + model.layout.position_shift
-        self.row_end = model.row_end
-        # End-of-row tokens may follow all draft tokens.
-        self.draft_slots = _num_draft_slots(self.shape) * (1 if self.row_end is None else 2)
+        self.draft_slots = _num_draft_slots(self.shape)
         self.max_slots = min(model.max_nodes, MAX_SLOTS)
         self.sequences: list[ImageSequence] = []  # sequences of the cache rows, in their order
         self.cache: Cache | None = None
@@ -113,7 +111,7 @@ class EagleDrafter(TreeDrafter):
             # A view keeps the whole output of its pass in memory, so only the latest states stay views.
             pending.hidden = [[read_states(states) for states in earlier] for earlier in pending.hidden]
             first = len(sequence.codes) - len(commit.tokens)
-            pending.tokens.append(sequence.raster.insert_row_ends(commit.tokens, first))
+            pending.tokens.append(sequence.raster.insert_tokens(commit.tokens, first))
             nodes_of_row = enumerate(commit.nodes, commit.rows.start)
             pending.hidden.append(
                 [HiddenView(commit.hidden, np.full(len(nodes), row), nodes) for row, nodes in nodes_of_row]
@@ -158,7 +156,9 @@ class EagleDrafter(TreeDrafter):
         return self.cache
 
     def _join(self, sequences: Sequence[ImageSequence]) -> None:
-        columns = max(sequence.cache_columns for sequence in sequences) + self.draft_slots
+        columns = max(
+            sequence.cache_columns + sequence.layout.count_pass_nodes(self.draft_slots) for sequence in sequences
+        )
         cache = self.engine.new_cache(sum(len(sequence.rows) for sequence in sequences), columns)
         if self.cache is None:
             self.cache = cache
@@ -182,7 +182,7 @@ class EagleDrafter(TreeDrafter):
     def _rows_at(self, depth: int) -> list[Ints]:
         """Return the batch rows that the distribution of each sequence's children at `depth` depends on."""
         return [
-            rows[: sequence.num_rows(len(sequence.codes) + depth)]
+            rows[: sequence.guidance.rows(len(sequence.codes) + depth)]
             for sequence, rows in zip(self.sequences, self._batch_rows(), strict=True)
         ]
 
@@ -195,16 +195,18 @@ class EagleDrafter(TreeDrafter):
         ):
             samples = []
             for sequence, rows, noise in zip(self.sequences, self._rows_at(depth), noises, strict=True):
-                positions = np.full(level.nodes.shape[1], len(sequence.codes) + depth)
+                codes = np.full(level.nodes.shape[1], len(sequence.codes) + depth)
                 batch_rows = slice(int(rows[0]), int(rows[-1]) + 1)
-                samples.append(SampleRequest(batch_rows, level.nodes[rows], sequence.sampling, noise, positions))
+                scales = sequence.guidance.scales(codes)
+                samples.append(SampleRequest(batch_rows, level.nodes[rows], sequence.sampling, noise, codes, scales))
             return on_device.best_codes(samples, count)
         best = []
         for sequence, rows, noise in zip(self.sequences, self._rows_at(depth), noises, strict=True):
             logits = level.logits[rows[:, None], level.nodes[rows]]  # [rows of the sequence, slots, vocab_size]
-            values = shape_logits(apply_guidance(logits, sequence.sampling), sequence.sampling)
+            code = len(sequence.codes) + depth
+            values = shape_logits(sequence.guidance.mix(logits, [code] * logits.shape[1]), sequence.sampling)
             if noise is not None:
-                values = values + noise.gumbel(len(sequence.codes) + depth, 1, values.shape[1])
+                values = values + noise.gumbel(code, 1, values.shape[1])
             best.append(best_codes(values, count))
         return best
 
@@ -260,7 +262,7 @@ class EagleDrafter(TreeDrafter):
         hidden = stack_hidden(states, counts, slots)
         lengths = self._cache.lengths
         prefix = self.prefix_padding.shape[1]
-        attention_mask, past_length = self._committed_mask(lengths, slots)
+        attention_mask, past_length = committed_mask(self.engine, self._cache, lengths, slots, self.prefix_padding)
         attention_mask[:, :, past_length:] = np.tri(slots, dtype=bool)
         for row in np.flatnonzero(lengths == 0).tolist():  # this pass runs the prefix of these rows
             attended = ~self.prefix_padding[row] | np.eye(slots, prefix, dtype=bool)
@@ -269,38 +271,23 @@ class EagleDrafter(TreeDrafter):
         self.clock.append(self._cache, output.new_kv, [np.arange(count) for count in counts])
         return output
 
-    def _committed_mask(self, lengths: Ints, slots: int) -> tuple[Bools, int]:
-        """Return a mask with which new slots attend to the committed slots, and `past_length`.
-
-        Args:
-            lengths: number of committed slots of each row, int64 `[rows]`.
-            slots: number of new slots.
-
-        Returns:
-            Bool `[rows, slots, past_length + slots]`, False in the columns of new slots; number of cache columns.
-        """
-        past_length = self.engine.next_past_length(self._cache, slots)
-        attention_mask = np.zeros((len(lengths), slots, past_length + slots), bool)
-        unmask_committed(attention_mask, lengths, self.prefix_padding)
-        return attention_mask, past_length
-
     def _run(self, tokens: Ints, hidden: Floats | HiddenView, positions: Ints, attention_mask: Bools) -> PassOutput:
         batch = Pass(np.minimum(positions, self.last_position), attention_mask, tokens, hidden=hidden)
         return self.clock.run(self.engine, batch, self._cache)
 
-    def _append_row_ends(self, level: LevelOutput, depth: int) -> LevelOutput:
-        """Run end-of-row tokens below `level` if a grid row ends at `depth`; return the output to draft from.
+    def _append_unsampled(self, level: LevelOutput, depth: int) -> LevelOutput:
+        """Run the tokens that follow the codes at `depth` unsampled, as row ends do; return the output to draft from.
 
-        The pass runs all sequences. Its output replaces that of `level` for the sequences whose grid row ends.
+        The pass runs all sequences. Its output replaces that of `level` for the sequences with such a token.
         """
-        if self.row_end is None:
-            return level
-        ends = np.array([seq.raster.ends_row(len(seq.codes) - 1 + depth) for seq in self.sequences])  # [sequences]
+        following = [seq.raster.token_after(len(seq.codes) - 1 + depth) for seq in self.sequences]
+        ends = np.array([token is not None for token in following])  # [sequences]
         if not ends.any():
             return level
         slots = level.nodes.shape[1]
         slot_indices = np.tile(np.arange(slots), (len(ends), 1))
-        after = self._expand(np.full_like(slot_indices, self.row_end), slot_indices, depth, level, offset=1)
+        tokens = np.repeat([[token or 0] for token in following], slots, 1)
+        after = self._expand(tokens, slot_indices, depth, level, offset=1)
         if ends.all():
             return after
         level_of_row = [after if ends[sequence] else level for sequence in self.sequence_of_row]
@@ -335,13 +322,13 @@ class EagleDrafter(TreeDrafter):
         attends_to = np.zeros((sequences, slots, drafted + slots), bool)
         attends_to[:, :, :drafted] = level.attends_to[np.arange(sequences)[:, None], parents]
         attends_to[:, :, drafted:] = np.eye(slots, dtype=bool)
-        attention_mask, past_length = self._committed_mask(base, padded)
+        attention_mask, past_length = committed_mask(self.engine, self._cache, base, padded, self.prefix_padding)
         attention_mask[:, :, past_length:] = np.eye(padded, dtype=bool)
         for row, start in enumerate(base.tolist()):
             attention_mask[row, :slots, start : start + drafted] = attends_to[self.sequence_of_row[row], :, :drafted]
         roots = [(sequence.raster, len(sequence.codes) - 1) for sequence in self.sequences]
         # Number of positions from the last code to the code `depth` further, with end-of-row tokens, [sequences]
-        below = np.array([raster.position_of(root + depth) - raster.position_of(root) for raster, root in roots])
+        below = np.array([raster.position(root + depth) - raster.position(root) for raster, root in roots])
         positions = np.repeat((base + below[self.sequence_of_row] + offset - 1)[:, None], padded, 1)
         output = self._run(codes, states, positions, attention_mask)
         self.clock.append(self._cache, output.new_kv, [np.arange(slots)] * rows)
@@ -355,7 +342,7 @@ class EagleDrafter(TreeDrafter):
                 slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
                 tokens = np.stack([builder.tokens[inner] for builder in builders])
                 level = self._expand(tokens, np.repeat(slots[None], len(roots), 0), depth, level)
-            level = self._append_row_ends(level, depth)
+            level = self._append_unsampled(level, depth)
             levels.append(level)
             count = max(len(shape.children[node]) for node in inner)
             for builder, best in zip(builders, self._top_children(level, depth, count, add_noise=True), strict=True):
@@ -365,7 +352,9 @@ class EagleDrafter(TreeDrafter):
         for i, (sequence, builder) in enumerate(zip(self.sequences, builders, strict=True)):
             rows = [batch_rows[i] for batch_rows in rows_at]
             proposal = (
-                partial(_child_distribution, shape, levels, rows, sequence.sampling) if self.relaxed else no_proposal
+                partial(_child_distribution, shape, levels, rows, len(sequence.codes), sequence)
+                if self.relaxed
+                else no_proposal
             )
             trees.append(builder.build(proposal, sequence.sampling.greedy))
         return trees
@@ -382,7 +371,7 @@ class EagleDrafter(TreeDrafter):
                     [builder.slot_of_parent[nodes] for builder, nodes in zip(builders, padded, strict=True)]
                 )
                 level = self._expand(codes, parents, depth, level)
-            level = self._append_row_ends(level, depth)
+            level = self._append_unsampled(level, depth)
             best = self._top_children(level, depth, shape.branch, add_noise=not self.relaxed)
             for builder, nodes, (codes, scores) in zip(builders, chosen, best, strict=True):
                 builder.add_children(nodes, codes[: len(nodes)], scores[: len(nodes)])
@@ -390,11 +379,11 @@ class EagleDrafter(TreeDrafter):
 
 
 def _child_distribution(
-    shape: StaticTree, levels: list[LevelOutput], rows_at: list[Ints], sampling: Sampling, node: int
+    shape: StaticTree, levels: list[LevelOutput], rows_at: list[Ints], first: int, sequence: ImageSequence, node: int
 ) -> Probabilities:
     depth = len(shape.paths[node - 1]) if node else 0
     level = levels[depth]
     rows = rows_at[depth]
     slot = np.searchsorted(shape.levels[depth], node)
-    logits: Floats = level.logits[rows, level.nodes[rows, slot]]
-    return shape_distribution(apply_guidance(logits, sampling), sampling)
+    logits: Floats = level.logits[rows, level.nodes[rows, slot]][:, None]  # [rows, 1, vocab_size]
+    return shape_distribution(sequence.guidance.mix(logits, [first + depth])[0], sequence.sampling)

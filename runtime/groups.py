@@ -1,4 +1,11 @@
-"""Drawing in groups: the next group of the bundle's order in every pass, without drafts; see `order.py`.
+"""Layouts of images that are drawn in groups of cells, one group in a pass, by a model that was trained so.
+
+PAR (arXiv 2412.15119) draws the same place of several distant regions at once. A pass reads the codes of the group
+before, and its nodes attend to each other and to everything before them. Where a group has more cells than the group
+before, the missing inputs are learned vectors, which the target embeds as the tokens behind the codes.
+
+NAR (arXiv 2503.10696) draws the diagonals of the grid. Its target has two heads: after each code, one has logits for
+the cell to the right, the other for the cell below. A cell has the mean of the logits after its two neighbours.
 
 The codes of a group are independent given everything before the group, as the model was trained. A code is the choice
 of its distribution with the noise of its cell, so an image does not depend on the other images in its passes.
@@ -6,80 +13,215 @@ of its distribution with the noise of its cell, so an image does not depend on t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
-from .drafting import Accepted, Drafter, SequenceStep
-from .engine import Ints
-from .order import Order
-from .pass_layout import PassLayout
-from .state import ImageSequence, Model
-from .target import TargetOutput
-from .tree import TreeStructure
-from .tree_drafts import chain
+from .engine import DeviceArray, Floats, Ints
+from .layout import PassLayout, Placed, Values
+from .noise import GROUP_SIZE, Noise
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """Layout of an image that is drawn in groups; the manifest's `OrderSpec` explains the groups."""
+
+    groups: tuple[tuple[int, ...], ...]  # cells of each group
+    first_vector: int  # token of the first learned vector; the others follow it
+
+    @cached_property
+    def cells(self) -> Ints:
+        """Cells in the order of drawing, int64 `[codes]`."""
+        return np.array([cell for group in self.groups for cell in group], np.int64)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Number of codes drawn before each group, and at last the number of all codes, `[groups + 1]`."""
+        return [0, *np.cumsum([len(group) for group in self.groups]).tolist()]
+
+    @cached_property
+    def _last_drawn(self) -> Ints:
+        """The code at which each cell and all cells before it are known, int64 `[codes]`."""
+        return np.maximum.accumulate(np.argsort(self.cells))
+
+    @property
+    def num_codes(self) -> int:
+        """Number of codes."""
+        return self.starts[-1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the cache: the codes."""
+        return self.num_codes
+
+    def noise(self, seed: int) -> Noise:
+        """Return the noise of an image: each code has the noise of its cell."""
+        return GroupNoise(seed, self)
+
+    def in_drawing_order(self, values: Values) -> Values:
+        """Return values of cells `[cells]` in the order in which the cells are drawn."""
+        return values[self.cells]  # type: ignore[return-value]
+
+    def uncover(self, codes: Sequence[int], before: int) -> tuple[Ints, Placed]:
+        """Return the codes up to the first gap that are new there, and all new codes, see `ImageLayout.uncover`."""
+        image = np.zeros(self.num_codes, np.int64)
+        image[self.cells[: len(codes)]] = codes
+        complete = slice(self.count_complete(before), self.count_complete(len(codes)))
+        return image[complete], Placed(self.cells[before : len(codes)], np.array(codes[before:], np.int64))
+
+    def count_complete(self, drawn: int) -> int:
+        """Return the number of cells before the first gap once `drawn` codes are known."""
+        return int(np.searchsorted(self._last_drawn, drawn))
+
+    def drawn_with(self, code: int) -> range:
+        """Return the codes of the group that a code belongs to."""
+        group = self.group_of(code)
+        return range(self.starts[group], self.starts[group + 1])
+
+    def group_of(self, code: int) -> int:
+        """Return the group that a code belongs to."""
+        return bisect_right(self.starts, code) - 1
+
+    def position(self, code: int) -> int:
+        """Return the number of a code: guidance counts codes, wherever their cells are."""
+        return code
+
+    def after_prefix(self) -> PassLayout:
+        """Return the layout of the last node of a prefix, after which the first code is sampled."""
+        return PassLayout(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones((1, 1), bool))
+
+    def lay_out(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
+        """Return the pass nodes that draw these groups: one for each of their cells.
+
+        Args:
+            groups: consecutive groups, not the first; later groups attend to earlier groups.
+            codes: codes in the order of drawing, at least all codes before the last of `groups`.
+        """
+        tokens: list[int] = []
+        positions: list[int] = []
+        counts = [self.count_nodes(group) for group in groups]
+        for group, count in zip(groups, counts, strict=True):
+            start, end = self.starts[group - 1 : group + 1]
+            vectors = count - (end - start)
+            tokens += [*codes[start:end], *range(self.first_vector, self.first_vector + vectors)]
+            # a vector has the first position behind the image, whose row of the rotary table is zero
+            positions += [*self.groups[group - 1], *[self.num_codes] * vectors]
+        passes = np.repeat(np.arange(len(counts)), counts)
+        ancestors = passes[:, None] >= passes
+        return PassLayout(np.array(tokens, np.int64), np.array(positions, np.int64), ancestors)
+
+    def count_nodes(self, group: int) -> int:
+        """Return the number of pass nodes that draw a group."""
+        return len(self.groups[group])
+
+    def known_passes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
+        """Yield passes over as many groups as `max_nodes` nodes hold, see `ImageLayout.known_passes`."""
+        last = next((group for group, start in enumerate(self.starts[:-1]) if start > len(codes)), len(self.groups))
+        first = 1
+        while first < last:
+            end = first + 1
+            while end < last and sum(map(self.count_nodes, range(first, end + 1))) <= max_nodes:
+                end += 1
+            yield self.lay_out(range(first, end), codes)
+            first = end
+
+    def count_pass_nodes(self, draft_nodes: int) -> int:
+        """Return the number of draft nodes."""
+        return draft_nodes
+
+
+@dataclass(frozen=True)
+class TwoHeadLayout(GroupLayout):
+    """Groups of a target with two heads: a pass has a node for each cell of the group before."""
+
+    columns: int  # number of columns of the grid
+
+    def after_prefix(self) -> PassLayout:
+        """Return the layout of the last node of a prefix, whose two logits the first code has the mean of."""
+        layout = super().after_prefix()
+        return TwoHeadPass(layout.tokens, layout.positions, layout.ancestors, np.array([[0, 1]]))
+
+    def lay_out(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
+        """Return the pass nodes that draw these groups, see `GroupLayout.lay_out`."""
+        layout = super().lay_out(groups, codes)
+        sources: list[tuple[int, int]] = []
+        first = 0
+        for group in groups:
+            sources += self._sources(group, first)
+            first += self.count_nodes(group)
+        averaged = np.array(sources, np.int64)
+        return TwoHeadPass(layout.tokens, layout.positions, layout.ancestors, averaged)
+
+    def count_nodes(self, group: int) -> int:
+        """Return the number of pass nodes that draw a group."""
+        return len(self.groups[group - 1])
+
+    def _sources(self, group: int, first: int) -> Iterator[tuple[int, int]]:
+        """Yield `TwoHeadPass.averaged` of each cell of a group whose nodes begin at `first`."""
+        nodes = {cell: node for node, cell in enumerate(self.groups[group - 1], first)}
+        for cell in self.groups[group]:
+            logits = []
+            if cell >= self.columns:
+                logits.append(2 * nodes[cell - self.columns] + 1)  # the upper neighbour has logits for the cell below
+            if cell % self.columns:
+                logits.append(2 * nodes[cell - 1])  # the left neighbour has logits for the cell to the right
+            yield logits[0], logits[-1]  # the manifest allows no cell without neighbours but the first
 
 
 @dataclass(eq=False)
-class GroupDraft:
-    """The codes of the next group of one sequence, as a `Draft`; its nodes are the group's cells."""
+class TwoHeadPass(PassLayout):
+    """Nodes of a forward pass whose target has two logits after each node, one for each of two cells."""
 
-    sequence: ImageSequence
-    order: Order
-    first: int = field(init=False)  # number of codes before the group
-    tokens: Ints = field(init=False)  # tokens of the pass nodes
-    structure: TreeStructure = field(init=False)  # a chain: choices after all nodes are computed together
+    one_to_one: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        self.first = len(self.sequence.codes)
-        group = self.order.group_at(self.first)
-        self._layout = self.order.lay_out(range(group, group + 1), self.sequence.codes)
-        self.tokens = self._layout.tokens
-        self.structure = chain([0] * len(self.order.groups[group])).structure
+    # the two logits whose mean each code is drawn from, int64 `[codes, 2]`: twice the pass node, plus 1 for the head of
+    # the cell below
+    averaged: Ints
 
-    @property
-    def cells(self) -> Sequence[int]:
-        """The number of the code that is drawn after each node, in the order of drawing."""
-        return range(self.first, self.first + len(self.structure.depths))
-
-    @property
-    def sampled(self) -> Sequence[int]:
-        """All nodes."""
-        return range(len(self.structure.depths))
-
-    def layout(self) -> PassLayout:
-        """Return the tokens, positions and mutual attention of the nodes."""
-        return self._layout
-
-    def preceding_codes(self, node: int) -> Ints:
-        """Return the codes of all groups before, whatever the node."""
-        return np.array(self.sequence.codes[: self.first], np.int64)
-
-    def accept(self, output: TargetOutput, layout: PassLayout, model: Model) -> Accepted:
-        """Append the choices of the group's cells, or the preserved codes there, to the sequence.
+    def logits(self, logits: DeviceArray, rows: slice, nodes: slice | Sequence[int]) -> Floats:
+        """Return the mean of two logits for each code, float32 `[rows, codes, vocab_size]`.
 
         Args:
-            output: the target's output after each node.
-            layout: layout of the nodes, all of which are committed.
-            model: engines and tables, not used.
+            logits: logits of the pass, on the host or on a device.
+            rows: batch rows of the sequence.
+            nodes: draft nodes.
         """
-        sequence = self.sequence
-        codes = np.array([output.choice(node) for node in self.sampled], np.int64)
-        if sequence.preserved is not None:
-            preserved = sequence.preserved[self.first : self.first + len(codes)]
-            codes = np.where(preserved < 0, codes, preserved)
-        sequence.record_draft(len(codes) - 1, len(codes) - 1)
-        return Accepted(SequenceStep.of(sequence, codes), codes, np.arange(len(self.tokens)))
+        both: Floats = logits[rows, : len(self.tokens)]
+        heads = both.reshape(len(both), 2 * both.shape[1], -1)  # [rows, nodes * heads, vocab_size]
+        averaged = self.averaged[nodes]
+        mean: Floats = (heads[:, averaged[:, 0]] + heads[:, averaged[:, 1]]) / np.float32(2)
+        return mean
 
 
-class GroupDrafter(Drafter):
-    """Drafter of all sequences that are drawn in groups; it has no state."""
+class GroupNoise(Noise):
+    """Noise of an image whose positions count in the order of drawing: each position has the noise of its cell."""
 
-    def draft(self, sequences: Sequence[ImageSequence]) -> list[GroupDraft]:
-        """Return the next group of every sequence."""
-        drafts = []
-        for sequence in sequences:
-            assert sequence.raster.order is not None, "requests check that the bundle has an order"
-            drafts.append(GroupDraft(sequence, sequence.raster.order))
-        return drafts
+    def __init__(self, seed: int, layout: GroupLayout) -> None:
+        super().__init__(seed)
+        self._layout = layout
+
+    def gumbel(self, first: int, count: int, size: int) -> Floats:
+        """Generate the noise of cells as `Noise.gumbel` does, float32 `[count, size]`.
+
+        Args:
+            first: first position, in the order of drawing; positions behind the image are cells, too.
+            count: number of positions.
+            size: number of codes.
+        """
+        cells = self._layout.cells[first : first + count].tolist()
+        cells += range(first + len(cells), first + count)
+        return np.concatenate([super(GroupNoise, self).gumbel(cell, 1, size) for cell in cells])
+
+    def prepare(self, group: int, size: int) -> None:
+        """Generate the noise of the cells that are drawn at the positions of a group, as `Noise.prepare` does."""
+        cells = self._layout.cells[group * GROUP_SIZE : (group + 1) * GROUP_SIZE].tolist()
+        for cell in cells:
+            super().prepare(cell // GROUP_SIZE, size)
+
+    def forget(self, before: int) -> None:
+        """Delete stored noise of cells that come before the first gap once `before` codes are known."""
+        super().forget(self._layout.count_complete(before))

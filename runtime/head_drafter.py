@@ -23,7 +23,7 @@ from ..methods import Drafted, Sampling, Sjd
 from .drafting import Commit
 from .engine import Floats, Ints
 from .heads import DraftHeads
-from .sampling import Probabilities, apply_guidance, best_codes, shape_distribution, shape_logits
+from .sampling import Probabilities, best_codes, shape_distribution, shape_logits
 from .state import ImageSequence
 from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal
 from .tree_drafts import TreeDrafter
@@ -35,22 +35,21 @@ class HeadDrafter(TreeDrafter):
 
     Args:
         heads: the bundle's draft heads.
+        max_nodes: maximum number of nodes of a sequence in a forward pass.
     """
 
     needs_new_codes = True
 
-    def __init__(self, heads: DraftHeads) -> None:
-        super().__init__()
+    def __init__(self, heads: DraftHeads, max_nodes: int) -> None:
+        super().__init__(max_nodes)
         self._heads = heads
         self._states: dict[ImageSequence, DraftHeadState] = {}
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Store the output of a target pass, for sequences that this drafter will draft for."""
+        """Store the output of a target pass."""
         for commit in commits:
             sequence = commit.sequence
-            method = sequence.method
-            uses_heads = isinstance(method, Sjd) or (isinstance(method, Drafted) and method.uses_draft_heads)
-            if sequence.remaining and uses_heads:
+            if sequence.remaining:
                 if sequence not in self._states:
                     self._states[sequence] = DraftHeadState(sequence, self._heads)
                 self._states[sequence].update(commit)
@@ -85,7 +84,7 @@ class DraftHeadState:
         self.sequence = sequence
         self.heads = heads
         # Output of `DraftHeads.context` for each cell, zeros if unknown, `[cells, 2, units]`.
-        self.context = np.zeros((sequence.raster.num_codes, 2, heads.left.shape[1]), np.float32)
+        self.context = np.zeros((sequence.layout.num_codes, 2, heads.left.shape[1]), np.float32)
         self.unaccepted: dict[int, UnacceptedPosition] = {}  # {position: output}
 
     def update(self, commit: Commit) -> None:
@@ -96,7 +95,8 @@ class DraftHeadState:
         if commit.draft is not None:
             depths = commit.draft.structure.depths
             unaccepted = [int(np.argmax(depths == depth)) for depth in range(count, int(depths.max()) + 1)]
-        states = apply_guidance(commit.read_states(unaccepted), self.sequence.sampling)  # [nodes, hidden_size]
+        codes = range(done - count, done + len(unaccepted))
+        states = self.sequence.guidance.mix(commit.read_states(unaccepted), codes)  # [nodes, hidden_size]
         self.context[done - count : done] = self.heads.context(states[:count])
         self.unaccepted = {}
         for i, (node, gate) in enumerate(zip(unaccepted, self.heads.gates(states[count:]), strict=True)):
@@ -127,7 +127,7 @@ class DraftHeadState:
             previous: codes at the position before, int64 `[n]`.
         """
         if (unaccepted := self.unaccepted.get(position)) is None:
-            return self.heads.predict(previous, self.sequence.raster.cell_above(position), self.context)
+            return self.heads.predict(previous, self.sequence.raster.code_above(position), self.context)
         if len(previous) == 1 and previous[0] == unaccepted.previous:
             return unaccepted.logits[None]
         return unaccepted.logits + self.heads.correction(unaccepted.gate, unaccepted.previous, previous)

@@ -24,11 +24,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .drafting import Commit
+from .raster import RasterLayout
 from .sampling import Probabilities
 from .state import ImageSequence
 from .target import TargetOutput
 from .tree import DraftTree
-from .tree_drafts import TreeDrafter, chain
+from .tree_drafts import TreeDrafter, chain, preserved_tokens
 
 
 class JacobiDrafter(TreeDrafter):
@@ -48,7 +49,7 @@ class JacobiDrafter(TreeDrafter):
         """Return every sequence's window as a chain."""
         trees = []
         for sequence in sequences:
-            known = self.preserved_tokens(sequence)
+            known = preserved_tokens(sequence, self.max_nodes)
             remaining = sequence.tokens_until_preserved(len(known))
             if known:
                 remaining = min(remaining, self.max_nodes - len(known))
@@ -62,7 +63,7 @@ class JacobiDrafter(TreeDrafter):
 
     def _window(self, sequence: ImageSequence) -> Window:
         proposing = not sequence.exact and not sequence.sampling.greedy
-        window = self._windows.setdefault(sequence, Window(sequence.window, sequence.raster.columns, proposing))
+        window = self._windows.setdefault(sequence, Window(sequence.window, sequence.raster, proposing))
         window.size = sequence.window
         return window
 
@@ -73,7 +74,7 @@ class Window:
 
     Attributes:
         size: number of tokens to draft, from 1.
-        columns: columns of the token grid.
+        layout: layout of the image.
         proposing: whether acceptance needs q.
         codes: drafted tokens of the next positions.
         proposals: q of each draft; None: the draft counts as certain.
@@ -81,7 +82,7 @@ class Window:
     """
 
     size: int
-    columns: int
+    layout: RasterLayout
     proposing: bool
     codes: list[int] = field(default_factory=list)
     proposals: list[Probabilities | None] = field(default_factory=list)
@@ -100,8 +101,7 @@ class Window:
         del self.codes[length:], self.proposals[length:]
         while len(self.codes) < length:
             before = [*committed, *known, *self.codes]
-            first_column = len(before) % self.columns == 0 and len(before) >= self.columns
-            self.codes.append(before[-self.columns if first_column else -1])
+            self.codes.append(before[self.layout.copied_code(len(before))])
             self.proposals.append(None)
         proposals = [*[None] * self.known, *self.proposals]
         return chain([committed[-1], *known, *self.codes], self.known, proposals.__getitem__)

@@ -24,13 +24,11 @@ from numpy.typing import NDArray
 
 from ..methods import Sampling
 from .engine import Bools, Floats, Ints, PassOutput
-from .guidance import guidance_scales
-from .order import average_logits
-from .pass_layout import PassLayout
-from .passes import MIN_NODES, causal_pass, prefill_pass, stack_padding
-from .raster import MAX_BATCH_NODES, Raster
-from .sampling import apply_guidance, apply_repetition_penalty, apply_temperature, softmax
-from .state import Model, PrefixRow, Prompt
+from .guidance import Guidance
+from .layout import ImageLayout, PassLayout
+from .passes import MIN_NODES, Prefixes
+from .sampling import apply_repetition_penalty, apply_temperature, softmax
+from .state import ImageSequence, Model, PrefixRow, Prompt
 from .statistics import Clock
 
 NODES = 64  # nodes of a forward pass; more would not be faster, and engines are built for this number
@@ -45,159 +43,134 @@ class Likelihood:
 
 
 def likelihood(
-    model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling: Sampling, counted: Bools | None = None
+    model: Model,
+    layout: ImageLayout,
+    prompt: Prompt,
+    codes: NDArray[np.int64],
+    sampling: Sampling,
+    counted: Bools | None = None,
 ) -> Likelihood:
     """Return the likelihood and the entropy per token of one image.
 
     Args:
         model: model with its target engine.
+        layout: layout of the image.
         prompt: prompt of the image.
         codes: tokens of the image, `[cells]`.
         sampling: guidance, temperature and repetition penalty.
         counted: cells to average over, `[cells]`; None: all cells.
     """
-    start = 0
-    cell = 0
-    raster = model.raster
-    if raster.order is not None:
-        codes = codes[raster.order.cells]
-        counted = None if counted is None else counted[raster.order.cells]
-    tokens = raster.insert_row_ends(codes)
-    scales = guidance_scales(sampling, raster)
+    codes = layout.in_drawing_order(codes)
+    guidance = Guidance(sampling, layout)
     nats = np.empty(len(codes))
     entropy = np.empty(len(codes))
-    for logits in sequence_logits(model, prompt.rows(sampling), tokens[:-1], Clock()):
-        part = tokens[start : start + logits.shape[1]]
-        start += len(part)
-        sampled = part != (-1 if raster.row_end is None else raster.row_end)  # end-of-row tokens are not sampled
-        part = part[sampled]
-        preceding = [codes[: raster.count_before(cell + i)] for i in range(len(part))]
-        span = slice(cell, cell + len(part))
-        cell += len(part)
-        penalised = apply_repetition_penalty(logits[:, sampled], preceding, sampling)
-        is_guided = np.arange(span.start, cell) < sampling.count_guided(len(codes))
-        guided = apply_guidance(penalised, sampling, is_guided, None if scales is None else scales[span])
+    first = 0
+    for logits in sequence_logits(model, layout, prompt.rows(sampling), codes[:-1], Clock()):
+        part = np.arange(first, first + logits.shape[1])
+        first += len(part)
+        preceding = [codes[: layout.drawn_with(code).start] for code in part.tolist()]
+        guided = guidance.mix(apply_repetition_penalty(logits, preceding, sampling), part)
         probabilities = softmax(apply_temperature(guided, sampling))  # [codes, vocab_size]
-        nats[span] = -np.log(np.maximum(probabilities[np.arange(len(part)), part], 1e-300))
-        entropy[span] = -(probabilities * np.log(np.maximum(probabilities, 1e-300))).sum(1)
-    cells = np.s_[:] if counted is None else counted
-    return Likelihood(float(nats[cells].mean()), float(entropy[cells].mean()))
+        nats[part] = -np.log(np.maximum(probabilities[np.arange(len(part)), codes[part]], 1e-300))
+        entropy[part] = -(probabilities * np.log(np.maximum(probabilities, 1e-300))).sum(1)
+    chosen = np.s_[:] if counted is None else layout.in_drawing_order(counted)
+    return Likelihood(float(nats[chosen].mean()), float(entropy[chosen].mean()))
 
 
-def tie_margin(model: Model, sampling: Sampling) -> float:
+def tie_margin(model: Model, sequence: ImageSequence) -> float:
     """Return how far rounding can move the difference of two guided logits, divided by the temperature."""
+    sampling = sequence.sampling
     scale = max(sampling.cfg_scale, sampling.last_cfg_scale)
-    guidance = scale + abs(scale - 1) if sampling.guided else 1.0
+    guidance = scale + abs(scale - 1) if len(sequence.rows) == 2 else 1.0
     penalty = sampling.repetition_penalty or 1.0
     return model.rounding * guidance * max(penalty, 1 / penalty) / (sampling.temperature or 1.0)
 
 
-def recompute_logits(
-    model: Model,
-    raster: Raster,
-    rows: Sequence[PrefixRow],
-    codes: Ints,
-    cell: int,
-    sampling: Sampling,
-    clock: Clock,
-    scales: Floats | None = None,
-) -> Floats:
+def recompute_logits(model: Model, sequence: ImageSequence, preceding: Ints, code: int, clock: Clock) -> Floats:
     """Compute the guided logits of a code of a sequence again, by passes of fixed shapes.
 
     Args:
         model: model with its target engine.
-        raster: order of the codes of the sequence's image; images of a model may have several sizes.
-        rows: rows of one prompt.
-        codes: codes that the distribution depends on, in the order of drawing, `[count]`.
-        cell: number of the code in the order of drawing.
-        sampling: guidance and repetition penalty.
+        sequence: sequence of the code.
+        preceding: codes that the distribution depends on, in the order of drawing, `[count]`.
+        code: number of the code in the order of drawing.
         clock: clock of the forward passes.
-        scales: guidance scale of the code, float32 `[1]`; None: the last scale.
 
     Returns:
         Float32 `[1, vocab_size]`.
     """
-    # The code is unknown; 0 stands for it, so that an end-of-row token before it is inserted.
-    tokens = raster.insert_row_ends(np.append(codes, 0))[:-1]
-    (last,) = deque(sequence_logits(model, rows, tokens, clock), maxlen=1)
-    index = -1 if raster.order is None else cell - raster.order.starts[raster.order.group_at(cell + 1)]
-    return apply_guidance(apply_repetition_penalty(last[:, [index]], [tokens], sampling), sampling, scales=scales)
+    layout = sequence.layout
+    rows = sequence.rows[: sequence.guidance.rows(code)]
+    (last,) = deque(sequence_logits(model, layout, rows, preceding, clock), maxlen=1)
+    logits = last[:, [code - layout.drawn_with(code).stop]]
+    return sequence.guidance.mix(apply_repetition_penalty(logits, [preceding], sequence.sampling), [code])
 
 
-def sequence_logits(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock) -> Iterator[Floats]:
-    """Yield the logits after every token of a sequence, in parts; with an order, the logits of every code it can draw.
+def sequence_logits(
+    model: Model, layout: ImageLayout, rows: Sequence[PrefixRow], codes: Ints, clock: Clock
+) -> Iterator[Floats]:
+    """Yield the logits of every code that the first `codes` of an image are enough for, in the order of drawing.
 
     Args:
         model: model with its target engine.
+        layout: layout of the image.
         rows: rows of one prompt.
-        tokens: tokens of the sequence, `[count]`.
+        codes: known codes in the order of drawing, `[count]`.
         clock: clock of the forward passes.
 
     Yields:
-        Float32 `[rows, nodes, vocab_size]`: first one node, after the prefixes, then the nodes of parts of `tokens`;
-        with an order, the nodes of groups, in the order of drawing.
+        Float32 `[rows, codes, vocab_size]`: first of one code, after the prefixes.
     """
-    passes = _passes(model, rows, np.tile(tokens, (len(rows), 1)), clock)
-    output, lengths, _ = next(passes)
-    first = output.logits[np.arange(len(rows)), lengths - 1][:, None]
-    yield first if model.order is None else model.order.prefix_logits(first)
-    for output, counts, averaged in passes:
-        logits = output.logits[:, : counts[0]]
-        yield logits if averaged is None else average_logits(logits, averaged)
+    for output, lengths, (pass_layout,) in _passes(model, layout, rows, [codes], clock):
+        if pass_layout is None:
+            pass_layout = layout.after_prefix()
+            logits = output.logits[np.arange(len(rows)), lengths - 1][:, None]
+        else:
+            logits = output.logits[:, : lengths[0]]
+        yield pass_layout.logits(logits, slice(None), slice(None))
 
 
-def sequence_states(model: Model, rows: Sequence[PrefixRow], tokens: Ints) -> list[Floats]:
+def sequence_states(
+    model: Model, layout: ImageLayout, rows: Sequence[PrefixRow], codes: Sequence[Ints]
+) -> list[Floats]:
     """Return the hidden states of each row's prefix and tokens.
 
     Args:
         model: model with its target engine.
+        layout: layout of the images.
         rows: rows of prompts.
-        tokens: tokens of each row, `[rows, count]`.
+        codes: known codes of each row, all of the same number, `[count]`.
 
     Returns:
-        Float32 `[prefix + count, hidden_size]` for each row.
+        Float32 `[prefix + tokens, hidden_size]` for each row.
     """
     parts: list[list[Floats]] = [[] for _ in rows]
-    for output, counts, _ in _passes(model, rows, tokens, Clock()):
-        for row, count in enumerate(counts.tolist()):
+    for output, lengths, _ in _passes(model, layout, rows, codes, Clock()):
+        for row, count in enumerate(lengths.tolist()):
             parts[row].append(output.hidden[np.full(count, row), np.arange(count)])
     return [np.concatenate(states) for states in parts]
 
 
 def _passes(
-    model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock
-) -> Iterator[tuple[PassOutput, Ints, Ints | None]]:
-    """Yield passes over the prefixes, then over parts of `tokens [rows, count]`.
+    model: Model, layout: ImageLayout, rows: Sequence[PrefixRow], codes: Sequence[Ints], clock: Clock
+) -> Iterator[tuple[PassOutput, Ints, Sequence[PassLayout | None]]]:
+    """Yield passes over the prefixes, then over parts of the known codes of each row, or of all rows.
 
     Yields:
-        Output, number of nodes of each row, and `PassLayout.averaged`.
+        Output, number of nodes of each row, and the layout of the pass for each entry of `codes`, None for prefixes.
     """
     target = model.target
-    num_rows = len(rows)
-    lengths = np.array([len(row.embeds) for row in rows])
-    padding = stack_padding([~row.real for row in rows])  # [rows, longest]
-    order = model.order
-    capacity = int(lengths.max()) + tokens.shape[1] + (MIN_NODES if order is None else MAX_BATCH_NODES)
-    cache = target.new_cache(num_rows, capacity)
-    offsets = np.array([row.offset for row in rows])
-    output = clock.run(target, prefill_pass(target, cache, [row.embeds for row in rows], padding, offsets), cache)
-    clock.append(cache, output.new_kv, [np.arange(length) for length in lengths])
-    yield output, lengths, None
-    parts: list[tuple[Ints, PassLayout | None]]
-    if order is None:
-        parts = [(tokens[:, start : start + NODES], None) for start in range(0, tokens.shape[1], NODES)]
-    else:
-        layouts = (order.lay_out(groups, tokens[0]) for groups in order.spans(tokens.shape[1], NODES))
-        parts = [(np.tile(layout.tokens, (num_rows, 1)), layout) for layout in layouts]
-    for part, layout in parts:
-        count = part.shape[1]
-        nodes = np.zeros((num_rows, max(MIN_NODES, count)), np.int64)
-        nodes[:, :count] = part
-        batch = causal_pass(target, cache, nodes, model.num_positions - 1, padding, offsets=offsets)
-        if layout is not None:
-            past_length = batch.attention_mask.shape[2] - nodes.shape[1]
-            batch.attention_mask[:, :count, past_length : past_length + count] = layout.ancestors
-            batch.positions[:, :count] = lengths[:, None] + layout.positions
+    prefixes = Prefixes(rows)
+    parts = [*zip(*(layout.known_passes(known, NODES) for known in codes), strict=True)]
+    counts = [len(layouts[0].tokens) for layouts in parts]
+    cache = target.new_cache(len(rows), int(prefixes.lengths.max()) + sum(counts) + MIN_NODES)
+    output = clock.run(target, prefixes.prefill_pass(target, cache), cache)
+    clock.append(cache, output.new_kv, [np.arange(length) for length in prefixes.lengths])
+    yield output, prefixes.lengths, [None] * len(codes)
+    rows_of = [slice(None)] if len(codes) == 1 else [slice(row, row + 1) for row in range(len(rows))]
+    for layouts, count in zip(parts, counts, strict=True):
+        placed = zip(rows_of, layouts, strict=True)
+        batch = prefixes.pass_over(target, cache, placed, count, model.num_positions - 1)
         output = clock.run(target, batch, cache)
-        clock.append(cache, output.new_kv, [np.arange(count)] * num_rows)
-        yield output, np.full(num_rows, count), None if layout is None else layout.averaged
+        clock.append(cache, output.new_kv, [np.arange(count)] * len(rows))
+        yield output, np.full(len(rows), count), layouts

@@ -1,12 +1,15 @@
-"""Inputs of forward passes: prefills, chains, and attention masks over committed cache columns."""
+"""Inputs of forward passes: prefills, passes over drafts, and attention masks over committed cache columns."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import numpy as np
 
-from .engine import Bools, Cache, Engine, Floats, Ints, Pass
+from .engine import Bools, Cache, Engine, Ints, Pass
+from .layout import PassLayout
+from .state import PrefixRow
 
 MIN_NODES = 2  # one-node passes use another matrix kernel and would not reproduce tree passes
 
@@ -56,53 +59,75 @@ def prefix_mask(real: Bools, nodes: int) -> Bools:
     return mask
 
 
-def prefill_pass(
-    engine: Engine, cache: Cache, prefix: list[Floats], prefix_padding: Bools, offsets: Ints | int = 0
-) -> Pass:
-    """Return a pass over whole prefixes on an empty cache; shorter rows repeat their last node.
-
-    Args:
-        engine: engine that will run the pass.
-        cache: empty cache.
-        prefix: embeddings of each row, float32 `[length, hidden_size]`.
-        prefix_padding: True at padding, bool `[rows, longest prefix]`.
-        offsets: position of the first column of each row, int64 `[rows]`, or of all rows.
-    """
-    rows = len(prefix)
-    nodes = max(MIN_NODES, *map(len, prefix))
-    embeds = np.stack([np.concatenate([row, np.repeat(row[-1:], nodes - len(row), 0)]) for row in prefix])
-    past_length = engine.next_past_length(cache, nodes)
-    attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
-    attention_mask[:, :, past_length:] = prefix_mask(~prefix_padding, nodes)
-    positions = np.broadcast_to(np.reshape(offsets, (-1, 1)) + np.arange(nodes), (rows, nodes))
-    return Pass(positions, attention_mask, embeds=embeds)
-
-
-def causal_pass(
-    engine: Engine,
-    cache: Cache,
-    tokens: Ints,
-    last_position: int,
-    prefix_padding: Bools,
-    hidden: Floats | None = None,
-    offsets: Ints | int = 0,
-) -> Pass:
-    """Return a pass over a chain of tokens after all entries of the cache.
+def committed_mask(engine: Engine, cache: Cache, lengths: Ints, nodes: int, prefix_padding: Bools) -> tuple[Bools, int]:
+    """Return an attention mask with which new nodes attend to the committed cache entries, and `past_length`.
 
     Args:
         engine: engine that will run the pass.
         cache: cache that the pass reads.
-        tokens: tokens of the chain, int64 `[rows, nodes]`.
-        last_position: position that later nodes get, too.
+        lengths: number of committed entries of each row, int64 `[rows]`.
+        nodes: number of new nodes.
         prefix_padding: True at padding, bool `[rows, columns]`.
-        hidden: hidden states for a drafter, float32 `[rows, nodes, hidden_size]`, None for the target.
-        offsets: position of the first column of each row, int64 `[rows]`, or of all rows.
+
+    Returns:
+        Bool `[rows, nodes, past_length + nodes]`, False in the columns of new nodes; number of cache columns.
     """
-    rows, nodes = tokens.shape
     past_length = engine.next_past_length(cache, nodes)
-    attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
-    unmask_committed(attention_mask, cache.lengths, prefix_padding)
-    attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
-    starts = cache.lengths + offsets
-    positions = np.minimum(starts[:, None] + np.arange(nodes), last_position)
-    return Pass(positions, attention_mask, tokens, hidden=hidden)
+    attention_mask = np.zeros((len(lengths), nodes, past_length + nodes), bool)
+    unmask_committed(attention_mask, lengths, prefix_padding)
+    return attention_mask, past_length
+
+
+class Prefixes:
+    """Prefixes of the batch rows of several passes.
+
+    Args:
+        rows: prefix of each batch row.
+
+    Attributes:
+        lengths: number of columns of each prefix, int64 `[rows]`.
+        padding: True at padding, bool `[rows, longest prefix]`; no columns if nothing is padded.
+    """
+
+    def __init__(self, rows: Sequence[PrefixRow]) -> None:
+        self._rows = rows
+        self.lengths = np.array([len(row.embeds) for row in rows], np.int64)
+        padding = stack_padding([~row.real for row in rows])
+        self.padding = padding if padding.any() else padding[:, :0]
+        self._offsets = np.array([row.offset for row in rows], np.int64)[:, None]  # position of the first column
+        self._first_positions = self.lengths[:, None] + self._offsets  # position of the first code
+
+    def prefill_pass(self, engine: Engine, cache: Cache) -> Pass:
+        """Return a pass over the whole prefixes on an empty cache; shorter rows repeat their last node."""
+        nodes = max(MIN_NODES, *self.lengths.tolist())
+        embeds = [row.embeds for row in self._rows]
+        padded = np.stack([np.concatenate([row, np.repeat(row[-1:], nodes - len(row), 0)]) for row in embeds])
+        past_length = engine.next_past_length(cache, nodes)
+        attention_mask = np.zeros((len(embeds), nodes, past_length + nodes), bool)
+        attention_mask[:, :, past_length:] = prefix_mask(~stack_padding([~row.real for row in self._rows]), nodes)
+        return Pass(self._offsets + np.arange(nodes), attention_mask, embeds=padded)
+
+    def pass_over(
+        self, engine: Engine, cache: Cache, layouts: Iterable[tuple[slice, PassLayout]], nodes: int, last_position: int
+    ) -> Pass:
+        """Return a pass over the nodes of several sequences, padded to the same number of nodes.
+
+        Args:
+            engine: engine that will run the pass.
+            cache: cache that the pass reads.
+            layouts: batch rows and layout of each sequence.
+            nodes: number of nodes of a row, at least the longest layout's.
+            last_position: position that later nodes get, too.
+        """
+        nodes = max(MIN_NODES, nodes)
+        attention_mask, past_length = committed_mask(engine, cache, cache.lengths, nodes, self.padding)
+        attention_mask[:, :, past_length:] = identity_mask(nodes)
+        tokens, positions = np.zeros((2, len(self.lengths), nodes), np.int64)
+        for rows, layout in layouts:
+            count = len(layout.tokens)
+            tokens[rows, :count] = layout.tokens
+            attention_mask[rows, :count, past_length : past_length + count] = layout.ancestors
+            positions[rows, :count] = layout.positions + self._first_positions[rows]
+            for row in range(*rows.indices(len(tokens))):
+                layout.mask_past(attention_mask[row, :count, self.lengths[row] :])
+        return Pass(np.minimum(positions, last_position), attention_mask, tokens)

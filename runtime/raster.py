@@ -1,4 +1,4 @@
-"""Raster order: the codes of an image row after row and, in some families, a token at the end of each row but the last.
+"""Raster layouts: codes row after row and, in some families, a token at the end of each row but the last.
 
 An end-of-row token is not sampled: it always follows the last code of a row. It has a position and a cache entry, but
 no forward pass: it is a further node in the pass of the code before it, and is committed with it. The next code is
@@ -7,27 +7,26 @@ then sampled after the end-of-row token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from .engine import Ints
-from .order import Order
-from .pass_layout import PassLayout
+from .engine import DeviceArray, Floats, Ints
+from .layout import PassLayout, Placed, Values
+from .noise import Noise
 from .tree import DraftTree
 
 MAX_BATCH_NODES = 64  # maximum number of nodes in a pass over several grid rows
 
 
 @dataclass(frozen=True)
-class Raster:
-    """Raster order of the codes of an image."""
+class RasterLayout:
+    """Layout of an image whose codes are drawn one after another, and follow one another in the cache."""
 
     num_codes: int  # number of codes of the image
     columns: int = 1  # number of codes in a grid row
-    row_end: int | None = None  # end-of-row token, after every row but the last; None without one
-    order: Order | None = None  # order of drawing in groups of cells, see `order.py`; None: one code after another
     first_grid: tuple[int, int] = (0, 0)  # rows and columns of a smaller grid, whose codes come before the image's
 
     @property
@@ -37,53 +36,151 @@ class Raster:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the image, end-of-row tokens included."""
-        return self.position_of(self.num_codes - 1) + 1
+        """Number of tokens in the cache, end-of-row tokens included."""
+        return self.position(self.num_codes - 1) + 1
 
-    def position_of(self, cell: int) -> int:
-        """Return the position of a cell's token, from 0 at the first token; drafts may extend past the last cell."""
-        return cell if self.row_end is None else cell + min(cell, self.num_codes - 1) // self.columns
+    def noise(self, seed: int) -> Noise:
+        """Return the noise of an image."""
+        return Noise(seed)
 
-    def count_before(self, cell: int) -> int:
-        """Return how many codes the distribution of code `cell` depends on; both count in the order of drawing."""
-        return cell if self.order is None else self.order.starts[self.order.group_at(cell + 1) - 1]
+    def in_drawing_order(self, values: Values) -> Values:
+        """Return values of cells `[cells]`: they are drawn in raster order."""
+        return values
 
-    def cell_above(self, cell: int) -> int:
-        """Return the cell above a cell of the same grid; a negative number in the first row of a grid."""
+    def uncover(self, codes: Sequence[int], before: int) -> tuple[Ints, Placed | None]:
+        """Return the new codes, see `ImageLayout.uncover`; raster order leaves no gaps."""
+        return np.array(codes[before:], np.int64), None
+
+    def drawn_with(self, code: int) -> range:
+        """Return the code alone."""
+        return range(code, code + 1)
+
+    def position(self, code: int) -> int:
+        """Return the position of a code's token, from 0; drafts may extend past the last code."""
+        return code
+
+    def code_above(self, code: int) -> int:
+        """Return the code of the cell above in the same grid; a negative number in the first row of a grid."""
         first_codes = self.first_codes
-        if cell < first_codes:
-            return cell - self.first_grid[1]
-        above = cell - self.columns
+        if code < first_codes:
+            return code - self.first_grid[1]
+        above = code - self.columns
         return above if above >= first_codes else -1
 
-    def ends_row(self, cell: int) -> bool:
-        """Return whether an end-of-row token follows a cell."""
-        return self.row_end is not None and cell % self.columns == self.columns - 1 and cell + 1 < self.num_codes
+    def copied_code(self, code: int) -> int:
+        """Return the code to the left or, in the first column, the code above."""
+        return code - (self.columns if code % self.columns == 0 and code >= self.columns else 1)
 
-    def insert_row_ends(self, codes: Sequence[int] | Ints, first: int = 0) -> Ints:
-        """Return the codes from cell `first` on with an end-of-row token before each code that begins a row."""
-        tokens = np.array(codes, np.int64)
-        if self.row_end is None:
-            return tokens
-        cells = first + np.arange(len(codes))
-        begins = (cells % self.columns == 0) & (cells > 0) & (cells < self.num_codes)
-        return np.insert(tokens, np.flatnonzero(begins), self.row_end)
+    def after_prefix(self) -> PassLayout:
+        """Return the layout of the last node of a prefix."""
+        return PassLayout(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones((1, 1), bool))
 
-    def lay_out(self, tree: DraftTree, first: int) -> PassLayout:
-        """Return the pass nodes of a tree whose root is in cell `first`."""
-        ancestors = tree.structure.ancestors
-        if self.row_end is None:
-            return PassLayout(tree.tokens, first + tree.structure.depths, ancestors)
-        cells = first + tree.structure.depths
-        ends_before = np.minimum(cells, self.num_codes - 1) // self.columns
-        ends = (cells % self.columns == self.columns - 1) & (cells + 1 < self.num_codes)
-        draft_nodes = np.repeat(np.arange(tree.nodes), 1 + ends)  # an end-of-row token follows its node
+    def lay_out(self, tree: DraftTree, root: int) -> PassLayout:
+        """Return the pass nodes of a draft tree whose root is the code `root`."""
+        return PassLayout(tree.tokens, root + tree.structure.depths, tree.structure.ancestors)
+
+    def known_passes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
+        """Yield passes over known codes, in parts of `max_nodes` tokens, see `ImageLayout.known_passes`."""
+        for start in range(0, len(codes), max_nodes):
+            tokens = codes[start : start + max_nodes]
+            yield PassLayout(tokens, start + np.arange(len(tokens)), np.tri(len(tokens), dtype=bool))
+
+    def token_after(self, code: int) -> int | None:
+        """Return None: no token follows a code unsampled."""
+        return None
+
+    def insert_tokens(self, codes: Ints, first: int = 0) -> Ints:
+        """Return the codes, see `ImageLayout.insert_tokens`."""
+        return codes
+
+    def count_pass_nodes(self, draft_nodes: int) -> int:
+        """Return the number of draft nodes."""
+        return draft_nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowEndLayout(RasterLayout):
+    """Raster layout with an end-of-row token after every row but the last."""
+
+    row_end: int  # the end-of-row token
+
+    def position(self, code: int) -> int:
+        """Return the position of a code's token, after the end-of-row tokens of earlier rows."""
+        return code + min(code, self.num_codes - 1) // self.columns
+
+    def lay_out(self, tree: DraftTree, root: int) -> PassLayout:
+        """Return the pass nodes of a draft tree: an end-of-row token follows each node that ends a row."""
+        codes = root + tree.structure.depths
+        ends_before = np.minimum(codes, self.num_codes - 1) // self.columns
+        ends = (codes % self.columns == self.columns - 1) & (codes + 1 < self.num_codes)
+        draft_nodes = np.repeat(np.arange(tree.nodes), 1 + ends)
         sampling_nodes = np.cumsum(1 + ends) - 1
         end_nodes = sampling_nodes[ends]
-        pass_ancestors = ancestors[draft_nodes][:, draft_nodes]
-        pass_ancestors[end_nodes - 1, end_nodes] = False  # a node comes before its end-of-row token
+        ancestors = tree.structure.ancestors[draft_nodes][:, draft_nodes]
+        ancestors[end_nodes - 1, end_nodes] = False  # a node comes before its end-of-row token
         tokens = tree.tokens[draft_nodes]
-        positions = (cells + ends_before)[draft_nodes]
+        positions = (codes + ends_before)[draft_nodes]
         tokens[end_nodes] = self.row_end
         positions[end_nodes] += 1
-        return PassLayout(tokens, positions, pass_ancestors, draft_nodes, sampling_nodes)
+        return RowEndPass(tokens, positions, ancestors, draft_nodes, sampling_nodes)
+
+    def known_passes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
+        """Yield passes over known codes and the end-of-row tokens between and after them."""
+        # The next code is unknown; 0 stands for it, so that an end-of-row token before it is inserted.
+        tokens = self.insert_tokens(np.append(codes, 0))[:-1]
+        follows = np.append(tokens[1:] == self.row_end, False)
+        for start in range(0, len(tokens), max_nodes):
+            part = slice(start, start + max_nodes)
+            count = len(tokens[part])
+            nodes = np.arange(count)
+            # no code is sampled after a code that an end-of-row token follows
+            sampling_nodes = np.flatnonzero(~follows[part])
+            yield RowEndPass(tokens[part], start + nodes, np.tri(count, dtype=bool), nodes, sampling_nodes)
+
+    def token_after(self, code: int) -> int | None:
+        """Return the end-of-row token after the last code of a row; None after other codes."""
+        ends_row = code % self.columns == self.columns - 1 and code + 1 < self.num_codes
+        return self.row_end if ends_row else None
+
+    def insert_tokens(self, codes: Ints, first: int = 0) -> Ints:
+        """Return the codes from code `first` on with an end-of-row token before each code that begins a row."""
+        numbers = first + np.arange(len(codes))
+        begins = (numbers % self.columns == 0) & (numbers > 0) & (numbers < self.num_codes)
+        return np.insert(codes, np.flatnonzero(begins), self.row_end)
+
+    def count_pass_nodes(self, draft_nodes: int) -> int:
+        """Return twice the number of draft nodes: an end-of-row token may follow each."""
+        return 2 * draft_nodes
+
+
+@dataclass(eq=False)
+class RowEndPass(PassLayout):
+    """Nodes of a forward pass: the nodes of a draft, and the end-of-row tokens behind them."""
+
+    one_to_one: ClassVar[bool] = False
+
+    draft_nodes: Ints  # draft node of each pass node, int64 `[pass nodes]`
+    last_nodes: Ints  # pass node after which the token of each draft node is sampled, int64 `[nodes]`
+
+    def logits(self, logits: DeviceArray, rows: slice, nodes: slice | Sequence[int]) -> Floats:
+        """Return the logits after draft nodes, or after the end-of-row tokens that follow them.
+
+        Args:
+            logits: logits of the pass, on the host or on a device.
+            rows: batch rows of the sequence.
+            nodes: draft nodes.
+        """
+        read: Floats = logits[rows, self.last_nodes[nodes].tolist()]
+        return read
+
+    def sampling_nodes(self, nodes: Ints) -> Ints:
+        """Return the pass nodes after which the tokens of draft nodes are sampled."""
+        return self.last_nodes[nodes]
+
+    def path_nodes(self, path: Sequence[int]) -> Ints:
+        """Return the pass nodes of the draft nodes `path`, end-of-row tokens included."""
+        return np.flatnonzero(np.isin(self.draft_nodes, path))
+
+    def state_nodes(self, committed: Ints, count: int) -> Ints:
+        """Return the committed nodes from which a code is sampled: not a code before an end-of-row token."""
+        return np.intersect1d(committed, self.last_nodes)

@@ -18,19 +18,20 @@ end-of-row token of the row above is the stand-in; it enters the cache with the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from ..methods import RowParallel
-from .drafting import Accepted, Drafter, Placed, SequenceStep
+from .drafting import Accepted, Draft, Drafter, SequenceStep
 from .engine import Bools, Ints
-from .pass_layout import PassLayout
-from .raster import MAX_BATCH_NODES, Raster
+from .layout import PassLayout, Placed
+from .raster import MAX_BATCH_NODES, RasterLayout
 from .state import ImageSequence, Model
 from .target import TargetOutput
 from .tree import TreeStructure
+from .tree_drafts import TreeDraft, plain_chain
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class Grid:
     """Token grid of one image during row-parallel decoding, after the prefill.
 
     Args:
-        raster: raster order of the image's codes.
-        first: first code of the image, sampled by the prefill.
+        layout: layout of the image; the codes of a smaller grid do not belong to this grid.
+        first: first code of the grid, which is known.
         window: number of tokens that a row stays behind the row above.
         num_drafts: number of draft tokens in every row; may be changed between passes.
         max_nodes: maximum number of nodes of a pass; further nodes wait for the next pass.
@@ -91,18 +92,19 @@ class Grid:
 
     def __init__(
         self,
-        raster: Raster,
+        layout: RasterLayout,
         first: int,
         window: int,
         num_drafts: int = 0,
         max_nodes: int = MAX_BATCH_NODES,
         preserved: Ints | None = None,
     ) -> None:
-        self.has_ends = raster.row_end is not None
-        self.codes_per_row = raster.columns
+        self.codes_per_row = layout.columns
+        row_end = layout.token_after(layout.first_codes + self.codes_per_row - 1)
+        self.has_ends = row_end is not None
         self.columns = self.codes_per_row + self.has_ends
-        num_rows = raster.num_codes // self.codes_per_row
-        cells = np.full((num_rows, self.columns), -1 if raster.row_end is None else raster.row_end)
+        num_rows = (layout.num_codes - layout.first_codes) // self.codes_per_row
+        cells = np.full((num_rows, self.columns), row_end or 0)
         cells[:, : self.codes_per_row] = -1
         cells[0, 0] = first
         self.cells: list[int] = cells.ravel().tolist()
@@ -217,6 +219,17 @@ class Grid:
 
 
 @dataclass(eq=False)
+class RowPass(PassLayout):
+    """Nodes of several grid rows, which attend to a part of the tokens in the cache."""
+
+    past: Bools  # whether each node attends to each token of the image in the cache, bool `[nodes, entries]`
+
+    def mask_past(self, mask: Bools) -> None:
+        """Remove the entries that the nodes do not attend to, see `PassLayout.mask_past`."""
+        mask[:, : self.past.shape[1]] &= self.past
+
+
+@dataclass(eq=False)
 class RowDraft:
     """The nodes of one forward pass over the active rows of a sequence's grid, as a `Draft`."""
 
@@ -255,7 +268,7 @@ class RowDraft:
         structure = self.structure
         past = self.grid_pass.attends_to(self.grid_pass.cached_cells)
         past = np.pad(past, ((0, 0), (self.first, 0)), constant_values=True)
-        return PassLayout(self.tokens, self.first + structure.depths, structure.ancestors, past=past)
+        return RowPass(self.tokens, self.first + structure.depths, structure.ancestors, past)
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the tokens that a node attends to, its token included."""
@@ -263,12 +276,11 @@ class RowDraft:
         before = np.array(self.sequence.codes[: self.first], np.int64)
         return np.concatenate([before, self.grid_pass.cached_tokens[past], self.tokens[self.structure.ancestors[node]]])
 
-    def accept(self, output: TargetOutput, layout: PassLayout, model: Model) -> Accepted:
+    def accept(self, output: TargetOutput, model: Model) -> Accepted:
         """Sample tokens, verify the drafts, and add the accepted tokens to the grid and the sequence.
 
         Args:
             output: the target's output after each node.
-            layout: layout of the draft in the forward pass, not used.
             model: engines and tables, not used.
         """
         sequence = self.sequence
@@ -297,10 +309,16 @@ class RowDrafter(Drafter):
         self._max_nodes = min(max_nodes, MAX_BATCH_NODES)
         self._grids: dict[ImageSequence, Grid] = {}
 
-    def draft(self, sequences: Sequence[ImageSequence]) -> list[RowDraft]:
-        """Return the next pass of every sequence; the prefill has sampled the first token."""
-        grids = [self._grid(sequence) for sequence in sequences]
-        return [RowDraft(sequence, grid, grid.next_pass()) for sequence, grid in zip(sequences, grids, strict=True)]
+    def draft(self, sequences: Sequence[ImageSequence]) -> list[Draft]:
+        """Return the next pass of every sequence; the codes of a smaller grid are drawn one after another before."""
+        drafts: list[Draft] = []
+        for sequence in sequences:
+            if len(sequence.codes) <= sequence.raster.first_codes:
+                drafts.append(TreeDraft(sequence, plain_chain(sequence, self._max_nodes)))
+            else:
+                grid = self._grid(sequence)
+                drafts.append(RowDraft(sequence, grid, grid.next_pass()))
+        return drafts
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the grids of these sequences."""
@@ -311,9 +329,9 @@ class RowDrafter(Drafter):
         method = sequence.method
         assert isinstance(method, RowParallel)
         if sequence not in self._grids:
-            first = sequence.raster.first_codes
-            raster = replace(sequence.raster, num_codes=sequence.raster.num_codes - first)
+            layout = sequence.raster
+            first = sequence.codes[layout.first_codes]
             self._grids[sequence] = Grid(
-                raster, sequence.codes[first], method.window, method.drafts, self._max_nodes, sequence.preserved
+                layout, first, method.window, method.drafts, self._max_nodes, sequence.preserved
             )
         return self._grids[sequence]

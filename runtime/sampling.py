@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import EngineError
 from ..methods import Sampling
-from .engine import Bools, Floats, Ints
+from .engine import Floats, Ints
 
 Probabilities = NDArray[np.float64]
 BLOCK = 64  # codes whose maximum is taken first in the search for the most probable codes
@@ -24,27 +24,19 @@ def apply_temperature(logits: Floats, sampling: Sampling) -> Floats:
     return logits if sampling.temperature in (0.0, 1.0) else logits / np.float32(sampling.temperature)
 
 
-def apply_guidance(
-    logits: Floats, sampling: Sampling, guided: Bools | None = None, scales: Floats | None = None
-) -> Floats:
-    """Mix conditional and unconditional logits `[2, ..., vocab_size]` to `[..., vocab_size]`, if there are both.
+def apply_guidance(logits: Floats, scales: Floats) -> Floats:
+    """Mix conditional and unconditional logits: uncond + scale * (cond - uncond), float32 `[..., vocab_size]`.
 
     NaN and infinity raise an error later; NumPy may already warn of them here.
 
     Args:
-        logits: `[1 or 2, ..., vocab_size]`, conditional first.
-        sampling: the sampling settings.
-        guided: False where the conditional logits are returned, bool `[...]`; None: they are mixed everywhere.
-        scales: guidance scales, float32 `[...]`; None: the last scale everywhere.
+        logits: float32 `[2, ..., vocab_size]`, conditional first.
+        scales: guidance scales, float32 `[...]`.
     """
-    cond: Floats = logits[0]
-    if len(logits) == 1:
-        return cond
-    uncond = logits[1]
-    mixed = cond - uncond
-    mixed *= sampling.last_cfg_scale if scales is None else scales[..., None]
-    mixed += uncond
-    return mixed if guided is None or guided.all() else np.where(guided[..., None], mixed, cond)
+    mixed: Floats = logits[0] - logits[1]
+    mixed *= scales[..., None]
+    mixed += logits[1]
+    return mixed
 
 
 def apply_repetition_penalty(logits: Floats, before: Sequence[Ints], sampling: Sampling) -> Floats:

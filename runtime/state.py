@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..methods import Ar, Drafted, Groups, MethodConfig, RowParallel, Sampling, Sjd
+from ..methods import MethodConfig, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints
-from .guidance import guidance_scales
+from .guidance import Guidance
 from .heads import DraftHeads
+from .layout import ImageLayout
 from .noise import Noise
-from .order import Order, OrderedNoise
-from .raster import MAX_BATCH_NODES, Raster
+from .raster import RasterLayout
 from .statistics import SequenceStatistics
-from .tree_names import parse_tree
 from .windows import AdaptiveWindow
 
 _NOTHING = np.zeros(0, np.int64)
@@ -34,30 +33,20 @@ class DrafterLayout:
 
 @dataclass(frozen=True)
 class Model:
-    """Engines, tables and sizes of one model."""
+    """Engines and tables of one model, for images of every size."""
 
     target: Engine  # runs the target model
     drafter: Engine | None  # runs the EAGLE drafter, None where no method needs a drafter
-    num_codes: int  # number of codes of an image
     num_positions: int  # number of rows of the rotary table
     layout: DrafterLayout = DrafterLayout()
-    columns: int = 1  # number of columns of the grid of codes
     # table of nearest codes, integers `[vocab_size, k]`, None where no method needs the table
     neighbors: NDArray[np.integer] | None = None
     # Bound, in nats, on how far rounding may change the difference of two target logits between forward passes.
     # With 0, near-ties are not recomputed, see `likelihood.py`.
     rounding: float = 0.0
     max_nodes: int = 1 << 20  # maximum number of nodes of a draft
-    row_end: int | None = None  # token at the end of a grid row, see `raster.py`
     # draft heads for windows and for trees of draft heads, None where no method needs them
     heads: DraftHeads | None = None
-    order: Order | None = None  # order of drawing in groups of cells, None for models that draw one code after another
-    first_grid: tuple[int, int] = (0, 0)  # rows and columns of a smaller grid, see `raster.py`
-
-    @property
-    def raster(self) -> Raster:
-        """Order of the codes in the sequence of a whole image."""
-        return Raster(self.num_codes, self.columns, self.row_end, self.order, self.first_grid)
 
 
 @dataclass(frozen=True)
@@ -96,36 +85,20 @@ class Prompt:
         return [self.cond, self.uncond] if sampling.guided else [self.cond]
 
 
-def count_nodes(method: MethodConfig) -> int:
-    """Return the number of nodes of a method's draft, the root included; 1 where the number varies.
-
-    Raises:
-        TypeError: the method is unknown. A default would let a new method bypass the limits on nodes.
-    """
-    if isinstance(method, Drafted):
-        return parse_tree(method.tree).nodes
-    if isinstance(method, Sjd):
-        return 1 + method.window
-    if isinstance(method, Ar | RowParallel | Groups):
-        return 1
-    raise TypeError(f"method {method.method}: add its nodes of a pass to `count_nodes`")
-
-
 @dataclass(eq=False)
 class ImageSequence:
     """Sequence of the tokens of an image being generated."""
 
     index: int  # number of the image, chosen by the caller
-    raster: Raster
+    layout: ImageLayout
     rows: Sequence[PrefixRow]  # prefix rows, the conditional row first
     sampling: Sampling
     method: MethodConfig
     seed: int  # 0 .. 2^64 - 1
+    max_nodes: int  # maximum number of nodes of the next draft, `drafters.count_nodes` at first
     preserved: Ints | None = None  # see `Prompt`; from `__post_init__` on in the order of drawing
     adaptive: bool = False  # whether the window of an exact `sjd` is an `AdaptiveWindow`
-    max_nodes: int = field(init=False)  # maximum number of nodes of the next draft
-    num_guided: int = field(init=False)  # number of codes sampled with guidance, the first in the order of drawing
-    scales: Floats | None = field(init=False)  # see `guidance_scales`
+    guidance: Guidance = field(init=False)
     noise: Noise = field(init=False)
     # codes generated or preserved so far, in the order of drawing
     codes: list[int] = field(init=False, default_factory=list)
@@ -133,33 +106,31 @@ class ImageSequence:
     statistics: SequenceStatistics = field(init=False, default_factory=SequenceStatistics)
 
     def __post_init__(self) -> None:
-        order = self.raster.order
-        self.noise = Noise(self.seed) if order is None else OrderedNoise(self.seed, order)
-        if self.preserved is not None and order is not None:
-            self.preserved = self.preserved[order.cells]
-        self.max_nodes = count_nodes(self.method)
-        self.num_guided = self.sampling.count_guided(self.raster.num_codes)
-        self.scales = guidance_scales(self.sampling, self.raster)
+        self.noise = self.layout.noise(self.seed)
+        self.guidance = Guidance(self.sampling, self.layout)
+        self._draft_nodes = self.max_nodes  # before the window adapts
         adapts = self.adaptive and self.exact and isinstance(self.method, Sjd)
         self._window = AdaptiveWindow(self.max_nodes - 1) if adapts else None
         if self.preserved is not None:
+            self.preserved = self.layout.in_drawing_order(self.preserved)
             self.statistics.preserved = int((self.preserved >= 0).sum())
+
+    @property
+    def raster(self) -> RasterLayout:
+        """Layout of an image whose codes are drawn one after another."""
+        assert isinstance(self.layout, RasterLayout), "requests check that the method fits the bundle"
+        return self.layout
 
     @property
     def exact(self) -> bool:
         """Whether the tokens follow the target's distribution exactly."""
         return self.method.exact
 
-    def num_rows(self, cell: int) -> int:
-        """Return how many of the batch rows the distribution of a cell depends on."""
-        return 2 if cell < self.num_guided else 1
-
     def end_guidance(self) -> bool:
         """Remove the unconditional row once all guided codes are known; return whether it was removed."""
-        if len(self.rows) == 1 or len(self.codes) < self.num_guided:
+        if len(self.rows) == 1 or len(self.codes) < self.guidance.count:
             return False
         self.rows = self.rows[:1]
-        self.sampling = self.sampling.model_copy(update={"cfg_scale": 1.0})
         return True
 
     @property
@@ -179,19 +150,9 @@ class ImageSequence:
             self._window.record(drafted, accepted)
 
     @property
-    def prefix_lengths(self) -> list[int]:
-        """Prefix length of each batch row."""
-        return [len(row.embeds) for row in self.rows]
-
-    @property
-    def offsets(self) -> list[int]:
-        """Position of the first column of each batch row."""
-        return [row.offset for row in self.rows]
-
-    @property
     def remaining(self) -> int:
         """Number of codes still to generate or to insert as preserved."""
-        return self.raster.num_codes - len(self.codes)
+        return self.layout.num_codes - len(self.codes)
 
     def next_preserved(self, ahead: int = 0) -> tuple[Ints, int]:
         """Return the run of preserved codes at the next cell, and the length of the gap after the run.
@@ -228,5 +189,5 @@ class ImageSequence:
     @property
     def cache_columns(self) -> int:
         """Number of cache columns for the prefix, the image and one draft."""
-        nodes = MAX_BATCH_NODES if isinstance(self.method, RowParallel) else count_nodes(self.method)
-        return max(self.prefix_lengths) + self.raster.num_tokens + nodes * (1 + (self.raster.row_end is not None)) + 2
+        prefix = max(len(row.embeds) for row in self.rows)
+        return prefix + self.layout.num_tokens + self.layout.count_pass_nodes(self._draft_nodes) + 2

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, islice
+from typing import Protocol
 
 import numpy as np
 
 from ..methods import Sampling
 from .engine import DeviceArray, Floats, Ints
-from .guidance import scales_of
-from .noise import Noise
+from .layout import PassLayout
 from .sampling import (
     Probabilities,
     apply_guidance,
@@ -21,6 +21,7 @@ from .sampling import (
     is_decisive,
     shape_distribution,
 )
+from .state import ImageSequence
 from .tree import TreeStructure
 
 MAX_BLOCK_NODES = 256  # maximum number of nodes, over several sequences, that are sampled after at once
@@ -38,32 +39,59 @@ class LogitBlock:
     margins: Sequence[float] = ()
 
 
-@dataclass
+class Nodes(Protocol):
+    """Nodes of a draft, after which the target samples."""
+
+    @property
+    def structure(self) -> TreeStructure:
+        """Depths, children and ancestor mask of the nodes."""
+
+    @property
+    def cells(self) -> Sequence[int]:
+        """The code that is sampled after each node."""
+
+    def preceding_codes(self, node: int) -> Ints:
+        """Return the codes that precede the code sampled after `node`, int64 `[codes]`."""
+
+
 class TargetOutput:
     """Output of the target after the nodes of one sequence's draft, computed on demand.
 
     The choice after a node is the token that plain decoding would sample there.
+
+    Args:
+        sequence: sequence of the draft, with its sampling settings, guidance and noise.
+        draft: nodes of the draft.
+        layout: layout of the draft in the pass.
+        logits: logits of the pass, float32 `[rows, pass nodes, vocab_size]`.
+        rows: batch rows of the sequence.
+        recompute: function from a node to guided logits `[1, vocab_size]` after it, computed again from the whole
+            sequence; called if rounding may change the choice. None: near-ties are not recomputed.
     """
 
-    # function from nodes of the pass to their logits in the sequence's batch rows, float32 `[rows, nodes, vocab_size]`
-    logits: Callable[[slice | Sequence[int]], Floats]
-    structure: TreeStructure  # structure of the draft
-    noise: Noise  # noise of the sequence
-    cells: Sequence[int]  # cell of the code sampled after each node
-    sampling: Sampling  # sampling settings of the sequence
-    num_guided: int  # cells from this one on are sampled from the conditional logits
-    scales: Floats | None = None  # guidance scale of every cell, see `guidance_scales`
-    tie_margin: float = 0.0  # maximum change of a difference of logits by rounding
-    # function from a node to guided logits `[1, vocab_size]` after it, computed again from the whole sequence; called
-    # if rounding may change the choice; None: near-ties are not recomputed
-    recompute: Callable[[int], Floats] | None = None
-    # function from a node to the codes before the choice after it, for a repetition penalty
-    preceding_codes: Callable[[int], Ints] = lambda node: np.empty(0, np.int64)
-    # pass node after which the choice of each draft node is sampled, int64 `[nodes]`; None: the draft node itself
-    sampling_nodes: Ints | None = None
-    _block: LogitBlock | None = field(init=False, default=None)  # last block used
-    _choices: dict[int, int] = field(init=False, default_factory=dict)  # keys are nodes
-    _distributions: dict[int, Probabilities] = field(init=False, default_factory=dict)  # keys are nodes
+    def __init__(
+        self,
+        sequence: ImageSequence,
+        draft: Nodes,
+        layout: PassLayout,
+        logits: DeviceArray,
+        rows: slice,
+        recompute: Callable[[int], Floats] | None = None,
+    ) -> None:
+        self.sequence = sequence
+        self.layout = layout
+        self.rows = rows
+        self.recompute = recompute
+        self.cells = draft.cells
+        self.structure = draft.structure
+        self.sampling = sequence.sampling
+        self.guidance = sequence.guidance
+        self.noise = sequence.noise
+        self._draft = draft
+        self._logits = logits
+        self._block: LogitBlock | None = None  # last block used
+        self._choices: dict[int, int] = {}  # keys are nodes
+        self._distributions: dict[int, Probabilities] = {}  # keys are nodes
 
     def choice(self, node: int) -> int:
         """Return the choice after `node`. Every near-tie costs a forward pass."""
@@ -108,7 +136,7 @@ class TargetOutput:
         """Return the choices after ascending nodes that need not form a chain, int64 `[nodes]`."""
         if not all(node in self._choices for node in nodes):
             # a slice of logits is not copied
-            consecutive = self.sampling_nodes is None and nodes[-1] - nodes[0] + 1 == len(nodes)
+            consecutive = self.layout.one_to_one and nodes[-1] - nodes[0] + 1 == len(nodes)
             guided = self._read_guided(slice(nodes[0], nodes[-1] + 1) if consecutive else nodes)
             noise = None
             if not self.sampling.greedy:
@@ -132,10 +160,10 @@ class TargetOutput:
         block = self._block_at(node)
         index = node - block.first
         if len(block.margins):
-            return block.margins[index] > self.tie_margin
+            return block.margins[index] > self.sequence.tie_margin
         assert block.noise is not None or self.sampling.greedy, "the block of a sampled node has its noise"
         noise = None if block.noise is None else block.noise[index]
-        return is_decisive(block.logits[index], noise, code, self.sampling, self.tie_margin)
+        return is_decisive(block.logits[index], noise, code, self.sampling, self.sequence.tie_margin)
 
     def _block_at(self, node: int) -> LogitBlock:
         block = self._block
@@ -148,19 +176,15 @@ class TargetOutput:
         return None if self.sampling.greedy else self.noise.gumbel(self.cells[first], *logits.shape)
 
     def _read_guided(self, nodes: slice | Sequence[int]) -> Floats:
-        logits = self.logits(nodes if self.sampling_nodes is None else self.sampling_nodes[nodes].tolist())
+        logits = self.layout.logits(self._logits, self.rows, nodes)
         draft_nodes = range(len(self.structure.depths))[nodes] if isinstance(nodes, slice) else nodes
         if self.sampling.penalised:
-            preceding = [self.preceding_codes(node) for node in draft_nodes]
+            preceding = [self._draft.preceding_codes(node) for node in draft_nodes]
             logits = apply_repetition_penalty(logits, preceding, self.sampling)
-        if len(logits) == 1:
-            return apply_guidance(logits, self.sampling)
-        cells = [self.cells[node] for node in draft_nodes]
-        guided = np.array([cell < self.num_guided for cell in cells])
-        return apply_guidance(logits, self.sampling, guided, scales_of(self.scales, cells))
+        return self.guidance.mix(logits, [self.cells[node] for node in draft_nodes])
 
 
-def choose_for_sequences(logits: DeviceArray, targets: Iterable[tuple[TargetOutput, slice]]) -> None:
+def choose_for_sequences(logits: DeviceArray, targets: Iterable[TargetOutput]) -> None:
     """Sample the tokens of several sequences together, which is faster, and store them in the sequences' outputs.
 
     Sequences are sampled together if they are neighbours in the batch, and draft chains of one length with the same
@@ -168,20 +192,23 @@ def choose_for_sequences(logits: DeviceArray, targets: Iterable[tuple[TargetOutp
 
     Args:
         logits: logits of a pass, float32 `[rows, nodes, vocab_size]`.
-        targets: outputs of several sequences, each with its batch rows.
+        targets: outputs of several sequences, in the order of their batch rows.
     """
     for (nodes, num_rows, sampling), group in groupby(targets, _group_key):
         # The limit bounds memory; further sequences of the group sample alone.
-        together = list(islice(group, MAX_BLOCK_NODES // max(1, nodes)))
-        outputs = [output for output, _ in together]
+        outputs = list(islice(group, MAX_BLOCK_NODES // max(1, nodes)))
         count = len(outputs)
-        start = together[0][1].start
-        stop = together[-1][1].stop
+        start = outputs[0].rows.start
+        stop = outputs[-1].rows.stop
         adjacent = stop - start == count * num_rows  # no rows of other sequences in between
         if nodes == 0 or count < 2 or not adjacent:
             continue
-        rows_first = logits[start:stop, :nodes].reshape(count, num_rows, nodes, -1).swapaxes(0, 1)
-        guided = apply_guidance(rows_first, sampling).reshape(count * nodes, -1)
+        guided = logits[start:stop, :nodes].reshape(count, num_rows, nodes, -1).swapaxes(0, 1)
+        if num_rows == 1:
+            guided = guided[0]
+        else:
+            guided = apply_guidance(guided, np.stack([output.guidance.scales(output.cells) for output in outputs]))
+        guided = guided.reshape(count * nodes, -1)
         noise = None  # [sequences * nodes, vocab_size], as guided
         if not sampling.greedy:
             size = guided.shape[1]
@@ -198,9 +225,9 @@ def choose_for_sequences(logits: DeviceArray, targets: Iterable[tuple[TargetOutp
             output.store_choices(range(nodes), codes[part], block)
 
 
-def _group_key(target: tuple[TargetOutput, slice]) -> tuple[int, int, Sampling]:
+def _group_key(output: TargetOutput) -> tuple[int, int, Sampling]:
     """Return the length of a chain, 0 for drafts that sample alone, the number of batch rows, and the settings."""
-    output, rows = target
-    together = output.structure.is_chain and output.sampling_nodes is None and not output.sampling.penalised
-    together &= rows.stop - rows.start == 1 or (output.cells[-1] < output.num_guided and output.scales is None)
-    return len(output.structure.depths) if together else 0, rows.stop - rows.start, output.sampling
+    num_rows = output.rows.stop - output.rows.start
+    together = output.structure.is_chain and output.layout.one_to_one and not output.sampling.penalised
+    together &= num_rows == output.guidance.rows(output.cells[-1])
+    return len(output.structure.depths) if together else 0, num_rows, output.sampling

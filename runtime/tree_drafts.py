@@ -11,7 +11,7 @@ from ..methods import Relaxed
 from .acceptance import Acceptance, Relaxation, walk_exact, walk_greedy, walk_relaxed
 from .drafting import Accepted, Drafter, SequenceStep
 from .engine import Ints
-from .pass_layout import PassLayout
+from .layout import PassLayout
 from .raster import MAX_BATCH_NODES
 from .state import ImageSequence, Model
 from .target import TargetOutput
@@ -63,12 +63,11 @@ class TreeDraft:
         path = self.tree.path_to(node)[1:]
         return np.array([*self.sequence.codes[: self.first], *self.tree.tokens[path].tolist()], np.int64)
 
-    def accept(self, output: TargetOutput, layout: PassLayout, model: Model) -> Accepted:
+    def accept(self, output: TargetOutput, model: Model) -> Accepted:
         """Walk down the tree as far as the target accepts, and append the codes of the path and the next code.
 
         Args:
             output: outputs of the target for the nodes of the tree.
-            layout: layout of the tree's nodes in the pass.
             model: model with the neighbour table.
         """
         sequence = self.sequence
@@ -85,7 +84,7 @@ class TreeDraft:
         step = SequenceStep.of(sequence, codes)
         if sequence.method.method != "ar":
             step = step._replace(tree=tree, acceptance=accepted)
-        return Accepted(step, codes, layout.path_nodes(path))
+        return Accepted(step, codes, output.layout.path_nodes(path))
 
     def _walk(self, output: TargetOutput, relaxation: Relaxation | None) -> Acceptance:
         tree = self.tree
@@ -104,22 +103,44 @@ class TreeDrafter(Drafter):
 
     Args:
         max_nodes: maximum number of nodes of a sequence in a forward pass.
+
+    Attributes:
+        needs_new_codes: whether the drafter cannot draft directly after preserved codes, where it drafts nothing.
     """
+
+    needs_new_codes = False
 
     def __init__(self, max_nodes: int = MAX_BATCH_NODES) -> None:
         self.max_nodes = min(max_nodes, MAX_BATCH_NODES)
 
     def draft(self, sequences: Sequence[ImageSequence]) -> list[TreeDraft]:
         """Return a draft for every sequence."""
-        return [TreeDraft(*pair) for pair in zip(sequences, self.draft_trees(sequences), strict=True)]
+        plain = {
+            sequence: plain_chain(sequence, self.max_nodes)
+            for sequence in sequences
+            if self.needs_new_codes and len(sequence.next_preserved()[0])
+        }
+        drafting = [sequence for sequence in sequences if sequence not in plain]
+        trees = plain | dict(zip(drafting, self.draft_trees(drafting) if drafting else (), strict=True))
+        return [TreeDraft(sequence, trees[sequence]) for sequence in sequences]
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> Sequence[DraftTree]:
-        """Return a tree below the last token of every sequence."""
-        return [chain([*sequence.codes[-1:], *self.preserved_tokens(sequence)]) for sequence in sequences]
+        """Return a tree below the last token of each of these sequences, which are not empty."""
+        return [plain_chain(sequence, self.max_nodes) for sequence in sequences]
 
-    def preserved_tokens(self, sequence: ImageSequence) -> list[int]:
-        """Return the codes that a sequence preserves next, as many as a pass takes."""
-        return [] if sequence.preserved is None else sequence.next_preserved()[0][: self.max_nodes - 1].tolist()
+    def min_nodes(self, sequence: ImageSequence) -> int:
+        """Return the maximum number of nodes of the next draft."""
+        return sequence.max_nodes
+
+
+def plain_chain(sequence: ImageSequence, max_nodes: int) -> DraftTree:
+    """Return the last token of a sequence and the codes that it preserves next, as many as a pass takes."""
+    return chain([sequence.codes[-1], *preserved_tokens(sequence, max_nodes)])
+
+
+def preserved_tokens(sequence: ImageSequence, max_nodes: int) -> list[int]:
+    """Return the codes that a sequence preserves next, as many as a pass takes below their root."""
+    return [] if sequence.preserved is None else sequence.next_preserved()[0][: max_nodes - 1].tolist()
 
 
 def chain(tokens: Sequence[int], num_preserved: int | None = None, proposal: Proposal = no_proposal) -> DraftTree:

@@ -234,14 +234,15 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def export(output: Path) -> Path:
         from random_drafter import save_random_drafter
 
-        from lantern_rt.export.families.lumina import image_size, read_lumina
+        from lantern_rt.export.families.common_lumina import image_size
+        from lantern_rt.export.families.lumina import read_lumina
         from lantern_rt.export.writer import export_model
 
         target, drafter = DATA / "lumina-mgpt/model", tmp_path_factory.mktemp("drafter") / "drafter"
         save_random_drafter(drafter)
         model = read_lumina(target, DATA / "chameleon-vqgan", drafter=drafter, grid=6)
         names = json.loads((target / "config.json").read_text())["vocabulary_map"]
-        sizes = (*model.fields["sizes"], image_size(2, 2, names))
+        sizes = (*model.fields["sizes"], image_size(2, 2, names, 2))
         return export_model(replace(model, fields={**model.fields, "sizes": sizes}), output)
 
     return _exported(tmp_path_factory, "lumina_bundle/tiny-lumina", export, ("tokenizers", "yaml"))

@@ -45,7 +45,9 @@ class OrtGraphs:
             manifest = self._bundle.manifest
             # At most a sequence and its draft. A rotary table may have rows for several sequences, one per image size.
             max_nodes = manifest.condition.prefix + manifest.max_image_tokens + SPAN_STEP
-            return OrtDeviceEngine(path, spec, code_embeddings, self._threads, self._devices[provider], max_nodes)
+            return OrtDeviceEngine(
+                path, spec, code_embeddings, self._threads, self._devices[provider], manifest.target.dtype, max_nodes
+            )
         return OrtEngine(path, spec, code_embeddings, self._threads, provider)
 
     def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:

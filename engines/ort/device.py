@@ -225,7 +225,7 @@ class Device:
             for guidance, row in ((0, 0), (1, last)):
                 logit_ids[guidance, i, :count] = (request.rows.start + row) * width + request.nodes[row]
             sampling = request.sampling
-            scales[i, :count, 0] = sampling.last_cfg_scale if request.scales is None else request.scales
+            scales[i, :count, 0] = request.scales
             numbers[:, i, 0, 0] = sampling.temperature or 1.0, sampling.top_p
         feeds: dict[str, Any] = {"conditional": logit_ids[0], "unconditional": logit_ids[1], "cfg_scale": scales}
         feeds |= zip(("temperature", "top_p")[: 1 + head.top_p], numbers, strict=False)

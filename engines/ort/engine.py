@@ -93,6 +93,7 @@ class OrtDeviceEngine(DeviceEngine):
         code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter.
         threads: number of threads.
         device: device to run on.
+        dtype: type that the bundle's decoders compute in: float32, float16 or bfloat16.
         max_nodes: maximum number of nodes of a row in a pass; None: the number of rows of the rotary table.
     """
 
@@ -103,11 +104,14 @@ class OrtDeviceEngine(DeviceEngine):
         code_embeddings: Floats | None,
         threads: int,
         device: Device,
+        dtype: str = "float32",
         max_nodes: int | None = None,
     ) -> None:
         is_drafter = code_embeddings is None
         multi_head = device.has_cudnn_attention()
-        graph = device_graph(path, spec, is_drafter, device.basic_ops, max_nodes=max_nodes, multi_head=multi_head)
+        graph = device_graph(
+            path, spec, is_drafter, dtype, device.basic_ops, max_nodes=max_nodes, multi_head=multi_head
+        )
         session = GraphSession(
             path, graph.inputs, graph.outputs, threads, device.provider, model=graph.model, records=True
         )

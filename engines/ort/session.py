@@ -18,7 +18,7 @@ import numpy as np
 from ...errors import BundleError, EngineError
 from ...inputs import format_error, reading, reraise_interruption
 from ..contracts import STORAGE_DTYPES, Array, Tensor, TensorView, numpy_types
-from ..graph_writer import TYPES, convolution_graph
+from ..graph_writer import TYPES, GraphWriter
 from ..host import import_onnxruntime, thread_count
 from .providers import DEFAULT_PROVIDER, PROVIDERS, check_assignment, device_lock, find_provider, plugin_devices
 
@@ -279,7 +279,10 @@ def check_provider(name: str) -> None:
     provider = find_provider(name, import_onnxruntime())
     if provider.memory == "cpu":
         return
-    session = load_session(convolution_graph(), 1, name)
+    graph = GraphWriter()
+    graph.op("Conv", "image", "kernel", name="result")
+    image, kernel = (Tensor(name, ("float32",), (1, 1, n, n)) for name, n in (("image", 2), ("kernel", 1)))
+    session = load_session(graph.to_bytes([image, kernel], [Tensor("result", image.dtypes, image.shape)]), 1, name)
     try:
         session.run(None, {"image": np.zeros((1, 1, 2, 2), np.float32), "kernel": np.zeros((1, 1, 1, 1), np.float32)})
     except Exception as error:

@@ -84,7 +84,9 @@ def write_graph(bundle: Bundle, role: str, profiles: Sequence[Profile], folder: 
     if spec := {"target": manifest.target, "drafter": manifest.drafter}.get(role):
         entries = max(profile.nodes[2] for profile in profiles)
         capacity = capacity_of(profiles)
-        model, inputs, *_ = device_graph(path, spec, role == "drafter", capacity=capacity, max_nodes=entries)
+        model, inputs, *_ = device_graph(
+            path, spec, role == "drafter", manifest.target.dtype, capacity=capacity, max_nodes=entries
+        )
         if role == "target":
             prefixes = entries * max(profile.rows[2] for profile in profiles)
             entries = max(manifest.num_embedded, prefixes)

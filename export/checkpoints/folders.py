@@ -33,14 +33,6 @@ _OTHERS = (
     "scheduler",
     "rng_state",
 )  # prefixes of other files, of macOS and of training
-# Names of models by their `model_type`.
-_LAYOUTS = {"janus": "Janus", "chameleon": "Anole or Lumina-mGPT", "qwen2": "SimpleAR or another Qwen2"}
-_LAYOUTS |= {
-    "glm_image": "GLM-Image",
-    "emu3": "Emu3",
-    "Emu3": "Emu3",
-    "multi_modality": "Janus as DeepSeek publishes it",
-}
 _FLOATS = "floating-point numbers"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -92,7 +84,7 @@ class Checkpoint:
 
         Args:
             repository: repository on the hub with the expected layout.
-            model_types: allowed values of `model_type`; empty for `llama` and values that are not in `_LAYOUTS`.
+            model_types: allowed values of `model_type`; empty for any.
 
         Raises:
             CheckpointError: the folder has another layout.
@@ -101,10 +93,8 @@ class Checkpoint:
         if not (self.path / "config.json").is_file() and any(self.path.glob("models/*/consolidated*.pth")):
             raise self.error(found="Meta's layout", expected="that of transformers, with config.json", remedy=remedy)
         config = self.config()
-        layout = _LAYOUTS.get(str(config.get("model_type")))
-        if model_types or layout:
-            remedy = f"this is {layout}: {remedy}" if layout else remedy
-            config.expect("model_type", *model_types or ("llama",), remedy=remedy)
+        if model_types:
+            config.expect("model_type", *model_types, remedy=remedy)
         return config
 
     def tokenizer(self) -> Path:

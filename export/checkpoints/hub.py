@@ -17,10 +17,7 @@ from .files import listing
 from .folders import INDEX, PAIRS, SINGLE, choose_files, read_index
 
 # Files that are fetched with the weights if they exist.
-_SIDE_FILES = (
-    *(f"{name}.json" for name in ("config", "generation_config", "tokenizer", "tokenizer_config")),
-    *("emu3.tiktoken", "emu3_vision_tokens.txt"),
-)
+_SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _SECONDS = 60  # maximum time in which the hub lists files
 _CACHED = re.compile(rf"{SNAPSHOT}/(?P<file>.+)")
 
@@ -31,12 +28,13 @@ def cached_origin(path: Path) -> str | None:
     return match and f"{HUB}{match['owner']}/{match['name']}/{match['file']}@{match['commit']}"
 
 
-def fetch(source: Path | str, names: Collection[str] = ()) -> Path:
+def fetch(source: Path | str, names: Collection[str] = (), side_files: Collection[str] = ()) -> Path:
     """Return the local path of a file or folder, downloading it if `source` is a reference.
 
     Args:
         source: path, which is returned unchanged, or reference to the hub.
         names: files of a folder, or patterns, to fetch instead of a model's weights; the first is a file.
+        side_files: further files to fetch if they exist, besides a model's configurations and `tokenizer.json`.
 
     Raises:
         CheckpointError: the reference is malformed, does not exist, or can neither be downloaded nor is cached.
@@ -52,7 +50,7 @@ def fetch(source: Path | str, names: Collection[str] = ()) -> Path:
         try:
             siblings = HfApi().model_info(repository, revision=revision, timeout=_SECONDS).siblings or []
             files = [entry.rfilename for entry in siblings if re.fullmatch(PLAIN_PATH, entry.rfilename)]
-            patterns = [file] if file else [*(names or _choose_weights(text, files)), *_SIDE_FILES]
+            patterns = [file] if file else [*(names or _choose_weights(text, files)), *_SIDE_FILES, *side_files]
             chosen = [name for name in files if any(fnmatchcase(name, pattern) for pattern in patterns)]
             if not chosen:
                 raise CheckpointError("no such file", field=text, found=listing(files), remedy="give one of these")

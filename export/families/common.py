@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -19,11 +19,12 @@ from ..graph.conditions import Condition
 from ..graph.graphs import Graph, named_cases, target_graph
 from ..graph.onnx_ops import Value
 from ..model import Model
-from ..models.decoder import Decoder, DecoderConfig
+from ..models.decoder import Decoder, decoder_fields
 from ..models.eagle import LoadedDrafter, drafter_graph
 from ..models.llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder
 from ..neighbours import MAX_NEIGHBORS
 
+_RATIOS = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16), (2, 1), (1, 2), (21, 9))  # width : height
 MAX_PAIR_PIXELS = 256  # maximum image height in test cases with two images; larger pairs take too much memory
 _TEST_PIXELS = 128  # image height in test cases of graphs for any size; 720 pixels would take several gigabytes
 
@@ -108,16 +109,22 @@ def image_model(
     )
 
 
+def grid_sizes(area: int, scale: int) -> list[tuple[int, int]]:
+    """Return rows and columns of the grids for images of about `area` pixels, the square first.
+
+    Args:
+        area: pixels of an image.
+        scale: pixels per cell along each side.
+    """
+    sides = ((math.sqrt(area / (wide * high)), wide, high) for wide, high in _RATIOS)
+    pairs = ((round(high * side / scale), round(wide * side / scale)) for side, wide, high in sides)
+    return list(dict.fromkeys((max(rows, 1), max(columns, 1)) for rows, columns in pairs))
+
+
 def check_grid(grid: int | None) -> None:
     """Check that the number of grid rows is in 1 .. 256, or None. Raises: RequestError."""
     if grid is not None and not 1 <= grid <= 256:
         raise RequestError(field="grid", found=format_value(grid), expected="1 to 256 grid rows")
-
-
-def decoder_fields(config: DecoderConfig) -> dict[str, Any]:
-    """Return a decoder's sizes as fields of the manifest."""
-    names = ("hidden_size", "num_layers", "num_kv_heads", "head_dim")
-    return {name: getattr(config, name) for name in names} | {"vocab_size": config.num_logits}
 
 
 def vq_graphs(vq: LlamaGenVQ, grid: int, any_size: bool = False) -> list[Graph]:

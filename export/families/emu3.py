@@ -8,7 +8,6 @@ end-of-row token follows every grid row. Configurations of transformers omit fie
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,18 +21,18 @@ from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...inputs import format_value, require_library, split_lines
 from ...methods import Sampling
-from ..checkpoints.deferred import joined, without_weights
+from ..checkpoints.deferred import joined
 from ..checkpoints.files import Config, file_error, raises_checkpoint_error, read_text, read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..checkpoints.lora import Adapter
+from ..family import Family
 from ..graph.conditions import token_condition
 from ..model import Model
-from ..models.decoder import Decoder
-from ..models.llama import decoder_config, rename_llama
+from ..models.llama import decoder_config, load_decoder, rename_llama
 from ..models.movqgan import load_emu3_vq
 from ..models.vq_checkpoints import CODEBOOK
 from ..progress import silent
-from .common import check_grid, image_model
+from .common import check_grid, grid_sizes, image_model
 
 # Suffix of every caption, text of the unconditional row, and settings of Emu3's published program.
 SUFFIX = " masterpiece, film grained, best quality."
@@ -43,7 +42,6 @@ NEGATIVE = (
 )
 _SAMPLING = Sampling(cfg_scale=3.0, top_k=2048)
 _AREA = 518400  # pixels of an image
-_RATIOS = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16), (2, 1), (1, 2), (21, 9))  # width : height
 
 START = "<|extra_203|>"
 BEGIN = "<|image start|>"
@@ -128,12 +126,10 @@ def read_emu3(
     library = read_tokenizer(tokenizer, min(checkpoint.shape(name)[0] for name in names), _token_ids(config), content)
     codes = _visual_tokens(tokenizer, library)
     longest = max(rows * (columns + 1) - 1 for rows, columns in sizes)
-    with without_weights():
-        decoder = Decoder(decoder_config(checkpoint, text, len(codes), sizes[0][0], max_image_tokens=longest))
-    embeddings = checkpoint.weights.pop("embed.weight")
     (row_end,) = _encode(library, ROW_END)
-    checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][codes.start : codes.stop]
-    checkpoint.load_strict(decoder)
+    decoder, embeddings = load_decoder(
+        checkpoint, decoder_config(checkpoint, text, len(codes), sizes[0][0], max_image_tokens=longest), codes
+    )
     layout = prompt_layout(library)
     return image_model(
         family="emu3",
@@ -148,16 +144,7 @@ def read_emu3(
     )
 
 
-def grid_sizes(area: int, scale: int) -> list[tuple[int, int]]:
-    """Return rows and columns of the grids for images of about `area` pixels, the square first.
-
-    Args:
-        area: pixels of an image.
-        scale: pixels per cell along each side.
-    """
-    sides = ((math.sqrt(area / (wide * high)), wide, high) for wide, high in _RATIOS)
-    pairs = ((round(high * side / scale), round(wide * side / scale)) for side, wide, high in sides)
-    return list(dict.fromkeys((max(rows, 1), max(columns, 1)) for rows, columns in pairs))
+FAMILY = Family(read_emu3, side_files=(_RANKS, _VISION), model_types=(_TRANSFORMERS, _PUBLISHED))
 
 
 def prompt_layout(library: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:

@@ -25,17 +25,17 @@ from ...bundle.manifest import Size
 from ...engines.contracts import Progress
 from ...inputs import format_value
 from ...methods import Sampling
-from ..checkpoints.deferred import computed, deferred, without_weights
+from ..checkpoints.deferred import computed, deferred
 from ..checkpoints.files import Config, file_error, raises_checkpoint_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..checkpoints.lora import Adapter
+from ..family import Family
 from ..graph.conditions import token_condition
 from ..model import Model
-from ..models.decoder import Decoder, DecoderConfig
-from ..models.llama import decoder_config, rename_llama
+from ..models.decoder import DecoderConfig
+from ..models.llama import decoder_config, load_decoder, rename_llama
 from ..progress import silent
-from .common import check_grid, image_model
-from .emu3 import grid_sizes
+from .common import check_grid, grid_sizes, image_model
 
 MAX_PROMPT = 1024  # tokens
 PIXELS = 32  # pixels along each side of a cell
@@ -104,12 +104,8 @@ def read_glm_image(
         grids=tuple((*first_grid(*pair), *pair) for pair in pairs),
         rope_sections=sections,
     )
-    with without_weights():
-        decoder = Decoder(sizes)
     _reorder(checkpoint, sizes, rotated)
-    embeddings = checkpoint.weights.pop("embed.weight")
-    checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][:codes]
-    checkpoint.load_strict(decoder)
+    decoder, embeddings = load_decoder(checkpoint, sizes, range(codes))
     layout, image_sizes = _prompt_layout(path, tokenizer, pairs, image_start, sizes)
     top_k = generation.integer("top_k") or _TRANSFORMERS_TOP_K
     return image_model(
@@ -128,6 +124,11 @@ def read_glm_image(
         sources=[*checkpoint.sources, *processor.sources],
         sizes=image_sizes,
     )
+
+
+FAMILY = Family(
+    read_glm_image, files=("processor/tokenizer.json", "vision_language_encoder/*"), model_types=("glm_image",)
+)
 
 
 def image_grids(square: int) -> list[tuple[int, int]]:

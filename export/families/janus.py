@@ -17,14 +17,13 @@ from torch import Tensor
 from ...bundle.conditions import TokenLayout
 from ...engines.contracts import Progress
 from ...methods import Sampling
-from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, raises_checkpoint_error
 from ..checkpoints.folders import Checkpoint
 from ..checkpoints.lora import Adapter
+from ..family import Family
 from ..graph.conditions import token_condition
 from ..model import Model
-from ..models.decoder import Decoder
-from ..models.llama import decoder_config, rename_llama
+from ..models.llama import decoder_config, load_decoder, rename_llama
 from ..models.vq_checkpoints import load_vq, rename_vqgan
 from ..progress import silent
 from .common import check_grid, image_model
@@ -74,11 +73,9 @@ def read_janus(target: Path, *, lora: Sequence[Adapter] = (), progress: Progress
     rename_llama(checkpoint, _LANGUAGE, _NAMES)
     codes = checkpoint.shape("codes")[0]
     hidden = checkpoint.shape("head.first.weight")[0]
-    with without_weights():
-        decoder = Decoder(decoder_config(checkpoint, text, codes, pixels // patch, head_hidden=hidden))
+    sizes = decoder_config(checkpoint, text, codes, pixels // patch, head_hidden=hidden)
     code_embeddings = _fold_codes(checkpoint.weights.pop("codes"), aligner)
-    text_embeddings = checkpoint.weights.pop("embed.weight")
-    checkpoint.load_strict(decoder)
+    decoder, text_embeddings = load_decoder(checkpoint, sizes)
     return image_model(
         family="janus",
         decoder=decoder,
@@ -88,6 +85,9 @@ def read_janus(target: Path, *, lora: Sequence[Adapter] = (), progress: Progress
         sampling=Sampling(cfg_scale=generation.number("guidance_scale", 5.0)),
         sources=checkpoint.sources,
     )
+
+
+FAMILY = Family(read_janus, model_types=("janus", "multi_modality"))  # and as DeepSeek publishes it
 
 
 def _fold_codes(codes: Tensor, aligner: Checkpoint) -> Tensor:

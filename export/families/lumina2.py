@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...bundle.conditions import TokenLayout
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...methods import Sampling
@@ -18,12 +17,13 @@ from ..checkpoints.deferred import joined
 from ..checkpoints.files import file_error, listing, raises_checkpoint_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..checkpoints.lora import Adapter
+from ..family import Family
 from ..model import Model
 from ..models.movqgan import read_movqgan
 from ..progress import silent
-from .anole import LUMINA, PROMPT_TOKENS, chameleon_config, read_chameleon
 from .common import check_grid, image_model
-from .lumina import ROW_END, TEMPLATE, image_size, longest_image, patch_sizes, side_tokens
+from .common_chameleon import LUMINA, PROMPT_TOKENS, Vocabulary, chameleon_config, read_chameleon
+from .common_lumina import ROW_END, image_size, longest_image, patch_sizes, prompt_layout, side_tokens
 
 _FIRST_CODE = 155000
 _GRID = 96  # grid rows of 768 pixels
@@ -53,8 +53,8 @@ def read_lumina2(
     rows = grid or _GRID
     if rows % _PATCH:
         raise CheckpointError(field="grid", found=str(rows), expected="a multiple of 4; 96 rows are 768 pixels")
-    folder = Checkpoint(target)
-    config = chameleon_config(folder, LUMINA, "Alpha-VLLM/Lumina-mGPT-2.0")  # before large files are read
+    checkpoint = Checkpoint(target, progress=progress, adapters=lora)
+    config = chameleon_config(checkpoint, LUMINA, "Alpha-VLLM/Lumina-mGPT-2.0")  # before large files are read
     image_tokenizer, vq_sources = read_movqgan(vq, progress)
     count = image_tokenizer.config.codes
     size = config.integer("vocab_size")
@@ -64,19 +64,15 @@ def read_lumina2(
         )
     first = min(_FIRST_CODE, size - count)
     patches = patch_sizes(rows // _PATCH)
-    names, tokens = _read_tokens(folder, size, side_tokens(patches))
-    start, end, *_ = tokens
-    layout = TokenLayout(template=TEMPLATE, before=(names[start],), after=(names[end],), uncond=())
+    names, start = _read_tokens(checkpoint, size, side_tokens(patches))
     model = read_chameleon(
-        target,
-        rows,
-        LUMINA,
-        tokens,
-        lambda names: layout,
-        longest_image(patches, _PATCH),
-        lora,
-        progress,
-        (range(first, first + count), names),
+        checkpoint,
+        config,
+        Vocabulary(range(first, first + count), names),
+        prompt_layout(start, names[PROMPT_TOKENS[1]]),
+        grid=rows,
+        max_image_tokens=longest_image(patches, _PATCH),
+        limits_positions=False,  # the published program computes rotations for all positions
     )
     row_end = names[ROW_END]
     return image_model(
@@ -86,28 +82,31 @@ def read_lumina2(
         condition=model.condition,
         vq=image_tokenizer,
         sampling=_SAMPLING,
-        sources=[*dict.fromkeys([*folder.sources, *model.sources, *vq_sources])],
+        sources=[*dict.fromkeys([*model.sources, *vq_sources])],
         sizes=[image_size(*pair, names, _PATCH) for pair in patches],
         row_end=count,
     )
 
 
-def _read_tokens(folder: Checkpoint, rows: int, size_tokens: Sequence[str]) -> tuple[Mapping[str, int], Sequence[str]]:
-    """Return all token ids by name, and the names of the tokens in prompts and images, besides the codes.
+FAMILY = Family(read_lumina2, model_types=("chameleon",))
+
+
+def _read_tokens(checkpoint: Checkpoint, rows: int, size_tokens: Sequence[str]) -> tuple[Mapping[str, int], int]:
+    """Return the ids of the tokens in prompts and images besides the codes, by name, and of the first of a prompt.
 
     Args:
-        folder: folder of the target.
+        checkpoint: folder of the target.
         rows: number of rows of the embedding table.
         size_tokens: names of the tokens for image sizes.
     """
-    path = folder.tokenizer()
+    path = checkpoint.tokenizer()
     names = read_tokenizer(path, rows).get_vocab(with_added_tokens=True)
     first, end, begin = PROMPT_TOKENS
     if first in names:
         raise file_error(
             path, found=first, expected="Qwen's tokens", remedy="family lumina takes the first Lumina-mGPT"
         )
-    settings = folder.config("tokenizer_config.json")
+    settings = checkpoint.config("tokenizer_config.json")
     start = settings.get("bos_token") or settings.get("eos_token")
     start = start.get("content") if isinstance(start, Mapping) else start
     if not isinstance(start, str):
@@ -115,4 +114,4 @@ def _read_tokens(folder: Checkpoint, rows: int, size_tokens: Sequence[str]) -> t
     tokens = (start, end, begin, ROW_END, *size_tokens)
     if missing := [name for name in tokens if name not in names]:
         raise file_error(path, problem=f"lacks {listing(missing)}", remedy="give the model's own tokenizer")
-    return names, tokens
+    return {name: names[name] for name in tokens}, names[start]

@@ -16,12 +16,13 @@ from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...methods import Sampling
 from ..checkpoints.lora import Adapter
+from ..family import Family
 from ..graph.conditions import ClassCondition
 from ..model import Model
 from ..models.vq_checkpoints import read_vq
 from ..progress import silent
-from .common import check_grid, image_model
-from .llamagen import PublishedModel, Variant, check_weights, read_condition, read_transformer
+from .common import image_model
+from .common_llamagen import PublishedModel, Variant, read_condition, read_transformer
 
 MODELS = (
     PublishedModel(12, 768, 12, (16,)),  # GPT-B
@@ -69,10 +70,8 @@ def read_nar(
         CheckpointError: a file is missing or damaged, or is not of NAR.
         RequestError: `grid` or `weights` is out of range.
     """
-    check_grid(grid)
-    averaged = check_weights(weights)
     transformer = read_transformer(
-        target, config=config, grid=grid, averaged=averaged, lora=lora, progress=progress, variant=_VARIANT
+        target, config=config, grid=grid, weights=weights, lora=lora, progress=progress, variant=_VARIANT
     )
     transformer.config.expect("medusa_attention_num", 1, None)
     rows = transformer.decoder.config.grid
@@ -81,7 +80,7 @@ def read_nar(
         raise CheckpointError(field=f"{target}: grid", found=f"{rows} x {rows} codes", expected=expected)
     is_class_conditional = isinstance(transformer.condition, ClassCondition)
     condition, encoder_sources = read_condition(transformer.condition, text_encoder, progress)
-    image_tokenizer, vq_sources = read_vq(vq, progress, averaged)
+    image_tokenizer, vq_sources = read_vq(vq, progress, transformer.averaged)
     model = image_model(
         family="nar",
         decoder=transformer.decoder,
@@ -94,6 +93,9 @@ def read_nar(
         order=diagonal_order(rows),
     )
     return replace(model, weights=weights)
+
+
+FAMILY = Family(read_nar)
 
 
 def diagonal_order(grid: int) -> OrderSpec:

@@ -19,12 +19,13 @@ from ...errors import CheckpointError
 from ...methods import Sampling
 from ..checkpoints.deferred import joined
 from ..checkpoints.lora import Adapter
+from ..family import Family
 from ..graph.conditions import ClassCondition
 from ..model import Model
 from ..models.vq_checkpoints import read_vq
 from ..progress import silent
-from .common import check_grid, image_model
-from .llamagen import Variant, check_weights, read_transformer
+from .common import image_model
+from .common_llamagen import Variant, read_transformer
 
 _VECTORS = "spe_tok_embeddings.special_embeddings.weight"
 _VARIANT = Variant(arguments=("spe_token_num", "ar_token_num"), extra=(_VECTORS,))
@@ -55,13 +56,11 @@ def read_par(
         CheckpointError: a file is missing or damaged, is not of PAR, or the grid cannot be cut into its regions.
         RequestError: `grid` or `weights` is out of range.
     """
-    check_grid(grid)
-    averaged = check_weights(weights)
     transformer = read_transformer(
         target,
         config=config,
         grid=grid,
-        averaged=averaged,
+        weights=weights,
         lora=lora,
         progress=progress,
         variant=_VARIANT,
@@ -80,7 +79,7 @@ def read_par(
             found=f"{rows} x {rows} codes",
             expected=f"a larger grid that divides into {regions}",
         )
-    image_tokenizer, vq_sources = read_vq(vq, progress, averaged)
+    image_tokenizer, vq_sources = read_vq(vq, progress, transformer.averaged)
     model = image_model(
         family="par",
         decoder=transformer.decoder,
@@ -92,6 +91,9 @@ def read_par(
         order=order,
     )
     return replace(model, weights=weights)
+
+
+FAMILY = Family(read_par)
 
 
 def parallel_order(grid: int, regions: int) -> OrderSpec | None:

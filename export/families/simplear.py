@@ -17,18 +17,16 @@ from ...bundle.conditions import TokenLayout
 from ...bundle.manifest import Size
 from ...engines.contracts import Progress
 from ...methods import Sampling
-from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import file_error, raises_checkpoint_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..checkpoints.lora import Adapter
+from ..family import Family
 from ..graph.conditions import token_condition
 from ..model import Model
 from ..models.cosmos_vq import load_cosmos_vq
-from ..models.decoder import Decoder
-from ..models.llama import decoder_config, rename_llama
+from ..models.llama import decoder_config, load_decoder, rename_llama
 from ..progress import silent
-from .common import check_grid, image_model
-from .emu3 import grid_sizes
+from .common import check_grid, grid_sizes, image_model
 
 # Tokens, texts and guidance of the published generate.py. Its top-k equals the number of codes and is left out here.
 START = "<|t2i|>"
@@ -80,13 +78,11 @@ def read_simplear(
     image_tokenizer = load_cosmos_vq(vq_checkpoint)
     sizes = image_sizes(grid or _SQUARES[0], image_tokenizer.config.pixels_per_cell)
     longest = max(size.codes for size in sizes)
-    with without_weights():
-        decoder = Decoder(
-            decoder_config(checkpoint, config, rows - text_tokens, sizes[0].rows, max_image_tokens=longest)
-        )
-    embeddings = checkpoint.weights.pop("embed.weight")
-    checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][text_tokens:]
-    checkpoint.load_strict(decoder)
+    decoder, embeddings = load_decoder(
+        checkpoint,
+        decoder_config(checkpoint, config, rows - text_tokens, sizes[0].rows, max_image_tokens=longest),
+        range(text_tokens, len(checkpoint.weights["head.weight"])),
+    )
     model = image_model(
         family="simplear",
         decoder=decoder,
@@ -98,6 +94,9 @@ def read_simplear(
         sizes=sizes,
     )
     return replace(model, neighbors=_NEIGHBORS)
+
+
+FAMILY = Family(read_simplear, model_types=("qwen2",))
 
 
 def prompt_layout(tokenizer: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:

@@ -16,13 +16,14 @@ feed at least one past column, which the mask hides.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from ...engines.graph_writer import HEAD_EPSILON, DecoderWriter
+from ...engines.graph_writer import DecoderWriter
 from ..checkpoints.deferred import computed, deferred
-from ..models.decoder import LayerStack
+from ..models.decoder import HEAD_EPSILON, LayerStack
 from .onnx_ops import MAX_INT8_ACTIVATION, Ops
 
 _ORDERED_SUM = 128  # products that ONNX Runtime's MatMul adds in the same order for any number of columns
@@ -42,11 +43,13 @@ class PastFirstWriter(DecoderWriter):
     """
 
     graph: Ops
+    weights: Mapping[str, Tensor]
 
     def __init__(self, ops: Ops, stack: LayerStack) -> None:
         config = stack.config
         super().__init__(
             ops,
+            config.architecture,
             stack.state_dict(),
             "float16" if ops.half else "float32",
             config.num_heads,
@@ -56,9 +59,7 @@ class PastFirstWriter(DecoderWriter):
         self.rope = stack.rope
         self.columns = config.length + _MAX_NODES  # maximum number of past columns and nodes
         self.scale = config.head_dim**-0.5  # softmax(q k / sqrt(head_dim))
-        # A power of two is folded into the query weights, which it does not round. Where queries are normed, the norm's
-        # weights include the scale. Otherwise a separate node multiplies.
-        self.folds_scale = not config.query_key_norm and math.log2(self.scale).is_integer()
+        self.folds_scale = config.attention_scale == 1 and not config.query_key_norm
 
     def write(self, x: str) -> None:
         """Write all layers and outputs; `x` is the input of the first layer, `[rows, nodes, hidden_size]`."""
@@ -72,12 +73,11 @@ class PastFirstWriter(DecoderWriter):
         self.past_and_new = ops.op("Concat", past, nodes, axis=0)
         self.decoder(x, self.config.num_layers)
 
-    def add_and_norm(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
+    def add_and_norm(self, x: str, added: str | None, weight: str | None, name: str | None = None) -> tuple[str, str]:
         if name is not None:  # the last: outputs have rows first
-            normed = weight in self.weights
             total = x if added is None else self.graph.op("Add", x, added)
-            x = self.graph.transpose(total, 1, 0, 2, name=None if normed else name)
-            return self.norm(x, None, weight, name) if normed else (x, x)
+            x = self.graph.transpose(total, 1, 0, 2, name=name if weight is None else None)
+            return (x, x) if weight is None else self.norm(x, None, weight, name)
         return super().add_and_norm(x, added, weight, name)
 
     def matmul(self, x: str, weight: str, output: str | None) -> str:
@@ -91,7 +91,7 @@ class PastFirstWriter(DecoderWriter):
         weight = self.weights[name]
         config = self.config
         if not (self.folds_scale and ".qkv." in name):
-            return weight  # type: ignore[no-any-return]
+            return weight
         factors = torch.tensor([self.scale] * config.num_heads + [1.0] * 2 * config.num_kv_heads)
         rows = factors.repeat_interleave(config.head_dim).view(-1, *[1] * (weight.ndim - 1))
         return deferred(lambda: computed(weight).float() * rows, weight.shape, torch.float32)
@@ -178,8 +178,8 @@ class PastFirstWriter(DecoderWriter):
         past_key = f"past_{cache}.key"
         past_value = f"past_{cache}.value"
 
-        if not self.folds_scale and not self.config.query_key_norm:
-            query = ops.op("Mul", query, ops.number("attention_scale", self.scale))
+        if self.config.attention_scale != 1:
+            query = ops.op("Mul", query, ops.number("attention_scale", self.config.attention_scale))
         query = ops.transpose(query, 1, 2, 0, 3)  # [rows, heads, nodes, width]
         if self.group > 1:  # queries of one group share a key head: stack them along the nodes
             query = ops.reshape(query, 0, num_kv_heads, -1, width)

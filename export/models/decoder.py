@@ -7,21 +7,24 @@ training and checks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...engines.graph_writer import HEAD_EPSILON
+from ...bundle.decoder import Architecture, PrefixRotation, RopeStyle, Rotary
 from .output_heads import DeepHead, Head, TwoHeads
+
+HEAD_EPSILON = 1e-5  # epsilon of Chameleon's norms of heads, which no configuration contains
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and conventions of a decoder.
+    """Sizes and conventions of a decoder. `Architecture` describes the fields that are not described here.
 
     Checkpoints of `recipes/scenes` contain the names of these fields.
 
@@ -30,27 +33,14 @@ class DecoderConfig:
         num_layers: number of layers.
         num_heads: number of query heads.
         num_kv_heads: number of key and value heads.
-        intermediate_size: hidden width of the feed-forward network.
         vocab_size: number of codes, the outputs of the head.
         grid: rows and columns of codes of the default image.
         prefix: maximum number of positions of a prompt.
-        norm_eps: epsilon of the RMS norms.
-        rope_base: base of the rotary frequencies.
-        rotary: `grid` rotates by row and column of a cell (LlamaGen), `sequence` by the position (Llama, Chameleon),
-            `grids` by time, row and column in the `grids` (GLM-Image).
-        rope_style: pairs of numbers that are rotated: `interleaved` (2i, 2i + 1) or `half` (i, i + head_dim / 2).
-        prefix_rotation: rotation of a prompt's positions before a grid: `identity`, or `zero`, which multiplies their
-            queries and keys by 0 (LlamaGen).
         spare_positions: rows of the rotary table after an image, for draft nodes past the last cell.
-        input_norm: whether the first layer normalises its input; LANTERN's drafters for LlamaGen do not.
-        final_norm: whether hidden states are normalised after the last layer.
         query_key_norm: whether queries and keys are normalised in each head (Chameleon).
         qkv_bias: whether the projections to queries, keys and values have a bias (Qwen2).
-        head_hidden: width of the head's hidden layer (Janus), 0 for a linear head.
         max_image_tokens: maximum number of tokens of an image (Lumina-mGPT), 0 for `grid * grid`.
-        post_norms: whether the outputs of attention and feed-forward network are normalised, too (GLM-Image).
         grids: rows and columns of the first and of the second grid of codes, for each image size.
-        two_heads: whether a second head has logits for the cell below a code; the last layer belongs to it alone (NAR).
         rope_sections: number of pairs that are rotated by time, by row and by column, in this order; the other pairs
             are not rotated.
     """
@@ -65,9 +55,9 @@ class DecoderConfig:
     prefix: int
     norm_eps: float = 1e-5
     rope_base: float = 10000.0
-    rotary: Literal["grid", "sequence", "grids"] = "grid"
-    rope_style: Literal["interleaved", "half"] = "interleaved"
-    prefix_rotation: Literal["zero", "identity"] = "zero"
+    rotary: Rotary = "grid"
+    rope_style: RopeStyle = "interleaved"
+    prefix_rotation: PrefixRotation = "zero"
     spare_positions: int = 64
     input_norm: bool = True
     final_norm: bool = True
@@ -86,6 +76,26 @@ class DecoderConfig:
         return self.hidden_size // self.num_heads
 
     @property
+    def attention_scale(self) -> float:
+        """Factor of the products of queries and keys in a graph: 1 / sqrt(head_dim), or 1 if weights include that.
+
+        A power of two is folded into the query weights, which it does not round. Where queries are normalised, the
+        norm's weights include the scale.
+        """
+        scale = self.head_dim**-0.5
+        return 1.0 if self.query_key_norm or math.log2(scale).is_integer() else scale
+
+    @property
+    def head_norm_eps(self) -> float | None:
+        """Epsilon of the norms of queries and keys."""
+        return HEAD_EPSILON if self.query_key_norm else None
+
+    @property
+    def architecture(self) -> Architecture:
+        """The entry of the decoder in a manifest, besides its sizes."""
+        return Architecture(**{name: getattr(self, name) for name in Architecture.model_fields})
+
+    @property
     def num_logits(self) -> int:
         """Number of logits of a node, from all heads."""
         return self.vocab_size * (1 + self.two_heads)
@@ -99,6 +109,12 @@ class DecoderConfig:
     def positions(self) -> int:
         """Number of rows of the rotary table, which has the rows of a sequence for each image size in `grids`."""
         return self.length * max(1, len(self.grids))
+
+
+def decoder_fields(config: DecoderConfig) -> dict[str, Any]:
+    """Return sizes and architecture of a decoder as fields of the manifest."""
+    names = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "architecture")
+    return {name: getattr(config, name) for name in names} | {"vocab_size": config.num_logits}
 
 
 def rope_table(config: DecoderConfig) -> Tensor:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from ...inputs import format_value
-from ..checkpoints.deferred import joined
+from ..checkpoints.deferred import joined, without_weights
 from ..checkpoints.files import Config
 from ..checkpoints.folders import Checkpoint
-from .decoder import DecoderConfig
+from .decoder import Decoder, DecoderConfig
 
 _MAX_PROMPT = 2048  # tokens; the prompt of a request has at most 2000 characters
 _LAYER = "layers.0.attention"
@@ -160,6 +162,27 @@ def decoder_config(
         rope_style="half",
         head_hidden=head_hidden,
     )
+
+
+def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, codes: range | None = None) -> tuple[Decoder, Tensor]:
+    """Load a decoder, and return it with the embeddings of its vocabulary, `[tokens, hidden_size]`.
+
+    Args:
+        checkpoint: weights with the decoder's names, and `embed.weight`.
+        config: sizes of the decoder.
+        codes: tokens of the codes in a vocabulary with other tokens, whose rows of the head are left out; None for a
+            head of codes only.
+
+    Raises:
+        CheckpointError: weights are missing, unexpected or have another shape.
+    """
+    with without_weights():
+        decoder = Decoder(config)
+    embeddings = checkpoint.weights.pop("embed.weight")
+    if codes is not None:
+        checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][codes.start : codes.stop]
+    checkpoint.load_strict(decoder)
+    return decoder, embeddings
 
 
 def rope_base(config: Config) -> float:

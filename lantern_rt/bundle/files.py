@@ -230,8 +230,6 @@ def _parse_manifest(path: Path, text: bytes) -> Manifest:
     if major != our_major:
         remedy = "upgrade lantern-rt, or export the bundle again"
         raise BundleError(field=str(path), found=f"bundle format {version}", expected=f"{our_major}.x", remedy=remedy)
-    if minor < 3 and isinstance(data.get("decoding"), dict):
-        data["decoding"].pop("method", None)  # The field existed before version 3.3.
     try:
         manifest = Manifest.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:

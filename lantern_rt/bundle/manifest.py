@@ -9,12 +9,14 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from ..errors import BundleError
 from ..methods import FrozenModel, Method, MethodConfig, Quality, Sampling, Sjd
 from .conditions import ConditionSpec
+from .decoder import EXPORT_AGAIN, Architecture
 from .numbers import MAX_PIXELS, Count, Pixels, Side, SmallCount, TokenId
 from .order import OrderSpec
 
-FORMAT_VERSION = "3.5"
+FORMAT_VERSION = "3.6"
 _BLOCK = 1 << 20  # Number of bytes hashed at a time.
 
 Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-weights", "int8"]
@@ -43,17 +45,31 @@ class FileEntry(FrozenModel):
         return cls(path=path.name, sha256=file_sha256(path, progress), bytes=path.stat().st_size)
 
 
-class _Sizes(FrozenModel):
-    """Sizes of target and drafter. Cache tensors are `[past, rows, num_kv_heads, head_dim]`."""
+class _Decoder(FrozenModel):
+    """Target or drafter; `architecture` is new in format 3.6. Caches are `[past, rows, num_kv_heads, head_dim]`."""
 
     hidden_size: Count
     num_layers: SmallCount
     num_kv_heads: SmallCount
     head_dim: SmallCount
     vocab_size: Count
+    architecture: Architecture | None = None
+
+    def require_architecture(self, graph: Path) -> Architecture:
+        """Return the architecture.
+
+        Args:
+            graph: file of the decoder's graph, for the error.
+
+        Raises:
+            BundleError: the bundle has none.
+        """
+        if self.architecture is None:
+            raise BundleError(field=str(graph), found="no `architecture` in bundle.json", remedy=EXPORT_AGAIN)
+        return self.architecture
 
 
-class DecoderSpec(_Sizes):
+class DecoderSpec(_Decoder):
     """The target decoder.
 
     Args:
@@ -70,7 +86,7 @@ class DecoderSpec(_Sizes):
     precision: Precision = "fp32"
 
 
-class DrafterSpec(_Sizes):
+class DrafterSpec(_Decoder):
     """An EAGLE drafter. Slot p reads token p + 1 and hidden state p.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,6 @@ _CHILDREN: dict[str, dict[int, str]] = {
     "tensor": {13: "entry"},
     "entry": {},
 }
-STORAGES = ("", ".half", ".bfloat16", ".int8", ".int4")  # ends of a weight's name, by the type of its storage
 _DTYPES = {  # Data types of weights in bundles, by number in TensorProto.
     1: "float32",
     3: "int8",
@@ -74,12 +73,14 @@ class Weight(NamedTuple):
     """An initialiser of a graph.
 
     Args:
+        name: name of the initialiser, which ends in the type of its storage.
         message: the TensorProto message.
         shape: shape of the tensor.
         dtype: name of the NumPy type or `int4`, empty for other types.
         external: name of the file beside the graph, offset and length in bytes. None: the data are in `message`.
     """
 
+    name: str
     message: bytes
     shape: tuple[int, ...]
     dtype: str
@@ -135,30 +136,8 @@ def graph_weights(path: Path) -> dict[str, Weight]:
             external = None
             if "location" in entries:
                 external = (entries["location"], int(entries.get("offset", 0)), int(entries.get("length", 0)))
-            weights[name] = Weight(data[tensor], shape, dtype, external)
+            weights[name] = Weight(name, data[tensor], shape, dtype, external)
     return weights
-
-
-def stored_name(weights: Mapping[str, Weight], name: str) -> str:
-    """Return the name of a weight in its file, which ends in the type of its storage.
-
-    Raises:
-        KeyError: no weight has the name.
-    """
-    for storage in STORAGES:
-        if name + storage in weights:
-            return name + storage
-    raise KeyError(name)
-
-
-def count_float_weights(path: Path) -> int:
-    """Return the total number of elements of a graph's floating-point weights.
-
-    Raises:
-        ValueError: the file is not an ONNX graph.
-        OSError: the file cannot be read.
-    """
-    return sum(math.prod(weight.shape) for weight in graph_weights(path).values() if "float" in weight.dtype)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import CheckpointError
+from ..export.registry import FAMILIES
 from ..inputs import require_library
 from ..memory import PeakMemory
 from ..published import find_model
@@ -48,8 +49,8 @@ def export(
     vq: Annotated[
         str | None,
         typer.Option(
-            help="Checkpoint of the VQ model: a file or hf:owner/name/file[@revision]. For anole and lumina also a "
-            "folder with vqgan.ckpt and vqgan.yaml; for emu3 and simplear the folder of their image tokenizer."
+            help="Checkpoint of the image tokenizer: its file, or where the family has one its folder; or "
+            "hf:owner/name[/file][@revision]."
         ),
     ] = None,
     drafter: Annotated[
@@ -86,10 +87,7 @@ def export(
     ] = None,
     family: Annotated[
         str | None,
-        typer.Option(
-            help="Family: llamagen, par, nar, anole, lumina, lumina2, glm_image, janus, emu3 or simplear. "
-            "[default: NAME's or llamagen]"
-        ),
+        typer.Option(help=f"Family: {', '.join(FAMILIES[:-1])} or {FAMILIES[-1]}. [default: NAME's or {FAMILIES[0]}]"),
     ] = None,
     precision: Annotated[
         str | None,
@@ -110,8 +108,6 @@ def export(
     force: ForceOption = False,
 ) -> None:
     """Convert a checkpoint to a bundle, and compare every graph with it. Needs lantern-rt[cpu,export]."""
-    from ..export.registry import check_family, read_family
-
     if (name is None) == (target is None):
         actual = "neither" if name is None else "both"
         raise CheckpointError(field="target", found=actual, expected="the name of a published model or --target")
@@ -129,15 +125,16 @@ def export(
     if model is not None:
         options |= {key: value for key, value in model.export_options.items() if options[key] is None}
         family = family or model.family
-    family = family or "llamagen"
-    check_family(family, options)
+    family = family or FAMILIES[0]
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "export", "cpu,export")
     with show_progress(lines=False) as progress:
         progress("loading PyTorch")
         from ..export.graph.precision import read_precisions
+        from ..export.registry import check_family, read_family
         from ..export.writer import check_output, export_model
 
+        check_family(family, options)
     precisions = read_precisions(precision, drafter_precision, compute, vq_precision)
     if precision == "auto":
         print_stderr(f"precision: {precisions.target}, the fastest on this processor")

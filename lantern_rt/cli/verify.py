@@ -53,7 +53,6 @@ def verify(
     if engines and checkpoints:
         raise RequestError("cannot be combined with checkpoints", field="engines", remedy="give one of them")
     opened = open_bundle(bundle)
-    options = _export_options(opened.manifest, checkpoints) if checkpoints else {}
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "verify", "cpu,export")
     with show_progress(lines=False) as progress:
@@ -61,6 +60,8 @@ def verify(
         from ..export.registry import read_family
         from ..export.verify import verify as verify_bundle
         from ..export.verify import verify_engines
+
+        options = _export_options(opened.manifest, checkpoints) if checkpoints else {}
     with show_progress() as progress:
         if engines:
             result, reason = verify_engines(opened, open_engine_folder(engines), progress)
@@ -84,7 +85,7 @@ def verify(
 
 def _export_options(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
     """Match checkpoints with options of export. Raises: CheckpointError: the bundle has other checkpoints."""
-    from ..export.registry import CHECKPOINTS, FAMILIES
+    from ..export.registry import CHECKPOINTS, FAMILIES, find_family
 
     if manifest.family not in FAMILIES:
         expected = f"a bundle of {', '.join(FAMILIES)}"
@@ -103,7 +104,7 @@ def _export_options(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any
     options: dict[str, Any] = dict(zip(roles, checkpoints, strict=False)) | {"weights": manifest.provenance.weights}
     adapters = checkpoints[len(roles) :]
     options["lora"] = [_with_scale(text, scale) for text, scale in zip(adapters, scales, strict=True)] or None
-    if "grid" in FAMILIES[manifest.family]:
+    if "grid" in find_family(manifest.family).options:
         options["grid"] = manifest.grid_rows
     return options
 

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from lantern_rt.bundle.conditions import ConditionSpec
 from lantern_rt.bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec
 from lantern_rt.export.checkpoints.deferred import computed
-from lantern_rt.export.families.common import decoder_fields
 from lantern_rt.export.graph.graphs import Graph, named_cases, target_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.graph.precision import read_precisions
 from lantern_rt.export.model import Model
-from lantern_rt.export.models.decoder import Attention, Decoder
+from lantern_rt.export.models.decoder import Attention, Decoder, decoder_fields
 from lantern_rt.export.models.eagle import LoadedDrafter, drafter_graph, read_drafter
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, Sampling

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lantern_rt.bundle.files import Bundle, open_bundle
+from lantern_rt.bundle.weights import StoredWeights
 from lantern_rt.export.models.decoder import DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter
 from lantern_rt.export.writer import check_output
 from lantern_rt.train.drafter.folder import save_drafter
-from lantern_rt.train.graph_weights import GraphWeights
 
 from .checkpoints import save_checkpoint
 from .model import CONFIG, ScenesTarget
@@ -40,9 +40,16 @@ def restore_work(bundle: Path | str, work: Path, only_vq: bool = False) -> None:
     save_drafter(_drafter(opened, target.config), work / "drafter", {})
 
 
+def _stored(bundle: Bundle, role: str) -> dict[str, Tensor]:
+    """Return the weights of a graph by name, float32."""
+    weights = StoredWeights(bundle.path(role))
+    names = (name for name, weight in weights.items() if weight.dtype and not name.endswith(".scales"))
+    return {name: torch.from_numpy(weights.float32(name)) for name in names}
+
+
 def _vq(bundle: Bundle) -> ScenesVQ:
-    stored = {name.removeprefix("vq."): w for name, w in GraphWeights(bundle.path("vq_encoder")).floats().items()}
-    stored |= GraphWeights(bundle.path("vq_decoder")).floats()
+    stored = {name.removeprefix("vq."): w for name, w in _stored(bundle, "vq_encoder").items()}
+    stored |= _stored(bundle, "vq_decoder")
     codebook = stored["codebook"]
     vq = ScenesVQ(replace(VQ_SIZES[str(bundle.manifest.image_height)], codes=len(codebook)))
     networks = {name: w for name, w in stored.items() if name.startswith(("encoder.", "decoder."))}
@@ -52,7 +59,7 @@ def _vq(bundle: Bundle) -> ScenesVQ:
 
 
 def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
-    spec, stored = bundle.manifest.target, GraphWeights(bundle.path("target")).floats()
+    spec, stored = bundle.manifest.target, _stored(bundle, "target")
     config = replace(
         CONFIG,
         vocab_size=len(codebook),
@@ -64,7 +71,7 @@ def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
     )
     target = ScenesTarget(codebook, config)
     layers = {f"decoder.{name}": w for name, w in _layers(stored, config.num_layers, config.head_dim).items()}
-    embeds = GraphWeights(bundle.path("condition")).floats()
+    embeds = _stored(bundle, "condition")
     condition = {
         name: embeds[name].view_as(tensor)
         for name, tensor in target.named_parameters()
@@ -79,7 +86,7 @@ def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
 
 
 def _drafter(bundle: Bundle, target: DecoderConfig) -> EagleDrafter:
-    stored = GraphWeights(bundle.path("drafter")).floats()
+    stored = _stored(bundle, "drafter")
     config = replace(target, num_layers=1, prefix=target.prefix - 1, input_norm=False, final_norm=False)
     drafter = EagleDrafter(config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias=True)
     outer = {name: stored[name] for name in ("embed.weight", "fc.bias")} | {

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from goldens import GUIDED, Arrays, Sides, close, embed, manifest, observed
+from guided_logits import guide
 from numpy.typing import NDArray
 
 from lantern_rt import Pipeline
@@ -18,11 +19,11 @@ from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
+from lantern_rt.runtime.groups import GroupLayout
 from lantern_rt.runtime.likelihood import sequence_logits
-from lantern_rt.runtime.order import Order
-from lantern_rt.runtime.sampling import apply_guidance, shape_distribution, shape_logits
+from lantern_rt.runtime.sampling import shape_distribution, shape_logits
 from lantern_rt.runtime.statistics import Clock
-from lantern_rt.runtime_inputs import compute_prefixes, load_model
+from lantern_rt.runtime_inputs import compute_prefixes, image_layout, load_model
 
 SIDES = ("cond", "uncond")
 
@@ -56,7 +57,7 @@ def log_softmax(scores: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def mixed(outputs: list[Arrays], scale: float = 3.0) -> NDArray[np.float32]:
     """Return guided logits `[nodes, codes]` from both batch rows' outputs."""
-    return apply_guidance(np.concatenate([out["logits"] for out in outputs]), Sampling(cfg_scale=scale))
+    return guide(np.concatenate([out["logits"] for out in outputs]), Sampling(cfg_scale=scale))
 
 
 def run_layers(bundle: Path, ids: Any) -> tuple[NDArray[np.float32], list[NDArray[np.float32]]]:
@@ -72,11 +73,11 @@ def run_layers(bundle: Path, ids: Any) -> tuple[NDArray[np.float32], list[NDArra
     return embeds, [*(state.swapaxes(0, 1) for state in states), last]
 
 
-def order_of(pipe: Pipeline) -> Order:
-    """Return the order of a bundle that draws groups."""
-    order = load_model(pipe.bundle, pipe.engines, []).order
-    assert order is not None
-    return order
+def order_of(pipe: Pipeline) -> GroupLayout:
+    """Return the layout of a bundle that draws groups."""
+    layout = image_layout(pipe.bundle.manifest)
+    assert isinstance(layout, GroupLayout)
+    return layout
 
 
 def logits_of(pipe: Pipeline, ids: Any, **prompt: Any) -> NDArray[np.float32]:
@@ -86,7 +87,8 @@ def logits_of(pipe: Pipeline, ids: Any, **prompt: Any) -> NDArray[np.float32]:
     """
     model = load_model(pipe.bundle, pipe.engines, [])
     (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
-    return np.concatenate([*sequence_logits(model, [rows.cond, rows.uncond], np.array(ids), Clock())], 1)
+    layout = image_layout(pipe.bundle.manifest)
+    return np.concatenate([*sequence_logits(model, layout, [rows.cond, rows.uncond], np.array(ids), Clock())], 1)
 
 
 def check_logits(
@@ -98,7 +100,7 @@ def check_logits(
     """
     guidance = Sampling(cfg_scale=trace["cfg"])
     guided = np.array(trace.get("guided", [1] * both.shape[1]), bool)
-    used = apply_guidance(both, guidance, guided) if guidance.guided else both[0]
+    used = np.where(guided[:, None], guide(both, guidance), both[0]) if guidance.guided else both[0]
     if f"{name}_used_logits" in arrays:
         close(used, arrays[f"{name}_used_logits"][index], GUIDED)
     if f"{name}_cond_logits" in arrays:

@@ -20,11 +20,10 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.manifest import DecoderSpec
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import OutputError, ParityError
-from lantern_rt.export.families.common import decoder_fields
 from lantern_rt.export.graph.graphs import Graph, named_cases, target_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.model import Model
-from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig, decoder_fields
 from lantern_rt.export.writer import export_model
 from lantern_rt.output.files import atomic_folder
 

@@ -15,8 +15,9 @@ from refusals import error_of
 from safetensors.torch import load_file
 
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.families.anole import read_anole, read_chameleon
-from lantern_rt.export.families.lumina import image_size, patch_sizes, read_lumina
+from lantern_rt.export.families.anole import read_anole
+from lantern_rt.export.families.common_lumina import image_size, patch_sizes
+from lantern_rt.export.families.lumina import read_lumina
 from lantern_rt.export.families.lumina2 import read_lumina2
 from lantern_rt.export.models.decoder import Attention
 from lantern_rt.export.models.eagle import read_drafter
@@ -27,20 +28,20 @@ PROTOCOL: dict[str, Any] = json.loads((DATA / "lumina-mgpt/protocol.json").read_
 
 
 def test_a_sharded_folder_gives_the_same_decoder_and_names_all_its_files(tmp_path: Path) -> None:
-    whole, shards = read_chameleon(ANOLE, 8), read_chameleon(sharded(ANOLE, tmp_path / "shards"), 8)
-    for name, weight in whole.decoder.state_dict().items():
-        assert torch.equal(weight, shards.decoder.state_dict()[name])
-    assert torch.equal(whole.embeddings, shards.embeddings)
+    whole, shards = read_anole(ANOLE, VQGAN), read_anole(sharded(ANOLE, tmp_path / "shards"), VQGAN)
+    for graph, other in zip(whole.graphs, shards.graphs, strict=True):
+        for name, weight in graph.module.state_dict().items():
+            assert torch.equal(weight, other.module.state_dict()[name])
+    assert torch.equal(whole.code_embeddings, shards.code_embeddings)
     roles = ["target_config", "target_tokenizer", "target_index", *["target"] * 3]
-    assert [role for role, _ in shards.sources] == roles
+    assert [role for role, _ in shards.sources if role.startswith("target")] == roles
 
 
 def test_the_head_keeps_only_the_image_tokens() -> None:
-    model, weights = read_chameleon(ANOLE, 8), load_file(ANOLE / "model.safetensors")
-    assert torch.equal(model.decoder.head.weight, weights["lm_head.weight"][4:132])
-    assert model.codes == range(4, 132)
-    assert torch.equal(model.embeddings, weights["model.embed_tokens.weight"])
-    layout = model.condition.spec.layout
+    model, weights = read_anole(ANOLE, VQGAN), load_file(ANOLE / "model.safetensors")
+    assert torch.equal(model.graphs[0].module.state_dict()["head.weight"], weights["lm_head.weight"][4:132])
+    assert torch.equal(model.code_embeddings, weights["model.embed_tokens.weight"][4:132])
+    layout = model.fields["condition"].layout
     assert layout is not None
     assert (layout.before, layout.after, layout.uncond) == ((0,), (140, 133), (0, 133))
 
@@ -55,7 +56,7 @@ def test_the_size_of_pictures_comes_from_the_yaml_or_the_caller(tmp_path: Path) 
 @pytest.mark.parametrize("pixels", [512, 768, 1024])
 def test_lumina_sizes_are_the_published_ones_of_each_model(pixels: int) -> None:
     names = {f"<reserved{8800 + n:05d}>": 8804 + n for n in range(65)} | {"<racm3:break>": 8197}
-    sizes = [image_size(high, wide, names) for high, wide in patch_sizes(pixels // 32)]
+    sizes = [image_size(high, wide, names, 2) for high, wide in patch_sizes(pixels // 32)]
     assert [[*map(int, size.name.split("x"))] for size in sizes] == PROTOCOL["official_sizes"][str(pixels)]
     assert all((16 * size.columns, 16 * size.rows) == (*map(int, size.name.split("x")),) for size in sizes)
     square = next(size for size in sizes if size.rows == size.columns)
@@ -75,7 +76,7 @@ def test_a_row_of_a_drafters_norms_serves_every_head(tmp_path: Path) -> None:
             {name: weight[:1].repeat(repeats, 1) for name, weight in weights.items() if "_norm." in name}
         )
 
-    target = read_chameleon(ANOLE, 8).decoder
+    target: Any = read_anole(ANOLE, VQGAN).graphs[0].module
     one, four = (
         read_drafter(copied(ANOLE_DRAFTER, tmp_path / str(rows), norms(rows)), target, 176).drafter.state_dict()
         for rows in (1, 4)

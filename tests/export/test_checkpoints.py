@@ -16,7 +16,7 @@ from torch import nn
 
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
-from lantern_rt.export.families.llamagen import LlamaGen, PublishedModel, Variant, read_transformer
+from lantern_rt.export.families.common_llamagen import LlamaGen, PublishedModel, Variant, read_transformer
 from lantern_rt.export.graph.conditions import CaptionCondition, ClassCondition
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import read_drafter

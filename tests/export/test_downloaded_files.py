@@ -18,6 +18,7 @@ from checkpoint_copies import (
     LANTERN,
     MOVQGAN,
     SIMPLEAR,
+    VQ,
     VQGAN,
     changed,
     config_of,
@@ -30,14 +31,15 @@ from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.files import read_config, read_tokenizer, read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint, read_index
 from lantern_rt.export.families.anole import read_anole
+from lantern_rt.export.families.common_llamagen import read_transformer
 from lantern_rt.export.families.emu3 import read_emu3
 from lantern_rt.export.families.janus import read_janus
-from lantern_rt.export.families.llamagen import read_transformer
 from lantern_rt.export.families.lumina import read_lumina
 from lantern_rt.export.families.lumina2 import read_lumina2
 from lantern_rt.export.families.simplear import read_simplear
 from lantern_rt.export.models.t5 import read_text_encoder
 from lantern_rt.export.models.vq_checkpoints import read_vqgan
+from lantern_rt.export.registry import read_family
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4180000000\n"
 PAGES = (
@@ -46,7 +48,6 @@ PAGES = (
     '<?xml version="1.0"?><Error>denied</Error>',
 )
 READERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "llamagen": (read_transformer, "jadohu/LlamaGen-T2I"),
     "anole": (lambda folder: read_anole(folder, VQGAN), "leloy/Anole-7b-v0.1-hf"),
     "lumina": (lambda folder: read_lumina(folder, VQGAN, grid=4), "Alpha-VLLM/Lumina-mGPT-7B-768"),
     "lumina2": (lambda folder: read_lumina2(folder, MOVQGAN, grid=8), "Alpha-VLLM/Lumina-mGPT-2.0"),
@@ -56,7 +57,12 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "text encoder": (lambda folder: read_text_encoder(folder, 32), "google/flan-t5-xl"),
 }
 FOLDERS = {"chameleon": ANOLE, "emu3": EMU3, "qwen2": SIMPLEAR}  # by model_type
-NAMES = {"chameleon": "Anole", "emu3": "Emu3", "qwen2": "SimpleAR", "multi_modality": "DeepSeek"}
+FAMILIES = {
+    "chameleon": "anole or lumina or lumina2",
+    "emu3": "emu3",
+    "qwen2": "simplear",
+    "multi_modality": "janus",
+}
 
 
 def deepseek(folder: Path) -> Path:
@@ -69,7 +75,7 @@ def deepseek(folder: Path) -> Path:
 
 @pytest.mark.parametrize("family", READERS)
 @pytest.mark.parametrize("kind", [*FOLDERS, "multi_modality"])
-def test_a_folder_of_another_model_is_named_and_the_needed_one_too(tmp_path: Path, kind: str, family: str) -> None:
+def test_a_folder_of_another_model_is_refused_with_the_needed_one(tmp_path: Path, kind: str, family: str) -> None:
     read, repository = READERS[family]
     folder = FOLDERS.get(kind) or deepseek(tmp_path)
     if (kind, family) in (("chameleon", "anole"), ("emu3", "emu3"), ("qwen2", "simplear")):
@@ -81,8 +87,16 @@ def test_a_folder_of_another_model_is_named_and_the_needed_one_too(tmp_path: Pat
     else:
         assert error.field == f"{folder / 'config.json'}: model_type"
         assert error.found == repr(kind)
-        assert NAMES[kind] in error.remedy
         assert repository in error.remedy
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_folder_that_another_family_reads_is_refused_with_its_name(tmp_path: Path, kind: str) -> None:
+    folder = FOLDERS.get(kind) or deepseek(tmp_path)
+    error = error_of(CheckpointError, read_family, "llamagen", {"target": folder, "vq": VQ})
+    assert error.field == f"{folder / 'config.json'}: model_type"
+    assert (error.found, error.expected) == (repr(kind), "a model of family llamagen")
+    assert error.remedy == f"give `--family {FAMILIES[kind]}`, or another target"
 
 
 @pytest.mark.parametrize("value", [["chameleon"], {"a": 1}, 7, None, "x" * 10_000])

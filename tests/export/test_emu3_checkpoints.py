@@ -20,11 +20,11 @@ from tokenizers import Tokenizer
 
 from lantern_rt.bundle.conditions import ConditionSpec
 from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.families.common import grid_sizes
 from lantern_rt.export.families.emu3 import (
     NEGATIVE,
     SUFFIX,
     convert_tiktoken,
-    grid_sizes,
     image_size,
     prompt_layout,
     read_emu3,
@@ -32,7 +32,7 @@ from lantern_rt.export.families.emu3 import (
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.model import Model
 from lantern_rt.prompts import prepare_prompts
-from lantern_rt.runtime.raster import Raster
+from lantern_rt.runtime.raster import RowEndLayout
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
 PROTOCOL = json.loads((DATA / "emu3/protocol.json").read_text())
@@ -115,8 +115,8 @@ def test_official_forced_row_ends_of_a_published_size_are_where_sequences_have_t
     rows, columns = map(int, name.split("x"))
     assert (rows, columns) in grid_sizes(PROTOCOL["image_area_default"], 8)
     row_end = PROTOCOL["tokens"]["eol"]["official"]
-    raster = Raster(rows * columns, columns, row_end)
-    ours = [*raster.insert_row_ends([-1] * raster.num_codes).tolist(), row_end]  # the last row's end draws nothing
+    layout = RowEndLayout(rows * columns, columns, row_end=row_end)
+    ours = [*layout.insert_tokens(np.full(layout.num_codes, -1)).tolist(), row_end]  # the last row's end draws nothing
     assert ours == forced[: rows * (columns + 1)].tolist()
     assert (forced[len(ours) :] >= 0).all()
 

@@ -10,13 +10,14 @@ import numpy as np
 import onnx
 import pytest
 from goldens import DATA, GUIDED, Sides, close, golden, observed
+from guided_logits import guide
 from numpy.typing import NDArray
 from shared_goldens import SIDES, Family, RowEndDecoderGolden, log_softmax, mixed
 
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
-from lantern_rt.runtime.sampling import apply_guidance, choose, shape_distribution
+from lantern_rt.runtime.sampling import choose, shape_distribution
 
 CODES = slice(557, 653)  # the image tokens
 TRACES: list[dict[str, Any]] = json.loads((DATA / "emu3" / "traces.json").read_text())
@@ -44,10 +45,10 @@ def test_guiding_logits_gives_the_choices_and_probabilities_of_decode_guided_and
     for name in ("decode", "tree"):
         published = family.arrays[f"{name}_guided"]
         logits = np.stack([family.arrays[f"{name}_{side}_logits"] for side in SIDES])
-        apart = apply_guidance(logits, guidance) - published
+        apart = guide(logits, guidance) - published
         assert np.abs(apart - apart.mean(1, keepdims=True)).max() < GUIDED
         assert np.abs(apart).max() > 1  # the scores themselves do differ
-        plain, theirs = apply_guidance(logits[..., CODES], guidance), published[:, CODES]
+        plain, theirs = guide(logits[..., CODES], guidance), published[:, CODES]
         for sampling in (Sampling(temperature=0), Sampling(top_k=20), Sampling(top_k=20, temperature=0.7)):
             np.testing.assert_array_equal(choose(plain, None, sampling), choose(theirs, None, sampling))
             expected = shape_distribution(theirs, sampling)

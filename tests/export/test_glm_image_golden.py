@@ -194,7 +194,7 @@ def changed_part(folder: Path, part: str, name: str, edit: Any) -> Path:
 @pytest.mark.parametrize(
     ("part", "name", "edit", "field", "words"),
     [
-        (PARTS[0], "config.json", lambda c: c.update(model_type="emu3"), "model_type", "Emu3 zai-org/GLM-Image"),
+        (PARTS[0], "config.json", lambda c: c.update(model_type="emu3"), "model_type", "emu3 zai-org/GLM-Image"),
         (PARTS[0], "config.json", lambda c: c.pop("image_start_token_id"), "image_start_token_id", "None token"),
         (
             PARTS[0],

@@ -25,7 +25,7 @@ from torch import Tensor
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.files import read_config, read_weights
-from lantern_rt.export.families.llamagen import read_transformer
+from lantern_rt.export.families.common_llamagen import read_transformer
 from lantern_rt.export.models.eagle import read_drafter
 from lantern_rt.export.models.vq_checkpoints import read_vqgan
 

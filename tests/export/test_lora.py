@@ -18,8 +18,8 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.deferred import computed
 from lantern_rt.export.checkpoints.lora import read_adapter, split_scale
+from lantern_rt.export.families.common_llamagen import read_transformer
 from lantern_rt.export.families.emu3 import read_emu3
-from lantern_rt.export.families.llamagen import read_transformer
 from lantern_rt.export.families.simplear import read_simplear
 from lantern_rt.export.model import Model
 

@@ -17,15 +17,15 @@ from shared_goldens import Family, RowEndDecoderGolden
 
 from lantern_rt import Pipeline
 from lantern_rt.export.compare import GraphFileSession
-from lantern_rt.export.families.lumina import patch_sizes
+from lantern_rt.export.families.common_lumina import patch_sizes
 from lantern_rt.export.families.lumina2 import read_lumina2
 from lantern_rt.export.models.llamagen_vq import VQDecoder, VQEncoder
 from lantern_rt.export.models.movqgan import read_movqgan
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
-from lantern_rt.runtime.guidance import guidance_scales
-from lantern_rt.runtime.raster import Raster
-from lantern_rt.runtime.sampling import apply_guidance, shape_distribution
+from lantern_rt.runtime.guidance import Guidance
+from lantern_rt.runtime.raster import RowEndLayout
+from lantern_rt.runtime.sampling import shape_distribution
 from lantern_rt.text.tokenizers import load_tokenizer
 
 FOLDER = DATA / "lumina-mgpt-2"
@@ -64,15 +64,15 @@ def test_scores_of_every_generated_code_of_a_run(family: Family, trace: dict[str
     logits = np.concatenate([last, [out["logits"] for out in sides.step(np.array(ids[size:-1]))]], 2)[:, 0]
     name = f"{trace['name']}_code_scores"
     expected = ARRAYS[name] if name in ARRAYS else ARRAYS[f"{trace['name']}_scores"][size:, CODES]
-    raster = Raster(np.size(trace["codes"]), trace["latent"][1], row_end=1)
+    layout = RowEndLayout(np.size(trace["codes"]), trace["latent"][1], row_end=1)
     sampling = Sampling(cfg_scale=trace["cfg"], cfg_final=4.0)
-    scales = guidance_scales(sampling, raster)
+    guidance = Guidance(sampling, layout)
     free = np.flatnonzero(np.array(trace["forced"][size:]) == 0)
-    cells = np.arange(raster.num_codes - len(free), raster.num_codes)
+    cells = np.arange(layout.num_codes - len(free), layout.num_codes)
     if uncond is not None:
-        used = sampling.last_cfg_scale if scales is None else scales[cells]
-        np.testing.assert_allclose(np.array(trace["scale_used"])[size:][free], used, rtol=1e-6)
-    found = apply_guidance(logits[:, free], sampling, scales=None if scales is None else scales[cells])
+        used = np.array(trace["scale_used"])[size:][free]
+        np.testing.assert_allclose(used, guidance.scales(cells), rtol=1e-6)
+    found = guidance.mix(logits[:, free], cells)
     close(found, expected[free], 1e-5 * max(30, 10 * trace["cfg"]))
     assert found.argmax(-1).tolist() == np.ravel(trace["codes"])[cells].tolist()
 
@@ -138,12 +138,12 @@ def test_settings_are_those_of_the_published_program(lumina2_bundle: Path) -> No
 
 @pytest.mark.parametrize("start", [3, 4, 6, 7.5, 12])
 def test_guidance_of_768_pixels_moves_as_published(start: float) -> None:
-    raster = Raster(96 * 96, 96, row_end=1)
+    layout = RowEndLayout(96 * 96, 96, row_end=1)
     expected = ARRAYS[f"official_scale_{start}_24x24"]
-    scales = guidance_scales(Sampling(cfg_scale=start, cfg_final=4.0), raster)
-    cells = [cell for cell in range(raster.num_codes) if raster.position_of(cell) < len(expected)]
-    found = np.full(len(cells), 4.0) if scales is None else scales[cells]
-    np.testing.assert_allclose(found, expected[[raster.position_of(cell) for cell in cells]], rtol=1e-6)
+    guidance = Guidance(Sampling(cfg_scale=start, cfg_final=4.0), layout)
+    cells = [cell for cell in range(layout.num_codes) if layout.position(cell) < len(expected)]
+    places = [layout.position(cell) for cell in cells]
+    np.testing.assert_allclose(guidance.scales(cells), expected[places], rtol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(16, 24), (24, 24), (32, 18)])
@@ -151,8 +151,8 @@ def test_rows_end_where_the_published_constraint_ends_them(shape: tuple[int, int
     high, wide = shape
     official = ARRAYS[f"official_forced_{high}x{wide}"].tolist()
     row_end, end_of_image = (PROTOCOL["tokens"][name]["official"] for name in ("<reserved08799>", "<eoss>"))
-    ours = Raster(16 * high * wide, 4 * wide, row_end)
-    assert [*ours.insert_row_ends([-1] * ours.num_codes).tolist(), row_end, end_of_image] == official
+    ours = RowEndLayout(16 * high * wide, 4 * wide, row_end=row_end)
+    assert [*ours.insert_tokens(np.full(ours.num_codes, -1)).tolist(), row_end, end_of_image] == official
 
 
 def test_codes_become_every_recorded_value_of_the_decoder_and_the_image(lumina2_bundle: Path) -> None:

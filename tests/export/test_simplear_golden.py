@@ -11,6 +11,7 @@ import onnx
 import pytest
 import torch
 from goldens import DATA, GUIDED, Sides, close, golden, manifest, observed
+from guided_logits import guide
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from shared_goldens import DecoderGolden, Family, log_softmax
@@ -23,7 +24,7 @@ from lantern_rt.export.models.fsq import code_vectors, nearest_codes
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
 from lantern_rt.prompts import prepare_prompts
-from lantern_rt.runtime.sampling import apply_guidance, apply_repetition_penalty, shape_distribution
+from lantern_rt.runtime.sampling import apply_repetition_penalty, shape_distribution
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
 FOLDER, CODES = DATA / "simplear", slice(395, 971)
@@ -66,9 +67,7 @@ def scores_of(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
     logits = np.stack([np.append(a["logits"][0, -1:], b["logits"][0], 0) for a, b in zip(first, rest, strict=True)])
     sampling = Sampling(cfg_scale=trace["cfg"], repetition_penalty=trace["repetition_penalty"])
     before = [ids[:n] - CODES.start for n in range(len(ids))]
-    return over_codes(
-        apply_guidance(apply_repetition_penalty(logits, [own[own >= 0] for own in before], sampling), sampling)
-    )
+    return over_codes(guide(apply_repetition_penalty(logits, [own[own >= 0] for own in before], sampling), sampling))
 
 
 @pytest.mark.parametrize("trace", TRACES.values(), ids=lambda trace: str(trace["name"]))
@@ -97,7 +96,7 @@ def test_decode_cond_penalised_and_decode_guided_penalised_of_codes() -> None:
     sampling = Sampling(cfg_scale=6, repetition_penalty=GENERATION["repetition_penalty"])
     penalised = apply_repetition_penalty(logits[..., CODES], before, sampling)
     close(penalised[0], G["decode_cond_penalised"][:, CODES])
-    close(over_codes(apply_guidance(penalised, sampling)), over_codes(G["decode_guided_penalised"]), GUIDED)
+    close(over_codes(guide(penalised, sampling)), over_codes(G["decode_guided_penalised"]), GUIDED)
 
 
 def test_clamp_codes_are_those_of_clamp_ids_where_these_are_codes(simplear_bundle: Path) -> None:

@@ -38,10 +38,10 @@ from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.deferred import computed
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
-from lantern_rt.export.families.anole import read_chameleon
+from lantern_rt.export.families.anole import read_anole
+from lantern_rt.export.families.common_llamagen import read_transformer
 from lantern_rt.export.families.emu3 import read_emu3
 from lantern_rt.export.families.janus import read_janus
-from lantern_rt.export.families.llamagen import read_transformer
 from lantern_rt.export.families.lumina import read_lumina
 from lantern_rt.export.families.lumina2 import read_lumina2
 from lantern_rt.export.families.simplear import read_simplear
@@ -157,7 +157,7 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "LlamaGen's image tokenizer": (copied_into(VQ), lambda folder: read_vq(folder / VQ.name)),
     "a drafter": (copied_into(DRAFTER), small_drafter),
     "a text encoder": (save_t5, lambda folder: read_text_encoder(folder, 32)),
-    "Anole": (copied_into(ANOLE), lambda folder: read_chameleon(folder, 8)),
+    "Anole": (copied_into(ANOLE), lambda folder: read_anole(folder, VQGAN)),
     "Chameleon's image tokenizer": (copied_into(VQGAN), read_vqgan),
     "Lumina-mGPT": (copied_into(LUMINA), lambda folder: read_lumina(folder, VQGAN, grid=4)),
     "Lumina-mGPT 2.0": (copied_into(LUMINA2), lambda folder: read_lumina2(folder, MOVQGAN, grid=8)),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from host_tensorrt import HostLibrary, write_plan
 from numpy.typing import NDArray
-from toy_engine import make_model, make_prompt, naive_distribution
+from toy_engine import ToyModel, make_model, make_prompt, naive_distribution
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.gpu import find_gpu
@@ -25,11 +25,12 @@ from lantern_rt.engines.trt.backend import MEMORY
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.executable import TensorRTExecutable
 from lantern_rt.export.graph.graphs import target_graph, write_graph
-from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig, decoder_fields
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.engine import Engine
-from lantern_rt.runtime.state import DrafterLayout, Model, PrefixRow, Prompt
+from lantern_rt.runtime.raster import RasterLayout
+from lantern_rt.runtime.state import DrafterLayout, PrefixRow, Prompt
 
 SMALL = DecoderConfig(
     hidden_size=32,
@@ -42,6 +43,7 @@ SMALL = DecoderConfig(
     prefix=3,
     prefix_rotation="identity",
 )
+IMAGE = RasterLayout(SMALL.grid**2, SMALL.grid)
 NEAR = np.array([[n for n in range(SMALL.vocab_size) if n != code] for code in range(SMALL.vocab_size)])
 ONE = 1
 BACKENDS = ("toy", "onnxruntime", "onnxruntime, device", "tensorrt, host")
@@ -68,13 +70,10 @@ class SmallModel:
         self.table = np.random.default_rng(0).normal(size=(SMALL.vocab_size, SMALL.hidden_size)).astype(np.float32)
         write_graph(target_graph(self.decoder, torch.from_numpy(self.table)), folder)
         write_graph(drafter_graph(drafter), folder)
-        sizes = {
-            name: getattr(SMALL, name)
-            for name in ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
-        }
-        self.target_spec, self.drafter_spec = DecoderSpec(**sizes, max_positions=SMALL.positions), DrafterSpec(**sizes)
+        self.target_spec = DecoderSpec(**decoder_fields(SMALL), max_positions=SMALL.positions)
+        self.drafter_spec = DrafterSpec(**decoder_fields(drafter.config))
 
-    def on(self, backend: str) -> Model:
+    def on(self, backend: str) -> ToyModel:
         """The model behind one of `BACKENDS`; the toy has its own tables."""
         if backend == "toy":
             return make_model(vocabulary=SMALL.vocab_size, codes=4, prefix=SMALL.prefix, neighbors=NEAR)
@@ -88,9 +87,9 @@ class SmallModel:
         else:
             target = OrtEngine(paths["target"], self.target_spec, self.table, ONE)
             drafter = OrtEngine(paths["drafter"], self.drafter_spec, None, ONE)
-        return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout(), SMALL.grid, NEAR)
+        return ToyModel(target, drafter, SMALL.positions, DrafterLayout(), NEAR, image=IMAGE)
 
-    def _on_tensorrt(self, name: str, where: str) -> Model:
+    def _on_tensorrt(self, name: str, where: str) -> ToyModel:
         """Load the engines of both graphs, on the GPU, or with the host in its place."""
         on_host = where == "host"
         specs = SimpleNamespace(
@@ -115,7 +114,7 @@ class SmallModel:
 
         target = engine("target", self.target_spec, self.table)
         drafter = engine("drafter", self.drafter_spec, None)
-        return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout(), SMALL.grid, NEAR)
+        return ToyModel(target, drafter, SMALL.positions, DrafterLayout(), NEAR, image=IMAGE)
 
     def prompt(self, backend: str, identity: int) -> Prompt:
         """A prompt with `identity % 3` padded prefix rows."""

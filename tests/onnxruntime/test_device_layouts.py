@@ -80,7 +80,7 @@ def test_a_cache_written_side_by_side_gives_what_the_past_first_graph_gives(
     write_graph(graph, tmp_path)
     path, spec = tmp_path / f"{graph.role}.onnx", (drafter_spec_of if drafts else spec_of)(config)
     most = max(arrays["position_ids"].shape[1] for arrays in graph.cases.values())
-    device = device_graph(path, spec, drafts, capacity=CAPACITY, max_nodes=most)
+    device = device_graph(path, spec, drafts, graph.compute, capacity=CAPACITY, max_nodes=most)
     assert device.dtype == ("float16" if half else "float32")
     plain = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     session = load_session(device.model, 1, "cpu", folder=tmp_path)
@@ -115,7 +115,7 @@ def test_computed_in_bfloat16_it_is_what_the_past_first_graph_gives_up_to_roundi
     """By ONNX's reference evaluator: ONNX Runtime has it on GPUs alone."""
     graph = replace(made(config, drafts), compute="bfloat16")
     (path,), spec = write_graph(graph, tmp_path, rule), (drafter_spec_of if drafts else spec_of)(config)
-    device, arrays = device_graph(path, spec, drafts, capacity=CAPACITY), dict(graph.cases["tree"])
+    device, arrays = device_graph(path, spec, drafts, "bfloat16", capacity=CAPACITY), dict(graph.cases["tree"])
     past = [tensor.name for tensor in device.inputs if tensor.name.startswith("past_")]
     feeds = side_by_side(arrays, past)
     feeds |= {name: feeds[name].astype(ml_dtypes.bfloat16) for name in past}

@@ -14,12 +14,13 @@ from lantern_rt.engines.ort.cache_pool import BoundPass, CacheBlock, CachePool
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.ort.providers import PROVIDERS
 from lantern_rt.runtime.batch import Batch
-from lantern_rt.runtime.raster import Raster
+from lantern_rt.runtime.drafters import count_nodes
+from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import ImageSequence
 from lantern_rt.runtime_inputs import compute_prefixes, load_model
 
 LENGTH = 48  # codes of each picture: three rows
-RASTER = Raster(LENGTH, 16)
+LAYOUT = RasterLayout(LENGTH, 16)
 PROMPTS = ["a red sphere on sand", "a blue cube on grass at night", "a cone"]
 SEEDS = [3, 4, 5]  # no choice of theirs is a near tie: rounding turns none
 FILTERS = {"temperature": 0.8, "top_k": 200, "top_p": 0.95}
@@ -58,7 +59,8 @@ def requests_of(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> l
     for i in picked:
         checked = pipe.check(PROMPTS[i], seed=SEEDS[i], **options)
         (prompt,), sampling = compute_prefixes(pipe.bundle, pipe.engines, checked.images), checked.settings.sampling
-        requests.append(ImageSequence(i, RASTER, prompt.rows(sampling), sampling, checked.settings.method, SEEDS[i]))
+        rows, method = prompt.rows(sampling), checked.settings.method
+        requests.append(ImageSequence(i, LAYOUT, rows, sampling, method, SEEDS[i], count_nodes(method)))
     return requests
 
 

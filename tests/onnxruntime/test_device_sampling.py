@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from guided_logits import guide
 from refusals import refused
 
 from lantern_rt.engines.device_engine import LogitRows
@@ -19,7 +20,7 @@ from lantern_rt.methods import Sampling
 from lantern_rt.runtime.device import SampleRequest
 from lantern_rt.runtime.engine import Floats, Ints
 from lantern_rt.runtime.noise import GROUP_SIZE, Noise
-from lantern_rt.runtime.sampling import apply_guidance, best_codes, shape_logits
+from lantern_rt.runtime.sampling import best_codes, shape_logits
 
 VOCABULARY = 200
 FILTERS: list[dict[str, Any]] = [
@@ -55,7 +56,8 @@ def asking(sampling: Sampling, noise: Noise | None, first: int = 0, start: int =
     """Someone whose rows are `first` and on, at other nodes of the unconditional row than of the conditional one."""
     sides = 1 + sampling.guided
     nodes = np.stack([np.arange(count) + side for side in range(sides)])
-    return SampleRequest(slice(first, first + sides), nodes, sampling, noise, start + np.arange(count))
+    scales = np.full(count, sampling.cfg_scale, np.float32)
+    return SampleRequest(slice(first, first + sides), nodes, sampling, noise, start + np.arange(count), scales)
 
 
 class UploadedNoise(Noise):
@@ -73,7 +75,7 @@ class UploadedNoise(Noise):
 
 def on_host(logits: Floats, asked: SampleRequest, most: int) -> tuple[Ints, Floats]:
     rows = np.arange(asked.rows.start, asked.rows.stop)[:, None]
-    values = shape_logits(apply_guidance(logits[rows, asked.nodes], asked.sampling), asked.sampling)
+    values = shape_logits(guide(logits[rows, asked.nodes], asked.sampling), asked.sampling)
     if asked.noise is not None:
         noise = [asked.noise.gumbel(int(position), 1, VOCABULARY)[0] for position in asked.positions]
         values = values + np.stack(noise)

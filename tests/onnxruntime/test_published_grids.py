@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import queue
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 from device_pipeline import device_pipeline
 from PIL import Image
+from toy_engine import raster_layout
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
@@ -26,7 +26,7 @@ from lantern_rt.methods import Ar, MethodConfig, Sjd
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.state import PrefixRow, Prompt
-from lantern_rt.runtime_inputs import load_model
+from lantern_rt.runtime_inputs import image_layout, load_model
 from lantern_rt.service import Service
 
 DATA = Path(__file__).parent.parent / "data"
@@ -121,8 +121,8 @@ def test_greedy_generations_of_every_grid_give_the_published_ids_and_pictures(
     pipe, shape = pipes(run.family, on_device), np.shape(run.codes)
     result = pipe(**run.options, method=method)
     assert result.codes[0].reshape(shape).tolist() == run.codes
-    raster = replace(load_model(pipe.bundle, pipe.engines, []).raster, num_codes=result.codes[0].size, columns=shape[1])
-    spelled, row_end = raster.insert_row_ends(result.codes[0]), pipe.bundle.manifest.row_end
+    row_end = pipe.bundle.manifest.row_end
+    spelled = raster_layout(result.codes[0].size, shape[1], row_end).insert_tokens(result.codes[0])
     written = spelled + run.first_code
     if run.row_end is not None:
         written[spelled == row_end] = run.row_end
@@ -162,9 +162,9 @@ def test_the_lower_half_of_an_image_is_the_published_one_behind_the_given_upper_
     first, second = (PrefixRow(embeds[0], np.ones(embeds.shape[1], bool)) for embeds in pipe.engines.condition(inputs))
     preserved = np.where(np.arange(codes.size) < rows * columns, codes.ravel(), -1)
     settings = pipe.check("a table", size="32x64", temperature=0, cfg_scale=trace["cfg"]).settings
-    model = load_model(pipe.bundle, pipe.engines, [method], "32x64")
-    prompt = Prompt(first, second, preserved)
-    found = [code for step in decode(model, [prompt], [0], settings.sampling, method) for code in step.parts[0].codes]
+    model, layout = load_model(pipe.bundle, pipe.engines, [method]), image_layout(pipe.bundle.manifest, "32x64")
+    steps = decode(model, layout, [Prompt(first, second, preserved)], [0], settings.sampling, method)
+    found = [code for step in steps for code in step.parts[0].codes]
     assert np.reshape(found, codes.shape).tolist() == codes.tolist()
 
 

@@ -20,9 +20,10 @@ from lantern_rt import Pipeline, open_bundle
 from lantern_rt.engines.loader import Engines
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.decode import decode
+from lantern_rt.runtime.drafters import count_nodes
 from lantern_rt.runtime.drafting import Commit
 from lantern_rt.runtime.eagle import EagleDrafter
-from lantern_rt.runtime.raster import Raster
+from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import DrafterLayout, ImageSequence, Model, PrefixRow, Prompt
 from lantern_rt.runtime.statistics import Clock
 from lantern_rt.runtime.tree import DraftTree
@@ -84,10 +85,11 @@ class Run:
         assert drafter is not None
         sampling = Sampling(**{"cfg_scale": family.cfg_scale, "temperature": 0.0, **SETTINGS.get(run, {})})
         positions = opened.manifest.target.max_positions
-        model = Model(NOTHING, drafter, num_codes=100, num_positions=positions, layout=family.layout)
+        model = Model(NOTHING, drafter, positions, family.layout)
         prefixes = [ids[0, : family.prefix], ids[1, family.padding : family.prefix]]
         rows = [PrefixRow(np.zeros((len(own), 1), np.float32), np.ones(len(own), bool), own) for own in prefixes]
-        self.request = ImageSequence(0, Raster(100), rows, sampling, Lantern(tree=TREES[run]), seed=0)
+        method = Lantern(tree=TREES[run])
+        self.request = ImageSequence(0, RasterLayout(100), rows, sampling, method, 0, count_nodes(method))
         self.drafts, self.family = EagleDrafter(model, Lantern(tree=TREES[run]), Clock()), family
 
     def calls(self) -> Iterator[tuple[int, DraftTree]]:
@@ -147,7 +149,7 @@ def test_the_drafter_keeps_the_published_cache_between_calls(recorded: Run, fami
 # ---------------------------------------------------------------- whole generations
 
 Trace = dict[str, Any]
-Loaded = tuple[Model, list[Prompt]]
+Loaded = tuple[Model, RasterLayout, list[Prompt]]
 STATIC_NAMES = {"naive_extend_57": "naive-57", "mc_sim_7b_63": "mc-25"}
 BUNDLES = {  # recorded runs, the file of their traces, and the bundle they ran on
     "lantern-e2e-llamagen": ("steps.json", "t2i_drafter_bundle"),
@@ -170,25 +172,25 @@ def load_llamagen(bundle: Path, folder: str) -> Loaded:
         open_bundle(bundle).manifest,
     )
     layout = DrafterLayout(position_shift=-1, masks_prefix=False)
-    sizes = manifest.codes_per_image + BEYOND, manifest.target.max_positions
+    image = RasterLayout(manifest.codes_per_image + BEYOND)
     neighbors = np.load(DATA / "lantern-accept" / "top_127_indices.npy")
-    model = Model(engines.target, engines.drafter, *sizes, layout, neighbors=neighbors)
+    model = Model(engines.target, engines.drafter, manifest.target.max_positions, layout, neighbors)
     cond, uncond = engines.condition({"caption_embeds": arrays["caption_emb"], "caption_mask": arrays["emb_mask"]})
     real = arrays["emb_mask"] > 0
-    return model, [Prompt(PrefixRow(cond[i], own), PrefixRow(uncond[i], own)) for i, own in enumerate(real)]
+    return model, image, [Prompt(PrefixRow(cond[i], own), PrefixRow(uncond[i], own)) for i, own in enumerate(real)]
 
 
 def load_anole(bundle: Path, folder: str) -> Loaded:
     engines, positions = Engines(open_bundle(bundle)), open_bundle(bundle).manifest.target.max_positions
     neighbors, layout = np.load(DATA / "chameleon-vqgan" / "top_127_indices.npy"), DrafterLayout(code_offset=FIRST_CODE)
-    model = Model(engines.target, engines.drafter, ANOLE_CODES + BEYOND, positions, layout, neighbors=neighbors)
+    model = Model(engines.target, engines.drafter, positions, layout, neighbors)
     prompts = []
     for trace in TRACES[folder][:3]:
         cond, uncond = np.array([0, *trace["prompt_text_ids"], 140, 133]), np.array([0, 133])
         rows = engines.condition({"token_ids": cond[None], "uncond_ids": uncond[None]})
         sides = zip(rows, (cond, uncond), strict=True)
         prompts.append(Prompt(*(PrefixRow(row[0], np.ones(len(ids), bool), ids) for row, ids in sides)))
-    return model, prompts
+    return model, RasterLayout(ANOLE_CODES + BEYOND), prompts
 
 
 @pytest.fixture(scope="module")
@@ -226,12 +228,12 @@ def test_greedy_generations_follow_the_published_trace_token_for_token_and_step_
     loaded: Callable[[str], Loaded], folder: str, name: str
 ) -> None:
     """All prompts in one batch, though Anole's differ in length."""
-    (model, prompts), traces = loaded(folder), traces_of(folder, name)
+    (model, image, prompts), traces = loaded(folder), traces_of(folder, name)
     first, most = model.layout.code_offset, traces[0]["max_length"]
     sampling = Sampling(cfg_scale=traces[0]["cfg_scale"], temperature=0.0)
     ids: list[list[int]] = [[] for _ in prompts]
     lengths: list[list[int]] = [[] for _ in prompts]
-    for step in decode(model, prompts, range(len(prompts)), sampling, published_method(traces[0])):
+    for step in decode(model, image, prompts, range(len(prompts)), sampling, published_method(traces[0])):
         for part in step.parts:
             if len(ids[part.sequence]) >= most:
                 continue

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 from engine_backends import BACKENDS, ON_GPUS, SMALL, SmallModel
 from scipy.stats import chisquare
-from toy_engine import codes_of
+from toy_engine import ToyModel, codes_of, decode
 
 from lantern_rt.engines.gpu import find_gpu
 from lantern_rt.engines.trt.builder import MODULES, import_library
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.batch import Batch
-from lantern_rt.runtime.decode import decode, select_joining
-from lantern_rt.runtime.state import ImageSequence, Model, Prompt
+from lantern_rt.runtime.decode import select_joining
+from lantern_rt.runtime.drafters import count_nodes
+from lantern_rt.runtime.raster import RasterLayout
+from lantern_rt.runtime.state import ImageSequence, Prompt
 
 CODES = SMALL.grid**2
 BUSHY = "tree-3-210-100"
@@ -54,12 +56,12 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(small: SmallModel, backend: str) -> Model:
+def model(small: SmallModel, backend: str) -> ToyModel:
     return small.on(backend)
 
 
 def drawn(
-    model: Model, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling, method: MethodConfig
+    model: ToyModel, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling, method: MethodConfig
 ) -> list[list[int]]:
     return codes_of(decode(model, prompts, seeds, sampling, method), len(prompts))
 
@@ -67,7 +69,7 @@ def drawn(
 @every_method
 @pytest.mark.parametrize("backend", ["tensorrt, host"], indirect=True)
 def test_plans_give_the_codes_of_the_graph_they_were_built_from(
-    small: SmallModel, backend: str, model: Model, method: MethodConfig
+    small: SmallModel, backend: str, model: ToyModel, method: MethodConfig
 ) -> None:
     prompts = [small.prompt(backend, i) for i in range(8)]
     for sampling in (GUIDED, HALF):
@@ -77,7 +79,7 @@ def test_plans_give_the_codes_of_the_graph_they_were_built_from(
 
 @every_method
 def test_every_request_gets_its_codes_whatever_else_is_in_the_batch(
-    small: SmallModel, backend: str, model: Model, method: MethodConfig
+    small: SmallModel, backend: str, model: ToyModel, method: MethodConfig
 ) -> None:
     prompts = [small.prompt(backend, i) for i in range(5)]
     for sampling in (GUIDED, HALF):
@@ -89,7 +91,7 @@ def test_every_request_gets_its_codes_whatever_else_is_in_the_batch(
 
 @pytest.mark.parametrize("tree", [BUSHY, "dynamic-6-3-2", "chain-2"])
 def test_greedy_decoding_with_a_tree_gives_the_codes_without(
-    small: SmallModel, backend: str, model: Model, tree: str
+    small: SmallModel, backend: str, model: ToyModel, tree: str
 ) -> None:
     greedy = Sampling(cfg_scale=2.0, temperature=0)
     prompts = [small.prompt(backend, i) for i in range(8)]
@@ -100,7 +102,7 @@ def test_greedy_decoding_with_a_tree_gives_the_codes_without(
 @pytest.mark.parametrize("tree", [BUSHY, "dynamic-6-3-2"])
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt, host"], indirect=True)
 def test_drawn_codes_have_the_distribution_that_torch_computes(
-    small: SmallModel, backend: str, model: Model, tree: str
+    small: SmallModel, backend: str, model: ToyModel, tree: str
 ) -> None:
     prompt, draws, batch, length = small.prompt(backend, 3), 1000, 250, 3
     joint = small.joint(prompt, GUIDED).sum(-1).ravel()
@@ -108,7 +110,9 @@ def test_drawn_codes_have_the_distribution_that_torch_computes(
     places = {codes: i for i, codes in enumerate(itertools.product(range(SMALL.vocab_size), repeat=length))}
     for start in range(0, draws, batch):
         seeds = range(start, start + batch)
-        for codes in drawn(replace(model, num_codes=length), [prompt] * batch, seeds, GUIDED, Eagle(tree=tree)):
+        for codes in drawn(
+            replace(model, image=RasterLayout(length, SMALL.grid)), [prompt] * batch, seeds, GUIDED, Eagle(tree=tree)
+        ):
             counts[places[tuple(codes)]] += 1
     expected = draws * joint / joint.sum()
     rare = expected < 8
@@ -117,7 +121,7 @@ def test_drawn_codes_have_the_distribution_that_torch_computes(
 
 
 def test_requests_that_join_in_the_middle_get_the_codes_they_get_alone(
-    small: SmallModel, backend: str, model: Model
+    small: SmallModel, backend: str, model: ToyModel
 ) -> None:
     batch, codes = Batch(model), [list[int]() for _ in range(7)]
     waiting: list[ImageSequence] = []
@@ -126,7 +130,7 @@ def test_requests_that_join_in_the_middle_get_the_codes_they_get_alone(
     for step in itertools.count():
         for i, method, sampling in visits[step : step + 1]:
             rows = small.prompt(backend, i).rows(sampling)
-            waiting.append(ImageSequence(i, model.raster, rows, sampling, method, seed=i))
+            waiting.append(ImageSequence(i, model.image, rows, sampling, method, i, count_nodes(method)))
         if step > len(visits) and not batch.active and not waiting:
             break
         new = select_joining(batch, waiting, max_images=7, max_rows=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lantern_rt.engines.trt.builder import shape_bounds
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.executable import TensorRTExecutable
 from lantern_rt.export.graph.graphs import target_graph, write_graph
-from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig, decoder_fields
 from lantern_rt.runtime.engine import Pass, PassOutput
 
 ONE = 1
@@ -39,18 +40,11 @@ WIDE = DecoderConfig(
 
 
 def spec_of(config: DecoderConfig) -> DecoderSpec:
-    return DecoderSpec(
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        max_positions=config.positions,
-    )
+    return DecoderSpec(**decoder_fields(config), max_positions=config.positions)
 
 
 def drafter_spec_of(config: DecoderConfig) -> DrafterSpec:
-    return DrafterSpec(**spec_of(config).model_dump(exclude={"max_positions", "dtype", "cache_layout"}))
+    return DrafterSpec(**decoder_fields(replace(config, final_norm=False)))
 
 
 class Rig:

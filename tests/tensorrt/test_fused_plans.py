@@ -40,26 +40,26 @@ def write_decoder(
     import torch
 
     from lantern_rt.export.graph.graphs import convert_to_float16, target_graph, write_graph
-    from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+    from lantern_rt.export.models.decoder import Decoder, DecoderConfig, decoder_fields
     from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
 
     config = DecoderConfig(1280, layers, 20, 20, 3584, vocab_size=512, grid=16, prefix=120)
     torch.manual_seed(0)
-    sizes = {name: getattr(config, name) for name in ("hidden_size", "num_layers", "num_kv_heads", "head_dim")}
     spec: DecoderSpec | DrafterSpec
     if drafts:
         head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         own = replace(config, final_norm=False, input_norm=False)
-        graph, spec = drafter_graph(EagleDrafter(own, head, bias=True).eval()), DrafterSpec(**sizes, vocab_size=512)
+        graph = drafter_graph(EagleDrafter(own, head, bias=True).eval())
+        spec = DrafterSpec(**decoder_fields(own))
     else:
         graph = target_graph(Decoder(config).eval(), torch.zeros(4, config.hidden_size))
-        spec = DecoderSpec(**sizes, vocab_size=512, max_positions=config.positions)
+        spec = DecoderSpec(**decoder_fields(config), max_positions=config.positions)
     made: Any = convert_to_float16(graph) if compute == "float16" else replace(graph, compute=compute)
     (path, *_) = write_graph(made, folder, rule)  # type: ignore[arg-type]
     return path, spec
 
 
-def steps_of(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool) -> list[Step]:
+def steps_of(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool, compute: str) -> list[Step]:
     """The layers of the decoder's engine that work on the device."""
     import tensorrt_rtx as library
 
@@ -70,7 +70,7 @@ def steps_of(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool) -> list[
             said.append(message)
 
     builder = library.Builder(logger := Logger())
-    network, graph = builder.create_network(0), device_graph(path, spec, drafts, capacity=COLUMNS)
+    network, graph = builder.create_network(0), device_graph(path, spec, drafts, compute, capacity=COLUMNS)
     parser = library.OnnxParser(network, logger)
     assert parser.parse(graph.model, str(path)), said[-3:]
     for layer in map(network.get_layer, range(network.num_layers)):
@@ -127,7 +127,7 @@ def test_a_decoder_layer_is_few_layers_of_a_plan(
     counts = []
     for layers in (2, 4):
         (folder := tmp_path / str(layers)).mkdir()
-        steps = steps_of(*write_decoder(folder, layers, compute, rule, drafts), drafts)
+        steps = steps_of(*write_decoder(folder, layers, compute, rule, drafts), drafts, compute)
         counts.append(len(steps))
         if rule == "int4-weights":
             assert sum("CastMulCastFc" in step.name for step in steps) >= 5 * layers  # products turn weights back

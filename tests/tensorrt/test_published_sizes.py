@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.bundle.onnx_scan import count_float_weights
+from lantern_rt.bundle.weights import StoredWeights
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.engine_folder import EngineManifest, open_engine_folder
 from lantern_rt.engines.profiles import BuildOptions
@@ -47,7 +47,7 @@ def test_a_target_of_llamagen_xls_size_is_built_for_two_gpus(compute: str, tmp_p
     manifest = build(tmp_path / "bundle")
     assert manifest.precision == compute
     assert manifest.graphs.keys() == {"target", "vq_decoder"}
-    weights = (2 if compute == "float16" else 4) * count_float_weights(tmp_path / "bundle/target.onnx")
+    weights = (2 if compute == "float16" else 4) * StoredWeights(tmp_path / "bundle/target.onnx").count_floats()
     assert weights < manifest.graphs["target"].bytes < 1.2 * weights  # once for both GPUs, beside kernels
     names = [(p.name, p.nodes[2], p.columns[2]) for p in manifest.graphs["target"].profiles]
     assert names == [("ar", 2, 384), ("tree", 64, 384)]

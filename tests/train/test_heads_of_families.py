@@ -14,10 +14,10 @@ from lantern_rt import Pipeline, open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts, read_bundle_prompts
 from lantern_rt.runtime.decode import decode
+from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.likelihood import sequence_logits, sequence_states
-from lantern_rt.runtime.sampling import apply_guidance
 from lantern_rt.runtime.statistics import Clock
-from lantern_rt.runtime_inputs import compute_prefixes, load_model
+from lantern_rt.runtime_inputs import compute_prefixes, image_layout, load_model
 
 torch = pytest.importorskip("torch")
 for library in ("onnx", "safetensors", "tokenizers", "yaml", "transformers"):
@@ -110,20 +110,22 @@ def test_data_hold_the_states_from_which_codes_are_drawn_in_every_size(trained: 
             request = subject(trained).request(number, PER_SHARD, FIRST_SEED) | {"size": size.name}
             drawn = pipeline.check(**request, method="ar").images
             prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, drawn))[:3]
-            model = load_model(pipeline.bundle, pipeline.engines, [], size.name)
+            model = load_model(pipeline.bundle, pipeline.engines, [])
+            layout = image_layout(pipeline.bundle.manifest, size.name)
+            guidance, cells = Guidance(sampling, layout), range(size.codes)
             for i, (prompt, codes) in enumerate(zip(prompts, images.codes, strict=True)):
-                tokens = model.raster.insert_row_ends(codes)
-                logits = np.concatenate([*sequence_logits(model, prompt.rows(sampling), tokens[:-1], Clock())], 1)
-                logits = logits[:, tokens != (model.row_end or -1)]
+                known = codes.astype(np.int64)
+                logits = np.concatenate(
+                    [*sequence_logits(model, layout, prompt.rows(sampling), known[:-1], Clock())], 1
+                )
                 rows = range(2 if sampling.guided else 1)
                 states = np.stack([images.states[i, row, images.lengths[i, row] - 1 :][: len(codes)] for row in rows])
                 inputs = layer.inputs(torch.from_numpy(states.astype(np.float32))).numpy()
-                found = layer.logits(torch.from_numpy(apply_guidance(inputs, sampling))).numpy()
-                np.testing.assert_allclose(found, apply_guidance(logits, sampling), rtol=0, atol=0.1)
+                found = layer.logits(torch.from_numpy(guidance.mix(inputs, cells))).numpy()
+                np.testing.assert_allclose(found, guidance.mix(logits, cells), rtol=0, atol=0.1)
                 cell, late = images.unaccepted_cells[i, 0], images.unaccepted_codes[i, 0]
-                drafted = model.raster.insert_row_ends([*codes[: cell - 1], late, 0])[:-1]
-                tiled = np.tile(drafted, (len(rows), 1))
-                for row, own in enumerate(sequence_states(model, prompt.rows(sampling), tiled)):
+                drafted = np.append(known[: cell - 1], late)
+                for row, own in enumerate(sequence_states(model, layout, prompt.rows(sampling), [drafted])):
                     np.testing.assert_allclose(images.unaccepted_states[i, row, 0], own[-1], rtol=2e-3, atol=5e-3)
 
 
@@ -134,12 +136,13 @@ def test_pictures_of_every_size_are_those_of_plain_decoding(trained: Trained) ->
 
             def drawn(method: str, images: int, together: int, size: Any = size) -> tuple[list[list[int]], float]:
                 request = pipeline.check(**subject(trained).request(0, images), size=size.name, method=method)
-                model = load_model(pipeline.bundle, pipeline.engines, [request.settings.method], size.name)
+                model = load_model(pipeline.bundle, pipeline.engines, [request.settings.method])
+                layout = image_layout(pipeline.bundle.manifest, size.name)
                 prompts = compute_prefixes(pipeline.bundle, pipeline.engines, request.images)
                 seeds = [image.seed for image in request.images]
                 codes: list[list[int]] = [[] for _ in seeds]
                 sampling, config = request.settings.sampling, request.settings.method
-                for step in decode(model, prompts, seeds, sampling, config, max_images=together):
+                for step in decode(model, layout, prompts, seeds, sampling, config, max_images=together):
                     for part in step.parts:
                         codes[part.sequence] += part.codes.tolist()
                 assert step.stats is not None

@@ -8,14 +8,15 @@ import lantern_rt
 
 # From low to high: a module imports from its own layer and those before it.
 LAYERS = (
-    ("errors", "renamed"),
+    ("errors", "version"),
     ("inputs", "methods", "options"),
     ("runtime", "bundle", "text", "output"),
     ("completion", "engines", "edits", "requests", "prompts"),
+    ("export",),
     ("memory", "results", "runtime_inputs", "service_request", "sharing", "published"),
     ("pipeline",),
     ("asynchronous", "service"),
-    ("serve", "compare", "train", "export"),
+    ("serve", "compare", "train"),
     ("cli",),
 )
 RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

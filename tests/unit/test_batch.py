@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import ToyDrafter, ToyTarget, codes_of, make_model, make_prompt
+from toy_engine import ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.batch import Batch
-from lantern_rt.runtime.decode import UNLIMITED, decode, select_joining
+from lantern_rt.runtime.decode import UNLIMITED, select_joining
+from lantern_rt.runtime.drafters import count_nodes
 from lantern_rt.runtime.drafting import SequenceStep
-from lantern_rt.runtime.state import ImageSequence, Model, Prompt
+from lantern_rt.runtime.state import ImageSequence, Prompt
 
 VOCABULARY, CODES = 5, 9
 NEAR = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
@@ -38,7 +39,7 @@ SAMPLINGS = [
 ]
 
 
-def model() -> Model:
+def model() -> ToyModel:
     return make_model(vocabulary=VOCABULARY, codes=CODES, round_span=4, neighbors=NEAR)
 
 
@@ -74,7 +75,7 @@ def alone(visit: Visit, method: MethodConfig) -> list[int]:
 class Line:
     """A batch, and who waits in line for it."""
 
-    def __init__(self, model: Model, rows: int = UNLIMITED, images: int = UNLIMITED) -> None:
+    def __init__(self, model: ToyModel, rows: int = UNLIMITED, images: int = UNLIMITED) -> None:
         self.batch = Batch(model)
         self.rows = rows
         self.images = images
@@ -102,7 +103,14 @@ class Line:
 def submitted(line: Line, number: int, visit: Visit) -> ImageSequence:
     rows = prompt(visit.identity).rows(visit.sampling)
     request = ImageSequence(
-        number, model().raster, rows, visit.sampling, visit.method, visit.identity, adaptive=bool(number % 2)
+        number,
+        model().image,
+        rows,
+        visit.sampling,
+        visit.method,
+        visit.identity,
+        count_nodes(visit.method),
+        adaptive=bool(number % 2),
     )
     line.waiting.append(request)
     return request
@@ -183,8 +191,7 @@ def test_a_cancelled_request_leaves_at_once_and_is_forgotten() -> None:
         line.step()
     assert requests[1].codes[:CODES] == alone(visits[1], Ar())
     held: dict[str, Any] = vars(line.batch)
-    assert not held["_eagle_drafters"]
-    assert not vars(held["_window_drafter"])["_windows"]
+    assert not [*held["_drafters"]]
     assert held["_cache"] is None
 
 

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from toy_engine import ToyCache, ToyDrafter, ToyTarget, codes_of, make_model, make_prompt
+from toy_engine import ToyCache, ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt
 
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
-from lantern_rt.runtime import batch, passes
 from lantern_rt.runtime import eagle as drafting
-from lantern_rt.runtime.decode import Step, decode
+from lantern_rt.runtime import passes
+from lantern_rt.runtime.decode import Step
 from lantern_rt.runtime.drafting import Commit
 from lantern_rt.runtime.engine import Pass, PassOutput
-from lantern_rt.runtime.state import DrafterLayout, Model, Prompt
+from lantern_rt.runtime.state import DrafterLayout, Prompt
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 from lantern_rt.runtime.tree_names import parse_tree
 
@@ -51,7 +51,7 @@ every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 
 
-def model(**options: Any) -> Model:
+def model(**options: Any) -> ToyModel:
     return make_model(**({"vocabulary": VOCABULARY, "codes": CODES, "round_span": 4, "neighbors": NEAR} | options))
 
 
@@ -61,7 +61,7 @@ def prompts(identities: Iterable[int]) -> list[Prompt]:
 
 
 def steps_of(
-    engine: Model, identities: Iterable[int], sampling: Sampling, method: MethodConfig, salt: int = 0
+    engine: ToyModel, identities: Iterable[int], sampling: Sampling, method: MethodConfig, salt: int = 0
 ) -> list[Step]:
     identities = list(identities)
     return list(decode(engine, prompts(identities), [1000 * salt + i for i in identities], sampling, method))
@@ -260,7 +260,7 @@ def structure(**wrong: Callable[[DraftTree], Any]) -> Any:
 
 
 unmask, prefix_mask, append, keep_rows = (
-    batch.unmask_committed, passes.prefix_mask, ToyCache.append, ToyCache.keep_rows
+    passes.unmask_committed, passes.prefix_mask, ToyCache.append, ToyCache.keep_rows
 )  # fmt: skip
 commit = drafting.EagleDrafter.commit
 
@@ -278,8 +278,8 @@ SLIPS: dict[str, tuple[Any, str, Any]] = {
     "nodes see all earlier ones": (DraftTree, "structure", structure(ancestors=lambda t: np.tri(t.nodes, dtype=bool))),
     "nodes see no ancestors": (DraftTree, "structure", structure(ancestors=lambda t: np.eye(t.nodes, dtype=bool))),
     "depths are zero": (DraftTree, "structure", structure(depths=lambda t: np.zeros(t.nodes, np.int64))),
-    "padding is seen": (batch, "unmask_committed", lambda mask, n, padding: unmask(mask, n, padding[:, :0])),
-    "what is past the end is seen": (batch, "unmask_committed", lambda mask, n, pads: unmask(mask, n + 1, pads)),
+    "padding is seen": (passes, "unmask_committed", lambda mask, n, padding: unmask(mask, n, padding[:, :0])),
+    "what is past the end is seen": (passes, "unmask_committed", lambda mask, n, pads: unmask(mask, n + 1, pads)),
     "prefill shows padding": (passes, "prefix_mask", lambda real, nodes: prefix_mask(np.ones_like(real), nodes)),
     "other nodes are committed": (ToyCache, "append", append_the_first),
     "drafts are not rolled back": (ToyCache, "truncate", lambda cache, lengths: None),

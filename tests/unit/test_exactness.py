@@ -15,14 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chi2_contingency, chisquare
-from toy_engine import codes_of, joint_distribution, make_model, make_prompt
+from toy_engine import ToyModel, codes_of, decode, joint_distribution, make_model, make_prompt
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime import acceptance
-from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.sampling import Probabilities
-from lantern_rt.runtime.state import Model
 from lantern_rt.runtime.windows import AdaptiveWindow
 
 BUSHY = "tree-3-210-100"
@@ -30,7 +28,9 @@ NOTHING = 1 + 1e-12  # a lambda that lends nothing
 NEAR = np.array([[1, 2], [0, 2], [0, 1]])
 
 
-def drawn(model: Model, sampling: Sampling, method: MethodConfig, seeds: range, batch: int = 2000) -> NDArray[np.int64]:
+def drawn(
+    model: ToyModel, sampling: Sampling, method: MethodConfig, seeds: range, batch: int = 2000
+) -> NDArray[np.int64]:
     """The codes of every seed, `[seeds, codes]`."""
     prompt, codes = make_prompt(7, padding=1), list[list[int]]()
     for start in range(0, len(seeds), batch):
@@ -83,7 +83,7 @@ CASES += [
 ]
 
 
-def toy(codes: int = 4) -> Model:
+def toy(codes: int = 4) -> ToyModel:
     return make_model(vocabulary=3, codes=codes, round_span=4, columns=2, neighbors=NEAR)
 
 

@@ -14,17 +14,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from scipy.stats import chisquare
-from toy_engine import AnyOrder, Hashes, ToyCache, make_prompt, naive_distribution
+from toy_engine import AnyOrder, Hashes, ToyCache, ToyModel, decode, likelihood, make_prompt, naive_distribution
 
 from lantern_rt.methods import Groups, Sampling
 from lantern_rt.requests import Settings
 from lantern_rt.results import StreamState
-from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.engine import Pass, PassOutput
-from lantern_rt.runtime.likelihood import likelihood
+from lantern_rt.runtime.groups import GroupLayout, TwoHeadLayout
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.order import Order
-from lantern_rt.runtime.state import Model, Prompt
+from lantern_rt.runtime.state import Prompt
 
 SQUARE = ((0,), (1, 2))  # of a grid with two columns
 GUIDED = Sampling(cfg_scale=2.0, temperature=0.9)
@@ -60,14 +58,19 @@ class WobblyTarget(GroupTarget):
         return output._replace(logits=output.logits + moves.uniform(-0.01, 0.01, output.logits.shape).astype("f4"))
 
 
-def toy(groups: Groups_ = REGIONS, kind: type[GroupTarget] = GroupTarget, **fields: Any) -> Model:
-    two_heads, cells = groups in (DIAGONALS, SQUARE), sum(map(len, groups))
+def toy(groups: Groups_ = REGIONS, kind: type[GroupTarget] = GroupTarget, **fields: Any) -> ToyModel:
+    two_heads = groups in (DIAGONALS, SQUARE)
     target, columns = kind(VOCABULARY, vectors=3, two_heads=two_heads), 3 if groups == DIAGONALS else 2
-    order = Order(groups, VOCABULARY, columns, two_heads)
-    return Model(target, None, cells, 100, columns=columns, order=order, **fields)
+    image = TwoHeadLayout(groups, VOCABULARY, columns) if two_heads else GroupLayout(groups, VOCABULARY)
+    return ToyModel(target, None, 100, image=image, **fields)
 
 
-def drawn(model: Model, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[list[int]]:
+def layout_of(model: ToyModel) -> GroupLayout:
+    assert isinstance(model.image, GroupLayout)
+    return model.image
+
+
+def drawn(model: ToyModel, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[list[int]]:
     """Pictures in raster order."""
     state = StreamState(len(prompts), model.num_codes)
     for step in decode(model, prompts, seeds, sampling, Groups()):
@@ -76,23 +79,24 @@ def drawn(model: Model, prompts: Sequence[Prompt], seeds: Sequence[int], samplin
     return [codes.tolist() for codes in shown.codes]
 
 
-def passes_of(model: Model) -> list[tuple[int, int]]:
+def passes_of(model: ToyModel) -> list[tuple[int, int]]:
     """Rows and nodes of every pass of the target."""
     assert isinstance(model.target, GroupTarget)
     return model.target.passes
 
 
-def distributions(model: Model, prompt: Prompt, sampling: Sampling, group: int, known: dict[int, int]) -> list[NDArray]:
+def distributions(
+    model: ToyModel, prompt: Prompt, sampling: Sampling, group: int, known: dict[int, int]
+) -> list[NDArray]:
     """The target's distribution of every cell of a group after the codes of the groups before, from its table."""
-    target, order = model.target, model.order
+    target, layout = model.target, layout_of(model)
     assert isinstance(target, GroupTarget)
-    assert order is not None
-    rows, drawn_before = [], sum(map(len, order.groups[:group]))
+    rows, drawn_before = [], sum(map(len, layout.groups[:group]))
     for side in (prompt.cond, prompt.uncond):
         seen, own = [target.prefix_hash(side.embeds)[side.real]], None
         for number in range(1, group + 1):
-            fed = [(known[cell], cell) for cell in order.groups[number - 1]]
-            vectors = 0 if order.two_heads else len(order.groups[number]) - len(fed)
+            fed = [(known[cell], cell) for cell in layout.groups[number - 1]]
+            vectors = 0 if target.two_heads else len(layout.groups[number]) - len(fed)
             fed += [(VOCABULARY + i, model.num_codes) for i in range(vectors)]
             tokens, places = np.array(fed).T
             own = target.code_hash(tokens, len(side.real) + places)
@@ -100,9 +104,9 @@ def distributions(model: Model, prompt: Prompt, sampling: Sampling, group: int, 
         context = np.concatenate(seen).sum(dtype=np.uint64, keepdims=True)
         contexts = context if own is None else context + np.uint64(3) * own
         rows.append(target.logits(contexts).astype(np.float64))
-    if order.two_heads:
-        rows = [mean_of_heads(logits, order, group) for logits in rows]
-    before = {known[cell] for cell in itertools.chain(*order.groups[:group])}
+    if isinstance(layout, TwoHeadLayout):
+        rows = [mean_of_heads(logits, layout, group) for logits in rows]
+    before = {known[cell] for cell in itertools.chain(*layout.groups[:group])}
     penalty = sampling.repetition_penalty or 1.0
     found = []
     for i, (cond, uncond) in enumerate(zip(*rows, strict=True)):
@@ -113,24 +117,23 @@ def distributions(model: Model, prompt: Prompt, sampling: Sampling, group: int, 
     return found
 
 
-def mean_of_heads(logits: NDArray, order: Order, number: int) -> NDArray:
+def mean_of_heads(logits: NDArray, layout: TwoHeadLayout, number: int) -> NDArray:
     """Logits `[cells, vocabulary]` of a group from those of both heads after the cells of the group before."""
     right, below = np.split(logits, 2, 1)
     if number == 0:
         return (right + below) / 2
-    before, means = order.groups[number - 1], []
-    for cell in order.groups[number]:
-        parts = [right[before.index(cell - 1)]] if cell % order.columns else []
-        parts += [below[before.index(cell - order.columns)]] if cell >= order.columns else []
+    before, means = layout.groups[number - 1], []
+    for cell in layout.groups[number]:
+        parts = [right[before.index(cell - 1)]] if cell % layout.columns else []
+        parts += [below[before.index(cell - layout.columns)]] if cell >= layout.columns else []
         means.append(np.mean(parts, 0))
     return np.array(means)
 
 
-def told(model: Model, prompt: Prompt, sampling: Sampling, draw: Callable[[int, NDArray], int]) -> list[int]:
+def told(model: ToyModel, prompt: Prompt, sampling: Sampling, draw: Callable[[int, NDArray], int]) -> list[int]:
     """The picture by the definition; `draw(cell, p)` draws from a distribution."""
-    assert model.order is not None
     known: dict[int, int] = {}
-    for number, group in enumerate(model.order.groups):
+    for number, group in enumerate(layout_of(model).groups):
         shares = distributions(model, prompt, sampling, number, known)
         known |= {cell: draw(cell, p) for cell, p in zip(group, shares, strict=True)}
     return [known[cell] for cell in range(model.num_codes)]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from toy_engine import ToyDrafter, ToyTarget, codes_of, make_model, make_prompt
+from toy_engine import ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt
 
 from lantern_rt.methods import Ar, Drafted, Eagle, LanternPlusPlus, MethodConfig, Sampling, Sjd
-from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.guidance import guidance_scales
-from lantern_rt.runtime.state import Model
+from lantern_rt.runtime.guidance import Guidance
+from lantern_rt.runtime.raster import RasterLayout
 
 CODES = 24
 NEAR = np.array([[n for n in range(5) if n != code] for code in range(5)])
@@ -25,7 +25,7 @@ METHODS: list[MethodConfig] = [
 every_method = pytest.mark.parametrize("method", METHODS, ids=str)
 
 
-def toy() -> Model:
+def toy() -> ToyModel:
     return make_model(vocabulary=5, codes=CODES, columns=6, round_span=4, neighbors=NEAR)
 
 
@@ -74,12 +74,11 @@ def test_the_first_tokens_are_those_of_full_guidance(method: MethodConfig) -> No
 
 
 def test_a_linear_schedule_ends_with_the_scale_itself() -> None:
-    raster = make_model(codes=4).raster
-    scales = guidance_scales(Sampling(cfg_scale=3.0, cfg_schedule="linear"), raster)
-    assert scales is not None
-    assert scales.tolist() == [1.5, 2.0, 2.5, 3.0]
-    assert guidance_scales(Sampling(cfg_scale=3.0, cfg_schedule="constant"), raster) is None
-    assert guidance_scales(Sampling(cfg_scale=3.0), raster) is None
+    def scales(**schedule: Any) -> list[float]:
+        return Guidance(Sampling(cfg_scale=3.0, **schedule), RasterLayout(4)).scales(range(5)).tolist()
+
+    assert scales(cfg_schedule="linear") == [1.5, 2.0, 2.5, 3.0, 3.0]
+    assert scales(cfg_schedule="constant") == scales() == [3.0] * 5
 
 
 def test_preserved_tokens_count_as_guided() -> None:

@@ -9,19 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from toy_engine import ToyTarget, joint_distribution, make_model, make_prompt
+from toy_engine import ToyModel, ToyTarget, decode, joint_distribution, make_model, make_prompt, output_of
 from toy_script import Script
 
 from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
-from lantern_rt.runtime import acceptance, decode, tree_drafts
+from lantern_rt.runtime import acceptance, tree_drafts
 from lantern_rt.runtime.drafting import Commit
 from lantern_rt.runtime.head_drafter import DraftHeadState
 from lantern_rt.runtime.heads import DraftHeads, head_shapes
 from lantern_rt.runtime.jacobi import Window
-from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.raster import Raster
+from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.sampling import shape_distribution
-from lantern_rt.runtime.state import ImageSequence, Model
+from lantern_rt.runtime.state import ImageSequence
 from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 from lantern_rt.runtime.tree_names import parse_tree
@@ -64,7 +63,7 @@ def some_heads(codes: int, hidden_size: int) -> DraftHeads:
 
 def enumerated(
     method: MethodConfig, sampling: Sampling, patch: pytest.MonkeyPatch, heads: DraftHeads | None = None
-) -> tuple[NDArray[np.float64], float, Model]:
+) -> tuple[NDArray[np.float64], float, ToyModel]:
     """Distribution of all codes of a whole decode, `[vocabulary] * codes`, by taking every branch in turn.
 
     Also the expected realised TVD, and the model.
@@ -76,7 +75,7 @@ def enumerated(
         script.armed = True
         choices_by(script, patch)
         codes: list[int] = []
-        for step in decode.decode(model, [prompt], [0], sampling, method):
+        for step in decode(model, [prompt], [0], sampling, method):
             codes += step.parts[0].codes.tolist()
         assert step.stats is not None
         realised += script.weight * step.stats.realised_tvd
@@ -86,7 +85,7 @@ def enumerated(
     return found, realised, model
 
 
-def distance(found: NDArray[np.float64], model: Model, sampling: Sampling) -> float:
+def distance(found: NDArray[np.float64], model: ToyModel, sampling: Sampling) -> float:
     """Total variation distance from what `ar` gives."""
     return float(np.abs(found - joint_distribution(model, make_prompt(3, padding=1), sampling)).sum() / 2)
 
@@ -180,7 +179,7 @@ def test_copies_of_a_neighbour_are_accepted_whole_where_the_picture_is_of_one_co
     model = replace(model, target=OneColour(**vars(model.target)))
     method = Sjd(window=6)
     sampling = Sampling(temperature=temperature)
-    steps = list(decode.decode(model, [make_prompt(1)], [0], sampling, method))
+    steps = list(decode(model, [make_prompt(1)], [0], sampling, method))
     assert [len(step.parts[0].codes) for step in steps] == [1, 7, 7, 7, 7]
 
 
@@ -188,7 +187,7 @@ def test_copies_of_a_neighbour_are_accepted_whole_where_the_picture_is_of_one_co
 
 
 def window_of() -> Window:
-    return Window(4, 3, proposing=True)
+    return Window(4, RasterLayout(30, 3), proposing=True)
 
 
 def test_new_positions_copy_the_left_neighbour_or_the_upper_one_in_the_first_column() -> None:
@@ -213,7 +212,7 @@ def test_after_a_pass_the_rest_of_the_window_moves_up_and_is_redrafted() -> None
     chain = parse_tree("chain-4")
     assert isinstance(chain, StaticTree)
     structure = DraftTree(np.zeros(5, np.int64), chain.parents).structure
-    target = TargetOutput(lambda nodes: logits[:, nodes], structure, Noise(0), 1 + structure.depths, Sampling(), 0)
+    target = output_of(logits, structure, range(1, 6))
     window.advance(1, target)  # one draft accepted, the second refused and replaced
     assert window.codes == [2, 3, 4]
     tree = window.draft([1, 1, 7], 20)
@@ -268,12 +267,12 @@ def test_heads_correct_drafts_behind_a_new_code_and_guess_new_ones_by_what_stand
     after, later = (50 * np.roll(one, shift, 1) for shift in (1, 2))
     heads = DraftHeads(one, 0 * one, np.full(codes, 9.0), after, one, states, later, 0 * one[0])
     request = ImageSequence(
-        0, Raster(20, 3), make_prompt(1).rows(Sampling()), Sampling(temperature=0), Sjd(window=4), 0
+        0, RasterLayout(20, 3), make_prompt(1).rows(Sampling()), Sampling(temperature=0), Sjd(window=4), 0, 5
     )
     request.codes += [1, 2, 3, 4, 5, 10]
     draft = DraftTree(np.array([4, 5, 9, 6, 0]), np.arange(5) - 1)  # the first draft was accepted, the second replaced
     logits = 30 * one[None, [5, 10, 3, 7, 8]]
-    target = TargetOutput(lambda nodes: logits[:, nodes], draft.structure, Noise(0), range(3, 8), Sampling(), 0)
+    target = output_of(logits, draft.structure, range(3, 8))
     hidden = np.zeros((1, 5, codes))
     hidden[0, :2] = one[[3, 11]]
     state = DraftHeadState(request, heads)
@@ -284,11 +283,11 @@ def test_heads_correct_drafts_behind_a_new_code_and_guess_new_ones_by_what_stand
 
 def test_heads_look_up_within_a_grid_and_not_from_the_second_grid_into_the_first() -> None:
     """A grid of 2 x 2, then one of 2 x 3."""
-    raster = Raster(10, 3, first_grid=(2, 2))
-    assert [raster.cell_above(cell) for cell in range(10)] == [-2, -1, 0, 1, -1, -1, -1, 4, 5, 6]
+    raster = RasterLayout(10, 3, first_grid=(2, 2))
+    assert [raster.code_above(cell) for cell in range(10)] == [-2, -1, 0, 1, -1, -1, -1, 4, 5, 6]
     heads = some_heads(VOCABULARY, HIDDEN)
     rows, rng = make_prompt(1).rows(Sampling()), np.random.default_rng(0)
-    state = DraftHeadState(ImageSequence(0, raster, rows, Sampling(), Sjd(window=4), 0), heads)
+    state = DraftHeadState(ImageSequence(0, raster, rows, Sampling(), Sjd(window=4), 0, 5), heads)
     state.context[:] = rng.standard_normal(state.context.shape)
     previous = np.array([1])
     alone = heads.predict(previous, -1, state.context)

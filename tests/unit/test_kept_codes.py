@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from toy_engine import ToyDrafter, codes_of, make_model, make_prompt, next_distribution
+from toy_engine import ToyDrafter, codes_of, decode, make_model, make_prompt, next_distribution
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, RowParallel, Sampling, Sjd
-from lantern_rt.runtime.decode import Step, decode
+from lantern_rt.runtime.decode import Step
 from lantern_rt.runtime.noise import Noise
 
 VOCABULARY, CODES, COLUMNS = 5, 12, 4

@@ -15,7 +15,7 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.methods import METHODS, Eagle, MethodConfig, Sjd
 from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import Request, check_request, resolve_settings
-from lantern_rt.runtime.state import count_nodes
+from lantern_rt.runtime.drafters import count_nodes
 
 NAN, INF = float("nan"), float("inf")
 
@@ -311,11 +311,11 @@ def test_a_bundle_that_says_nothing_about_a_method_gets_small_trees_and_a_fittin
     assert (relaxed.neighbors, relaxed.delta) == (K, 0.2)
 
 
-def test_every_method_says_its_nodes_and_one_that_does_not_is_refused() -> None:
+def test_every_method_has_its_nodes_and_one_that_does_not_is_refused() -> None:
     class Unknown(MethodConfig):
         method: Literal["unknown"] = "unknown"
 
     methods = [kind(method=name) for name, kind in METHODS.items()]
-    assert [count_nodes(method) for method in methods] == [1, 4, 8, 5, 9, 1, 1]
+    assert [count_nodes(method) for method in methods] == [1, 4, 8, 5, 9, 64, 1]
     with pytest.raises(TypeError, match="method unknown"):
         count_nodes(Unknown())

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_engine import codes_of
+from toy_engine import ToyModel, codes_of, decode
 
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling
-from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.engine import HiddenView, Pass, PassOutput
-from lantern_rt.runtime.passes import prefill_pass, stack_padding
-from lantern_rt.runtime.state import DrafterLayout, Model, PrefixRow, Prompt
+from lantern_rt.runtime.passes import Prefixes, stack_padding
+from lantern_rt.runtime.raster import RasterLayout
+from lantern_rt.runtime.state import DrafterLayout, PrefixRow, Prompt
 
 WIDTH, VOCABULARY, CODES, OFFSET = 3, 7, 12, 100
 
@@ -57,8 +57,9 @@ def prompt(length: int, uncond: int) -> Prompt:
     return Prompt(cond, uncond_row)
 
 
-def model(drafter: SumEngine | None = None, target: SumEngine | None = None) -> Model:
-    return Model(target or SumEngine(), drafter, CODES, 200, DrafterLayout(code_offset=OFFSET))
+def model(drafter: SumEngine | None = None, target: SumEngine | None = None) -> ToyModel:
+    layout = DrafterLayout(code_offset=OFFSET)
+    return ToyModel(target or SumEngine(), drafter, 200, layout, image=RasterLayout(CODES))
 
 
 def drawn(prompts: list[Prompt], method: MethodConfig, sampling: Sampling, **engines: Any) -> list[list[int]]:
@@ -69,9 +70,11 @@ def drawn(prompts: list[Prompt], method: MethodConfig, sampling: Sampling, **eng
 def test_rows_are_stretched_to_one_length_and_see_only_what_came_before() -> None:
     engine = SumEngine()
     rows = [np.full((n, WIDTH), n, np.float32) for n in (4, 2)]
-    hidden = stack_padding([np.array([True, False, False, False]), np.zeros(2, bool)])
+    padding = [np.array([True, False, False, False]), np.zeros(2, bool)]
+    hidden = stack_padding(padding)
     assert hidden.tolist() == [[True, False, False, False], [False] * 4]
-    batch = prefill_pass(engine, engine.new_cache(2, 10), rows, hidden)
+    prefixes = Prefixes([PrefixRow(row, ~own) for row, own in zip(rows, padding, strict=True)])
+    batch = prefixes.prefill_pass(engine, engine.new_cache(2, 10))
     assert batch.embeds is not None
     assert batch.embeds[..., 0].tolist() == [[4] * 4, [2] * 4]
     assert batch.positions.tolist() == [[0, 1, 2, 3]] * 2

@@ -10,7 +10,6 @@ import pytest
 
 import lantern_rt
 from lantern_rt import errors
-from lantern_rt.service import Service
 
 
 @pytest.mark.parametrize("name", lantern_rt.__all__)
@@ -47,13 +46,3 @@ def test_every_public_function_documents_its_parameters_its_result_and_its_error
     needed += [result] if signature.return_annotation != "None" else []
     needed += [] if name.endswith(".close") else ["Raises:"]
     assert [section for section in needed if section not in documented] == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "old", "new"), [(lantern_rt.Pipeline, "draw", "decode_image"), (Service, "room", "capacity")]
-)
-def test_the_error_for_a_renamed_attribute_gives_the_new_name(kind: type, old: str, new: str) -> None:
-    with pytest.raises(AttributeError, match=f"no attribute '{old}'; it is now called '{new}'"):
-        getattr(object.__new__(kind), old)
-    with pytest.raises(AttributeError, match=r"'$"):
-        getattr(object.__new__(kind), f"no_{old}")

@@ -12,17 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import codes_of, make_model, make_prompt, next_distribution
+from toy_engine import ToyModel, codes_of, decode, likelihood, make_model, make_prompt, next_distribution, raster_layout
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.batch import Batch
-from lantern_rt.runtime.decode import decode
+from lantern_rt.runtime.drafters import count_nodes
 from lantern_rt.runtime.head_drafter import DraftHeadState
 from lantern_rt.runtime.heads import DraftHeads, head_shapes
-from lantern_rt.runtime.likelihood import likelihood
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.raster import Raster
-from lantern_rt.runtime.state import ImageSequence, Model, Prompt
+from lantern_rt.runtime.state import ImageSequence, Prompt
 from lantern_rt.runtime.tree import DraftTree
 
 LUMINA = Path(__file__).parent.parent / "data/lumina-mgpt"
@@ -48,7 +46,7 @@ SAMPLINGS = [
 ]
 
 
-def model(columns: int, **options: Any) -> Model:
+def model(columns: int, **options: Any) -> ToyModel:
     given: dict[str, Any] = {"vocabulary": VOCABULARY, "codes": CODES, "round_span": 4, "neighbors": NEAR}
     return make_model(**(given | options), columns=columns, row_ends=True)
 
@@ -61,18 +59,18 @@ def spelled(codes: Sequence[int], columns: int, codes_in_all: int = CODES) -> li
     return tokens
 
 
-def plain(one: Model, prompt: Prompt, seed: int, sampling: Sampling) -> list[int]:
+def plain(one: ToyModel, prompt: Prompt, seed: int, sampling: Sampling) -> list[int]:
     """The codes by the definition, from the table."""
     codes: list[int] = []
     for cell in range(one.num_codes):
-        p = next_distribution(one, prompt, spelled(codes, one.columns, one.num_codes), sampling)
+        p = next_distribution(one, prompt, spelled(codes, one.raster.columns, one.num_codes), sampling)
         noise = 0 if sampling.greedy else Noise(seed).gumbel(cell, 1, VOCABULARY)[0]
         with np.errstate(divide="ignore"):
             codes.append(int(np.argmax(np.log(p) + noise)))
     return codes
 
 
-def decoded(one: Model, prompts: Sequence[Prompt], sampling: Sampling, method: MethodConfig) -> list[list[int]]:
+def decoded(one: ToyModel, prompts: Sequence[Prompt], sampling: Sampling, method: MethodConfig) -> list[list[int]]:
     return codes_of(decode(one, prompts, range(len(prompts)), sampling, method), len(prompts))
 
 
@@ -90,15 +88,18 @@ def test_every_exact_method_draws_each_code_after_the_ends_of_rows_before_it(
 @pytest.mark.parametrize("method", [*EXACT.values(), *RELAXED.values()], ids=[*EXACT, *RELAXED])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["sampling", "guided", "guided for five", "greedy"])
 def test_pictures_of_other_shapes_that_share_passes_change_nothing(method: MethodConfig, sampling: Sampling) -> None:
-    one, rasters = model(3), [Raster(12, 3, VOCABULARY), Raster(8, 2, VOCABULARY), Raster(10, 5, VOCABULARY)]
+    one, layouts = model(3), [raster_layout(*size, VOCABULARY) for size in ((12, 3), (8, 2), (10, 5))]
 
     def run(numbers: Sequence[int]) -> list[list[int]]:
         batch = Batch(one)
-        requests = [ImageSequence(i, rasters[i], make_prompt(i).rows(sampling), sampling, method, i) for i in numbers]
+        nodes = count_nodes(method)
+        requests = [
+            ImageSequence(i, layouts[i], make_prompt(i).rows(sampling), sampling, method, i, nodes) for i in numbers
+        ]
         batch.join(requests)
         while batch.active:
             batch.step()
-        return [request.codes[: request.raster.num_codes] for request in requests]
+        return [request.codes[: request.layout.num_codes] for request in requests]
 
     assert run(range(3)) == [*run([0]), *run([1]), *run([2])]
 
@@ -132,7 +133,7 @@ def test_heads_read_the_states_from_which_codes_are_drawn(
 
     def checked(state: DraftHeadState, commit: Any) -> None:
         update(state, commit)
-        before = 0.01 * (prefix - 1 + np.array([state.sequence.raster.position_of(cell) for cell in range(17)]))
+        before = 0.01 * (prefix - 1 + np.array([state.sequence.raster.position(cell) for cell in range(17)]))
         done = len(state.sequence.codes)
         np.testing.assert_allclose(state.context[:done, 0, 0], before[:done], rtol=1e-6)
         for cell, late in state.unaccepted.items():
@@ -161,29 +162,27 @@ def test_likelihoods_count_codes_and_not_the_ends_of_rows() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=12), st.integers(1, 5), st.integers(0, 6))
 def test_a_chain_is_laid_out_as_its_codes_are_spelled(codes: list[int], columns: int, first: int) -> None:
-    raster = Raster(columns * 30, columns, 100)
+    raster = raster_layout(columns * 30, columns, 100)
     tree = DraftTree(np.array(codes), np.arange(len(codes)) - 1)
-    laid, whole = raster.lay_out(tree, first), raster.insert_row_ends([*[0] * first, *codes, 0])[:-1]
-    start = raster.position_of(first)
+    laid, whole = raster.lay_out(tree, first), raster.insert_tokens(np.array([*[0] * first, *codes, 0]))[:-1]
+    start = raster.position(first)
     assert laid.tokens.tolist() == whole[start:].tolist()
     assert laid.positions.tolist() == list(range(start, start + len(laid.tokens)))
     assert np.array_equal(laid.ancestors, np.tri(len(laid.tokens), dtype=bool))
-    assert laid.sampling_nodes is not None
-    assert [start + last + 1 for last in laid.sampling_nodes] == [
-        raster.position_of(first + 1 + n) for n in range(len(codes))
+    assert [start + last + 1 for last in laid.sampling_nodes(np.arange(len(codes)))] == [
+        raster.position(first + 1 + n) for n in range(len(codes))
     ]
     assert laid.path_nodes(range(len(codes))).tolist() == list(range(len(laid.tokens)))
 
 
 def test_children_see_the_end_of_their_own_row_and_not_that_of_a_sibling() -> None:
     tree = DraftTree(np.array([1, 2, 3, 4, 5]), np.array([-1, 0, 0, 1, 2]))
-    laid = Raster(9, 3, 9).lay_out(tree, 1)  # nodes of depth 1 end a row
+    laid = raster_layout(9, 3, 9).lay_out(tree, 1)  # nodes of depth 1 end a row
     assert laid.tokens.tolist() == [1, 2, 9, 3, 9, 4, 5]
     assert laid.positions.tolist() == [1, 2, 3, 2, 3, 4, 4]
     seen = [[0], [0, 1], [0, 1, 2], [0, 3], [0, 3, 4], [0, 1, 2, 5], [0, 3, 4, 6]]
     assert [np.flatnonzero(row).tolist() for row in laid.ancestors] == seen
-    assert laid.sampling_nodes is not None
-    assert laid.sampling_nodes.tolist() == [0, 2, 4, 5, 6]
+    assert laid.sampling_nodes(np.arange(5)).tolist() == [0, 2, 4, 5, 6]
     assert laid.path_nodes([0, 2, 4]).tolist() == [0, 3, 4, 6]
 
 
@@ -193,8 +192,12 @@ def test_sequences_of_official_sizes_end_their_rows_where_the_published_constrai
     official = np.load(LUMINA / "golden.npz")[f"official_forced_{high}x{wide}"].tolist()
     row_end, end_of_image = (json.loads((LUMINA / "protocol.json").read_text())["tokens"][name][0] for name in NAMES)
     codes = 2 * high * 2 * wide
-    ours = Raster(codes, 2 * wide, row_end)
-    assert [*ours.insert_row_ends([-1] * codes).tolist(), row_end, end_of_image] == official  # these two draw nothing
+    ours = raster_layout(codes, 2 * wide, row_end)
+    assert [
+        *ours.insert_tokens(np.full(codes, -1)).tolist(),
+        row_end,
+        end_of_image,
+    ] == official  # these two draw nothing
     assert ours.num_tokens == len(official) - 2
 
 

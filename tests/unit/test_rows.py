@@ -13,16 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chisquare
-from toy_engine import AnyOrder, ToyTarget, codes_of, make_prompt, naive_distribution
+from toy_engine import AnyOrder, ToyModel, ToyTarget, codes_of, decode, make_prompt, naive_distribution, raster_layout
 
 from lantern_rt import Pipeline
 from lantern_rt.methods import Ar, Eagle, MethodConfig, RowParallel, Sampling, Sjd
 from lantern_rt.results import StreamStep
-from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.raster import Raster
 from lantern_rt.runtime.rows import Grid
-from lantern_rt.runtime.state import Model, Prompt
+from lantern_rt.runtime.state import Prompt
 from lantern_rt.service import Service
 
 GUIDED = Sampling(cfg_scale=2.0, temperature=0.9)
@@ -30,20 +28,20 @@ HALF = Sampling(cfg_scale=2.0, cfg_tokens="50%")
 Known = dict[int, int]  # codes by cell
 
 
-def toy(rows: int, columns: int, vocabulary: int = 5, ends: bool = False) -> Model:
+def toy(rows: int, columns: int, vocabulary: int = 5, ends: bool = False) -> ToyModel:
     row_end = vocabulary if ends else None
     target = AnyOrder(vocabulary, row_end=row_end)
-    return Model(target, None, rows * columns, 200, columns=columns, row_end=row_end)
+    return ToyModel(target, None, 200, image=raster_layout(rows * columns, columns, row_end))
 
 
 def drawn(
-    model: Model, prompts: Sequence[Prompt], window: int, seeds: Sequence[int], sampling: Sampling, drafts: int = 0
+    model: ToyModel, prompts: Sequence[Prompt], window: int, seeds: Sequence[int], sampling: Sampling, drafts: int = 0
 ) -> list[list[int]]:
     method = RowParallel(window=window, drafts=drafts)
     return codes_of(decode(model, prompts, seeds, sampling, method), len(prompts))
 
 
-def distribution(model: Model, prompt: Prompt, seen: Known, sampling: Sampling, index: int) -> NDArray[np.float64]:
+def distribution(model: ToyModel, prompt: Prompt, seen: Known, sampling: Sampling, index: int) -> NDArray[np.float64]:
     """The target's distribution of code `index` after these tokens in these cells, from its table."""
     target, sides = model.target, []
     assert isinstance(target, ToyTarget)
@@ -62,19 +60,20 @@ def sight(row: int, count: int, columns: int, window: int) -> set[int]:
 
 
 def told(
-    model: Model, prompt: Prompt, window: int, sampling: Sampling, draw: Callable[[int, NDArray], int]
+    model: ToyModel, prompt: Prompt, window: int, sampling: Sampling, draw: Callable[[int, NDArray], int]
 ) -> list[int]:
     """The picture by the definition, cell by cell in raster order; `draw(cell, p)` draws from a distribution.
 
     What ends a row is a cell of its own, known before those of its row.
     """
     ends = model.row_end is not None
-    columns = model.columns + ends
+    columns = model.raster.columns + ends
     known: Known = {}
+    count = columns * model.num_codes // model.raster.columns
     if model.row_end is not None:
-        known = dict.fromkeys(range(columns - 1, columns * model.num_codes // model.columns, columns), model.row_end)
+        known = dict.fromkeys(range(columns - 1, count, columns), model.row_end)
     codes: list[int] = []
-    for place in (p for p in range(columns * model.num_codes // model.columns) if p not in known):
+    for place in (p for p in range(count) if p not in known):
         row, column = divmod(place, columns)
         seen = {p: known[p] for p in sight(row, column, columns, window) if p < place}
         if column == 0 and row > 0 and window < columns:
@@ -155,7 +154,7 @@ def test_pictures_are_distributed_as_the_definition_says() -> None:
 def test_every_cell_is_drawn_once_after_those_that_it_sees(
     rows: int, codes: int, window: int, ahead: int, most: int, seed: int, ends: bool
 ) -> None:
-    grid = Grid(Raster(rows * codes, codes, 9 if ends else None), 0, window, max_nodes=most)
+    grid = Grid(raster_layout(rows * codes, codes, 9 if ends else None), 0, window, max_nodes=most)
     columns, window = grid.columns, grid.window
     passes, rng = 0, np.random.default_rng(seed)
     while -1 in grid.cells:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from guided_logits import guide
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -15,7 +16,7 @@ from toy_engine import naive_distribution
 
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import FilterOrder, Sampling
-from lantern_rt.runtime.sampling import apply_guidance, best_codes, choose, sample, shape_distribution, softmax
+from lantern_rt.runtime.sampling import best_codes, choose, sample, shape_distribution, softmax
 
 DATA = Path(__file__).parent.parent / "data"
 ORDERS: list[FilterOrder] = ["top-k, top-p", "top-p, top-k"]
@@ -78,9 +79,9 @@ def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
 
 
 def test_guidance_mixes_two_rows_and_passes_one_through() -> None:
-    rows = np.array([[1, 2], [0, 4]], np.float32)
-    np.testing.assert_allclose(apply_guidance(rows, Sampling(cfg_scale=3)), [3, -2])
-    np.testing.assert_array_equal(apply_guidance(rows[:1], Sampling(cfg_scale=3)), rows[0])
+    rows = np.array([[[1, 2]], [[0, 4]]], np.float32)
+    np.testing.assert_allclose(guide(rows, Sampling(cfg_scale=3)), [[3, -2]])
+    np.testing.assert_array_equal(guide(rows[:1], Sampling(cfg_scale=3)), rows[0])
     assert not Sampling(cfg_scale=1).guided
     assert Sampling(cfg_scale=0).guided
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,16 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from toy_engine import ToyTarget, codes_of, make_model, make_prompt, scramble
+from toy_engine import ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt, output_of, scramble
 
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling, Sjd
-from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.layout import PassLayout
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.sampling import choose, is_decisive
-from lantern_rt.runtime.state import Model
 from lantern_rt.runtime.statistics import Statistics
-from lantern_rt.runtime.target import TargetOutput, choose_for_sequences
+from lantern_rt.runtime.target import choose_for_sequences
 from lantern_rt.runtime.tree import DraftTree
 
 METHODS = [Eagle(tree="chain-2"), Eagle(tree="dynamic-8-3-3"), Sjd(window=2), Sjd(window=5)]
@@ -54,14 +52,14 @@ class WobblyTarget(ToyTarget):
         return output._replace(logits=(output.logits + moves).astype(np.float32))
 
 
-def wobbly(rounding: float) -> Model:
+def wobbly(rounding: float) -> ToyModel:
     model = make_model(vocabulary=5, codes=12)
     assert isinstance(model.target, ToyTarget)
     return replace(model, target=WobblyTarget(**vars(model.target)), rounding=rounding)
 
 
 def drawn(
-    model: Model, sampling: Sampling, method: MethodConfig, batch: int, images: int = 24
+    model: ToyModel, sampling: Sampling, method: MethodConfig, batch: int, images: int = 24
 ) -> tuple[list[list[int]], list[Statistics]]:
     codes: list[list[int]] = []
     found = []
@@ -105,12 +103,14 @@ def test_neighbours_choose_together_what_each_would_choose_as_far_as_memory_goes
     chain = DraftTree(np.arange(2), np.array([-1, 0])).structure
     alone: list[int] = []
 
-    def read(i: int, nodes: object) -> Rows:
-        alone.append(i)
-        return logits[i : i + 1, :2]
+    class Counted(PassLayout):
+        def logits(self, logits: Any, rows: slice, nodes: Any) -> Rows:
+            alone.append(rows.start)
+            return super().logits(logits, rows, nodes)
 
-    own = [TargetOutput(partial(read, i), chain, Noise(i), range(4, 6), Sampling(), 0) for i in range(count)]
-    choose_for_sequences(logits, [(one, slice(i, i + 1)) for i, one in enumerate(own)])
+    layout = Counted(np.arange(2), np.arange(4, 6), chain.ancestors)
+    own = [output_of(logits, chain, range(4, 6), layout, slice(i, i + 1), seed=i) for i in range(count)]
+    choose_for_sequences(logits, own)
     expected = [choose(logits[i, :2], Noise(i).gumbel(4, 2, 5), Sampling()).tolist() for i in range(count)]
     assert [[one.choice_without_recompute(node) for node in range(2)] for one in own] == expected
     assert alone == [*range(together, count)]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from toy_engine import ToyTarget, codes_of, make_model, make_prompt
+from toy_engine import ToyTarget, codes_of, decode, make_model, make_prompt
 
 from lantern_rt.methods import Ar, Sampling, Sjd
-from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.windows import NODE_COST, AdaptiveWindow
 
 

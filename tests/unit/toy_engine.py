@@ -12,16 +12,24 @@ check that every slot was given the hidden state of its own position and the cod
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lantern_rt.methods import Sampling
+from lantern_rt.methods import Ar, MethodConfig, Sampling
+from lantern_rt.runtime import decode as decoding
+from lantern_rt.runtime import likelihood as likelihoods
 from lantern_rt.runtime.decode import Step
 from lantern_rt.runtime.engine import HiddenView, Pass, PassOutput
-from lantern_rt.runtime.state import DrafterLayout, Model, PrefixRow, Prompt
+from lantern_rt.runtime.layout import ImageLayout, PassLayout
+from lantern_rt.runtime.likelihood import Likelihood
+from lantern_rt.runtime.raster import RasterLayout, RowEndLayout
+from lantern_rt.runtime.state import DrafterLayout, ImageSequence, Model, PrefixRow, Prompt
+from lantern_rt.runtime.target import TargetOutput
+from lantern_rt.runtime.tree import TreeStructure
 
 Hashes = NDArray[np.uint64]
 TARGET, DRAFTER = 1.0, 2.0  # where a hidden state came from
@@ -295,6 +303,48 @@ class ToyDrafter(ToyEngine):
         return seen, right
 
 
+@dataclass(frozen=True)
+class ToyModel(Model):
+    """A model with the layout of its images."""
+
+    image: ImageLayout = field(default_factory=lambda: RasterLayout(4))
+
+    @property
+    def num_codes(self) -> int:
+        return self.image.num_codes
+
+    @property
+    def raster(self) -> RasterLayout:
+        assert isinstance(self.image, RasterLayout)
+        return self.image
+
+    @property
+    def row_end(self) -> int | None:
+        return self.image.row_end if isinstance(self.image, RowEndLayout) else None
+
+
+def raster_layout(codes: int, columns: int = 1, row_end: int | None = None) -> RasterLayout:
+    """The layout of an image with or without row ends."""
+    return RasterLayout(codes, columns) if row_end is None else RowEndLayout(codes, columns, row_end=row_end)
+
+
+def decode(
+    model: ToyModel,
+    prompts: Iterable[Prompt],
+    seeds: Sequence[int],
+    sampling: Sampling,
+    method: MethodConfig,
+    **more: Any,
+) -> Generator[Step, None, None]:
+    """Decode images of the model's layout."""
+    return decoding.decode(model, model.image, prompts, seeds, sampling, method, **more)
+
+
+def likelihood(model: ToyModel, *parts: Any) -> Likelihood:
+    """The likelihood of an image of the model's layout."""
+    return likelihoods.likelihood(model, model.image, *parts)
+
+
 def make_prompt(identity: int, prefix: int = 3, padding: int = 0) -> Prompt:
     """A prompt whose first `padding` prefix positions are padding."""
     rows = np.zeros((2, prefix, 3), np.float32)
@@ -318,7 +368,7 @@ def make_model(
     columns: int = 3,
     neighbors: NDArray[np.integer] | None = None,
     row_ends: bool = False,
-) -> Model:
+) -> ToyModel:
     """A toy target and drafter; `positions` in the rotary table, so ever deeper nodes share the last one.
 
     row_ends: whether rows end with a token, the one behind all codes.
@@ -330,7 +380,33 @@ def make_model(
     drafter = ToyDrafter(
         vocabulary, prefix, seed, spread, last, round_span, target=target, agreement=agreement, layout=layout
     )
-    return Model(target, drafter, codes, positions, layout, columns, neighbors, row_end=row_end)
+    return ToyModel(target, drafter, positions, layout, neighbors, image=raster_layout(codes, columns, row_end))
+
+
+@dataclass
+class ToyNodes:
+    """Nodes of a draft of which nothing else is asked."""
+
+    structure: TreeStructure
+    cells: Sequence[int]
+
+    def preceding_codes(self, node: int) -> NDArray[np.int64]:
+        return np.empty(0, np.int64)
+
+
+def output_of(
+    logits: NDArray[Any],
+    structure: TreeStructure,
+    cells: Sequence[int],
+    layout: PassLayout | None = None,
+    rows: slice = slice(None),
+    seed: int = 0,
+) -> TargetOutput:
+    """The output of a target after the nodes of a draft, from logits `[rows, nodes, vocabulary]`."""
+    sequence = ImageSequence(0, RasterLayout(1), [], Sampling(), Ar(), seed, 1)
+    depths = structure.depths
+    layout = layout or PassLayout(depths, depths, structure.ancestors)
+    return TargetOutput(sequence, ToyNodes(structure, cells), layout, logits, rows)
 
 
 def codes_of(steps: Iterable[Step], images: int) -> list[list[int]]:
@@ -360,7 +436,7 @@ def naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArr
     return weights / weights.sum()
 
 
-def next_distribution(model: Model, prompt: Prompt, codes: Sequence[int], sampling: Sampling) -> NDArray[np.float64]:
+def next_distribution(model: ToyModel, prompt: Prompt, codes: Sequence[int], sampling: Sampling) -> NDArray[np.float64]:
     """The target's distribution after tokens, from the table, without any engine or runtime."""
     target = model.target
     assert isinstance(target, ToyTarget)
@@ -382,7 +458,7 @@ def next_distribution(model: Model, prompt: Prompt, codes: Sequence[int], sampli
     return naive_distribution(uncond + scale * (cond - uncond), sampling)
 
 
-def joint_distribution(model: Model, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
+def joint_distribution(model: ToyModel, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
     """Probability of every sequence of codes, `[vocabulary] * codes`, by enumeration."""
     vocabulary = model.target.vocabulary  # type: ignore[attr-defined]
     joint = np.ones((vocabulary,) * model.num_codes)

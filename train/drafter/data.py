@@ -26,7 +26,7 @@ from ...runtime.decode import decode
 from ...runtime.drafting import Commit
 from ...runtime.likelihood import sequence_states
 from ...runtime.state import Prompt
-from ...runtime_inputs import compute_prefixes, load_model
+from ...runtime_inputs import compute_prefixes, image_layout, load_model
 from .shards import Shard, TrainingImages, read_source, shard_path, write_shard
 
 IMAGES_PER_SHARD = 64  # maximum number
@@ -124,12 +124,12 @@ def hidden_states(
         The conditional and the unconditional row of each image, float32 `[prefix + cells - 1, width]`. State
         `prefix - 1 + cell` gives the token of a cell.
     """
-    model = load_model(pipeline.bundle, pipeline.engines, [], size)
-    raster = model.raster
+    model = load_model(pipeline.bundle, pipeline.engines, [])
+    layout = image_layout(pipeline.bundle.manifest, size)
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
-    tokens = np.stack([raster.insert_row_ends(image)[:-1] for image in codes])
-    sampled = np.array([raster.position_of(cell) - 1 for cell in range(raster.num_codes)])  # position before each cell
-    states = sequence_states(model, rows, np.repeat(tokens, 2, 0))
+    known = [image[:-1].astype(np.int64) for image in codes for _ in (0, 1)]
+    sampled = np.array([layout.position(cell) - 1 for cell in range(layout.num_codes)])  # position before each cell
+    states = sequence_states(model, layout, rows, known)
     return [
         np.concatenate([row_states[: len(row.embeds) - 1], row_states[len(row.embeds) + sampled]])
         for row, row_states in zip(rows, states, strict=True)
@@ -168,16 +168,17 @@ def _generate(pipeline: Pipeline, request: dict[str, Any], progress: Progress) -
     checked = pipeline.check(**request, method=_METHOD)
     settings = checked.settings
     images = checked.images
-    model = load_model(pipeline.bundle, pipeline.engines, [settings.method], settings.size)
-    drafts = _UnacceptedDrafts(len(images), model.num_codes, pipeline.bundle.manifest.target.hidden_size)
-    codes = np.zeros((len(images), model.num_codes), np.int32)
+    model = load_model(pipeline.bundle, pipeline.engines, [settings.method])
+    layout = image_layout(pipeline.bundle.manifest, settings.size)
+    drafts = _UnacceptedDrafts(len(images), layout.num_codes, pipeline.bundle.manifest.target.hidden_size)
+    codes = np.zeros((len(images), layout.num_codes), np.int32)
     filled = [0] * len(images)
     max_images = compute_max_images(pipeline.bundle.manifest, settings, pipeline.engines.max_rows)
     prompts = compute_prefixes(pipeline.bundle, pipeline.engines, images)
     seeds = [image.seed for image in images]
     method = settings.method
     sampling = settings.sampling.model_copy(update={"cfg_tokens": None})  # states of both rows are stored
-    steps = decode(model, prompts, seeds, sampling, method, max_images=max_images, on_commit=drafts.store)
+    steps = decode(model, layout, prompts, seeds, sampling, method, max_images, on_commit=drafts.store)
     for step in steps:
         for part in step.parts:
             end = filled[part.sequence] + len(part.codes)

@@ -194,7 +194,7 @@ def read_samples(
         drafts = np.flatnonzero(image.unaccepted_cells[0])
         drafts = rng.choice(drafts, min(count, len(drafts)), replace=False)
         cells = image.unaccepted_cells[0][drafts]
-        above = np.array([source.raster.cell_above(cell) for cell in cells.tolist()], np.int64)
+        above = np.array([source.raster.code_above(cell) for cell in cells.tolist()], np.int64)
         rows: list[NDArray[np.float32]] = []
         for row in range(1 if cfg_scale == 1 else 2):
             predicting = image.states[0, row, image.lengths[0, row] - 1 :]  # states that predict each cell

@@ -23,7 +23,7 @@ from ...bundle.manifest import Manifest, Size
 from ...errors import CheckpointError, RequestError
 from ...inputs import format_value, open_plain_file, reading
 from ...output.files import write_output
-from ...runtime.raster import Raster
+from ...runtime.raster import RasterLayout
 
 FORMAT = "lantern-rt drafter data 3"
 _HELD_OUT = 23  # every 23rd image is for validation; a prime, so that validation has images of all classes
@@ -62,10 +62,10 @@ class Source:
         return self.raster.num_codes
 
     @property
-    def raster(self) -> Raster:
-        """Raster order of the image tokens, without end-of-row tokens."""
+    def raster(self) -> RasterLayout:
+        """Layout of the image tokens, without end-of-row tokens."""
         cells = self.first_rows * self.first_columns + self.rows * self.columns
-        return Raster(cells, self.columns, first_grid=(self.first_rows, self.first_columns))
+        return RasterLayout(cells, self.columns, (self.first_rows, self.first_columns))
 
 
 def read_source(manifest: Manifest, size: Size | None = None) -> Source:

@@ -5,7 +5,7 @@ Only the output layer and the token embeddings are read; the bundle's engine run
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...bundle.files import Bundle
+from ...bundle.weights import StoredWeights
 from ...errors import CheckpointError
-from ...export.models.decoder import DecoderConfig, rope_table
-from ..graph_weights import GraphWeights
+from ...export.models.decoder import DecoderConfig
 from .shards import Source, read_source
 
-# Configuration of each family's drafters; llamagen and anole follow LANTERN.
-_CONVENTIONS: dict[str, dict[str, Any]] = {
+# Differences of each family's drafters from the target; llamagen and anole follow LANTERN.
+_DIFFERENCES: dict[str, dict[str, Any]] = {
     "llamagen": {"norm_eps": 1e-6, "input_norm": False},
-    "scenes": {"norm_eps": 1e-5, "input_norm": False, "prefix_rotation": "identity"},
-    "anole": {"norm_eps": 1e-5, "query_key_norm": True, "rotary": "sequence", "rope_style": "half"},
+    "scenes": {"input_norm": False},
+    "anole": {},
 }
 
 
@@ -54,7 +54,7 @@ class OutputLayer(nn.Module):
     """Frozen output layer of a target: logits of codes from hidden states.
 
     Args:
-        graph: weights of the target's graph.
+        weights: weights of the target's graph.
 
     Attributes:
         weight: matrix from inputs to logits, float32 `[codes, inputs]`.
@@ -69,14 +69,14 @@ class OutputLayer(nn.Module):
     hidden_weight: Tensor | None
     hidden_bias: Tensor | None
 
-    def __init__(self, graph: GraphWeights) -> None:
+    def __init__(self, weights: StoredWeights) -> None:
         super().__init__()
-        is_deep = "head.first.weight" in graph
-        weight = graph.read("head.second.weight" if is_deep else "head.weight").T.contiguous()
+        is_deep = "head.first.weight" in weights
+        weight = _read(weights, "head.second.weight" if is_deep else "head.weight").T.contiguous()
         self.register_buffer("weight", weight)
-        self.register_buffer("bias", graph.read("head.second.bias") if is_deep else torch.zeros(len(weight)))
-        self.register_buffer("hidden_weight", graph.read("head.first.weight") if is_deep else None)
-        self.register_buffer("hidden_bias", graph.read("head.first.bias") if is_deep else None)
+        self.register_buffer("bias", _read(weights, "head.second.bias") if is_deep else torch.zeros(len(weight)))
+        self.register_buffer("hidden_weight", _read(weights, "head.first.weight") if is_deep else None)
+        self.register_buffer("hidden_bias", _read(weights, "head.first.bias") if is_deep else None)
 
     def inputs(self, states: Tensor) -> Tensor:
         """Compute the inputs of the matrix, `[..., inputs]`, from hidden states `[..., width]`."""
@@ -114,7 +114,7 @@ def read_heads_target(bundle: Bundle) -> HeadsTarget:
     manifest = bundle.manifest
     sources = [read_source(manifest, size) for size in manifest.all_sizes]
     embeddings = torch.from_numpy(np.array(bundle.code_embeddings[: manifest.codebook_size]))
-    return HeadsTarget(sources, OutputLayer(GraphWeights(bundle.path("target"))), embeddings.float())
+    return HeadsTarget(sources, OutputLayer(StoredWeights(bundle.path("target"))), embeddings.float())
 
 
 def read_target(bundle: Bundle) -> Target:
@@ -127,52 +127,50 @@ def read_target(bundle: Bundle) -> Target:
     """
     manifest = bundle.manifest
     source = read_source(manifest)
-    if manifest.family not in _CONVENTIONS:
+    if manifest.family not in _DIFFERENCES:
         field = f"family of bundle {manifest.name}"
         remedy = "train draft heads with `lantern-rt train-drafter heads`"
-        raise CheckpointError(field=field, found=manifest.family, expected=", ".join(_CONVENTIONS), remedy=remedy)
-    graph = GraphWeights(bundle.path("target"))
-    config = _drafter_config(bundle, graph)
-    if config.rotary == "grid":
-        _check_rotation(bundle, graph, config)
+        raise CheckpointError(field=field, found=manifest.family, expected=", ".join(_DIFFERENCES), remedy=remedy)
+    config = _drafter_config(bundle)
     embeddings = torch.from_numpy(np.array(bundle.code_embeddings))
     code_offset = 0
     if manifest.condition.kind == "tokens":
         codes = embeddings
-        embeddings = GraphWeights(bundle.path("condition")).read("table.weight")
+        embeddings = _read(StoredWeights(bundle.path("condition")), "table.weight")
         code_offset = _code_offset(bundle, embeddings, codes)
-    head = graph.read("head.weight").T.contiguous()
+    head = _read(StoredWeights(bundle.path("target")), "head.weight").T.contiguous()
     fields = _config_fields(bundle, config)
     return Target(manifest.name, source, config, head, embeddings, code_offset, fields)
 
 
-def _drafter_config(bundle: Bundle, graph: GraphWeights) -> DecoderConfig:
+def _read(weights: StoredWeights, name: str) -> Tensor:
+    return torch.from_numpy(weights.float32(name))
+
+
+def _drafter_config(bundle: Bundle) -> DecoderConfig:
     manifest = bundle.manifest
     spec = manifest.target
     prefix = manifest.condition.prefix
-    return DecoderConfig(
+    architecture = spec.require_architecture(bundle.path("target"))
+    config = DecoderConfig(
         hidden_size=spec.hidden_size,
         num_layers=1,
         num_heads=spec.hidden_size // spec.head_dim,
         num_kv_heads=spec.num_kv_heads,
-        intermediate_size=graph.shape("layers.0.ffn.gate.weight")[1],
+        intermediate_size=architecture.intermediate_size,
         vocab_size=spec.vocab_size,
         grid=manifest.grid_rows,
         prefix=prefix - 1,
+        norm_eps=architecture.norm_eps,
+        rope_base=architecture.rope_base,
+        rotary=architecture.rotary,
+        rope_style=architecture.rope_style,
+        prefix_rotation=architecture.prefix_rotation,
         spare_positions=spec.max_positions - prefix - manifest.codes_per_image,
         final_norm=False,
-        **_CONVENTIONS[manifest.family],
+        query_key_norm=architecture.head_norm_eps is not None,
     )
-
-
-def _check_rotation(bundle: Bundle, graph: GraphWeights, config: DecoderConfig) -> None:
-    cos, sin = (graph.read(f"rotary.{part}")[1:] for part in ("cos", "sin"))
-    table = torch.stack([cos[:, ::2], sin[:, 1::2]], -1)
-    expected = rope_table(config)
-    tolerance = 2e-3 if bundle.manifest.target.dtype == "float16" else 1e-5
-    if table.shape != expected.shape or not torch.allclose(table, expected, atol=tolerance):
-        problem = f"the rotary table differs from that of base {config.rope_base:.0f}, which the family's drafters use"
-        raise CheckpointError(problem, field=f"bundle {bundle.manifest.name}")
+    return replace(config, **_DIFFERENCES[manifest.family])
 
 
 def _code_offset(bundle: Bundle, table: Tensor, codes: Tensor) -> int:

@@ -7,24 +7,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from small_models import stored
 
+from lantern_rt.bundle.weights import StoredWeights
 from lantern_rt.errors import BundleError
 from lantern_rt.export.graph.graphs import plan_graph
 from lantern_rt.export.graph.precision import Rule, fake_quantize
-from lantern_rt.train.graph_weights import GraphWeights
 
 
 @pytest.mark.parametrize("rule", ["fp32", "fp16", "int8", "int8-weights", "int4-weights"])
 def test_every_weight_comes_back_as_the_graph_computes_with_it(rule: Rule, tmp_path: Path) -> None:
     graph = stored(torch.float32)
     plan = plan_graph(graph, rule)
-    found = GraphWeights(plan.write(tmp_path / "target.onnx")[0])
+    found = StoredWeights(plan.write(tmp_path / "target.onnx")[0])
     own = graph.module.state_dict()
     for name in ("layers.1.attention.out.weight", "layers.2.ffn.down.weight", "head.weight"):
         expected = fake_quantize(own[name], plan.storages[name], name in plan.matrices)
-        np.testing.assert_array_equal(found.read(name), expected.T)
-        assert found.shape(name) == tuple(expected.T.shape)
-        np.testing.assert_array_equal(found.floats()[name], expected.T)
-    with pytest.raises(BundleError, match=r"found no layers.9 in the graph; export the bundle again"):
-        found.read("layers.9")
+        np.testing.assert_array_equal(found.float32(name), expected.T)
+        assert name in found
+        assert found[name].shape == tuple(expected.T.shape)
+    assert "layers.9" not in found
+    with refused(BundleError, "target.onnx: has no weight layers.9; export the bundle again"):
+        found.float32("layers.9")

@@ -1,0 +1,37 @@
+"""The record of a model family: how its checkpoints are read, and which files and options belong to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import signature
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .model import Model
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family.
+
+    Args:
+        read: reader, which returns the contents of a bundle. Its parameters are the options of `export` that the family
+            takes, and `progress`.
+        files: files of the target's repository, or patterns, to download instead of a model's weights; the first is a
+            file.
+        side_files: files to download with the weights of the target, if they exist.
+        model_types: values of `model_type` in a target's config.json by which the family is named to users who chose
+            another one.
+    """
+
+    read: Callable[..., Model]
+    files: tuple[str, ...] = ()
+    side_files: tuple[str, ...] = ()
+    model_types: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Options of `export` that the family takes, each with whether it is required."""
+        parameters = signature(self.read).parameters.values()
+        return {item.name: item.default is item.empty for item in parameters if item.name != "progress"}

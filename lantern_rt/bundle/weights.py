@@ -1,0 +1,62 @@
+"""The weights that a graph file stores, whatever the type of their storage."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import BundleError
+from ..inputs import reading
+from .decoder import EXPORT_AGAIN
+from .onnx_scan import Weight, graph_weights
+
+INTEGERS = ("int8", "int4")
+_STORAGE = re.compile(r"\.(half|bfloat16|int8|int4)$")  # end of a stored weight's name, by the type of its storage
+
+
+class StoredWeights(dict[str, Weight]):
+    """Weights of a graph by the names that its module gives them; numbers are read on demand.
+
+    Scales of an integer weight are the weight `{name}.scales`.
+
+    Args:
+        path: graph file, in the folder of its weights.
+
+    Raises:
+        BundleError: the file is not an ONNX graph, lacks weights or cannot be read, or a weight does not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with reading(path, "an ONNX graph", BundleError, EXPORT_AGAIN):
+            super().__init__({_STORAGE.sub("", name): weight for name, weight in graph_weights(path).items()})
+            for file, offset, size in filter(None, (weight.external for weight in self.values())):
+                if offset + size > (path.parent / file).stat().st_size:
+                    raise ValueError(f"{file} is too short")
+
+    def __missing__(self, name: str) -> Weight:
+        raise BundleError(f"has no weight {name}", field=str(self._path), remedy=EXPORT_AGAIN)
+
+    def float32(self, name: str) -> NDArray[np.float32]:
+        """Read a weight as float32. Integers `[in, out]` are multiplied by scales `[out]` or `[in / block, out]`."""
+        numbers = self._read(self[name])
+        if self[name].dtype in INTEGERS:
+            scales = self._read(self[f"{name}.scales"])
+            if numbers.ndim > 2:  # a kernel [out, in, height, width]
+                scales = scales.reshape(-1, *[1] * (numbers.ndim - 1))
+            elif scales.ndim > 1:
+                scales = np.repeat(scales, len(numbers) // len(scales), 0)
+            numbers *= scales
+        return numbers
+
+    def count_floats(self) -> int:
+        """Return the total number of elements of the floating-point weights, scales included."""
+        return sum(math.prod(weight.shape) for weight in self.values() if "float" in weight.dtype)
+
+    def _read(self, weight: Weight) -> NDArray[np.float32]:
+        with reading(self._path, "an ONNX graph", BundleError, EXPORT_AGAIN):
+            return weight.array(self._path.parent).astype(np.float32)

@@ -1,0 +1,124 @@
+"""The layout of an image: the order in which its codes are drawn, and the nodes of forward passes over codes.
+
+Codes count from 0 in the order of drawing; cells count from 0 in raster order. Code that depends on the kind of an
+image asks its layout. `raster.py` has layouts of images whose codes are drawn one after another. `groups.py` has
+layouts of images that are drawn in groups of cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .engine import Bools, DeviceArray, Floats, Ints
+from .noise import Noise
+
+Values = TypeVar("Values", bound=NDArray[Any])
+
+
+class Placed(NamedTuple):
+    """Codes sampled in a forward pass and their cells, both int64 `[count]`; without end-of-row tokens."""
+
+    cells: Ints
+    codes: Ints
+
+
+@dataclass(eq=False)
+class PassLayout:
+    """The nodes of one sequence in a forward pass. Here the nodes of the pass are the nodes of the draft."""
+
+    # whether the nodes of the pass are the nodes of the draft, and each token is sampled from the logits of one node
+    one_to_one: ClassVar[bool] = True
+
+    tokens: Ints  # int64 `[pass nodes]`
+    positions: Ints  # positions counted from the first token of the image, int64 `[pass nodes]`
+    ancestors: Bools  # whether the column node is the row node or comes before it, bool `[pass nodes, pass nodes]`
+
+    def logits(self, logits: DeviceArray, rows: slice, nodes: slice | Sequence[int]) -> Floats:
+        """Return the logits that the tokens after draft nodes are sampled from, float32 `[rows, nodes, vocab_size]`.
+
+        Args:
+            logits: logits of the pass, float32 `[rows, pass nodes, vocab_size]`.
+            rows: batch rows of the sequence.
+            nodes: draft nodes.
+        """
+        read: Floats = logits[rows, nodes]
+        return read
+
+    def sampling_nodes(self, nodes: Ints) -> Ints:
+        """Return the pass nodes after which the tokens of draft nodes `[...]` are sampled, int64 `[...]`."""
+        return nodes
+
+    def path_nodes(self, path: Sequence[int]) -> Ints:
+        """Return the pass nodes of the draft nodes `path`, end-of-row tokens included."""
+        return np.array(path, np.int64)
+
+    def state_nodes(self, committed: Ints, count: int) -> Ints:
+        """Return the pass nodes from whose hidden states the last `count` tokens are sampled, int64 `[count]`.
+
+        Args:
+            committed: pass nodes that were committed, int64 `[committed]`.
+            count: number of committed tokens, without end-of-row tokens.
+        """
+        return committed[-count:]
+
+    def mask_past(self, mask: Bools) -> None:
+        """Remove entries from an attention mask over the tokens of the image in the cache; here none.
+
+        Args:
+            mask: mask to change, bool `[pass nodes, entries]`.
+        """
+
+
+class ImageLayout(Protocol):
+    """Layout of the codes of one image."""
+
+    @property
+    def num_codes(self) -> int:
+        """Number of codes."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the cache, end-of-row tokens included."""
+
+    def noise(self, seed: int) -> Noise:
+        """Return the noise of an image, whose positions count codes."""
+
+    def in_drawing_order(self, values: Values) -> Values:
+        """Return values of cells `[cells]` in the order in which the cells are drawn."""
+
+    def uncover(self, codes: Sequence[int], before: int) -> tuple[Ints, Placed | None]:
+        """Return the cells that new codes fill.
+
+        Args:
+            codes: codes that are known now, in the order of drawing.
+            before: number of codes that were known before.
+
+        Returns:
+            Codes of the cells up to the first gap, without the cells up to the first gap before, int64 `[count]`. Then
+            all new codes with their cells; None if these are the same codes.
+        """
+
+    def drawn_with(self, code: int) -> range:
+        """Return the codes that are drawn together with a code, itself included: none of them sees another."""
+
+    def position(self, code: int) -> int:
+        """Return the position of a code's token, from 0 at the first token; drafts may extend past the last code."""
+
+    def after_prefix(self) -> PassLayout:
+        """Return the layout of the last node of a prefix, after which the first code is sampled."""
+
+    def known_passes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
+        """Yield passes over known codes, after which the logits of later codes are known, in the order of drawing.
+
+        Args:
+            codes: known codes from the first, int64 `[count]`.
+            max_nodes: maximum number of nodes of a pass; a pass has at least one group of codes.
+        """
+
+    def count_pass_nodes(self, draft_nodes: int) -> int:
+        """Return the maximum number of pass nodes of a draft with this number of nodes."""
