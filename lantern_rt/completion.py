@@ -62,7 +62,7 @@ def parse_method(text: Any) -> tuple[str, dict[str, Any]]:
     for part in parts:
         parameter, _, value = part.partition("=")
         if parameter not in PARAMETERS or not value:
-            known = [own for own, methods in PARAMETERS.items() if name in methods] or [*PARAMETERS]
+            known = [key for key, methods in PARAMETERS.items() if name in methods] or [*PARAMETERS]
             similar = get_close_matches(parameter, known, 1)
             raise RequestError(
                 field="method",

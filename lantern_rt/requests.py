@@ -191,14 +191,7 @@ def check_request(
         manifest: manifest of the bundle.
         tokenizer: tokenizer of the bundle; None if the bundle takes no prompts.
         prompts: one prompt or several, or None.
-        class_ids: see `Options`, as for all further arguments.
-        embeddings: text embeddings.
-        negative_prompt: prompt that guidance leads away from.
-        image: image to edit.
-        mask: cells to generate again.
-        keep_rows: number of grid rows to preserve.
-        seed: one seed, or one per prompt.
-        num_images: number of images per prompt.
+        class_ids, embeddings, negative_prompt, image, mask, keep_rows, seed, num_images: see `Options`.
         options: options of `resolve_settings`.
 
     Returns:

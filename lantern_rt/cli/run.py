@@ -323,7 +323,7 @@ class _TraceFiles:
         path: path of NAME.npz.
         bundle: bundle of the request.
         request: request whose steps are recorded.
-        outputs: paths of the images, which must differ from those of the trace.
+        outputs: paths of the images; the trace needs other paths.
         force: whether to replace existing files.
 
     Raises:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from typer.main import get_command
@@ -11,6 +15,61 @@ from lantern_rt.cli.app import app
 from lantern_rt.methods import SAMPLING, Sampling
 from lantern_rt.options import GenerationOptions
 from lantern_rt.serve.protocol import ImagesRequest
+
+ROOT = Path(__file__).parents[2]
+# By file: a text of the product, and the text that replaces it. They add the method `toy` and the setting `gain`.
+CHANGES = {
+    "lantern_rt/methods.py": [
+        (
+            "# Every method, by its name",
+            """class Toy(MethodConfig):
+    method: Literal["toy"] = "toy"
+    length: Annotated[int, Field(ge=1, le=9)] = 2
+
+
+# Every method, by its name""",
+        ),
+        ("RowParallel, Groups)", "RowParallel, Groups, Toy)"),
+        (
+            "    top_k: Annotated",
+            """    gain: Annotated[float | None, Field(gt=0, description="Factor of logits."), Requested()] = None
+    top_k: Annotated""",
+        ),
+    ],
+    "lantern_rt/options.py": [("    top_k: int | None", "    gain: float | None\n    top_k: int | None")],
+    "lantern_rt/runtime/drafters.py": [
+        ("RowParallel, Sjd\n", "RowParallel, Sjd, Toy\n"),
+        ("    Ar: ", "    Toy: Drafting(_window_drafter, lambda method, limit: 1 + method.length),\n    Ar: "),
+    ],
+    "lantern_rt/runtime/sampling.py": [
+        (
+            "    return logits if sampling.temperature in",
+            """    logits = logits if sampling.gain is None else logits * np.float32(sampling.gain)
+    return logits if sampling.temperature in""",
+        ),
+    ],
+}
+USE = """
+import sys
+from pathlib import Path
+from lantern_rt import Pipeline
+from lantern_rt.cli.main import run_program
+from lantern_rt.serve.protocol import ImagesRequest
+
+bundle = sys.argv[1]
+pipe = Pipeline.from_bundle(bundle, threads=1)
+body = ImagesRequest.model_validate_json('{"prompt": "red cube", "seed": 1, "method": "toy:length=3", "gain": 0.25}')
+toy, plain, other = (pipe(**options).codes[0].tolist() for options in (
+    body.options(), body.options() | {"method": "ar"}, {"prompts": "red cube", "seed": 1, "method": "ar"},
+))
+assert toy == plain != other
+command = ["run", "--threads", "1", bundle]
+assert run_program([*command, "red cube", "--seed=1", "--method=toy:length=3", "--gain=0.25", "--output=a.png"]) == 0
+assert run_program([*command, "--from", "a.png", "--output", "b.png"]) == 0
+assert Path("a.png").read_bytes() == Path("b.png").read_bytes()
+assert run_program([*command, "red cube", "--gain=0", "--output=c.png"]) == 2
+assert run_program([*command, "red cube", "--method=toy:length=10", "--output=c.png"]) == 2
+"""
 
 
 def test_options_of_calls_have_the_types_of_the_settings_that_requests_may_set() -> None:
@@ -33,6 +92,24 @@ def test_the_command_line_and_http_have_every_setting_that_requests_may_set() ->
 
 def test_every_setting_is_read_by_the_runtime() -> None:
     assert {*SAMPLING, "filter_order", "cfg_final"} == Sampling.model_fields.keys()  # these two come with the bundle
-    source = "".join(path.read_text("utf-8") for path in (Path(__file__).parents[2] / "runtime").glob("*.py"))
+    source = "".join(path.read_text("utf-8") for path in (ROOT / "runtime").glob("*.py"))
     read_as = {"cfg_tokens": "count_guided"}
     assert [name for name in SAMPLING if f"sampling.{read_as.get(name, name)}" not in source] == []
+
+
+def test_a_method_takes_two_files_and_a_sampling_setting_three(words_bundle: Path, tmp_path: Path) -> None:
+    for folder in ("lantern_rt", "runtime", "engines"):
+        copy = tmp_path / "lantern_rt" / folder.removeprefix("lantern_rt")
+        shutil.copytree(ROOT / folder, copy, ignore=shutil.ignore_patterns("__pycache__", "*.onnx*"))
+    for name, changes in CHANGES.items():
+        for old, new in changes:
+            text = (tmp_path / name).read_text("utf-8")
+            assert text.count(old) == 1
+            (tmp_path / name).write_text(text.replace(old, new), "utf-8")
+    command = [sys.executable, "-c", USE, str(words_bundle)]
+    used = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert used.returncode == 0, used.stderr
+    assert "--gain: found 0.0" in used.stderr
+    assert "length: found 10" in used.stderr
