@@ -6,7 +6,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,66 +15,78 @@ from ..output.names import plan_outputs
 from .console import print_stderr, print_text
 from .options import OUTPUT, SUBJECTS, BundleArgument, EngineOptions, MethodOption, QualityOption
 
+if TYPE_CHECKING:
+    from ..pipeline import Pipeline
+
 EXAMPLES = """
 lantern-rt edit scene.png --mask mask.png --prompt "a green cone left of a blue cube on grass"
 lantern-rt edit scene.png --keep-rows 8 --count 4 --output variations/
 lantern-rt edit cut-out.png bundles/llamagen-b --prompt 207 --seed 3 --tries 4 --output dog.png
 """
 
+ImageArgument = Annotated[
+    Path, typer.Argument(help="Image to edit: PNG, JPEG or WebP, scaled to a size of the bundle.")
+]
+MaskOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Image of the same size that is transparent where IMAGE is to change or, if it has no transparency, "
+        "white there. [default: the transparency of IMAGE]",
+        rich_help_panel=SUBJECTS,
+    ),
+]
+KeepRowsOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of rows of the token grid to keep at the top, in place of a mask.", rich_help_panel=SUBJECTS
+    ),
+]
+PromptOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Prompt for the whole image, or class id. [default: the prompt that IMAGE records]",
+        rich_help_panel=SUBJECTS,
+    ),
+]
+SeedOption = Annotated[
+    int, typer.Option(help="Random seed; further images and candidates have the next.", rich_help_panel=SUBJECTS)
+]
+CountOption = Annotated[
+    int, typer.Option(help="Number of images; with --tries at most 1,024 in all.", rich_help_panel=SUBJECTS)
+]
+TriesOption = Annotated[
+    int,
+    typer.Option(
+        help="Candidates per image, 1 .. 64; the one that fits the part below best is written.",
+        rich_help_panel=SUBJECTS,
+    ),
+]
+OutputOption = Annotated[
+    str | None,
+    typer.Option(
+        help="PNG file (of one image) or folder to write. [default: IMAGE-edit-seedN.png in the current folder]",
+        rich_help_panel=OUTPUT,
+    ),
+]
+
 
 def edit(
-    image: Annotated[Path, typer.Argument(help="Image to edit: PNG, JPEG or WebP, scaled to a size of the bundle.")],
+    image: ImageArgument,
     bundle: BundleArgument = "scenes",
-    mask: Annotated[
-        Path | None,
-        typer.Option(
-            help="Image of the same size that is transparent where IMAGE is to change or, if it has no transparency, "
-            "white there. [default: the transparency of IMAGE]",
-            rich_help_panel=SUBJECTS,
-        ),
-    ] = None,
-    keep_rows: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of rows of the token grid to keep at the top, in place of a mask.", rich_help_panel=SUBJECTS
-        ),
-    ] = None,
-    prompt: Annotated[
-        str | None,
-        typer.Option(
-            help="Prompt for the whole image, or class id. [default: the prompt that IMAGE records]",
-            rich_help_panel=SUBJECTS,
-        ),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Random seed; further images and candidates have the next.", rich_help_panel=SUBJECTS)
-    ] = 0,
-    count: Annotated[
-        int, typer.Option(help="Number of images; with --tries at most 1,024 in all.", rich_help_panel=SUBJECTS)
-    ] = 1,
-    tries: Annotated[
-        int,
-        typer.Option(
-            help="Candidates per image, 1 .. 64; the one that fits the part below best is written.",
-            rich_help_panel=SUBJECTS,
-        ),
-    ] = 1,
+    mask: MaskOption = None,
+    keep_rows: KeepRowsOption = None,
+    prompt: PromptOption = None,
+    seed: SeedOption = 0,
+    count: CountOption = 1,
+    tries: TriesOption = 1,
     quality: QualityOption = None,
     method: MethodOption = None,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            help="PNG file (of one image) or folder to write. [default: IMAGE-edit-seedN.png in the current folder]",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    output: OutputOption = None,
 ) -> None:
     """Regenerate a part of an image.
 
     Prints the paths of the files to stdout, progress and a line of statistics to stderr.
     """
-    from ..output.files import write_output
-    from ..output.images import png_bytes
     from ..pipeline import MAX_TRIES
     from ..prompts import load_bundle_tokenizer
     from ..requests import IMAGES_LIMIT, check_request
@@ -102,11 +114,19 @@ def edit(
     if all(done for _, done in outputs):
         print_stderr("the image exists already" if count == 1 else "the images exist already")
     else:
-        began = time.perf_counter()
-        pipeline = engine.load(opened, request.settings)
-        result = pipeline.edit(image, tries=tries, num_images=count, progress=sys.stderr.isatty(), **options)
-        for (path, done), edited in zip(outputs, result.images, strict=True):
-            if not done:
-                write_output(path, png_bytes(edited, edited.info), False)
-        print_stderr(f"{result.settings.method}: {time.perf_counter() - began:.1f} s")
+        options |= {"tries": tries, "num_images": count, "progress": sys.stderr.isatty()}
+        _generate(engine.load(opened, request.settings), image, options, outputs)
     print_text(*(path for path, _ in outputs))
+
+
+def _generate(pipeline: Pipeline, image: Path, options: dict[str, Any], outputs: list[tuple[Path, bool]]) -> None:
+    """Generate the images, and write the missing files. options: arguments of `Pipeline.edit`."""
+    from ..output.files import write_output
+    from ..output.images import png_bytes
+
+    began = time.perf_counter()
+    result = pipeline.edit(image, **options)
+    for (path, done), edited in zip(outputs, result.images, strict=True):
+        if not done:
+            write_output(path, png_bytes(edited, edited.info), False)
+    print_stderr(f"{result.settings.method}: {time.perf_counter() - began:.1f} s")

@@ -11,14 +11,15 @@ from typing import Annotated
 import typer
 
 from ..bundle.files import Bundle
-from ..bundle.manifest import Preset
+from ..bundle.manifest import Manifest, Preset
 from ..bundle.rewrite import check_editable
 from ..bundle.rewrite import write_presets as write_into_bundle
 from ..compare.evaluate import evaluate as run_evaluation
 from ..compare.image_graph import Agreement, EncoderFeatures, Features, folder_features, read_preprocessing
 from ..compare.presets import candidate_methods, choose_presets
-from ..compare.prompts import read_bundle_prompts
+from ..compare.prompts import Prompts, read_bundle_prompts
 from ..compare.report import html_report, text_report
+from ..compare.statistics import Floats
 from ..compare.turns import parse_methods
 from ..engines.doctor import host_report
 from ..engines.host import usable_cores
@@ -49,50 +50,56 @@ lantern-rt eval bundles/t2i --prompts captions.txt --agreement clip/model.onnx -
 """
 _RESULT = "eval.json"
 
+CountOption = Annotated[
+    int | None,
+    typer.Option(help="Number of images per method. [default: one per prompt]"),
+]
+TemperatureOption = Annotated[float | None, sampling_option("temperature")]
+FeaturesOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="ONNX graph that computes features of images, such as Inception. [default: the bundle's VQ encoder]"
+    ),
+]
+ReferenceOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of real images for Frechet distances, which are FID if --features is Inception. "
+        "[default: images of ar with other seeds]"
+    ),
+]
+AgreementOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="ONNX graph that scores the agreement of images and prompts, such as CLIP, with its tokenizer.json in "
+        "the same folder. [default: none]"
+    ),
+]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(help="New folder for report.html, eval.json and eval.csv. [default: eval-NAME, in the current one]"),
+]
+WritePresetsOption = Annotated[
+    bool,
+    typer.Option(
+        "--write-presets",
+        help="Choose a method for each quality from the results, and write them into the bundle.",
+    ),
+]
+
 
 def evaluate(
     bundle: BundleArgument = "scenes",
     method: MethodsOption = None,
     quality: QualitiesOption = None,
     prompts: PromptsOption = None,
-    count: Annotated[
-        int | None,
-        typer.Option(help="Number of images per method. [default: one per prompt]"),
-    ] = None,
-    temperature: Annotated[float | None, sampling_option("temperature")] = None,
-    features: Annotated[
-        Path | None,
-        typer.Option(
-            help="ONNX graph that computes features of images, such as Inception. [default: the bundle's VQ encoder]"
-        ),
-    ] = None,
-    reference: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of real images for Frechet distances, which are FID if --features is Inception. "
-            "[default: images of ar with other seeds]"
-        ),
-    ] = None,
-    agreement: Annotated[
-        Path | None,
-        typer.Option(
-            help="ONNX graph that scores the agreement of images and prompts, such as CLIP, with its tokenizer.json in "
-            "the same folder. [default: none]"
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="New folder for report.html, eval.json and eval.csv. [default: eval-NAME, in the current one]"
-        ),
-    ] = None,
-    write_presets: Annotated[
-        bool,
-        typer.Option(
-            "--write-presets",
-            help="Choose a method for each quality from the results, and write them into the bundle.",
-        ),
-    ] = False,
+    count: CountOption = None,
+    temperature: TemperatureOption = None,
+    features: FeaturesOption = None,
+    reference: ReferenceOption = None,
+    agreement: AgreementOption = None,
+    output: OutputOption = None,
+    write_presets: WritePresetsOption = False,
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
@@ -119,24 +126,9 @@ def evaluate(
     seeds = -(-(count or 1) // len(prompt_set.items))
     if features is not None or agreement is not None or reference is not None:
         opened.check_makes_images()
-    feature_graph: Features | None = None
-    agreement_graph: Agreement | None = None
-    if features is not None:
-        feature_graph = Features(features, read_preprocessing(features), threads)
-    elif "vq_encoder" in manifest.files:
-        feature_graph = EncoderFeatures(opened, threads)
-    if agreement is not None:
-        if prompt_set.kind != "prompts":
-            problem = f"bundle {manifest.name} takes {prompt_set.kind}, not prompts"
-            raise RequestError(problem, field="agreement", remedy="leave it out")
-        agreement_graph = Agreement(agreement, read_preprocessing(agreement), opened, threads)
-    reference_features = None
-    if reference is not None:
-        if feature_graph is None:
-            raise RequestError("no features to compare", field="reference", remedy="give --features")
-        with show_progress(lines=False) as progress:
-            size = (manifest.image_width, manifest.image_height)
-            reference_features = folder_features(feature_graph, reference, size, progress)
+    feature_graph = _open_features(features, opened, threads)
+    agreement_graph = None if agreement is None else _open_agreement(agreement, prompt_set, opened, threads)
+    reference_features = None if reference is None else _read_reference(reference, feature_graph, manifest)
     pipeline = options.load(opened)
     with show_progress() as progress:
         report, images = run_evaluation(
@@ -146,14 +138,35 @@ def evaluate(
     facts["reference"] = "ar, other seeds"
     if reference_features is not None:
         facts["reference"] = f"{reference}, {len(reference_features)} images"
+    page = html_report(report, images, facts, f"{manifest.name}: decoding methods compared")
     with atomic_folder(output, False, _RESULT) as folder:
         (folder / _RESULT).write_text(dumps({**facts, **report}, indent=1, allow_nan=False) + "\n", "utf-8")
-        page = html_report(report, images, facts, f"{manifest.name}: decoding methods compared")
         (folder / "report.html").write_text(page, "utf-8")
         (folder / "eval.csv").write_text(csv_table(report["methods"]), "utf-8")
     print_text(text_report(report, reference is not None), output / _RESULT, output / "report.html")
     if write_presets:
         _write_presets(opened, choose_presets(report, manifest))
+
+
+def _open_features(path: Path | None, bundle: Bundle, threads: int | None) -> Features | None:
+    """Open the graph of image features, by default the bundle's VQ encoder; None if there is none."""
+    if path is not None:
+        return Features(path, read_preprocessing(path), threads)
+    return EncoderFeatures(bundle, threads) if "vq_encoder" in bundle.manifest.files else None
+
+
+def _open_agreement(path: Path, prompts: Prompts, bundle: Bundle, threads: int | None) -> Agreement:
+    if prompts.kind != "prompts":
+        problem = f"bundle {bundle.manifest.name} takes {prompts.kind}, not prompts"
+        raise RequestError(problem, field="agreement", remedy="leave it out")
+    return Agreement(path, read_preprocessing(path), bundle, threads)
+
+
+def _read_reference(folder: Path, features: Features | None, manifest: Manifest) -> Floats:
+    if features is None:
+        raise RequestError("no features to compare", field="reference", remedy="give --features")
+    with show_progress(lines=False) as progress:
+        return folder_features(features, folder, (manifest.image_width, manifest.image_height), progress)
 
 
 def _free_folder(name: str) -> Path:

@@ -31,87 +31,101 @@ LIMITS = "Limits"
 LOG = "Log"
 ACCESS = "Access"
 
+BundlesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[BUNDLE]...",
+        help="Bundles: folders, names of embedded bundles or published models, or hf:owner/name[@revision]. "
+        "[default: scenes]",
+    ),
+]
+HostOption = Annotated[
+    str, typer.Option(help="Address to listen on; 0.0.0.0: all addresses of the host.", rich_help_panel=ACCESS)
+]
+PortOption = Annotated[int, typer.Option(help="Port to listen on; 0: a free port.", rich_help_panel=ACCESS)]
+ApiKeyFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of API keys, one per line, each optionally after a name; SIGHUP reloads it. "
+        "[default: the environment variable LANTERN_RT_API_KEY, if set]",
+        rich_help_panel=ACCESS,
+    ),
+]
+CorsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ORIGIN",
+        help="Site whose pages may send requests; may be given several times.",
+        rich_help_panel=ACCESS,
+    ),
+]
+BatchOption = Annotated[
+    int | None,
+    typer.Option(help="Maximum batch size in images. [default: as memory allows]", rich_help_panel=LIMITS),
+]
+WaitingOption = Annotated[
+    int,
+    typer.Option(help="Maximum number of queued images; further requests get status 429.", rich_help_panel=LIMITS),
+]
+DeadlineOption = Annotated[
+    float,
+    typer.Option(
+        help="Maximum duration of a request in seconds, even while the server is stopping.", rich_help_panel=LIMITS
+    ),
+]
+MethodsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="METHOD",
+        help="Method that requests may select, besides qualities; may be given several times. [default: all]",
+        rich_help_panel=LIMITS,
+    ),
+]
+MaxNOption = Annotated[int, typer.Option(help="Maximum number of images per request, 1 .. 10.", rich_help_panel=LIMITS)]
+NamesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--name",
+        help="Name of a model in the API, given once per bundle. [default: the name of the folder that the bundle "
+        "was exported to, which changes with every new folder]",
+    ),
+]
+AliasOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=MODEL", help="Additional name of a model; may be given several times."),
+]
+MapSizeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SIZE=SIZE",
+        help="Size that clients ask for, and the size that they get, or auto; may be given several times.",
+    ),
+]
+LogLevelOption = Annotated[
+    str,
+    typer.Option(metavar="info|warning|error", help="Least serious kind of lines in the log.", rich_help_panel=LOG),
+]
+LogFormatOption = Annotated[
+    str, typer.Option(metavar="json|text", help="Format of the lines in the log.", rich_help_panel=LOG)
+]
+
 
 def serve(
-    bundles: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[BUNDLE]...",
-            help="Bundles: folders, names of embedded bundles or published models, or hf:owner/name[@revision]. "
-            "[default: scenes]",
-        ),
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0: all addresses of the host.", rich_help_panel=ACCESS)
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: a free port.", rich_help_panel=ACCESS)] = 8000,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of API keys, one per line, each optionally after a name; SIGHUP reloads it. "
-            "[default: the environment variable LANTERN_RT_API_KEY, if set]",
-            rich_help_panel=ACCESS,
-        ),
-    ] = None,
-    cors: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ORIGIN",
-            help="Site whose pages may send requests; may be given several times.",
-            rich_help_panel=ACCESS,
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(help="Maximum batch size in images. [default: as memory allows]", rich_help_panel=LIMITS),
-    ] = None,
-    waiting: Annotated[
-        int,
-        typer.Option(help="Maximum number of queued images; further requests get status 429.", rich_help_panel=LIMITS),
-    ] = 64,
-    deadline: Annotated[
-        float,
-        typer.Option(
-            help="Maximum duration of a request in seconds, even while the server is stopping.", rich_help_panel=LIMITS
-        ),
-    ] = 600.0,
-    methods: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="METHOD",
-            help="Method that requests may select, besides qualities; may be given several times. [default: all]",
-            rich_help_panel=LIMITS,
-        ),
-    ] = None,
-    max_n: Annotated[
-        int, typer.Option(help="Maximum number of images per request, 1 .. 10.", rich_help_panel=LIMITS)
-    ] = 10,
-    names: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--name",
-            help="Name of a model in the API, given once per bundle. [default: the name of the folder that the bundle "
-            "was exported to, which changes with every new folder]",
-        ),
-    ] = None,
-    alias: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=MODEL", help="Additional name of a model; may be given several times."),
-    ] = None,
-    map_size: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SIZE=SIZE",
-            help="Size that clients ask for, and the size that they get, or auto; may be given several times.",
-        ),
-    ] = None,
-    log_level: Annotated[
-        str,
-        typer.Option(metavar="info|warning|error", help="Least serious kind of lines in the log.", rich_help_panel=LOG),
-    ] = "info",
-    log_format: Annotated[
-        str, typer.Option(metavar="json|text", help="Format of the lines in the log.", rich_help_panel=LOG)
-    ] = "json",
+    bundles: BundlesArgument = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
+    api_key_file: ApiKeyFileOption = None,
+    cors: CorsOption = None,
+    batch: BatchOption = None,
+    waiting: WaitingOption = 64,
+    deadline: DeadlineOption = 600.0,
+    methods: MethodsOption = None,
+    max_n: MaxNOption = 10,
+    names: NamesOption = None,
+    alias: AliasOption = None,
+    map_size: MapSizeOption = None,
+    log_level: LogLevelOption = "info",
+    log_format: LogFormatOption = "json",
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
@@ -125,7 +139,6 @@ def serve(
     for library in LIBRARIES:
         require_library(library, "serve", "serve")
     from ..asynchronous import AsyncPipeline
-    from ..published import find_model, is_published
     from ..serve.log import FORMATS, LEVELS, log_to_stderr
     from ..serve.server import Server
     from ..serve.state import Limits
@@ -134,17 +147,12 @@ def serve(
         raise RequestError(field="deadline", found=f"{deadline:g}", expected="seconds above 0")
     check_int("port", port, 8000, 0, 65535)
     check_int("max_n", max_n, 10, 1, 10)
-    for field, value, known in (("log_level", log_level, LEVELS), ("log_format", log_format, FORMATS)):
+    selected = [("methods", name, METHODS) for name in methods or ()]
+    for field, value, known in (("log_level", log_level, LEVELS), ("log_format", log_format, FORMATS), *selected):
         if value not in known:
-            raise RequestError(field=field, found=repr(value), expected=" or ".join(known))
-    for name in methods or ():
-        if name not in METHODS:
-            raise RequestError(field="methods", found=repr(name), expected=", ".join(METHODS))
+            raise RequestError(field=field, found=repr(value), expected=", ".join(known))
     for name in bundles or ():
-        if is_published(name) and not find_model(name).makes_images:  # before it is downloaded
-            remedy = "`lantern-rt run` writes its tokens"
-            raise RequestError(f"model {name} has no image decoder", field="image", remedy=remedy)
-        download_published(name, yes)
+        _download(name, yes)
     options = EngineOptions(threads, engines, provider)
     opened = _open(bundles or ["scenes"], names or (), options)
     aliases = _read_aliases(alias or (), [*opened])
@@ -152,16 +160,21 @@ def serve(
     limits: dict[str, Any] = {"together": batch, "waiting": waiting, **asdict(options)}
     models = {name: partial(AsyncPipeline.from_bundle, bundle, **limits) for name, bundle in opened.items()}
     access = Limits(
-        deadline=deadline,
-        api_key_file=api_key_file,
-        methods=methods or (),
-        max_n=max_n,
-        aliases=aliases,
-        mapped_sizes=sizes,
+        deadline, api_key_file=api_key_file, methods=methods or (), max_n=max_n, aliases=aliases, mapped_sizes=sizes
     )
     server = Server(models, host, port, access, cors or ())
     with log_to_stderr(log_level, log_format):
         server.run()
+
+
+def _download(name: str, yes: bool) -> None:
+    """Download a published model that makes images; see `download_published`."""
+    from ..published import find_model, is_published
+
+    if is_published(name) and not find_model(name).makes_images:
+        remedy = "`lantern-rt run` writes its tokens"
+        raise RequestError(f"model {name} has no image decoder", field="image", remedy=remedy)
+    download_published(name, yes)
 
 
 def _read_aliases(options: Sequence[str], models: Sequence[str]) -> dict[str, str]:

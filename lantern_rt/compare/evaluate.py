@@ -47,11 +47,9 @@ def evaluate(
     """Generate images with all methods and compare them with plain decoding.
 
     Args:
-        pipeline: the pipeline to evaluate.
         prompts: prompts of the images. Image n of every method has seed n.
         num_seeds: number of images per prompt.
         methods: the methods, plain decoding first.
-        progress: progress callback.
         features: graph of image features. None: the report has no Frechet distances.
         agreement: graph of prompt agreement. None: the report has no agreement.
         real: features `[n, width]` of real images, the reference of Frechet distances instead of plain decoding.
@@ -68,22 +66,11 @@ def evaluate(
     manifest = pipeline.bundle.manifest
     if len(labels) < MIN_PROMPTS:
         raise RequestError(field="prompts", found=str(len(labels)), expected=f"at least {MIN_PROMPTS} to compare")
-    blank = blank_image(manifest.image_width, manifest.image_height)
-    if features is not None:  # A graph that cannot run should fail before images are generated.
-        features([blank])
-    if agreement is not None:
-        agreement([blank], [max(labels, key=len)])
+    _try_graphs(features, agreement, blank_image(manifest.image_width, manifest.image_height), max(labels, key=len))
     requests = list(prompts.requests(BATCH_SIZE, num_seeds, 0))
     turns = list(run_in_turns(pipeline, methods, requests, score=False, progress=progress, total=count))
     runs = {method.label: [turn[i] for turn in turns] for i, method in enumerate(methods)}
-    plain, *_ = runs.values()
-    compared: dict[str, list[Run]] = {}
-    for label, method_runs in runs.items():
-        if method_runs is plain or not same_codes(method_runs, plain):
-            compared[label] = method_runs
-    for number, (label, method_runs) in enumerate(compared.items()):
-        progress("likelihoods", number, len(compared))
-        compared[label] = [add_likelihoods(pipeline, *pair) for pair in zip(method_runs, requests, strict=True)]
+    compared = _differing_runs(pipeline, runs, requests, progress)
     drawn = compared if manifest.makes_images else {}
     images = {label: [image for run in method_runs for image in run.images] for label, method_runs in drawn.items()}
     figures = _figures_of_runs(list(compared.values()), num_seeds)
@@ -91,40 +78,82 @@ def evaluate(
         figures["agreement"] = _agreement_figure(agreement, labels, num_seeds, images, progress)
     num_features = None
     if features is not None:
-        sets: list[Floats] = []
-        for method_images in images.values():
-            progress("features", len(sets), len(images))
-            sets.append(features(method_images))
+        sets = _read_features(features, images, progress)
         num_features = sets[0].shape[1]
-        reference = real
-        if reference is None:
+        if real is None:
             images[REFERENCE] = _generate_reference(pipeline, methods[0], prompts, num_seeds, progress)
-            reference = features(images[REFERENCE])
+        reference = features(images[REFERENCE]) if real is None else real
         figures["frechet"] = frechet_figure(sets, reference, num_seeds, progress, paired=real is None)
-    passes = estimate_mean([tokens_per_pass(method_runs) for method_runs in runs.values()], num_seeds)
-    columns = {label: {name: figure[i] for name, figure in figures.items()} for i, label in enumerate(compared)}
-    report = {
+    return {
         "prompts": labels,
         "seeds_per_prompt": num_seeds,
         "images_per_method": count,
         "features": None if features is None else {**features.facts, "num_features": num_features},
         "agreement": None if agreement is None else agreement.facts,
         "notes": _notes(len(labels), count, num_features, compared),
-        "methods": [
-            {
-                "method": label,
-                "settings": method_runs[-1].settings.as_dict(),
-                "seconds": sum(run.seconds for run in method_runs),
-                "exact": method_runs[-1].settings.method.exact,
-                "same_images": label not in compared or method_runs is plain,
-                "tokens_per_forward_pass": speed["value"],
-                "tokens_per_forward_pass_interval": {"low": speed["low"], "high": speed["high"]},
-                "figures": columns.get(label),
-            }
-            for (label, method_runs), speed in zip(runs.items(), passes, strict=True)
-        ],
+        "methods": _method_entries(runs, compared, figures, num_seeds),
+    }, images
+
+
+def _try_graphs(features: Features | None, agreement: Agreement | None, image: Image, prompt: str) -> None:
+    """Run both graphs once, so that a graph that cannot run fails before images are generated."""
+    if features is not None:
+        features([image])
+    if agreement is not None:
+        agreement([image], [prompt])
+
+
+def _read_features(features: Features, images: Mapping[str, list[Image]], progress: Progress) -> list[Floats]:
+    sets: list[Floats] = []
+    for method_images in images.values():
+        progress("features", len(sets), len(images))
+        sets.append(features(method_images))
+    return sets
+
+
+def _differing_runs(
+    pipeline: Pipeline, runs: Mapping[str, list[Run]], requests: Sequence[dict[str, Any]], progress: Progress
+) -> dict[str, list[Run]]:
+    """Return the runs of plain decoding and of methods with other images, with likelihoods, by label."""
+    plain, *_ = runs.values()
+    compared = {
+        label: method_runs
+        for label, method_runs in runs.items()
+        if method_runs is plain or not same_codes(method_runs, plain)
     }
-    return report, images
+    for number, (label, method_runs) in enumerate(compared.items()):
+        progress("likelihoods", number, len(compared))
+        compared[label] = [add_likelihoods(pipeline, *pair) for pair in zip(method_runs, requests, strict=True)]
+    return compared
+
+
+def _method_entries(
+    runs: Mapping[str, list[Run]], compared: Mapping[str, list[Run]], figures: Mapping[str, Figure], num_seeds: int
+) -> list[dict[str, Any]]:
+    """Return the report of each method.
+
+    Args:
+        runs: runs by label, plain decoding first.
+        compared: result of `_differing_runs`.
+        figures: figures of the compared methods, in their order, by name.
+        num_seeds: number of images per prompt.
+    """
+    plain, *_ = runs
+    passes = estimate_mean([tokens_per_pass(method_runs) for method_runs in runs.values()], num_seeds)
+    columns = {label: {name: figure[i] for name, figure in figures.items()} for i, label in enumerate(compared)}
+    return [
+        {
+            "method": label,
+            "settings": method_runs[-1].settings.as_dict(),
+            "seconds": sum(run.seconds for run in method_runs),
+            "exact": method_runs[-1].settings.method.exact,
+            "same_images": label not in compared or label == plain,
+            "tokens_per_forward_pass": speed["value"],
+            "tokens_per_forward_pass_interval": {"low": speed["low"], "high": speed["high"]},
+            "figures": columns.get(label),
+        }
+        for (label, method_runs), speed in zip(runs.items(), passes, strict=True)
+    ]
 
 
 def _generate_reference(

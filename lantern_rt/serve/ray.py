@@ -207,7 +207,6 @@ class RayBackend:
         The seed of the request makes the images the same.
 
         Args:
-            request: checked request.
             caller: key or address of the caller, for fair sharing.
 
         Raises:

@@ -128,7 +128,7 @@ def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> 
         (["--batch", "0", "--port", "0"], "--batch: found 0"),
         (["--deadline", "0"], "--deadline: found 0"),
         (["--deadline", "nan"], "--deadline: found nan"),
-        (["--log-level", "all"], "--log-level: found 'all', expected info or warning or error"),
+        (["--log-level", "all"], "--log-level: found 'all', expected info, warning, error"),
         (["--log-format", "xml"], "--log-format: found 'xml'"),
         (["--methods", "magic"], "--methods: found 'magic'"),
         (["--max-n", "11"], "--max-n: found 11"),
