@@ -137,8 +137,6 @@ def _check_tree(manifest: Manifest, name: str, is_default: bool) -> None:
     """Raise an error unless a draft tree exists and fits the codebook.
 
     Args:
-        manifest: manifest of the bundle.
-        name: name of the tree.
         is_default: whether the name comes from the bundle, so that the bundle is at fault.
     """
     try:

@@ -72,7 +72,6 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
     """Validate the settings of a request and complete them from the bundle's defaults.
 
     Args:
-        manifest: manifest of the bundle.
         options: `quality` or `method` (a name, a method string, or an object of `methods.py`), `size`, and the
             parameters in `SAMPLING`. None counts as missing.
 
@@ -123,7 +122,6 @@ def _check_guidance(sampling: Sampling, chosen: Collection[str], num_codes: int)
     """Return the sampling settings after checking guidance; defaults that do nothing without guidance are removed.
 
     Args:
-        sampling: the sampling settings.
         chosen: names of the settings that do not come from the bundle.
         num_codes: number of tokens of the image.
     """
@@ -188,7 +186,6 @@ def check_request(
     """Check a request without loading a graph.
 
     Args:
-        manifest: manifest of the bundle.
         tokenizer: tokenizer of the bundle; None if the bundle takes no prompts.
         prompts: one prompt or several, or None.
         class_ids, embeddings, negative_prompt, image, mask, keep_rows, seed, num_images: see `Options`.
@@ -249,7 +246,6 @@ def _prepare_subjects(
     Args:
         manifest: manifest of the bundle, whose condition is of one kind.
         tokenizer: tokenizer of the bundle; None if the bundle takes no prompts.
-        settings: settings of the images.
         values: prompts, class ids and embeddings by parameter, None without.
         negative: negative prompt; None or an empty text: none.
 

@@ -193,7 +193,6 @@ class EngineOptions:
         """Load the graphs of a bundle, or the TensorRT engines that replace them.
 
         Args:
-            bundle: opened bundle.
             settings: settings of the request; None: several settings, of which the largest counts for memory.
             prefix: number of tokens of the longest prompt, if known.
 

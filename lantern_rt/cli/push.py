@@ -93,7 +93,6 @@ def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, A
     """Create the README.md of a repository.
 
     Args:
-        bundle: bundle to describe.
         repository: owner/name of the repository.
         samples: recipes of the images `samples/1.png` and so on.
     """

@@ -63,7 +63,6 @@ def request_of_recipe(png: Path, recipe: Recipe, bundle: Bundle) -> Request:
 
     Args:
         png: path of the PNG, for messages.
-        recipe: recipe in the PNG.
         bundle: bundle that generated the image.
 
     Raises:
@@ -89,7 +88,6 @@ def settings_of_recipe(png: Path, recipe: Recipe, bundle: Bundle) -> Settings:
 
     Args:
         png: path of the PNG, for messages.
-        recipe: recipe in the PNG.
         bundle: bundle that generated the image.
     """
     if bundle.digest != recipe.bundle_digest:
@@ -123,7 +121,6 @@ def holds_image(path: Path, bundle: Bundle, request: Request, scale: int) -> boo
 
     Args:
         path: path of a file, which need not exist.
-        bundle: bundle of the request.
         request: request of a single image.
         scale: factor by which the image is enlarged.
     """

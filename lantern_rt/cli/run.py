@@ -164,8 +164,6 @@ def _plan_outputs(
     """Return the path of each image, and whether the file exists with this image; files of tokens are written again.
 
     Args:
-        bundle: bundle of the request.
-        request: checked request.
         output: file or folder that the user gave; None: the current folder.
         stems: name of each file without its ending, if the user gave no file.
         scale: factor by which to enlarge the images.
@@ -266,8 +264,6 @@ def _generate(
 
     Args:
         engine: options that load the bundle's graphs.
-        bundle: bundle of the request.
-        request: checked request.
         outputs: path of each image, and whether the file exists with this image and is not to be written.
         scale: factor by which to enlarge the images.
         trace: files of the trace to write; None: no trace.
@@ -321,7 +317,6 @@ class _TraceFiles:
 
     Args:
         path: path of NAME.npz.
-        bundle: bundle of the request.
         request: request whose steps are recorded.
         outputs: paths of the images; the trace needs other paths.
         force: whether to replace existing files.

@@ -207,7 +207,6 @@ def _open(bundles: Sequence[str], names: Sequence[str], options: EngineOptions) 
     Args:
         bundles: folders or names of bundles.
         names: name of each model; empty: the names of the bundles.
-        options: options of the engine.
 
     Returns:
         The bundles by the name of their model.

@@ -36,12 +36,10 @@ def bench(
     """Run the methods in turns, after a warm-up turn that is discarded.
 
     Args:
-        pipeline: the pipeline to measure.
         methods: the methods, plain decoding first.
         prompts: prompts of the images.
         batch_size: number of images per request.
         min_images: minimum number of images per method; every method runs at least three times.
-        progress: progress callback.
 
     Returns:
         Runs by method and turn.

@@ -216,7 +216,6 @@ def frechet_figure(
         sets: features `[prompts x num_seeds, width]` of every method.
         reference: features `[n, width]` of the reference images.
         num_seeds: number of images per prompt.
-        progress: progress callback.
         paired: whether the reference has the same prompts and number of seeds, and is resampled with the methods.
     """
     by_prompt = np.arange(len(sets[0])).reshape(-1, num_seeds)

@@ -87,7 +87,6 @@ class ImageGraph(ABC):
     Args:
         path: the graph file.
         role: option that names the graph, `features` or `agreement`.
-        preprocessing: preprocessing of the images.
         threads: number of threads, by default one per core.
 
     Raises:
@@ -209,10 +208,8 @@ def folder_features(features: Features, folder: Path, size: tuple[int, int], pro
     """Compute the features of all images in a folder.
 
     Args:
-        features: the graph of features.
         folder: folder of PNG, JPEG or WebP files.
         size: width and height in pixels to which images are cropped and resized.
-        progress: progress callback.
 
     Returns:
         Features float64 `[images, features]`.
@@ -267,7 +264,6 @@ class Agreement(ImageGraph):
 
     Args:
         path: the graph file. The `tokenizer.json` beside it, or else the bundle's word list, tokenizes prompts.
-        preprocessing: preprocessing of the images.
         bundle: bundle that generates the images.
         threads: number of threads, by default one per core.
 

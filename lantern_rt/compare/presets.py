@@ -45,7 +45,6 @@ def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Qualit
 
     Args:
         report: report of `evaluate` with the bundle's default sampling.
-        manifest: manifest of the bundle.
 
     Returns:
         Presets by quality. A quality that no method satisfies is left out.

@@ -41,7 +41,6 @@ def text_report(report: Mapping[str, Any], with_distance: bool = False) -> str:
     """Return lines of text: speed of every method, and its deviation from `ar`.
 
     Args:
-        report: report of `evaluate`.
         with_distance: whether to show the Frechet distances, for users who gave real images.
     """
     wanted = (*_ESSENTIAL, "frechet") if with_distance else _ESSENTIAL
@@ -93,7 +92,6 @@ def html_report(
     """Return the HTML page of an evaluation.
 
     Args:
-        report: report of `evaluate`.
         images: images of every method, from `evaluate`.
         facts: descriptions of bundle and host, by name.
         title: heading of the page.

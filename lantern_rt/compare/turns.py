@@ -71,11 +71,9 @@ class Run:
     """The result of one pipeline call with one method.
 
     Args:
-        method: the method.
         settings: the resolved settings of the call.
         codes: `[cells]` of each image.
         images: the images, empty if they were not made, or the bundle makes none.
-        statistics: statistics of decoding.
         seconds: duration of the call, including making the images.
         likelihoods: likelihood of each image's codes, empty until computed.
     """
@@ -104,8 +102,6 @@ def run(pipeline: Pipeline, method: ComparedMethod, request: Mapping[str, Any], 
     """Run one method on one request and measure the time.
 
     Args:
-        pipeline: the pipeline to call.
-        method: the method to run.
         request: keyword arguments that give prompts and seeds.
         make_images: whether to decode the codes to images.
     """
@@ -123,7 +119,6 @@ def add_likelihoods(pipeline: Pipeline, run: Run, request: Mapping[str, Any]) ->
 
     Args:
         pipeline: the pipeline that made the run.
-        run: the run to score.
         request: keyword arguments that the run was made with.
     """
     sampling = {name: getattr(run.settings.sampling, name) for name in SAMPLING}
@@ -142,12 +137,10 @@ def run_in_turns(
     """Yield one list of runs per request, in the order of `methods`.
 
     Args:
-        pipeline: the pipeline to call.
         methods: the methods to run on every request.
         requests: keyword arguments of pipeline calls.
         make_images: whether to decode the codes to images.
         score: whether to compute likelihoods after each turn.
-        progress: progress callback.
         total: number of images per method, for `progress`.
     """
     count = len(methods)

@@ -54,7 +54,6 @@ class ImageBackend(Protocol):
         """Generate the images of a request within its deadline. Closing the generator cancels the request.
 
         Args:
-            request: checked request.
             caller: key or address of the caller, for fair sharing.
 
         Yields:
@@ -69,7 +68,6 @@ class LocalBackend:
     """Backend with a pipeline in this process.
 
     Args:
-        pipeline: pipeline of the model.
         name: name of the model in the API; empty: the name of its bundle.
     """
 

@@ -162,7 +162,6 @@ class Figures:
         method: decoding method with its parameters.
         quality: preset that chose the method; None if the request named the method.
         exact: whether the method samples from the target's distribution.
-        seeds: seed of each image.
         tokens_per_forward_pass: tokens per forward pass of an image, averaged over images.
         target_passes: number of target passes, each counted once for every image in it.
         realised_tvd_per_token: total variation distance per token that relaxed acceptance caused.
@@ -232,9 +231,7 @@ def image_event(kind: str, request: ImagesRequest, size: str, image: bytes) -> E
 
     Args:
         kind: `completed` or `partial_image`.
-        request: request of the stream.
         size: size of the image, as WIDTHxHEIGHT.
-        image: image file.
     """
     return {
         "type": f"{request.EVENT_PREFIX}.{kind}",
