@@ -116,7 +116,7 @@ def test_a_folder_of_other_prompts_or_with_a_link_to_nowhere_is_refused(
 
 def test_a_bundle_that_draws_groups_of_cells_is_refused(tmp_path: Path) -> None:
     pipeline = Pipeline.from_bundle(make_order_bundle(tmp_path / "tiny"), threads=1)
-    expected = "bundle: bundle tiny generates groups of cells, without drafts; use another bundle"
+    expected = "bundle: bundle tiny draws groups of cells, in an order of its own; use another bundle"
     assert str(error_of(RequestError, write, pipeline, tmp_path / "data")) == expected
     for read in (read_heads_target, read_target):
         assert str(error_of(RequestError, read, pipeline.bundle)) == expected

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from ...bundle.manifest import Manifest, Size
+from ...bundle.manifest import Manifest, Size, unsupported
 from ...errors import CheckpointError, RequestError
 from ...inputs import format_value, open_plain_file, reading
+from ...methods import Sjd
 from ...output.files import write_output
 from ...runtime.raster import RasterLayout
 
@@ -74,9 +75,8 @@ def read_source(manifest: Manifest, size: Size | None = None) -> Source:
     Raises:
         RequestError: the bundle generates without drafts.
     """
-    if manifest.order is not None:
-        problem = f"bundle {manifest.name} generates groups of cells, without drafts"
-        raise RequestError(problem, field="bundle", remedy="use another bundle")
+    if problem := unsupported(manifest, Sjd()):
+        raise RequestError(f"bundle {manifest.name} {problem}", field="bundle", remedy="use another bundle")
     size = size or manifest.size()
     condition = manifest.condition
     weights = manifest.files.get("target.data", manifest.files["target"])
