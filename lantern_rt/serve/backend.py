@@ -15,7 +15,7 @@ from PIL.Image import Image
 from .. import __version__
 from ..asynchronous import AsyncPipeline
 from ..errors import LanternError
-from ..methods import METHODS
+from ..methods import METHODS, MethodConfig
 from ..output.images import png_bytes
 from ..prompts import load_bundle_tokenizer
 from ..requests import resolve_settings
@@ -89,6 +89,7 @@ class LocalBackend:
         manifest = self.manifest
         tokenizer = load_bundle_tokenizer(self.pipeline.pipeline.bundle)
         size = manifest.size().name
+        methods = {name: method for name in METHODS if (method := self._accepted(method=name))}
         return {
             "version": __version__,
             "bundle": manifest.name,
@@ -100,21 +101,23 @@ class LocalBackend:
             "columns": manifest.grid_columns,
             "takes": manifest.condition.kind,
             "classes": manifest.condition.classes,
-            "methods": [name for name in METHODS if self._accepts(method=name)],
-            "qualities": [name for name in manifest.presets if self._accepts(quality=name)],
+            "methods": [*methods],
+            "parameters": {name: str(method).partition(":")[2] for name, method in methods.items()},
+            "qualities": [name for name in manifest.presets if self._accepted(quality=name)],
             "sampling": manifest.sampling.model_dump(),
             "examples": self.pipeline.pipeline.bundle.examples[:8],
             "words": tokenizer.words if isinstance(tokenizer, WordTokenizer) else (),
             "edits": "vq_encoder" in manifest.files,
         }
 
-    def _accepts(self, **options: str) -> bool:
+    def _accepted(self, **options: str) -> MethodConfig | None:
+        """Return the method that a request with these options gets; None if the request is rejected."""
         try:
-            settings = self.pipeline.pipeline.adapt_settings(resolve_settings(self.manifest, options))
-            self.pipeline.service.check_nodes(settings.method)
+            method = self.pipeline.pipeline.adapt_settings(resolve_settings(self.manifest, options)).method
+            self.pipeline.service.check_nodes(method)
         except LanternError:
-            return False
-        return True
+            return None
+        return method
 
     def load(self) -> Load:
         service = self.pipeline.service

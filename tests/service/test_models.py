@@ -123,6 +123,14 @@ def test_the_version_and_the_bundle_are_told_wherever_an_operator_looks(
     digest = bundle.digest
     identity = {"version": __version__, "models": {"one": digest, "other": digest}}
     facts = renamed.get("/v1/models/other")[1]["lantern"]
+    assert facts["parameters"] == {
+        "ar": "",
+        "eagle": "tree=chain-3",
+        "lantern": "tree=dynamic-6-3-2:neighbors=4:residual=aggregated:delta=0.2",
+        "lantern++": "tree=chain-3:neighbors=4:residual=aggregated:lambda=2",
+        "sjd": "window=8",
+        "rows": "window=6:drafts=0",
+    }
     told = {name: facts[name] for name in ("version", "bundle", "digest", "format_version")}
     format_version = bundle.manifest.format_version
     assert told == {"version": __version__, "bundle": "tiny", "digest": digest, "format_version": format_version}

@@ -6,9 +6,6 @@ import { fitted } from "./mask.js";
 import { Picture } from "./picture.js";
 import { apiKey, keepApiKey, models } from "./server.js";
 
-const PARAMETERS = {
-  sjd: "window=7", rows: "window=6", eagle: "tree=chain-4", lantern: "delta=0.1", "lantern++": "lambda=2",
-};
 const NUMBERS = ["class_id", "seed", "cfg_scale", "temperature", "top_k", "top_p"];
 const at = (id) => document.getElementById(id);
 const form = at("form"), method = at("method"), other = at("other");
@@ -84,8 +81,8 @@ function chip(text, then = () => {}) {
 function useMethods() {
   for (const select of [method, other]) {
     const parameters = at(`${select.id}-parameters`);
-    parameters.hidden = !(select.value in PARAMETERS);
-    parameters.placeholder = PARAMETERS[select.value] ?? "";
+    parameters.placeholder = model().parameters?.[select.value] ?? "";
+    parameters.hidden = !parameters.placeholder;
   }
   at("fair").hidden = !other.value;
   at("count").disabled = Boolean(other.value);
