@@ -36,7 +36,6 @@ from lantern_rt.engines.host import processor
 from lantern_rt.export.measures import divergence, same_top_token
 from lantern_rt.runtime.likelihood import sequence_logits
 from lantern_rt.runtime.statistics import Clock
-from lantern_rt.runtime_inputs import compute_prefixes, load_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # recipes/ is not installed
 
@@ -145,10 +144,10 @@ def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int)
 
 def conditional_logits(pipeline: Pipeline, request: dict[str, Any], codes: Sequence[np.ndarray]) -> np.ndarray:
     """Logits of the conditional row at every token of every image, `[images * cells, vocab_size]`."""
-    checked = pipeline.check(**request, method="ar")
-    model, clock = load_model(pipeline.bundle, pipeline.engines, [checked.settings.method]), Clock()
-    prompts = compute_prefixes(pipeline.bundle, pipeline.engines, checked.images)
-    parts = (sequence_logits(model, [p.cond], own[:-1], clock) for p, own in zip(prompts, codes, strict=True))
+    prepared = pipeline.prepare(pipeline.check(**request, method="ar"))
+    model, layout, clock = prepared.model(), prepared.plan.layout, Clock()
+    prompts = zip(prepared.prompts(), codes, strict=True)
+    parts = (sequence_logits(model, layout, [prompt.cond], own[:-1], clock) for prompt, own in prompts)
     return np.concatenate([part[0] for image in parts for part in image])
 
 

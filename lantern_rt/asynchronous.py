@@ -151,7 +151,7 @@ class AsyncPipeline:
         """
         with self._calling():
             async for request, step in self.updates(prompts, steps=False, **options):
-                images = request.checked.images
+                images = request.prepared.images
                 last = step
             assert last is not None
             count = len(images) if self.pipeline.bundle.manifest.makes_images else 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import psutil  # type: ignore[import-untyped]
 
@@ -20,7 +20,8 @@ from .engines.host import available_memory
 from .engines.kv_cache import SPAN_STEP, round_up
 from .engines.precisions import INT8, INTEGER_WEIGHTS
 from .errors import BundleError, RequestError
-from .requests import Request, Settings, resolve_settings
+from .prompts import ImageRequest
+from .requests import Settings, resolve_settings
 from .runtime.drafters import count_nodes
 
 FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
@@ -38,17 +39,32 @@ def largest_settings(manifest: Manifest) -> Settings:
     return resolve_settings(manifest, {"method": method})
 
 
-def compute_max_images(manifest: Manifest, settings: Settings, max_rows: int) -> int:
+def fit_images(
+    manifest: Manifest, images: Sequence[ImageRequest], settings: Settings, max_rows: int, free: int | None
+) -> int:
     """Compute the maximum number of images per forward pass.
 
     Args:
         manifest: manifest of the bundle.
+        images: images of a request; empty: any images.
         settings: settings of the images.
         max_rows: maximum number of batch rows of the engines; with guidance an image has two rows.
+        free: free memory after loading the weights, bytes; None: one image always fits.
 
     Returns:
         1 .. 64 images, which need at most 2 GiB and at most half of the free memory, if there are several.
+
+    Raises:
+        RequestError: one image needs more memory than was free; names the memory needed, by use, and the free memory.
     """
+    tokens = max((len(real) for image in images for real in image.real), default=0)
+    needed = _image_bytes(manifest, settings, tokens)
+    if free is not None and sum(needed.values()) > free:
+        actual = f"{_format_bytes(free)} free beside the weights"
+        expected = f"{_format_uses(needed)} for an image of a prompt of {tokens:,} tokens"
+        raise RequestError(
+            field="memory", found=actual, expected=expected, remedy="shorten it, or close other programs"
+        )
     budget = min(BATCH_BYTES, available_memory() // 2)
     rows = max_rows // (2 if settings.sampling.guided else 1)
     return max(1, min(MAX_IMAGES, rows, budget // sum(image_bytes(manifest, settings).values())))
@@ -87,7 +103,7 @@ def check_memory(bundle: Bundle, settings: Settings, prefix: int | None = None) 
     Args:
         bundle: opened bundle.
         settings: settings of the image.
-        prefix: number of prompt tokens; None: the fewest possible, because `check_image_memory` checks every request.
+        prefix: number of prompt tokens; None: the fewest possible, because `fit_images` checks every request.
 
     Raises:
         RequestError: names the memory needed, by use, and the free memory.
@@ -104,27 +120,6 @@ def check_memory(bundle: Bundle, settings: Settings, prefix: int | None = None) 
         expected = f"{_format_uses(needed)} for bundle {manifest.name}"
         raise RequestError(
             field="memory", found=f"{_format_bytes(free)} free", expected=expected, remedy="close other programs"
-        )
-
-
-def check_image_memory(manifest: Manifest, request: Request, free: int) -> None:
-    """Raise an error if one image of a request needs more memory than was free after loading the weights.
-
-    Args:
-        manifest: manifest of the bundle.
-        request: checked request.
-        free: free memory after loading, bytes.
-
-    Raises:
-        RequestError: names the memory needed, by use, and the free memory.
-    """
-    tokens = max(len(real) for image in request.images for real in image.real)
-    needed = _image_bytes(manifest, request.settings, tokens)
-    if sum(needed.values()) > free:
-        actual = f"{_format_bytes(free)} free beside the weights"
-        expected = f"{_format_uses(needed)} for an image of a prompt of {tokens:,} tokens"
-        raise RequestError(
-            field="memory", found=actual, expected=expected, remedy="shorten it, or close other programs"
         )
 
 

@@ -26,17 +26,17 @@ from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import RequestError
 from .inputs import check_int
-from .memory import check_image_memory, compute_max_images
+from .memory import fit_images
 from .methods import Ar, Sjd
 from .options import GenerationOptions, ImageSource, Options
 from .output.images import blank_image, grey_out, to_image, with_record
 from .output.progress import progress_bars
+from .prepared import Prepared, load_model, make_plan
 from .prompts import ImageRequest, load_bundle_tokenizer
 from .requests import Request, Settings, check_request, resolve_settings
 from .results import Ints, Result, StreamState, StreamStep, build_result, recipe_fields
 from .runtime.decode import decode
 from .runtime.state import PrefixRow, Prompt
-from .runtime_inputs import compute_likelihoods, compute_prefixes, image_layout, load_model
 
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder
@@ -144,8 +144,8 @@ class Pipeline:
         method, *_ = supported_methods(manifest, ("eagle:drafter=eagle", "eagle:drafter=heads", "ar"))
         settings = resolve_settings(manifest, {"method": method, "cfg_scale": 2.0})
         model = load_model(self.bundle, self.engines, [settings.method])
-        layout = image_layout(manifest)
-        steps = decode(model, layout, [Prompt(row, row)], [0], settings.sampling, settings.method)
+        plan = make_plan(manifest, settings, self.engines)
+        steps = decode(model, plan, [Prompt(row, row)], [0])
         for _ in islice(steps, WARM_UP_STEPS):
             pass  # the tokens are not used: they belong to an image without a prompt
         _LOG.info("warmed up bundle %s", manifest.name)
@@ -281,7 +281,7 @@ class Pipeline:
         request = self.check(prompts, **options)
         if len(codes) != len(request.images):
             raise RequestError(field="codes", found=f"{len(codes)} images", expected=f"{len(request.images)} images")
-        return compute_likelihoods(self.bundle, self.engines, request, codes)
+        return self.prepare(request).likelihoods(codes)
 
     def check(self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]) -> Request:
         """Check a request before anything is computed.
@@ -301,17 +301,24 @@ class Pipeline:
             request.images[0].edit.encode(self.engines.vq_encoder)
         return request
 
-    def check_image_memory(self, request: Request) -> None:
-        """Raise an error if one image needs more memory than was free after loading; GPU memory is not checked.
+    def prepare(self, request: Request) -> Prepared:
+        """Work out how these engines decode a request, and check that there is memory for it.
 
         Args:
             request: checked request.
 
+        Returns:
+            The request with everything that the runtime needs.
+
         Raises:
-            RequestError: names the memory needed, by use, and the free memory.
+            RequestError: one image needs more memory than was free after loading (GPU memory is not checked), or the
+                pipeline was closed.
         """
-        if self._free is not None:
-            check_image_memory(self.bundle.manifest, request, self._free)
+        engines = self.engines
+        settings = self.adapt_settings(request.settings)
+        max_images = fit_images(self.bundle.manifest, request.images, settings, engines.max_rows, self._free)
+        plan = make_plan(self.bundle.manifest, settings, engines, settings.quality is not None and engines.on_cpu)
+        return Prepared(self.bundle, engines, request.images, settings, plan, max_images)
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
         """Generate the images of a checked request, step by step.
@@ -320,16 +327,12 @@ class Pipeline:
             request: checked request.
 
         Returns:
-            A generator of steps, as from `stream`.
+            A generator of steps, as from `stream`. It continues after `close`, but cannot decode images then.
 
         Raises:
             RequestError: there is not enough memory, or the pipeline was closed; before the first step.
         """
-        engines = self.engines  # held here so that the stream can continue after `close`
-        self.check_image_memory(request)
-        settings = self.adapt_settings(request.settings)
-        max_images = compute_max_images(self.bundle.manifest, settings, engines.max_rows)
-        return self._decode(engines, request.images, settings, min(len(request.images), max_images))
+        return self._decode(self.prepare(request))
 
     def adapt_settings(self, settings: Settings) -> Settings:
         """Replace a preset's method by its method for GPUs, unless the engines run on the CPU.
@@ -353,18 +356,14 @@ class Pipeline:
             method = Sjd(window=max_window) if max_window else Ar()
         return replace(settings, method=method)
 
-    def _decode(
-        self, engines: Engines, images: Sequence[ImageRequest], settings: Settings, max_images: int
-    ) -> Generator[StreamStep, None, None]:
-        model = load_model(self.bundle, engines, [settings.method])
-        layout = image_layout(self.bundle.manifest, settings.size)
-        seeds = [image.seed for image in images]
-        prompts = compute_prefixes(self.bundle, engines, images)
-        adaptive = settings.quality is not None and engines.on_cpu
-        state = StreamState(len(images), layout.num_codes)
-        steps = decode(model, layout, prompts, seeds, settings.sampling, settings.method, max_images, adaptive=adaptive)
-        for step in steps:
-            yield state.add(step, settings, partial(self.decode_image, images, settings))
+    def _decode(self, request: Prepared) -> Generator[StreamStep, None, None]:
+        images = request.images
+        settings = request.settings
+        state = StreamState(len(images), request.plan.layout.num_codes)
+        decode_image = partial(self.decode_image, images, settings)
+        max_images = min(len(images), request.max_images)
+        for step in decode(request.model(), request.plan, request.prompts(), request.seeds, max_images):
+            yield state.add(step, settings, decode_image)
         assert step.stats is not None
         figures = step.stats.tokens_per_forward_pass, step.stats.seconds
         _LOG.info("%s: %d images, %.2f tokens per forward pass, %.2f s", settings.method, len(images), *figures)

@@ -20,10 +20,11 @@ from typing import Self, Unpack
 
 from .errors import LanternError, RequestError
 from .inputs import check_int
-from .memory import compute_max_images, largest_settings
+from .memory import fit_images, largest_settings
 from .methods import MethodConfig, Sjd
 from .options import Options
 from .pipeline import Pipeline
+from .prepared import load_model
 from .results import StreamStep
 from .runtime import state
 from .runtime.batch import Batch
@@ -31,7 +32,6 @@ from .runtime.decode import Step, select_joining
 from .runtime.drafters import count_nodes
 from .runtime.drafting import SequenceStep
 from .runtime.statistics import Clock, summarise
-from .runtime_inputs import compute_prefixes, image_layout, load_model
 from .service_request import Listener, ServiceRequest
 from .sharing import Capacity, Turns, fair_order
 
@@ -59,7 +59,7 @@ class Service:
         manifest = pipeline.bundle.manifest
         self._engines = engines = pipeline.engines
         self.model = load_model(pipeline.bundle, engines)
-        fitting = compute_max_images(manifest, largest_settings(manifest), engines.max_rows)
+        fitting = fit_images(manifest, [], largest_settings(manifest), engines.max_rows, None)
         usual = min(fitting, max(1, engines.max_rows // 2))
         self._max_images = check_int("together", together, usual, 1, 4096)
         self.capacity = Capacity(self._max_images, check_int("waiting", waiting, 256, 0, 1 << 20))
@@ -131,17 +131,16 @@ class Service:
                 would miss its deadline.
         """
         _ = self.pipeline.engines  # raises in a forked process, which has no service thread
-        checked = self.pipeline.check(prompts, **options)
-        checked = replace(checked, settings=self.pipeline.adapt_settings(checked.settings))
-        self.pipeline.check_image_memory(checked)
-        num_images = len(checked.images)
-        layout = image_layout(self.pipeline.bundle.manifest, checked.settings.size)
-        request = ServiceRequest(self.cancel, checked, listener, steps, caller, deadline, layout)
-        self.check_nodes(checked.settings.method)
+        prepared = self.pipeline.prepare(self.pipeline.check(prompts, **options))
+        # images that share passes have narrower windows, whatever the request says
+        plan = replace(prepared.plan, adaptive=self._engines.on_cpu)
+        request = ServiceRequest(self.cancel, replace(prepared, plan=plan), listener, steps, caller, deadline)
+        num_images = len(prepared.images)
+        self.check_nodes(prepared.settings.method)
         if num_images > self.capacity.total:
             expected = f"at most {self.capacity.total} in one request"
             raise RequestError(field="num_images", found=f"{num_images} images", expected=expected)
-        if 1 + checked.settings.sampling.guided > self._rows:
+        if plan.num_rows > self._rows:
             raise RequestError("guidance takes two rows, these engines have one", field="cfg_scale", remedy="give 1")
         with self._changed:
             if self._closing:
@@ -225,26 +224,15 @@ class Service:
 
     def _prepare(self, request: ServiceRequest) -> None:
         """Compute the prefixes of a request and queue its images."""
-        settings = request.checked.settings
+        prepared = request.prepared
         try:
-            prompts = list(compute_prefixes(self.pipeline.bundle, self._engines, request.checked.images))
+            prompts = list(prepared.prompts())
         except Exception as error:
             self._end_request(request, error)
             return
         request.clocks = self._clocks[0].copy(), self._clocks[1].copy()
-        for prompt, image in zip(prompts, request.checked.images, strict=True):
-            rows = prompt.rows(settings.sampling)
-            sequence = state.ImageSequence(
-                self._num_sequences,
-                request.layout,
-                rows,
-                settings.sampling,
-                settings.method,
-                image.seed,
-                count_nodes(settings.method, self.model.max_nodes),
-                prompt.preserved,
-                adaptive=self._engines.on_cpu,
-            )
+        for prompt, seed in zip(prompts, prepared.seeds, strict=True):
+            sequence = state.ImageSequence(self._num_sequences, prepared.plan, prompt, seed)
             self._requests[self._num_sequences] = request
             self._num_sequences += 1
             request.sequences.append(sequence)
@@ -325,7 +313,9 @@ class Service:
         if new[group]:
             self._waiting = [sequence for sequence in self._waiting if not sequence.codes]
         with self._changed:
-            images = sum(len(part.codes) / self._requests[part.sequence].layout.num_codes for part in parts)
+            images = sum(
+                len(part.codes) / self._requests[part.sequence].prepared.plan.layout.num_codes for part in parts
+            )
             self.capacity.record_pass(now - self._last_pass, images)
         self._last_pass = now
         steps: dict[ServiceRequest, list[SequenceStep]] = {}
@@ -337,9 +327,9 @@ class Service:
             self._send_step(request, request_parts)
 
     def _send_step(self, request: ServiceRequest, parts: list[SequenceStep]) -> None:
-        settings = request.checked.settings
+        settings = request.prepared.settings
         sequences = request.sequences
-        codes = request.layout.num_codes
+        codes = request.prepared.plan.layout.num_codes
         total = codes * len(sequences)
         remaining = sum(sequence.remaining for sequence in sequences)
         stats = None
@@ -348,7 +338,7 @@ class Service:
             records = [sequence.statistics for sequence in sequences]
             stats = summarise(settings.method.method, codes, target, drafter, records)
         parts = [part._replace(sequence=part.sequence - sequences[0].index) for part in parts]
-        decode_image = partial(self.pipeline.decode_image, request.checked.images, settings)
+        decode_image = partial(self.pipeline.decode_image, request.prepared.images, settings)
         step = request.stream_state.add(Step(parts, total - remaining, total, stats), settings, decode_image)
         if stats is not None:
             self._failures = 0

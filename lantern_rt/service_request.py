@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .requests import Request
+from .prepared import Prepared
 from .results import StreamState, StreamStep
 from .runtime import state
-from .runtime.layout import ImageLayout
 from .runtime.statistics import Clock
 
 Listener = Callable[[StreamStep | BaseException], None]
@@ -17,15 +16,14 @@ Listener = Callable[[StreamStep | BaseException], None]
 
 @dataclass(eq=False)
 class ServiceRequest:
-    """Request in a service. Only `checked` and `cancel` may be used outside the service's thread."""
+    """Request in a service. Only `prepared` and `cancel` may be used outside the service's thread."""
 
     remove: Callable[[ServiceRequest], None]  # cancels the request in the service
-    checked: Request
+    prepared: Prepared
     listener: Listener
     steps: bool  # whether the listener receives every step
     caller: str
     deadline: float  # time limit in seconds after `arrived`
-    layout: ImageLayout  # layout of the images
     arrived: float = field(default_factory=time.perf_counter)
     queue_seconds: float | None = None  # time before the first forward pass
     reserved_images: int = 0  # images that count toward the capacity; 0 after the end or a cancellation
@@ -36,7 +34,7 @@ class ServiceRequest:
     ended: bool = False
 
     def __post_init__(self) -> None:
-        self.stream_state = StreamState(len(self.checked.images), self.layout.num_codes)
+        self.stream_state = StreamState(len(self.prepared.images), self.prepared.plan.layout.num_codes)
 
     @property
     def waits(self) -> bool:

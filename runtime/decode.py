@@ -10,12 +10,9 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from ..methods import MethodConfig, Sampling
 from .batch import Batch
-from .drafters import count_nodes
 from .drafting import OnCommit, SequenceStep
-from .layout import ImageLayout
-from .state import ImageSequence, Model, Prompt
+from .state import ImageSequence, Model, Plan, Prompt
 from .statistics import SequenceStatistics, Statistics, summarise
 
 UNLIMITED = 1 << 30
@@ -35,14 +32,11 @@ class Step:
 
 def decode(
     model: Model,
-    layout: ImageLayout,
+    plan: Plan,
     prompts: Iterable[Prompt],
     seeds: Sequence[int],
-    sampling: Sampling,
-    method: MethodConfig,
     max_images: int = 1 << 16,
     on_commit: OnCommit | None = None,
-    adaptive: bool = False,
 ) -> Generator[Step, None, None]:
     """Decode the tokens of one image for every prompt.
 
@@ -50,20 +44,17 @@ def decode(
 
     Args:
         model: engines and tables.
-        layout: layout of the images.
+        plan: layout, method and sampling settings of the images.
         prompts: prompts, read from the iterator when the batch can hold another image.
         seeds: one seed for each prompt, 0 .. 2^64 - 1.
-        sampling: guidance, temperature and filters.
-        method: method of drafting and acceptance.
         max_images: maximum number of images per forward pass; further images wait.
         on_commit: callback that gets the commits of every forward pass, None for none.
-        adaptive: whether the window of an exact `sjd` adapts to its acceptance, see `windows.py`.
 
     Yields:
         One step after every prefill and every verification pass.
     """
     batch = Batch(model, on_commit)
-    nodes = count_nodes(method, model.max_nodes)
+    num_codes = plan.layout.num_codes
     records: list[SequenceStatistics] = []
     coming = iter(enumerate(zip(prompts, seeds, strict=True)))
     waiting: list[ImageSequence] = []
@@ -71,8 +62,7 @@ def decode(
     stats = None
     while stats is None:
         for i, (prompt, seed) in islice(coming, max_images - len(batch.active) - len(waiting)):
-            rows = prompt.rows(sampling)
-            waiting.append(ImageSequence(i, layout, rows, sampling, method, seed, nodes, prompt.preserved, adaptive))
+            waiting.append(ImageSequence(i, plan, prompt, seed))
         if new := select_joining(batch, waiting, max_images):
             del waiting[: len(new)]
             records += [sequence.statistics for sequence in new]
@@ -81,8 +71,8 @@ def decode(
             parts = batch.step()
         done += sum(part.num_codes for part in parts)
         if not batch.active and len(records) == len(seeds):
-            stats = summarise(method.method, layout.num_codes, batch.target_clock, batch.drafter_clock, records)
-        yield Step(parts, done, layout.num_codes * len(seeds), stats)
+            stats = summarise(plan.method.method, num_codes, batch.target_clock, batch.drafter_clock, records)
+        yield Step(parts, done, num_codes * len(seeds), stats)
 
 
 def select_joining(

@@ -22,13 +22,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..methods import Sampling
 from .engine import Bools, Floats, Ints, PassOutput
 from .guidance import Guidance
 from .layout import ImageLayout, PassLayout
 from .passes import MIN_NODES, Prefixes
 from .sampling import apply_repetition_penalty, apply_temperature, softmax
-from .state import ImageSequence, Model, PrefixRow, Prompt
+from .state import ImageSequence, Model, Plan, PrefixRow, Prompt
 from .statistics import Clock
 
 NODES = 64  # nodes of a forward pass; more would not be faster, and engines are built for this number
@@ -44,28 +43,28 @@ class Likelihood:
 
 def likelihood(
     model: Model,
-    layout: ImageLayout,
+    plan: Plan,
     prompt: Prompt,
     codes: NDArray[np.int64],
-    sampling: Sampling,
     counted: Bools | None = None,
 ) -> Likelihood:
     """Return the likelihood and the entropy per token of one image.
 
     Args:
         model: model with its target engine.
-        layout: layout of the image.
+        plan: layout and sampling settings of the image.
         prompt: prompt of the image.
         codes: tokens of the image, `[cells]`.
-        sampling: guidance, temperature and repetition penalty.
         counted: cells to average over, `[cells]`; None: all cells.
     """
+    layout = plan.layout
+    sampling = plan.sampling
     codes = layout.in_drawing_order(codes)
     guidance = Guidance(sampling, layout)
     nats = np.empty(len(codes))
     entropy = np.empty(len(codes))
     first = 0
-    for logits in sequence_logits(model, layout, prompt.rows(sampling), codes[:-1], Clock()):
+    for logits in sequence_logits(model, layout, prompt.rows(plan.num_rows), codes[:-1], Clock()):
         part = np.arange(first, first + logits.shape[1])
         first += len(part)
         preceding = [codes[: layout.drawn_with(code).start] for code in part.tolist()]

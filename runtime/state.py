@@ -80,9 +80,37 @@ class Prompt:
     # preserved codes of the image, -1 in cells to generate, int64 `[cells]`; None: all cells are generated
     preserved: Ints | None = None
 
-    def rows(self, sampling: Sampling) -> list[PrefixRow]:
-        """Return the rows to decode: the conditional row and, with guidance, the unconditional row."""
-        return [self.cond, self.uncond] if sampling.guided else [self.cond]
+    def rows(self, count: int) -> list[PrefixRow]:
+        """Return the rows to decode: the conditional row and, with guidance, the unconditional row.
+
+        Args:
+            count: 1, or 2 with guidance.
+        """
+        return [self.cond, self.uncond][:count]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How images of one request are generated: everything but prompts and seeds."""
+
+    layout: ImageLayout
+    sampling: Sampling
+    method: MethodConfig
+    nodes: int  # maximum number of nodes of a draft, `drafters.count_nodes`
+    adaptive: bool = False  # whether the window of an exact `sjd` is an `AdaptiveWindow`
+
+    @property
+    def num_rows(self) -> int:
+        """Number of batch rows of an image, at least at its start."""
+        return 2 if self.sampling.guided else 1
+
+    def count_columns(self, prefix: int) -> int:
+        """Return the number of cache columns for the prefix, the image and one draft.
+
+        Args:
+            prefix: number of columns of the prefix.
+        """
+        return prefix + self.layout.num_tokens + self.layout.count_pass_nodes(self.nodes) + 2
 
 
 @dataclass(eq=False)
@@ -90,14 +118,12 @@ class ImageSequence:
     """Sequence of the tokens of an image being generated."""
 
     index: int  # number of the image, chosen by the caller
-    layout: ImageLayout
-    rows: Sequence[PrefixRow]  # prefix rows, the conditional row first
-    sampling: Sampling
-    method: MethodConfig
+    plan: Plan
+    prompt: Prompt
     seed: int  # 0 .. 2^64 - 1
-    max_nodes: int  # maximum number of nodes of the next draft, `drafters.count_nodes` at first
-    preserved: Ints | None = None  # see `Prompt`; from `__post_init__` on in the order of drawing
-    adaptive: bool = False  # whether the window of an exact `sjd` is an `AdaptiveWindow`
+    rows: Sequence[PrefixRow] = field(init=False)  # prefix rows, the conditional row first
+    preserved: Ints | None = field(init=False)  # see `Prompt`, but in the order of drawing
+    max_nodes: int = field(init=False)  # maximum number of nodes of the next draft
     guidance: Guidance = field(init=False)
     noise: Noise = field(init=False)
     # codes generated or preserved so far, in the order of drawing
@@ -106,13 +132,19 @@ class ImageSequence:
     statistics: SequenceStatistics = field(init=False, default_factory=SequenceStatistics)
 
     def __post_init__(self) -> None:
-        self.noise = self.layout.noise(self.seed)
-        self.guidance = Guidance(self.sampling, self.layout)
-        self._draft_nodes = self.max_nodes  # before the window adapts
-        adapts = self.adaptive and self.exact and isinstance(self.method, Sjd)
-        self._window = AdaptiveWindow(self.max_nodes - 1) if adapts else None
+        plan = self.plan
+        self.layout = plan.layout
+        self.sampling = plan.sampling
+        self.method = plan.method
+        self.rows = self.prompt.rows(plan.num_rows)
+        self.noise = plan.layout.noise(self.seed)
+        self.guidance = Guidance(plan.sampling, plan.layout)
+        self.max_nodes = plan.nodes
+        adapts = plan.adaptive and self.exact and isinstance(plan.method, Sjd)
+        self._window = AdaptiveWindow(plan.nodes - 1) if adapts else None
+        self.preserved = self.prompt.preserved
         if self.preserved is not None:
-            self.preserved = self.layout.in_drawing_order(self.preserved)
+            self.preserved = plan.layout.in_drawing_order(self.preserved)
             self.statistics.preserved = int((self.preserved >= 0).sum())
 
     @property
@@ -189,5 +221,4 @@ class ImageSequence:
     @property
     def cache_columns(self) -> int:
         """Number of cache columns for the prefix, the image and one draft."""
-        prefix = max(len(row.embeds) for row in self.rows)
-        return prefix + self.layout.num_tokens + self.layout.count_pass_nodes(self._draft_nodes) + 2
+        return self.plan.count_columns(max(len(row.embeds) for row in self.rows))

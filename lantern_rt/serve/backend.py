@@ -135,7 +135,7 @@ class LocalBackend:
         async with aclosing(updates):
             queued, _ = await anext(updates)
             yield ADMITTED
-            edit = queued.checked.images[0].edit
+            edit = queued.prepared.images[0].edit
             preserved = None if edit is None or edit.preserved is None else edit.preserved >= 0  # [cells]
             async for _, step in updates:
                 assert step is not None
@@ -158,7 +158,7 @@ class LocalBackend:
             before = time.perf_counter()
             files = [await self._encode(request, last, i) for i in range(len(last.codes))]
             now = time.perf_counter()
-            images = queued.checked.images
+            images = queued.prepared.images
             num_preserved = 0 if preserved is None else int(preserved.sum()) * len(images)
             stats = last.stats
             assert stats is not None

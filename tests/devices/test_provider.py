@@ -14,9 +14,9 @@ from lantern_rt import Pipeline
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.providers import PROVIDERS
 from lantern_rt.engines.ort.session import GraphSession
+from lantern_rt.prepared import compute_prefixes
 from lantern_rt.runtime.engine import Pass
 from lantern_rt.runtime.noise import GROUP_SIZE
-from lantern_rt.runtime_inputs import compute_prefixes
 
 METHODS = [
     "ar",

@@ -19,11 +19,11 @@ from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
+from lantern_rt.prepared import compute_prefixes, image_layout, load_model
 from lantern_rt.runtime.groups import GroupLayout
 from lantern_rt.runtime.likelihood import sequence_logits
 from lantern_rt.runtime.sampling import shape_distribution, shape_logits
 from lantern_rt.runtime.statistics import Clock
-from lantern_rt.runtime_inputs import compute_prefixes, image_layout, load_model
 
 SIDES = ("cond", "uncond")
 

@@ -17,7 +17,7 @@ from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import EngineError
 from lantern_rt.export.models.t5 import read_text_encoder
-from lantern_rt.runtime_inputs import compute_prefixes
+from lantern_rt.prepared import compute_prefixes
 from lantern_rt.text.captions import clean_caption
 
 transformers = pytest.importorskip("transformers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,10 @@ from lantern_rt.engines.ort import cache_pool
 from lantern_rt.engines.ort.cache_pool import BoundPass, CacheBlock, CachePool
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.ort.providers import PROVIDERS
+from lantern_rt.prepared import load_model
 from lantern_rt.runtime.batch import Batch
-from lantern_rt.runtime.drafters import count_nodes
 from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import ImageSequence
-from lantern_rt.runtime_inputs import compute_prefixes, load_model
 
 LENGTH = 48  # codes of each picture: three rows
 LAYOUT = RasterLayout(LENGTH, 16)
@@ -58,9 +58,9 @@ def requests_of(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> l
     requests = []
     for i in picked:
         checked = pipe.check(PROMPTS[i], seed=SEEDS[i], **options)
-        (prompt,), sampling = compute_prefixes(pipe.bundle, pipe.engines, checked.images), checked.settings.sampling
-        rows, method = prompt.rows(sampling), checked.settings.method
-        requests.append(ImageSequence(i, LAYOUT, rows, sampling, method, SEEDS[i], count_nodes(method)))
+        prepared = pipe.prepare(checked)
+        (prompt,) = prepared.prompts()
+        requests.append(ImageSequence(i, replace(prepared.plan, layout=LAYOUT), prompt, SEEDS[i]))
     return requests
 
 

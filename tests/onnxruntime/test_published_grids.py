@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 from device_pipeline import device_pipeline
 from PIL import Image
-from toy_engine import raster_layout
+from toy_engine import plan_of, raster_layout
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines.ort.engine import OrtDeviceEngine
 from lantern_rt.methods import Ar, MethodConfig, Sjd
+from lantern_rt.prepared import image_layout, load_model
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.state import PrefixRow, Prompt
-from lantern_rt.runtime_inputs import image_layout, load_model
 from lantern_rt.service import Service
 
 DATA = Path(__file__).parent.parent / "data"
@@ -163,7 +163,7 @@ def test_the_lower_half_of_an_image_is_the_published_one_behind_the_given_upper_
     preserved = np.where(np.arange(codes.size) < rows * columns, codes.ravel(), -1)
     settings = pipe.check("a table", size="32x64", temperature=0, cfg_scale=trace["cfg"]).settings
     model, layout = load_model(pipe.bundle, pipe.engines, [method]), image_layout(pipe.bundle.manifest, "32x64")
-    steps = decode(model, layout, [Prompt(first, second, preserved)], [0], settings.sampling, method)
+    steps = decode(model, plan_of(layout, settings.sampling, method), [Prompt(first, second, preserved)], [0])
     found = [code for step in steps for code in step.parts[0].codes]
     assert np.reshape(found, codes.shape).tolist() == codes.tolist()
 

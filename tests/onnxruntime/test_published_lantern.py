@@ -24,7 +24,7 @@ from lantern_rt.runtime.drafters import count_nodes
 from lantern_rt.runtime.drafting import Commit
 from lantern_rt.runtime.eagle import EagleDrafter
 from lantern_rt.runtime.raster import RasterLayout
-from lantern_rt.runtime.state import DrafterLayout, ImageSequence, Model, PrefixRow, Prompt
+from lantern_rt.runtime.state import DrafterLayout, ImageSequence, Model, Plan, PrefixRow, Prompt
 from lantern_rt.runtime.statistics import Clock
 from lantern_rt.runtime.tree import DraftTree
 
@@ -89,7 +89,8 @@ class Run:
         prefixes = [ids[0, : family.prefix], ids[1, family.padding : family.prefix]]
         rows = [PrefixRow(np.zeros((len(own), 1), np.float32), np.ones(len(own), bool), own) for own in prefixes]
         method = Lantern(tree=TREES[run])
-        self.request = ImageSequence(0, RasterLayout(100), rows, sampling, method, 0, count_nodes(method))
+        plan = Plan(RasterLayout(100), sampling, method, count_nodes(method))
+        self.request = ImageSequence(0, plan, Prompt(*rows), seed=0)
         self.drafts, self.family = EagleDrafter(model, Lantern(tree=TREES[run]), Clock()), family
 
     def calls(self) -> Iterator[tuple[int, DraftTree]]:
@@ -233,7 +234,8 @@ def test_greedy_generations_follow_the_published_trace_token_for_token_and_step_
     sampling = Sampling(cfg_scale=traces[0]["cfg_scale"], temperature=0.0)
     ids: list[list[int]] = [[] for _ in prompts]
     lengths: list[list[int]] = [[] for _ in prompts]
-    for step in decode(model, image, prompts, range(len(prompts)), sampling, published_method(traces[0])):
+    method = published_method(traces[0])
+    for step in decode(model, Plan(image, sampling, method, count_nodes(method)), prompts, range(len(prompts))):
         for part in step.parts:
             if len(ids[part.sequence]) >= most:
                 continue

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from engine_backends import BACKENDS, ON_GPUS, SMALL, SmallModel
 from scipy.stats import chisquare
-from toy_engine import ToyModel, codes_of, decode
+from toy_engine import ToyModel, codes_of, decode, plan_of
 
 from lantern_rt.engines.gpu import find_gpu
 from lantern_rt.engines.trt.builder import MODULES, import_library
@@ -18,7 +18,6 @@ from lantern_rt.errors import EngineError
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.decode import select_joining
-from lantern_rt.runtime.drafters import count_nodes
 from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import ImageSequence, Prompt
 
@@ -129,8 +128,8 @@ def test_requests_that_join_in_the_middle_get_the_codes_they_get_alone(
     visits += [(i, METHODS["eagle, dynamic"], HALF if i == 5 else GUIDED) for i in (4, 5, 6)]
     for step in itertools.count():
         for i, method, sampling in visits[step : step + 1]:
-            rows = small.prompt(backend, i).rows(sampling)
-            waiting.append(ImageSequence(i, model.image, rows, sampling, method, i, count_nodes(method)))
+            plan = plan_of(model.image, sampling, method)
+            waiting.append(ImageSequence(i, plan, small.prompt(backend, i), i))
         if step > len(visits) and not batch.active and not waiting:
             break
         new = select_joining(batch, waiting, max_images=7, max_rows=8)

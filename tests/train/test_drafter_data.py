@@ -14,7 +14,7 @@ from tiny_bundle import make_order_bundle
 
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError
 from lantern_rt.compare.prompts import Prompts
-from lantern_rt.runtime_inputs import compute_prefixes
+from lantern_rt.prepared import compute_prefixes
 
 pytest.importorskip("safetensors")
 

@@ -13,11 +13,11 @@ import pytest
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts, read_bundle_prompts
+from lantern_rt.prepared import compute_prefixes, image_layout, load_model
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.likelihood import sequence_logits, sequence_states
 from lantern_rt.runtime.statistics import Clock
-from lantern_rt.runtime_inputs import compute_prefixes, image_layout, load_model
 
 torch = pytest.importorskip("torch")
 for library in ("onnx", "safetensors", "tokenizers", "yaml", "transformers"):
@@ -113,19 +113,19 @@ def test_data_hold_the_states_from_which_codes_are_drawn_in_every_size(trained: 
             model = load_model(pipeline.bundle, pipeline.engines, [])
             layout = image_layout(pipeline.bundle.manifest, size.name)
             guidance, cells = Guidance(sampling, layout), range(size.codes)
+            rows = range(2 if sampling.guided else 1)
             for i, (prompt, codes) in enumerate(zip(prompts, images.codes, strict=True)):
                 known = codes.astype(np.int64)
                 logits = np.concatenate(
-                    [*sequence_logits(model, layout, prompt.rows(sampling), known[:-1], Clock())], 1
+                    [*sequence_logits(model, layout, prompt.rows(len(rows)), known[:-1], Clock())], 1
                 )
-                rows = range(2 if sampling.guided else 1)
                 states = np.stack([images.states[i, row, images.lengths[i, row] - 1 :][: len(codes)] for row in rows])
                 inputs = layer.inputs(torch.from_numpy(states.astype(np.float32))).numpy()
                 found = layer.logits(torch.from_numpy(guidance.mix(inputs, cells))).numpy()
                 np.testing.assert_allclose(found, guidance.mix(logits, cells), rtol=0, atol=0.1)
                 cell, late = images.unaccepted_cells[i, 0], images.unaccepted_codes[i, 0]
                 drafted = np.append(known[: cell - 1], late)
-                for row, own in enumerate(sequence_states(model, layout, prompt.rows(sampling), [drafted])):
+                for row, own in enumerate(sequence_states(model, layout, prompt.rows(len(rows)), [drafted])):
                     np.testing.assert_allclose(images.unaccepted_states[i, row, 0], own[-1], rtol=2e-3, atol=5e-3)
 
 
@@ -136,13 +136,10 @@ def test_pictures_of_every_size_are_those_of_plain_decoding(trained: Trained) ->
 
             def drawn(method: str, images: int, together: int, size: Any = size) -> tuple[list[list[int]], float]:
                 request = pipeline.check(**subject(trained).request(0, images), size=size.name, method=method)
-                model = load_model(pipeline.bundle, pipeline.engines, [request.settings.method])
-                layout = image_layout(pipeline.bundle.manifest, size.name)
-                prompts = compute_prefixes(pipeline.bundle, pipeline.engines, request.images)
-                seeds = [image.seed for image in request.images]
+                prepared = pipeline.prepare(request)
+                model, prompts, seeds = prepared.model(), prepared.prompts(), prepared.seeds
                 codes: list[list[int]] = [[] for _ in seeds]
-                sampling, config = request.settings.sampling, request.settings.method
-                for step in decode(model, layout, prompts, seeds, sampling, config, max_images=together):
+                for step in decode(model, prepared.plan, prompts, seeds, together):
                     for part in step.parts:
                         codes[part.sequence] += part.codes.tolist()
                 assert step.stats is not None

@@ -15,7 +15,7 @@ from refusals import error_of
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError, open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts
-from lantern_rt.runtime_inputs import compute_prefixes
+from lantern_rt.prepared import compute_prefixes
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnx")

@@ -13,7 +13,7 @@ LAYERS = (
     ("runtime", "bundle", "text", "output"),
     ("completion", "engines", "edits", "requests", "prompts"),
     ("export",),
-    ("memory", "results", "runtime_inputs", "service_request", "sharing", "published"),
+    ("memory", "results", "prepared", "service_request", "sharing", "published"),
     ("pipeline",),
     ("asynchronous", "service"),
     ("serve", "compare", "train"),

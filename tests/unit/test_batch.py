@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt
+from toy_engine import ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt, plan_of
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.decode import UNLIMITED, select_joining
-from lantern_rt.runtime.drafters import count_nodes
 from lantern_rt.runtime.drafting import SequenceStep
 from lantern_rt.runtime.state import ImageSequence, Prompt
 
@@ -101,16 +100,11 @@ class Line:
 
 
 def submitted(line: Line, number: int, visit: Visit) -> ImageSequence:
-    rows = prompt(visit.identity).rows(visit.sampling)
     request = ImageSequence(
         number,
-        model().image,
-        rows,
-        visit.sampling,
-        visit.method,
+        plan_of(model().image, visit.sampling, visit.method, adaptive=bool(number % 2)),
+        prompt(visit.identity),
         visit.identity,
-        count_nodes(visit.method),
-        adaptive=bool(number % 2),
     )
     line.waiting.append(request)
     return request

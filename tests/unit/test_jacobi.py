@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from toy_engine import ToyModel, ToyTarget, decode, joint_distribution, make_model, make_prompt, output_of
+from toy_engine import ToyModel, ToyTarget, decode, joint_distribution, make_model, make_prompt, output_of, plan_of
 from toy_script import Script
 
 from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
@@ -266,9 +266,7 @@ def test_heads_correct_drafts_behind_a_new_code_and_guess_new_ones_by_what_stand
     states[0] = one  # of the code above, whose state is one-hot
     after, later = (50 * np.roll(one, shift, 1) for shift in (1, 2))
     heads = DraftHeads(one, 0 * one, np.full(codes, 9.0), after, one, states, later, 0 * one[0])
-    request = ImageSequence(
-        0, RasterLayout(20, 3), make_prompt(1).rows(Sampling()), Sampling(temperature=0), Sjd(window=4), 0, 5
-    )
+    request = ImageSequence(0, plan_of(RasterLayout(20, 3), Sampling(temperature=0), Sjd(window=4)), make_prompt(1), 0)
     request.codes += [1, 2, 3, 4, 5, 10]
     draft = DraftTree(np.array([4, 5, 9, 6, 0]), np.arange(5) - 1)  # the first draft was accepted, the second replaced
     logits = 30 * one[None, [5, 10, 3, 7, 8]]
@@ -286,8 +284,8 @@ def test_heads_look_up_within_a_grid_and_not_from_the_second_grid_into_the_first
     raster = RasterLayout(10, 3, first_grid=(2, 2))
     assert [raster.code_above(cell) for cell in range(10)] == [-2, -1, 0, 1, -1, -1, -1, 4, 5, 6]
     heads = some_heads(VOCABULARY, HIDDEN)
-    rows, rng = make_prompt(1).rows(Sampling()), np.random.default_rng(0)
-    state = DraftHeadState(ImageSequence(0, raster, rows, Sampling(), Sjd(window=4), 0, 5), heads)
+    plan, rng = plan_of(raster, Sampling(), Sjd(window=4)), np.random.default_rng(0)
+    state = DraftHeadState(ImageSequence(0, plan, make_prompt(1), 0), heads)
     state.context[:] = rng.standard_normal(state.context.shape)
     previous = np.array([1])
     alone = heads.predict(previous, -1, state.context)

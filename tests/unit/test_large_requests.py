@@ -13,7 +13,7 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import host
 from lantern_rt.engines.kv_cache import KVCache
-from lantern_rt.memory import BATCH_BYTES, MAX_IMAGES, compute_max_images, image_bytes, largest_settings
+from lantern_rt.memory import BATCH_BYTES, MAX_IMAGES, fit_images, image_bytes, largest_settings
 from lantern_rt.output.trace import Trace
 from lantern_rt.requests import Settings, resolve_settings
 
@@ -110,16 +110,16 @@ def test_images_together_are_bounded_in_number_and_memory(words_bundle: Path, mo
     manifest, asked = open_bundle(words_bundle).manifest, settings(words_bundle)
     one = sum(image_bytes(manifest, asked).values())
     monkeypatch.setattr(memory, "available_memory", lambda: 1 << 50)
-    assert compute_max_images(manifest, asked, 1 << 20) == MAX_IMAGES
-    assert compute_max_images(manifest, asked, 9) == 4  # rows of an engine; guidance makes two of an image
-    assert compute_max_images(manifest, asked, 1) == 1
+    assert fit_images(manifest, [], asked, 1 << 20, None) == MAX_IMAGES
+    assert fit_images(manifest, [], asked, 9, None) == 4  # rows of an engine; guidance makes two of an image
+    assert fit_images(manifest, [], asked, 1, None) == 1
     large = manifest.model_copy(update={"target": manifest.target.model_copy(update={"num_layers": 20_000})})
     each = sum(image_bytes(large, asked).values())
-    assert compute_max_images(large, asked, 1 << 20) == BATCH_BYTES // each < MAX_IMAGES
+    assert fit_images(large, [], asked, 1 << 20, None) == BATCH_BYTES // each < MAX_IMAGES
     monkeypatch.setattr(memory, "available_memory", lambda: 6 * one + 1)
-    assert compute_max_images(manifest, asked, 1 << 20) == 3  # half of what is free
+    assert fit_images(manifest, [], asked, 1 << 20, None) == 3  # half of what is free
     monkeypatch.setattr(memory, "available_memory", lambda: 0)
-    assert compute_max_images(manifest, asked, 1 << 20) == 1
+    assert fit_images(manifest, [], asked, 1 << 20, None) == 1
 
 
 # ---------------------------------------------------------------- what does not fit

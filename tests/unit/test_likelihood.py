@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from toy_engine import likelihood, make_model, make_prompt, next_distribution
+from toy_engine import likelihood, make_model, make_prompt, next_distribution, plan_of
 
 from lantern_rt.methods import Ar, Sampling
 from lantern_rt.runtime.likelihood import tie_margin
@@ -48,5 +48,5 @@ def test_guidance_and_temperature_scale_what_rounding_may_do(
     cfg_scale: float, temperature: float, factor: float
 ) -> None:
     sampling = Sampling(cfg_scale=cfg_scale, temperature=temperature)
-    sequence = ImageSequence(0, RasterLayout(4), make_prompt(1).rows(sampling), sampling, Ar(), 0, 1)
+    sequence = ImageSequence(0, plan_of(RasterLayout(4), sampling, Ar()), make_prompt(1), 0)
     assert tie_margin(replace(make_model(), rounding=0.1), sequence) == pytest.approx(0.1 * factor)

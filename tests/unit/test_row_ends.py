@@ -12,11 +12,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import ToyModel, codes_of, decode, likelihood, make_model, make_prompt, next_distribution, raster_layout
+from toy_engine import (
+    ToyModel,
+    codes_of,
+    decode,
+    likelihood,
+    make_model,
+    make_prompt,
+    next_distribution,
+    plan_of,
+    raster_layout,
+)
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.batch import Batch
-from lantern_rt.runtime.drafters import count_nodes
 from lantern_rt.runtime.head_drafter import DraftHeadState
 from lantern_rt.runtime.heads import DraftHeads, head_shapes
 from lantern_rt.runtime.noise import Noise
@@ -92,10 +101,8 @@ def test_pictures_of_other_shapes_that_share_passes_change_nothing(method: Metho
 
     def run(numbers: Sequence[int]) -> list[list[int]]:
         batch = Batch(one)
-        nodes = count_nodes(method)
-        requests = [
-            ImageSequence(i, layouts[i], make_prompt(i).rows(sampling), sampling, method, i, nodes) for i in numbers
-        ]
+        plans = [plan_of(layout, sampling, method) for layout in layouts]
+        requests = [ImageSequence(i, plans[i], make_prompt(i), i) for i in numbers]
         batch.join(requests)
         while batch.active:
             batch.step()

@@ -18,7 +18,7 @@ from idle_service import left_alone
 from refusals import error_of
 
 from lantern_rt import Pipeline, RequestError
-from lantern_rt import service as service_module
+from lantern_rt import prepared
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.errors import BusyError, EngineError
 from lantern_rt.results import StreamStep
@@ -189,7 +189,7 @@ def test_a_failed_pass_ends_its_requests_and_later_ones_are_served(
 
 
 def test_whatever_fails_the_service_goes_on(pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    for where, name in ((service_module, "compute_prefixes"), (Batch, "join"), (Batch, "leave")):
+    for where, name in ((prepared, "compute_prefixes"), (Batch, "join"), (Batch, "leave")):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
             caller = Caller()

@@ -23,11 +23,12 @@ from lantern_rt.methods import Ar, MethodConfig, Sampling
 from lantern_rt.runtime import decode as decoding
 from lantern_rt.runtime import likelihood as likelihoods
 from lantern_rt.runtime.decode import Step
+from lantern_rt.runtime.drafters import count_nodes
 from lantern_rt.runtime.engine import HiddenView, Pass, PassOutput
 from lantern_rt.runtime.layout import ImageLayout, PassLayout
 from lantern_rt.runtime.likelihood import Likelihood
 from lantern_rt.runtime.raster import RasterLayout, RowEndLayout
-from lantern_rt.runtime.state import DrafterLayout, ImageSequence, Model, PrefixRow, Prompt
+from lantern_rt.runtime.state import DrafterLayout, ImageSequence, Model, Plan, PrefixRow, Prompt
 from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import TreeStructure
 
@@ -328,21 +329,28 @@ def raster_layout(codes: int, columns: int = 1, row_end: int | None = None) -> R
     return RasterLayout(codes, columns) if row_end is None else RowEndLayout(codes, columns, row_end=row_end)
 
 
+def plan_of(layout: ImageLayout, sampling: Sampling, method: MethodConfig, adaptive: bool = False) -> Plan:
+    """How images of a layout are generated."""
+    return Plan(layout, sampling, method, count_nodes(method), adaptive)
+
+
 def decode(
     model: ToyModel,
     prompts: Iterable[Prompt],
     seeds: Sequence[int],
     sampling: Sampling,
     method: MethodConfig,
+    adaptive: bool = False,
     **more: Any,
 ) -> Generator[Step, None, None]:
     """Decode images of the model's layout."""
-    return decoding.decode(model, model.image, prompts, seeds, sampling, method, **more)
+    plan = Plan(model.image, sampling, method, count_nodes(method, model.max_nodes), adaptive)
+    return decoding.decode(model, plan, prompts, seeds, **more)
 
 
-def likelihood(model: ToyModel, *parts: Any) -> Likelihood:
+def likelihood(model: ToyModel, prompt: Prompt, codes: Any, sampling: Sampling, counted: Any = None) -> Likelihood:
     """The likelihood of an image of the model's layout."""
-    return likelihoods.likelihood(model, model.image, *parts)
+    return likelihoods.likelihood(model, plan_of(model.image, sampling, Ar()), prompt, codes, counted)
 
 
 def make_prompt(identity: int, prefix: int = 3, padding: int = 0) -> Prompt:
@@ -403,7 +411,7 @@ def output_of(
     seed: int = 0,
 ) -> TargetOutput:
     """The output of a target after the nodes of a draft, from logits `[rows, nodes, vocabulary]`."""
-    sequence = ImageSequence(0, RasterLayout(1), [], Sampling(), Ar(), seed, 1)
+    sequence = ImageSequence(0, plan_of(RasterLayout(1), Sampling(), Ar()), make_prompt(0), seed)
     depths = structure.depths
     layout = layout or PassLayout(depths, depths, structure.ancestors)
     return TargetOutput(sequence, ToyNodes(structure, cells), layout, logits, rows)

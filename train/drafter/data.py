@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,12 @@ from ...bundle.manifest import Manifest, Size
 from ...compare.prompts import Prompts
 from ...engines.contracts import Progress
 from ...errors import OutputError
-from ...memory import compute_max_images
 from ...pipeline import Pipeline
+from ...prepared import image_layout, load_model
 from ...runtime.decode import decode
 from ...runtime.drafting import Commit
 from ...runtime.likelihood import sequence_states
 from ...runtime.state import Prompt
-from ...runtime_inputs import compute_prefixes, image_layout, load_model
 from .shards import Shard, TrainingImages, read_source, shard_path, write_shard
 
 IMAGES_PER_SHARD = 64  # maximum number
@@ -165,20 +165,17 @@ class _UnacceptedDrafts:
 
 
 def _generate(pipeline: Pipeline, request: dict[str, Any], progress: Progress) -> tuple[Codes, _UnacceptedDrafts]:
-    checked = pipeline.check(**request, method=_METHOD)
-    settings = checked.settings
-    images = checked.images
-    model = load_model(pipeline.bundle, pipeline.engines, [settings.method])
-    layout = image_layout(pipeline.bundle.manifest, settings.size)
-    drafts = _UnacceptedDrafts(len(images), layout.num_codes, pipeline.bundle.manifest.target.hidden_size)
-    codes = np.zeros((len(images), layout.num_codes), np.int32)
-    filled = [0] * len(images)
-    max_images = compute_max_images(pipeline.bundle.manifest, settings, pipeline.engines.max_rows)
-    prompts = compute_prefixes(pipeline.bundle, pipeline.engines, images)
-    seeds = [image.seed for image in images]
-    method = settings.method
-    sampling = settings.sampling.model_copy(update={"cfg_tokens": None})  # states of both rows are stored
-    steps = decode(model, layout, prompts, seeds, sampling, method, max_images, on_commit=drafts.store)
+    prepared = pipeline.prepare(pipeline.check(**request, method=_METHOD))
+    plan = prepared.plan
+    num_images, num_codes = len(prepared.images), plan.layout.num_codes
+    drafts = _UnacceptedDrafts(num_images, num_codes, pipeline.bundle.manifest.target.hidden_size)
+    codes = np.zeros((num_images, num_codes), np.int32)
+    filled = [0] * num_images
+    # states of both rows are stored
+    plan = replace(plan, sampling=plan.sampling.model_copy(update={"cfg_tokens": None}))
+    steps = decode(
+        prepared.model(), plan, prepared.prompts(), prepared.seeds, prepared.max_images, on_commit=drafts.store
+    )
     for step in steps:
         for part in step.parts:
             end = filled[part.sequence] + len(part.codes)
@@ -196,12 +193,11 @@ def _add_states(
     drafts: _UnacceptedDrafts,
     progress: Progress,
 ) -> TrainingImages:
-    checked = pipeline.check(**request, method="ar")
-    max_images = compute_max_images(pipeline.bundle.manifest, checked.settings, pipeline.engines.max_rows)
-    max_images = min(max_images, _MAX_IMAGES)
-    prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, checked.images))
+    prepared = pipeline.prepare(pipeline.check(**request, method="ar"))
+    max_images = min(prepared.max_images, _MAX_IMAGES)
+    prompts = list(prepared.prompts())
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
-    layout = load_model(pipeline.bundle, pipeline.engines, []).layout
+    layout = prepared.model().layout
     lengths = np.array([len(row.embeds) for row in rows], np.int32)
     prefix = int(lengths.max())
     tokens = _pad_and_stack([row.drafter_tokens(layout).astype(np.int32) for row in rows], prefix - 1)
@@ -209,7 +205,7 @@ def _add_states(
     for i in range(0, len(prompts), max_images):
         progress("computing hidden states", i, len(prompts))
         part = slice(i, i + max_images)
-        images_states = hidden_states(pipeline, prompts[part], codes[part], checked.settings.size)
+        images_states = hidden_states(pipeline, prompts[part], codes[part], prepared.settings.size)
         states += [_to_half(row) for row in images_states]
     padded = _pad_and_stack(states, prefix + codes.shape[1] - 1)
     pairs = (len(prompts), 2)

@@ -1,9 +1,9 @@
-"""Inputs of the runtime: the model, and the prefix rows of every image."""
+"""Requests that are ready to decode: the model, the plan of the images, and their prefix rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -14,16 +14,75 @@ from .bundle.manifest import Manifest
 from .errors import BundleError
 from .methods import MethodConfig, Needs
 from .prompts import ImageRequest
-from .requests import Request
+from .requests import Settings
+from .runtime.drafters import count_nodes
 from .runtime.engine import Ints
 from .runtime.groups import GroupLayout, TwoHeadLayout
 from .runtime.layout import ImageLayout
 from .runtime.likelihood import Likelihood, likelihood
 from .runtime.raster import RasterLayout, RowEndLayout
-from .runtime.state import DrafterLayout, Model, PrefixRow, Prompt
+from .runtime.state import DrafterLayout, Model, Plan, PrefixRow, Prompt
 
 if TYPE_CHECKING:
     from .engines.loader import Engines
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked request with everything that the runtime needs for it, made by `Pipeline.prepare`.
+
+    Args:
+        bundle: open bundle.
+        engines: loaded graphs of the bundle.
+        images: images to generate, in the order of the prompts.
+        settings: settings of all images on these engines.
+        plan: the settings for the runtime.
+        max_images: maximum number of images per forward pass.
+    """
+
+    bundle: Bundle
+    engines: Engines
+    images: Sequence[ImageRequest]
+    settings: Settings
+    plan: Plan
+    max_images: int
+
+    @property
+    def seeds(self) -> list[int]:
+        """Seed of every image."""
+        return [image.seed for image in self.images]
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Compute the prefix rows of the images, see `compute_prefixes`."""
+        return compute_prefixes(self.bundle, self.engines, self.images)
+
+    def model(self) -> Model:
+        """Load the graphs and tables that the method needs."""
+        return load_model(self.bundle, self.engines, [self.settings.method])
+
+    def likelihoods(self, codes: Sequence[Ints]) -> list[Likelihood]:
+        """Compute the negative log-likelihood of images under the target model, see `Pipeline.likelihoods`.
+
+        Args:
+            codes: tokens of each image, int64 `[cells]`.
+        """
+        edits = [image.edit for image in self.images]
+        masks = [None if edit is None or edit.regenerated.all() else ~edit.regenerated.ravel() for edit in edits]
+        model = self.model()
+        return [likelihood(model, self.plan, *image) for image in zip(self.prompts(), codes, masks, strict=True)]
+
+
+def make_plan(manifest: Manifest, settings: Settings, engines: Engines, adaptive: bool = False) -> Plan:
+    """Return how images are generated on some engines.
+
+    Args:
+        manifest: manifest of the bundle.
+        settings: settings of the images.
+        engines: loaded graphs of the bundle, which limit the nodes of a forward pass.
+        adaptive: whether the window of an exact `sjd` adapts to its acceptance, see `windows.py`.
+    """
+    nodes = count_nodes(settings.method, engines.max_nodes)
+    return Plan(image_layout(manifest, settings.size), settings.sampling, settings.method, nodes, adaptive)
 
 
 def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
@@ -57,27 +116,6 @@ def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageReq
         rows = zip((cond[0], uncond[0]), image.real, image.tokens or (None, None), strict=True)
         first, second = (PrefixRow(*row, image.first_position) for row in rows)
         yield from [Prompt(first, second, preserved)] * (1 + len(others))
-
-
-def compute_likelihoods(bundle: Bundle, engines: Engines, request: Request, codes: Sequence[Ints]) -> list[Likelihood]:
-    """Compute the negative log-likelihood of images under the target model, see `Pipeline.likelihoods`.
-
-    Args:
-        bundle: open bundle.
-        engines: loaded graphs of the bundle.
-        request: request of the images.
-        codes: tokens of each image, int64 `[cells]`.
-    """
-    settings = request.settings
-    model = load_model(bundle, engines, [settings.method])
-    layout = image_layout(bundle.manifest, settings.size)
-    prefixes = compute_prefixes(bundle, engines, request.images)
-    edits = [image.edit for image in request.images]
-    masks = [None if edit is None or edit.regenerated.all() else ~edit.regenerated.ravel() for edit in edits]
-    return [
-        likelihood(model, layout, prefix, tokens, settings.sampling, mask)
-        for prefix, tokens, mask in zip(prefixes, codes, masks, strict=True)
-    ]
 
 
 def image_layout(manifest: Manifest, size: str | None = None) -> ImageLayout:
