@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,10 +46,11 @@ MAX_LEVELS = 1.0
 MIN_PSNR = 40.0
 LARGE_GRAPH = 1 << 28  # bytes of weights above which a graph runs from the mapped file, on two cases
 _ARRAY_LIMIT = 1e-5  # maximum difference of arrays, which are stored unchanged or computed in a few float32 ops
-# Fields of a manifest and of its parts that a checkpoint determines; the user chooses the `_USER_FIELDS` of parts.
+# Fields of a manifest and of its parts that a checkpoint determines, except `_OTHER_FIELDS` of parts: the user chooses
+# all of them but `architecture`, whose fields are compared.
 _SIZES = ("grid_rows", "grid_columns", "codebook_size", "image_height", "image_width", "sizes", "row_end", "order")
 _PARTS = ("target", "drafter", "condition")
-_USER_FIELDS = {"precision", "dtype", "head_codes"}
+_OTHER_FIELDS = {"precision", "dtype", "head_codes", "architecture"}
 
 
 class Limits(NamedTuple):
@@ -202,7 +203,11 @@ def verify(
     else:
         _check_sizes(manifest, model)
         _compare_arrays(bundle, model, report, progress)
-        graphs = {graph.role: graph for graph in model.graphs if graph.role in manifest.files}
+        graphs = {
+            graph.role: replace(graph, compute=manifest.target.dtype)  # which only decoders' device layouts read
+            for graph in model.graphs
+            if graph.role in manifest.files
+        }
     for role, graph in graphs.items():
         path = bundle.path(role)
         with (
@@ -255,7 +260,7 @@ def _check_sizes(manifest: Manifest, model: Model) -> None:
     expected = _determined_fields(vars(manifest))
     files = dict(model.sources)
     for name, value in _determined_fields(model.fields).items():
-        if value != expected[name]:
+        if value != expected.get(name, value):  # formats before 3.6 have no architecture
             raise CheckpointError(
                 field=f"{files['drafter' if name.startswith('drafter.') else 'target']}: {name}",
                 found=format_value(value),
@@ -269,8 +274,9 @@ def _determined_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: fields[name] for name in _SIZES if name in fields}
     for part in _PARTS:
         content = fields.get(part)
-        if isinstance(content, BaseModel):
-            values |= {f"{part}.{name}": value for name, value in content.model_dump(exclude=_USER_FIELDS).items()}
+        for model in (content, getattr(content, "architecture", None)):
+            if isinstance(model, BaseModel):
+                values |= {f"{part}.{name}": value for name, value in model.model_dump(exclude=_OTHER_FIELDS).items()}
     return values
 
 

@@ -26,21 +26,20 @@ from ..graph.onnx_ops import Ops, Value
 from ..progress import silent
 from .decoder import Decoder, DecoderConfig, LayerStack
 from .llama import layer_sizes, rename_llama, rope_base
-from .output_heads import Head
 
 
 class EagleDrafter(LayerStack):
     """A drafter: predicts the target's next hidden state from its last hidden state and the token sampled there.
 
     Args:
-        config: sizes of the layers.
+        config: configuration of the layers; norm and form of the target's head are ignored.
         head: head of the target.
         bias: whether the input map has a bias.
         num_tokens: rows of the embedding table, None for the number of codes.
     """
 
-    def __init__(self, config: DecoderConfig, head: Head, bias: bool, num_tokens: int | None = None) -> None:
-        super().__init__(config)
+    def __init__(self, config: DecoderConfig, head: nn.Linear, bias: bool, num_tokens: int | None = None) -> None:
+        super().__init__(replace(config, final_norm=False, head_hidden=0))
         self.embed = nn.Embedding(num_tokens or config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
         self.head = head
@@ -130,7 +129,6 @@ def read_drafter(
         norm_eps=config.number("rms_norm_eps", 1e-6),
         rope_base=sizes.rope_base if sizes.rotary == "grid" else rope_base(config),
         input_norm="layers.0.attention_norm.weight" in weights,
-        final_norm=False,
     )
     with without_weights():
         head = nn.Linear(drafter_config.hidden_size, drafter_config.vocab_size, bias=False)

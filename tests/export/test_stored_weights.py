@@ -25,7 +25,6 @@ def test_every_weight_comes_back_as_the_graph_computes_with_it(rule: Rule, tmp_p
     for name in ("layers.1.attention.out.weight", "layers.2.ffn.down.weight", "head.weight"):
         expected = fake_quantize(own[name], plan.storages[name], name in plan.matrices)
         np.testing.assert_array_equal(found.float32(name), expected.T)
-        assert name in found
         assert found[name].shape == tuple(expected.T.shape)
     assert "layers.9" not in found
     with refused(BundleError, "target.onnx: has no weight layers.9; export the bundle again"):

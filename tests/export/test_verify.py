@@ -116,8 +116,8 @@ def test_a_lumina2_bundle_agrees_with_its_folders_and_tells_other_weights_fields
     }
     wrong = copied(LUMINA2, tmp_path / "weight", lambda w: w["model.layers.1.mlp.up_proj.weight"][:, 0].add_(0.1))
     assert ("target", "logits") in report(program, lumina2_bundle, wrong, MOVQGAN)[1]
-    wrong = copied(LUMINA2, tmp_path / "field", rope_theta=500.0)
-    assert ("target", "logits") in report(program, lumina2_bundle, wrong, MOVQGAN)[1]
+    code, _, err = program("verify", lumina2_bundle, copied(LUMINA2, tmp_path / "field", rope_theta=500.0), MOVQGAN)
+    assert (code, "target.rope_base: found 500.0, expected 10000.0, as the bundle has" in err) == (2, True)
     shards = sharded(LUMINA2, tmp_path / "shards")
     assert not report(program, lumina2_bundle, shards, MOVQGAN)[1]
     shutil.copy(shards / "model-00001-of-00003.safetensors", shards / "model-00002-of-00003.safetensors")
@@ -138,16 +138,14 @@ def test_a_glm_image_bundle_agrees_with_its_folder_and_tells_other_weights_and_f
     assert (failed, {row["graph"] for row in content["tensors"]}) == (set(), {"target", "condition"})
     part = "vision_language_encoder"
     scale = "model.language_model.layers.1.post_mlp_layernorm.weight"
-    for name, weights, fields in (
-        ("weight", lambda w: w[scale].mul_(1.5), {}),
-        ("field", None, {"rope_theta": 500.0, "mrope_section": [2, 2, 1]}),
-    ):
-        shutil.copytree(GLM_IMAGE, tmp_path / name)
-        copied(GLM_IMAGE / part, tmp_path / name / part, weights)
-        config = json.loads((tmp_path / name / part / "config.json").read_text())
-        config["text_config"]["rope_parameters"] |= fields
-        (tmp_path / name / part / "config.json").write_text(json.dumps(config))
-        assert ("target", "logits") in report(program, "glm", tmp_path / name)[1]
+    wrong = shutil.copytree(GLM_IMAGE, tmp_path / "wrong")
+    copied(GLM_IMAGE / part, wrong / part, lambda w: w[scale].mul_(1.5))
+    assert ("target", "logits") in report(program, "glm", wrong)[1]
+    config = json.loads((wrong / part / "config.json").read_text())
+    config["text_config"]["rope_parameters"]["rope_theta"] = 500.0
+    (wrong / part / "config.json").write_text(json.dumps(config))
+    code, _, err = program("verify", "glm", wrong)
+    assert (code, "target.rope_base: found 500.0, expected 10000.0, as the bundle has" in err) == (2, True)
     shards = tmp_path / "shards"
     shutil.copytree(GLM_IMAGE / "processor", shards / "processor")
     sharded(GLM_IMAGE / part, shards / part)

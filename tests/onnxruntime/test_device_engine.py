@@ -258,11 +258,11 @@ def test_a_file_that_is_no_graph_is_refused(tmp_path: Path, content: bytes) -> N
         opened(path, spec_of(TINY), TABLE)
 
 
-def test_a_graph_that_another_exporter_wrote_is_refused(tmp_path: Path) -> None:
+def test_decoders_whose_architecture_the_bundle_does_not_say_are_refused(tmp_path: Path) -> None:
     bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny"))
     for role, spec in (("target", bundle.manifest.target), ("drafter", bundle.manifest.drafter)):
         assert spec is not None
-        with refused(BundleError, f"{role}.onnx: ", "export the bundle again"):
+        with refused(BundleError, f"{role}.onnx: found no `architecture` in bundle.json; export the bundle again"):
             opened(bundle.path(role), spec, TABLE if role == "target" else None)
 
 

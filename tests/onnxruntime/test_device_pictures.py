@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from device_pipeline import device_pipeline
 
-from lantern_rt import Pipeline
+from lantern_rt import Pipeline, open_bundle
 from lantern_rt.engines.ort import cache_pool
 from lantern_rt.engines.ort.cache_pool import BoundPass, CacheBlock, CachePool
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
@@ -119,3 +119,17 @@ def test_shapes_that_make_room_for_others_are_bound_anew_and_draw_the_same(
     expected, found = (drawn(pipe, [0, 1], options) for pipe in (on_cpu, device_pipeline(float_scenes_bundle)))
     assert [one.codes[:LENGTH] for one in found] == [one.codes[:LENGTH] for one in expected]
     assert max(counts) == 2
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_the_embedded_bundle_describes_its_decoders_as_export_does(float_scenes_bundle: Path, role: str) -> None:
+    embedded, exported = (getattr(open_bundle(name).manifest, role) for name in ("scenes", float_scenes_bundle))
+    assert embedded.architecture == exported.architecture is not None
+
+
+def test_the_embedded_bundle_on_a_device_gives_codes_the_likelihood_of_a_cpu() -> None:
+    """The device multiplies floats where the CPU multiplies integers: a cause of small differences."""
+    pipes = [Pipeline.from_bundle("scenes", threads=1), device_pipeline("scenes")]
+    codes = pipes[0](PROMPTS, seed=3, method="eagle:drafter=eagle").codes
+    expected, found = ([image.nats for image in pipe.likelihoods(codes, PROMPTS)] for pipe in pipes)
+    assert found == pytest.approx(expected, abs=0.02)

@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = {role: f"{role}.onnx" for role in ("target", "drafter", "condition", "vq_decoder")}
     names["code_embeddings"] = "code_embeddings.npy"
     manifest: dict[str, Any] = {
-        "format_version": "3.0",
+        "format_version": "3.6",
         "name": "tiny",
         "family": "test",
         "grid_rows": TINY.grid,
@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "drafter": SIZES | {"vocab_size": TINY.vocab_size},
         "condition": {"kind": "class", "prefix": TINY.prefix, "classes": 10},
         "sampling": {},
-        "decoding": {"method": "ar"},
+        "decoding": {},
         "files": {},
         "provenance": {"exporter": "test", "licence": "Apache-2.0"},
     }

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import refused
 
-from lantern_rt import open_bundle
+from lantern_rt import BundleError, open_bundle
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnx")
@@ -187,6 +188,13 @@ def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(anole: 
     assert stored(again).keys() == stored(drafting.drafter).keys()
     for name, weight in stored(drafting.drafter).items():
         assert torch.equal(stored(again)[name], weight), name
+
+
+def test_a_bundle_that_does_not_say_its_architecture_trains_no_drafter(t2i_bundle: Path) -> None:
+    bundle = open_bundle(t2i_bundle)
+    target = bundle.manifest.target.model_copy(update={"architecture": None})
+    with refused(BundleError, "target.onnx: found no `architecture` in bundle.json; export the bundle again"):
+        read_target(replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target})))
 
 
 def test_a_new_drafter_hands_hidden_states_on_and_is_the_same_for_a_seed(t2i: Target) -> None:
