@@ -151,7 +151,8 @@ def _llamagen(
     """A fixture of the session that exports LlamaGen."""
 
     def export(output: Path) -> Path:
-        from lantern_rt.export.families.llamagen import read_llamagen
+        from family_readers import read_llamagen
+
         from lantern_rt.export.graph.precision import read_precisions
         from lantern_rt.export.writer import export_model
 
@@ -218,7 +219,8 @@ def anole_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Chameleon with its VQGAN and EAGLE drafter: 8 x 8 codes, prompts of tokens; the tokenizer knows ids by name."""
 
     def export(output: Path) -> Path:
-        from lantern_rt.export.families.anole import read_anole
+        from family_readers import read_anole
+
         from lantern_rt.export.writer import export_model
 
         model = read_anole(DATA / "anole/target", DATA / "chameleon-vqgan", drafter=DATA / "anole/drafter")
@@ -232,10 +234,10 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Lumina-mGPT with Chameleon's VQGAN and a random drafter: 6 x 6 codes and sizes of about as many, and 4 x 4."""
 
     def export(output: Path) -> Path:
+        from family_readers import read_lumina
         from random_drafter import save_random_drafter
 
         from lantern_rt.export.families.common_lumina import image_size
-        from lantern_rt.export.families.lumina import read_lumina
         from lantern_rt.export.writer import export_model
 
         target, drafter = DATA / "lumina-mgpt/model", tmp_path_factory.mktemp("drafter") / "drafter"
@@ -253,7 +255,8 @@ def lumina2_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Lumina-mGPT 2.0 with MoVQGAN: 8 x 8 codes and sizes of about as many."""
 
     def export(output: Path) -> Path:
-        from lantern_rt.export.families.lumina2 import read_lumina2
+        from family_readers import read_lumina2
+
         from lantern_rt.export.writer import export_model
 
         folder = DATA / "lumina-mgpt-2"
@@ -267,12 +270,14 @@ def glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GLM-Image's autoregressive part, which has no image decoder, and the sizes that runs were recorded with."""
 
     def export(output: Path) -> Path:
+        from family_readers import read_glm_image
+
         from lantern_rt.export.families import glm_image
         from lantern_rt.export.writer import export_model
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), (3, 5), (5, 2), (2, 3)])
-            return export_model(glm_image.read_glm_image(DATA / "glm-image", grid=2), output)
+            return export_model(read_glm_image(DATA / "glm-image", grid=2), output)
 
     return _exported(tmp_path_factory, "glm_image_bundle/tiny-glm-image", export, ("tokenizers",))
 
@@ -282,9 +287,10 @@ def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Emu3-Gen without a drafter: 4 x 4 codes, and the sizes and the negative text that runs were recorded with."""
 
     def export(output: Path) -> Path:
+        from family_readers import read_emu3
         from tokenizers import Tokenizer
 
-        from lantern_rt.export.families.emu3 import image_size, prompt_layout, read_emu3
+        from lantern_rt.export.families.emu3 import image_size, prompt_layout
         from lantern_rt.export.writer import export_model
 
         target = DATA / "emu3/model"
@@ -302,8 +308,9 @@ def simplear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SimpleAR without a drafter: 4 x 4 codes, and the sizes that runs were recorded with."""
 
     def export(output: Path) -> Path:
+        from family_readers import read_simplear
+
         from lantern_rt.bundle.manifest import Size
-        from lantern_rt.export.families.simplear import read_simplear
         from lantern_rt.export.writer import export_model
 
         model = read_simplear(DATA / "simplear/model", DATA / "simplear/cosmos", grid=5)

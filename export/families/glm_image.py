@@ -22,20 +22,17 @@ from torch import Tensor
 
 from ...bundle.conditions import TokenLayout
 from ...bundle.manifest import Size
-from ...engines.contracts import Progress
 from ...inputs import format_value
 from ...methods import Sampling
 from ..checkpoints.deferred import computed, deferred
-from ..checkpoints.files import Config, file_error, raises_checkpoint_error, read_tokenizer
+from ..checkpoints.files import Config, file_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
-from ..checkpoints.lora import Adapter
 from ..family import Family
 from ..graph.conditions import token_condition
 from ..model import Model
 from ..models.decoder import DecoderConfig
 from ..models.llama import decoder_config, load_decoder, rename_llama
-from ..progress import silent
-from .common import check_grid, grid_sizes, image_model
+from .common import grid_sizes, image_model
 
 MAX_PROMPT = 1024  # tokens
 PIXELS = 32  # pixels along each side of a cell
@@ -49,27 +46,19 @@ _FIRST_SIDE = 16  # rows of the small grid of a square
 _TRANSFORMERS_TOP_K = 50  # top-k of transformers where generation_config.json has none
 
 
-@raises_checkpoint_error
-def read_glm_image(
-    target: Path, *, grid: int | None = None, lora: Sequence[Adapter] = (), progress: Progress = silent
-) -> Model:
+def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> Model:
     """Read the autoregressive part of GLM-Image.
 
     Args:
         target: folder with `vision_language_encoder` and `processor`.
         grid: grid rows of the square image size, 32 by default, for 1024 pixels. Other sizes have about as many codes.
-        lora: adapters to merge into the target.
-        progress: progress callback.
 
     Raises:
         CheckpointError: a file is missing or damaged, or belongs to another model.
-        RequestError: `grid` is out of range.
     """
-    check_grid(grid)
-    if not all((target / part).is_dir() for part in _PARTS):
-        raise file_error(target, found="other contents", expected=f"a folder with {' and '.join(_PARTS)}")
-    checkpoint = Checkpoint(target / _PARTS[0], progress=progress, adapters=lora)
-    processor = Checkpoint(target / _PARTS[1])
+    if not all((target.path / part).is_dir() for part in _PARTS):
+        raise target.error(found="other contents", expected=f"a folder with {' and '.join(_PARTS)}")
+    checkpoint, processor = (target.part(part) for part in _PARTS)
     config = checkpoint.model_config("zai-org/GLM-Image", "glm_image")
     generation = checkpoint.config("generation_config.json")
     text = config.section("text_config")
