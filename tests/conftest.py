@@ -217,16 +217,9 @@ def float_scenes_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def anole_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Chameleon with its VQGAN and EAGLE drafter: 8 x 8 codes, prompts of tokens; the tokenizer knows ids by name."""
-
-    def export(output: Path) -> Path:
-        from family_readers import read_anole
-
-        from lantern_rt.export.writer import export_model
-
-        model = read_anole(DATA / "anole/target", DATA / "chameleon-vqgan", drafter=DATA / "anole/drafter")
-        return export_model(model, output)
-
-    return _exported(tmp_path_factory, "anole_bundle/tiny-anole", export, ("tokenizers", "yaml"))
+    folder = DATA / "anole"
+    files = {"target": folder / "target", "vq": DATA / "chameleon-vqgan", "drafter": folder / "drafter"}
+    return _family_bundle(tmp_path_factory, "anole", files, ("tokenizers", "yaml"))
 
 
 @pytest.fixture(scope="session")
@@ -253,16 +246,9 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def lumina2_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Lumina-mGPT 2.0 with MoVQGAN: 8 x 8 codes and sizes of about as many."""
-
-    def export(output: Path) -> Path:
-        from family_readers import read_lumina2
-
-        from lantern_rt.export.writer import export_model
-
-        folder = DATA / "lumina-mgpt-2"
-        return export_model(read_lumina2(folder / "model", folder / "movqgan/270M", grid=8), output)
-
-    return _exported(tmp_path_factory, "lumina2_bundle/tiny-lumina2", export, ("tokenizers",))
+    folder = DATA / "lumina-mgpt-2"
+    options = {"target": folder / "model", "vq": folder / "movqgan/270M", "grid": 8}
+    return _family_bundle(tmp_path_factory, "lumina2", options, ("tokenizers",))
 
 
 @pytest.fixture(scope="session")
@@ -334,11 +320,17 @@ def par_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _order_bundle(tmp_path_factory: pytest.TempPathFactory, family: str, target: Path) -> Path:
+    files = {"target": target, "vq": DATA / "llamagen-vq/vq_tiny.pt", "config": target.with_name("config.json")}
+    return _family_bundle(tmp_path_factory, family, files)
+
+
+def _family_bundle(
+    tmp_path_factory: pytest.TempPathFactory, family: str, options: dict[str, Any], needed: tuple[str, ...] = ()
+) -> Path:
     def export(output: Path) -> Path:
         from lantern_rt.export.registry import read_family
         from lantern_rt.export.writer import export_model
 
-        files = {"target": target, "vq": DATA / "llamagen-vq/vq_tiny.pt", "config": target.with_name("config.json")}
-        return export_model(read_family(family, files), output)
+        return export_model(read_family(family, options), output)
 
-    return _exported(tmp_path_factory, f"{family}_bundle/tiny-{family}", export)
+    return _exported(tmp_path_factory, f"{family}_bundle/tiny-{family}", export, needed)
