@@ -78,21 +78,13 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> Model:
     square = grid or _GRID
     pairs = image_grids(square)
     # The weights tell whether there are biases.
-    sizes = decoder_config(
-        checkpoint,
-        replace(text, values={name: value for name, value in text.values.items() if name != "attention_bias"}),
-        codes,
-        square,
-        max_image_tokens=max(math.prod(first_grid(*pair)) + math.prod(pair) for pair in pairs),
-    )
+    values = {name: value for name, value in text.values.items() if name != "attention_bias"}
+    longest = max(math.prod(first_grid(*pair)) + math.prod(pair) for pair in pairs)
+    sizes = decoder_config(checkpoint, replace(text, values=values), codes, square, max_image_tokens=longest)
     sections, rotated = _rotated_pairs(text, sizes.head_dim)
-    sizes = replace(
-        sizes,
-        prefix=min(sizes.prefix, MAX_PROMPT),
-        rotary="grids",
-        grids=tuple((*first_grid(*pair), *pair) for pair in pairs),
-        rope_sections=sections,
-    )
+    grids = tuple((*first_grid(*pair), *pair) for pair in pairs)
+    prefix = min(sizes.prefix, MAX_PROMPT)
+    sizes = replace(sizes, prefix=prefix, rotary="grids", grids=grids, rope_sections=sections)
     _reorder(checkpoint, sizes, rotated)
     decoder, embeddings = load_decoder(checkpoint, sizes, range(codes))
     layout, image_sizes = _prompt_layout(path, tokenizer, pairs, image_start, sizes)

@@ -106,6 +106,10 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     )
 
 
+def test_the_help_of_export_which_names_the_families_loads_nothing_heavy() -> None:
+    assert run_python("import lantern_rt.cli.export").isdisjoint(HEAVY | {"onnxruntime"})
+
+
 def test_generating_imports_neither_torch_nor_onnx(words_bundle: Path) -> None:
     loaded = run_python(
         "from lantern_rt import Pipeline\n"
