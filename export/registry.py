@@ -87,10 +87,10 @@ def read_family(
         return family.read(Checkpoint(path, progress=progress, adapters=adapters), **arguments)
 
     model = raises_checkpoint_error(read)(target)
-    if cfg_scale is None:
-        return model
-    sampling = model.fields["sampling"].model_copy(update={"cfg_scale": cfg_scale})
-    return replace(model, fields={**model.fields, "sampling": sampling})
+    fields = {**model.fields, "family": name}
+    if cfg_scale is not None:
+        fields["sampling"] = fields["sampling"].model_copy(update={"cfg_scale": cfg_scale})
+    return replace(model, fields=fields)
 
 
 def _check_model_type(name: str, target: Path) -> None:

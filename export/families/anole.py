@@ -51,7 +51,7 @@ def read_anole(
     start, end, begin = (names[name] for name in PROMPT_TOKENS)
     layout = TokenLayout(before=(start,), after=(end, begin), uncond=(start, begin))
     model = Chameleon(target, config, codes, names, layout, rows)
-    return model.bundle(vqgan, drafter, family="anole", sampling=_SAMPLING)
+    return model.bundle(vqgan, drafter, sampling=_SAMPLING)
 
 
 FAMILY = Family(read_anole, model_types=("chameleon",))

@@ -121,7 +121,6 @@ def read_emu3(
     )
     layout = prompt_layout(library)
     return image_model(
-        family="emu3",
         decoder=decoder,
         code_embeddings=joined([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
         condition=token_condition(embeddings, decoder.config.prefix, layout, tokenizer, content=content),

@@ -90,7 +90,6 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> Model:
     layout, image_sizes = _prompt_layout(path, tokenizer, pairs, image_start, sizes)
     top_k = generation.integer("top_k") or _TRANSFORMERS_TOP_K
     return image_model(
-        family="glm_image",
         decoder=decoder,
         code_embeddings=embeddings[:codes],
         condition=token_condition(embeddings, sizes.prefix, layout, path),

@@ -69,7 +69,6 @@ def read_janus(target: Checkpoint) -> Model:
     code_embeddings = _fold_codes(target.weights.pop("codes"), aligner)
     decoder, text_embeddings = load_decoder(target, sizes)
     return image_model(
-        family="janus",
         decoder=decoder,
         code_embeddings=code_embeddings,
         condition=token_condition(text_embeddings, decoder.config.prefix, _layout(generation), tokenizer),

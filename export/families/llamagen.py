@@ -54,7 +54,6 @@ def read_llamagen(
         vq,
         weights=weights,
         text_encoder=text_encoder,
-        family="llamagen",
         sampling=Sampling(
             cfg_scale=4.0 if is_class_conditional else 7.5,
             top_k=0 if is_class_conditional else 1000,

@@ -66,7 +66,6 @@ def read_lumina(
         read_vqgan(vq, target.progress),  # the resolution in vqgan.yaml is the one of training and does not matter here
         drafter,
         extra_tokens,
-        family="lumina",
         sampling=_SAMPLING,
         sizes=[image_size(rows, columns, names, _PATCH) for rows, columns in patches],
         row_end=names[ROW_END] - codes.start,

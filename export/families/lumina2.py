@@ -67,7 +67,6 @@ def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Mo
     decoder, embeddings, condition = model.read()
     row_end = names[ROW_END]
     return image_model(
-        family="lumina2",
         decoder=decoder,
         code_embeddings=joined([embeddings[first : first + count], embeddings[row_end : row_end + 1]]),
         condition=condition,

@@ -71,7 +71,6 @@ def read_nar(
         vq,
         weights=weights,
         text_encoder=text_encoder,
-        family="nar",
         # the published programs for one image
         sampling=Sampling(cfg_scale=4.0, top_k=2000) if is_class_conditional else Sampling(cfg_scale=7.5),
         order=diagonal_order(rows),

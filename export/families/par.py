@@ -58,7 +58,7 @@ def read_par(
         raise target.error("grid", found=f"{rows} x {rows} codes", expected=expected)
     transformer = transformer._replace(code_embeddings=joined([transformer.code_embeddings, vectors]))
     sampling = Sampling(cfg_scale=1.5)  # the published evaluation
-    return llamagen_model(transformer, vq, weights=weights, family="par", sampling=sampling, order=order)
+    return llamagen_model(transformer, vq, weights=weights, sampling=sampling, order=order)
 
 
 FAMILY = Family(read_par)

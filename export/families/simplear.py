@@ -72,7 +72,6 @@ def read_simplear(target: Checkpoint, vq: Path, *, grid: int | None = None) -> M
         range(text_tokens, len(target.weights["head.weight"])),
     )
     model = image_model(
-        family="simplear",
         decoder=decoder,
         code_embeddings=embeddings[text_tokens:],
         condition=token_condition(embeddings[:text_tokens], decoder.config.prefix, prompt_layout(tokenizer), path),

@@ -28,7 +28,7 @@ from lantern_rt.methods import Sampling
 
 def read_toy(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Model:
     transformer = read_transformer(target, grid=grid, variant=Variant(names={"head.weight": "toy_head"}))
-    return llamagen_model(transformer, vq, weights=None, family="toy", sampling=Sampling(cfg_scale=2.0))
+    return llamagen_model(transformer, vq, weights=None, sampling=Sampling(cfg_scale=2.0))
 
 
 FAMILY = Family(read_toy, model_types=("toy",))
