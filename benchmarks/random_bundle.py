@@ -19,16 +19,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from lantern_rt.export.families.anole import read_anole
-from lantern_rt.export.families.emu3 import read_emu3
-from lantern_rt.export.families.glm_image import read_glm_image
-from lantern_rt.export.families.llamagen import read_llamagen
-from lantern_rt.export.families.lumina import read_lumina
-from lantern_rt.export.families.lumina2 import read_lumina2
-from lantern_rt.export.families.nar import read_nar
-from lantern_rt.export.families.par import read_par
-from lantern_rt.export.families.simplear import BEGIN, START, read_simplear
+from lantern_rt.export.families.simplear import BEGIN, START
 from lantern_rt.export.graph.precision import read_precisions
+from lantern_rt.export.registry import read_family
 from lantern_rt.export.writer import export_model
 
 CLASSES = 1000
@@ -40,8 +33,7 @@ _BLOCK = 1 << 22  # random numbers of a weight, which then repeat; what they cos
 _FIRST_CODE, _BEGIN_OF_IMAGE, _RESERVED = 4, 8197, 4  # Chameleon's tokens; <reserved00000> would be the last
 _GLM_SPARE = 128  # ids behind GLM-Image's codes, which its head has rows for
 _RESERVED_NAMES = range(8706, 8865)  # end of turn, and those that end rows and tell sizes in Lumina-mGPT
-# without a drafter
-_PAIRS = {"emu3": read_emu3, "simplear": read_simplear, "lumina2": read_lumina2, "par": read_par, "nar": read_nar}
+_WITH_DRAFTER = ("llamagen", "anole", "lumina")
 Sizes = Iterator[tuple[str, tuple[int, ...]]]
 
 
@@ -112,7 +104,7 @@ def random_bundle(
 ) -> Path:
     """Write the bundle of a target and a drafter; `output.parent` holds the checkpoints meanwhile."""
     checkpoints = output.with_name(f"{output.name}-checkpoints")
-    write_checkpoints(shape, checkpoints, drafter=shape.family not in (*_PAIRS, "glm_image"))
+    write_checkpoints(shape, checkpoints, drafter=shape.family in _WITH_DRAFTER)
     export_checkpoints(shape, checkpoints, output, precision, compute, vq_precision)
     shutil.rmtree(checkpoints)
     return output
@@ -128,15 +120,13 @@ def export_checkpoints(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Path:
     """Export what `write_checkpoints` wrote to `folder`."""
-    drafter = folder / "drafter" if (folder / "drafter").exists() else None
-    vq = next(folder.glob("vq*"), folder)  # GLM-Image has none
-    if shape.family == "glm_image":
-        model = read_glm_image(folder / "target", grid=shape.grid)
-    elif shape.family in _PAIRS:
-        model = _PAIRS[shape.family](folder / "target", vq, grid=shape.grid)
-    else:
-        read = {"llamagen": read_llamagen, "anole": read_anole, "lumina": read_lumina}[shape.family]
-        model = read(folder / "target", vq, drafter=drafter, grid=shape.grid)
+    options = {
+        "target": folder / "target",
+        "vq": next(folder.glob("vq*"), None),
+        "drafter": next(folder.glob("drafter"), None),
+        "grid": shape.grid,
+    }
+    model = read_family(shape.family, options)
     precisions = read_precisions(precision, compute=compute, vq=vq_precision)
     return export_model(model, output, precisions=precisions, progress=progress)
 

@@ -16,13 +16,12 @@ class Family:
     """A model family.
 
     Args:
-        read: reader, which returns the contents of a bundle. Its parameters are the options of `export` that the family
-            takes, and `progress`.
+        read: reader, which returns the contents of a bundle. Its first parameter is the `Checkpoint` of the target, and
+            the others are options of `export` that the family takes.
         files: files of the target's repository, or patterns, to download instead of a model's weights; the first is a
             file.
         side_files: files to download with the weights of the target, if they exist.
-        model_types: values of `model_type` in a target's config.json by which the family is named to users who chose
-            another one.
+        model_types: values of `model_type` in config.json by which users who choose another family learn of it.
     """
 
     read: Callable[..., Model]
@@ -34,4 +33,4 @@ class Family:
     def options(self) -> dict[str, bool]:
         """Options of `export` that the family takes, each with whether it is required."""
         parameters = signature(self.read).parameters.values()
-        return {item.name: item.default is item.empty for item in parameters if item.name != "progress"}
+        return {item.name: item.default is item.empty for item in parameters} | {"lora": False}

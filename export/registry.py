@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..engines.contracts import Progress
 from ..errors import CheckpointError
-from ..inputs import format_value
 from .family import Family
 from .progress import silent
 
@@ -37,8 +36,12 @@ def check_family(name: str, options: Mapping[str, Any]) -> Family:
 
     Raises:
         CheckpointError: the family is unknown, does not take an option, or lacks a required option.
+        RequestError: `grid` is out of range.
     """
     family = find_family(name)
+    from .families.common import check_grid
+
+    check_grid(options.get("grid"))
     for option, value in options.items():
         if value is not None and option not in family.options:
             raise CheckpointError(f"family {name} does not take it", field=option, remedy="leave it out")
@@ -62,29 +65,32 @@ def read_family(
 
     Raises:
         CheckpointError: the checkpoints do not fit, or cannot be read.
-        RequestError: a hub reference is malformed.
+        RequestError: an option is out of range, or a hub reference is malformed.
         EngineError: a library that they need is not installed.
     """
     family = check_family(name, options)
     from .checkpoints import lora
+    from .checkpoints.files import raises_checkpoint_error
+    from .checkpoints.folders import Checkpoint
     from .checkpoints.hub import fetch
 
     arguments = {option: value for option, value in options.items() if value is not None}
-    for role in CHECKPOINTS:
-        if role in arguments:
-            files, side_files = (family.files, family.side_files) if role == "target" else ((), ())
-            arguments[role] = fetch(arguments[role], files, side_files)
-    if "lora" in arguments:
-        adapters = [lora.split_scale(text) for text in arguments["lora"]]
-        files = (lora.CONFIG, lora.WEIGHTS)
-        arguments["lora"] = [lora.read_adapter(fetch(place, files), scale) for place, scale in adapters]
-    _check_model_type(name, arguments["target"])
-    progress("reading checkpoints", 0, 0)
-    model = family.read(**arguments, progress=progress)
-    if cfg_scale is None:
-        return model
-    sampling = model.fields["sampling"].model_copy(update={"cfg_scale": cfg_scale})
-    return replace(model, fields={**model.fields, "sampling": sampling})
+    target = fetch(arguments.pop("target"), family.files, family.side_files)
+    arguments |= {role: fetch(arguments[role]) for role in CHECKPOINTS if role in arguments}
+    places = [lora.split_scale(text) for text in arguments.pop("lora", ())]
+    files = (lora.CONFIG, lora.WEIGHTS)
+    adapters = [lora.read_adapter(fetch(place, files), scale) for place, scale in places]
+
+    def read(path: Path) -> Model:
+        _check_model_type(name, path)
+        progress("reading checkpoints", 0, 0)
+        return family.read(Checkpoint(path, progress=progress, adapters=adapters), **arguments)
+
+    model = raises_checkpoint_error(read)(target)
+    fields = {**model.fields, "family": name}
+    if cfg_scale is not None:
+        fields["sampling"] = fields["sampling"].model_copy(update={"cfg_scale": cfg_scale})
+    return replace(model, fields=fields)
 
 
 def _check_model_type(name: str, target: Path) -> None:
@@ -92,12 +98,9 @@ def _check_model_type(name: str, target: Path) -> None:
     from .checkpoints.files import read_config
 
     path = target / "config.json"
-    if not isfile(path):
-        return
-    config = read_config(path)
-    model_type = config.get("model_type")
-    readers = [other for other in FAMILIES if model_type in find_family(other).model_types]
-    if readers and name not in readers:
+    config = read_config(path) if isfile(path) else None
+    readers = [family for family in FAMILIES if config and config.get("model_type") in find_family(family).model_types]
+    if config and readers and name not in readers:
         expected = f"a model of family {name}"
         remedy = f"give `--family {' or '.join(readers)}`, or another target"
-        raise config.error("model_type", found=format_value(model_type), expected=expected, remedy=remedy)
+        raise config.error("model_type", expected=expected, remedy=remedy)

@@ -151,7 +151,8 @@ def _llamagen(
     """A fixture of the session that exports LlamaGen."""
 
     def export(output: Path) -> Path:
-        from lantern_rt.export.families.llamagen import read_llamagen
+        from family_readers import read_llamagen
+
         from lantern_rt.export.graph.precision import read_precisions
         from lantern_rt.export.writer import export_model
 
@@ -216,15 +217,9 @@ def float_scenes_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def anole_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Chameleon with its VQGAN and EAGLE drafter: 8 x 8 codes, prompts of tokens; the tokenizer knows ids by name."""
-
-    def export(output: Path) -> Path:
-        from lantern_rt.export.families.anole import read_anole
-        from lantern_rt.export.writer import export_model
-
-        model = read_anole(DATA / "anole/target", DATA / "chameleon-vqgan", drafter=DATA / "anole/drafter")
-        return export_model(model, output)
-
-    return _exported(tmp_path_factory, "anole_bundle/tiny-anole", export, ("tokenizers", "yaml"))
+    folder = DATA / "anole"
+    files = {"target": folder / "target", "vq": DATA / "chameleon-vqgan", "drafter": folder / "drafter"}
+    return _family_bundle(tmp_path_factory, "anole", files, ("tokenizers", "yaml"))
 
 
 @pytest.fixture(scope="session")
@@ -232,10 +227,10 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Lumina-mGPT with Chameleon's VQGAN and a random drafter: 6 x 6 codes and sizes of about as many, and 4 x 4."""
 
     def export(output: Path) -> Path:
+        from family_readers import read_lumina
         from random_drafter import save_random_drafter
 
         from lantern_rt.export.families.common_lumina import image_size
-        from lantern_rt.export.families.lumina import read_lumina
         from lantern_rt.export.writer import export_model
 
         target, drafter = DATA / "lumina-mgpt/model", tmp_path_factory.mktemp("drafter") / "drafter"
@@ -251,15 +246,9 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def lumina2_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Lumina-mGPT 2.0 with MoVQGAN: 8 x 8 codes and sizes of about as many."""
-
-    def export(output: Path) -> Path:
-        from lantern_rt.export.families.lumina2 import read_lumina2
-        from lantern_rt.export.writer import export_model
-
-        folder = DATA / "lumina-mgpt-2"
-        return export_model(read_lumina2(folder / "model", folder / "movqgan/270M", grid=8), output)
-
-    return _exported(tmp_path_factory, "lumina2_bundle/tiny-lumina2", export, ("tokenizers",))
+    folder = DATA / "lumina-mgpt-2"
+    options = {"target": folder / "model", "vq": folder / "movqgan/270M", "grid": 8}
+    return _family_bundle(tmp_path_factory, "lumina2", options, ("tokenizers",))
 
 
 @pytest.fixture(scope="session")
@@ -267,12 +256,14 @@ def glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GLM-Image's autoregressive part, which has no image decoder, and the sizes that runs were recorded with."""
 
     def export(output: Path) -> Path:
+        from family_readers import read_glm_image
+
         from lantern_rt.export.families import glm_image
         from lantern_rt.export.writer import export_model
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), (3, 5), (5, 2), (2, 3)])
-            return export_model(glm_image.read_glm_image(DATA / "glm-image", grid=2), output)
+            return export_model(read_glm_image(DATA / "glm-image", grid=2), output)
 
     return _exported(tmp_path_factory, "glm_image_bundle/tiny-glm-image", export, ("tokenizers",))
 
@@ -282,9 +273,10 @@ def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Emu3-Gen without a drafter: 4 x 4 codes, and the sizes and the negative text that runs were recorded with."""
 
     def export(output: Path) -> Path:
+        from family_readers import read_emu3
         from tokenizers import Tokenizer
 
-        from lantern_rt.export.families.emu3 import image_size, prompt_layout, read_emu3
+        from lantern_rt.export.families.emu3 import image_size, prompt_layout
         from lantern_rt.export.writer import export_model
 
         target = DATA / "emu3/model"
@@ -302,8 +294,9 @@ def simplear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SimpleAR without a drafter: 4 x 4 codes, and the sizes that runs were recorded with."""
 
     def export(output: Path) -> Path:
+        from family_readers import read_simplear
+
         from lantern_rt.bundle.manifest import Size
-        from lantern_rt.export.families.simplear import read_simplear
         from lantern_rt.export.writer import export_model
 
         model = read_simplear(DATA / "simplear/model", DATA / "simplear/cosmos", grid=5)
@@ -327,11 +320,17 @@ def par_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _order_bundle(tmp_path_factory: pytest.TempPathFactory, family: str, target: Path) -> Path:
+    files = {"target": target, "vq": DATA / "llamagen-vq/vq_tiny.pt", "config": target.with_name("config.json")}
+    return _family_bundle(tmp_path_factory, family, files)
+
+
+def _family_bundle(
+    tmp_path_factory: pytest.TempPathFactory, family: str, options: dict[str, Any], needed: tuple[str, ...] = ()
+) -> Path:
     def export(output: Path) -> Path:
         from lantern_rt.export.registry import read_family
         from lantern_rt.export.writer import export_model
 
-        files = {"target": target, "vq": DATA / "llamagen-vq/vq_tiny.pt", "config": target.with_name("config.json")}
-        return export_model(read_family(family, files), output)
+        return export_model(read_family(family, options), output)
 
-    return _exported(tmp_path_factory, f"{family}_bundle/tiny-{family}", export)
+    return _exported(tmp_path_factory, f"{family}_bundle/tiny-{family}", export, needed)

@@ -65,6 +65,10 @@ class Checkpoint:
     prefix: str = ""
     sources: list[tuple[str, Path]] = field(default_factory=list)
 
+    def part(self, name: str) -> Checkpoint:
+        """Return the checkpoint in a folder of this folder."""
+        return Checkpoint(self.path / name, self.role, self.progress, adapters=self.adapters)
+
     def error(self, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
         """Return an error about a weight or the whole checkpoint.
 

@@ -1,1 +1,1 @@
-"""A file a model family: which checkpoints, which prompts, which defaults."""
+"""A file a model family: which checkpoints, which prompts, which defaults; families share the files `common*`."""

@@ -31,7 +31,6 @@ _TEST_PIXELS = 128  # image height in test cases of graphs for any size; 720 pix
 
 def image_model(
     *,
-    family: str,
     decoder: Decoder,
     code_embeddings: Tensor,
     condition: Condition,
@@ -48,7 +47,6 @@ def image_model(
     """Return the contents of a bundle.
 
     Args:
-        family: name of the family.
         decoder: the target.
         code_embeddings: the target's input embeddings of all tokens of an image, `[tokens, hidden_size]`: the
             codes, then, if grid rows end with a token, all tokens up to the end-of-row token, or the order's vectors.
@@ -90,7 +88,6 @@ def image_model(
         drafts_for=drafter and drafter.drafts_for,
         files={} if condition.tokenizer is None else {"tokenizer": (TOKENIZER, condition.tokenizer)},
         fields={
-            "family": family,
             "grid_rows": config.grid,
             "grid_columns": config.grid,
             "codebook_size": codes,

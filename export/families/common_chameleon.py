@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from ...bundle.conditions import TokenLayout
-from ...engines.contracts import Progress
 from ...inputs import format_value
 from ..checkpoints.files import Config, listing
 from ..checkpoints.folders import Checkpoint
@@ -37,36 +37,86 @@ _NAMES = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.w
 _SHARED = ("model_type", "vocabulary_map", *(f"{name}_token_id" for name in ("bos", "eos", "boi", "eoi", "image")))
 
 
-class Vocabulary(NamedTuple):
-    """Tokens of a target.
+@dataclass(frozen=True)
+class Chameleon:
+    """A target to read.
 
     Args:
+        checkpoint: folder with tokenizer.json and weights.
+        config: configuration of the folder.
         codes: token ids of the codes; code c is token `codes[c]`.
         names: token ids of the other tokens in prompts and images, by name.
+        layout: layout of prompts.
+        grid: grid rows of an image.
+        max_image_tokens: number of tokens of the longest image; 0 for `grid * grid`.
+        limits_positions: `limits_positions` of `decoder_config`.
     """
 
+    checkpoint: Checkpoint
+    config: Config
     codes: range
     names: Mapping[str, int]
+    layout: TokenLayout
+    grid: int
+    max_image_tokens: int = 0
+    limits_positions: bool = True
 
+    def read(self) -> tuple[Decoder, Tensor, Condition]:
+        """Return the decoder, the embeddings of all tokens `[tokens, hidden_size]`, and the condition.
 
-class Chameleon(NamedTuple):
-    """Parts of a target.
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        checkpoint = self.checkpoint
+        tokenizer = checkpoint.tokenizer()
+        checkpoint.read(keep=lambda name: not name.startswith(_VQ_PREFIX))
+        rename_llama(checkpoint, "model.", _NAMES)
+        highest = max(self.codes.stop - 1, *self.names.values())
+        for name in _NAMES:
+            rows = checkpoint.shape(name)[0]
+            if rows <= highest:
+                expected = f"more, as config.json has tokens up to {highest}"
+                raise checkpoint.error(name, found=f"{rows} rows", expected=expected)
+        sizes = decoder_config(
+            checkpoint,
+            self.config,
+            len(self.codes),
+            self.grid,
+            max_image_tokens=self.max_image_tokens,
+            limits_positions=self.limits_positions,
+        )
+        decoder, embeddings = load_decoder(checkpoint, sizes, self.codes)
+        return decoder, embeddings, token_condition(embeddings, sizes.prefix, self.layout, tokenizer, self.names)
 
-    Args:
-        decoder: decoder with the head's rows of the codes.
-        embeddings: embeddings of all tokens, `[tokens, hidden_size]`.
-        codes: token ids of the codes.
-        condition: conversion of prompts to prefix rows.
-        sources: files with roles.
-        config: configuration file.
-    """
+    def bundle(self, vqgan: VQGAN, drafter: Path | None, extra_tokens: int = 0, **fields: Any) -> Model:
+        """Return the contents of a bundle with a VQGAN.
 
-    decoder: Decoder
-    embeddings: Tensor
-    codes: range
-    condition: Condition
-    sources: list[tuple[str, Path]]
-    config: Config
+        Args:
+            vqgan: the image tokenizer.
+            drafter: folder of the drafter, None without a drafter.
+            extra_tokens: number of tokens after the codes, up to the end-of-row token.
+            fields: other arguments of `image_model`.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or the drafter is of another target.
+        """
+        decoder, embeddings, condition = self.read()
+        offset = self.codes.start
+        loaded_drafter = None
+        if drafter is not None:
+            shared = {name: (value,) for name in _SHARED if (value := self.config.get(name)) is not None}
+            progress = self.checkpoint.progress
+            loaded_drafter = read_drafter(drafter, decoder, len(embeddings), shared, progress, code_offset=offset)
+        return image_model(
+            decoder=decoder,
+            # A drafter computes token ids as `code_offset` + index in this table, so the table may skip no token.
+            code_embeddings=embeddings[offset : self.codes.stop + extra_tokens],
+            condition=condition,
+            vq=vqgan.vq,
+            sources=[*self.checkpoint.sources, *vqgan.sources],
+            drafter=loaded_drafter,
+            **fields,
+        )
 
 
 def chameleon_config(checkpoint: Checkpoint, architecture: str, repository: str) -> Config:
@@ -90,8 +140,12 @@ def chameleon_config(checkpoint: Checkpoint, architecture: str, repository: str)
     return config
 
 
-def read_vocabulary(config: Config, needed: Sequence[str]) -> Vocabulary:
-    """Return the codes in `vocabulary_map` of config.json, and the tokens named `needed`. Raises: CheckpointError."""
+def read_vocabulary(config: Config, needed: Sequence[str]) -> tuple[range, Mapping[str, int]]:
+    """Return the token ids of the codes in `vocabulary_map` of config.json, and token ids by the names in `needed`.
+
+    Raises:
+        CheckpointError: the configuration has no codes with consecutive ids, or lacks a name.
+    """
     names = config.get("vocabulary_map")
     if not isinstance(names, dict) or any(type(token) is not int or token < 0 for token in names.values()):
         raise config.error("vocabulary_map", expected="token ids by names, image tokens included")
@@ -104,85 +158,4 @@ def read_vocabulary(config: Config, needed: Sequence[str]) -> Vocabulary:
     if count < 2 or any(tokens.get(code) != first + code for code in range(count)):
         expected = "image tokens of codes 0, 1, ... with consecutive ids"
         raise config.error("vocabulary_map", found=f"{count} image tokens (IMGIMG..Z)", expected=expected)
-    return Vocabulary(range(first, first + count), {name: names[name] for name in needed})
-
-
-def read_chameleon(
-    checkpoint: Checkpoint,
-    config: Config,
-    vocabulary: Vocabulary,
-    layout: TokenLayout,
-    *,
-    grid: int,
-    max_image_tokens: int = 0,
-    limits_positions: bool = True,
-) -> Chameleon:
-    """Read a target.
-
-    Args:
-        checkpoint: folder with tokenizer.json and weights.
-        config: configuration of the folder.
-        vocabulary: tokens of the target.
-        layout: layout of prompts.
-        grid: grid rows of an image.
-        max_image_tokens: number of tokens of the longest image; 0 for `grid * grid`.
-        limits_positions: `limits_positions` of `decoder_config`.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
-    codes, names = vocabulary
-    tokenizer = checkpoint.tokenizer()
-    checkpoint.read(keep=lambda name: not name.startswith(_VQ_PREFIX))
-    rename_llama(checkpoint, "model.", _NAMES)
-    highest = max(codes.stop - 1, *names.values())
-    for name in _NAMES:
-        rows = checkpoint.shape(name)[0]
-        if rows <= highest:
-            expected = f"more, as config.json has tokens up to {highest}"
-            raise checkpoint.error(name, found=f"{rows} rows", expected=expected)
-    sizes = decoder_config(
-        checkpoint, config, len(codes), grid, max_image_tokens=max_image_tokens, limits_positions=limits_positions
-    )
-    decoder, embeddings = load_decoder(checkpoint, sizes, codes)
-    condition = token_condition(embeddings, sizes.prefix, layout, tokenizer, names)
-    return Chameleon(decoder, embeddings, codes, condition, checkpoint.sources, config)
-
-
-def chameleon_model(
-    target: Chameleon,
-    vqgan: VQGAN,
-    drafter: Path | None,
-    progress: Progress,
-    extra_tokens: int = 0,
-    **fields: Any,
-) -> Model:
-    """Return the contents of a bundle with a Chameleon target.
-
-    Args:
-        target: the target.
-        vqgan: the image tokenizer.
-        drafter: folder of the drafter, None without a drafter.
-        progress: progress callback.
-        extra_tokens: number of tokens after the codes, up to the end-of-row token.
-        fields: other arguments of `image_model`.
-
-    Raises:
-        CheckpointError: the drafter is damaged or of another target.
-    """
-    loaded_drafter = None
-    if drafter is not None:
-        shared = {name: (value,) for name in _SHARED if (value := target.config.get(name)) is not None}
-        tokens = len(target.embeddings)
-        offset = target.codes.start
-        loaded_drafter = read_drafter(drafter, target.decoder, tokens, shared, progress, code_offset=offset)
-    return image_model(
-        decoder=target.decoder,
-        # A drafter computes token ids as `code_offset` + index in this table, so the table may skip no token.
-        code_embeddings=target.embeddings[target.codes.start : target.codes.stop + extra_tokens],
-        condition=target.condition,
-        vq=vqgan.vq,
-        sources=[*target.sources, *vqgan.sources],
-        drafter=loaded_drafter,
-        **fields,
-    )
+    return range(first, first + count), {name: names[name] for name in needed}

@@ -8,24 +8,24 @@ configuration file, from the published model with equal sizes, or, for the grid,
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from math import isqrt
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...engines.contracts import Progress
 from ...errors import CheckpointError, RequestError
 from ...inputs import format_value
-from ..checkpoints.files import Config, raises_checkpoint_error, read_config
+from ..checkpoints.files import Config, read_config
 from ..checkpoints.folders import Checkpoint
-from ..checkpoints.lora import Adapter
-from ..graph.conditions import CaptionCondition, ClassCondition, Condition, text_condition
+from ..graph.conditions import CaptionCondition, ClassCondition, text_condition
+from ..model import Model
 from ..models.decoder import Decoder, DecoderConfig
 from ..models.llama import layer_sizes, load_decoder, rename_llama
 from ..models.t5 import read_text_encoder
-from ..progress import silent
-from .common import check_grid
+from ..models.vq_checkpoints import read_vq
+from .common import check_grid, image_model
 
 _CELL = 16  # pixels per cell along each side, in the published image tokenizers
 
@@ -107,27 +107,6 @@ _ARGUMENTS |= {"cls_token_num", "block_size", "max_batch_size", "max_seq_len"}
 _UNUSED = (".inv_freq", "condition_embeddings")  # buffers that some versions save with the weights
 
 
-def read_condition(
-    module: ClassCondition | CaptionCondition, text_encoder: Path | None, progress: Progress
-) -> tuple[Condition, list[tuple[str, Path]]]:
-    """Return the condition of a bundle, and the files with roles of its text encoder.
-
-    Args:
-        module: module that computes the prefix rows.
-        text_encoder: `text_encoder` of `read_llamagen`.
-        progress: progress callback.
-
-    Raises:
-        CheckpointError: the encoder cannot be read, or the target takes no text.
-    """
-    if text_encoder is None:
-        return module.condition(), []
-    if isinstance(module, ClassCondition):
-        raise CheckpointError("the target is class-conditional and takes no text", field="text_encoder")
-    encoder = read_text_encoder(text_encoder, module.uncond.shape[1], progress)
-    return text_condition(encoder.encoder, encoder.tokenizer, module), encoder.sources
-
-
 class LlamaGen(NamedTuple):
     """Parts of a transformer.
 
@@ -135,8 +114,7 @@ class LlamaGen(NamedTuple):
         decoder: the decoder.
         code_embeddings: embeddings of the codes, float32 `[codes, hidden_size]`.
         condition: module that computes the prefix rows.
-        sources: files with roles.
-        averaged: whether averaged weights were chosen, also for the image tokenizer; None if the caller did not choose.
+        checkpoint: the files.
         lantern: whether the files are in LANTERN's layout.
         config: the configuration, empty if there is no file.
         extra: weights of families that have more than LlamaGen, by their names in the files, float32.
@@ -145,44 +123,36 @@ class LlamaGen(NamedTuple):
     decoder: Decoder
     code_embeddings: Tensor
     condition: ClassCondition | CaptionCondition
-    sources: list[tuple[str, Path]]
-    averaged: bool | None
+    checkpoint: Checkpoint
     lantern: bool
     config: Config
     extra: dict[str, Tensor]
 
 
-@raises_checkpoint_error
 def read_transformer(
-    path: Path,
+    checkpoint: Checkpoint,
     *,
     config: Path | None = None,
     grid: int | None = None,
     weights: str | None = None,
-    lora: Sequence[Adapter] = (),
-    progress: Progress = silent,
     variant: Variant = _PLAIN,
 ) -> LlamaGen:
     """Read the transformer in a file or folder.
 
     Args:
-        path: `target` of `read_llamagen`.
+        checkpoint: `target` of `read_llamagen`.
         config: `config` of `read_llamagen`.
         grid: `grid` of `read_llamagen`.
         weights: `weights` of `read_llamagen`.
-        lora: adapters to merge into the weights.
-        progress: progress callback.
         variant: differences of another family's files.
 
     Raises:
         CheckpointError: a file is missing or damaged, or is not a LlamaGen transformer.
-        RequestError: `grid` or `weights` is out of range.
+        RequestError: `weights` is unknown.
     """
-    check_grid(grid)
     if weights not in (None, "model", "ema"):
         raise RequestError(field="weights", found=format_value(weights), expected="model or ema")
-    averaged = None if weights is None else weights == "ema"
-    checkpoint = Checkpoint(path, progress=progress, averaged=averaged, adapters=lora)
+    checkpoint.averaged = None if weights is None else weights == "ema"
     values, lantern = _read_weights(checkpoint, config, variant)
     codes, code_width = checkpoint.shape("embed.weight")
     values.check_sizes(vocab_size=codes, hidden_size=code_width)
@@ -204,7 +174,45 @@ def read_transformer(
     )
     extra = {name: checkpoint.weights.pop(name).float() for name in variant.extra}
     decoder, embeddings = load_decoder(checkpoint, sizes)
-    return LlamaGen(decoder, embeddings.float(), condition, checkpoint.sources, averaged, lantern, values, extra)
+    return LlamaGen(decoder, embeddings.float(), condition, checkpoint, lantern, values, extra)
+
+
+def llamagen_model(
+    transformer: LlamaGen, vq: Path, *, weights: str | None, text_encoder: Path | None = None, **fields: Any
+) -> Model:
+    """Return the contents of a bundle with LlamaGen's image tokenizer.
+
+    Args:
+        transformer: the target.
+        vq: file of the image tokenizer.
+        weights: `weights` of `read_llamagen`.
+        text_encoder: `text_encoder` of `read_llamagen`.
+        fields: other arguments of `image_model`.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the target takes no text.
+    """
+    checkpoint = transformer.checkpoint
+    image_tokenizer, vq_sources = read_vq(vq, checkpoint.progress, checkpoint.averaged)
+    sources = [*checkpoint.sources, *vq_sources]
+    module = transformer.condition
+    if text_encoder is None:
+        condition = module.condition()
+    elif isinstance(module, ClassCondition):
+        raise CheckpointError("the target is class-conditional and takes no text", field="text_encoder")
+    else:
+        encoder = read_text_encoder(text_encoder, module.uncond.shape[1], checkpoint.progress)
+        condition = text_condition(encoder.encoder, encoder.tokenizer, module)
+        sources += encoder.sources
+    model = image_model(
+        decoder=transformer.decoder,
+        code_embeddings=transformer.code_embeddings,
+        condition=condition,
+        vq=image_tokenizer,
+        sources=sources,
+        **fields,
+    )
+    return replace(model, weights=weights)
 
 
 def _read_weights(checkpoint: Checkpoint, config: Path | None, variant: Variant) -> tuple[Config, bool]:

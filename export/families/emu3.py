@@ -17,22 +17,19 @@ from tokenizers import Tokenizer, normalizers
 
 from ...bundle.conditions import TokenLayout
 from ...bundle.manifest import Size
-from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...inputs import format_value, require_library, split_lines
 from ...methods import Sampling
 from ..checkpoints.deferred import joined
 from ..checkpoints.files import Config, file_error, raises_checkpoint_error, read_text, read_tokenizer
 from ..checkpoints.folders import Checkpoint
-from ..checkpoints.lora import Adapter
 from ..family import Family
 from ..graph.conditions import token_condition
 from ..model import Model
 from ..models.llama import decoder_config, load_decoder, rename_llama
 from ..models.movqgan import load_emu3_vq
 from ..models.vq_checkpoints import CODEBOOK
-from ..progress import silent
-from .common import check_grid, grid_sizes, image_model
+from .common import grid_sizes, image_model
 
 # Suffix of every caption, text of the unconditional row, and settings of Emu3's published program.
 SUFFIX = " masterpiece, film grained, best quality."
@@ -77,14 +74,11 @@ _HEAD_PREFIXES = ("text_model.", "")
 _VQ_PREFIXES = ("model.vqmodel.", "vqmodel.")
 
 
-@raises_checkpoint_error
 def read_emu3(
-    target: Path,
+    target: Checkpoint,
     vq: Path | None = None,
     *,
     grid: int | None = None,
-    lora: Sequence[Adapter] = (),
-    progress: Progress = silent,
 ) -> Model:
     """Read Emu3-Gen in the layout of transformers or in the published layout.
 
@@ -92,16 +86,11 @@ def read_emu3(
         target: folder with config.json, tokenizer and weights.
         vq: folder of Emu3-VisionTokenizer; None for the layout of transformers, which includes it.
         grid: grid rows of the square image size; None for the published size. Other sizes have about as many pixels.
-        lora: adapters to merge into the target.
-        progress: progress callback.
 
     Raises:
         CheckpointError: a file is missing or damaged, or belongs to another model.
-        RequestError: `grid` is out of range.
     """
-    check_grid(grid)
-    checkpoint = Checkpoint(target, progress=progress, adapters=lora)
-    config = checkpoint.model_config("BAAI/Emu3-Gen-hf", _TRANSFORMERS, _PUBLISHED)
+    config = target.model_config("BAAI/Emu3-Gen-hf", _TRANSFORMERS, _PUBLISHED)
     includes_vq = config.get("model_type") == _TRANSFORMERS
     if includes_vq and vq is not None:
         raise CheckpointError(field="vq", found=str(vq), expected="none: the target includes an image tokenizer")
@@ -109,36 +98,35 @@ def read_emu3(
         raise CheckpointError(field="vq", found="nothing", expected="the folder of Emu3-VisionTokenizer")
     text = config.section("text_config") if "text_config" in config.values else config
     text = replace(text, values=_DEFAULTS | dict(text.values))
-    tokenizer, content = _find_tokenizer(checkpoint)
-    checkpoint.read()
+    tokenizer, content = _find_tokenizer(target)
+    target.read()
     if vq is None:
-        vq_checkpoint = checkpoint.extract(_find_prefix(checkpoint, _VQ_PREFIXES, CODEBOOK))
+        vq_checkpoint = target.extract(_find_prefix(target, _VQ_PREFIXES, CODEBOOK))
     else:
-        vq_checkpoint = Checkpoint(vq, "vq", progress)
+        vq_checkpoint = Checkpoint(vq, "vq", target.progress)
         vq_checkpoint.read()
     image_tokenizer = load_emu3_vq(vq_checkpoint)
     scale = image_tokenizer.config.pixels_per_cell
     sizes = grid_sizes(_AREA if grid is None else (grid * scale) ** 2, scale)
-    prefix = _find_prefix(checkpoint, _PREFIXES, _EMBED)
-    head_name = _find_prefix(checkpoint, _HEAD_PREFIXES, _HEAD) + _HEAD
+    prefix = _find_prefix(target, _PREFIXES, _EMBED)
+    head_name = _find_prefix(target, _HEAD_PREFIXES, _HEAD) + _HEAD
     names = {"embed.weight": prefix + _EMBED, "head.weight": head_name}
-    rename_llama(checkpoint, prefix, names)
-    library = read_tokenizer(tokenizer, min(checkpoint.shape(name)[0] for name in names), _token_ids(config), content)
+    rename_llama(target, prefix, names)
+    library = read_tokenizer(tokenizer, min(target.shape(name)[0] for name in names), _token_ids(config), content)
     codes = _visual_tokens(tokenizer, library)
     longest = max(rows * (columns + 1) - 1 for rows, columns in sizes)
     (row_end,) = _encode(library, ROW_END)
     decoder, embeddings = load_decoder(
-        checkpoint, decoder_config(checkpoint, text, len(codes), sizes[0][0], max_image_tokens=longest), codes
+        target, decoder_config(target, text, len(codes), sizes[0][0], max_image_tokens=longest), codes
     )
     layout = prompt_layout(library)
     return image_model(
-        family="emu3",
         decoder=decoder,
         code_embeddings=joined([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
         condition=token_condition(embeddings, decoder.config.prefix, layout, tokenizer, content=content),
         vq=image_tokenizer,
         sampling=_SAMPLING,
-        sources=[*checkpoint.sources, *vq_checkpoint.sources],
+        sources=[*target.sources, *vq_checkpoint.sources],
         sizes=[image_size(library, rows, columns, scale) for rows, columns in sizes],
         row_end=len(codes),
     )

@@ -22,20 +22,17 @@ from torch import Tensor
 
 from ...bundle.conditions import TokenLayout
 from ...bundle.manifest import Size
-from ...engines.contracts import Progress
 from ...inputs import format_value
 from ...methods import Sampling
 from ..checkpoints.deferred import computed, deferred
-from ..checkpoints.files import Config, file_error, raises_checkpoint_error, read_tokenizer
+from ..checkpoints.files import Config, file_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
-from ..checkpoints.lora import Adapter
 from ..family import Family
 from ..graph.conditions import token_condition
 from ..model import Model
 from ..models.decoder import DecoderConfig
 from ..models.llama import decoder_config, load_decoder, rename_llama
-from ..progress import silent
-from .common import check_grid, grid_sizes, image_model
+from .common import grid_sizes, image_model
 
 MAX_PROMPT = 1024  # tokens
 PIXELS = 32  # pixels along each side of a cell
@@ -49,27 +46,19 @@ _FIRST_SIDE = 16  # rows of the small grid of a square
 _TRANSFORMERS_TOP_K = 50  # top-k of transformers where generation_config.json has none
 
 
-@raises_checkpoint_error
-def read_glm_image(
-    target: Path, *, grid: int | None = None, lora: Sequence[Adapter] = (), progress: Progress = silent
-) -> Model:
+def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> Model:
     """Read the autoregressive part of GLM-Image.
 
     Args:
         target: folder with `vision_language_encoder` and `processor`.
         grid: grid rows of the square image size, 32 by default, for 1024 pixels. Other sizes have about as many codes.
-        lora: adapters to merge into the target.
-        progress: progress callback.
 
     Raises:
         CheckpointError: a file is missing or damaged, or belongs to another model.
-        RequestError: `grid` is out of range.
     """
-    check_grid(grid)
-    if not all((target / part).is_dir() for part in _PARTS):
-        raise file_error(target, found="other contents", expected=f"a folder with {' and '.join(_PARTS)}")
-    checkpoint = Checkpoint(target / _PARTS[0], progress=progress, adapters=lora)
-    processor = Checkpoint(target / _PARTS[1])
+    if not all((target.path / part).is_dir() for part in _PARTS):
+        raise target.error(found="other contents", expected=f"a folder with {' and '.join(_PARTS)}")
+    checkpoint, processor = (target.part(part) for part in _PARTS)
     config = checkpoint.model_config("zai-org/GLM-Image", "glm_image")
     generation = checkpoint.config("generation_config.json")
     text = config.section("text_config")
@@ -89,27 +78,18 @@ def read_glm_image(
     square = grid or _GRID
     pairs = image_grids(square)
     # The weights tell whether there are biases.
-    sizes = decoder_config(
-        checkpoint,
-        replace(text, values={name: value for name, value in text.values.items() if name != "attention_bias"}),
-        codes,
-        square,
-        max_image_tokens=max(math.prod(first_grid(*pair)) + math.prod(pair) for pair in pairs),
-    )
+    values = {name: value for name, value in text.values.items() if name != "attention_bias"}
+    longest = max(math.prod(first_grid(*pair)) + math.prod(pair) for pair in pairs)
+    sizes = decoder_config(checkpoint, replace(text, values=values), codes, square, max_image_tokens=longest)
     sections, rotated = _rotated_pairs(text, sizes.head_dim)
-    sizes = replace(
-        sizes,
-        prefix=min(sizes.prefix, MAX_PROMPT),
-        rotary="grids",
-        grids=tuple((*first_grid(*pair), *pair) for pair in pairs),
-        rope_sections=sections,
-    )
+    grids = tuple((*first_grid(*pair), *pair) for pair in pairs)
+    prefix = min(sizes.prefix, MAX_PROMPT)
+    sizes = replace(sizes, prefix=prefix, rotary="grids", grids=grids, rope_sections=sections)
     _reorder(checkpoint, sizes, rotated)
     decoder, embeddings = load_decoder(checkpoint, sizes, range(codes))
     layout, image_sizes = _prompt_layout(path, tokenizer, pairs, image_start, sizes)
     top_k = generation.integer("top_k") or _TRANSFORMERS_TOP_K
     return image_model(
-        family="glm_image",
         decoder=decoder,
         code_embeddings=embeddings[:codes],
         condition=token_condition(embeddings, sizes.prefix, layout, path),

@@ -7,25 +7,21 @@ unconditional row is the prompt with its text replaced by padding. LANTERN has n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...bundle.conditions import TokenLayout
-from ...engines.contracts import Progress
 from ...methods import Sampling
-from ..checkpoints.files import Config, raises_checkpoint_error
+from ..checkpoints.files import Config
 from ..checkpoints.folders import Checkpoint
-from ..checkpoints.lora import Adapter
 from ..family import Family
 from ..graph.conditions import token_condition
 from ..model import Model
 from ..models.llama import decoder_config, load_decoder, rename_llama
 from ..models.vq_checkpoints import load_vq, rename_vqgan
-from ..progress import silent
 from .common import check_grid, image_model
 
 _LANGUAGE = "model.language_model."
@@ -42,22 +38,18 @@ _NAMES = {
 _TEMPLATE = "<|User|>: {prompt}\n\n<|Assistant|>:"
 
 
-@raises_checkpoint_error
-def read_janus(target: Path, *, lora: Sequence[Adapter] = (), progress: Progress = silent) -> Model:
+def read_janus(target: Checkpoint) -> Model:
     """Read Janus or Janus-Pro.
 
     Args:
         target: folder with config.json, generation_config.json, tokenizer.json and weights.
-        lora: adapters to merge into the decoder.
-        progress: progress callback.
 
     Raises:
         CheckpointError: a file is missing or damaged, or belongs to another model.
     """
-    checkpoint = Checkpoint(target, progress=progress, adapters=lora)
-    config = checkpoint.model_config("deepseek-community/Janus-Pro-1B", "janus")
-    generation = checkpoint.config("generation_config.json")
-    tokenizer = checkpoint.tokenizer()
+    config = target.model_config("deepseek-community/Janus-Pro-1B", "janus")
+    generation = target.config("generation_config.json")
+    tokenizer = target.tokenizer()
     text, vision, vq = (config.section(name) for name in ("text_config", "vision_config", "vq_config"))
     vq.expect("hidden_act", "gelu", None)
     pixels = vision.integer("image_size")
@@ -65,25 +57,24 @@ def read_janus(target: Path, *, lora: Sequence[Adapter] = (), progress: Progress
     if pixels is None or patch is None:
         raise config.error("vision_config", "lacks image_size or patch_size, which determine the grid rows")
     check_grid(pixels // patch)
-    checkpoint.read(keep=lambda name: not name.startswith(_UNUSED))
-    vq_checkpoint = checkpoint.extract("model.vqmodel.")
+    target.read(keep=lambda name: not name.startswith(_UNUSED))
+    vq_checkpoint = target.extract("model.vqmodel.")
     rename_vqgan(vq_checkpoint, coarsest_first=True)
     image_tokenizer = load_vq(vq_checkpoint, normalize_for_encoder=False)
-    aligner = checkpoint.extract(_ALIGNER)
-    rename_llama(checkpoint, _LANGUAGE, _NAMES)
-    codes = checkpoint.shape("codes")[0]
-    hidden = checkpoint.shape("head.first.weight")[0]
-    sizes = decoder_config(checkpoint, text, codes, pixels // patch, head_hidden=hidden)
-    code_embeddings = _fold_codes(checkpoint.weights.pop("codes"), aligner)
-    decoder, text_embeddings = load_decoder(checkpoint, sizes)
+    aligner = target.extract(_ALIGNER)
+    rename_llama(target, _LANGUAGE, _NAMES)
+    codes = target.shape("codes")[0]
+    hidden = target.shape("head.first.weight")[0]
+    sizes = decoder_config(target, text, codes, pixels // patch, head_hidden=hidden)
+    code_embeddings = _fold_codes(target.weights.pop("codes"), aligner)
+    decoder, text_embeddings = load_decoder(target, sizes)
     return image_model(
-        family="janus",
         decoder=decoder,
         code_embeddings=code_embeddings,
         condition=token_condition(text_embeddings, decoder.config.prefix, _layout(generation), tokenizer),
         vq=image_tokenizer,
         sampling=Sampling(cfg_scale=generation.number("guidance_scale", 5.0)),
-        sources=checkpoint.sources,
+        sources=target.sources,
     )
 
 

@@ -8,36 +8,27 @@ folder has no image tokenizer; like Anole, the model uses Chameleon's VQGAN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...methods import Sampling
-from ..checkpoints.files import file_error, raises_checkpoint_error
 from ..checkpoints.folders import Checkpoint
-from ..checkpoints.lora import Adapter
 from ..family import Family
 from ..model import Model
 from ..models.vq_checkpoints import read_vqgan
-from ..progress import silent
-from .common import check_grid
-from .common_chameleon import LUMINA, PROMPT_TOKENS, chameleon_config, chameleon_model, read_chameleon, read_vocabulary
+from .common_chameleon import LUMINA, PROMPT_TOKENS, Chameleon, chameleon_config, read_vocabulary
 from .common_lumina import ROW_END, image_size, longest_image, patch_sizes, prompt_layout, side_tokens
 
 _PATCH = 2  # codes along each side of a patch
 _SAMPLING = Sampling(cfg_scale=3.0, top_k=2000)  # settings of Lumina-mGPT's published program and of LANTERN
 
 
-@raises_checkpoint_error
 def read_lumina(
-    target: Path,
+    target: Checkpoint,
     vq: Path,
     *,
     drafter: Path | None = None,
     grid: int | None = None,
-    lora: Sequence[Adapter] = (),
-    progress: Progress = silent,
 ) -> Model:
     """Read Lumina-mGPT with Chameleon's VQGAN.
 
@@ -47,42 +38,34 @@ def read_lumina(
         drafter: folder in LANTERN's layout, None without a drafter.
         grid: grid rows of the square image size, an even number: 32, 48 or 64 for the published models. Other sizes
             have about as many codes.
-        lora: adapters to merge into the target.
-        progress: progress callback.
 
     Raises:
         CheckpointError: `grid` is missing or odd, or a file is missing, damaged or of another model.
-        RequestError: `grid` is out of range.
     """
-    check_grid(grid)
     if grid is None or grid % _PATCH:
         expected = "32, 48 or 64 for Lumina-mGPT of 512, 768 or 1024 pixels, as its files do not contain the size"
         raise CheckpointError(field="grid", found="nothing" if grid is None else str(grid), expected=expected)
-    checkpoint = Checkpoint(target, progress=progress, adapters=lora)
-    config = chameleon_config(checkpoint, LUMINA, "Alpha-VLLM/Lumina-mGPT-7B-768")
+    config = chameleon_config(target, LUMINA, "Alpha-VLLM/Lumina-mGPT-7B-768")
     patches = patch_sizes(grid // _PATCH)
-    vocabulary = read_vocabulary(config, (*PROMPT_TOKENS, ROW_END, *side_tokens(patches)))
-    codes, names = vocabulary
+    codes, names = read_vocabulary(config, (*PROMPT_TOKENS, ROW_END, *side_tokens(patches)))
     extra_tokens = names[ROW_END] + 1 - codes.stop
     if extra_tokens < 1:
-        raise file_error(target, ROW_END, found=f"token {names[ROW_END]}", expected="a token after the image tokens")
+        raise target.error(ROW_END, found=f"token {names[ROW_END]}", expected="a token after the image tokens")
     start, end, _ = (names[name] for name in PROMPT_TOKENS)
-    model = read_chameleon(
-        checkpoint,
+    model = Chameleon(
+        target,
         config,
-        vocabulary,
+        codes,
+        names,
         prompt_layout(start, end),
-        grid=grid,
-        max_image_tokens=longest_image(patches, _PATCH),
+        grid,
+        longest_image(patches, _PATCH),
         limits_positions=False,  # the published program computes rotations for all positions
     )
-    return chameleon_model(
-        model,
-        read_vqgan(vq, progress),  # the resolution in vqgan.yaml is the one of training and does not matter here
+    return model.bundle(
+        read_vqgan(vq, target.progress),  # the resolution in vqgan.yaml is the one of training and does not matter here
         drafter,
-        progress,
         extra_tokens,
-        family="lumina",
         sampling=_SAMPLING,
         sizes=[image_size(rows, columns, names, _PATCH) for rows, columns in patches],
         row_end=names[ROW_END] - codes.start,

@@ -10,19 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...methods import Sampling
 from ..checkpoints.deferred import joined
-from ..checkpoints.files import file_error, listing, raises_checkpoint_error, read_tokenizer
+from ..checkpoints.files import file_error, listing, read_tokenizer
 from ..checkpoints.folders import Checkpoint
-from ..checkpoints.lora import Adapter
 from ..family import Family
 from ..model import Model
 from ..models.movqgan import read_movqgan
-from ..progress import silent
-from .common import check_grid, image_model
-from .common_chameleon import LUMINA, PROMPT_TOKENS, Vocabulary, chameleon_config, read_chameleon
+from .common import image_model
+from .common_chameleon import LUMINA, PROMPT_TOKENS, Chameleon, chameleon_config
 from .common_lumina import ROW_END, image_size, longest_image, patch_sizes, prompt_layout, side_tokens
 
 _FIRST_CODE = 155000
@@ -31,10 +28,7 @@ _PATCH = 4  # codes along each side of a patch
 _SAMPLING = Sampling(cfg_scale=4.0, cfg_final=4.0, top_k=4096)  # settings of the published generate.py
 
 
-@raises_checkpoint_error
-def read_lumina2(
-    target: Path, vq: Path, *, grid: int | None = None, lora: Sequence[Adapter] = (), progress: Progress = silent
-) -> Model:
+def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Model:
     """Read Lumina-mGPT 2.0 with MoVQGAN.
 
     Args:
@@ -42,20 +36,15 @@ def read_lumina2(
         vq: `movqgan_270M.ckpt`, or a folder with it.
         grid: grid rows of the square image size, a multiple of 4; 96 by default, for 768 pixels. Other sizes have about
             as many codes.
-        lora: adapters to merge into the target.
-        progress: progress callback.
 
     Raises:
         CheckpointError: `grid` is not a multiple of 4, or a file is missing, damaged or of another model.
-        RequestError: `grid` is out of range.
     """
-    check_grid(grid)
     rows = grid or _GRID
     if rows % _PATCH:
         raise CheckpointError(field="grid", found=str(rows), expected="a multiple of 4; 96 rows are 768 pixels")
-    checkpoint = Checkpoint(target, progress=progress, adapters=lora)
-    config = chameleon_config(checkpoint, LUMINA, "Alpha-VLLM/Lumina-mGPT-2.0")  # before large files are read
-    image_tokenizer, vq_sources = read_movqgan(vq, progress)
+    config = chameleon_config(target, LUMINA, "Alpha-VLLM/Lumina-mGPT-2.0")  # before large files are read
+    image_tokenizer, vq_sources = read_movqgan(vq, target.progress)
     count = image_tokenizer.config.codes
     size = config.integer("vocab_size")
     if size is None or size <= count:
@@ -64,25 +53,26 @@ def read_lumina2(
         )
     first = min(_FIRST_CODE, size - count)
     patches = patch_sizes(rows // _PATCH)
-    names, start = _read_tokens(checkpoint, size, side_tokens(patches))
-    model = read_chameleon(
-        checkpoint,
+    names, start = _read_tokens(target, size, side_tokens(patches))
+    model = Chameleon(
+        target,
         config,
-        Vocabulary(range(first, first + count), names),
+        range(first, first + count),
+        names,
         prompt_layout(start, names[PROMPT_TOKENS[1]]),
-        grid=rows,
-        max_image_tokens=longest_image(patches, _PATCH),
+        rows,
+        longest_image(patches, _PATCH),
         limits_positions=False,  # the published program computes rotations for all positions
     )
+    decoder, embeddings, condition = model.read()
     row_end = names[ROW_END]
     return image_model(
-        family="lumina2",
-        decoder=model.decoder,
-        code_embeddings=joined([model.embeddings[first : first + count], model.embeddings[row_end : row_end + 1]]),
-        condition=model.condition,
+        decoder=decoder,
+        code_embeddings=joined([embeddings[first : first + count], embeddings[row_end : row_end + 1]]),
+        condition=condition,
         vq=image_tokenizer,
         sampling=_SAMPLING,
-        sources=[*dict.fromkeys([*model.sources, *vq_sources])],
+        sources=[*dict.fromkeys([*target.sources, *vq_sources])],
         sizes=[image_size(*pair, names, _PATCH) for pair in patches],
         row_end=count,
     )

@@ -7,22 +7,15 @@ Heads and grid are found as LlamaGen's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ...bundle.order import MAX_GROUP, OrderSpec
-from ...engines.contracts import Progress
-from ...errors import CheckpointError
 from ...methods import Sampling
-from ..checkpoints.lora import Adapter
+from ..checkpoints.folders import Checkpoint
 from ..family import Family
 from ..graph.conditions import ClassCondition
 from ..model import Model
-from ..models.vq_checkpoints import read_vq
-from ..progress import silent
-from .common import image_model
-from .common_llamagen import PublishedModel, Variant, read_condition, read_transformer
+from .common_llamagen import PublishedModel, Variant, llamagen_model, read_transformer
 
 MODELS = (
     PublishedModel(12, 768, 12, (16,)),  # GPT-B
@@ -44,15 +37,13 @@ _VARIANT = Variant(
 
 
 def read_nar(
-    target: Path,
+    target: Checkpoint,
     vq: Path,
     *,
     text_encoder: Path | None = None,
     config: Path | None = None,
     grid: int | None = None,
     weights: str | None = None,
-    lora: Sequence[Adapter] = (),
-    progress: Progress = silent,
 ) -> Model:
     """Read NAR with LlamaGen's VQ tokenizer.
 
@@ -63,36 +54,27 @@ def read_nar(
         config: JSON file of the arguments; its `n_layer` does not count the last layer.
         grid: grid rows, 16 or 32 for texts; see `read_llamagen`.
         weights: `model` or `ema`, for files with both; None for the first, with a warning.
-        lora: adapters to merge into the target.
-        progress: progress callback.
 
     Raises:
         CheckpointError: a file is missing or damaged, or is not of NAR.
-        RequestError: `grid` or `weights` is out of range.
+        RequestError: `weights` is unknown.
     """
-    transformer = read_transformer(
-        target, config=config, grid=grid, weights=weights, lora=lora, progress=progress, variant=_VARIANT
-    )
+    transformer = read_transformer(target, config=config, grid=grid, weights=weights, variant=_VARIANT)
     transformer.config.expect("medusa_attention_num", 1, None)
     rows = transformer.decoder.config.grid
     if rows > MAX_GROUP:
         expected = f"at most {MAX_GROUP} rows, for passes of as many codes"
-        raise CheckpointError(field=f"{target}: grid", found=f"{rows} x {rows} codes", expected=expected)
+        raise target.error("grid", found=f"{rows} x {rows} codes", expected=expected)
     is_class_conditional = isinstance(transformer.condition, ClassCondition)
-    condition, encoder_sources = read_condition(transformer.condition, text_encoder, progress)
-    image_tokenizer, vq_sources = read_vq(vq, progress, transformer.averaged)
-    model = image_model(
-        family="nar",
-        decoder=transformer.decoder,
-        code_embeddings=transformer.code_embeddings,
-        condition=condition,
-        vq=image_tokenizer,
+    return llamagen_model(
+        transformer,
+        vq,
+        weights=weights,
+        text_encoder=text_encoder,
         # the published programs for one image
         sampling=Sampling(cfg_scale=4.0, top_k=2000) if is_class_conditional else Sampling(cfg_scale=7.5),
-        sources=[*transformer.sources, *vq_sources, *encoder_sources],
         order=diagonal_order(rows),
     )
-    return replace(model, weights=weights)
 
 
 FAMILY = Family(read_nar)

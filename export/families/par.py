@@ -8,38 +8,29 @@ learned vectors. A file has LlamaGen's weights and the vectors, which tell n. He
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from math import isqrt
 from pathlib import Path
 
 from ...bundle.order import MAX_GROUP, OrderSpec
-from ...engines.contracts import Progress
-from ...errors import CheckpointError
 from ...methods import Sampling
 from ..checkpoints.deferred import joined
-from ..checkpoints.lora import Adapter
+from ..checkpoints.folders import Checkpoint
 from ..family import Family
 from ..graph.conditions import ClassCondition
 from ..model import Model
-from ..models.vq_checkpoints import read_vq
-from ..progress import silent
-from .common import image_model
-from .common_llamagen import Variant, read_transformer
+from .common_llamagen import Variant, llamagen_model, read_transformer
 
 _VECTORS = "spe_tok_embeddings.special_embeddings.weight"
 _VARIANT = Variant(arguments=("spe_token_num", "ar_token_num"), extra=(_VECTORS,))
 
 
 def read_par(
-    target: Path,
+    target: Checkpoint,
     vq: Path,
     *,
     config: Path | None = None,
     grid: int | None = None,
     weights: str | None = None,
-    lora: Sequence[Adapter] = (),
-    progress: Progress = silent,
 ) -> Model:
     """Read PAR with LlamaGen's VQ tokenizer.
 
@@ -49,48 +40,25 @@ def read_par(
         config: JSON file of the arguments, see `read_llamagen`.
         grid: grid rows, 24 for 384 pixels; see `read_llamagen`.
         weights: `model` or `ema`, for files with both; None for the first, with a warning.
-        lora: adapters to merge into the target.
-        progress: progress callback.
 
     Raises:
         CheckpointError: a file is missing or damaged, is not of PAR, or the grid cannot be cut into its regions.
-        RequestError: `grid` or `weights` is out of range.
+        RequestError: `weights` is unknown.
     """
-    transformer = read_transformer(
-        target,
-        config=config,
-        grid=grid,
-        weights=weights,
-        lora=lora,
-        progress=progress,
-        variant=_VARIANT,
-    )
-    module = transformer.condition
-    if not isinstance(module, ClassCondition):
-        raise CheckpointError(field=str(target), found="a text-conditional model", expected="a class-conditional one")
+    transformer = read_transformer(target, config=config, grid=grid, weights=weights, variant=_VARIANT)
+    if not isinstance(transformer.condition, ClassCondition):
+        raise target.error(found="a text-conditional model", expected="a class-conditional one")
     vectors = transformer.extra[_VECTORS]
     transformer.config.check_sizes(spe_token_num=len(vectors), ar_token_num=len(vectors) + 1)
     rows = transformer.decoder.config.grid
     order = parallel_order(rows, len(vectors) + 1)
     if order is None:
         regions = f"{len(vectors) + 1} regions, as it has {len(vectors)} learned vectors"
-        raise CheckpointError(
-            field=f"{target}: grid",
-            found=f"{rows} x {rows} codes",
-            expected=f"a larger grid that divides into {regions}",
-        )
-    image_tokenizer, vq_sources = read_vq(vq, progress, transformer.averaged)
-    model = image_model(
-        family="par",
-        decoder=transformer.decoder,
-        code_embeddings=joined([transformer.code_embeddings, vectors]),
-        condition=module.condition(),
-        vq=image_tokenizer,
-        sampling=Sampling(cfg_scale=1.5),  # the published evaluation
-        sources=[*transformer.sources, *vq_sources],
-        order=order,
-    )
-    return replace(model, weights=weights)
+        expected = f"a larger grid that divides into {regions}"
+        raise target.error("grid", found=f"{rows} x {rows} codes", expected=expected)
+    transformer = transformer._replace(code_embeddings=joined([transformer.code_embeddings, vectors]))
+    sampling = Sampling(cfg_scale=1.5)  # the published evaluation
+    return llamagen_model(transformer, vq, weights=weights, sampling=sampling, order=order)
 
 
 FAMILY = Family(read_par)

@@ -7,7 +7,6 @@ code c is the number of text tokens plus c. The published program may sample tex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,18 +14,15 @@ from tokenizers import Tokenizer
 
 from ...bundle.conditions import TokenLayout
 from ...bundle.manifest import Size
-from ...engines.contracts import Progress
 from ...methods import Sampling
-from ..checkpoints.files import file_error, raises_checkpoint_error, read_tokenizer
+from ..checkpoints.files import file_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
-from ..checkpoints.lora import Adapter
 from ..family import Family
 from ..graph.conditions import token_condition
 from ..model import Model
 from ..models.cosmos_vq import load_cosmos_vq
 from ..models.llama import decoder_config, load_decoder, rename_llama
-from ..progress import silent
-from .common import check_grid, grid_sizes, image_model
+from .common import grid_sizes, image_model
 
 # Tokens, texts and guidance of the published generate.py. Its top-k equals the number of codes and is left out here.
 START = "<|t2i|>"
@@ -42,10 +38,7 @@ _EMBED = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
 
-@raises_checkpoint_error
-def read_simplear(
-    target: Path, vq: Path, *, grid: int | None = None, lora: Sequence[Adapter] = (), progress: Progress = silent
-) -> Model:
+def read_simplear(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Model:
     """Read SimpleAR with the Cosmos tokenizer.
 
     Args:
@@ -53,44 +46,38 @@ def read_simplear(
         vq: folder with encoder and decoder of the Cosmos tokenizer, as .jit or .safetensors files.
         grid: grid rows of the default image size, a square; 64 by default. Other sizes have about as many codes, or are
             smaller squares.
-        lora: adapters to merge into the target.
-        progress: progress callback.
 
     Raises:
         CheckpointError: a file is missing or damaged, or belongs to another model.
-        RequestError: `grid` is out of range.
     """
-    check_grid(grid)
-    checkpoint = Checkpoint(target, progress=progress, adapters=lora)
-    config = checkpoint.model_config("Daniel0724/SimpleAR-0.5B-RL", "qwen2")
-    path = checkpoint.tokenizer()
-    generation = checkpoint.config("generation_config.json")
+    config = target.model_config("Daniel0724/SimpleAR-0.5B-RL", "qwen2")
+    path = target.tokenizer()
+    generation = target.config("generation_config.json")
     config.expect("use_sliding_window", False, None, remedy="other decoders are not supported")
-    checkpoint.tied = {_HEAD: _EMBED} if config.get("tie_word_embeddings") else {}
-    checkpoint.read()
-    rows = min(checkpoint.shape(name)[0] for name in (_EMBED, _HEAD))
-    rename_llama(checkpoint, "model.", {"embed.weight": _EMBED, "head.weight": _HEAD})
+    target.tied = {_HEAD: _EMBED} if config.get("tie_word_embeddings") else {}
+    target.read()
+    rows = min(target.shape(name)[0] for name in (_EMBED, _HEAD))
+    rename_llama(target, "model.", {"embed.weight": _EMBED, "head.weight": _HEAD})
     tokenizer = read_tokenizer(path, rows)
     text_tokens = tokenizer.get_vocab_size(with_added_tokens=True)
     if missing := [name for name in (START, BEGIN) if tokenizer.token_to_id(name) is None]:
         raise file_error(path, problem=f"lacks {', '.join(missing)}", remedy="give the model's own tokenizer")
-    vq_checkpoint = Checkpoint(vq, "vq", progress)
+    vq_checkpoint = Checkpoint(vq, "vq", target.progress)
     image_tokenizer = load_cosmos_vq(vq_checkpoint)
     sizes = image_sizes(grid or _SQUARES[0], image_tokenizer.config.pixels_per_cell)
     longest = max(size.codes for size in sizes)
     decoder, embeddings = load_decoder(
-        checkpoint,
-        decoder_config(checkpoint, config, rows - text_tokens, sizes[0].rows, max_image_tokens=longest),
-        range(text_tokens, len(checkpoint.weights["head.weight"])),
+        target,
+        decoder_config(target, config, rows - text_tokens, sizes[0].rows, max_image_tokens=longest),
+        range(text_tokens, len(target.weights["head.weight"])),
     )
     model = image_model(
-        family="simplear",
         decoder=decoder,
         code_embeddings=embeddings[text_tokens:],
         condition=token_condition(embeddings[:text_tokens], decoder.config.prefix, prompt_layout(tokenizer), path),
         vq=image_tokenizer,
         sampling=Sampling(cfg_scale=6.0, repetition_penalty=generation.number("repetition_penalty", 1.0)),
-        sources=[*checkpoint.sources, *vq_checkpoint.sources],
+        sources=[*target.sources, *vq_checkpoint.sources],
         sizes=sizes,
     )
     return replace(model, neighbors=_NEIGHBORS)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import CheckpointError
-from ..export.registry import FAMILIES
+from ..export.registry import FAMILIES, check_family, read_family
 from ..inputs import require_library
 from ..memory import PeakMemory
 from ..published import find_model
@@ -131,7 +131,6 @@ def export(
     with show_progress(lines=False) as progress:
         progress("loading PyTorch")
         from ..export.graph.precision import read_precisions
-        from ..export.registry import check_family, read_family
         from ..export.writer import check_output, export_model
 
         check_family(family, options)

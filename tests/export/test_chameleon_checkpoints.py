@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_copies import ANOLE, ANOLE_DRAFTER, LUMINA, LUMINA2, MOVQGAN, VQGAN, copied, sharded
+from family_readers import read_anole, read_lumina, read_lumina2
 from goldens import DATA
 from refusals import error_of
 from safetensors.torch import load_file
 
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.families.anole import read_anole
 from lantern_rt.export.families.common_lumina import image_size, patch_sizes
-from lantern_rt.export.families.lumina import read_lumina
-from lantern_rt.export.families.lumina2 import read_lumina2
 from lantern_rt.export.models.decoder import Attention
 from lantern_rt.export.models.eagle import read_drafter
 from lantern_rt.export.models.vq_checkpoints import read_vqgan

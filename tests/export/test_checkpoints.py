@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_copies import C2I, DRAFTER, LANTERN, T2I, changed, config_of, copied, edited, sharded
+from family_readers import read_transformer
 from goldens import golden
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
-from lantern_rt.export.families.common_llamagen import LlamaGen, PublishedModel, Variant, read_transformer
+from lantern_rt.export.families.common_llamagen import LlamaGen, PublishedModel, Variant
 from lantern_rt.export.graph.conditions import CaptionCondition, ClassCondition
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import read_drafter
@@ -147,13 +148,13 @@ def test_the_same_weights_read_the_same_from_every_layout(tmp_path: Path) -> Non
 def test_shards_with_an_index_read_as_the_single_file(tmp_path: Path, kind: str, ending: str) -> None:
     result = read_transformer(sharded(LANTERN / kind, tmp_path / "shards", ending))
     assert_same(result, read_transformer(LANTERN / kind))
-    assert [role for role, _ in result.sources] == ["target_config", "target_index", *["target"] * 3]
+    assert [role for role, _ in result.checkpoint.sources] == ["target_config", "target_index", *["target"] * 3]
 
 
 def test_a_configuration_of_a_folder_is_a_source_beside_another_that_is_given(tmp_path: Path) -> None:
     folder = LANTERN / "c2i"
     other = Path(shutil.copy(folder / "config.json", tmp_path / "other.json"))
-    sources = read_transformer(folder, config=other).sources
+    sources = read_transformer(folder, config=other).checkpoint.sources
     weights = ("target", folder / "model.safetensors")
     assert sources == [("target_config", folder / "config.json"), weights, ("config", other)]
 

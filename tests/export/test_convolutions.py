@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoint_copies import C2I, EMU3, VQ, VQGAN, Weights, config_of, edited
+from family_readers import read_emu3
 from goldens import observed
 
 from lantern_rt.bundle.manifest import Manifest
@@ -20,7 +21,6 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.export.compare import compare_with_module
 from lantern_rt.export.convolutions import calibrate, quantise_convolutions
 from lantern_rt.export.families.common import vq_graphs
-from lantern_rt.export.families.emu3 import read_emu3
 from lantern_rt.export.graph.graphs import Graph, plan_graph
 from lantern_rt.export.measures import image_difference
 from lantern_rt.export.models.vq_checkpoints import read_vq, read_vqgan

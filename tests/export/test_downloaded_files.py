@@ -25,21 +25,23 @@ from checkpoint_copies import (
     copied,
     sharded,
 )
+from family_readers import (
+    read_anole,
+    read_emu3,
+    read_janus,
+    read_llamagen,
+    read_lumina,
+    read_lumina2,
+    read_simplear,
+    read_transformer,
+)
 from refusals import error_of
 
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.files import read_config, read_tokenizer, read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint, read_index
-from lantern_rt.export.families.anole import read_anole
-from lantern_rt.export.families.common_llamagen import read_transformer
-from lantern_rt.export.families.emu3 import read_emu3
-from lantern_rt.export.families.janus import read_janus
-from lantern_rt.export.families.lumina import read_lumina
-from lantern_rt.export.families.lumina2 import read_lumina2
-from lantern_rt.export.families.simplear import read_simplear
 from lantern_rt.export.models.t5 import read_text_encoder
 from lantern_rt.export.models.vq_checkpoints import read_vqgan
-from lantern_rt.export.registry import read_family
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4180000000\n"
 PAGES = (
@@ -47,14 +49,15 @@ PAGES = (
     "\n <HTML>log in</HTML>",
     '<?xml version="1.0"?><Error>denied</Error>',
 )
-READERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "anole": (lambda folder: read_anole(folder, VQGAN), "leloy/Anole-7b-v0.1-hf"),
-    "lumina": (lambda folder: read_lumina(folder, VQGAN, grid=4), "Alpha-VLLM/Lumina-mGPT-7B-768"),
-    "lumina2": (lambda folder: read_lumina2(folder, MOVQGAN, grid=8), "Alpha-VLLM/Lumina-mGPT-2.0"),
-    "janus": (read_janus, "deepseek-community/Janus-Pro-1B"),
-    "emu3": (lambda folder: read_emu3(folder, grid=4), "BAAI/Emu3-Gen-hf"),
-    "simplear": (lambda folder: read_simplear(folder, COSMOS, grid=4), "Daniel0724/SimpleAR-0.5B-RL"),
-    "text encoder": (lambda folder: read_text_encoder(folder, 32), "google/flan-t5-xl"),
+READERS: dict[str, Callable[[Path], object]] = {
+    "llamagen": lambda folder: read_llamagen(folder, VQ),
+    "anole": lambda folder: read_anole(folder, VQGAN),
+    "lumina": lambda folder: read_lumina(folder, VQGAN, grid=4),
+    "lumina2": lambda folder: read_lumina2(folder, MOVQGAN, grid=8),
+    "janus": read_janus,
+    "emu3": lambda folder: read_emu3(folder, grid=4),
+    "simplear": lambda folder: read_simplear(folder, COSMOS, grid=4),
+    "text encoder": lambda folder: read_text_encoder(folder, 32),
 }
 FOLDERS = {"chameleon": ANOLE, "emu3": EMU3, "qwen2": SIMPLEAR}  # by model_type
 FAMILIES = {
@@ -74,9 +77,11 @@ def deepseek(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", READERS)
-@pytest.mark.parametrize("kind", [*FOLDERS, "multi_modality"])
-def test_a_folder_of_another_model_is_refused_with_the_needed_one(tmp_path: Path, kind: str, family: str) -> None:
-    read, repository = READERS[family]
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_folder_of_another_model_is_refused_with_its_family_or_the_needed_one(
+    tmp_path: Path, kind: str, family: str
+) -> None:
+    read = READERS[family]
     folder = FOLDERS.get(kind) or deepseek(tmp_path)
     if (kind, family) in (("chameleon", "anole"), ("emu3", "emu3"), ("qwen2", "simplear")):
         read(folder)
@@ -84,19 +89,22 @@ def test_a_folder_of_another_model_is_refused_with_the_needed_one(tmp_path: Path
     error = error_of(CheckpointError, read, folder)
     if kind == "chameleon" and family in ("lumina", "lumina2"):
         assert error.remedy == "family anole takes Anole, family lumina Lumina-mGPT"
-    else:
-        assert error.field == f"{folder / 'config.json'}: model_type"
-        assert error.found == repr(kind)
-        assert repository in error.remedy
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_a_folder_that_another_family_reads_is_refused_with_its_name(tmp_path: Path, kind: str) -> None:
-    folder = FOLDERS.get(kind) or deepseek(tmp_path)
-    error = error_of(CheckpointError, read_family, "llamagen", {"target": folder, "vq": VQ})
+        return
     assert error.field == f"{folder / 'config.json'}: model_type"
-    assert (error.found, error.expected) == (repr(kind), "a model of family llamagen")
-    assert error.remedy == f"give `--family {FAMILIES[kind]}`, or another target"
+    assert error.found == repr(kind)
+    if family == "text encoder":
+        assert "google/flan-t5-xl" in error.remedy
+    elif (kind, family) == ("multi_modality", "janus"):
+        assert "deepseek-community/Janus-Pro-1B" in error.remedy
+    else:
+        assert error.expected == f"a model of family {family}"
+        assert error.remedy == f"give `--family {FAMILIES[kind]}`, or another target"
+
+
+def test_a_folder_of_no_family_is_refused_with_the_needed_one(tmp_path: Path) -> None:
+    error = error_of(CheckpointError, read_anole, copied(ANOLE, tmp_path / "target", model_type="mamba"), VQGAN)
+    assert error.field.endswith("config.json: model_type")
+    assert "leloy/Anole-7b-v0.1-hf" in error.remedy
 
 
 @pytest.mark.parametrize("value", [["chameleon"], {"a": 1}, 7, None, "x" * 10_000])
@@ -145,7 +153,7 @@ def test_shards_without_their_index_are_named(tmp_path: Path) -> None:
 def test_files_that_macos_leaves_beside_others_are_no_weights(tmp_path: Path) -> None:
     shutil.copy(C2I, tmp_path)
     (tmp_path / f"._{C2I.name}").write_bytes(b"\0\5\26\7\0\2\0\0Mac OS X        ")
-    assert read_transformer(tmp_path, config=config_of(C2I)).sources[0] == ("target", tmp_path / C2I.name)
+    assert read_transformer(tmp_path, config=config_of(C2I)).checkpoint.sources[0] == ("target", tmp_path / C2I.name)
 
 
 @pytest.mark.parametrize("name", ["*", "model-[0-9].safetensors", "?", ".hidden", "a/b", "a\\b", "a b", "-rf", "", 7])
@@ -168,7 +176,7 @@ def test_the_format_of_a_configuration_is_told_where_it_is_needed(program: Any, 
 
 
 def test_a_configuration_beside_an_official_file_is_read_if_it_is_the_models(tmp_path: Path) -> None:
-    assert read_transformer(C2I).sources == [("target", C2I), ("target_config", config_of(C2I))]
+    assert read_transformer(C2I).checkpoint.sources == [("target", C2I), ("target_config", config_of(C2I))]
     path = Path(shutil.copy(C2I, tmp_path))
     changed(config_of(C2I), tmp_path / "config.json", architectures=["T5EncoderModel"])
     assert "n_head" in error_of(CheckpointError, read_transformer, path).remedy

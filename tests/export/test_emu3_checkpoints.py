@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_copies import EMU3, EMU3_ORIGINAL, copied, published
+from family_readers import read_emu3
 from goldens import DATA
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,14 +22,7 @@ from tokenizers import Tokenizer
 from lantern_rt.bundle.conditions import ConditionSpec
 from lantern_rt.export.checkpoints.deferred import computed
 from lantern_rt.export.families.common import grid_sizes
-from lantern_rt.export.families.emu3 import (
-    NEGATIVE,
-    SUFFIX,
-    convert_tiktoken,
-    image_size,
-    prompt_layout,
-    read_emu3,
-)
+from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, convert_tiktoken, image_size, prompt_layout
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.model import Model
 from lantern_rt.prompts import prepare_prompts

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from checkpoint_copies import C2I, DRAFTER, LUMINA, LUMINA2, MOVQGAN, T2I, VQ, VQGAN, config_of, copied, edited
+from family_readers import read_lumina
 from PIL import Image
 from refusals import error_of
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.files import Weights
-from lantern_rt.export.families.lumina import read_lumina
 from lantern_rt.export.registry import check_family
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from family_readers import read_glm_image
 from goldens import DATA, Run, embed, golden, manifest
 from numpy.typing import NDArray
 from refusals import error_of
@@ -40,7 +41,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "MAX_PROMPT", PROMPT)
         patch.setattr(glm_image, "image_grids", lambda square: GRIDS)
-        model = glm_image.read_glm_image(FOLDER, grid=2)
+        model = read_glm_image(FOLDER, grid=2)
     return export_model(model, tmp_path_factory.mktemp("glm") / "bundle")
 
 
@@ -127,7 +128,7 @@ def test_logits_of_whole_runs_and_the_likeliest_codes_are_the_recorded_ones(glm_
 def test_positions_of_prompts_and_cells_turn_as_recorded(bundle: Path, run: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "image_grids", lambda square: GRIDS)
-        decoder = glm_image.read_glm_image(FOLDER, grid=2).graphs[0].module
+        decoder = read_glm_image(FOLDER, grid=2).graphs[0].module
     places = np.concatenate([ARRAYS[f"{run}_prompt_position_ids"], ARRAYS[f"{run}_decode_position_ids"]], 1)
     cells = places.shape[1] - 1
     number = GRIDS.index(tuple(TRACES[run]["large_grid"]))
@@ -153,7 +154,7 @@ def test_prompts_of_all_kinds_become_the_published_ids(bundle: Path, case: dict[
     pair = (case["height"] // 32, case["width"] // 32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), pair])
-        fields = glm_image.read_glm_image(FOLDER, grid=2).fields
+        fields = read_glm_image(FOLDER, grid=2).fields
     layout, size = fields["condition"].layout, fields["sizes"][1]
     ids = load_tokenizer(bundle / "tokenizer.json").encode(case["prompt"], add_special_tokens=False).ids
     assert [*layout.before, *ids, *layout.after, *size.tokens] == case["prompt_ids"]
@@ -210,17 +211,17 @@ def changed_part(folder: Path, part: str, name: str, edit: Any) -> Path:
 def test_a_checkpoint_that_does_not_fit_is_refused_by_its_field(
     tmp_path: Path, part: str, name: str, edit: Any, field: str, words: str
 ) -> None:
-    error = error_of(CheckpointError, glm_image.read_glm_image, changed_part(tmp_path, part, name, edit), grid=2)
+    error = error_of(CheckpointError, read_glm_image, changed_part(tmp_path, part, name, edit), grid=2)
     assert error.field.endswith(field)
     said = " ".join((error.problem, error.found, error.expected, error.remedy))
     assert [word for word in words.split() if word not in said] == []
 
 
 def test_a_part_alone_is_refused() -> None:
-    error = error_of(CheckpointError, glm_image.read_glm_image, FOLDER / PARTS[0])
+    error = error_of(CheckpointError, read_glm_image, FOLDER / PARTS[0])
     assert error.expected == "a folder with vision_language_encoder and processor"
 
 
 def test_top_k_is_that_of_transformers_where_the_generation_config_has_none(tmp_path: Path) -> None:
     folder = changed_part(tmp_path, PARTS[0], "generation_config.json", lambda c: c.pop("top_k"))
-    assert glm_image.read_glm_image(folder, grid=2).fields["sampling"].top_k == 50
+    assert read_glm_image(folder, grid=2).fields["sampling"].top_k == 50

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_readers import read_transformer
 from goldens import DATA
 from refusals import error_of
 from safetensors.torch import save_file
@@ -25,7 +26,6 @@ from torch import Tensor
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.files import read_config, read_weights
-from lantern_rt.export.families.common_llamagen import read_transformer
 from lantern_rt.export.models.eagle import read_drafter
 from lantern_rt.export.models.vq_checkpoints import read_vqgan
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from family_readers import read_janus
 from goldens import Run, embed
 from refusals import error_of
 from small_janus import BEGIN, CODES, GRID, START, WORDS, random_janus, write_janus
@@ -18,7 +19,6 @@ from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.compare import GraphFileSession
-from lantern_rt.export.families.janus import read_janus
 from lantern_rt.export.writer import export_model
 
 pytest.importorskip("transformers")

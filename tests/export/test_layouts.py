@@ -12,6 +12,7 @@ import onnx
 import pytest
 import torch
 from checkpoint_copies import C2I, VQ, config_of, edited
+from family_readers import read_llamagen
 from goldens import DATA
 from onnx import TensorProto
 from refusals import error_of
@@ -23,7 +24,6 @@ from lantern_rt.bundle.manifest import Precision
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError, RequestError
 from lantern_rt.export.compare import DeviceLayoutSession, GraphFileSession
-from lantern_rt.export.families.llamagen import read_llamagen
 from lantern_rt.export.graph.graphs import Graph, convert_to_float16, plan_graph, target_graph, write_graph
 from lantern_rt.export.graph.precision import Rule, read_precisions
 from lantern_rt.export.measures import difference

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_copies import C2I, COSMOS, EMU3, SIMPLEAR, VQ, Weights, config_of, copied, edited
+from family_readers import read_emu3, read_simplear, read_transformer
 from refusals import error_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,9 +19,6 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.deferred import computed
 from lantern_rt.export.checkpoints.lora import read_adapter, split_scale
-from lantern_rt.export.families.common_llamagen import read_transformer
-from lantern_rt.export.families.emu3 import read_emu3
-from lantern_rt.export.families.simplear import read_simplear
 from lantern_rt.export.model import Model
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -88,7 +86,7 @@ def test_names_of_a_library_that_nests_the_decoder_otherwise_are_found(tmp_path:
         weights[f"text_model.model.{layer}.weight"] += 0.7 * 6 / 2**0.5 * product
 
     models = (
-        read_emu3(EMU3, grid=6, lora=[read_adapter(lora, 0.7)]),
+        read_emu3(EMU3, grid=6, lora=[f"{lora}:0.7"]),
         read_emu3(copied(EMU3, tmp_path / "merged", merge), grid=6),
     )
     torch.testing.assert_close(*map(state, models), rtol=0, atol=1e-6)
@@ -105,7 +103,7 @@ def test_an_adapter_of_a_tied_head_changes_the_head_alone(tmp_path: Path, own_he
     tied = SIMPLEAR
     if own_head:  # as files have it that are no safetensors
         tied = copied(SIMPLEAR, tmp_path / "tied", lambda weights: weights.update({HEAD: weights[EMBED].clone()}))
-    found = read_simplear(tied, COSMOS, grid=4, lora=[read_adapter(lora, 1.0)])
+    found = read_simplear(tied, COSMOS, grid=4, lora=[str(lora)])
     expected = read_simplear(copied(SIMPLEAR, tmp_path / "untied", untie, tie_word_embeddings=False), COSMOS, grid=4)
     torch.testing.assert_close(state(found), state(expected), rtol=0, atol=1e-5)
     assert torch.equal(found.code_embeddings, expected.code_embeddings)

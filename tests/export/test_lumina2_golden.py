@@ -11,6 +11,7 @@ import onnx
 import pytest
 import torch
 from checkpoint_copies import copied
+from family_readers import read_lumina2
 from goldens import DATA, Sides, close, golden, manifest, observed
 from numpy.typing import NDArray
 from shared_goldens import Family, RowEndDecoderGolden
@@ -18,7 +19,6 @@ from shared_goldens import Family, RowEndDecoderGolden
 from lantern_rt import Pipeline
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.families.common_lumina import patch_sizes
-from lantern_rt.export.families.lumina2 import read_lumina2
 from lantern_rt.export.models.llamagen_vq import VQDecoder, VQEncoder
 from lantern_rt.export.models.movqgan import read_movqgan
 from lantern_rt.methods import Sampling

@@ -11,13 +11,14 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from family_readers import read_nar
 from goldens import DATA, Arrays, close, golden
 from numpy.typing import NDArray
 from onnx import numpy_helper
 from shared_goldens import check_logits, choices, layer_sums, logits_of, order_of, run_all
 
 from lantern_rt import CheckpointError, Pipeline
-from lantern_rt.export.families.nar import diagonal_order, read_nar
+from lantern_rt.export.families.nar import diagonal_order
 from lantern_rt.export.registry import read_family
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling

@@ -11,12 +11,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from family_readers import read_par
 from goldens import DATA, Arrays, close, golden
 from onnx import numpy_helper
 from shared_goldens import check_logits, choices, layer_sums, logits_of, order_of, run_all
 
 from lantern_rt import CheckpointError, Pipeline
-from lantern_rt.export.families.par import parallel_order, read_par
+from lantern_rt.export.families.par import parallel_order
 from lantern_rt.export.registry import read_family
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling

@@ -27,16 +27,12 @@ from checkpoint_copies import (
     published,
     sharded,
 )
+from family_readers import read_anole, read_emu3, read_llamagen, read_lumina, read_transformer
 from refusals import error_of
 from small_models import save_t5
 
 from lantern_rt.errors import CheckpointError, LanternError
 from lantern_rt.export.checkpoints.folders import Checkpoint
-from lantern_rt.export.families.anole import read_anole
-from lantern_rt.export.families.common_llamagen import read_transformer
-from lantern_rt.export.families.emu3 import read_emu3
-from lantern_rt.export.families.llamagen import read_llamagen
-from lantern_rt.export.families.lumina import read_lumina
 from lantern_rt.export.models.t5 import read_text_encoder
 from lantern_rt.export.models.vq_checkpoints import read_vq
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_copies import COSMOS, SIMPLEAR, copied
+from family_readers import read_simplear
 from refusals import error_of
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer
 from lantern_rt.errors import LanternError
 from lantern_rt.export.checkpoints.deferred import computed
 from lantern_rt.export.checkpoints.files import read_weights
-from lantern_rt.export.families.simplear import image_sizes, read_simplear
+from lantern_rt.export.families.simplear import image_sizes
 
 Read = Callable[[Path], object]
 EMBED = "model.embed_tokens.weight"

@@ -28,6 +28,7 @@ from checkpoint_copies import (
     published,
     sharded,
 )
+from family_readers import read_anole, read_emu3, read_janus, read_lumina, read_lumina2, read_simplear, read_transformer
 from refusals import error_of
 from safetensors.torch import load_file, save_file
 from small_janus import random_janus, write_janus
@@ -38,13 +39,6 @@ from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.deferred import computed
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
-from lantern_rt.export.families.anole import read_anole
-from lantern_rt.export.families.common_llamagen import read_transformer
-from lantern_rt.export.families.emu3 import read_emu3
-from lantern_rt.export.families.janus import read_janus
-from lantern_rt.export.families.lumina import read_lumina
-from lantern_rt.export.families.lumina2 import read_lumina2
-from lantern_rt.export.families.simplear import read_simplear
 from lantern_rt.export.model import Model
 from lantern_rt.export.models.cosmos_vq import load_cosmos_vq
 from lantern_rt.export.models.decoder import Decoder

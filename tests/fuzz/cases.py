@@ -201,7 +201,7 @@ def tokenizers(originals: Originals, folder: Path, rng: random.Random) -> Case:
 
 def checkpoints(originals: Originals, folder: Path, rng: random.Random) -> Case:
     """Damaged checkpoints in official layouts."""
-    from lantern_rt.export.families.llamagen import read_llamagen
+    from family_readers import read_llamagen
 
     vq = DATA / "llamagen-vq/vq_tiny.pt"
     if rng.random() < 0.4:

@@ -30,9 +30,9 @@ def polygraphy(*arguments: object) -> int:
 @pytest.fixture
 def janus_bundle(tmp_path: Path) -> Path:
     pytest.importorskip("transformers")
+    from family_readers import read_janus
     from small_janus import random_janus, write_janus
 
-    from lantern_rt.export.families.janus import read_janus
     from lantern_rt.export.writer import export_model
 
     write_janus(random_janus(), tmp_path / "janus")

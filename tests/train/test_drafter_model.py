@@ -16,10 +16,9 @@ from lantern_rt import BundleError, open_bundle
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnx")
 
+from family_readers import read_anole, read_transformer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from lantern_rt.export.families.anole import read_anole  # noqa: E402
-from lantern_rt.export.families.common_llamagen import read_transformer  # noqa: E402
 from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
 from lantern_rt.export.models.eagle import EagleDrafter, read_drafter  # noqa: E402
 from lantern_rt.train.drafter.batches import Batch  # noqa: E402

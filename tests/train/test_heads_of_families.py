@@ -23,10 +23,10 @@ torch = pytest.importorskip("torch")
 for library in ("onnx", "safetensors", "tokenizers", "yaml", "transformers"):
     pytest.importorskip(library)
 
+from family_readers import read_glm_image, read_janus  # noqa: E402
 from small_janus import random_janus, write_janus  # noqa: E402
 
 from lantern_rt.export.families import glm_image  # noqa: E402
-from lantern_rt.export.families.janus import read_janus  # noqa: E402
 from lantern_rt.export.writer import export_model  # noqa: E402
 from lantern_rt.train.drafter.data import FIRST_SEED  # noqa: E402
 from lantern_rt.train.drafter.shards import Shard, shard_path  # noqa: E402
@@ -61,7 +61,7 @@ def small_glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), (3, 5), (5, 2)])
         patch.setattr(glm_image, "_FIRST_SIDE", 4)
-        model = glm_image.read_glm_image(Path(__file__).parent.parent / "data/glm-image", grid=2)
+        model = read_glm_image(Path(__file__).parent.parent / "data/glm-image", grid=2)
         return export_model(model, tmp_path_factory.mktemp("glm") / "bundle")
 
 

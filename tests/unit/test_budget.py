@@ -17,7 +17,7 @@ from lantern_rt.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("runtime", "engines", "export", "lantern_rt", "train")
-STATEMENTS = {PRODUCT: 16_010, ("recipes",): 1_601, ("tests",): 18_720, ("benchmarks",): 1_590}
+STATEMENTS = {PRODUCT: 16_010, ("recipes",): 1_601, ("tests",): 18_780, ("benchmarks",): 1_590}
 ROOM = 1.02
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LONGEST_FILE = 400

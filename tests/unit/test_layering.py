@@ -12,6 +12,7 @@ from pathlib import Path
 from package_files import RANKS, package_files
 
 import lantern_rt
+from lantern_rt.export.registry import FAMILIES
 
 HEAVY = {"torch", "onnx", "onnxscript", "safetensors"}
 BACKENDS = {"onnxruntime", "tensorrt", "tensorrt_rtx"}
@@ -83,11 +84,17 @@ def test_the_runtime_imports_neither_torch_nor_a_backend() -> None:
     assert outsiders(("runtime",)) & (HEAVY | BACKENDS | {"PIL", "typer", "rich", "lantern_rt"}) == set()
 
 
+def test_no_family_imports_another() -> None:
+    families = {f"export.families.{name}" for name in FAMILIES}
+    imports = {name: targets & families for name, targets in arrows().items() if name in families}
+    assert imports == {name: set() for name in families}
+
+
 def test_generating_never_imports_torch_or_onnx_and_export_only_when_asked() -> None:
     public = tuple(name for name in RANKS if name not in ("export", "train"))
     assert outsiders(public) & HEAVY == set()
     for name, file in package_files().items():
-        if name.split(".")[0] not in ("export", "train"):
+        if name.split(".")[0] not in ("export", "train") and name != "cli.export":
             top = {target.lstrip(".").split(".")[0] for target in imported(file, only_at_import=True)}
             assert not top & {"export", "train"}, name
 
@@ -97,6 +104,10 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert loaded.isdisjoint(
         HEAVY | {"onnxruntime", "numpy", "PIL", "pydantic", "typer", "rich", "matplotlib", "scipy"}
     )
+
+
+def test_the_help_of_export_which_names_the_families_loads_nothing_heavy() -> None:
+    assert run_python("import lantern_rt.cli.export").isdisjoint(HEAVY | {"onnxruntime"})
 
 
 def test_generating_imports_neither_torch_nor_onnx(words_bundle: Path) -> None:

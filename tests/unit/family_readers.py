@@ -1,0 +1,39 @@
+"""Readers of families by name, with the paths of checkpoints; and LlamaGen's transformer without an image tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lantern_rt.export.checkpoints.files import raises_checkpoint_error
+from lantern_rt.export.checkpoints.folders import Checkpoint
+from lantern_rt.export.checkpoints.lora import Adapter
+from lantern_rt.export.families import common_llamagen
+from lantern_rt.export.families.common_llamagen import LlamaGen
+from lantern_rt.export.model import Model
+from lantern_rt.export.progress import silent
+from lantern_rt.export.registry import read_family
+
+
+def _read(family: str, target: Path, vq: Path | None = None, progress: Any = silent, **options: Any) -> Model:
+    return read_family(family, {"target": target, "vq": vq, **options}, progress)
+
+
+read_llamagen = partial(_read, "llamagen")
+read_par = partial(_read, "par")
+read_nar = partial(_read, "nar")
+read_anole = partial(_read, "anole")
+read_lumina = partial(_read, "lumina")
+read_lumina2 = partial(_read, "lumina2")
+read_glm_image = partial(_read, "glm_image")
+read_janus = partial(_read, "janus")
+read_emu3 = partial(_read, "emu3")
+read_simplear = partial(_read, "simplear")
+
+
+@raises_checkpoint_error
+def read_transformer(path: Path, lora: Sequence[Adapter] = (), progress: Any = silent, **options: Any) -> LlamaGen:
+    checkpoint = Checkpoint(path, progress=progress, adapters=lora)
+    return common_llamagen.read_transformer(checkpoint, **options)

@@ -1,0 +1,79 @@
+"""A family is added by its module and its name in the registry: a toy family is exported, named and refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageChops
+from refusals import error_of
+
+from lantern_rt.errors import CheckpointError
+from lantern_rt.export import families, registry
+
+DATA = Path(__file__).parents[1] / "data"
+VQ = DATA / "llamagen-vq/vq_tiny.pt"
+# A transformer of LlamaGen's with one matrix under another name, and guidance 2.
+MODULE = """
+from pathlib import Path
+
+from lantern_rt.export.checkpoints.folders import Checkpoint
+from lantern_rt.export.family import Family
+from lantern_rt.export.families.common_llamagen import Variant, llamagen_model, read_transformer
+from lantern_rt.export.model import Model
+from lantern_rt.methods import Sampling
+
+
+def read_toy(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Model:
+    transformer = read_transformer(target, grid=grid, variant=Variant(names={"head.weight": "toy_head"}))
+    return llamagen_model(transformer, vq, weights=None, sampling=Sampling(cfg_scale=2.0))
+
+
+FAMILY = Family(read_toy, model_types=("toy",))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of a program in which the toy family is registered."""
+    for library in ("torch", "onnx", "onnxruntime", "safetensors"):
+        pytest.importorskip(library)
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules/toy.py").write_text(MODULE)
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path / "modules")])
+    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, "toy"))
+    return tmp_path
+
+
+def test_a_toy_family_generates_what_its_parts_do(program: Any, folder: Path, c2i_bundle: Path) -> None:
+    torch = pytest.importorskip("torch")
+    weights = torch.load(DATA / "llamagen-c2i/c2i_tiny.pt", weights_only=True)
+    weights["model"]["toy_head"] = weights["model"].pop("output.weight")
+    torch.save(weights, target := folder / "toy.pt")
+    shutil.copy(DATA / "llamagen-c2i/config.json", folder)
+    assert program("export", "--family", "toy", "--target", target, "--vq", VQ, "--output", "toy")[0] == 0
+    assert program("verify", "toy", target, VQ)[0] == 0
+    assert program("run", "toy", "--class-id", 3, "--output", "toy.png")[0] == 0
+    assert program("run", c2i_bundle, "--class-id", 3, "--cfg-scale", 2, "--output", "other.png")[0] == 0
+    with Image.open("toy.png") as image, Image.open("other.png") as other:
+        assert ImageChops.difference(image, other).getbbox() is None
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "field", "reason"),
+    [
+        ("toy", {"vq": VQ, "drafter": "d"}, "drafter", "family toy does not take it"),
+        ("toy", {}, "vq", "a checkpoint, which family toy needs"),
+        ("llamagen", {"vq": VQ}, "model_type", "give `--family toy`, or another target"),
+        ("tay", {"vq": VQ}, "family", "emu3 or simplear or toy"),
+    ],
+)
+def test_what_a_toy_family_does_not_take_is_refused_with_a_reason(
+    folder: Path, family: str, options: dict[str, Any], field: str, reason: str
+) -> None:
+    (folder / "config.json").write_text('{"model_type": "toy"}')
+    error = error_of(CheckpointError, registry.read_family, family, {"target": folder, **options})
+    assert error.field.endswith(field)
+    assert reason in f"{error.problem} {error.expected} {error.remedy}"
