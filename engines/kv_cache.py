@@ -167,6 +167,9 @@ class KVCache(CacheRows):
         self._gather([(self, slice(None)), (added, slice(None))], max(self.capacity, added.capacity))
         self.join(added)
 
+    def discard(self) -> None:
+        """Do nothing: memory is not reused."""
+
     def _gather(self, parts: Sequence[tuple[KVCache, Ints | slice]], capacity: int) -> None:
         """Replace the tensors by copies of rows of caches; change nothing if memory is insufficient."""
         *_, heads, width = self.tensors[0].shape

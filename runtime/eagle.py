@@ -35,7 +35,7 @@ from .engine import (
     stack_hidden,
 )
 from .passes import MIN_NODES, committed_mask, stack_padding
-from .sampling import Probabilities, best_codes, shape_distribution, shape_logits
+from .sampling import Probabilities, best_codes, require_finite, shape_distribution, shape_logits
 from .state import ImageSequence, Model
 from .statistics import Clock
 from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal
@@ -126,6 +126,8 @@ class EagleDrafter(TreeDrafter):
         }
         if sum(map(len, rows_of.values())) == len(self.sequence_of_row):
             return
+        if any(sequence.error is not None for sequence in sequences):
+            self._cache.discard()
         if rows_of:
             self._cache.keep_rows(np.concatenate([*rows_of.values()]))
         else:
@@ -199,15 +201,25 @@ class EagleDrafter(TreeDrafter):
                 batch_rows = slice(int(rows[0]), int(rows[-1]) + 1)
                 scales = sequence.guidance.scales(codes)
                 samples.append(SampleRequest(batch_rows, level.nodes[rows], sequence.sampling, noise, codes, scales))
-            return on_device.best_codes(samples, count)
+            best = on_device.best_codes(samples, count)
+            for sequence, (_, scores) in zip(self.sequences, best, strict=True):
+                with sequence.own_errors():
+                    require_finite(scores)
+                if sequence.error is not None:
+                    scores[:] = 0  # any tree will do
+            return best
         best = []
         for sequence, rows, noise in zip(self.sequences, self._rows_at(depth), noises, strict=True):
             logits = level.logits[rows[:, None], level.nodes[rows]]  # [rows of the sequence, slots, vocab_size]
             code = len(sequence.codes) + depth
-            values = shape_logits(sequence.guidance.mix(logits, [code] * logits.shape[1]), sequence.sampling)
-            if noise is not None:
-                values = values + noise.gumbel(code, 1, values.shape[1])
-            best.append(best_codes(values, count))
+            slots = logits.shape[1]  # any tree will do after an error
+            codes, scores = np.zeros((slots, count), np.int64), np.zeros((slots, count), np.float32)
+            with sequence.own_errors():
+                values = shape_logits(sequence.guidance.mix(logits, [code] * slots), sequence.sampling)
+                if noise is not None:
+                    values = values + noise.gumbel(code, 1, values.shape[1])
+                codes, scores = best_codes(values, count)
+            best.append((codes, scores))
         return best
 
     def _commit_slots(self) -> LevelOutput:

@@ -26,7 +26,7 @@ from .heads import DraftHeads
 from .sampling import Probabilities, best_codes, shape_distribution, shape_logits
 from .state import ImageSequence
 from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal
-from .tree_drafts import TreeDrafter
+from .tree_drafts import TreeDrafter, chain
 from .tree_names import parse_tree
 
 
@@ -56,7 +56,13 @@ class HeadDrafter(TreeDrafter):
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
         """Return a chain or tree for every sequence."""
-        return [self._states[sequence].draft() for sequence in sequences]
+        trees = []
+        for sequence in sequences:
+            tree = chain(sequence.codes[-1:])
+            with sequence.own_errors():
+                tree = self._states[sequence].draft()
+            trees.append(tree)
+        return trees
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the state of these sequences."""

@@ -43,7 +43,8 @@ class JacobiDrafter(TreeDrafter):
         """Draft the tokens that a pass over the windows did not decide again."""
         for commit in commits:
             if commit.sequence.remaining and commit.sequence in self._windows:
-                self._windows[commit.sequence].advance(len(commit.tokens) - 1, commit.target)
+                with commit.sequence.own_errors():
+                    self._windows[commit.sequence].advance(len(commit.tokens) - 1, commit.target)
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
         """Return every sequence's window as a chain."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import EngineError
 from ..methods import MethodConfig, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints
 from .guidance import Guidance
@@ -130,6 +132,7 @@ class ImageSequence:
     codes: list[int] = field(init=False, default_factory=list)
     tie_margin: float = field(init=False, default=0.0)  # see `likelihood.py`
     statistics: SequenceStatistics = field(init=False, default_factory=SequenceStatistics)
+    error: EngineError | None = field(init=False, default=None)  # ends this sequence alone, see `own_errors`
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -146,6 +149,14 @@ class ImageSequence:
         if self.preserved is not None:
             self.preserved = plan.layout.in_drawing_order(self.preserved)
             self.statistics.preserved = int((self.preserved >= 0).sum())
+
+    @contextmanager
+    def own_errors(self) -> Iterator[None]:
+        """Store an EngineError of the block, which computes from this sequence's logits alone, as `error`."""
+        try:
+            yield
+        except EngineError as error:
+            self.error = error.with_traceback(None)  # whose frames hold arrays
 
     @property
     def raster(self) -> RasterLayout:
