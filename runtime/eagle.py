@@ -119,6 +119,8 @@ class EagleDrafter(TreeDrafter):
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the pending slots and cache rows of these sequences, and the rows that other sequences removed."""
+        if not self.sequences:  # those that leave failed before their first commit
+            return
         rows_of = {
             sequence: rows[: len(sequence.rows)]
             for sequence, rows in zip(self.sequences, self._batch_rows(), strict=True)
