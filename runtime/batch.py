@@ -80,8 +80,33 @@ class Batch:
         Raises:
             EngineError: the target gave NaN or infinity.
         """
+        if not self.active:
+            return []
         with np.errstate(over="ignore", invalid="ignore"):  # EngineError reports them
-            return self._decode_step() if self.active else []
+            drafts, num_nodes = self._draft()
+            layouts = {sequence: drafts[sequence].layout() for sequence in self.active}
+            pass_output = self._verify(layouts, num_nodes)
+            outputs = {
+                sequence: self._target_output(
+                    sequence, drafts[sequence], layout, pass_output.logits, self._rows[sequence]
+                )
+                for sequence, layout in layouts.items()
+            }
+            self._sample_together(pass_output, drafts, outputs)
+            steps: list[SequenceStep] = []
+            commits: list[Commit] = []
+            for sequence, output in outputs.items():
+                draft = drafts[sequence]
+                step, tokens, accepted = draft.accept(output, self.model)
+                sequence.noise.forget(len(sequence.codes))
+                nodes = [accepted] * len(sequence.rows)
+                commits.append(Commit(sequence, tokens, nodes, output.rows, pass_output.hidden, output, draft))
+                steps.append(step)
+            assert self._cache is not None
+            row_nodes = [nodes for commit in commits for nodes in commit.nodes]
+            self.target_clock.append(self._cache, pass_output.new_kv, row_nodes)
+            self._commit(commits)
+        return steps
 
     def _prefill(self, sequences: Sequence[ImageSequence]) -> list[SequenceStep]:
         target = self.model.target
@@ -115,30 +140,6 @@ class Batch:
         self.active += sequences
         self._update_rows()
 
-    def _decode_step(self) -> list[SequenceStep]:
-        drafts, num_nodes = self._draft()
-        layouts = {sequence: drafts[sequence].layout() for sequence in self.active}
-        pass_output = self._verify(layouts, num_nodes)
-        outputs = {
-            sequence: self._target_output(sequence, drafts[sequence], layout, pass_output.logits, self._rows[sequence])
-            for sequence, layout in layouts.items()
-        }
-        self._sample_together(pass_output, drafts, outputs)
-        steps: list[SequenceStep] = []
-        commits: list[Commit] = []
-        for sequence, output in outputs.items():
-            draft = drafts[sequence]
-            step, tokens, accepted_nodes = draft.accept(output, self.model)
-            sequence.noise.forget(len(sequence.codes))
-            nodes = [accepted_nodes] * len(sequence.rows)
-            commits.append(Commit(sequence, tokens, nodes, self._rows[sequence], pass_output.hidden, output, draft))
-            steps.append(step)
-        assert self._cache is not None
-        accepted = [row_nodes for commit in commits for row_nodes in commit.nodes]
-        self.target_clock.append(self._cache, pass_output.new_kv, accepted)
-        self._commit(commits)
-        return steps
-
     def _draft(self) -> tuple[dict[ImageSequence, Draft], int]:
         """Draft for all active sequences; every drafter is called once, with all its sequences.
 
@@ -147,10 +148,8 @@ class Batch:
         """
         drafts: dict[ImageSequence, Draft] = {}
         num_nodes = 0
-        for drafter, sequences in self._drafters:
-            for sequence in sequences:
-                sequence.adapt_window(len(self.active))
-                num_nodes = max(num_nodes, drafter.min_nodes(sequence))
+        for drafter, sequences in self._drafters.all:
+            num_nodes = max(num_nodes, *(drafter.min_nodes(sequence, len(self.active)) for sequence in sequences))
             drafts.update(zip(sequences, drafter.draft(sequences), strict=True))
         return drafts, num_nodes
 
@@ -188,7 +187,7 @@ class Batch:
         logits = pass_output.logits
         if not isinstance(logits, np.ndarray) and isinstance(logits, DeviceLogits):
             self._sample_on_device(logits, drafts, outputs)
-        else:
+        elif len(outputs) > 1:
             choose_for_sequences(logits, (output for sequence, output in outputs.items() if sequence.exact))
 
     def _sample_on_device(
@@ -220,7 +219,7 @@ class Batch:
     def _commit(self, commits: Sequence[Commit]) -> None:
         """Send the committed tokens to their drafters, then remove finished sequences."""
         commit_of = {commit.sequence: commit for commit in commits}
-        for drafter, sequences in self._drafters:
+        for drafter, sequences in self._drafters.all:
             if drafted := [commit_of[sequence] for sequence in sequences if sequence in commit_of]:
                 drafter.commit(drafted)
         if self._on_commit is not None:

@@ -58,6 +58,11 @@ class HeadDrafter(TreeDrafter):
         """Return a chain or tree for every sequence."""
         return [self._states[sequence].draft() for sequence in sequences]
 
+    def min_nodes(self, sequence: ImageSequence, images: int) -> int:
+        """Adapt the window to the images in the pass, and return the maximum number of nodes of the next draft."""
+        sequence.adapt_window(images)
+        return sequence.max_nodes
+
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the state of these sequences."""
         for sequence in sequences:

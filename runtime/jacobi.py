@@ -56,6 +56,11 @@ class JacobiDrafter(TreeDrafter):
             trees.append(self._window(sequence).draft(sequence.codes, remaining, known))
         return trees
 
+    def min_nodes(self, sequence: ImageSequence, images: int) -> int:
+        """Adapt the window to the images in the pass, and return the maximum number of nodes of the next draft."""
+        sequence.adapt_window(images)
+        return sequence.max_nodes
+
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
         """Forget these sequences."""
         for sequence in sequences:

@@ -185,7 +185,7 @@ def test_a_cancelled_request_leaves_at_once_and_is_forgotten() -> None:
         line.step()
     assert requests[1].codes[:CODES] == alone(visits[1], Ar())
     held: dict[str, Any] = vars(line.batch)
-    assert not [*held["_drafters"]]
+    assert not held["_drafters"].all
     assert held["_cache"] is None
 
 

@@ -17,8 +17,7 @@ import pytest
 from idle_service import left_alone
 from refusals import error_of
 
-from lantern_rt import Pipeline, RequestError
-from lantern_rt import prepared
+from lantern_rt import Pipeline, RequestError, prepared
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.errors import BusyError, EngineError
 from lantern_rt.results import StreamStep
