@@ -91,10 +91,10 @@ def pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dic
     def chain(nodes: int, engine: Engine = engine, cache: Cache = cache) -> Pass:
         tokens = rng.integers(manifest.target.vocab_size, size=(rows, nodes))
         padding = np.zeros((rows, 0), bool)
-        mask, past_length = committed_mask(engine, cache, cache.lengths, nodes, padding)
-        mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
+        attention_mask, past_length = committed_mask(engine, cache, cache.lengths, nodes, padding)
+        attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
         positions = np.minimum(cache.lengths[:, None] + np.arange(nodes), manifest.target.max_positions - 1)
-        batch = Pass(positions, mask, tokens)
+        batch = Pass(positions, attention_mask, tokens)
         if hidden is None:
             return batch
         row, node = np.indices((rows, nodes))

@@ -78,7 +78,7 @@ class DeviceCache(CacheColumns):
         self.pool.gather(sources, self.handle.block)
 
     def discard(self) -> None:
-        """Keep the block from other caches later, as it may contain NaN."""
+        """Keep the block from later caches, as it may contain NaN."""
         self.handle.block.reusable = False
 
 

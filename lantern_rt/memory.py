@@ -85,7 +85,7 @@ def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = Non
     rows = 2 if settings.sampling.guided else 1
     itemsize = 2 if manifest.target.dtype == "float16" else 4
     nodes = max(_MIN_NODES, count_nodes(settings.method))
-    draft_tokens = nodes * (1 + (manifest.row_end is not None))
+    draft_tokens = manifest.layout().count_pass_nodes(nodes)
     columns = round_up(prompt + manifest.max_image_tokens + draft_tokens + 2)
     specs = {"target": manifest.target, "drafter": manifest.drafter if _uses_drafter_graph(settings) else None}
     caches = {

@@ -141,7 +141,7 @@ class Sampling(FrozenModel, strict=True):
     @property
     def filtered(self) -> bool:
         """Whether top-k or top-p removes tokens; always False when greedy."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
+        return self.temperature != 0.0 and (self.top_k > 0 or self.top_p < 1.0)
 
 
 # Sampling settings of requests, from which the options of Python, the command line and HTTP are made.

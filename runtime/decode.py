@@ -66,7 +66,8 @@ def decode(
     while stats is None:
         for i, (prompt, seed) in islice(coming, max_images - len(batch.active) - len(waiting)):
             waiting.append(ImageSequence(i, plan, prompt, seed))
-        if new := select_joining(batch, waiting, max_images):
+        new = select_joining(batch, waiting, max_images) if waiting else []
+        if new:
             del waiting[: len(new)]
             records += [sequence.statistics for sequence in new]
             parts = batch.join(new)

@@ -39,5 +39,5 @@ class DeviceLogits(ABC):
 
         Returns:
             For each request the codes and their log p + noise, both `[nodes, count]`, as `sampling.best_codes`. The
-            best score of a node whose logits contain NaN or infinity is NaN or infinite; see `require_finite`.
+            best score of a node whose logits contain NaN or infinity is NaN or infinite.
         """

@@ -113,7 +113,7 @@ class Cache(Protocol):
         """Append the rows of another cache of the same engine; `cache` must not be used afterwards."""
 
     def discard(self) -> None:
-        """Keep the memory from other caches later, as it may contain NaN; this cache may still be used."""
+        """Keep the memory from later caches, as it may contain NaN; this cache may still be used."""
 
 
 class Engine(Protocol):

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..errors import EngineError
 from ..methods import Drafted, Sampling, Sjd
 from .drafting import Commit
 from .engine import Floats, Ints
@@ -58,11 +59,17 @@ class HeadDrafter(TreeDrafter):
         """Return a chain or tree for every sequence."""
         trees = []
         for sequence in sequences:
-            tree = chain(sequence.codes[-1:])
-            with sequence.own_errors():
-                tree = self._states[sequence].draft()
-            trees.append(tree)
+            try:
+                trees.append(self._states[sequence].draft())
+            except EngineError as error:
+                sequence.error = error
+                trees.append(chain(sequence.codes[-1:]))  # the sequence ends after the pass
         return trees
+
+    def min_nodes(self, sequence: ImageSequence, images: int) -> int:
+        """Adapt the window to the images in the pass, and return the maximum number of nodes of the next draft."""
+        sequence.adapt_window(images)
+        return sequence.max_nodes
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the state of these sequences."""

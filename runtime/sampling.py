@@ -170,14 +170,9 @@ def _largest(values: Floats, count: int) -> Ints:
 def _highest(logits: Floats) -> Floats:
     """Compute maxima `[..., 1]` along the last axis; raise EngineError if any is NaN or infinite."""
     top: Floats = logits.max(-1, keepdims=True)
-    require_finite(top)
-    return top
-
-
-def require_finite(scores: Floats) -> None:
-    """Raise EngineError if the best of any node's scores `[nodes, count]`, best first, is NaN or infinite."""
-    if not np.isfinite(scores[..., 0]).all():
+    if not np.isfinite(top).all():
         raise invalid_logits_error()
+    return top
 
 
 def invalid_logits_error() -> EngineError:

@@ -173,7 +173,7 @@ class TargetOutput:
         return block
 
     def _gumbel(self, first: int, logits: Floats) -> Floats | None:
-        return None if self.sampling.greedy else self.noise.gumbel(self.cells[first], *logits.shape)
+        return None if self.sequence.greedy else self.noise.gumbel(self.cells[first], *logits.shape)
 
     def _read_guided(self, nodes: slice | Sequence[int]) -> Floats:
         logits = self.layout.logits(self._logits, self.rows, nodes)

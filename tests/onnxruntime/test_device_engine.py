@@ -60,19 +60,17 @@ def drafter(small: SmallModel, target: OrtDeviceEngine) -> OrtDeviceEngine:
 
 
 def causal(engine: OrtDeviceEngine, cache: DeviceCache, tokens: Any, hidden: Any = None) -> Pass:
-    tokens = np.array(tokens)
-    _, nodes = tokens.shape
-    mask, past_length = committed_mask(engine, cache, cache.lengths, nodes, NO_PADDING)
-    mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
-    positions = np.minimum(cache.lengths[:, None] + np.arange(nodes), SMALL.positions - 1)
-    return Pass(positions, mask, tokens, hidden=hidden)
+    nodes = np.array(tokens)
+    mask, past_length = committed_mask(engine, cache, cache.lengths, nodes.shape[1], NO_PADDING)
+    mask[:, :, past_length:] = np.tri(nodes.shape[1], dtype=bool)
+    positions = np.minimum(cache.lengths[:, None] + np.arange(nodes.shape[1]), SMALL.positions - 1)
+    return Pass(positions, mask, nodes, hidden=hidden)
 
 
 def holding(engine: OrtDeviceEngine, first: int, codes: list[list[int]], capacity: int) -> DeviceCache:
     """A cache whose rows hold prefixes `first` and on, and then these codes."""
     cache = engine.new_cache(len(codes), capacity)
-    prefix = list(PREFIX[first : first + len(codes)])
-    prefixes = Prefixes([PrefixRow(row, np.ones(SMALL.prefix, bool)) for row in prefix])
+    prefixes = Prefixes([PrefixRow(row, np.ones(SMALL.prefix, bool)) for row in PREFIX[first : first + len(codes)]])
     output = engine.run(prefixes.prefill_pass(engine, cache), cache)
     cache.append(output.new_kv, [np.arange(SMALL.prefix)] * len(codes))
     longest = max(map(len, codes))

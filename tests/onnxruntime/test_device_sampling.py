@@ -10,17 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from guided_logits import guide
-from refusals import refused
 
 from lantern_rt.engines.device_engine import LogitRows
 from lantern_rt.engines.ort.cache_pool import BoundPass
 from lantern_rt.engines.ort.device import Device
-from lantern_rt.errors import EngineError
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.device import SampleRequest
 from lantern_rt.runtime.engine import Floats, Ints
 from lantern_rt.runtime.noise import GROUP_SIZE, Noise
-from lantern_rt.runtime.sampling import best_codes, require_finite, shape_logits
+from lantern_rt.runtime.sampling import best_codes, shape_logits
 
 VOCABULARY = 200
 FILTERS: list[dict[str, Any]] = [
@@ -146,9 +144,8 @@ def test_logits_that_are_no_numbers_are_refused(device: Device, filters: dict[st
     for noise in (None, Noise(1)):
         asked = [asking(sampling, noise), asking(sampling, noise, first=2)]
         (_, scores), (_, others) = on(device, logits).best_codes(asked, 2)
-        with refused(EngineError, "NaN or infinite logits", "export the bundle again"):
-            require_finite(scores)
-        require_finite(others)  # they may go on
+        assert not np.isfinite(scores[:, 0]).all()
+        assert np.isfinite(others[:, 0]).all()  # these may go on
 
 
 def test_more_seeds_and_positions_than_the_noise_table_has_places_are_drawn_right() -> None:

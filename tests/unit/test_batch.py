@@ -188,7 +188,7 @@ def test_a_cancelled_request_leaves_at_once_and_is_forgotten() -> None:
         line.step()
     assert requests[1].codes[:CODES] == alone(visits[1], Ar())
     held: dict[str, Any] = vars(line.batch)
-    assert not [*held["_drafters"]]
+    assert not held["_drafters"].all
     assert held["_cache"] is None
 
 
@@ -260,5 +260,5 @@ def test_a_sequence_whose_logits_are_no_numbers_ends_alone(
     for i, request in enumerate(requests):
         if request not in ended:
             assert request.codes == alone(Visit(i, sampling, method, 0, 0), method)
-    assert not [*held["_drafters"]]
+    assert not held["_drafters"].all
     assert held["_cache"] is None
