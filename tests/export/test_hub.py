@@ -256,10 +256,10 @@ class Program:
     def __init__(self, endpoint: str, folder: Path) -> None:
         self.endpoint, self.folder = endpoint, folder
 
-    def __call__(self, *arguments: object, home: str = "home", **environment: str) -> tuple[int, str]:
+    def __call__(self, *arguments: object, home: str = "home", **variables: str) -> tuple[int, str]:
         """Exit code, and what went to stdout, or if it failed the last line of stderr."""
         words = ["-m", "lantern_rt", *map(str, arguments)]
-        done = run(environment.pop("endpoint", self.endpoint), self.folder / home, *words, **environment)
+        done = run(variables.pop("endpoint", self.endpoint), self.folder / home, *words, **variables)
         return done.returncode, done.stderr.splitlines()[-1] if done.returncode else done.stdout.strip()
 
 
@@ -282,8 +282,8 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
     assert f"digest | {bundle.digest}" in card
     sample.write_bytes(there["samples/4.png"])
     arguments = ("run", "hf:owner/pushed@v1", "--from", sample, "--output", tmp_path / "again.png", "--force")
-    for environment in ({}, {"endpoint": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
-        assert program(*arguments, **environment) == (0, str(tmp_path / "again.png"))
+    for variables in ({}, {"endpoint": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
+        assert program(*arguments, **variables) == (0, str(tmp_path / "again.png"))
         assert (tmp_path / "again.png").read_bytes() == sample.read_bytes()
     code, line = program("eval", "hf:owner/pushed@v1", "--write-presets")
     assert (code, line.endswith("copy the bundle to another folder")) == (2, True)
