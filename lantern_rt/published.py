@@ -68,6 +68,11 @@ class PublishedModel(FrozenModel):
         return {**self.files, **self.options}
 
     @property
+    def subject(self) -> str:
+        """Parameter of requests that says what to draw."""
+        return "class_ids" if self.family == "llamagen" and "text_encoder" not in self.files else "prompts"
+
+    @property
     def repositories(self) -> list[str]:
         """Hub repositories of the checkpoints, each once."""
         return [*dict.fromkeys(parse_reference(text, CheckpointError)[0] for text in self.files.values())]
@@ -140,6 +145,11 @@ def _reading_cache() -> Iterator[Path]:
 def is_published(name: str) -> bool:
     """Return whether a bundle's name is that of a published model; a folder of this name takes precedence."""
     return name in published_models() and not Path(name).is_dir()
+
+
+def is_missing(name: str) -> bool:
+    """Return whether a bundle's name is that of a published model that is not in the cache."""
+    return is_published(name) and cached_bundle(name) is None
 
 
 def check_host(name: str) -> None:
