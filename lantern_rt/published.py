@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -235,17 +235,19 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
 @contextmanager
 def _locked(output: Path, report: Progress) -> Iterator[None]:
     """Wait until no other program exports the same bundle, and lock it. output: folder of the bundle."""
-    from huggingface_hub.utils import WeakFileLock
+    from filelock import FileLock, Timeout
 
     output.parent.mkdir(parents=True, exist_ok=True)
-    path = output.with_name(f".{output.name}.lock")
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(WeakFileLock(path, timeout=0.1))
-        except TimeoutError:
-            report(f"waiting for another program that exports {output.name}")
-            stack.enter_context(WeakFileLock(path))
+    lock = FileLock(output.with_name(f".{output.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        report(f"waiting for another program that exports {output.name}", 0, 0)
+        lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def find_bundle(name: str, download: bool = False) -> str | Path:
