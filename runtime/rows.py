@@ -18,7 +18,7 @@ end-of-row token of the row above is the stand-in; it enters the cache with the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -236,32 +236,18 @@ class RowDraft:
     sequence: ImageSequence
     grid: Grid
     grid_pass: GridPass
+    first: int = field(init=False)  # number of codes before the grid, which all nodes attend to
+    tokens: Ints = field(init=False)  # tokens of the nodes, int64 `[nodes]`
+    structure: TreeStructure = field(init=False)  # mask of the nodes that attend to each other
+    cells: Sequence[int] = field(init=False)  # the code after each node
+    sampled: Sequence[int] = field(init=False)  # nodes after which a token is sampled
 
-    @property
-    def first(self) -> int:
-        """Number of codes before the grid, which all nodes attend to."""
-        return self.sequence.raster.first_codes
-
-    @property
-    def tokens(self) -> Ints:
-        """Tokens of the nodes, int64 `[nodes]`."""
-        return self.grid_pass.tokens
-
-    @property
-    def structure(self) -> TreeStructure:
-        """Mask of the nodes that attend to each other."""
-        return self.grid_pass.structure
-
-    @property
-    def cells(self) -> Sequence[int]:
-        """The cell after each node."""
-        cells: list[int] = (self.first + self.grid_pass.next_codes).tolist()
-        return cells
-
-    @property
-    def sampled(self) -> Sequence[int]:
-        """Nodes after which a token is sampled."""
-        return self.grid_pass.sampled
+    def __post_init__(self) -> None:
+        self.first = self.sequence.raster.first_codes
+        self.tokens = self.grid_pass.tokens
+        self.structure = self.grid_pass.structure
+        self.cells = (self.first + self.grid_pass.next_codes).tolist()
+        self.sampled = self.grid_pass.sampled
 
     def layout(self) -> PassLayout:
         """Return the tokens, positions and attention masks of the nodes in a forward pass."""
