@@ -325,6 +325,9 @@ class Service:
             if request.queue_seconds is None:
                 request.queue_seconds = began - request.arrived
             self._send_step(request, request_parts)
+        for sequence in self._batches[group].failed:
+            if (failed_request := self._requests.get(sequence.index)) is not None and sequence.error is not None:
+                self._end_request(failed_request, copy(sequence.error).with_traceback(None))
 
     def _send_step(self, request: ServiceRequest, parts: list[SequenceStep]) -> None:
         settings = request.prepared.settings

@@ -100,6 +100,8 @@ class EagleSlots:
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the pending slots and cache rows of these sequences, and the rows that other sequences removed."""
+        if not self.sequences:  # a sequence without a commit leaves
+            return
         rows_of = {
             sequence: rows[: len(sequence.rows)]
             for sequence, rows in zip(self.sequences, self.batch_rows(), strict=True)
@@ -107,6 +109,8 @@ class EagleSlots:
         }
         if sum(map(len, rows_of.values())) == len(self.sequence_of_row):
             return
+        if any(sequence.error is not None for sequence in sequences):
+            self.cache.discard()
         if rows_of:
             self.cache.keep_rows(np.concatenate([*rows_of.values()]))
         else:
