@@ -1,4 +1,7 @@
-"""The `run` command: generates PNG files, or files of codes, from prompts. All input is checked before a graph is loaded."""
+"""The `run` command: generates PNG files, or files of codes, from prompts.
+
+All input is checked before a graph is loaded.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +139,8 @@ def run(
 ) -> None:
     """Generate PNG images from prompts, class ids, token ids or text embeddings.
 
-    With --codes, and from a bundle without an image decoder, it writes .npz files of codes. Each file is written as soon as its image is complete.
+    With --codes, and from a bundle without an image decoder, it writes .npz files of codes. Each file is
+    written as soon as its image is complete.
     Images that exist already are not generated again. Prints the paths of the files to stdout, progress and a line of
     statistics to stderr.
     """
@@ -145,7 +149,12 @@ def run(
     check_int("scale", scale, 1, 1, 16)
     name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or token_ids or embeddings or source))
     prompts += prompt or []
-    subjects = {"prompts": prompts or None, "class_ids": class_id or None, "token_ids": token_ids, "embeddings": embeddings}
+    subjects = {
+        "prompts": prompts or None,
+        "class_ids": class_id or None,
+        "token_ids": token_ids,
+        "embeddings": embeddings,
+    }
     options = {name: value for name, value in (subjects | options).items() if value is not None}
     count = options.get("num_images", 1)
     engine = EngineOptions(threads, engines, provider)
