@@ -101,6 +101,14 @@ MapSizeOption = Annotated[
         help="Size that clients ask for, and the size that they get, or auto; may be given several times.",
     ),
 ]
+OwnSamplingOption = Annotated[
+    bool,
+    typer.Option(
+        "--own-sampling",
+        help="Let POST /generate, which SGLang calls, ignore sampling settings: the bundle's hold.",
+        rich_help_panel=LIMITS,
+    ),
+]
 LogLevelOption = Annotated[
     str,
     typer.Option(metavar="info|warning|error", help="Least serious kind of lines in the log.", rich_help_panel=LOG),
@@ -124,6 +132,7 @@ def serve(
     names: NamesOption = None,
     alias: AliasOption = None,
     map_size: MapSizeOption = None,
+    own_sampling: OwnSamplingOption = False,
     log_level: LogLevelOption = "info",
     log_format: LogFormatOption = "json",
     threads: ThreadsOption = None,
@@ -131,7 +140,7 @@ def serve(
     provider: ProviderOption = None,
     yes: YesOption = False,
 ) -> None:
-    """Serve bundles over HTTP: OpenAI's Images API, a web page, metrics.
+    """Serve bundles over HTTP: OpenAI's Images API, codes, SGLang's protocol for GLM-Image, a web page, metrics.
 
     The log on stderr has a line for each request. SIGTERM and Ctrl-C finish running requests first; a second
     Ctrl-C stops at once.
@@ -152,7 +161,7 @@ def serve(
         if value not in known:
             raise RequestError(field=field, found=repr(value), expected=", ".join(known))
     for name in bundles or ():
-        _download(name, yes)
+        download_published(name, yes)
     options = EngineOptions(threads, engines, provider)
     opened = _open(bundles or ["scenes"], names or (), options)
     aliases = _read_aliases(alias or (), [*opened])
@@ -160,21 +169,17 @@ def serve(
     limits: dict[str, Any] = {"together": batch, "waiting": waiting, **asdict(options)}
     models = {name: partial(AsyncPipeline.from_bundle, bundle, **limits) for name, bundle in opened.items()}
     access = Limits(
-        deadline, api_key_file=api_key_file, methods=methods or (), max_n=max_n, aliases=aliases, mapped_sizes=sizes
+        deadline,
+        api_key_file=api_key_file,
+        methods=methods or (),
+        max_n=max_n,
+        aliases=aliases,
+        mapped_sizes=sizes,
+        own_sampling=own_sampling,
     )
     server = Server(models, host, port, access, cors or ())
     with log_to_stderr(log_level, log_format):
         server.run()
-
-
-def _download(name: str, yes: bool) -> None:
-    """Download a published model that makes images; see `download_published`."""
-    from ..published import find_model, is_published
-
-    if is_published(name) and not find_model(name).makes_images:
-        remedy = "`lantern-rt run` writes its tokens"
-        raise RequestError(f"model {name} has no image decoder", field="image", remedy=remedy)
-    download_published(name, yes)
 
 
 def _read_aliases(options: Sequence[str], models: Sequence[str]) -> dict[str, str]:
@@ -226,7 +231,6 @@ def _open(bundles: Sequence[str], names: Sequence[str], options: EngineOptions) 
             problem = f"two bundles named {name}"
             remedy = "give each bundle a --name"
             raise RequestError(field="bundles", found=problem, expected="different names", remedy=remedy)
-        bundle.check_makes_images()
         if options.runs_on_cpu(bundle):
             check_memory(bundle, largest_settings(bundle.manifest))
         models[name] = bundle

@@ -282,8 +282,8 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
     assert f"digest | {bundle.digest}" in card
     sample.write_bytes(there["samples/4.png"])
     arguments = ("run", "hf:owner/pushed@v1", "--from", sample, "--output", tmp_path / "again.png", "--force")
-    for environment in ({}, {"endpoint": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
-        assert program(*arguments, **environment) == (0, str(tmp_path / "again.png"))
+    for variables in ({}, {"endpoint": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
+        assert program(*arguments, **variables) == (0, str(tmp_path / "again.png"))
         assert (tmp_path / "again.png").read_bytes() == sample.read_bytes()
     code, line = program("eval", "hf:owner/pushed@v1", "--write-presets")
     assert (code, line.endswith("copy the bundle to another folder")) == (2, True)
