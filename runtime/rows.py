@@ -110,11 +110,11 @@ class Grid:
         preserved: Ints | None = None,
     ) -> None:
         self.codes_per_row = layout.columns
-        row_end = layout.token_after(layout.first_codes + self.codes_per_row - 1)
-        self.has_ends = row_end is not None
+        end_token = layout.token_after(layout.first_codes + self.codes_per_row - 1)
+        self.has_ends = end_token is not None
         self.columns = self.codes_per_row + self.has_ends
         num_rows = (layout.num_codes - layout.first_codes) // self.codes_per_row
-        cells = np.full((num_rows, self.columns), row_end or 0)
+        cells = np.full((num_rows, self.columns), end_token or 0)
         cells[:, : self.codes_per_row] = -1
         cells[0, 0] = first
         self.cells: list[int] = cells.ravel().tolist()
