@@ -21,6 +21,7 @@ class GenerationOptions(TypedDict, total=False):
     """`Options` without image editing."""
 
     class_ids: int | Sequence[int] | None
+    token_ids: Sequence[int] | Sequence[Sequence[int]] | None
     embeddings: Embeddings | None
     negative_prompt: str | None
     keep_rows: int | None
@@ -43,6 +44,8 @@ class Options(GenerationOptions, total=False):
 
     Attributes:
         class_ids: class ids from 0, one or several, for bundles that take them instead of prompts.
+        token_ids: prompt as token ids, or several prompts, in place of `prompts`. A bundle with a template (kind
+            `tokens`) takes a whole conditional row, which begins and ends as its layout says; others the ids of a text.
         embeddings: text embeddings, for bundles that take them instead of prompts: floats `[tokens, dim]` or
             `[prompts, tokens, dim]`, alone or as `(embeddings, mask)` with a right-padded mask `[prompts, tokens]`.
         negative_prompt: prompt that guidance leads away from, for all prompts; needs prompts and guidance.

@@ -20,7 +20,14 @@ from .errors import RequestError
 from .inputs import check_int, format_value
 from .methods import PARAMETERS, SAMPLING, MethodConfig, Quality, Sampling
 from .options import Embeddings, ImageSource, Options
-from .prompts import ImageRequest, PromptTokenizer, prepare_class_ids, prepare_embeddings, prepare_prompts
+from .prompts import (
+    ImageRequest,
+    PromptTokenizer,
+    prepare_class_ids,
+    prepare_embeddings,
+    prepare_prompts,
+    prepare_token_ids,
+)
 
 IMAGES_LIMIT = 1024  # images per request
 SEED_LIMIT = 2**64
@@ -28,6 +35,7 @@ SEED_LIMIT = 2**64
 SUBJECTS = {
     "prompts": "a prompt",
     "class_ids": "class ids",
+    "token_ids": "token ids",
     "embeddings": "text embeddings (`--embeddings FILE.npz`, in Python `embeddings=`)",
 }
 
@@ -160,7 +168,7 @@ def check_options(subjects: int, seed: int = 0, num_images: int = 1, **options: 
     """Check the options of a request as far as no bundle is needed, for example before a bundle is downloaded.
 
     Args:
-        subjects: number of prompts, class ids or embeddings; 0: unknown.
+        subjects: number of prompts, class ids or embeddings.
         seed, num_images: see `Options`.
         options: options of `resolve_settings`, without None.
 
@@ -172,7 +180,7 @@ def check_options(subjects: int, seed: int = 0, num_images: int = 1, **options: 
     """
     _check_quality(options)
     validate(Sampling, {name: options[name] for name in SAMPLING if name in options})
-    _check_seeds(seed, max(1, subjects), check_int("num_images", num_images, 1, 1, IMAGES_LIMIT))
+    _check_seeds(seed, subjects, check_int("num_images", num_images, 1, 1, IMAGES_LIMIT))
     return check_method(options["method"]) if "method" in options else None
 
 
@@ -199,6 +207,7 @@ def check_request(
     prompts: str | Sequence[str] | None = None,
     *,
     class_ids: int | Sequence[int] | None = None,
+    token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     embeddings: Embeddings | None = None,
     negative_prompt: str | None = None,
     image: ImageSource | None = None,
@@ -213,7 +222,7 @@ def check_request(
     Args:
         tokenizer: tokenizer of the bundle; None if the bundle takes no prompts.
         prompts: one prompt or several, or None.
-        class_ids, embeddings, negative_prompt, image, mask, keep_rows, seed, num_images: see `Options`.
+        class_ids, token_ids, embeddings, negative_prompt, image, mask, keep_rows, seed, num_images: see `Options`.
         options: options of `resolve_settings`.
 
     Returns:
@@ -227,7 +236,7 @@ def check_request(
     if pixels is not None and options.get("size") is None:
         options["size"] = nearest_size(manifest, pixels)
     settings = resolve_settings(manifest, options)
-    values = {"prompts": prompts, "class_ids": class_ids, "embeddings": embeddings}
+    values = {"prompts": prompts, "class_ids": class_ids, "token_ids": token_ids, "embeddings": embeddings}
     picture = None
     if image is not None and not _present(values):
         picture = read_image("image", image)
@@ -271,7 +280,7 @@ def _prepare_subjects(
     Args:
         manifest: manifest of the bundle, whose condition is of one kind.
         tokenizer: tokenizer of the bundle; None if the bundle takes no prompts.
-        values: prompts, class ids and embeddings by parameter, None without.
+        values: prompts, class ids, token ids and embeddings by parameter, None without.
         negative: negative prompt; None or an empty text: none.
 
     Raises:
@@ -281,6 +290,8 @@ def _prepare_subjects(
     field = {"class": "class_ids", "embeddings": "embeddings"}.get(condition.kind, "prompts")
     expected = f"{SUBJECTS[field]}, as bundle {manifest.name} requires"
     present = _present(values)
+    if (present, field) == (["token_ids"], "prompts"):
+        field = "token_ids"
     if present != [field]:
         wrong = next((name for name in present if name != field), None)
         actual = SUBJECTS[wrong] if wrong else "nothing to generate"
@@ -288,7 +299,7 @@ def _prepare_subjects(
         remedy = "export it with --text-encoder to give prompts" if needs_encoder else ""
         raise RequestError(field=field, found=actual, expected=expected, remedy=remedy)
     negative = None if negative == "" else negative
-    if negative is not None and field != "prompts":
+    if negative is not None and tokenizer is None:
         problem = f"bundle {manifest.name} takes {SUBJECTS[field]}"
         raise RequestError(problem, field="negative_prompt", remedy="omit it")
     if negative is not None and not settings.sampling.guided:
@@ -300,7 +311,8 @@ def _prepare_subjects(
         subjects = prepare_class_ids(condition, _as_list(value))
     else:
         assert tokenizer is not None
-        subjects = prepare_prompts(condition, tokenizer, manifest.size(settings.size), _as_list(value), negative)
+        prepare = prepare_token_ids if field == "token_ids" else prepare_prompts
+        subjects = prepare(condition, tokenizer, manifest.size(settings.size), _as_list(value), negative)
     if not subjects:
         raise RequestError(field=field, found="an empty list", expected=expected)
     return subjects

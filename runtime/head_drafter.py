@@ -110,6 +110,7 @@ class DraftHeadState:
             unaccepted = [int(np.argmax(depths == depth)) for depth in range(count, int(depths.max()) + 1)]
         codes = range(done - count, done + len(unaccepted))
         states = self.sequence.guidance.mix(commit.read_states(unaccepted), codes)  # [nodes, hidden_size]
+        # state i gave code done - count + i; the states behind them gave codes that the draft did not get right
         self.context[done - count : done] = self.heads.context(states[:count])
         self.unaccepted = {}
         for i, (node, gate) in enumerate(zip(unaccepted, self.heads.gates(states[count:]), strict=True)):

@@ -42,7 +42,7 @@ class TreeDraft:
     @property
     def sampled(self) -> Sequence[int] | None:
         """All nodes; None for relaxed acceptance, which asks for distributions."""
-        return range(len(self.tokens)) if self.sequence.exact else None
+        return None if self.sequence.relaxed else range(len(self.tokens))
 
     def layout(self) -> PassLayout:
         """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
@@ -79,7 +79,7 @@ class TreeDraft:
     def _walk(self, output: TargetOutput, model: Model) -> Acceptance:
         tree = self.tree
         remaining = tree.num_preserved + self.sequence.tokens_until_preserved(tree.num_preserved)
-        if self.sequence.exact:
+        if not self.sequence.relaxed:
             return walk_exact(tree, output.choice, remaining)
         relaxation = Relaxation.of(self.sequence.method, model.neighbors)
         if self.sequence.greedy:

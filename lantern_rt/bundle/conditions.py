@@ -32,6 +32,10 @@ class TokenLayout(FrozenModel):
     uncond_fill: TokenId | None = None
     negative: Annotated[str, Field(pattern=r"\{prompt\}")] | None = None
 
+    def ends(self, size_tokens: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ids before and behind the text in the conditional row of an image size."""
+        return self.before, (*self.after, *size_tokens)
+
     @model_validator(mode="after")
     def _one_uncond(self) -> TokenLayout:
         if (self.uncond is None) == (self.uncond_fill is None):

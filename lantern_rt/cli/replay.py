@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .options import EngineOptions
 
 # Fields of a recipe that describe its image; the others are settings and the bundle.
-_IMAGE_FIELDS = {"prompt", "negative_prompt", "class_id", "embedding", "edit", "seed"}
+_IMAGE_FIELDS = {"prompt", "negative_prompt", "class_id", "token_ids", "embedding", "edit", "seed"}
 
 
 def read_recorded_request(
@@ -81,6 +81,7 @@ def request_of_recipe(png: Path, recipe: Recipe, bundle: Bundle) -> Request:
     options = {name: getattr(settings.sampling, name) for name in SAMPLING}
     options |= {"method": settings.method, "size": settings.size, "seed": recipe.seed}
     subjects: dict[str, Any] = {"prompts": recipe.prompt, "class_ids": recipe.class_id}
+    subjects["token_ids"] = None if recipe.token_ids is None else [*map(int, recipe.token_ids.split())]
     subjects["negative_prompt"] = recipe.negative_prompt
     try:
         return check_request(bundle.manifest, load_bundle_tokenizer(bundle), **subjects, **options)

@@ -1,7 +1,11 @@
-"""The `run` command: generates PNG files from prompts. All input is checked before a graph is loaded."""
+"""The `run` command: generates PNG files, or files of codes, from prompts.
+
+All input is checked before a graph is loaded.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -10,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import OutputError, RequestError
-from ..inputs import check_int, format_value
-from ..output.files import check_output
+from ..errors import RequestError
+from ..inputs import check_int, format_value, read_plain_file, reading
 from ..output.names import plan_outputs, slug
 from .console import print_json, print_stderr, print_text, show_progress
 from .options import (
@@ -29,13 +32,16 @@ from .options import (
     download_published,
     with_request_options,
 )
+from .outputs import check_trace, choose_outputs
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
     from ..prompts import ImageRequest
     from ..requests import Request
     from ..results import StreamStep
+    from .outputs import Outputs
 
+_MAX_ID_BYTES = 1 << 24  # maximum size of a file of token ids
 EXAMPLES = """
 lantern-rt run "a large red sphere left of a small blue cube on grass at sunset"
 lantern-rt run scenes "a green cone on snow" "a red cube" --count 4 --output cones/ --scale 4
@@ -43,6 +49,7 @@ lantern-rt run "a pink cube on sand" --method lantern++:lambda=3:tree=chain-4 --
 lantern-rt run --from a-pink-cube-on-sand-seed0.png --scale 4
 lantern-rt run bundles/llamagen-b --class-id 207 --method lantern:delta=0.2 --json
 lantern-rt run llamagen-c2i-b-256 --class-id 207 --yes
+lantern-rt run "a red cube on sand" --codes --output cube.npz
 """
 
 WordsArgument = Annotated[
@@ -69,6 +76,14 @@ ClassIdOption = Annotated[
         rich_help_panel=SUBJECTS,
     ),
 ]
+TokenIdsOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="JSON",
+        help="File of a prompt as token ids, such as [1, 2, 3], or of a list of prompts.",
+        rich_help_panel=SUBJECTS,
+    ),
+]
 SourceOption = Annotated[
     Path | None,
     typer.Option(
@@ -81,7 +96,7 @@ SourceOption = Annotated[
 OutputOption = Annotated[
     str | None,
     typer.Option(
-        help="PNG file or folder to write; a new folder's parent must exist. "
+        help="File or folder to write; a new folder's parent must exist. "
         "[default: a name from prompt and seed, or PNG-again, in the current folder]",
         rich_help_panel=OUTPUT,
     ),
@@ -93,6 +108,9 @@ TraceOption = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+CodesOption = Annotated[
+    bool, typer.Option("--codes", help="Write .npz files of codes instead of images.", rich_help_panel=OUTPUT)
+]
 ScaleOption = Annotated[
     int, typer.Option(help="Factor by which to enlarge the PNG, 1 .. 16, bicubic.", rich_help_panel=OUTPUT)
 ]
@@ -103,43 +121,49 @@ def run(
     words: WordsArgument = None,
     prompt: PromptOption = None,
     class_id: ClassIdOption = None,
+    token_ids: TokenIdsOption = None,
     embeddings: EmbeddingsOption = None,
     source: SourceOption = None,
     output: OutputOption = None,
     trace: TraceOption = None,
     scale: ScaleOption = 1,
+    codes: CodesOption = False,
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
     yes: YesOption = False,
-    json: JsonOption = False,
+    as_json: JsonOption = False,
     force: ForceOption = False,
     **options: Any,
 ) -> None:
-    """Generate PNG images from prompts, class ids or text embeddings.
+    """Generate PNG images from prompts, class ids, token ids or text embeddings.
 
-    A bundle without an image decoder gives .npz files of tokens. Each file is written as soon as its image is complete.
+    With --codes, and from a bundle without an image decoder, it writes .npz files of codes. Each file is
+    written as soon as its image is complete.
     Images that exist already are not generated again. Prints the paths of the files to stdout, progress and a line of
     statistics to stderr.
     """
-    from ..published import find_model, is_missing
-    from .before_download import check_run
-    from .replay import check_recorded, read_recorded_request
+    from ..published import is_missing
+    from .before_download import check_outputs, check_run
+    from .replay import read_recorded_request
 
     check_int("scale", scale, 1, 1, 16)
-    name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or embeddings or source))
+    name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or token_ids or embeddings or source))
     prompts += prompt or []
-    subjects = {"prompts": prompts or None, "class_ids": class_id or None, "embeddings": embeddings}
+    subjects = {
+        "prompts": prompts or None,
+        "class_ids": class_id or None,
+        "token_ids": token_ids,
+        "embeddings": embeddings,
+    }
     options = {name: value for name, value in (subjects | options).items() if value is not None}
     count = options.get("num_images", 1)
     engine = EngineOptions(threads, engines, provider)
-    if name is not None and (source or any(subjects.values())) and is_missing(name):
-        engine.check()
-        check_decoder(find_model(name).makes_images, f"model {name}", trace, scale)
-        if source is None:
-            check_trace(trace, check_run(name, options, output, force), force)
-        else:
-            check_recorded(source, options)
+    if source is None:
+        options = _read_subjects(options, name)
+    if name is not None and is_missing(name):
+        num_images = check_run(name, options, source, engine)
+        check_outputs(name, num_images, output, codes, scale, trace, force)
         download_published(name, yes)
     if source is None:
         bundle, request = _open_and_check(engine, name, options)
@@ -147,73 +171,22 @@ def run(
     else:
         bundle, request = read_recorded_request(source, options, engine, name)
         stems = [f"{source.stem}-again"]
-    check_decoder(bundle.manifest.makes_images, f"bundle {bundle.manifest.name}", trace, scale)
-    outputs = _plan_outputs(bundle, request, output, stems, scale, force)
+    kind = choose_outputs(bundle, codes, scale, trace)
+    outputs = plan_outputs(output, stems, force, lambda i, path: kind.holds(path, request, i), kind.suffix)
     paths = [path for path, _ in outputs]
     trace_paths = check_trace(trace, paths, force)
     trace_files = None if trace_paths is None else _TraceFiles(trace_paths, bundle, request)
-    pending = [i for i, (_, done) in enumerate(outputs) if json or trace or not done]
+    pending = [i for i, (_, done) in enumerate(outputs) if as_json or trace or not done]
     if len(pending) < len(paths):
         num_done = len(paths) - len(pending)
         print_stderr(f"{num_done} of {len(paths)} images exist already; --force generates them again")
     if pending:
         request = replace(request, images=[request.images[i] for i in pending])
-        last = _generate(engine, bundle, request, [outputs[i] for i in pending], scale, trace_files, force)
-    if json:
+        last = _generate(engine, bundle, request, kind, [outputs[i] for i in pending], trace_files, force)
+    if as_json:
         _print_json(request, last, paths, count)
     else:
         print_text(*paths)
-
-
-def check_decoder(makes_images: bool, name: str, trace: Path | None, scale: int) -> None:
-    """Raise RequestError for options of images if there is no image decoder."""
-    if not makes_images and (trace or scale != 1):
-        raise RequestError(f"{name} has no image decoder", field="trace" if trace else "scale", remedy="leave it out")
-
-
-def check_trace(path: Path | None, outputs: list[Path], force: bool) -> tuple[Path, Path] | None:
-    """Return the two paths of a trace.
-
-    Args:
-        path: path of NAME.npz; None: no trace.
-        outputs: paths of the images; the trace needs other paths.
-        force: whether to replace existing files.
-
-    Raises:
-        OutputError: a path cannot be written.
-    """
-    if path is None:
-        return None
-    if path.suffix != ".npz":
-        raise OutputError(field=f"trace {path}", found=f"the ending {path.suffix or 'none'}", expected=".npz")
-    paths = path, path.with_name(path.stem.removesuffix(".trace") + ".trace.png")
-    for written in paths:
-        check_output(written, force)
-        if written.absolute() in [output.absolute() for output in outputs]:
-            problem = "is the path of an image and of the trace"
-            raise OutputError(problem, field=str(written), remedy="rename one of them")
-    return paths
-
-
-def _plan_outputs(
-    bundle: Bundle, request: Request, output: str | None, stems: list[str], scale: int, force: bool
-) -> list[tuple[Path, bool]]:
-    """Return the path of each image, and whether the file exists with this image; files of tokens are written again.
-
-    Args:
-        output: file or folder that the user gave; None: the current folder.
-        stems: name of each file without its ending, if the user gave no file.
-        scale: factor by which to enlarge the images.
-        force: whether to replace existing files.
-    """
-    from .replay import holds_image
-
-    makes_images = bundle.manifest.makes_images
-
-    def exists(i: int, path: Path) -> bool:
-        return makes_images and holds_image(path, bundle, replace(request, images=[request.images[i]]), scale)
-
-    return plan_outputs(output, stems, force, exists, ".png" if makes_images else ".npz")
 
 
 def _print_json(request: Request, last: StreamStep, paths: list[Path], count: int) -> None:
@@ -263,26 +236,43 @@ def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, 
     """Open the bundle and check the request. Raises: RequestError, BundleError."""
     from ..prompts import load_bundle_tokenizer
     from ..requests import check_request
-    from ..text.embeddings import read_embeddings
 
-    if not {"prompts", "class_ids", "embeddings"} & options.keys():
-        actual = "nothing to generate" if name is None else f"bundle {name} and nothing to generate"
-        raise RequestError(found=actual, remedy="give a prompt, --class-id or --embeddings, as the bundle requires")
-    if "embeddings" in options:
-        options = options | {"embeddings": read_embeddings(options["embeddings"])}
     bundle = engine.open_bundle(name or "scenes")
     return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), **options)
 
 
-def _label_field(image: ImageRequest, number: int) -> dict[str, str | int]:
+def _read_subjects(options: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """Return the options with the contents of files. Raises: RequestError: a file is invalid, or nothing is asked for."""
+    from ..text.embeddings import read_embeddings
+
+    if not {"prompts", "class_ids", "token_ids", "embeddings"} & options.keys():
+        actual = "nothing to generate" if name is None else f"bundle {name} and nothing to generate"
+        raise RequestError(found=actual, remedy="give a prompt, --class-id or --embeddings, as the bundle requires")
+    readers = {"token_ids": _read_token_ids, "embeddings": read_embeddings}
+    return options | {key: read(options[key]) for key, read in readers.items() if key in options}
+
+
+def _read_token_ids(path: Path) -> Any:
+    with reading(path, "a JSON list of token ids", RequestError, "write it as [1, 2, 3]"):
+        ids = json.loads(read_plain_file(path, _MAX_ID_BYTES))
+        if not isinstance(ids, list):
+            raise ValueError(format_value(ids))
+        return ids
+
+
+def _label_field(image: ImageRequest, number: int) -> dict[str, Any]:
     if image.label is None:
         return {"embedding": number}
+    if isinstance(image.label, tuple):
+        return {"token_ids": image.label}
     return {"prompt" if isinstance(image.label, str) else "class_id": image.label}
 
 
 def _file_stem(image: ImageRequest, number: int, embeddings: Path | None) -> str:
     if isinstance(image.label, str):
         return f"{slug(image.label)}-seed{image.seed}"
+    if isinstance(image.label, tuple):
+        return f"tokens-{number}-seed{image.seed}"
     if embeddings is None:
         return f"class-{image.label}-seed{image.seed}"
     return f"{slug(embeddings.stem)}-{number}-seed{image.seed}"
@@ -292,8 +282,8 @@ def _generate(
     engine: EngineOptions,
     bundle: Bundle,
     request: Request,
+    kind: Outputs,
     outputs: list[tuple[Path, bool]],
-    scale: int,
     trace: _TraceFiles | None,
     force: bool,
 ) -> StreamStep:
@@ -301,19 +291,21 @@ def _generate(
 
     Args:
         engine: options that load the bundle's graphs.
+        kind: kind of the files.
         outputs: path of each image, and whether the file exists with this image and is not to be written.
-        scale: factor by which to enlarge the images.
         trace: files of the trace to write; None: no trace.
         force: whether to replace existing files.
 
     Returns:
         The last step.
     """
+    from ..output.files import write_output
+
     prefix = max(len(real) for image in request.images for real in image.real)
     pipeline = engine.load(bundle, request.settings, prefix=prefix)
     began = time.perf_counter()
     if not bundle.manifest.makes_images:
-        print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing tokens")
+        print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing codes")
     pending = dict(enumerate(outputs))
     with show_progress(lines=False) as progress:
         for step in pipeline.decode(request):
@@ -323,7 +315,7 @@ def _generate(
             for i in [i for i in pending if len(step.codes[i]) * len(outputs) == step.total]:
                 path, exists = pending.pop(i)
                 if not exists:  # else the image was generated only for its tokens
-                    _write_image(bundle, request, i, step, path, scale, force)
+                    write_output(path, kind.content(request, i, step), force)
     if trace is not None:
         trace.write(force)
     assert step.stats is not None
@@ -333,20 +325,6 @@ def _generate(
         f"{len(outputs)} image{'s' * (len(outputs) > 1)} in {time.perf_counter() - began:.1f} s"
     )
     return step
-
-
-def _write_image(
-    bundle: Bundle, request: Request, i: int, step: StreamStep, path: Path, scale: int, force: bool
-) -> None:
-    from ..output.files import write_output
-    from ..output.images import enlarge, png_bytes
-    from ..results import codes_bytes
-
-    if bundle.manifest.makes_images:
-        image = enlarge(step.image(i), scale)
-        write_output(path, png_bytes(image, image.info), force)
-    else:
-        write_output(path, codes_bytes(bundle, request, i, step.codes[i]), force)
 
 
 class _TraceFiles:

@@ -102,6 +102,14 @@ MapSizeOption = Annotated[
         help="Size that clients ask for, and the size that they get, or auto; may be given several times.",
     ),
 ]
+OwnSamplingOption = Annotated[
+    bool,
+    typer.Option(
+        "--own-sampling",
+        help="Let POST /generate, which SGLang calls, ignore sampling settings: the bundle's hold.",
+        rich_help_panel=LIMITS,
+    ),
+]
 LogLevelOption = Annotated[
     str,
     typer.Option(metavar="info|warning|error", help="Least serious kind of lines in the log.", rich_help_panel=LOG),
@@ -125,6 +133,7 @@ def serve(
     names: NamesOption = None,
     alias: AliasOption = None,
     map_size: MapSizeOption = None,
+    own_sampling: OwnSamplingOption = False,
     log_level: LogLevelOption = "info",
     log_format: LogFormatOption = "json",
     threads: ThreadsOption = None,
@@ -132,7 +141,7 @@ def serve(
     provider: ProviderOption = None,
     yes: YesOption = False,
 ) -> None:
-    """Serve bundles over HTTP: OpenAI's Images API, a web page, metrics.
+    """Serve bundles over HTTP: OpenAI's Images API, codes, SGLang's protocol for GLM-Image, a web page, metrics.
 
     The log on stderr has a line for each request. SIGTERM and Ctrl-C finish running requests first; a second
     Ctrl-C stops at once.
@@ -140,7 +149,6 @@ def serve(
     for library in LIBRARIES:
         require_library(library, "serve", "serve")
     from ..asynchronous import AsyncPipeline
-    from ..published import find_model
     from ..serve.app import read_origin
     from ..serve.log import FORMATS, LEVELS, log_to_stderr
     from ..serve.server import Server
@@ -154,40 +162,33 @@ def serve(
     for field, value, known in (("log_level", log_level, LEVELS), ("log_format", log_format, FORMATS), *selected):
         if value not in known:
             raise RequestError(field=field, found=repr(value), expected=", ".join(known))
-    options = EngineOptions(threads, engines, provider)
-    options.check()
-    check_int("together", batch, 1, 1, 4096)
-    check_int("waiting", waiting, 64, 0, 1 << 20)
     if api_key_file is not None:
         read_keys(api_key_file)
     for origin in cors or ():
         read_origin(origin)
-    texts = bundles or ["scenes"]
-    opened = _open_present(texts, names or (), options)
-    aliases = _read_aliases(alias or (), [*opened])
-    missing = [find_model(text) for text, bundle in zip(texts, opened.values(), strict=True) if bundle is None]
-    _read_sizes(map_size or (), [bundle for bundle in opened.values() if bundle], [model.sizes for model in missing])
-    models = {
-        name: bundle or _download(text, yes, options)
-        for text, (name, bundle) in zip(texts, opened.items(), strict=True)
-    }
-    for bundle in models.values():
-        _check_fits(bundle, options)
-    sizes = _read_sizes(map_size or (), [*models.values()])
+    check_int("together", batch, 1, 1, 4096)
+    check_int("waiting", waiting, 64, 0, 1 << 20)
+    options = EngineOptions(threads, engines, provider)
+    options.check()
+    present = _open_present(bundles or ["scenes"], names or (), options)
+    aliases = _read_aliases(alias or (), [*present])
+    _read_sizes(map_size or (), [*present.values()])
+    opened = {name: _open(bundle, yes, options) for name, bundle in present.items()}
+    sizes = _read_sizes(map_size or (), [*opened.values()])
     limits: dict[str, Any] = {"together": batch, "waiting": waiting, **asdict(options)}
-    loaders = {name: partial(AsyncPipeline.from_bundle, bundle, **limits) for name, bundle in models.items()}
+    models = {name: partial(AsyncPipeline.from_bundle, bundle, **limits) for name, bundle in opened.items()}
     access = Limits(
-        deadline, api_key_file=api_key_file, methods=methods or (), max_n=max_n, aliases=aliases, mapped_sizes=sizes
+        deadline,
+        api_key_file=api_key_file,
+        methods=methods or (),
+        max_n=max_n,
+        aliases=aliases,
+        mapped_sizes=sizes,
+        own_sampling=own_sampling,
     )
-    server = Server(loaders, host, port, access, cors or ())
+    server = Server(models, host, port, access, cors or ())
     with log_to_stderr(log_level, log_format):
         server.run()
-
-
-def _download(name: str, yes: bool, options: EngineOptions) -> Bundle:
-    """Download a published model and open its bundle."""
-    download_published(name, yes)
-    return options.open_bundle(name)
 
 
 def _read_aliases(options: Sequence[str], models: Sequence[str]) -> dict[str, str]:
@@ -201,65 +202,72 @@ def _read_aliases(options: Sequence[str], models: Sequence[str]) -> dict[str, st
     return aliases
 
 
-def _read_sizes(options: Sequence[str], bundles: Sequence[Bundle], tables: Sequence[str] = ()) -> dict[str, str]:
+def _read_sizes(options: Sequence[str], bundles: Sequence[Bundle | str]) -> dict[str, str]:
     """Return the sizes that requests may name, and the size of a model for each.
 
     Args:
         options: `SIZE=SIZE` each.
-        bundles: bundles whose sizes are known.
-        tables: sizes of published models that are not in the cache, as the table of models has them.
+        bundles: open bundles, and names of published models before their download, whose table may not list all sizes.
     """
-    known = {entry.name for bundle in bundles for entry in bundle.manifest.all_sizes}
-    known |= {size for text in tables for size in text.split(", ") if _SIZE.fullmatch(size)}
-    lists_all = not any("," in text for text in tables)
+    from ..published import find_model
+
+    known: set[str] = set()
+    complete = True
+    for bundle in bundles:
+        if isinstance(bundle, str):
+            size, others, _ = find_model(bundle).sizes.partition(",")
+            known.add(size)
+            complete &= not others
+        else:
+            known |= {entry.name for entry in bundle.manifest.all_sizes}
     sizes: dict[str, str] = {}
     for text in options:
         asked, _, size = text.partition("=")
-        wrong = size not in {*known, "auto"} and (lists_all or not _SIZE.fullmatch(size))
-        if not _SIZE.fullmatch(asked) or asked in known or wrong:
+        is_known = size in {*known, "auto"} or (not complete and _SIZE.fullmatch(size))
+        if not _SIZE.fullmatch(asked) or asked in known or not is_known:
             expected = f"SIZE=SIZE, as 1024x1024=auto: a new size, and one of {', '.join(sorted(known))}, auto"
             raise RequestError(field="map_size", found=repr(text), expected=expected)
         sizes[asked] = size
     return sizes
 
 
-def _open_present(bundles: Sequence[str], names: Sequence[str], options: EngineOptions) -> dict[str, Bundle | None]:
-    """Open bundles that are on this host, and check that the names of all models differ.
+def _open_present(bundles: Sequence[str], names: Sequence[str], options: EngineOptions) -> dict[str, Bundle | str]:
+    """Open the bundles that need no download, and check that the names of all models differ.
 
     Args:
         bundles: folders or names of bundles.
         names: name of each model; empty: the names of the bundles.
 
     Returns:
-        The bundles by the name of their model; None for a published model that is not in the cache.
+        By the name of its model each bundle, or the name of a published model that is not in the cache.
     """
-    from ..published import find_model, is_missing
+    from ..published import is_missing
 
     if options.engines is not None and len(bundles) > 1:
         expected = "one bundle, from which the engines were built"
         raise RequestError(field="engines", found=f"{len(bundles)} bundles", expected=expected)
     if names and (len(names) != len(bundles) or "" in names):
         raise RequestError(field="names", found=", ".join(map(repr, names)), expected="a name for each bundle")
-    models: dict[str, Bundle | None] = {}
+    models: dict[str, Bundle | str] = {}
     for i, text in enumerate(bundles):
-        bundle = None if is_missing(text) else options.open_bundle(text)
-        name = names[i] if names else bundle.manifest.name if bundle else text
+        bundle = text if is_missing(text) else options.open_bundle(text)
+        own_name = bundle if isinstance(bundle, str) else bundle.manifest.name
+        name = names[i] if names else own_name
         if name in models:
             problem = f"two bundles named {name}"
             remedy = "give each bundle a --name"
             raise RequestError(field="bundles", found=problem, expected="different names", remedy=remedy)
-        if bundle is not None:
-            bundle.check_makes_images()
-        elif not find_model(text).makes_images:
-            remedy = "`lantern-rt run` writes its tokens"
-            raise RequestError(f"model {text} has no image decoder", field="image", remedy=remedy)
         models[name] = bundle
     return models
 
 
-def _check_fits(bundle: Bundle, options: EngineOptions) -> None:
-    """Raise RequestError if a bundle alone does not fit into memory."""
+def _open(bundle: Bundle | str, yes: bool, options: EngineOptions) -> Bundle:
+    """Return a bundle, downloaded if it is a name, and check that it alone fits into memory."""
     from ..memory import check_memory, largest_settings
 
+    if isinstance(bundle, str):
+        download_published(bundle, yes)
+        bundle = options.open_bundle(bundle)
     if options.runs_on_cpu(bundle):
         check_memory(bundle, largest_settings(bundle.manifest))
+    return bundle

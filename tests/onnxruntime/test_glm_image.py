@@ -111,7 +111,7 @@ def test_run_writes_files_of_codes_and_says_so(program: Any, glm_image_bundle: P
     common = ["run", glm_image_bundle, trace["prompt"], "--size", size, "--temperature", 0]
     code, out, err = program(*common, "--output", tmp_path / "codes.npz")
     assert (code, out) == (0, f"{tmp_path / 'codes.npz'}\n")
-    assert "bundle tiny-glm-image has no image decoder: writing tokens" in err
+    assert "bundle tiny-glm-image has no image decoder: writing codes" in err
     with np.load(tmp_path / "codes.npz") as file:
         assert file["codes"].tolist() == trace["large_codes"]
         assert file["first_codes"].tolist() == trace["small_codes"]
@@ -127,13 +127,11 @@ def test_run_writes_files_of_codes_and_says_so(program: Any, glm_image_bundle: P
     [
         (["run", "BUNDLE", "a fox", "--scale", "2"], "--scale: bundle tiny-glm-image has no image decoder"),
         (["run", "BUNDLE", "a fox", "--trace", "t.npz"], "--trace: bundle tiny-glm-image has no image decoder"),
-        (["serve", "BUNDLE", "--port", "0"], "image: bundle tiny-glm-image has no image decoder"),
-        (["serve", "glm-image-9b", "--port", "0"], "image: model glm-image-9b has no image decoder"),
         (
             ["eval", "BUNDLE", "--prompts", "p.txt", "--features", "f.onnx"],
             "image: bundle tiny-glm-image has no image decoder",
         ),
-        (["push", "BUNDLE", "owner/name"], "image: bundle tiny-glm-image has no image decoder"),
+        (["push", "BUNDLE", "owner/name", "PICTURE"], "image: bundle tiny-glm-image has no image decoder"),
         (["edit", "PICTURE", "BUNDLE", "--prompt", "a fox"], "bundle tiny-glm-image has no image encoder"),
     ],
     ids=lambda value: "-".join(value[:1] + value[3:4]) if isinstance(value, list) else "",
@@ -160,7 +158,7 @@ def test_bench_eval_and_inspect_leave_images_out(program: Any, glm_image_bundle:
     assert "has no vq_encoder" in out
     code, out, _ = program("inspect", glm_image_bundle)
     assert code == 0
-    assert "none: `run` writes tokens" in out
+    assert "none: `run` writes codes" in out
 
 
 def test_the_example_gives_diffusers_the_published_prior_token_ids(

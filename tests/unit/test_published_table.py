@@ -224,7 +224,6 @@ COMMANDS: list[tuple[str, tuple[str, ...]]] = [
             "no-engines": ("--engines", "no-engines"),
         }.items()
     ),
-    ("image", ("serve", CODES, "--yes")),
 ]
 
 
@@ -246,6 +245,8 @@ def test_nothing_is_downloaded_for_a_command_that_cannot_run(
         ("run", TEXT, "a red cube", "--size", "512x512", "--method", "sjd:delta=0.2", "--negative-prompt", "blur"),
         ("run", "anole-7b", "a red cube", "--method", "lantern:delta=0.1", "--trace", "trace.npz"),
         ("run", CODES, "a red cube", "--output", "codes.npz"),
+        ("run", NAME, "--class-id", "3", "--codes", "--output", "codes.npz"),
+        ("serve", CODES),
         ("serve", NAME, TEXT, "--alias", f"x={TEXT}", "--map-size", "2048x2048=512x512", "--batch", "4"),
     ],
     ids=" ".join,
