@@ -168,7 +168,7 @@ class KVCache(CacheRows):
         self.join(added)
 
     def discard(self) -> None:
-        """Release the memory at the end, as usual: no other cache reuses it."""
+        """Leave the memory to the system: no other cache reuses it."""
 
     def _gather(self, parts: Sequence[tuple[KVCache, Ints | slice]], capacity: int) -> None:
         """Replace the tensors by copies of rows of caches; change nothing if memory is insufficient."""

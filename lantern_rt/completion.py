@@ -40,7 +40,7 @@ def resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
 
 
 def check_method(method: str) -> MethodConfig:
-    """Return a method whose missing parameters have the defaults of bundles without their own.
+    """Return a method, with the general defaults for missing parameters.
 
     Raises:
         RequestError: the method does not exist, or a parameter is invalid for every bundle.

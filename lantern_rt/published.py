@@ -69,7 +69,7 @@ class PublishedModel(FrozenModel):
 
     @property
     def subject(self) -> str:
-        """Parameter of requests that says what to draw."""
+        """Parameter of requests for the prompts or class ids of its bundles."""
         return "class_ids" if self.family == "llamagen" and "text_encoder" not in self.files else "prompts"
 
     @property
@@ -224,7 +224,7 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
     choice = {"target": "int8"} if default_precision() == "int8" else {"compute": "float16", "vq": "fp16"}
     output = _bundle_folder(name)
     with _locked(output, report):
-        if cached_bundle(name) is not None:  # by the program that had the lock
+        if cached_bundle(name) is not None:  # another program has exported it meanwhile
             return output
         loaded = read_family(model.family, model.export_options, report, model.cfg_scale)
         return export_model(

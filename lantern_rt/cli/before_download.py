@@ -41,10 +41,10 @@ def check_run(name: str, options: Mapping[str, Any], source: Path | None, engine
         check_recorded(source, options)
         return 1
     model = find_model(name)
-    given = [subject for subject in SUBJECTS if subject in options]
+    present = [subject for subject in SUBJECTS if subject in options]
     allowed = ["prompts", "token_ids"] if model.subject == "prompts" else [model.subject]
-    if len(given) != 1 or given[0] not in allowed:
-        wrong = next(subject for subject in given if subject != model.subject)
+    if len(present) != 1 or present[0] not in allowed:
+        wrong = next(subject for subject in present if subject != model.subject)
         expected = f"{SUBJECTS[model.subject]}, as {name} requires"
         raise RequestError(field=model.subject, found=SUBJECTS[wrong], expected=expected)
     if "negative_prompt" in options and model.subject != "prompts":
@@ -53,8 +53,8 @@ def check_run(name: str, options: Mapping[str, Any], source: Path | None, engine
     pattern = _SIZE if "," in model.sizes else model.sizes  # "768x768, other shapes" or "256x256"
     if size is not None and not re.fullmatch(pattern, size, re.ASCII):
         raise RequestError(field="size", found=format_value(size), expected=model.sizes)
-    subject = options[given[0]]
-    count = 1 if given == ["token_ids"] and not isinstance(subject[:1], list) else len(subject)
+    subject = options[present[0]]
+    count = 1 if present == ["token_ids"] and not isinstance(subject[:1], list) else len(subject)
     settings = {key: value for key, value in options.items() if key not in (*SUBJECTS, "negative_prompt")}
     method = check_options(count, **settings)
     if method is not None and (method.needs.order or (method.needs.drafters and "drafter" not in model.files)):

@@ -83,7 +83,16 @@ def choose_outputs(bundle: Bundle, codes: bool, scale: int, trace: Path | None) 
 
 
 def writes_images(makes_images: bool, name: str, codes: bool, scale: int, trace: Path | None) -> bool:
-    """Return whether the output files are images; raise RequestError if they are not, and an option needs images."""
+    """Return whether the output files are images.
+
+    Args:
+        makes_images: whether the bundle has an image decoder.
+        name: name of the bundle, for messages.
+        codes, scale, trace: see `choose_outputs`.
+
+    Raises:
+        RequestError: an option needs images.
+    """
     if makes_images and not codes:
         return True
     problem = f"{name} has no image decoder"

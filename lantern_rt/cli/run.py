@@ -150,20 +150,15 @@ def run(
     check_int("scale", scale, 1, 1, 16)
     name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or token_ids or embeddings or source))
     prompts += prompt or []
-    subjects = {
-        "prompts": prompts or None,
-        "class_ids": class_id or None,
-        "token_ids": token_ids,
-        "embeddings": embeddings,
-    }
-    options = {name: value for name, value in (subjects | options).items() if value is not None}
+    subjects: dict[str, Any] = {"prompts": prompts or None, "class_ids": class_id or None, "token_ids": token_ids}
+    options = subjects | {"embeddings": embeddings} | options
+    options = {name: value for name, value in options.items() if value is not None}
     count = options.get("num_images", 1)
     engine = EngineOptions(threads, engines, provider)
     if source is None:
         options = _read_subjects(options, name)
     if name is not None and is_missing(name):
-        num_images = check_run(name, options, source, engine)
-        check_outputs(name, num_images, output, codes, scale, trace, force)
+        check_outputs(name, check_run(name, options, source, engine), output, codes, scale, trace, force)
         download_published(name, yes)
     if source is None:
         bundle, request = _open_and_check(engine, name, options)
@@ -242,7 +237,7 @@ def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, 
 
 
 def _read_subjects(options: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """Return the options with the contents of files. Raises: RequestError: a file is invalid, or nothing is asked for."""
+    """Return the options with the contents of files. Raises: RequestError: a file is invalid, or nothing is given."""
     from ..text.embeddings import read_embeddings
 
     if not {"prompts", "class_ids", "token_ids", "embeddings"} & options.keys():

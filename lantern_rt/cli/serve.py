@@ -149,10 +149,9 @@ def serve(
     for library in LIBRARIES:
         require_library(library, "serve", "serve")
     from ..asynchronous import AsyncPipeline
-    from ..serve.app import read_origin
     from ..serve.log import FORMATS, LEVELS, log_to_stderr
     from ..serve.server import Server
-    from ..serve.state import Limits, read_keys
+    from ..serve.state import Limits
 
     if not 0 < deadline < 1e9:
         raise RequestError(field="deadline", found=f"{deadline:g}", expected="seconds above 0")
@@ -162,12 +161,7 @@ def serve(
     for field, value, known in (("log_level", log_level, LEVELS), ("log_format", log_format, FORMATS), *selected):
         if value not in known:
             raise RequestError(field=field, found=repr(value), expected=", ".join(known))
-    if api_key_file is not None:
-        read_keys(api_key_file)
-    for origin in cors or ():
-        read_origin(origin)
-    check_int("together", batch, 1, 1, 4096)
-    check_int("waiting", waiting, 64, 0, 1 << 20)
+    _check_limits(api_key_file, cors or (), batch, waiting)
     options = EngineOptions(threads, engines, provider)
     options.check()
     present = _open_present(bundles or ["scenes"], names or (), options)
@@ -189,6 +183,19 @@ def serve(
     server = Server(models, host, port, access, cors or ())
     with log_to_stderr(log_level, log_format):
         server.run()
+
+
+def _check_limits(api_key_file: Path | None, origins: Sequence[str], batch: int | None, waiting: int) -> None:
+    """Check options that are used only after the bundles are open. Raises: RequestError: an option is invalid."""
+    from ..serve.app import read_origin
+    from ..serve.state import read_keys
+
+    if api_key_file is not None:
+        read_keys(api_key_file)
+    for origin in origins:
+        read_origin(origin)
+    check_int("together", batch, 1, 1, 4096)
+    check_int("waiting", waiting, 64, 0, 1 << 20)
 
 
 def _read_aliases(options: Sequence[str], models: Sequence[str]) -> dict[str, str]:
