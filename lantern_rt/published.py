@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,11 @@ class PublishedModel(FrozenModel):
     def export_options(self) -> dict[str, Any]:
         """Options of `export` by name."""
         return {**self.files, **self.options}
+
+    @property
+    def subject(self) -> str:
+        """Parameter of requests that says what to draw."""
+        return "class_ids" if self.family == "llamagen" and "text_encoder" not in self.files else "prompts"
 
     @property
     def repositories(self) -> list[str]:
@@ -140,6 +145,11 @@ def _reading_cache() -> Iterator[Path]:
 def is_published(name: str) -> bool:
     """Return whether a bundle's name is that of a published model; a folder of this name takes precedence."""
     return name in published_models() and not Path(name).is_dir()
+
+
+def is_missing(name: str) -> bool:
+    """Return whether a bundle's name is that of a published model that is not in the cache."""
+    return is_published(name) and cached_bundle(name) is None
 
 
 def check_host(name: str) -> None:
@@ -225,17 +235,19 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
 @contextmanager
 def _locked(output: Path, report: Progress) -> Iterator[None]:
     """Wait until no other program exports the same bundle, and lock it. output: folder of the bundle."""
-    from huggingface_hub.utils import WeakFileLock
+    from filelock import FileLock, Timeout
 
     output.parent.mkdir(parents=True, exist_ok=True)
-    path = output.with_name(f".{output.name}.lock")
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(WeakFileLock(path, timeout=0.1))
-        except TimeoutError:
-            report(f"waiting for another program that exports {output.name}")
-            stack.enter_context(WeakFileLock(path))
+    lock = FileLock(output.with_name(f".{output.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        report(f"waiting for another program that exports {output.name}", 0, 0)
+        lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def find_bundle(name: str, download: bool = False) -> str | Path:
