@@ -71,11 +71,14 @@ class _Image(BaseModel):
     image_grid_thw: Annotated[list[_Grid], Field(min_length=1, max_length=8)]
 
 
+_Images = Annotated[list[_Image], Field(min_length=1, max_length=1)]
+
+
 class _Single(BaseModel):
     model_config = _STRICT
 
     input_ids: _Ids
-    image_data: Annotated[list[_Image], Field(min_length=1, max_length=1)]
+    image_data: _Images
     sampling_params: _Parameters
 
     def request(self, own_sampling: bool) -> TokensRequest:
@@ -94,7 +97,7 @@ class _Batch(BaseModel):
     model_config = _STRICT
 
     input_ids: Annotated[list[_Ids], Field(min_length=1)]
-    image_data: list[Annotated[list[_Image], Field(min_length=1, max_length=1)] | _Image]
+    image_data: list[_Images]
     sampling_params: list[_Parameters]
 
     @model_validator(mode="after")
@@ -138,8 +141,7 @@ def read_call(body: bytes, own_sampling: bool) -> GenerateCall:
     if not isinstance(head.input_ids, list) or not head.input_ids or not isinstance(head.input_ids[0], list):
         return GenerateCall([read_json(_Single, body).request(own_sampling)], batch=False)
     batch = read_json(_Batch, body)
-    images = [image if isinstance(image, list) else [image] for image in batch.image_data]
-    columns = zip(batch.input_ids, images, batch.sampling_params, strict=True)
+    columns = zip(batch.input_ids, batch.image_data, batch.sampling_params, strict=True)
     singles = [_Single(input_ids=ids, image_data=data, sampling_params=found) for ids, data, found in columns]
     return GenerateCall([single.request(own_sampling) for single in singles], batch=True)
 
