@@ -24,7 +24,7 @@ from .text.words import WordTokenizer, read_word_tokenizer
 Label = str | int | tuple[int, ...] | None
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
 PROMPT_LIMIT = 2000  # characters
-_MAX_ID = 2**31 - 1  # of token ids
+_MAX_ID = 2**31 - 1  # Maximum token id.
 
 
 @dataclass(frozen=True)

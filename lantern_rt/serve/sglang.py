@@ -1,7 +1,7 @@
 """Protocol by which SGLang asks another server for the codes of GLM-Image, `POST /generate`.
 
 A call has a prompt as token ids, the grid of the image with the small grid that is drawn before it, and sampling
-settings; or a list of each. The answer holds the codes of the small grid, then those of the image.
+settings; or a list of each. The answer holds the codes of the small grid, then the codes of the image.
 """
 
 from __future__ import annotations
@@ -115,12 +115,12 @@ class GenerateCall:
     batch: bool
 
     def response(self, completions: Sequence[Completion]) -> Response:
-        """Return the ids of each image, and what they cost in `meta_info`."""
-        answers = [_answer(completion) for completion in completions]
-        return JSONResponse(answers if self.batch else answers[0])
+        """Return the ids of each image, with its costs in `meta_info`."""
+        images = [_image_fields(completion) for completion in completions]
+        return JSONResponse(images if self.batch else images[0])
 
 
-def _answer(completion: Completion) -> dict[str, Any]:
+def _image_fields(completion: Completion) -> dict[str, Any]:
     figures = completion.figures
     counts = {"prompt_tokens": completion.input_tokens, "completion_tokens": completion.output_tokens}
     meta_info = {**counts, "cached_tokens": 0, "sampling_seed": figures.seeds[0], "lantern": asdict(figures)}
@@ -132,7 +132,7 @@ def read_call(body: bytes, own_sampling: bool) -> GenerateCall:
 
     Args:
         body: JSON text.
-        own_sampling: whether the sampling settings of the call are ignored, so that the model's own hold.
+        own_sampling: whether the sampling settings of the bundle replace the settings of the call.
 
     Raises:
         HttpError: a field is invalid.
@@ -142,7 +142,7 @@ def read_call(body: bytes, own_sampling: bool) -> GenerateCall:
         return GenerateCall([read_json(_Single, body).request(own_sampling)], batch=False)
     batch = read_json(_Batch, body)
     columns = zip(batch.input_ids, batch.image_data, batch.sampling_params, strict=True)
-    singles = [_Single(input_ids=ids, image_data=data, sampling_params=found) for ids, data, found in columns]
+    singles = [_Single(input_ids=ids, image_data=data, sampling_params=values) for ids, data, values in columns]
     return GenerateCall([single.request(own_sampling) for single in singles], batch=True)
 
 
