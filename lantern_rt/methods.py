@@ -73,7 +73,7 @@ class Sampling(FrozenModel, strict=True):
         top_k: number of most probable tokens to keep; 0 keeps all.
         top_p: probability mass to keep, above 0 up to 1; 1 keeps all.
         filter_order: LlamaGen applies top-k first; LANTERN, like the transformers warpers, applies top-p first.
-        repetition_penalty: divisor, above 0 up to 100, of the conditional logits of tokens that the image already
+        repetition_penalty: divisor, 0.01 .. 100, of the conditional logits of tokens that the image already
             contains (negative logits are multiplied), applied before guidance; None: no penalty.
     """
 
@@ -106,7 +106,7 @@ class Sampling(FrozenModel, strict=True):
     filter_order: FilterOrder = "top-k, top-p"
     repetition_penalty: Annotated[
         float | None,
-        Field(gt=0, le=100, description="Divisor of the logits of tokens that the image contains already; 1: none."),
+        Field(ge=0.01, le=100, description="Divisor of the logits of tokens that the image contains already; 1: none."),
         Requested(),
     ] = None
 

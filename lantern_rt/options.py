@@ -63,7 +63,7 @@ class Options(GenerationOptions, total=False):
         temperature: 0 (greedy) or 0.001 .. 1000.
         top_k: number of most probable tokens to keep; 0 is off.
         top_p: probability mass to keep, above 0 up to 1; 1 is off.
-        repetition_penalty: above 0 up to 100; 1 is off.
+        repetition_penalty: 0.01 .. 100; 1 is off.
         size: `"WIDTHxHEIGHT"` in pixels, for bundles with several image sizes.
         image: image to edit: a Pillow image, an array, the path of a file or its bytes. Without prompts, the prompt
             recorded in it is used.

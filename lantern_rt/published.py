@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,9 +212,30 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
     report = progress or silent
     model = find_model(name)
     choice = {"target": "int8"} if default_precision() == "int8" else {"compute": "float16", "vq": "fp16"}
-    loaded = read_family(model.family, model.export_options, report, model.cfg_scale)
     output = _bundle_folder(name)
-    return export_model(loaded, output, name=name, precisions=read_precisions(**choice), force=True, progress=report)
+    with _locked(output, report):
+        if cached_bundle(name) is not None:  # by the program that had the lock
+            return output
+        loaded = read_family(model.family, model.export_options, report, model.cfg_scale)
+        return export_model(
+            loaded, output, name=name, precisions=read_precisions(**choice), force=True, progress=report
+        )
+
+
+@contextmanager
+def _locked(output: Path, report: Progress) -> Iterator[None]:
+    """Wait until no other program exports the same bundle, and lock it. output: folder of the bundle."""
+    from huggingface_hub.utils import WeakFileLock
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    path = output.with_name(f".{output.name}.lock")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(WeakFileLock(path, timeout=0.1))
+        except TimeoutError:
+            report(f"waiting for another program that exports {output.name}")
+            stack.enter_context(WeakFileLock(path))
+        yield
 
 
 def find_bundle(name: str, download: bool = False) -> str | Path:

@@ -14,12 +14,13 @@ from functools import partial
 
 import numpy as np
 
+from ..errors import EngineError
 from ..methods import Drafted
 from .device import DeviceLogits, SampleRequest
 from .drafting import Commit
 from .eagle_slots import EagleSlots, LevelOutput
 from .engine import Floats, Ints
-from .sampling import Probabilities, best_codes, shape_distribution, shape_logits
+from .sampling import Probabilities, best_codes, invalid_logits_error, shape_distribution, shape_logits
 from .state import ImageSequence, Model
 from .statistics import Clock
 from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal
@@ -94,15 +95,25 @@ class EagleDrafter(TreeDrafter):
                 batch_rows = slice(int(rows[0]), int(rows[-1]) + 1)
                 scales = sequence.guidance.scales(codes)
                 samples.append(SampleRequest(batch_rows, level.nodes[rows], sequence.sampling, noise, codes, scales))
-            return on_device.best_codes(samples, count)
+            best = on_device.best_codes(samples, count)
+            for sequence, (_, scores) in zip(self.sequences, best, strict=True):
+                if not np.isfinite(scores[:, 0]).all():
+                    sequence.error = invalid_logits_error()
+                    scores[:] = 0  # the sequence ends after the pass, with any tree
+            return best
         best = []
         for sequence, rows, noise in zip(self.sequences, self._rows_at(depth), noises, strict=True):
             logits = level.logits[rows[:, None], level.nodes[rows]]  # [rows of the sequence, slots, vocab_size]
             code = len(sequence.codes) + depth
-            values = shape_logits(sequence.guidance.mix(logits, [code] * logits.shape[1]), sequence.sampling)
-            if noise is not None:
-                values = values + noise.gumbel(code, 1, values.shape[1])
-            best.append(best_codes(values, count))
+            guided = sequence.guidance.mix(logits, [code] * logits.shape[1])
+            try:
+                values = shape_logits(guided, sequence.sampling)
+                if noise is not None:
+                    values = values + noise.gumbel(code, 1, values.shape[1])
+                best.append(best_codes(values, count))
+            except EngineError as error:
+                sequence.error = error
+                best.append(best_codes(np.zeros_like(guided), count))  # the sequence ends after the pass, with any tree
         return best
 
     def _draft_static(self, shape: StaticTree, roots: Ints, level: LevelOutput) -> list[DraftTree]:

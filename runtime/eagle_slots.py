@@ -100,6 +100,8 @@ class EagleSlots:
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the pending slots and cache rows of these sequences, and the rows that other sequences removed."""
+        if not self.sequences:  # a sequence without a commit leaves
+            return
         rows_of = {
             sequence: rows[: len(sequence.rows)]
             for sequence, rows in zip(self.sequences, self.batch_rows(), strict=True)
@@ -107,6 +109,8 @@ class EagleSlots:
         }
         if sum(map(len, rows_of.values())) == len(self.sequence_of_row):
             return
+        if any(sequence.error is not None for sequence in sequences):
+            self.cache.discard()
         if rows_of:
             self.cache.keep_rows(np.concatenate([*rows_of.values()]))
         else:
@@ -198,19 +202,21 @@ class EagleSlots:
         sequences, slots = tokens.shape
         rows = len(level.nodes)
         padded = max(MIN_NODES, slots)
-        drafted = level.attends_to.shape[2]
+        drafted = level.attends_to.shape[2]  # draft slots in the cache, behind the committed slots of each row
         base = self.cache.lengths - drafted  # committed slots, [rows]
         codes = np.zeros((rows, padded), np.int64)
         codes[:, :slots] = tokens[self.sequence_of_row] + self.layout.code_offset
         parent_nodes = np.repeat(level.nodes[:, :1], padded, 1)
         parent_nodes[:, :slots] = level.nodes[np.arange(rows)[:, None], parents[self.sequence_of_row]]
+        # A slot reads the hidden state of its parent, whichever node of the last pass that was.
         states = HiddenView(level.hidden, np.repeat(np.arange(rows)[:, None], padded, 1), parent_nodes)
+        # A slot attends to the draft slots that its parent attends to, and to itself: its path from the root.
         attends_to = np.zeros((sequences, slots, drafted + slots), bool)
         attends_to[:, :, :drafted] = level.attends_to[np.arange(sequences)[:, None], parents]
         attends_to[:, :, drafted:] = np.eye(slots, dtype=bool)
         attention_mask, past_length = committed_mask(self.engine, self.cache, base, padded, self.prefix_padding)
         attention_mask[:, :, past_length:] = np.eye(padded, dtype=bool)
-        for row, start in enumerate(base.tolist()):
+        for row, start in enumerate(base.tolist()):  # rows have committed different numbers of slots
             attention_mask[row, :slots, start : start + drafted] = attends_to[self.sequence_of_row[row], :, :drafted]
         roots = [(sequence.raster, len(sequence.codes) - 1) for sequence in self.sequences]
         # Number of positions from the last code to the code `depth` further, with end-of-row tokens, [sequences]

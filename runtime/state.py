@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import EngineError
 from ..methods import MethodConfig, Relaxed, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints
 from .guidance import Guidance
@@ -130,6 +131,7 @@ class ImageSequence:
     codes: list[int] = field(init=False, default_factory=list)
     tie_margin: float = field(init=False, default=0.0)  # see `likelihood.py`
     statistics: SequenceStatistics = field(init=False, default_factory=SequenceStatistics)
+    error: EngineError | None = field(init=False, default=None)  # error in its logits, which ends this sequence alone
 
     def __post_init__(self) -> None:
         plan = self.plan

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from ..errors import BundleError, LanternError
@@ -22,6 +25,7 @@ PLAIN_PATH = rf"{PLAIN_NAME}(?:/{PLAIN_NAME})*"  # A file path or a revision.
 _REFERENCE = re.compile(rf"hf:({REPOSITORY})(?:/({PLAIN_PATH}))?(?:@({PLAIN_PATH}))?")
 # The folder of a commit in the hub's cache, whose files are links to other folders of the cache.
 SNAPSHOT = r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})"
+DOWNLOAD_THREAD = "lantern-rt-download"  # Name of threads that download a file.
 _DIGEST_HEADERS = ("ETag", "X-Linked-Etag", "X-Repo-Commit", "X-Xet-Hash")
 _DIGEST = re.compile(r'(?:W/)?"?[0-9a-fA-F]+"?')
 
@@ -85,10 +89,27 @@ def download_files(repository: str, names: Iterable[str], revision: str | None) 
 
     _drop_invalid_digests()
     for name in names:
-        path = Path(hf_hub_download(repository, name, revision=revision))
+        path = Path(_wait_for(partial(hf_hub_download, repository, name, revision=revision)))
         folder = path.parents[name.count("/")]
         revision = folder.name
     return folder
+
+
+def _wait_for(call: Callable[[], str]) -> str:
+    """Return the result of a call in a thread. Signals end the wait at once, but not the call, which may be in Rust."""
+    result: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # raised by `result`
+            result.set_exception(error)
+
+    thread = Thread(target=run, name=DOWNLOAD_THREAD, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(1)  # Without a time limit, signals would not end it on Windows.
+    return result.result()
 
 
 def _drop_invalid_digests() -> None:

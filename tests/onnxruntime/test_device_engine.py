@@ -217,6 +217,19 @@ def test_memory_that_was_given_back_last_is_kept_for_the_next_cache() -> None:
     assert [handle.block in used for handle in again] == [True, True, False]
 
 
+def test_memory_that_held_nan_is_not_used_again(target: OrtDeviceEngine) -> None:
+    expected = after(target, holding(target, 0, [[0, 1], [1]], 40), [2, 3])
+    cache = holding(target, 0, [[0, 1], [1]], 40)
+    cache.discard()
+    discarded = cache.handle.block
+    for value in discarded.values:
+        value.update_inplace(np.full(value.shape(), np.nan, np.float32))
+    del cache
+    again = holding(target, 0, [[0, 1], [1]], 40)
+    assert again.handle.block is not discarded
+    np.testing.assert_array_equal(after(target, again, [2, 3]), expected)
+
+
 def test_several_threads_may_use_one_engine(target: OrtDeviceEngine) -> None:
     def draw(first: int) -> list[Floats]:
         found = []
