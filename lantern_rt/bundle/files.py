@@ -67,7 +67,7 @@ class Bundle:
         """Raise RequestError if the bundle has no image decoder."""
         if not self.manifest.makes_images:
             problem = f"bundle {self.manifest.name} has no image decoder"
-            raise RequestError(problem, field="image", remedy="`lantern-rt run` writes its codes, for another program")
+            raise RequestError(problem, field="image", remedy="`lantern-rt run` writes its tokens, for another program")
 
     @cached_property
     def code_embeddings(self) -> NDArray[np.float32]:

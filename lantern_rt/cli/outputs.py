@@ -20,10 +20,22 @@ class Outputs(Protocol):
     suffix: str
 
     def holds(self, path: Path, request: Request, i: int) -> bool:
-        """Return whether a file exists with image i of a request, and is not to be written again."""
+        """Return whether a file holds image i of a request, and is not to be written again.
+
+        Args:
+            path: path of the file, which exists.
+            request: request of the image.
+            i: index of the image.
+        """
 
     def content(self, request: Request, i: int, step: StreamStep) -> bytes:
-        """Return the file of image i, which is complete."""
+        """Return the file of a complete image.
+
+        Args:
+            request: request of the image.
+            i: index of the image.
+            step: step that holds the image.
+        """
 
 
 class ImageOutputs:

@@ -110,7 +110,7 @@ TraceOption = Annotated[
     ),
 ]
 CodesOption = Annotated[
-    bool, typer.Option("--codes", help="Write .npz files of codes instead of images.", rich_help_panel=OUTPUT)
+    bool, typer.Option("--codes", help="Write .npz files of tokens instead of images.", rich_help_panel=OUTPUT)
 ]
 ScaleOption = Annotated[
     int, typer.Option(help="Factor by which to enlarge the PNG, 1 .. 16, bicubic.", rich_help_panel=OUTPUT)
@@ -139,7 +139,7 @@ def run(
 ) -> None:
     """Generate PNG images from prompts, class ids, token ids or text embeddings.
 
-    With --codes, and from a bundle without an image decoder, it writes .npz files of codes. Each file is
+    With --codes, and from a bundle without an image decoder, it writes .npz files of tokens. Each file is
     written as soon as its image is complete.
     Images that exist already are not generated again. Prints the paths of the files to stdout, progress and a line of
     statistics to stderr.
@@ -329,7 +329,7 @@ def _generate(
     pipeline = engine.load(bundle, request.settings, prefix=prefix)
     began = time.perf_counter()
     if not bundle.manifest.makes_images:
-        print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing codes")
+        print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing tokens")
     pending = dict(enumerate(outputs))
     with show_progress(lines=False) as progress:
         for step in pipeline.decode(request):

@@ -141,7 +141,7 @@ def serve(
     provider: ProviderOption = None,
     yes: YesOption = False,
 ) -> None:
-    """Serve bundles over HTTP: OpenAI's Images API, codes, SGLang's protocol for GLM-Image, a web page, metrics.
+    """Serve bundles over HTTP: OpenAI's Images API, SGLang's protocol for GLM-Image, a web page, metrics.
 
     The log on stderr has a line for each request. SIGTERM and Ctrl-C finish running requests first; a second
     Ctrl-C stops at once.

@@ -46,7 +46,7 @@ else:
 
 
 class DrawingRequest(SamplingFields):
-    """Fields of every request, and what the server asks of it; subclasses say what they give for each image."""
+    """Fields of every request. A subclass converts finished images to a response."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -70,7 +70,7 @@ class DrawingRequest(SamplingFields):
 
     @property
     def parts(self) -> list[DrawingRequest]:
-        """Requests to generate at once: this one."""
+        """Requests to generate at once, here only the request itself."""
         return [self]
 
     @property
@@ -108,15 +108,28 @@ class DrawingRequest(SamplingFields):
             raise HttpError(400, "requires stream", field=name, remedy=f"set stream to true, or leave {name} out")
 
     def fit(self, bundle: Bundle) -> Self:
-        """Return the request for a bundle. Raises: LanternError: the bundle does not give what the request asks for."""
+        """Return the request for a bundle. Raises: LanternError: the bundle does not give them."""
         return self
 
     async def encode(self, pipeline: AsyncPipeline, prepared: Prepared, step: StreamStep, i: int) -> bytes:
-        """Return the file of image i of a step; empty if the response needs no file."""
+        """Return the file of an image, empty if the response needs no file.
+
+        Args:
+            pipeline: pipeline that generated the image.
+            prepared: request of the pipeline.
+            step: step that holds the image.
+            i: index of the image.
+        """
         return b""
 
     def content(self, size: Size, codes: Ints, file: bytes) -> dict[str, Any]:
-        """Return the fields of an image in a response, from its size, codes `[cells]` and file."""
+        """Return the fields of an image in a response.
+
+        Args:
+            size: size of the image.
+            codes: codes of the image, `[cells]`.
+            file: file from `encode`.
+        """
         raise NotImplementedError
 
     def description(self, size: Size) -> dict[str, str]:
@@ -124,7 +137,12 @@ class DrawingRequest(SamplingFields):
         return {"size": size.name}
 
     def event(self, kind: str, size: Size, codes: Ints, file: bytes) -> Event:
-        """Create a stream event that contains an image. kind: `completed` or `partial_image`."""
+        """Create a stream event that contains an image.
+
+        Args:
+            kind: `completed` or `partial_image`.
+            size, codes, file: same as for `content`.
+        """
         content = self.content(size, codes, file)
         fields = {"created_at": int(time.time()), **self.description(size)}
         return {"type": f"{self.EVENT_PREFIX}.{kind}", **content, **fields}

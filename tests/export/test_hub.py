@@ -301,6 +301,18 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
     assert (code, "the hub cannot be reached" in line) == (2, True)
 
 
+@pytest.mark.slow
+def test_a_bundle_of_codes_is_pushed_without_pictures(program: Program, glm_image_bundle: Path, tmp_path: Path) -> None:
+    assert program("push", glm_image_bundle, "owner/pushed", HF_TOKEN="hf_token") == (0, f"hf:owner/pushed@{COMMIT}")
+    there = REPOSITORIES["owner/pushed"]
+    assert not [name for name in there if name.startswith("samples/")]
+    card = there["README.md"].decode()
+    assert "draws codes" in card
+    assert ("--from" in card, 'lantern-rt run hf:owner/pushed "a prompt"' in card) == (False, True)
+    code, out = program("run", "hf:owner/pushed@v1", "a fox", "--size", "64x64", "--output", tmp_path / "fox.npz")
+    assert (code, out) == (0, str(tmp_path / "fox.npz"))
+
+
 def test_what_somebody_changed_on_the_hub_is_refused(program: Program, tmp_path: Path) -> None:
     folder = make_tiny_bundle(tmp_path / "tiny", "class")
     files = REPOSITORIES["owner/pushed"] = {path.name: path.read_bytes() for path in folder.iterdir()}
