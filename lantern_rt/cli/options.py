@@ -130,7 +130,10 @@ REQUEST_OPTIONS: dict[str, Any] = {
     ],
     "seed": Annotated[
         int | None,
-        typer.Option(help="Random seed; image i of a prompt has seed + i. [default: 0]", rich_help_panel=SUBJECTS),
+        typer.Option(
+            help="Random seed; image i of a prompt has seed + i. [default: drawn, and printed]",
+            rich_help_panel=SUBJECTS,
+        ),
     ],
     "num_images": Annotated[
         int | None,

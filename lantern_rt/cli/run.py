@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 EXAMPLES = """
 lantern-rt run "a large red sphere left of a small blue cube on grass at sunset"
 lantern-rt run scenes "a green cone on snow" "a red cube" --count 4 --output cones/ --scale 4
-lantern-rt run "a pink cube on sand" --method lantern++:lambda=3:tree=chain-4 --trace cube.npz
-lantern-rt run --from a-pink-cube-on-sand-seed0.png --scale 4
+lantern-rt run "a pink cube on sand" --method lantern++:lambda=3:tree=chain-4 --seed 7 --trace cube.npz
+lantern-rt run --from a-pink-cube-on-sand-seed7.png --scale 4
 lantern-rt run bundles/llamagen-b --class-id 207 --method lantern:delta=0.2 --json
 lantern-rt run llamagen-c2i-b-256 --class-id 207 --yes
 """
@@ -225,7 +225,7 @@ def _is_bundle(word: str) -> bool:
 def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> tuple[Bundle, Request]:
     """Open the bundle and check the request. Raises: RequestError, BundleError."""
     from ..prompts import load_bundle_tokenizer
-    from ..requests import check_request
+    from ..requests import check_request, draw_seed
     from ..text.embeddings import read_embeddings
 
     if not {"prompts", "class_ids", "embeddings"} & options.keys():
@@ -234,6 +234,7 @@ def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, 
     if "embeddings" in options:
         options = options | {"embeddings": read_embeddings(options["embeddings"])}
     bundle = engine.open_bundle(name or "scenes")
+    options = {"seed": draw_seed()} | options
     return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), **options)
 
 
@@ -293,7 +294,8 @@ def _generate(
     quality = "" if step.settings.quality is None else f" ({step.settings.quality})"
     print_stderr(
         f"{step.settings.method}{quality}: {step.stats.tokens_per_forward_pass:.2f} tokens per pass, "
-        f"{len(outputs)} image{'s' * (len(outputs) > 1)} in {time.perf_counter() - began:.1f} s"
+        f"{len(outputs)} image{'s' * (len(outputs) > 1)} in {time.perf_counter() - began:.1f} s, "
+        f"seed {request.images[0].seed}"
     )
     return step
 
