@@ -34,7 +34,7 @@ _SUBJECTS = {
 
 
 def draw_seed() -> int:
-    """Draw a seed for a request without one, 0 .. 2**32 - 1."""
+    """Draw a random seed, 0 .. 2**32 - 1."""
     return randbelow(2**32)
 
 
