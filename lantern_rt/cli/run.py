@@ -21,6 +21,7 @@ from .options import (
     EmbeddingsOption,
     EngineOptions,
     EnginesOption,
+    ExportOption,
     ForceOption,
     JsonOption,
     ProviderOption,
@@ -112,6 +113,7 @@ def run(
     engines: EnginesOption = None,
     provider: ProviderOption = None,
     yes: YesOption = False,
+    export: ExportOption = False,
     json: JsonOption = False,
     force: ForceOption = False,
     **options: Any,
@@ -132,7 +134,7 @@ def run(
     count = options.get("num_images", 1)
     engine = EngineOptions(threads, engines, provider)
     if name is not None and (source or any(subjects.values())):
-        download_published(name, yes)
+        download_published(name, yes, export)
     if source is None:
         bundle, request = _open_and_check(engine, name, options)
         stems = [_file_stem(image, i // count, embeddings) for i, image in enumerate(request.images)]

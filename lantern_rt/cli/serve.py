@@ -14,7 +14,15 @@ import typer
 from ..errors import RequestError
 from ..inputs import check_int, require_library
 from ..methods import METHODS
-from .options import EngineOptions, EnginesOption, ProviderOption, ThreadsOption, YesOption, download_published
+from .options import (
+    EngineOptions,
+    EnginesOption,
+    ExportOption,
+    ProviderOption,
+    ThreadsOption,
+    YesOption,
+    download_published,
+)
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -130,6 +138,7 @@ def serve(
     engines: EnginesOption = None,
     provider: ProviderOption = None,
     yes: YesOption = False,
+    export: ExportOption = False,
 ) -> None:
     """Serve bundles over HTTP: OpenAI's Images API, a web page, metrics.
 
@@ -152,7 +161,7 @@ def serve(
         if value not in known:
             raise RequestError(field=field, found=repr(value), expected=", ".join(known))
     for name in bundles or ():
-        _download(name, yes)
+        _download(name, yes, export)
     options = EngineOptions(threads, engines, provider)
     opened = _open(bundles or ["scenes"], names or (), options)
     aliases = _read_aliases(alias or (), [*opened])
@@ -167,14 +176,14 @@ def serve(
         server.run()
 
 
-def _download(name: str, yes: bool) -> None:
+def _download(name: str, yes: bool, export: bool) -> None:
     """Download a published model that makes images; see `download_published`."""
     from ..published import find_model, is_published
 
     if is_published(name) and not find_model(name).makes_images:
         remedy = "`lantern-rt run` writes its tokens"
         raise RequestError(f"model {name} has no image decoder", field="image", remedy=remedy)
-    download_published(name, yes)
+    download_published(name, yes, export)
 
 
 def _read_aliases(options: Sequence[str], models: Sequence[str]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from ..inputs import format_value, read_plain_file, reading
 PAD = "<pad>"
 UNKNOWN = "<unk>"
 # Remedy of an unknown word: a published model that draws any prompt, and the size of its download.
-ANY_WORDS = 'any words: `lantern-rt run janus-pro-1b "..."`, which downloads 4.2 GB'
+ANY_WORDS = 'any words: `lantern-rt run janus-pro-1b "..."`, which downloads at most 4.2 GB'
 _WORD = re.compile(r"[^\W_]+")
 _FILE_LIMIT = 1 << 24  # Maximum size of a tokenizer file in bytes.
 _MAX_NAMED = 3  # Maximum number of unknown words in an error message.

@@ -18,14 +18,16 @@ from stand_in_hub import REPOSITORIES, environment, run
 from lantern_rt import published
 from lantern_rt.bundle.hub import parse_reference
 from lantern_rt.errors import CheckpointError
+from lantern_rt.published import PublishedModel
 
 DATA = Path(__file__).parent.parent / "data"
 NAME = "llamagen-c2i-b-256"
 Sources = tuple[dict[str, Path], dict[str, int]]  # checkpoints and other options, as `export` takes them
-# The command line with another table of models.
+# The command line with another table of models, without some modules.
 PROGRAM = """
-import sys
+import json, sys
 from pathlib import Path
+sys.modules |= dict.fromkeys(json.loads(sys.argv.pop(1)))
 from lantern_rt import published
 published.TABLE = Path(sys.argv.pop(1))
 from lantern_rt.cli.main import main
@@ -96,8 +98,10 @@ SMALL: dict[str, Callable[[Path], Sources]] = {
 class Host:
     """A host with empty caches, and the hub with a small model under a published name."""
 
-    def __init__(self, hub: str, folder: Path, name: str = NAME, revision: str = "") -> None:
+    def __init__(self, hub: str, folder: Path, name: str = NAME, revision: str = "", **fields: Any) -> None:
         self.hub = hub
+        self.name = name
+        self.absent: list[str] = []
         self.folder = folder
         self.cache = folder / "bundles"
         model = published.published_models()[name]
@@ -115,13 +119,12 @@ class Host:
             else:
                 content[file] = source.read_bytes()
         files = {role: f"{reference.partition('@')[0]}{revision}" for role, reference in files.items()}
-        row = model.model_copy(
-            update={"files": files, "options": options, "download_bytes": 1_000_000, "memory_bytes": 1}
-        )
+        fields = {"files": files, "options": options, "download_bytes": 1_000_000, "memory_bytes": 1} | fields
+        row = PublishedModel.model_validate(model.model_dump() | fields)
         (folder / "models.json").write_text(json.dumps({name: row.model_dump()}))
 
     def command(self, *arguments: object) -> list[str]:
-        return ["-c", PROGRAM, str(self.folder / "models.json"), *map(str, arguments)]
+        return ["-c", PROGRAM, json.dumps(self.absent), str(self.folder / "models.json"), *map(str, arguments)]
 
     def __call__(self, *arguments: object, hub: str | None = None) -> subprocess.CompletedProcess[str]:
         further = {"LANTERN_RT_CACHE": str(self.cache)}
@@ -134,6 +137,6 @@ class Host:
 
     def generate(self, name: str, hub: str | None = None) -> Path:
         image = self.folder / name
-        done = self("run", NAME, "--class-id", 3, "--yes", "--output", image, hub=hub)
+        done = self("run", self.name, "--class-id", 3, "--seed", 0, "--yes", "--output", image, hub=hub)
         assert done.returncode == 0, done.stderr
         return image

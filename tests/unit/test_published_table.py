@@ -31,7 +31,7 @@ def test_the_table_in_docs_is_that_of_the_program() -> None:
 
 
 def test_the_model_that_draws_any_words_is_in_the_table_with_its_download() -> None:
-    name, size = re.findall(r"lantern-rt run (\S+) .*downloads ([\d.]+) GB", ANY_WORDS)[0]
+    name, size = re.findall(r"lantern-rt run (\S+) .*at most ([\d.]+) GB", ANY_WORDS)[0]
     assert float(size) == round(published.find_model(name).download_bytes / 1e9, 1)
 
 
