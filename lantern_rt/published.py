@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -256,6 +257,24 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
         LanternError: the same as `check_host`; the hub cannot be reached; or the export fails.
     """
     check_host(name, export=True)
+    return export_bundle(name, _bundle_folder(name), default_precision(), progress)
+
+
+def export_bundle(name: str, output: Path, precision: str, progress: Progress | None = None) -> Path:
+    """Export a published model to a folder, in place of a bundle that is there.
+
+    Args:
+        name: name of the model, and of the bundle.
+        output: folder to write.
+        precision: `int8`, or `fp16` for GPUs.
+        progress: progress callback.
+
+    Returns:
+        The folder, which appears whole or not at all.
+
+    Raises:
+        LanternError: the hub cannot be reached, or the export fails.
+    """
     from .export.graph.precision import read_precisions
     from .export.progress import silent
     from .export.registry import read_family
@@ -263,9 +282,9 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
 
     report = progress or silent
     model = find_model(name)
-    choice = {"target": "int8"} if default_precision() == "int8" else {"compute": "float16", "vq": "fp16"}
+    choice = {"target": "int8"} if precision == "int8" else {"compute": "float16", "vq": "fp16"}
     loaded = read_family(model.family, model.export_options, report, model.cfg_scale)
-    output = _bundle_folder(name)
+    loaded = replace(loaded, licence=model.licence)
     return export_model(loaded, output, name=name, precisions=read_precisions(**choice), force=True, progress=report)
 
 
