@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from published_host import NAME, SMALL, Host
 from stand_in_hub import COMMIT, PUBLIC, REPOSITORIES, run, serve_hub
@@ -96,11 +99,15 @@ def test_a_bundle_that_differs_from_its_checkpoint_is_not_published(hub: str, tm
     host = Host(hub, tmp_path)
     assert publish(host).returncode == 0
     del REPOSITORIES[f"owner/{NAME}-int8"]
-    (tmp_path / "models.json").write_text(
-        json.dumps({NAME: row(host) | {"bundles": {}, "options": {"weights": "ema"}}})
-    )
+    (tmp_path / "models.json").write_text(json.dumps({NAME: row(host) | {"bundles": {}}}))
+    files = REPOSITORIES["FoundationVision/LlamaGen"]
+    weights = torch.load(BytesIO(files["c2i_B_256.pt"]), weights_only=True)
+    weights["model"]["output.weight"] *= -1
+    torch.save(weights, changed := BytesIO())
+    files["c2i_B_256.pt"] = changed.getvalue()
+    shutil.rmtree(tmp_path / "home")
     done = publish(host)
-    assert done.returncode == 2
+    assert (done.returncode, "differs from its checkpoint" in done.stderr) == (2, True)
     assert REPOSITORIES.get(f"owner/{NAME}-int8") == {}
 
 
