@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import typer
 
+from ..bundle import DOWNLOAD_THREAD
 from ..engines.system import start_threads
 from ..errors import EngineError, LanternError
 from .app import PROGRAM, app

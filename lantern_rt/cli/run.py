@@ -25,6 +25,7 @@ from .options import (
     EmbeddingsOption,
     EngineOptions,
     EnginesOption,
+    ExportOption,
     ForceOption,
     JsonOption,
     ProviderOption,
@@ -46,8 +47,8 @@ _MAX_ID_BYTES = 1 << 24  # maximum size of a file of token ids
 EXAMPLES = """
 lantern-rt run "a large red sphere left of a small blue cube on grass at sunset"
 lantern-rt run scenes "a green cone on snow" "a red cube" --count 4 --output cones/ --scale 4
-lantern-rt run "a pink cube on sand" --method lantern++:lambda=3:tree=chain-4 --trace cube.npz
-lantern-rt run --from a-pink-cube-on-sand-seed0.png --scale 4
+lantern-rt run "a pink cube on sand" --method lantern++:lambda=3:tree=chain-4 --seed 7 --trace cube.npz
+lantern-rt run --from a-pink-cube-on-sand-seed7.png --scale 4
 lantern-rt run bundles/llamagen-b --class-id 207 --method lantern:delta=0.2 --json
 lantern-rt run llamagen-c2i-b-256 --class-id 207 --yes
 lantern-rt run "a red cube on sand" --codes --output cube.npz
@@ -133,6 +134,7 @@ def run(
     engines: EnginesOption = None,
     provider: ProviderOption = None,
     yes: YesOption = False,
+    export: ExportOption = False,
     as_json: JsonOption = False,
     force: ForceOption = False,
     **options: Any,
@@ -167,7 +169,7 @@ def run(
             check_trace(trace, check_run(name, options, output, force, kind_of.suffix), force)
         else:
             check_recorded(source, options)
-        download_published(name, yes)
+        download_published(name, yes, export)
     if source is None:
         bundle, request = _open_and_check(engine, name, options)
         stems = [_file_stem(image, i // count, embeddings) for i, image in enumerate(request.images)]
@@ -262,7 +264,7 @@ def _is_bundle(word: str) -> bool:
 def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> tuple[Bundle, Request]:
     """Open the bundle and check the request. Raises: RequestError, BundleError."""
     from ..prompts import load_bundle_tokenizer
-    from ..requests import check_request
+    from ..requests import check_request, draw_seed
     from ..text.embeddings import read_embeddings
 
     if not {"prompts", "class_ids", "token_ids", "embeddings"} & options.keys():
@@ -273,6 +275,7 @@ def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, 
     if "embeddings" in options:
         options = options | {"embeddings": read_embeddings(options["embeddings"])}
     bundle = engine.open_bundle(name or "scenes")
+    options = {"seed": draw_seed()} | options
     return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), **options)
 
 
@@ -346,7 +349,8 @@ def _generate(
     quality = "" if step.settings.quality is None else f" ({step.settings.quality})"
     print_stderr(
         f"{step.settings.method}{quality}: {step.stats.tokens_per_forward_pass:.2f} tokens per pass, "
-        f"{len(outputs)} image{'s' * (len(outputs) > 1)} in {time.perf_counter() - began:.1f} s"
+        f"{len(outputs)} image{'s' * (len(outputs) > 1)} in {time.perf_counter() - began:.1f} s, "
+        f"seed {request.images[0].seed}"
     )
     return step
 

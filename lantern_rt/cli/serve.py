@@ -14,7 +14,15 @@ import typer
 from ..errors import RequestError
 from ..inputs import check_int, require_library
 from ..methods import METHODS
-from .options import EngineOptions, EnginesOption, ProviderOption, ThreadsOption, YesOption, download_published
+from .options import (
+    EngineOptions,
+    EnginesOption,
+    ExportOption,
+    ProviderOption,
+    ThreadsOption,
+    YesOption,
+    download_published,
+)
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -140,6 +148,7 @@ def serve(
     engines: EnginesOption = None,
     provider: ProviderOption = None,
     yes: YesOption = False,
+    export: ExportOption = False,
 ) -> None:
     """Serve bundles over HTTP: OpenAI's Images API, SGLang's protocol for GLM-Image, a web page, metrics.
 
@@ -177,7 +186,7 @@ def serve(
     missing = [find_model(text) for text, bundle in zip(texts, opened.values(), strict=True) if bundle is None]
     _read_sizes(map_size or (), [bundle for bundle in opened.values() if bundle], [model.sizes for model in missing])
     models = {
-        name: bundle or _download(text, yes, options)
+        name: bundle or _download(text, yes, export, options)
         for text, (name, bundle) in zip(texts, opened.items(), strict=True)
     }
     for bundle in models.values():
@@ -199,9 +208,9 @@ def serve(
         server.run()
 
 
-def _download(name: str, yes: bool, options: EngineOptions) -> Bundle:
-    """Download a published model and open its bundle."""
-    download_published(name, yes)
+def _download(name: str, yes: bool, export: bool, options: EngineOptions) -> Bundle:
+    """Download a published model and open its bundle, see `download_published`."""
+    download_published(name, yes, export)
     return options.open_bundle(name)
 
 

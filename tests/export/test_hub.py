@@ -17,7 +17,7 @@ import pytest
 import torch
 from goldens import DATA, manifest
 from safetensors.torch import save
-from stand_in_hub import COMMIT, HEADERS, OLD, REPOSITORIES, Hub, environment, run, serve_hub
+from stand_in_hub import COMMIT, HEADERS, OLD, PUBLIC, REPOSITORIES, Hub, environment, run, serve_hub
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.files import open_bundle
@@ -286,6 +286,7 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
     bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny", "class"))
     assert program("push", bundle.folder, "owner/pushed", HF_TOKEN="hf_token") == (0, f"hf:owner/pushed@{COMMIT}")
     there = REPOSITORIES["owner/pushed"]
+    assert "owner/pushed" not in PUBLIC
     assert {entry.path for entry in bundle.manifest.files.values()} < there.keys()
     card, sample = there["README.md"].decode(), tmp_path / "sample.png"
     assert "lantern-rt run hf:owner/pushed --class-id 0\n" in card
