@@ -150,7 +150,8 @@ def _prepare_prompt(condition: ConditionSpec, tokenizer: PromptTokenizer, size: 
         mask = {"token_mask": np.ones((1, len(ids)), np.int64)} if condition.kind == "text" else {}
         return ImageRequest(prompt, {"token_ids": ids[None], **mask}, (real, real))
     suffix = (*layout.after, *size.tokens)
-    ids = tokenizer.encode(prompt, prefix - len(layout.before) - len(suffix))
+    text = prompt.strip() if layout.strip else prompt
+    ids = tokenizer.encode(text, prefix - len(layout.before) - len(suffix))
     cond = np.array([*layout.before, *ids, *suffix], np.int64)
     uncond = cond.copy() if layout.uncond is None else np.array([*layout.uncond, *size.tokens], np.int64)
     if layout.uncond_fill is not None:

@@ -19,6 +19,7 @@ DRAFTER, LANTERN = DATA / "lantern-drafter-llamagen", DATA / "lantern-llamagen-h
 ANOLE, ANOLE_DRAFTER, VQGAN = DATA / "anole/target", DATA / "anole/drafter", DATA / "chameleon-vqgan"
 LUMINA, EMU3 = DATA / "lumina-mgpt/model", DATA / "emu3/model"
 LUMINA2, MOVQGAN = DATA / "lumina-mgpt-2/model", DATA / "lumina-mgpt-2/movqgan/270M"
+JANUS, JANUS_CONVERTED = DATA / "janus-deepseek/deepseek", DATA / "janus-deepseek/transformers"
 GLM_IMAGE = DATA / "glm-image"
 EMU3_ORIGINAL = DATA / "emu3/original"
 SIMPLEAR, COSMOS = DATA / "simplear/model", DATA / "simplear/cosmos"
