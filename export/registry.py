@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .model import Model
 
 # Modules of `export.families`, each with a record `FAMILY`. The first is the default of `export`.
-FAMILIES = ("llamagen", "par", "nar", "anole", "lumina", "lumina2", "glm_image", "janus", "emu3", "simplear")
+FAMILIES = ("llamagen", "par", "nar", "anole", "lumina", "lumina2", "glm_image", "janus", "emu3", "emu35", "simplear")
 CHECKPOINTS = ("target", "vq", "drafter", "text_encoder", "config")  # the options that are paths
 
 
@@ -117,8 +117,12 @@ def _readers(target: Path) -> list[str]:
     from .checkpoints.files import read_config
 
     path = target / "config.json"
-    kind = read_config(path).get("model_type") if isfile(path) else None
-    return [family for family in FAMILIES if kind in find_family(family).model_types]
+    if not isfile(path):
+        return []
+    config = read_config(path)
+    kind = config.get("model_type")
+    families = {name: find_family(name) for name in FAMILIES}
+    return [name for name, family in families.items() if kind in family.model_types and family.fits(config)]
 
 
 def _check_model_type(name: str, target: Path) -> None:

@@ -57,6 +57,12 @@ class _Decoder(FrozenModel):
     vocab_size: Count
     architecture: Architecture | None = None
 
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads."""
+        heads = self.architecture and self.architecture.num_heads
+        return heads or self.hidden_size // self.head_dim
+
     def require_architecture(self, graph: Path) -> Architecture:
         """Return the architecture.
 

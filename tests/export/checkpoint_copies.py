@@ -21,6 +21,7 @@ LUMINA, EMU3 = DATA / "lumina-mgpt/model", DATA / "emu3/model"
 LUMINA2, MOVQGAN = DATA / "lumina-mgpt-2/model", DATA / "lumina-mgpt-2/movqgan/270M"
 JANUS, JANUS_CONVERTED = DATA / "janus-deepseek/deepseek", DATA / "janus-deepseek/transformers"
 GLM_IMAGE = DATA / "glm-image"
+EMU35, EMU35_VQ = DATA / "emu3.5/model", DATA / "emu3.5/vq"
 EMU3_ORIGINAL = DATA / "emu3/original"
 SIMPLEAR, COSMOS = DATA / "simplear/model", DATA / "simplear/cosmos"
 Weights = dict[str, torch.Tensor]
