@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checkpoint_copies import EMU35, EMU35_VQ, copied
 from checkpoint_copies import published as save_published
 from PIL import Image
 from random_drafter import save_random_drafter
@@ -85,6 +86,11 @@ def small_emu3(folder: Path) -> Sources:
     return {"target": target, "vq": vq}, {"grid": 4}
 
 
+def small_emu35(folder: Path) -> Sources:
+    copied(EMU35, folder / "emu35", config=lambda config: config.pop("max_position_embeddings"))
+    return {"target": folder / "emu35", "vq": EMU35_VQ}, {}
+
+
 def small_simplear(_: Path) -> Sources:
     return {"target": DATA / "simplear/model", "vq": DATA / "simplear/cosmos"}, {"grid": 5}
 
@@ -98,6 +104,7 @@ SMALL: dict[str, Callable[[Path], Sources]] = {
     "glm_image": small_glm_image,
     "janus": small_janus,
     "emu3": small_emu3,
+    "emu35": small_emu35,
     "simplear": small_simplear,
 }
 
