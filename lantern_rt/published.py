@@ -80,7 +80,7 @@ class PublishedModel(FrozenModel):
 
     family: str
     files: dict[str, str]
-    options: dict[str, int]
+    options: dict[str, int | str]
     cfg_scale: float | None = None
     sizes: str
     parameters: int
