@@ -24,7 +24,7 @@ from .text.words import WordTokenizer, read_word_tokenizer
 Label = str | int | tuple[int, ...] | None
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
 PROMPT_LIMIT = 2000  # characters
-_MAX_ID = 2**31 - 1  # of token ids
+_MAX_ID = 2**31 - 1  # Maximum token id.
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def prepare_token_ids(
     Raises:
         RequestError: ids are unknown, too many, or do not begin and end as the bundle's template.
     """
-    rows = prompts if prompts and all(isinstance(row, list | tuple) for row in prompts) else [prompts]
+    rows = prompts if prompts and all(isinstance(row, list | tuple | np.ndarray) for row in prompts) else [prompts]
     names = [_numbered("token_ids", i, len(rows)) for i in range(len(rows))]
     requests = [_prepare_ids(name, condition, tokenizer, size, row) for name, row in zip(names, rows, strict=True)]
     return _with_negative(requests, condition, tokenizer, size, negative)
@@ -190,8 +190,10 @@ def _prepare_prompt(condition: ConditionSpec, tokenizer: PromptTokenizer, size: 
         raise RequestError(field="prompt", found=format_value(prompt), expected="text in UTF-8", remedy="type it again")
     if len(prompt) > PROMPT_LIMIT:
         raise RequestError(field="prompt", found=f"{len(prompt):,} characters", expected=f"at most {PROMPT_LIMIT:,}")
-    before, after = ((), ()) if condition.layout is None else condition.layout.ends(size.tokens)
-    ids = tokenizer.encode(prompt, condition.prefix - len(before) - len(after))
+    layout = condition.layout
+    before, after = ((), ()) if layout is None else layout.ends(size.tokens)
+    text = prompt.strip() if layout is not None and layout.strip else prompt
+    ids = tokenizer.encode(text, condition.prefix - len(before) - len(after))
     return _image_request(condition, size, prompt, ids)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from secrets import randbelow
 from shlex import quote
 from typing import Any, get_args
 
@@ -38,6 +39,11 @@ SUBJECTS = {
     "token_ids": "token ids",
     "embeddings": "text embeddings (`--embeddings FILE.npz`, in Python `embeddings=`)",
 }
+
+
+def draw_seed() -> int:
+    """Draw a random seed, 0 .. 2**32 - 1."""
+    return randbelow(2**32)
 
 
 @dataclass(frozen=True)

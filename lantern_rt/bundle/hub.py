@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import BundleError, LanternError
 from ..inputs import format_error, reraise_interruption
+from . import DOWNLOAD_THREAD
 
 HUB = "hf:"  # Prefix of a reference.
 PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # A file name without wildcards or separators.
@@ -26,7 +27,6 @@ PLAIN_PATH = rf"{PLAIN_NAME}(?:/{PLAIN_NAME})*"  # A file path or a revision.
 _REFERENCE = re.compile(rf"hf:({REPOSITORY})(?:/({PLAIN_PATH}))?(?:@({PLAIN_PATH}))?")
 # The folder of a commit in the hub's cache, whose files are links to other folders of the cache.
 SNAPSHOT = r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})"
-DOWNLOAD_THREAD = "lantern-rt-download"  # Name of threads that download a file.
 _DIGEST_HEADERS = ("ETag", "X-Linked-Etag", "X-Repo-Commit", "X-Xet-Hash")
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC)
 _DIGEST = re.compile(r'(?:W/)?"?[0-9a-fA-F]+"?')

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ..errors import OutputError, RequestError
-from ..output.files import check_output
+from ..errors import RequestError
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -21,10 +20,22 @@ class Outputs(Protocol):
     suffix: str
 
     def holds(self, path: Path, request: Request, i: int) -> bool:
-        """Return whether a file exists with image i of a request, and is not to be written again."""
+        """Return whether a file holds image i of a request, and is not to be written again.
+
+        Args:
+            path: path of the file, which exists.
+            request: request of the image.
+            i: index of the image.
+        """
 
     def content(self, request: Request, i: int, step: StreamStep) -> bytes:
-        """Return the file of image i, which is complete."""
+        """Return the file of a complete image.
+
+        Args:
+            request: request of the image.
+            i: index of the image.
+            step: step that holds the image.
+        """
 
 
 class ImageOutputs:
@@ -49,11 +60,11 @@ class ImageOutputs:
 
 
 class CodeOutputs:
-    """Files of codes, which are always written again."""
+    """Files of codes, which are always written again. scale: 1."""
 
     suffix = ".npz"
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, scale: int) -> None:
         self._bundle = bundle
 
     def holds(self, path: Path, request: Request, i: int) -> bool:
@@ -65,64 +76,39 @@ class CodeOutputs:
         return codes_bytes(self._bundle, request.settings, request.images[i], step.codes[i])
 
 
-def choose_outputs(bundle: Bundle, codes: bool, scale: int, trace: Path | None) -> Outputs:
+def check_image_options(
+    makes_images: bool, name: str, codes: bool, scale: int, trace: Path | None
+) -> type[ImageOutputs | CodeOutputs]:
     """Return the kind of the output files.
 
     Args:
-        codes: whether the user asks for codes; a bundle without an image decoder gives nothing else.
+        makes_images: whether the bundle has an image decoder; without, it gives nothing but codes.
+        name: name of the bundle in errors.
+        codes: whether the user asks for codes.
         scale: factor by which to enlarge images.
         trace: file of a trace, None without.
 
     Raises:
         RequestError: an option needs images.
     """
-    manifest = bundle.manifest
-    if writes_images(manifest.makes_images, f"bundle {manifest.name}", codes, scale, trace):
-        return ImageOutputs(bundle, scale)
-    return CodeOutputs(bundle)
-
-
-def writes_images(makes_images: bool, name: str, codes: bool, scale: int, trace: Path | None) -> bool:
-    """Return whether the output files are images.
-
-    Args:
-        makes_images: whether the bundle has an image decoder.
-        name: name of the bundle, for messages.
-        codes, scale, trace: see `choose_outputs`.
-
-    Raises:
-        RequestError: an option needs images.
-    """
     if makes_images and not codes:
-        return True
+        return ImageOutputs
     problem = f"{name} has no image decoder"
     if makes_images:
         problem = "is for images, not for --codes"
         trace = None
     if trace is not None or scale != 1:
         raise RequestError(problem, field="scale" if trace is None else "trace", remedy="leave it out")
-    return False
+    return CodeOutputs
 
 
-def check_trace(path: Path | None, outputs: list[Path], force: bool) -> tuple[Path, Path] | None:
-    """Return the two paths of a trace.
+def choose_outputs(bundle: Bundle, codes: bool, scale: int, trace: Path | None) -> Outputs:
+    """Return the output files of a bundle, see `check_image_options`.
 
     Args:
-        path: path of NAME.npz; None: no trace.
-        outputs: paths of the images; the trace needs other paths.
-        force: whether to replace existing files.
-
-    Raises:
-        OutputError: a path cannot be written.
+        codes: whether the user asks for codes.
+        scale: factor by which to enlarge images.
+        trace: file of a trace, None without.
     """
-    if path is None:
-        return None
-    if path.suffix != ".npz":
-        raise OutputError(field=f"trace {path}", found=f"the ending {path.suffix or 'none'}", expected=".npz")
-    paths = path, path.with_name(path.stem.removesuffix(".trace") + ".trace.png")
-    for written in paths:
-        check_output(written, force)
-        if written.absolute() in [output.absolute() for output in outputs]:
-            problem = "is the path of an image and of the trace"
-            raise OutputError(problem, field=str(written), remedy="rename one of them")
-    return paths
+    name = f"bundle {bundle.manifest.name}"
+    return check_image_options(bundle.manifest.makes_images, name, codes, scale, trace)(bundle, scale)

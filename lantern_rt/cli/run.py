@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import RequestError
+from ..errors import OutputError, RequestError
 from ..inputs import check_int, format_value, read_plain_file, reading
+from ..output.files import check_output
 from ..output.names import plan_outputs, slug
 from .console import print_json, print_stderr, print_text, show_progress
 from .options import (
@@ -24,6 +25,7 @@ from .options import (
     EmbeddingsOption,
     EngineOptions,
     EnginesOption,
+    ExportOption,
     ForceOption,
     JsonOption,
     ProviderOption,
@@ -32,7 +34,7 @@ from .options import (
     download_published,
     with_request_options,
 )
-from .outputs import check_trace, choose_outputs
+from .outputs import check_image_options, choose_outputs
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -45,8 +47,8 @@ _MAX_ID_BYTES = 1 << 24  # maximum size of a file of token ids
 EXAMPLES = """
 lantern-rt run "a large red sphere left of a small blue cube on grass at sunset"
 lantern-rt run scenes "a green cone on snow" "a red cube" --count 4 --output cones/ --scale 4
-lantern-rt run "a pink cube on sand" --method lantern++:lambda=3:tree=chain-4 --trace cube.npz
-lantern-rt run --from a-pink-cube-on-sand-seed0.png --scale 4
+lantern-rt run "a pink cube on sand" --method lantern++:lambda=3:tree=chain-4 --seed 7 --trace cube.npz
+lantern-rt run --from a-pink-cube-on-sand-seed7.png --scale 4
 lantern-rt run bundles/llamagen-b --class-id 207 --method lantern:delta=0.2 --json
 lantern-rt run llamagen-c2i-b-256 --class-id 207 --yes
 lantern-rt run "a red cube on sand" --codes --output cube.npz
@@ -109,7 +111,7 @@ TraceOption = Annotated[
     ),
 ]
 CodesOption = Annotated[
-    bool, typer.Option("--codes", help="Write .npz files of codes instead of images.", rich_help_panel=OUTPUT)
+    bool, typer.Option("--codes", help="Write .npz files of tokens instead of images.", rich_help_panel=OUTPUT)
 ]
 ScaleOption = Annotated[
     int, typer.Option(help="Factor by which to enlarge the PNG, 1 .. 16, bicubic.", rich_help_panel=OUTPUT)
@@ -132,34 +134,42 @@ def run(
     engines: EnginesOption = None,
     provider: ProviderOption = None,
     yes: YesOption = False,
+    export: ExportOption = False,
     as_json: JsonOption = False,
     force: ForceOption = False,
     **options: Any,
 ) -> None:
     """Generate PNG images from prompts, class ids, token ids or text embeddings.
 
-    With --codes, and from a bundle without an image decoder, it writes .npz files of codes. Each file is
+    With --codes, and from a bundle without an image decoder, it writes .npz files of tokens. Each file is
     written as soon as its image is complete.
     Images that exist already are not generated again. Prints the paths of the files to stdout, progress and a line of
     statistics to stderr.
     """
-    from ..published import is_missing
-    from .before_download import check_outputs, check_run
-    from .replay import read_recorded_request
+    from ..published import find_model, is_missing
+    from .before_download import check_run
+    from .replay import check_recorded, read_recorded_request
 
     check_int("scale", scale, 1, 1, 16)
     name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or token_ids or embeddings or source))
     prompts += prompt or []
-    subjects: dict[str, Any] = {"prompts": prompts or None, "class_ids": class_id or None, "token_ids": token_ids}
-    options = subjects | {"embeddings": embeddings} | options
-    options = {name: value for name, value in options.items() if value is not None}
+    subjects = {
+        "prompts": prompts or None,
+        "class_ids": class_id or None,
+        "token_ids": token_ids,
+        "embeddings": embeddings,
+    }
+    options = {name: value for name, value in (subjects | options).items() if value is not None}
     count = options.get("num_images", 1)
     engine = EngineOptions(threads, engines, provider)
-    if source is None:
-        options = _read_subjects(options, name)
-    if name is not None and is_missing(name):
-        check_outputs(name, check_run(name, options, source, engine), output, codes, scale, trace, force)
-        download_published(name, yes)
+    if name is not None and (source or any(subjects.values())) and is_missing(name):
+        engine.check()
+        kind_of = check_image_options(find_model(name).makes_images, f"model {name}", codes, scale, trace)
+        if source is None:
+            check_trace(trace, check_run(name, options, output, force, kind_of.suffix), force)
+        else:
+            check_recorded(source, options)
+        download_published(name, yes, export)
     if source is None:
         bundle, request = _open_and_check(engine, name, options)
         stems = [_file_stem(image, i // count, embeddings) for i, image in enumerate(request.images)]
@@ -182,6 +192,30 @@ def run(
         _print_json(request, last, paths, count)
     else:
         print_text(*paths)
+
+
+def check_trace(path: Path | None, outputs: list[Path], force: bool) -> tuple[Path, Path] | None:
+    """Return the two paths of a trace.
+
+    Args:
+        path: path of NAME.npz; None: no trace.
+        outputs: paths of the images; the trace needs other paths.
+        force: whether to replace existing files.
+
+    Raises:
+        OutputError: a path cannot be written.
+    """
+    if path is None:
+        return None
+    if path.suffix != ".npz":
+        raise OutputError(field=f"trace {path}", found=f"the ending {path.suffix or 'none'}", expected=".npz")
+    paths = path, path.with_name(path.stem.removesuffix(".trace") + ".trace.png")
+    for written in paths:
+        check_output(written, force)
+        if written.absolute() in [output.absolute() for output in outputs]:
+            problem = "is the path of an image and of the trace"
+            raise OutputError(problem, field=str(written), remedy="rename one of them")
+    return paths
 
 
 def _print_json(request: Request, last: StreamStep, paths: list[Path], count: int) -> None:
@@ -230,21 +264,19 @@ def _is_bundle(word: str) -> bool:
 def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> tuple[Bundle, Request]:
     """Open the bundle and check the request. Raises: RequestError, BundleError."""
     from ..prompts import load_bundle_tokenizer
-    from ..requests import check_request
-
-    bundle = engine.open_bundle(name or "scenes")
-    return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), **options)
-
-
-def _read_subjects(options: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """Return the options with the contents of files. Raises: RequestError: a file is invalid, or nothing is given."""
+    from ..requests import check_request, draw_seed
     from ..text.embeddings import read_embeddings
 
     if not {"prompts", "class_ids", "token_ids", "embeddings"} & options.keys():
         actual = "nothing to generate" if name is None else f"bundle {name} and nothing to generate"
         raise RequestError(found=actual, remedy="give a prompt, --class-id or --embeddings, as the bundle requires")
-    readers = {"token_ids": _read_token_ids, "embeddings": read_embeddings}
-    return options | {key: read(options[key]) for key, read in readers.items() if key in options}
+    if "token_ids" in options:
+        options = options | {"token_ids": _read_token_ids(options["token_ids"])}
+    if "embeddings" in options:
+        options = options | {"embeddings": read_embeddings(options["embeddings"])}
+    bundle = engine.open_bundle(name or "scenes")
+    options = {"seed": draw_seed()} | options
+    return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), **options)
 
 
 def _read_token_ids(path: Path) -> Any:
@@ -300,7 +332,7 @@ def _generate(
     pipeline = engine.load(bundle, request.settings, prefix=prefix)
     began = time.perf_counter()
     if not bundle.manifest.makes_images:
-        print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing codes")
+        print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing tokens")
     pending = dict(enumerate(outputs))
     with show_progress(lines=False) as progress:
         for step in pipeline.decode(request):
@@ -317,7 +349,8 @@ def _generate(
     quality = "" if step.settings.quality is None else f" ({step.settings.quality})"
     print_stderr(
         f"{step.settings.method}{quality}: {step.stats.tokens_per_forward_pass:.2f} tokens per pass, "
-        f"{len(outputs)} image{'s' * (len(outputs) > 1)} in {time.perf_counter() - began:.1f} s"
+        f"{len(outputs)} image{'s' * (len(outputs) > 1)} in {time.perf_counter() - began:.1f} s, "
+        f"seed {request.images[0].seed}"
     )
     return step
 

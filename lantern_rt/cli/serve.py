@@ -14,7 +14,15 @@ import typer
 from ..errors import RequestError
 from ..inputs import check_int, require_library
 from ..methods import METHODS
-from .options import EngineOptions, EnginesOption, ProviderOption, ThreadsOption, YesOption, download_published
+from .options import (
+    EngineOptions,
+    EnginesOption,
+    ExportOption,
+    ProviderOption,
+    ThreadsOption,
+    YesOption,
+    download_published,
+)
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -140,8 +148,9 @@ def serve(
     engines: EnginesOption = None,
     provider: ProviderOption = None,
     yes: YesOption = False,
+    export: ExportOption = False,
 ) -> None:
-    """Serve bundles over HTTP: OpenAI's Images API, codes, SGLang's protocol for GLM-Image, a web page, metrics.
+    """Serve bundles over HTTP: OpenAI's Images API, SGLang's protocol for GLM-Image, a web page, metrics.
 
     The log on stderr has a line for each request. SIGTERM and Ctrl-C finish running requests first; a second
     Ctrl-C stops at once.
@@ -149,9 +158,11 @@ def serve(
     for library in LIBRARIES:
         require_library(library, "serve", "serve")
     from ..asynchronous import AsyncPipeline
+    from ..published import find_model
+    from ..serve.app import read_origin
     from ..serve.log import FORMATS, LEVELS, log_to_stderr
     from ..serve.server import Server
-    from ..serve.state import Limits
+    from ..serve.state import Limits, read_keys
 
     if not 0 < deadline < 1e9:
         raise RequestError(field="deadline", found=f"{deadline:g}", expected="seconds above 0")
@@ -161,16 +172,28 @@ def serve(
     for field, value, known in (("log_level", log_level, LEVELS), ("log_format", log_format, FORMATS), *selected):
         if value not in known:
             raise RequestError(field=field, found=repr(value), expected=", ".join(known))
-    _check_limits(api_key_file, cors or (), batch, waiting)
     options = EngineOptions(threads, engines, provider)
     options.check()
-    present = _open_present(bundles or ["scenes"], names or (), options)
-    aliases = _read_aliases(alias or (), [*present])
-    _read_sizes(map_size or (), [*present.values()])
-    opened = {name: _open(bundle, yes, options) for name, bundle in present.items()}
-    sizes = _read_sizes(map_size or (), [*opened.values()])
+    check_int("together", batch, 1, 1, 4096)
+    check_int("waiting", waiting, 64, 0, 1 << 20)
+    if api_key_file is not None:
+        read_keys(api_key_file)
+    for origin in cors or ():
+        read_origin(origin)
+    texts = bundles or ["scenes"]
+    opened = _open_present(texts, names or (), options)
+    aliases = _read_aliases(alias or (), [*opened])
+    missing = [find_model(text) for text, bundle in zip(texts, opened.values(), strict=True) if bundle is None]
+    _read_sizes(map_size or (), [bundle for bundle in opened.values() if bundle], [model.sizes for model in missing])
+    models = {
+        name: bundle or _download(text, yes, export, options)
+        for text, (name, bundle) in zip(texts, opened.items(), strict=True)
+    }
+    for bundle in models.values():
+        _check_fits(bundle, options)
+    sizes = _read_sizes(map_size or (), [*models.values()])
     limits: dict[str, Any] = {"together": batch, "waiting": waiting, **asdict(options)}
-    models = {name: partial(AsyncPipeline.from_bundle, bundle, **limits) for name, bundle in opened.items()}
+    loaders = {name: partial(AsyncPipeline.from_bundle, bundle, **limits) for name, bundle in models.items()}
     access = Limits(
         deadline,
         api_key_file=api_key_file,
@@ -180,22 +203,15 @@ def serve(
         mapped_sizes=sizes,
         own_sampling=own_sampling,
     )
-    server = Server(models, host, port, access, cors or ())
+    server = Server(loaders, host, port, access, cors or ())
     with log_to_stderr(log_level, log_format):
         server.run()
 
 
-def _check_limits(api_key_file: Path | None, origins: Sequence[str], batch: int | None, waiting: int) -> None:
-    """Check options that are used only after the bundles are open. Raises: RequestError: an option is invalid."""
-    from ..serve.app import read_origin
-    from ..serve.state import read_keys
-
-    if api_key_file is not None:
-        read_keys(api_key_file)
-    for origin in origins:
-        read_origin(origin)
-    check_int("together", batch, 1, 1, 4096)
-    check_int("waiting", waiting, 64, 0, 1 << 20)
+def _download(name: str, yes: bool, export: bool, options: EngineOptions) -> Bundle:
+    """Download a published model and open its bundle, see `download_published`."""
+    download_published(name, yes, export)
+    return options.open_bundle(name)
 
 
 def _read_aliases(options: Sequence[str], models: Sequence[str]) -> dict[str, str]:
@@ -209,44 +225,37 @@ def _read_aliases(options: Sequence[str], models: Sequence[str]) -> dict[str, st
     return aliases
 
 
-def _read_sizes(options: Sequence[str], bundles: Sequence[Bundle | str]) -> dict[str, str]:
+def _read_sizes(options: Sequence[str], bundles: Sequence[Bundle], tables: Sequence[str] = ()) -> dict[str, str]:
     """Return the sizes that requests may name, and the size of a model for each.
 
     Args:
         options: `SIZE=SIZE` each.
-        bundles: open bundles, and names of published models before their download, whose table may not list all sizes.
+        bundles: bundles whose sizes are known.
+        tables: sizes of published models that are not in the cache, as the table of models has them.
     """
-    from ..published import find_model
-
-    known: set[str] = set()
-    complete = True
-    for bundle in bundles:
-        if isinstance(bundle, str):
-            size, others, _ = find_model(bundle).sizes.partition(",")
-            known.add(size)
-            complete &= not others
-        else:
-            known |= {entry.name for entry in bundle.manifest.all_sizes}
+    known = {entry.name for bundle in bundles for entry in bundle.manifest.all_sizes}
+    known |= {size for text in tables for size in text.split(", ") if _SIZE.fullmatch(size)}
+    lists_all = not any("," in text for text in tables)
     sizes: dict[str, str] = {}
     for text in options:
         asked, _, size = text.partition("=")
-        is_known = size in {*known, "auto"} or (not complete and _SIZE.fullmatch(size))
-        if not _SIZE.fullmatch(asked) or asked in known or not is_known:
+        wrong = size not in {*known, "auto"} and (lists_all or not _SIZE.fullmatch(size))
+        if not _SIZE.fullmatch(asked) or asked in known or wrong:
             expected = f"SIZE=SIZE, as 1024x1024=auto: a new size, and one of {', '.join(sorted(known))}, auto"
             raise RequestError(field="map_size", found=repr(text), expected=expected)
         sizes[asked] = size
     return sizes
 
 
-def _open_present(bundles: Sequence[str], names: Sequence[str], options: EngineOptions) -> dict[str, Bundle | str]:
-    """Open the bundles that need no download, and check that the names of all models differ.
+def _open_present(bundles: Sequence[str], names: Sequence[str], options: EngineOptions) -> dict[str, Bundle | None]:
+    """Open bundles that are on this host, and check that the names of all models differ.
 
     Args:
         bundles: folders or names of bundles.
         names: name of each model; empty: the names of the bundles.
 
     Returns:
-        By the name of its model each bundle, or the name of a published model that is not in the cache.
+        The bundles by the name of their model; None for a published model that is not in the cache.
     """
     from ..published import is_missing
 
@@ -255,11 +264,10 @@ def _open_present(bundles: Sequence[str], names: Sequence[str], options: EngineO
         raise RequestError(field="engines", found=f"{len(bundles)} bundles", expected=expected)
     if names and (len(names) != len(bundles) or "" in names):
         raise RequestError(field="names", found=", ".join(map(repr, names)), expected="a name for each bundle")
-    models: dict[str, Bundle | str] = {}
+    models: dict[str, Bundle | None] = {}
     for i, text in enumerate(bundles):
-        bundle = text if is_missing(text) else options.open_bundle(text)
-        own_name = bundle if isinstance(bundle, str) else bundle.manifest.name
-        name = names[i] if names else own_name
+        bundle = None if is_missing(text) else options.open_bundle(text)
+        name = names[i] if names else bundle.manifest.name if bundle else text
         if name in models:
             problem = f"two bundles named {name}"
             remedy = "give each bundle a --name"
@@ -268,13 +276,9 @@ def _open_present(bundles: Sequence[str], names: Sequence[str], options: EngineO
     return models
 
 
-def _open(bundle: Bundle | str, yes: bool, options: EngineOptions) -> Bundle:
-    """Return a bundle, downloaded if it is a name, and check that it alone fits into memory."""
+def _check_fits(bundle: Bundle, options: EngineOptions) -> None:
+    """Raise RequestError if a bundle alone does not fit into memory."""
     from ..memory import check_memory, largest_settings
 
-    if isinstance(bundle, str):
-        download_published(bundle, yes)
-        bundle = options.open_bundle(bundle)
     if options.runs_on_cpu(bundle):
         check_memory(bundle, largest_settings(bundle.manifest))
-    return bundle

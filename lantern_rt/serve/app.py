@@ -44,7 +44,7 @@ _SECURITY_HEADERS = {
     "referrer-policy": "no-referrer",
 }
 _ENDPOINTS = {f"/v1/images/{kind}": kind for kind in ("generations", "edits", "variations", "codes")} | {
-    "/generate": "generate"  # as SGLang calls it
+    "/generate": "generate"
 }
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 

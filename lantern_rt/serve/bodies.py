@@ -1,4 +1,4 @@
-"""Bodies of requests: how each endpoint reads one, piece by piece, into a `Call`."""
+"""Kinds of bodies: each endpoint reads a body piece by piece and makes a `Call` of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BodyReader(Protocol):
     """Incremental parser of one body. Its methods raise `HttpError` if the body is malformed or too large."""
 
     def write(self, data: bytes) -> None:
-        """Take the next bytes."""
+        """Parse or keep the next bytes."""
 
     def request(self) -> Call:
         """Return the call, once all bytes are there."""

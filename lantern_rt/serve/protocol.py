@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,8 @@ from ..errors import BusyError, LanternError, RequestError
 from ..inputs import PARAMETER_NAMES, error_fields
 from ..methods import PARAMETERS, SAMPLING, Quality
 from ..output.images import image_bytes
+from ..requests import draw_seed
+from ..text.words import ANY_WORDS
 
 if TYPE_CHECKING:
     from ..asynchronous import AsyncPipeline
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 MAX_PARTIAL_IMAGES = 64
 MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
-_RANDOM_SEEDS = 2**32
 # Presets for the values of OpenAI's field `quality`.
 _PRESETS = {"low": "fast", "medium": "balanced", "high": "strict", "hd": "strict"}
 
@@ -46,7 +46,7 @@ else:
 
 
 class DrawingRequest(SamplingFields):
-    """Fields of every request, and what the server asks of it; subclasses say what they give for each image."""
+    """Fields of every request. A subclass converts finished images to a response."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -70,7 +70,7 @@ class DrawingRequest(SamplingFields):
 
     @property
     def parts(self) -> list[DrawingRequest]:
-        """Requests to generate at once: this one."""
+        """Requests to generate at once, here only the request itself."""
         return [self]
 
     @property
@@ -108,15 +108,28 @@ class DrawingRequest(SamplingFields):
             raise HttpError(400, "requires stream", field=name, remedy=f"set stream to true, or leave {name} out")
 
     def fit(self, bundle: Bundle) -> Self:
-        """Return the request for a bundle. Raises: LanternError: the bundle does not give what the request asks for."""
+        """Return the request for a bundle. Raises: LanternError: the bundle does not give them."""
         return self
 
     async def encode(self, pipeline: AsyncPipeline, prepared: Prepared, step: StreamStep, i: int) -> bytes:
-        """Return the file of image i of a step; empty if the response needs no file."""
+        """Return the file of an image, empty if the response needs no file.
+
+        Args:
+            pipeline: pipeline that generated the image.
+            prepared: request of the pipeline.
+            step: step that holds the image.
+            i: index of the image.
+        """
         return b""
 
     def content(self, size: Size, codes: Ints, file: bytes) -> dict[str, Any]:
-        """Return the fields of an image in a response, from its size, codes `[cells]` and file."""
+        """Return the fields of an image in a response.
+
+        Args:
+            size: size of the image.
+            codes: codes of the image, `[cells]`.
+            file: file from `encode`.
+        """
         raise NotImplementedError
 
     def description(self, size: Size) -> dict[str, str]:
@@ -124,7 +137,12 @@ class DrawingRequest(SamplingFields):
         return {"size": size.name}
 
     def event(self, kind: str, size: Size, codes: Ints, file: bytes) -> Event:
-        """Create a stream event that contains an image. kind: `completed` or `partial_image`."""
+        """Create a stream event that contains an image.
+
+        Args:
+            kind: `completed` or `partial_image`.
+            size, codes, file: same as for `content`.
+        """
         content = self.content(size, codes, file)
         fields = {"created_at": int(time.time()), **self.description(size)}
         return {"type": f"{self.EVENT_PREFIX}.{kind}", **content, **fields}
@@ -267,7 +285,7 @@ def set_defaults(request: R, max_deadline: float) -> R:
     if request.deadline is not None and request.deadline > max_deadline:
         expected = f"at most {max_deadline:g} s, the server's limit"
         raise HttpError(400, field="deadline", found=f"{request.deadline:g} s", expected=expected)
-    seed = secrets.randbelow(_RANDOM_SEEDS) if request.seed is None else request.seed
+    seed = draw_seed() if request.seed is None else request.seed
     return request.model_copy(update={"seed": seed, "deadline": request.deadline or max_deadline})
 
 
@@ -367,7 +385,8 @@ class HttpError(LanternError):
             return cls(503, "the model has stopped", "stopped", 5, remedy="use another server")
         if isinstance(error, RequestError):
             _, field = PARAMETER_NAMES.get(error.field, ("", error.field))
-            remedy = "; ".join(part for part in error.remedy.split("; ") if "lantern-rt " not in part)
+            parts = error.remedy.split("; ")
+            remedy = "; ".join(part for part in parts if part == ANY_WORDS or "lantern-rt " not in part)
             converted = cls(400, error.problem, field=field, found=error.found, expected=error.expected, remedy=remedy)
             converted.param = "method" if field in PARAMETERS else field
             converted.suggestions = error.suggestions

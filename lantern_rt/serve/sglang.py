@@ -1,7 +1,7 @@
 """Protocol by which SGLang asks another server for the codes of GLM-Image, `POST /generate`.
 
 A call has a prompt as token ids, the grid of the image with the small grid that is drawn before it, and sampling
-settings; or a list of each. The answer holds the codes of the small grid, then those of the image.
+settings; or a list of each. The answer holds the codes of the small grid, then the codes of the image.
 """
 
 from __future__ import annotations
@@ -71,11 +71,14 @@ class _Image(BaseModel):
     image_grid_thw: Annotated[list[_Grid], Field(min_length=1, max_length=8)]
 
 
+_Images = Annotated[list[_Image], Field(min_length=1, max_length=1)]
+
+
 class _Single(BaseModel):
     model_config = _STRICT
 
     input_ids: _Ids
-    image_data: Annotated[list[_Image], Field(min_length=1, max_length=1)]
+    image_data: _Images
     sampling_params: _Parameters
 
     def request(self, own_sampling: bool) -> TokensRequest:
@@ -94,7 +97,7 @@ class _Batch(BaseModel):
     model_config = _STRICT
 
     input_ids: Annotated[list[_Ids], Field(min_length=1)]
-    image_data: list[Annotated[list[_Image], Field(min_length=1, max_length=1)] | _Image]
+    image_data: list[_Images]
     sampling_params: list[_Parameters]
 
     @model_validator(mode="after")
@@ -112,12 +115,12 @@ class GenerateCall:
     batch: bool
 
     def response(self, completions: Sequence[Completion]) -> Response:
-        """Return the ids of each image, and what they cost in `meta_info`."""
-        answers = [_answer(completion) for completion in completions]
-        return JSONResponse(answers if self.batch else answers[0])
+        """Return the ids of each image, with its costs in `meta_info`."""
+        images = [_image_fields(completion) for completion in completions]
+        return JSONResponse(images if self.batch else images[0])
 
 
-def _answer(completion: Completion) -> dict[str, Any]:
+def _image_fields(completion: Completion) -> dict[str, Any]:
     figures = completion.figures
     counts = {"prompt_tokens": completion.input_tokens, "completion_tokens": completion.output_tokens}
     meta_info = {**counts, "cached_tokens": 0, "sampling_seed": figures.seeds[0], "lantern": asdict(figures)}
@@ -129,7 +132,7 @@ def read_call(body: bytes, own_sampling: bool) -> GenerateCall:
 
     Args:
         body: JSON text.
-        own_sampling: whether the sampling settings of the call are ignored, so that the model's own hold.
+        own_sampling: whether the sampling settings of the bundle replace the settings of the call.
 
     Raises:
         HttpError: a field is invalid.
@@ -138,9 +141,8 @@ def read_call(body: bytes, own_sampling: bool) -> GenerateCall:
     if not isinstance(head.input_ids, list) or not head.input_ids or not isinstance(head.input_ids[0], list):
         return GenerateCall([read_json(_Single, body).request(own_sampling)], batch=False)
     batch = read_json(_Batch, body)
-    images = [image if isinstance(image, list) else [image] for image in batch.image_data]
-    columns = zip(batch.input_ids, images, batch.sampling_params, strict=True)
-    singles = [_Single(input_ids=ids, image_data=data, sampling_params=found) for ids, data, found in columns]
+    columns = zip(batch.input_ids, batch.image_data, batch.sampling_params, strict=True)
+    singles = [_Single(input_ids=ids, image_data=data, sampling_params=values) for ids, data, values in columns]
     return GenerateCall([single.request(own_sampling) for single in singles], batch=True)
 
 

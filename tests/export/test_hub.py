@@ -17,7 +17,7 @@ import pytest
 import torch
 from goldens import DATA, manifest
 from safetensors.torch import save
-from stand_in_hub import COMMIT, HEADERS, OLD, REPOSITORIES, Hub, environment, run, serve_hub
+from stand_in_hub import COMMIT, HEADERS, OLD, PUBLIC, REPOSITORIES, Hub, environment, run, serve_hub
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.files import open_bundle
@@ -286,6 +286,7 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
     bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny", "class"))
     assert program("push", bundle.folder, "owner/pushed", HF_TOKEN="hf_token") == (0, f"hf:owner/pushed@{COMMIT}")
     there = REPOSITORIES["owner/pushed"]
+    assert "owner/pushed" not in PUBLIC
     assert {entry.path for entry in bundle.manifest.files.values()} < there.keys()
     card, sample = there["README.md"].decode(), tmp_path / "sample.png"
     assert "lantern-rt run hf:owner/pushed --class-id 0\n" in card
@@ -299,6 +300,18 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
     assert (code, line.endswith("copy the bundle to another folder")) == (2, True)
     code, line = program("run", "hf:owner/pushed@v1", "--class-id", 1, home="other", HF_HUB_OFFLINE="1")
     assert (code, "the hub cannot be reached" in line) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_bundle_of_codes_is_pushed_without_pictures(program: Program, glm_image_bundle: Path, tmp_path: Path) -> None:
+    assert program("push", glm_image_bundle, "owner/pushed", HF_TOKEN="hf_token") == (0, f"hf:owner/pushed@{COMMIT}")
+    there = REPOSITORIES["owner/pushed"]
+    assert not [name for name in there if name.startswith("samples/")]
+    card = there["README.md"].decode()
+    assert "draws codes" in card
+    assert ("--from" in card, 'lantern-rt run hf:owner/pushed "a prompt"' in card) == (False, True)
+    code, out = program("run", "hf:owner/pushed@v1", "a fox", "--size", "64x64", "--output", tmp_path / "fox.npz")
+    assert (code, out) == (0, str(tmp_path / "fox.npz"))
 
 
 def test_what_somebody_changed_on_the_hub_is_refused(program: Program, tmp_path: Path) -> None:

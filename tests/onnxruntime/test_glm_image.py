@@ -111,7 +111,7 @@ def test_run_writes_files_of_codes_and_says_so(program: Any, glm_image_bundle: P
     common = ["run", glm_image_bundle, trace["prompt"], "--size", size, "--temperature", 0]
     code, out, err = program(*common, "--output", tmp_path / "codes.npz")
     assert (code, out) == (0, f"{tmp_path / 'codes.npz'}\n")
-    assert "bundle tiny-glm-image has no image decoder: writing codes" in err
+    assert "bundle tiny-glm-image has no image decoder: writing tokens" in err
     with np.load(tmp_path / "codes.npz") as file:
         assert file["codes"].tolist() == trace["large_codes"]
         assert file["first_codes"].tolist() == trace["small_codes"]
@@ -158,7 +158,7 @@ def test_bench_eval_and_inspect_leave_images_out(program: Any, glm_image_bundle:
     assert "has no vq_encoder" in out
     code, out, _ = program("inspect", glm_image_bundle)
     assert code == 0
-    assert "none: `run` writes codes" in out
+    assert "none: `run` writes tokens" in out
 
 
 def test_the_example_gives_diffusers_the_published_prior_token_ids(

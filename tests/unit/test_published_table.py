@@ -16,6 +16,7 @@ from lantern_rt import published
 from lantern_rt.cli.models import format_count
 from lantern_rt.errors import LanternError, OutputError
 from lantern_rt.export.registry import check_family
+from lantern_rt.text.words import ANY_WORDS
 
 ROOT = Path(__file__).parents[2]
 NAME = "llamagen-c2i-b-256"
@@ -27,6 +28,11 @@ def test_the_table_in_docs_is_that_of_the_program() -> None:
         sizes = f"{format_count(model.parameters)} | {model.download_bytes / 1e9:.1f} | {model.memory_bytes / 1e9:.1f}"
         assert f"\n`{name}` | {model.sizes} | {sizes} | {model.licence}\n" in page
     assert len(re.findall(r"^`\S+` \| \d", page, re.MULTILINE)) == len(published.published_models())
+
+
+def test_the_model_that_draws_any_words_is_in_the_table_with_its_download() -> None:
+    name, size = re.findall(r"lantern-rt run (\S+) .*at most ([\d.]+) GB", ANY_WORDS)[0]
+    assert float(size) == round(published.find_model(name).download_bytes / 1e9, 1)
 
 
 def test_names_in_docs_are_names_of_models() -> None:
