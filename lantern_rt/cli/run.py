@@ -152,13 +152,8 @@ def run(
 
     check_int("scale", scale, 1, 1, 16)
     name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or token_ids or embeddings or source))
-    prompts += prompt or []
-    subjects = {
-        "prompts": prompts or None,
-        "class_ids": class_id or None,
-        "token_ids": token_ids,
-        "embeddings": embeddings,
-    }
+    subjects: dict[str, Any] = {"class_ids": class_id or None, "token_ids": token_ids, "embeddings": embeddings}
+    subjects["prompts"] = [*prompts, *(prompt or [])] or None
     options = {name: value for name, value in (subjects | options).items() if value is not None}
     count = options.get("num_images", 1)
     engine = EngineOptions(threads, engines, provider)
@@ -183,8 +178,7 @@ def run(
     trace_files = None if trace_paths is None else _TraceFiles(trace_paths, bundle, request)
     pending = [i for i, (_, done) in enumerate(outputs) if as_json or trace or not done]
     if len(pending) < len(paths):
-        num_done = len(paths) - len(pending)
-        print_stderr(f"{num_done} of {len(paths)} images exist already; --force generates them again")
+        print_stderr(f"{len(paths) - len(pending)} of {len(paths)} images exist already; --force generates them again")
     if pending:
         request = replace(request, images=[request.images[i] for i in pending])
         last = _generate(engine, bundle, request, kind, [outputs[i] for i in pending], trace_files, force)

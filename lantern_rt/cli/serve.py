@@ -158,39 +158,25 @@ def serve(
     for library in LIBRARIES:
         require_library(library, "serve", "serve")
     from ..asynchronous import AsyncPipeline
-    from ..published import find_model
-    from ..serve.app import read_origin
-    from ..serve.log import FORMATS, LEVELS, log_to_stderr
+    from ..serve.log import log_to_stderr
     from ..serve.server import Server
-    from ..serve.state import Limits, read_keys
+    from ..serve.state import Limits
 
     if not 0 < deadline < 1e9:
         raise RequestError(field="deadline", found=f"{deadline:g}", expected="seconds above 0")
     check_int("port", port, 8000, 0, 65535)
     check_int("max_n", max_n, 10, 1, 10)
-    selected = [("methods", name, METHODS) for name in methods or ()]
-    for field, value, known in (("log_level", log_level, LEVELS), ("log_format", log_format, FORMATS), *selected):
-        if value not in known:
-            raise RequestError(field=field, found=repr(value), expected=", ".join(known))
+    _check_choices(methods or (), log_level, log_format)
     options = EngineOptions(threads, engines, provider)
-    options.check()
-    check_int("together", batch, 1, 1, 4096)
-    check_int("waiting", waiting, 64, 0, 1 << 20)
-    if api_key_file is not None:
-        read_keys(api_key_file)
-    for origin in cors or ():
-        read_origin(origin)
+    _check_limits(api_key_file, cors or (), batch, waiting)
     texts = bundles or ["scenes"]
     opened = _open_present(texts, names or (), options)
     aliases = _read_aliases(alias or (), [*opened])
-    missing = [find_model(text) for text, bundle in zip(texts, opened.values(), strict=True) if bundle is None]
-    _read_sizes(map_size or (), [bundle for bundle in opened.values() if bundle], [model.sizes for model in missing])
-    models = {
-        name: bundle or _download(text, yes, export, options)
-        for text, (name, bundle) in zip(texts, opened.items(), strict=True)
-    }
-    for bundle in models.values():
-        _check_fits(bundle, options)
+    missing = [text for text, bundle in zip(texts, opened.values(), strict=True) if bundle is None]
+    _read_sizes(map_size or (), [bundle for bundle in opened.values() if bundle], missing)
+    for text in missing:
+        download_published(text, yes, export)
+    models = {name: _open(text, bundle, options) for text, (name, bundle) in zip(texts, opened.items(), strict=True)}
     sizes = _read_sizes(map_size or (), [*models.values()])
     limits: dict[str, Any] = {"together": batch, "waiting": waiting, **asdict(options)}
     loaders = {name: partial(AsyncPipeline.from_bundle, bundle, **limits) for name, bundle in models.items()}
@@ -208,10 +194,26 @@ def serve(
         server.run()
 
 
-def _download(name: str, yes: bool, export: bool, options: EngineOptions) -> Bundle:
-    """Download a published model and open its bundle, see `download_published`."""
-    download_published(name, yes, export)
-    return options.open_bundle(name)
+def _check_choices(methods: Sequence[str], log_level: str, log_format: str) -> None:
+    from ..serve.log import FORMATS, LEVELS
+
+    selected = [("methods", name, METHODS) for name in methods]
+    for field, value, known in (("log_level", log_level, LEVELS), ("log_format", log_format, FORMATS), *selected):
+        if value not in known:
+            raise RequestError(field=field, found=repr(value), expected=", ".join(known))
+
+
+def _check_limits(api_key_file: Path | None, origins: Sequence[str], batch: int | None, waiting: int) -> None:
+    """Check options that are used only after the bundles are open. Raises: RequestError: an option is invalid."""
+    from ..serve.app import read_origin
+    from ..serve.state import read_keys
+
+    if api_key_file is not None:
+        read_keys(api_key_file)
+    for origin in origins:
+        read_origin(origin)
+    check_int("together", batch, 1, 1, 4096)
+    check_int("waiting", waiting, 64, 0, 1 << 20)
 
 
 def _read_aliases(options: Sequence[str], models: Sequence[str]) -> dict[str, str]:
@@ -225,14 +227,17 @@ def _read_aliases(options: Sequence[str], models: Sequence[str]) -> dict[str, st
     return aliases
 
 
-def _read_sizes(options: Sequence[str], bundles: Sequence[Bundle], tables: Sequence[str] = ()) -> dict[str, str]:
+def _read_sizes(options: Sequence[str], bundles: Sequence[Bundle], missing: Sequence[str] = ()) -> dict[str, str]:
     """Return the sizes that requests may name, and the size of a model for each.
 
     Args:
         options: `SIZE=SIZE` each.
         bundles: bundles whose sizes are known.
-        tables: sizes of published models that are not in the cache, as the table of models has them.
+        missing: names of published models that are not in the cache, of which the table lists some sizes.
     """
+    from ..published import find_model
+
+    tables = [find_model(name).sizes for name in missing]
     known = {entry.name for bundle in bundles for entry in bundle.manifest.all_sizes}
     known |= {size for text in tables for size in text.split(", ") if _SIZE.fullmatch(size)}
     lists_all = not any("," in text for text in tables)
@@ -259,6 +264,7 @@ def _open_present(bundles: Sequence[str], names: Sequence[str], options: EngineO
     """
     from ..published import is_missing
 
+    options.check()
     if options.engines is not None and len(bundles) > 1:
         expected = "one bundle, from which the engines were built"
         raise RequestError(field="engines", found=f"{len(bundles)} bundles", expected=expected)
@@ -276,9 +282,11 @@ def _open_present(bundles: Sequence[str], names: Sequence[str], options: EngineO
     return models
 
 
-def _check_fits(bundle: Bundle, options: EngineOptions) -> None:
-    """Raise RequestError if a bundle alone does not fit into memory."""
+def _open(name: str, bundle: Bundle | None, options: EngineOptions) -> Bundle:
+    """Return a bundle, opened by its name if it was downloaded, and check that it alone fits into memory."""
     from ..memory import check_memory, largest_settings
 
+    bundle = bundle or options.open_bundle(name)
     if options.runs_on_cpu(bundle):
         check_memory(bundle, largest_settings(bundle.manifest))
+    return bundle

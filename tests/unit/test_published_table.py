@@ -238,7 +238,7 @@ def test_nothing_is_downloaded_for_a_command_that_cannot_run(
     program: Any, host: pytest.MonkeyPatch, tmp_path: Path, field: str, words: tuple[str, ...]
 ) -> None:
     host.chdir(tmp_path)
-    host.setattr(published, "check_host", lambda _: pytest.fail("a download begins"))
+    host.setattr(published, "check_host", lambda *_, **__: pytest.fail("a download begins"))
     code, _, err = program(*words)
     assert (code, err.count("\n"), field in err) == (2, 1, True), err
 
@@ -261,6 +261,6 @@ def test_a_command_that_may_run_asks_for_the_download(
     program: Any, host: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     host.chdir(tmp_path)
-    host.setattr(published, "check_host", lambda _: None)
+    host.setattr(published, "check_host", lambda *_, **__: None)
     code, _, err = program(*words)
     assert (code, "--yes: found no terminal to ask in" in err) == (2, True), err
