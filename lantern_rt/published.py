@@ -106,7 +106,7 @@ class PublishedModel(FrozenModel):
 
     @property
     def subject(self) -> str:
-        """Parameter of requests that says what to draw."""
+        """Parameter of requests for the prompts or class ids of the model."""
         return "class_ids" if self.family == "llamagen" and "text_encoder" not in self.files else "prompts"
 
     @property

@@ -31,18 +31,18 @@ def check_run(name: str, options: Mapping[str, Any], output: str | None, force: 
         LanternError: no bundle of the model takes an option, or a file cannot be read or written.
     """
     model = find_model(name)
-    given = [subject for subject in SUBJECTS if subject in options]
-    if given != [model.subject] and (given, model.subject) != (["token_ids"], "prompts"):
-        wrong = next((subject for subject in given if subject != model.subject), None)
-        found = SUBJECTS[wrong] if wrong else "nothing to generate"
-        raise RequestError(field=model.subject, found=found, expected=f"{SUBJECTS[model.subject]}, as {name} requires")
+    present = [subject for subject in SUBJECTS if subject in options]
+    if present != [model.subject] and (present, model.subject) != (["token_ids"], "prompts"):
+        wrong = next((subject for subject in present if subject != model.subject), None)
+        actual = SUBJECTS[wrong] if wrong else "nothing to generate"
+        raise RequestError(field=model.subject, found=actual, expected=f"{SUBJECTS[model.subject]}, as {name} requires")
     if "negative_prompt" in options and model.subject != "prompts":
         raise RequestError(f"{name} takes {SUBJECTS[model.subject]}", field="negative_prompt", remedy="omit it")
     size = options.get("size")
-    others = "," in model.sizes  # which the table does not list
+    others = "," in model.sizes  # the table does not list all sizes
     if size is not None and not re.fullmatch(r"[1-9]\d{0,3}x[1-9]\d{0,3}" if others else model.sizes, size, re.ASCII):
         raise RequestError(field="size", found=format_value(size), expected=model.sizes)
-    subject = options[given[0]]
+    subject = options[present[0]]
     count = len(subject) if isinstance(subject, list) else 1
     settings = {key: value for key, value in options.items() if key not in (*SUBJECTS, "negative_prompt")}
     method = check_options(count, **settings)
