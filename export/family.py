@@ -23,7 +23,7 @@ class Family:
             file.
         side_files: files to download with the weights of the target, if they exist.
         model_types: values of `model_type` in config.json by which users who choose another family learn of it.
-        fits: function that tells whether a config.json with such a value is the family's.
+        fits: function that tells whether a config.json with one of these values belongs to the family.
     """
 
     read: Callable[..., Model]

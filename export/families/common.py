@@ -39,6 +39,7 @@ def image_model(
     sources: list[tuple[str, Path]],
     drafter: LoadedDrafter | None = None,
     sizes: Sequence[Size] = (),
+    default_grid: tuple[int, int] | None = None,
     row_end: int | None = None,
     order: OrderSpec | None = None,
     codebook: Tensor | None = None,
@@ -55,7 +56,8 @@ def image_model(
         sampling: default sampling settings.
         sources: files with roles, without the drafter's files.
         drafter: drafter of the target, None without a drafter.
-        sizes: `sizes` of `Manifest`, the default first; empty for a square image.
+        sizes: `sizes` of `Manifest`.
+        default_grid: rows and columns of the default image; None for the square of the decoder's configuration.
         row_end: `row_end` of `Manifest`: end-of-row token, which follows every grid row but the last.
         order: `order` of `Manifest`.
         codebook: codebook vectors `[codes, width]` without an image tokenizer.
@@ -73,7 +75,7 @@ def image_model(
             expected = f"{codes}: the VQ tokenizer that belongs to the transformer"
             raise CheckpointError(field="vq", found=f"{vq.config.codes} codes", expected=expected)
     assert codebook is not None
-    rows, columns = (sizes[0].rows, sizes[0].columns) if sizes else (config.grid, config.grid)
+    rows, columns = default_grid or (config.grid, config.grid)
     graphs = [target_graph(decoder, code_embeddings)]
     drafter_spec = None
     if drafter is not None:

@@ -43,7 +43,7 @@ _SAMPLING = Sampling(cfg_scale=5.0, top_k=5120)
 SIZES = ((55, 73), (41, 97), (47, 85), (52, 78), (64, 64), (73, 55), (85, 47), (78, 52))
 
 _ANSWER = "<|extra_100|>"
-_CHECKPOINT = "model.ckpt"  # of the image tokenizer, where it has no safetensors
+_CHECKPOINT = "model.ckpt"  # weights of an image tokenizer without safetensors
 
 
 def read_emu35(target: Checkpoint, vq: Path) -> Model:
@@ -89,6 +89,7 @@ def read_emu35(target: Checkpoint, vq: Path) -> Model:
         sampling=_SAMPLING,
         sources=[*target.sources, *vq_checkpoint.sources],
         sizes=[image_size(library, rows, columns, scale) for rows, columns in SIZES],
+        default_grid=SIZES[0],
         row_end=len(codes),
     )
 

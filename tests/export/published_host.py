@@ -112,7 +112,7 @@ class Host:
         self.folder = folder
         self.cache = folder / "bundles"
         model = published.published_models()[name]
-        sources, options = SMALL["text" if "t2i" in name else model.family](folder)
+        sources, options = SMALL["text" if name.startswith("llamagen-t2i") else model.family](folder)
         files = dict(model.files)
         if "config" in sources:
             files["config"] = f"hf:{model.repositories[0]}/config.json"

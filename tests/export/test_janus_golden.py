@@ -241,14 +241,18 @@ def as_saved_by_a_trainer(folder: Path) -> Path:
     return folder
 
 
+def as_converted(folder: Path) -> Path:
+    return copied(JANUS_CONVERTED, folder)
+
+
 def in_shards(ending: str) -> Any:
     return lambda folder: sharded(JANUS, folder, ending)
 
 
 @pytest.mark.parametrize(
     "make",
-    [as_safetensors, as_saved_by_a_trainer, in_shards("bin"), in_shards("safetensors")],
-    ids=["safetensors", "trainer", "shards", "safetensors shards"],
+    [as_safetensors, as_saved_by_a_trainer, in_shards("bin"), in_shards("safetensors"), as_converted],
+    ids=["safetensors", "trainer", "shards", "safetensors shards", "transformers"],
 )
 def test_every_form_of_the_weights_is_exported_without_a_family(
     bundle: Path, tmp_path: Path, make: Any, program: Any

@@ -67,7 +67,7 @@ def test_a_toy_family_generates_what_its_parts_do(program: Any, folder: Path, c2
         ("toy", {"vq": VQ, "drafter": "d"}, "drafter", "family toy does not take it"),
         ("toy", {}, "vq", "a checkpoint, which family toy needs"),
         ("llamagen", {"vq": VQ}, "model_type", "give `--family toy`, or another target"),
-        ("tay", {"vq": VQ}, "family", "emu3 or simplear or toy"),
+        ("tay", {"vq": VQ}, "family", "emu35 or simplear or toy"),
     ],
 )
 def test_what_a_toy_family_does_not_take_is_refused_with_a_reason(
