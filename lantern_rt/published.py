@@ -216,7 +216,8 @@ def check_host(name: str, export: bool = False) -> None:
         remedy = "use a smaller model"
         raise RequestError(field="memory", found=actual, expected=f"{needed / 1e9:.1f} GB", remedy=remedy)
     try:
-        check_new_folder(_bundle_folder(name), True, _MANIFEST)
+        folder = _bundle_folder(name)
+        check_new_folder(folder.parent / "new" if os.path.islink(folder) else folder, True, _MANIFEST)
     except OutputError as error:
         error.remedy = _OTHER_CACHE
         raise
@@ -257,7 +258,11 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
         LanternError: the same as `check_host`; the hub cannot be reached; or the export fails.
     """
     check_host(name, export=True)
-    return export_bundle(name, _bundle_folder(name), default_precision(), progress)
+    folder = _bundle_folder(name)
+    with output_errors(folder):
+        if os.path.islink(folder):  # to a finished bundle that is gone
+            folder.unlink()
+    return export_bundle(name, folder, default_precision(), progress)
 
 
 def export_bundle(name: str, output: Path, precision: str, progress: Progress | None = None) -> Path:
