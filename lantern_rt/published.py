@@ -1,8 +1,8 @@
 """Published models by name: their needs, and their bundles in a cache on this machine.
 
-`published.json` has one entry per model. The first use of a name downloads its finished bundle from the hub if it has
-one, else its checkpoints, which are exported. `LANTERN_RT_CACHE` (`~/.cache/lantern-rt` unless it is set) has a folder,
-or a link to the hub's cache, per name and precision.
+`published.json` has one entry per model. The first use of a name downloads its finished bundle from the hub, or
+without it the checkpoints, which are exported. `LANTERN_RT_CACHE` (`~/.cache/lantern-rt` unless it is set) has a
+folder, or a link to the hub's cache, per name and precision.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def is_published(name: str) -> bool:
 
 
 def find_source(name: str, export: bool = False) -> PublishedModel | FinishedBundle:
-    """Return where a bundle for this host comes from: the finished bundle if there is one, else the checkpoints.
+    """Return where a bundle for this host comes from: the finished bundle, or without it the checkpoints.
 
     Args:
         name: name of the model.

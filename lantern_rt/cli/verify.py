@@ -110,7 +110,7 @@ def _compare_with_export(name: str) -> None:
     with TemporaryDirectory(dir=cache_folder()) as folder, show_progress() as progress:
         made = read_bundle(export_bundle(name, Path(folder) / name, default_precision(), progress))
     if opened.digest != made.digest:
-        files = [{(role, entry.sha256) for role, entry in one.manifest.files.items()} for one in (opened, made)]
+        files = [{(role, entry.sha256) for role, entry in bundle.manifest.files.items()} for bundle in (opened, made)]
         actual = f"other files: {', '.join(sorted({role for role, _ in files[0] ^ files[1]})) or 'bundle.json'}"
         remedy = f"the bundle's exporter was {opened.manifest.provenance.exporter}"
         raise ParityError(field=name, found=actual, expected="the files of a new export", remedy=remedy)
