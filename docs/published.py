@@ -66,7 +66,7 @@ def section(name: str, model: PublishedModel) -> str:
     ]
     if model.makes_images:
         curl = f"curl localhost:8000/v1/images/generations -H 'content-type: application/json' -d '{body}'"
-        lines += [f"After `lantern-rt serve {name}`:", "", "```sh", curl, "```", ""]
+        lines += ["From a server:", "", f"    lantern-rt serve {name}", "", "```sh", curl, "```", ""]
     return "\n".join(lines)
 
 
