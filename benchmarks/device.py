@@ -104,7 +104,8 @@ def operations(pipe: Any) -> dict[str, dict[str, float]]:
     def choose(nodes: int) -> None:
         position = np.arange(1, 1 + nodes) % 8 + 1  # depths of a tree, whose noise is on the device by then
         places = np.tile(np.arange(nodes), (ROWS, 1))
-        request = SampleRequest(slice(0, ROWS), places, Sampling(cfg_scale=7.5, top_k=1000), noise, position)
+        scales = np.full(nodes, 7.5, np.float32)
+        request = SampleRequest(slice(0, ROWS), places, Sampling(cfg_scale=7.5, top_k=1000), noise, position, scales)
         run(nodes).logits.best_codes([request], 1)
 
     noise = Noise(1)

@@ -77,6 +77,10 @@ class DeviceCache(CacheColumns):
         sources = [(previous.block, np.arange(num_rows)), (added.handle.block, np.arange(num_added))]
         self.pool.gather(sources, self.handle.block)
 
+    def discard(self) -> None:
+        """Keep the block from later caches, as it may contain NaN."""
+        self.handle.block.reusable = False
+
 
 class DeviceRows:
     """An output of a pass, `[rows, nodes, width]`; indexing the first two axes copies vectors to the host, as float32.

@@ -167,6 +167,9 @@ class KVCache(CacheRows):
         self._gather([(self, slice(None)), (added, slice(None))], max(self.capacity, added.capacity))
         self.join(added)
 
+    def discard(self) -> None:
+        """Release the memory at the end, as usual: no other cache reuses it."""
+
     def _gather(self, parts: Sequence[tuple[KVCache, Ints | slice]], capacity: int) -> None:
         """Replace the tensors by copies of rows of caches; change nothing if memory is insufficient."""
         *_, heads, width = self.tensors[0].shape

@@ -75,8 +75,7 @@ class Engines:
         target = folder.manifest.graphs.get("target") if folder else None
         profiles = target.profiles if target else ()
         max_nodes = max((profile.nodes[2] for profile in profiles), default=_UNLIMITED)
-        # Each draft node may need an end-of-row token, which takes a node, too.
-        self.max_nodes = max_nodes if bundle.manifest.row_end is None else max_nodes // 2
+        self.max_nodes = max_nodes // bundle.manifest.layout().count_pass_nodes(1)
         self.max_rows = max((profile.rows[2] for profile in profiles), default=_UNLIMITED)
         self._lock = threading.Lock()
         self._drafter: Engine | None = None

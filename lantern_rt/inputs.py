@@ -28,6 +28,7 @@ from .errors import EngineError, LanternError, RequestError
 PARAMETER_NAMES = {
     "prompts": ("prompt", "prompt"),
     "class_ids": ("class_id", "class_id"),
+    "token_ids": ("token_ids", "input_ids"),
     "num_images": ("count", "n"),
     "quality": ("quality", "quality_budget"),
     "together": ("batch", "together"),

@@ -85,7 +85,7 @@ def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = Non
     rows = 2 if settings.sampling.guided else 1
     itemsize = 2 if manifest.target.dtype == "float16" else 4
     nodes = max(_MIN_NODES, count_nodes(settings.method))
-    draft_tokens = nodes * (1 + (manifest.row_end is not None))
+    draft_tokens = manifest.layout().count_pass_nodes(nodes)
     columns = round_up(prompt + manifest.max_image_tokens + draft_tokens + 2)
     specs = {"target": manifest.target, "drafter": manifest.drafter if _uses_drafter_graph(settings) else None}
     caches = {
@@ -171,8 +171,9 @@ def pass_bytes(spec: DecoderSpec | DrafterSpec, rows: int, nodes: int, past: int
         itemsize: bytes per number.
     """
     logits = nodes * spec.vocab_size * 4  # float32
-    heads = spec.hidden_size // spec.head_dim
-    scores = nodes * (past + nodes) * (2 * heads + 1) * itemsize  # attention mask, two copies of one layer's scores
+    scores = (
+        nodes * (past + nodes) * (2 * spec.num_heads + 1) * itemsize
+    )  # attention mask, two copies of one layer's scores
     states = nodes * spec.hidden_size * (4 + 2 * FFN_RATIO) * itemsize  # one layer's states, gates and projections
     return rows * (logits + scores + states)
 

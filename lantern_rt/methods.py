@@ -36,7 +36,8 @@ def _parse_cfg_tokens(value: Any) -> Any:
         return int(text)
     share = text.removesuffix("%")
     integer, _, fraction = share.partition(".")
-    is_share = share != text and integer.isdecimal() and (fraction or "0").isdecimal() and float(share) <= 100
+    is_number = integer.isdecimal() and (fraction or "0").isdecimal() and len(share) <= 20  # recipes have little space
+    is_share = share != text and is_number and float(share) <= 100
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if value is None or is_share or is_count:
         return value
@@ -73,7 +74,7 @@ class Sampling(FrozenModel, strict=True):
         top_k: number of most probable tokens to keep; 0 keeps all.
         top_p: probability mass to keep, above 0 up to 1; 1 keeps all.
         filter_order: LlamaGen applies top-k first; LANTERN, like the transformers warpers, applies top-p first.
-        repetition_penalty: divisor, above 0 up to 100, of the conditional logits of tokens that the image already
+        repetition_penalty: divisor, 0.01 .. 100, of the conditional logits of tokens that the image already
             contains (negative logits are multiplied), applied before guidance; None: no penalty.
     """
 
@@ -106,7 +107,7 @@ class Sampling(FrozenModel, strict=True):
     filter_order: FilterOrder = "top-k, top-p"
     repetition_penalty: Annotated[
         float | None,
-        Field(gt=0, le=100, description="Divisor of the logits of tokens that the image contains already; 1: none."),
+        Field(ge=0.01, le=100, description="Divisor of the logits of tokens that the image contains already; 1: none."),
         Requested(),
     ] = None
 
@@ -141,7 +142,7 @@ class Sampling(FrozenModel, strict=True):
     @property
     def filtered(self) -> bool:
         """Whether top-k or top-p removes tokens; always False when greedy."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
+        return self.temperature != 0.0 and (self.top_k > 0 or self.top_p < 1.0)
 
 
 # Sampling settings of requests, from which the options of Python, the command line and HTTP are made.

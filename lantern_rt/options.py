@@ -21,6 +21,7 @@ class GenerationOptions(TypedDict, total=False):
     """`Options` without image editing."""
 
     class_ids: int | Sequence[int] | None
+    token_ids: Sequence[int] | Sequence[Sequence[int]] | None
     embeddings: Embeddings | None
     negative_prompt: str | None
     keep_rows: int | None
@@ -43,6 +44,8 @@ class Options(GenerationOptions, total=False):
 
     Attributes:
         class_ids: class ids from 0, one or several, for bundles that take them instead of prompts.
+        token_ids: prompt as token ids, or several prompts, in place of `prompts`. A bundle with a template (kind
+            `tokens`) takes a whole conditional row, which begins and ends as its layout says; others the ids of a text.
         embeddings: text embeddings, for bundles that take them instead of prompts: floats `[tokens, dim]` or
             `[prompts, tokens, dim]`, alone or as `(embeddings, mask)` with a right-padded mask `[prompts, tokens]`.
         negative_prompt: prompt that guidance leads away from, for all prompts; needs prompts and guidance.
@@ -60,7 +63,7 @@ class Options(GenerationOptions, total=False):
         temperature: 0 (greedy) or 0.001 .. 1000.
         top_k: number of most probable tokens to keep; 0 is off.
         top_p: probability mass to keep, above 0 up to 1; 1 is off.
-        repetition_penalty: above 0 up to 100; 1 is off.
+        repetition_penalty: 0.01 .. 100; 1 is off.
         size: `"WIDTHxHEIGHT"` in pixels, for bundles with several image sizes.
         image: image to edit: a Pillow image, an array, the path of a file or its bytes. Without prompts, the prompt
             recorded in it is used.

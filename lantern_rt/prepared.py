@@ -17,10 +17,7 @@ from .prompts import ImageRequest
 from .requests import Settings
 from .runtime.drafters import count_nodes
 from .runtime.engine import Ints
-from .runtime.groups import GroupLayout, TwoHeadLayout
-from .runtime.layout import ImageLayout
 from .runtime.likelihood import Likelihood, likelihood
-from .runtime.raster import RasterLayout, RowEndLayout
 from .runtime.state import DrafterLayout, Model, Plan, PrefixRow, Prompt
 
 if TYPE_CHECKING:
@@ -82,7 +79,7 @@ def make_plan(manifest: Manifest, settings: Settings, engines: Engines, adaptive
         adaptive: whether the window of an exact `sjd` adapts to its acceptance, see `windows.py`.
     """
     nodes = count_nodes(settings.method, engines.max_nodes)
-    return Plan(image_layout(manifest, settings.size), settings.sampling, settings.method, nodes, adaptive)
+    return Plan(manifest.layout(settings.size), settings.sampling, settings.method, nodes, adaptive)
 
 
 def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
@@ -116,24 +113,6 @@ def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageReq
         rows = zip((cond[0], uncond[0]), image.real, image.tokens or (None, None), strict=True)
         first, second = (PrefixRow(*row, image.first_position) for row in rows)
         yield from [Prompt(first, second, preserved)] * (1 + len(others))
-
-
-def image_layout(manifest: Manifest, size: str | None = None) -> ImageLayout:
-    """Return the layout of images of one size.
-
-    Args:
-        manifest: manifest of the bundle.
-        size: name of the image size; None: the bundle's default.
-    """
-    grid = manifest.size(size)
-    order = manifest.order
-    if order is not None:
-        if order.two_heads:
-            return TwoHeadLayout(order.groups, manifest.codebook_size, grid.columns)
-        return GroupLayout(order.groups, manifest.codebook_size)
-    if manifest.row_end is not None:
-        return RowEndLayout(grid.codes, grid.columns, row_end=manifest.row_end)
-    return RasterLayout(grid.codes, grid.columns, grid.first_grid or (0, 0))
 
 
 def load_model(bundle: Bundle, engines: Engines, methods: Sequence[MethodConfig] | None = None) -> Model:

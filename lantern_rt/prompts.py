@@ -21,9 +21,10 @@ from .options import Embeddings
 from .text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from .text.words import WordTokenizer, read_word_tokenizer
 
-Label = str | int | None
+Label = str | int | tuple[int, ...] | None
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
 PROMPT_LIMIT = 2000  # characters
+_MAX_ID = 2**31 - 1  # Maximum token id.
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class ImageRequest:
     """Image to generate, with its prompt, seed and condition inputs.
 
     Attributes:
-        label: prompt or class id; None for embeddings.
+        label: prompt, class id or token ids; None for embeddings.
         inputs: inputs of the condition graph by name, `[1, ...]`.
         real: positions that are not padding, of the conditional and the unconditional row, bool `[prefix]`.
         tokens: token ids of the conditional and the unconditional row, int64 `[prefix]`; None if the condition graph
@@ -97,7 +98,54 @@ def prepare_prompts(
     Raises:
         RequestError: a prompt is empty, too long or not text; the error says which prompt.
     """
-    requests = _prepare_prompts("prompt", condition, tokenizer, size, prompts)
+    return _with_negative(
+        _prepare_prompts("prompt", condition, tokenizer, size, prompts), condition, tokenizer, size, negative
+    )
+
+
+def prepare_token_ids(
+    condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any], negative: Any = None
+) -> list[ImageRequest]:
+    """Prepare one image per prompt of token ids.
+
+    Args:
+        condition: condition of the bundle.
+        tokenizer: tokenizer of the bundle, whose vocabulary the ids belong to.
+        size: size of the images, whose tokens end the ids for kind `tokens`.
+        prompts: token ids of a prompt, or of several prompts, checked here.
+        negative: negative prompt as text; None: none.
+
+    Raises:
+        RequestError: ids are unknown, too many, or do not begin and end as the bundle's template.
+    """
+    rows = prompts if prompts and all(isinstance(row, list | tuple | np.ndarray) for row in prompts) else [prompts]
+    names = [_numbered("token_ids", i, len(rows)) for i in range(len(rows))]
+    requests = [_prepare_ids(name, condition, tokenizer, size, row) for name, row in zip(names, rows, strict=True)]
+    return _with_negative(requests, condition, tokenizer, size, negative)
+
+
+def _prepare_ids(
+    name: str, condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, row: list[Any]
+) -> ImageRequest:
+    ids = [check_int(name, value, -1, 0, _MAX_ID) for value in row]
+    before, after = ((), ()) if condition.layout is None else condition.layout.ends(size.tokens)
+    text = ids[len(before) : len(ids) - len(after)]
+    if ids != [*before, *text, *after]:
+        expected = f"{[*before]} before the text and {[*after]} behind it, as size {size.name} requires"
+        raise RequestError(field=name, found=format_value(ids[: len(before)] + ids[-len(after) :]), expected=expected)
+    if not text or len(ids) > condition.prefix:
+        limits = f"{len(before) + 1 + len(after)} .. {condition.prefix:,}"
+        raise RequestError(field=name, found=f"{len(ids):,} ids", expected=limits)
+    if unknown := [i for i in text if not tokenizer.has_id(i)]:
+        raise RequestError(field=name, found=f"{unknown[0]}", expected="ids of the bundle's tokenizer")
+    padded = text + [0] * (condition.prefix - len(text)) if condition.kind == "words" else text
+    return _image_request(condition, size, tuple(ids), np.array(padded, np.int64))
+
+
+def _with_negative(
+    requests: list[ImageRequest], condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, negative: Any
+) -> list[ImageRequest]:
+    """Replace the unconditional rows by the conditional row of a negative prompt, unless it is None."""
     if negative is None:
         return requests
     if isinstance(tokenizer, TemplateTokenizer) and condition.layout and condition.layout.negative:
@@ -143,21 +191,28 @@ def _prepare_prompt(condition: ConditionSpec, tokenizer: PromptTokenizer, size: 
     if len(prompt) > PROMPT_LIMIT:
         raise RequestError(field="prompt", found=f"{len(prompt):,} characters", expected=f"at most {PROMPT_LIMIT:,}")
     layout = condition.layout
+    before, after = ((), ()) if layout is None else layout.ends(size.tokens)
+    text = prompt.strip() if layout is not None and layout.strip else prompt
+    ids = tokenizer.encode(text, condition.prefix - len(before) - len(after))
+    return _image_request(condition, size, prompt, ids)
+
+
+def _image_request(condition: ConditionSpec, size: Size, label: Label, ids: NDArray[np.int64]) -> ImageRequest:
+    """Create the request of an image from the token ids of its text, int64 `[n]`."""
+    layout = condition.layout
     prefix = condition.prefix
     if layout is None:
-        ids = tokenizer.encode(prompt, prefix)
         real = np.arange(prefix) >= prefix - len(ids)
         mask = {"token_mask": np.ones((1, len(ids)), np.int64)} if condition.kind == "text" else {}
-        return ImageRequest(prompt, {"token_ids": ids[None], **mask}, (real, real))
-    suffix = (*layout.after, *size.tokens)
-    ids = tokenizer.encode(prompt, prefix - len(layout.before) - len(suffix))
-    cond = np.array([*layout.before, *ids, *suffix], np.int64)
+        return ImageRequest(label, {"token_ids": ids[None], **mask}, (real, real))
+    before, after = layout.ends(size.tokens)
+    cond = np.array([*before, *ids, *after], np.int64)
     uncond = cond.copy() if layout.uncond is None else np.array([*layout.uncond, *size.tokens], np.int64)
     if layout.uncond_fill is not None:
-        uncond[len(layout.before) : len(cond) - len(suffix)] = layout.uncond_fill
+        uncond[len(before) : len(cond) - len(after)] = layout.uncond_fill
     inputs = {"token_ids": cond[None], "uncond_ids": uncond[None]}
     rows = (np.ones(len(cond), bool), np.ones(len(uncond), bool))
-    return ImageRequest(prompt, inputs, rows, (cond, uncond), first_position=size.first_position)
+    return ImageRequest(label, inputs, rows, (cond, uncond), first_position=size.first_position)
 
 
 def _to_array(values: Any) -> NDArray[Any]:

@@ -80,7 +80,7 @@ class PublishedModel(FrozenModel):
 
     family: str
     files: dict[str, str]
-    options: dict[str, int]
+    options: dict[str, int | str]
     cfg_scale: float | None = None
     sizes: str
     parameters: int
@@ -103,6 +103,11 @@ class PublishedModel(FrozenModel):
     def export_options(self) -> dict[str, Any]:
         """Options of `export` by name."""
         return {**self.files, **self.options}
+
+    @property
+    def subject(self) -> str:
+        """Parameter of requests that says what to draw."""
+        return "class_ids" if self.family == "llamagen" and "text_encoder" not in self.files else "prompts"
 
     @property
     def repositories(self) -> list[str]:
@@ -177,6 +182,11 @@ def _reading_cache() -> Iterator[Path]:
 def is_published(name: str) -> bool:
     """Return whether a bundle's name is that of a published model; a folder of this name takes precedence."""
     return name in published_models() and not Path(name).is_dir()
+
+
+def is_missing(name: str) -> bool:
+    """Return whether a bundle's name is that of a published model that is not in the cache."""
+    return is_published(name) and cached_bundle(name) is None
 
 
 def find_source(name: str, export: bool = False) -> PublishedModel | FinishedBundle:
@@ -257,12 +267,17 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
     Raises:
         LanternError: the same as `check_host`; the hub cannot be reached; or the export fails.
     """
+    from .export.progress import silent
+
     check_host(name, export=True)
     folder = _bundle_folder(name)
-    with output_errors(folder):
-        if os.path.islink(folder):  # to a finished bundle that is gone
-            folder.unlink()
-    return export_bundle(name, folder, default_precision(), progress)
+    with _locked(folder, progress or silent):
+        if os.path.islink(folder) and cached_bundle(name) is None:  # a link to a finished bundle that is gone
+            with output_errors(folder):
+                folder.unlink()
+        if cached_bundle(name) is None:  # else by the program that had the lock
+            export_bundle(name, folder, default_precision(), progress)
+    return folder
 
 
 def export_bundle(name: str, output: Path, precision: str, progress: Progress | None = None) -> Path:
@@ -291,6 +306,24 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
     loaded = read_family(model.family, model.export_options, report, model.cfg_scale)
     loaded = replace(loaded, licence=model.licence)
     return export_model(loaded, output, name=name, precisions=read_precisions(**choice), force=True, progress=report)
+
+
+@contextmanager
+def _locked(output: Path, report: Progress) -> Iterator[None]:
+    """Wait until no other program exports the same bundle, and lock it. output: folder of the bundle."""
+    from filelock import FileLock, Timeout
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output.with_name(f".{output.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        report(f"waiting for another program that exports {output.name}", 0, 0)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def fetch_published(name: str, progress: Progress | None = None, export: bool = False) -> Path:

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 
 from .bundle.files import Bundle
+from .bundle.manifest import Size
 from .prompts import ImageRequest, Label
-from .requests import Request, Settings
+from .requests import Settings
 from .runtime.decode import Step
 from .runtime.noise import FORMAT
 from .runtime.statistics import Statistics
@@ -32,7 +33,7 @@ class Result:
             bundle), and so does a PNG file saved from an image; `lantern-rt run --from FILE.png` generates it again.
         codes: tokens of each image in raster order, int64 `[cells]`, after the tokens of a smaller first grid.
         seeds: seed of each image.
-        prompts: prompt or class id of each image; None for embeddings.
+        prompts: prompt, class id or token ids of each image; None for embeddings.
         stats: statistics of the whole batch.
         settings: settings used, including the bundle's defaults.
     """
@@ -114,23 +115,27 @@ def build_result(images: Sequence[ImageRequest], decoded: list[Image], last: Str
     return Result(decoded, last.codes, seeds, labels, last.stats, last.settings)
 
 
-def codes_bytes(bundle: Bundle, request: Request, i: int, codes: Ints) -> bytes:
-    """Return an .npz file with the codes of image i, its recipe, and the codes of a smaller first grid.
+def split_grids(size: Size, codes: Ints) -> tuple[Ints, Ints]:
+    """Split the codes of an image, `[cells]`, into the grid of its first codes, 0 x 0 without, and its grid."""
+    first = codes[: size.first_codes].reshape(size.first_grid or (0, 0))
+    return first, codes[size.first_codes :].reshape(size.rows, size.columns)
+
+
+def codes_bytes(bundle: Bundle, settings: Settings, image: ImageRequest, codes: Ints) -> bytes:
+    """Return an .npz file with the codes of an image, its recipe, and the codes of a smaller first grid.
 
     Args:
         bundle: bundle that generated the codes.
-        request: request of the image.
-        i: index of the image.
+        settings: settings of the request.
+        image: prompt and seed of the image.
         codes: codes of all grids, `[cells]`.
 
     Returns:
         The file. Its arrays are `codes` and `first_codes`, int64 `[rows, columns]`, and `recipe`, text in JSON.
     """
-    size = bundle.manifest.size(request.settings.size)
-    recipe = recipe_fields(bundle, request.settings, request.images[i])
+    recipe = recipe_fields(bundle, settings, image)
     file = BytesIO()
-    first = codes[: size.first_codes].reshape(size.first_grid or (0, 0))
-    grid = codes[size.first_codes :].reshape(size.rows, size.columns)
+    first, grid = split_grids(bundle.manifest.size(settings.size), codes)
     np.savez(file, codes=grid, first_codes=first, recipe=np.array(dumps(recipe)))
     return file.getvalue()
 
@@ -185,7 +190,9 @@ def recipe_fields(bundle: Bundle, settings: Settings, image: ImageRequest) -> di
     """
     kind = "prompt" if isinstance(image.label, str) else "class_id"
     subject = {kind: str(image.label)}
-    if image.label is None:
+    if isinstance(image.label, tuple):
+        subject = {"token_ids": " ".join(map(str, image.label))}
+    elif image.label is None:
         values = b"".join(value.tobytes() for value in image.inputs.values())
         subject = {"embedding": hashlib.sha256(values).hexdigest()}
     if image.negative is not None:

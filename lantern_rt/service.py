@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
@@ -21,24 +21,19 @@ from typing import Self, Unpack
 from .errors import LanternError, RequestError
 from .inputs import check_int
 from .memory import fit_images, largest_settings
-from .methods import MethodConfig, Sjd
+from .methods import MethodConfig
 from .options import Options
 from .pipeline import Pipeline
 from .prepared import load_model
 from .results import StreamStep
 from .runtime import state
-from .runtime.batch import Batch
-from .runtime.decode import Step, select_joining
-from .runtime.drafters import count_nodes
+from .runtime.decode import Step
 from .runtime.drafting import SequenceStep
-from .runtime.statistics import Clock, summarise
 from .service_request import Listener, ServiceRequest
-from .sharing import Capacity, Turns, fair_order
+from .shared_batches import SharedBatches
+from .sharing import Capacity
 
 _LOG = logging.getLogger(__name__)
-MAX_NODES = 65  # maximum nodes of an image per forward pass; a pass pads all images to the same number
-GROUPS = MAX_NODES.bit_length() + 1  # groups of requests that share forward passes, by the logarithm of their nodes
-FEW_NODES = 2  # exact methods with more nodes per image slow down other callers that share the forward pass
 MAX_FAILURES = 3  # consecutive failed forward passes after which the service counts as broken
 
 
@@ -61,14 +56,11 @@ class Service:
         self.model = load_model(pipeline.bundle, engines)
         fitting = fit_images(manifest, [], largest_settings(manifest), engines.max_rows, None)
         usual = min(fitting, max(1, engines.max_rows // 2))
-        self._max_images = check_int("together", together, usual, 1, 4096)
-        self.capacity = Capacity(self._max_images, check_int("waiting", waiting, 256, 0, 1 << 20))
-        self._rows = min(2 * self._max_images, engines.max_rows)
-        self._clocks = Clock(), Clock()
-        self._batches = self._new_batches()
-        self._turns = Turns()
+        max_images = check_int("together", together, usual, 1, 4096)
+        self.capacity = Capacity(max_images, check_int("waiting", waiting, 256, 0, 1 << 20))
+        self._rows = min(2 * max_images, engines.max_rows)
+        self._batches = SharedBatches(self.model, max_images, self._rows, self._caller_of)
         self._requests: dict[int, ServiceRequest] = {}  # index of a sequence -> request
-        self._waiting: list[state.ImageSequence] = []  # sequences that have not joined a batch
         self._num_sequences = 0  # sequences so far, for their indices
         self._num_callers = 0  # callers with recent requests
         self._changed = threading.Condition()
@@ -99,7 +91,7 @@ class Service:
     @property
     def running(self) -> int:
         """Number of images that share forward passes now."""
-        return sum(len(batch.active) for batch in list(self._batches.values()))
+        return self._batches.num_active
 
     def submit(
         self,
@@ -154,11 +146,7 @@ class Service:
 
     def check_nodes(self, method: MethodConfig) -> None:
         """Raise RequestError if a pass of the method has too many nodes to be shared."""
-        max_nodes = min(MAX_NODES, self._engines.max_nodes)
-        nodes = count_nodes(method, max_nodes)
-        if nodes > max_nodes:
-            expected = f"at most {max_nodes} where passes are shared"
-            raise RequestError(field="method", found=f"{nodes} nodes in a pass", expected=expected)
+        self._batches.check_nodes(method)
 
     def cancel(self, request: ServiceRequest) -> None:
         """Cancel a request; a request that has ended is ignored."""
@@ -184,9 +172,8 @@ class Service:
 
     # ---------------------------------------------------------------- the service's thread
 
-    def _new_batches(self) -> dict[int, Batch]:
-        """Return one batch per group, all with the same clocks."""
-        return {group: Batch(self.model, clocks=self._clocks) for group in range(GROUPS)}
+    def _caller_of(self, sequence: state.ImageSequence) -> str:
+        return self._requests[sequence.index].caller
 
     def _run(self) -> None:
         going = True
@@ -230,17 +217,17 @@ class Service:
         except Exception as error:
             self._end_request(request, error)
             return
-        request.clocks = self._clocks[0].copy(), self._clocks[1].copy()
+        request.clocks = self._batches.clocks[0].copy(), self._batches.clocks[1].copy()
         for prompt, seed in zip(prompts, prepared.seeds, strict=True):
             sequence = state.ImageSequence(self._num_sequences, prepared.plan, prompt, seed)
             self._requests[self._num_sequences] = request
             self._num_sequences += 1
             request.sequences.append(sequence)
-            self._waiting.append(sequence)
+            self._batches.waiting.append(sequence)
 
     def _reject_queued(self) -> None:
         """Reject requests that would miss deadlines or exceed shares."""
-        queued = dict.fromkeys(self._requests[sequence.index] for sequence in self._waiting)
+        queued = dict.fromkeys(self._requests[sequence.index] for sequence in self._batches.waiting)
         waiting = [request for request in queued if request.waits]
         rejected: dict[ServiceRequest, Exception] = {}
         with self._changed:
@@ -256,62 +243,24 @@ class Service:
         for request, error in rejected.items():
             self._end_request(request, error)
 
-    def _waiting_by_group(self) -> dict[int, list[state.ImageSequence]]:
-        """Return the queued sequences of each group, in the order in which they join its batch."""
-        active = [sequence for batch in self._batches.values() for sequence in batch.active]
-        held = Counter(self._requests[sequence.index].caller for sequence in active)
-        share = max(1, self._max_images // self._num_callers) if self._num_callers > 1 else self.capacity.total
-        queued = [(self._requests[sequence.index].caller, sequence) for sequence in self._waiting]
-        order = fair_order(queued, held, share)
-        groups = [self._group(sequence) for sequence in order]
-        used = {group for group, batch in self._batches.items() if batch.active}
-        if len(used.union(groups)) > 1:  # limits the images over all groups, which `select_joining` does per group
-            order = order[: self._max_images - len(active)]
-        waiting: dict[int, list[state.ImageSequence]] = {}
-        for sequence, group in zip(order, groups, strict=False):
-            waiting.setdefault(group, []).append(sequence)
-        return waiting
-
-    def _group(self, sequence: state.ImageSequence) -> int:
-        """Return the number of the batch that an image joins.
-
-        Batch 0 is for all callers. With several callers, images are decoded in other batches, by number of nodes, if
-        their large passes would delay other callers, or if other callers' images would change theirs.
-        """
-        method = sequence.method
-        if self._num_callers < 2 or (method.exact and (sequence.max_nodes <= FEW_NODES or isinstance(method, Sjd))):
-            return 0
-        return sequence.max_nodes.bit_length()
-
     def _step(self) -> None:
         """Run one forward pass and send its results to the listeners."""
-        waiting = self._waiting_by_group()
-        free = self._max_images - sum(len(batch.active) for batch in self._batches.values())
-        callers: dict[int, set[str]] = {}
-        new: dict[int, list[state.ImageSequence]] = {}
-        for group, batch in self._batches.items():
-            queued = waiting.get(group, [])
-            new[group] = select_joining(batch, queued, free + len(batch.active), self._rows)
-            if batch.active or new[group]:
-                callers[group] = {self._requests[sequence.index].caller for sequence in (*batch.active, *queued)}
-        if not callers:
+        chosen = self._batches.next_pass(self._num_callers, self.capacity.total)
+        if chosen is None:
             return
-        group = self._turns.next_group(callers)
         began = time.perf_counter()
         try:
-            parts = self._batches[group].join(new[group]) if new[group] else self._batches[group].step()
+            parts = chosen.run()
         except Exception as error:
-            active = self._batches[group].active
-            failed = dict.fromkeys(self._requests[sequence.index] for sequence in new[group] if sequence not in active)
-            if not failed or not isinstance(error, LanternError):
+            joining = [sequence for sequence in chosen.joining if sequence not in chosen.batch.active]
+            if not joining or not isinstance(error, LanternError):
                 raise
-            for request in failed:  # they could not join, for example for lack of memory; the batch is unchanged
+            # they could not join, for example for lack of memory; the batch is unchanged
+            for request in dict.fromkeys(self._requests[sequence.index] for sequence in joining):
                 self._end_request(request, copy(error).with_traceback(None))
             return
+        self._batches.record(chosen, began)
         now = time.perf_counter()
-        self._turns.record_pass(group, now - began, callers)
-        if new[group]:
-            self._waiting = [sequence for sequence in self._waiting if not sequence.codes]
         with self._changed:
             images = sum(
                 len(part.codes) / self._requests[part.sequence].prepared.plan.layout.num_codes for part in parts
@@ -325,18 +274,16 @@ class Service:
             if request.queue_seconds is None:
                 request.queue_seconds = began - request.arrived
             self._send_step(request, request_parts)
+        for sequence in chosen.batch.failed:
+            if (failed_request := self._requests.get(sequence.index)) is not None and sequence.error is not None:
+                self._end_request(failed_request, copy(sequence.error).with_traceback(None))
 
     def _send_step(self, request: ServiceRequest, parts: list[SequenceStep]) -> None:
         settings = request.prepared.settings
         sequences = request.sequences
-        codes = request.prepared.plan.layout.num_codes
-        total = codes * len(sequences)
+        total = request.prepared.plan.layout.num_codes * len(sequences)
         remaining = sum(sequence.remaining for sequence in sequences)
-        stats = None
-        if not remaining:
-            target, drafter = (clock.since(start) for clock, start in zip(self._clocks, request.clocks, strict=True))
-            records = [sequence.statistics for sequence in sequences]
-            stats = summarise(settings.method.method, codes, target, drafter, records)
+        stats = None if remaining else request.summarise(self._batches.clocks)
         parts = [part._replace(sequence=part.sequence - sequences[0].index) for part in parts]
         decode_image = partial(self.pipeline.decode_image, request.prepared.images, settings)
         step = request.stream_state.add(Step(parts, total - remaining, total, stats), settings, decode_image)
@@ -350,9 +297,7 @@ class Service:
         """Remove a request, and call its listener with the last step or error; None: the request was cancelled."""
         if not request.ended:
             self._remove(request, last)
-            self._waiting = [sequence for sequence in self._waiting if sequence not in request.sequences]
-            for batch in self._batches.values():
-                batch.leave(request.sequences)
+            self._batches.leave(request.sequences)
 
     def _remove(self, request: ServiceRequest, last: StreamStep | BaseException | None) -> None:
         request.ended = True
@@ -376,8 +321,7 @@ class Service:
         if not isinstance(error, LanternError):
             _LOG.error("a pass failed", exc_info=error)
         self._failures += 1
-        self._batches = self._new_batches()
-        self._waiting = []
+        self._batches.clear()
         ended = {*self._requests.values()}
         while self._closing and (request := self._pop(self._arriving)) is not None:
             ended.add(request)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from .prepared import Prepared
 from .results import StreamState, StreamStep
 from .runtime import state
-from .runtime.statistics import Clock
+from .runtime.statistics import Clock, Statistics, summarise
 
 Listener = Callable[[StreamStep | BaseException], None]
 
@@ -40,6 +40,17 @@ class ServiceRequest:
     def waits(self) -> bool:
         """Whether the request is neither cancelled nor ended, and no image has begun."""
         return bool(self.reserved_images) and not any(sequence.codes for sequence in self.sequences)
+
+    def summarise(self, clocks: tuple[Clock, Clock]) -> Statistics:
+        """Return the statistics of the request, which has just ended.
+
+        Args:
+            clocks: clocks of the service's target and drafter.
+        """
+        target, drafter = (clock.since(start) for clock, start in zip(clocks, self.clocks, strict=True))
+        plan = self.prepared.plan
+        records = [sequence.statistics for sequence in self.sequences]
+        return summarise(plan.method.method, plan.layout.num_codes, target, drafter, records)
 
     def cancel(self) -> None:
         """Cancel the request: free its capacity at once and its cache soon; the listener is not called again."""

@@ -90,14 +90,13 @@ class Relaxation:
     residual: Residual = "aggregated"
 
     @classmethod
-    def of(cls, method: MethodConfig, neighbors: Codes | None) -> Relaxation | None:
-        """Return the relaxation of a method, None for an exact method; `neighbors` is the bundle's table.
+    def of(cls, method: MethodConfig, neighbors: Codes | None) -> Relaxation:
+        """Return the relaxation of a relaxed method; `neighbors` is the bundle's table.
 
         Raises:
-            RequestError: a relaxed method without the table.
+            RequestError: the model was loaded without the table.
         """
-        if not isinstance(method, Relaxed) or method.exact:
-            return None
+        assert isinstance(method, Relaxed)
         if neighbors is None:
             problem = "reads a table of neighbours, which the model was loaded without"
             raise RequestError(problem, field="method", remedy="name the method when the model is loaded")

@@ -9,10 +9,12 @@ image.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
 
+from ..errors import EngineError
 from .device import DeviceLogits, SampleRequest
 from .drafters import Drafters
 from .drafting import Commit, Draft, OnCommit, SequenceStep
@@ -20,10 +22,13 @@ from .engine import Cache, DeviceArray, Floats, PassOutput
 from .layout import PassLayout
 from .likelihood import recompute_logits, tie_margin
 from .passes import Prefixes
+from .sampling import invalid_logits_error
 from .state import ImageSequence, Model
 from .statistics import Clock
 from .target import TargetOutput, choose_for_sequences
 from .tree_drafts import TreeDraft, chain
+
+_NOTHING = np.zeros(0, np.int64)
 
 
 class Batch:
@@ -36,6 +41,7 @@ class Batch:
 
     Attributes:
         active: sequences in the next pass, in the order of their batch rows.
+        failed: sequences that the last step removed for an `error`, such as NaN in their logits.
     """
 
     def __init__(
@@ -45,6 +51,7 @@ class Batch:
         self._on_commit = on_commit
         self.target_clock, self.drafter_clock = clocks or (Clock(), Clock())
         self.active: list[ImageSequence] = []
+        self.failed: list[ImageSequence] = []
         self._cache: Cache | None = None  # its rows are the batch rows of `active`
         self._drafters = Drafters(model, self.drafter_clock)
         self._update_rows()
@@ -58,10 +65,10 @@ class Batch:
         """Add sequences to the batch: run one target pass over their prefixes, and sample their first codes.
 
         Returns:
-            Each sequence's part of the step.
+            Each sequence's part of the step, except of `failed` sequences.
 
         Raises:
-            EngineError: the target gave NaN or infinity. No sequence has joined.
+            EngineError: the pass failed. No sequence has joined.
         """
         with np.errstate(over="ignore", invalid="ignore"):  # EngineError reports them
             return self._prefill(sequences)
@@ -75,13 +82,44 @@ class Batch:
         """Run one target pass over the drafts of all active sequences, and commit the accepted tokens.
 
         Returns:
-            Each active sequence's part of the step.
+            Each active sequence's part of the step, except of `failed` sequences.
 
         Raises:
-            EngineError: the target gave NaN or infinity.
+            EngineError: the pass failed.
         """
+        if not self.active:
+            return []
         with np.errstate(over="ignore", invalid="ignore"):  # EngineError reports them
-            return self._decode_step() if self.active else []
+            drafts, num_nodes = self._draft()
+            layouts = {sequence: drafts[sequence].layout() for sequence in self.active}
+            pass_output = self._verify(layouts, num_nodes)
+            outputs = {
+                sequence: self._target_output(
+                    sequence, drafts[sequence], layout, pass_output.logits, self._rows[sequence]
+                )
+                for sequence, layout in layouts.items()
+            }
+            self._sample_together(pass_output, drafts, outputs)
+            steps: list[SequenceStep] = []
+            commits: list[Commit] = []
+            row_nodes = [_NOTHING] * self.num_rows
+            for sequence, output in outputs.items():
+                draft = drafts[sequence]
+                if sequence.error is not None:
+                    continue
+                try:
+                    step, tokens, accepted = draft.accept(output, self.model)
+                except EngineError as error:
+                    sequence.error = error
+                    continue
+                sequence.noise.forget(len(sequence.codes))
+                nodes = row_nodes[output.rows] = [accepted] * len(sequence.rows)
+                commits.append(Commit(sequence, tokens, nodes, output.rows, pass_output.hidden, output, draft))
+                steps.append(step)
+            assert self._cache is not None
+            self.target_clock.append(self._cache, pass_output.new_kv, row_nodes)
+            self._commit(commits)
+        return steps
 
     def _prefill(self, sequences: Sequence[ImageSequence]) -> list[SequenceStep]:
         target = self.model.target
@@ -97,7 +135,12 @@ class Batch:
             draft = TreeDraft(sequence, chain([0]))  # the root stands for the last token of the prefix
             output = self._target_output(sequence, draft, sequence.layout.after_prefix(), last_logits, rows)
             preserved, _ = sequence.next_preserved()
-            codes = preserved[:1] if len(preserved) else np.array([output.choice(0)])
+            try:
+                codes = preserved[:1] if len(preserved) else np.array([output.choice(0)])
+            except EngineError as error:
+                sequence.error = error
+                cache.discard()
+                continue
             steps.append(SequenceStep.of(sequence, codes))
             nodes = [np.arange(length) for length in lengths[rows]]
             commits.append(Commit(sequence, codes, nodes, rows, pass_output.hidden, output))
@@ -115,30 +158,6 @@ class Batch:
         self.active += sequences
         self._update_rows()
 
-    def _decode_step(self) -> list[SequenceStep]:
-        drafts, num_nodes = self._draft()
-        layouts = {sequence: drafts[sequence].layout() for sequence in self.active}
-        pass_output = self._verify(layouts, num_nodes)
-        outputs = {
-            sequence: self._target_output(sequence, drafts[sequence], layout, pass_output.logits, self._rows[sequence])
-            for sequence, layout in layouts.items()
-        }
-        self._sample_together(pass_output, drafts, outputs)
-        steps: list[SequenceStep] = []
-        commits: list[Commit] = []
-        for sequence, output in outputs.items():
-            draft = drafts[sequence]
-            step, tokens, accepted_nodes = draft.accept(output, self.model)
-            sequence.noise.forget(len(sequence.codes))
-            nodes = [accepted_nodes] * len(sequence.rows)
-            commits.append(Commit(sequence, tokens, nodes, self._rows[sequence], pass_output.hidden, output, draft))
-            steps.append(step)
-        assert self._cache is not None
-        accepted = [row_nodes for commit in commits for row_nodes in commit.nodes]
-        self.target_clock.append(self._cache, pass_output.new_kv, accepted)
-        self._commit(commits)
-        return steps
-
     def _draft(self) -> tuple[dict[ImageSequence, Draft], int]:
         """Draft for all active sequences; every drafter is called once, with all its sequences.
 
@@ -147,10 +166,8 @@ class Batch:
         """
         drafts: dict[ImageSequence, Draft] = {}
         num_nodes = 0
-        for drafter, sequences in self._drafters:
-            for sequence in sequences:
-                sequence.adapt_window(len(self.active))
-                num_nodes = max(num_nodes, drafter.min_nodes(sequence))
+        for drafter, sequences in self._drafters.all:
+            num_nodes = max(num_nodes, *(drafter.min_nodes(sequence, len(self.active)) for sequence in sequences))
             drafts.update(zip(sequences, drafter.draft(sequences), strict=True))
         return drafts, num_nodes
 
@@ -188,8 +205,9 @@ class Batch:
         logits = pass_output.logits
         if not isinstance(logits, np.ndarray) and isinstance(logits, DeviceLogits):
             self._sample_on_device(logits, drafts, outputs)
-        else:
-            choose_for_sequences(logits, (output for sequence, output in outputs.items() if sequence.exact))
+        elif len(outputs) > 1:
+            with suppress(EngineError):  # raised again for the sequence alone
+                choose_for_sequences(logits, (output for sequence, output in outputs.items() if sequence.exact))
 
     def _sample_on_device(
         self, logits: DeviceLogits, drafts: Mapping[ImageSequence, Draft], outputs: Mapping[ImageSequence, TargetOutput]
@@ -214,27 +232,32 @@ class Batch:
                 requests.append(SampleRequest(rows, nodes, sequence.sampling, noise, codes, scales))
                 device_outputs.append((output, part))
         best = logits.best_codes(requests, 1) if requests else []
-        for (output, sampled), (codes, _) in zip(device_outputs, best, strict=True):
+        for (output, sampled), (codes, scores) in zip(device_outputs, best, strict=True):
             output.store_choices(sampled, codes[:, 0])
+            if not np.isfinite(scores).all():
+                output.sequence.error = invalid_logits_error()
 
     def _commit(self, commits: Sequence[Commit]) -> None:
         """Send the committed tokens to their drafters, then remove finished sequences."""
         commit_of = {commit.sequence: commit for commit in commits}
-        for drafter, sequences in self._drafters:
+        for drafter, sequences in self._drafters.all:
             if drafted := [commit_of[sequence] for sequence in sequences if sequence in commit_of]:
                 drafter.commit(drafted)
         if self._on_commit is not None:
             self._on_commit(commits)
+        self.failed = [sequence for sequence in self.active if sequence.error is not None]
         finished = [commit.sequence for commit in commits if not commit.sequence.remaining]
         unguided = [commit.sequence for commit in commits if commit.sequence.end_guidance()]
         for sequence in unguided:
             sequence.tie_margin = tie_margin(self.model, sequence)
-        if finished or unguided:
-            self._leave(finished)
+        if finished or unguided or self.failed:
+            self._leave([*finished, *self.failed])
 
     def _leave(self, sequences: Sequence[ImageSequence]) -> None:
         """Remove sequences, and the rows that guidance does not need any more."""
         self.active = [sequence for sequence in self.active if sequence not in sequences]
+        if self.failed and self._cache is not None:
+            self._cache.discard()
         if not self.active:
             self._cache = None
         elif self._cache is not None:

@@ -52,6 +52,9 @@ def decode(
 
     Yields:
         One step after every prefill and every verification pass.
+
+    Raises:
+        EngineError: a graph gave NaN or infinity.
     """
     batch = Batch(model, on_commit)
     num_codes = plan.layout.num_codes
@@ -63,12 +66,16 @@ def decode(
     while stats is None:
         for i, (prompt, seed) in islice(coming, max_images - len(batch.active) - len(waiting)):
             waiting.append(ImageSequence(i, plan, prompt, seed))
-        if new := select_joining(batch, waiting, max_images):
+        new = select_joining(batch, waiting, max_images) if waiting else []
+        if new:
             del waiting[: len(new)]
             records += [sequence.statistics for sequence in new]
             parts = batch.join(new)
         else:
             parts = batch.step()
+        for sequence in batch.failed:
+            assert sequence.error is not None
+            raise sequence.error
         done += sum(part.num_codes for part in parts)
         if not batch.active and len(records) == len(seeds):
             stats = summarise(plan.method.method, num_codes, batch.target_clock, batch.drafter_clock, records)

@@ -38,8 +38,6 @@ class DeviceLogits(ABC):
         """Return the `count` codes with the highest log p + noise at each node of each request.
 
         Returns:
-            For each request the codes and their log p + noise, both `[nodes, count]`, as `sampling.best_codes`.
-
-        Raises:
-            EngineError: the logits contain NaN or infinity.
+            For each request the codes and their log p + noise, both `[nodes, count]`, as `sampling.best_codes`. The
+            best score of a node whose logits contain NaN or infinity is NaN or infinite.
         """

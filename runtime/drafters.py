@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..methods import Ar, Drafted, Groups, MethodConfig, RowParallel, Sjd
@@ -75,21 +75,21 @@ class Drafters:
     Args:
         model: engines and tables.
         clock: clock of drafter passes.
+
+    Attributes:
+        all: drafters, each with its sequences.
     """
 
     def __init__(self, model: Model, clock: Clock) -> None:
         self._model = model
         self._clock = clock
         self._drafters: dict[tuple[MethodConfig, bool], tuple[Drafter, list[ImageSequence]]] = {}
-
-    def __iter__(self) -> Iterator[tuple[Drafter, list[ImageSequence]]]:
-        """Return an iterator over drafters and their sequences."""
-        return iter([*self._drafters.values()])
+        self.all = self._drafters.values()
 
     def join(self, sequences: Sequence[ImageSequence]) -> None:
         """Add sequences to the drafters of their methods, and make drafters that are missing."""
         for sequence in sequences:
-            key = sequence.method, sequence.sampling.greedy
+            key = sequence.method, sequence.greedy
             if key not in self._drafters:
                 self._drafters[key] = _drafting(sequence.method).drafter(self._model, sequence.method, self._clock), []
             self._drafters[key][1].append(sequence)

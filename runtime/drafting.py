@@ -115,8 +115,13 @@ class Drafter:
         """Return a draft for every sequence of this drafter."""
         raise TypeError(f"{type(self).__name__} makes no drafts")
 
-    def min_nodes(self, sequence: ImageSequence) -> int:
-        """Return the number of nodes that passes over a sequence are padded to, so that their shapes repeat."""
+    def min_nodes(self, sequence: ImageSequence, images: int) -> int:
+        """Return the number of nodes that the next pass is padded to, so that the shapes of passes repeat.
+
+        Args:
+            sequence: sequence in the pass.
+            images: number of images in the pass.
+        """
         return 0
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:

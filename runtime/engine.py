@@ -112,6 +112,9 @@ class Cache(Protocol):
     def extend(self, cache: Cache) -> None:
         """Append the rows of another cache of the same engine; `cache` must not be used afterwards."""
 
+    def discard(self) -> None:
+        """Keep the memory from later caches, as it may contain NaN; this cache may still be used."""
+
 
 class Engine(Protocol):
     """Executable decoder: a target or a drafter."""

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..errors import EngineError
 from ..methods import Drafted, Sampling, Sjd
 from .drafting import Commit
 from .engine import Floats, Ints
@@ -26,7 +27,7 @@ from .heads import DraftHeads
 from .sampling import Probabilities, best_codes, shape_distribution, shape_logits
 from .state import ImageSequence
 from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal
-from .tree_drafts import TreeDrafter
+from .tree_drafts import TreeDrafter, chain
 from .tree_names import parse_tree
 
 
@@ -56,7 +57,19 @@ class HeadDrafter(TreeDrafter):
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
         """Return a chain or tree for every sequence."""
-        return [self._states[sequence].draft() for sequence in sequences]
+        trees = []
+        for sequence in sequences:
+            try:
+                trees.append(self._states[sequence].draft())
+            except EngineError as error:
+                sequence.error = error
+                trees.append(chain(sequence.codes[-1:]))  # the sequence ends after the pass
+        return trees
+
+    def min_nodes(self, sequence: ImageSequence, images: int) -> int:
+        """Adapt the window to the images in the pass, and return the maximum number of nodes of the next draft."""
+        sequence.adapt_window(images)
+        return sequence.max_nodes
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the state of these sequences."""
@@ -97,6 +110,7 @@ class DraftHeadState:
             unaccepted = [int(np.argmax(depths == depth)) for depth in range(count, int(depths.max()) + 1)]
         codes = range(done - count, done + len(unaccepted))
         states = self.sequence.guidance.mix(commit.read_states(unaccepted), codes)  # [nodes, hidden_size]
+        # state i gave code done - count + i; the states behind them gave codes that the draft did not get right
         self.context[done - count : done] = self.heads.context(states[:count])
         self.unaccepted = {}
         for i, (node, gate) in enumerate(zip(unaccepted, self.heads.gates(states[count:]), strict=True)):

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..errors import EngineError
 from .drafting import Commit
 from .raster import RasterLayout
 from .sampling import Probabilities
@@ -43,7 +44,10 @@ class JacobiDrafter(TreeDrafter):
         """Draft the tokens that a pass over the windows did not decide again."""
         for commit in commits:
             if commit.sequence.remaining and commit.sequence in self._windows:
-                self._windows[commit.sequence].advance(len(commit.tokens) - 1, commit.target)
+                try:
+                    self._windows[commit.sequence].advance(len(commit.tokens) - 1, commit.target)
+                except EngineError as error:
+                    commit.sequence.error = error
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
         """Return every sequence's window as a chain."""
@@ -55,6 +59,11 @@ class JacobiDrafter(TreeDrafter):
                 remaining = min(remaining, self.max_nodes - len(known))
             trees.append(self._window(sequence).draft(sequence.codes, remaining, known))
         return trees
+
+    def min_nodes(self, sequence: ImageSequence, images: int) -> int:
+        """Adapt the window to the images in the pass, and return the maximum number of nodes of the next draft."""
+        sequence.adapt_window(images)
+        return sequence.max_nodes
 
     def leave(self, sequences: Sequence[ImageSequence]) -> None:
         """Forget these sequences."""

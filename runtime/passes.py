@@ -14,20 +14,6 @@ from .state import PrefixRow
 MIN_NODES = 2  # one-node passes use another matrix kernel and would not reproduce tree passes
 
 
-def unmask_committed(attention_mask: Bools, lengths: Ints, prefix_padding: Bools) -> None:
-    """Update a mask: let all nodes attend to the committed cache entries of their rows, except to padding.
-
-    Args:
-        attention_mask: mask to change, bool `[rows, nodes, columns]`, False in the columns of the cache.
-        lengths: number of committed entries of each row, int64 `[rows]`.
-        prefix_padding: True at padding, bool `[rows, columns]`, at most as many columns as the longest prefix.
-    """
-    for row_mask, length in zip(attention_mask, lengths.tolist(), strict=True):
-        row_mask[:, :length] = True
-    if columns := prefix_padding.shape[1]:
-        attention_mask[:, :, :columns] &= ~prefix_padding[:, None]
-
-
 def stack_padding(padding: list[Bools]) -> Bools:
     """Stack padding masks of rows of different length, bool `[rows, longest]`; False after the end of a row."""
     stacked = np.zeros((len(padding), max(map(len, padding), default=0)), bool)
@@ -67,14 +53,17 @@ def committed_mask(engine: Engine, cache: Cache, lengths: Ints, nodes: int, pref
         cache: cache that the pass reads.
         lengths: number of committed entries of each row, int64 `[rows]`.
         nodes: number of new nodes.
-        prefix_padding: True at padding, bool `[rows, columns]`.
+        prefix_padding: True at padding, bool `[rows, columns]`, at most as many columns as the longest prefix.
 
     Returns:
         Bool `[rows, nodes, past_length + nodes]`, False in the columns of new nodes; number of cache columns.
     """
     past_length = engine.next_past_length(cache, nodes)
     attention_mask = np.zeros((len(lengths), nodes, past_length + nodes), bool)
-    unmask_committed(attention_mask, lengths, prefix_padding)
+    for row_mask, length in zip(attention_mask, lengths.tolist(), strict=True):
+        row_mask[:, :length] = True
+    if columns := prefix_padding.shape[1]:
+        attention_mask[:, :, :columns] &= ~prefix_padding[:, None]
     return attention_mask, past_length
 
 

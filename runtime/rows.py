@@ -18,8 +18,9 @@ end-of-row token of the row above is the stand-in; it enters the cache with the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,15 @@ from .state import ImageSequence, Model
 from .target import TargetOutput
 from .tree import TreeStructure
 from .tree_drafts import TreeDraft, plain_chain
+
+
+class GridNode(NamedTuple):
+    """Node of a pass over grid rows; `GridPass` explains the fields."""
+
+    token: int
+    cell: int
+    row: int
+    attended: int
 
 
 @dataclass(frozen=True)
@@ -100,11 +110,11 @@ class Grid:
         preserved: Ints | None = None,
     ) -> None:
         self.codes_per_row = layout.columns
-        row_end = layout.token_after(layout.first_codes + self.codes_per_row - 1)
-        self.has_ends = row_end is not None
+        end_token = layout.token_after(layout.first_codes + self.codes_per_row - 1)
+        self.has_ends = end_token is not None
         self.columns = self.codes_per_row + self.has_ends
         num_rows = (layout.num_codes - layout.first_codes) // self.codes_per_row
-        cells = np.full((num_rows, self.columns), row_end or 0)
+        cells = np.full((num_rows, self.columns), end_token or 0)
         cells[:, : self.codes_per_row] = -1
         cells[0, 0] = first
         self.cells: list[int] = cells.ravel().tolist()
@@ -122,7 +132,7 @@ class Grid:
 
     def next_pass(self) -> GridPass:
         """Return the next pass: the newest tokens and the drafts of every row whose context is complete."""
-        nodes: list[tuple[int, int, int, int]] = []  # token, cell, grid row, number of attended tokens
+        nodes: list[GridNode] = []
         lengths: list[int] = []  # number of tokens of each row in the cache or in the pass
         for row, count in enumerate(self.lengths):
             first = row * self.columns
@@ -132,10 +142,13 @@ class Grid:
             if (begins or length < count) and not done and self._has_context(row, count, lengths):
                 if begins:
                     stand_in = first - 1 if self.has_ends else first - self.columns + self.window - 1
-                    nodes.append((self.cells[stand_in], first - 1, row, 0))
-                nodes += [(self.cells[first + n - 1], first + n - 1, row, n) for n in range(length + 1, count + 1)]
+                    nodes.append(GridNode(self.cells[stand_in], first - 1, row, attended=0))
+                for attended in range(length + 1, count + 1):  # known tokens that are not in the cache yet
+                    cell = first + attended - 1
+                    nodes.append(GridNode(self.cells[cell], cell, row, attended))
                 length = count
                 num_drafts = self.num_drafts
+                # A row's last code gets no draft behind it, and a draft needs the row above to be far enough ahead.
                 while length < self.codes_per_row - 1 and self._has_context(row, length + 1, lengths):
                     cell = first + length
                     if cell not in self._preserved:
@@ -143,7 +156,8 @@ class Grid:
                             break
                         num_drafts -= 1
                     length += 1
-                    nodes.append((self._drafts.get(cell, nodes[-1][0]), cell, row, length))
+                    # a cell without a draft copies the token to its left
+                    nodes.append(GridNode(self._drafts.get(cell, nodes[-1].token), cell, row, length))
             lengths.append(length)
         tokens, cells, grid_rows, attended = np.array(nodes[: self.max_nodes], np.int64).T
         # After an end-of-row token the next row begins, unless a stand-in begins that row.
@@ -236,32 +250,18 @@ class RowDraft:
     sequence: ImageSequence
     grid: Grid
     grid_pass: GridPass
+    first: int = field(init=False)  # number of codes before the grid, which all nodes attend to
+    tokens: Ints = field(init=False)  # tokens of the nodes, int64 `[nodes]`
+    structure: TreeStructure = field(init=False)  # mask of the nodes that attend to each other
+    cells: Sequence[int] = field(init=False)  # the code after each node
+    sampled: Sequence[int] = field(init=False)  # nodes after which a token is sampled
 
-    @property
-    def first(self) -> int:
-        """Number of codes before the grid, which all nodes attend to."""
-        return self.sequence.raster.first_codes
-
-    @property
-    def tokens(self) -> Ints:
-        """Tokens of the nodes, int64 `[nodes]`."""
-        return self.grid_pass.tokens
-
-    @property
-    def structure(self) -> TreeStructure:
-        """Mask of the nodes that attend to each other."""
-        return self.grid_pass.structure
-
-    @property
-    def cells(self) -> Sequence[int]:
-        """The cell after each node."""
-        cells: list[int] = (self.first + self.grid_pass.next_codes).tolist()
-        return cells
-
-    @property
-    def sampled(self) -> Sequence[int]:
-        """Nodes after which a token is sampled."""
-        return self.grid_pass.sampled
+    def __post_init__(self) -> None:
+        self.first = self.sequence.raster.first_codes
+        self.tokens = self.grid_pass.tokens
+        self.structure = self.grid_pass.structure
+        self.cells = (self.first + self.grid_pass.next_codes).tolist()
+        self.sampled = self.grid_pass.sampled
 
     def layout(self) -> PassLayout:
         """Return the tokens, positions and attention masks of the nodes in a forward pass."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..methods import MethodConfig, Sampling, Sjd
+from ..errors import EngineError
+from ..methods import MethodConfig, Relaxed, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints
 from .guidance import Guidance
 from .heads import DraftHeads
@@ -130,12 +131,16 @@ class ImageSequence:
     codes: list[int] = field(init=False, default_factory=list)
     tie_margin: float = field(init=False, default=0.0)  # see `likelihood.py`
     statistics: SequenceStatistics = field(init=False, default_factory=SequenceStatistics)
+    error: EngineError | None = field(init=False, default=None)  # error in its logits, which ends this sequence alone
 
     def __post_init__(self) -> None:
         plan = self.plan
         self.layout = plan.layout
         self.sampling = plan.sampling
         self.method = plan.method
+        self.exact = plan.method.exact  # whether the tokens follow the target's distribution exactly
+        self.relaxed = isinstance(plan.method, Relaxed) and not self.exact  # `rows` is neither
+        self.greedy = plan.sampling.greedy
         self.rows = self.prompt.rows(plan.num_rows)
         self.noise = plan.layout.noise(self.seed)
         self.guidance = Guidance(plan.sampling, plan.layout)
@@ -152,11 +157,6 @@ class ImageSequence:
         """Layout of an image whose codes are drawn one after another."""
         assert isinstance(self.layout, RasterLayout), "requests check that the method fits the bundle"
         return self.layout
-
-    @property
-    def exact(self) -> bool:
-        """Whether the tokens follow the target's distribution exactly."""
-        return self.method.exact
 
     def end_guidance(self) -> bool:
         """Remove the unconditional row once all guided codes are known; return whether it was removed."""
@@ -206,17 +206,18 @@ class ImageSequence:
 
     def tokens_until_preserved(self, ahead: int = 0) -> int:
         """Return the number of cells to generate before the next preserved cell, after skipping `ahead` cells."""
+        if self.preserved is None:
+            return self.remaining - ahead
         preserved, gap = self.next_preserved(ahead)
         return 0 if len(preserved) else gap
 
-    def append(self, codes: Ints) -> Ints:
-        """Append codes; if only preserved codes remain, append these, too. Return all appended codes."""
+    def append(self, codes: Ints) -> None:
+        """Append codes; if only preserved codes remain, append these, too."""
         self.codes += codes.tolist()
-        preserved, _ = self.next_preserved()
-        if len(preserved) < self.remaining or not len(preserved):
-            return codes
-        self.codes += preserved.tolist()
-        return np.concatenate([codes, preserved])
+        if self.preserved is not None:
+            preserved, _ = self.next_preserved()
+            if len(preserved) == self.remaining:
+                self.codes += preserved.tolist()
 
     @property
     def cache_columns(self) -> int:

@@ -139,7 +139,7 @@ class TargetOutput:
             consecutive = self.layout.one_to_one and nodes[-1] - nodes[0] + 1 == len(nodes)
             guided = self._read_guided(slice(nodes[0], nodes[-1] + 1) if consecutive else nodes)
             noise = None
-            if not self.sampling.greedy:
+            if not self.sequence.greedy:
                 size = guided.shape[1]
                 noise = np.concatenate([self.noise.gumbel(self.cells[node], 1, size) for node in nodes])
             self.store_choices(nodes, choose(guided, noise, self.sampling))
@@ -173,7 +173,7 @@ class TargetOutput:
         return block
 
     def _gumbel(self, first: int, logits: Floats) -> Floats | None:
-        return None if self.sampling.greedy else self.noise.gumbel(self.cells[first], *logits.shape)
+        return None if self.sequence.greedy else self.noise.gumbel(self.cells[first], *logits.shape)
 
     def _read_guided(self, nodes: slice | Sequence[int]) -> Floats:
         logits = self.layout.logits(self._logits, self.rows, nodes)

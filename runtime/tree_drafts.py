@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..methods import Relaxed
 from .acceptance import Acceptance, Relaxation, walk_exact, walk_greedy, walk_relaxed
 from .drafting import Accepted, Drafter, SequenceStep
 from .engine import Ints
@@ -24,35 +23,26 @@ class TreeDraft:
 
     sequence: ImageSequence
     tree: DraftTree
-    first: int = field(init=False)  # the cell that is sampled after the root
+    first: int = field(init=False)  # the code that is sampled after the root
+    tokens: Ints = field(init=False)  # tokens of the nodes, int64 `[nodes]`
+    structure: TreeStructure = field(init=False)  # depths, children and ancestor mask of the nodes
+    cells: Sequence[int] = field(init=False)  # the code that is sampled after each node
 
     def __post_init__(self) -> None:
         self.first = len(self.sequence.codes)
-
-    @property
-    def tokens(self) -> Ints:
-        """Tokens of the nodes, int64 `[nodes]`."""
-        return self.tree.tokens
-
-    @property
-    def structure(self) -> TreeStructure:
-        """Depths, children and ancestor mask of the nodes."""
-        return self.tree.structure
-
-    @property
-    def cells(self) -> Sequence[int]:
-        """The cell that is sampled after each node."""
-        if self.structure.is_chain:
-            return range(self.first, self.first + self.tree.nodes)
-        cells: list[int] = (self.first + self.structure.depths).tolist()
-        return cells
+        self.tokens = self.tree.tokens
+        self.structure = self.tree.structure
+        is_chain = self.structure.is_chain
+        self.cells = (
+            range(self.first, self.first + len(self.tokens))
+            if is_chain
+            else (self.first + self.structure.depths).tolist()
+        )
 
     @property
     def sampled(self) -> Sequence[int] | None:
         """All nodes; None for relaxed acceptance, which asks for distributions."""
-        method = self.sequence.method
-        is_relaxed = isinstance(method, Relaxed) and not method.exact
-        return None if is_relaxed else range(self.tree.nodes)
+        return None if self.sequence.relaxed else range(len(self.tokens))
 
     def layout(self) -> PassLayout:
         """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
@@ -72,9 +62,9 @@ class TreeDraft:
         """
         sequence = self.sequence
         tree = self.tree
-        accepted = self._walk(output, Relaxation.of(sequence.method, model.neighbors))
+        accepted = self._walk(output, model)
         sequence.statistics.realised_tvd += accepted.realised_tvd
-        sequence.record_draft(tree.nodes - 1 - tree.num_preserved, len(accepted.path) - 1 - tree.num_preserved)
+        sequence.record_draft(len(self.tokens) - 1 - tree.num_preserved, len(accepted.path) - 1 - tree.num_preserved)
         tokens = tree.tokens[accepted.path[1:]].tolist()
         path = accepted.path[:-1]  # the last node is the next root
         if accepted.bonus is not None:
@@ -86,12 +76,13 @@ class TreeDraft:
             step = step._replace(tree=tree, acceptance=accepted)
         return Accepted(step, codes, output.layout.path_nodes(path))
 
-    def _walk(self, output: TargetOutput, relaxation: Relaxation | None) -> Acceptance:
+    def _walk(self, output: TargetOutput, model: Model) -> Acceptance:
         tree = self.tree
         remaining = tree.num_preserved + self.sequence.tokens_until_preserved(tree.num_preserved)
-        if relaxation is None:
+        if not self.sequence.relaxed:
             return walk_exact(tree, output.choice, remaining)
-        if self.sequence.sampling.greedy:
+        relaxation = Relaxation.of(self.sequence.method, model.neighbors)
+        if self.sequence.greedy:
             return walk_greedy(tree, output.distribution, relaxation, remaining)
         return walk_relaxed(tree, output.distribution, output.choice, relaxation, output.decisions, remaining)
 
@@ -128,14 +119,15 @@ class TreeDrafter(Drafter):
         """Return a tree below the last token of each of these sequences, which are not empty."""
         return [plain_chain(sequence, self.max_nodes) for sequence in sequences]
 
-    def min_nodes(self, sequence: ImageSequence) -> int:
-        """Return the maximum number of nodes of the next draft."""
+    def min_nodes(self, sequence: ImageSequence, images: int) -> int:
+        """Return the maximum number of nodes of the next draft, see `Drafter.min_nodes`."""
         return sequence.max_nodes
 
 
 def plain_chain(sequence: ImageSequence, max_nodes: int) -> DraftTree:
     """Return the last token of a sequence and the codes that it preserves next, as many as a pass takes."""
-    return chain([sequence.codes[-1], *preserved_tokens(sequence, max_nodes)])
+    preserved = () if sequence.preserved is None else preserved_tokens(sequence, max_nodes)
+    return chain([sequence.codes[-1], *preserved])
 
 
 def preserved_tokens(sequence: ImageSequence, max_nodes: int) -> list[int]:

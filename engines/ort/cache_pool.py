@@ -19,7 +19,6 @@ import numpy as np
 
 from ...runtime.device import SampleRequest
 from ...runtime.engine import Floats, Ints
-from ...runtime.sampling import invalid_logits_error
 from ..columns import padded_node_count
 from ..contracts import Array, Executable, TensorView
 from ..graph_writer import column_shape
@@ -151,7 +150,6 @@ class BoundPass:
         """Return tokens and scores of requests, `[requests, nodes, num_best]`, padded to the largest number of nodes.
 
         The inputs of a queued pass are uploaded by the same copy.
-        Raises: EngineError: the logits contain NaN or infinity.
         """
         with self.device.lock:
             feeds = self.device.sampling_inputs(head, self._nodes, requests)
@@ -160,10 +158,6 @@ class BoundPass:
             self._launch()
             sampler.run()
             codes, scores = sampler.drawn.numpy().copy()  # on the host, `numpy()` is the output's memory
-        finite = np.isfinite(scores[..., 0])  # padding reads the logits of the first node, of whichever image
-        for i in np.flatnonzero(~finite.all(1)).tolist():
-            if not finite[i, : len(requests[i].positions)].all():
-                raise invalid_logits_error()
         scores[scores <= FILTERED_OUT / 2] = -np.inf
         return codes.astype(np.int64), scores
 
@@ -203,11 +197,13 @@ class CacheBlock:
         shape: batch rows, columns (of all heads, if heads are separate), shape of a column.
         values: values on the device.
         bound: bound passes by shape.
+        reusable: whether other caches may use the block later; False: it may contain NaN, which masks do not hide.
     """
 
     shape: tuple[int, ...]
     values: list[Any]
     bound: dict[tuple[int, ...], BoundPass] = field(default_factory=dict)
+    reusable: bool = True
 
 
 class CachePool:
@@ -302,6 +298,8 @@ class CachePool:
         return bound
 
     def _release(self, block: CacheBlock) -> None:
+        if not block.reusable:
+            return
         with self._lock:
             self._unused[id(block)] = block
             while len(self._unused) > _MAX_UNUSED:

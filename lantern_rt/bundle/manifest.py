@@ -11,12 +11,14 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ..errors import BundleError
 from ..methods import FrozenModel, Method, MethodConfig, Quality, Sampling, Sjd
+from ..runtime.layout import ImageLayout
+from ..runtime.raster import RasterLayout, RowEndLayout
 from .conditions import ConditionSpec
 from .decoder import EXPORT_AGAIN, Architecture
 from .numbers import MAX_PIXELS, Count, Pixels, Side, SmallCount, TokenId
 from .order import OrderSpec
 
-FORMAT_VERSION = "3.6"
+FORMAT_VERSION = "3.7"
 _BLOCK = 1 << 20  # Number of bytes hashed at a time.
 
 Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-weights", "int8"]
@@ -54,6 +56,12 @@ class _Decoder(FrozenModel):
     head_dim: SmallCount
     vocab_size: Count
     architecture: Architecture | None = None
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads."""
+        heads = self.architecture and self.architecture.num_heads
+        return heads or self.hidden_size // self.head_dim
 
     def require_architecture(self, graph: Path) -> Architecture:
         """Return the architecture.
@@ -371,10 +379,19 @@ class Manifest(FrozenModel):
         """Return width and height in pixels of an image of this size."""
         return self.image_width * size.columns // self.grid_columns, self.image_height * size.rows // self.grid_rows
 
+    def layout(self, size: str | None = None) -> ImageLayout:
+        """Return the layout of the images of a size, by default of the size of the grid."""
+        grid = self.size(size)
+        if self.order is not None:
+            return self.order.layout(self.codebook_size, grid.columns)
+        if self.row_end is not None:
+            return RowEndLayout(grid.codes, grid.columns, row_end=self.row_end)
+        return RasterLayout(grid.codes, grid.columns, grid.first_grid or (0, 0))
+
     @property
     def max_image_tokens(self) -> int:
         """Maximum number of tokens of an image: a token per cell, and the ends of all rows except the last."""
-        return max(size.codes + (size.rows - 1) * (self.row_end is not None) for size in self.all_sizes)
+        return max(self.layout(size.name).num_tokens for size in self.all_sizes)
 
     @property
     def num_embedded(self) -> int:

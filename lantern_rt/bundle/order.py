@@ -8,6 +8,8 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from ..methods import FrozenModel
+from ..runtime.groups import GroupLayout, TwoHeadLayout
+from ..runtime.layout import ImageLayout
 
 MAX_GROUP = 64  # maximum number of cells of a group: the nodes of one image in a pass
 Cell = Annotated[int, Field(ge=0, le=65_535)]
@@ -15,7 +17,7 @@ Group = Annotated[tuple[Cell, ...], Field(min_length=1, max_length=MAX_GROUP)]
 
 
 class OrderSpec(FrozenModel):
-    """An order in which an image is drawn in groups of cells, one group in a pass; see `runtime/order.py`.
+    """An order in which an image is drawn in groups of cells, one group in a pass; see `runtime/groups.py`.
 
     Args:
         groups: cells of each group, counted in raster order. The prefill draws the first group, a single cell. Groups
@@ -44,6 +46,17 @@ class OrderSpec(FrozenModel):
                 needed = f"needs {size - before} learned vectors, but `vectors` is {self.vectors}"
                 raise ValueError(f"a group of {size} cells after one of {before} {needed}")
         return self
+
+    def layout(self, codebook_size: int, columns: int) -> ImageLayout:
+        """Return the layout of images that are drawn in this order.
+
+        Args:
+            codebook_size: number of codes, behind which the learned vectors are tokens.
+            columns: number of columns of the grid.
+        """
+        if self.two_heads:
+            return TwoHeadLayout(self.groups, codebook_size, columns)
+        return GroupLayout(self.groups, codebook_size)
 
     def check_cells(self, num_cells: int, columns: int) -> None:
         """Raise ValueError unless the groups hold every cell of the image once, with two heads after its neighbours."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import CheckpointError
-from ..export.registry import FAMILIES, check_family, read_family
+from ..export.registry import FAMILIES, check_family, detect_family, read_family
 from ..inputs import require_library
 from ..memory import PeakMemory
 from ..published import find_model
@@ -26,85 +26,105 @@ lantern-rt export --family anole --target Anole-7b-v0.1-hf/ --vq chameleon-vqgan
 lantern-rt export --family lumina --target Lumina-mGPT-7B-768/ --vq chameleon-vqgan/ --grid 48 --output bundles/lumina
 lantern-rt export --family lumina2 --target Lumina-mGPT-2.0/ --vq movqgan_270M.ckpt --output bundles/lumina2
 lantern-rt export --family glm_image --target GLM-Image/ --output bundles/glm-image
-lantern-rt export --family janus --target hf:deepseek-community/Janus-Pro-1B --output bundles/janus
+lantern-rt export --target hf:deepseek-ai/Janus-Pro-1B --output bundles/janus
 lantern-rt export --family emu3 --target hf:BAAI/Emu3-Gen-hf --output bundles/emu3
 lantern-rt export --family simplear --target SimpleAR-0.5B-RL/ --vq Cosmos-1.0-Tokenizer-DV8x16x16/ \
     --output bundles/simplear
 """
 
+OutputOption = Annotated[Path, typer.Option(help="Bundle folder to write.")]
+NameArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="NAME",
+        help="Published model to download, as `lantern-rt models` lists them. Options replace its settings.",
+    ),
+]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(help="Target checkpoint instead of NAME: a file or folder, or hf:owner/name[/file][@revision]."),
+]
+VqOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Checkpoint of the image tokenizer: its file, or where the family has one its folder; or "
+        "hf:owner/name[/file][@revision]."
+    ),
+]
+DrafterOption = Annotated[
+    str | None,
+    typer.Option(help="Folder of an EAGLE drafter in LANTERN's layout, or hf:owner/name[@revision]. [default: none]"),
+]
+TextEncoderOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Folder of flan-t5-xl, or hf:google/flan-t5-xl. With it the bundle takes prompts, else embeddings."
+    ),
+]
+ConfigOption = Annotated[
+    str | None,
+    typer.Option(
+        help='JSON file of settings that the weights do not contain, such as {"n_head": 12, "block_size": 256}.'
+    ),
+]
+GridOption = Annotated[int | None, typer.Option(help="Number of tokens per side of an image, if no file contains it.")]
+RolesOption = Annotated[
+    str | None,
+    typer.Option(help="Roles in Janus's prompt; User,Assistant for Janus-1.3B. [default: <|User|>,<|Assistant|>]"),
+]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(help="Weights to read from LlamaGen's files with several: model or ema. [default: model]"),
+]
+LoraOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FOLDER[:SCALE]",
+        help="LoRA adapter of PEFT to merge into the target; may be given several times, to merge in order.",
+    ),
+]
+FamilyOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Family: {', '.join(FAMILIES[:-1])} or {FAMILIES[-1]}. "
+        f"[default: NAME's, or that of config.json, or {FAMILIES[0]}]"
+    ),
+]
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Storage of the weights: fp32, fp16, bf16-safe, int8 (the fastest, only for CPUs), int8-weights, "
+        "int4-weights, or auto (the fastest on this processor). [default: as --compute]"
+    ),
+]
+DrafterPrecisionOption = Annotated[
+    str | None, typer.Option(help="Storage of the drafter's weights. [default: as --precision]")
+]
+VqPrecisionOption = Annotated[
+    str, typer.Option(help="Precision of the image decoder: fp32, fp16 (for GPUs) or int8 (for CPUs).")
+]
+ComputeOption = Annotated[
+    str, typer.Option(help="Compute precision of target and drafter: float32, or for GPUs float16 or bfloat16.")
+]
+
 
 def export(
-    output: Annotated[Path, typer.Option(help="Bundle folder to write.")],
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[NAME]",
-            help="Published model to download, as `lantern-rt models` lists them. Options replace its settings.",
-        ),
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(help="Target checkpoint instead of NAME: a file or folder, or hf:owner/name[/file][@revision]."),
-    ] = None,
-    vq: Annotated[
-        str | None,
-        typer.Option(
-            help="Checkpoint of the image tokenizer: its file, or where the family has one its folder; or "
-            "hf:owner/name[/file][@revision]."
-        ),
-    ] = None,
-    drafter: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder of an EAGLE drafter in LANTERN's layout, or hf:owner/name[@revision]. [default: none]"
-        ),
-    ] = None,
-    text_encoder: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder of flan-t5-xl, or hf:google/flan-t5-xl. With it the bundle takes prompts, else embeddings."
-        ),
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            help='JSON file of settings that the weights do not contain, such as {"n_head": 12, "block_size": 256}.'
-        ),
-    ] = None,
-    grid: Annotated[
-        int | None, typer.Option(help="Number of tokens per side of an image, if no file contains it.")
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(help="Weights to read from LlamaGen's files with several: model or ema. [default: model]"),
-    ] = None,
-    lora: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FOLDER[:SCALE]",
-            help="LoRA adapter of PEFT to merge into the target; may be given several times, to merge in order.",
-        ),
-    ] = None,
-    family: Annotated[
-        str | None,
-        typer.Option(help=f"Family: {', '.join(FAMILIES[:-1])} or {FAMILIES[-1]}. [default: NAME's or {FAMILIES[0]}]"),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help="Storage of the weights: fp32, fp16, bf16-safe, int8 (the fastest, only for CPUs), int8-weights, "
-            "int4-weights, or auto (the fastest on this processor). [default: as --compute]"
-        ),
-    ] = None,
-    drafter_precision: Annotated[
-        str | None, typer.Option(help="Storage of the drafter's weights. [default: as --precision]")
-    ] = None,
-    vq_precision: Annotated[
-        str, typer.Option(help="Precision of the image decoder: fp32, fp16 (for GPUs) or int8 (for CPUs).")
-    ] = "fp32",
-    compute: Annotated[
-        str, typer.Option(help="Compute precision of target and drafter: float32, or for GPUs float16 or bfloat16.")
-    ] = "float32",
+    output: OutputOption,
+    name: NameArgument = None,
+    target: TargetOption = None,
+    vq: VqOption = None,
+    drafter: DrafterOption = None,
+    text_encoder: TextEncoderOption = None,
+    config: ConfigOption = None,
+    grid: GridOption = None,
+    roles: RolesOption = None,
+    weights: WeightsOption = None,
+    lora: LoraOption = None,
+    family: FamilyOption = None,
+    precision: PrecisionOption = None,
+    drafter_precision: DrafterPrecisionOption = None,
+    vq_precision: VqPrecisionOption = "fp32",
+    compute: ComputeOption = "float32",
     force: ForceOption = False,
 ) -> None:
     """Convert a checkpoint to a bundle, and compare every graph with it. Needs lantern-rt[cpu,export]."""
@@ -118,6 +138,7 @@ def export(
         "text_encoder": text_encoder,
         "config": config,
         "grid": grid,
+        "roles": roles,
         "weights": weights,
         "lora": lora or None,
     }
@@ -125,7 +146,6 @@ def export(
     if model is not None:
         options |= {key: value for key, value in model.export_options.items() if options[key] is None}
         family = family or model.family
-    family = family or FAMILIES[0]
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "export", "cpu,export")
     with show_progress(lines=False) as progress:
@@ -133,6 +153,7 @@ def export(
         from ..export.graph.precision import read_precisions
         from ..export.writer import check_output, export_model
 
+        family = family or detect_family(options["target"])
         check_family(family, options)
     precisions = read_precisions(precision, drafter_precision, compute, vq_precision)
     if precision == "auto":

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
 import typer
 
+from ..bundle import DOWNLOAD_THREAD
 from ..engines.system import start_threads
 from ..errors import EngineError, LanternError
 from .app import PROGRAM, app
@@ -34,19 +36,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except EngineError:  # too few threads: OpenBLAS would raise SIGINT, PyTorch's OpenMP would exit
         for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
             os.environ.setdefault(name, "1")
-    code = run_program(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = run_program(sys.argv[1:] if arguments is None else arguments)
+    except _Terminated as terminated:
+        code = terminated.code
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:  # the interpreter flushes again at exit, and would print an error
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    if any(thread.name == DOWNLOAD_THREAD for thread in threading.enumerate()):  # interrupted, and cannot be stopped
+        os._exit(code)
     sys.exit(code)
 
 
+class _Terminated(SystemExit):
+    code: int
+
+
 def _terminate(number: int, _: object) -> None:
-    """Raise SystemExit, so that all cleanup runs, and ignore further signals."""
-    signal.signal(number, signal.SIG_IGN)
-    raise SystemExit(128 + number)
+    """Raise SystemExit, so that all cleanup runs; a further signal ends the program at once."""
+    signal.signal(number, signal.SIG_DFL)
+    raise _Terminated(128 + number)
 
 
 def run_program(arguments: Sequence[str]) -> int:

@@ -21,6 +21,7 @@ lantern-rt models --remove llamagen-c2i-b-256
 """
 COLUMNS = {
     "name": "{name}",
+    "gives": "{gives_text}",
     "sizes": "{sizes}",
     "parameters": "{parameters_text}",
     "download": "{download_gb:.1f} GB",
@@ -75,6 +76,7 @@ def _row(name: str) -> dict[str, Any]:
         **model.model_dump(),
         "repositories": model.repositories,
         "cached": folders,
+        "gives_text": "images" if model.makes_images else "codes",
         "parameters_text": format_count(model.parameters),
         "download_gb": model.download_bytes / 1e9,
         "memory_gb": model.memory_bytes / 1e9,

@@ -190,6 +190,16 @@ class EngineOptions:
             print_stderr(f"running on the GPU, provider {main}; --provider cpu for the CPU")
         return main == DEFAULT_PROVIDER
 
+    def check(self) -> None:
+        """Check the options without a bundle. Raises: EngineError: a name, number or folder is invalid."""
+        from ..engines.engine_folder import open_engine_folder
+        from ..engines.host import thread_count
+
+        Providers.parse(self.provider or ())
+        thread_count(self.threads)
+        if self.engines is not None:
+            open_engine_folder(self.engines)
+
     def open_bundle(self, name: str) -> Bundle:
         """Open a bundle, without hashing the graphs that TensorRT engines replace."""
         from ..engines.engine_folder import open_engine_folder
@@ -235,18 +245,10 @@ def download_published(name: str, yes: bool, export: bool) -> None:
         RequestError: the user does not agree, or there is no terminal to ask in.
         LanternError: the same as for `published.fetch_published`.
     """
-    from ..published import (
-        cache_folder,
-        cached_bundle,
-        check_host,
-        fetch_published,
-        find_model,
-        find_source,
-        is_published,
-    )
+    from ..published import cache_folder, check_host, fetch_published, find_model, find_source, is_missing
     from .console import format_bytes, print_stderr, show_progress
 
-    if not is_published(name) or cached_bundle(name) is not None:
+    if not is_missing(name):
         return
     check_host(name, export)
     source = find_source(name, export)

@@ -47,10 +47,13 @@ def push(
     if re.fullmatch(REPOSITORY, repository) is None:
         raise RequestError(field="repository", found=format_value(repository), expected="owner/name")
     opened = open_bundle(bundle)
-    opened.check_makes_images()  # the card shows images
+    if images:
+        opened.check_makes_images()
     samples = [_read_sample(path, opened) for path in images or ()]
     create_repository(repository, private=True)  # before images are generated
-    print_text(push_bundle(opened, repository, samples or _generate_samples(opened)))
+    if opened.manifest.makes_images:
+        samples = samples or _generate_samples(opened)
+    print_text(push_bundle(opened, repository, samples))
 
 
 def create_repository(repository: str, private: bool) -> None:
@@ -133,8 +136,8 @@ def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, A
         + (f", {sample['method']}, codes {sample['codes']}" if "codes" in sample else "")
         for sample in samples
     ]
-    subject = f"--class-id {samples[0].get('class_id')}" if kind == "class" else '"a prompt"'
-    subject = "--embeddings FILE.npz" if kind == "embeddings" else subject
+    subjects = {"class": "--class-id 0", "embeddings": "--embeddings FILE.npz"}
+    subject = subjects.get(kind, '"a prompt"')
     lines = [
         "---",
         "library_name: lantern-rt",
@@ -151,11 +154,15 @@ def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, A
     for start in range(0, len(captions), _COLUMNS):
         numbers = range(start, min(start + _COLUMNS, len(captions)))
         lines += _table([[f"![](samples/{i + 1}.png)" for i in numbers], [captions[i] for i in numbers]])
+    again = ""
+    if manifest.makes_images:
+        lines += ["Every image records its prompt, seed and settings: `--from` generates it again.", ""]
+        again = f"\n    lantern-rt run {name} --from 1.png"
+    else:
+        lines += ["It draws codes, from which another program makes images.", ""]
     lines += [
-        "Every image records its prompt, seed and settings: `--from` generates it again.",
-        "",
-        f'    pip install "lantern-rt[cpu]"\n    lantern-rt run {name} {subject}',
-        f"    lantern-rt run {name} --from 1.png\n    lantern-rt serve {name}",
+        f'    pip install "lantern-rt[cpu]"\n    lantern-rt run {name} {subject}{again}',
+        f"    lantern-rt serve {name}",
         "",
     ]
     for section, facts in describe_bundle(bundle).items():

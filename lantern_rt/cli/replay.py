@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .options import EngineOptions
 
 # Fields of a recipe that describe its image; the others are settings and the bundle.
-_IMAGE_FIELDS = {"prompt", "negative_prompt", "class_id", "embedding", "edit", "seed"}
+_IMAGE_FIELDS = {"prompt", "negative_prompt", "class_id", "token_ids", "embedding", "edit", "seed"}
 
 
 def read_recorded_request(
@@ -41,11 +41,7 @@ def read_recorded_request(
         RequestError: the PNG has no recipe, or the bundle rejects the recipe.
         BundleError: the PNG records a different bundle.
     """
-    for option in options:
-        raise RequestError(
-            f"cannot be combined with --from {png}, which records it", field=option, remedy="leave it out"
-        )
-    recipe = read_recipe(png)
+    recipe = check_recorded(png, options)
     place: str | Path | None = name
     if name is None and recipe.bundle in embedded_names():  # a name in a file is never used as a path
         place = recipe.bundle
@@ -56,6 +52,15 @@ def read_recorded_request(
         raise RequestError(problem, field=str(png), remedy="give the folder of that bundle before --from")
     bundle = engine.open_bundle(str(place))
     return bundle, request_of_recipe(png, recipe, bundle)
+
+
+def check_recorded(png: Path, options: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of a PNG. Raises: RequestError: it has none, or `options`, which it records, are not empty."""
+    for option in options:
+        raise RequestError(
+            f"cannot be combined with --from {png}, which records it", field=option, remedy="leave it out"
+        )
+    return read_recipe(png)
 
 
 def request_of_recipe(png: Path, recipe: Recipe, bundle: Bundle) -> Request:
@@ -76,6 +81,7 @@ def request_of_recipe(png: Path, recipe: Recipe, bundle: Bundle) -> Request:
     options = {name: getattr(settings.sampling, name) for name in SAMPLING}
     options |= {"method": settings.method, "size": settings.size, "seed": recipe.seed}
     subjects: dict[str, Any] = {"prompts": recipe.prompt, "class_ids": recipe.class_id}
+    subjects["token_ids"] = None if recipe.token_ids is None else [*map(int, recipe.token_ids.split())]
     subjects["negative_prompt"] = recipe.negative_prompt
     try:
         return check_request(bundle.manifest, load_bundle_tokenizer(bundle), **subjects, **options)

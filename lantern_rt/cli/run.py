@@ -1,7 +1,11 @@
-"""The `run` command: generates PNG files from prompts. All input is checked before a graph is loaded."""
+"""The `run` command: generates PNG files, or files of codes, from prompts.
+
+All input is checked before a graph is loaded.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OutputError, RequestError
-from ..inputs import check_int, format_value
+from ..inputs import check_int, format_value, read_plain_file, reading
 from ..output.files import check_output
 from ..output.names import plan_outputs, slug
 from .console import print_json, print_stderr, print_text, show_progress
@@ -30,13 +34,16 @@ from .options import (
     download_published,
     with_request_options,
 )
+from .outputs import check_image_options, choose_outputs
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
     from ..prompts import ImageRequest
     from ..requests import Request
     from ..results import StreamStep
+    from .outputs import Outputs
 
+_MAX_ID_BYTES = 1 << 24  # maximum size of a file of token ids
 EXAMPLES = """
 lantern-rt run "a large red sphere left of a small blue cube on grass at sunset"
 lantern-rt run scenes "a green cone on snow" "a red cube" --count 4 --output cones/ --scale 4
@@ -44,6 +51,7 @@ lantern-rt run "a pink cube on sand" --method lantern++:lambda=3:tree=chain-4 --
 lantern-rt run --from a-pink-cube-on-sand-seed7.png --scale 4
 lantern-rt run bundles/llamagen-b --class-id 207 --method lantern:delta=0.2 --json
 lantern-rt run llamagen-c2i-b-256 --class-id 207 --yes
+lantern-rt run "a red cube on sand" --codes --output cube.npz
 """
 
 WordsArgument = Annotated[
@@ -70,6 +78,14 @@ ClassIdOption = Annotated[
         rich_help_panel=SUBJECTS,
     ),
 ]
+TokenIdsOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="JSON",
+        help="File of a prompt as token ids, such as [1, 2, 3], or of a list of prompts.",
+        rich_help_panel=SUBJECTS,
+    ),
+]
 SourceOption = Annotated[
     Path | None,
     typer.Option(
@@ -82,7 +98,7 @@ SourceOption = Annotated[
 OutputOption = Annotated[
     str | None,
     typer.Option(
-        help="PNG file or folder to write; a new folder's parent must exist. "
+        help="File or folder to write; a new folder's parent must exist. "
         "[default: a name from prompt and seed, or PNG-again, in the current folder]",
         rich_help_panel=OUTPUT,
     ),
@@ -94,6 +110,9 @@ TraceOption = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+CodesOption = Annotated[
+    bool, typer.Option("--codes", help="Write .npz files of tokens instead of images.", rich_help_panel=OUTPUT)
+]
 ScaleOption = Annotated[
     int, typer.Option(help="Factor by which to enlarge the PNG, 1 .. 16, bicubic.", rich_help_panel=OUTPUT)
 ]
@@ -104,36 +123,52 @@ def run(
     words: WordsArgument = None,
     prompt: PromptOption = None,
     class_id: ClassIdOption = None,
+    token_ids: TokenIdsOption = None,
     embeddings: EmbeddingsOption = None,
     source: SourceOption = None,
     output: OutputOption = None,
     trace: TraceOption = None,
     scale: ScaleOption = 1,
+    codes: CodesOption = False,
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
     yes: YesOption = False,
     export: ExportOption = False,
-    json: JsonOption = False,
+    as_json: JsonOption = False,
     force: ForceOption = False,
     **options: Any,
 ) -> None:
-    """Generate PNG images from prompts, class ids or text embeddings.
+    """Generate PNG images from prompts, class ids, token ids or text embeddings.
 
-    A bundle without an image decoder gives .npz files of tokens. Each file is written as soon as its image is complete.
+    With --codes, and from a bundle without an image decoder, it writes .npz files of tokens. Each file is
+    written as soon as its image is complete.
     Images that exist already are not generated again. Prints the paths of the files to stdout, progress and a line of
     statistics to stderr.
     """
-    from .replay import read_recorded_request
+    from ..published import find_model, is_missing
+    from .before_download import check_run
+    from .replay import check_recorded, read_recorded_request
 
     check_int("scale", scale, 1, 1, 16)
-    name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or embeddings or source))
+    name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or token_ids or embeddings or source))
     prompts += prompt or []
-    subjects = {"prompts": prompts or None, "class_ids": class_id or None, "embeddings": embeddings}
+    subjects = {
+        "prompts": prompts or None,
+        "class_ids": class_id or None,
+        "token_ids": token_ids,
+        "embeddings": embeddings,
+    }
     options = {name: value for name, value in (subjects | options).items() if value is not None}
     count = options.get("num_images", 1)
     engine = EngineOptions(threads, engines, provider)
-    if name is not None and (source or any(subjects.values())):
+    if name is not None and (source or any(subjects.values())) and is_missing(name):
+        engine.check()
+        kind_of = check_image_options(find_model(name).makes_images, f"model {name}", codes, scale, trace)
+        if source is None:
+            check_trace(trace, check_run(name, options, output, force, kind_of.suffix), force)
+        else:
+            check_recorded(source, options)
         download_published(name, yes, export)
     if source is None:
         bundle, request = _open_and_check(engine, name, options)
@@ -141,44 +176,46 @@ def run(
     else:
         bundle, request = read_recorded_request(source, options, engine, name)
         stems = [f"{source.stem}-again"]
-    if not bundle.manifest.makes_images and (trace or scale != 1):
-        problem = f"bundle {bundle.manifest.name} has no image decoder"
-        raise RequestError(problem, field="trace" if trace else "scale", remedy="leave it out")
-    outputs = _plan_outputs(bundle, request, output, stems, scale, force)
+    kind = choose_outputs(bundle, codes, scale, trace)
+    outputs = plan_outputs(output, stems, force, lambda i, path: kind.holds(path, request, i), kind.suffix)
     paths = [path for path, _ in outputs]
-    trace_files = None if trace is None else _TraceFiles(trace, bundle, request, paths, force)
-    pending = [i for i, (_, done) in enumerate(outputs) if json or trace or not done]
+    trace_paths = check_trace(trace, paths, force)
+    trace_files = None if trace_paths is None else _TraceFiles(trace_paths, bundle, request)
+    pending = [i for i, (_, done) in enumerate(outputs) if as_json or trace or not done]
     if len(pending) < len(paths):
         num_done = len(paths) - len(pending)
         print_stderr(f"{num_done} of {len(paths)} images exist already; --force generates them again")
     if pending:
         request = replace(request, images=[request.images[i] for i in pending])
-        last = _generate(engine, bundle, request, [outputs[i] for i in pending], scale, trace_files, force)
-    if json:
+        last = _generate(engine, bundle, request, kind, [outputs[i] for i in pending], trace_files, force)
+    if as_json:
         _print_json(request, last, paths, count)
     else:
         print_text(*paths)
 
 
-def _plan_outputs(
-    bundle: Bundle, request: Request, output: str | None, stems: list[str], scale: int, force: bool
-) -> list[tuple[Path, bool]]:
-    """Return the path of each image, and whether the file exists with this image; files of tokens are written again.
+def check_trace(path: Path | None, outputs: list[Path], force: bool) -> tuple[Path, Path] | None:
+    """Return the two paths of a trace.
 
     Args:
-        output: file or folder that the user gave; None: the current folder.
-        stems: name of each file without its ending, if the user gave no file.
-        scale: factor by which to enlarge the images.
+        path: path of NAME.npz; None: no trace.
+        outputs: paths of the images; the trace needs other paths.
         force: whether to replace existing files.
+
+    Raises:
+        OutputError: a path cannot be written.
     """
-    from .replay import holds_image
-
-    makes_images = bundle.manifest.makes_images
-
-    def exists(i: int, path: Path) -> bool:
-        return makes_images and holds_image(path, bundle, replace(request, images=[request.images[i]]), scale)
-
-    return plan_outputs(output, stems, force, exists, ".png" if makes_images else ".npz")
+    if path is None:
+        return None
+    if path.suffix != ".npz":
+        raise OutputError(field=f"trace {path}", found=f"the ending {path.suffix or 'none'}", expected=".npz")
+    paths = path, path.with_name(path.stem.removesuffix(".trace") + ".trace.png")
+    for written in paths:
+        check_output(written, force)
+        if written.absolute() in [output.absolute() for output in outputs]:
+            problem = "is the path of an image and of the trace"
+            raise OutputError(problem, field=str(written), remedy="rename one of them")
+    return paths
 
 
 def _print_json(request: Request, last: StreamStep, paths: list[Path], count: int) -> None:
@@ -230,9 +267,11 @@ def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, 
     from ..requests import check_request, draw_seed
     from ..text.embeddings import read_embeddings
 
-    if not {"prompts", "class_ids", "embeddings"} & options.keys():
+    if not {"prompts", "class_ids", "token_ids", "embeddings"} & options.keys():
         actual = "nothing to generate" if name is None else f"bundle {name} and nothing to generate"
         raise RequestError(found=actual, remedy="give a prompt, --class-id or --embeddings, as the bundle requires")
+    if "token_ids" in options:
+        options = options | {"token_ids": _read_token_ids(options["token_ids"])}
     if "embeddings" in options:
         options = options | {"embeddings": read_embeddings(options["embeddings"])}
     bundle = engine.open_bundle(name or "scenes")
@@ -240,15 +279,27 @@ def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, 
     return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), **options)
 
 
-def _label_field(image: ImageRequest, number: int) -> dict[str, str | int]:
+def _read_token_ids(path: Path) -> Any:
+    with reading(path, "a JSON list of token ids", RequestError, "write it as [1, 2, 3]"):
+        ids = json.loads(read_plain_file(path, _MAX_ID_BYTES))
+        if not isinstance(ids, list):
+            raise ValueError(format_value(ids))
+        return ids
+
+
+def _label_field(image: ImageRequest, number: int) -> dict[str, Any]:
     if image.label is None:
         return {"embedding": number}
+    if isinstance(image.label, tuple):
+        return {"token_ids": image.label}
     return {"prompt" if isinstance(image.label, str) else "class_id": image.label}
 
 
 def _file_stem(image: ImageRequest, number: int, embeddings: Path | None) -> str:
     if isinstance(image.label, str):
         return f"{slug(image.label)}-seed{image.seed}"
+    if isinstance(image.label, tuple):
+        return f"tokens-{number}-seed{image.seed}"
     if embeddings is None:
         return f"class-{image.label}-seed{image.seed}"
     return f"{slug(embeddings.stem)}-{number}-seed{image.seed}"
@@ -258,8 +309,8 @@ def _generate(
     engine: EngineOptions,
     bundle: Bundle,
     request: Request,
+    kind: Outputs,
     outputs: list[tuple[Path, bool]],
-    scale: int,
     trace: _TraceFiles | None,
     force: bool,
 ) -> StreamStep:
@@ -267,14 +318,16 @@ def _generate(
 
     Args:
         engine: options that load the bundle's graphs.
+        kind: kind of the files.
         outputs: path of each image, and whether the file exists with this image and is not to be written.
-        scale: factor by which to enlarge the images.
         trace: files of the trace to write; None: no trace.
         force: whether to replace existing files.
 
     Returns:
         The last step.
     """
+    from ..output.files import write_output
+
     prefix = max(len(real) for image in request.images for real in image.real)
     pipeline = engine.load(bundle, request.settings, prefix=prefix)
     began = time.perf_counter()
@@ -289,7 +342,7 @@ def _generate(
             for i in [i for i in pending if len(step.codes[i]) * len(outputs) == step.total]:
                 path, exists = pending.pop(i)
                 if not exists:  # else the image was generated only for its tokens
-                    _write_image(bundle, request, i, step, path, scale, force)
+                    write_output(path, kind.content(request, i, step), force)
     if trace is not None:
         trace.write(force)
     assert step.stats is not None
@@ -302,44 +355,19 @@ def _generate(
     return step
 
 
-def _write_image(
-    bundle: Bundle, request: Request, i: int, step: StreamStep, path: Path, scale: int, force: bool
-) -> None:
-    from ..output.files import write_output
-    from ..output.images import enlarge, png_bytes
-    from ..results import codes_bytes
-
-    if bundle.manifest.makes_images:
-        image = enlarge(step.image(i), scale)
-        write_output(path, png_bytes(image, image.info), force)
-    else:
-        write_output(path, codes_bytes(bundle, request, i, step.codes[i]), force)
-
-
 class _TraceFiles:
     """Files of a trace: the steps in NAME.npz, and an image of them in NAME.trace.png.
 
     Args:
-        path: path of NAME.npz.
+        paths: paths of both files, from `check_trace`.
+        bundle: bundle that generates the images.
         request: request whose steps are recorded.
-        outputs: paths of the images; the trace needs other paths.
-        force: whether to replace existing files.
-
-    Raises:
-        OutputError: a path cannot be written.
     """
 
-    def __init__(self, path: Path, bundle: Bundle, request: Request, outputs: list[Path], force: bool) -> None:
+    def __init__(self, paths: tuple[Path, Path], bundle: Bundle, request: Request) -> None:
         from ..output.trace import Trace
 
-        if path.suffix != ".npz":
-            raise OutputError(field=f"trace {path}", found=f"the ending {path.suffix or 'none'}", expected=".npz")
-        self.paths = path, path.with_name(path.stem.removesuffix(".trace") + ".trace.png")
-        for written in self.paths:
-            check_output(written, force)
-            if written.absolute() in [output.absolute() for output in outputs]:
-                problem = "is the path of an image and of the trace"
-                raise OutputError(problem, field=str(written), remedy="rename one of them")
+        self.paths = paths
         grid = bundle.manifest.size(request.settings.size)
         self.steps = Trace(grid.rows, grid.columns)
 

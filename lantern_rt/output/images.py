@@ -78,3 +78,18 @@ def _chunks(texts: Mapping[Any, Any]) -> PngInfo:
         if isinstance(key, str) and isinstance(text, str):
             info.add_text(key, text)  # Pillow writes iTXt if Latin-1 does not suffice.
     return info
+
+
+def image_bytes(image: Image.Image, file_format: str, compression: int | None) -> bytes:
+    """Encode an image as a file.
+
+    Args:
+        image: image; a PNG file records its `info`, from which the image can be generated again.
+        file_format: png, jpeg or webp.
+        compression: quality of jpeg and webp, 0 .. 100; None: 90.
+    """
+    if file_format == "png":
+        return png_bytes(image, image.info)
+    buffer = BytesIO()
+    image.save(buffer, file_format.upper(), quality=90 if compression is None else compression)
+    return buffer.getvalue()

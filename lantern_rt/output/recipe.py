@@ -28,6 +28,7 @@ class Recipe(FrozenModel, strict=True):
         prompt: prompt, if the image was generated from text.
         negative_prompt: negative prompt, None without.
         class_id: class id, if the image was generated from a class.
+        token_ids: token ids, if the image was generated from them.
         embedding: hash of the text embeddings, if the image was generated from embeddings.
         edit: hash of the source image and its mask, if the image was edited.
         seed: seed of the image.
@@ -41,6 +42,7 @@ class Recipe(FrozenModel, strict=True):
     prompt: str | None = None
     negative_prompt: str | None = None
     class_id: int | None = None
+    token_ids: Annotated[str | None, Field(pattern=r"^[0-9]+( [0-9]+)*$")] = None
     embedding: str | None = None
     edit: str | None = None
     seed: int

@@ -29,7 +29,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import RequestError
 from ..inputs import format_value
-from .images import KINDS, ImagesEndpoint
+from .codes import CodesRequest
+from .images import ImagesEndpoint
 from .log import RequestRecord
 from .protocol import EditRequest, Figures, HttpError, ImagesRequest
 from .state import ServerState
@@ -41,6 +42,9 @@ _SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",  # browsers load a new version of the page at once
     "referrer-policy": "no-referrer",
+}
+_ENDPOINTS = {f"/v1/images/{kind}": kind for kind in ("generations", "edits", "variations", "codes")} | {
+    "/generate": "generate"
 }
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
@@ -62,7 +66,7 @@ def make_app(
     origins = [read_origin(origin) for origin in origins]
     info = _InfoRoutes(state)
     routes = [
-        *(Route(f"/v1/images/{kind}", ImagesEndpoint(state, kind), methods=["POST"]) for kind in KINDS),
+        *(Route(path, ImagesEndpoint(state, kind), methods=["POST"]) for path, kind in _ENDPOINTS.items()),
         Route("/v1/models", info.models),
         Route("/v1/models/{name:path}", info.model),
         Route("/livez", info.live),
@@ -141,7 +145,7 @@ class _InfoRoutes:
     async def openapi(self, http: HttpRequest) -> Response:
         document = json.loads((PAGE_FOLDER / "openapi.json").read_text("utf-8"))
         document["info"]["version"] = version("lantern-rt")
-        schemas = {model.__name__: model.model_json_schema() for model in (ImagesRequest, EditRequest)}
+        schemas = {model.__name__: model.model_json_schema() for model in (ImagesRequest, EditRequest, CodesRequest)}
         document["components"]["schemas"] |= {**schemas, "Figures": TypeAdapter(Figures).json_schema()}
         return JSONResponse(document)
 
@@ -204,7 +208,7 @@ class _RequestGuard:
         try:
             await app(scope, receive_body, send_with_headers)
         finally:
-            makes_images = scope["method"] == "POST" and "/v1/images/" in scope["path"]
+            makes_images = scope["method"] == "POST"
             if makes_images or (record.status >= 400 and record.status != 503):
                 self._state.metrics.count_request(record)
                 record.write()

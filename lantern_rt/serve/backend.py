@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import io
 import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol
 
-from PIL.Image import Image
-
 from .. import __version__
 from ..asynchronous import AsyncPipeline
+from ..bundle.manifest import Size
 from ..errors import LanternError
 from ..methods import METHODS, MethodConfig
-from ..output.images import png_bytes
 from ..prompts import load_bundle_tokenizer
 from ..requests import resolve_settings
 from ..results import StreamStep
 from ..runtime.drafting import SequenceStep
 from ..runtime.engine import Bools
 from ..text.words import WordTokenizer
-from .protocol import Completion, Event, Figures, ImagesRequest, image_event
+from .protocol import Completion, DrawingRequest, Event, Figures
 
 ADMITTED: Event = {"type": "admitted"}  # the request is queued; not sent to clients
 
@@ -50,7 +46,7 @@ class ImageBackend(Protocol):
     def load(self) -> Load:
         """Return the current load."""
 
-    def generate(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
+    def generate(self, request: DrawingRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
         """Generate the images of a request within its deadline. Closing the generator cancels the request.
 
         Args:
@@ -72,7 +68,6 @@ class LocalBackend:
     """
 
     def __init__(self, pipeline: AsyncPipeline, name: str = "") -> None:
-        pipeline.pipeline.bundle.check_makes_images()
         self.pipeline = pipeline
         self.manifest = pipeline.pipeline.bundle.manifest
         self.name = name or self.manifest.name
@@ -108,6 +103,7 @@ class LocalBackend:
             "examples": self.pipeline.pipeline.bundle.examples[:8],
             "words": tokenizer.words if isinstance(tokenizer, WordTokenizer) else (),
             "edits": "vq_encoder" in manifest.files,
+            "images": manifest.makes_images,
         }
 
     def _accepted(self, **options: str) -> MethodConfig | None:
@@ -124,25 +120,27 @@ class LocalBackend:
         running = service.running
         return Load(running, max(0, service.images - running))
 
-    async def generate(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
+    async def generate(self, request: DrawingRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
         began = time.perf_counter()
+        request = request.fit(self.pipeline.pipeline.bundle)
         image_seconds = 0.0  # time to decode and encode partial images
         num_sent = 0  # partial images sent, spaced evenly by tokens
-        num_partial = request.partial_images or 0
+        num_partial = request.num_partial
         every_step = bool(request.steps or num_partial)
         deadline = math.inf if request.deadline is None else request.deadline
         updates = self.pipeline.updates(**request.options(), steps=every_step, caller=caller, deadline=deadline)
         async with aclosing(updates):
             queued, _ = await anext(updates)
             yield ADMITTED
-            edit = queued.prepared.images[0].edit
+            images = queued.prepared.images
+            edit = images[0].edit
             preserved = None if edit is None or edit.preserved is None else edit.preserved >= 0  # [cells]
             async for _, step in updates:
                 assert step is not None
                 last = step
                 size = self.manifest.size(step.settings.size)
                 if request.steps:
-                    yield step_event(step, size.rows, size.columns, preserved)
+                    yield step_event(step, size, preserved)
                 done = step.done
                 total = step.total
                 if preserved is not None:
@@ -152,13 +150,13 @@ class LocalBackend:
                 if due > num_sent and step.stats is None:
                     num_sent = due
                     before = time.perf_counter()
-                    event = image_event("partial_image", request, size.name, await self._encode(request, step, 0))
+                    file = await request.encode(self.pipeline, queued.prepared, step, 0)
+                    event = request.event("partial_image", size, step.codes[0], file)
                     image_seconds += time.perf_counter() - before
                     yield event | {"partial_image_index": num_sent - 1}
             before = time.perf_counter()
-            files = [await self._encode(request, last, i) for i in range(len(last.codes))]
+            files = [await request.encode(self.pipeline, queued.prepared, last, i) for i in range(len(images))]
             now = time.perf_counter()
-            images = queued.prepared.images
             num_preserved = 0 if preserved is None else int(preserved.sum()) * len(images)
             stats = last.stats
             assert stats is not None
@@ -176,14 +174,10 @@ class LocalBackend:
                 picture_seconds=image_seconds + now - before,
             )
             tokens = sum(int(image.real[0].sum()) for image in images)
-            yield Completion(files, size.name, tokens, last.total - num_preserved, figures, num_preserved)
-
-    async def _encode(self, request: ImagesRequest, step: StreamStep, i: int) -> bytes:
-        image = await self.pipeline.image(step, i)
-        return await asyncio.to_thread(encode_image, image, request.format, request.output_compression)
+            yield Completion(files, last.codes, size, tokens, last.total - num_preserved, figures, num_preserved)
 
 
-def step_event(step: StreamStep, rows: int, columns: int, preserved: Bools | None = None) -> Event:
+def step_event(step: StreamStep, size: Size, preserved: Bools | None = None) -> Event:
     """Create the event of one step for the first image.
 
     `kinds` has one letter per new token. `done` counts all tokens so far, including the new tokens, so a client can
@@ -191,8 +185,7 @@ def step_event(step: StreamStep, rows: int, columns: int, preserved: Bools | Non
 
     Args:
         step: state after the step.
-        rows: number of rows of the token grid.
-        columns: number of columns of the token grid.
+        size: size of the image, whose smaller first grid comes first in `kinds`.
         preserved: cells whose tokens an edit preserves, bool `[cells]`; None without an edit.
     """
     part = step.parts[0]
@@ -204,8 +197,9 @@ def step_event(step: StreamStep, rows: int, columns: int, preserved: Bools | Non
         "type": "lantern.step",
         "done": step.done,
         "total": step.total,
-        "rows": rows,
-        "columns": columns,
+        "rows": size.rows,
+        "columns": size.columns,
+        "first_codes": size.first_codes,
         "kinds": kinds,
         "drafted": 0 if part.tree is None else part.tree.nodes - 1,
         "method": str(step.settings.method),
@@ -228,18 +222,3 @@ def token_kinds(part: SequenceStep) -> str:
     if acceptance.bonus is not None:
         letters.append("x" if tree.structure.children[acceptance.path[-1]] else "n")
     return "".join(letters).ljust(len(part.codes), "n")
-
-
-def encode_image(image: Image, file_format: str, compression: int | None) -> bytes:
-    """Encode an image as a file.
-
-    Args:
-        image: image; a PNG file records its `info`, from which the image can be generated again.
-        file_format: png, jpeg or webp.
-        compression: quality of jpeg and webp, 0 .. 100; None: 90.
-    """
-    if file_format == "png":
-        return png_bytes(image, image.info)
-    buffer = io.BytesIO()
-    image.save(buffer, file_format.upper(), quality=90 if compression is None else compression)
-    return buffer.getvalue()

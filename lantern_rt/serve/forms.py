@@ -28,10 +28,12 @@ class FormReader:
     Args:
         content_type: header of the request, with the boundary between parts.
         max_text: maximum number of bytes of a text field.
+        model: class of the request.
     """
 
-    def __init__(self, content_type: str, max_text: int) -> None:
+    def __init__(self, content_type: str, max_text: int, model: type[EditRequest] = EditRequest) -> None:
         self._max_text = max_text
+        self._model = model
         self._values: dict[str, bytes] = {}
         self._complete = False
         self._tail = b""
@@ -66,7 +68,7 @@ class FormReader:
             raise HttpError(400, field="image", found="none", expected="a PNG, JPEG or WebP file")
         texts = {name: value.decode("utf-8", "replace") for name, value in filled.items()}
         try:
-            return EditRequest.model_validate_strings(texts).model_copy(update=files)
+            return self._model.model_validate_strings(texts).model_copy(update=files)
         except ValidationError as error:
             fields: dict[str, Any] = error_fields(error)
             raise HttpError(400, **fields) from error

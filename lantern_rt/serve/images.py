@@ -1,4 +1,4 @@
-"""Endpoints that generate images, `POST /v1/images/...`: each request from its body to the end of its response."""
+"""Endpoints that generate images and codes: each request from its body to the end of its response."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, closing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, closing
+from statistics import fmean
 from traceback import clear_frames
 from typing import TypeVar
 
@@ -15,42 +16,41 @@ from sse_starlette import EventSourceResponse
 from sse_starlette.sse import SendTimeoutError
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from .backend import ImageBackend
-from .forms import FORM, FormReader
+from .bodies import BODIES, BodyKind
 from .log import RequestRecord
-from .protocol import Completion, Event, HttpError, ImagesRequest, read_request, set_defaults
+from .protocol import Call, Completion, DrawingRequest, Event, HttpError
 from .state import DISCONNECTED, ServerState
 
 PING_SECONDS = 15  # interval of comments that keep a silent stream open
 SEND_SECONDS = 60.0  # timeout for a client that stops reading a stream
-KINDS = ("generations", "edits", "variations")
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
 
 class ImagesEndpoint:
-    """ASGI application of one endpoint. kind: one of `KINDS`."""
+    """ASGI application of one endpoint. kind: one of `BODIES`."""
 
     def __init__(self, state: ServerState, kind: str = "generations") -> None:
         self._state = state
-        self._kind = kind
+        self._bodies = BODIES[kind]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._state.active_requests += 1
         try:
-            await _RequestHandler(self._state, HttpRequest(scope, receive), send, self._kind).run()
+            await _RequestHandler(self._state, HttpRequest(scope, receive), send, self._bodies).run()
         finally:
             self._state.active_requests -= 1
 
 
 class _RequestHandler:
-    def __init__(self, state: ServerState, http: HttpRequest, send: Send, kind: str) -> None:
+    def __init__(self, state: ServerState, http: HttpRequest, send: Send, bodies: BodyKind) -> None:
         self._state = state
-        self._kind = kind
+        self._bodies = bodies
         self._http = http
         self._send = send
         self._record: RequestRecord = http.state.record
@@ -61,15 +61,16 @@ class _RequestHandler:
     async def run(self) -> None:
         status = DISCONNECTED
         try:
-            completion = await self._handle()
+            completions = await self._handle()
             status = 200
-            self._state.metrics.count_completion(completion)
-            figures = completion.figures
+            for completion in completions:
+                self._state.metrics.count_completion(completion)
+            figures = [completion.figures for completion in completions]
             self._record.facts = {
-                "method": figures.method,
-                "images": len(figures.seeds),
-                "queue_seconds": round(figures.queue_seconds, 4),
-                "tokens_per_forward_pass": round(figures.tokens_per_forward_pass, 3),
+                "method": figures[0].method,
+                "images": sum(len(each.seeds) for each in figures),
+                "queue_seconds": round(max(each.queue_seconds for each in figures), 4),
+                "tokens_per_forward_pass": round(fmean(each.tokens_per_forward_pass for each in figures), 3),
             }
         except (ClientDisconnect, ConnectionError, SendTimeoutError):
             pass
@@ -81,7 +82,7 @@ class _RequestHandler:
             if status == 500:
                 _LOG.error("a request failed", exc_info=error)
             clear_frames(error.__traceback__)  # the frames hold the body
-            may_quote_prompt = status == 400 and http_error.field in ("prompt", "body", "")
+            may_quote_prompt = status == 400 and http_error.field in ("prompt", "input_ids", "body", "")
             text = f"{http_error.field or 'request'}: rejected" if may_quote_prompt else str(http_error)
             self._record.facts = {"error": text}
             if self._failure is None:
@@ -90,14 +91,14 @@ class _RequestHandler:
         finally:  # also if this task is cancelled: the server stops, or the client of Ray Serve disconnected
             self._record.status = status
 
-    async def _handle(self) -> Completion:
+    async def _handle(self) -> Sequence[Completion]:
         state = self._state
         limits = state.limits
         state.check_open()
         record = self._record
         record.key = state.check_key(self._http)
-        is_form = self._kind != "generations"
-        kind, max_size = (FORM, limits.max_form_bytes) if is_form else ("application/json", limits.max_body_bytes)
+        kind = self._bodies.media_type
+        max_size = self._bodies.max_bytes(limits)
         headers = self._http.headers
         content_type = headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != kind:
@@ -106,31 +107,27 @@ class _RequestHandler:
         if size > max_size:
             raise _too_large(max_size)
         with state.body_memory.reserve((record.key or record.client, kind), size):
-            request = state.map_size(await self._read(max_size))
-            state.check_request(request)
+            call = await self._read(max_size)
+            requests = state.complete(call.parts)
+            request = requests[0]
             self._quality = request.quality or ""
             backend = state.backend(request.model)
             record.model = backend.name
-            async with aclosing(self._generate(backend, request)) as updates:
-                await self._unless_disconnected(anext(updates))  # admitted or rejected
+            async with AsyncExitStack() as stack:
+                updates = [
+                    await stack.enter_async_context(aclosing(self._generate(backend, each))) for each in requests
+                ]
+                await self._unless_disconnected(_all_of([anext(each) for each in updates]))  # admitted or rejected
                 if request.stream:
-                    return await self._stream(request, updates)
-                completion = await self._unless_disconnected(_completion_of(updates))
-        await self._respond(JSONResponse(completion.response_body(request)))
-        return completion
+                    return [await self._stream(request, updates[0])]
+                completions = await self._unless_disconnected(_all_of([_completion_of(each) for each in updates]))
+        await self._respond(call.response(completions))
+        return completions
 
-    async def _read(self, max_size: int) -> ImagesRequest:
-        limits = self._state.limits
-        if self._kind == "generations":
-            body = bytearray()
-            await self._receive(body.extend, max_size)
-            return read_request(bytes(body), limits.deadline)
-        with closing(FormReader(self._http.headers["content-type"], limits.max_body_bytes)) as reader:
+    async def _read(self, max_size: int) -> Call:
+        with closing(self._bodies.reader(self._http.headers, self._state.limits)) as reader:
             await self._receive(reader.write, max_size)
-            form = reader.request()
-        if self._kind == "variations" and form.mask is None and form.keep_rows is None:
-            form = form.model_copy(update={"keep_rows": self._state.backend(form.model).describe()["rows"] // 2})
-        return set_defaults(form, limits.deadline)
+            return reader.request()
 
     async def _receive(self, write: Callable[[bytes], None], max_size: int) -> None:
         timeout = self._state.limits.body_timeout
@@ -146,7 +143,7 @@ class _RequestHandler:
             raise HttpError(408, f"incomplete after {timeout:g} s", field="body") from error
 
     async def _generate(
-        self, backend: ImageBackend, request: ImagesRequest
+        self, backend: ImageBackend, request: DrawingRequest
     ) -> AsyncGenerator[Event | Completion, None]:
         assert request.deadline is not None
         remaining = request.deadline - (time.perf_counter() - self._record.began)
@@ -164,7 +161,7 @@ class _RequestHandler:
                     raise HttpError(504, problem, "deadline_exceeded", field="deadline") from error
                 yield update
 
-    async def _stream(self, request: ImagesRequest, updates: AsyncGenerator[Event | Completion, None]) -> Completion:
+    async def _stream(self, request: DrawingRequest, updates: AsyncGenerator[Event | Completion, None]) -> Completion:
         events = self._events(request, updates)
         response = EventSourceResponse(events, ping=PING_SECONDS, sep="\n", send_timeout=SEND_SECONDS)
         await response(self._http.scope, self._http.receive, self._send)
@@ -175,12 +172,12 @@ class _RequestHandler:
         return self._completion
 
     async def _events(
-        self, request: ImagesRequest, updates: AsyncGenerator[Event | Completion, None]
+        self, request: DrawingRequest, updates: AsyncGenerator[Event | Completion, None]
     ) -> AsyncGenerator[dict[str, str], None]:
         """Yield server-sent events. An error is the last event and has no name, as OpenAI's client expects."""
         try:
             async for update in updates:
-                event = update.final_event(request) if isinstance(update, Completion) else update
+                event = request.final_event(update) if isinstance(update, Completion) else update
                 yield {"event": event["type"], "data": json.dumps(event)}
                 if isinstance(update, Completion):
                     self._completion = update
@@ -202,12 +199,23 @@ class _RequestHandler:
                 task.cancel()
             await asyncio.gather(result, disconnect, return_exceptions=True)
 
-    async def _respond(self, response: JSONResponse) -> None:
+    async def _respond(self, response: Response) -> None:
         await response(self._http.scope, self._http.receive, self._send)
 
 
 def _too_large(max_size: int) -> HttpError:
     return HttpError(413, field="body", expected=f"at most {max_size:,} bytes")
+
+
+async def _all_of(works: Sequence[Awaitable[T]]) -> list[T]:
+    """Return the results of all works. If one fails, cancel the others before its error is raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _completion_of(updates: AsyncGenerator[Event | Completion, None]) -> Completion:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from starlette.responses import JSONResponse, Response
 
+from ..bundle.manifest import Size
 from ..errors import BusyError, LanternError, RequestError
 from ..inputs import PARAMETER_NAMES, error_fields
 from ..methods import PARAMETERS, SAMPLING, Quality
+from ..output.images import image_bytes
 from ..requests import draw_seed
 from ..text.words import ANY_WORDS
+
+if TYPE_CHECKING:
+    from ..asynchronous import AsyncPipeline
+    from ..bundle.files import Bundle
+    from ..prepared import Prepared
+    from ..results import Ints, StreamStep
 
 MAX_PARTIAL_IMAGES = 64
 MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
@@ -34,8 +45,8 @@ else:
     )
 
 
-class ImagesRequest(SamplingFields):
-    """Body of `POST /v1/images/generations`. A field that is missing or null has the bundle's default."""
+class DrawingRequest(SamplingFields):
+    """Fields of every request. A subclass converts finished images to a response."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -43,22 +54,9 @@ class ImagesRequest(SamplingFields):
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=10)] | None = None
     size: str | None = None
-    response_format: Literal["b64_json", "url"] | None = None
-    output_format: Literal["png", "jpeg", "webp"] | None = None
-    output_compression: Annotated[int, Field(ge=0, le=100)] | None = None
     stream: bool | None = None
-    partial_images: Annotated[int, Field(ge=0, le=MAX_PARTIAL_IMAGES)] | None = None
     quality: Literal["auto", "standard", "low", "medium", "high", "hd"] | None = None
-    # Fields of OpenAI's API that are accepted with the values that change nothing.
-    background: Literal["auto", "opaque"] | None = None
-    moderation: Literal["auto", "low"] | None = None
     user: str | None = None
-    safety_identifier: str | None = None
-    style: Literal["vivid"] | None = None
-    complexity: None = None
-    svg: None = None
-    frame_count: Annotated[int, Field(ge=9, le=9)] | None = None
-    frame_duration_ms: Annotated[int, Field(ge=200, le=200)] | None = None
     # Fields that lantern-rt adds.
     negative_prompt: str | None = None
     seed: int | None = None
@@ -68,12 +66,17 @@ class ImagesRequest(SamplingFields):
     deadline: Annotated[float, Field(gt=0)] | None = None
     steps: bool | None = None
 
-    EVENT_PREFIX: ClassVar[str] = "image_generation"  # first part of the `type` of image events
+    EVENT_PREFIX: ClassVar[str]  # first part of the `type` of events other than `lantern.step`
 
     @property
-    def format(self) -> str:
-        """File format of the images: png, jpeg or webp."""
-        return self.output_format or "png"
+    def parts(self) -> list[DrawingRequest]:
+        """Requests to generate at once, here only the request itself."""
+        return [self]
+
+    @property
+    def num_partial(self) -> int:
+        """Number of events with partial images."""
+        return 0
 
     def options(self) -> dict[str, Any]:
         """Return the arguments for `AsyncPipeline`."""
@@ -90,15 +93,134 @@ class ImagesRequest(SamplingFields):
         }
         return {name: value for name, value in values.items() if value is not None}
 
+    def check(self) -> None:
+        """Raise `HttpError` if fields contradict each other."""
+        if self.stream and (self.n or 1) > 1:
+            remedy = "stream one image per request"
+            raise HttpError(400, field="n", found=f"{self.n} with stream", expected="1", remedy=remedy)
+        if self.steps:
+            self._require_stream("steps")
+        if self.quality_budget and self.quality in _PRESETS:
+            raise HttpError(400, "conflicts with quality_budget", field="quality", remedy="give one of them")
 
-R = TypeVar("R", bound=ImagesRequest)
+    def _require_stream(self, name: str) -> None:
+        if not self.stream:
+            raise HttpError(400, "requires stream", field=name, remedy=f"set stream to true, or leave {name} out")
+
+    def fit(self, bundle: Bundle) -> Self:
+        """Return the request for a bundle. Raises: LanternError: the bundle does not give them."""
+        return self
+
+    async def encode(self, pipeline: AsyncPipeline, prepared: Prepared, step: StreamStep, i: int) -> bytes:
+        """Return the file of an image, empty if the response needs no file.
+
+        Args:
+            pipeline: pipeline that generated the image.
+            prepared: request of the pipeline.
+            step: step that holds the image.
+            i: index of the image.
+        """
+        return b""
+
+    def content(self, size: Size, codes: Ints, file: bytes) -> dict[str, Any]:
+        """Return the fields of an image in a response.
+
+        Args:
+            size: size of the image.
+            codes: codes of the image, `[cells]`.
+            file: file from `encode`.
+        """
+        raise NotImplementedError
+
+    def description(self, size: Size) -> dict[str, str]:
+        """Return the fields of a response that describe all images."""
+        return {"size": size.name}
+
+    def event(self, kind: str, size: Size, codes: Ints, file: bytes) -> Event:
+        """Create a stream event that contains an image.
+
+        Args:
+            kind: `completed` or `partial_image`.
+            size, codes, file: same as for `content`.
+        """
+        content = self.content(size, codes, file)
+        fields = {"created_at": int(time.time()), **self.description(size)}
+        return {"type": f"{self.EVENT_PREFIX}.{kind}", **content, **fields}
+
+    def final_event(self, completion: Completion) -> Event:
+        """Return the last event of a stream."""
+        return self.event("completed", completion.size, completion.codes[0], completion.files[0]) | completion.usage()
+
+    def response(self, completions: Sequence[Completion]) -> Response:
+        """Return the response without `stream`. completions: one for each of `parts`."""
+        (completion,) = completions
+        images = zip(completion.codes, completion.files, strict=True)
+        data = [self.content(completion.size, *image) for image in images]
+        head = {"created": int(time.time()), "data": data}
+        return JSONResponse({**head, **self.description(completion.size), **completion.usage()})
+
+
+class ImagesRequest(DrawingRequest):
+    """Body of `POST /v1/images/generations`. A field that is missing or null has the bundle's default."""
+
+    response_format: Literal["b64_json", "url"] | None = None
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    output_compression: Annotated[int, Field(ge=0, le=100)] | None = None
+    partial_images: Annotated[int, Field(ge=0, le=MAX_PARTIAL_IMAGES)] | None = None
+    # Fields of OpenAI's API that are accepted with the values that change nothing.
+    background: Literal["auto", "opaque"] | None = None
+    moderation: Literal["auto", "low"] | None = None
+    safety_identifier: str | None = None
+    style: Literal["vivid"] | None = None
+    complexity: None = None
+    svg: None = None
+    frame_count: Annotated[int, Field(ge=9, le=9)] | None = None
+    frame_duration_ms: Annotated[int, Field(ge=200, le=200)] | None = None
+
+    EVENT_PREFIX: ClassVar[str] = "image_generation"
+
+    @property
+    def format(self) -> str:
+        """File format of the images: png, jpeg or webp."""
+        return self.output_format or "png"
+
+    @property
+    def num_partial(self) -> int:
+        return self.partial_images or 0
+
+    def check(self) -> None:
+        super().check()
+        if self.partial_images:
+            self._require_stream("partial_images")
+        if self.output_compression not in (None, 100) and self.format == "png":
+            remedy = "leave it out for png"
+            raise HttpError(400, field="output_compression", expected="output_format jpeg or webp", remedy=remedy)
+
+    def fit(self, bundle: Bundle) -> Self:
+        if not bundle.manifest.makes_images:
+            problem = "gives codes, not images"
+            raise HttpError(400, problem, field="model", remedy="POST to /v1/images/codes")
+        return self
+
+    async def encode(self, pipeline: AsyncPipeline, prepared: Prepared, step: StreamStep, i: int) -> bytes:
+        image = await pipeline.image(step, i)
+        return await asyncio.to_thread(image_bytes, image, self.format, self.output_compression)
+
+    def content(self, size: Size, codes: Ints, file: bytes) -> dict[str, Any]:
+        text = base64.b64encode(file).decode()
+        if self.response_format == "url" and not self.stream:
+            return {"url": f"data:{MEDIA_TYPES[self.format]};base64,{text}"}
+        return {"b64_json": text}
+
+    def description(self, size: Size) -> dict[str, str]:
+        quality = {"hd": "high", "standard": "auto"}.get(self.quality or "auto", self.quality or "auto")
+        return {"output_format": self.format, "quality": quality, "background": "opaque", "size": size.name}
 
 
 class EditRequest(ImagesRequest):
-    """Form of `POST /v1/images/edits` or `/v1/images/variations`: an image of which a part is generated again.
+    """Form of `POST /v1/images/edits`: an image of which a part is generated again.
 
-    `mask` or `keep_rows` chooses the part. Without them, an edit changes the transparent pixels, and a variation the
-    lower half of the token rows.
+    `mask` or `keep_rows` chooses the part. Without them, an edit changes the transparent pixels.
     """
 
     image: bytes = b""
@@ -109,43 +231,57 @@ class EditRequest(ImagesRequest):
     EVENT_PREFIX: ClassVar[str] = "image_edit"
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments for `AsyncPipeline`."""
         edit = {"image": self.image, "mask": self.mask, "keep_rows": self.keep_rows}
         return super().options() | {name: value for name, value in edit.items() if value is not None}
 
 
-def read_request(body: bytes, max_deadline: float) -> ImagesRequest:
-    """Parse a JSON body and check it as far as possible without a bundle.
+class VariationRequest(EditRequest):
+    """Form of `POST /v1/images/variations`, which changes the lower half of the token rows by default."""
 
-    Args:
-        body: JSON text.
-        max_deadline: maximum deadline in seconds, and the default deadline.
+    def fit(self, bundle: Bundle) -> Self:
+        request = super().fit(bundle)
+        if self.mask is not None or self.keep_rows is not None:
+            return request
+        return request.model_copy(update={"keep_rows": bundle.manifest.grid_rows // 2})
 
-    Raises:
-        HttpError: a field is invalid.
-    """
+
+R = TypeVar("R", bound=DrawingRequest)
+
+
+class Call(Protocol):
+    """The content of a body: requests to generate at once, and the response made of their results."""
+
+    @property
+    def parts(self) -> Sequence[DrawingRequest]:
+        """Requests to generate at once."""
+
+    def response(self, completions: Sequence[Completion]) -> Response:
+        """Return the response without `stream`. completions: one for each of `parts`."""
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def read_json(model: type[M], body: bytes) -> M:
+    """Parse a JSON body and check it as far as possible without a bundle. Raises: HttpError: a field is invalid."""
     try:
-        request = ImagesRequest.model_validate_json(body)
+        return model.model_validate_json(body)
     except ValidationError as error:
         fields: dict[str, Any] = error_fields(error)
         fields["field"] = fields["field"] or "body"
         raise HttpError(400, **fields) from error
-    return set_defaults(request, max_deadline)
 
 
 def set_defaults(request: R, max_deadline: float) -> R:
-    """Return the request with a seed and a deadline. Raises: HttpError: fields contradict each other."""
-    if request.stream and (request.n or 1) > 1:
-        remedy = "stream one image per request"
-        raise HttpError(400, field="n", found=f"{request.n} with stream", expected="1", remedy=remedy)
-    for name in ("partial_images", "steps"):
-        if getattr(request, name) and not request.stream:
-            raise HttpError(400, "requires stream", field=name, remedy=f"set stream to true, or leave {name} out")
-    if request.quality_budget and request.quality in _PRESETS:
-        raise HttpError(400, "conflicts with quality_budget", field="quality", remedy="give one of them")
-    if request.output_compression not in (None, 100) and request.format == "png":
-        remedy = "leave it out for png"
-        raise HttpError(400, field="output_compression", expected="output_format jpeg or webp", remedy=remedy)
+    """Return the request with a seed and a deadline.
+
+    Args:
+        max_deadline: maximum deadline in seconds, and the default deadline.
+
+    Raises:
+        HttpError: fields contradict each other.
+    """
+    request.check()
     if request.deadline is not None and request.deadline > max_deadline:
         expected = f"at most {max_deadline:g} s, the server's limit"
         raise HttpError(400, field="deadline", found=f"{request.deadline:g} s", expected=expected)
@@ -188,35 +324,25 @@ class Completion:
     """Finished images of a request.
 
     Args:
-        images: image files, one per image.
-        size: size of every image, as WIDTHxHEIGHT.
+        files: one file per image, see `DrawingRequest.encode`.
+        codes: codes of each image, int64 `[cells]`.
+        size: size of every image.
         input_tokens: number of prompt tokens of all images.
         output_tokens: number of tokens sampled for all images.
         figures: method, seeds and costs.
         preserved: number of tokens of all images that an edit preserved.
     """
 
-    images: list[bytes]
-    size: str
+    files: list[bytes]
+    codes: list[Ints]
+    size: Size
     input_tokens: int
     output_tokens: int
     figures: Figures
     preserved: int = 0
 
-    def response_body(self, request: ImagesRequest) -> dict[str, Any]:
-        """Return the response to a request without `stream`."""
-        if request.response_format == "url":
-            media = MEDIA_TYPES[request.format]
-            data = [{"url": f"data:{media};base64,{_base64(image)}"} for image in self.images]
-        else:
-            data = [{"b64_json": _base64(image)} for image in self.images]
-        return {"created": int(time.time()), "data": data, **_image_format(request, self.size), **self._usage()}
-
-    def final_event(self, request: ImagesRequest) -> Event:
-        """Return the last event of a stream."""
-        return image_event("completed", request, self.size, self.images[0]) | self._usage()
-
-    def _usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
+        """Return the fields of a response about tokens, method and costs."""
         usage = {
             "input_tokens": self.input_tokens + self.preserved,
             "output_tokens": self.output_tokens,
@@ -224,30 +350,6 @@ class Completion:
             "input_tokens_details": {"image_tokens": self.preserved, "text_tokens": self.input_tokens},
         }
         return {"usage": usage, "lantern": asdict(self.figures)}
-
-
-def image_event(kind: str, request: ImagesRequest, size: str, image: bytes) -> Event:
-    """Create a stream event that contains an image.
-
-    Args:
-        kind: `completed` or `partial_image`.
-        size: size of the image, as WIDTHxHEIGHT.
-    """
-    return {
-        "type": f"{request.EVENT_PREFIX}.{kind}",
-        "b64_json": _base64(image),
-        "created_at": int(time.time()),
-        **_image_format(request, size),
-    }
-
-
-def _image_format(request: ImagesRequest, size: str) -> dict[str, str]:
-    quality = {"hd": "high", "standard": "auto"}.get(request.quality or "auto", request.quality or "auto")
-    return {"output_format": request.format, "quality": quality, "background": "opaque", "size": size}
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 class HttpError(LanternError):

@@ -29,7 +29,7 @@ from ..pipeline import Pipeline
 from .app import make_app
 from .backend import ADMITTED, ImageBackend, Load, LocalBackend
 from .log import LogFormatter
-from .protocol import Completion, Event, ImagesRequest
+from .protocol import Completion, DrawingRequest, Event
 from .state import Limits, ServerState
 
 _LOG = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class Settings(BaseModel):
         max_n: maximum number of images per request.
         aliases: additional names of models, alias to model.
         mapped_sizes: sizes that requests may name, to the sizes of the models, or `auto`.
+        own_sampling: whether `POST /generate` ignores a request's sampling settings.
         cors: sites whose pages may send requests.
     """
 
@@ -77,6 +78,7 @@ class Settings(BaseModel):
     max_n: int = Field(default=10, ge=1, le=10)
     aliases: dict[str, str] = {}
     mapped_sizes: dict[str, str] = {}
+    own_sampling: bool = False
     cors: list[str] = []
 
 
@@ -132,7 +134,7 @@ class Replica:
         return self._backend.name, self._backend.describe()
 
     async def generate(
-        self, request: ImagesRequest, caller: str = ""
+        self, request: DrawingRequest, caller: str = ""
     ) -> AsyncGenerator[Event | Completion | LanternError, None]:
         """Generate images. A `LanternError` is yielded as the last item, because Ray would wrap a raised error."""
         assert request.deadline is not None
@@ -156,7 +158,7 @@ class Ingress:
     """Application of `lantern-rt serve` that forwards requests to replicas."""
 
     def __init__(self, settings: Settings, replicas: Sequence[DeploymentHandle[Replica]]) -> None:
-        names = {"deadline", "api_key_file", "methods", "max_n", "aliases", "mapped_sizes"}
+        names = {"deadline", "api_key_file", "methods", "max_n", "aliases", "mapped_sizes", "own_sampling"}
         limits = settings.model_dump(include=names)
         self._state = ServerState(Limits(**limits))
         self._replicas = replicas
@@ -201,7 +203,7 @@ class RayBackend:
     def load(self) -> Load:
         return Load(self._running, self._waiting)
 
-    async def generate(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
+    async def generate(self, request: DrawingRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
         """Generate the images of a request. If a replica dies, another one starts again and repeats the events.
 
         The seed of the request makes the images the same.

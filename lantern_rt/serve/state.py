@@ -30,7 +30,7 @@ from ..errors import RequestError
 from ..inputs import format_value, read_plain_file, reading
 from .backend import ImageBackend
 from .log import RequestRecord
-from .protocol import Completion, HttpError, ImagesRequest, R
+from .protocol import Completion, DrawingRequest, HttpError, set_defaults
 
 MAX_KEY_FILE_BYTES = 1 << 20
 DISCONNECTED = 499  # status in logs and metrics if the client disconnected
@@ -53,6 +53,7 @@ class Limits:
         max_n: maximum number of images per request.
         aliases: additional names of models, alias to model.
         mapped_sizes: sizes that requests may name, to the sizes of the models, or `auto`.
+        own_sampling: whether `POST /generate` ignores a request's sampling settings.
     """
 
     deadline: float = 600.0
@@ -65,6 +66,7 @@ class Limits:
     max_n: int = 10
     aliases: Mapping[str, str] = field(default_factory=dict)
     mapped_sizes: Mapping[str, str] = field(default_factory=dict)
+    own_sampling: bool = False
 
 
 def read_keys(path: Path) -> dict[bytes, str]:
@@ -244,19 +246,22 @@ class ServerState:
             raise HttpError(401, "invalid API key", "invalid_api_key", field="authorization", expected="`Bearer KEY`")
         return self.keys[digest]
 
-    def check_request(self, request: ImagesRequest) -> None:
-        """Raise `HttpError` if the limits do not allow the request."""
-        limits = self.limits
-        method = (request.method or "").partition(":")[0]
-        if limits.methods and method and method not in limits.methods:  # qualities are always allowed
-            raise HttpError(400, field="method", found=format_value(method), expected=" or ".join(limits.methods))
-        if (request.n or 1) > limits.max_n:
-            raise HttpError(400, field="n", found=f"{request.n}", expected=f"at most {limits.max_n}")
+    def complete(self, parts: Iterable[DrawingRequest]) -> list[DrawingRequest]:
+        """Return the requests of a call with defaults, and the sizes that the operator maps the requested sizes to.
 
-    def map_size(self, request: R) -> R:
-        """Return the request with the size that the server's operator maps the requested size to."""
-        size = self.limits.mapped_sizes.get(request.size or "")
-        return request if size is None else request.model_copy(update={"size": size})
+        Raises:
+            HttpError: the limits do not allow them.
+        """
+        limits = self.limits
+        requests = [set_defaults(request, limits.deadline) for request in parts]
+        for request in requests:
+            method = (request.method or "").partition(":")[0]
+            if limits.methods and method and method not in limits.methods:  # qualities are always allowed
+                raise HttpError(400, field="method", found=format_value(method), expected=" or ".join(limits.methods))
+        if (images := sum(request.n or 1 for request in requests)) > limits.max_n:
+            raise HttpError(400, field="n", found=f"{images}", expected=f"at most {limits.max_n}")
+        sizes = [limits.mapped_sizes.get(request.size or "", request.size) for request in requests]
+        return [request.model_copy(update={"size": size}) for request, size in zip(requests, sizes, strict=True)]
 
     def backend(self, name: str | None) -> ImageBackend:
         """Return the model of a name or alias; None: the first model. Raises: HttpError: the model is unknown."""

@@ -28,6 +28,10 @@ class CaptionTokenizer:
     library: Tokenizer
     cleaning: Literal["llamagen"] | None
 
+    def has_id(self, token: int) -> bool:
+        """Return whether the vocabulary has a token id from 0."""
+        return self.library.id_to_token(token) is not None
+
     def encode(self, prompt: str, slots: int) -> NDArray[np.int64]:
         """Tokenize a prompt.
 
@@ -70,6 +74,10 @@ class TemplateTokenizer:
     def for_size(self, name: str) -> TemplateTokenizer:
         """Return a tokenizer for images of the size `name`."""
         return replace(self, template=self.template.replace("{size}", name))
+
+    def has_id(self, token: int) -> bool:
+        """Return whether the vocabulary has a token id from 0."""
+        return self.library.id_to_token(token) is not None
 
     def encode(self, prompt: str, slots: int) -> NDArray[np.int64]:
         """Tokenize a prompt in the template.

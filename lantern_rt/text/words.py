@@ -67,6 +67,10 @@ class WordTokenizer:
             raise self._unknown_words(unknown)
         return np.array([self.ids[word] for word in words] + [0] * -extra, np.int64)
 
+    def has_id(self, token: int) -> bool:
+        """Return whether a token id from 0 is that of a word."""
+        return token < len(self.ids)
+
     def nearest_examples(self, prompt: object) -> list[str]:
         """Return the three examples that share the most words with a prompt."""
         words = {*_WORD.findall(str(prompt).lower())}

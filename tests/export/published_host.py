@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from checkpoint_copies import EMU35, EMU35_VQ, copied
 from checkpoint_copies import published as save_published
 from random_drafter import save_random_drafter
 from small_janus import random_janus, write_janus
@@ -78,6 +79,11 @@ def small_emu3(folder: Path) -> Sources:
     return {"target": target, "vq": vq}, {"grid": 4}
 
 
+def small_emu35(folder: Path) -> Sources:
+    copied(EMU35, folder / "emu35", config=lambda config: config.pop("max_position_embeddings"))
+    return {"target": folder / "emu35", "vq": EMU35_VQ}, {}
+
+
 def small_simplear(_: Path) -> Sources:
     return {"target": DATA / "simplear/model", "vq": DATA / "simplear/cosmos"}, {"grid": 5}
 
@@ -91,6 +97,7 @@ SMALL: dict[str, Callable[[Path], Sources]] = {
     "glm_image": small_glm_image,
     "janus": small_janus,
     "emu3": small_emu3,
+    "emu35": small_emu35,
     "simplear": small_simplear,
 }
 
@@ -122,6 +129,11 @@ class Host:
         fields = {"files": files, "options": options, "download_bytes": 1_000_000, "memory_bytes": 1} | fields
         row = PublishedModel.model_validate(model.model_dump() | fields)
         (folder / "models.json").write_text(json.dumps({name: row.model_dump()}))
+
+    @property
+    def bundles(self) -> list[str]:
+        """Names in the cache, without locks."""
+        return [path.name for path in self.cache.glob("*") if path.suffix != ".lock"]
 
     def command(self, *arguments: object) -> list[str]:
         return ["-c", PROGRAM, json.dumps(self.absent), str(self.folder / "models.json"), *map(str, arguments)]

@@ -19,7 +19,7 @@ from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
-from lantern_rt.prepared import compute_prefixes, image_layout, load_model
+from lantern_rt.prepared import compute_prefixes, load_model
 from lantern_rt.runtime.groups import GroupLayout
 from lantern_rt.runtime.likelihood import sequence_logits
 from lantern_rt.runtime.sampling import shape_distribution, shape_logits
@@ -75,7 +75,7 @@ def run_layers(bundle: Path, ids: Any) -> tuple[NDArray[np.float32], list[NDArra
 
 def order_of(pipe: Pipeline) -> GroupLayout:
     """Return the layout of a bundle that draws groups."""
-    layout = image_layout(pipe.bundle.manifest)
+    layout = pipe.bundle.manifest.layout()
     assert isinstance(layout, GroupLayout)
     return layout
 
@@ -87,7 +87,7 @@ def logits_of(pipe: Pipeline, ids: Any, **prompt: Any) -> NDArray[np.float32]:
     """
     model = load_model(pipe.bundle, pipe.engines, [])
     (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
-    layout = image_layout(pipe.bundle.manifest)
+    layout = pipe.bundle.manifest.layout()
     return np.concatenate([*sequence_logits(model, layout, [rows.cond, rows.uncond], np.array(ids), Clock())], 1)
 
 
@@ -161,7 +161,8 @@ class DecoderGolden:
         assert arrays[f"{side}_position_ids"].tolist() == list(range(len(ids)))  # as `Run` counts
         (out,) = Sides(family.bundle, ids, None).outputs
         close(out["hidden_states"][0], arrays[f"{side}_prefill_hidden"])
-        close(out["logits"][0], arrays[f"{side}_prefill_logits"][:, family.codes])
+        logits = arrays[f"{side}_prefill_logits"][:, family.codes]  # some families recorded those of the last positions
+        close(out["logits"][0][-len(logits) :], logits)
         for part in ("key", "value"):
             found = np.stack(
                 [out[f"new_key_values.{i}.{part}"][:, 0] for i in range(3)]

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +17,7 @@ import pytest
 import torch
 from goldens import DATA, manifest
 from safetensors.torch import save
-from stand_in_hub import COMMIT, HEADERS, OLD, PUBLIC, REPOSITORIES, Hub, run, serve_hub
+from stand_in_hub import COMMIT, HEADERS, OLD, PUBLIC, REPOSITORIES, Hub, environment, run, serve_hub
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.files import open_bundle
@@ -178,6 +184,59 @@ def test_a_hub_names_no_file_outside_the_cache(endpoint: str, tmp_path: Path, he
         assert [path for path in files if "outside" in path.name or not path.resolve().is_relative_to(home)] == []
 
 
+# Exports with a download that, like a library in Rust, returns to Python only when it is done: here, never.
+BLOCKED = """
+import ctypes, sys
+from pathlib import Path
+import huggingface_hub
+mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+def block(*_, **__):
+    Path(sys.argv[1]).touch()
+    while True:
+        libc.pthread_mutex_lock(mutex)  # the second time waits, and no signal ends the wait
+huggingface_hub.hf_hub_download = block
+from lantern_rt.cli.main import main
+main(["export", "--target", "hf:owner/target", "--vq", "hf:owner/files/vq/vq_tiny.pt", "--output", sys.argv[2]])
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_download_at_once(endpoint: str, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    marker = tmp_path / "asked"
+    process = subprocess.Popen(
+        [sys.executable, "-c", BLOCKED, str(marker), str(tmp_path / "bundle")],
+        env=environment(endpoint, tmp_path / "home"), stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    while not marker.exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert "Traceback" not in said
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_silent_hub_is_told_in_a_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        limits = {"HF_HUB_ETAG_TIMEOUT": "1", "HF_HUB_DOWNLOAD_TIMEOUT": "1"}
+        code = FETCH.replace("for place", "from lantern_rt.export.checkpoints import hub; hub._SECONDS = 1\nfor place")
+        done = run(address, tmp_path, "-c", code, "hf:owner/target", **limits)
+    field, text = json.loads(done.stdout)
+    assert (field, "the hub cannot be reached (timed out)" in text) == ("hf:owner/target", True)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_cache_that_cannot_be_written_is_named_as_that(endpoint: str, tmp_path: Path, number: int) -> None:
+    code = f"import os, huggingface_hub\ndef fail(*_, **__): raise OSError({number}, os.strerror({number}))\n"
+    done = run(endpoint, tmp_path, "-c", f"{code}huggingface_hub.hf_hub_download = fail\n{FETCH}", "hf:owner/target")
+    field, text = json.loads(done.stdout)
+    assert (field, f"the hub's cache {tmp_path / 'hub'} cannot be written" in text) == ("hf:owner/target", True), text
+    assert "HF_HOME" in text
+
+
 MALFORMED = ["hf:", "hf:a", "hf:/a/b", "hf:a/b@", "hf:a/../b", "hf:a/b/../../c", "hf:a/b/ c"]
 ELSEWHERE = [f"hf:owner/target{file}@{name}" for file in ("", "/x.pt") for name in ("../..", "v1/../..", "*", "v 1")]
 
@@ -207,10 +266,10 @@ class Program:
     def __init__(self, endpoint: str, folder: Path) -> None:
         self.endpoint, self.folder = endpoint, folder
 
-    def __call__(self, *arguments: object, home: str = "home", **environment: str) -> tuple[int, str]:
+    def __call__(self, *arguments: object, home: str = "home", **variables: str) -> tuple[int, str]:
         """Exit code, and what went to stdout, or if it failed the last line of stderr."""
         words = ["-m", "lantern_rt", *map(str, arguments)]
-        done = run(environment.pop("endpoint", self.endpoint), self.folder / home, *words, **environment)
+        done = run(variables.pop("endpoint", self.endpoint), self.folder / home, *words, **variables)
         return done.returncode, done.stderr.splitlines()[-1] if done.returncode else done.stdout.strip()
 
 
@@ -234,13 +293,25 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
     assert f"digest | {bundle.digest}" in card
     sample.write_bytes(there["samples/4.png"])
     arguments = ("run", "hf:owner/pushed@v1", "--from", sample, "--output", tmp_path / "again.png", "--force")
-    for environment in ({}, {"endpoint": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
-        assert program(*arguments, **environment) == (0, str(tmp_path / "again.png"))
+    for variables in ({}, {"endpoint": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
+        assert program(*arguments, **variables) == (0, str(tmp_path / "again.png"))
         assert (tmp_path / "again.png").read_bytes() == sample.read_bytes()
     code, line = program("eval", "hf:owner/pushed@v1", "--write-presets")
     assert (code, line.endswith("copy the bundle to another folder")) == (2, True)
     code, line = program("run", "hf:owner/pushed@v1", "--class-id", 1, home="other", HF_HUB_OFFLINE="1")
     assert (code, "the hub cannot be reached" in line) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_bundle_of_codes_is_pushed_without_pictures(program: Program, glm_image_bundle: Path, tmp_path: Path) -> None:
+    assert program("push", glm_image_bundle, "owner/pushed", HF_TOKEN="hf_token") == (0, f"hf:owner/pushed@{COMMIT}")
+    there = REPOSITORIES["owner/pushed"]
+    assert not [name for name in there if name.startswith("samples/")]
+    card = there["README.md"].decode()
+    assert "draws codes" in card
+    assert ("--from" in card, 'lantern-rt run hf:owner/pushed "a prompt"' in card) == (False, True)
+    code, out = program("run", "hf:owner/pushed@v1", "a fox", "--size", "64x64", "--output", tmp_path / "fox.npz")
+    assert (code, out) == (0, str(tmp_path / "fox.npz"))
 
 
 def test_what_somebody_changed_on_the_hub_is_refused(program: Program, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_name_becomes_an_image_and_the_next_needs_no_hub(host: Host) -> None:
     assert "--yes: found no terminal to ask in, expected --yes, to download it" in first.stderr
     assert not host.cache.exists()
     image = host.generate("first.png")
-    assert [path.name for path in host.cache.iterdir()] == [f"{NAME}@int8"]
+    assert host.bundles == [f"{NAME}@int8"]
     again = host.generate("second.png", hub="http://127.0.0.1:9")
     with Image.open(image) as one, Image.open(again) as other:
         assert one.tobytes() == other.tobytes()
@@ -53,7 +53,7 @@ def test_a_name_becomes_an_image_and_the_next_needs_no_hub(host: Host) -> None:
     assert (listed["name"], listed["cached"]) == (NAME, [str(host.cache / f"{NAME}@int8")])
     assert "in the cache" in host("models").stdout
     assert host("models", "--remove", NAME).returncode == 0
-    assert list(host.cache.iterdir()) == []
+    assert host.bundles == []
     missing = host("inspect", NAME)
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
     assert "a published model that is not in the cache" in missing.stderr
@@ -106,13 +106,22 @@ def test_a_download_that_was_killed_goes_on(host: Host) -> None:
     finally:
         os.killpg(program.pid, signal.SIGKILL)
         program.wait()
-    assert not host.cache.exists()
+    assert host.bundles == []
     STALLED.add("c2i_B_256.pt")  # complete, so not downloaded again
     try:
         host.generate("image.png")
         assert "c2i_B_256.pt" in STALLED
     finally:
         STALLED.clear()
+
+
+def test_programs_that_need_the_same_model_export_it_once(host: Host) -> None:
+    commands = [("run", NAME, "--class-id", 3, "--yes", "--output", host.folder / f"{i}.png") for i in range(3)]
+    programs = [host.start(*command, stderr=subprocess.PIPE) for command in commands]
+    said = [program.communicate(timeout=240)[1] for program in programs]
+    assert [program.returncode for program in programs] == [0] * 3, said
+    assert sum("comparing" in text or "verif" in text for text in said) == 1, said
+    assert sum("waiting for another program" in text for text in said) == 2, said
 
 
 @pytest.mark.slow
@@ -124,7 +133,7 @@ def test_an_export_that_was_killed_leaves_nothing_that_is_used(host: Host) -> No
         os.killpg(program.pid, signal.SIGKILL)
         program.wait()
     host.generate("image.png")
-    assert [path.name for path in host.cache.iterdir()] == [f"{NAME}@int8"]
+    assert host.bundles == [f"{NAME}@int8"]
 
 
 @pytest.mark.slow

@@ -25,8 +25,12 @@ FILTERED_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__"
 TESTS = {
     "runtime/acceptance.py": "unit/acceptance unit/lantern_accept_golden unit/jacobi",
     "runtime/decode.py": "unit/decode unit/rows",
-    "runtime/eagle.py": "unit/decode unit/row_ends unit/batch unit/prefixes "
-    "onnxruntime/published_drafts onnxruntime/published_traces",
+    "runtime/drafters.py": "unit/batch unit/decode",
+    "runtime/eagle.py": "unit/decode unit/row_ends unit/batch unit/prefixes onnxruntime/published_lantern",
+    "runtime/eagle_slots.py": "unit/decode unit/row_ends unit/batch unit/prefixes onnxruntime/published_lantern",
+    "runtime/groups.py": "unit/groups",
+    "runtime/group_drafts.py": "unit/groups",
+    "runtime/guidance.py": "unit/guidance unit/decode",
     "runtime/drafting.py": "unit/decode",
     "runtime/engine.py": "unit/decode",
     "runtime/raster.py": "unit/rows unit/row_ends",

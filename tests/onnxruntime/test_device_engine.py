@@ -33,7 +33,8 @@ from lantern_rt.methods import Sampling
 from lantern_rt.runtime.device import SampleRequest
 from lantern_rt.runtime.engine import Floats, HiddenView, Pass
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.passes import causal_pass, prefill_pass
+from lantern_rt.runtime.passes import Prefixes, committed_mask
+from lantern_rt.runtime.state import PrefixRow
 
 RNG = np.random.default_rng(0)
 PREFIX = RNG.standard_normal((8, SMALL.prefix, SMALL.hidden_size), np.float32)
@@ -59,14 +60,18 @@ def drafter(small: SmallModel, target: OrtDeviceEngine) -> OrtDeviceEngine:
 
 
 def causal(engine: OrtDeviceEngine, cache: DeviceCache, tokens: Any, hidden: Any = None) -> Pass:
-    return causal_pass(engine, cache, np.array(tokens), SMALL.positions - 1, NO_PADDING, hidden)
+    nodes = np.array(tokens)
+    mask, past_length = committed_mask(engine, cache, cache.lengths, nodes.shape[1], NO_PADDING)
+    mask[:, :, past_length:] = np.tri(nodes.shape[1], dtype=bool)
+    positions = np.minimum(cache.lengths[:, None] + np.arange(nodes.shape[1]), SMALL.positions - 1)
+    return Pass(positions, mask, nodes, hidden=hidden)
 
 
 def holding(engine: OrtDeviceEngine, first: int, codes: list[list[int]], capacity: int) -> DeviceCache:
     """A cache whose rows hold prefixes `first` and on, and then these codes."""
     cache = engine.new_cache(len(codes), capacity)
-    prefix = list(PREFIX[first : first + len(codes)])
-    output = engine.run(prefill_pass(engine, cache, prefix, np.zeros((len(codes), SMALL.prefix), bool)), cache)
+    prefixes = Prefixes([PrefixRow(row, np.ones(SMALL.prefix, bool)) for row in PREFIX[first : first + len(codes)]])
+    output = engine.run(prefixes.prefill_pass(engine, cache), cache)
     cache.append(output.new_kv, [np.arange(SMALL.prefix)] * len(codes))
     longest = max(map(len, codes))
     for start in range(0, longest, 8):
@@ -142,7 +147,9 @@ def test_outputs_stay_as_they_are_when_their_cache_has_gone(target: OrtDeviceEng
 
 def test_codes_that_were_drawn_stay_when_their_pass_is_run_again(target: OrtDeviceEngine) -> None:
     cache, places = holding(target, 0, CODES[:2], 40), np.array([[0, 1], [0, 1]])
-    request = SampleRequest(slice(0, 2), places, Sampling(cfg_scale=2.0), Noise(3), np.arange(2))
+    request = SampleRequest(
+        slice(0, 2), places, Sampling(cfg_scale=2.0), Noise(3), np.arange(2), np.full(2, 2, np.float32)
+    )
     drawn = []
     for tokens in ([[1, 2], [3, 0]], [[0, 3], [1, 1]]):
         logits = target.run(causal(target, cache, tokens), cache).logits
@@ -208,6 +215,19 @@ def test_memory_that_was_given_back_last_is_kept_for_the_next_cache() -> None:
         del handles[0]
     again = [pool.acquire(1, columns) for columns in (3, 2, 1)]
     assert [handle.block in used for handle in again] == [True, True, False]
+
+
+def test_memory_that_held_nan_is_not_used_again(target: OrtDeviceEngine) -> None:
+    expected = after(target, holding(target, 0, [[0, 1], [1]], 40), [2, 3])
+    cache = holding(target, 0, [[0, 1], [1]], 40)
+    cache.discard()
+    discarded = cache.handle.block
+    for value in discarded.values:
+        value.update_inplace(np.full(value.shape(), np.nan, np.float32))
+    del cache
+    again = holding(target, 0, [[0, 1], [1]], 40)
+    assert again.handle.block is not discarded
+    np.testing.assert_array_equal(after(target, again, [2, 3]), expected)
 
 
 def test_several_threads_may_use_one_engine(target: OrtDeviceEngine) -> None:

@@ -127,13 +127,11 @@ def test_run_writes_files_of_codes_and_says_so(program: Any, glm_image_bundle: P
     [
         (["run", "BUNDLE", "a fox", "--scale", "2"], "--scale: bundle tiny-glm-image has no image decoder"),
         (["run", "BUNDLE", "a fox", "--trace", "t.npz"], "--trace: bundle tiny-glm-image has no image decoder"),
-        (["serve", "BUNDLE", "--port", "0"], "image: bundle tiny-glm-image has no image decoder"),
-        (["serve", "glm-image-9b", "--port", "0"], "image: model glm-image-9b has no image decoder"),
         (
             ["eval", "BUNDLE", "--prompts", "p.txt", "--features", "f.onnx"],
             "image: bundle tiny-glm-image has no image decoder",
         ),
-        (["push", "BUNDLE", "owner/name"], "image: bundle tiny-glm-image has no image decoder"),
+        (["push", "BUNDLE", "owner/name", "PICTURE"], "image: bundle tiny-glm-image has no image decoder"),
         (["edit", "PICTURE", "BUNDLE", "--prompt", "a fox"], "bundle tiny-glm-image has no image encoder"),
     ],
     ids=lambda value: "-".join(value[:1] + value[3:4]) if isinstance(value, list) else "",

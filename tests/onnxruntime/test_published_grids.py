@@ -23,7 +23,7 @@ from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines.ort.engine import OrtDeviceEngine
 from lantern_rt.methods import Ar, MethodConfig, Sjd
-from lantern_rt.prepared import image_layout, load_model
+from lantern_rt.prepared import load_model
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.state import PrefixRow, Prompt
@@ -162,7 +162,7 @@ def test_the_lower_half_of_an_image_is_the_published_one_behind_the_given_upper_
     first, second = (PrefixRow(embeds[0], np.ones(embeds.shape[1], bool)) for embeds in pipe.engines.condition(inputs))
     preserved = np.where(np.arange(codes.size) < rows * columns, codes.ravel(), -1)
     settings = pipe.check("a table", size="32x64", temperature=0, cfg_scale=trace["cfg"]).settings
-    model, layout = load_model(pipe.bundle, pipe.engines, [method]), image_layout(pipe.bundle.manifest, "32x64")
+    model, layout = load_model(pipe.bundle, pipe.engines, [method]), pipe.bundle.manifest.layout("32x64")
     steps = decode(model, plan_of(layout, settings.sampling, method), [Prompt(first, second, preserved)], [0])
     found = [code for step in steps for code in step.parts[0].codes]
     assert np.reshape(found, codes.shape).tolist() == codes.tolist()
@@ -235,6 +235,7 @@ def test_near_ties_of_images_of_several_sizes_are_decided_as_for_each_alone(
         ("lumina2", "64x64"),
         ("lumina2", "96x32"),
         ("lumina2", "32x64"),
+        ("lumina2", "32x128"),
         ("emu3", "8x8"),
         ("emu3", "10x8"),
         ("emu3", "24x4"),

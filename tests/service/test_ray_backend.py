@@ -84,7 +84,7 @@ def draw(replicas: Replicas, **options: Any) -> list[Any]:
 
 
 def pixels(completion: Completion) -> list[bytes]:
-    return [Image.open(io.BytesIO(one)).tobytes() for one in completion.images]
+    return [Image.open(io.BytesIO(one)).tobytes() for one in completion.files]
 
 
 @pytest.mark.parametrize("method", ["ar", None, "lantern++:lambda=1.23456789"])

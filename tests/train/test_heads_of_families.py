@@ -13,7 +13,7 @@ import pytest
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts, read_bundle_prompts
-from lantern_rt.prepared import compute_prefixes, image_layout, load_model
+from lantern_rt.prepared import compute_prefixes, load_model
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.likelihood import sequence_logits, sequence_states
@@ -111,7 +111,7 @@ def test_data_hold_the_states_from_which_codes_are_drawn_in_every_size(trained: 
             drawn = pipeline.check(**request, method="ar").images
             prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, drawn))[:3]
             model = load_model(pipeline.bundle, pipeline.engines, [])
-            layout = image_layout(pipeline.bundle.manifest, size.name)
+            layout = pipeline.bundle.manifest.layout(size.name)
             guidance, cells = Guidance(sampling, layout), range(size.codes)
             rows = range(2 if sampling.guided else 1)
             for i, (prompt, codes) in enumerate(zip(prompts, images.codes, strict=True)):

@@ -13,7 +13,7 @@ LAYERS = (
     ("runtime", "bundle", "text", "output"),
     ("completion", "engines", "edits", "requests", "prompts"),
     ("export",),
-    ("memory", "results", "prepared", "service_request", "sharing", "published"),
+    ("memory", "results", "prepared", "service_request", "shared_batches", "sharing", "published"),
     ("pipeline",),
     ("asynchronous", "service"),
     ("serve", "compare", "train"),

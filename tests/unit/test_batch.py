@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt, plan_of
+from toy_engine import ToyCache, ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt, plan_of
 
-from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
+from lantern_rt.methods import Ar, Drafted, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.decode import UNLIMITED, select_joining
 from lantern_rt.runtime.drafting import SequenceStep
+from lantern_rt.runtime.engine import Pass, PassOutput
 from lantern_rt.runtime.state import ImageSequence, Prompt
 
 VOCABULARY, CODES = 5, 9
@@ -185,7 +188,7 @@ def test_a_cancelled_request_leaves_at_once_and_is_forgotten() -> None:
         line.step()
     assert requests[1].codes[:CODES] == alone(visits[1], Ar())
     held: dict[str, Any] = vars(line.batch)
-    assert not [*held["_drafters"]]
+    assert not held["_drafters"].all
     assert held["_cache"] is None
 
 
@@ -202,3 +205,60 @@ def test_who_fills_all_places_waits_for_all_unless_too_much_stands_idle_and_few_
     assert line.batch.active == [*slow[2:], *others[:2]]
     line.cancel([slow[2], others[4]])
     assert line.joining, "two wait, who do not fill all places"
+
+
+class PartlyDamaged(ToyTarget):
+    """A target that gives NaN in the batch rows that `damaged` names."""
+
+    damaged: Callable[[], slice] = staticmethod(lambda: slice(0))
+
+    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+        output = super().run(batch, cache)
+        output.logits[self.damaged()] = np.nan
+        return output
+
+
+class PartlyDamagedDrafter(ToyDrafter):
+    """A drafter that gives NaN in the batch rows that `damaged` names."""
+
+    damaged: Callable[[], slice] = staticmethod(lambda: slice(0))
+
+    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+        output = super().run(batch, cache)
+        output.logits[self.damaged()] = np.nan
+        return output
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[2], SAMPLINGS[5]], ids=str)
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize(("part", "damaged_step"), [("target", 0), ("target", 1), ("target", 2), ("drafter", 1)])
+def test_a_sequence_whose_logits_are_no_numbers_ends_alone(
+    method: MethodConfig, sampling: Sampling, part: str, damaged_step: int
+) -> None:
+    healthy = model()
+    damaged = PartlyDamaged(**vars(healthy.target)), PartlyDamagedDrafter(**vars(healthy.drafter))
+    line = Line(replace(healthy, target=damaged[0], drafter=damaged[1]))
+    requests = [submitted(line, i, Visit(i, sampling, method, 0, 0)) for i in range(4)]
+    count = len(requests[1].rows)
+    held: dict[str, Any] = vars(line.batch)
+    step = 0
+
+    def sick_rows() -> slice:
+        rows = held["_rows"].get(requests[1], slice(0)) if step else slice(count, 2 * count)
+        return rows if step == damaged_step else slice(0)
+
+    damaged[part == "drafter"].damaged = sick_rows
+    reached = part == "target" or isinstance(method, Drafted)
+    ended: list[ImageSequence] = []
+    while line.busy:
+        concerned = step == damaged_step and requests[1].remaining > 0
+        line.step()
+        assert line.batch.failed == ([requests[1]] if concerned and reached else [])
+        ended += line.batch.failed
+        step += 1
+    assert all("NaN" in str(request.error) for request in ended)
+    for i, request in enumerate(requests):
+        if request not in ended:
+            assert request.codes == alone(Visit(i, sampling, method, 0, 0), method)
+    assert not held["_drafters"].all
+    assert held["_cache"] is None

@@ -326,7 +326,7 @@ def test_a_command_without_its_libraries_names_what_to_install(
 
 
 STEPS = [["train-drafter", step] for step in ("data", "fit")]
-OTHER_WORDS = r"--(num-images|images|together)\b|\bcodes\b|\bpictures?\b|\banew\b"  # count, batch, token, image
+OTHER_WORDS = r"--(num-images|images|together)\b|(?<!--)\bcodes\b|\bpictures?\b|\banew\b"  # count, batch, token, image
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), *STEPS])

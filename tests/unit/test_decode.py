@@ -259,8 +259,8 @@ def structure(**wrong: Callable[[DraftTree], Any]) -> Any:
     return property(lambda tree: replace(right(tree), **{name: make(tree) for name, make in wrong.items()}))
 
 
-unmask, prefix_mask, append, keep_rows = (
-    passes.unmask_committed, passes.prefix_mask, ToyCache.append, ToyCache.keep_rows
+committed_mask, prefix_mask, append, keep_rows = (
+    passes.committed_mask, passes.prefix_mask, ToyCache.append, ToyCache.keep_rows
 )  # fmt: skip
 commit = drafting.EagleDrafter.commit
 
@@ -278,8 +278,12 @@ SLIPS: dict[str, tuple[Any, str, Any]] = {
     "nodes see all earlier ones": (DraftTree, "structure", structure(ancestors=lambda t: np.tri(t.nodes, dtype=bool))),
     "nodes see no ancestors": (DraftTree, "structure", structure(ancestors=lambda t: np.eye(t.nodes, dtype=bool))),
     "depths are zero": (DraftTree, "structure", structure(depths=lambda t: np.zeros(t.nodes, np.int64))),
-    "padding is seen": (passes, "unmask_committed", lambda mask, n, padding: unmask(mask, n, padding[:, :0])),
-    "what is past the end is seen": (passes, "unmask_committed", lambda mask, n, pads: unmask(mask, n + 1, pads)),
+    "padding is seen": (passes, "committed_mask", lambda *parts: committed_mask(*parts[:-1], parts[-1][:, :0])),
+    "what is past the end is seen": (
+        passes,
+        "committed_mask",
+        lambda engine, cache, n, *parts: committed_mask(engine, cache, n + 1, *parts),
+    ),
     "prefill shows padding": (passes, "prefix_mask", lambda real, nodes: prefix_mask(np.ones_like(real), nodes)),
     "other nodes are committed": (ToyCache, "append", append_the_first),
     "drafts are not rolled back": (ToyCache, "truncate", lambda cache, lengths: None),

@@ -156,6 +156,9 @@ def test_every_code_is_the_choice_after_the_groups_before_with_the_noise_of_its_
         expected.append(told(model, prompt, sampling, draw))
     assert drawn(model, prompts, seeds, sampling) == expected
     assert len(passes_of(model)) == len(groups)
+    *_, last = decode(model, prompts[:1], [0], sampling, Groups())
+    assert last.stats is not None
+    assert last.stats.per_image[0].accepted_per_step == [len(group) - 1 for group in groups[1:]]
     for i in (0, 5):
         assert drawn(toy(groups), [prompts[i]], [seeds[i]], sampling) == [expected[i]]
     assert drawn(toy(groups), prompts[2:5], seeds[2:5], sampling) == expected[2:5]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_engine import ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt
+from toy_engine import ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt, raster_layout
 
 from lantern_rt.methods import Ar, Drafted, Eagle, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.guidance import Guidance
@@ -79,6 +79,22 @@ def test_a_linear_schedule_ends_with_the_scale_itself() -> None:
 
     assert scales(cfg_schedule="linear") == [1.5, 2.0, 2.5, 3.0, 3.0]
     assert scales(cfg_schedule="constant") == scales() == [3.0] * 5
+
+
+@pytest.mark.parametrize("row_end", [None, 5])
+def test_a_larger_scale_falls_to_the_final_scale_with_every_token_of_the_image(row_end: int | None) -> None:
+    """Before token t of n codes the scale s becomes max(final, s (1 - 4 (t + 2) / n)); row ends are tokens, too."""
+    layout = raster_layout(100, 10, row_end)
+    scale, expected = 6.0, []
+    for token in range(layout.num_tokens):
+        scale = max(2.0, scale * (1 - 4 * (token + 2) / 100))
+        expected.append(scale)
+    guidance = Guidance(Sampling(cfg_scale=6.0, cfg_final=2.0), layout)
+    codes = range(100)
+    np.testing.assert_allclose(guidance.scales(codes), [expected[layout.position(code)] for code in codes], rtol=1e-6)
+    assert guidance.scales([0])[0] > guidance.scales([1])[0] > 2.0
+    raised = Guidance(Sampling(cfg_scale=1.5, cfg_final=2.0), layout)
+    assert raised.scales([0, 99]).tolist() == [2.0, 2.0]
 
 
 def test_preserved_tokens_count_as_guided() -> None:

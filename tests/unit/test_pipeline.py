@@ -213,6 +213,19 @@ def test_nan_weights_of_the_target_are_an_error_not_a_picture(tmp_path: Path) ->
             pipe("red cube", **options)
 
 
+@pytest.mark.parametrize("penalty", [0.01, 100.0])
+@pytest.mark.parametrize("temperature", [0.001, 1000.0])
+@pytest.mark.parametrize("cfg_scale", [0.0, 1e-300, 1000.0])
+def test_settings_at_the_ends_of_their_ranges_give_an_image(
+    pipe: Pipeline, cfg_scale: float, temperature: float, penalty: float
+) -> None:
+    options = {"cfg_scale": cfg_scale, "temperature": temperature, "repetition_penalty": penalty}
+    expected = pipe("red cube", method="ar", **options).codes[0]
+    for top_p in (1e-300, 1.0):
+        assert len(pipe("red cube", method="lantern++", top_p=top_p, **options).codes[0]) == len(expected)
+    assert np.array_equal(pipe("red cube", method="eagle", **options).codes[0], expected)
+
+
 FORKED = """
 import asyncio, os, sys, threading, time
 from lantern_rt import AsyncPipeline, Pipeline, RequestError

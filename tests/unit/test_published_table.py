@@ -183,8 +183,82 @@ def test_the_disk_that_counts_is_that_of_the_cache_itself(
     assert disks[-1] == tmp_path / expected
 
 
-def test_nothing_is_downloaded_for_a_command_that_cannot_run(program: Any, host: pytest.MonkeyPatch) -> None:
-    host.setattr(published, "check_host", lambda _: pytest.fail("a download begins"))
-    for arguments in (("run", NAME, "--yes"), ("serve", NAME, "--yes", "--methods", "other")):
-        code, _, err = program(*arguments)
-        assert (code, err.count("\n")) == (2, 1)
+TEXT = "simplear-0.5b-sft"  # takes prompts, has several sizes
+CODES = "glm-image-9b"  # has no image decoder
+WRONG: dict[str, tuple[str, ...]] = {
+    "--method": ("--method", "bogus"),
+    "window": ("--method", "sjd:window=999"),
+    "lambda": ("--method", "lantern++:lambda=0.5"),
+    "tree": ("--method", "lantern++:tree=oak"),
+    "method eagle": ("--method", "eagle"),
+    "--quality": ("--quality", ""),
+    "--size": ("--size", "5x5"),
+    "--temperature": ("--temperature", "-1"),
+    "--repetition-penalty": ("--repetition-penalty", "1e-300"),
+    "--cfg-tokens": ("--cfg-tokens", "half"),
+    "--seed": ("--seed", "-1"),
+    "--count": ("--count", "0"),
+    "nowhere": ("--output", "nowhere/image.png"),
+    "image.jpg": ("--output", "image.jpg"),
+    "trace": ("--trace", "trace.png"),
+    "--threads": ("--threads", "0"),
+    "--provider": ("--provider", "bogus"),
+    "no-engines": ("--engines", "no-engines"),
+    "--negative-prompt": ("--negative-prompt", "blur"),
+}
+COMMANDS: list[tuple[str, tuple[str, ...]]] = [
+    *((field, ("run", NAME, "--class-id", "3", "--yes", *words)) for field, words in WRONG.items()),
+    ("nothing to generate", ("run", NAME, "--yes")),
+    ("found a prompt, expected class ids", ("run", NAME, "a red cube", "--yes")),
+    ("prompt: found class ids", ("run", TEXT, "--class-id", "3", "--yes")),
+    ("--size", ("run", TEXT, "a red cube", "--size", "large", "--yes")),
+    ("--scale", ("run", CODES, "a red cube", "--scale", "2", "--yes")),
+    ("none.png", ("run", NAME, "--from", "none.png", "--yes")),
+    *(
+        (field, ("serve", NAME, "--yes", *words))
+        for field, words in {
+            "--alias": ("--alias", "x"),
+            "--map-size": ("--map-size", "1024x1024=5x5"),
+            "--name": ("--name", "one", "--name", "two"),
+            "bundles": (NAME,),
+            "--batch": ("--batch", "0"),
+            "--waiting": ("--waiting", "-1"),
+            "no-keys": ("--api-key-file", "no-keys"),
+            "--cors": ("--cors", "nonsense"),
+            "--methods": ("--methods", "other"),
+            "--provider": ("--provider", "bogus"),
+            "no-engines": ("--engines", "no-engines"),
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "words"), COMMANDS)
+def test_nothing_is_downloaded_for_a_command_that_cannot_run(
+    program: Any, host: pytest.MonkeyPatch, tmp_path: Path, field: str, words: tuple[str, ...]
+) -> None:
+    host.chdir(tmp_path)
+    host.setattr(published, "check_host", lambda *_: pytest.fail("a download begins"))
+    code, _, err = program(*words)
+    assert (code, err.count("\n"), field in err) == (2, 1, True), err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", NAME, "--class-id", "3", "--size", "256x256", "--method", "sjd:window=5:lambda=1.5", "--count", "2"),
+        ("run", NAME, "--class-id", "3", "--output", "image.png", "--quality", "fast", "--cfg-tokens", "50%"),
+        ("run", TEXT, "a red cube", "--size", "512x512", "--method", "sjd:delta=0.2", "--negative-prompt", "blur"),
+        ("run", "anole-7b", "a red cube", "--method", "lantern:delta=0.1", "--trace", "trace.npz"),
+        ("run", CODES, "a red cube", "--output", "codes.npz"),
+        ("serve", NAME, TEXT, "--alias", f"x={TEXT}", "--map-size", "2048x2048=512x512", "--batch", "4"),
+    ],
+    ids=" ".join,
+)
+def test_a_command_that_may_run_asks_for_the_download(
+    program: Any, host: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    host.chdir(tmp_path)
+    host.setattr(published, "check_host", lambda *_: None)
+    code, _, err = program(*words)
+    assert (code, "--yes: found no terminal to ask in" in err) == (2, True), err

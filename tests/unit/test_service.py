@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from idle_service import left_alone
 from refusals import error_of
+from tiny_bundle import CAPTION
 
-from lantern_rt import Pipeline, RequestError
-from lantern_rt import prepared
+from lantern_rt import Pipeline, RequestError, prepared
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.errors import BusyError, EngineError
 from lantern_rt.results import StreamStep
@@ -273,6 +273,32 @@ def test_a_service_whose_passes_all_fail_says_that_it_cannot_draw(
         service.submit(caller, "red cube", method="ar")
         caller.last()
         assert service.open
+
+
+def test_a_request_whose_logits_overflow_ends_alone_and_the_service_stays_open(embeddings_bundle: Path) -> None:
+    embeddings = np.random.default_rng(1).standard_normal((2, CAPTION)).astype(np.float32)
+    with Pipeline.from_bundle(embeddings_bundle, threads=1) as pipe, Service(pipe, together=8) as service:
+        others = [Caller() for _ in METHODS]
+        for seed, (caller, method) in enumerate(zip(others, METHODS, strict=True)):
+            service.submit(caller, embeddings=embeddings, method=method, seed=seed)
+        for method in METHODS:
+            caller = Caller()
+            huge = {"embeddings": np.full_like(embeddings, 1e36), "cfg_scale": 1000.0, "temperature": 0.001}
+            while True:
+                try:
+                    service.submit(caller, method=method, num_images=2, **huge)
+                    break
+                except BusyError:
+                    time.sleep(0.01)
+            assert caller.done.wait(60)
+            assert isinstance(caller.error, EngineError)
+            assert "NaN or infinite" in str(caller.error)
+            assert service.open
+        for seed, (caller, method) in enumerate(zip(others, METHODS, strict=True)):
+            assert np.array_equal(
+                caller.last().codes[0], pipe(embeddings=embeddings, method=method, seed=seed).codes[0]
+            )
+        left_alone(service)
 
 
 def shared(service: Service, asked: dict[str, list[dict[str, Any]]]) -> dict[str, list[StreamStep]]:

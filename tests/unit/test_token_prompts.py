@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lantern_rt import open_bundle
+from lantern_rt import Pipeline, RequestError, open_bundle
 from lantern_rt.bundle.conditions import ConditionSpec, TokenLayout
 from lantern_rt.bundle.manifest import Manifest
-from lantern_rt.prompts import ImageRequest
+from lantern_rt.prompts import ImageRequest, load_bundle_tokenizer
 from lantern_rt.requests import check_request
 from lantern_rt.runtime.state import DrafterLayout, PrefixRow
 
@@ -30,6 +31,9 @@ class Ids:
 
     def __init__(self, ids: list[int]) -> None:
         self.ids, self.slots = np.array(ids), 0
+
+    def has_id(self, token: int) -> bool:
+        return token < 1000
 
     def encode(self, prompt: str, slots: int) -> NDArray[np.int64]:
         """The ids."""
@@ -87,3 +91,97 @@ def test_tokens_of_any_text_stand_at_the_end_of_the_prefix_and_the_rest_is_paddi
     assert all(array.dtype == np.int64 for array in short.inputs.values())
     (full,) = check_request(own, Ids([2, 3, 4, 5, 6, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
     assert full.real[0].all()
+
+
+# ---------------------------------------------------------------- ids given by the caller
+
+
+def given(manifest: Manifest, layout: TokenLayout, token_ids: Any, **options: Any) -> list[ImageRequest]:
+    condition = ConditionSpec(kind="tokens", prefix=12, layout=layout)
+    own = manifest.model_copy(update={"condition": condition})
+    return check_request(own, Ids([50, 51]), token_ids=token_ids, **options).images  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", [ANOLE, JANUS])
+def test_ids_that_a_caller_gives_make_the_rows_of_the_prompt_that_has_them(
+    manifest: Manifest, layout: TokenLayout
+) -> None:
+    (expected,) = requests(manifest, layout, [50, 51])
+    (row,) = expected.inputs["token_ids"].tolist()
+    first, second = given(manifest, layout, [row, np.array(row)], seed=[7, 8])
+    for image in (first, second):
+        assert image.inputs.keys() == expected.inputs.keys()
+        assert all(np.array_equal(image.inputs[name], expected.inputs[name]) for name in expected.inputs)
+        assert image.label == tuple(row)
+    assert (first.seed, second.seed) == (7, 8)
+
+
+def test_a_negative_prompt_replaces_the_unconditional_row_of_ids(manifest: Manifest) -> None:
+    (image,) = given(manifest, ANOLE, [0, 60, 140, 133], negative_prompt="a blur", cfg_scale=2.0)
+    assert image.negative is not None
+    assert image.negative.inputs["token_ids"].tolist() == [[0, 50, 51, 140, 133]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "field"),
+    [
+        ([0, 50, 140], "token_ids"),  # not the end of the template
+        ([50, 140, 133], "token_ids"),  # not its beginning
+        ([0, 140, 133], "token_ids"),  # no text
+        ([0, *range(20, 30), 140, 133], "token_ids"),  # 13 of 12
+        ([0, 5000, 140, 133], "token_ids"),  # unknown
+        ([0, -1, 140, 133], "token_ids"),
+        ([0, 1.5, 140, 133], "token_ids"),
+        ([0, True, 140, 133], "token_ids"),
+        ([0, 1 << 40, 140, 133], "token_ids"),
+        ([[0, 50, 140, 133], [0, 140, 133]], "token_ids 2 of 2"),
+        ([[0, 50, 140, 133], 5], "token_ids"),
+        ([], "token_ids"),
+        ("0 50 140 133", "token_ids"),
+    ],
+)
+def test_wrong_ids_are_refused_by_name(manifest: Manifest, ids: Any, field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        given(manifest, ANOLE, ids)
+    assert caught.value.field == field
+    assert caught.value.expected
+
+
+def test_ids_draw_the_image_of_their_words(words_bundle: Path, tmp_path: Path, program: Any) -> None:
+    bundle = open_bundle(words_bundle)
+    tokenizer = load_bundle_tokenizer(bundle)
+    assert tokenizer is not None
+    ids = [int(i) for i in tokenizer.encode("red cube", bundle.manifest.condition.prefix) if i]
+    with Pipeline.from_bundle(bundle, threads=1) as pipe:
+        plain, other = pipe("red cube", seed=3), pipe(token_ids=ids, seed=3)
+        assert np.array_equal(plain.codes, other.codes)
+        assert (other.prompts, other.images[0].info["token_ids"]) == ([tuple(ids)], " ".join(map(str, ids)))
+        with pytest.raises(RequestError):
+            pipe("red cube", token_ids=ids)
+    (tmp_path / "ids.json").write_text(str(ids))
+    command = ["run", words_bundle, "--token-ids", "ids.json", "--seed", 3, "--threads", 1]
+    assert program(*command, "--output", "a.png")[0] == 0
+    assert program("run", words_bundle, "--from", "a.png", "--output", "b.png")[0] == 0
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert program(*command)[1] == "tokens-0-seed3.png\n"
+    code, out, _ = program(*command, "--json")
+    assert (code, json.loads(out)["images"][0]["token_ids"]) == (0, ids)
+    for wrong in ("{}", "[1,", '["a"]', "[[]]"):
+        (tmp_path / "ids.json").write_text(wrong)
+        code, _, err = program(*command, "--force")
+        assert (code, "ids" in err.splitlines()[-1], len(err.splitlines())) == (2, True, 1)
+
+
+def test_codes_of_a_bundle_with_pixels_are_written_beside_the_image(
+    words_bundle: Path, tmp_path: Path, program: Any
+) -> None:
+    command = ["run", words_bundle, "red cube", "--seed", 3, "--threads", 1]
+    code, out, _ = program(*command, "--codes", "--count", 2)
+    assert (code, out) == (0, "red-cube-seed3.npz\nred-cube-seed4.npz\n")
+    (codes,) = Pipeline.from_bundle(words_bundle, threads=1)("red cube", seed=3).codes
+    with np.load(tmp_path / "red-cube-seed3.npz") as file:
+        assert (file["codes"].ravel().tolist(), file["first_codes"].size) == (codes.tolist(), 0)
+        assert json.loads(str(file["recipe"]))["prompt"] == "red cube"
+    assert program(*command, "--codes", "--output", "a.png")[0] == 2
+    code, _, err = program(*command, "--codes", "--scale", 2)
+    assert (code, "--scale: is for images, not for --codes" in err) == (2, True)

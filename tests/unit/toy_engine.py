@@ -130,6 +130,9 @@ class ToyCache:
         before = contexts[rows, columns - 1] + self.entries.hashes[rows, columns]
         assert (contexts[rows, columns] == before).all(), "a committed code has not seen the one before it"
 
+    def discard(self) -> None:
+        pass
+
     def truncate(self, lengths: NDArray[np.int64]) -> None:
         assert (lengths <= self._lengths).all()
         self._lengths = np.array(lengths, np.int64)

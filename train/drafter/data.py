@@ -22,7 +22,7 @@ from ...compare.prompts import Prompts
 from ...engines.contracts import Progress
 from ...errors import OutputError
 from ...pipeline import Pipeline
-from ...prepared import image_layout, load_model
+from ...prepared import load_model
 from ...runtime.decode import decode
 from ...runtime.drafting import Commit
 from ...runtime.likelihood import sequence_states
@@ -125,7 +125,7 @@ def hidden_states(
         `prefix - 1 + cell` gives the token of a cell.
     """
     model = load_model(pipeline.bundle, pipeline.engines, [])
-    layout = image_layout(pipeline.bundle.manifest, size)
+    layout = pipeline.bundle.manifest.layout(size)
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
     known = [image[:-1].astype(np.int64) for image in codes for _ in (0, 1)]
     sampled = np.array([layout.position(cell) - 1 for cell in range(layout.num_codes)])  # position before each cell

@@ -1,6 +1,7 @@
 // The page: a form, and the images generated from it.
 
 import { compared, element, rows } from "./figures.js";
+import { Codes } from "./codes.js";
 import { History } from "./history.js";
 import { fitted } from "./mask.js";
 import { Picture } from "./picture.js";
@@ -34,6 +35,8 @@ async function load() {
   useModel();
 }
 
+const kind = () => (model().images === false ? Codes : Picture);
+
 const model = () => {
   const { id, lantern } = known[at("model").selectedIndex];
   return { id, ...lantern };
@@ -41,8 +44,9 @@ const model = () => {
 
 function useModel() {
   const { id, size, sizes = [size], rows, columns, takes, classes, max_n } = model();
-  const { methods, qualities, sampling, examples, words = [], edits } = model();
-  at("about").textContent = `${id}, ${size.replace("x", " x ")} pixels, ${rows} x ${columns} tokens`;
+  const { methods, qualities, sampling, examples, words = [], edits, images = true } = model();
+  const unit = images ? "pixels" : "pixels, made by another program";
+  at("about").textContent = `${id}, ${size.replace("x", " x ")} ${unit}, ${rows} x ${columns} tokens`;
   at("size").replaceChildren(...sizes.map((name) => option(name)));
   at("size").value = size;
   show(at("size-field"), sizes.length > 1);
@@ -106,7 +110,7 @@ async function start(files = null) {
   if (!ready()) return;
   if (at("random").checked || !at("seed").value) at("seed").value = Math.floor(Math.random() * 1e6);
   const made = other.value ?
-    [method, other].map((select) => new Picture(request(select), model(), callbacks, { files })) :
+    [method, other].map((select) => new (kind())(request(select), model(), callbacks, { files })) :
     several(Number(at("count").value), files);
   place(made);
   running = new AbortController();
@@ -130,7 +134,7 @@ function several(count, files) {
   const body = request(method), { rows } = model(), partial = Math.ceil(Math.min(rows - 1, 64) / count);
   return Array.from({ length: count }, (_, i) => {
     const seed = body.seed + i, label = count > 1 ? `Seed ${seed}` : undefined;
-    return new Picture({ ...body, seed }, model(), callbacks, { label, partial, files });
+    return new (kind())({ ...body, seed }, model(), callbacks, { label, partial, files });
   });
 }
 

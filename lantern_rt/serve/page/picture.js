@@ -5,6 +5,9 @@ import { Mask } from "./mask.js";
 import { address, apiKey, draw, ServerError } from "./server.js";
 
 export class Picture {
+  endpoint = "generations";
+  shell = "jq -r '.data[0].b64_json' | base64 -d > picture.png";
+
   /**
    * body: fields of the request, which the curl command sends too. partial: number of partial images. files: image and
    * mask of an edit. label: name of the image where several are shown. Callbacks: changed after every change, redraw to
@@ -12,7 +15,7 @@ export class Picture {
    */
   constructor(body, model, { changed, redraw, keepSeed, enlarge }, { label, partial = 0, files = null } = {}) {
     Object.assign(this, { body, model, partial, changed, files });
-    Object.assign(this, { kinds: "", passes: 0, figures: null, png: "", url: "" });
+    Object.assign(this, { kinds: "", first: 0, passes: 0, figures: null, png: "", url: "" });
     this.label = label ?? body.method ?? body.quality_budget;
     this.subject = body.prompt ?? (body.class_id === undefined ? this.label : `class ${body.class_id}`);
     this.element = document.getElementById("panel").content.cloneNode(true).firstElementChild;
@@ -34,21 +37,25 @@ export class Picture {
     this.show();
   }
 
+  /** Fields of the request for a stream. */
+  get streamed() {
+    return { ...this.body, stream: true, steps: true, partial_images: this.partial };
+  }
+
   /** Generate the image. Throws the error that stops it. */
   async draw(signal) {
-    const body = { ...this.body, stream: true, steps: true, partial_images: this.partial };
     this.began = performance.now();
-    for await (const event of draw(body, this.files, signal)) {
+    for await (const event of draw(this.endpoint, this.streamed, this.files, signal)) {
       if (event.type === "lantern.step") this.step(event);
       if (event.type.endsWith(".partial_image")) this.showImage(`data:image/png;base64,${event.b64_json}`);
-      if (event.type.endsWith(".completed")) this.finish(event);
+      if (event.type.endsWith(".completed")) await this.finish(event);
     }
     if (!this.png) throw new ServerError(0, { message: "The connection ended before the image was finished." });
   }
 
-  step({ kinds, done, total, rows, columns, method }) {
+  step({ kinds, done, total, rows, columns, first_codes: first = 0, method }) {
     const before = this.kinds.slice(0, done - kinds.length);  // a new replica may start the image again
-    Object.assign(this, { rows, columns, total, kinds: before + kinds, passes: before ? this.passes + 1 : 1 });
+    Object.assign(this, { rows, columns, first, total, kinds: before + kinds, passes: before ? this.passes + 1 : 1 });
     const seconds = (performance.now() - this.began) / 1000, drawn = done - count(this.kinds, "k");
     this.figures = { method, target_passes: this.passes, tokens_per_forward_pass: drawn / this.passes, seconds };
     this.changed();
@@ -103,8 +110,9 @@ export class Picture {
 
   /** Update the panel. */
   show() {
-    const { kinds, rows = this.model.rows, columns = this.model.columns, total = rows * columns } = this;
-    for (const canvas of this.element.querySelectorAll(".over, .map")) paint(canvas, kinds, rows, columns);
+    const { kinds, first, rows = this.model.rows, columns = this.model.columns, total = rows * columns } = this;
+    const own = kinds.slice(first);  // a smaller first grid has no place in the image
+    for (const canvas of this.element.querySelectorAll(".over, .map")) paint(canvas, own, rows, columns);
     this.part(".map").setAttribute("aria-label", describe(kinds));
     Object.assign(this.part("progress"), { value: kinds.length / total, hidden: Boolean(this.png) });
     this.part(".count").textContent = `${kinds.length} of ${total} tokens`;
@@ -118,10 +126,10 @@ export class Picture {
   get command() {
     const quoted = JSON.stringify(this.body).replaceAll("'", "'\\''");
     return [
-      `curl -s ${address("v1/images/generations")}`,
+      `curl -s ${address(`v1/images/${this.endpoint}`)}`,
       "-H 'Content-Type: application/json'",
       ...(apiKey() ? ['-H "Authorization: Bearer $LANTERN_RT_API_KEY"'] : []),
-      `-d '${quoted}' | jq -r '.data[0].b64_json' | base64 -d > picture.png`,
+      `-d '${quoted}' | ${this.shell}`,
     ].join(" \\\n  ");
   }
 

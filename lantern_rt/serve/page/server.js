@@ -37,9 +37,9 @@ function form(body, files) {
   return made;
 }
 
-/** Yield the events of a streamed image; throw an error event. files: image and mask of an edit, else null. */
-export async function* draw(body, files, signal) {
-  const [kind, sent] = files ? ["edits", form(body, files)] : ["generations", JSON.stringify(body)];
+/** Yield the events of a stream; throw an error event. files: image and mask of an edit, else null. */
+export async function* draw(endpoint, body, files, signal) {
+  const [kind, sent] = files ? ["edits", form(body, files)] : [endpoint, JSON.stringify(body)];
   const answer = await ask(`v1/images/${kind}`, { method: "POST", body: sent, signal });
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

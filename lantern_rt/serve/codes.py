@@ -1,0 +1,46 @@
+"""Requests for codes, `POST /v1/images/codes`: as JSON or as an .npz file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from starlette.responses import Response
+
+from ..results import codes_bytes, split_grids
+from .protocol import DrawingRequest, HttpError
+
+if TYPE_CHECKING:
+    from ..asynchronous import AsyncPipeline
+    from ..bundle.manifest import Size
+    from ..prepared import Prepared
+    from ..results import Ints, StreamStep
+    from .protocol import Completion
+
+NPZ = "application/x-npz"
+
+
+class CodesRequest(DrawingRequest):
+    """Body of `POST /v1/images/codes`, for bundles with and without an image decoder."""
+
+    EVENT_PREFIX: ClassVar[str] = "image_codes"
+
+    def content(self, size: Size, codes: Ints, file: bytes) -> dict[str, Any]:
+        first, grid = split_grids(size, codes)
+        return {"codes": grid.tolist(), "first_codes": first.tolist()}
+
+
+class CodesFileRequest(CodesRequest):
+    """The same with a response of one .npz file, as `lantern-rt run --codes` writes it."""
+
+    def check(self) -> None:
+        super().check()
+        if self.stream or (self.n or 1) > 1:
+            field = "stream" if self.stream else "n"
+            raise HttpError(400, "does not fit into one file", field=field, remedy=f"accept JSON, or leave {field} out")
+
+    async def encode(self, pipeline: AsyncPipeline, prepared: Prepared, step: StreamStep, i: int) -> bytes:
+        return codes_bytes(prepared.bundle, prepared.settings, prepared.images[i], step.codes[i])
+
+    def response(self, completions: Sequence[Completion]) -> Response:
+        return Response(completions[0].files[0], media_type=NPZ)

@@ -1,0 +1,141 @@
+"""The batches of a service: which images share forward passes, and which batch runs next."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from .errors import RequestError
+from .methods import MethodConfig, Sjd
+from .runtime.batch import Batch
+from .runtime.decode import select_joining
+from .runtime.drafters import count_nodes
+from .runtime.drafting import SequenceStep
+from .runtime.state import ImageSequence, Model
+from .runtime.statistics import Clock
+from .sharing import Turns, fair_order
+
+MAX_NODES = 65  # maximum nodes of an image per forward pass; a pass pads all images to the same number
+FEW_NODES = 2  # exact methods with more nodes per image slow down other callers that share the forward pass
+_GROUPS = MAX_NODES.bit_length() + 1  # groups of images that share forward passes, by the logarithm of their nodes
+
+
+class NextPass(NamedTuple):
+    """The batch that runs next."""
+
+    batch: Batch
+    group: int  # number of the batch
+    joining: list[ImageSequence]  # sequences whose prefixes the pass runs; empty: a step of the active sequences
+    callers: dict[int, set[str]]  # callers of each batch that has images
+
+    def run(self) -> list[SequenceStep]:
+        """Run the pass, and return each sequence's part of it."""
+        return self.batch.join(self.joining) if self.joining else self.batch.step()
+
+
+class SharedBatches:
+    """Batches of a service. Several callers' images are apart where images would slow down or change each other.
+
+    Args:
+        model: engines and tables.
+        max_images: maximum number of images per forward pass.
+        max_rows: maximum number of batch rows per forward pass.
+        caller_of: function from a sequence to its caller.
+
+    Attributes:
+        clocks: clocks of the target and the drafter.
+        waiting: sequences that have not joined a batch, in the order of their arrival.
+    """
+
+    def __init__(self, model: Model, max_images: int, max_rows: int, caller_of: Callable[[ImageSequence], str]) -> None:
+        self._model = model
+        self._max_images = max_images
+        self._max_rows = max_rows
+        self._caller_of = caller_of
+        self.clocks = Clock(), Clock()
+        self._turns = Turns()
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove all sequences, and begin with new batches."""
+        self.waiting: list[ImageSequence] = []
+        self._batches = [Batch(self._model, clocks=self.clocks) for _ in range(_GROUPS)]
+
+    @property
+    def num_active(self) -> int:
+        """Number of images that share forward passes now."""
+        return sum(len(batch.active) for batch in self._batches)
+
+    def check_nodes(self, method: MethodConfig) -> None:
+        """Raise RequestError if a pass of the method has too many nodes to be shared."""
+        max_nodes = min(MAX_NODES, self._model.max_nodes)
+        nodes = count_nodes(method, max_nodes)
+        if nodes > max_nodes:
+            expected = f"at most {max_nodes} where passes are shared"
+            raise RequestError(field="method", found=f"{nodes} nodes in a pass", expected=expected)
+
+    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+        """Remove sequences, waiting or active."""
+        self.waiting = [sequence for sequence in self.waiting if sequence not in sequences]
+        for batch in self._batches:
+            batch.leave(sequences)
+
+    def next_pass(self, num_callers: int, limit: int) -> NextPass | None:
+        """Choose the batch that runs next, and the sequences that join it; None if there are no sequences.
+
+        Args:
+            num_callers: number of callers with recent requests.
+            limit: maximum number of images of a single caller.
+        """
+        queued = self._waiting_by_group(num_callers, limit)
+        free = self._max_images - self.num_active
+        callers: dict[int, set[str]] = {}
+        joining: dict[int, list[ImageSequence]] = {}
+        for group, batch in enumerate(self._batches):
+            waiting = queued.get(group, [])
+            joining[group] = select_joining(batch, waiting, free + len(batch.active), self._max_rows)
+            if batch.active or joining[group]:
+                callers[group] = {self._caller_of(sequence) for sequence in (*batch.active, *waiting)}
+        if not callers:
+            return None
+        group = self._turns.next_group(callers)
+        return NextPass(self._batches[group], group, joining[group], callers)
+
+    def record(self, done: NextPass, began: float) -> None:
+        """Record the time of a forward pass that ends now; images that joined in it do not wait any more.
+
+        Args:
+            done: the pass.
+            began: time at its begin, by `time.perf_counter`.
+        """
+        self._turns.record_pass(done.group, time.perf_counter() - began, done.callers)
+        if done.joining:
+            self.waiting = [sequence for sequence in self.waiting if not sequence.codes]
+
+    def _waiting_by_group(self, num_callers: int, limit: int) -> dict[int, list[ImageSequence]]:
+        """Return the queued sequences of each group, in the order in which they join its batch."""
+        active = [sequence for batch in self._batches for sequence in batch.active]
+        held = Counter(map(self._caller_of, active))
+        share = max(1, self._max_images // num_callers) if num_callers > 1 else limit
+        order = fair_order([(self._caller_of(sequence), sequence) for sequence in self.waiting], held, share)
+        groups = [self._group(sequence, num_callers) for sequence in order]
+        used = {group for group, batch in enumerate(self._batches) if batch.active}
+        if len(used.union(groups)) > 1:  # limits the images over all groups, which `select_joining` does per group
+            order = order[: self._max_images - len(active)]
+        waiting: dict[int, list[ImageSequence]] = {}
+        for sequence, group in zip(order, groups, strict=False):
+            waiting.setdefault(group, []).append(sequence)
+        return waiting
+
+    def _group(self, sequence: ImageSequence, num_callers: int) -> int:
+        """Return the number of the batch that an image joins.
+
+        Batch 0 is for all callers. With several callers, images are decoded in other batches, by number of nodes, if
+        their large passes would delay other callers, or if other callers' images would change theirs.
+        """
+        method = sequence.method
+        if num_callers < 2 or (method.exact and (sequence.max_nodes <= FEW_NODES or isinstance(method, Sjd))):
+            return 0
+        return sequence.max_nodes.bit_length()

@@ -1,0 +1,283 @@
+"""The slots of an EAGLE drafter: its cache, and its forward passes over committed and draft tokens.
+
+Drafter slot p reads token p + 1 and the hidden state of position p, and predicts the hidden state of position p + 1.
+Slots of committed tokens stay in the drafter's cache; slots of draft nodes are removed after each draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .drafting import Commit
+from .engine import (
+    Bools,
+    Cache,
+    DeviceArray,
+    Engine,
+    Floats,
+    HiddenView,
+    Ints,
+    Pass,
+    PassOutput,
+    read_states,
+    stack_hidden,
+)
+from .passes import MIN_NODES, committed_mask, stack_padding
+from .state import ImageSequence, Model
+from .statistics import Clock
+
+MAX_SLOTS = 64  # maximum number of committed slots of a row in one drafter pass, without the prefix
+
+
+@dataclass
+class LevelOutput:
+    """Output of a drafter pass at the slots of one tree level."""
+
+    attends_to: Bools  # draft slots in the cache that each slot attends to, bool `[sequences, slots, drafted]`
+    logits: DeviceArray  # logits of the pass, `[rows, nodes, vocab_size]`
+    hidden: DeviceArray  # hidden states of the pass, `[rows, nodes, hidden_size]`
+    nodes: Ints  # pass node of each slot, int64 `[rows, slots]`
+
+
+@dataclass
+class PendingSlots:
+    """Committed slots of a sequence that the drafter has not run."""
+
+    prefix: list[Ints]  # tokens of each row's prefix slots; empty once they have been run
+    # Tokens that each target pass committed, with end-of-row tokens; the very last is the root of the next draft.
+    tokens: list[Ints] = field(default_factory=list)
+    # Hidden states of each target pass, float32 `[slots, hidden_size]` per row. The first pass includes the prefix.
+    hidden: list[list[Floats | HiddenView]] = field(default_factory=list)
+
+
+class EagleSlots:
+    """Slots of all sequences of one EAGLE drafter; the rows of its cache are their batch rows.
+
+    Args:
+        model: engines and layout; `model.drafter` must be set.
+        draft_slots: maximum number of draft slots of a row, without end-of-row tokens.
+        clock: counter of drafter passes and of their time.
+
+    Attributes:
+        sequences: sequences of the cache rows, in their order.
+    """
+
+    def __init__(self, model: Model, draft_slots: int, clock: Clock) -> None:
+        assert model.drafter is not None  # requests for EAGLE methods are rejected before this
+        self.engine: Engine = model.drafter
+        self.layout = model.layout
+        self.last_position = model.num_positions - 1 + model.layout.position_shift
+        self.max_slots = min(model.max_nodes, MAX_SLOTS)
+        self.draft_slots = draft_slots
+        self.clock = clock
+        self._cache: Cache | None = None
+        self.sequences: list[ImageSequence] = []
+        self._pending: dict[ImageSequence, PendingSlots] = {}
+        self._index_rows()
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Store tokens and hidden states of a target pass; `run_committed` runs them."""
+        joining = [commit.sequence for commit in commits if commit.sequence not in self.sequences]
+        if joining:
+            self._join(joining)
+        for commit in commits:
+            sequence = commit.sequence
+            pending = self._pending.get(sequence)
+            if pending is None:
+                rows = sequence.rows if sequence in joining else []
+                pending = self._pending[sequence] = PendingSlots([row.drafter_tokens(self.layout) for row in rows])
+            # A view keeps the whole output of its pass in memory, so only the latest states stay views.
+            pending.hidden = [[read_states(states) for states in earlier] for earlier in pending.hidden]
+            first = len(sequence.codes) - len(commit.tokens)
+            pending.tokens.append(sequence.raster.insert_tokens(commit.tokens, first))
+            nodes_of_row = enumerate(commit.nodes, commit.rows.start)
+            pending.hidden.append(
+                [HiddenView(commit.hidden, np.full(len(nodes), row), nodes) for row, nodes in nodes_of_row]
+            )
+
+    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+        """Delete the pending slots and cache rows of these sequences, and the rows that other sequences removed."""
+        if not self.sequences:  # a sequence without a commit leaves
+            return
+        rows_of = {
+            sequence: rows[: len(sequence.rows)]
+            for sequence, rows in zip(self.sequences, self.batch_rows(), strict=True)
+            if sequence not in sequences
+        }
+        if sum(map(len, rows_of.values())) == len(self.sequence_of_row):
+            return
+        if any(sequence.error is not None for sequence in sequences):
+            self.cache.discard()
+        if rows_of:
+            self.cache.keep_rows(np.concatenate([*rows_of.values()]))
+        else:
+            self._cache = None
+        self.sequences = [*rows_of]
+        self._index_rows()
+        self._pending = {sequence: pending for sequence, pending in self._pending.items() if sequence in rows_of}
+        for sequence, pending in self._pending.items():
+            pending.prefix = pending.prefix[: len(sequence.rows)]
+            pending.hidden = [states[: len(sequence.rows)] for states in pending.hidden]
+
+    @property
+    def cache(self) -> Cache:
+        """Keys and values of the slots; there must be sequences."""
+        assert self._cache is not None
+        return self._cache
+
+    def roots(self) -> Ints:
+        """Return the last committed token of every sequence, int64 `[sequences]`."""
+        return np.array([self._pending[sequence].tokens[-1][-1] for sequence in self.sequences], np.int64)
+
+    def batch_rows(self) -> list[Ints]:
+        """Return the batch rows of each sequence."""
+        return np.split(np.arange(len(self.sequence_of_row)), self.first_row[1:])
+
+    def run_committed(self) -> LevelOutput:
+        """Run the pending slots, append them to the cache, and return the last slot of each row as the root's level.
+
+        Rows with more than `max_slots` slots besides the prefix take several passes, as after many preserved codes.
+        All rows end in the last pass.
+        """
+        tokens, states = self._pop_pending_slots()
+        prefixes = [len(row.embeds) - 1 for sequence in self.sequences for row in sequence.rows]
+        lengths = self.cache.lengths.tolist()
+        # Slots to run, without the prefix, which is pending where the cache is empty.
+        remaining = [
+            len(row_tokens) - (0 if length else prefix)
+            for row_tokens, length, prefix in zip(tokens, lengths, prefixes, strict=True)
+        ]
+        # `later` is the number of slots at a row's end that are left for later passes.
+        for later in range((max(remaining) - 1) // self.max_slots * self.max_slots, 0, -self.max_slots):
+            counts = [
+                len(row_tokens) - later if slots > later else 0
+                for row_tokens, slots in zip(tokens, remaining, strict=True)
+            ]
+            self._run_slots(tokens, states, counts)
+            tokens = [row_tokens[count:] for row_tokens, count in zip(tokens, counts, strict=True)]
+            states = [read_states(row_states)[count:] for row_states, count in zip(states, counts, strict=True)]
+            remaining = [min(slots, later) for slots in remaining]
+        counts = [len(row_tokens) for row_tokens in tokens]
+        output = self._run_slots(tokens, states, counts)
+        no_draft_slots = np.zeros((len(self.sequences), 1, 0), bool)
+        return LevelOutput(no_draft_slots, output.logits, output.hidden, np.array(counts)[:, None] - 1)
+
+    def append_unsampled(self, level: LevelOutput, depth: int) -> LevelOutput:
+        """Run the tokens that follow the codes at `depth` unsampled, as row ends do; return the output to draft from.
+
+        The pass runs all sequences. Its output replaces that of `level` for the sequences with such a token.
+        """
+        following = [seq.raster.token_after(len(seq.codes) - 1 + depth) for seq in self.sequences]
+        ends = np.array([token is not None for token in following])  # [sequences]
+        if not ends.any():
+            return level
+        slots = level.nodes.shape[1]
+        slot_indices = np.tile(np.arange(slots), (len(ends), 1))
+        tokens = np.repeat([[token or 0] for token in following], slots, 1)
+        after = self.expand(tokens, slot_indices, depth, level, offset=1)
+        if ends.all():
+            return after
+        level_of_row = [after if ends[sequence] else level for sequence in self.sequence_of_row]
+        logits, hidden = (
+            np.stack([getattr(output, name)[row, output.nodes[row]] for row, output in enumerate(level_of_row)])
+            for name in ("logits", "hidden")
+        )
+        before = np.pad(level.attends_to, ((0, 0), (0, 0), (0, slots)))
+        attends_to = np.where(ends[:, None, None], after.attends_to, before)
+        return LevelOutput(attends_to, logits, hidden, slot_indices[self.sequence_of_row])
+
+    def expand(self, tokens: Ints, parents: Ints, depth: int, level: LevelOutput, offset: int = 0) -> LevelOutput:
+        """Run draft tokens below the slots of `level`, and append them to the cache.
+
+        Args:
+            tokens: draft tokens, int64 `[sequences, slots]`.
+            parents: slot of each token's parent in `level`, int64 `[sequences, slots]`.
+            depth: depth of the tokens in the tree.
+            level: output at the slots of the parents.
+            offset: number of positions after the code at `depth`: 1 for end-of-row tokens, else 0.
+        """
+        sequences, slots = tokens.shape
+        rows = len(level.nodes)
+        padded = max(MIN_NODES, slots)
+        drafted = level.attends_to.shape[2]  # draft slots in the cache, behind the committed slots of each row
+        base = self.cache.lengths - drafted  # committed slots, [rows]
+        codes = np.zeros((rows, padded), np.int64)
+        codes[:, :slots] = tokens[self.sequence_of_row] + self.layout.code_offset
+        parent_nodes = np.repeat(level.nodes[:, :1], padded, 1)
+        parent_nodes[:, :slots] = level.nodes[np.arange(rows)[:, None], parents[self.sequence_of_row]]
+        # A slot reads the hidden state of its parent, whichever node of the last pass that was.
+        states = HiddenView(level.hidden, np.repeat(np.arange(rows)[:, None], padded, 1), parent_nodes)
+        # A slot attends to the draft slots that its parent attends to, and to itself: its path from the root.
+        attends_to = np.zeros((sequences, slots, drafted + slots), bool)
+        attends_to[:, :, :drafted] = level.attends_to[np.arange(sequences)[:, None], parents]
+        attends_to[:, :, drafted:] = np.eye(slots, dtype=bool)
+        attention_mask, past_length = committed_mask(self.engine, self.cache, base, padded, self.prefix_padding)
+        attention_mask[:, :, past_length:] = np.eye(padded, dtype=bool)
+        for row, start in enumerate(base.tolist()):  # rows have committed different numbers of slots
+            attention_mask[row, :slots, start : start + drafted] = attends_to[self.sequence_of_row[row], :, :drafted]
+        roots = [(sequence.raster, len(sequence.codes) - 1) for sequence in self.sequences]
+        # Number of positions from the last code to the code `depth` further, with end-of-row tokens, [sequences]
+        below = np.array([raster.position(root + depth) - raster.position(root) for raster, root in roots])
+        positions = np.repeat((base + below[self.sequence_of_row] + offset - 1)[:, None], padded, 1)
+        output = self._run(codes, states, positions, attention_mask)
+        self.clock.append(self.cache, output.new_kv, [np.arange(slots)] * rows)
+        return LevelOutput(attends_to, output.logits, output.hidden, np.repeat(np.arange(slots)[None], rows, 0))
+
+    def _join(self, sequences: Sequence[ImageSequence]) -> None:
+        columns = max(
+            sequence.cache_columns + sequence.layout.count_pass_nodes(self.draft_slots) for sequence in sequences
+        )
+        cache = self.engine.new_cache(sum(len(sequence.rows) for sequence in sequences), columns)
+        if self._cache is None:
+            self._cache = cache
+        else:
+            self._cache.extend(cache)
+        self.sequences += sequences
+        self._index_rows()
+
+    def _index_rows(self) -> None:
+        """Update the sequence and the prefix padding of every row, after sequences have joined or left."""
+        num_rows = [len(sequence.rows) for sequence in self.sequences]
+        self.sequence_of_row = np.repeat(np.arange(len(num_rows)), num_rows)  # [rows]
+        self.first_row = np.searchsorted(self.sequence_of_row, np.arange(len(self.sequences)))  # [sequences]
+        padding = stack_padding([~row.real for sequence in self.sequences for row in sequence.rows])
+        self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])
+
+    def _pop_pending_slots(self) -> tuple[list[Ints], list[Floats | HiddenView]]:
+        """Remove the pending slots, and return each row's tokens `[slots]` and hidden states `[slots, hidden_size]`."""
+        tokens: list[Ints] = []
+        hidden: list[Floats | HiddenView] = []
+        for pending in (self._pending.pop(sequence) for sequence in self.sequences):
+            codes = np.concatenate(pending.tokens) + self.layout.code_offset
+            row_states = [
+                passes[0] if len(passes) == 1 else np.concatenate([*map(read_states, passes)])
+                for passes in zip(*pending.hidden, strict=True)
+            ]
+            tokens += [np.concatenate([prefix, codes]) for prefix in pending.prefix] or [codes] * len(row_states)
+            hidden += row_states
+        return tokens, hidden
+
+    def _run_slots(self, tokens: list[Ints], states: list[Floats | HiddenView], counts: list[int]) -> PassOutput:
+        """Run the first `counts` slots of each row, and append them to the cache."""
+        slots = max(MIN_NODES, *counts)
+        padded = np.zeros((len(tokens), slots), np.int64)
+        for row, count in enumerate(counts):
+            padded[row, :count] = tokens[row][:count]
+        hidden = stack_hidden(states, counts, slots)
+        lengths = self.cache.lengths
+        prefix = self.prefix_padding.shape[1]
+        attention_mask, past_length = committed_mask(self.engine, self.cache, lengths, slots, self.prefix_padding)
+        attention_mask[:, :, past_length:] = np.tri(slots, dtype=bool)
+        for row in np.flatnonzero(lengths == 0).tolist():  # this pass runs the prefix of these rows
+            attended = ~self.prefix_padding[row] | np.eye(slots, prefix, dtype=bool)
+            attention_mask[row, :, past_length : past_length + prefix] &= attended[:, :slots]
+        output = self._run(padded, hidden, lengths[:, None] + np.arange(slots), attention_mask)
+        self.clock.append(self.cache, output.new_kv, [np.arange(count) for count in counts])
+        return output
+
+    def _run(self, tokens: Ints, hidden: Floats | HiddenView, positions: Ints, attention_mask: Bools) -> PassOutput:
+        batch = Pass(np.minimum(positions, self.last_position), attention_mask, tokens, hidden=hidden)
+        return self.clock.run(self.engine, batch, self.cache)

@@ -1,0 +1,122 @@
+"""SGLang's own stage for GLM-Image, from its wheel, against a running server; what it does not use here is stubbed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from running_server import RunningServer
+
+from lantern_rt import Pipeline
+
+torch = pytest.importorskip("torch")
+requests = pytest.importorskip("requests", reason="needs what SGLang's client needs")
+STAGE = "sglang/multimodal_gen/runtime/pipelines_core/stages/model_specific_stages/glm_image.py"
+FOLDER = Path(__file__).parent.parent / "data/glm-image"
+TRACES = [trace for trace in json.loads((FOLDER / "traces.json").read_text()) if trace["name"] != "i2i"]
+
+
+class Stub(ModuleType):
+    """A module that has a class of every name."""
+
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "current_platform":
+            return SimpleNamespace(get_local_torch_device=lambda: torch.device("cpu"))
+        if name == "init_logger":
+            return lambda name: SimpleNamespace(error=print, info=print)
+        return 32 if name.isupper() else type(name, (), {})
+
+
+class StubFinder(MetaPathFinder, Loader):
+    """Finds a stub for every module of SGLang and diffusers."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in ("sglang", "diffusers") else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return Stub(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Any]:
+    try:
+        file = importlib.metadata.distribution("sglang").locate_file(STAGE)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("needs SGLang: pip install --no-deps sglang")
+    before = {*sys.modules}
+    sys.meta_path.insert(0, finder := StubFinder())
+    try:
+        spec = importlib.util.spec_from_file_location("glm_image_stage", str(file))
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.meta_path.remove(finder)
+        for name in {*sys.modules} - before:
+            if name.split(".")[0] in ("sglang", "diffusers"):
+                del sys.modules[name]
+
+
+class Inputs(dict[str, Any]):
+    def to(self, device: Any) -> Inputs:
+        return self
+
+
+class Processor:
+    """Gives the recorded ids of a prompt."""
+
+    def apply_chat_template(self, messages: Any, target_h: int, target_w: int, **_: Any) -> Inputs:
+        prompt = messages[0]["content"][-1]["text"]
+        (trace,) = (one for one in TRACES if one["prompt"] == prompt)
+        assert (target_h, target_w) == (trace["height"], trace["width"])
+        grids = [[1, *trace["large_grid"]], [1, *trace["small_grid"]]]
+        return Inputs(input_ids=torch.tensor([trace["prompt_ids"]]), image_grid_thw=torch.tensor(grids))
+
+
+def test_sglangs_stage_gets_the_codes_of_the_pipeline(
+    stage: Any, start: Callable[..., RunningServer], glm_image_bundle: Path
+) -> None:
+    url = start(glm_image_bundle, "--threads", 1).url
+    server = SimpleNamespace(srt_encoder_url=url, srt_encoder_connect_timeout=3.05, srt_encoder_timeout=100)
+    own = stage.GlmImageAR.__new__(stage.GlmImageAR)
+    own.processor = Processor()
+    pipe = Pipeline.from_bundle(glm_image_bundle, threads=1)
+
+    def prior_ids(trace: dict[str, Any], seed: int) -> list[int]:
+        size = f"{trace['width']}x{trace['height']}"
+        (codes,) = pipe(token_ids=trace["prompt_ids"], size=size, seed=seed, temperature=1.0).codes
+        grid = codes[-len(trace["prior_token_ids"]) // 4 :].reshape(trace["large_grid"])
+        ids: list[int] = grid.repeat(2, 0).repeat(2, 1).ravel().tolist()
+        return ids
+
+    for trace in TRACES[:3]:
+        place = {"height": trace["height"], "width": trace["width"], "server_args": server}
+        ids, _, usage = own.generate_prior_tokens(prompt=trace["prompt"], seed=5, **place)
+        assert ids.tolist() == [prior_ids(trace, 5)]
+        assert usage["completion_tokens"] == trace["max_new_tokens"] - 1
+    first, second = (trace for trace in TRACES if trace["name"].startswith("batch_row"))
+    place = {"height": first["height"], "width": first["width"], "server_args": server}
+    prompts = [first["prompt"], second["prompt"], first["prompt"]]
+    found, usages = own.generate_prior_tokens_batch(prompts=prompts, seeds=[1, 2, None], **place)
+    assert [ids.tolist() for ids in found[:2]] == [[prior_ids(first, 1)], [prior_ids(second, 2)]]
+    assert usages[2]["prompt_tokens"] == len(first["prompt_ids"])
+    with pytest.raises(requests.HTTPError):
+        own._request_external_ar({"input_ids": [1], "image_data": [], "sampling_params": {}}, server)
