@@ -1,8 +1,8 @@
 """Published models by name: their needs, and their bundles in a cache on this machine.
 
-`published.json` has one entry per model. The first use of a name downloads its finished bundle from the hub if it has
-one, else its checkpoints, which are exported. `LANTERN_RT_CACHE` (`~/.cache/lantern-rt` unless it is set) has a folder,
-or a link to the hub's cache, per name and precision.
+`published.json` has one entry per model. The first use of a name downloads its finished bundle from the hub, or
+without it the checkpoints, which are exported. `LANTERN_RT_CACHE` (`~/.cache/lantern-rt` unless it is set) has a
+folder, or a link to the hub's cache, per name and precision.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def is_missing(name: str) -> bool:
 
 
 def find_source(name: str, export: bool = False) -> PublishedModel | FinishedBundle:
-    """Return where a bundle for this host comes from: the finished bundle if there is one, else the checkpoints.
+    """Return where a bundle for this host comes from: the finished bundle, or without it the checkpoints.
 
     Args:
         name: name of the model.
@@ -226,7 +226,8 @@ def check_host(name: str, export: bool = False) -> None:
         remedy = "use a smaller model"
         raise RequestError(field="memory", found=actual, expected=f"{needed / 1e9:.1f} GB", remedy=remedy)
     try:
-        check_new_folder(_bundle_folder(name), True, _MANIFEST)
+        folder = _bundle_folder(name)
+        check_new_folder(folder.parent / "new" if os.path.islink(folder) else folder, True, _MANIFEST)
     except OutputError as error:
         error.remedy = _OTHER_CACHE
         raise
@@ -271,6 +272,9 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
     check_host(name, export=True)
     folder = _bundle_folder(name)
     with _locked(folder, progress or silent):
+        if os.path.islink(folder) and cached_bundle(name) is None:  # a link to a finished bundle that is gone
+            with output_errors(folder):
+                folder.unlink()
         if cached_bundle(name) is None:  # else by the program that had the lock
             export_bundle(name, folder, default_precision(), progress)
     return folder

@@ -80,7 +80,9 @@ def _row(name: str) -> dict[str, Any]:
         "parameters_text": format_count(model.parameters),
         "download_gb": model.download_bytes / 1e9,
         "memory_gb": model.memory_bytes / 1e9,
-        "bundles_text": ", ".join(f"{key} {one.download_bytes / 1e9:.1f} GB" for key, one in model.bundles.items()),
+        "bundles_text": ", ".join(
+            f"{key} {bundle.download_bytes / 1e9:.1f} GB" for key, bundle in model.bundles.items()
+        ),
         "login_text": ", login" if model.login else "",
         "cached_text": "in the cache" if folders else "",
     }

@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from json import dumps
 from os.path import isfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..bundle.files import open_bundle as read_bundle
 from ..bundle.manifest import Manifest
 from ..engines.engine_folder import open_engine_folder
-from ..errors import CheckpointError, RequestError
+from ..errors import CheckpointError, ParityError, RequestError
 from ..inputs import require_library
 from ..output.tables import text_table
+from ..published import cache_folder, check_host, default_precision, export_bundle, find_model
 from .console import print_stderr, print_text, show_progress
 from .options import BundleArgument, JsonOption, open_bundle
 
@@ -25,6 +28,7 @@ EXAMPLES = """
 lantern-rt verify scenes
 lantern-rt verify bundles/llamagen-b c2i_B_256.pt vq_ds16_c2i.pt
 lantern-rt verify bundles/llamagen-xl --engines engines/llamagen-xl
+lantern-rt verify llamagen-c2i-b-256 --export
 """
 
 
@@ -44,6 +48,12 @@ def verify(
             help="Engine folder of the bundle, to compare instead: its ONNX graphs and, on their GPU, its engines."
         ),
     ] = None,
+    export: Annotated[
+        bool,
+        typer.Option(
+            "--export", help="Export the published model again, and compare all files with BUNDLE's byte by byte."
+        ),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Compare a bundle's graphs with the checkpoints they were exported from.
@@ -52,6 +62,9 @@ def verify(
     """
     if engines and checkpoints:
         raise RequestError("cannot be combined with checkpoints", field="engines", remedy="give one of them")
+    if export:
+        _compare_with_export(bundle)
+        return
     opened = open_bundle(bundle)
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "verify", "cpu,export")
@@ -81,6 +94,27 @@ def verify(
         print_text("\npassed" if result.passed else "\nFAILED")
     if not result.passed:
         raise typer.Exit(2)
+
+
+def _compare_with_export(name: str) -> None:
+    """Compare the bundle of a published model with a new export, byte by byte.
+
+    Raises:
+        RequestError: `name` is no published model.
+        BundleError: the bundle is not in the cache.
+        ParityError: files differ.
+    """
+    find_model(name)
+    opened = open_bundle(name)
+    check_host(name, export=True)
+    with TemporaryDirectory(dir=cache_folder()) as folder, show_progress() as progress:
+        made = read_bundle(export_bundle(name, Path(folder) / name, default_precision(), progress))
+    if opened.digest != made.digest:
+        files = [{(role, entry.sha256) for role, entry in bundle.manifest.files.items()} for bundle in (opened, made)]
+        actual = f"other files: {', '.join(sorted({role for role, _ in files[0] ^ files[1]})) or 'bundle.json'}"
+        remedy = f"the bundle's exporter was {opened.manifest.provenance.exporter}"
+        raise ParityError(field=name, found=actual, expected="the files of a new export", remedy=remedy)
+    print_text(f"{name} equals its export: {opened.digest}")
 
 
 def _export_options(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:

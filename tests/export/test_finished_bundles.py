@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -106,6 +107,26 @@ def test_a_manifest_of_another_digest_ends_the_download(host: Host) -> None:
         assert "target.onnx" in STALLED  # not asked for
     finally:
         STALLED.clear()
+
+
+@pytest.mark.parametrize("export", [False, True])
+def test_a_bundle_that_was_removed_from_the_hubs_cache_is_made_again(host: Host, export: bool) -> None:
+    host.generate("a.png")
+    shutil.rmtree(host.folder / "home/hub/models--owner--finished")
+    host.absent = []
+    options = ["--export"] if export else []
+    done = host("run", NAME, "--class-id", 3, "--yes", *options, "--output", host.folder / "b.png")
+    assert done.returncode == 0, done.stderr
+    assert (host.cache / f"{NAME}@int8").is_symlink() != export
+
+
+def test_a_bundle_that_is_not_what_the_checkpoint_gives_is_found(host: Host) -> None:
+    host.generate("a.png")
+    host.absent = []
+    done = host("verify", NAME, "--export")
+    assert done.returncode == 2
+    assert f"{NAME}: found other files: code_embeddings, " in done.stderr
+    assert [path.name for path in host.cache.iterdir()] == [f"{NAME}@int8"]
 
 
 def test_python_downloads_it_too_and_an_export_may_be_asked_for(host: Host, bundle: Bundle) -> None:

@@ -75,6 +75,9 @@ def test_a_checkpoint_becomes_an_image_elsewhere_and_a_second_run_changes_nothin
     codes = hashlib.sha256(np.asarray(image["codes"], "<i4").tobytes()).hexdigest()
     assert re.search(rf"class 7, seed 0, sjd, codes {codes}", card)
     assert "\nlicense: mit\n" in card
+    host.absent = []
+    verified = host("verify", NAME, "--export")
+    assert (verified.stdout, verified.returncode) == (f"{NAME} equals its export: {digest}\n", 0), verified.stderr
     (tmp_path / "1.png").write_bytes(files["samples/1.png"])
     with Image.open(tmp_path / "a.png") as one, Image.open(tmp_path / "1.png") as other:
         assert one.tobytes() == other.tobytes()

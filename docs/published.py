@@ -1,0 +1,79 @@
+"""Writes a section for every published model, from the table: `python docs/published.py docs/published.md`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lantern_rt import published
+from lantern_rt.cli.models import format_count
+from lantern_rt.published import PublishedModel
+
+HEAD = """# Published models, one by one
+
+Made by `docs/published.py` from `published.json`. [Models](models.md) has them in a table, and how to
+export each family. Memory is for one image, estimated from sizes. No published weights were at hand, so no
+seconds were measured.
+"""
+# Each family: subjects that it draws well by its training, and its limits.
+FAMILIES = {
+    "llamagen": ("One object of ImageNet's classes in the middle of the image.", "Class ids instead of prompts."),
+    "text": ("Captions such as those of web images.", "Prompts are cut to 120 tokens; the text encoder is most of it."),
+    "anole": ("Prompts of any subject.", "Its weights are a fine-tuned Chameleon, for research only."),
+    "janus": ("Prompts of any subject.", "One size."),
+    "lumina": ("Prompts of any subject, in many shapes.", "2,304 tokens an image."),
+    "lumina2": ("Prompts of any subject, in many shapes.", "9,216 tokens an image, and the largest memory."),
+    "glm_image": (
+        "Prompts of any subject, in many shapes, with diffusers as the second stage.",
+        "Writes tokens, not images.",
+    ),
+    "emu3": ("Prompts of any subject, in ten shapes.", "The largest download, and 8,100 tokens an image."),
+    "simplear": ("Prompts of any subject in 1024 pixels; a small download.", "4,096 tokens an image."),
+}
+
+
+def section(name: str, model: PublishedModel) -> str:
+    """Return the section of a model."""
+    takes_class = model.family == "llamagen" and "text_encoder" not in model.files
+    family = "text" if "text_encoder" in model.files else model.family
+    good, limits = FAMILIES[family]
+    subject = "--class-id 207" if takes_class else '"a red fox in deep snow"'
+    argument = "class_ids=207" if takes_class else '"a red fox in deep snow"'
+    body = '{"class_id": 207}' if takes_class else '{"prompt": "a red fox in deep snow"}'
+    image = f'pipe({argument}, seed=1).images[0].save("image.png")'
+    finished = ", ".join(f"{key} {bundle.download_bytes / 1e9:.1f} GB" for key, bundle in model.bundles.items())
+    lines = [
+        f"## {name}",
+        "",
+        f"{good} {limits} {model.sizes} pixels, {format_count(model.parameters)} parameters.",
+        "",
+        f"- Download: {model.download_bytes / 1e9:.1f} GB{', with a login' if model.login else ''}; finished bundle: "
+        f"{finished or 'none yet'}",
+        f"- Memory: {model.memory_bytes / 1e9:.1f} GB in `int8`, {2 * model.memory_bytes / 1e9:.1f} GB in `fp16`",
+        f"- Licence: {model.licence}",
+        "",
+        "```sh",
+        f"lantern-rt run {name} {subject}",
+        "```",
+        "",
+        "```python",
+        "from lantern_rt import Pipeline",
+        "",
+        f'pipe = Pipeline.from_bundle("{name}", download=True)',
+        image if model.makes_images else f"print(pipe({argument}, seed=1).codes)",
+        "```",
+        "",
+    ]
+    if model.makes_images:
+        curl = f"curl localhost:8000/v1/images/generations -H 'content-type: application/json' -d '{body}'"
+        lines += ["From a server:", "", f"    lantern-rt serve {name}", "", "```sh", curl, "```", ""]
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """Return the page."""
+    return "\n".join([HEAD, *(section(name, model) for name, model in published.published_models().items())])
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page(), "utf-8")
