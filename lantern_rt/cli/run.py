@@ -149,12 +149,8 @@ def run(
     check_int("scale", scale, 1, 1, 16)
     name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or token_ids or embeddings or source))
     prompts += prompt or []
-    subjects = {
-        "prompts": prompts or None,
-        "class_ids": class_id or None,
-        "token_ids": token_ids,
-        "embeddings": embeddings,
-    }
+    subjects = {"prompts": prompts or None, "class_ids": class_id or None, "token_ids": token_ids}
+    subjects["embeddings"] = embeddings
     options = {name: value for name, value in (subjects | options).items() if value is not None}
     count = options.get("num_images", 1)
     engine = EngineOptions(threads, engines, provider)
