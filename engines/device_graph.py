@@ -114,7 +114,7 @@ class _DeviceWriter(DecoderWriter):
         multi_head: bool,
     ) -> None:
         graph = GraphWriter({"": 23, "com.microsoft": 1} if capacity is None else {"": 24})
-        heads = spec.hidden_size // spec.head_dim
+        heads = spec.num_heads
         super().__init__(graph, spec.require_architecture(path), weights, dtype, heads, heads // spec.num_kv_heads)
         self.spec = spec
         self.basic_ops = basic_ops
@@ -263,7 +263,7 @@ class _DeviceWriter(DecoderWriter):
 
         Args:
             x: name of the queries and keys, `[rows, nodes, heads * head_dim]`.
-            prefix: prefix of the names of the norm's weight and bias.
+            prefix: prefix of the names of the norm's weight and, in layer norms, bias.
             heads: number of heads of queries and keys together.
             epsilon: number added to the variance.
         """
@@ -271,9 +271,11 @@ class _DeviceWriter(DecoderWriter):
         spec = self.spec
         x = self.to_float32(graph.reshape(x, 0, 0, heads, spec.head_dim))
         ones = graph.constant(np.ones(spec.head_dim, np.float32))  # scales differ from head to head
-        normed = graph.op("LayerNormalization", x, ones, axis=-1, epsilon=epsilon)
+        op = "RMSNormalization" if self.architecture.rms_head_norm else "LayerNormalization"
+        normed = graph.op(op, x, ones, axis=-1, epsilon=epsilon)
         scaled = graph.op("Mul", normed, self.weight(f"{prefix}.weight"))
-        scaled = graph.op("Add", scaled, self.weight(f"{prefix}.bias"))
+        if not self.architecture.rms_head_norm:
+            scaled = graph.op("Add", scaled, self.weight(f"{prefix}.bias"))
         return self.to_dtype(graph.reshape(scaled, 0, 0, heads * spec.head_dim))
 
     def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:

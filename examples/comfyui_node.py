@@ -1,4 +1,4 @@
-"""A node for ComfyUI: put this file into `custom_nodes/`, and `pip install "lantern-rt[cpu]"` into ComfyUI's Python."""
+"""A node for ComfyUI: put this file into `custom_nodes/`, and lantern-rt with the extra `cpu` into its Python."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from inspect import signature
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .checkpoints.files import Config
     from .model import Model
 
 
@@ -22,12 +23,14 @@ class Family:
             file.
         side_files: files to download with the weights of the target, if they exist.
         model_types: values of `model_type` in config.json by which users who choose another family learn of it.
+        fits: function that tells whether a config.json with such a value is the family's.
     """
 
     read: Callable[..., Model]
     files: tuple[str, ...] = ()
     side_files: tuple[str, ...] = ()
     model_types: tuple[str, ...] = ()
+    fits: Callable[[Config], bool] = lambda config: True
 
     @property
     def options(self) -> dict[str, bool]:

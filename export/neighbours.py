@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 MAX_NEIGHBORS = 1024  # neighbours of each code in a bundle
 _BLOCK_BYTES = 1 << 20  # size of a float64 block of distances, which stays in a core's cache
+_BLOCK_ROWS = 64  # minimum rows of a block: with fewer, 131,072 codes of width 256 would be read from memory too often
 
 
 def neighbour_table(
@@ -46,17 +47,18 @@ def neighbour_table(
     error = 8 * (width + 4) * np.finfo(np.float64).eps * norms.max()  # upper bound of a squared distance's error
     indices = np.empty((codes, k), np.min_scalar_type(codes - 1))
     progress(0, codes)
-    block = max(1, _BLOCK_BYTES // (8 * codes))
+    block = max(_BLOCK_ROWS, _BLOCK_BYTES // (8 * codes))
     for start in range(0, codes, block):
         rows = np.arange(start, min(start + block, codes))
         square = norms[rows, None] + norms - 2 * table[rows] @ table.T
         indices[rows], close = _nearest(square, rows, k)
-        if (np.diff(close) < 2 * error).any():
-            square[:] = 0
+        unsure = rows[(np.diff(close) < 2 * error).any(1)]
+        if len(unsure):
+            square = np.zeros((len(unsure), codes))
             for column in columns:
-                difference = column[rows, None] - column
+                difference = column[unsure, None] - column
                 square += np.square(difference, out=difference)
-            indices[rows], _ = _nearest(square, rows, k)
+            indices[unsure], _ = _nearest(square, unsure, k)
         progress(int(rows[-1]) + 1, codes)
     return indices
 

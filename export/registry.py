@@ -8,6 +8,7 @@ from importlib import import_module
 from os.path import isfile
 from typing import TYPE_CHECKING, Any
 
+from ..bundle.hub import HUB, parse_reference
 from ..engines.contracts import Progress
 from ..errors import CheckpointError
 from .family import Family
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .model import Model
 
 # Modules of `export.families`, each with a record `FAMILY`. The first is the default of `export`.
-FAMILIES = ("llamagen", "par", "nar", "anole", "lumina", "lumina2", "glm_image", "janus", "emu3", "simplear")
+FAMILIES = ("llamagen", "par", "nar", "anole", "lumina", "lumina2", "glm_image", "janus", "emu3", "emu35", "simplear")
 CHECKPOINTS = ("target", "vq", "drafter", "text_encoder", "config")  # the options that are paths
 
 
@@ -29,6 +30,24 @@ def find_family(name: str) -> Family:
         raise CheckpointError(field="family", found=repr(name), expected=" or ".join(FAMILIES))
     family: Family = import_module(f".families.{name}", __package__).FAMILY
     return family
+
+
+def detect_family(target: Path | str) -> str:
+    """Return the family of a target by `model_type` in its config.json.
+
+    It is the default family if no family or several have the type, and for a file.
+
+    Args:
+        target: path, or hub reference, of which config.json is downloaded.
+    """
+    from .checkpoints.hub import fetch
+
+    file = isinstance(target, str) and target.startswith(HUB) and parse_reference(target, CheckpointError)[1]
+    try:
+        readers = [] if file else _readers(fetch(target, ("config.json",)))
+    except CheckpointError:  # raised again when the target is read
+        readers = []
+    return readers[0] if len(readers) == 1 else FAMILIES[0]
 
 
 def check_family(name: str, options: Mapping[str, Any]) -> Family:
@@ -93,14 +112,25 @@ def read_family(
     return replace(model, fields=fields)
 
 
+def _readers(target: Path) -> list[str]:
+    """Return the families with the `model_type` of a target; empty for a file."""
+    from .checkpoints.files import read_config
+
+    path = target / "config.json"
+    if not isfile(path):
+        return []
+    config = read_config(path)
+    kind = config.get("model_type")
+    families = {name: find_family(name) for name in FAMILIES}
+    return [name for name, family in families.items() if kind in family.model_types and family.fits(config)]
+
+
 def _check_model_type(name: str, target: Path) -> None:
     """Check that a target is not of other families, which are then named. Raises: CheckpointError."""
     from .checkpoints.files import read_config
 
-    path = target / "config.json"
-    config = read_config(path) if isfile(path) else None
-    readers = [family for family in FAMILIES if config and config.get("model_type") in find_family(family).model_types]
-    if config and readers and name not in readers:
+    readers = _readers(target)
+    if readers and name not in readers:
         expected = f"a model of family {name}"
         remedy = f"give `--family {' or '.join(readers)}`, or another target"
-        raise config.error("model_type", expected=expected, remedy=remedy)
+        raise read_config(target / "config.json").error("model_type", expected=expected, remedy=remedy)

@@ -39,6 +39,23 @@ def resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
     return completed
 
 
+def check_method(method: str) -> MethodConfig:
+    """Return a method whose missing parameters have the defaults of bundles without their own.
+
+    Raises:
+        RequestError: the method does not exist, or a parameter is invalid for every bundle.
+    """
+    name, parameters = parse_method(method)
+    kind = METHODS[name]
+    fields = kind(method=name).parameters() | parameters
+    if issubclass(kind, Relaxed) and fields.keys() & {"delta", "lambda"}:
+        fields.setdefault("neighbors", 1)
+    completed = validate(kind, fields)
+    if isinstance(completed, Drafted):
+        parse_tree(completed.tree)
+    return completed
+
+
 def supported_methods(manifest: Manifest, methods: Iterable[str]) -> list[str]:
     """Return the method strings of `methods` that a bundle supports."""
     return [method for method in methods if unsupported(manifest, _complete(manifest, method)) is None]

@@ -171,8 +171,9 @@ def pass_bytes(spec: DecoderSpec | DrafterSpec, rows: int, nodes: int, past: int
         itemsize: bytes per number.
     """
     logits = nodes * spec.vocab_size * 4  # float32
-    heads = spec.hidden_size // spec.head_dim
-    scores = nodes * (past + nodes) * (2 * heads + 1) * itemsize  # attention mask, two copies of one layer's scores
+    scores = (
+        nodes * (past + nodes) * (2 * spec.num_heads + 1) * itemsize
+    )  # attention mask, two copies of one layer's scores
     states = nodes * spec.hidden_size * (4 + 2 * FFN_RATIO) * itemsize  # one layer's states, gates and projections
     return rows * (logits + scores + states)
 

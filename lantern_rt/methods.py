@@ -36,7 +36,8 @@ def _parse_cfg_tokens(value: Any) -> Any:
         return int(text)
     share = text.removesuffix("%")
     integer, _, fraction = share.partition(".")
-    is_share = share != text and integer.isdecimal() and (fraction or "0").isdecimal() and float(share) <= 100
+    is_number = integer.isdecimal() and (fraction or "0").isdecimal() and len(share) <= 20  # recipes have little space
+    is_share = share != text and is_number and float(share) <= 100
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if value is None or is_share or is_count:
         return value

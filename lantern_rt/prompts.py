@@ -190,8 +190,10 @@ def _prepare_prompt(condition: ConditionSpec, tokenizer: PromptTokenizer, size: 
         raise RequestError(field="prompt", found=format_value(prompt), expected="text in UTF-8", remedy="type it again")
     if len(prompt) > PROMPT_LIMIT:
         raise RequestError(field="prompt", found=f"{len(prompt):,} characters", expected=f"at most {PROMPT_LIMIT:,}")
-    before, after = ((), ()) if condition.layout is None else condition.layout.ends(size.tokens)
-    ids = tokenizer.encode(prompt, condition.prefix - len(before) - len(after))
+    layout = condition.layout
+    before, after = ((), ()) if layout is None else layout.ends(size.tokens)
+    text = prompt.strip() if layout is not None and layout.strip else prompt
+    ids = tokenizer.encode(text, condition.prefix - len(before) - len(after))
     return _image_request(condition, size, prompt, ids)
 
 

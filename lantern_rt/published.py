@@ -1,7 +1,8 @@
 """Published models by name: their needs, and their bundles in a cache on this machine.
 
-`published.json` has one entry per model. The first use of a name downloads its checkpoints from the hub and exports
-them to `LANTERN_RT_CACHE` (`~/.cache/lantern-rt` unless it is set), in a folder per name and precision.
+`published.json` has one entry per model. The first use of a name downloads its finished bundle from the hub if it has
+one, else its checkpoints, which are exported. `LANTERN_RT_CACHE` (`~/.cache/lantern-rt` unless it is set) has a folder,
+or a link to the hub's cache, per name and precision.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
+from .bundle.files import open_bundle
 from .bundle.hub import parse_reference
 from .engines.host import available_memory, import_onnxruntime
 from .engines.ort.providers import detect_provider
 from .errors import BundleError, CheckpointError, OutputError, RequestError
 from .inputs import reading, require_library
 from .methods import FrozenModel
-from .output.files import check_new_folder, existing_path
+from .output.files import check_new_folder, existing_path, output_errors
 
 if TYPE_CHECKING:
     from .engines.contracts import Progress
@@ -33,8 +36,32 @@ _MANIFEST = "bundle.json"
 _OTHER_CACHE = "set LANTERN_RT_CACHE to another folder"
 
 
+class FinishedBundle(FrozenModel):
+    """A bundle of a published model on the hub: `run` needs no PyTorch, and downloads less.
+
+    Attributes:
+        reference: reference to the hub, pinned to a commit.
+        digest: sha256 of its `bundle.json`.
+        download_bytes: size of its files.
+    """
+
+    reference: str
+    digest: str
+    download_bytes: int
+
+    login: ClassVar = False
+    export_libraries: ClassVar[tuple[str, ...]] = ()
+    export_bytes: ClassVar = 0
+    bundle_bytes: ClassVar = 0  # the cache of bundles has a link
+
+    @property
+    def repositories(self) -> list[str]:
+        """Hub repository of the bundle."""
+        return [parse_reference(self.reference, BundleError)[0]]
+
+
 class PublishedModel(FrozenModel):
-    """A published model.
+    """A published model, and where its checkpoints are.
 
     Attributes:
         family: family of the model, as in `export --family`.
@@ -48,11 +75,12 @@ class PublishedModel(FrozenModel):
         licence: licence of the weights, as its publisher names it.
         login: whether the hub asks for a login.
         makes_images: whether its bundle has an image decoder; otherwise it generates tokens for another program.
+        bundles: finished bundles by precision, which `deploy/publish.py` adds.
     """
 
     family: str
     files: dict[str, str]
-    options: dict[str, int]
+    options: dict[str, int | str]
     cfg_scale: float | None = None
     sizes: str
     parameters: int
@@ -61,11 +89,25 @@ class PublishedModel(FrozenModel):
     licence: str
     login: bool = False
     makes_images: bool = True
+    bundles: dict[str, FinishedBundle] = Field(default_factory=dict)
+
+    export_libraries: ClassVar = ("torch", "onnx", "onnxruntime")
+    export_bytes: ClassVar = EXPORT_BYTES
+
+    @property
+    def bundle_bytes(self) -> int:
+        """Size that an exported bundle has at most."""
+        return self.download_bytes
 
     @property
     def export_options(self) -> dict[str, Any]:
         """Options of `export` by name."""
         return {**self.files, **self.options}
+
+    @property
+    def subject(self) -> str:
+        """Parameter of requests that says what to draw."""
+        return "class_ids" if self.family == "llamagen" and "text_encoder" not in self.files else "prompts"
 
     @property
     def repositories(self) -> list[str]:
@@ -142,11 +184,29 @@ def is_published(name: str) -> bool:
     return name in published_models() and not Path(name).is_dir()
 
 
-def check_host(name: str) -> None:
-    """Check that a published model can be downloaded, exported and used on this host.
+def is_missing(name: str) -> bool:
+    """Return whether a bundle's name is that of a published model that is not in the cache."""
+    return is_published(name) and cached_bundle(name) is None
+
+
+def find_source(name: str, export: bool = False) -> PublishedModel | FinishedBundle:
+    """Return where a bundle for this host comes from: the finished bundle if there is one, else the checkpoints.
 
     Args:
         name: name of the model.
+        export: whether to export it in any case.
+    """
+    model = find_model(name)
+    finished = model.bundles.get(default_precision()) if model.bundles and not export else None
+    return finished or model
+
+
+def check_host(name: str, export: bool = False) -> None:
+    """Check that a published model can be downloaded, exported if it has to be, and used on this host.
+
+    Args:
+        name: name of the model.
+        export: whether to export it even if there is a finished bundle.
 
     Raises:
         EngineError: a library that exports need is not installed.
@@ -155,11 +215,12 @@ def check_host(name: str) -> None:
         CheckpointError: the hub asks for a login, and there is none.
     """
     model = find_model(name)
-    for library in ("torch", "onnx", "onnxruntime"):
+    source = find_source(name, export)
+    for library in source.export_libraries:
         require_library(library, "export", "cpu,export")
     from huggingface_hub import constants, get_token
 
-    needed = max(EXPORT_BYTES, model.memory_bytes * (2 if default_precision() == "fp16" else 1))
+    needed = max(source.export_bytes, model.memory_bytes * (2 if default_precision() == "fp16" else 1))
     if (free := available_memory()) < needed:
         actual = f"{free / 1e9:.1f} GB free"
         remedy = "use a smaller model"
@@ -172,15 +233,17 @@ def check_host(name: str) -> None:
     hub = Path(constants.HF_HUB_CACHE)
     remedy = "set HF_HOME and LANTERN_RT_CACHE to folders on a larger disk"
     with reading(hub, "a folder of checkpoints", OutputError, remedy):
-        downloaded = sum(_downloaded_bytes(hub, repository) for repository in model.repositories)
+        downloaded = sum(_downloaded_bytes(hub, repository) for repository in source.repositories)
         disks = {folder: shutil.disk_usage(existing_path(folder)) for folder in (hub, cache_folder())}
-    # The checkpoints, and a bundle, which is not larger than they are.
-    for folder, size in ((hub, 2 * model.download_bytes - downloaded), (cache_folder(), model.download_bytes)):
+    for folder, size in (
+        (hub, source.download_bytes + source.bundle_bytes - downloaded),
+        (cache_folder(), source.bundle_bytes),
+    ):
         if (free := disks[folder].free) < size:
             actual = f"{free / 1e9:.1f} GB free on the disk"
             raise OutputError(field=str(folder), found=actual, expected=f"{size / 1e9:.1f} GB", remedy=remedy)
-    if model.login and get_token() is None:
-        pages = " and ".join(f"https://huggingface.co/{repository}" for repository in model.repositories)
+    if source.login and get_token() is None:
+        pages = " and ".join(f"https://huggingface.co/{repository}" for repository in source.repositories)
         remedy = f"accept the terms at {pages}, then run `hf auth login`"
         raise CheckpointError("the hub asks for a login", field=name, remedy=remedy)
 
@@ -203,7 +266,31 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
     Raises:
         LanternError: the same as `check_host`; the hub cannot be reached; or the export fails.
     """
-    check_host(name)
+    from .export.progress import silent
+
+    check_host(name, export=True)
+    folder = _bundle_folder(name)
+    with _locked(folder, progress or silent):
+        if cached_bundle(name) is None:  # else by the program that had the lock
+            export_bundle(name, folder, default_precision(), progress)
+    return folder
+
+
+def export_bundle(name: str, output: Path, precision: str, progress: Progress | None = None) -> Path:
+    """Export a published model to a folder, in place of a bundle that is there.
+
+    Args:
+        name: name of the model, and of the bundle.
+        output: folder to write.
+        precision: `int8`, or `fp16` for GPUs.
+        progress: progress callback.
+
+    Returns:
+        The folder, which appears whole or not at all.
+
+    Raises:
+        LanternError: the hub cannot be reached, or the export fails.
+    """
     from .export.graph.precision import read_precisions
     from .export.progress import silent
     from .export.registry import read_family
@@ -211,31 +298,62 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
 
     report = progress or silent
     model = find_model(name)
-    choice = {"target": "int8"} if default_precision() == "int8" else {"compute": "float16", "vq": "fp16"}
-    output = _bundle_folder(name)
-    with _locked(output, report):
-        if cached_bundle(name) is not None:  # by the program that had the lock
-            return output
-        loaded = read_family(model.family, model.export_options, report, model.cfg_scale)
-        return export_model(
-            loaded, output, name=name, precisions=read_precisions(**choice), force=True, progress=report
-        )
+    choice = {"target": "int8"} if precision == "int8" else {"compute": "float16", "vq": "fp16"}
+    loaded = read_family(model.family, model.export_options, report, model.cfg_scale)
+    loaded = replace(loaded, licence=model.licence)
+    return export_model(loaded, output, name=name, precisions=read_precisions(**choice), force=True, progress=report)
 
 
 @contextmanager
 def _locked(output: Path, report: Progress) -> Iterator[None]:
     """Wait until no other program exports the same bundle, and lock it. output: folder of the bundle."""
-    from huggingface_hub.utils import WeakFileLock
+    from filelock import FileLock, Timeout
 
     output.parent.mkdir(parents=True, exist_ok=True)
-    path = output.with_name(f".{output.name}.lock")
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(WeakFileLock(path, timeout=0.1))
-        except TimeoutError:
-            report(f"waiting for another program that exports {output.name}")
-            stack.enter_context(WeakFileLock(path))
+    lock = FileLock(output.with_name(f".{output.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        report(f"waiting for another program that exports {output.name}", 0, 0)
+        lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()
+
+
+def fetch_published(name: str, progress: Progress | None = None, export: bool = False) -> Path:
+    """Download the finished bundle of a published model, or its checkpoints to export them.
+
+    Args:
+        name: name of the model.
+        progress: progress callback of an export.
+        export: whether to export it even if there is a finished bundle.
+
+    Returns:
+        The folder of the bundle in the cache.
+
+    Raises:
+        BundleError: the finished bundle cannot be downloaded, or differs from the table's digest.
+        LanternError: the same as for `export_published`.
+    """
+    source = find_source(name, export)
+    if isinstance(source, PublishedModel):
+        return export_published(name, progress)
+    check_host(name)
+    try:
+        bundle = open_bundle(source.reference, digest=source.digest)
+    except BundleError as error:
+        instead = f"`lantern-rt run {name} --export` exports it from its checkpoint"
+        error.remedy = "; ".join(filter(None, [error.remedy, instead]))
+        raise
+    folder = _bundle_folder(name)
+    with output_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        link = folder.with_name(f".{folder.name}.{os.getpid()}")
+        link.symlink_to(bundle.folder)
+        link.replace(folder)
+    return folder
 
 
 def find_bundle(name: str, download: bool = False) -> str | Path:
@@ -243,11 +361,11 @@ def find_bundle(name: str, download: bool = False) -> str | Path:
 
     Args:
         name: name of a published model, or of any bundle.
-        download: whether to download and export a model that is not in the cache.
+        download: whether to download a model that is not in the cache, and export it if it has no finished bundle.
 
     Raises:
         BundleError: the model is not in the cache.
-        LanternError: the same as for `export_published`.
+        LanternError: the same as for `fetch_published`.
     """
     if not is_published(name):
         return name
@@ -255,4 +373,4 @@ def find_bundle(name: str, download: bool = False) -> str | Path:
     if cached is None and not download:
         remedy = f"`lantern-rt run {name}` downloads it; in Python, download=True"
         raise BundleError("a published model that is not in the cache", field=f"bundle {name!r}", remedy=remedy)
-    return cached or export_published(name)
+    return cached or fetch_published(name)

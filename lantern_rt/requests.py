@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from secrets import randbelow
 from shlex import quote
 from typing import Any, get_args
 
 import numpy as np
 
 from .bundle.manifest import Manifest
-from .completion import resolve_method, validate
+from .completion import check_method, resolve_method, validate
 from .edits import nearest_size, prepare_edit, read_image, read_image_size
 from .errors import RequestError
 from .inputs import check_int, format_value
@@ -32,12 +33,17 @@ from .prompts import (
 IMAGES_LIMIT = 1024  # images per request
 SEED_LIMIT = 2**64
 # The kinds of input that bundles take, by parameter.
-_SUBJECTS = {
+SUBJECTS = {
     "prompts": "a prompt",
     "class_ids": "class ids",
     "token_ids": "token ids",
     "embeddings": "text embeddings (`--embeddings FILE.npz`, in Python `embeddings=`)",
 }
+
+
+def draw_seed() -> int:
+    """Draw a random seed, 0 .. 2**32 - 1."""
+    return randbelow(2**32)
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,7 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
     """
     options = {name: _to_python(value) for name, value in options.items() if value is not None}
     _check_names(options)
+    _check_quality(options)
     size = _resolve_size(manifest, options.get("size"))
     parameters = {name: options[name] for name in SAMPLING if name in options}
     sampling = validate(Sampling, manifest.sampling.model_dump() | parameters)
@@ -101,8 +108,6 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
     if method is None:
         quality = quality or "strict"
         method = _preset_method(manifest, quality)
-    elif quality is not None:
-        raise RequestError("a quality and a method", field="quality", remedy="give one of them")
     return Settings(resolve_method(manifest, method), sampling, size, quality)
 
 
@@ -157,9 +162,35 @@ def _resolve_size(manifest: Manifest, size: Any) -> str | None:
     return manifest.size(size).name if manifest.sizes else None
 
 
-def _preset_method(manifest: Manifest, quality: Any) -> MethodConfig:
-    if quality not in get_args(Quality):
+def _check_quality(options: Mapping[str, Any]) -> None:
+    quality = options.get("quality")
+    if quality is not None and options.get("method") is not None:
+        raise RequestError("a quality and a method", field="quality", remedy="give one of them")
+    if quality is not None and quality not in get_args(Quality):
         raise RequestError(field="quality", found=format_value(quality), expected=", ".join(get_args(Quality)))
+
+
+def check_options(subjects: int, seed: int = 0, num_images: int = 1, **options: Any) -> MethodConfig | None:
+    """Check the options of a request as far as no bundle is needed, for example before a bundle is downloaded.
+
+    Args:
+        subjects: number of prompts, class ids or embeddings; 0: unknown.
+        seed, num_images: see `Options`.
+        options: options of `resolve_settings`, without None.
+
+    Returns:
+        The method, if the options name it.
+
+    Raises:
+        RequestError: no bundle takes an option.
+    """
+    _check_quality(options)
+    validate(Sampling, {name: options[name] for name in SAMPLING if name in options})
+    _check_seeds(seed, max(1, subjects), check_int("num_images", num_images, 1, 1, IMAGES_LIMIT))
+    return check_method(options["method"]) if "method" in options else None
+
+
+def _preset_method(manifest: Manifest, quality: str) -> MethodConfig:
     if quality not in manifest.presets:
         problem = f"bundle {manifest.name} has no preset {quality}"
         remedy = f"`lantern-rt eval {quote(manifest.name)} --write-presets` measures and writes presets"
@@ -263,19 +294,19 @@ def _prepare_subjects(
     """
     condition = manifest.condition
     field = {"class": "class_ids", "embeddings": "embeddings"}.get(condition.kind, "prompts")
-    expected = f"{_SUBJECTS[field]}, as bundle {manifest.name} requires"
+    expected = f"{SUBJECTS[field]}, as bundle {manifest.name} requires"
     present = _present(values)
     if (present, field) == (["token_ids"], "prompts"):
         field = "token_ids"
     if present != [field]:
         wrong = next((name for name in present if name != field), None)
-        actual = _SUBJECTS[wrong] if wrong else "nothing to generate"
+        actual = SUBJECTS[wrong] if wrong else "nothing to generate"
         needs_encoder = (wrong, field) == ("prompts", "embeddings")
         remedy = "export it with --text-encoder to give prompts" if needs_encoder else ""
         raise RequestError(field=field, found=actual, expected=expected, remedy=remedy)
     negative = None if negative == "" else negative
     if negative is not None and tokenizer is None:
-        problem = f"bundle {manifest.name} takes {_SUBJECTS[field]}"
+        problem = f"bundle {manifest.name} takes {SUBJECTS[field]}"
         raise RequestError(problem, field="negative_prompt", remedy="omit it")
     if negative is not None and not settings.sampling.guided:
         raise _useless_without_guidance("negative_prompt")

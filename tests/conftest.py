@@ -276,7 +276,8 @@ def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from family_readers import read_emu3
         from tokenizers import Tokenizer
 
-        from lantern_rt.export.families.emu3 import image_size, prompt_layout
+        from lantern_rt.export.families.common_emu3 import image_size
+        from lantern_rt.export.families.emu3 import prompt_layout
         from lantern_rt.export.writer import export_model
 
         target = DATA / "emu3/model"

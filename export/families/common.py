@@ -55,7 +55,7 @@ def image_model(
         sampling: default sampling settings.
         sources: files with roles, without the drafter's files.
         drafter: drafter of the target, None without a drafter.
-        sizes: `sizes` of `Manifest`.
+        sizes: `sizes` of `Manifest`, the default first; empty for a square image.
         row_end: `row_end` of `Manifest`: end-of-row token, which follows every grid row but the last.
         order: `order` of `Manifest`.
         codebook: codebook vectors `[codes, width]` without an image tokenizer.
@@ -73,7 +73,7 @@ def image_model(
             expected = f"{codes}: the VQ tokenizer that belongs to the transformer"
             raise CheckpointError(field="vq", found=f"{vq.config.codes} codes", expected=expected)
     assert codebook is not None
-    pixels = config.grid * pixels_per_cell
+    rows, columns = (sizes[0].rows, sizes[0].columns) if sizes else (config.grid, config.grid)
     graphs = [target_graph(decoder, code_embeddings)]
     drafter_spec = None
     if drafter is not None:
@@ -88,11 +88,11 @@ def image_model(
         drafts_for=drafter and drafter.drafts_for,
         files={} if condition.tokenizer is None else {"tokenizer": (TOKENIZER, condition.tokenizer)},
         fields={
-            "grid_rows": config.grid,
-            "grid_columns": config.grid,
+            "grid_rows": rows,
+            "grid_columns": columns,
             "codebook_size": codes,
-            "image_height": pixels,
-            "image_width": pixels,
+            "image_height": rows * pixels_per_cell,
+            "image_width": columns * pixels_per_cell,
             "sizes": tuple(sizes),
             "row_end": row_end,
             "order": order,

@@ -1,21 +1,26 @@
-"""Janus and Janus-Pro in the layout of transformers: one folder with decoder, generation head and image tokenizer.
+"""Janus and Janus-Pro in one folder with decoder, generation head and image tokenizer.
 
-The decoder is a Llama. Image tokens have a separate vocabulary. An embedding and a small network, which are folded into
-one table here, compute the decoder's input; a head with a hidden layer predicts codes. A prompt is a chat turn; the
-unconditional row is the prompt with its text replaced by padding. LANTERN has no drafter for Janus.
+The folder has DeepSeek's layout, or that of transformers. The decoder is a Llama. Image tokens have a separate
+vocabulary. An embedding and a small network, which are folded into one table here, compute the decoder's input; a head
+with a hidden layer predicts codes. A prompt is a chat turn; the unconditional row is the prompt with its text replaced
+by padding, which is visible. LANTERN has no drafter for Janus.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...bundle.conditions import TokenLayout
+from ...errors import CheckpointError
+from ...inputs import format_value
 from ...methods import Sampling
-from ..checkpoints.files import Config
+from ..checkpoints.files import Config, file_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..family import Family
 from ..graph.conditions import token_condition
@@ -24,68 +29,178 @@ from ..models.llama import decoder_config, load_decoder, rename_llama
 from ..models.vq_checkpoints import load_vq, rename_vqgan
 from .common import check_grid, image_model
 
-_LANGUAGE = "model.language_model."
-_ALIGNER = "model.generation_aligner."
-_UNUSED = ("model.vision_model.", "model.aligner.", "lm_head.")  # weights for image and text understanding
-_NAMES = {
-    "embed.weight": f"{_LANGUAGE}embed_tokens.weight",
-    "codes": "model.generation_embeddings.weight",
-    "head.first.weight": "model.generation_head.proj_out.weight",
-    "head.first.bias": "model.generation_head.proj_out.bias",
-    "head.second.weight": "model.generation_head.vision_head.weight",
-    "head.second.bias": "model.generation_head.vision_head.bias",
+_CFG_SCALE = 5.0
+_ROLES = "<|User|>,<|Assistant|>"
+_START = "<\uff5cbegin\u2581of\u2581sentence\uff5c>"
+_PADDING = "<\uff5c\u2581pad\u2581\uff5c>"
+_PROCESSOR = "processor_config.json"
+# Defaults of LlamaConfig, which DeepSeek's configurations omit.
+_DEFAULTS = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
 }
-_TEMPLATE = "<|User|>: {prompt}\n\n<|Assistant|>:"
 
 
-def read_janus(target: Checkpoint) -> Model:
+class _Layout(Protocol):
+    """A layout of the folder: the names of its weights, and the contents of its other files.
+
+    Args:
+        language: prefix of the decoder.
+        codes: name of the embeddings of codes.
+        aligner: prefix of the network behind them.
+        head: names of the two layers of the head.
+        vq: prefix of the image tokenizer.
+        unused: prefixes of weights for image and text understanding, and for training.
+        text: settings of the decoder, by transformers' names.
+        vision: settings with `image_size`, pixels.
+        cfg_scale: default guidance scale.
+    """
+
+    language: str
+    codes: str
+    aligner: str
+    head: tuple[str, str]
+    vq: str
+    unused: tuple[str, ...]
+    text: Config
+    vision: Config
+    cfg_scale: float
+
+    def aligner_layers(self, layers: int) -> list[str]:
+        """Return the names of the layers of the aligner."""
+
+    def special_ids(self, target: Checkpoint, tokens: int) -> tuple[int, int, int]:
+        """Return the ids of start of sequence, padding and begin of image; `tokens` have embeddings."""
+
+
+class _Converted:
+    """The layout of transformers."""
+
+    language = "model.language_model."
+    codes = "model.generation_embeddings.weight"
+    aligner = "model.generation_aligner."
+    head = ("model.generation_head.proj_out", "model.generation_head.vision_head")
+    vq = "model.vqmodel."
+    unused: tuple[str, ...] = ("model.vision_model.", "model.aligner.", "lm_head.")
+
+    def __init__(self, target: Checkpoint, config: Config) -> None:
+        config.section("vq_config").expect("hidden_act", "gelu", None)
+        self.text = config.section("text_config")
+        self.vision = config.section("vision_config")
+        self.generation = target.config("generation_config.json")
+        self.cfg_scale = self.generation.number("guidance_scale", _CFG_SCALE)
+
+    def aligner_layers(self, layers: int) -> list[str]:
+        return ["fc1", *(f"hidden_layers.{i}" for i in range(layers - 1))]
+
+    def special_ids(self, target: Checkpoint, tokens: int) -> tuple[int, int, int]:
+        extra = self.generation.get("generation_kwargs")
+        ids = dict(self.generation.values) | (dict(extra) if isinstance(extra, Mapping) else {})
+        names = ("bos_token_id", "pad_token_id", "boi_token_id")
+        if missing := [name for name in names if type(ids.get(name)) is not int]:
+            remedy = "give the model's own file"
+            raise self.generation.error(", ".join(missing), "is not a token id", remedy=remedy)
+        start, padding, begin = (ids[name] for name in names)
+        return start, padding, begin
+
+
+class _Published:
+    """The layout of DeepSeek, whose program finds special tokens by name."""
+
+    language = "language_model.model."
+    codes = "gen_embed.weight"
+    aligner = "gen_aligner.layers."
+    head = ("gen_head.output_mlp_projector", "gen_head.vision_head")
+    vq = "gen_vision_model."
+    unused: tuple[str, ...] = ("vision_model.", "aligner.", "language_model.lm_head.", f"{vq}quantize.codebook_used")
+    cfg_scale = _CFG_SCALE
+
+    def __init__(self, target: Checkpoint, config: Config) -> None:
+        config.section("gen_vision_config").expect("cls", "VQ-16")
+        text = config.section("language_config")
+        self.text = replace(text, values=_DEFAULTS | dict(text.values))
+        self.vision = config.section("vision_config", "params")
+        has_processor = (target.path / _PROCESSOR).is_file()  # programs that train often leave it out
+        self.processor = target.config(_PROCESSOR) if has_processor else replace(config, values={})
+        self.processor.expect("sft_format", "deepseek", None)
+
+    def aligner_layers(self, layers: int) -> list[str]:
+        return [str(2 * i) for i in range(layers)]  # an activation function is between two layers
+
+    def special_ids(self, target: Checkpoint, tokens: int) -> tuple[int, int, int]:
+        names = [
+            _START,
+            self.processor.get("pad_tag", _PADDING),
+            self.processor.get("image_start_tag", "<begin_of_image>"),
+        ]
+        path = target.path / "tokenizer.json"
+        library = read_tokenizer(path, tokens)
+        start, padding, begin = (library.token_to_id(str(name)) for name in names)
+        if start is None or padding is None or begin is None:
+            expected = " and ".join(map(format_value, names))
+            raise file_error(path, found="other tokens", expected=expected, remedy="give the base model's tokenizer")
+        return start, padding, begin
+
+
+def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> Model:
     """Read Janus or Janus-Pro.
 
     Args:
-        target: folder with config.json, generation_config.json, tokenizer.json and weights.
+        target: folder with config.json, tokenizer.json, weights and, in transformers' layout, generation_config.json.
+        roles: names of user and assistant in the chat turn, with a comma between.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or belongs to another model.
+        CheckpointError: a file is missing or damaged, belongs to another model, or there are not two roles.
     """
-    config = target.model_config("deepseek-community/Janus-Pro-1B", "janus")
-    generation = target.config("generation_config.json")
+    config = target.model_config("deepseek-ai/Janus-Pro-1B", "janus", "multi_modality")
+    layout: _Layout = (_Converted if config.get("model_type") == "janus" else _Published)(target, config)
+    user, *others = roles.split(",")
+    if len(others) != 1:
+        raise CheckpointError(field="roles", found=format_value(roles), expected="two, such as User,Assistant")
     tokenizer = target.tokenizer()
-    text, vision, vq = (config.section(name) for name in ("text_config", "vision_config", "vq_config"))
-    vq.expect("hidden_act", "gelu", None)
-    pixels = vision.integer("image_size")
-    patch = vision.integer("patch_size")
-    if pixels is None or patch is None:
-        raise config.error("vision_config", "lacks image_size or patch_size, which determine the grid rows")
-    check_grid(pixels // patch)
-    target.read(keep=lambda name: not name.startswith(_UNUSED))
-    vq_checkpoint = target.extract("model.vqmodel.")
+    pixels = layout.vision.integer("image_size")
+    if pixels is None:
+        raise config.error("vision_config", "lacks image_size, which determines the grid rows")
+    target.read(keep=lambda name: not name.startswith(layout.unused))
+    vq_checkpoint = target.extract(layout.vq)
     rename_vqgan(vq_checkpoint, coarsest_first=True)
-    image_tokenizer = load_vq(vq_checkpoint, normalize_for_encoder=False)
-    aligner = target.extract(_ALIGNER)
-    rename_llama(target, _LANGUAGE, _NAMES)
+    image_tokenizer = load_vq(vq_checkpoint)
+    grid = pixels // image_tokenizer.config.pixels_per_cell
+    check_grid(grid)
+    aligner = target.extract(layout.aligner)
+    parts = {"embed.weight": f"{layout.language}embed_tokens.weight", "codes": layout.codes}
+    for ours, theirs in zip(("head.first", "head.second"), layout.head, strict=True):
+        parts |= {f"{ours}.{kind}": f"{theirs}.{kind}" for kind in ("weight", "bias")}
+    rename_llama(target, layout.language, parts)
     codes = target.shape("codes")[0]
     hidden = target.shape("head.first.weight")[0]
-    sizes = decoder_config(target, text, codes, pixels // patch, head_hidden=hidden)
-    code_embeddings = _fold_codes(target.weights.pop("codes"), aligner)
+    sizes = decoder_config(target, layout.text, codes, grid, head_hidden=hidden)
+    code_embeddings = _fold_codes(target.weights.pop("codes"), aligner, layout)
     decoder, text_embeddings = load_decoder(target, sizes)
+    start, padding, begin = layout.special_ids(target, len(text_embeddings))
+    template = f"{user}: {{prompt}}\n\n{others[0]}:"
+    prompt = TokenLayout(template=template, strip=True, before=(start,), after=(begin,), uncond_fill=padding)
     return image_model(
         decoder=decoder,
         code_embeddings=code_embeddings,
-        condition=token_condition(text_embeddings, decoder.config.prefix, _layout(generation), tokenizer),
+        condition=token_condition(text_embeddings, decoder.config.prefix, prompt, tokenizer),
         vq=image_tokenizer,
-        sampling=Sampling(cfg_scale=generation.number("guidance_scale", 5.0)),
+        sampling=Sampling(cfg_scale=layout.cfg_scale),
         sources=target.sources,
     )
 
 
-FAMILY = Family(read_janus, model_types=("janus", "multi_modality"))  # and as DeepSeek publishes it
+FAMILY = Family(read_janus, side_files=(_PROCESSOR,), model_types=("janus", "multi_modality"))
 
 
-def _fold_codes(codes: Tensor, aligner: Checkpoint) -> Tensor:
+def _fold_codes(codes: Tensor, aligner: Checkpoint, layout: _Layout) -> Tensor:
     """Compute the decoder's input for each code, `[codes, hidden_size]`, with the aligner network."""
-    layers = ["fc1", *(f"hidden_layers.{i}" for i in range(aligner.count("hidden_layers.")))]
+    layers = layout.aligner_layers(len(aligner.weights) // 2)
     wanted = {f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
-    if aligner.weights.keys() != wanted:
+    if not layers or aligner.weights.keys() != wanted:
         raise aligner.error(found=str(sorted(aligner.weights)), expected=str(sorted(wanted)))
     codes = codes.float()
     with torch.no_grad():
@@ -93,14 +208,3 @@ def _fold_codes(codes: Tensor, aligner: Checkpoint) -> Tensor:
             weight, bias = (aligner.weights[f"{layer}.{part}"].float() for part in ("weight", "bias"))
             codes = F.linear(F.gelu(codes) if i else codes, weight, bias)
     return codes
-
-
-def _layout(generation: Config) -> TokenLayout:
-    """Return the prompt layout: start of text, the chat turn or its padding, begin of image."""
-    extra = generation.get("generation_kwargs")
-    ids = dict(generation.values) | (dict(extra) if isinstance(extra, Mapping) else {})
-    names = ("bos_token_id", "pad_token_id", "boi_token_id")
-    if missing := [name for name in names if type(ids.get(name)) is not int]:
-        raise generation.error(", ".join(missing), "is not a token id", remedy="give the model's own file")
-    start, padding, begin = (ids[name] for name in names)
-    return TokenLayout(template=_TEMPLATE, before=(start,), after=(begin,), uncond_fill=padding)

@@ -159,11 +159,12 @@ class PastFirstWriter(DecoderWriter):
     def _write_head_norms(self, x: str, at: str) -> str:
         """Write the norms of queries, which include `scale`, and keys, `[nodes, rows, heads + num_kv_heads, width]`."""
         ops = self.graph
+        rms = self.config.rms_head_norm
         x = ops.cast_for_norm(x)
-        centred = ops.op("Sub", x, ops.op("ReduceMean", x, ops.ints(-1), keepdims=1))
-        y = ops.op("Div", centred, _write_rms(ops, centred, HEAD_EPSILON))
+        x = x if rms else ops.op("Sub", x, ops.op("ReduceMean", x, ops.ints(-1), keepdims=1))
+        y = ops.op("Div", x, _write_rms(ops, x, self.config.norm_eps if rms else HEAD_EPSILON))
         y = ops.cast(y, "float32") if ops.int8_matmul else y
-        for op, part in (("Mul", "weight"), ("Add", "bias")):
+        for op, part in (("Mul", "weight"), ("Add", "bias"))[: 1 if rms else 2]:
             query, key = (self.weights[f"{at}.{kind}_norm.{part}"].float() for kind in ("query", "key"))
             numbers = torch.cat([query * self.scale, key])
             y = ops.op(op, y, ops.weight(f"{at}.head_norm.{part}", numbers, wide=True))

@@ -37,12 +37,13 @@ class DecoderConfig:
         grid: rows and columns of codes of the default image.
         prefix: maximum number of positions of a prompt.
         spare_positions: rows of the rotary table after an image, for draft nodes past the last cell.
-        query_key_norm: whether queries and keys are normalised in each head (Chameleon).
+        query_key_norm: whether queries and keys are normalised in each head (Chameleon, Qwen3).
         qkv_bias: whether the projections to queries, keys and values have a bias (Qwen2).
         max_image_tokens: maximum number of tokens of an image (Lumina-mGPT), 0 for `grid * grid`.
         grids: rows and columns of the first and of the second grid of codes, for each image size.
         rope_sections: number of pairs that are rotated by time, by row and by column, in this order; the other pairs
             are not rotated.
+        head_width: width of a head (Qwen3), 0 for `hidden_size / num_heads`.
     """
 
     hidden_size: int
@@ -69,11 +70,13 @@ class DecoderConfig:
     grids: tuple[tuple[int, int, int, int], ...] = ()
     rope_sections: tuple[int, int, int] = (0, 0, 0)
     two_heads: bool = False
+    rms_head_norm: bool = False
+    head_width: int = 0
 
     @property
     def head_dim(self) -> int:
         """Width of a head."""
-        return self.hidden_size // self.num_heads
+        return self.head_width or self.hidden_size // self.num_heads
 
     @property
     def attention_scale(self) -> float:
@@ -88,7 +91,9 @@ class DecoderConfig:
     @property
     def head_norm_eps(self) -> float | None:
         """Epsilon of the norms of queries and keys."""
-        return HEAD_EPSILON if self.query_key_norm else None
+        if not self.query_key_norm:
+            return None
+        return self.norm_eps if self.rms_head_norm else HEAD_EPSILON
 
     @property
     def architecture(self) -> Architecture:
@@ -189,11 +194,11 @@ def rotate(x: Tensor, rope: Tensor, rope_style: str = "interleaved") -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """RMS norm: x / rms(x), scaled."""
+    """RMS norm: x / rms(x), scaled; `heads` have different scales."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, heads: tuple[int, ...] = ()) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(*heads, width))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -212,6 +217,12 @@ class HeadNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape[-1:], eps=HEAD_EPSILON) * self.weight + self.bias
 
 
+def _head_norm(config: DecoderConfig, heads: int) -> nn.Module:
+    if config.rms_head_norm:
+        return RMSNorm(config.head_dim, config.norm_eps, (heads,))
+    return HeadNorm(heads, config.head_dim)
+
+
 class Attention(nn.Module):
     """Grouped-query attention, with or without a KV cache."""
 
@@ -222,8 +233,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.rope_style = config.rope_style
         if config.query_key_norm:
-            self.query_norm = HeadNorm(config.num_heads, config.head_dim)
-            self.key_norm = HeadNorm(config.num_kv_heads, config.head_dim)
+            self.query_norm, self.key_norm = (_head_norm(config, n) for n in (config.num_heads, config.num_kv_heads))
         self.query_key_norm = config.query_key_norm
         heads = config.num_heads + 2 * config.num_kv_heads
         self.qkv = nn.Linear(config.hidden_size, heads * config.head_dim, bias=config.qkv_bias)

@@ -54,11 +54,10 @@ def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) 
     for i in range(checkpoint.count("layers.")):
         parts = [f"layers.{i}.attention.{part}.weight" for part in ("query", "key", "value")]
         query, key, value = (checkpoint.shape(name) for name in parts)
-        if query[0] != query[1] or key != value or query[1] != key[1]:
+        if key != value or query[1] != key[1]:
             shapes = f"shapes {query}, {key}, {value}"
-            raise checkpoint.error(
-                f"layers.{i}.attention.qkv.weight", found=shapes, expected="a square query and equal key and value"
-            )
+            expected = "equal key and value, as wide as the query"
+            raise checkpoint.error(f"layers.{i}.attention.qkv.weight", found=shapes, expected=expected)
         checkpoint.weights[f"layers.{i}.attention.qkv.weight"] = joined([checkpoint.weights.pop(p) for p in parts])
         biases = [f"layers.{i}.attention.{part}.bias" for part in ("query", "key", "value")]
         if any(name in checkpoint.weights for name in biases):
@@ -69,6 +68,7 @@ def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) 
         for part, (width, _) in (("query", query), ("key", key)):
             for name in (f"layers.{i}.attention.{part}_norm.{kind}" for kind in _KINDS):
                 norm = checkpoint.weights.get(name)
+                norm = norm[None] if norm is not None and norm.ndim == 1 else norm  # all heads share a row (Qwen3)
                 if norm is not None and norm.ndim == 2 and norm.numel() and width % norm.numel() == 0:
                     checkpoint.weights[name] = norm.repeat_interleave(width // norm.numel(), 0)
 
@@ -95,16 +95,17 @@ def layer_sizes(
     config.check_sizes(hidden_size=width, num_hidden_layers=layers - uncounted, intermediate_size=intermediate_size)
     for name, needed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("swin_norm", False)):
         config.expect(name, needed, None, remedy="other decoders are not supported")
+    queries = checkpoint.shape(f"{_LAYER}.out.weight")[1]  # the width of all heads together
     if (
         heads is None
-        or width % heads
-        or width // heads % head_multiple
-        or config.get("head_dim") not in (None, width // heads)
+        or queries % heads
+        or queries // heads % head_multiple
+        or (config.get("head_dim") or width // heads) != queries // heads
     ):
-        expected = f"a number that divides the width {width} into heads of a multiple of {head_multiple} numbers"
+        expected = f"a number that divides the width {queries} into heads of a multiple of {head_multiple} numbers"
         raise config.error("num_attention_heads", found=str(heads), expected=expected)
-    head_dim = width // heads
-    num_kv_heads, rest = divmod(rows - width, 2 * head_dim)
+    head_dim = queries // heads
+    num_kv_heads, rest = divmod(rows - queries, 2 * head_dim)
     configured = config.integer("num_key_value_heads")
     if rest or num_kv_heads < 1 or heads % num_kv_heads or configured not in (None, num_kv_heads):
         expected = f"rows of {heads} heads of {head_dim} numbers and {configured or 'some'} key heads"
@@ -115,7 +116,9 @@ def layer_sizes(
         "num_heads": heads,
         "num_kv_heads": num_kv_heads,
         "intermediate_size": intermediate_size,
+        "head_width": 0 if queries == width else head_dim,
         "query_key_norm": f"{_LAYER}.query_norm.weight" in checkpoint.weights,
+        "rms_head_norm": {f"{_LAYER}.query_norm.{kind}" in checkpoint.weights for kind in _KINDS} == {True, False},
         "qkv_bias": f"{_LAYER}.qkv.bias" in checkpoint.weights,
         "post_norms": "layers.0.ffn_post_norm.weight" in checkpoint.weights,
     }

@@ -41,6 +41,8 @@ class VQConfig:
         attention: whether cells attend to each other at the coarsest level, in addition to the middle.
         normalize_for_decoder: whether the decoder gets codebook vectors scaled to length 1.
         normalize_for_encoder: whether codebook and latents are scaled to length 1 to find the nearest code.
+        largest_product: whether the code of a cell is that with the largest product of latent and codebook vector
+            (Emu3.5), which is not the nearest.
         fsq_levels: number of levels of each digit of a code, for finite scalar quantisation; empty with a codebook.
         patch: pixels along each side of a patch, which the finest level treats as one pixel.
         groups: groups of channels that norms normalise over.
@@ -56,6 +58,7 @@ class VQConfig:
     attention: bool = True
     normalize_for_decoder: bool = True
     normalize_for_encoder: bool = True
+    largest_product: bool = False
     fsq_levels: tuple[int, ...] = ()
     patch: int = 1
     groups: int = NORM_GROUPS
@@ -260,6 +263,7 @@ class VQEncoder(nn.Module):
         self.encoder = vq.encoder
         self.quant_conv = vq.quant_conv
         self.normalize = vq.config.normalize_for_encoder
+        self.by_product = self.normalize or vq.config.largest_product
         self.fsq_levels = vq.config.fsq_levels
         self.patch = vq.config.patch
         vectors = F.normalize(vq.codebook, dim=-1) if self.normalize else vq.codebook
@@ -272,6 +276,6 @@ class VQEncoder(nn.Module):
             return nearest_codes(latents, self.fsq_levels), latents
         cells = F.normalize(latents, dim=1) if self.normalize else latents
         similarity = cells.flatten(2).transpose(1, 2) @ self.vectors.T  # [images, cells, codes]
-        if not self.normalize:  # -|cell - code|^2 / 2 without the term of the cell, which all codes share
+        if not self.by_product:  # -|cell - code|^2 / 2 without the term of the cell, which all codes share
             similarity = similarity - self.vectors.square().sum(-1) / 2
         return similarity.argmax(-1), latents

@@ -128,16 +128,29 @@ def read_vqgan(path: Path, progress: Progress = silent) -> VQGAN:
     if not file.is_file():
         raise file_error(path, found="no .ckpt", expected="a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file")
     checkpoint = Checkpoint(file, "vq", progress)
+    vq = load_vqgan(checkpoint)
+    settings = file.with_suffix(".yaml")
+    if not settings.is_file():
+        return VQGAN(vq, None, checkpoint.sources)
+    return VQGAN(vq, _read_grid(settings, vq.config), [*checkpoint.sources, ("vq_config", settings)])
+
+
+def load_vqgan(checkpoint: Checkpoint, **settings: Any) -> LlamaGenVQ:
+    """Read and load the weights of a tokenizer in the layout of taming-transformers.
+
+    Args:
+        checkpoint: the file or folder.
+        settings: other fields of `VQConfig`, as in `load_vq`.
+
+    Raises:
+        CheckpointError: the weights cannot be read, or have another layout.
+    """
     checkpoint.read(keep=lambda name: not name.startswith("loss."))  # networks of the training loss
     if CODEBOOK not in checkpoint.weights or not checkpoint.count("encoder.down."):
         problem = f"has no {CODEBOOK} with encoder.down.0, so it is no VQGAN in taming-transformers' layout"
         raise checkpoint.error(problem=problem)
     rename_vqgan(checkpoint)
-    vq = load_vq(checkpoint, normalize_for_decoder=False, normalize_for_encoder=False)
-    settings = file.with_suffix(".yaml")
-    if not settings.is_file():
-        return VQGAN(vq, None, checkpoint.sources)
-    return VQGAN(vq, _read_grid(settings, vq.config), [*checkpoint.sources, ("vq_config", settings)])
+    return load_vq(checkpoint, normalize_for_decoder=False, normalize_for_encoder=False, **settings)
 
 
 def rename_vqgan(

@@ -20,6 +20,7 @@ class TokenLayout(FrozenModel):
         template: text in which the prompt replaces `{prompt}` and the size's name replaces `{size}`.
         before: ids before the text.
         after: ids after the text.
+        strip: whether white space around the prompt is dropped; new in format 3.7.
         uncond: ids of the unconditional row.
         uncond_fill: id that replaces each id of the text in the unconditional row, if `uncond` is None.
         negative: template of negative prompts, None for `template`.
@@ -28,6 +29,7 @@ class TokenLayout(FrozenModel):
     template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
     before: tuple[TokenId, ...] = ()
     after: Annotated[tuple[TokenId, ...], Field(min_length=1)]
+    strip: bool = False
     uncond: tuple[TokenId, ...] | None = None
     uncond_fill: TokenId | None = None
     negative: Annotated[str, Field(pattern=r"\{prompt\}")] | None = None

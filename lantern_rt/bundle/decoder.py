@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ..methods import FrozenModel
-from .numbers import Count
+from .numbers import Count, SmallCount
 
 EXPORT_AGAIN = "export the bundle again"
 PrefixRotation = Literal["zero", "identity"]
@@ -22,7 +22,9 @@ class Architecture(FrozenModel):
     Args:
         intermediate_size: hidden width of the feed-forward networks.
         norm_eps: epsilon of the RMS norms.
-        head_norm_eps: epsilon of the layer norms of queries and keys in each head; None: they are not normalised.
+        num_heads: number of query heads, new in format 3.7; None: `hidden_size / head_dim`.
+        head_norm_eps: epsilon of the norms of queries and keys in each head; None: they are not normalised.
+        rms_head_norm: whether these norms are RMS norms (Qwen3), new in format 3.7; otherwise they are layer norms.
         attention_scale: factor of the products of queries and keys; 1 if weights of the graph include the factor.
         rotary: `grid` rotates by row and column of a cell (LlamaGen), `sequence` by the position (Llama, Chameleon),
             `grids` by time, row and column in two grids (GLM-Image).
@@ -39,7 +41,9 @@ class Architecture(FrozenModel):
 
     intermediate_size: Count
     norm_eps: Positive
+    num_heads: SmallCount | None = None
     head_norm_eps: Positive | None = None
+    rms_head_norm: bool = False
     attention_scale: Annotated[float, Field(gt=0, le=1)] = 1.0
     rotary: Rotary
     rope_style: RopeStyle

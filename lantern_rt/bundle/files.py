@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -137,6 +137,7 @@ def open_bundle(
     verify: bool = True,
     skipped_roles: Collection[str] = (),
     progress: Callable[[int, int], None] | None = None,
+    digest: str | None = None,
 ) -> Bundle:
     """Open and check a bundle.
 
@@ -147,6 +148,7 @@ def open_bundle(
             checked.
         skipped_roles: roles of files whose sha256 is not compared, because engines replace them.
         progress: progress callback: bytes compared so far, and their total.
+        digest: sha256 that `bundle.json` must have; None: any.
 
     Returns:
         The opened bundle.
@@ -155,8 +157,9 @@ def open_bundle(
         BundleError: the bundle cannot be downloaded or read, or a check fails.
     """
     name = path_or_name.as_posix() if isinstance(path_or_name, Path) else path_or_name
-    folder = fetch_bundle(name, MANIFEST_FILE, _list_files) if name.startswith(HUB) else _find_folder(path_or_name)
-    text = _read_manifest_text(folder)
+    list_files = partial(_list_files, digest=digest)
+    folder = fetch_bundle(name, MANIFEST_FILE, list_files) if name.startswith(HUB) else _find_folder(path_or_name)
+    text = _read_manifest_text(folder, digest)
     manifest = _parse_manifest(folder / MANIFEST_FILE, text)
     hashed = {role for role in manifest.files if verify and role not in skipped_roles}
     done = 0
@@ -201,21 +204,25 @@ def _find_folder(path_or_name: str | Path) -> Path:
     raise BundleError(field=field, found=actual, expected=expected, remedy=remedy)
 
 
-def _list_files(folder: Path) -> list[str]:
-    manifest = _parse_manifest(folder / MANIFEST_FILE, _read_manifest_text(folder))
+def _list_files(folder: Path, digest: str | None) -> list[str]:
+    manifest = _parse_manifest(folder / MANIFEST_FILE, _read_manifest_text(folder, digest))
     for role, entry in manifest.files.items():
         _check_name(folder, role, entry.path)
     return [entry.path for entry in manifest.files.values()]
 
 
-def _read_manifest_text(folder: Path) -> bytes:
+def _read_manifest_text(folder: Path, digest: str | None) -> bytes:
     path = folder / MANIFEST_FILE
     try:
-        return read_plain_file(path, _MANIFEST_LIMIT)
+        text = read_plain_file(path, _MANIFEST_LIMIT)
     except FileNotFoundError as error:
         raise BundleError(f"contains no {MANIFEST_FILE}", field=str(folder), expected="an exported bundle") from error
     except (OSError, ValueError) as error:
         raise BundleError(f"cannot be read ({format_error(error)})", field=str(path)) from error
+    actual = hashlib.sha256(text).hexdigest()
+    if digest is not None and digest != actual:
+        raise _file_error(path, f"sha256 {actual[:12]}...", f"{digest[:12]}...")
+    return text
 
 
 def _parse_manifest(path: Path, text: bytes) -> Manifest:

@@ -6,6 +6,7 @@ HF_HUB_OFFLINE). Downloaded code is never executed. Responses of the hub cannot 
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ from typing import Any
 
 from ..errors import BundleError, LanternError
 from ..inputs import format_error, reraise_interruption
+from . import DOWNLOAD_THREAD
 
 HUB = "hf:"  # Prefix of a reference.
 PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # A file name without wildcards or separators.
@@ -25,8 +27,8 @@ PLAIN_PATH = rf"{PLAIN_NAME}(?:/{PLAIN_NAME})*"  # A file path or a revision.
 _REFERENCE = re.compile(rf"hf:({REPOSITORY})(?:/({PLAIN_PATH}))?(?:@({PLAIN_PATH}))?")
 # The folder of a commit in the hub's cache, whose files are links to other folders of the cache.
 SNAPSHOT = r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})"
-DOWNLOAD_THREAD = "lantern-rt-download"  # Name of threads that download a file.
 _DIGEST_HEADERS = ("ETag", "X-Linked-Etag", "X-Repo-Commit", "X-Xet-Hash")
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC)
 _DIGEST = re.compile(r'(?:W/)?"?[0-9a-fA-F]+"?')
 
 
@@ -54,7 +56,7 @@ def _http_error(error: BaseException) -> BaseException:
 
 @contextmanager
 def hub_errors(field: str, error_class: type[LanternError], remedy: str) -> Iterator[None]:
-    """Convert errors of `huggingface_hub` and of its network client.
+    """Convert errors of `huggingface_hub`, of its network client, and of its cache.
 
     Args:
         field: field of the error.
@@ -68,6 +70,11 @@ def hub_errors(field: str, error_class: type[LanternError], remedy: str) -> Iter
     except Exception as error:  # The exceptions share no base class.
         reraise_interruption(error)
         problem = "the hub cannot be reached"
+        if isinstance(error, OSError) and error.errno in _UNWRITABLE:
+            from huggingface_hub import constants
+
+            problem = f"the hub's cache {constants.HF_HUB_CACHE} cannot be written"
+            remedy = "set HF_HOME to a folder on a disk with space that you may write to"
         if is_rejected(error):
             problem = "rejected by the hub"
             remedy = "check the name, accept the terms on its page, or run `hf auth login`"

@@ -18,7 +18,7 @@ from .decoder import EXPORT_AGAIN, Architecture
 from .numbers import MAX_PIXELS, Count, Pixels, Side, SmallCount, TokenId
 from .order import OrderSpec
 
-FORMAT_VERSION = "3.6"
+FORMAT_VERSION = "3.7"
 _BLOCK = 1 << 20  # Number of bytes hashed at a time.
 
 Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-weights", "int8"]
@@ -56,6 +56,12 @@ class _Decoder(FrozenModel):
     head_dim: SmallCount
     vocab_size: Count
     architecture: Architecture | None = None
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads."""
+        heads = self.architecture and self.architecture.num_heads
+        return heads or self.hidden_size // self.head_dim
 
     def require_architecture(self, graph: Path) -> Architecture:
         """Return the architecture.

@@ -49,7 +49,11 @@ PromptOption = Annotated[
     ),
 ]
 SeedOption = Annotated[
-    int, typer.Option(help="Random seed; further images and candidates have the next.", rich_help_panel=SUBJECTS)
+    int | None,
+    typer.Option(
+        help="Random seed; further images and candidates have the next. [default: drawn, and printed]",
+        rich_help_panel=SUBJECTS,
+    ),
 ]
 CountOption = Annotated[
     int, typer.Option(help="Number of images; with --tries at most 1,024 in all.", rich_help_panel=SUBJECTS)
@@ -76,7 +80,7 @@ def edit(
     mask: MaskOption = None,
     keep_rows: KeepRowsOption = None,
     prompt: PromptOption = None,
-    seed: SeedOption = 0,
+    seed: SeedOption = None,
     count: CountOption = 1,
     tries: TriesOption = 1,
     quality: QualityOption = None,
@@ -89,11 +93,12 @@ def edit(
     """
     from ..pipeline import MAX_TRIES
     from ..prompts import load_bundle_tokenizer
-    from ..requests import IMAGES_LIMIT, check_request
+    from ..requests import IMAGES_LIMIT, check_request, draw_seed
     from .replay import holds_image
 
     engine = EngineOptions()
     opened = engine.open_bundle(bundle)
+    seed = draw_seed() if seed is None else seed
     chosen = {"seed": seed, "quality": quality, "method": method, "mask": mask, "keep_rows": keep_rows}
     options: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     if prompt is not None and opened.manifest.condition.kind == "class" and prompt.isdecimal():
@@ -129,4 +134,4 @@ def _generate(pipeline: Pipeline, image: Path, options: dict[str, Any], outputs:
     for (path, done), edited in zip(outputs, result.images, strict=True):
         if not done:
             write_output(path, png_bytes(edited, edited.info), False)
-    print_stderr(f"{result.settings.method}: {time.perf_counter() - began:.1f} s")
+    print_stderr(f"{result.settings.method}: {time.perf_counter() - began:.1f} s, seed {options['seed']}")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import CheckpointError
-from ..export.registry import FAMILIES, check_family, read_family
+from ..export.registry import FAMILIES, check_family, detect_family, read_family
 from ..inputs import require_library
 from ..memory import PeakMemory
 from ..published import find_model
@@ -26,7 +26,7 @@ lantern-rt export --family anole --target Anole-7b-v0.1-hf/ --vq chameleon-vqgan
 lantern-rt export --family lumina --target Lumina-mGPT-7B-768/ --vq chameleon-vqgan/ --grid 48 --output bundles/lumina
 lantern-rt export --family lumina2 --target Lumina-mGPT-2.0/ --vq movqgan_270M.ckpt --output bundles/lumina2
 lantern-rt export --family glm_image --target GLM-Image/ --output bundles/glm-image
-lantern-rt export --family janus --target hf:deepseek-community/Janus-Pro-1B --output bundles/janus
+lantern-rt export --target hf:deepseek-ai/Janus-Pro-1B --output bundles/janus
 lantern-rt export --family emu3 --target hf:BAAI/Emu3-Gen-hf --output bundles/emu3
 lantern-rt export --family simplear --target SimpleAR-0.5B-RL/ --vq Cosmos-1.0-Tokenizer-DV8x16x16/ \
     --output bundles/simplear
@@ -68,6 +68,10 @@ ConfigOption = Annotated[
     ),
 ]
 GridOption = Annotated[int | None, typer.Option(help="Number of tokens per side of an image, if no file contains it.")]
+RolesOption = Annotated[
+    str | None,
+    typer.Option(help="Roles in Janus's prompt; User,Assistant for Janus-1.3B. [default: <|User|>,<|Assistant|>]"),
+]
 WeightsOption = Annotated[
     str | None,
     typer.Option(help="Weights to read from LlamaGen's files with several: model or ema. [default: model]"),
@@ -81,7 +85,10 @@ LoraOption = Annotated[
 ]
 FamilyOption = Annotated[
     str | None,
-    typer.Option(help=f"Family: {', '.join(FAMILIES[:-1])} or {FAMILIES[-1]}. [default: NAME's or {FAMILIES[0]}]"),
+    typer.Option(
+        help=f"Family: {', '.join(FAMILIES[:-1])} or {FAMILIES[-1]}. "
+        f"[default: NAME's, or that of config.json, or {FAMILIES[0]}]"
+    ),
 ]
 PrecisionOption = Annotated[
     str | None,
@@ -110,6 +117,7 @@ def export(
     text_encoder: TextEncoderOption = None,
     config: ConfigOption = None,
     grid: GridOption = None,
+    roles: RolesOption = None,
     weights: WeightsOption = None,
     lora: LoraOption = None,
     family: FamilyOption = None,
@@ -130,6 +138,7 @@ def export(
         "text_encoder": text_encoder,
         "config": config,
         "grid": grid,
+        "roles": roles,
         "weights": weights,
         "lora": lora or None,
     }
@@ -137,7 +146,6 @@ def export(
     if model is not None:
         options |= {key: value for key, value in model.export_options.items() if options[key] is None}
         family = family or model.family
-    family = family or FAMILIES[0]
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "export", "cpu,export")
     with show_progress(lines=False) as progress:
@@ -145,6 +153,7 @@ def export(
         from ..export.graph.precision import read_precisions
         from ..export.writer import check_output, export_model
 
+        family = family or detect_family(options["target"])
         check_family(family, options)
     precisions = read_precisions(precision, drafter_precision, compute, vq_precision)
     if precision == "auto":

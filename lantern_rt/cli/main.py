@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import typer
 
+from ..bundle import DOWNLOAD_THREAD
 from ..engines.system import start_threads
 from ..errors import EngineError, LanternError
 from .app import PROGRAM, app
@@ -44,13 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.flush()
         except OSError:  # the interpreter flushes again at exit, and would print an error
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if threading.active_count() > 1:
-        from ..bundle.hub import DOWNLOAD_THREAD
-
-        if any(
-            thread.name == DOWNLOAD_THREAD for thread in threading.enumerate()
-        ):  # interrupted, and cannot be stopped
-            os._exit(code)
+    if any(thread.name == DOWNLOAD_THREAD for thread in threading.enumerate()):  # interrupted, and cannot be stopped
+        os._exit(code)
     sys.exit(code)
 
 

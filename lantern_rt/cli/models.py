@@ -26,6 +26,7 @@ COLUMNS = {
     "parameters": "{parameters_text}",
     "download": "{download_gb:.1f} GB",
     "memory": "{memory_gb:.1f} GB",
+    "finished bundle": "{bundles_text}",
     "licence": "{licence}{login_text}",
     "": "{cached_text}",
 }
@@ -39,14 +40,14 @@ def models(
 ) -> None:
     """List the published models that `run`, `serve` and `export` take by name.
 
-    Memory is that of one image in int8.
+    Memory is that of one image in int8. A finished bundle is downloaded in place of the checkpoint.
     """
     if remove is not None:
         find_model(remove)
         for folder in cached_bundles(remove):
             _remove_folder(folder)
             print_stderr(f"removed {folder}")
-        print_stderr("checkpoints stay in the hub's cache; `hf cache rm` removes them")
+        print_stderr("downloads stay in the hub's cache; `hf cache rm` removes them")
         return
     rows = [_row(name) for name in published_models()]
     if json:
@@ -79,6 +80,7 @@ def _row(name: str) -> dict[str, Any]:
         "parameters_text": format_count(model.parameters),
         "download_gb": model.download_bytes / 1e9,
         "memory_gb": model.memory_bytes / 1e9,
+        "bundles_text": ", ".join(f"{key} {one.download_bytes / 1e9:.1f} GB" for key, one in model.bundles.items()),
         "login_text": ", login" if model.login else "",
         "cached_text": "in the cache" if folders else "",
     }

@@ -106,6 +106,10 @@ ProviderOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout, and nothing else.")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Download a published model without asking.")]
+ExportOption = Annotated[
+    bool,
+    typer.Option("--export", help="Export a published model here, even if the hub has its finished bundle."),
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
 
 
@@ -130,7 +134,10 @@ REQUEST_OPTIONS: dict[str, Any] = {
     ],
     "seed": Annotated[
         int | None,
-        typer.Option(help="Random seed; image i of a prompt has seed + i. [default: 0]", rich_help_panel=SUBJECTS),
+        typer.Option(
+            help="Random seed; image i of a prompt has seed + i. [default: drawn, and printed]",
+            rich_help_panel=SUBJECTS,
+        ),
     ],
     "num_images": Annotated[
         int | None,
@@ -183,6 +190,16 @@ class EngineOptions:
             print_stderr(f"running on the GPU, provider {main}; --provider cpu for the CPU")
         return main == DEFAULT_PROVIDER
 
+    def check(self) -> None:
+        """Check the options without a bundle. Raises: EngineError: a name, number or folder is invalid."""
+        from ..engines.engine_folder import open_engine_folder
+        from ..engines.host import thread_count
+
+        Providers.parse(self.provider or ())
+        thread_count(self.threads)
+        if self.engines is not None:
+            open_engine_folder(self.engines)
+
     def open_bundle(self, name: str) -> Bundle:
         """Open a bundle, without hashing the graphs that TensorRT engines replace."""
         from ..engines.engine_folder import open_engine_folder
@@ -216,27 +233,29 @@ class EngineOptions:
         return pipeline
 
 
-def download_published(name: str, yes: bool) -> None:
-    """Download and export a published model that is not in the cache, after the user has agreed.
+def download_published(name: str, yes: bool, export: bool) -> None:
+    """Download a published model that is not in the cache, after the user has agreed, and export it if need be.
 
     Args:
         name: name of a published model. For other bundles nothing is done.
         yes: whether the user has agreed already.
+        export: whether to export it even if there is a finished bundle.
 
     Raises:
         RequestError: the user does not agree, or there is no terminal to ask in.
-        LanternError: the same as for `published.export_published`.
+        LanternError: the same as for `published.fetch_published`.
     """
-    from ..published import cache_folder, cached_bundle, check_host, export_published, find_model, is_published
+    from ..published import cache_folder, check_host, fetch_published, find_model, find_source, is_missing
     from .console import format_bytes, print_stderr, show_progress
 
-    if not is_published(name) or cached_bundle(name) is not None:
+    if not is_missing(name):
         return
-    model = find_model(name)
-    check_host(name)
+    check_host(name, export)
+    source = find_source(name, export)
+    bundle = f", and a bundle of at most this size into {cache_folder()}" if source.bundle_bytes else ""
     print_stderr(
-        f"{name}: {format_bytes(model.download_bytes)} from {', '.join(model.repositories)} (licence: {model.licence}) "
-        f"into the hub's cache, and a bundle of at most this size into {cache_folder()}"
+        f"{name}: {format_bytes(source.download_bytes)} from {', '.join(source.repositories)} "
+        f"(licence: {find_model(name).licence}) into the hub's cache{bundle}"
     )
     if not yes:
         if not sys.stdin.isatty():
@@ -246,7 +265,7 @@ def download_published(name: str, yes: bool) -> None:
                 field=name, found="your answer no", expected="the download", remedy="give another bundle"
             )
     with show_progress() as progress:
-        export_published(name, progress)
+        fetch_published(name, progress, export)
 
 
 def open_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:

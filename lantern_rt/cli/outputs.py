@@ -60,11 +60,11 @@ class ImageOutputs:
 
 
 class CodeOutputs:
-    """Files of codes, which are always written again."""
+    """Files of codes, which are always written again. scale: 1."""
 
     suffix = ".npz"
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, scale: int) -> None:
         self._bundle = bundle
 
     def holds(self, path: Path, request: Request, i: int) -> bool:
@@ -76,23 +76,39 @@ class CodeOutputs:
         return codes_bytes(self._bundle, request.settings, request.images[i], step.codes[i])
 
 
-def choose_outputs(bundle: Bundle, codes: bool, scale: int, trace: Path | None) -> Outputs:
+def check_image_options(
+    makes_images: bool, name: str, codes: bool, scale: int, trace: Path | None
+) -> type[ImageOutputs | CodeOutputs]:
     """Return the kind of the output files.
 
     Args:
-        codes: whether the user asks for codes; a bundle without an image decoder gives nothing else.
+        makes_images: whether the bundle has an image decoder; without, it gives nothing but codes.
+        name: name of the bundle in errors.
+        codes: whether the user asks for codes.
         scale: factor by which to enlarge images.
         trace: file of a trace, None without.
 
     Raises:
         RequestError: an option needs images.
     """
-    if bundle.manifest.makes_images and not codes:
-        return ImageOutputs(bundle, scale)
-    problem = f"bundle {bundle.manifest.name} has no image decoder"
-    if bundle.manifest.makes_images:
+    if makes_images and not codes:
+        return ImageOutputs
+    problem = f"{name} has no image decoder"
+    if makes_images:
         problem = "is for images, not for --codes"
         trace = None
     if trace is not None or scale != 1:
         raise RequestError(problem, field="scale" if trace is None else "trace", remedy="leave it out")
-    return CodeOutputs(bundle)
+    return CodeOutputs
+
+
+def choose_outputs(bundle: Bundle, codes: bool, scale: int, trace: Path | None) -> Outputs:
+    """Return the output files of a bundle, see `check_image_options`.
+
+    Args:
+        codes: whether the user asks for codes.
+        scale: factor by which to enlarge images.
+        trace: file of a trace, None without.
+    """
+    name = f"bundle {bundle.manifest.name}"
+    return check_image_options(bundle.manifest.makes_images, name, codes, scale, trace)(bundle, scale)

@@ -44,27 +44,54 @@ def push(
 
     Uses the token of `hf auth login` or HF_TOKEN. Other files in the repository stay.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi
-
     if re.fullmatch(REPOSITORY, repository) is None:
         raise RequestError(field="repository", found=format_value(repository), expected="owner/name")
     opened = open_bundle(bundle)
     if images:
         opened.check_makes_images()
     samples = [_read_sample(path, opened) for path in images or ()]
-    with hub_errors(repository, OutputError, "try again"):
-        HfApi().create_repo(repository, private=True, exist_ok=True)  # before images are generated
+    create_repository(repository, private=True)  # before images are generated
     if opened.manifest.makes_images:
         samples = samples or _generate_samples(opened)
+    print_text(push_bundle(opened, repository, samples))
+
+
+def create_repository(repository: str, private: bool) -> None:
+    """Create a repository on the hub unless it exists. Raises: OutputError: the hub rejects it or cannot be reached."""
+    from huggingface_hub import HfApi
+
+    with hub_errors(repository, OutputError, "try again"):
+        HfApi().create_repo(repository, private=private, exist_ok=True)
+
+
+def push_bundle(
+    opened: Bundle, repository: str, samples: Sequence[tuple[bytes, Mapping[Any, Any]]], notes: Sequence[str] = ()
+) -> str:
+    """Upload a bundle with its model card to a repository that exists.
+
+    Args:
+        opened: the bundle.
+        repository: owner/name of the repository.
+        samples: PNG files for the card, each with its recipe.
+        notes: further paragraphs of the card.
+
+    Returns:
+        The reference of the bundle, pinned to its commit.
+
+    Raises:
+        OutputError: the hub rejects the files or cannot be reached.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
     files: dict[str, Path | bytes] = {f"samples/{i}.png": content for i, (content, _) in enumerate(samples, 1)}
     for name in (MANIFEST_FILE, *(entry.path for entry in opened.manifest.files.values())):
         files[name] = opened.folder / name
-    files["README.md"] = model_card(opened, repository, [texts for _, texts in samples]).encode()
+    files["README.md"] = model_card(opened, repository, [texts for _, texts in samples], notes).encode()
     print_stderr(f"uploading {len(files)} files")
     additions = [CommitOperationAdd(name, content) for name, content in files.items()]
     with hub_errors(repository, OutputError, "try again; uploaded files are not sent twice"):
         commit = HfApi().create_commit(repository, additions, commit_message=f"Bundle {opened.digest[:12]}")
-    print_text(f"{HUB}{repository}@{commit.oid}")
+    return f"{HUB}{repository}@{commit.oid}"
 
 
 def _read_sample(path: Path, bundle: Bundle) -> tuple[bytes, Mapping[Any, Any]]:
@@ -91,12 +118,13 @@ def _generate_samples(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
     return [(png_bytes(image, image.info), image.info) for image in images]
 
 
-def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, Any]]) -> str:
+def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, Any]], notes: Sequence[str] = ()) -> str:
     """Create the README.md of a repository.
 
     Args:
         repository: owner/name of the repository.
-        samples: recipes of the images `samples/1.png` and so on.
+        samples: recipes of the images `samples/1.png` and so on; `codes`, if there, is the SHA-256 of the tokens.
+        notes: further paragraphs.
     """
     manifest = bundle.manifest
     provenance = manifest.provenance
@@ -105,6 +133,7 @@ def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, A
     licence = provenance.licence.lower()
     captions = [
         f"{sample.get('prompt', 'class {}'.format(sample.get('class_id')))}, seed {sample['seed']}"
+        + (f", {sample['method']}, codes {sample['codes']}" if "codes" in sample else "")
         for sample in samples
     ]
     subjects = {"class": "--class-id 0", "embeddings": "--embeddings FILE.npz"}
@@ -120,6 +149,8 @@ def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, A
         f"A bundle of lantern-rt: {_text(manifest.family)} on ONNX Runtime.",
         "",
     ]
+    for note in notes:
+        lines += [_text(note), ""]
     for start in range(0, len(captions), _COLUMNS):
         numbers = range(start, min(start + _COLUMNS, len(captions)))
         lines += _table([[f"![](samples/{i + 1}.png)" for i in numbers], [captions[i] for i in numbers]])

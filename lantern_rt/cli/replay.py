@@ -41,11 +41,7 @@ def read_recorded_request(
         RequestError: the PNG has no recipe, or the bundle rejects the recipe.
         BundleError: the PNG records a different bundle.
     """
-    for option in options:
-        raise RequestError(
-            f"cannot be combined with --from {png}, which records it", field=option, remedy="leave it out"
-        )
-    recipe = read_recipe(png)
+    recipe = check_recorded(png, options)
     place: str | Path | None = name
     if name is None and recipe.bundle in embedded_names():  # a name in a file is never used as a path
         place = recipe.bundle
@@ -56,6 +52,15 @@ def read_recorded_request(
         raise RequestError(problem, field=str(png), remedy="give the folder of that bundle before --from")
     bundle = engine.open_bundle(str(place))
     return bundle, request_of_recipe(png, recipe, bundle)
+
+
+def check_recorded(png: Path, options: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of a PNG. Raises: RequestError: it has none, or `options`, which it records, are not empty."""
+    for option in options:
+        raise RequestError(
+            f"cannot be combined with --from {png}, which records it", field=option, remedy="leave it out"
+        )
+    return read_recipe(png)
 
 
 def request_of_recipe(png: Path, recipe: Recipe, bundle: Bundle) -> Request:

@@ -25,6 +25,7 @@ from .options import (
     EmbeddingsOption,
     EngineOptions,
     EnginesOption,
+    ExportOption,
     ForceOption,
     JsonOption,
     ProviderOption,
@@ -33,7 +34,7 @@ from .options import (
     download_published,
     with_request_options,
 )
-from .outputs import choose_outputs
+from .outputs import check_image_options, choose_outputs
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -46,8 +47,8 @@ _MAX_ID_BYTES = 1 << 24  # maximum size of a file of token ids
 EXAMPLES = """
 lantern-rt run "a large red sphere left of a small blue cube on grass at sunset"
 lantern-rt run scenes "a green cone on snow" "a red cube" --count 4 --output cones/ --scale 4
-lantern-rt run "a pink cube on sand" --method lantern++:lambda=3:tree=chain-4 --trace cube.npz
-lantern-rt run --from a-pink-cube-on-sand-seed0.png --scale 4
+lantern-rt run "a pink cube on sand" --method lantern++:lambda=3:tree=chain-4 --seed 7 --trace cube.npz
+lantern-rt run --from a-pink-cube-on-sand-seed7.png --scale 4
 lantern-rt run bundles/llamagen-b --class-id 207 --method lantern:delta=0.2 --json
 lantern-rt run llamagen-c2i-b-256 --class-id 207 --yes
 lantern-rt run "a red cube on sand" --codes --output cube.npz
@@ -133,6 +134,7 @@ def run(
     engines: EnginesOption = None,
     provider: ProviderOption = None,
     yes: YesOption = False,
+    export: ExportOption = False,
     as_json: JsonOption = False,
     force: ForceOption = False,
     **options: Any,
@@ -144,7 +146,9 @@ def run(
     Images that exist already are not generated again. Prints the paths of the files to stdout, progress and a line of
     statistics to stderr.
     """
-    from .replay import read_recorded_request
+    from ..published import find_model, is_missing
+    from .before_download import check_run
+    from .replay import check_recorded, read_recorded_request
 
     check_int("scale", scale, 1, 1, 16)
     name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or token_ids or embeddings or source))
@@ -154,8 +158,14 @@ def run(
     options = {name: value for name, value in (subjects | options).items() if value is not None}
     count = options.get("num_images", 1)
     engine = EngineOptions(threads, engines, provider)
-    if name is not None and (source or any(subjects.values())):
-        download_published(name, yes)
+    if name is not None and (source or any(subjects.values())) and is_missing(name):
+        engine.check()
+        kind_of = check_image_options(find_model(name).makes_images, f"model {name}", codes, scale, trace)
+        if source is None:
+            check_trace(trace, check_run(name, options, output, force, kind_of.suffix), force)
+        else:
+            check_recorded(source, options)
+        download_published(name, yes, export)
     if source is None:
         bundle, request = _open_and_check(engine, name, options)
         stems = [_file_stem(image, i // count, embeddings) for i, image in enumerate(request.images)]
@@ -165,7 +175,8 @@ def run(
     kind = choose_outputs(bundle, codes, scale, trace)
     outputs = plan_outputs(output, stems, force, lambda i, path: kind.holds(path, request, i), kind.suffix)
     paths = [path for path, _ in outputs]
-    trace_files = None if trace is None else _TraceFiles(trace, bundle, request, paths, force)
+    trace_paths = check_trace(trace, paths, force)
+    trace_files = None if trace_paths is None else _TraceFiles(trace_paths, bundle, request)
     pending = [i for i, (_, done) in enumerate(outputs) if as_json or trace or not done]
     if len(pending) < len(paths):
         num_done = len(paths) - len(pending)
@@ -177,6 +188,30 @@ def run(
         _print_json(request, last, paths, count)
     else:
         print_text(*paths)
+
+
+def check_trace(path: Path | None, outputs: list[Path], force: bool) -> tuple[Path, Path] | None:
+    """Return the two paths of a trace.
+
+    Args:
+        path: path of NAME.npz; None: no trace.
+        outputs: paths of the images; the trace needs other paths.
+        force: whether to replace existing files.
+
+    Raises:
+        OutputError: a path cannot be written.
+    """
+    if path is None:
+        return None
+    if path.suffix != ".npz":
+        raise OutputError(field=f"trace {path}", found=f"the ending {path.suffix or 'none'}", expected=".npz")
+    paths = path, path.with_name(path.stem.removesuffix(".trace") + ".trace.png")
+    for written in paths:
+        check_output(written, force)
+        if written.absolute() in [output.absolute() for output in outputs]:
+            problem = "is the path of an image and of the trace"
+            raise OutputError(problem, field=str(written), remedy="rename one of them")
+    return paths
 
 
 def _print_json(request: Request, last: StreamStep, paths: list[Path], count: int) -> None:
@@ -225,7 +260,7 @@ def _is_bundle(word: str) -> bool:
 def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> tuple[Bundle, Request]:
     """Open the bundle and check the request. Raises: RequestError, BundleError."""
     from ..prompts import load_bundle_tokenizer
-    from ..requests import check_request
+    from ..requests import check_request, draw_seed
     from ..text.embeddings import read_embeddings
 
     if not {"prompts", "class_ids", "token_ids", "embeddings"} & options.keys():
@@ -236,6 +271,7 @@ def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, 
     if "embeddings" in options:
         options = options | {"embeddings": read_embeddings(options["embeddings"])}
     bundle = engine.open_bundle(name or "scenes")
+    options = {"seed": draw_seed()} | options
     return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), **options)
 
 
@@ -309,7 +345,8 @@ def _generate(
     quality = "" if step.settings.quality is None else f" ({step.settings.quality})"
     print_stderr(
         f"{step.settings.method}{quality}: {step.stats.tokens_per_forward_pass:.2f} tokens per pass, "
-        f"{len(outputs)} image{'s' * (len(outputs) > 1)} in {time.perf_counter() - began:.1f} s"
+        f"{len(outputs)} image{'s' * (len(outputs) > 1)} in {time.perf_counter() - began:.1f} s, "
+        f"seed {request.images[0].seed}"
     )
     return step
 
@@ -318,26 +355,15 @@ class _TraceFiles:
     """Files of a trace: the steps in NAME.npz, and an image of them in NAME.trace.png.
 
     Args:
-        path: path of NAME.npz.
+        paths: paths of both files, from `check_trace`.
+        bundle: bundle that generates the images.
         request: request whose steps are recorded.
-        outputs: paths of the images; the trace needs other paths.
-        force: whether to replace existing files.
-
-    Raises:
-        OutputError: a path cannot be written.
     """
 
-    def __init__(self, path: Path, bundle: Bundle, request: Request, outputs: list[Path], force: bool) -> None:
+    def __init__(self, paths: tuple[Path, Path], bundle: Bundle, request: Request) -> None:
         from ..output.trace import Trace
 
-        if path.suffix != ".npz":
-            raise OutputError(field=f"trace {path}", found=f"the ending {path.suffix or 'none'}", expected=".npz")
-        self.paths = path, path.with_name(path.stem.removesuffix(".trace") + ".trace.png")
-        for written in self.paths:
-            check_output(written, force)
-            if written.absolute() in [output.absolute() for output in outputs]:
-                problem = "is the path of an image and of the trace"
-                raise OutputError(problem, field=str(written), remedy="rename one of them")
+        self.paths = paths
         grid = bundle.manifest.size(request.settings.size)
         self.steps = Trace(grid.rows, grid.columns)
 

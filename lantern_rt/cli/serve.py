@@ -14,7 +14,15 @@ import typer
 from ..errors import RequestError
 from ..inputs import check_int, require_library
 from ..methods import METHODS
-from .options import EngineOptions, EnginesOption, ProviderOption, ThreadsOption, YesOption, download_published
+from .options import (
+    EngineOptions,
+    EnginesOption,
+    ExportOption,
+    ProviderOption,
+    ThreadsOption,
+    YesOption,
+    download_published,
+)
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -25,6 +33,7 @@ lantern-rt serve bundles/llamagen-b scenes --port 9000
 lantern-rt serve --host 0.0.0.0 --api-key-file keys.txt --batch 16 --waiting 64
 curl localhost:8000/v1/images/generations -H "content-type: application/json" -d '{"prompt": "a red cube on sand"}'
 """
+_SIZE = re.compile(r"[1-9]\d*x[1-9]\d*", re.ASCII)
 LIBRARIES = ("uvicorn", "sse_starlette", "prometheus_client", "python_multipart")
 # Sections in help.
 LIMITS = "Limits"
@@ -139,6 +148,7 @@ def serve(
     engines: EnginesOption = None,
     provider: ProviderOption = None,
     yes: YesOption = False,
+    export: ExportOption = False,
 ) -> None:
     """Serve bundles over HTTP: OpenAI's Images API, SGLang's protocol for GLM-Image, a web page, metrics.
 
@@ -148,9 +158,11 @@ def serve(
     for library in LIBRARIES:
         require_library(library, "serve", "serve")
     from ..asynchronous import AsyncPipeline
+    from ..published import find_model
+    from ..serve.app import read_origin
     from ..serve.log import FORMATS, LEVELS, log_to_stderr
     from ..serve.server import Server
-    from ..serve.state import Limits
+    from ..serve.state import Limits, read_keys
 
     if not 0 < deadline < 1e9:
         raise RequestError(field="deadline", found=f"{deadline:g}", expected="seconds above 0")
@@ -160,19 +172,39 @@ def serve(
     for field, value, known in (("log_level", log_level, LEVELS), ("log_format", log_format, FORMATS), *selected):
         if value not in known:
             raise RequestError(field=field, found=repr(value), expected=", ".join(known))
-    for name in bundles or ():
-        download_published(name, yes)
     options = EngineOptions(threads, engines, provider)
-    opened = _open(bundles or ["scenes"], names or (), options)
+    options.check()
+    check_int("together", batch, 1, 1, 4096)
+    check_int("waiting", waiting, 64, 0, 1 << 20)
+    if api_key_file is not None:
+        read_keys(api_key_file)
+    for origin in cors or ():
+        read_origin(origin)
+    texts = bundles or ["scenes"]
+    opened = _open_present(texts, names or (), options)
     aliases = _read_aliases(alias or (), [*opened])
-    sizes = _read_sizes(map_size or (), [*opened.values()])
+    missing = [find_model(text) for text, bundle in zip(texts, opened.values(), strict=True) if bundle is None]
+    _read_sizes(map_size or (), [bundle for bundle in opened.values() if bundle], [model.sizes for model in missing])
+    models = {
+        name: bundle or _download(text, yes, export, options)
+        for text, (name, bundle) in zip(texts, opened.items(), strict=True)
+    }
+    for bundle in models.values():
+        _check_fits(bundle, options)
+    sizes = _read_sizes(map_size or (), [*models.values()])
     limits: dict[str, Any] = {"together": batch, "waiting": waiting, **asdict(options)}
-    models = {name: partial(AsyncPipeline.from_bundle, bundle, **limits) for name, bundle in opened.items()}
+    loaders = {name: partial(AsyncPipeline.from_bundle, bundle, **limits) for name, bundle in models.items()}
     rules: dict[str, Any] = {"methods": methods or (), "max_n": max_n, "own_sampling": own_sampling}
     access = Limits(deadline, api_key_file=api_key_file, aliases=aliases, mapped_sizes=sizes, **rules)
-    server = Server(models, host, port, access, cors or ())
+    server = Server(loaders, host, port, access, cors or ())
     with log_to_stderr(log_level, log_format):
         server.run()
+
+
+def _download(name: str, yes: bool, export: bool, options: EngineOptions) -> Bundle:
+    """Download a published model and open its bundle, see `download_published`."""
+    download_published(name, yes, export)
+    return options.open_bundle(name)
 
 
 def _read_aliases(options: Sequence[str], models: Sequence[str]) -> dict[str, str]:
@@ -186,45 +218,60 @@ def _read_aliases(options: Sequence[str], models: Sequence[str]) -> dict[str, st
     return aliases
 
 
-def _read_sizes(options: Sequence[str], bundles: Sequence[Bundle]) -> dict[str, str]:
-    manifests = [bundle.manifest for bundle in bundles]
-    known = {entry.name for manifest in manifests for entry in manifest.all_sizes}
+def _read_sizes(options: Sequence[str], bundles: Sequence[Bundle], tables: Sequence[str] = ()) -> dict[str, str]:
+    """Return the sizes that requests may name, and the size of a model for each.
+
+    Args:
+        options: `SIZE=SIZE` each.
+        bundles: bundles whose sizes are known.
+        tables: sizes of published models that are not in the cache, as the table of models has them.
+    """
+    known = {entry.name for bundle in bundles for entry in bundle.manifest.all_sizes}
+    known |= {size for text in tables for size in text.split(", ") if _SIZE.fullmatch(size)}
+    lists_all = not any("," in text for text in tables)
     sizes: dict[str, str] = {}
     for text in options:
         asked, _, size = text.partition("=")
-        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", asked, re.ASCII) or asked in known or size not in {*known, "auto"}:
+        wrong = size not in {*known, "auto"} and (lists_all or not _SIZE.fullmatch(size))
+        if not _SIZE.fullmatch(asked) or asked in known or wrong:
             expected = f"SIZE=SIZE, as 1024x1024=auto: a new size, and one of {', '.join(sorted(known))}, auto"
             raise RequestError(field="map_size", found=repr(text), expected=expected)
         sizes[asked] = size
     return sizes
 
 
-def _open(bundles: Sequence[str], names: Sequence[str], options: EngineOptions) -> dict[str, Bundle]:
-    """Open bundles, check that the names of their models differ, and that each bundle alone fits into memory.
+def _open_present(bundles: Sequence[str], names: Sequence[str], options: EngineOptions) -> dict[str, Bundle | None]:
+    """Open bundles that are on this host, and check that the names of all models differ.
 
     Args:
         bundles: folders or names of bundles.
         names: name of each model; empty: the names of the bundles.
 
     Returns:
-        The bundles by the name of their model.
+        The bundles by the name of their model; None for a published model that is not in the cache.
     """
-    from ..memory import check_memory, largest_settings
+    from ..published import is_missing
 
     if options.engines is not None and len(bundles) > 1:
         expected = "one bundle, from which the engines were built"
         raise RequestError(field="engines", found=f"{len(bundles)} bundles", expected=expected)
     if names and (len(names) != len(bundles) or "" in names):
         raise RequestError(field="names", found=", ".join(map(repr, names)), expected="a name for each bundle")
-    models: dict[str, Bundle] = {}
+    models: dict[str, Bundle | None] = {}
     for i, text in enumerate(bundles):
-        bundle = options.open_bundle(text)
-        name = names[i] if names else bundle.manifest.name
+        bundle = None if is_missing(text) else options.open_bundle(text)
+        name = names[i] if names else bundle.manifest.name if bundle else text
         if name in models:
             problem = f"two bundles named {name}"
             remedy = "give each bundle a --name"
             raise RequestError(field="bundles", found=problem, expected="different names", remedy=remedy)
-        if options.runs_on_cpu(bundle):
-            check_memory(bundle, largest_settings(bundle.manifest))
         models[name] = bundle
     return models
+
+
+def _check_fits(bundle: Bundle, options: EngineOptions) -> None:
+    """Raise RequestError if a bundle alone does not fit into memory."""
+    from ..memory import check_memory, largest_settings
+
+    if options.runs_on_cpu(bundle):
+        check_memory(bundle, largest_settings(bundle.manifest))

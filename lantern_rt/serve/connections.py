@@ -1,13 +1,18 @@
-"""Limits on the number of HTTP connections and on their idle time."""
+"""Limits on the number of HTTP connections, on their idle time, and on the chunks of bodies."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 20.0  # timeout for the headers of a request
+# A chunk costs as much time as thousands of bytes, and one read may hold tens of thousands of chunks.
+MAX_CHUNKS = 1000  # chunks of a body of any size
+CHUNK_BYTES = 64  # mean size of a chunk, at least, in bodies of more chunks
 _LOG = logging.getLogger(__name__)
 
 
@@ -21,10 +26,30 @@ MAX_CONNECTIONS = max(8, min(4096, _MAX_FILES // 2))
 BACKLOG = max(8, min(2048, _MAX_FILES // 8))  # connections accepted before the first of them can be closed
 
 
+class _BoundedParser(h11.Connection):
+    """Parser of HTTP that rejects a body in many small chunks."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = 0
+            self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+            if self._chunks > MAX_CHUNKS + self._bytes // CHUNK_BYTES:
+                raise h11.RemoteProtocolError("chunks are too small")
+        return event
+
+
 class Connection(H11Protocol):
     """HTTP connection. Above the limit, the connection that was idle longest is closed, so health checks get in."""
 
     warned = False  # whether the log mentions the limit
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conn = _BoundedParser(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -47,6 +72,12 @@ class Connection(H11Protocol):
         if self._idle and not self.conn.trailing_data[0]:
             self._idle_since = self.loop.time()  # the first bytes of a request
         super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # the response has begun
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,8 @@ from ..errors import BusyError, LanternError, RequestError
 from ..inputs import PARAMETER_NAMES, error_fields
 from ..methods import PARAMETERS, SAMPLING, Quality
 from ..output.images import image_bytes
+from ..requests import draw_seed
+from ..text.words import ANY_WORDS
 
 if TYPE_CHECKING:
     from ..asynchronous import AsyncPipeline
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 MAX_PARTIAL_IMAGES = 64
 MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
-_RANDOM_SEEDS = 2**32
 # Presets for the values of OpenAI's field `quality`.
 _PRESETS = {"low": "fast", "medium": "balanced", "high": "strict", "hd": "strict"}
 
@@ -285,7 +285,7 @@ def set_defaults(request: R, max_deadline: float) -> R:
     if request.deadline is not None and request.deadline > max_deadline:
         expected = f"at most {max_deadline:g} s, the server's limit"
         raise HttpError(400, field="deadline", found=f"{request.deadline:g} s", expected=expected)
-    seed = secrets.randbelow(_RANDOM_SEEDS) if request.seed is None else request.seed
+    seed = draw_seed() if request.seed is None else request.seed
     return request.model_copy(update={"seed": seed, "deadline": request.deadline or max_deadline})
 
 
@@ -385,7 +385,8 @@ class HttpError(LanternError):
             return cls(503, "the model has stopped", "stopped", 5, remedy="use another server")
         if isinstance(error, RequestError):
             _, field = PARAMETER_NAMES.get(error.field, ("", error.field))
-            remedy = "; ".join(part for part in error.remedy.split("; ") if "lantern-rt " not in part)
+            parts = error.remedy.split("; ")
+            remedy = "; ".join(part for part in parts if part == ANY_WORDS or "lantern-rt " not in part)
             converted = cls(400, error.problem, field=field, found=error.found, expected=error.expected, remedy=remedy)
             converted.param = "method" if field in PARAMETERS else field
             converted.suggestions = error.suggestions

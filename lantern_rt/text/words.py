@@ -24,6 +24,8 @@ from ..inputs import format_value, read_plain_file, reading
 
 PAD = "<pad>"
 UNKNOWN = "<unk>"
+# Remedy of an unknown word: a published model that draws any prompt, and the size of its download.
+ANY_WORDS = 'any words: `lantern-rt run janus-pro-1b "..."`, which downloads at most 4.2 GB'
 _WORD = re.compile(r"[^\W_]+")
 _FILE_LIMIT = 1 << 24  # Maximum size of a tokenizer file in bytes.
 _MAX_NAMED = 3  # Maximum number of unknown words in an error message.
@@ -85,7 +87,7 @@ class WordTokenizer:
         longer = [word for word in " ".join(self.examples).split() if len(word) > 3]
         listed = f", such as {', '.join([*dict.fromkeys(longer)][:3])}" if longer else f": {', '.join(self.words)}"
         expected = f"words among the {len(self.words)} that this model knows{listed}"
-        remedy = "`lantern-rt inspect BUNDLE --words` lists them"
+        remedy = f"`lantern-rt inspect BUNDLE --words` lists them; {ANY_WORDS}"
         return RequestError(field="prompt", found=actual, expected=expected, remedy=remedy)
 
 

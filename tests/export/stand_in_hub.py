@@ -20,6 +20,7 @@ COMMIT = "a" * 40
 OLD = "b" * 40
 REPOSITORIES: dict[str, dict[str, bytes]] = {}
 UPLOADED: dict[str, bytes] = {}
+PUBLIC: set[str] = set()  # repositories that were created for all to read
 HEADERS: dict[str, dict[str, str]] = {}  # headers of a repository's files, in place of the true ones
 STALLED: set[str] = set()  # names of files that are sent by half, once, before the hub falls silent
 
@@ -49,8 +50,11 @@ class Hub(BaseHTTPRequestHandler):
             self.send({"error": "Invalid username or password."}, 401)
         elif self.path == "/api/repos/create":
             asked = json.loads(sent)
-            assert asked.get("private") or asked["visibility"] == "private"
-            REPOSITORIES.setdefault(f"{asked['organization']}/{asked['name']}", {})
+            created = f"{asked['organization']}/{asked['name']}"
+            PUBLIC.discard(created)
+            if not (asked.get("private") or asked.get("visibility") == "private"):
+                PUBLIC.add(created)
+            REPOSITORIES.setdefault(created, {})
             self.send({"url": f"http://{self.headers['Host']}/owner/pushed"})
         elif self.path == "/api/validate-yaml":
             self.send({"errors": [], "warnings": []})

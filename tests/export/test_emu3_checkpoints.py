@@ -22,7 +22,8 @@ from tokenizers import Tokenizer
 from lantern_rt.bundle.conditions import ConditionSpec
 from lantern_rt.export.checkpoints.deferred import computed
 from lantern_rt.export.families.common import grid_sizes
-from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, convert_tiktoken, image_size, prompt_layout
+from lantern_rt.export.families.common_emu3 import convert_tiktoken, image_size
+from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, prompt_layout
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.model import Model
 from lantern_rt.prompts import prepare_prompts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import socket
@@ -16,7 +17,7 @@ import pytest
 import torch
 from goldens import DATA, manifest
 from safetensors.torch import save
-from stand_in_hub import COMMIT, HEADERS, OLD, REPOSITORIES, Hub, environment, run, serve_hub
+from stand_in_hub import COMMIT, HEADERS, OLD, PUBLIC, REPOSITORIES, Hub, environment, run, serve_hub
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.files import open_bundle
@@ -227,6 +228,15 @@ def test_a_silent_hub_is_told_in_a_line(tmp_path: Path) -> None:
     assert (field, "the hub cannot be reached (timed out)" in text) == ("hf:owner/target", True)
 
 
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_cache_that_cannot_be_written_is_named_as_that(endpoint: str, tmp_path: Path, number: int) -> None:
+    code = f"import os, huggingface_hub\ndef fail(*_, **__): raise OSError({number}, os.strerror({number}))\n"
+    done = run(endpoint, tmp_path, "-c", f"{code}huggingface_hub.hf_hub_download = fail\n{FETCH}", "hf:owner/target")
+    field, text = json.loads(done.stdout)
+    assert (field, f"the hub's cache {tmp_path / 'hub'} cannot be written" in text) == ("hf:owner/target", True), text
+    assert "HF_HOME" in text
+
+
 MALFORMED = ["hf:", "hf:a", "hf:/a/b", "hf:a/b@", "hf:a/../b", "hf:a/b/../../c", "hf:a/b/ c"]
 ELSEWHERE = [f"hf:owner/target{file}@{name}" for file in ("", "/x.pt") for name in ("../..", "v1/../..", "*", "v 1")]
 
@@ -256,10 +266,10 @@ class Program:
     def __init__(self, endpoint: str, folder: Path) -> None:
         self.endpoint, self.folder = endpoint, folder
 
-    def __call__(self, *arguments: object, home: str = "home", **environment: str) -> tuple[int, str]:
+    def __call__(self, *arguments: object, home: str = "home", **variables: str) -> tuple[int, str]:
         """Exit code, and what went to stdout, or if it failed the last line of stderr."""
         words = ["-m", "lantern_rt", *map(str, arguments)]
-        done = run(environment.pop("endpoint", self.endpoint), self.folder / home, *words, **environment)
+        done = run(variables.pop("endpoint", self.endpoint), self.folder / home, *words, **variables)
         return done.returncode, done.stderr.splitlines()[-1] if done.returncode else done.stdout.strip()
 
 
@@ -276,6 +286,7 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
     bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny", "class"))
     assert program("push", bundle.folder, "owner/pushed", HF_TOKEN="hf_token") == (0, f"hf:owner/pushed@{COMMIT}")
     there = REPOSITORIES["owner/pushed"]
+    assert "owner/pushed" not in PUBLIC
     assert {entry.path for entry in bundle.manifest.files.values()} < there.keys()
     card, sample = there["README.md"].decode(), tmp_path / "sample.png"
     assert "lantern-rt run hf:owner/pushed --class-id 0\n" in card

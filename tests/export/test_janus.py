@@ -63,13 +63,10 @@ def test_prompt_and_codes_give_transformers_hidden_states_and_logits(model: Any,
     close(np.concatenate([part["logits"] for part in parts], 1), model.model.generation_head(hidden), 3e-4)
 
 
-def test_codes_become_transformers_pictures_and_pictures_its_codes(model: Any, bundle: Path) -> None:
+def test_codes_become_transformers_pictures(model: Any, bundle: Path) -> None:
     codes = torch.randint(CODES, (2, GRID**2), generator=torch.Generator().manual_seed(2))
     pictures = GraphFileSession(bundle / "vq_decoder.onnx").run({"codes": codes.numpy()})["images"]
     close(pictures, model.decode_image_tokens(codes).permute(0, 3, 1, 2))
-    images = torch.rand((2, 3, 32, 32), generator=torch.Generator().manual_seed(3)) * 2 - 1
-    found = GraphFileSession(bundle / "vq_encoder.onnx").run({"images": images.numpy()})["codes"]
-    np.testing.assert_array_equal(found.ravel(), model.model.vqmodel.encode(images).image_tokens.numpy())
 
 
 @pytest.mark.parametrize("words", ["a red cube on sand", "sand"])

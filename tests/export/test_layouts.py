@@ -43,6 +43,8 @@ TARGETS: dict[str, DecoderConfig] = {
     "one head for all queries": replace(CONFIG, num_kv_heads=1),
     "normed heads": replace(LLAMA, query_key_norm=True),
     "normed heads, another epsilon": replace(LLAMA, query_key_norm=True, norm_eps=1e-2),
+    "normed heads, RMS": replace(LLAMA, query_key_norm=True, rms_head_norm=True, norm_eps=1e-2),
+    "wide heads": replace(LLAMA, head_width=24),
     "biased projections": replace(LLAMA, qkv_bias=True),
     "biased projections, scale is no power of two": replace(LLAMA, hidden_size=96, qkv_bias=True),
     "large epsilon": replace(CONFIG, norm_eps=1e-2),

@@ -48,6 +48,8 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
         rotary=draw(st.sampled_from(["grid", "sequence"])),
         rope_style=draw(st.sampled_from(["interleaved", "half"])),
         query_key_norm=draw(st.booleans()),
+        rms_head_norm=draw(st.booleans()),
+        head_width=draw(st.sampled_from([0, 4, 12])),
         qkv_bias=draw(st.booleans()),
         head_hidden=draw(st.sampled_from([0, 24])),
     )

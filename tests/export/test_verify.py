@@ -217,7 +217,7 @@ def test_checkpoints_that_the_bundle_was_not_made_from_are_refused(
 def test_a_bundle_without_a_known_family_has_no_checkpoint_to_compare_with(program: Any) -> None:
     code, _, err = program("verify", "scenes", C2I)
     assert code == 2
-    families = "llamagen, par, nar, anole, lumina, lumina2, glm_image, janus, emu3, simplear"
+    families = "llamagen, par, nar, anole, lumina, lumina2, glm_image, janus, emu3, emu35, simplear"
     assert f"found a bundle of family 'scenes', expected a bundle of {families}" in err
 
 

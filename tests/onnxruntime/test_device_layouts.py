@@ -37,6 +37,9 @@ CONFIGS = {
     "a key for each query": replace(TINY, num_kv_heads=4),
     "heads whose root is no power of two": replace(TINY, num_heads=2, num_kv_heads=2),
     "biased projections": replace(TINY, qkv_bias=True, rope_style="half", rotary="sequence"),
+    "wide heads, normed by RMS": replace(
+        TINY, query_key_norm=True, rms_head_norm=True, head_width=24, rope_style="half", rotary="sequence"
+    ),
     "normed queries": replace(TINY, query_key_norm=True, rope_style="half", rotary="sequence"),
 }
 

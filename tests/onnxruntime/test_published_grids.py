@@ -235,6 +235,7 @@ def test_near_ties_of_images_of_several_sizes_are_decided_as_for_each_alone(
         ("lumina2", "64x64"),
         ("lumina2", "96x32"),
         ("lumina2", "32x64"),
+        ("lumina2", "32x128"),
         ("emu3", "8x8"),
         ("emu3", "10x8"),
         ("emu3", "24x4"),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import resource
 import select
+import socket
+import threading
+import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,6 +103,68 @@ def test_a_request_with_two_lengths_is_refused_and_what_follows_is_no_request(ti
         answer = b"".join(iter(partial(connection.recv, 1 << 16), b""))
     assert answer.startswith(b"HTTP/1.1 400")
     assert answer.count(b"HTTP/1.1 ") == 1
+
+
+CHUNKED = head(GENERATIONS, JSON, 0).replace(b"content-length: 0", b"transfer-encoding: chunked")
+
+
+def chunks(body: bytes, size: int) -> bytes:
+    parts = [body[i : i + size] for i in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(("size", "padding"), [(1, 600), (40, 60_000)])
+def test_a_body_may_have_a_thousand_small_chunks_or_many_larger_ones(
+    tiny: RunningServer, size: int, padding: int
+) -> None:
+    body = b'{"prompt": "red cube"%s}' % (b" " * padding)
+    last = b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    with tiny.connect(2 * (CHUNKED + chunks(body, size)) + last) as connection:
+        answer = b"".join(iter(partial(connection.recv, 1 << 16), b""))
+    assert answer.count(b"HTTP/1.1 200") == 3
+
+
+def test_a_body_of_many_small_chunks_is_refused(tiny: RunningServer) -> None:
+    with tiny.connect(CHUNKED + chunks(b" " * 1100, 1)) as connection:
+        assert connection.recv(12) == b"HTTP/1.1 400"
+    assert "Traceback" not in tiny.log
+
+
+def test_chunks_behind_a_response_end_their_connection(tiny: RunningServer) -> None:
+    with tiny.connect(CHUNKED.replace(GENERATIONS.encode(), b"/nothing") + chunks(b"{", 1)[:-5]) as connection:
+        assert connection.recv(12) == b"HTTP/1.1 404"
+        with suppress(OSError):  # it was closed
+            for _ in range(100):
+                connection.sendall(chunks(bytes(1000), 1)[:-5])
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1 << 16):
+                pass
+    assert "Traceback" not in tiny.log
+
+
+def test_clients_that_send_tiny_chunks_leave_time_for_others(tiny: RunningServer) -> None:
+    sent = CHUNKED + chunks(bytes(200_000), 1)
+    stop = threading.Event()
+
+    def flood() -> None:
+        while not stop.is_set():
+            with suppress(OSError), tiny.connect(sent) as connection:
+                connection.recv(1)
+
+    threads = [threading.Thread(target=flood) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        seconds = []
+        for _ in range(10):
+            began = time.monotonic()
+            assert tiny.get("/livez")[0] == 200
+            seconds.append(time.monotonic() - began)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    print(f"/livez: at most {max(seconds):.2f} s")
 
 
 def test_a_client_that_sends_first_and_reads_then_is_told_that_its_body_is_too_large(tiny: RunningServer) -> None:

@@ -140,7 +140,7 @@ def test_an_image_has_one_name_everywhere_with_the_version_of_the_program() -> N
     name = f"lantern-rt:{__version__}"
     assert SERVICES["lantern-rt"]["image"] == POD["containers"][0]["image"] == name
     text = (DEPLOY / "Dockerfile").read_text("utf-8") + (ROOT / "docs/serving.md").read_text("utf-8")
-    assert re.findall(r"docker (?:build|run) .* (lantern-rt\S*)", text) == [name, name, name]
+    assert re.findall(r"docker (?:build|run) .* (lantern-rt\S*)", text) == [name, f"{name}-cuda", name, name]
 
 
 def test_a_container_is_given_longer_to_stop_than_the_server_takes() -> None:
@@ -178,8 +178,10 @@ def test_the_image_is_made_of_what_the_wheel_needs_and_runs_as_nobody_special() 
     assert sent == folders | {"pyproject.toml", "setup.py", "constraints.txt", "LICENSE", "NOTICE", "README.md"}
     assert all((ROOT / name).exists() for name in sent)
     (wheel, *_), (user, *_) = instructions("RUN"), instructions("RUN")[1:]
-    (extras,) = re.findall(r"\.whl\)\[([a-z,]+)\]", wheel)
-    assert set(extras.split(",")) <= project["project"]["optional-dependencies"].keys()
+    chosen = re.findall(r"EXTRAS=([a-z,]+)", (DEPLOY / "Dockerfile").read_text("utf-8"))
+    assert {extra for extras in chosen for extra in extras.split(",")} == {"cpu", "gpu", "serve"}
+    assert {"cpu", "gpu", "serve"} <= project["project"]["optional-dependencies"].keys()
+    assert '.whl)[$EXTRAS]"' in wheel
     assert "-c constraints.txt" in wheel
     account = shlex.split(user.partition("&&")[0])
     assert instructions("USER") == [account[account.index("--uid") + 1]]

@@ -14,6 +14,7 @@ from playwright.sync_api import Page, Route, expect
 from running_server import GENERATIONS, RunningServer, until
 
 from lantern_rt import open_bundle
+from lantern_rt.text.words import ANY_WORDS
 
 pytestmark = IN_A_BROWSER
 
@@ -126,6 +127,7 @@ def test_an_unknown_word_gets_the_servers_own_message(page: Page) -> None:
     error = answer.value.json()["error"]
     expect(page.locator("#error")).to_have_text(error["message"].partition("; ")[0])
     expect(page.locator("#error")).to_contain_text("dragon")
+    expect(page.locator("#any-words")).to_have_text(ANY_WORDS)
     expect(page.locator("#draw")).to_be_enabled()
     assert page.locator("#suggestions button").all_inner_texts() == error["suggestions"]
     page.click("#suggestions button >> nth=1")

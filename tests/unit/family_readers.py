@@ -30,6 +30,7 @@ read_lumina2 = partial(_read, "lumina2")
 read_glm_image = partial(_read, "glm_image")
 read_janus = partial(_read, "janus")
 read_emu3 = partial(_read, "emu3")
+read_emu35 = partial(_read, "emu35")
 read_simplear = partial(_read, "simplear")
 
 

@@ -19,6 +19,7 @@ import lantern_rt
 from lantern_rt import Pipeline
 from lantern_rt.cli.app import COMMANDS, app
 from lantern_rt.output.names import plan_outputs, slug
+from lantern_rt.text.words import ANY_WORDS
 
 STATS = ["method", "target_passes", "drafter_passes", "tokens_per_forward_pass", "accepted_lengths", "seconds",
          "target_seconds", "drafter_seconds", "host_seconds", "realised_tvd"]  # fmt: skip
@@ -34,7 +35,9 @@ def files(folder: Path) -> list[str]:
 def test_run_writes_a_png_named_after_prompt_and_seed(program: Any, words_bundle: Path, tmp_path: Path) -> None:
     code, out, err = program("run", words_bundle, "Red cube, on SAND!", "--seed", 5)
     assert (code, out) == (0, "red-cube-on-sand-seed5.png\n")
-    assert re.search(r"^sjd:window=7 \(strict\): \d\.\d\d tokens per pass, 1 image in [\d.]+ s$", err, re.MULTILINE)
+    assert re.search(
+        r"^sjd:window=7 \(strict\): \d\.\d\d tokens per pass, 1 image in [\d.]+ s, seed 5$", err, re.MULTILINE
+    )
     with Image.open(tmp_path / "red-cube-on-sand-seed5.png") as image:
         texts = dict(image.text)  # type: ignore[attr-defined]
         pixels = image.tobytes()
@@ -48,7 +51,7 @@ def test_run_writes_a_png_named_after_prompt_and_seed(program: Any, words_bundle
 
 
 def test_json_is_one_object_and_all_of_stdout(program: Any, words_bundle: Path, tmp_path: Path) -> None:
-    code, out, _ = program("run", words_bundle, "red cube", "green cube", "--count", 2, "--json")
+    code, out, _ = program("run", words_bundle, "red cube", "green cube", "--count", 2, "--seed", 0, "--json")
     report = json.loads(out)
     assert (code, list(report), list(report["stats"])) == (0, ["images", "stats"], STATS)
     assert [image["seed"] for image in report["images"]] == [0, 1, 0, 1]
@@ -59,7 +62,7 @@ def test_json_is_one_object_and_all_of_stdout(program: Any, words_bundle: Path, 
 
 
 def test_class_ids_are_named_in_files_and_json(program: Any, class_bundle: Path, tmp_path: Path) -> None:
-    code, out, _ = program("run", class_bundle, "--class-id", 3, "--class-id", 7, "--json")
+    code, out, _ = program("run", class_bundle, "--class-id", 3, "--class-id", 7, "--seed", 0, "--json")
     assert code == 0
     assert [image["class_id"] for image in json.loads(out)["images"]] == [3, 7]
     assert files(tmp_path) == ["class-3-seed0.png", "class-7-seed0.png"]
@@ -74,7 +77,7 @@ def test_more_threads_than_cores_are_noted(program: Any, words_bundle: Path, mon
 def test_a_picture_that_is_there_is_not_drawn_again_and_another_takes_another_name(
     program: Any, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = ("run", words_bundle, "red cube", "--output", "out/")
+    run = ("run", words_bundle, "red cube", "--seed", 0, "--output", "out/")
     first, second, third = (f"out{os.sep}red-cube-seed{name}.png\n" for name in ("0", "1", "0-2"))
     assert program(*run)[:2] == (0, first)
     old = (tmp_path / "out" / "red-cube-seed0.png").read_bytes()
@@ -96,7 +99,9 @@ def test_a_picture_that_is_there_is_not_drawn_again_and_another_takes_another_na
 
 
 def test_a_prompt_may_be_an_option(program: Any, words_bundle: Path, tmp_path: Path) -> None:
-    assert program("run", words_bundle, "--prompt", "red cube", "--prompt", "green", "--method", "ar")[0] == 0
+    assert (
+        program("run", words_bundle, "--prompt", "red cube", "--prompt", "green", "--method", "ar", "--seed", 0)[0] == 0
+    )
     assert files(tmp_path) == ["green-seed0.png", "red-cube-seed0.png"]
 
 
@@ -115,10 +120,10 @@ def test_files_of_one_name_in_one_request_are_numbered(tmp_path: Path) -> None:
 
 
 def test_the_first_word_is_a_bundle_only_if_it_names_one(program: Any, words_bundle: Path) -> None:
-    assert program("run", "a red sphere on sand", "--method", "rows")[:2] == (0, "a-red-sphere-on-sand-seed0.png\n")
+    assert program("run", "a red sphere on sand", "--seed", 4)[:2] == (0, "a-red-sphere-on-sand-seed4.png\n")
     Path("red").mkdir()
     os.symlink(words_bundle, "cube")
-    assert program("run", "cube", "red")[:2] == (0, "red-seed0.png\n")
+    assert program("run", "cube", "red", "--seed", 0)[:2] == (0, "red-seed0.png\n")
 
 
 # ---------------------------------------------------------------- refusals
@@ -215,7 +220,7 @@ def test_a_file_that_appears_while_decoding_is_not_replaced(
         return decode(*arguments)
 
     monkeypatch.setattr(Pipeline, "decode", slow_decode)
-    code, _, err = program("run", words_bundle, "red")
+    code, _, err = program("run", words_bundle, "red", "--seed", 0)
     assert (code, "created by another program" in err) == (2, True)
     assert (tmp_path / "red-seed0.png").read_text() == "mine"
     assert files(tmp_path) == ["red-seed0.png"]
@@ -227,6 +232,23 @@ def test_a_prompt_that_cannot_be_drawn_comes_with_the_nearest_three_that_can(pro
     near = re.findall(r"'([^']{12,})'", err.partition("similar valid prompts: ")[2])
     assert len(near) == 3
     assert any("on sand" in prompt for prompt in near)
+    assert f"; {ANY_WORDS}; " in err
+
+
+@pytest.mark.parametrize("edit", [False, True])
+def test_without_a_seed_one_is_drawn_printed_and_recorded(program: Any, words_bundle: Path, edit: bool) -> None:
+    Image.linear_gradient("L").save("own.png")
+    command = ("edit", "own.png", "--keep-rows", 12, "--prompt", "a red cube") if edit else ("run", words_bundle, "red")
+    seeds = []
+    for _ in range(2):
+        code, out, err = program(*command, "--method", "sjd")
+        seeds.append(int(re.findall(r", seed (\d+)$", err, re.MULTILINE)[0]))
+        assert (code, f"seed{seeds[-1]}.png" in out) == (0, True)
+        with Image.open(out.strip()) as image:
+            assert image.info["seed"] == str(seeds[-1])
+    assert seeds[0] != seeds[1]
+    code, out, err = program(*command, "--method", "sjd", "--seed", seeds[0])
+    assert (code, "exist" in err) == (0, True)
 
 
 def test_edit_draws_a_part_once_and_such_a_picture_is_not_drawn_from_its_record(
@@ -247,6 +269,7 @@ def test_edit_draws_a_part_once_and_such_a_picture_is_not_drawn_from_its_record(
 def test_edit_takes_what_the_pipeline_takes(program: Any) -> None:
     Image.linear_gradient("L").save("own.png")
     several = ("edit", "own.png", "--prompt", "a red cube on sand", "--keep-rows", 12, "--tries", 2, "--count", 2)
+    several += ("--seed", 0)
     code, output, err = program(*several, "--method", "sjd:window=3")
     assert (code, output) == (0, "own-edit-seed0.png\nown-edit-seed2.png\n")
     assert err.startswith("sjd:window=3")
@@ -325,9 +348,12 @@ def test_the_program_alone_shows_its_help_and_version(program: Any) -> None:
     [
         (
             ["run", "a red cube", "--seed", "random"],
-            "--seed: found 'random', expected a whole number; `--seed $RANDOM` ",
+            "--seed: found 'random', expected a whole number; without it, a seed is drawn ",
         ),
-        (["edit", "a.png", "--seed", "random"], "--seed: found 'random', expected a whole number; `--seed $RANDOM` "),
+        (
+            ["edit", "a.png", "--seed", "random"],
+            "--seed: found 'random', expected a whole number; without it, a seed is drawn ",
+        ),
         (["run", "a red cube", "--top-p", "most"], "--top-p: found 'most', expected number"),
         (["run", "--class-id", "3.5"], "--class-id: found '3.5', expected a whole number"),
         (["bench", "--count", "few"], "--count: found 'few', expected a whole number"),

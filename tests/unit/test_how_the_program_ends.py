@@ -64,7 +64,7 @@ def test_ctrl_c_exits_with_130_and_keeps_finished_images_and_the_same_command_go
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = make_tiny_bundle(tmp_path / "slow", grid=16)
-    command = ["run", str(bundle), "red", "--threads", "1", "--method", "ar", "--count", "1000"]
+    command = ["run", str(bundle), "red", "--threads", "1", "--method", "ar", "--seed", "0", "--count", "1000"]
     process = subprocess.Popen(
         [sys.executable, "-m", "lantern_rt", *command], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -128,7 +128,7 @@ def test_a_full_disk_is_refused_for_a_trace_and_leaves_no_part_of_it(
 ) -> None:
     large = make_tiny_bundle(tmp_path / "large", grid=24)
     monkeypatch.chdir(tmp_path)
-    run = ["run", str(large), "red", "--threads", "1", "--method", "sjd", "--trace", "a.npz"]
+    run = ["run", str(large), "red", "--seed", "0", "--threads", "1", "--method", "sjd", "--trace", "a.npz"]
     assert run_program(run) == 0
     image = (tmp_path / "red-seed0.png").stat().st_size
     assert image + 1024 < (tmp_path / "a.npz").stat().st_size  # room for the image only

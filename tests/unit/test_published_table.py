@@ -16,6 +16,7 @@ from lantern_rt import published
 from lantern_rt.cli.models import format_count
 from lantern_rt.errors import LanternError, OutputError
 from lantern_rt.export.registry import check_family
+from lantern_rt.text.words import ANY_WORDS
 
 ROOT = Path(__file__).parents[2]
 NAME = "llamagen-c2i-b-256"
@@ -27,6 +28,11 @@ def test_the_table_in_docs_is_that_of_the_program() -> None:
         sizes = f"{format_count(model.parameters)} | {model.download_bytes / 1e9:.1f} | {model.memory_bytes / 1e9:.1f}"
         assert f"\n`{name}` | {model.sizes} | {sizes} | {model.licence}\n" in page
     assert len(re.findall(r"^`\S+` \| \d", page, re.MULTILINE)) == len(published.published_models())
+
+
+def test_the_model_that_draws_any_words_is_in_the_table_with_its_download() -> None:
+    name, size = re.findall(r"lantern-rt run (\S+) .*at most ([\d.]+) GB", ANY_WORDS)[0]
+    assert float(size) == round(published.find_model(name).download_bytes / 1e9, 1)
 
 
 def test_names_in_docs_are_names_of_models() -> None:
@@ -177,8 +183,83 @@ def test_the_disk_that_counts_is_that_of_the_cache_itself(
     assert disks[-1] == tmp_path / expected
 
 
-def test_nothing_is_downloaded_for_a_command_that_cannot_run(program: Any, host: pytest.MonkeyPatch) -> None:
+TEXT = "simplear-0.5b-sft"  # takes prompts, has several sizes
+CODES = "glm-image-9b"  # has no image decoder
+WRONG: dict[str, tuple[str, ...]] = {
+    "--method": ("--method", "bogus"),
+    "window": ("--method", "sjd:window=999"),
+    "lambda": ("--method", "lantern++:lambda=0.5"),
+    "tree": ("--method", "lantern++:tree=oak"),
+    "method eagle": ("--method", "eagle"),
+    "--quality": ("--quality", ""),
+    "--size": ("--size", "5x5"),
+    "--temperature": ("--temperature", "-1"),
+    "--repetition-penalty": ("--repetition-penalty", "1e-300"),
+    "--cfg-tokens": ("--cfg-tokens", "half"),
+    "--seed": ("--seed", "-1"),
+    "--count": ("--count", "0"),
+    "nowhere": ("--output", "nowhere/image.png"),
+    "image.jpg": ("--output", "image.jpg"),
+    "trace": ("--trace", "trace.png"),
+    "--threads": ("--threads", "0"),
+    "--provider": ("--provider", "bogus"),
+    "no-engines": ("--engines", "no-engines"),
+    "--negative-prompt": ("--negative-prompt", "blur"),
+}
+COMMANDS: list[tuple[str, tuple[str, ...]]] = [
+    *((field, ("run", NAME, "--class-id", "3", "--yes", *words)) for field, words in WRONG.items()),
+    ("nothing to generate", ("run", NAME, "--yes")),
+    ("found a prompt, expected class ids", ("run", NAME, "a red cube", "--yes")),
+    ("prompt: found class ids", ("run", TEXT, "--class-id", "3", "--yes")),
+    ("--size", ("run", TEXT, "a red cube", "--size", "large", "--yes")),
+    ("--scale", ("run", CODES, "a red cube", "--scale", "2", "--yes")),
+    ("none.png", ("run", NAME, "--from", "none.png", "--yes")),
+    *(
+        (field, ("serve", NAME, "--yes", *words))
+        for field, words in {
+            "--alias": ("--alias", "x"),
+            "--map-size": ("--map-size", "1024x1024=5x5"),
+            "--name": ("--name", "one", "--name", "two"),
+            "bundles": (NAME,),
+            "--batch": ("--batch", "0"),
+            "--waiting": ("--waiting", "-1"),
+            "no-keys": ("--api-key-file", "no-keys"),
+            "--cors": ("--cors", "nonsense"),
+            "--methods": ("--methods", "other"),
+            "--provider": ("--provider", "bogus"),
+            "no-engines": ("--engines", "no-engines"),
+        }.items()
+    ),
+    ("image", ("serve", CODES, "--yes")),
+]
+
+
+@pytest.mark.parametrize(("field", "words"), COMMANDS)
+def test_nothing_is_downloaded_for_a_command_that_cannot_run(
+    program: Any, host: pytest.MonkeyPatch, tmp_path: Path, field: str, words: tuple[str, ...]
+) -> None:
+    host.chdir(tmp_path)
     host.setattr(published, "check_host", lambda _: pytest.fail("a download begins"))
-    for arguments in (("run", NAME, "--yes"), ("serve", NAME, "--yes", "--methods", "other")):
-        code, _, err = program(*arguments)
-        assert (code, err.count("\n")) == (2, 1)
+    code, _, err = program(*words)
+    assert (code, err.count("\n"), field in err) == (2, 1, True), err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", NAME, "--class-id", "3", "--size", "256x256", "--method", "sjd:window=5:lambda=1.5", "--count", "2"),
+        ("run", NAME, "--class-id", "3", "--output", "image.png", "--quality", "fast", "--cfg-tokens", "50%"),
+        ("run", TEXT, "a red cube", "--size", "512x512", "--method", "sjd:delta=0.2", "--negative-prompt", "blur"),
+        ("run", "anole-7b", "a red cube", "--method", "lantern:delta=0.1", "--trace", "trace.npz"),
+        ("run", CODES, "a red cube", "--output", "codes.npz"),
+        ("serve", NAME, TEXT, "--alias", f"x={TEXT}", "--map-size", "2048x2048=512x512", "--batch", "4"),
+    ],
+    ids=" ".join,
+)
+def test_a_command_that_may_run_asks_for_the_download(
+    program: Any, host: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    host.chdir(tmp_path)
+    host.setattr(published, "check_host", lambda _: None)
+    code, _, err = program(*words)
+    assert (code, "--yes: found no terminal to ask in" in err) == (2, True), err

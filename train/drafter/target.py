@@ -155,7 +155,7 @@ def _drafter_config(bundle: Bundle) -> DecoderConfig:
     config = DecoderConfig(
         hidden_size=spec.hidden_size,
         num_layers=1,
-        num_heads=spec.hidden_size // spec.head_dim,
+        num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         intermediate_size=architecture.intermediate_size,
         vocab_size=spec.vocab_size,

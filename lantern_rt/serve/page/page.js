@@ -243,9 +243,11 @@ function report(text) {
 
 function fail(error) {
   const { message, suggestions = [] } = error;
-  at("error").textContent = suggestions.length ? message.split("; ")[0] : message;
+  const parts = message.split("; ");
+  at("error").textContent = suggestions.length ? parts[0] : message;
   at("error").hidden = false;
   at("suggestions").querySelector(".chips").replaceChildren(...suggestions.map((text) => chip(text, start)));
+  at("any-words").textContent = parts.find((part) => part.startsWith("any words: ")) ?? "";
   at("suggestions").hidden = !suggestions.length;
   report("Failed");
   if (!pictures.some(({ kinds }) => kinds)) at("output").hidden = at("overlay-field").hidden = true;

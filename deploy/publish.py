@@ -1,0 +1,161 @@
+"""Publish finished bundles of published models on the hub, and write them into `published.json`.
+
+    python deploy/publish.py OWNER [NAME ...] [--precision int8] [--work FOLDER] [--dry-run]
+
+Exports every name, verifies the bundle against its checkpoint, draws four images for the model card, and pushes all to
+OWNER/NAME-PRECISION. Uses the token of `hf auth login` or HF_TOKEN. A bundle in the table is not published again:
+delete it there for a new one. An interrupted program goes on when it is run again. An error of one model leaves the
+others; the exit code is 2 if there was any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lantern_rt import Pipeline, published
+from lantern_rt.bundle.files import MANIFEST_FILE, Bundle, open_bundle
+from lantern_rt.cli.console import format_bytes, print_stderr, print_text, show_progress
+from lantern_rt.cli.push import create_repository, push_bundle
+from lantern_rt.errors import LanternError, ParityError, RequestError
+from lantern_rt.output.files import write_output
+from lantern_rt.output.images import png_bytes
+
+PERMISSIVE = ("MIT", "Apache-2.0")  # licences of all weights of a model that may be given to anyone
+PROMPTS = (
+    "a red fox in deep snow",
+    "a lighthouse on a cliff at sunset",
+    "a bowl of lemons on a blue table",
+    "an old steam train on a stone bridge",
+)
+CLASS_IDS = (207, 360, 387, 974)
+SEEDS = (0, 1, 2, 3)
+
+
+class Job(NamedTuple):
+    """A bundle to publish."""
+
+    name: str
+    precision: str
+    repository: str
+    folder: Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Publish the bundles of the command line. Returns: the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("owner", help="user or organisation on the hub")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="published model; default: all that may be published")
+    parser.add_argument("--precision", action="append", choices=["int8", "fp16"], help="default: int8")
+    parser.add_argument("--work", type=Path, default=Path("publish"), help="folder of the exported bundles")
+    parser.add_argument("--table", type=Path, default=published.TABLE, help="table of models to read and write")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done")
+    options = parser.parse_intermixed_args(arguments)
+    published.TABLE = options.table
+    failed = 0
+    for name in options.names or _permitted():
+        for precision in options.precision or ["int8"]:
+            job = Job(name, precision, f"{options.owner}/{name}-{precision}", options.work / f"{name}@{precision}")
+            try:
+                _check(job)
+                if options.dry_run:
+                    print_text(_describe(job))
+                else:
+                    _publish(job)
+            except LanternError as error:
+                failed += 1
+                print_stderr(f"{name} {precision}: {error}")
+    return 2 if failed else 0
+
+
+def _permitted() -> list[str]:
+    return [name for name, model in published.published_models().items() if model.licence in PERMISSIVE]
+
+
+def _check(job: Job) -> None:
+    model = published.find_model(job.name)
+    if model.licence not in PERMISSIVE:
+        expected = f"one that lets anyone publish the weights: {', '.join(PERMISSIVE)}"
+        raise RequestError(field="licence", found=model.licence, expected=expected)
+
+
+def _describe(job: Job) -> str:
+    model = published.find_model(job.name)
+    if job.precision in model.bundles:
+        return f"{job.name} {job.precision}: published already"
+    size = format_bytes(model.download_bytes)
+    return (
+        f"{job.name} {job.precision}: downloads {size}, exports to {job.folder}, "
+        f"uploads at most {size} to {job.repository} (licence: {model.licence})"
+    )
+
+
+def _publish(job: Job) -> None:
+    if job.precision in published.find_model(job.name).bundles:
+        print_stderr(_describe(job))
+        return
+    create_repository(job.repository, private=False)  # before the work, which a wrong token would waste
+    if not (job.folder / MANIFEST_FILE).is_file():
+        with show_progress() as progress:
+            published.export_bundle(job.name, job.folder, job.precision, progress)
+    bundle = open_bundle(job.folder)
+    _verify(job, bundle)
+    reference = push_bundle(bundle, job.repository, _draw(bundle), _notes(job))
+    size = sum(entry.bytes for entry in bundle.manifest.files.values()) + (job.folder / MANIFEST_FILE).stat().st_size
+    _write_row(job, {"reference": reference, "digest": bundle.digest, "download_bytes": size})
+    print_text(f"{job.name} {job.precision}: {reference}")
+
+
+def _verify(job: Job, bundle: Bundle) -> None:
+    from lantern_rt.export.registry import read_family
+    from lantern_rt.export.verify import verify
+
+    model = published.find_model(job.name)
+    with show_progress() as progress:
+        loaded = read_family(model.family, model.export_options, progress, model.cfg_scale)
+        result = verify(bundle, loaded, model.files["target"], progress)
+    if not result.passed:
+        raise ParityError("differs from its checkpoint", field=str(bundle.folder), remedy="see `lantern-rt verify`")
+
+
+def _draw(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
+    """Draw the images of the card. Returns: PNG files, and their recipes with the SHA-256 of their codes."""
+    if not bundle.manifest.makes_images:
+        return []
+    classes = bundle.manifest.condition.classes
+    subject = {"prompts": [*PROMPTS]} if classes is None else {"class_ids": [i % classes for i in CLASS_IDS]}
+    with Pipeline.from_bundle(bundle) as pipeline:
+        result = pipeline(**subject, seed=SEEDS)
+    samples: list[tuple[bytes, Mapping[Any, Any]]] = []
+    for image, codes in zip(result.images, result.codes, strict=True):
+        digest = hashlib.sha256(np.asarray(codes, "<i4").tobytes()).hexdigest()
+        samples.append((png_bytes(image, image.info), {**image.info, "codes": digest}))
+    return samples
+
+
+def _notes(job: Job) -> list[str]:
+    model = published.find_model(job.name)
+    memory = model.memory_bytes * (2 if job.precision == "fp16" else 1)
+    return [
+        f"Finished bundle of the published model `{job.name}`: `lantern-rt run {job.name}` downloads it.",
+        f"Licence of the weights: {model.licence}. Memory for one image: {format_bytes(memory)} (estimated).",
+        "`codes` is the SHA-256 of an image's tokens in raster order, as 32-bit integers, lower byte first.",
+    ]
+
+
+def _write_row(job: Job, row: dict[str, Any]) -> None:
+    table = json.loads(published.TABLE.read_text("utf-8"))
+    table[job.name].setdefault("bundles", {})[job.precision] = row
+    write_output(published.TABLE, json.dumps(table, indent=1, ensure_ascii=False).encode(), force=True)
+    published.published_models.cache_clear()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

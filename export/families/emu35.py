@@ -1,0 +1,96 @@
+"""Emu3.5-Image, in the published layout: the model and its IBQ image tokenizer in two folders.
+
+The vocabulary is Emu3's with more codes. The decoder normalises queries and keys, and its heads together are wider than
+the hidden states. A prompt is the published template, begin of image, `{rows}*{columns}` as text, image token. The
+unconditional row has a constant text. The published model may write a text before the image, which is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ...bundle.conditions import TokenLayout
+from ...methods import Sampling
+from ..checkpoints.deferred import joined
+from ..checkpoints.files import read_tokenizer
+from ..checkpoints.folders import Checkpoint
+from ..family import Family
+from ..graph.conditions import token_condition
+from ..model import Model
+from ..models.llama import decoder_config, load_decoder, rename_llama
+from ..models.vq_checkpoints import load_vqgan
+from .common import image_model
+from .common_emu3 import (
+    BEGIN,
+    DEFAULTS,
+    RANKS,
+    ROW_END,
+    START,
+    VISION,
+    encode,
+    find_tokenizer,
+    has_wide_heads,
+    image_size,
+    token_ids,
+    visual_tokens,
+)
+
+# Template, text of the unconditional row, settings, and rows and columns of the published program, the default first.
+_TEMPLATE = "You are a helpful assistant for t2i task. USER: {prompt} ASSISTANT: "
+_NEGATIVE = "You are a helpful assistant. USER: {prompt} ASSISTANT: "
+_SAMPLING = Sampling(cfg_scale=5.0, top_k=5120)
+SIZES = ((55, 73), (41, 97), (47, 85), (52, 78), (64, 64), (73, 55), (85, 47), (78, 52))
+
+_ANSWER = "<|extra_100|>"
+_CHECKPOINT = "model.ckpt"  # of the image tokenizer, where it has no safetensors
+
+
+def read_emu35(target: Checkpoint, vq: Path) -> Model:
+    """Read Emu3.5-Image.
+
+    Args:
+        target: folder with config.json, emu3.tiktoken, emu3_vision_tokens.txt and weights.
+        vq: folder of Emu3.5-VisionTokenizer, or its file.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or belongs to another model.
+    """
+    config = target.model_config("BAAI/Emu3.5-Image", "Emu3")
+    config = replace(config, values=DEFAULTS | dict(config.values))
+    tokenizer, content = find_tokenizer(target)
+    file = vq / _CHECKPOINT
+    has_safetensors = (vq / "model.safetensors").is_file() or not file.is_file()
+    vq_checkpoint = Checkpoint(vq if has_safetensors else file, "vq", target.progress)
+    image_tokenizer = load_vqgan(vq_checkpoint, largest_product=True)
+    target.read()
+    names = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
+    rename_llama(target, "model.", names)
+    library = read_tokenizer(tokenizer, min(target.shape(name)[0] for name in names), token_ids(config), content)
+    codes = visual_tokens(tokenizer, library)
+    longest = max(rows * (columns + 1) - 1 for rows, columns in SIZES)
+    sizes = decoder_config(target, config, len(codes), SIZES[0][0], max_image_tokens=longest)
+    decoder, embeddings = load_decoder(target, sizes, codes)
+    (row_end,) = encode(library, ROW_END)
+    end = _ANSWER + BEGIN
+    layout = TokenLayout(
+        template=_TEMPLATE,
+        before=encode(library, START),
+        after=encode(library, end),
+        uncond=encode(library, START + _NEGATIVE.replace("{prompt}", "") + end),
+        negative=_NEGATIVE,
+    )
+    scale = image_tokenizer.config.pixels_per_cell
+    return image_model(
+        decoder=decoder,
+        code_embeddings=joined([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
+        condition=token_condition(embeddings, decoder.config.prefix, layout, tokenizer, content=content),
+        vq=image_tokenizer,
+        sampling=_SAMPLING,
+        sources=[*target.sources, *vq_checkpoint.sources],
+        sizes=[image_size(library, rows, columns, scale) for rows, columns in SIZES],
+        row_end=len(codes),
+    )
+
+
+FAMILY = Family(read_emu35, side_files=(RANKS, VISION), model_types=("Emu3",), fits=has_wide_heads)

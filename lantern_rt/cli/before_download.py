@@ -1,0 +1,53 @@
+"""Checks of commands that download a published model, as far as the command and the table of models allow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import RequestError
+from ..inputs import format_value
+from ..output.names import plan_outputs
+from ..published import find_model
+from ..requests import SUBJECTS, check_options
+
+
+def check_run(name: str, options: Mapping[str, Any], output: str | None, force: bool, suffix: str) -> list[Path]:
+    """Check the options of `run` before a published model is downloaded.
+
+    Args:
+        name: name of the model.
+        options: options of a request, without None; `embeddings` and `token_ids` are paths.
+        output: file or folder of the images; None: the current folder.
+        force: whether existing files may be replaced.
+        suffix: ending of the files.
+
+    Returns:
+        A path for each image, which has the right folder and ending.
+
+    Raises:
+        LanternError: no bundle of the model takes an option, or a file cannot be read or written.
+    """
+    model = find_model(name)
+    given = [subject for subject in SUBJECTS if subject in options]
+    if given != [model.subject] and (given, model.subject) != (["token_ids"], "prompts"):
+        wrong = next((subject for subject in given if subject != model.subject), None)
+        found = SUBJECTS[wrong] if wrong else "nothing to generate"
+        raise RequestError(field=model.subject, found=found, expected=f"{SUBJECTS[model.subject]}, as {name} requires")
+    if "negative_prompt" in options and model.subject != "prompts":
+        raise RequestError(f"{name} takes {SUBJECTS[model.subject]}", field="negative_prompt", remedy="omit it")
+    size = options.get("size")
+    others = "," in model.sizes  # which the table does not list
+    if size is not None and not re.fullmatch(r"[1-9]\d{0,3}x[1-9]\d{0,3}" if others else model.sizes, size, re.ASCII):
+        raise RequestError(field="size", found=format_value(size), expected=model.sizes)
+    subject = options[given[0]]
+    count = len(subject) if isinstance(subject, list) else 1
+    settings = {key: value for key, value in options.items() if key not in (*SUBJECTS, "negative_prompt")}
+    method = check_options(count, **settings)
+    if method is not None and (method.needs.order or (method.needs.drafters and "drafter" not in model.files)):
+        problem = f"{name} has no drafter" if method.needs.drafters else f"{name} draws one token after another"
+        raise RequestError(problem, field=f"method {method.method}", remedy="use another method, such as sjd")
+    stems = ["image"] * (count * options.get("num_images", 1))
+    return [path for path, _ in plan_outputs(output, stems, force, lambda i, path: True, suffix)]

@@ -1,0 +1,154 @@
+"""Hosts with empty caches that use published models, which the stand-in for the hub has in small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from checkpoint_copies import EMU35, EMU35_VQ, copied
+from checkpoint_copies import published as save_published
+from random_drafter import save_random_drafter
+from small_janus import random_janus, write_janus
+from small_models import save_t5
+from stand_in_hub import REPOSITORIES, environment, run
+
+from lantern_rt import published
+from lantern_rt.bundle.hub import parse_reference
+from lantern_rt.errors import CheckpointError
+from lantern_rt.published import PublishedModel
+
+DATA = Path(__file__).parent.parent / "data"
+NAME = "llamagen-c2i-b-256"
+Sources = tuple[dict[str, Path], dict[str, int]]  # checkpoints and other options, as `export` takes them
+# The command line with another table of models, without some modules.
+PROGRAM = """
+import json, sys
+from pathlib import Path
+sys.modules |= dict.fromkeys(json.loads(sys.argv.pop(1)))
+from lantern_rt import published
+published.TABLE = Path(sys.argv.pop(1))
+from lantern_rt.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+def small_llamagen(_: Path) -> Sources:
+    folder = DATA / "llamagen-c2i"
+    vq = DATA / "llamagen-vq/vq_tiny.pt"
+    return {"target": folder / "c2i_tiny.pt", "vq": vq, "config": folder / "config.json"}, {}
+
+
+def small_text(folder: Path) -> Sources:
+    save_t5(folder / "t5")
+    model = DATA / "llamagen-t2i"
+    files = {"target": model / "t2i_tiny.pt", "config": model / "config.json", "vq": DATA / "llamagen-vq/vq_tiny.pt"}
+    return files | {"drafter": DATA / "lantern-drafter-llamagen", "text_encoder": folder / "t5"}, {}
+
+
+def small_anole(_: Path) -> Sources:
+    vq = DATA / "chameleon-vqgan/vqgan.ckpt"
+    return {"target": DATA / "anole/target", "vq": vq, "drafter": DATA / "anole/drafter"}, {"grid": 8}
+
+
+def small_lumina(folder: Path) -> Sources:
+    save_random_drafter(folder / "drafter")
+    vq = DATA / "chameleon-vqgan/vqgan.ckpt"
+    return {"target": DATA / "lumina-mgpt/model", "vq": vq, "drafter": folder / "drafter"}, {"grid": 6}
+
+
+def small_lumina2(_: Path) -> Sources:
+    folder = DATA / "lumina-mgpt-2"
+    return {"target": folder / "model", "vq": folder / "movqgan/270M/movqgan_270M.ckpt"}, {"grid": 8}
+
+
+def small_glm_image(_: Path) -> Sources:
+    return {"target": DATA / "glm-image"}, {"grid": 2}
+
+
+def small_janus(folder: Path) -> Sources:
+    write_janus(random_janus(), folder / "janus")
+    return {"target": folder / "janus"}, {}
+
+
+def small_emu3(folder: Path) -> Sources:
+    target, vq = save_published(folder)
+    return {"target": target, "vq": vq}, {"grid": 4}
+
+
+def small_emu35(folder: Path) -> Sources:
+    copied(EMU35, folder / "emu35", config=lambda config: config.pop("max_position_embeddings"))
+    return {"target": folder / "emu35", "vq": EMU35_VQ}, {}
+
+
+def small_simplear(_: Path) -> Sources:
+    return {"target": DATA / "simplear/model", "vq": DATA / "simplear/cosmos"}, {"grid": 5}
+
+
+SMALL: dict[str, Callable[[Path], Sources]] = {
+    "llamagen": small_llamagen,
+    "text": small_text,
+    "anole": small_anole,
+    "lumina": small_lumina,
+    "lumina2": small_lumina2,
+    "glm_image": small_glm_image,
+    "janus": small_janus,
+    "emu3": small_emu3,
+    "emu35": small_emu35,
+    "simplear": small_simplear,
+}
+
+
+class Host:
+    """A host with empty caches, and the hub with a small model under a published name."""
+
+    def __init__(self, hub: str, folder: Path, name: str = NAME, revision: str = "", **fields: Any) -> None:
+        self.hub = hub
+        self.name = name
+        self.absent: list[str] = []
+        self.folder = folder
+        self.cache = folder / "bundles"
+        model = published.published_models()[name]
+        sources, options = SMALL["text" if "t2i" in name else model.family](folder)
+        files = dict(model.files)
+        if "config" in sources:
+            files["config"] = f"hf:{model.repositories[0]}/config.json"
+        for role, reference in files.items():
+            repository, file, _ = parse_reference(reference, CheckpointError)
+            content = REPOSITORIES.setdefault(repository, {})
+            source = sources[role]
+            if file is None:
+                paths = [path for path in source.rglob("*") if path.is_file() and path.suffix != ".npz"]
+                content |= {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
+            else:
+                content[file] = source.read_bytes()
+        files = {role: f"{reference.partition('@')[0]}{revision}" for role, reference in files.items()}
+        fields = {"files": files, "options": options, "download_bytes": 1_000_000, "memory_bytes": 1} | fields
+        row = PublishedModel.model_validate(model.model_dump() | fields)
+        (folder / "models.json").write_text(json.dumps({name: row.model_dump()}))
+
+    @property
+    def bundles(self) -> list[str]:
+        """Names in the cache, without locks."""
+        return [path.name for path in self.cache.glob("*") if path.suffix != ".lock"]
+
+    def command(self, *arguments: object) -> list[str]:
+        return ["-c", PROGRAM, json.dumps(self.absent), str(self.folder / "models.json"), *map(str, arguments)]
+
+    def __call__(self, *arguments: object, hub: str | None = None) -> subprocess.CompletedProcess[str]:
+        further = {"LANTERN_RT_CACHE": str(self.cache)}
+        return run(hub or self.hub, self.folder / "home", *self.command(*arguments), **further)
+
+    def start(self, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+        variables = environment(self.hub, self.folder / "home", LANTERN_RT_CACHE=str(self.cache))
+        command = [sys.executable, *self.command(*arguments)]
+        return subprocess.Popen(command, env=variables, text=True, start_new_session=True, **options)
+
+    def generate(self, name: str, hub: str | None = None) -> Path:
+        image = self.folder / name
+        done = self("run", self.name, "--class-id", 3, "--seed", 0, "--yes", "--output", image, hub=hub)
+        assert done.returncode == 0, done.stderr
+        return image

@@ -1,0 +1,277 @@
+"""Emu3.5-Image's exported graphs, prompts and image tokenizer against every recorded array of text to image."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from checkpoint_copies import EMU3, EMU35, EMU35_VQ, copied
+from family_readers import read_emu3, read_emu35
+from goldens import DATA, GUIDED, Sides, close, golden, manifest, observed
+from numpy.typing import NDArray
+from refusals import error_of
+from safetensors.torch import load_file
+from shared_goldens import Family, RowEndDecoderGolden, log_softmax, mixed
+
+from lantern_rt import Pipeline
+from lantern_rt.errors import CheckpointError
+from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.compare import GraphFileSession
+from lantern_rt.export.families import emu35
+from lantern_rt.export.model import Model
+from lantern_rt.export.models.decoder import rotate
+from lantern_rt.export.writer import export_model
+from lantern_rt.methods import Sampling
+from lantern_rt.output.images import to_image
+from lantern_rt.prompts import prepare_prompts
+from lantern_rt.runtime.raster import RowEndLayout
+from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.text.tokenizers import TemplateTokenizer, parse_tokenizer
+
+ARRAYS = golden("emu3.5")
+TRACES: list[dict[str, Any]] = json.loads((DATA / "emu3.5/traces.json").read_text())
+PROTOCOL: dict[str, Any] = json.loads((DATA / "emu3.5/protocol.json").read_text())
+CODES = slice(557, 653)
+SIZES = ((4, 5), (5, 3), (2, 12), (10, 11))
+GREEDY = [trace for trace in TRACES if trace["task"] == "t2i" and trace["name"] != "sample"]
+AT_ONCE = [trace for trace in GREEDY if trace["image_starts_at"] == 0]  # without a text before the image
+SAMPLE = next(trace for trace in TRACES if trace["name"] == "sample")
+
+
+@pytest.fixture
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of recorded runs, in place of the published ones."""
+    monkeypatch.setattr(emu35, "SIZES", SIZES)
+
+
+def read_small(vq: Path = EMU35_VQ) -> Model:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emu35, "SIZES", SIZES)
+        return read_emu35(EMU35, vq)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return export_model(read_small(), tmp_path_factory.mktemp("bundles") / "emu35")
+
+
+@pytest.fixture(scope="module")
+def family(bundle: Path) -> Family:
+    wide = np.zeros((13, CODES.stop), np.float32)
+    wide[:, CODES] = ARRAYS["tree_guided"]
+    return Family(bundle, ARRAYS | {"tree_guided": wide}, CODES, row_end=549, scale=5.0, scored=log_softmax)
+
+
+class TestDecoder(RowEndDecoderGolden):
+    pass
+
+
+def by_name(trace: dict[str, Any]) -> str:
+    return str(trace["name"])
+
+
+def test_queries_and_keys_are_projected_normed_then_rotated() -> None:
+    decoder: Any = read_small().graphs[0].module
+    layer, rope = decoder.layers[0], decoder.rope
+    normed = layer.attention_norm(torch.from_numpy(ARRAYS["cond_layer_hidden"][0, :12]))
+    joint = (normed @ computed(layer.attention.qkv.weight).float().T).view(12, 8, 16)
+    parts = {"q": (joint[:, :4], layer.attention.query_norm), "k": (joint[:, 4:6], layer.attention.key_norm)}
+    for part, (heads, norm) in parts.items():
+        close(heads.numpy(), ARRAYS[f"layer0_{part}"])
+        close(norm(heads).numpy(), ARRAYS[f"layer0_{part}_normed"])
+        close(rotate(norm(heads)[None], rope[None, :12], "half")[0].numpy(), ARRAYS[f"layer0_{part}_rotated"])
+    for i, name in enumerate(("rotary_cos", "rotary_sin")):
+        close(np.tile(rope[:40, :, i].numpy(), 2), ARRAYS[name])
+
+
+# ---------------------------------------------------------------- whole images
+
+
+def image_ids(trace: dict[str, Any]) -> list[int]:
+    """Ids of a run from begin of image to the last code."""
+    ids: list[int] = trace["generated_ids"][trace["image_starts_at"] :]
+    return ids[: ids.index(556)]
+
+
+def guided_codes(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
+    """Guided logits of every code of a run, `[codes, vocabulary]`; the text before begin of image is fed as it was."""
+    ids = image_ids(trace)
+    text = trace["generated_ids"][: trace["image_starts_at"]]
+    start = ids.index(554) + 1  # behind the image token
+    prompts = ([*trace["prompt_ids"], *text], trace["unconditional_prompt_ids"])
+    sides = Sides(bundle, *([*prompt, *ids[:start]] for prompt in prompts))
+    last = mixed([{"logits": own["logits"][:, -1:]} for own in sides.outputs], trace["cfg"])
+    scores = np.concatenate([last, mixed(sides.step(np.array(ids[start:-1], np.int64)), trace["cfg"])])
+    return scores[np.array(ids[start:]) >= CODES.start]
+
+
+@pytest.mark.parametrize("trace", GREEDY, ids=by_name)
+def test_greedy_runs_have_the_recorded_scores_and_codes(bundle: Path, trace: dict[str, Any]) -> None:
+    scores = guided_codes(bundle, trace)
+    recorded = ARRAYS[f"{trace['name']}_code_scores"]
+    close(log_softmax(scores[: len(recorded)]), log_softmax(recorded), GUIDED)
+    assert scores.argmax(1).reshape(trace["grid"]).tolist() == trace["codes"]
+
+
+def test_greedy_images_alone_and_together_are_the_recorded_ones(bundle: Path) -> None:
+    assert len(AT_ONCE) == 4
+    with Pipeline.from_bundle(bundle, threads=1) as pipe:
+        for trace in AT_ONCE:
+            rows, columns = trace["grid"]
+            size = f"{16 * columns}x{16 * rows}"
+            options: dict[str, Any] = {"temperature": 0, "cfg_scale": trace["cfg"], "size": size}
+            (alone,) = pipe(trace["caption"], **options).codes
+            assert alone.reshape(rows, columns).tolist() == trace["codes"]
+            together = pipe(["a cup", trace["caption"]], method="sjd:window=4", **options).codes
+            assert together[1].tolist() == alone.tolist()
+
+
+def test_sampled_codes_are_drawn_from_the_recorded_distributions(bundle: Path) -> None:
+    sampling = Sampling(temperature=SAMPLE["image_temperature"], top_k=SAMPLE["image_top_k"])
+    found = shape_distribution(guided_codes(bundle, SAMPLE), sampling)
+    columns = SAMPLE["grid"][1]
+    ids = np.array(image_ids(SAMPLE))
+    is_code = ids >= CODES.start
+    first = ids.tolist().index(554) + 1
+    rows = ARRAYS["sample_code_probs"][is_code[first : first + 2 * columns + 2]]
+    close(found[: 2 * columns], rows.astype(np.float64))
+    uniform = np.array(SAMPLE["uniform"])[SAMPLE["image_starts_at"] :][: len(ids)][is_code]
+    sums = found.cumsum(1)
+    drawn = (sums / sums[:, -1:] <= uniform[:, None]).sum(1)
+    assert drawn.reshape(SAMPLE["grid"]).tolist() == SAMPLE["codes"]
+
+
+def test_filters_give_the_recorded_probabilities_of_codes() -> None:
+    for (top_k, top_p, temperature, *_), expected in zip(
+        ARRAYS["filter_params"], ARRAYS["filter_image_probs"], strict=True
+    ):
+        sampling = Sampling(top_k=int(top_k), top_p=float(top_p), temperature=float(temperature))
+        found = shape_distribution(ARRAYS["filter_logits"][:, CODES], sampling)
+        rows = slice(4 if top_p == 1 else 3)  # which ties at the bound of top-p are kept depends on the sort
+        np.testing.assert_allclose(found[rows], expected[rows], rtol=0, atol=1e-4)
+
+
+# ---------------------------------------------------------------- image tokenizer
+
+
+def test_codes_become_the_recorded_vectors_layers_and_pictures(bundle: Path) -> None:
+    path = bundle / "vq_decoder.onnx"
+    reading = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
+    by_code, conv_in = reading["post_quant_conv.weight"], reading["decoder.conv_in.weight"]
+    names = [by_code.input[0], by_code.output[0], conv_in.output[0], "images"]
+    found = observed(path, names, {"codes": ARRAYS["vq_codes"][None]})
+    for array, name in zip(found, ("code_vectors", "post_quant", "conv_in", "decoded"), strict=True):
+        close(array[0], ARRAYS[f"vq_{name}"])
+    assert np.abs(np.asarray(to_image(found[-1][0])).astype(int) - ARRAYS["vq_uint8"]).max() <= 1
+    for trace in GREEDY:
+        if f"{trace['name']}_uint8" in ARRAYS:
+            (picture,) = GraphFileSession(path).run({"codes": np.array([trace["codes"]])})["images"]
+            assert np.abs(np.asarray(to_image(picture)).astype(int) - ARRAYS[f"{trace['name']}_uint8"]).max() <= 1
+            if trace["name"] == "run2":
+                close(picture, ARRAYS["run2_pixels"])
+
+
+def test_a_picture_becomes_the_codes_of_the_largest_products(bundle: Path) -> None:
+    pixels = (ARRAYS["vq_image_uint8"] / 127.5 - 1).astype(np.float32).transpose(2, 0, 1)[None]
+    found = GraphFileSession(bundle / "vq_encoder.onnx").run({"images": pixels})
+    close(found["pre_quant"][0], ARRAYS["vq_pre_quant"])
+    codes = found["codes"].reshape(ARRAYS["vq_encoded"].shape)
+    np.testing.assert_array_equal(codes, ARRAYS["vq_encoded"])
+    table = load_file(EMU35_VQ / "model.safetensors")["quantize.embedding.weight"].float().numpy()
+    nearest = ((found["pre_quant"][0].reshape(256, -1).T[:, None] - table) ** 2).sum(2).argmin(1)
+    assert (nearest != codes.ravel()).all()
+    vectors = table[codes].transpose(2, 0, 1)
+    close(vectors, ARRAYS["vq_quantized"])
+    picture = GraphFileSession(bundle / "vq_decoder.onnx").run({"codes": codes[None]})["images"]
+    close(picture[0], ARRAYS["vq_reconstruction"])
+
+
+def contents(module: torch.nn.Module) -> list[tuple[str, bytes]]:
+    return [(name, value.numpy().tobytes()) for name, value in module.state_dict().items()]
+
+
+def test_the_image_tokenizer_is_read_from_either_file(tmp_path: Path) -> None:
+    folder = tmp_path / "vq"
+    folder.mkdir()
+    torch.save({"state_dict": load_file(EMU35_VQ / "model.safetensors")}, folder / "model.ckpt")
+    states = []
+    for place in (EMU35_VQ, folder, folder / "model.ckpt"):
+        graphs = read_small(place).graphs[2:]
+        states.append({(graph.role, *entry) for graph in graphs for entry in contents(graph.module)})
+    assert len(states[0]) > 50
+    assert states[0] == states[1] == states[2]
+
+
+# ---------------------------------------------------------------- prompts and sizes
+
+
+def test_prompts_are_those_of_the_published_template() -> None:
+    model = read_small()
+    condition, sizes = model.fields["condition"], model.fields["sizes"]
+    tokenizer = TemplateTokenizer(parse_tokenizer(model.files["tokenizer"][1]), condition.layout.template)
+    cases = [case for case in PROTOCOL["prompt_cases"] if case["text"]]
+    requests = prepare_prompts(condition, tokenizer, sizes[0], [case["text"] for case in cases])
+    assert len(cases) > 10
+    end = [555, *sizes[0].tokens]
+    for case, request in zip(cases, requests, strict=True):
+        assert request.inputs["token_ids"][0].tolist() == [*case["prompt_ids"], *end]
+        assert request.inputs["uncond_ids"][0].tolist() == [*PROTOCOL["unconditional_prompt_ids"], *end]
+
+
+def test_sizes_and_settings_are_the_published_ones(tmp_path: Path) -> None:
+    large = copied(EMU35, tmp_path / "large", config=lambda config: config.pop("max_position_embeddings"))
+    fields = read_emu35(large, EMU35_VQ).fields
+    published = [(size["rows"], size["columns"]) for size in PROTOCOL["sizes"]]
+    assert [(size.rows, size.columns) for size in fields["sizes"]] == published[:-1]
+    assert (fields["grid_rows"], fields["grid_columns"]) == published[-1] == (55, 73)
+    assert (fields["image_width"], fields["image_height"]) == (1168, 880)
+    defaults = PROTOCOL["defaults"]
+    assert fields["sampling"] == Sampling(cfg_scale=defaults["cfg"], top_k=defaults["sampling_params"]["image_top_k"])
+
+
+@pytest.mark.parametrize("name", ["41x97", "55x73"])
+def test_row_ends_are_where_the_published_program_forces_them(name: str) -> None:
+    forced = ARRAYS[f"official_forced_{name}"]
+    rows, columns = map(int, name.split("x"))
+    row_end = PROTOCOL["tokens"]["eol"]["official"]
+    layout = RowEndLayout(rows * columns, columns, row_end=row_end)
+    ours = layout.insert_tokens(np.full(layout.num_codes, -1)).tolist()
+    image = forced.tolist()[forced.tolist().index(PROTOCOL["tokens"]["img"]["official"]) + 1 :]
+    assert [*ours, PROTOCOL["tokens"]["eoi"]["official"]] == image[: len(ours) + 1]
+
+
+# ---------------------------------------------------------------- folders
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16-safe", "int8", "int8-weights", "int4-weights"])
+def test_export_finds_the_family_and_verify_agrees(
+    tmp_path: Path, program: Any, small_sizes: None, precision: str
+) -> None:
+    output = tmp_path / "bundle"
+    options = ("--vq", EMU35_VQ, "--precision", precision, "--output", output)
+    code, _, err = program("export", "--target", EMU35, *options)
+    assert code == 0, err
+    assert manifest(output).family == "emu35"
+    code, out, _ = program("verify", output, EMU35, EMU35_VQ, "--json")
+    rows = json.loads(out)["distributions"]
+    assert rows[0]["agreement"] > (0.8 if precision == "int4-weights" else 0.85)  # random weights know no likely code
+    assert code == 0 or precision == "int4-weights"
+
+
+def test_folders_of_emu3_and_emu35_are_told_apart(tmp_path: Path, small_sizes: None) -> None:
+    error = error_of(CheckpointError, read_emu3, EMU35, EMU35_VQ)
+    assert (error.expected, error.remedy) == ("a model of family emu3", "give `--family emu35`, or another target")
+    assert "--family emu3`" in error_of(CheckpointError, read_emu35, EMU3, EMU35_VQ).remedy
+    narrow = copied(EMU35, tmp_path / "narrow", config=lambda config: config.update(head_dim=8))
+    assert "num_attention_heads" in error_of(CheckpointError, read_emu35, narrow, EMU35_VQ).field
+    (tmp_path / "vq").mkdir()
+    assert error_of(CheckpointError, read_emu35, EMU35, tmp_path / "vq").found == "no weights"
+    shutil.copy(DATA / "llamagen-vq/vq_tiny.pt", tmp_path / "vq/model.ckpt")
+    assert "encoder.down.0" in error_of(CheckpointError, read_emu35, EMU35, tmp_path / "vq").problem
