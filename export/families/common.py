@@ -55,7 +55,7 @@ def image_model(
         sampling: default sampling settings.
         sources: files with roles, without the drafter's files.
         drafter: drafter of the target, None without a drafter.
-        sizes: `sizes` of `Manifest`, the default first; empty for a square image.
+        sizes: `sizes` of `Manifest`; the default is the square of the configuration, else the first. Empty: the square.
         row_end: `row_end` of `Manifest`: end-of-row token, which follows every grid row but the last.
         order: `order` of `Manifest`.
         codebook: codebook vectors `[codes, width]` without an image tokenizer.
@@ -73,7 +73,9 @@ def image_model(
             expected = f"{codes}: the VQ tokenizer that belongs to the transformer"
             raise CheckpointError(field="vq", found=f"{vq.config.codes} codes", expected=expected)
     assert codebook is not None
-    rows, columns = (sizes[0].rows, sizes[0].columns) if sizes else (config.grid, config.grid)
+    grids = [(size.rows, size.columns) for size in sizes]
+    square = (config.grid, config.grid)
+    rows, columns = square if square in grids or not grids else grids[0]
     graphs = [target_graph(decoder, code_embeddings)]
     drafter_spec = None
     if drafter is not None:
