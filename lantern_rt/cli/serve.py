@@ -180,15 +180,8 @@ def serve(
     sizes = _read_sizes(map_size or (), [*models.values()])
     limits: dict[str, Any] = {"together": batch, "waiting": waiting, **asdict(options)}
     loaders = {name: partial(AsyncPipeline.from_bundle, bundle, **limits) for name, bundle in models.items()}
-    access = Limits(
-        deadline,
-        api_key_file=api_key_file,
-        methods=methods or (),
-        max_n=max_n,
-        aliases=aliases,
-        mapped_sizes=sizes,
-        own_sampling=own_sampling,
-    )
+    rules: dict[str, Any] = {"methods": methods or (), "max_n": max_n, "own_sampling": own_sampling}
+    access = Limits(deadline, api_key_file=api_key_file, aliases=aliases, mapped_sizes=sizes, **rules)
     server = Server(loaders, host, port, access, cors or ())
     with log_to_stderr(log_level, log_format):
         server.run()

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -21,8 +22,10 @@ from lantern_rt import Pipeline, RequestError
 from lantern_rt.errors import BusyError, EngineError
 from lantern_rt.serve import ray
 from lantern_rt.serve.backend import ADMITTED, Load
-from lantern_rt.serve.protocol import Completion, ImagesRequest
+from lantern_rt.serve.codes import CodesFileRequest, CodesRequest
+from lantern_rt.serve.protocol import Completion, DrawingRequest, HttpError, ImagesRequest
 from lantern_rt.serve.ray import MAX_REPLICAS_LOST, RayBackend, Replica, Settings, app
+from lantern_rt.serve.sglang import TokensRequest
 from lantern_rt.service import Service
 
 PROMPT = "red cube"
@@ -114,9 +117,28 @@ def test_a_stream_begins_anew_and_its_steps_say_where(replica: Replica, tiny_pip
 
 def test_errors_of_the_user_arrive_as_what_they_are(replica: Replica) -> None:
     with pytest.raises(RequestError) as caught:
-        draw(Replicas(replica), top_k=-1)
-    assert caught.value.field == "top_k"
+        draw(Replicas(replica), size="9x9")
+    assert caught.value.field == "size"
     assert pickle.loads(pickle.dumps(BusyError("full", 7))).seconds == 7
+
+
+def test_codes_of_a_replica_are_those_of_the_pipeline_and_calls_that_it_cannot_answer_are_refused(
+    replica: Replica, tiny_pipe: Pipeline
+) -> None:
+    async def hear(request: DrawingRequest) -> Completion:
+        backend = RayBackend("tiny", {}, Replicas(replica, 1))  # type: ignore[arg-type]
+        *_, last = [update async for update in backend.generate(request)]
+        assert isinstance(last, Completion)
+        return last
+
+    fields: dict[str, Any] = {"prompt": PROMPT, "seed": 3, "deadline": 600}
+    (codes,) = tiny_pipe(PROMPT, seed=3).codes
+    assert asyncio.run(hear(CodesRequest(**fields))).codes[0].tolist() == codes.tolist()
+    with np.load(io.BytesIO(asyncio.run(hear(CodesFileRequest(**fields))).files[0])) as file:
+        assert file["codes"].ravel().tolist() == codes.tolist()
+    with pytest.raises(HttpError) as caught:
+        asyncio.run(hear(TokensRequest(token_ids=[1], grids=[[1, 2, 2], [1, 1, 1]], max_tokens=9, **fields)))
+    assert (caught.value.status, caught.value.field) == (400, "image_data")
 
 
 def test_a_cluster_without_room_is_busy(replica: Replica) -> None:
