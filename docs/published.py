@@ -22,12 +22,13 @@ FAMILIES = {
     "anole": ("Prompts of any subject.", "Its weights are a fine-tuned Chameleon, for research only."),
     "janus": ("Prompts of any subject.", "One size."),
     "lumina": ("Prompts of any subject, in many shapes.", "2,304 tokens an image."),
-    "lumina2": ("Prompts of any subject, in many shapes.", "9,216 tokens an image, and the largest memory."),
+    "lumina2": ("Prompts of any subject, in many shapes.", "9,216 tokens an image."),
     "glm_image": (
         "Prompts of any subject, in many shapes, with diffusers as the second stage.",
         "Writes tokens, not images.",
     ),
-    "emu3": ("Prompts of any subject, in ten shapes.", "The largest download, and 8,100 tokens an image."),
+    "emu3": ("Prompts of any subject, in ten shapes.", "8,100 tokens an image."),
+    "emu35": ("Prompts of any subject, in many shapes.", "The largest download and memory."),
     "simplear": ("Prompts of any subject in 1024 pixels; a small download.", "4,096 tokens an image."),
 }
 
