@@ -36,7 +36,6 @@ def build_engines(
         options: backend, GPUs, and maximum sizes of a forward pass.
         output: engine folder to write.
         force: whether to replace an existing engine folder.
-        progress: progress callback.
         dry_run: whether to write the graphs only, which needs neither the library nor a GPU.
 
     Returns:

@@ -88,7 +88,6 @@ class CacheColumns(CacheRows):
         """Return a pass as the graph's tensors, without tokens and embeddings, and store its columns in `written`.
 
         Args:
-            batch: the pass.
             padded: number of nodes per row with padding. Padding nodes attend to the first column; no node attends to
                 padding nodes.
         """
@@ -180,7 +179,6 @@ def unpack_mask(graph: GraphWriter, words: str, masked: float) -> str:
     """Write the inverse of `pack_mask`, with numbers to add to scores.
 
     Args:
-        graph: graph to write to.
         words: name of the packed mask, int32 `[rows, nodes, words]`.
         masked: number for False; 0 stands for True.
 

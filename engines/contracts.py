@@ -53,7 +53,6 @@ def numpy_types(
 
     Args:
         actual: type and sizes of the graph's tensors by name; free sizes are not integers.
-        expected: declarations.
         make_error: function that makes an error of a tensor's name, its actual form and its expected form.
         only: whether the graph must have no other tensors.
 

@@ -104,7 +104,6 @@ def node_inputs(batch: Pass, table: Floats | None, dtypes: DTypes) -> dict[str, 
     """Return a graph's inputs without the past, contiguous: tokens or embeddings, positions and attention mask.
 
     Args:
-        batch: the pass.
         table: embeddings of tokens, for targets; None: a drafter, which reads tokens and hidden states.
         dtypes: types of the inputs by name.
     """

@@ -86,8 +86,6 @@ class DeviceRows:
     """An output of a pass, `[rows, nodes, width]`; indexing the first two axes copies vectors to the host, as float32.
 
     Args:
-        bound: the pass.
-        name: name of the output.
         handle: handle of the pass's cache block, kept so that no other cache runs the bound pass. None: the pass is
             bound for a single run.
     """
@@ -143,11 +141,8 @@ class DeviceEngine(ABC):
     """A decoder in the device layout: a target if it has token embeddings, else a drafter.
 
     Args:
-        graph: the loaded graph.
-        inputs: inputs of the graph.
         spec: sizes of the decoder.
         code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`; None: a drafter.
-        device: device of the memory.
         dtype: type of caches; hidden states have the type `rows_dtype(dtype)`.
         heads: number of separate heads of a cache, as for `CachePool`.
     """

@@ -65,7 +65,6 @@ class GraphWriter:
             op: operator, with its domain if it is not ONNX's, such as `com.microsoft.Attention`.
             inputs: names of the inputs; "" omits an optional input.
             outputs: names of the outputs; "" omits an optional output.
-            attributes: attributes of the node.
 
         Returns:
             `outputs`.
@@ -82,9 +81,7 @@ class GraphWriter:
 
         Args:
             op: operator, as for `add_node`.
-            inputs: names of the inputs.
             name: name of the output; None: a name made from the operator's name.
-            attributes: attributes of the node.
 
         Returns:
             The name of the output.
@@ -136,22 +133,14 @@ class GraphWriter:
         """Write columns to `table [rows, columns, parts, part]`.
 
         Args:
-            table: name of the table.
             indices: name of the indices of `part_indices`.
             columns: name of the new columns, `[rows, nodes, parts * part]`.
             shape: parts of a column, and width of a part.
-            name: name of the result.
         """
         return self.op("ScatterND", table, indices, self.reshape(columns, 0, 0, *shape), name=name)
 
     def to_bytes(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], name: str = "graph") -> bytes:
-        """Return the model as the bytes of an ONNX file.
-
-        Args:
-            inputs: inputs of the graph.
-            outputs: outputs of the graph.
-            name: name of the graph.
-        """
+        """Return the model as the bytes of an ONNX file."""
         parts = [_field(1, node) for node in self.nodes] + [_field(2, name)]
         parts += [_field(5, weight) for weight in self.weights.values() if isinstance(weight, bytes)]
         parts += [_field(11, _value(tensor)) for tensor in inputs]
@@ -166,7 +155,6 @@ class DecoderWriter(ABC):
     A subclass determines the ops of matmuls, norms and rotation, and where keys and values are stored.
 
     Args:
-        graph: graph to write to.
         architecture: parts of the decoder.
         weights: weights by name, in the subclass's form.
         dtype: type of computations except norms and logits: float32, float16 or bfloat16.
@@ -221,7 +209,6 @@ class DecoderWriter(ABC):
         Args:
             x: name of the residual stream.
             added: name of the output of the previous layer's feed-forward part; None: `x` includes it.
-            index: index of the layer.
 
         Returns:
             The names of the residual stream and of the output of the feed-forward part.
@@ -326,7 +313,6 @@ class DecoderWriter(ABC):
 
         Args:
             x: name of the left operand.
-            weight: name of the weight.
             output: name of the result; None: any name.
         """
 

@@ -103,11 +103,8 @@ class KVCache(CacheRows):
         """Create a cache without entries; the system provides its memory when columns are written.
 
         Args:
-            rows: number of rows.
             capacity: maximum number of entries of a row.
-            layers: number of layers.
             num_kv_heads: number of heads of keys and values.
-            head_dim: width of a head.
             dtype: type of keys and values.
 
         Raises:

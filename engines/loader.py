@@ -30,7 +30,6 @@ class Engines:
     decoder is reported before the tokens of an image are generated.
 
     Args:
-        bundle: opened bundle.
         threads: number of threads per graph; None: one per core.
         providers: providers that run the bundle's graphs in ONNX Runtime.
         folder: engine folder whose TensorRT engines replace graphs; None: run all graphs in ONNX Runtime.

@@ -13,7 +13,6 @@ def check_matmul_support(bundle: Bundle, target: str, drafter: str | None = None
     """Raise if a backend cannot multiply as a bundle's decoders do.
 
     Args:
-        bundle: the bundle.
         target: backend of the target, such as `onnxruntime-cuda`.
         drafter: backend of the drafter; None: the target's.
 

@@ -76,9 +76,7 @@ def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[Prof
     """Return the profiles of a graph: two for a decoder; one for the image decoder, which has rows only.
 
     Args:
-        manifest: manifest of the bundle.
         role: `target`, `drafter` or `vq_decoder`.
-        options: options of the build.
     """
     if role not in ("target", "drafter"):
         return (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)

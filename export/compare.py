@@ -271,7 +271,6 @@ def device_feeds(batch: Pass, cache: CacheColumns, padded_nodes: int) -> Arrays:
     """Return a device layout's inputs for a forward pass, without keys and values.
 
     Args:
-        batch: the pass.
         cache: columns of the KV cache.
         padded_nodes: number of nodes per batch row in the inputs.
     """

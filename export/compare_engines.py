@@ -39,8 +39,6 @@ def compare_engines(
     """Run the decoders of a bundle, the graphs of its engine folder and, on their GPU, the engines.
 
     Args:
-        bundle: the bundle.
-        folder: its engine folder.
         with_engines: whether to run the engines on this host's GPU.
         progress: progress callback, called for each pass.
 

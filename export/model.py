@@ -27,7 +27,6 @@ class Model:
         sources: role and path of each checkpoint file, for the provenance.
         files: file name and content by role, such as `tokenizer`: `("tokenizer.json", ...)`.
         neighbors: number of neighbours stored for each code.
-        licence: licence of the checkpoint.
         weights: `weights` of `Provenance`: which of a checkpoint's sets of weights was exported.
         drafts_for: sha256 of the target weights that the drafter was trained on, None if unknown.
     """

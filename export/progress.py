@@ -15,7 +15,6 @@ def count_megabytes(task: str, total: int, progress: Progress) -> Callable[[int]
     """Return a function that adds numbers of bytes and reports the sum in megabytes, rounded up.
 
     Args:
-        task: name of the task.
         total: number of bytes of the whole task.
         progress: progress callback, first called with 0.
     """

@@ -80,10 +80,7 @@ class Verification:
     """The whole comparison, with rows ready for JSON.
 
     Args:
-        bundle: name of the bundle.
-        digest: digest of the bundle.
         against: name of the reference.
-        precision: precision of the target.
         tensors: largest `difference` of each array, and of each output of a graph over all cases; `limit` is None
             where the difference is shown but not judged.
         distributions: `agreement` (share of nodes with the same likeliest token, near ties included) and
@@ -114,8 +111,6 @@ class Verification:
 
         Args:
             graph: role of the graph or file.
-            tensor: name of the tensor.
-            difference: its largest difference.
             limit: maximum difference, None if it is not judged.
         """
         passed = limit is None or difference <= limit
@@ -141,7 +136,6 @@ class Verification:
         """Add a row about each output of a graph, and about the token distributions if it is a decoder.
 
         Args:
-            graph: role of the graph.
             results: outputs of the graph and its reference on each test case.
             precision: precision of the graph, which has the limits.
             tolerance: tolerance of the graph, used where it is larger than the precision's limit.
@@ -188,7 +182,6 @@ def verify(
         bundle: a bundle whose files match its manifest.
         model: the checkpoint's model; None compares with the reference evaluator.
         against: name of the reference, for the report.
-        progress: progress callback.
 
     Raises:
         CheckpointError: the model has other sizes.
@@ -204,7 +197,7 @@ def verify(
         _check_sizes(manifest, model)
         _compare_arrays(bundle, model, report, progress)
         graphs = {
-            graph.role: replace(graph, compute=manifest.target.dtype)  # which only decoders' device layouts read
+            graph.role: replace(graph, compute=manifest.target.dtype)  # read by device layouts of decoders alone
             for graph in model.graphs
             if graph.role in manifest.files
         }
@@ -229,11 +222,6 @@ def verify(
 
 def verify_engines(bundle: Bundle, folder: EngineFolder, progress: Progress) -> tuple[Verification, str | None]:
     """Compare the graphs of an engine folder with its bundle's, and on their GPU the engines with the folder's graphs.
-
-    Args:
-        bundle: the bundle.
-        folder: its engine folder.
-        progress: progress callback.
 
     Returns:
         The comparison, and why the engines were not run, None if they were.

@@ -55,7 +55,6 @@ def export_model(
         name: name of the bundle, None for the folder's.
         precisions: precisions of the graphs, None for no rounding.
         force: whether to replace an existing bundle.
-        progress: progress callback.
 
     Returns:
         The folder.

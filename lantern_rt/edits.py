@@ -129,7 +129,6 @@ def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tupl
     """Read the size of an image from its header, after the rotation by its EXIF orientation.
 
     Args:
-        image: image to edit.
         mask: mask, which must have the same size; None: no mask.
 
     Returns:
@@ -193,7 +192,6 @@ def prepare_edit(
     """Prepare an edit: scale the image to cover the size, crop its centre, and select the cells to generate again.
 
     Args:
-        manifest: manifest of the bundle.
         size: size of the images to generate.
         original: image from `read_image`.
         mask: image of the same size. Cells are generated again where it is transparent or, if it has no transparent
@@ -231,7 +229,6 @@ def nearest_size(manifest: Manifest, pixels: tuple[int, int]) -> str | None:
     """Return the name of the size nearest to an image's: by aspect ratio, then by area.
 
     Args:
-        manifest: manifest of the bundle.
         pixels: width and height of the image.
 
     Returns:

@@ -138,7 +138,6 @@ def reading(path: Path, expected: str, error_class: type[LanternError], remedy: 
     Args:
         path: file that the block reads.
         expected: expected content, for the error message.
-        error_class: class of the error.
         remedy: cure, for the error message.
 
     Raises:

@@ -45,9 +45,7 @@ def fit_images(
     """Compute the maximum number of images per forward pass.
 
     Args:
-        manifest: manifest of the bundle.
         images: images of a request; empty: any images.
-        settings: settings of the images.
         max_rows: maximum number of batch rows of the engines; with guidance an image has two rows.
         free: free memory after loading the weights, bytes; None: one image always fits.
 
@@ -74,8 +72,6 @@ def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = Non
     """Estimate the memory for decoding one image.
 
     Args:
-        manifest: manifest of the bundle.
-        settings: settings of the image.
         prefix: number of prompt tokens; None: the maximum.
 
     Returns:
@@ -101,8 +97,6 @@ def check_memory(bundle: Bundle, settings: Settings, prefix: int | None = None) 
     """Raise an error if the weights and one image need more memory than is free.
 
     Args:
-        bundle: opened bundle.
-        settings: settings of the image.
         prefix: number of prompt tokens; None: the fewest possible, because `fit_images` checks every request.
 
     Raises:
@@ -184,7 +178,6 @@ def weight_bytes(bundle: Bundle, role: str) -> int:
     Floating-point weights are loaded as float32, whatever their stored type; integer weights keep their type.
 
     Args:
-        bundle: open bundle.
         role: role of the graph, such as `target`.
 
     Raises:

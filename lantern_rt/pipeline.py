@@ -302,10 +302,7 @@ class Pipeline:
         return request
 
     def prepare(self, request: Request) -> Prepared:
-        """Work out how these engines decode a request, and check that there is memory for it.
-
-        Args:
-            request: checked request.
+        """Plan how these engines decode a request, and check that there is memory for it.
 
         Returns:
             The request with everything that the runtime needs.
@@ -323,9 +320,6 @@ class Pipeline:
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
         """Generate the images of a checked request, step by step.
 
-        Args:
-            request: checked request.
-
         Returns:
             A generator of steps, as from `stream`. It continues after `close`, but cannot decode images then.
 
@@ -338,9 +332,6 @@ class Pipeline:
         """Replace a preset's method by its method for GPUs, unless the engines run on the CPU.
 
         An exact window is limited to the maximum number of nodes in a forward pass of the engines.
-
-        Args:
-            settings: settings of a request.
 
         Returns:
             The settings, perhaps with another method.
@@ -372,8 +363,6 @@ class Pipeline:
         """Decode image i of a request from its tokens.
 
         Args:
-            images: images of the request.
-            settings: settings of the request.
             i: index of the image.
             cells: token of each cell, int64 `[cells]`; -1 in cells that are not generated yet, which become grey.
 

@@ -29,7 +29,6 @@ class Prepared:
     """A checked request with everything that the runtime needs for it, made by `Pipeline.prepare`.
 
     Args:
-        bundle: open bundle.
         engines: loaded graphs of the bundle.
         images: images to generate, in the order of the prompts.
         settings: settings of all images on these engines.
@@ -73,8 +72,6 @@ def make_plan(manifest: Manifest, settings: Settings, engines: Engines, adaptive
     """Return how images are generated on some engines.
 
     Args:
-        manifest: manifest of the bundle.
-        settings: settings of the images.
         engines: loaded graphs of the bundle, which limit the nodes of a forward pass.
         adaptive: whether the window of an exact `sjd` adapts to its acceptance, see `windows.py`.
     """
@@ -86,7 +83,6 @@ def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageReq
     """Compute the prefix rows of a request's images, once per prompt.
 
     Args:
-        bundle: open bundle.
         engines: loaded graphs of the bundle.
         images: images of one request, in the order of the prompts.
 
@@ -119,7 +115,6 @@ def load_model(bundle: Bundle, engines: Engines, methods: Sequence[MethodConfig]
     """Load the graphs and tables that the runtime needs to generate images.
 
     Args:
-        bundle: open bundle.
         engines: loaded graphs of the bundle.
         methods: methods that will run; graphs and tables that none of them reads stay unloaded. None: any method
             may run.

@@ -89,8 +89,6 @@ def prepare_prompts(
     """Prepare one image per prompt.
 
     Args:
-        condition: condition of the bundle.
-        tokenizer: tokenizer of the bundle.
         size: size of the images, which some prompt templates state.
         prompts: prompts, checked here.
         negative: negative prompt; None: none.
@@ -109,7 +107,6 @@ def prepare_token_ids(
     """Prepare one image per prompt of token ids.
 
     Args:
-        condition: condition of the bundle.
         tokenizer: tokenizer of the bundle, whose vocabulary the ids belong to.
         size: size of the images, whose tokens end the ids for kind `tokens`.
         prompts: token ids of a prompt, or of several prompts, checked here.
@@ -226,7 +223,6 @@ def prepare_embeddings(condition: ConditionSpec, embeddings: Embeddings) -> list
     """Prepare one image per text embedding: left-pad the rows, and set the padding to zero.
 
     Args:
-        condition: condition of the bundle.
         embeddings: floats `[tokens, dim]` or `[prompts, tokens, dim]`, alone or with a right-padded mask.
 
     Raises:

@@ -193,7 +193,6 @@ def find_source(name: str, export: bool = False) -> PublishedModel | FinishedBun
     """Return where a bundle for this host comes from: the finished bundle, or without it the checkpoints.
 
     Args:
-        name: name of the model.
         export: whether to export it in any case.
     """
     model = find_model(name)
@@ -205,7 +204,6 @@ def check_host(name: str, export: bool = False) -> None:
     """Check that a published model can be downloaded, exported if it has to be, and used on this host.
 
     Args:
-        name: name of the model.
         export: whether to export it even if there is a finished bundle.
 
     Raises:
@@ -257,10 +255,6 @@ def _downloaded_bytes(hub: Path, repository: str) -> int:
 def export_published(name: str, progress: Progress | None = None) -> Path:
     """Download a published model, unless the hub's cache has it, and export it to the cache of bundles.
 
-    Args:
-        name: name of the model.
-        progress: progress callback.
-
     Returns:
         The folder of the bundle, which appears whole or not at all.
 
@@ -287,7 +281,6 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
         name: name of the model, and of the bundle.
         output: folder to write.
         precision: `int8`, or `fp16` for GPUs.
-        progress: progress callback.
 
     Returns:
         The folder, which appears whole or not at all.
@@ -330,7 +323,6 @@ def fetch_published(name: str, progress: Progress | None = None, export: bool = 
     """Download the finished bundle of a published model, or its checkpoints to export them.
 
     Args:
-        name: name of the model.
         progress: progress callback of an export.
         export: whether to export it even if there is a finished bundle.
 

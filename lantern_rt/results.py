@@ -105,7 +105,6 @@ def build_result(images: Sequence[ImageRequest], decoded: list[Image], last: Str
     """Build the result of a finished request.
 
     Args:
-        images: images of the request.
         decoded: decoded images, in the same order.
         last: last step of the request.
     """
@@ -126,7 +125,6 @@ def codes_bytes(bundle: Bundle, settings: Settings, image: ImageRequest, codes: 
 
     Args:
         bundle: bundle that generated the codes.
-        settings: settings of the request.
         image: prompt and seed of the image.
         codes: codes of all grids, `[cells]`.
 
@@ -144,7 +142,6 @@ class StreamState:
     """Tokens generated so far for the images of a request.
 
     Args:
-        num_images: number of images.
         num_cells: number of cells of an image.
 
     Attributes:
@@ -159,8 +156,6 @@ class StreamState:
         """Add the tokens of a step and build the public `StreamStep`.
 
         Args:
-            step: step of the runtime.
-            settings: settings of the request.
             decode_image: function that decodes an image from its index and cells.
         """
         before = [*self.counts]
@@ -185,7 +180,6 @@ def recipe_fields(bundle: Bundle, settings: Settings, image: ImageRequest) -> di
 
     Args:
         bundle: bundle that generated the image.
-        settings: settings of the request.
         image: prompt, seed and edit; embeddings and edits are recorded as SHA-256 hashes.
     """
     kind = "prompt" if isinstance(image.label, str) else "class_id"

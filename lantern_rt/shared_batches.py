@@ -107,7 +107,6 @@ class SharedBatches:
         """Record the time of a forward pass that ends now; images that joined in it do not wait any more.
 
         Args:
-            done: the pass.
             began: time at its begin, by `time.perf_counter`.
         """
         self._turns.record_pass(done.group, time.perf_counter() - began, done.callers)

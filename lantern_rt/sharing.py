@@ -84,7 +84,6 @@ class Capacity:
         if others have filled the capacity. An idle service accepts any request.
 
         Args:
-            caller: name of the caller.
             images: number of images in its new request.
             deadline: time limit in seconds.
 
@@ -156,7 +155,6 @@ class Turns:
         """Record the time of a forward pass; a caller in n groups counts 1 / n in each.
 
         Args:
-            group: group that ran.
             seconds: time of the pass.
             groups: callers of each active group.
         """

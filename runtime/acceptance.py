@@ -61,7 +61,6 @@ def walk_exact(tree: DraftTree, choice: Callable[[int], int], remaining: int) ->
     """Walk down the tree for as long as the target's `choice(node)` is among the children of the node.
 
     Args:
-        tree: the draft.
         choice: function from a node to the token that the target samples after it.
         remaining: maximum number of tokens to accept, the tree's known tokens included.
     """
@@ -120,7 +119,6 @@ def walk_relaxed(
     """Walk down from the root with relaxed acceptance of sampled tokens, one child at a time.
 
     Args:
-        tree: the draft.
         target: function from a node to the target's distribution after it; called for visited nodes only.
         choice: function from a node to the target's token after it; used after a leaf, where nothing was rejected.
         relaxation: bounds of relaxed acceptance.
@@ -178,7 +176,6 @@ def residual_distribution(p: Probabilities, q: Probabilities | None, token: int,
     Args:
         p: target distribution, `[vocab_size]`.
         q: distribution that the token was sampled from, `[vocab_size]`; None if it was not sampled (q = 1).
-        token: rejected token.
         aggregated: aggregation set of the token.
     """
     residual = p.copy()
@@ -217,7 +214,6 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, r
     token counts 1 in the distance.
 
     Args:
-        tree: the draft.
         target: function from a node to the target's distribution after it.
         relaxation: bounds of relaxed acceptance.
         remaining: maximum number of tokens to accept; the path is cut there.

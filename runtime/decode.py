@@ -92,7 +92,6 @@ def select_joining(
     the wait leaves more than `MAX_IDLE_SHARE` of the batch unused.
 
     Args:
-        batch: batch to join.
         waiting: sequences in the order in which they join.
         max_images: maximum number of images per forward pass.
         max_rows: maximum number of batch rows per forward pass.

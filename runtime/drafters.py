@@ -60,7 +60,6 @@ def count_nodes(method: MethodConfig, limit: int = MAX_BATCH_NODES) -> int:
     """Return the number of nodes of a method's draft, the root included.
 
     Args:
-        method: method of drafting.
         limit: maximum number of nodes of the engines, which methods whose drafts vary stay within.
 
     Raises:

@@ -119,7 +119,6 @@ class Drafter:
         """Return the number of nodes that the next pass is padded to, so that the shapes of passes repeat.
 
         Args:
-            sequence: sequence in the pass.
             images: number of images in the pass.
         """
         return 0

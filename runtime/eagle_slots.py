@@ -168,7 +168,7 @@ class EagleSlots:
     def append_unsampled(self, level: LevelOutput, depth: int) -> LevelOutput:
         """Run the tokens that follow the codes at `depth` unsampled, as row ends do; return the output to draft from.
 
-        The pass runs all sequences. Its output replaces that of `level` for the sequences with such a token.
+        The pass runs all sequences. Its output replaces that of `level` for the sequences with a token.
         """
         following = [seq.raster.token_after(len(seq.codes) - 1 + depth) for seq in self.sequences]
         ends = np.array([token is not None for token in following])  # [sequences]

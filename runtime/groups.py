@@ -188,7 +188,6 @@ class TwoHeadPass(PassLayout):
         Args:
             logits: logits of the pass, on the host or on a device.
             rows: batch rows of the sequence.
-            nodes: draft nodes.
         """
         both: Floats = logits[rows, : len(self.tokens)]
         heads = both.reshape(len(both), 2 * both.shape[1], -1)  # [rows, nodes * heads, vocab_size]

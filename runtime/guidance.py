@@ -17,7 +17,6 @@ class Guidance:
 
     Args:
         sampling: settings with the scale, its schedule, and the number of guided codes.
-        layout: layout of the image.
 
     Attributes:
         count: number of guided codes.

@@ -75,7 +75,6 @@ def head_shapes(codebook_size: int, hidden_size: int, rank: int, units: int) -> 
     Args:
         codebook_size: number of codes.
         hidden_size: size of the target's hidden states.
-        rank: rank of corrections.
         units: number of hidden units of predictions.
     """
     return {

@@ -61,7 +61,7 @@ class JacobiDrafter(TreeDrafter):
         return trees
 
     def min_nodes(self, sequence: ImageSequence, images: int) -> int:
-        """Adapt the window to the images in the pass, and return the maximum number of nodes of the next draft."""
+        """Set the window for the images in the pass, and return the maximum number of nodes of the next draft."""
         sequence.adapt_window(images)
         return sequence.max_nodes
 

@@ -44,7 +44,6 @@ class PassLayout:
         Args:
             logits: logits of the pass, float32 `[rows, pass nodes, vocab_size]`.
             rows: batch rows of the sequence.
-            nodes: draft nodes.
         """
         read: Floats = logits[rows, nodes]
         return read

@@ -53,7 +53,6 @@ def likelihood(
     Args:
         model: model with its target engine.
         plan: layout and sampling settings of the image.
-        prompt: prompt of the image.
         codes: tokens of the image, `[cells]`.
         counted: cells to average over, `[cells]`; None: all cells.
     """
@@ -90,7 +89,6 @@ def recompute_logits(model: Model, sequence: ImageSequence, preceding: Ints, cod
 
     Args:
         model: model with its target engine.
-        sequence: sequence of the code.
         preceding: codes that the distribution depends on, in the order of drawing, `[count]`.
         code: number of the code in the order of drawing.
         clock: clock of the forward passes.
@@ -112,7 +110,6 @@ def sequence_logits(
 
     Args:
         model: model with its target engine.
-        layout: layout of the image.
         rows: rows of one prompt.
         codes: known codes in the order of drawing, `[count]`.
         clock: clock of the forward passes.
@@ -136,8 +133,6 @@ def sequence_states(
 
     Args:
         model: model with its target engine.
-        layout: layout of the images.
-        rows: rows of prompts.
         codes: known codes of each row, all of the same number, `[count]`.
 
     Returns:

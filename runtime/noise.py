@@ -42,7 +42,6 @@ class Noise:
         depend on `size`. Groups are stored until `forget` is called: target and drafts need the same noise.
 
         Args:
-            first: first position.
             count: number of positions.
             size: number of codes.
 

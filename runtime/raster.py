@@ -168,7 +168,6 @@ class RowEndPass(PassLayout):
         Args:
             logits: logits of the pass, on the host or on a device.
             rows: batch rows of the sequence.
-            nodes: draft nodes.
         """
         read: Floats = logits[rows, self.last_nodes[nodes].tolist()]
         return read

@@ -45,7 +45,6 @@ def apply_repetition_penalty(logits: Floats, before: Sequence[Ints], sampling: S
     Args:
         logits: `[1 or 2, nodes, vocab_size]`, conditional first; not changed.
         before: for each node, the codes of its image before its choice.
-        sampling: the sampling settings.
     """
     if not sampling.penalised:
         return logits
@@ -74,7 +73,6 @@ def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
     Args:
         logits: guided, `[..., vocab_size]`.
         noise: float32, same shape as `logits`; None chooses the most probable codes.
-        sampling: the sampling settings.
     """
     values = shape_logits(logits, sampling)
     if noise is not None:
@@ -116,8 +114,6 @@ def is_decisive(logits: Floats, noise: Floats | None, code: int, sampling: Sampl
     Args:
         logits: guided, `[vocab_size]`.
         noise: Gumbel noise `[vocab_size]`, None when greedy.
-        code: chosen code.
-        sampling: the sampling settings.
         tie_margin: maximum change by rounding of a difference of two logits, after division by the temperature.
     """
     values = scaled = apply_temperature(logits, sampling)

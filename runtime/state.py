@@ -92,7 +92,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Plan:
-    """How images of one request are generated: everything but prompts and seeds."""
+    """Settings and layout of the images of one request: everything but prompts and seeds."""
 
     layout: ImageLayout
     sampling: Sampling

@@ -50,7 +50,6 @@ class Clock:
         """Append accepted nodes to a cache and add the time.
 
         Args:
-            cache: cache that grows.
             new_kv: keys and values of a pass.
             accepted_indices: accepted nodes of each batch row, int64 `[accepted]`.
         """
@@ -100,10 +99,7 @@ def summarise(
     """Return the statistics of a decode that began when the target's clock was created and ends now.
 
     Args:
-        method: name of the method.
         codes_per_image: number of codes of an image, preserved codes included.
-        target: clock of the target.
-        drafter: clock of the drafter.
         sequences: statistics of each image, not empty.
     """
     seconds = time.perf_counter() - target.began

@@ -61,7 +61,6 @@ class TargetOutput:
 
     Args:
         sequence: sequence of the draft, with its sampling settings, guidance and noise.
-        draft: nodes of the draft.
         layout: layout of the draft in the pass.
         logits: logits of the pass, float32 `[rows, pass nodes, vocab_size]`.
         rows: batch rows of the sequence.

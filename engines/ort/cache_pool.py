@@ -36,7 +36,6 @@ class UploadBuffer:
     """A buffer that uploads several arrays in one copy; in one copy each if the device has no views into memory.
 
     Args:
-        device: the device.
         size: size in bytes, the `size_of` all arrays.
     """
 
@@ -210,7 +209,6 @@ class CachePool:
     """Reuses the cache blocks of an engine after their caches are released.
 
     Args:
-        device: the device.
         tensors: number of tensors, two per layer.
         dtype: type of the tensors.
         width: width of a column, of one head if heads are separate, else of all heads.
@@ -269,7 +267,6 @@ class CachePool:
         """Copy entries within all tensors of a block with separate heads.
 
         Args:
-            block: the block.
             sources: entries to copy, `[entries, 2]`, row and column.
             targets: entries to overwrite.
             steps: offsets of columns for which the copy is repeated, `[steps]`.
@@ -285,8 +282,6 @@ class CachePool:
         """Return a bound pass of a shape whose outputs are unused; drop the least recently used above a maximum.
 
         Args:
-            block: block of the pass.
-            shape: shape of the pass.
             make: function that makes a new bound pass.
         """
         keys = ((*shape, number) for number in itertools.count())

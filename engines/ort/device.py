@@ -46,7 +46,6 @@ class Device:
         """Return a helper graph, which is written and loaded at first use.
 
         Args:
-            key: key of the graph.
             write: function that writes the graph and returns its inputs and outputs.
             records: whether runs of the graph may be recorded.
         """
@@ -163,7 +162,6 @@ class Device:
 
         Args:
             table: value `[groups, GROUP_SIZE, parts, part]`.
-            group: index of the group.
             noise: Gumbel noise, float32 `[GROUP_SIZE, parts * part]`.
         """
         parts, part = table.shape()[2:]
@@ -247,7 +245,6 @@ class NoiseTable:
     """Noise on a device, `[groups, GROUP_SIZE, parts, part]`; new groups replace the least recently used.
 
     Args:
-        device: device of the table.
         size: number of tokens, `vocab_size`.
     """
 

@@ -91,7 +91,6 @@ class OrtDeviceEngine(DeviceEngine):
         path: graph file, in the folder of its weights.
         spec: sizes of the decoder.
         code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter.
-        threads: number of threads.
         device: device to run on.
         dtype: type that the bundle's decoders compute in: float32, float16 or bfloat16.
         max_nodes: maximum number of nodes of a row in a pass; None: the number of rows of the rotary table.

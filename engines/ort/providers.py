@@ -263,7 +263,6 @@ def check_assignment(where: object, provider: Provider, session: Any) -> None:
 
     Args:
         where: graph file or description, for the error.
-        provider: the requested provider.
         session: the session, with recorded assignments of nodes.
 
     Raises:

@@ -101,7 +101,6 @@ class GraphSession:
         """Return the error for an output of the wrong shape.
 
         Args:
-            name: name of the output.
             actual: shape of the output.
             expected: declaration or description of the expected shape.
         """

@@ -66,7 +66,6 @@ def open_tensorrt(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGrap
 
     Args:
         bundle: bundle that the engines must have been built from.
-        folder: engine folder.
         threads: number of threads of graphs on the CPU.
 
     Raises:

@@ -71,8 +71,6 @@ def write_graph(bundle: Bundle, role: str, profiles: Sequence[Profile], folder: 
     Args:
         bundle: bundle with the graph.
         role: `target`, `drafter` or `vq_decoder`.
-        profiles: profiles of the engine.
-        folder: folder to write to.
 
     Returns:
         Bounds of the inputs for each profile; None for VQ decoders of several image sizes or in int8, which run on the
@@ -109,7 +107,6 @@ def shape_bounds(name: str, shape: Sequence[int | str | None], profile: Profile,
     """Return the smallest, optimal and largest shape of a graph's input for a profile.
 
     Args:
-        name: name of the input.
         shape: declared sizes; integers are fixed.
         profile: ranges of rows, nodes and columns.
         entries: maximum number of rows of `embeddings`, or of slots of `hidden`.
@@ -130,11 +127,9 @@ def build_engine_file(
     """Build a TensorRT engine of a graph file and write it to the same folder.
 
     Args:
-        name: backend.
         graph: ONNX file.
         shapes: bounds of the inputs for each profile.
         gpus: compute capabilities to build for; only TensorRT-RTX reads them.
-        progress: progress callback.
 
     Returns:
         The file of the engine.
@@ -208,9 +203,7 @@ def build_commands(
     bundle, since ONNX Runtime follows no links to them. The second uses the builder program of the library.
 
     Args:
-        name: backend.
         bundle: bundle with the weights.
-        role: role of the graph.
         shapes: bounds of the inputs for each profile.
         gpus: compute capabilities to build for; only TensorRT-RTX reads them.
         folder: folder with the graph, `<role>.onnx`.
@@ -254,8 +247,6 @@ def make_progress_monitor(library: Any, description: str, progress: Progress) ->
 
     Args:
         library: module `tensorrt` or `tensorrt_rtx`.
-        description: description of the build.
-        progress: progress callback.
 
     Returns:
         The monitor. If Ctrl-C stopped the build, its `interrupted` is true: an exception must not cross the library.

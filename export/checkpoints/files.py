@@ -95,7 +95,6 @@ class Config:
     """Fields of a configuration file.
 
     Args:
-        path: path of the file.
         values: the fields by their names in the file.
         names: names in the file by the names that readers use, where these differ.
     """
@@ -148,7 +147,6 @@ class Config:
         """Check that a field has an allowed value.
 
         Args:
-            name: name of the field.
             allowed: allowed values; None allows a missing field.
             remedy: remedy in the error message.
 

@@ -48,7 +48,6 @@ def image_model(
     """Return the contents of a bundle.
 
     Args:
-        decoder: the target.
         code_embeddings: the target's input embeddings of all tokens of an image, `[tokens, hidden_size]`: the
             codes, then, if grid rows end with a token, all tokens up to the end-of-row token, or the order's vectors.
         condition: graph and manifest entry that convert prompts to prefix rows.

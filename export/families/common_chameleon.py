@@ -46,7 +46,6 @@ class Chameleon:
         config: configuration of the folder.
         codes: token ids of the codes; code c is token `codes[c]`.
         names: token ids of the other tokens in prompts and images, by name.
-        layout: layout of prompts.
         grid: grid rows of an image.
         max_image_tokens: number of tokens of the longest image; 0 for `grid * grid`.
         limits_positions: `limits_positions` of `decoder_config`.
@@ -123,7 +122,6 @@ def chameleon_config(checkpoint: Checkpoint, architecture: str, repository: str)
     """Read config.json and check the model class.
 
     Args:
-        checkpoint: the folder.
         architecture: expected model class in transformers.
         repository: repository on the hub with the expected layout.
 

@@ -52,8 +52,6 @@ def image_size(library: Tokenizer, rows: int, columns: int, scale: int) -> Size:
 
     Args:
         library: tokenizer of the model.
-        rows: grid rows.
-        columns: grid columns.
         scale: pixels per cell along each side.
     """
     tokens = encode(library, f"{rows}*{columns}{IMAGE}")

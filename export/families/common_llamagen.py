@@ -56,7 +56,6 @@ class Variant(NamedTuple):
         arguments: further fields of the configuration.
         extra: names of further matrices in the files, which do not belong to the decoder.
         names: names in the files of the decoder's further weights, by the decoder's names.
-        models: the published models.
         two_heads: `two_heads` of `DecoderConfig`; the configuration does not count the last layer.
     """
 
@@ -111,10 +110,8 @@ class LlamaGen(NamedTuple):
     """Parts of a transformer.
 
     Args:
-        decoder: the decoder.
         code_embeddings: embeddings of the codes, float32 `[codes, hidden_size]`.
         condition: module that computes the prefix rows.
-        checkpoint: the files.
         lantern: whether the files are in LANTERN's layout.
         config: the configuration, empty if there is no file.
         extra: weights of families that have more than LlamaGen, by their names in the files, float32.
@@ -183,7 +180,6 @@ def llamagen_model(
     """Return the contents of a bundle with LlamaGen's image tokenizer.
 
     Args:
-        transformer: the target.
         vq: file of the image tokenizer.
         weights: `weights` of `read_llamagen`.
         text_encoder: `text_encoder` of `read_llamagen`.

@@ -56,8 +56,6 @@ def image_size(rows: int, columns: int, token_ids: Mapping[str, int], patch: int
     """Return an image size with its prompt tokens, which are the end of both prefix rows.
 
     Args:
-        rows: rows of patches.
-        columns: columns of patches.
         token_ids: token ids by name.
         patch: codes along each side of a patch.
     """

@@ -127,7 +127,6 @@ def token_condition(
         embeddings: embeddings of all token ids, `[tokens, hidden_size]`.
         prefix: maximum number of tokens of a prompt.
         layout: layout of a prompt's tokens.
-        tokenizer: path of the tokenizer.
         named: token ids by name that the tokenizer must have.
         content: `tokenizer.json`, where the tokenizer's file has another format.
 

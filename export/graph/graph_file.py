@@ -54,7 +54,6 @@ class GraphFile:
         weights: weights by name, perhaps deferred.
         storages: storage by name of the floating-point weights, which may change to float32 while they are written.
         matrices: names of the weights of linear layers, `[in, out]`.
-        rule: storage rule.
         compute: type that the graph computes in, and of the scales of blocks.
     """
 
@@ -91,7 +90,6 @@ class GraphFile:
         """Write `path`, and `path.data` if the weights are larger than a megabyte.
 
         Args:
-            path: path of the graph.
             progress: callback, called with the number of bytes of each chunk of weights.
 
         Returns:

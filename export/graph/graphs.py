@@ -47,8 +47,6 @@ class Graph:
     Args:
         role: role of the graph in the bundle.
         module: module that takes the inputs in order and returns the outputs in order, one tensor or a tuple.
-        inputs: inputs of the graph.
-        outputs: outputs of the graph.
         cases: inputs to compare file and module on, by name of the case. A module without `write` is traced with the
             first case: its named axes need sizes other than 0 and 1. Large graphs run the first and the last case only.
         write: function that writes the graph, None to trace the module.
@@ -106,8 +104,6 @@ def write_graph(graph: Graph, folder: Path, rule: Rule = "fp32") -> list[Path]:
     """Write `<role>.onnx`, and `<role>.onnx.data` if it has more than a megabyte of weights.
 
     Args:
-        graph: the graph.
-        folder: folder of the files.
         rule: storage rule of the weights.
 
     Returns:
@@ -125,7 +121,6 @@ def target_graph(decoder: Decoder, code_embeddings: Tensor, prefix: Tensor | Non
     """Return the graph of a target.
 
     Args:
-        decoder: the target.
         code_embeddings: embeddings from which inputs of test cases are chosen, `[codes, hidden_size]`.
         prefix: embeddings of a prompt, `[nodes, hidden_size]`, the input of test cases of as many nodes: a trained
             model may be far more sensitive to rounding on inputs that no prompt leads to.
@@ -154,7 +149,6 @@ def decoder_graph(
 
     Args:
         role: `target` or `drafter`.
-        module: the decoder.
         leading: inputs besides positions, mask and past.
         inputs: function that makes random arrays for `leading`, given a generator and numbers of rows and nodes.
         write: function that writes the graph.
@@ -189,7 +183,6 @@ def _decoder_cases(
         """Make a test case.
 
         Args:
-            name: name of the case.
             lengths: past length of each batch row.
             visible: attention mask among the new nodes, `[nodes, nodes]`.
         """

@@ -62,8 +62,6 @@ class Ops(GraphWriter):
         """Add a constant and return its name; a name may be added twice.
 
         Args:
-            name: name of the constant.
-            tensor: its numbers.
             wide: whether it stays float32 in a float16 graph.
         """
         self.weights.setdefault(name, tensor.detach())
@@ -98,7 +96,6 @@ class Ops(GraphWriter):
 
         Args:
             x: name of the input, `[..., in]`.
-            name: name of the weight.
             weight: weight of a torch layer, `[out, in]`, stored transposed.
             output: name of the result, None for any.
         """
@@ -160,13 +157,7 @@ class Ops(GraphWriter):
         return self.weight("integer_zero", torch.tensor(_ZERO_POINT, dtype=torch.uint8))
 
     def model(self, name: str, inputs: Sequence[Value], outputs: Sequence[Value]) -> onnx.ModelProto:
-        """Return the graph without its weights.
-
-        Args:
-            name: name of the graph.
-            inputs: its inputs.
-            outputs: its outputs.
-        """
+        """Return the graph without its weights."""
         model = onnx.load_from_string(self.to_bytes((), (), name))
         model.ir_version = IR_VERSION
         model.producer_name = "lantern-rt"

@@ -50,7 +50,6 @@ class Precisions:
     """The precisions that the user chose.
 
     Args:
-        target: precision of the target.
         drafter: precision of the drafter, None for the target's.
         compute: type that target and drafter compute in, and store weights in that are not integers.
         lossless: whether graphs that are not rounded store weights in float16 where it holds them exactly.
@@ -141,9 +140,7 @@ def choose_storage(weight: Tensor, matrix: bool, rule: Rule, compute: Compute = 
     """Return the storage of one weight by its shape; `resolve_storage` looks at the numbers.
 
     Args:
-        weight: the weight.
         matrix: whether it belongs to a linear layer, `[in, out]`.
-        rule: storage rule.
         compute: type that the graph computes in.
     """
     if rule == "fp32" or weight.ndim < 2:
@@ -158,9 +155,7 @@ def resolve_storage(name: str, weight: Tensor, planned: Storage, rule: Rule) -> 
 
     Args:
         name: name of the weight, for the error.
-        weight: the weight.
         planned: its storage by `choose_storage`.
-        rule: storage rule.
 
     Raises:
         CheckpointError: float16 does not hold the numbers, and the rule is fp16.

@@ -30,7 +30,6 @@ class DecoderConfig:
 
     Args:
         hidden_size: width of the hidden states.
-        num_layers: number of layers.
         num_heads: number of query heads.
         num_kv_heads: number of key and value heads.
         vocab_size: number of codes, the outputs of the head.

@@ -33,7 +33,6 @@ class EagleDrafter(LayerStack):
 
     Args:
         config: configuration of the layers; norm and form of the target's head are ignored.
-        head: head of the target.
         bias: whether the input map has a bias.
         num_tokens: rows of the embedding table, None for the number of codes.
     """
@@ -68,7 +67,6 @@ class LoadedDrafter(NamedTuple):
     """A drafter that was read from its folder.
 
     Args:
-        drafter: the drafter.
         sources: its files with their roles.
         spec_fields: fields of `DrafterSpec` in the manifest that are not sizes.
         drafts_for: sha256 of the target weights that the drafter was trained on, None if unknown.
@@ -93,10 +91,8 @@ def read_drafter(
 
     Args:
         folder: folder with config.json and weights in LANTERN's layout.
-        target: target of the drafter.
         num_tokens: number of tokens that the drafter embeds, None for the target's number of codes.
         allowed_values: values that fit the target, by name of a field of config.json; each field may be missing.
-        progress: progress callback.
         spec_fields: fields of `DrafterSpec` in the manifest that are not sizes.
 
     Raises:

@@ -42,7 +42,6 @@ def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) 
     is repeated for each of them.
 
     Args:
-        checkpoint: the weights.
         prefix: prefix of the names in the files.
         names: names in the files of other weights, such as the head, by the decoder's names.
 

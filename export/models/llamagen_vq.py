@@ -31,8 +31,6 @@ class VQConfig:
     """Sizes and settings of the tokenizer.
 
     Args:
-        codes: number of codes.
-        code_width: width of a code vector.
         latent_width: channels between the encoder and `quant_conv`, and between `post_quant_conv` and the decoder.
         encoder_stem: channels of the encoder's first convolution.
         encoder_widths: channels of the encoder's levels, from the finest to the coarsest.
@@ -224,7 +222,6 @@ class VQDecoder(nn.Module):
     """Module of the graph `vq_decoder`, from codes to images `[images, 3, height, width]`.
 
     Args:
-        vq: the tokenizer.
         grid: rows and columns of codes of all images, whose `codes` are `[images, cells]` in raster order. None for
             images of any size, whose `codes` are `[images, rows, columns]`.
     """

@@ -139,7 +139,6 @@ def read_movqgan(path: Path, progress: Progress = silent) -> tuple[LlamaGenVQ, l
 
     Args:
         path: a .ckpt file, or a folder with `movqgan_270M.ckpt`.
-        progress: progress callback.
 
     Returns:
         The tokenizer, and its file with its role.

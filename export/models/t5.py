@@ -48,7 +48,6 @@ def read_text_encoder(folder: Path, caption_dim: int, progress: Progress = silen
     Args:
         folder: folder with config.json, tokenizer.json and weights, as transformers saves it.
         caption_dim: width of the text embeddings that the target takes.
-        progress: progress callback.
 
     Raises:
         CheckpointError: the folder has no T5, a T5 of another width, or a tokenizer that does not fit.

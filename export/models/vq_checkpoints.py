@@ -36,7 +36,6 @@ def read_vq(
 
     Args:
         path: checkpoint file.
-        progress: progress callback.
         averaged: whether to prefer averaged weights; see `read_weights`.
 
     Returns:
@@ -103,7 +102,6 @@ class VQGAN(NamedTuple):
     """A tokenizer that was read from its files.
 
     Args:
-        vq: the tokenizer.
         grid: rows of codes of its training images, None without vqgan.yaml.
         sources: its files with their roles.
     """
@@ -119,7 +117,6 @@ def read_vqgan(path: Path, progress: Progress = silent) -> VQGAN:
 
     Args:
         path: folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file.
-        progress: progress callback.
 
     Raises:
         CheckpointError: a file cannot be read, or has no tokenizer in this layout.
@@ -159,7 +156,6 @@ def rename_vqgan(
     """Rename weights from the names of taming-transformers to LlamaGen's.
 
     Args:
-        checkpoint: the weights.
         coarsest_first: whether the decoder's levels are numbered in the order in which they run. In taming-transformers
             the order is reversed.
         patterns: regular expressions and replacements that first translate other names to taming-transformers'.

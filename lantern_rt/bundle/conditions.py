@@ -59,9 +59,7 @@ class ConditionSpec(FrozenModel):
       both at most `prefix` long. The outputs have the same lengths.
 
     Args:
-        kind: kind of the condition.
         prefix: maximum number of prefix positions.
-        classes: number of classes.
         caption_dim: size of a text embedding.
         cleaning: cleaning of prompts before tokenization.
         layout: layout of the token ids.

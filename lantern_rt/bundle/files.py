@@ -264,8 +264,6 @@ def _check_file(folder: Path, role: str, entry: FileEntry, progress: Callable[[i
     """Raise BundleError unless a file is a plain file in the bundle's folder with the listed size and sha256.
 
     Args:
-        folder: folder of the bundle.
-        role: role of the file.
         entry: the file's entry in the manifest.
         progress: callback with the number of bytes hashed. None: the sha256 is not checked.
     """

@@ -59,8 +59,6 @@ def hub_errors(field: str, error_class: type[LanternError], remedy: str) -> Iter
     """Convert errors of `huggingface_hub`, of its network client, and of its cache.
 
     Args:
-        field: field of the error.
-        error_class: class of the error.
         remedy: remedy of the error if the hub cannot be reached.
     """
     try:
@@ -85,7 +83,6 @@ def download_files(repository: str, names: Iterable[str], revision: str | None) 
     """Download files that are not in the hub's cache, all from the commit of the first file.
 
     Args:
-        repository: repository of the files.
         names: names of one or more files, without `..`.
         revision: branch, tag or commit; None: the default branch.
 

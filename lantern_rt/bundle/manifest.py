@@ -84,7 +84,6 @@ class DecoderSpec(_Decoder):
         max_positions: maximum number of positions of a sequence.
         dtype: type of the cache and of the computation in target and drafter. For `bfloat16`, the graphs use float32
             for CPUs, and decoders on devices with bfloat16 use that.
-        cache_layout: layout of cache tensors.
         precision: precision of the stored weights.
     """
 
@@ -119,7 +118,6 @@ class HeadsSpec(FrozenModel):
     """Draft heads of windows and of trees with `drafter=heads`, see `runtime/heads.py`.
 
     Args:
-        rank: rank of the corrections.
         units: number of hidden units of the predictions.
     """
 
@@ -192,7 +190,6 @@ class Preset(FrozenModel):
     """The method of a quality.
 
     Args:
-        method: the method.
         devices: for `strict`, the method on GPUs and other devices, where more nodes per pass cost little. None: the
             same method.
         figures: measurements of the method, None if it was not measured.
@@ -227,7 +224,6 @@ class Provenance(FrozenModel):
     Args:
         exporter: name and version of the exporter.
         sources: exported checkpoint files.
-        licence: licence of the model.
         weights: weights that were chosen, if a checkpoint contains both.
         calibration: calibration data of an image decoder in int8.
     """

@@ -74,8 +74,6 @@ class Weight(NamedTuple):
 
     Args:
         name: name of the initialiser, which ends in the type of its storage.
-        message: the TensorProto message.
-        shape: shape of the tensor.
         dtype: name of the NumPy type or `int4`, empty for other types.
         external: name of the file beside the graph, offset and length in bytes. None: the data are in `message`.
     """
@@ -88,9 +86,6 @@ class Weight(NamedTuple):
 
     def array(self, folder: Path) -> NDArray[Any]:
         """Read the values; int4 values are returned as int8, bfloat16 values as float32.
-
-        Args:
-            folder: folder of the graph.
 
         Raises:
             ValueError: the data do not match shape or type.

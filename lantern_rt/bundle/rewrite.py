@@ -32,7 +32,6 @@ def write_presets(bundle: Bundle, presets: Mapping[Quality, Preset]) -> Bundle:
     The bundle's digest changes, so that engine folders and recipes of images no longer match it.
 
     Args:
-        bundle: the opened bundle.
         presets: presets by quality.
 
     Returns:
@@ -51,7 +50,6 @@ def write_heads(bundle: Bundle, tables: Mapping[str, NDArray[np.float16]]) -> Bu
     All presets except `strict` are removed, since relaxed windows generate different images with other draft heads.
 
     Args:
-        bundle: the opened bundle.
         tables: arrays of `DraftHeads` by name.
 
     Returns:

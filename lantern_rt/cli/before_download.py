@@ -18,7 +18,6 @@ def check_run(name: str, options: Mapping[str, Any], output: str | None, force: 
     """Check the options of `run` before a published model is downloaded.
 
     Args:
-        name: name of the model.
         options: options of a request, without None; `embeddings` and `token_ids` are paths.
         output: file or folder of the images; None: the current folder.
         force: whether existing files may be replaced.

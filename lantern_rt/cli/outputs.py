@@ -24,7 +24,6 @@ class Outputs(Protocol):
 
         Args:
             path: path of the file, which exists.
-            request: request of the image.
             i: index of the image.
         """
 
@@ -32,7 +31,6 @@ class Outputs(Protocol):
         """Return the file of a complete image.
 
         Args:
-            request: request of the image.
             i: index of the image.
             step: step that holds the image.
         """

@@ -70,7 +70,6 @@ def push_bundle(
     """Upload a bundle with its model card to a repository that exists.
 
     Args:
-        opened: the bundle.
         repository: owner/name of the repository.
         samples: PNG files for the card, each with its recipe.
         notes: further paragraphs of the card.

@@ -312,7 +312,6 @@ def _generate(
 
     Args:
         engine: options that load the bundle's graphs.
-        kind: kind of the files.
         outputs: path of each image, and whether the file exists with this image and is not to be written.
         trace: files of the trace to write; None: no trace.
         force: whether to replace existing files.

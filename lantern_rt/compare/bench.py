@@ -37,7 +37,6 @@ def bench(
 
     Args:
         methods: the methods, plain decoding first.
-        prompts: prompts of the images.
         batch_size: number of images per request.
         min_images: minimum number of images per method; every method runs at least three times.
 

@@ -238,7 +238,6 @@ def _notes(prompts: int, images: int, width: int | None, compared: Mapping[str, 
     """Return remarks on how far the figures can be trusted.
 
     Args:
-        prompts: number of prompts.
         images: number of images per method.
         width: number of features per image, None without features.
         compared: runs by label.

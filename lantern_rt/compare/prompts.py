@@ -56,7 +56,6 @@ class Prompts:
         Args:
             images: maximum batch size.
             num_seeds: number of images per prompt.
-            first_seed: seed of the first image.
         """
         count = len(self.items) * num_seeds
         for start in range(0, count, images):

@@ -107,7 +107,6 @@ def write_output(path: Path, data: bytes, force: bool) -> None:
 
     Args:
         path: the output file.
-        data: its content.
         force: whether an existing file may be replaced.
 
     Raises:

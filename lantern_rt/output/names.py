@@ -37,7 +37,6 @@ def plan_outputs(
         stems: file names in a folder, without suffix; -2, -3, ... are appended if another file has the name.
         force: whether existing files may be replaced.
         holds_image: function of i and an existing file that returns whether the file holds image i.
-        suffix: suffix of the files.
 
     Returns:
         For each image the file, and whether it already holds the image.

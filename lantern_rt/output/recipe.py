@@ -31,12 +31,8 @@ class Recipe(FrozenModel, strict=True):
         token_ids: token ids, if the image was generated from them.
         embedding: hash of the text embeddings, if the image was generated from embeddings.
         edit: hash of the source image and its mask, if the image was edited.
-        seed: seed of the image.
-        method: name of the method.
         noise: version of the noise function.
         settings: settings as in `Settings.as_dict`; whether a bundle supports them is not checked.
-        bundle: name of the bundle.
-        bundle_digest: hash of the bundle.
     """
 
     prompt: str | None = None

@@ -56,8 +56,6 @@ class TraceStep(NamedTuple):
     """Effect of one step on one image. `tree_tokens`, `tree_parents` and `path` are empty if nothing was drafted.
 
     Args:
-        step: number of the step.
-        image: number of the image.
         codes: committed tokens.
         tree_tokens: token of each node of the draft tree.
         tree_parents: parent of each node, -1 for the root.

@@ -126,7 +126,6 @@ class DrawingRequest(SamplingFields):
         """Return the fields of an image in a response.
 
         Args:
-            size: size of the image.
             codes: codes of the image, `[cells]`.
             file: file from `encode`.
         """
@@ -356,7 +355,6 @@ class HttpError(LanternError):
     """An error in the form that OpenAI's clients expect.
 
     Args:
-        status: HTTP status.
         problem: problem, as in `LanternError`.
         code: OpenAI's error code; `invalid_value` for status 400.
         retry_after: seconds after which to try again; None if that does not help.

@@ -82,7 +82,6 @@ def parse_keys(text: str, field: str, source: str) -> dict[bytes, str]:
     Empty lines and lines that begin with # are ignored.
 
     Args:
-        text: lines.
         field: parameter or environment variable that gave the keys, for the error message.
         source: place of the keys, for the error message.
 

@@ -36,7 +36,6 @@ class CaptionTokenizer:
         """Tokenize a prompt.
 
         Args:
-            prompt: the prompt.
             slots: maximum number of tokens, special tokens included; further tokens are dropped.
 
         Returns:
@@ -83,7 +82,6 @@ class TemplateTokenizer:
         """Tokenize a prompt in the template.
 
         Args:
-            prompt: the prompt.
             slots: maximum number of tokens.
 
         Returns:

@@ -64,7 +64,7 @@ def make_tiny_bundle(
     condition: dict[str, Any] = {"kind": kind, "prefix": prefix}
     condition |= {"class": {"classes": 10}, "embeddings": {"caption_dim": CAPTION}}.get(kind, {})
     manifest = {
-        "format_version": "3.6",
+        "format_version": "3.7",
         "name": "tiny",
         "family": "test",
         "grid_rows": grid,

@@ -85,7 +85,6 @@ def select_images(indices: list[int], seed: int, start: int, count: int) -> list
 
     Args:
         indices: indices of all training images.
-        seed: seed of the order.
         start: number of images that earlier steps used.
         count: number of images to select.
     """

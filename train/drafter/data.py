@@ -42,8 +42,6 @@ def estimate_bytes(manifest: Manifest, images: int, sizes: Sequence[Size]) -> in
     """Return an upper bound of the shards' bytes on disk, for prefixes of the maximum length.
 
     Args:
-        manifest: manifest of the bundle.
-        images: number of images.
         sizes: image sizes; the largest counts.
     """
     cells = max(size.codes for size in sizes)
@@ -71,11 +69,9 @@ def write_shards(
     """Generate images and write them as shards; shards that exist are checked and skipped.
 
     Args:
-        pipeline: pipeline of the target.
         prompts: prompts, repeated with new seeds as often as necessary.
         images: minimum number of images; it is rounded up to whole shards.
         output: folder of the shards.
-        progress: progress callback.
         sizes: image sizes, in turn for each shard; none: all sizes of the bundle.
         images_per_shard: number of images per file; None: `count_shard_images`.
 
@@ -115,7 +111,6 @@ def hidden_states(
     """Compute the target's hidden states in the prefix, and the states from which image tokens are sampled.
 
     Args:
-        pipeline: pipeline of the target.
         prompts: prefix rows of each image.
         codes: image tokens, `[images, cells]`.
         size: name of the image size; None: the bundle's default.
@@ -167,7 +162,8 @@ class _UnacceptedDrafts:
 def _generate(pipeline: Pipeline, request: dict[str, Any], progress: Progress) -> tuple[Codes, _UnacceptedDrafts]:
     prepared = pipeline.prepare(pipeline.check(**request, method=_METHOD))
     plan = prepared.plan
-    num_images, num_codes = len(prepared.images), plan.layout.num_codes
+    num_images = len(prepared.images)
+    num_codes = plan.layout.num_codes
     drafts = _UnacceptedDrafts(num_images, num_codes, pipeline.bundle.manifest.target.hidden_size)
     codes = np.zeros((num_images, num_codes), np.int32)
     filled = [0] * num_images

@@ -89,7 +89,6 @@ class Fit:
         target: frozen weights of the target.
         options: options that determine the weights.
         output: folder to write. An existing folder is replaced only if its state file exists.
-        device: PyTorch device.
 
     Raises:
         CheckpointError: data or state are damaged, or of another target or run.
@@ -123,7 +122,6 @@ class Fit:
         """Run the remaining steps and write a drafter with the averaged weights.
 
         Args:
-            progress: progress callback.
             report: callback that prints a line about the state of training.
             interval: seconds between two reports, and between two saved states.
 

@@ -22,7 +22,6 @@ def save_drafter(drafter: EagleDrafter, output: Path, fields: Mapping[str, Any],
     """Write a drafter's folder, completely or not at all.
 
     Args:
-        drafter: drafter to save.
         output: path of the folder.
         fields: fields of config.json, without sizes.
         force: whether to replace an existing drafter folder.

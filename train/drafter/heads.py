@@ -123,8 +123,6 @@ def fit_heads(
         target: sizes and frozen weights of the target.
         cfg_scale: guidance scale of the distributions.
         steps: number of updates, at least 1.
-        progress: progress callback.
-        device: PyTorch device.
         seed: seed of the weights and of the order of images.
 
     Returns:
@@ -178,8 +176,6 @@ def read_samples(
     """Read cells after unaccepted drafts.
 
     Args:
-        shards: folder of shards.
-        indices: indices of the images.
         layer: output layer of the target, on `device`.
         cfg_scale: guidance scale of the hidden states.
         count: maximum number of cells per image.

@@ -48,10 +48,8 @@ def draft_states(drafter: EagleDrafter, tokens: Tensor, states: Tensor, depths: 
     """Predict hidden states depth by depth. Gradients do not flow from one depth to the previous.
 
     Args:
-        drafter: drafter that is trained.
         tokens: `[rows, slots]`; slot p reads the token at position p + 1.
         states: the target's hidden states `[rows, slots, width]`; slot p reads the state at position p.
-        depths: number of depths.
 
     Yields:
         Predictions of each depth, `[rows, slots, width]`; slot p predicts the state at position p + 1. At depth d the

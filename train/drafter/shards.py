@@ -136,7 +136,6 @@ def write_shard(path: Path, source: Source, images: TrainingImages) -> None:
     Args:
         path: file to write.
         source: target and sizes of the shard.
-        images: images of the shard.
 
     Raises:
         OutputError: the file exists already or cannot be written.

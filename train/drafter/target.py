@@ -32,7 +32,6 @@ class Target:
     """Frozen target weights for drafter training.
 
     Args:
-        name: name of the bundle.
         source: target and sizes that the training images must have.
         config: configuration of the drafter.
         head: weights of the output layer, float32 `[codes, width]`.
@@ -95,7 +94,6 @@ class HeadsTarget:
 
     Args:
         sources: target and sizes that training images may have.
-        layer: output layer.
         embeddings: input embeddings of the codes, float32 `[codes, width]`.
     """
 
