@@ -304,6 +304,9 @@ class Pipeline:
     def prepare(self, request: Request) -> Prepared:
         """Plan how these engines decode a request, and check that there is memory for it.
 
+        Args:
+            request: request that `check` returned.
+
         Returns:
             The request with everything that the runtime needs.
 
@@ -320,6 +323,9 @@ class Pipeline:
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
         """Generate the images of a checked request, step by step.
 
+        Args:
+            request: request that `check` returned.
+
         Returns:
             A generator of steps, as from `stream`. It continues after `close`, but cannot decode images then.
 
@@ -332,6 +338,9 @@ class Pipeline:
         """Replace a preset's method by its method for GPUs, unless the engines run on the CPU.
 
         An exact window is limited to the maximum number of nodes in a forward pass of the engines.
+
+        Args:
+            settings: settings of a request, as `check` returned them.
 
         Returns:
             The settings, perhaps with another method.
