@@ -140,9 +140,9 @@ def test_the_drafter_keeps_the_published_cache_between_calls(recorded: Run, fami
     golden, drafts = recorded.family.golden, recorded.drafts
     for call, _ in recorded.calls():
         kept = int(golden[f"{run}_call{call}_kvlen"])
-        assert drafts.cache.lengths.tolist() == [kept, kept - recorded.family.padding]
+        assert drafts.slots.cache.lengths.tolist() == [kept, kept - recorded.family.padding]
     if family == "llamagen":
-        for tensor, part in zip(drafts.cache.tensors, ("keys", "values"), strict=True):
+        for tensor, part in zip(drafts.slots.cache.tensors, ("keys", "values"), strict=True):
             ours = tensor[:kept].transpose(1, 2, 0, 3)  # [rows, heads, slots, head_dim]
             np.testing.assert_allclose(ours, golden[f"{run}_stable_{part}"], atol=1e-4)
 
