@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
@@ -108,7 +109,7 @@ class DrawingRequest(SamplingFields):
             raise HttpError(400, "requires stream", field=name, remedy=f"set stream to true, or leave {name} out")
 
     def fit(self, bundle: Bundle) -> Self:
-        """Return the request for a bundle. Raises: LanternError: the bundle does not give them."""
+        """Return the request for a bundle. Raises: LanternError: the bundle cannot answer it."""
         return self
 
     async def encode(self, pipeline: AsyncPipeline, prepared: Prepared, step: StreamStep, i: int) -> bytes:
@@ -122,6 +123,7 @@ class DrawingRequest(SamplingFields):
         """
         return b""
 
+    @abstractmethod
     def content(self, size: Size, codes: Ints, file: bytes) -> dict[str, Any]:
         """Return the fields of an image in a response.
 
@@ -129,7 +131,6 @@ class DrawingRequest(SamplingFields):
             codes: codes of the image, `[cells]`.
             file: file from `encode`.
         """
-        raise NotImplementedError
 
     def description(self, size: Size) -> dict[str, str]:
         """Return the fields of a response that describe all images."""
