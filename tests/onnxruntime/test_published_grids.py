@@ -122,7 +122,7 @@ def test_greedy_generations_of_every_grid_give_the_published_ids_and_pictures(
     result = pipe(**run.options, method=method)
     assert result.codes[0].reshape(shape).tolist() == run.codes
     row_end = pipe.bundle.manifest.row_end
-    spelled = raster_layout(result.codes[0].size, shape[1], row_end).insert_tokens(result.codes[0])
+    spelled = raster_layout(result.codes[0].size, shape[1], row_end).insert_row_ends(result.codes[0])
     written = spelled + run.first_code
     if run.row_end is not None:
         written[spelled == row_end] = run.row_end
@@ -210,7 +210,7 @@ def test_near_ties_of_images_of_several_sizes_are_decided_as_for_each_alone(
     pipes: Pipelines, family: str, sizes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With near-ties in most steps, each of which computes its sequence again, end-of-row tokens included."""
-    monkeypatch.setattr("lantern_rt.runtime.batch.tie_margin", lambda model, sampling: 3.0)
+    monkeypatch.setattr("lantern_rt.runtime.batch.compute_tie_margin", lambda model, sampling: 3.0)
     pipe, heard = pipes(family), queue.Queue[tuple[int, StreamStep | BaseException]]()
     options: dict[str, Any] = {"prompts": "a red fox", "seed": 3}
     with Service(pipe, together=len(sizes)) as service:

@@ -29,7 +29,7 @@ def enumerated(tree: DraftTree, target: Any, rule: Relaxation) -> Iterator[tuple
         script.armed = True
         stream: Any = script
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(acceptance, "sample", lambda distribution, stream: 0)
+            patch.setattr(acceptance, "sample_code", lambda distribution, stream: 0)
             streams = dict.fromkeys(range(tree.nodes), stream)
             accepted = walk_relaxed(tree, target, lambda node: 0, rule, streams.__getitem__, MANY)
         total += script.weight
@@ -60,7 +60,7 @@ def step_output(
             if len(accepted.path) > 1:
                 output[tree.tokens[accepted.path[1]]] += weight * chance
             else:
-                output += weight * chance * accepted.remainder
+                output += weight * chance * accepted.bonus_distribution
     return output, realised
 
 

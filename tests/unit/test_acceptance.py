@@ -68,7 +68,7 @@ def test_exact_acceptance_down_a_whole_tree_gives_out_the_joint_distribution(dat
 
     found = np.zeros((size,) * 3)
     for weight, accepted in enumerated(tree, lambda n: after(tuple(tree.tokens[tree.path_to(n)[1:]].tolist())), EXACT):
-        found += weight * joint(accepted.remainder, tuple(tree.tokens[accepted.path[1:]].tolist()))
+        found += weight * joint(accepted.bonus_distribution, tuple(tree.tokens[accepted.path[1:]].tolist()))
     np.testing.assert_allclose(found, joint(p[()], ()), atol=TOLERANCE)
 
 
@@ -78,7 +78,7 @@ def test_exact_acceptance_down_a_whole_tree_gives_out_the_joint_distribution(dat
 @given(distributions(SIZE), st.integers(0, SIZE - 1), relaxations(SIZE))
 def test_one_fixed_candidate_moves_the_output_by_what_was_lent(p: Probabilities, x: int, rule: Relaxation) -> None:
     output, realised = step_output(p, [(1.0, (x,))], None, rule)
-    lent = float(p[rule.aggregation_set(p, x)].sum())
+    lent = float(p[rule.find_aggregation_set(p, x)].sum())
     bound = rule.delta if rule.delta is not None else (rule.lambda_ - 1) * p[x]  # type: ignore[operator]
     assert tvd(output, p) == pytest.approx(lent, abs=TOLERANCE)
     assert realised == pytest.approx(lent, abs=TOLERANCE)
@@ -92,7 +92,7 @@ def test_one_sampled_candidate_moves_the_output_by_the_expected_gain_in_acceptan
     output, realised = step_output(p, list(orders(q, 1)), q, rule)
     gain = 0.0
     for x in np.flatnonzero(q):
-        lent = p[rule.aggregation_set(p, x)].sum()
+        lent = p[rule.find_aggregation_set(p, x)].sum()
         gain += q[x] * (min(1, (p[x] + lent) / q[x]) - min(1, p[x] / q[x]))
     assert tvd(output, p) == pytest.approx(gain, abs=TOLERANCE)
     assert realised == pytest.approx(gain, abs=TOLERANCE)
@@ -117,7 +117,7 @@ def test_a_candidate_that_cannot_have_been_drawn_is_passed_over_but_uses_its_num
     stream: Any = SimpleNamespace(random=lambda: next(numbers))
     tree = DraftTree(np.array([0, 1, 2]), np.array([-1, 0, 0]), lambda node: q)
     accepted = walk_relaxed(tree, lambda node: p, lambda node: 0, EXACT, lambda node: stream, MANY)
-    assert (accepted.path, accepted.bonus, [*numbers]) == ([0, 2], 0, [])
+    assert (accepted.path, accepted.bonus_token, [*numbers]) == ([0, 2], 0, [])
 
 
 @pytest.mark.parametrize(("missing", "bonus"), [(1, None), (2, None), (3, None), (4, 0)])
@@ -132,7 +132,7 @@ def test_what_lies_past_the_pictures_end_is_neither_accepted_nor_counted(missing
     assert walked.realised_tvd == pytest.approx(0.3 * (len(path) - 1))
     assert greedy.realised_tvd == len(path) - 1
     for accepted in (walked, greedy):
-        assert (accepted.path, accepted.bonus, accepted.relaxed) == (path, bonus, path[1:])
+        assert (accepted.path, accepted.bonus_token, accepted.relaxed_nodes) == (path, bonus, path[1:])
     assert walk_exact(chain, lambda node: 1 if node < 3 else 0, missing) == Acceptance(path, bonus)
 
 
@@ -147,7 +147,7 @@ def test_greedy_acceptance_follows_the_arg_max_and_gives_its_successor() -> None
     tree = lines([0, 1, 2, 0, 1], [-1, 0, 0, 2, 2])
     table = {0: [0.1, 0.2, 0.7], 2: [0.3, 0.6, 0.1], 4: [0.5, 0.3, 0.2]}
     accepted = walk_greedy(tree, lambda node: np.array(table[node]), EXACT, MANY)
-    assert (accepted.path, accepted.bonus, accepted.realised_tvd) == ([0, 2, 4], 0, 0.0)
+    assert (accepted.path, accepted.bonus_token, accepted.realised_tvd) == ([0, 2, 4], 0, 0.0)
 
 
 def test_greedy_acceptance_takes_a_code_whose_neighbours_lift_it_above_the_arg_max() -> None:
@@ -157,7 +157,7 @@ def test_greedy_acceptance_takes_a_code_whose_neighbours_lift_it_above_the_arg_m
     held = walk_greedy(tree, lambda node: p, Relaxation(near, 2, delta=0.29), MANY)
     assert (lifted.path, lifted.realised_tvd) == ([0, 1], 1.0)
     assert held.path == [0]
-    assert held.bonus == lifted.bonus == 0, "the bonus is never relaxed"
+    assert held.bonus_token == lifted.bonus_token == 0, "the bonus is never relaxed"
 
 
 def test_greedy_acceptance_prefers_the_longest_path_and_then_the_first_leaf() -> None:
@@ -174,7 +174,7 @@ def test_greedy_acceptance_prefers_the_longest_path_and_then_the_first_leaf() ->
 def test_exact_greedy_acceptance_always_ends_on_arg_maxima(p: Probabilities, codes: list[int], count: int) -> None:
     tree = lines([0, *codes[:count]], [-1] + [0] * count)
     accepted = walk_greedy(tree, lambda node: p, EXACT, MANY)
-    assert [*tree.tokens[accepted.path[1:]], accepted.bonus][0] == p.argmax()
+    assert [*tree.tokens[accepted.path[1:]], accepted.bonus_token][0] == p.argmax()
 
 
 # ---------------------------------------------------------------- bounds for a candidate, a code and a step
@@ -221,9 +221,9 @@ def joint(tree: DraftTree, p: dict[int, Probabilities], rule: Relaxation | None)
         realised += weight * accepted.realised_tvd
         codes = [int(tree.tokens[n]) for n in accepted.path[1:]]
         if not codes:
-            found += weight * accepted.remainder[:, None] * np.stack([p[c] for c in range(len(found))])
+            found += weight * accepted.bonus_distribution[:, None] * np.stack([p[c] for c in range(len(found))])
         elif len(codes) == 1:
-            found[codes[0]] += weight * accepted.remainder
+            found[codes[0]] += weight * accepted.bonus_distribution
         else:
             found[codes[0], codes[1]] += weight
     return found, realised

@@ -14,9 +14,9 @@ from toy_engine import ToyCache, ToyDrafter, ToyModel, ToyTarget, codes_of, deco
 
 from lantern_rt.methods import Ar, Drafted, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.batch import Batch
-from lantern_rt.runtime.decode import UNLIMITED, select_joining
+from lantern_rt.runtime.decode import UNLIMITED, select_next_sequences
 from lantern_rt.runtime.drafting import SequenceStep
-from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.state import ImageSequence, Prompt
 
 VOCABULARY, CODES = 5, 9
@@ -85,21 +85,21 @@ class Line:
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.batch.active)
+        return bool(self.waiting or self.batch.active_sequences)
 
     @property
     def joining(self) -> list[ImageSequence]:
-        return select_joining(self.batch, self.waiting, self.images, self.rows)
+        return select_next_sequences(self.batch, self.waiting, self.images, self.rows)
 
     def step(self) -> list[SequenceStep]:
         if new := self.joining:
             self.waiting = self.waiting[len(new) :]
-            return self.batch.join(new)
+            return self.batch.add(new)
         return self.batch.step()
 
     def cancel(self, requests: list[ImageSequence]) -> None:
         self.waiting = [request for request in self.waiting if request not in requests]
-        self.batch.leave(requests)
+        self.batch.remove(requests)
 
 
 def submitted(line: Line, number: int, visit: Visit) -> ImageSequence:
@@ -150,11 +150,11 @@ def test_requests_wait_for_room_in_the_order_they_came() -> None:
         for part in line.step():
             if not requests[part.sequence].remaining:
                 finished.append(part.sequence)
-        assert len(line.batch.active) <= 2
+        assert len(line.batch.active_sequences) <= 2
     assert finished == [0, 1, 2, 3, 4]
     unguided, _ = (submitted(line, i, Visit(i, SAMPLINGS[0], Ar(), 0, 0)) for i in range(2))
     line.step()
-    assert len(line.batch.active) == 2
+    assert len(line.batch.active_sequences) == 2
     assert unguided.remaining == CODES - 1
 
 
@@ -179,7 +179,7 @@ def test_a_cancelled_request_leaves_at_once_and_is_forgotten() -> None:
     line.step()
     line.cancel([requests[0]])
     line.cancel([requests[0]])
-    assert line.batch.active == [requests[1]]
+    assert line.batch.active_sequences == [requests[1]]
     assert isinstance(engine.target, ToyTarget)
     assert isinstance(engine.drafter, ToyDrafter)
     line.step()
@@ -202,7 +202,7 @@ def test_who_fills_all_places_waits_for_all_unless_too_much_stands_idle_and_few_
     line.cancel(slow[1:2])
     assert line.joining, "two of four places would be idle for long"
     line.step()
-    assert line.batch.active == [*slow[2:], *others[:2]]
+    assert line.batch.active_sequences == [*slow[2:], *others[:2]]
     line.cancel([slow[2], others[4]])
     assert line.joining, "two wait, who do not fill all places"
 
@@ -212,7 +212,7 @@ class PartlyDamaged(ToyTarget):
 
     damaged: Callable[[], slice] = staticmethod(lambda: slice(0))
 
-    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         output = super().run(batch, cache)
         output.logits[self.damaged()] = np.nan
         return output
@@ -223,7 +223,7 @@ class PartlyDamagedDrafter(ToyDrafter):
 
     damaged: Callable[[], slice] = staticmethod(lambda: slice(0))
 
-    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         output = super().run(batch, cache)
         output.logits[self.damaged()] = np.nan
         return output
@@ -253,8 +253,8 @@ def test_a_sequence_whose_logits_are_no_numbers_ends_alone(
     while line.busy:
         concerned = step == damaged_step and requests[1].remaining > 0
         line.step()
-        assert line.batch.failed == ([requests[1]] if concerned and reached else [])
-        ended += line.batch.failed
+        assert line.batch.failed_sequences == ([requests[1]] if concerned and reached else [])
+        ended += line.batch.failed_sequences
         step += 1
     assert all("NaN" in str(request.error) for request in ended)
     for i, request in enumerate(requests):

@@ -21,7 +21,7 @@ from lantern_rt.runtime import eagle as drafting
 from lantern_rt.runtime import passes
 from lantern_rt.runtime.decode import Step
 from lantern_rt.runtime.drafting import Commit
-from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.state import DrafterLayout, Prompt
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 from lantern_rt.runtime.tree_names import parse_tree
@@ -118,7 +118,7 @@ def test_a_steps_codes_are_its_accepted_path_and_the_bonus(method: MethodConfig)
             path = part.acceptance.path
             assert path[0] == 0
             assert all(part.tree.parents[child] == parent for parent, child in itertools.pairwise(path))
-            bonus = [] if part.acceptance.bonus is None else [part.acceptance.bonus]
+            bonus = [] if part.acceptance.bonus_token is None else [part.acceptance.bonus_token]
             assert part.codes.tolist() == [*part.tree.tokens[path[1:]], *bonus]
             most = method.window + 1 if isinstance(method, Sjd) else parse_tree(method.tree).nodes  # type: ignore[attr-defined]
             assert part.tree.nodes <= most
@@ -234,7 +234,7 @@ def test_finished_requests_leave_the_batch() -> None:
 class Damaged(ToyDrafter):
     """A drafter whose weights hold NaN."""
 
-    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         output = super().run(batch, cache)
         output.logits[:] = np.nan
         return output

@@ -19,7 +19,7 @@ from toy_engine import AnyOrder, Hashes, ToyCache, ToyModel, decode, likelihood,
 from lantern_rt.methods import Groups, Sampling
 from lantern_rt.requests import Settings
 from lantern_rt.results import StreamState
-from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.groups import GroupLayout, TwoHeadLayout
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.state import Prompt
@@ -44,7 +44,7 @@ class GroupTarget(AnyOrder):
         own = super().logits(context)
         return np.concatenate([own, super().logits(context + np.uint64(11))], -1) if self.two_heads else own
 
-    def _sums(self, batch: Pass, cache: ToyCache, new: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
+    def _sums(self, batch: PassInput, cache: ToyCache, new: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
         context, right = super()._sums(batch, cache, new)
         return (context if batch.embeds is not None else context + np.uint64(3) * new), right
 
@@ -52,7 +52,7 @@ class GroupTarget(AnyOrder):
 class WobblyTarget(GroupTarget):
     """Logits that move a little with the shape of a pass."""
 
-    def run(self, batch: Pass, cache: Any) -> PassOutput:
+    def run(self, batch: PassInput, cache: Any) -> PassOutput:
         output = super().run(batch, cache)
         moves = np.random.default_rng([*batch.positions.shape, int(cache.lengths.sum())])
         return output._replace(logits=output.logits + moves.uniform(-0.01, 0.01, output.logits.shape).astype("f4"))
@@ -93,13 +93,13 @@ def distributions(
     assert isinstance(target, GroupTarget)
     rows, drawn_before = [], sum(map(len, layout.groups[:group]))
     for side in (prompt.cond, prompt.uncond):
-        seen, own = [target.prefix_hash(side.embeds)[side.real]], None
+        seen, own = [target.prefix_hash(side.embeds)[side.is_real]], None
         for number in range(1, group + 1):
             fed = [(known[cell], cell) for cell in layout.groups[number - 1]]
             vectors = 0 if target.two_heads else len(layout.groups[number]) - len(fed)
             fed += [(VOCABULARY + i, model.num_codes) for i in range(vectors)]
             tokens, places = np.array(fed).T
-            own = target.code_hash(tokens, len(side.real) + places)
+            own = target.code_hash(tokens, len(side.is_real) + places)
             seen.append(own)
         context = np.concatenate(seen).sum(dtype=np.uint64, keepdims=True)
         contexts = context if own is None else context + np.uint64(3) * own
@@ -247,6 +247,6 @@ def test_rounding_that_depends_on_the_batch_changes_no_code(groups: Groups_, sam
 
 def test_noise_is_forgotten_as_far_as_the_image_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[int] = []
-    monkeypatch.setattr(Noise, "forget", lambda own, before: forgotten.append(before))
+    monkeypatch.setattr(Noise, "forget_before", lambda own, before: forgotten.append(before))
     drawn(toy(), [make_prompt(1)], [3], Sampling())
     assert forgotten == [1, 1, 1, 4, 5, 16]

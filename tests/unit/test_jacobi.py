@@ -17,9 +17,9 @@ from lantern_rt.runtime import acceptance, tree_drafts
 from lantern_rt.runtime.drafting import Commit
 from lantern_rt.runtime.head_drafter import DraftHeadState
 from lantern_rt.runtime.heads import DraftHeads, head_shapes
-from lantern_rt.runtime.jacobi import Window
+from lantern_rt.runtime.jacobi import JacobiWindow
 from lantern_rt.runtime.raster import RasterLayout
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.runtime.state import ImageSequence
 from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import DraftTree, StaticTree
@@ -37,21 +37,21 @@ def choices_by(script: Script, patch: pytest.MonkeyPatch) -> None:
     """
 
     def choice(answers: TargetOutput, node: int) -> int:
-        position = int(answers.cells[node])
+        position = int(answers.next_codes[node])
         return int(script.below(position, float(answers.distribution(node)[1])))
 
     def perturb_logits(
         state: DraftHeadState, position: int, logits: NDArray[np.float32], add_noise: bool = True
     ) -> NDArray[np.float64]:
-        q = shape_distribution(logits, state.sequence.sampling)
+        q = compute_distribution(logits, state.sequence.sampling)
         seconds = [script.below(position, float(row[1])) if add_noise else row[1] > row[0] for row in q]
         return np.where(q > 0, np.array([[not second, second] for second in seconds], float), -np.inf)
 
-    for name in ("choice", "choice_without_recompute"):
+    for name in ("choose_token", "choose_token_without_recompute"):
         patch.setattr(TargetOutput, name, choice)
     patch.setattr(DraftHeadState, "perturb_logits", perturb_logits)
-    patch.setattr(TargetOutput, "decisions", lambda answers, node: script)
-    patch.setattr(acceptance, "sample", script.draw)
+    patch.setattr(TargetOutput, "decision_stream", lambda answers, node: script)
+    patch.setattr(acceptance, "sample_code", script.draw)
 
 
 def some_heads(codes: int, hidden_size: int) -> DraftHeads:
@@ -111,28 +111,28 @@ def test_a_whole_decode_is_exactly_distributed(
 
 
 def old_distributions_after_a_redraft(patch: pytest.MonkeyPatch) -> None:
-    right = Window.advance
+    right = JacobiWindow.redraft
 
-    def wrong(window: Window, accepted: int, target: Any) -> None:
+    def wrong(window: JacobiWindow, accepted: int, target: Any) -> None:
         old = window.proposals[accepted + 1 :]
         right(window, accepted, target)
         window.proposals[: len(old)] = old
 
-    patch.setattr(Window, "advance", wrong)
+    patch.setattr(JacobiWindow, "redraft", wrong)
 
 
 def drafts_that_look_behind_them(patch: pytest.MonkeyPatch) -> None:
     """A window is only used if its last code is 0: a later code decides about earlier ones."""
-    right = Window.draft
+    right = JacobiWindow.draft
 
-    def wrong(window: Window, committed: Any, missing: int, known: Any) -> Any:
+    def wrong(window: JacobiWindow, committed: Any, missing: int, known: Any) -> Any:
         tree = right(window, committed, missing, known)
         if window.codes and window.codes[-1] != 0:
             window.codes, window.proposals = [], []
             tree = right(window, committed, 1, known)
         return tree
 
-    patch.setattr(Window, "draft", wrong)
+    patch.setattr(JacobiWindow, "draft", wrong)
 
 
 def decisions_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,9 @@ def decisions_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(tree: Any, target: Any, choice: Any, rule: Any, decisions: Any, missing: int) -> Any:
         answers = choice.__self__
-        return right(tree, target, choice, rule, lambda node: decisions(node).at(int(answers.cells[node])), missing)
+        return right(
+            tree, target, choice, rule, lambda node: decisions(node).at(int(answers.next_codes[node])), missing
+        )
 
     patch.setattr(tree_drafts, "walk_relaxed", wrong)
 
@@ -186,8 +188,8 @@ def test_copies_of_a_neighbour_are_accepted_whole_where_the_picture_is_of_one_co
 # ---------------------------------------------------------------- the window
 
 
-def window_of() -> Window:
-    return Window(4, RasterLayout(30, 3), proposing=True)
+def window_of() -> JacobiWindow:
+    return JacobiWindow(4, RasterLayout(30, 3), stores_proposals=True)
 
 
 def test_new_positions_copy_the_left_neighbour_or_the_upper_one_in_the_first_column() -> None:
@@ -213,13 +215,13 @@ def test_after_a_pass_the_rest_of_the_window_moves_up_and_is_redrafted() -> None
     assert isinstance(chain, StaticTree)
     structure = DraftTree(np.zeros(5, np.int64), chain.parents).structure
     target = output_of(logits, structure, range(1, 6))
-    window.advance(1, target)  # one draft accepted, the second refused and replaced
+    window.redraft(1, target)  # one draft accepted, the second refused and replaced
     assert window.codes == [2, 3, 4]
     tree = window.draft([1, 1, 7], 20)
     assert tree.tokens.tolist() == [7, 2, 3, 4, 2], "the new position starts a row and takes what is above it"
     proposals = [tree.proposal(node) for node in range(4)]
     assert [None if q is None else int(q.argmax()) for q in proposals] == [2, 3, 4, None]
-    window.advance(4, target)
+    window.redraft(4, target)
     assert window.codes == []
 
 
@@ -276,7 +278,7 @@ def test_heads_correct_drafts_behind_a_new_code_and_guess_new_ones_by_what_stand
     state = DraftHeadState(request, heads)
     state.update(Commit(request, np.array([5, 10]), [np.array([0, 1])], slice(0, 1), hidden, target, draft))
     assert state.draft().tokens.tolist() == [10, 11, 0, 8, 10], "after 10, after 11, as the pass said after 0, a guess"
-    assert np.flatnonzero(heads.predict(np.array([7]), 4, state.context)[0] > 9).tolist() == [5, 9]
+    assert np.flatnonzero(heads.predict_logits(np.array([7]), 4, state.context)[0] > 9).tolist() == [5, 9]
 
 
 def test_heads_look_up_within_a_grid_and_not_from_the_second_grid_into_the_first() -> None:
@@ -288,7 +290,7 @@ def test_heads_look_up_within_a_grid_and_not_from_the_second_grid_into_the_first
     state = DraftHeadState(ImageSequence(0, plan, make_prompt(1), 0), heads)
     state.context[:] = rng.standard_normal(state.context.shape)
     previous = np.array([1])
-    alone = heads.predict(previous, -1, state.context)
+    alone = heads.predict_logits(previous, -1, state.context)
     assert np.array_equal(state.logits(6, previous), alone)
-    assert np.array_equal(state.logits(9, previous), heads.predict(previous, 6, state.context))
+    assert np.array_equal(state.logits(9, previous), heads.predict_logits(previous, 6, state.context))
     assert not np.allclose(state.logits(9, previous), alone)

@@ -72,7 +72,7 @@ def test_what_is_forgotten_comes_back_the_same() -> None:
     noise = Noise(1)
     before = noise.gumbel(0, 40, 9)
     done, needed = (weakref.ref(noise.gumbel(position, 16, 9).base) for position in (0, 32))
-    noise.forget(35)
+    noise.forget_before(35)
     assert done() is None  # its memory is free
     assert needed() is not None
     np.testing.assert_array_equal(noise.gumbel(0, 40, 9), before)
@@ -91,7 +91,7 @@ def test_noise_is_finite_and_gumbel_distributed() -> None:
         (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: Noise(n + 1).gumbel(0, 1, 4)[0]),
         (lambda n: Noise(n).gumbel(1, 1, 4)[0], lambda n: Noise(n + 1).gumbel(0, 1, 4)[0]),
         (lambda n: Noise(7).gumbel(n, 1, 4)[0], lambda n: Noise(7).gumbel(n + 1, 1, 4)[0]),
-        (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: Noise(n).decisions(0).random(4)),
+        (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: Noise(n).decision_stream(0).random(4)),
         (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: np.roll(Noise(n).gumbel(0, 1, 4)[0], 1)),
     ],
     ids=["positions", "seeds", "seed and position", "positions of one seed", "decisions", "codes"],
@@ -106,10 +106,10 @@ def test_numbers_of_different_positions_seeds_and_uses_are_independent(one: obje
 
 
 def test_decisions_at_a_position_start_anew_whatever_was_decided_before() -> None:
-    noise, fresh = Noise(3), Noise(3).decisions(5).random(6)
-    noise.decisions(4).random(3)
-    assert np.array_equal(noise.decisions(5).random(6), fresh)
-    assert np.array_equal(noise.decisions(5).random(6), fresh)
+    noise, fresh = Noise(3), Noise(3).decision_stream(5).random(6)
+    noise.decision_stream(4).random(3)
+    assert np.array_equal(noise.decision_stream(5).random(6), fresh)
+    assert np.array_equal(noise.decision_stream(5).random(6), fresh)
     stream = np.random.Philox(key=3, counter=(1 << 128) + (5 << 64))  # docs/seeds.md
     assert np.array_equal(np.random.Generator(stream).random(6), fresh)
 
@@ -118,9 +118,9 @@ def test_threads_may_make_noise_while_another_reads_and_forgets_it() -> None:
     noise = Noise(7)
     with ThreadPoolExecutor(4) as threads:
         for group in range(40):
-            made = [threads.submit(noise.prepare, group + ahead, 700) for ahead in (3, 1, 2, 1)]
+            made = [threads.submit(noise.prepare_group, group + ahead, 700) for ahead in (3, 1, 2, 1)]
             found = noise.gumbel(16 * group + 3, 10, 700)
             np.testing.assert_array_equal(found, Noise(7).gumbel(16 * group + 3, 10, 700))
-            noise.forget(16 * group)
+            noise.forget_before(16 * group)
             for one in made:
                 one.result()

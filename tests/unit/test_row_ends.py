@@ -103,8 +103,8 @@ def test_pictures_of_other_shapes_that_share_passes_change_nothing(method: Metho
         batch = Batch(one)
         plans = [plan_of(layout, sampling, method) for layout in layouts]
         requests = [ImageSequence(i, plans[i], make_prompt(i), i) for i in numbers]
-        batch.join(requests)
-        while batch.active:
+        batch.add(requests)
+        while batch.active_sequences:
             batch.step()
         return [request.codes[: request.layout.num_codes] for request in requests]
 
@@ -171,7 +171,7 @@ def test_likelihoods_count_codes_and_not_the_ends_of_rows() -> None:
 def test_a_chain_is_laid_out_as_its_codes_are_spelled(codes: list[int], columns: int, first: int) -> None:
     raster = raster_layout(columns * 30, columns, 100)
     tree = DraftTree(np.array(codes), np.arange(len(codes)) - 1)
-    laid, whole = raster.lay_out(tree, first), raster.insert_tokens(np.array([*[0] * first, *codes, 0]))[:-1]
+    laid, whole = raster.lay_out(tree, first), raster.insert_row_ends(np.array([*[0] * first, *codes, 0]))[:-1]
     start = raster.position(first)
     assert laid.tokens.tolist() == whole[start:].tolist()
     assert laid.positions.tolist() == list(range(start, start + len(laid.tokens)))
@@ -201,7 +201,7 @@ def test_sequences_of_official_sizes_end_their_rows_where_the_published_constrai
     codes = 2 * high * 2 * wide
     ours = raster_layout(codes, 2 * wide, row_end)
     assert [
-        *ours.insert_tokens(np.full(codes, -1)).tolist(),
+        *ours.insert_row_ends(np.full(codes, -1)).tolist(),
         row_end,
         end_of_image,
     ] == official  # these two draw nothing

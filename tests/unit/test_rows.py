@@ -46,9 +46,9 @@ def distribution(model: ToyModel, prompt: Prompt, seen: Known, sampling: Samplin
     target, sides = model.target, []
     assert isinstance(target, ToyTarget)
     for side in (prompt.cond, prompt.uncond):
-        parts = target.prefix_hash(side.embeds)[side.real]
+        parts = target.prefix_hash(side.embeds)[side.is_real]
         cells = np.array([*seen], np.int64)
-        hashes = np.append(parts, target.code_hash(np.array([*seen.values()], np.int64), len(side.real) + cells))
+        hashes = np.append(parts, target.code_hash(np.array([*seen.values()], np.int64), len(side.is_real) + cells))
         sides.append(target.logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
     scale = sampling.cfg_scale if index < sampling.count_guided(model.num_codes) else 1.0
     return naive_distribution(sides[1] + scale * (sides[0] - sides[1]), sampling)
@@ -162,11 +162,11 @@ def test_every_cell_is_drawn_once_after_those_that_it_sees(
         grid.num_drafts = int(rng.integers(0, ahead + 1))
         batch, passes = grid.next_pass(), passes + 1
         assert 0 < batch.nodes <= most
-        for cells in (batch.cells[batch.attended > 0], batch.cells[batch.sampled] + 1, batch.cached_cells):
+        for cells in (batch.cells[batch.num_attended > 0], batch.cells[batch.sampled_nodes] + 1, batch.cached_cells):
             assert len({*cells.tolist()}) == len(cells)
-        assert not {*batch.cells[batch.attended > 0].tolist()} & {*batch.cached_cells.tolist()}
-        assert (batch.structure.ancestors.sum(0)[batch.attended == 0] == 1).all()  # no other sees what stands in
-        kept, drawn = grid.commit(batch, rng.integers(0, 2, len(batch.sampled)))  # drafts are right now and then
+        assert not {*batch.cells[batch.num_attended > 0].tolist()} & {*batch.cached_cells.tolist()}
+        assert (batch.structure.ancestors.sum(0)[batch.num_attended == 0] == 1).all()  # no other sees what stands in
+        kept, drawn = grid.commit(batch, rng.integers(0, 2, len(batch.sampled_nodes)))  # drafts are right now and then
         assert len(drawn) + len(kept) > 0  # or nothing would ever happen
         assert not known & {*drawn.tolist()}
         for cell in drawn.tolist():

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from toy_engine import ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt, output_of, scramble
 
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling, Sjd
-from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.layout import PassLayout
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.sampling import choose, is_decisive
+from lantern_rt.runtime.sampling import choose_codes, is_decisive
 from lantern_rt.runtime.statistics import Statistics
 from lantern_rt.runtime.target import choose_for_sequences
 from lantern_rt.runtime.tree import DraftTree
@@ -34,7 +34,7 @@ Rows = NDArray[np.float32]
 
 def judged(logits: Rows, noise: Rows | None, sampling: Sampling, tie_margin: float) -> tuple[Any, Any]:
     """Codes of every row, and whether they are clear."""
-    codes = choose(logits, noise, sampling)
+    codes = choose_codes(logits, noise, sampling)
     noises = [None] * len(logits) if noise is None else noise
     rows = zip(logits, noises, codes.tolist(), strict=True)
     return codes, np.array([is_decisive(own, loud, code, sampling, tie_margin) for own, loud, code in rows])
@@ -43,7 +43,7 @@ def judged(logits: Rows, noise: Rows | None, sampling: Sampling, tie_margin: flo
 class WobblyTarget(ToyTarget):
     """Logits move with the shape of a pass and the place in it: from one to another, two move apart by up to WOBBLE."""
 
-    def run(self, batch: Pass, cache: Any) -> PassOutput:
+    def run(self, batch: PassInput, cache: Any) -> PassOutput:
         output = super().run(batch, cache)
         rows, nodes = batch.positions.shape
         places = np.arange(rows * nodes * self.vocabulary).reshape(rows, nodes, -1)
@@ -111,8 +111,8 @@ def test_neighbours_choose_together_what_each_would_choose_as_far_as_memory_goes
     layout = Counted(np.arange(2), np.arange(4, 6), chain.ancestors)
     own = [output_of(logits, chain, range(4, 6), layout, slice(i, i + 1), seed=i) for i in range(count)]
     choose_for_sequences(logits, own)
-    expected = [choose(logits[i, :2], Noise(i).gumbel(4, 2, 5), Sampling()).tolist() for i in range(count)]
-    assert [[one.choice_without_recompute(node) for node in range(2)] for one in own] == expected
+    expected = [choose_codes(logits[i, :2], Noise(i).gumbel(4, 2, 5), Sampling()).tolist() for i in range(count)]
+    assert [[one.choose_token_without_recompute(node) for node in range(2)] for one in own] == expected
     assert alone == [*range(together, count)]
 
 
@@ -144,7 +144,7 @@ def test_a_clear_choice_stays_however_logits_move_within_the_margin(
     rng = np.random.default_rng(seed + 1)
     for _ in range(20):
         moves = reach * (rng.uniform(-1, 1, logits.shape) if rng.random() < 0.5 else rng.choice([-1, 1], logits.shape))
-        moved = choose((logits + moves).astype(np.float32), noise, sampling)
+        moved = choose_codes((logits + moves).astype(np.float32), noise, sampling)
         np.testing.assert_array_equal(moved[clear], codes[clear])
 
 

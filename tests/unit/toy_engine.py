@@ -24,11 +24,11 @@ from lantern_rt.runtime import decode as decoding
 from lantern_rt.runtime import likelihood as likelihoods
 from lantern_rt.runtime.decode import Step
 from lantern_rt.runtime.drafters import count_nodes
-from lantern_rt.runtime.engine import HiddenView, Pass, PassOutput
+from lantern_rt.runtime.engine import HiddenView, PassInput, PassOutput
 from lantern_rt.runtime.layout import ImageLayout, PassLayout
 from lantern_rt.runtime.likelihood import Likelihood
 from lantern_rt.runtime.raster import RasterLayout, RowEndLayout
-from lantern_rt.runtime.state import DrafterLayout, ImageSequence, Model, Plan, PrefixRow, Prompt
+from lantern_rt.runtime.state import DecodePlan, DrafterLayout, ImageSequence, LoadedModel, PrefixRow, Prompt
 from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import TreeStructure
 
@@ -130,7 +130,7 @@ class ToyCache:
         before = contexts[rows, columns - 1] + self.entries.hashes[rows, columns]
         assert (contexts[rows, columns] == before).all(), "a committed code has not seen the one before it"
 
-    def discard(self) -> None:
+    def forbid_memory_reuse(self) -> None:
         pass
 
     def truncate(self, lengths: NDArray[np.int64]) -> None:
@@ -175,7 +175,7 @@ class ToyEngine:
         longest = int(cache.lengths.max())
         return min(-(-longest // self.round_span) * self.round_span, cache.entries.hashes.shape[1])
 
-    def _sums(self, batch: Pass, cache: ToyCache, new: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
+    def _sums(self, batch: PassInput, cache: ToyCache, new: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
         """Context hash per node, and whether the positions it sees are right; `[rows, nodes]`."""
         rows, nodes = batch.positions.shape
         self.passes.append((rows, nodes))
@@ -219,7 +219,7 @@ class ToyTarget(ToyEngine):
     def logits(self, context: Hashes) -> NDArray[np.float32]:
         return table_logits(context, self.vocabulary, self.seed, self.spread)
 
-    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         assert batch.hidden is None
         if batch.embeds is not None:
             assert batch.tokens is None
@@ -250,7 +250,7 @@ class AnyOrder(ToyTarget):
 
     contiguous = False
 
-    def _sums(self, batch: Pass, cache: ToyCache, new: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
+    def _sums(self, batch: PassInput, cache: ToyCache, new: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
         context, right = super()._sums(batch, cache, new)
         return context, np.ones_like(right)
 
@@ -271,7 +271,7 @@ class ToyDrafter(ToyEngine):
         own = table_logits(context, self.vocabulary, self.seed + 1000, self.spread)
         return (self.agreement * self.target.logits(context) + (1 - self.agreement) * own).astype(np.float32)
 
-    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         assert batch.tokens is not None
         assert batch.hidden is not None
         assert batch.embeds is None
@@ -296,7 +296,7 @@ class ToyDrafter(ToyEngine):
         return PassOutput(logits, hidden, Entries(new, batch.positions, context, origin, masked, ~right))
 
     def _sums_with_prefix(
-        self, batch: Pass, cache: ToyCache, new: Hashes, padding: NDArray[np.bool_]
+        self, batch: PassInput, cache: ToyCache, new: Hashes, padding: NDArray[np.bool_]
     ) -> tuple[Hashes, NDArray[np.bool_]]:
         """`_sums`, where padded prefix slots of this very pass must be hidden too (if the layout masks them)."""
         seen, right = self._sums(batch, cache, new)
@@ -308,7 +308,7 @@ class ToyDrafter(ToyEngine):
 
 
 @dataclass(frozen=True)
-class ToyModel(Model):
+class ToyModel(LoadedModel):
     """A model with the layout of its images."""
 
     image: ImageLayout = field(default_factory=lambda: RasterLayout(4))
@@ -332,9 +332,9 @@ def raster_layout(codes: int, columns: int = 1, row_end: int | None = None) -> R
     return RasterLayout(codes, columns) if row_end is None else RowEndLayout(codes, columns, row_end=row_end)
 
 
-def plan_of(layout: ImageLayout, sampling: Sampling, method: MethodConfig, adaptive: bool = False) -> Plan:
+def plan_of(layout: ImageLayout, sampling: Sampling, method: MethodConfig, adaptive: bool = False) -> DecodePlan:
     """How images of a layout are generated."""
-    return Plan(layout, sampling, method, count_nodes(method), adaptive)
+    return DecodePlan(layout, sampling, method, count_nodes(method), adaptive)
 
 
 def decode(
@@ -347,13 +347,13 @@ def decode(
     **more: Any,
 ) -> Generator[Step, None, None]:
     """Decode images of the model's layout."""
-    plan = Plan(model.image, sampling, method, count_nodes(method, model.max_nodes), adaptive)
+    plan = DecodePlan(model.image, sampling, method, count_nodes(method, model.max_nodes), adaptive)
     return decoding.decode(model, plan, prompts, seeds, **more)
 
 
 def likelihood(model: ToyModel, prompt: Prompt, codes: Any, sampling: Sampling, counted: Any = None) -> Likelihood:
     """The likelihood of an image of the model's layout."""
-    return likelihoods.likelihood(model, plan_of(model.image, sampling, Ar()), prompt, codes, counted)
+    return likelihoods.compute_likelihood(model, plan_of(model.image, sampling, Ar()), prompt, codes, counted)
 
 
 def make_prompt(identity: int, prefix: int = 3, padding: int = 0) -> Prompt:
@@ -399,7 +399,7 @@ class ToyNodes:
     """Nodes of a draft of which nothing else is asked."""
 
     structure: TreeStructure
-    cells: Sequence[int]
+    next_codes: Sequence[int]
 
     def preceding_codes(self, node: int) -> NDArray[np.int64]:
         return np.empty(0, np.int64)
@@ -408,7 +408,7 @@ class ToyNodes:
 def output_of(
     logits: NDArray[Any],
     structure: TreeStructure,
-    cells: Sequence[int],
+    next_codes: Sequence[int],
     layout: PassLayout | None = None,
     rows: slice = slice(None),
     seed: int = 0,
@@ -417,7 +417,7 @@ def output_of(
     sequence = ImageSequence(0, plan_of(RasterLayout(1), Sampling(), Ar()), make_prompt(0), seed)
     depths = structure.depths
     layout = layout or PassLayout(depths, depths, structure.ancestors)
-    return TargetOutput(sequence, ToyNodes(structure, cells), layout, logits, rows)
+    return TargetOutput(sequence, ToyNodes(structure, next_codes), layout, logits, rows)
 
 
 def codes_of(steps: Iterable[Step], images: int) -> list[list[int]]:
@@ -430,7 +430,7 @@ def codes_of(steps: Iterable[Step], images: int) -> list[list[int]]:
 
 
 def naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
-    """Temperature, top-k and top-p written down plainly, as a second opinion on `shape_distribution`."""
+    """Temperature, top-k and top-p written down plainly, as a second opinion on `compute_distribution`."""
     weights = np.exp((logits - logits.max()) / (sampling.temperature or 1.0))
     for name in sampling.filter_order.split(", "):
         order = sorted(range(len(weights)), key=lambda code: -weights[code])
@@ -451,10 +451,10 @@ def next_distribution(model: ToyModel, prompt: Prompt, codes: Sequence[int], sam
     """The target's distribution after tokens, from the table, without any engine or runtime."""
     target = model.target
     assert isinstance(target, ToyTarget)
-    prefix = len(prompt.cond.real)
+    prefix = len(prompt.cond.is_real)
     rows = []
     for side in [prompt.cond, prompt.uncond]:
-        parts = target.prefix_hash(side.embeds)[side.real]
+        parts = target.prefix_hash(side.embeds)[side.is_real]
         if codes:
             parts = np.append(parts, target.code_hash(np.array(codes), prefix + np.arange(len(codes))))
         rows.append(target.logits(parts.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
