@@ -41,7 +41,8 @@ def orders(q: Probabilities, count: int) -> Iterator[tuple[float, tuple[int, ...
     """Every outcome of `count` draws without replacement from q, with its probability."""
     support = np.flatnonzero(q).tolist()
     for codes in itertools.permutations(support, min(count, len(support))):
-        weight, left = 1.0, 1.0
+        weight = 1.0
+        left = 1.0
         for code in codes:
             weight *= q[code] / left
             left -= q[code]
@@ -52,7 +53,8 @@ def step_output(
     p: Probabilities, drafts: list[tuple[float, tuple[int, ...]]], q: Probabilities | None, rule: Relaxation
 ) -> tuple[Probabilities, float]:
     """Distribution of the first code of a step whose root has the drafted children, and its realised TVD."""
-    output, realised = np.zeros_like(p), 0.0
+    output = np.zeros_like(p)
+    realised = 0.0
     for weight, codes in drafts:
         tree = DraftTree(np.array([0, *codes]), np.array([-1] + [0] * len(codes)), lambda node: q)
         for chance, accepted in enumerated(tree, lambda node: p, rule):

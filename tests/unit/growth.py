@@ -51,11 +51,14 @@ class Held:
 
 def images(bundle: str) -> Iterator[int]:
     """Batches of every size with every method; how many images so far."""
-    pipe, count, batch = Pipeline.from_bundle(bundle, threads=2), 0, 0
+    pipe = Pipeline.from_bundle(bundle, threads=2)
+    count = 0
+    batch = 0
     while True:
         size = BATCHES[batch % len(BATCHES)]
         pipe("red sphere", num_images=size, seed=batch, method=METHODS[batch % len(METHODS)])
-        batch, count = batch + 1, count + size
+        batch = batch + 1
+        count = count + size
         yield count
 
 
@@ -76,7 +79,10 @@ def service(bundle: str) -> Iterator[int]:
 
     Every image is compared with the one that its request gives alone.
     """
-    pipe, rng, count, number = Pipeline.from_bundle(bundle, threads=2), random.Random(0), 0, 0
+    pipe = Pipeline.from_bundle(bundle, threads=2)
+    rng = random.Random(0)
+    count = 0
+    number = 0
     asked = [(method, seed) for method in METHODS for seed in range(3)]
     alone = {key: pipe("red sphere", num_images=2, seed=key[1], method=key[0]).codes for key in asked}
     news: queue.Queue[tuple[int, Any]] = queue.Queue()
@@ -84,7 +90,8 @@ def service(bundle: str) -> Iterator[int]:
     with Service(pipe, together=6, waiting=60) as drawn:
         while True:
             while len(tickets) < 8:
-                key, number = rng.choice(asked), number + 1
+                key = rng.choice(asked)
+                number = number + 1
                 leaves = rng.randrange(12) if rng.random() < 0.25 else 1 << 30
                 hear = partial(lambda own, step: news.put((own, step)), number)
                 request = {"num_images": 2, "seed": key[1], "method": key[0]}

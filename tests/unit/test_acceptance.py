@@ -40,8 +40,10 @@ def test_exact_acceptance_of_fixed_siblings_gives_out_p(p: Probabilities, codes:
 @settings(max_examples=60)
 def test_exact_acceptance_down_a_whole_tree_gives_out_the_joint_distribution(data: st.DataObject) -> None:
     """Random trees with fixed children, every node with a distribution of its own: three codes ahead."""
-    size, count = 3, data.draw(st.integers(1, 9))
-    parents, tokens = [-1], [0]
+    size = 3
+    count = data.draw(st.integers(1, 9))
+    parents = [-1]
+    tokens = [0]
     for node in range(1, count):
         parent = data.draw(st.integers(0, node - 1))
         free = [c for c in range(size) if c not in [tokens[n] for n in range(1, node) if parents[n] == parent]]
@@ -102,7 +104,8 @@ def test_one_sampled_candidate_moves_the_output_by_the_expected_gain_in_acceptan
 
 
 def test_a_walk_follows_the_choices_for_as_long_as_they_were_drafted() -> None:
-    tree, asked = DraftTree(np.array([0, 5, 6, 7, 8]), np.array([-1, 0, 0, 2, 3])), []
+    tree = DraftTree(np.array([0, 5, 6, 7, 8]), np.array([-1, 0, 0, 2, 3]))
+    asked = []
 
     def choice(node: int) -> int:
         asked.append(node)
@@ -113,7 +116,9 @@ def test_a_walk_follows_the_choices_for_as_long_as_they_were_drafted() -> None:
 
 
 def test_a_candidate_that_cannot_have_been_drawn_is_passed_over_but_uses_its_number() -> None:
-    p, q, numbers = np.array([0.0, 0.0, 1.0]), np.array([0.0, 0.0, 1.0]), iter([0.0, 0.5])
+    p = np.array([0.0, 0.0, 1.0])
+    q = np.array([0.0, 0.0, 1.0])
+    numbers = iter([0.0, 0.5])
     stream: Any = SimpleNamespace(random=lambda: next(numbers))
     tree = DraftTree(np.array([0, 1, 2]), np.array([-1, 0, 0]), lambda node: q)
     accepted = walk_relaxed(tree, lambda node: p, lambda node: 0, EXACT, lambda node: stream, MANY)
@@ -123,7 +128,8 @@ def test_a_candidate_that_cannot_have_been_drawn_is_passed_over_but_uses_its_num
 @pytest.mark.parametrize(("missing", "bonus"), [(1, None), (2, None), (3, None), (4, 0)])
 def test_what_lies_past_the_pictures_end_is_neither_accepted_nor_counted(missing: int, bonus: int | None) -> None:
     """A chain of three drafts that are all accepted, by relaxation alone, where there is room."""
-    chain, p = lines([0, 1, 1, 1], [-1, 0, 1, 2]), np.array([0.4, 0.3, 0.3])
+    chain = lines([0, 1, 1, 1], [-1, 0, 1, 2])
+    p = np.array([0.4, 0.3, 0.3])
     rule = Relaxation(np.array([[2], [2], [0]]), 1, delta=0.35)
     path = [0, 1, 2, 3][: missing + 1]
     stream: Any = SimpleNamespace(random=lambda: 0.5)
@@ -151,7 +157,8 @@ def test_greedy_acceptance_follows_the_arg_max_and_gives_its_successor() -> None
 
 
 def test_greedy_acceptance_takes_a_code_whose_neighbours_lift_it_above_the_arg_max() -> None:
-    tree, p = lines([0, 1], [-1, 0]), np.array([0.4, 0.25, 0.05, 0.3])
+    tree = lines([0, 1], [-1, 0])
+    p = np.array([0.4, 0.25, 0.05, 0.3])
     near = np.array([[1, 2, 3], [3, 2, 0], [3, 1, 0], [1, 2, 0]])
     lifted = walk_greedy(tree, lambda node: p, Relaxation(near, 2, delta=0.3), MANY)
     held = walk_greedy(tree, lambda node: p, Relaxation(near, 2, delta=0.29), MANY)
@@ -162,7 +169,8 @@ def test_greedy_acceptance_takes_a_code_whose_neighbours_lift_it_above_the_arg_m
 
 def test_greedy_acceptance_prefers_the_longest_path_and_then_the_first_leaf() -> None:
     near = np.array([[1, 2], [0, 2], [0, 1]])
-    rule, p = Relaxation(near, 2, delta=0.9), np.array([0.34, 0.33, 0.33])
+    rule = Relaxation(near, 2, delta=0.9)
+    p = np.array([0.34, 0.33, 0.33])
     both = lines([0, 0, 1, 0, 1], [-1, 0, 0, 1, 2])
     assert walk_greedy(both, lambda node: p, rule, MANY).path == [0, 1, 3]
     assert walk_greedy(lines([0, 0, 1, 0, 1], [-1, 0, 0, 1, 2], [4, 3]), lambda node: p, rule, MANY).path == [0, 2, 4]
@@ -216,7 +224,8 @@ def joint(tree: DraftTree, p: dict[int, Probabilities], rule: Relaxation | None)
 
     p: of the second code by the first, and of the first at -1.
     """
-    found, realised = np.zeros((len(p) - 1,) * 2), 0.0
+    found = np.zeros((len(p) - 1,) * 2)
+    realised = 0.0
     for weight, accepted in enumerated(tree, lambda n: p[-1 if n == 0 else int(tree.tokens[n])], rule):
         realised += weight * accepted.realised_tvd
         codes = [int(tree.tokens[n]) for n in accepted.path[1:]]
@@ -267,7 +276,8 @@ def test_a_step_of_two_drawn_codes_moves_by_no_more_than_its_bound(data: st.Data
 
 def test_two_siblings_under_delta_a_quarter_move_a_code_further_than_delta() -> None:
     """Each candidate has no probability and borrows a quarter of what is left, from a neighbour of its own."""
-    p, near = np.array([0.0, 0.0, 0.25, 0.1875, 0.5625]), np.array([[2], [3], [0], [1], [0]])
+    p = np.array([0.0, 0.0, 0.25, 0.1875, 0.5625])
+    near = np.array([[2], [3], [0], [1], [0]])
     rule = Relaxation(near, 1, delta=0.25)
     one, _ = step_output(p, [(1.0, (0,))], None, rule)
     two, realised = step_output(p, [(1.0, (0, 1))], None, rule)
@@ -277,7 +287,8 @@ def test_two_siblings_under_delta_a_quarter_move_a_code_further_than_delta() -> 
 
 
 def test_two_drawn_candidates_under_delta_move_a_code_by_more_than_two_fixed_ones_may() -> None:
-    p, q = np.array([0.0, 0.0, 0.25, 0.25, 0.25, 0.25]), np.array([0.5, 0.5, 0, 0, 0, 0])
+    p = np.array([0.0, 0.0, 0.25, 0.25, 0.25, 0.25])
+    q = np.array([0.5, 0.5, 0, 0, 0, 0])
     rule = Relaxation(np.array([[2], [3], [0], [1], [0], [1]]), 1, delta=0.25)
     output, _ = step_output(p, list(orders(q, 1)), q, rule)
     assert tvd(output, p) == pytest.approx(0.5)
@@ -286,6 +297,7 @@ def test_two_drawn_candidates_under_delta_move_a_code_by_more_than_two_fixed_one
 
 def test_the_published_residual_has_no_bound() -> None:
     """Two certain candidates under delta 0.05 may take nearly everything from a code that lent nothing."""
-    p, near = np.array([0.01, 0.04, 0.9, 0.05]), np.array([[1, 2], [0, 2], [0, 1], [0, 1]])
+    p = np.array([0.01, 0.04, 0.9, 0.05])
+    near = np.array([[1, 2], [0, 2], [0, 1], [0, 1]])
     output, _ = step_output(p, [(1.0, (0,))], None, Relaxation(near, 1, delta=0.05, residual="neighborhood"))
     assert tvd(output, p) > 0.85

@@ -19,7 +19,8 @@ from lantern_rt.runtime.drafting import SequenceStep
 from lantern_rt.runtime.engine import Pass, PassOutput
 from lantern_rt.runtime.state import ImageSequence, Prompt
 
-VOCABULARY, CODES = 5, 9
+VOCABULARY = 5
+CODES = 9
 NEAR = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
 METHODS: list[MethodConfig] = [
     Ar(),
@@ -143,7 +144,8 @@ def test_tokens_do_not_depend_on_who_shares_the_passes(visits: list[Visit], rows
 
 
 def test_requests_wait_for_room_in_the_order_they_came() -> None:
-    line, sampling = Line(model(), rows=4), SAMPLINGS[1]
+    line = Line(model(), rows=4)
+    sampling = SAMPLINGS[1]
     requests = [submitted(line, i, Visit(i, sampling, Ar(), 0, 0)) for i in range(5)]
     finished: list[int] = []
     while line.busy:

@@ -24,15 +24,18 @@ class Columns:
 
     def run(self, on_past: Bools, among: Bools) -> np.ndarray:
         """A pass whose nodes see these entries and nodes; checks all of it, and returns the nodes' numbers."""
-        (rows, nodes, _), cache = among.shape, self.cache
+        (rows, nodes, _) = among.shape
+        cache = self.cache
         past_length = cache.past_length()
         mask = np.zeros((rows, nodes, past_length + nodes), bool)
-        mask[:, :, : on_past.shape[2]], mask[:, :, past_length:] = on_past, among
+        mask[:, :, : on_past.shape[2]] = on_past
+        mask[:, :, past_length:] = among
         feeds = cache.encode(Pass(np.tile(np.arange(nodes), (rows, 1)), mask), padded_node_count(nodes))
         new = self.next + np.arange(rows * nodes).reshape(rows, nodes)
         self.next += rows * nodes
         assert (np.sort(cache.column_of) == np.arange(cache.columns)).all(), "every column once"
-        spare, write = cache.columns - 1, feeds["write"][:, :, 0]
+        spare = cache.columns - 1
+        write = feeds["write"][:, :, 0]
         assert write.shape == (rows, padded_node_count(nodes), 3)
         assert not write[..., 2].any()
         assert (write[..., 0] == np.arange(rows)[:, None]).all()
@@ -79,7 +82,8 @@ def test_a_graph_reads_what_the_mask_says_after_any_history(data: st.DataObject)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     columns = Columns(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 70)) + ROOM)
     for _ in range(data.draw(st.integers(1, 8))):
-        cache, rows = columns.cache, len(columns.entries)
+        cache = columns.cache
+        rows = len(columns.entries)
         action = data.draw(st.sampled_from(["pass", "pass", "pass", "truncate", "select", "join"]))
         if action == "truncate":
             cache.truncate(rng.integers(0, cache.lengths + 1))
@@ -87,14 +91,16 @@ def test_a_graph_reads_what_the_mask_says_after_any_history(data: st.DataObject)
         elif action == "select":
             kept = rng.permutation(rows)[: rng.integers(1, rows + 1)]
             cache.select(kept)
-            columns.stands, columns.entries = columns.stands[kept], [columns.entries[row][:] for row in kept]
+            columns.stands = columns.stands[kept]
+            columns.entries = [columns.entries[row][:] for row in kept]
         elif action == "join":
             other = Columns(data.draw(st.integers(1, 2)), data.draw(st.integers(1, 150)) + ROOM)
             other.next = columns.next
             fill(other, rng)
             cache.join(other.cache)
             both = [np.pad(one, ((0, 0), (0, cache.columns - one.shape[1]))) for one in (columns.stands, other.stands)]
-            columns.stands, columns.next = np.concatenate(both), other.next
+            columns.stands = np.concatenate(both)
+            columns.next = other.next
             columns.entries += other.entries
         else:
             fill(columns, rng)
@@ -103,7 +109,8 @@ def test_a_graph_reads_what_the_mask_says_after_any_history(data: st.DataObject)
 
 def fill(columns: Columns, rng: np.random.Generator) -> None:
     """A pass over nodes with any mask, of which every row keeps some."""
-    rows, nodes = len(columns.entries), int(rng.integers(1, ROOM))
+    rows = len(columns.entries)
+    nodes = int(rng.integers(1, ROOM))
     longest = max(map(len, columns.entries))
     everywhere = rng.random((rows, 1, longest)) < 0.7
     on_past = everywhere | (rng.random((rows, nodes, longest)) < 0.3)

@@ -26,7 +26,8 @@ from lantern_rt.runtime.state import DrafterLayout, Prompt
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 from lantern_rt.runtime.tree_names import parse_tree
 
-VOCABULARY, CODES = 5, 9
+VOCABULARY = 5
+CODES = 9
 NEAR = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
 BUSHY = "tree-3-210-100"
 METHODS = {
@@ -73,7 +74,8 @@ def steps_of(
 @every_method
 @every_sampling
 def test_every_request_gets_exactly_its_codes_and_the_numbers_add_up(method: MethodConfig, sampling: Sampling) -> None:
-    engine, requests = model(), 4
+    engine = model()
+    requests = 4
     steps = steps_of(engine, range(requests), sampling, method)
     codes = codes_of(steps, requests)
     assert [len(row) for row in codes] == [CODES] * requests
@@ -204,7 +206,8 @@ def test_prefixes_of_any_length_and_images_of_few_codes_work(method: MethodConfi
 @every_method
 def test_draft_nodes_past_the_end_of_the_position_table_share_its_last_entry(method: MethodConfig) -> None:
     """3 prefix positions and CODES codes fill the table; nodes deeper than that must not change the image."""
-    roomy, tight = model(), model(positions=3 + CODES)
+    roomy = model()
+    tight = model(positions=3 + CODES)
     for sampling in [Sampling(temperature=0), Sampling(temperature=0, cfg_scale=2.0)]:
         if method.exact:
             expected = codes_of(steps_of(roomy, range(3), sampling, method), 3)
@@ -259,9 +262,10 @@ def structure(**wrong: Callable[[DraftTree], Any]) -> Any:
     return property(lambda tree: replace(right(tree), **{name: make(tree) for name, make in wrong.items()}))
 
 
-committed_mask, prefix_mask, append, keep_rows = (
-    passes.committed_mask, passes.prefix_mask, ToyCache.append, ToyCache.keep_rows
-)  # fmt: skip
+committed_mask = passes.committed_mask  # fmt: skip
+prefix_mask = passes.prefix_mask
+append = ToyCache.append
+keep_rows = ToyCache.keep_rows
 commit = drafting.EagleDrafter.commit
 
 

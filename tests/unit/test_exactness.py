@@ -32,7 +32,8 @@ def drawn(
     model: ToyModel, sampling: Sampling, method: MethodConfig, seeds: range, batch: int = 2000
 ) -> NDArray[np.int64]:
     """The codes of every seed, `[seeds, codes]`."""
-    prompt, codes = make_prompt(7, padding=1), list[list[int]]()
+    prompt = make_prompt(7, padding=1)
+    codes = list[list[int]]()
     for start in range(0, len(seeds), batch):
         together = seeds[start : start + batch]
         codes += codes_of(decode(model, [prompt] * len(together), together, sampling, method), len(together))
@@ -57,7 +58,8 @@ def p_value(counts: NDArray[np.int64], joint: NDArray[np.float64]) -> float:
     if merged_expected[-1] < 10:  # what is left over joins the smallest cell
         merged_observed[np.argmin(merged_expected[:-1])] += merged_observed[-1]
         merged_expected[np.argmin(merged_expected[:-1])] += merged_expected[-1]
-        merged_observed, merged_expected = merged_observed[:-1], merged_expected[:-1]
+        merged_observed = merged_observed[:-1]
+        merged_expected = merged_expected[:-1]
     return float(chisquare(merged_observed, merged_expected).pvalue)
 
 
@@ -130,7 +132,8 @@ def test_every_exact_method_gives_the_codes_of_ar(
     top_p: float,
 ) -> None:
     sampling = Sampling(cfg_scale=cfg_scale, cfg_tokens=cfg_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
-    model, prompts = make_model(9, 16, seed=table, agreement=agreement), [make_prompt(i) for i in range(3)]
+    model = make_model(9, 16, seed=table, agreement=agreement)
+    prompts = [make_prompt(i) for i in range(3)]
     seeds = [seed, (seed + 1) % 2**64, seed // 2]
 
     plain = codes_of(decode(model, prompts, seeds, sampling, Ar()), 3)
@@ -142,7 +145,8 @@ def test_every_exact_method_gives_the_codes_of_ar(
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=30), st.sampled_from(sorted(SAMPLINGS)))
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 def test_windows_that_change_after_any_pass_change_no_code(sizes: list[int], sampling: str) -> None:
-    model, prompts = make_model(5, 25, round_span=4), [make_prompt(i, padding=i) for i in range(3)]
+    model = make_model(5, 25, round_span=4)
+    prompts = [make_prompt(i, padding=i) for i in range(3)]
     following = itertools.cycle(sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AdaptiveWindow, "size", lambda own, images: next(following))

@@ -60,7 +60,8 @@ class WobblyTarget(GroupTarget):
 
 def toy(groups: Groups_ = REGIONS, kind: type[GroupTarget] = GroupTarget, **fields: Any) -> ToyModel:
     two_heads = groups in (DIAGONALS, SQUARE)
-    target, columns = kind(VOCABULARY, vectors=3, two_heads=two_heads), 3 if groups == DIAGONALS else 2
+    target = kind(VOCABULARY, vectors=3, two_heads=two_heads)
+    columns = 3 if groups == DIAGONALS else 2
     image = TwoHeadLayout(groups, VOCABULARY, columns) if two_heads else GroupLayout(groups, VOCABULARY)
     return ToyModel(target, None, 100, image=image, **fields)
 
@@ -89,11 +90,14 @@ def distributions(
     model: ToyModel, prompt: Prompt, sampling: Sampling, group: int, known: dict[int, int]
 ) -> list[NDArray]:
     """The target's distribution of every cell of a group after the codes of the groups before, from its table."""
-    target, layout = model.target, layout_of(model)
+    target = model.target
+    layout = layout_of(model)
     assert isinstance(target, GroupTarget)
-    rows, drawn_before = [], sum(map(len, layout.groups[:group]))
+    rows = []
+    drawn_before = sum(map(len, layout.groups[:group]))
     for side in (prompt.cond, prompt.uncond):
-        seen, own = [target.prefix_hash(side.embeds)[side.real]], None
+        seen = [target.prefix_hash(side.embeds)[side.real]]
+        own = None
         for number in range(1, group + 1):
             fed = [(known[cell], cell) for cell in layout.groups[number - 1]]
             vectors = 0 if target.two_heads else len(layout.groups[number]) - len(fed)
@@ -122,7 +126,8 @@ def mean_of_heads(logits: NDArray, layout: TwoHeadLayout, number: int) -> NDArra
     right, below = np.split(logits, 2, 1)
     if number == 0:
         return (right + below) / 2
-    before, means = layout.groups[number - 1], []
+    before = layout.groups[number - 1]
+    means = []
     for cell in layout.groups[number]:
         parts = [right[before.index(cell - 1)]] if cell % layout.columns else []
         parts += [below[before.index(cell - layout.columns)]] if cell >= layout.columns else []
@@ -144,7 +149,9 @@ def told(model: ToyModel, prompt: Prompt, sampling: Sampling, draw: Callable[[in
 def test_every_code_is_the_choice_after_the_groups_before_with_the_noise_of_its_cell(
     groups: Groups_, sampling: Sampling
 ) -> None:
-    model, prompts, seeds = toy(groups), [make_prompt(i, padding=i % 3) for i in range(8)], range(8)
+    model = toy(groups)
+    prompts = [make_prompt(i, padding=i % 3) for i in range(8)]
+    seeds = range(8)
     expected = []
     for prompt, seed in zip(prompts, seeds, strict=True):
         noise = Noise(seed)
@@ -180,7 +187,9 @@ def test_guidance_ends_with_the_rows_that_it_needs() -> None:
 
 @pytest.mark.parametrize("groups", [((0,), (2, 1)), SQUARE])
 def test_the_codes_of_a_group_have_the_joint_distribution_of_the_definition(groups: Groups_) -> None:
-    model, prompt, count = toy(groups), make_prompt(2), 6000
+    model = toy(groups)
+    prompt = make_prompt(2)
+    count = 6000
     expected = np.zeros((VOCABULARY,) * 3)
     for codes in itertools.product(range(VOCABULARY), repeat=3):
         chances: list[float] = []
@@ -206,7 +215,9 @@ def test_the_codes_of_a_group_have_the_joint_distribution_of_the_definition(grou
 def test_preserved_codes_stand_in_their_cells_wherever_the_order_has_them(
     groups: Groups_, kept: NDArray[np.int64], seed: int
 ) -> None:
-    model, prompt, noise = toy(groups), make_prompt(3, padding=1), Noise(seed)
+    model = toy(groups)
+    prompt = make_prompt(3, padding=1)
+    noise = Noise(seed)
     kept = kept[: model.num_codes]
 
     def draw(cell: int, p: NDArray) -> int:
@@ -218,7 +229,8 @@ def test_preserved_codes_stand_in_their_cells_wherever_the_order_has_them(
 @pytest.mark.parametrize("groups", [REGIONS, DIAGONALS])
 @pytest.mark.parametrize("sampling", [Sampling(), GUIDED, PART])
 def test_the_likelihood_is_that_of_the_definition(groups: Groups_, sampling: Sampling) -> None:
-    model, prompt = toy(groups), make_prompt(3, padding=1)
+    model = toy(groups)
+    prompt = make_prompt(3, padding=1)
     (codes,) = drawn(model, [prompt], [4], sampling)
     nats: dict[int, float] = {}
 
@@ -236,7 +248,8 @@ def test_the_likelihood_is_that_of_the_definition(groups: Groups_, sampling: Sam
 @pytest.mark.parametrize("sampling", [GUIDED, Sampling(top_k=3), Sampling(temperature=0)])
 def test_rounding_that_depends_on_the_batch_changes_no_code(groups: Groups_, sampling: Sampling) -> None:
     model = toy(groups, WobblyTarget, rounding=0.02)
-    prompts, seeds = [make_prompt(i) for i in range(8)], range(8)
+    prompts = [make_prompt(i) for i in range(8)]
+    seeds = range(8)
     together = drawn(model, prompts, seeds, sampling)
     alone = [drawn(model, [prompt], [seed], sampling)[0] for prompt, seed in zip(prompts, seeds, strict=True)]
     assert together == alone

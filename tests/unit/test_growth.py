@@ -37,7 +37,8 @@ def check_steady(samples: list[Held], passing: int = 0) -> None:
     """passing: files that another thread may have open at the moment of a sample, as a race may hold objects then."""
     assert max(one.descriptors for one in samples) - min(one.descriptors for one in samples) <= passing
     assert max(one.threads for one in samples) <= samples[0].threads
-    earlier, later = samples[: len(samples) // 2], samples[len(samples) // 2 :]
+    earlier = samples[: len(samples) // 2]
+    later = samples[len(samples) // 2 :]
     assert min(one.objects for one in later) - min(one.objects for one in earlier) < 500
 
 

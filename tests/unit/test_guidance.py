@@ -85,7 +85,8 @@ def test_a_linear_schedule_ends_with_the_scale_itself() -> None:
 def test_a_larger_scale_falls_to_the_final_scale_with_every_token_of_the_image(row_end: int | None) -> None:
     """Before token t of n codes the scale s becomes max(final, s (1 - 4 (t + 2) / n)); row ends are tokens, too."""
     layout = raster_layout(100, 10, row_end)
-    scale, expected = 6.0, []
+    scale = 6.0
+    expected = []
     for token in range(layout.num_tokens):
         scale = max(2.0, scale * (1 - 4 * (token + 2) / 100))
         expected.append(scale)

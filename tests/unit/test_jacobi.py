@@ -25,7 +25,9 @@ from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 from lantern_rt.runtime.tree_names import parse_tree
 
-VOCABULARY, CODES, HIDDEN = 2, 5, 6
+VOCABULARY = 2
+CODES = 5
+HIDDEN = 6
 BOTH = np.array([[1], [0]])  # the neighbour of either code
 NOTHING_LENT: dict[str, Any] = {"neighbors": 1, "lambda_": 1 + 1e-12}  # relaxed by name, and so decided by rejection
 
@@ -56,7 +58,8 @@ def choices_by(script: Script, patch: pytest.MonkeyPatch) -> None:
 
 def some_heads(codes: int, hidden_size: int) -> DraftHeads:
     """DraftHeads that learned nothing: their drafts are any. The toy's states are of the order of a million."""
-    rng, states = np.random.default_rng(6), {"gate": 1e-6, "states": 1e-6}
+    rng = np.random.default_rng(6)
+    states = {"gate": 1e-6, "states": 1e-6}
     shapes = head_shapes(codes, hidden_size, 3, 2)
     return DraftHeads(**{name: rng.normal(0, states.get(name, 1), shape) for name, shape in shapes.items()})
 
@@ -68,9 +71,12 @@ def enumerated(
 
     Also the expected realised TVD, and the model.
     """
-    model, prompt = make_model(VOCABULARY, CODES, seed=4, columns=2, neighbors=BOTH), make_prompt(3, padding=1)
+    model = make_model(VOCABULARY, CODES, seed=4, columns=2, neighbors=BOTH)
+    prompt = make_prompt(3, padding=1)
     model = replace(model, heads=heads, drafter=None)
-    found, realised, total = np.zeros((VOCABULARY,) * CODES), 0.0, 0.0
+    found = np.zeros((VOCABULARY,) * CODES)
+    realised = 0.0
+    total = 0.0
     for script in Script(seed=0).runs():
         script.armed = True
         choices_by(script, patch)
@@ -128,7 +134,8 @@ def drafts_that_look_behind_them(patch: pytest.MonkeyPatch) -> None:
     def wrong(window: Window, committed: Any, missing: int, known: Any) -> Any:
         tree = right(window, committed, missing, known)
         if window.codes and window.codes[-1] != 0:
-            window.codes, window.proposals = [], []
+            window.codes = []
+            window.proposals = []
             tree = right(window, committed, 1, known)
         return tree
 
@@ -207,7 +214,8 @@ def test_nothing_is_drafted_past_the_end_of_the_image() -> None:
 
 
 def test_after_a_pass_the_rest_of_the_window_moves_up_and_is_redrafted() -> None:
-    window, logits = window_of(), 40 * np.eye(9, dtype=np.float32)[None]  # after node n comes n
+    window = window_of()  # after node n comes n
+    logits = 40 * np.eye(9, dtype=np.float32)[None]
     window.draft([1], 20)
     chain = parse_tree("chain-4")
     assert isinstance(chain, StaticTree)
@@ -261,7 +269,8 @@ def test_a_relaxed_decode_with_heads_strays_no_further_than_it_says(
 
 def test_heads_correct_drafts_behind_a_new_code_and_guess_new_ones_by_what_stands_around() -> None:
     """Heads that put after a new code its successor; guesses are two behind the code before and the state above."""
-    codes, one = 12, np.eye(12)
+    codes = 12
+    one = np.eye(12)
     states = np.zeros((2, codes, codes))
     states[0] = one  # of the code above, whose state is one-hot
     after, later = (50 * np.roll(one, shift, 1) for shift in (1, 2))
@@ -284,7 +293,8 @@ def test_heads_look_up_within_a_grid_and_not_from_the_second_grid_into_the_first
     raster = RasterLayout(10, 3, first_grid=(2, 2))
     assert [raster.code_above(cell) for cell in range(10)] == [-2, -1, 0, 1, -1, -1, -1, 4, 5, 6]
     heads = some_heads(VOCABULARY, HIDDEN)
-    plan, rng = plan_of(raster, Sampling(), Sjd(window=4)), np.random.default_rng(0)
+    plan = plan_of(raster, Sampling(), Sjd(window=4))
+    rng = np.random.default_rng(0)
     state = DraftHeadState(ImageSequence(0, plan, make_prompt(1), 0), heads)
     state.context[:] = rng.standard_normal(state.context.shape)
     previous = np.array([1])

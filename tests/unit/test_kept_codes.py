@@ -16,7 +16,9 @@ from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig
 from lantern_rt.runtime.decode import Step
 from lantern_rt.runtime.noise import Noise
 
-VOCABULARY, CODES, COLUMNS = 5, 12, 4
+VOCABULARY = 5
+CODES = 12
+COLUMNS = 4
 NEAR = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
 EXACT = [Ar(), Eagle(tree="tree-3-210-100"), Eagle(tree="dynamic-8-3-3"), Sjd(window=3)]
 RELAXED: list[MethodConfig] = [
@@ -38,7 +40,9 @@ def steps(kept: Sequence[Ints | None], method: MethodConfig, sampling: Sampling,
 
 def drawn_one_by_one(kept: Ints, sampling: Sampling) -> list[int]:
     """The codes of seed 0, from the table, without any engine or runtime."""
-    model, noise, codes = make_model(VOCABULARY, CODES, columns=COLUMNS), Noise(0), list[int]()
+    model = make_model(VOCABULARY, CODES, columns=COLUMNS)
+    noise = Noise(0)
+    codes = list[int]()
     for cell, code in enumerate(kept.tolist()):
         values = np.log(next_distribution(model, make_prompt(0), codes, sampling))
         codes.append(code if code >= 0 else int((values + noise.gumbel(cell, 1, VOCABULARY)[0]).argmax()))

@@ -108,7 +108,8 @@ def test_there_are_440_recorded_cases() -> None:
 
 
 def test_our_own_residual_differs_from_the_published_one_where_neighbours_lent_and_the_code_was_refused() -> None:
-    paths, remainders = 0, 0
+    paths = 0
+    remainders = 0
     for case in CASES:
         if case["mode"] == "greedy" or not case["lantern"]:
             continue
@@ -124,6 +125,7 @@ def test_our_own_residual_differs_from_the_published_one_where_neighbours_lent_a
 def test_both_residuals_are_the_same_for_exact_and_for_greedy_acceptance() -> None:
     for case in CASES:
         if case["mode"] == "greedy" or not case["lantern"]:
-            ours, published = replay(case, "aggregated")[0], replay(case)[0]
+            ours = replay(case, "aggregated")[0]
+            published = replay(case)[0]
             assert ours.path == published.path
             np.testing.assert_array_equal(ours.remainder, published.remainder)

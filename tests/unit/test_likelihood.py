@@ -19,7 +19,8 @@ from lantern_rt.runtime.state import ImageSequence
     "sampling", [Sampling(cfg_scale=2.5, cfg_schedule="linear", temperature=0.8), Sampling(cfg_scale=2.5, cfg_tokens=2)]
 )
 def test_the_likelihood_is_that_of_the_targets_own_distributions(sampling: Sampling) -> None:
-    model, prompt = make_model(vocabulary=5, codes=7), make_prompt(3, prefix=4, padding=1)
+    model = make_model(vocabulary=5, codes=7)
+    prompt = make_prompt(3, prefix=4, padding=1)
     codes = np.array([0, 3, 1, 1, 4, 2, 0])
     exact = [
         -np.log(next_distribution(model, prompt, codes[:i].tolist(), sampling)[code]) for i, code in enumerate(codes)
@@ -31,14 +32,16 @@ def test_the_likelihood_is_that_of_the_targets_own_distributions(sampling: Sampl
     "sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8), Sampling(cfg_scale=2.5, cfg_tokens=2)]
 )
 def test_the_entropy_is_what_the_likelihood_is_to_be_expected_given_the_codes_before(sampling: Sampling) -> None:
-    model, prompt = make_model(vocabulary=5, codes=3), make_prompt(3)
+    model = make_model(vocabulary=5, codes=3)
+    prompt = make_prompt(3)
     expected = entropy = 0.0
     for codes in itertools.product(range(5), repeat=3):
         chance = 1.0
         for i, code in enumerate(codes):
             chance *= next_distribution(model, prompt, list(codes[:i]), sampling)[code]
         found = likelihood(model, prompt, np.array(codes), sampling)
-        expected, entropy = expected + chance * found.nats, entropy + chance * found.entropy
+        expected = expected + chance * found.nats
+        entropy = entropy + chance * found.entropy
     assert entropy == pytest.approx(expected, abs=1e-5)
     assert entropy > 0.3
 

@@ -43,7 +43,8 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
     """One block of Philox4x64-10 (Salmon et al. 2011)."""
     mask = 2**64 - 1
     for _ in range(10):
-        first, second = 0xD2E7470EE14C6C93 * counter[0], 0xCA5A826395121157 * counter[2]
+        first = 0xD2E7470EE14C6C93 * counter[0]
+        second = 0xCA5A826395121157 * counter[2]
         counter = [
             (second >> 64) ^ counter[1] ^ key[0],
             second & mask,
@@ -61,7 +62,8 @@ def test_noise_of_a_whole_vocabulary_never_changes_and_its_format_has_a_name() -
 
 
 def test_more_codes_and_more_positions_leave_the_noise_as_it_is() -> None:
-    few, many = Noise(5), Noise(5)
+    few = Noise(5)
+    many = Noise(5)
     np.testing.assert_array_equal(many.gumbel(3, 1, 1024)[:, :7], few.gumbel(3, 1, 7))
     np.testing.assert_array_equal(few.gumbel(3, 1, 1024), many.gumbel(3, 1, 1024))
     together = Noise(5).gumbel(3, 40, 9)  # four groups
@@ -106,7 +108,8 @@ def test_numbers_of_different_positions_seeds_and_uses_are_independent(one: obje
 
 
 def test_decisions_at_a_position_start_anew_whatever_was_decided_before() -> None:
-    noise, fresh = Noise(3), Noise(3).decisions(5).random(6)
+    noise = Noise(3)
+    fresh = Noise(3).decisions(5).random(6)
     noise.decisions(4).random(3)
     assert np.array_equal(noise.decisions(5).random(6), fresh)
     assert np.array_equal(noise.decisions(5).random(6), fresh)

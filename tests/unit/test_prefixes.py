@@ -16,7 +16,10 @@ from lantern_rt.runtime.passes import Prefixes, stack_padding
 from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import DrafterLayout, PrefixRow, Prompt
 
-WIDTH, VOCABULARY, CODES, OFFSET = 3, 7, 12, 100
+WIDTH = 3
+VOCABULARY = 7
+CODES = 12
+OFFSET = 100
 
 
 @dataclass
@@ -40,7 +43,8 @@ class SumEngine:
         rows, nodes = batch.positions.shape
         number = batch.embeds[..., 0] if batch.embeds is not None else batch.tokens.astype(np.float32) % OFFSET + 1
         new = np.zeros((nodes, rows, 1, WIDTH), np.float32)
-        new[:, :, 0, 0], new[:, :, 0, 1] = number.T, batch.positions.T
+        new[:, :, 0, 0] = number.T
+        new[:, :, 0, 1] = batch.positions.T
         past_length = batch.attention_mask.shape[2] - nodes
         entries = np.concatenate([cache.past(past_length)[0], new])[:, :, 0]  # [span + nodes, rows, width]
         weighted = entries[..., 0] * (1 + entries[..., 1])
@@ -95,7 +99,8 @@ def test_a_batch_of_prompts_of_any_length_gives_each_what_it_gets_alone(sampling
 
 
 def test_every_row_counts_its_own_positions_and_the_drafter_reads_its_own_tokens() -> None:
-    target, drafter = SumEngine(), SumEngine(True)
+    target = SumEngine()
+    drafter = SumEngine(True)
     prompts = [prompt(5, 2)]
     codes = drawn(prompts, Eagle(tree="chain-1"), Sampling(cfg_scale=2.0), target=target, drafter=drafter)
     assert target.passes[1].positions.tolist() == [[5, 6], [2, 3]]

@@ -33,7 +33,8 @@ from lantern_rt.runtime.state import ImageSequence, Prompt
 from lantern_rt.runtime.tree import DraftTree
 
 LUMINA = Path(__file__).parent.parent / "data/lumina-mgpt"
-VOCABULARY, CODES = 5, 12
+VOCABULARY = 5
+CODES = 12
 NEAR = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
 EXACT: dict[str, MethodConfig] = {
     "ar": Ar(),
@@ -97,7 +98,8 @@ def test_every_exact_method_draws_each_code_after_the_ends_of_rows_before_it(
 @pytest.mark.parametrize("method", [*EXACT.values(), *RELAXED.values()], ids=[*EXACT, *RELAXED])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["sampling", "guided", "guided for five", "greedy"])
 def test_pictures_of_other_shapes_that_share_passes_change_nothing(method: MethodConfig, sampling: Sampling) -> None:
-    one, layouts = model(3), [raster_layout(*size, VOCABULARY) for size in ((12, 3), (8, 2), (10, 5))]
+    one = model(3)
+    layouts = [raster_layout(*size, VOCABULARY) for size in ((12, 3), (8, 2), (10, 5))]
 
     def run(numbers: Sequence[int]) -> list[list[int]]:
         batch = Batch(one)
@@ -131,11 +133,16 @@ def test_heads_read_the_states_from_which_codes_are_drawn(
     tree: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """States know their position. A state in front of the end of a row, where there is one, gives no code."""
-    rng, at, prefix = np.random.default_rng(1), 3, 3  # `at`: the position among the numbers of a toy's state
+    rng = np.random.default_rng(1)  # `at`: the position among the numbers of a toy's state
+    at = 3
+    prefix = 3
     tables = {name: rng.normal(0, 1, shape) for name, shape in head_shapes(VOCABULARY, 6, 1, 1).items()}
-    tables["states"], tables["gate"], tables["gate_bias"] = np.zeros((2, 6, 1)), np.zeros((6, 1)), np.zeros(1)
+    tables["states"] = np.zeros((2, 6, 1))
+    tables["gate"] = np.zeros((6, 1))
+    tables["gate_bias"] = np.zeros(1)
     tables["states"][:, at] = tables["gate"][at] = 0.01
-    one, unaccepted = replace(model(columns, codes=17), heads=DraftHeads(**tables), drafter=None), []
+    one = replace(model(columns, codes=17), heads=DraftHeads(**tables), drafter=None)
+    unaccepted = []
     update = DraftHeadState.update
 
     def checked(state: DraftHeadState, commit: Any) -> None:
@@ -157,8 +164,11 @@ def test_heads_read_the_states_from_which_codes_are_drawn(
 
 
 def test_likelihoods_count_codes_and_not_the_ends_of_rows() -> None:
-    one, sampling, prompt = model(3), SAMPLINGS[1], make_prompt(1)
-    codes, unfiltered = plain(one, prompt, 7, sampling), sampling.model_copy(update={"top_k": 0})
+    one = model(3)
+    sampling = SAMPLINGS[1]
+    prompt = make_prompt(1)
+    codes = plain(one, prompt, 7, sampling)
+    unfiltered = sampling.model_copy(update={"top_k": 0})
     nats = [
         -np.log(next_distribution(one, prompt, spelled(codes[:cell], 3), unfiltered)[code])
         for cell, code in enumerate(codes)
@@ -171,7 +181,8 @@ def test_likelihoods_count_codes_and_not_the_ends_of_rows() -> None:
 def test_a_chain_is_laid_out_as_its_codes_are_spelled(codes: list[int], columns: int, first: int) -> None:
     raster = raster_layout(columns * 30, columns, 100)
     tree = DraftTree(np.array(codes), np.arange(len(codes)) - 1)
-    laid, whole = raster.lay_out(tree, first), raster.insert_tokens(np.array([*[0] * first, *codes, 0]))[:-1]
+    laid = raster.lay_out(tree, first)
+    whole = raster.insert_tokens(np.array([*[0] * first, *codes, 0]))[:-1]
     start = raster.position(first)
     assert laid.tokens.tolist() == whole[start:].tolist()
     assert laid.positions.tolist() == list(range(start, start + len(laid.tokens)))

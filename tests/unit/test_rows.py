@@ -43,7 +43,8 @@ def drawn(
 
 def distribution(model: ToyModel, prompt: Prompt, seen: Known, sampling: Sampling, index: int) -> NDArray[np.float64]:
     """The target's distribution of code `index` after these tokens in these cells, from its table."""
-    target, sides = model.target, []
+    target = model.target
+    sides = []
     assert isinstance(target, ToyTarget)
     for side in (prompt.cond, prompt.uncond):
         parts = target.prefix_hash(side.embeds)[side.real]
@@ -90,7 +91,9 @@ def told(
 def test_kept_codes_stand_where_the_definition_would_draw(
     kept: NDArray[np.int64], window: int, ends: bool, drafts: int
 ) -> None:
-    model, prompt, noise = toy(3, 4, ends=ends), make_prompt(3, padding=1), Noise(5)
+    model = toy(3, 4, ends=ends)
+    prompt = make_prompt(3, padding=1)
+    noise = Noise(5)
 
     def draw(cell: int, p: NDArray) -> int:
         return int((np.log(p) + noise.gumbel(cell, 1, len(p))[0]).argmax()) if kept[cell] < 0 else int(kept[cell])
@@ -108,7 +111,8 @@ def test_kept_codes_stand_where_the_definition_would_draw(
 def test_every_token_is_the_choice_after_what_the_definition_lets_it_see(
     rows: int, columns: int, window: int, sampling: Sampling, ends: bool
 ) -> None:
-    model, prompt = toy(rows, columns, ends=ends), make_prompt(3, padding=1)
+    model = toy(rows, columns, ends=ends)
+    prompt = make_prompt(3, padding=1)
     for seed in range(3):
         noise = Noise(seed)
 
@@ -127,7 +131,9 @@ def test_every_token_is_the_choice_after_what_the_definition_lets_it_see(
 
 
 def test_pictures_are_distributed_as_the_definition_says() -> None:
-    model, prompt, count = toy(2, 2, vocabulary=3), make_prompt(1), 6000
+    model = toy(2, 2, vocabulary=3)
+    prompt = make_prompt(1)
+    count = 6000
     expected = np.zeros((3,) * 4)
     for codes in itertools.product(range(3), repeat=4):
         probability = 1.0
@@ -155,12 +161,15 @@ def test_every_cell_is_drawn_once_after_those_that_it_sees(
     rows: int, codes: int, window: int, ahead: int, most: int, seed: int, ends: bool
 ) -> None:
     grid = Grid(raster_layout(rows * codes, codes, 9 if ends else None), 0, window, max_nodes=most)
-    columns, window = grid.columns, grid.window
-    passes, rng = 0, np.random.default_rng(seed)
+    columns = grid.columns
+    window = grid.window
+    passes = 0
+    rng = np.random.default_rng(seed)
     while -1 in grid.cells:
         known = {cell for cell, code in enumerate(grid.cells) if code >= 0}
         grid.num_drafts = int(rng.integers(0, ahead + 1))
-        batch, passes = grid.next_pass(), passes + 1
+        batch = grid.next_pass()
+        passes = passes + 1
         assert 0 < batch.nodes <= most
         for cells in (batch.cells[batch.attended > 0], batch.cells[batch.sampled] + 1, batch.cached_cells):
             assert len({*cells.tolist()}) == len(cells)
@@ -182,7 +191,9 @@ def test_every_cell_is_drawn_once_after_those_that_it_sees(
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 5), st.booleans())
 def test_a_picture_is_the_same_whatever_number_of_drafts_passes_take(drafts: int, window: int, ends: bool) -> None:
-    model, prompts, seeds = toy(4, 4, ends=ends), [make_prompt(i) for i in range(3)], [5, 6, 7]
+    model = toy(4, 4, ends=ends)
+    prompts = [make_prompt(i) for i in range(3)]
+    seeds = [5, 6, 7]
     expected = drawn(model, prompts, window, seeds, GUIDED)
     method = RowParallel(window=window, drafts=drafts)
     assert codes_of(decode(model, prompts, seeds, GUIDED, method, max_images=2), 3) == expected
@@ -190,7 +201,8 @@ def test_a_picture_is_the_same_whatever_number_of_drafts_passes_take(drafts: int
 
 @pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
 def test_a_window_as_wide_as_the_grid_gives_the_picture_of_plain_decoding(ends: bool) -> None:
-    model, prompt = toy(3, 4, ends=ends), make_prompt(2)
+    model = toy(3, 4, ends=ends)
+    prompt = make_prompt(2)
     plain = [code for step in decode(model, [prompt], [5], GUIDED, Ar()) for code in step.parts[0].codes.tolist()]
     assert drawn(model, [prompt], 4, [5], GUIDED) == [plain]
     assert drawn(model, [prompt], 1, [5], GUIDED) != [plain]
@@ -211,7 +223,8 @@ def test_beside_requests_of_other_methods_a_picture_stays_the_same(pipe: Pipelin
 
 def test_steps_show_every_cell_that_is_drawn_and_hand_out_codes_in_raster_order(pipe: Pipeline) -> None:
     steps = list(pipe.stream("red cube", seed=1, method="rows:window=2"))
-    last, manifest = steps[-1], pipe.bundle.manifest
+    last = steps[-1]
+    manifest = pipe.bundle.manifest
     ahead = [step for step in steps if (step.cells[0] < 0).any()]
     assert any((step.cells[0] >= 0).sum() > len(step.codes[0]) for step in ahead), "lower rows are begun early"
     for step in ahead:

@@ -27,7 +27,8 @@ class Fixed:
     """A generator that always gives the same number."""
 
     def __init__(self, number: float) -> None:
-        self.number, self.used = number, 0
+        self.number = number
+        self.used = 0
 
     def random(self) -> float:
         self.used += 1
@@ -123,7 +124,8 @@ def test_a_choice_among_logits_that_are_not_finite_is_an_error(bad: float, sampl
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_the_best_codes_with_noise_are_successive_draws_without_replacement(count: int) -> None:
-    distribution, draws = np.array([0.45, 0.0, 0.3, 0.15, 0.1]), 10_000
+    distribution = np.array([0.45, 0.0, 0.3, 0.15, 0.1])
+    draws = 10_000
     with np.errstate(divide="ignore"):
         weights = np.log(distribution).astype(np.float32)
     codes, scores = best_codes(weights + gumbel(np.random.default_rng(count), (draws, 5)), count)
@@ -133,7 +135,8 @@ def test_the_best_codes_with_noise_are_successive_draws_without_replacement(coun
         seen[tuple(drawn)] += 1
     expected = []
     for order in seen:
-        chance, left = 1.0, 1.0
+        chance = 1.0
+        left = 1.0
         for code in order:
             chance *= distribution[code] / left
             left -= distribution[code]

@@ -118,7 +118,8 @@ def test_neighbours_choose_together_what_each_would_choose_as_far_as_memory_goes
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Rows, Rows | None, Sampling, float, int]:
-    size, seed = draw(st.integers(2, 40)), draw(st.integers(0, 2**32 - 1))
+    size = draw(st.integers(2, 40))
+    seed = draw(st.integers(0, 2**32 - 1))
     sampling = Sampling(
         temperature=draw(st.sampled_from([0.0, 0.7, 1.0, 1.3])),
         top_k=draw(st.integers(0, size + 1)),
@@ -150,13 +151,15 @@ def test_a_clear_choice_stays_however_logits_move_within_the_margin(
 
 def test_most_choices_are_clear_and_ties_are_not() -> None:
     rng = np.random.default_rng(0)
-    logits, noise = rng.normal(size=(500, 64)).astype(np.float32), rng.gumbel(size=(500, 64)).astype(np.float32)
+    logits = rng.normal(size=(500, 64)).astype(np.float32)
+    noise = rng.gumbel(size=(500, 64)).astype(np.float32)
     for sampling in (Sampling(), Sampling(top_k=20), Sampling(top_p=0.9), Sampling(top_k=30, top_p=0.9)):
         _, clear = judged(logits, noise, sampling, 1e-3)
         assert clear.mean() > 0.95
     equal = np.zeros((1, 8), np.float32)
     assert not judged(equal, None, Sampling(temperature=0), 1e-6)[1].any()
-    near, loud = np.array([400, 399.99], np.float32), np.array([0, -5], np.float32)
+    near = np.array([400, 399.99], np.float32)
+    loud = np.array([0, -5], np.float32)
     assert not is_decisive(near, loud, 0, Sampling(top_p=0.5), 0.02)
     boundary = np.array([[2.0, 1.0, 1.0 + 1e-5, 0.0]], np.float32)  # which of two is the second of top-k 2?
     loud = np.array([[0.0, 9.0, 0.0, 0.0]], np.float32)

@@ -52,7 +52,8 @@ def path_sets(draw: st.DrawFn) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("published", OUR_NAMES)
 def test_a_published_tree_has_its_nodes_masks_depths_leaves_and_siblings(published: str) -> None:
-    golden, shape = GOLDEN[published], parse_tree(OUR_NAMES[published])
+    golden = GOLDEN[published]
+    shape = parse_tree(OUR_NAMES[published])
     assert isinstance(shape, StaticTree)
     assert [list(path) for path in shape.paths] == golden["paths"]
     verify = golden["verify"]
@@ -72,7 +73,8 @@ def test_a_published_tree_has_its_nodes_masks_depths_leaves_and_siblings(publish
 @pytest.mark.parametrize("published", OUR_NAMES)
 def test_a_published_tree_expands_the_same_nodes_level_by_level(published: str) -> None:
     """Which of a level's ten candidates per node are drafted on, and what each of those sees."""
-    draft, shape = GOLDEN[published]["draft"], parse_tree(OUR_NAMES[published])
+    draft = GOLDEN[published]["draft"]
+    shape = parse_tree(OUR_NAMES[published])
     assert isinstance(shape, StaticTree)
     levels = [level for level in shape.levels if len(level)]
     assert len(levels) - 1 == len(draft["tree_indices"])

@@ -45,7 +45,8 @@ def test_the_more_images_share_a_pass_the_narrower_are_their_windows(images: int
 @pytest.mark.parametrize("images", [1, 3, 6, 10])
 def test_passes_of_several_images_have_few_nodes_and_draw_the_codes_of_plain_decoding(images: int) -> None:
     model = make_model(5, 25, round_span=4)
-    prompts, sampling = [make_prompt(i) for i in range(images)], Sampling()
+    prompts = [make_prompt(i) for i in range(images)]
+    sampling = Sampling()
     codes = codes_of(decode(model, prompts, range(images), sampling, Sjd(window=12), adaptive=True), images)
     assert isinstance(model.target, ToyTarget)
     prefill, *passes = model.target.passes

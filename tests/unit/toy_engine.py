@@ -33,7 +33,8 @@ from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import TreeStructure
 
 Hashes = NDArray[np.uint64]
-TARGET, DRAFTER = 1.0, 2.0  # where a hidden state came from
+TARGET = 1.0  # where a hidden state came from
+DRAFTER = 2.0
 MAXIMUM = 512
 
 
@@ -100,7 +101,8 @@ class ToyCache:
     def __init__(self, rows: int, capacity: int, contiguous: bool, last_position: int) -> None:
         self._lengths = np.zeros(rows, np.int64)
         self.entries = Entries.junk((rows, capacity))
-        self.contiguous, self.last_position = contiguous, last_position
+        self.contiguous = contiguous
+        self.last_position = last_position
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -109,7 +111,8 @@ class ToyCache:
     def append(self, new_kv: Entries, accepted_indices: list[NDArray[np.int64]]) -> None:
         counts = np.array([len(pick) for pick in accepted_indices])
         assert len(counts) == len(self._lengths)
-        rows, picked = np.repeat(np.arange(len(accepted_indices)), counts), np.concatenate(accepted_indices)
+        rows = np.repeat(np.arange(len(accepted_indices)), counts)
+        picked = np.concatenate(accepted_indices)
         columns = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + self._lengths[rows]
         assert columns.max(initial=-1) < self.entries.hashes.shape[1], "the cache is too small"
         assert not new_kv.fault[rows, picked].any(), "a node with a wrong mask, position or input was committed"
@@ -121,10 +124,12 @@ class ToyCache:
 
     def _check_chain(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> None:
         """Every committed code must follow the one before it, at the next position, having seen it."""
-        positions, contexts = self.entries.positions, self.entries.contexts
+        positions = self.entries.positions
+        contexts = self.entries.contexts
         code = ~self.entries.padding[rows, columns] & (columns > 0)
         code[code] &= ~self.entries.padding[rows[code], columns[code] - 1]
-        rows, columns = rows[code], columns[code]
+        rows = rows[code]
+        columns = columns[code]
         following = np.minimum(positions[rows, columns - 1] + 1, self.last_position)
         assert (positions[rows, columns] == following).all(), "committed positions jump"
         before = contexts[rows, columns - 1] + self.entries.hashes[rows, columns]
@@ -147,12 +152,14 @@ class ToyCache:
         self.entries = Entries(*(column[rows] for column in self.entries.columns()))
 
     def extend(self, other: ToyCache) -> None:
-        rows, capacity = len(self._lengths), max(one.entries.hashes.shape[1] for one in (self, other))
+        rows = len(self._lengths)
+        capacity = max(one.entries.hashes.shape[1] for one in (self, other))
         joined = Entries.junk((rows + len(other._lengths), capacity))
         for one, place in ((self, slice(rows)), (other, slice(rows, None))):
             for column, own in zip(joined.columns(), one.entries.columns(), strict=True):
                 column[place, : own.shape[1]] = own
-        self._lengths, self.entries = np.concatenate([self._lengths, other._lengths]), joined
+        self._lengths = np.concatenate([self._lengths, other._lengths])
+        self.entries = joined
 
 
 @dataclass
@@ -224,7 +231,8 @@ class ToyTarget(ToyEngine):
         if batch.embeds is not None:
             assert batch.tokens is None
             assert (cache.lengths == 0).all()
-            new, padding = self.prefix_hash(batch.embeds), batch.embeds[..., 2] > 0
+            new = self.prefix_hash(batch.embeds)
+            padding = batch.embeds[..., 2] > 0
             context, _ = self._sums(batch, cache, new)
             nodes = batch.positions.shape[1]
             wanted = ~padding[:, None] & np.tri(nodes, dtype=bool)
@@ -234,7 +242,8 @@ class ToyTarget(ToyEngine):
             assert batch.tokens is not None
             assert batch.tokens.min() >= 0
             assert batch.tokens.max() < self.vocabulary + (self.row_end is not None) + self.vectors
-            new, padding = self.code_hash(batch.tokens, batch.positions), np.zeros(batch.tokens.shape, bool)
+            new = self.code_hash(batch.tokens, batch.positions)
+            padding = np.zeros(batch.tokens.shape, bool)
             context, right = self._sums(batch, cache, new)
         logits = self.logits(context)
         logits[~right] = np.nan
@@ -276,8 +285,10 @@ class ToyDrafter(ToyEngine):
         assert batch.hidden is not None
         assert batch.embeds is None
         hidden = batch.hidden.read() if isinstance(batch.hidden, HiddenView) else batch.hidden
-        before, slot_of_hidden = from_floats(hidden), hidden[..., 3].astype(np.int64)
-        origin, padding = hidden[..., 4], hidden[..., 5] > 0
+        before = from_floats(hidden)
+        slot_of_hidden = hidden[..., 3].astype(np.int64)
+        origin = hidden[..., 4]
+        padding = hidden[..., 5] > 0
         first = self.prefix - 1  # the slot that holds the first code
         in_prefix = batch.positions < first
         code = self.target.code_hash(batch.tokens, slot_of_hidden + 1)
@@ -438,7 +449,8 @@ def naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArr
             for code in order[sampling.top_k :]:
                 weights[code] = 0
         if name == "top-p" and sampling.top_p < 1:
-            total, passed = weights.sum(), 0.0
+            total = weights.sum()
+            passed = 0.0
             for code in order:
                 share = weights[code] / total
                 if passed > sampling.top_p:

@@ -23,8 +23,11 @@ class Script:
 
     def runs(self) -> Iterator[Script]:
         while True:
-            self.rng, self.armed = np.random.default_rng(self.seed), False
-            self.weight, self.made, self.options = 1.0, 0, []  # type: ignore[var-annotated]
+            self.rng = np.random.default_rng(self.seed)
+            self.armed = False
+            self.weight = 1.0  # type: ignore[var-annotated]
+            self.made = 0
+            self.options = []
             self.numbers: dict[int, tuple[float, float]] = {}
             yield self
             plan = [*self.plan, *[0] * (self.made - len(self.plan))]
