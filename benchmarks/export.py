@@ -38,13 +38,11 @@ def main() -> int:
     arguments = parser.parse_args()
     tiny = {shape.family: name for name, shape in SHAPES.items() if name.startswith("tiny")}
     name = tiny[SHAPES[arguments.shape].family] if arguments.smoke else arguments.shape
-    shape = SHAPES[name]
-    precision = arguments.precision
+    shape, precision = SHAPES[name], arguments.precision
     arguments.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.work) as folder, PeakMemory() as peak:
         start = time.perf_counter()
-        checkpoints = Path(folder) / "checkpoints"
-        bundle = arguments.output or Path(folder) / "bundle"
+        checkpoints, bundle = Path(folder) / "checkpoints", arguments.output or Path(folder) / "bundle"
 
         def say(line: str, done: int = 0, total: int = 0) -> None:
             if not done:
@@ -52,8 +50,7 @@ def main() -> int:
 
         write_checkpoints(shape, checkpoints, drafter=shape.family == "anole")
         say(f"wrote checkpoints of {folder_bytes(checkpoints) / 1e9:.2f} GB")
-        start = time.perf_counter()
-        peak.bytes = 0
+        start, peak.bytes = time.perf_counter(), 0
         export_checkpoints(shape, checkpoints, bundle, precision, progress=say)
         figures = {"seconds": time.perf_counter() - start, "peak": peak.bytes, "bundle": folder_bytes(bundle)}
     allowed = 1.3 * shape.layer_parameters * BYTES[precision] + 1.5e9

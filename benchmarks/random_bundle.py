@@ -27,14 +27,10 @@ from lantern_rt.export.writer import export_model
 CLASSES = 1000
 # How much a layer adds to what enters it, how well the drafter reads its token, and how far logits spread: random
 # weights whose drafter is right about as often as a trained one, so that every path of the decode loop is walked.
-LAYER_GAIN = 0.01
-DRAFTER_NOISE = 0.3
-LOGIT_SPREAD = 4.0
+LAYER_GAIN, DRAFTER_NOISE, LOGIT_SPREAD = 0.01, 0.3, 4.0
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _BLOCK = 1 << 22  # random numbers of a weight, which then repeat; what they cost does not
-_FIRST_CODE = 4  # Chameleon's tokens; <reserved00000> would be the last
-_BEGIN_OF_IMAGE = 8197
-_RESERVED = 4
+_FIRST_CODE, _BEGIN_OF_IMAGE, _RESERVED = 4, 8197, 4  # Chameleon's tokens; <reserved00000> would be the last
 _GLM_SPARE = 128  # ids behind GLM-Image's codes, which its head has rows for
 _RESERVED_NAMES = range(8706, 8865)  # end of turn, and those that end rows and tell sizes in Lumina-mGPT
 _WITH_DRAFTER = ("llamagen", "anole", "lumina")
@@ -183,8 +179,7 @@ def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
 
 def _target(shape: Shape) -> Sizes:
     """Names and shapes of a target's weights."""
-    width = shape.hidden_size
-    head = shape.hidden_size // shape.num_heads
+    width, head = shape.hidden_size, shape.hidden_size // shape.num_heads
     # Anole's norms of queries and keys have a row for every head, those of Lumina-mGPT one for all.
     rows = {"anole": (shape.num_heads,), "lumina": (1,), "lumina2": (1,)}.get(shape.family, ())
     yield "model.embed_tokens.weight", (shape.vocab_size or shape.codes, width)
@@ -206,8 +201,7 @@ def _target(shape: Shape) -> Sizes:
 
 def _nar(shape: Shape) -> Sizes:
     """Names and shapes of NAR's weights in the layout of the official programs."""
-    width = shape.hidden_size
-    inner = shape.intermediate_size
+    width, inner = shape.hidden_size, shape.intermediate_size
     yield "tok_embeddings.weight", (shape.codes, width)
     yield "cls_embedding.embedding_table.weight", (CLASSES + 1, width)
     for i in range(shape.num_layers):
@@ -227,8 +221,7 @@ def _write_glm_image(shape: Shape, folder: Path, text: dict[str, Any]) -> None:
     """The folder of diffusers: target, and tokenizer with digits of sizes."""
     folder.mkdir()
     pairs = shape.hidden_size // shape.num_heads // 4
-    time = pairs // 4
-    row = pairs * 3 // 8
+    time, row = pairs // 4, pairs * 3 // 8
     rope = {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [time, row, pairs - time - row]}
     text |= {"rope_parameters": rope, "max_position_embeddings": 131072}
     config = {"model_type": "glm_image", "image_start_token_id": shape.codes, "text_config": text}
@@ -324,8 +317,7 @@ def _write_folder(folder: Path, sizes: Sizes, dtype: torch.dtype, config: dict[s
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     header: dict[str, object] = {}
-    at = 0
-    listed = list(sizes)
+    at, listed = 0, list(sizes)
     for name, size in listed:
         end = at + torch.Size(size).numel() * dtype.itemsize
         header[name] = {"dtype": _DTYPES[dtype], "shape": size, "data_offsets": [at, end]}

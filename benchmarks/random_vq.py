@@ -20,13 +20,8 @@ if TYPE_CHECKING:
 
 _VQ_WIDTH = 256  # of the image tokenizers' narrowest part
 _LEVELS = (1, 1, 2, 2, 4)  # widths of the image tokenizers' levels, in units of the first
-_COSMOS_LEVELS = (2, 4, 4)
-_COSMOS_LATENTS = 16
-_COSMOS_DIGITS = 6
-_COSMOS_BANDS = 192
-_EMU3_LEVELS = (1, 2, 2, 4)  # of Emu3's; its codes and latents; frames of a grid
-_EMU3_WIDTH = 4
-_FRAMES_LOG2 = 2
+_COSMOS_LEVELS, _COSMOS_LATENTS, _COSMOS_DIGITS, _COSMOS_BANDS = (2, 4, 4), 16, 6, 192
+_EMU3_LEVELS, _EMU3_WIDTH, _FRAMES_LOG2 = (1, 2, 2, 4), 4, 2  # of Emu3's; its codes and latents; frames of a grid
 Sizes = Iterator[tuple[str, tuple[int, ...]]]
 
 
@@ -102,10 +97,8 @@ def _cosmos(half: str, width: int) -> Sizes:
         if inputs != outputs:
             yield f"{name}.nin_shortcut.conv3d", (outputs, inputs, 1, 1, 1)
 
-    down = half == "encoder"
-    widths = [width * level for level in _COSMOS_LEVELS]
-    inner = widths[-1]
-    outer = _COSMOS_BANDS
+    down, widths = half == "encoder", [width * level for level in _COSMOS_LEVELS]
+    inner, outer = widths[-1], _COSMOS_BANDS
     quantiser = (_COSMOS_DIGITS, _COSMOS_LATENTS) if down else (_COSMOS_LATENTS, _COSMOS_DIGITS)
     yield f"{'' if down else 'post_'}quant_conv.conv3d", (*quantiser, 1, 1, 1)
     yield from pair(f"{half}.conv_in", outer if down else _COSMOS_LATENTS, width if down else inner)
