@@ -155,7 +155,7 @@ def test_the_same_seed_repeats_an_image_and_another_seed_changes_it(method: Meth
 @pytest.mark.parametrize("tree", ["chain-3", "balanced-25", "naive-57"])
 @every_sampling
 def test_a_perfect_drafter_has_its_first_path_accepted_whole(tree: str, sampling: Sampling) -> None:
-    """Draft from the target's distribution at every node, so that a fault in contexts, guidance or temperature shows."""
+    """Draft from the target's distribution at every node: a fault in contexts, guidance or temperature shows."""
     static_tree = parse_tree(tree)
     assert isinstance(static_tree, StaticTree)
     steps = steps_of(make_tree_model(agreement=1.0, codes=40), range(3), sampling, Eagle(tree=tree))

@@ -1,7 +1,7 @@
 """Exactness of whole images: with the same seed, every exact method generates the tokens of plain decoding (`ar`).
 
-Chi-square tests show that images have the target's joint distribution.
-by rejection sampling: they generate other tokens, but with the same distribution.
+Chi-square tests show that images have the target's joint distribution. Relaxed methods that borrow no probability
+decide by rejection sampling: they generate other tokens, but with the same distribution.
 """
 
 from __future__ import annotations

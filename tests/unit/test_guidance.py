@@ -1,4 +1,4 @@
-"""Guidance of only the first tokens of an image: later passes have no unconditional row, and exact methods stay exact."""
+"""Guidance of only the first tokens of an image: later passes have one row, and exact methods stay exact."""
 
 from __future__ import annotations
 
