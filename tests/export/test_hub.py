@@ -79,8 +79,10 @@ class Fetches:
         online = self._fetch(endpoint, home, *self.there, *self.missing)
         offline = self._fetch("http://127.0.0.1:9", home, *self.there, *self.uncached)
         split = len(self.there)
-        self.online, self.refused = online[:split], online[split:]
-        self.offline, self.refused_offline = offline[:split], offline[split:]
+        self.online = online[:split]
+        self.refused = online[split:]
+        self.offline = offline[:split]
+        self.refused_offline = offline[split:]
 
     def _fetch(self, endpoint: str, home: Path, *places: str) -> list[tuple[str, Any]]:
         done = run(endpoint, home, "-c", FETCH, *places)
@@ -264,7 +266,8 @@ class Program:
     """The command line, in a folder, with the hub."""
 
     def __init__(self, endpoint: str, folder: Path) -> None:
-        self.endpoint, self.folder = endpoint, folder
+        self.endpoint = endpoint
+        self.folder = folder
 
     def __call__(self, *arguments: object, home: str = "home", **variables: str) -> tuple[int, str]:
         """Exit code, and what went to stdout, or if it failed the last line of stderr."""
@@ -288,7 +291,8 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
     there = REPOSITORIES["owner/pushed"]
     assert "owner/pushed" not in PUBLIC
     assert {entry.path for entry in bundle.manifest.files.values()} < there.keys()
-    card, sample = there["README.md"].decode(), tmp_path / "sample.png"
+    card = there["README.md"].decode()
+    sample = tmp_path / "sample.png"
     assert "lantern-rt run hf:owner/pushed --class-id 0\n" in card
     assert f"digest | {bundle.digest}" in card
     sample.write_bytes(there["samples/4.png"])
