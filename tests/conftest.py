@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn_weights import write_checkpoints
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data"
@@ -31,6 +32,9 @@ MADE_BY = (
     "tests/conftest.py",
     "tests/data",
 )
+
+
+write_checkpoints()  # before test modules are imported: some read a checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)
