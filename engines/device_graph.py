@@ -138,7 +138,7 @@ class _DeviceWriter(DecoderWriter):
         else:
             x = self.from_input(graph.op("Gather", "embeddings", "token_ids"))
         self.attention_mask = self.write_mask()
-        self.rotation = self.write_rotation()
+        self.rotations = self.write_rotations()
         self.part_indices = graph.part_indices("write", self.parts[0]) if self.capacity is None else ""
         self.decoder(x, spec.num_layers)
         inputs, outputs = device_tensors(spec, is_drafter, (self.dtype,), self.capacity)
@@ -157,8 +157,9 @@ class _DeviceWriter(DecoderWriter):
             both = self.norm_heads(both, f"{at}.attention.head_norm", self.heads + num_kv_heads, epsilon)
             joint = graph.op("Concat", both, value, axis=-1)
         split = graph.reshape(joint, 0, -1, width)  # [rows, nodes * parts, width]; values are rotated by no angle
-        joint = graph.op("RotaryEmbedding", split, *self.rotation, interleaved=self.interleaved, num_heads=num_kv_heads)
-        rotated = graph.reshape(joint, 0, -1, parts * width)
+        for rotation in self.rotations:
+            split = graph.op("RotaryEmbedding", split, *rotation, interleaved=self.interleaved, num_heads=num_kv_heads)
+        rotated = graph.reshape(split, 0, -1, parts * width)
         sizes = graph.ints((parts - 2) * width, width, width)
         names = [f"{at}.query", f"{at}.new_key", f"{at}.new_value"]
         query, key, value = graph.add_node("Split", [rotated, sizes], names, axis=-1)
@@ -350,16 +351,16 @@ class _DeviceWriter(DecoderWriter):
         self.graph.weights[stored.name] = stored.message
         return stored.name
 
-    def write_rotation(self) -> list[str]:
-        """Write the operands of the rotary embedding.
+    def write_rotations(self) -> list[list[str]]:
+        """Write the operands of the rotary embedding; with two grids, of a second one, which moves positions back.
 
         The file's tables contain each cosine and sine twice, the first sine negated. A node has `group + 2` parts as
         wide as its keys: queries, keys, values. Values are rotated by an additional angle of 0. ONNX Runtime requires
         at least as many angles as the longest pass has parts.
 
         Returns:
-            The names of cosines and sines, `[angles, head_dim / 2]`, and of the angle of each node's parts,
-            `[rows, nodes * parts]`.
+            For each embedding the names of cosines and sines, `[angles, head_dim / 2]`, and of the angle of each node's
+            parts, `[rows, nodes * parts]`.
         """
         graph = self.graph
         width = self.spec.head_dim
@@ -374,8 +375,17 @@ class _DeviceWriter(DecoderWriter):
             tables.append(self.to_dtype(graph.op("Pad", table, pads, graph.constant(np.array(fill, np.float32)))))
         is_value = graph.constant(np.arange(parts) == parts - 1)
         no_angle = graph.ints(positions)
-        angles = graph.op("Where", is_value, no_angle, graph.op("Unsqueeze", "position_ids", graph.ints(-1)))
-        return [*tables, graph.reshape(angles, 0, -1)]
+
+        def parts_of(rows: str) -> str:
+            angles = graph.op("Where", is_value, no_angle, graph.op("Unsqueeze", rows, graph.ints(-1)))
+            return graph.reshape(angles, 0, -1)
+
+        if self.architecture.rotary != "grids":
+            return [[*tables, parts_of("position_ids")]]
+        cos, sin = tables
+        shift = graph.op("Div", "position_ids", no_angle)
+        rows = graph.op("Sub", "position_ids", graph.op("Mul", shift, no_angle))
+        return [[cos, sin, parts_of(rows)], [cos, graph.op("Neg", sin), parts_of(shift)]]
 
     def write_mask(self) -> str:
         """Unpack `seen` to the mask that is added to scores, `[rows, 1, nodes, columns]`.

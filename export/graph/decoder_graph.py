@@ -125,11 +125,21 @@ class PastFirstWriter(DecoderWriter):
         sign = torch.tensor([-1.0, 1.0]).repeat(width // 2)[index]
         positions = ops.transpose("position_ids", 1, 0)
         tables = {"cos": rope[:, index // 2, 0], "sin": rope[:, index // 2, 1] * sign}
-        cos, sin = (
-            ops.op("Unsqueeze", ops.op("Gather", ops.weight(f"rotary.{part}", table), positions), ops.ints(2))
-            for part, table in tables.items()
-        )
-        return cos, sin, torch.eye(width)[partner]
+
+        def look_up(rows: str) -> list[str]:
+            gathered = (ops.op("Gather", ops.weight(f"rotary.{part}", table), rows) for part, table in tables.items())
+            return [ops.op("Unsqueeze", numbers, ops.ints(2)) for numbers in gathered]
+
+        swap = torch.eye(width)[partner]
+        if self.config.rotary != "grids":
+            cos, sin = look_up(positions)
+            return cos, sin, swap
+        shift = ops.op("Div", positions, ops.ints(len(rope)))  # see `LayerStack.look_up_rotation`
+        cos, sin = look_up(ops.op("Sub", positions, ops.op("Mul", shift, ops.ints(len(rope)))))
+        back_cos, back_sin = look_up(shift)
+        moved_cos = ops.op("Add", ops.op("Mul", cos, back_cos), ops.op("Mul", sin, back_sin))
+        moved_sin = ops.op("Sub", ops.op("Mul", sin, back_cos), ops.op("Mul", cos, back_sin))
+        return moved_cos, moved_sin, swap
 
     def rotate(self, joint: str, at: str) -> tuple[str, str, str]:
         """Split and rotate as `DecoderWriter.rotate`; results are `[nodes, rows, heads or num_kv_heads, head_dim]`."""

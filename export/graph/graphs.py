@@ -207,6 +207,10 @@ def _decoder_cases(
     yield case("tree", [prefix + 2] * 2, tree)
     yield case("three rows, causal", [prefix + 1, 1, prefix], causal)
     yield case("rows of different length", [prefix, prefix + 4], tree)
+    if config.rotary == "grids":
+        name, values = case("positions moved back", [prefix, 0], tree)
+        values["position_ids"] += config.positions * np.arange(len(tree))
+        yield name, values
 
 
 def tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
