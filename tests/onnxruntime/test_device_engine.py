@@ -116,7 +116,9 @@ def test_hidden_states_are_read_where_they_lie(target: OrtDeviceEngine, drafter:
     states = HiddenView(source, rows, nodes).read()
     assert states.shape == (2, 3, SMALL.hidden_size)
     np.testing.assert_array_equal(states, source[:, :5][rows, nodes])
-    other: Any = SimpleNamespace(device=Device("cpu"), outputs={"": source.value}, users=set(), finish=lambda: None)
+    other: Any = SimpleNamespace(
+        device=Device("cpu"), outputs={"": source.value}, output_owners=set(), run_queued_pass=lambda: None
+    )
     elsewhere = type(source)(other, "")
     ways = [
         states,
@@ -178,7 +180,7 @@ def test_a_pass_that_nobody_asks_about_is_run_before_its_cache_is_used(target: O
 
 def test_passes_of_many_nodes_are_not_kept(target: OrtDeviceEngine) -> None:
     cache = holding(target, 0, [[0]], 200)
-    bound = cache.handle.block.bound
+    bound = cache.block_handle.block.bound_passes
     for nodes, kept in ((64, 1), (65, 0)):
         before = len(bound)
         target.run(causal(target, cache, [[1] * nodes]), cache)
@@ -226,12 +228,12 @@ def test_memory_that_held_nan_is_not_used_again(target: OrtDeviceEngine) -> None
     expected = after(target, holding(target, 0, [[0, 1], [1]], 40), [2, 3])
     cache = holding(target, 0, [[0, 1], [1]], 40)
     cache.forbid_memory_reuse()
-    discarded = cache.handle.block
+    discarded = cache.block_handle.block
     for value in discarded.values:
         value.update_inplace(np.full(value.shape(), np.nan, np.float32))
     del cache
     again = holding(target, 0, [[0, 1], [1]], 40)
-    assert again.handle.block is not discarded
+    assert again.block_handle.block is not discarded
     np.testing.assert_array_equal(after(target, again, [2, 3]), expected)
 
 

@@ -106,14 +106,14 @@ def test_shapes_that_make_room_for_others_are_bound_anew_and_draw_the_same(
     on_cpu: Pipeline, float_scenes_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
-    bound = CachePool.bound
+    bound = CachePool.get_bound_pass
 
     def count(own: CachePool, block: CacheBlock, *arguments: Any) -> BoundPass:
         found = bound(own, block, *arguments)
-        counts.append(len(block.bound))
+        counts.append(len(block.bound_passes))
         return found
 
-    monkeypatch.setattr(CachePool, "bound", count)
+    monkeypatch.setattr(CachePool, "get_bound_pass", count)
     monkeypatch.setattr(cache_pool, "MAX_BOUND_PASSES", 2)
     options = {"method": "eagle:tree=dynamic-16-6-4:drafter=eagle"}
     expected, found = (drawn(pipe, [0, 1], options) for pipe in (on_cpu, device_pipeline(float_scenes_bundle)))

@@ -142,7 +142,7 @@ def test_a_bundle_of_float16_is_fed_float16_and_draws(
     assert result.codes[0].shape == (36,)
     cache = pipeline.engines.target.new_cache(2, 64)
     assert isinstance(cache, DeviceCache)
-    assert [dtype_of(value) for value in cache.handle.block.values] == ["float16"]
+    assert [dtype_of(value) for value in cache.block_handle.block.values] == ["float16"]
 
 
 def test_ends_of_rows_take_half_of_the_nodes_that_plans_were_built_for(

@@ -49,7 +49,7 @@ class Twin:
 
     def held(self) -> np.ndarray[Any, Any]:
         """What the device holds, `[tensors, rows, heads, columns, head_dim]`, to be changed there."""
-        (value,) = self.cache.handle.block.values
+        (value,) = self.cache.block_handle.block.values
         found: np.ndarray[Any, Any] = value.numpy()
         return found.reshape(TENSORS, len(self.cache.lengths), HEADS, COLUMNS, WIDTH)
 
@@ -58,14 +58,14 @@ class Twin:
         rows = len(accepted_indices)
         new_kv = self.rng.standard_normal((TENSORS, nodes, rows, HEADS, WIDTH), np.float32)
         batch = PassInput(np.zeros((rows, nodes), np.int64), np.zeros((rows, nodes, 64 + nodes), bool))
-        write = self.cache.encode(batch, nodes)["write"]
+        write = self.cache.encode_pass(batch, nodes)["write"]
         held = self.held().copy()
         for row, start in enumerate(write.tolist()):
             held[:, row, :, start : start + nodes] = new_kv[:, :, row].transpose(0, 2, 1, 3)
-        (value,) = self.cache.handle.block.values
+        (value,) = self.cache.block_handle.block.values
         value.update_inplace(held.reshape(value.shape()))
         self.plain.append(list(new_kv), accepted_indices)
-        self.cache.append(self.cache.written, accepted_indices)
+        self.cache.append(self.cache.written_columns, accepted_indices)
 
     def check(self) -> None:
         """Both hold the same."""
@@ -171,7 +171,7 @@ def test_nodes_added_to_a_pass_see_the_first_column_and_nobody_sees_them() -> No
     mask[0, :, :20] = True
     mask[1, :, :3] = True
     mask[:, :, 64:] = np.tri(3, dtype=bool)
-    encoded = cache.encode(PassInput(np.full((2, 3), 5), mask), 8)
+    encoded = cache.encode_pass(PassInput(np.full((2, 3), 5), mask), 8)
     bits = np.unpackbits(encoded["seen"].astype("<u2").view(np.uint8), axis=-1, bitorder="little")
     assert bits.shape == (2, 8, 64)
     assert bits[:, 3:, 0].all()
@@ -223,5 +223,5 @@ def test_a_plan_that_is_not_the_one_described_is_refused(tiny: Rig, change: dict
 
 def test_a_run_that_fails_without_a_word_is_named(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Context, "execute_async_v3", lambda self, stream: False)
-    error = error_of(EngineError, lambda: tiny.prefilled(1).finish())
+    error = error_of(EngineError, lambda: tiny.prefilled(1).run_queued_pass())
     assert error.problem == "host_tensorrt 1.0 does not run this engine: no reason given"
