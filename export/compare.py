@@ -28,7 +28,7 @@ from ..engines.host import import_onnxruntime
 from ..engines.ort.session import open_session
 from ..errors import BundleError
 from ..inputs import format_value, reading
-from ..runtime.engine import Pass
+from ..runtime.engine import PassInput
 from .checkpoints.deferred import computed, deferred
 from .graph.graph_file import GraphFile
 from .graph.graphs import HIDDEN, Arrays, Graph
@@ -247,7 +247,7 @@ class DeviceLayoutSession:
         columns = np.random.default_rng(0).permutation(cache.columns - 1)[:past]
         cache.column_of[:] = [*columns, *np.setdiff1d(np.arange(cache.columns), columns)]
         cache.is_sorted = False
-        batch = Pass(
+        batch = PassInput(
             inputs["position_ids"],
             inputs["attention_mask"][:, 0] == 0,
             inputs.get("input_ids"),
@@ -267,7 +267,7 @@ class DeviceLayoutSession:
         return results
 
 
-def device_feeds(batch: Pass, cache: CacheColumns, padded_nodes: int) -> Arrays:
+def device_feeds(batch: PassInput, cache: CacheColumns, padded_nodes: int) -> Arrays:
     """Return a device layout's inputs for a forward pass, without keys and values.
 
     Args:

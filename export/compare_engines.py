@@ -25,7 +25,7 @@ from ..engines.ort.engine import OrtEngine
 from ..engines.ort.session import GraphSession
 from ..engines.profiles import capacity_of
 from ..engines.trt.builder import polygraphy_importer
-from ..runtime.engine import Pass
+from ..runtime.engine import PassInput
 from .compare import CaseResult, device_feeds, widen
 from .graph.graphs import Arrays, tree_mask
 
@@ -111,7 +111,11 @@ def _run_passes(
             mask = np.zeros((rows, nodes, length + nodes), bool)
             mask[:, :, :start] = True
             mask[:, :, length:] = node_mask
-            batch = Pass(positions, mask, codes, hidden=states) if is_drafter else Pass(positions, mask, embeds=states)
+            batch = (
+                PassInput(positions, mask, codes, hidden=states)
+                if is_drafter
+                else PassInput(positions, mask, embeds=states)
+            )
             feeds = device_feeds(batch, columns, nodes) | past
             states_name = "hidden" if is_drafter else "embeddings"
             feeds[states_name] = feeds[states_name].astype(session.dtypes[states_name])

@@ -112,7 +112,10 @@ def test_official_forced_row_ends_of_a_published_size_are_where_sequences_have_t
     assert (rows, columns) in grid_sizes(PROTOCOL["image_area_default"], 8)
     row_end = PROTOCOL["tokens"]["eol"]["official"]
     layout = RowEndLayout(rows * columns, columns, row_end=row_end)
-    ours = [*layout.insert_tokens(np.full(layout.num_codes, -1)).tolist(), row_end]  # the last row's end draws nothing
+    ours = [
+        *layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist(),
+        row_end,
+    ]  # the last row's end draws nothing
     assert ours == forced[: rows * (columns + 1)].tolist()
     assert (forced[len(ours) :] >= 0).all()
 
