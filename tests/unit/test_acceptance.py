@@ -185,7 +185,7 @@ def test_greedy_acceptance_accepts_a_token_whose_neighbourhood_is_more_probable_
     narrower = walk_greedy(tree, lambda node: p, Relaxation(neighbors, 2, delta=0.29), MANY)
     assert (wider.path, wider.realised_tvd) == ([0, 1], 1.0)
     assert narrower.path == [0]
-    assert narrower.bonus_token == wider.bonus_token == 0, "the bonus is never relaxed"
+    assert narrower.bonus_token == wider.bonus_token == 0, "the bonus token is never relaxed"
 
 
 def test_greedy_acceptance_prefers_the_longest_path_and_then_the_first_leaf() -> None:

@@ -259,16 +259,16 @@ def test_only_the_sequence_whose_logits_are_nan_fails(
 
     damaged[part == "drafter"].damaged = damaged_rows
     affects_method = part == "target" or isinstance(method, Drafted)
-    failed: list[ImageSequence] = []
+    failed_sequences: list[ImageSequence] = []
     while queue.busy:
         is_damaged_step = step == damaged_step and sequences[1].remaining > 0
         queue.step()
         assert queue.batch.failed_sequences == ([sequences[1]] if is_damaged_step and affects_method else [])
-        failed += queue.batch.failed_sequences
+        failed_sequences += queue.batch.failed_sequences
         step += 1
-    assert all("NaN" in str(sequence.error) for sequence in failed)
+    assert all("NaN" in str(sequence.error) for sequence in failed_sequences)
     for i, sequence in enumerate(sequences):
-        if sequence not in failed:
+        if sequence not in failed_sequences:
             assert sequence.codes == codes_alone(Visit(i, sampling, method, 0, 0), method)
     assert not batch_fields["_drafters"].all
     assert batch_fields["_cache"] is None

@@ -122,12 +122,12 @@ def test_images_have_exactly_the_targets_distribution(
 def keep_distributions_after_a_redraft(patch: pytest.MonkeyPatch) -> None:
     redraft = JacobiWindow.redraft
 
-    def advance_with_old_proposals(window: JacobiWindow, accepted: int, target: Any) -> None:
+    def redraft_with_old_proposals(window: JacobiWindow, accepted: int, target: Any) -> None:
         old_proposals = window.proposals[accepted + 1 :]
         redraft(window, accepted, target)
         window.proposals[: len(old_proposals)] = old_proposals
 
-    patch.setattr(JacobiWindow, "redraft", advance_with_old_proposals)
+    patch.setattr(JacobiWindow, "redraft", redraft_with_old_proposals)
 
 
 def discard_drafts_by_a_later_token(patch: pytest.MonkeyPatch) -> None:

@@ -203,10 +203,12 @@ def test_every_cell_is_generated_once_after_the_cells_that_it_attends_to(
         for cells in (batch.cells[batch.num_attended > 0], batch.cells[batch.sampled_nodes] + 1, batch.cached_cells):
             assert len({*cells.tolist()}) == len(cells)
         assert not {*batch.cells[batch.num_attended > 0].tolist()} & {*batch.cached_cells.tolist()}
-        # no other node attends to a stand-in
-        assert (batch.structure.ancestors.sum(0)[batch.num_attended == 0] == 1).all()
-        # random tokens: some drafts are right
-        accepted, generate = grid.commit(batch, rng.integers(0, 2, len(batch.sampled_nodes)))
+        assert (
+            batch.structure.ancestors.sum(0)[batch.num_attended == 0] == 1
+        ).all()  # no other node attends to a stand-in
+        accepted, generate = grid.commit(
+            batch, rng.integers(0, 2, len(batch.sampled_nodes))
+        )  # random tokens: some drafts are right
         assert len(generate) + len(accepted) > 0  # every pass makes progress
         assert not known & {*generate.tolist()}
         for cell in generate.tolist():

@@ -440,14 +440,14 @@ def decode(
 
 
 def likelihood(model: ToyModel, prompt: Prompt, codes: Any, sampling: Sampling, counted: Any = None) -> Likelihood:
-    """Return the likelihood of an image of the model's layout.
+    """Return the compute_likelihood of an image of the model's layout.
 
     Args:
         model: toy model.
         prompt: prompt of the image.
         codes: tokens of the image.
         sampling: sampling settings.
-        counted: true at the tokens whose likelihood counts; None counts all.
+        counted: true at the tokens whose compute_likelihood counts; None counts all.
     """
     return likelihoods.compute_likelihood(model, plan_of(model.image, sampling, Ar()), prompt, codes, counted)
 
