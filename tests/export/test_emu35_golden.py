@@ -21,7 +21,7 @@ from shared_goldens import Family, RowEndDecoderGolden, log_softmax, mixed
 
 from lantern_rt import Pipeline
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.families import emu35
 from lantern_rt.export.model import Model
@@ -81,7 +81,7 @@ def test_queries_and_keys_are_projected_normed_then_rotated() -> None:
     decoder: Any = read_small().graphs[0].module
     layer, rope = decoder.layers[0], decoder.rope
     normed = layer.attention_norm(torch.from_numpy(ARRAYS["cond_layer_hidden"][0, :12]))
-    joint = (normed @ computed(layer.attention.qkv.weight).float().T).view(12, 8, 16)
+    joint = (normed @ compute_tensor(layer.attention.qkv.weight).float().T).view(12, 8, 16)
     parts = {"q": (joint[:, :4], layer.attention.query_norm), "k": (joint[:, 4:6], layer.attention.key_norm)}
     for part, (heads, norm) in parts.items():
         close(heads.numpy(), ARRAYS[f"layer0_{part}"])

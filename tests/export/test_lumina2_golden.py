@@ -109,14 +109,14 @@ def test_texts_of_all_kinds_become_the_published_ids(lumina2_bundle: Path, case:
 
 
 def test_codes_begin_at_the_published_token_in_a_vocabulary_of_published_size(tmp_path: Path) -> None:
-    def widen(weights: dict[str, torch.Tensor]) -> None:
+    def to_float32(weights: dict[str, torch.Tensor]) -> None:
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             old = weights[name]
             weights[name] = torch.zeros(171392, old.shape[1], dtype=old.dtype)
             weights[name][: CODES.start] = old[: CODES.start]
             weights[name][155000 : 155000 + CODES.stop - CODES.start] = old[CODES]
 
-    folders = (FOLDER / "model", copied(FOLDER / "model", tmp_path / "model", widen, vocab_size=171392))
+    folders = (FOLDER / "model", copied(FOLDER / "model", tmp_path / "model", to_float32, vocab_size=171392))
     small, large = (read_lumina2(folder, FOLDER / "movqgan/270M", grid=8) for folder in folders)
     assert torch.equal(small.code_embeddings, large.code_embeddings)
     heads = [model.graphs[0].module.head.weight for model in (small, large)]
