@@ -51,12 +51,12 @@ OWNED: dict[str, dict[str, bytes]] = {
 FETCH = """
 import json, sys
 from lantern_rt.errors import LanternError
-from lantern_rt.export.checkpoints.hub import cached_origin, fetch
+from lantern_rt.export.checkpoints.hub import find_hub_origin, fetch
 for place in sys.argv[1:]:
     try:
         path = fetch(place)
         files = sorted(path.iterdir() if path.is_dir() else [path])
-        print(json.dumps([str(path), [cached_origin(file) for file in files]]))
+        print(json.dumps([str(path), [find_hub_origin(file) for file in files]]))
     except LanternError as error:
         print(json.dumps([error.field, str(error)]))
 """
