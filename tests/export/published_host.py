@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from checkpoint_copies import EMU35, EMU35_VQ, copied
+from checkpoint_copies import EMU35, EMU35_VQ, copy_checkpoint
 from checkpoint_copies import published as save_published
 from random_drafter import save_random_drafter
 from small_janus import random_janus, write_janus
 from small_models import save_t5
 from stand_in_hub import REPOSITORIES, environment, run
 
-from lantern_rt import published
+from lantern_rt import copy_published_emu3
 from lantern_rt.bundle.hub import parse_reference
 from lantern_rt.errors import CheckpointError
 from lantern_rt.published import PublishedModel
@@ -80,7 +80,7 @@ def small_emu3(folder: Path) -> Sources:
 
 
 def small_emu35(folder: Path) -> Sources:
-    copied(EMU35, folder / "emu35", config=lambda config: config.pop("max_position_embeddings"))
+    copy_checkpoint(EMU35, folder / "emu35", config=lambda config: config.pop("max_position_embeddings"))
     return {"target": folder / "emu35", "vq": EMU35_VQ}, {}
 
 
@@ -111,7 +111,7 @@ class Host:
         self.absent: list[str] = []
         self.folder = folder
         self.cache = folder / "bundles"
-        model = published.published_models()[name]
+        model = copy_published_emu3.published_models()[name]
         sources, options = SMALL["text" if name.startswith("llamagen-t2i") else model.family](folder)
         files = dict(model.files)
         if "config" in sources:
