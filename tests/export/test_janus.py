@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from family_readers import read_janus
-from goldens import Run, embed
+from goldens import GraphRun, embed
 from refusals import error_of
 from small_janus import BEGIN, CODES, GRID, START, WORDS, random_janus, write_janus
 
@@ -56,7 +56,7 @@ def test_prompt_and_codes_give_transformers_hidden_states_and_logits(model: Any,
     codes = torch.randint(CODES, (2, 10), generator=torch.Generator().manual_seed(1))
     embeds = torch.cat([model.get_input_embeddings()(ids), model.prepare_embeddings_for_image_generation(codes)], 1)
     hidden = model.model.language_model(inputs_embeds=embeds).last_hidden_state
-    run = Run(bundle, rows=2)
+    run = GraphRun(bundle, rows=2)
     table = np.load(bundle / "code_embeddings.npy")
     parts = [run.step(input_embeds=embed(bundle, ids.numpy())), run.step(input_embeds=table[codes.numpy()])]
     close(np.concatenate([part["hidden_states"] for part in parts], 1), hidden)
