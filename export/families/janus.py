@@ -206,8 +206,8 @@ def _fold_codes(codes: Tensor, aligner: Checkpoint, layout: _Layout) -> Tensor:
     weights = [exact.split(aligner.weights[f"{layer}.weight"].float().numpy()) for layer in layers]
     biases = [aligner.weights[f"{layer}.bias"].float().numpy() for layer in layers]
     table = []
-    for part in codes.split(_CODES):
-        rows = exact.linear(part.float().numpy(), weights[0], biases[0])
+    for start in range(0, len(codes), _CODES):
+        rows = exact.linear(codes[start : start + _CODES].float().numpy(), weights[0], biases[0])
         for weight, bias in zip(weights[1:], biases[1:], strict=True):
             rows = exact.linear(exact.gelu(rows), weight, bias)
         table.append(torch.from_numpy(rows).float())
