@@ -92,9 +92,9 @@ def test_every_caller_gets_the_images_of_the_pipeline_alone(pipe: Pipeline, serv
 
 
 def test_requests_share_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    active: list[int] = []
+    batch_sizes: list[int] = []
     step = Batch.step
-    monkeypatch.setattr(Batch, "step", lambda batch: (active_sequences.append(len(batch.active_sequences)), step(batch))[1])
+    monkeypatch.setattr(Batch, "step", lambda batch: (batch_sizes.append(len(batch.active_sequences)), step(batch))[1])
     with Service(pipe, together=4) as service:
         callers = [Caller(lambda: len(submitted) < 6) for _ in range(6)]
         submitted: list[ServiceRequest] = []
@@ -102,7 +102,7 @@ def test_requests_share_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) 
             submitted.append(service.submit(caller, "red cube", seed=i, method="ar"))
         for caller in callers:
             caller.last()
-    assert max(active) == 4
+    assert max(batch_sizes) == 4
 
 
 def seconds_until_retry(service: Service) -> int:
