@@ -22,6 +22,7 @@ DATA = Path(__file__).parent.parent / "data"
 
 
 def golden(folder: str) -> Arrays:
+    """Recorded arrays; logits of words are NaN where no test reads them."""
     with np.load(DATA / folder / "golden.npz") as file:
         return dict(file)
 
