@@ -43,6 +43,7 @@ def write_checkpoints() -> None:
         data = np.frombuffer(bytearray(lzma.decompress((DRAWN / f"{name}.xz").read_bytes())), np.uint8)
         _put(data, _stored(streams[stream], file["dtype"]), file["places"])
         assert hashlib.sha256(data).hexdigest() == file["sha256"], f"{name}: other numbers than those it was made with"
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         partial.write_bytes(data)
         partial.replace(path)

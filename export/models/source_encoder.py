@@ -80,7 +80,6 @@ class SourceEncoder(nn.Module):
         vectors = F.normalize(self.vqmodel["quantize"]["embedding"]["weight"], dim=-1)
         return (cells @ vectors.T).argmax(-1), latents
 
-
     def graph(self) -> Graph:
         """Return the graph of the encoder, for images of any size."""
         image = Value("images", ("images", 3, "height", "width"))
