@@ -70,7 +70,7 @@ LIMITS: dict[Precision, Limits] = {
     "bf16-safe": Limits(1e-2, 0.99, 1e-4),
     "bf16": Limits(1e-2, 0.99, 1e-4),
     "int8-weights": Limits(1e-2, 0.98, 2e-3),
-    "int4-weights": Limits(1e-2, 0.85, 0.15),
+    "int4-weights": Limits(1e-2, 0.80, 0.15),
     "int8": Limits(1e-2, 0.98, 8e-3),
 }
 

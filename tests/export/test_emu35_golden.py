@@ -1,4 +1,7 @@
-"""Emu3.5-Image's exported graphs, prompts and image tokenizer against every recorded array of text to image."""
+"""Emu3.5-Image's exported graphs, prompts and image tokenizer against every recorded array of text to image.
+
+Left out with what the product leaves out: scores of text, of a size that the model chooses, and of image to image.
+"""
 
 from __future__ import annotations
 
@@ -121,6 +124,17 @@ def test_greedy_runs_have_the_recorded_scores_and_codes(bundle: Path, trace: dic
     assert scores.argmax(1).reshape(trace["grid"]).tolist() == trace["codes"]
 
 
+def test_the_processor_leaves_the_codes_with_their_scores_or_the_row_end_alone(bundle: Path) -> None:
+    final = ARRAYS["run0_final"]  # two grid rows of 5 codes and a row end
+    kept = np.zeros(final.shape, bool)
+    ends = np.arange(12) % 6 == 5
+    kept[ends, 549] = True
+    kept[~ends, CODES] = True
+    np.testing.assert_array_equal(np.isfinite(final), kept)
+    (trace,) = (trace for trace in GREEDY if trace["name"] == "run0")
+    close(log_softmax(guided_codes(bundle, trace)[:10]), log_softmax(final[~ends, CODES]), GUIDED)
+
+
 def test_greedy_images_alone_and_together_are_the_recorded_ones(bundle: Path) -> None:
     assert len(AT_ONCE) == 4
     with Pipeline.from_bundle(bundle, threads=1) as pipe:
@@ -202,6 +216,30 @@ def test_a_picture_becomes_the_codes_of_the_largest_products(bundle: Path) -> No
     close(picture[0] + HALF_LEVEL, ARRAYS["vq_reconstruction"])
 
 
+def test_inner_layers_of_the_image_tokenizer_give_the_recorded_values() -> None:
+    modules: dict[str, Any] = {graph.role: graph.module for graph in read_small().graphs}
+    decoder, encoder = modules["vq_decoder"].decoder, modules["vq_encoder"].encoder
+    places = {
+        "mid_attn": decoder.mid[1],
+        "mid": decoder.mid[2],
+        "up_low_attn0": decoder.conv_blocks[0].attn[0],
+        "up_low": decoder.conv_blocks[0].upsample,
+        "enc_down": encoder.conv_blocks[-2].downsample,
+        "enc_low_attn0": encoder.conv_blocks[-1].attn[0],
+        "enc_mid": encoder.mid[2],
+        "encoder_out": encoder.conv_out,
+    }
+    found: dict[str, torch.Tensor] = {}
+    for name, part in places.items():
+        part.register_forward_hook(lambda *call, name=name: found.update({name: call[-1]}))
+    with torch.no_grad():
+        modules["vq_decoder"](torch.from_numpy(ARRAYS["vq_codes"])[None])
+        pixels = torch.from_numpy(ARRAYS["vq_image_uint8"]).permute(2, 0, 1)[None]
+        modules["vq_encoder"](pixels / 127.5 - 1)
+    for name in places:
+        close(found[name][0].numpy(), ARRAYS[f"vq_{name}"])
+
+
 def contents(module: torch.nn.Module) -> list[tuple[str, bytes]]:
     return [(name, value.numpy().tobytes()) for name, value in module.state_dict().items()]
 
@@ -268,10 +306,8 @@ def test_export_finds_the_family_and_verify_agrees(
     code, _, err = program("export", "--target", EMU35, *options)
     assert code == 0, err
     assert manifest(output).family == "emu35"
-    code, out, _ = program("verify", output, EMU35, EMU35_VQ, "--json")
-    rows = json.loads(out)["distributions"]
-    assert rows[0]["agreement"] > (0.8 if precision == "int4-weights" else 0.85)  # random weights know no likely code
-    assert code == 0 or precision == "int4-weights"
+    code, out, _ = program("verify", output, EMU35, EMU35_VQ)
+    assert code == 0, out
 
 
 def test_folders_of_emu3_and_emu35_are_told_apart(tmp_path: Path, small_sizes: None) -> None:
