@@ -70,7 +70,7 @@ LIMITS: dict[Precision, VerificationLimits] = {
     "bf16-safe": VerificationLimits(1e-2, 0.99, 1e-4),
     "bf16": VerificationLimits(1e-2, 0.99, 1e-4),
     "int8-weights": VerificationLimits(1e-2, 0.98, 2e-3),
-    "int4-weights": VerificationLimits(1e-2, 0.85, 0.15),
+    "int4-weights": VerificationLimits(1e-2, 0.80, 0.15),
     "int8": VerificationLimits(1e-2, 0.98, 8e-3),
 }
 

@@ -1,4 +1,7 @@
-"""Emu3.5-Image's exported graphs, prompts and image tokenizer against every recorded array of text to image."""
+"""Emu3.5-Image's exported graphs, prompts and image tokenizer against every recorded array of text to image.
+
+Left out with what the product leaves out: scores of text, of a size that the model chooses, and of image to image.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,7 @@ ARRAYS = load_golden("emu3.5")
 TRACES: list[dict[str, Any]] = json.loads((DATA / "emu3.5/traces.json").read_text())
 PROTOCOL: dict[str, Any] = json.loads((DATA / "emu3.5/protocol.json").read_text())
 CODES = slice(557, 653)
+HALF_LEVEL = 1 / 255  # by which decoded pixels are darker, since rounded ones are cut then
 SIZES = ((4, 5), (5, 3), (2, 12), (10, 11))
 GREEDY = [trace for trace in TRACES if trace["task"] == "t2i" and trace["name"] != "sample"]
 AT_ONCE = [trace for trace in GREEDY if trace["image_starts_at"] == 0]  # without a text before the image
@@ -120,6 +124,17 @@ def test_greedy_runs_have_the_recorded_scores_and_codes(bundle: Path, trace: dic
     assert scores.argmax(1).reshape(trace["grid"]).tolist() == trace["codes"]
 
 
+def test_the_processor_leaves_the_codes_with_their_scores_or_the_row_end_alone(bundle: Path) -> None:
+    final = ARRAYS["run0_final"]  # two grid rows of 5 codes and a row end
+    kept = np.zeros(final.shape, bool)
+    ends = np.arange(12) % 6 == 5
+    kept[ends, 549] = True
+    kept[~ends, CODES] = True
+    np.testing.assert_array_equal(np.isfinite(final), kept)
+    (trace,) = (trace for trace in GREEDY if trace["name"] == "run0")
+    assert_close(log_softmax(guided_codes(bundle, trace)[:10]), log_softmax(final[~ends, CODES]), GUIDED_TOLERANCE)
+
+
 def test_greedy_images_alone_and_together_are_the_recorded_ones(bundle: Path) -> None:
     assert len(AT_ONCE) == 4
     with Pipeline.from_bundle(bundle, threads=1) as pipe:
@@ -161,21 +176,29 @@ def test_filters_give_the_recorded_probabilities_of_codes() -> None:
 # ---------------------------------------------------------------- image tokenizer
 
 
+def check_bytes(picture: NDArray[np.float32], expected: NDArray[np.uint8]) -> None:
+    """Bytes are cut, as recorded, but where a number is an integer but for rounding."""
+    found = np.asarray(to_image(picture)).astype(int)
+    assert np.abs(found - expected).max() <= 1
+    assert (found == expected).mean() > 0.998
+
+
 def test_codes_become_the_recorded_vectors_layers_and_pictures(bundle: Path) -> None:
     path = bundle / "vq_decoder.onnx"
     reading = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
     by_code, conv_in = reading["post_quant_conv.weight"], reading["decoder.conv_in.weight"]
     names = [by_code.input[0], by_code.output[0], conv_in.output[0], "images"]
     found = read_values(path, names, {"codes": ARRAYS["vq_codes"][None]})
-    for array, name in zip(found, ("code_vectors", "post_quant", "conv_in", "decoded"), strict=True):
+    for array, name in zip(found[:-1], ("code_vectors", "post_quant", "conv_in"), strict=True):
         assert_close(array[0], ARRAYS[f"vq_{name}"])
-    assert np.abs(np.asarray(to_image(found[-1][0])).astype(int) - ARRAYS["vq_uint8"]).max() <= 1
+    assert_close(found[-1][0] + HALF_LEVEL, ARRAYS["vq_decoded"])
+    check_bytes(found[-1][0], ARRAYS["vq_uint8"])
     for trace in GREEDY:
         if f"{trace['name']}_uint8" in ARRAYS:
             (picture,) = GraphFileSession(path).run({"codes": np.array([trace["codes"]])})["images"]
-            assert np.abs(np.asarray(to_image(picture)).astype(int) - ARRAYS[f"{trace['name']}_uint8"]).max() <= 1
+            check_bytes(picture, ARRAYS[f"{trace['name']}_uint8"])
             if trace["name"] == "run2":
-                assert_close(picture, ARRAYS["run2_pixels"])
+                assert_close(picture + HALF_LEVEL, ARRAYS["run2_pixels"])
 
 
 def test_a_picture_becomes_the_codes_of_the_largest_products(bundle: Path) -> None:
@@ -190,7 +213,31 @@ def test_a_picture_becomes_the_codes_of_the_largest_products(bundle: Path) -> No
     vectors = table[codes].transpose(2, 0, 1)
     assert_close(vectors, ARRAYS["vq_quantized"])
     picture = GraphFileSession(bundle / "vq_decoder.onnx").run({"codes": codes[None]})["images"]
-    assert_close(picture[0], ARRAYS["vq_reconstruction"])
+    assert_close(picture[0] + HALF_LEVEL, ARRAYS["vq_reconstruction"])
+
+
+def test_inner_layers_of_the_image_tokenizer_give_the_recorded_values() -> None:
+    modules: dict[str, Any] = {graph.role: graph.module for graph in read_small().graphs}
+    decoder, encoder = modules["vq_decoder"].decoder, modules["vq_encoder"].encoder
+    places = {
+        "mid_attn": decoder.mid[1],
+        "mid": decoder.mid[2],
+        "up_low_attn0": decoder.conv_blocks[0].attn[0],
+        "up_low": decoder.conv_blocks[0].upsample,
+        "enc_down": encoder.conv_blocks[-2].downsample,
+        "enc_low_attn0": encoder.conv_blocks[-1].attn[0],
+        "enc_mid": encoder.mid[2],
+        "encoder_out": encoder.conv_out,
+    }
+    found: dict[str, torch.Tensor] = {}
+    for name, part in places.items():
+        part.register_forward_hook(lambda *call, name=name: found.update({name: call[-1]}))
+    with torch.no_grad():
+        modules["vq_decoder"](torch.from_numpy(ARRAYS["vq_codes"])[None])
+        pixels = torch.from_numpy(ARRAYS["vq_image_uint8"]).permute(2, 0, 1)[None]
+        modules["vq_encoder"](pixels / 127.5 - 1)
+    for name in places:
+        assert_close(found[name][0].numpy(), ARRAYS[f"vq_{name}"])
 
 
 def contents(module: torch.nn.Module) -> list[tuple[str, bytes]]:
@@ -259,10 +306,8 @@ def test_export_finds_the_family_and_verify_agrees(
     code, _, err = program("export", "--target", EMU35, *options)
     assert code == 0, err
     assert read_manifest(output).family == "emu35"
-    code, out, _ = program("verify", output, EMU35, EMU35_VQ, "--json")
-    rows = json.loads(out)["distributions"]
-    assert rows[0]["agreement"] > (0.8 if precision == "int4-weights" else 0.85)  # random weights know no likely code
-    assert code == 0 or precision == "int4-weights"
+    code, out, _ = program("verify", output, EMU35, EMU35_VQ)
+    assert code == 0, out
 
 
 def test_folders_of_emu3_and_emu35_are_told_apart(tmp_path: Path, small_sizes: None) -> None:
