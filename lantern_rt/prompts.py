@@ -6,7 +6,7 @@ Embeddings are right-padded in requests and left-padded in the graph; this modul
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from .inputs import check_int, format_error, format_value
 from .options import Embeddings
 from .text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from .text.words import WordTokenizer, read_word_tokenizer
+
+if TYPE_CHECKING:
+    from .sources import Source
 
 Label = str | int | tuple[int, ...] | None
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
@@ -40,8 +43,9 @@ class ImageRequest:
         seed: random seed, 0 .. 2**64 - 1.
         negative: negative prompt, whose conditional row replaces the unconditional row; shared by all images of a
             request.
-        edit: image of which a part is generated again; shared by all images of a request.
+        edit: image of which a part is generated again, or source image; shared by all images of a request.
         first_position: position of the first code; None: the prompt begins at position 0.
+        positions: position of each token of both rows, int64 `[prefix]`; None: they are consecutive.
     """
 
     label: Label
@@ -50,8 +54,9 @@ class ImageRequest:
     tokens: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     seed: int = 0
     negative: ImageRequest | None = None
-    edit: Edit | None = None
+    edit: Edit | Source | None = None
     first_position: int | None = None
+    positions: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
 
 def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:

@@ -116,7 +116,7 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> Model:
         ),
         sources=[*checkpoint.sources, *processor.sources],
         sizes=image_sizes,
-        encoder=encoder and encoder.graph(),
+        encoder=None if encoder is None else encoder.graph(),
         source=source,
     )
 
@@ -167,18 +167,25 @@ def _read_encoder(checkpoint: Checkpoint, config: Config, processor: Checkpoint)
     """Load the image encoder; None if the checkpoint was saved without it."""
     if not any(name.startswith(_ENCODER[0]) for name in checkpoint.weights):
         return None
+    prefix = "model."
+    weights = {n.removeprefix(prefix): weight for n, weight in checkpoint.weights.items() if n.startswith(_ENCODER)}
+    part = replace(checkpoint, weights=weights, prefix=prefix, names={})
+    return load_source_encoder(part, config.section("vision_config"), *_read_colours(processor))
+
+
+def _read_colours(processor: Checkpoint) -> list[list[float]]:
+    """Return mean and standard deviation of red, green and blue, by which images are normalised."""
     values: Mapping[str, Any] = _COLOURS
     if name := next((name for name in _PREPROCESSING if (processor.path / name).is_file()), None):
         file = processor.config(name)
         values = file.get("image_processor", file.values)
-    colours = tuple(values.get(field) for field in _COLOURS)
-    for field, numbers in zip(_COLOURS, colours, strict=True):
+    colours = []
+    for field in _COLOURS:
+        numbers = values.get(field)
         if not isinstance(numbers, list) or len(numbers) != 3 or not all(type(n) is float and n > 0 for n in numbers):
-            raise processor.error(field, found=format_value(numbers), expected="three positive numbers")
-    prefix = "model."
-    weights = {n.removeprefix(prefix): weight for n, weight in checkpoint.weights.items() if n.startswith(_ENCODER)}
-    part = replace(checkpoint, weights=weights, prefix=prefix, names={})
-    return load_source_encoder(part, config.section("vision_config"), *colours)
+            raise processor.error(found=f"{field} {format_value(numbers)}", expected="three positive numbers")
+        colours.append(numbers)
+    return colours
 
 
 def _split_gates(checkpoint: Checkpoint) -> None:

@@ -86,6 +86,10 @@ TokenIdsOption = Annotated[
         rich_help_panel=SUBJECTS,
     ),
 ]
+ImageOption = Annotated[
+    Path | None,
+    typer.Option(metavar="IMAGE", help="Source image, for models that take one.", rich_help_panel=SUBJECTS),
+]
 SourceOption = Annotated[
     Path | None,
     typer.Option(
@@ -125,6 +129,7 @@ def run(
     class_id: ClassIdOption = None,
     token_ids: TokenIdsOption = None,
     embeddings: EmbeddingsOption = None,
+    image: ImageOption = None,
     source: SourceOption = None,
     output: OutputOption = None,
     trace: TraceOption = None,
@@ -154,7 +159,8 @@ def run(
     name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or token_ids or embeddings or source))
     subjects: dict[str, Any] = {"class_ids": class_id or None, "token_ids": token_ids, "embeddings": embeddings}
     subjects["prompts"] = [*prompts, *(prompt or [])] or None
-    options = {name: value for name, value in (subjects | options).items() if value is not None}
+    given = {**subjects, **options, "image": image}
+    options = {name: value for name, value in given.items() if value is not None}
     count = options.get("num_images", 1)
     engine = EngineOptions(threads, engines, provider)
     if name is not None and (source or any(subjects.values())) and is_missing(name):
@@ -269,6 +275,9 @@ def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, 
     if "embeddings" in options:
         options = options | {"embeddings": read_embeddings(options["embeddings"])}
     bundle = engine.open_bundle(name or "scenes")
+    if "image" in options and bundle.manifest.source is None:
+        problem = f"bundle {bundle.manifest.name} takes no source image"
+        raise RequestError(problem, field="image", remedy="leave it out; `lantern-rt edit` changes a part of an image")
     options = {"seed": draw_seed()} | options
     return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), **options)
 

@@ -102,7 +102,7 @@ class LocalBackend:
             "sampling": manifest.sampling.model_dump(),
             "examples": self.pipeline.pipeline.bundle.examples[:8],
             "words": tokenizer.words if isinstance(tokenizer, WordTokenizer) else (),
-            "edits": "vq_encoder" in manifest.files,
+            "edits": manifest.edits_images,
             "images": manifest.makes_images,
         }
 
@@ -138,7 +138,7 @@ class LocalBackend:
             async for _, step in updates:
                 assert step is not None
                 last = step
-                size = self.manifest.size(step.settings.size)
+                size = step.settings.image_size(self.manifest)
                 if request.steps:
                     yield step_event(step, size, preserved)
                 done = step.done

@@ -162,7 +162,10 @@ def test_the_lower_half_of_an_image_is_the_published_one_behind_the_given_upper_
     first, second = (PrefixRow(embeds[0], np.ones(embeds.shape[1], bool)) for embeds in pipe.engines.condition(inputs))
     preserved = np.where(np.arange(codes.size) < rows * columns, codes.ravel(), -1)
     settings = pipe.check("a table", size="32x64", temperature=0, cfg_scale=trace["cfg"]).settings
-    model, layout = load_model(pipe.bundle, pipe.engines, [method]), pipe.bundle.manifest.layout("32x64")
+    model, layout = (
+        load_model(pipe.bundle, pipe.engines, [method]),
+        pipe.bundle.manifest.layout(pipe.bundle.manifest.size("32x64")),
+    )
     steps = decode(model, plan_of(layout, settings.sampling, method), [Prompt(first, second, preserved)], [0])
     found = [code for step in steps for code in step.parts[0].codes]
     assert np.reshape(found, codes.shape).tolist() == codes.tolist()
