@@ -97,12 +97,8 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> Model:
     _reorder(checkpoint, sizes, rotated)
     decoder, embeddings = load_decoder(checkpoint, sizes, range(codes))
     layout, image_sizes = _prompt_layout(path, tokenizer, pairs, image_start, sizes)
-    source = None
-    if encoder is not None:
-        end = _token(config, "image_end_token_id", tokenizer)
-        source = SourceSpec(before=(image_start,), after=(end,), pixels_per_cell=encoder.patch)
     top_k = generation.integer("top_k") or _TRANSFORMERS_TOP_K
-    return image_model(
+    model = image_model(
         decoder=decoder,
         code_embeddings=embeddings[:codes],
         condition=token_condition(embeddings, sizes.prefix, layout, path),
@@ -116,9 +112,12 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> Model:
         ),
         sources=[*checkpoint.sources, *processor.sources],
         sizes=image_sizes,
-        encoder=None if encoder is None else encoder.graph(),
-        source=source,
     )
+    if encoder is None:
+        return model
+    end = _token(config, "image_end_token_id", tokenizer)
+    source = SourceSpec(before=(image_start,), after=(end,), pixels_per_cell=encoder.patch)
+    return replace(model, graphs=[*model.graphs, encoder.graph()], fields={**model.fields, "source": source})
 
 
 FAMILY = Family(

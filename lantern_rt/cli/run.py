@@ -159,8 +159,7 @@ def run(
     name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or token_ids or embeddings or source))
     subjects: dict[str, Any] = {"class_ids": class_id or None, "token_ids": token_ids, "embeddings": embeddings}
     subjects["prompts"] = [*prompts, *(prompt or [])] or None
-    given = {**subjects, **options, "image": image}
-    options = {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in (subjects | options | {"image": image}).items() if value is not None}
     count = options.get("num_images", 1)
     engine = EngineOptions(threads, engines, provider)
     if name is not None and (source or any(subjects.values())) and is_missing(name):
