@@ -41,7 +41,9 @@ COUNTS = ("total", "graph_launches", "kernels", "gemms", "h2d", "d2h", "d2d", "s
 COPYING = ("Ungroup", "TransposeQKV")  # kernels that copy all keys or values of a cache
 METHODS = ("ar", "sjd:window=7", "lantern++:tree=balanced-25", "eagle:tree=dynamic-59-5-10")
 HOST_METHODS = ("ar", "sjd:window=7", "sjd:window=15", "sjd:window=31", "rows:window=8", "lantern++")
-ROWS, PAST, CODES = 2, 200, 16384
+ROWS = 2
+PAST = 200
+CODES = 16384
 WARM = 10  # steps after which shapes that come again have been recorded
 MIN_STEPS = 60  # of each row of host times
 REQUEST: dict[str, Any] = {"cfg_scale": 7.5, "top_k": 1000}

@@ -50,7 +50,8 @@ class PartClock:
     def lap(self) -> Counter[str]:
         """Seconds by part since the last lap."""
         self._count()
-        seconds, self._seconds = self._seconds, Counter()
+        seconds = self._seconds
+        self._seconds = Counter()
         return seconds
 
     def _count(self) -> None:

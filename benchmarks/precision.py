@@ -100,7 +100,9 @@ def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int)
 
     Images are drawn a few at a time, which changes none of them.
     """
-    exact, critic, together = pipelines["fp32"], load_judge(), min(images, TOGETHER)
+    exact = pipelines["fp32"]
+    critic = load_judge()
+    together = min(images, TOGETHER)
     scenes, prompts = draw_prompts(images // together * together)
     twins = [m for m in methods if m != "ar" and exact.check(prompts[0], method=m).settings.method.exact]
     keys = [(p, m) for p in pipelines for m in methods if p not in ONE_PICTURE or m not in twins]
@@ -124,7 +126,8 @@ def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int)
         print(f"{first + together} of {images} images", file=sys.stderr, flush=True)
     table: list[dict[str, Any]] = []
     for precision in pipelines:
-        far, share = np.concatenate(apart[precision]), np.concatenate(same[precision]).mean()
+        far = np.concatenate(apart[precision])
+        share = np.concatenate(same[precision]).mean()
         table.append({"precision": precision, "mean_kl": far.mean(), "largest_kl": far.max(), "agreement": share})
     print(f"\ndistributions at the codes of {len(prompts)} images")
     columns = {"mean KL": "{mean_kl:.1e}", "largest KL": "{largest_kl:.1e}", "agreement": "{agreement:.1%}"}
@@ -145,7 +148,9 @@ def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int)
 def conditional_logits(pipeline: Pipeline, request: dict[str, Any], codes: Sequence[np.ndarray]) -> np.ndarray:
     """Logits of the conditional row at every token of every image, `[images * cells, vocab_size]`."""
     prepared = pipeline.prepare(pipeline.check(**request, method="ar"))
-    model, layout, clock = prepared.model(), prepared.plan.layout, Clock()
+    model = prepared.model()
+    layout = prepared.plan.layout
+    clock = Clock()
     prompts = zip(prepared.prompts(), codes, strict=True)
     parts = (sequence_logits(model, layout, [prompt.cond], own[:-1], clock) for prompt, own in prompts)
     return np.concatenate([part[0] for image in parts for part in image])
@@ -165,7 +170,9 @@ def main() -> None:
     arguments = parser.parse_args()
     repeats = REPEATS
     if arguments.smoke:
-        repeats, arguments.turns, arguments.images = 1, 1, 2
+        repeats = 1
+        arguments.turns = 1
+        arguments.images = 2
     arguments.work.mkdir(parents=True, exist_ok=True)
     bundles = write_bundles(arguments.work, arguments.precisions)
     pipelines = {precision: Pipeline.from_bundle(bundle, arguments.threads) for precision, bundle in bundles.items()}

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import EngineError
+from ..errors import EngineError, RequestError
 from ..inputs import format_error, format_value
 from .gpu import find_gpu
 from .system import host_memory, start_threads
@@ -33,6 +33,7 @@ _INSTRUCTION_SETS = (
     "i8mm",
     "sve",
 )
+EXPORT_BYTES = 2_200_000_000  # peak memory of the largest export that was measured (docs/measurements.md)
 RUNTIMES = ("onnxruntime", "onnxruntime-gpu")  # distributions that overwrite each other's files
 _import_lock = threading.Lock()
 
@@ -125,6 +126,14 @@ def available_memory() -> int:
         free += _free_in_group(folder, "memory.max", "memory.current", "inactive_file")
         free += _free_in_group(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     return max(0, min(free))
+
+
+def check_free_memory(needed: int, remedy: str) -> None:
+    """Raise RequestError if less memory than `needed` bytes is free."""
+    free = available_memory()
+    if free < needed:
+        actual = f"{free / 1e9:.1f} GB free"
+        raise RequestError(field="memory", found=actual, expected=f"{needed / 1e9:.1f} GB", remedy=remedy)
 
 
 def installed(*names: str) -> list[str]:

@@ -7,7 +7,6 @@ The output folder appears whole or not at all, also after an error or Ctrl-C. A 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,21 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from .. import __version__
 from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Source, file_sha256
 from ..engines.contracts import Progress
-from ..errors import CheckpointError, OutputError
-from ..output.files import atomic_folder, check_new_folder, existing_path
-from .checkpoints.deferred import computed
+from ..errors import CheckpointError
+from ..output.files import atomic_folder, check_new_folder
+from .checkpoints.deferred import parts_of
 from .checkpoints.hub import cached_origin
 from .convolutions import CALIBRATION, calibrate, quantise_convolutions
 from .graph.graph_file import GraphFile
 from .graph.graphs import Graph, convert_to_float16, plan_graph
-from .graph.precision import Precisions
+from .graph.precision import Precisions, iter_chunks, resolve_storage
 from .model import Model
 from .neighbours import neighbour_table
 from .progress import count_megabytes, silent
+from .space import check_bundle
 from .verify import check_images, check_parity
 
 _MANIFEST = "bundle.json"
@@ -61,6 +62,7 @@ def export_model(
 
     Raises:
         OutputError: the folder exists, cannot be written, or does not fit on the disk.
+        RequestError: there is too little memory.
         ParityError: a graph differs from its module.
         CheckpointError: a weight cannot be stored in the precision.
     """
@@ -72,7 +74,7 @@ def export_model(
         progress("preparing graphs", done, len(graphs))
         graph_files[graph.role] = plan_graph(graph, precisions.rule(graph.role))
     progress("preparing graphs", len(graphs), len(graphs))
-    _check_disk(output, sum(file.size for file in graph_files.values()) + 4 * model.code_embeddings.numel())
+    check_bundle(output, sum(file.size for file in graph_files.values()) + 4 * model.code_embeddings.numel())
     with atomic_folder(output, force, _MANIFEST) as folder:
         paths = {"neighbors": folder / "neighbors.npz"}
         table = neighbour_table(model.codebook, model.neighbors, partial(progress, "sorting neighbours"))
@@ -92,10 +94,7 @@ def export_model(
                 check_parity(graph, files[0], graph_file, progress)
             del graph_file  # its weights
         paths["code_embeddings"] = folder / "code_embeddings.npy"
-        table = np.ascontiguousarray(computed(model.code_embeddings).float().numpy())
-        with np.errstate(over="ignore"):
-            half = table.astype(np.float16)
-        np.save(paths["code_embeddings"], half if precisions.lossless and np.array_equal(half, table) else table)
+        _write_table(paths["code_embeddings"], model.code_embeddings, precisions.lossless)
         for role, (file, content) in model.files.items():
             paths[role] = folder / file
             paths[role].write_bytes(content)
@@ -134,17 +133,6 @@ def _convert_graphs(graphs: Sequence[Graph], precisions: Precisions) -> Sequence
     return graphs
 
 
-def _check_disk(output: Path, size: int) -> None:
-    free = shutil.disk_usage(existing_path(output)).free
-    if size > free:
-        raise OutputError(
-            field=str(output),
-            found=f"{free / 1e9:.2f} GB free on the disk",
-            expected=f"{size / 1e9:.2f} GB, which the bundle takes",
-            remedy="free some, choose another place, or a smaller precision",
-        )
-
-
 def _write_graph(graph: Graph, graph_file: GraphFile, folder: Path, progress: Progress) -> list[Path]:
     file = f"{graph.role}.onnx"
     try:
@@ -153,6 +141,18 @@ def _write_graph(graph: Graph, graph_file: GraphFile, folder: Path, progress: Pr
         checkpoint = getattr(graph.module, "checkpoint", None)
         error.field = checkpoint.error(error.field).field if checkpoint else f"weight {error.field}"
         raise
+
+
+def _write_table(path: Path, table: Tensor, lossless: bool) -> None:
+    """Write an array in float32, or in float16 if `lossless` and if it holds the numbers, as `np.save` would."""
+    parts = parts_of(table)
+    half = lossless and all(resolve_storage(path.name, part, "float16", "lossless") == "float16" for part in parts)
+    with path.open("wb") as file:
+        header = {"descr": "<f2" if half else "<f4", "fortran_order": False, "shape": tuple(table.shape)}
+        np.lib.format.write_array_header_1_0(file, header)
+        for part in parts:
+            for chunk in iter_chunks(part):
+                file.write((chunk.half() if half else chunk).numpy().tobytes())
 
 
 def _manifest_fields(model: Model, precisions: Precisions, progress: Progress) -> dict[str, Any]:

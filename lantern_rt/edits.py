@@ -92,7 +92,7 @@ def encoder_input(pixels: NDArray[np.uint8]) -> Floats:
 
 
 def cover(original: Image.Image, pixels: tuple[int, int]) -> Image.Image:
-    """Scale an image to cover width and height in pixels, crop its centre, and fill what is transparent."""
+    """Scale an image to cover width and height in pixels, crop its centre, and fill transparent pixels."""
     visible = np.asarray(original)[np.asarray(original)[..., 3] > 0][:, :3]
     background = tuple(visible.mean(0).round().astype(int).tolist()) if len(visible) else (128, 128, 128)
     opaque = Image.alpha_composite(Image.new("RGBA", original.size, (*background, 255)), original).convert("RGB")

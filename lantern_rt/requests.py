@@ -361,5 +361,5 @@ def _check_seeds(seed: Any, num_subjects: int, count: int) -> list[int]:
     seeds = _as_list(seed, num_subjects)
     if len(seeds) != num_subjects:
         actual = f"{len(seeds)} seeds for {num_subjects} prompts"
-        raise RequestError(field="seed", found=actual, expected="one number, or one each")
+        raise RequestError(field="seed", found=actual, expected="one number, or one for each image")
     return [check_int("seed", value, 0, 0, SEED_LIMIT - count) for value in seeds]

@@ -77,10 +77,11 @@ def prepare_source(manifest: Manifest, size: Size, original: Image.Image) -> Sou
 
 
 def with_source(request: ImageRequest, manifest: Manifest, size: Size, source: Source) -> ImageRequest:
-    """Put a source image before the text of a prompt.
+    """Insert a source image before the text of a prompt.
 
     The image to generate has the positions of its size. Every token before it has the position of the image's first
-    code, and the source has those of its own size, moved back in time, row and column by the distance.
+    code, moved back in time, row and column by the distance. The source has the positions of an image of its size,
+    moved back as far.
 
     Args:
         request: request of the text.
@@ -94,14 +95,14 @@ def with_source(request: ImageRequest, manifest: Manifest, size: Size, source: S
     assert request.tokens is not None
     assert first is not None
     text, uncond = request.tokens
-    own = source.size.with_source()
-    cells = np.arange(own.codes)
+    alone = source.size.with_source()
+    cells = np.arange(alone.codes)
     behind = len(spec.after) + len(text)
-    distance = behind + max(own.rows, own.columns)  # of the source
+    distance = behind + max(alone.rows, alone.columns)  # from the source to the image
     back = manifest.target.max_positions
     # An image begins as far behind the prompts of its size as its first grid is long.
     steps = distance + max(source.size.first_grid or (0,)) - max(manifest.size(size.name).first_grid or (0,))
-    places = (own.first_position or 0) + back * steps + cells
+    places = (alone.first_position or 0) + back * steps + cells
 
     def before(count: int, distance: int) -> Ints:
         moved: Ints = first + back * np.arange(distance + count, distance, -1)

@@ -68,7 +68,7 @@ class PrefixRow:
         return len(self.embeds) if self.first_position is None else self.first_position
 
     def node_positions(self, nodes: int) -> Ints:
-        """Return the positions of a prefill's nodes, int64 `[nodes]`; those behind the prefix are not used."""
+        """Return the positions of a prefill's nodes, int64 `[nodes]`; nodes behind the prefix are not used."""
         if self.positions is None:
             return self.code_position - len(self.embeds) + np.arange(nodes)
         return np.pad(self.positions, (0, nodes - len(self.positions)), "edge")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn_weights import write_checkpoints
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data"
@@ -31,6 +32,9 @@ MADE_BY = (
     "tests/conftest.py",
     "tests/data",
 )
+
+
+write_checkpoints()  # before test modules are imported: some read a checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -233,7 +237,8 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from lantern_rt.export.families.common_lumina import image_size
         from lantern_rt.export.writer import export_model
 
-        target, drafter = DATA / "lumina-mgpt/model", tmp_path_factory.mktemp("drafter") / "drafter"
+        target = DATA / "lumina-mgpt/model"
+        drafter = tmp_path_factory.mktemp("drafter") / "drafter"
         save_random_drafter(drafter)
         model = read_lumina(target, DATA / "chameleon-vqgan", drafter=drafter, grid=6)
         names = json.loads((target / "config.json").read_text())["vocabulary_map"]
@@ -281,7 +286,8 @@ def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from lantern_rt.export.writer import export_model
 
         target = DATA / "emu3/model"
-        model, library = read_emu3(target, grid=4), Tokenizer.from_file(str(target / "tokenizer.json"))
+        model = read_emu3(target, grid=4)
+        library = Tokenizer.from_file(str(target / "tokenizer.json"))
         sizes = [image_size(library, rows, columns, 2) for rows, columns in ((4, 4), (4, 5), (5, 3), (2, 12))]
         layout = prompt_layout(library, "low quality, blurry.")
         condition = model.fields["condition"].model_copy(update={"layout": layout})

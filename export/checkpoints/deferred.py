@@ -19,6 +19,7 @@ class _Deferred(Tensor):
     """Tensor of known shape and dtype; every operation on it computes its values with a function."""
 
     make: Callable[[], Tensor]
+    parts: Sequence[Tensor] = ()
 
     @staticmethod
     def __new__(cls, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> _Deferred:
@@ -63,7 +64,14 @@ def transposed(matrix: Tensor) -> Tensor:
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Return a deferred concatenation along axis 0 of tensors of one dtype."""
     shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-    return deferred(lambda: torch.cat([computed(part) for part in parts]), shape, parts[0].dtype)
+    tensor = _Deferred(lambda: torch.cat([computed(part) for part in parts]), shape, parts[0].dtype)
+    tensor.parts = parts
+    return tensor
+
+
+def parts_of(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the tensors of which a tensor is the concatenation by `joined`; any other tensor alone."""
+    return (tensor.parts if isinstance(tensor, _Deferred) else ()) or [tensor]
 
 
 def without_weights() -> torch.device:

@@ -43,7 +43,7 @@ class SourceEncoder(nn.Module):
         heads: number of attention heads.
         hidden: width of the hidden layers of feed-forward networks.
         patch: pixels along each side of a patch, which is a cell.
-        places: number of learned positions, those of a square, which is scaled to the grid of the image.
+        places: number of learned positions, of a square that is scaled to the grid of the image.
         codes: number of codes.
         code_width: width of the codes.
         epsilon: epsilon of the norms.
@@ -124,7 +124,7 @@ def load_source_encoder(
     """Load the encoder, with sizes from the shapes and names of its weights.
 
     Args:
-        checkpoint: weights `visual.*` and `vqmodel.*`, without those of the decoder.
+        checkpoint: weights `visual.*` and `vqmodel.*`, without the weights of the decoder.
         config: the section `vision_config` of config.json.
         mean: mean of red, green and blue, 0 .. 1.
         deviation: their standard deviation.

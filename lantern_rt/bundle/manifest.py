@@ -165,7 +165,7 @@ class Size(FrozenModel):
 class SourceSpec(FrozenModel):
     """Prompts with a source image, whose codes come before the ids of the text.
 
-    The codes are those of the graph `vq_encoder` for the image at a smaller size.
+    The graph `vq_encoder` computes the codes of the image at a smaller size.
 
     Args:
         before: ids before the codes of the source.
@@ -379,7 +379,9 @@ class Manifest(FrozenModel):
         parts = {"vq_decoder": decoder, "drafter": self.drafter, "row_end": self.row_end}
         unfit = next((name for name, part in parts.items() if part is not None), None)
         if sizes and unfit is not None:
-            raise ValueError(f"size {sizes[0].name} has a first grid or position, which `{unfit}` does not support")
+            raise ValueError(
+                f"size {sizes[0].name} has a first_grid or first_position, which `{unfit}` does not support"
+            )
         prefix = self.condition.prefix
         for size in sizes:
             start = prefix if size.first_position is None else size.first_position
@@ -393,7 +395,7 @@ class Manifest(FrozenModel):
             raise ValueError("`source` needs a `vq_encoder`, prompts of kind `tokens` and an `architecture`")
         if self.target.architecture.rotary != "grids" or len(sizes) != len(self.sizes) or not sizes:
             raise ValueError("`source` needs rotation by two grids, and a first position in all `sizes`")
-        # The positions of a source count from the end of its own size's first grid, and may only be moved back.
+        # The positions of a source count from the end of the first grid of its size, and can only be moved back.
         behind = min(len(size.source_tokens) for size in sizes) + len(self.source.after) + 1
         ends = [max(size.first_grid or (0,)) for size in sizes]
         if max(ends) > min(end + max(size.rows, size.columns) for end, size in zip(ends, sizes, strict=True)) + behind:

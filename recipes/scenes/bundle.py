@@ -51,7 +51,9 @@ class Condition(nn.Module):
 
     def __init__(self, target: ScenesTarget) -> None:
         super().__init__()
-        self.words, self.slots, self.uncond_embedding = target.words, target.slots, target.uncond_embedding
+        self.words = target.words
+        self.slots = target.slots
+        self.uncond_embedding = target.uncond_embedding
 
     def forward(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         conditional = self.words(token_ids) + self.slots
@@ -108,8 +110,10 @@ def write_scenes_bundle(
         drafter: without it the bundle is the target's alone, to draw what a drafter learns from.
         vq_precision: of the image decoder, fp32, fp16 or int8.
     """
-    vq, target = load_vq(work), load_target(work)
-    config, size = target.config, vq.config.picture
+    vq = load_vq(work)
+    target = load_target(work)
+    config = target.config
+    size = vq.config.picture
     decoder, code_embeddings = target.fold()
     _round(vq, target)
     code_embeddings = code_embeddings.half().float()

@@ -19,7 +19,9 @@ pytest.importorskip("torch", reason="needs lantern-rt[export]")
 def test_logits_are_the_cpus_up_to_what_float16_rounds(tmp_path: Path, provider: str, names: str) -> None:
     from random_bundle import SHAPES, random_bundle
 
-    folder, nodes, outputs = random_bundle(SHAPES["tiny"], tmp_path / "bundle", *names.split()), 6, []
+    folder = random_bundle(SHAPES["tiny"], tmp_path / "bundle", *names.split())
+    nodes = 6
+    outputs = []
     tokens = np.arange(2 * nodes).reshape(2, nodes)
     for name in (provider, "cpu"):
         try:

@@ -80,7 +80,8 @@ def test_passes_that_are_replayed_draw_the_cpus_codes(pipe: Pipeline, on_cpu: Pi
 def test_a_drafter_elsewhere_than_the_target_draws_the_same_codes(
     float_scenes_bundle: Path, on_cpu: Pipeline, provider: str, form: str
 ) -> None:
-    providers, method = form.format(provider), METHODS[3]
+    providers = form.format(provider)
+    method = METHODS[3]
     pipe = Pipeline.from_bundle(float_scenes_bundle, provider=providers)
     assert pipe.engines.backend == f"onnxruntime-{providers}"
     assert first_codes(pipe, method) == first_codes(on_cpu, method)
@@ -111,7 +112,8 @@ def test_pictures_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline) -> None:
 
 
 def test_what_a_device_does_besides_decoding_is_what_numpy_does(provider: str) -> None:
-    device, rng = Device(provider), np.random.default_rng(1)
+    device = Device(provider)
+    rng = np.random.default_rng(1)
     first, second = (rng.normal(size=(rows, columns, 8)).astype(np.float32) for rows, columns in ((3, 4), (2, 6)))
     values = device.put(first), device.put(second)
     places = np.array([[0, 11], [5, 3]])
@@ -119,9 +121,11 @@ def test_what_a_device_does_besides_decoding_is_what_numpy_does(provider: str) -
     joined = device.empty((4, 6, 8), "float32")
     device.gather_rows([(values[0], np.array([2, 0])), (values[1], np.arange(2))], joined, axis=0)
     expected = np.zeros((4, 6, 8), np.float32)
-    expected[:2, :4], expected[2:] = first[[2, 0]], second
+    expected[:2, :4] = first[[2, 0]]
+    expected[2:] = second
     np.testing.assert_array_equal(joined.numpy(), expected)
-    table, noise = device.zeros((3, GROUP_SIZE, 5, 8), "float32"), rng.normal(size=(GROUP_SIZE, 40)).astype(np.float32)
+    table = device.zeros((3, GROUP_SIZE, 5, 8), "float32")
+    noise = rng.normal(size=(GROUP_SIZE, 40)).astype(np.float32)
     device.write_noise(table, 1, noise)
     expected = np.zeros((3, GROUP_SIZE, 40), np.float32)
     expected[1] = noise

@@ -15,15 +15,23 @@ from safetensors.torch import load_file, save_file
 C2I, T2I, VQ = (
     DATA / name for name in ("llamagen-c2i/c2i_tiny.pt", "llamagen-t2i/t2i_tiny.pt", "llamagen-vq/vq_tiny.pt")
 )
-DRAFTER, LANTERN = DATA / "lantern-drafter-llamagen", DATA / "lantern-llamagen-hf"
-ANOLE, ANOLE_DRAFTER, VQGAN = DATA / "anole/target", DATA / "anole/drafter", DATA / "chameleon-vqgan"
-LUMINA, EMU3 = DATA / "lumina-mgpt/model", DATA / "emu3/model"
-LUMINA2, MOVQGAN = DATA / "lumina-mgpt-2/model", DATA / "lumina-mgpt-2/movqgan/270M"
-JANUS, JANUS_CONVERTED = DATA / "janus-deepseek/deepseek", DATA / "janus-deepseek/transformers"
+DRAFTER = DATA / "lantern-drafter-llamagen"
+LANTERN = DATA / "lantern-llamagen-hf"
+ANOLE = DATA / "anole/target"
+ANOLE_DRAFTER = DATA / "anole/drafter"
+VQGAN = DATA / "chameleon-vqgan"
+LUMINA = DATA / "lumina-mgpt/model"
+EMU3 = DATA / "emu3/model"
+LUMINA2 = DATA / "lumina-mgpt-2/model"
+MOVQGAN = DATA / "lumina-mgpt-2/movqgan/270M"
+JANUS = DATA / "janus-deepseek/deepseek"
+JANUS_CONVERTED = DATA / "janus-deepseek/transformers"
 GLM_IMAGE = DATA / "glm-image"
-EMU35, EMU35_VQ = DATA / "emu3.5/model", DATA / "emu3.5/vq"
+EMU35 = DATA / "emu3.5/model"
+EMU35_VQ = DATA / "emu3.5/vq"
 EMU3_ORIGINAL = DATA / "emu3/original"
-SIMPLEAR, COSMOS = DATA / "simplear/model", DATA / "simplear/cosmos"
+SIMPLEAR = DATA / "simplear/model"
+COSMOS = DATA / "simplear/cosmos"
 Weights = dict[str, torch.Tensor]
 Edit = Callable[[Any], object]
 
@@ -52,7 +60,8 @@ def copied(source: Path, goal: Path, weights: Edit | None = None, config: Edit |
     """A copy of a folder with other weights, and another configuration; a field of None is removed."""
     shutil.copytree(source, goal, dirs_exist_ok=True)
     if weights is not None:
-        old, new = goal / "pytorch_model.bin", goal / "model.safetensors"
+        old = goal / "pytorch_model.bin"
+        new = goal / "model.safetensors"
         tensors = torch.load(old, weights_only=True) if old.is_file() else load_file(new)
         old.unlink(missing_ok=True)
         weights(tensors)
@@ -85,7 +94,8 @@ def sharded(source: Path, goal: Path, ending: str = "safetensors", shards: int =
 
 def published(folder: Path) -> tuple[Path, Path]:
     """Emu3's checkpoint as published: the folders of Emu3-Gen and of Emu3-VisionTokenizer."""
-    target, vq = folder / "Emu3-Gen", folder / "Emu3-VisionTokenizer"
+    target = folder / "Emu3-Gen"
+    vq = folder / "Emu3-VisionTokenizer"
     weights = load_file(EMU3 / "model.safetensors")
     parts: dict[Path, dict[str, torch.Tensor]] = {target: {}, vq: {}}
     for name, shape, theirs, _ in json.loads((EMU3_ORIGINAL / "weight_names.json").read_text()):

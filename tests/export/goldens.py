@@ -16,7 +16,8 @@ from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
 
 Arrays = dict[str, NDArray[Any]]
-PLAIN, GUIDED = 1e-4, 3e-4
+PLAIN = 1e-4
+GUIDED = 3e-4
 DATA = Path(__file__).parent.parent / "data"
 
 
@@ -112,7 +113,8 @@ class Sides:
         text = [] if first_code is None else [embed(bundle, range(first_code))[0]]
         self.table = text and np.concatenate([*text, np.load(bundle / "code_embeddings.npy")])
         prompts = [cond] if uncond is None else [cond, uncond]
-        self.bundle, self.runs = bundle, [Run(bundle) for _ in prompts]
+        self.bundle = bundle
+        self.runs = [Run(bundle) for _ in prompts]
         self.outputs = [run.step(input_embeds=embed(bundle, ids)) for run, ids in zip(self.runs, prompts, strict=True)]
 
     def step(self, tokens: NDArray[np.int64], depth: NDArray[np.int64] | None = None, **visible: Any) -> list[Arrays]:

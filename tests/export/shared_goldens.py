@@ -62,9 +62,11 @@ def mixed(outputs: list[Arrays], scale: float = 3.0) -> NDArray[np.float32]:
 
 def run_layers(bundle: Path, ids: Any) -> tuple[NDArray[np.float32], list[NDArray[np.float32]]]:
     """Return the embeddings of token ids, and every layer's hidden states; the last layer's are normed."""
-    path, spec = bundle / "target.onnx", manifest(bundle).target
+    path = bundle / "target.onnx"
+    spec = manifest(bundle).target
     layers = layer_sums(bundle)
-    embeds, nodes = embed(bundle, ids), len(ids)
+    embeds = embed(bundle, ids)
+    nodes = len(ids)
     feeds = {"input_embeds": embeds, "position_ids": np.arange(nodes)[None]}
     feeds["attention_mask"] = np.where(np.tri(nodes), 0, HIDDEN).astype(np.float32)[None, None]
     empty = np.zeros((0, 1, spec.num_kv_heads, spec.head_dim), np.float32)
@@ -128,7 +130,9 @@ def run_all(pipe: Pipeline, ids: Any, names: list[str], **prompt: Any) -> list[N
     (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
     codes = pipe.bundle.code_embeddings[everything.tokens]
     embeds = np.stack([np.concatenate([row.embeds, codes]) for row in (rows.cond, rows.uncond)])
-    nodes, spec, prefix = embeds.shape[1], pipe.bundle.manifest.target, len(rows.cond.embeds)
+    nodes = embeds.shape[1]
+    spec = pipe.bundle.manifest.target
+    prefix = len(rows.cond.embeds)
     mask = np.tile(np.tri(nodes, dtype=bool), (2, 1, 1))
     mask[:, prefix:, prefix:] = everything.ancestors
     for seen, row in zip(mask, (rows.cond, rows.uncond), strict=True):
@@ -157,7 +161,8 @@ class DecoderGolden:
 
     @pytest.mark.parametrize("side", SIDES)
     def test_prefill_hidden_logits_keys_and_values_of_both_rows(self, family: Family, side: str) -> None:
-        arrays, ids = family.arrays, family.arrays[f"{side}_ids"]
+        arrays = family.arrays
+        ids = family.arrays[f"{side}_ids"]
         assert arrays[f"{side}_position_ids"].tolist() == list(range(len(ids)))  # as `Run` counts
         (out,) = Sides(family.bundle, ids, None).outputs
         close(out["hidden_states"][0], arrays[f"{side}_prefill_hidden"])
@@ -178,7 +183,9 @@ class DecoderGolden:
             close(np.concatenate(layers), family.arrays[f"{side}_layer_hidden"][1:])
 
     def test_decode_tokens_one_at_a_time_give_hidden_logits_and_guided_of_both_rows(self, family: Family) -> None:
-        arrays, sides, scored = family.arrays, family.sides(), family.scored
+        arrays = family.arrays
+        sides = family.sides()
+        scored = family.scored
         count = len(arrays["decode_cond_hidden"])
         steps = [sides.step(arrays["decode_tokens"][k : k + 1]) for k in range(count)]
         for i, side in enumerate(SIDES):
@@ -188,9 +195,13 @@ class DecoderGolden:
         close(scored(guided), scored(arrays["decode_guided"][-count:, family.codes]), GUIDED)
 
     def test_tree_behind_the_decode_tokens_gives_hidden_logits_guided_and_filtered_scores(self, family: Family) -> None:
-        arrays, sides, codes, scored = family.arrays, family.sides(), family.codes, family.scored
+        arrays = family.arrays
+        sides = family.sides()
+        codes = family.codes
+        scored = family.scored
         sides.step(arrays["decode_tokens"])
-        depths, parents = arrays["tree_depth"], arrays["tree_parents"]
+        depths = arrays["tree_depth"]
+        parents = arrays["tree_parents"]
         assert depths.tolist() == [0 if p < 0 else depths[p] + 1 for p in parents]
         for run, side in zip(sides.runs, SIDES, strict=True):
             assert arrays[f"tree_{side}_position_ids"].tolist() == (run.length + depths).tolist()
@@ -203,7 +214,8 @@ class DecoderGolden:
         if family.row_end < 0:
             return  # nothing was forced
         forced = arrays["tree_next_forced"]
-        scores, free = arrays["tree_scores_topk20"], forced < 0
+        scores = arrays["tree_scores_topk20"]
+        free = forced < 0
         assert not np.isfinite(np.delete(scores[free], np.r_[codes], 1)).any()  # nothing but codes
         found = shape_logits(guided, Sampling(top_k=20))[free]
         np.testing.assert_array_equal(np.isfinite(found), np.isfinite(scores[free][:, codes]))
@@ -215,7 +227,8 @@ class RowEndDecoderGolden(DecoderGolden):
     """Tests of a family whose grid rows end with a token."""
 
     def test_the_table_of_embeddings_holds_the_codes_and_the_end_of_a_row(self, family: Family) -> None:
-        table, codes = np.load(family.bundle / "code_embeddings.npy"), family.codes
+        table = np.load(family.bundle / "code_embeddings.npy")
+        codes = family.codes
         row_end = manifest(family.bundle).row_end
         between = range(codes.stop, family.row_end + 1) if family.row_end > codes.stop else [family.row_end]
         assert row_end == codes.stop - codes.start + len(between) - 1

@@ -52,7 +52,8 @@ def test_pictures_agree_with_their_own_captions_and_not_with_others(judged: Agre
     images = [Image.fromarray(picture) for picture in pictures]
     rng = np.random.default_rng(0)
     captions = [describe(scene, rng) for scene in SCENES]  # attributes left out at random
-    own, others = judged(images, captions), judged(images, captions[1:] + captions[:1])
+    own = judged(images, captions)
+    others = judged(images, captions[1:] + captions[:1])
     assert own.min() > 0.9
     assert others.mean() < 0.3
     assert (others < own).all()
@@ -62,12 +63,15 @@ def test_the_judges_graph_gives_the_mean_of_the_judges_probabilities(judged: Agr
     with torch.no_grad():
         sky, ground, colours, shapes = (logits.softmax(-1).numpy() for logits in load_judge()(to_tensor(pictures[:8])))
     for i in (i for i in range(8) if len(SCENES[i].solids) == 1):
-        scene, solid = SCENES[i], SCENES[i].solids[0]
-        of_sky, of_ground = sky[i, SKIES.index(scene.sky)], ground[i, GROUNDS.index(scene.ground)]
+        scene = SCENES[i]
+        solid = SCENES[i].solids[0]
+        of_sky = sky[i, SKIES.index(scene.sky)]
+        of_ground = ground[i, GROUNDS.index(scene.ground)]
         place = PLACES.index(solid.place)
         colour = colours[i, place, 1 + COLOURS.index(solid.colour)]
         shape = shapes[i, place, 1 + SHAPES.index(solid.shape)]
-        where, when = GROUND_PHRASES[scene.ground][1], SKY_PHRASES[scene.sky][2]
+        where = GROUND_PHRASES[scene.ground][1]
+        when = SKY_PHRASES[scene.sky][2]
         prompts = {
             f"a {solid.shape}": [shape],
             f"a {solid.colour} {solid.shape}": [colour, shape],
@@ -103,7 +107,8 @@ def test_pairs_are_read_in_the_order_that_the_caption_says(judged: Agreement) ->
 def test_a_trained_judge_becomes_the_same_graph_with_other_weights(
     judged: Agreement, pictures: np.ndarray, tmp_path: Path
 ) -> None:
-    images, captions = [Image.fromarray(picture) for picture in pictures[:4]], ["a cube on sand"] * 4
+    images = [Image.fromarray(picture) for picture in pictures[:4]]
+    captions = ["a cube on sand"] * 4
     shipped = load_judge()
     save_judge(shipped, tmp_path / JUDGE_FILE)
     again = open_judge(tmp_path / JUDGE_FILE)(images, captions)

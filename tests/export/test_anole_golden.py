@@ -45,7 +45,8 @@ def test_whole_sequences_give_transformers_logits_of_image_tokens_and_hidden_sta
 def test_a_padded_pair_of_prompts_and_each_without_its_padding_give_transformers_numbers(
     anole_bundle: Path, target: Arrays
 ) -> None:
-    ids, positions = target["cfg_input_ids"], target["cfg_position_ids"]
+    ids = target["cfg_input_ids"]
+    positions = target["cfg_position_ids"]
     real, visible = columns(target["cfg_attention_mask"], ids.shape[1])
     out = Run(anole_bundle, rows=2).step(visible, positions=positions, input_embeds=embed(anole_bundle, ids))
     close(out["hidden_states"][real], target["cfg_hidden"][real])

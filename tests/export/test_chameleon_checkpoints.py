@@ -26,7 +26,8 @@ PROTOCOL: dict[str, Any] = json.loads((DATA / "lumina-mgpt/protocol.json").read_
 
 
 def test_a_sharded_folder_gives_the_same_decoder_and_names_all_its_files(tmp_path: Path) -> None:
-    whole, shards = read_anole(ANOLE, VQGAN), read_anole(sharded(ANOLE, tmp_path / "shards"), VQGAN)
+    whole = read_anole(ANOLE, VQGAN)
+    shards = read_anole(sharded(ANOLE, tmp_path / "shards"), VQGAN)
     for graph, other in zip(whole.graphs, shards.graphs, strict=True):
         for name, weight in graph.module.state_dict().items():
             assert torch.equal(weight, other.module.state_dict()[name])

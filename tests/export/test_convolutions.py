@@ -45,7 +45,8 @@ def decoder(family: str) -> Graph:
 def test_pictures_by_integers_are_near_the_checkpoints_and_no_order_of_sums_changes_them(
     tmp_path: Path, family: str
 ) -> None:
-    graph, path = decoder(family), tmp_path / "vq_decoder.onnx"
+    graph = decoder(family)
+    path = tmp_path / "vq_decoder.onnx"
     calm(graph.module.state_dict())
     plan = plan_graph(graph)
     quantise_convolutions(plan, calibrate(graph, 96))

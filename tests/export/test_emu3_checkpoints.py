@@ -64,7 +64,8 @@ def written(model: Model, folder: Path) -> dict[str, bytes]:
 def test_both_published_layouts_give_the_same_graphs_and_manifest(
     as_published: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    ours, theirs = read_emu3(EMU3, grid=4), read_emu3(*as_published, grid=4)
+    ours = read_emu3(EMU3, grid=4)
+    theirs = read_emu3(*as_published, grid=4)
     assert described(ours) == described(theirs)
     assert written(ours, tmp_path / "ours") == written(theirs, tmp_path / "theirs")
     assert [role for role, _ in theirs.sources] == [
@@ -125,7 +126,8 @@ def test_prompt_and_unconditional_ids_of_runs(
     libraries: dict[str, Tokenizer], layout: str, trace: dict[str, Any]
 ) -> None:
     library = libraries[layout]
-    words, size = prompt_layout(library, trace["negative"]), image_size(library, *trace["grid"], 2)
+    words = prompt_layout(library, trace["negative"])
+    size = image_size(library, *trace["grid"], 2)
     text = TemplateTokenizer(library, words.template).encode(trace["text"].removesuffix(SUFFIX), 2048)
     assert [*words.before, *text.tolist(), *words.after, *size.tokens] == trace["prompt_ids"]
     assert words.uncond is not None

@@ -48,7 +48,8 @@ def test_guiding_logits_gives_the_choices_and_probabilities_of_decode_guided_and
         apart = guide(logits, guidance) - published
         assert np.abs(apart - apart.mean(1, keepdims=True)).max() < GUIDED
         assert np.abs(apart).max() > 1  # the scores themselves do differ
-        plain, theirs = guide(logits[..., CODES], guidance), published[:, CODES]
+        plain = guide(logits[..., CODES], guidance)
+        theirs = published[:, CODES]
         for sampling in (Sampling(temperature=0), Sampling(top_k=20), Sampling(top_k=20, temperature=0.7)):
             np.testing.assert_array_equal(choose(plain, None, sampling), choose(theirs, None, sampling))
             expected = shape_distribution(theirs, sampling)
@@ -78,7 +79,9 @@ def greedy_scores(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
 def test_generated_ids_of_a_run_are_the_likeliest_codes_wherever_none_was_forced(
     family: Family, trace: dict[str, Any]
 ) -> None:
-    scores, ids, (rows, columns) = greedy_scores(family.bundle, trace), np.array(trace["generated_ids"]), trace["grid"]
+    scores = greedy_scores(family.bundle, trace)
+    ids = np.array(trace["generated_ids"])
+    (rows, columns) = trace["grid"]
     assert len(ids) == rows * (columns + 1) + 3
     free = np.array(trace["forced"]) == 0
     assert free.tolist() == ([True] * columns + [False]) * rows + [False] * 3
@@ -98,7 +101,8 @@ def test_generated_ids_of_the_batch_where_padding_was_seen_and_where_there_was_n
     real = np.array(BATCH["attention_mask"][row]) > 0
     trace = {name: BATCH[name][row] for name in ("unconditional_ids", "generated_ids")} | {"cfg": BATCH["cfg"]}
     trace["prompt_ids"] = np.array(BATCH["prompt_ids"][row])[real].tolist()
-    scores, ids = greedy_scores(family.bundle, trace), np.array(trace["generated_ids"])
+    scores = greedy_scores(family.bundle, trace)
+    ids = np.array(trace["generated_ids"])
     free = ids >= CODES.start
     rows, columns = BATCH["grids"][row]
     assert free.sum() == rows * columns

@@ -20,7 +20,8 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 def test_every_block_runs_in_turn(tmp_path: Path) -> None:
     for needed in ("torch", "onnx", "onnxruntime", "scipy"):
         pytest.importorskip(needed)
-    programs, place = tmp_path / "programs", tmp_path / "place"
+    programs = tmp_path / "programs"
+    place = tmp_path / "place"
     programs.mkdir()
     place.mkdir()
     (place / "examples").symlink_to(ROOT / "examples")

@@ -29,7 +29,8 @@ from lantern_rt.export.checkpoints.files import read_config, read_weights
 from lantern_rt.export.models.eagle import read_drafter
 from lantern_rt.export.models.vq_checkpoints import read_vqgan
 
-C2I, VQ = DATA / "llamagen-c2i/c2i_tiny.pt", DATA / "llamagen-vq/vq_tiny.pt"
+C2I = DATA / "llamagen-c2i/c2i_tiny.pt"
+VQ = DATA / "llamagen-vq/vq_tiny.pt"
 VQGAN = DATA / "chameleon-vqgan"
 CIRCLE = b"cm\nModule\n)\x81q\x00}(X\x01\x00\x00\x00ah\x00ub."  # a module whose attribute a is itself
 JIT = DATA / "simplear/cosmos/encoder.jit"
@@ -114,7 +115,8 @@ def rewritten(path: Path, listing: bytes | None = None, kind: int = zipfile.ZIP_
 
 LEVELS = 24  # of objects within each other: 2^24 parts, which any reader still comes to an end with
 MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({}, 2)  # of old files
-DICT_WITH_KEY, SET_OF = b"}(%sNu.", b"cbuiltins\nset\n%s\x85\x85R."
+DICT_WITH_KEY = b"}(%sNu."
+SET_OF = b"cbuiltins\nset\n%s\x85\x85R."
 
 
 def nested(used: bytes) -> bytes:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import stand_in_hub
 import torch
 from goldens import DATA, manifest
 from safetensors.torch import save
@@ -79,8 +80,10 @@ class Fetches:
         online = self._fetch(endpoint, home, *self.there, *self.missing)
         offline = self._fetch("http://127.0.0.1:9", home, *self.there, *self.uncached)
         split = len(self.there)
-        self.online, self.refused = online[:split], online[split:]
-        self.offline, self.refused_offline = offline[:split], offline[split:]
+        self.online = online[:split]
+        self.refused = online[split:]
+        self.offline = offline[:split]
+        self.refused_offline = offline[split:]
 
     def _fetch(self, endpoint: str, home: Path, *places: str) -> list[tuple[str, Any]]:
         done = run(endpoint, home, "-c", FETCH, *places)
@@ -147,6 +150,21 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
     verified = run("http://127.0.0.1:9", tmp_path / "home", "-m", "lantern_rt", "verify", str(output), *places)
     assert verified.returncode == 0, verified.stderr
     assert verified.stdout.startswith("bundle (fp32) against hf:owner/target\n")
+
+
+@pytest.mark.parametrize("place", ["hf:owner/shards", "hf:owner/target"])
+def test_a_checkpoint_for_which_the_disk_has_no_room_is_refused_before_its_download(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    sizes = {name: 10**17 for name in REPOSITORIES[place[3:]] if name.endswith(".safetensors")}
+    monkeypatch.setattr(stand_in_hub, "SIZES", sizes)
+    arguments = ["--target", place, "--vq", str(DATA / "llamagen-vq/vq_tiny.pt"), "--output", str(tmp_path / "bundle")]
+    arguments += ["--precision", "int4-weights"]
+    done = run(endpoint, tmp_path / "home", "-m", "lantern_rt", "export", *arguments)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    whole = len(sizes) * 1e8 * (1 + 0.625 / 4)  # download and bundle of float32 numbers, GB
+    assert f"GB free on the disk, expected {whole:.2f} GB; free some, choose" in done.stderr
+    assert not [*(tmp_path / "home").rglob("*.safetensors")]
 
 
 @pytest.mark.parametrize("bodies", [True, False])
@@ -264,7 +282,8 @@ class Program:
     """The command line, in a folder, with the hub."""
 
     def __init__(self, endpoint: str, folder: Path) -> None:
-        self.endpoint, self.folder = endpoint, folder
+        self.endpoint = endpoint
+        self.folder = folder
 
     def __call__(self, *arguments: object, home: str = "home", **variables: str) -> tuple[int, str]:
         """Exit code, and what went to stdout, or if it failed the last line of stderr."""
@@ -288,7 +307,8 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
     there = REPOSITORIES["owner/pushed"]
     assert "owner/pushed" not in PUBLIC
     assert {entry.path for entry in bundle.manifest.files.values()} < there.keys()
-    card, sample = there["README.md"].decode(), tmp_path / "sample.png"
+    card = there["README.md"].decode()
+    sample = tmp_path / "sample.png"
     assert "lantern-rt run hf:owner/pushed --class-id 0\n" in card
     assert f"digest | {bundle.digest}" in card
     sample.write_bytes(there["samples/4.png"])

@@ -72,7 +72,9 @@ def nothing(session: Any, hidden: int = 1) -> Past:
 
 def decode(session: Any, embeds: Floats, sizes: list[int], hidden: int = 1) -> Floats:
     """Logits `[rows, nodes, codes]` of a chain that is cut into passes of these sizes, over and over."""
-    past, done, logits = nothing(session, hidden), 0, list[Floats]()
+    past = nothing(session, hidden)
+    done = 0
+    logits = list[Floats]()
     for size in cycle(sizes):
         nodes = min(size, NODES - done)
         fed = max(nodes, 2)  # as the runtime does: another kernel computes passes of one node

@@ -95,7 +95,8 @@ def test_codes_fed_one_at_a_time_and_a_tree_behind_them_give_the_recorded_output
     steps = [rows.step([code]) for code in ARRAYS["decode_tokens"]]
     close(np.concatenate([step["hidden_states"] for step in steps], 1), ARRAYS["decode_hidden"])
     close(np.concatenate([step["logits"] for step in steps], 1), ARRAYS["decode_logits"])
-    depths, parents = ARRAYS["tree_depth"], ARRAYS["tree_parents"]
+    depths = ARRAYS["tree_depth"]
+    parents = ARRAYS["tree_parents"]
     assert depths.tolist() == [0 if parent < 0 else depths[parent] + 1 for parent in parents]
     places = rows.run.length + depths
     assert ARRAYS["tree_position_ids"].tolist() == places.tolist()
@@ -136,7 +137,8 @@ def test_greedy_images_alone_and_together_are_the_recorded_ones_from_either_layo
 
 @pytest.mark.parametrize("trace", SAMPLED, ids=by_name)
 def test_sampled_images_are_drawn_from_the_recorded_distributions(bundle: Path, trace: dict[str, Any]) -> None:
-    name, sampling = trace["name"], Sampling(temperature=trace["temperature"])
+    name = trace["name"]
+    sampling = Sampling(temperature=trace["temperature"])
     for i, codes in enumerate(trace["codes"]):
         both = Rows(bundle, int(name[6])).logits(codes)
         guided = guide(both, Sampling(cfg_scale=trace["cfg_weight"]))
@@ -260,7 +262,8 @@ def test_every_form_of_the_weights_is_exported_without_a_family(
     folder = make(tmp_path / "janus")
     code, _, err = program("export", "--target", folder, "--output", tmp_path / "bundle")
     assert code == 0, err
-    found, expected = contents(tmp_path / "bundle"), contents(bundle)
+    found = contents(tmp_path / "bundle")
+    expected = contents(bundle)
     assert found["manifest"].pop("name") != expected["manifest"].pop("name")
     assert found == expected
 

@@ -82,13 +82,12 @@ GRAPHS |= {name: drafter(*given) for name, given in DRAFTERS.items()}
 def furthest(graph: Graph, folder: Path, rule: Rule = "fp32") -> float:
     """How far the two layouts of a graph's file are apart, on all of its cases."""
     path, *_ = plan_graph(graph, rule).write(folder / f"{graph.role}.onnx")
-    plain, device, worst = (
-        GraphFileSession(path, low_memory=True),
-        DeviceLayoutSession(graph, path, low_memory=True),
-        0.0,
-    )
+    plain = GraphFileSession(path, low_memory=True)
+    device = DeviceLayoutSession(graph, path, low_memory=True)
+    worst = 0.0
     for inputs in graph.cases.values():
-        expected, found = plain.run(inputs), device.run(inputs)
+        expected = plain.run(inputs)
+        found = device.run(inputs)
         assert found.keys() == expected.keys()
         worst = max(worst, *(difference(found[name], expected[name]) for name in expected))
     return worst
@@ -108,7 +107,8 @@ def test_weights_that_are_stored_smaller_are_the_same_to_both(name: str, rule: R
 def test_columns_that_no_node_sees_do_not_matter(tmp_path: Path) -> None:
     graph = GRAPHS["grid, interleaved"]
     path, *_ = plan_graph(graph, "fp32").write(tmp_path / "target.onnx")
-    device, inputs = DeviceLayoutSession(graph, path), dict(graph.cases["rows of different length"])
+    device = DeviceLayoutSession(graph, path)
+    inputs = dict(graph.cases["rows of different length"])
     expected = device.run(inputs)
     for name in [name for name in inputs if name.startswith("past_")]:
         inputs[name] = inputs[name].copy()

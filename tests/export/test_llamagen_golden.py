@@ -26,7 +26,8 @@ def condition(bundle: Path, **inputs: NDArray[np.generic]) -> NDArray[np.float32
 
 def rotary_table(path: Path) -> np.ndarray:
     weights = {t.name: numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
-    cos, sin = weights["rotary.cos"], weights["rotary.sin"]
+    cos = weights["rotary.cos"]
+    sin = weights["rotary.sin"]
     np.testing.assert_array_equal(cos[:, ::2], cos[:, 1::2])
     np.testing.assert_array_equal(sin[:, ::2], -sin[:, 1::2])
     return np.stack([cos[:, ::2], sin[:, 1::2]], -1)
@@ -42,7 +43,8 @@ class Target:
     def __init__(
         self, bundle: Path, folder: str, lantern: bool = False, guided: bool = True, masked: bool = True
     ) -> None:
-        self.bundle, self.golden = bundle, golden(folder)
+        self.bundle = bundle
+        self.golden = golden(folder)
         inputs = {name: self.golden[array] for name, array in INPUTS[folder[-3:]].items()}
         if not masked:
             inputs["caption_mask"] = np.ones_like(inputs["caption_mask"])
@@ -94,7 +96,9 @@ def test_teacher_forced_logits_and_hidden_states_are_reproduced(official: tuple[
 def test_without_guidance_an_image_is_one_row_and_has_the_recorded_ids(
     c2i_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipe, arrays, rows = Pipeline.from_bundle(c2i_bundle, threads=1), golden("llamagen-c2i"), []
+    pipe = Pipeline.from_bundle(c2i_bundle, threads=1)
+    arrays = golden("llamagen-c2i")
+    rows = []
     run = pipe.engines.target.run
     monkeypatch.setattr(
         pipe.engines.target, "run", lambda batch, cache: rows.append(len(batch.positions)) or run(batch, cache)
@@ -127,7 +131,8 @@ def test_padding_is_reproduced_zeroed_and_counts_where_the_mask_says_so(t2i_bund
 def test_the_rotary_table_is_the_published_one_and_ends_in_zeros(
     request: pytest.FixtureRequest, fixture: str, role: str, folder: str
 ) -> None:
-    found, expected = rotary_table(request.getfixturevalue(fixture) / f"{role}.onnx"), golden(folder)["rope_table"]
+    found = rotary_table(request.getfixturevalue(fixture) / f"{role}.onnx")
+    expected = golden(folder)["rope_table"]
     close(found[: len(expected)], expected, 1e-6)
     assert len(found) >= len(expected) + 10
     assert not found[len(expected) :].any()
@@ -159,7 +164,8 @@ def test_the_prefill_is_reproduced_with_its_keys_and_values(lantern: Target) -> 
 
 
 def test_codes_one_by_one_and_a_tree_behind_them_are_reproduced(lantern: Target) -> None:
-    arrays, tokens = lantern.golden, lantern.golden["decode_tokens"]
+    arrays = lantern.golden
+    tokens = lantern.golden["decode_tokens"]
     steps = [lantern.feed(tokens[:, k : k + 1]) for k in range(tokens.shape[1])]
     close(np.concatenate([out["hidden_states"] for out in steps], 1), arrays["decode_hidden"])
     close(np.concatenate([out["logits"] for out in steps], 1), arrays["decode_logits"])
@@ -171,7 +177,8 @@ def test_codes_one_by_one_and_a_tree_behind_them_are_reproduced(lantern: Target)
 
 
 def test_a_tree_that_reaches_past_the_last_cell_is_reproduced(lantern: Target) -> None:
-    arrays, positions = lantern.golden, lantern.golden["late_tree_position_ids"]
+    arrays = lantern.golden
+    positions = lantern.golden["late_tree_position_ids"]
     assert positions.max() >= lantern.prefix.shape[1] + manifest(lantern.bundle).grid_rows ** 2
     lantern.feed(arrays["late_tokens"])
     out = lantern.feed(arrays["tree_tokens"], visible=arrays["tree_mask"] > 0, positions=positions)
@@ -209,7 +216,8 @@ def slots(arrays: Arrays, start: int, end: int) -> Arrays:
 
 
 def test_a_plain_forward_of_the_drafter_is_reproduced(t2i_drafter_bundle: Path, arrays: Arrays) -> None:
-    run, length = Run(t2i_drafter_bundle, "drafter", 2), int(arrays["fwd_len"])
+    run = Run(t2i_drafter_bundle, "drafter", 2)
+    length = int(arrays["fwd_len"])
     out = run.step(**slots(arrays, 0, length))
     close(out["hidden_states"], arrays["fwd_hidden"])
     close(out["logits"], arrays["fwd_logits"])
@@ -220,7 +228,8 @@ def test_a_plain_forward_of_the_drafter_is_reproduced(t2i_drafter_bundle: Path, 
 
 
 def test_the_drafters_cache_may_be_filled_in_pieces(t2i_drafter_bundle: Path, arrays: Arrays) -> None:
-    run, length = Run(t2i_drafter_bundle, "drafter", 2), int(arrays["fwd_len"])
+    run = Run(t2i_drafter_bundle, "drafter", 2)
+    length = int(arrays["fwd_len"])
     out = [run.step(**slots(arrays, start, min(start + 5, length))) for start in range(0, length, 5)]
     close(np.concatenate([o["hidden_states"] for o in out], 1), arrays["fwd_hidden"])
 

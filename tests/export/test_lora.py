@@ -21,8 +21,10 @@ from lantern_rt.export.checkpoints.deferred import computed
 from lantern_rt.export.checkpoints.lora import read_adapter, split_scale
 from lantern_rt.export.model import Model
 
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-FUSED, OUT = "layers.0.attention.wqkv", "layers.1.attention.wo"
+EMBED = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+FUSED = "layers.0.attention.wqkv"
+OUT = "layers.1.attention.wo"
 
 
 def adapter(
@@ -31,7 +33,8 @@ def adapter(
     """A folder as PEFT saves it, of rank 2 and alpha 6, and its products; shapes are outputs and inputs of layers."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(len(folder.name))
-    tensors, products = dict(weights or {}), {}
+    tensors = dict(weights or {})
+    products = {}
     for name, (outputs, inputs) in shapes.items():
         first, second = (0.1 * torch.randn(shape, generator=generator) for shape in ((2, inputs), (outputs, 2)))
         tensors |= {

@@ -46,7 +46,8 @@ UNSAVED = "runtime_config"
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.q_proj, self.o_proj = nn.Linear(12, 16, bias=False), nn.Linear(16, 12, bias=False)
+        self.q_proj = nn.Linear(12, 16, bias=False)
+        self.o_proj = nn.Linear(16, 12, bias=False)
 
 
 class Model(nn.Module):
@@ -112,7 +113,8 @@ def test_every_field_of_another_value_is_merged_as_peft_merges_it_or_refused_by_
         expected = save(peft, tmp_path / str(i), **values)
         torch.testing.assert_close(merge(tmp_path / str(i)), expected, rtol=0, atol=1e-6, msg=str(values))
     names = {field.name for field in dataclasses.fields(peft.LoraConfig)}
-    folder, expected = tmp_path / "default", save(peft, tmp_path / "default")
+    folder = tmp_path / "default"
+    expected = save(peft, tmp_path / "default")
     default = json.loads((folder / "adapter_config.json").read_text())
     for name in sorted(names - CHANGING.keys()):
         for value in [TELLING[name]] if name in TELLING else (True, 17, ["other"], {"other": 1}, "other"):

@@ -42,7 +42,8 @@ def test_filter_probs_of_codes_and_of_text(family: Family) -> None:
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: f"run{trace['prompt']}_{trace['name']}")
 def test_scores_of_every_generated_token_of_a_run_of_lumina(family: Family, trace: dict[str, Any]) -> None:
     scores = family.arrays[f"run{trace['prompt']}_{trace['name']}_scores"][:, family.codes]
-    ids, uncond = trace["generated_ids"], trace["unconditional_prefix"]
+    ids = trace["generated_ids"]
+    uncond = trace["unconditional_prefix"]
     sides = Sides(family.bundle, [*trace["prompt_ids"], *ids[:3]], uncond)
     before = sides.outputs[0]["logits"][0, -4:-1]  # begin of image and size: unguided
     out = sides.step(np.array(ids[3:-1], np.int64))

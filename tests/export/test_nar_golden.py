@@ -48,7 +48,8 @@ def arrays() -> Arrays:
 @pytest.fixture(scope="module")
 def pipes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Pipeline]:
     """Each model on each grid; the small image tokenizer has as many codes as the recorded one."""
-    folder, found = tmp_path_factory.mktemp("nar"), {}
+    folder = tmp_path_factory.mktemp("nar")
+    found = {}
     for model, grid in CASES:
         config = json.loads(checkpoint(model).with_name("config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "block_size": grid**2}))
@@ -97,7 +98,8 @@ def test_the_order_and_the_passes_are_the_published_ones(arrays: Arrays, model: 
 def test_what_every_position_sees_and_turns_by_is_recorded(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str, grid: int
 ) -> None:
-    pipe, prefix = pipes[model, grid], PREFIX[model]
+    pipe = pipes[model, grid]
+    prefix = PREFIX[model]
     order = order_of(pipe)
     everything = order.lay_out(range(1, len(order.groups)), np.arange(grid**2))
     by_cell = np.argsort(everything.positions)
@@ -123,7 +125,8 @@ def test_what_every_position_sees_and_turns_by_is_recorded(
 def test_a_pass_over_everything_gives_the_recorded_layers_and_both_heads(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str, grid: int
 ) -> None:
-    pipe, prefix = pipes[model, grid], PREFIX[model]
+    pipe = pipes[model, grid]
+    prefix = PREFIX[model]
     cells = order_of(pipe).cells
     prompt = {"class_ids": int(arrays["c2i_tf_class_ids"][0])} if model == "c2i" else captions([0], arrays)
     tokens = arrays[f"{model}_tf_tokens"][cells]
@@ -150,7 +153,8 @@ def test_inputs_keys_values_and_both_heads_of_the_first_run_are_recorded(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str
 ) -> None:
     trace = next(trace for trace in TRACES if (trace["model"], trace["grid"]) == (model, 4))
-    pipe, prefix = pipes[model, 4], PREFIX[model]
+    pipe = pipes[model, 4]
+    prefix = PREFIX[model]
     cells = order_of(pipe).cells
     layers = pipe.bundle.manifest.target.num_layers
     names = [f"new_key_values.{i}.{part}" for part in ("key", "value") for i in range(layers)]
@@ -172,7 +176,8 @@ def test_inputs_keys_values_and_both_heads_of_the_first_run_are_recorded(
 def test_the_logits_of_a_run_are_the_recorded_ones_and_give_its_codes(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, trace: dict[str, Any]
 ) -> None:
-    name, pipe = trace["name"], pipes[trace["model"], trace["grid"]]
+    name = trace["name"]
+    pipe = pipes[trace["model"], trace["grid"]]
     cells = order_of(pipe).cells
     for i, (prompt, raster) in enumerate(zip(prompts_of(trace, arrays), trace["raster"], strict=True)):
         codes = np.array(raster)[cells]

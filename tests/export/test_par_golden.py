@@ -45,7 +45,8 @@ def arrays() -> Arrays:
 @pytest.fixture(scope="module")
 def pipes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Pipeline]:
     """Each model on each grid; the small image tokenizer has the first codes of the recorded one."""
-    folder, found = tmp_path_factory.mktemp("par"), {}
+    folder = tmp_path_factory.mktemp("par")
+    found = {}
     for model, grid in CASES:
         config = json.loads((DATA / "par" / model / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "block_size": grid**2}))
@@ -75,7 +76,8 @@ def test_what_every_position_reads_sees_and_turns_by_is_recorded(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str, grid: int
 ) -> None:
     pipe = pipes[model, grid]
-    order, cells = order_of(pipe), grid**2
+    order = order_of(pipe)
+    cells = grid**2
     everything = order.lay_out(range(1, len(order.groups)), np.arange(cells))
     fed = arrays[f"{model}_g{grid}_fed"]
     numbers = np.where(everything.positions == cells, order.first_vector - 2 - everything.tokens, everything.tokens)
@@ -93,8 +95,10 @@ def test_a_pass_over_everything_gives_the_recorded_layers_keys_values_and_logits
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str
 ) -> None:
     grid = {"4x": 6, "16x": 8}[model]
-    tokens, logits = arrays[f"{model}_tf_tokens"], arrays[f"{model}_tf_logits"]
-    pipe, class_id = pipes[model, grid], int(arrays[f"{model}_tf_class_ids"][0])
+    tokens = arrays[f"{model}_tf_tokens"]
+    logits = arrays[f"{model}_tf_logits"]
+    pipe = pipes[model, grid]
+    class_id = int(arrays[f"{model}_tf_class_ids"][0])
     close(logits_of(pipe, tokens, class_ids=class_id), logits[:, : grid**2])
     names = layer_sums(pipe.bundle.folder)
     embeds, *layers, last = run_all(pipe, tokens, [*names[2:-1:2], "hidden_states"], class_ids=class_id)
@@ -119,7 +123,8 @@ def test_inputs_keys_and_values_of_the_first_run_are_recorded(
 def test_the_logits_of_a_run_are_the_recorded_ones_and_give_its_codes(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, trace: dict[str, Any]
 ) -> None:
-    name, pipe = trace["name"], pipes[trace["model"], trace["grid"]]
+    name = trace["name"]
+    pipe = pipes[trace["model"], trace["grid"]]
     cells = order_of(pipe).cells
     for i, (class_id, ids) in enumerate(zip(trace["class_ids"], trace["ids"], strict=True)):
         used = check_logits(name, i, trace, logits_of(pipe, ids, class_ids=class_id), arrays)

@@ -98,7 +98,8 @@ class Far(nn.Module):
 
 def test_a_graph_without_a_tolerance_is_allowed_a_multiple_of_its_modules_rounding() -> None:
     values = np.full((1, 1), 0.1, np.float32)
-    x, y = Value("x", ("rows", 1)), Value("y", ("rows", 1))
+    x = Value("x", ("rows", 1))
+    y = Value("y", ("rows", 1))
     graph = Graph("far", Far(), (x,), (y,), named_cases({"x": values}), lambda ops: None, tolerance=None)
     rounding = float(np.abs(values + np.float32(1000) - np.float32(1000) - values).max())
     assert tolerance_of(graph) == pytest.approx(32 * rounding)
@@ -227,7 +228,8 @@ def test_attention_has_no_weights_that_processors_are_slow_with_and_hidden_colum
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in softmaxes)
     inputs = graph.cases["rows of different length"]
     found = GraphFileSession(tmp_path / "target.onnx", low_memory=True, model=model.SerializeToString()).run(inputs)
-    hidden, shape = inputs["attention_mask"] < 0, found[softmaxes[0]].shape  # queries of one group are stacked
+    hidden = inputs["attention_mask"] < 0  # queries of one group are stacked
+    shape = found[softmaxes[0]].shape
     hidden = np.broadcast_to(np.tile(hidden, (1, 1, shape[2] // hidden.shape[2], 1)), shape)
     assert hidden.any()
     for name in softmaxes:

@@ -67,7 +67,8 @@ def test_rounding_a_chunk_at_a_time_is_rounding_at_once_and_leaves_the_weight_al
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: Storage
 ) -> None:
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype).t()  # no rows in memory
-    before, whole = weight.clone(), fake_quantize(weight, kind, matrix=True)
+    before = weight.clone()
+    whole = fake_quantize(weight, kind, matrix=True)
     monkeypatch.setattr("lantern_rt.export.graph.precision.CHUNK_NUMBERS", 1000)
     assert torch.equal(fake_quantize(weight, kind, matrix=True), whole)
     assert torch.equal(weight, before)

@@ -87,7 +87,8 @@ def test_a_head_of_its_own_and_an_image_tokenizer_of_safetensors_are_read(tmp_pa
     untied = copied(
         SIMPLEAR, tmp_path / "target", lambda w: w.update({"lm_head.weight": w[EMBED] + 1}), tie_word_embeddings=False
     )
-    tied, other = read_simplear(SIMPLEAR, COSMOS, grid=4), read_simplear(untied, tmp_path, grid=4)
+    tied = read_simplear(SIMPLEAR, COSMOS, grid=4)
+    other = read_simplear(untied, tmp_path, grid=4)
     ours, theirs = (model.graphs[0].module.state_dict()["head.weight"] for model in (tied, other))
     assert torch.equal(computed(ours) + 1, computed(theirs))
     for graph, same in zip(tied.graphs[1:], other.graphs[1:], strict=True):

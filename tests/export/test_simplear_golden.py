@@ -27,10 +27,12 @@ from lantern_rt.prompts import prepare_prompts
 from lantern_rt.runtime.sampling import apply_repetition_penalty, shape_distribution
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
-FOLDER, CODES = DATA / "simplear", slice(395, 971)
+FOLDER = DATA / "simplear"
+CODES = slice(395, 971)
 PROTOCOL = json.loads((FOLDER / "protocol.json").read_text())
 TRACES = {trace["name"]: trace for trace in json.loads((FOLDER / "traces.json").read_text())[:-1]}  # last: both at once
-G, GENERATION = golden("simplear"), json.loads((FOLDER / "model/generation_config.json").read_text())
+G = golden("simplear")
+GENERATION = json.loads((FOLDER / "model/generation_config.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,8 @@ def test_filter_probs_of_the_whole_vocabulary() -> None:
         if top_p < 1:  # of codes that tie with the last one kept, the published program drops any, and here stay all
             dropped = (expected[-1] == 0) & (found[-1] > 0)
             assert (found[-1][dropped] == found[-1][found[-1] > 0].min()).all()
-            found, expected = found[:-1], expected[:-1]
+            found = found[:-1]
+            expected = expected[:-1]
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
@@ -63,7 +66,8 @@ def scores_of(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
     uncond = G["uncond_ids"] if trace["unconditional_ids"] == len(G["uncond_ids"]) else trace["unconditional_ids"]
     ids = np.array(trace["generated_ids"])
     rows = Sides(bundle, trace["prompt_ids"], uncond, CODES.start)
-    first, rest = rows.outputs, rows.step(ids[:-1])
+    first = rows.outputs
+    rest = rows.step(ids[:-1])
     logits = np.stack([np.append(a["logits"][0, -1:], b["logits"][0], 0) for a, b in zip(first, rest, strict=True)])
     sampling = Sampling(cfg_scale=trace["cfg"], repetition_penalty=trace["repetition_penalty"])
     before = [ids[:n] - CODES.start for n in range(len(ids))]
@@ -72,7 +76,9 @@ def scores_of(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("trace", TRACES.values(), ids=lambda trace: str(trace["name"]))
 def test_scores_generated_ids_and_sample_probs_of_every_run(simplear_bundle: Path, trace: dict[str, Any]) -> None:
-    name, ids, found = trace["name"], np.array(trace["generated_ids"]), scores_of(simplear_bundle, trace)
+    name = trace["name"]
+    ids = np.array(trace["generated_ids"])
+    found = scores_of(simplear_bundle, trace)
     np.testing.assert_array_equal(np.clip(ids - CODES.start, 0, 575), np.ravel(trace["codes"]))
     if f"{name}_scores" in G:
         close(found, over_codes(G[f"{name}_scores"]), GUIDED)
@@ -84,7 +90,8 @@ def test_scores_generated_ids_and_sample_probs_of_every_run(simplear_bundle: Pat
         assert alone.sum() == 16
         shaped = shape_distribution(found, Sampling(**trace["sample"]))
         np.testing.assert_allclose(shaped[alone], probabilities[alone], atol=1e-4)
-        ends, uniform = shaped.cumsum(1), np.array(trace["uniform"])[:, None]
+        ends = shaped.cumsum(1)
+        uniform = np.array(trace["uniform"])[:, None]
         np.testing.assert_array_equal((ends <= uniform * ends[:, -1:]).sum(1)[alone] + CODES.start, ids[alone])
 
 
@@ -100,8 +107,10 @@ def test_decode_cond_penalised_and_decode_guided_penalised_of_codes() -> None:
 
 
 def test_clamp_codes_are_those_of_clamp_ids_where_these_are_codes(simplear_bundle: Path) -> None:
-    ids, codes = G["clamp_ids"], G["clamp_codes"]
-    table, text = np.load(simplear_bundle / "code_embeddings.npy"), ids < CODES.start
+    ids = G["clamp_ids"]
+    codes = G["clamp_codes"]
+    table = np.load(simplear_bundle / "code_embeddings.npy")
+    text = ids < CODES.start
     assert codes[text].tolist() == [0] * text.sum()  # never drawn here
     np.testing.assert_array_equal(codes[~text], ids[~text] - CODES.start)
     weights = load_file(FOLDER / "model/model.safetensors")["model.embed_tokens.weight"]
@@ -124,7 +133,8 @@ def test_vq_codes_become_code_vectors_post_quant_mid_and_decoded(simplear_bundle
     path = simplear_bundle / "vq_decoder.onnx"
     nodes = onnx.load(path).graph.node
     reading = {node.input[1]: node for node in nodes if node.op_type == "Conv"}
-    first, after = reading["post_quant_conv.weight"], reading["decoder.conv_blocks.0.res.0.conv2.weight"]
+    first = reading["post_quant_conv.weight"]
+    after = reading["decoder.conv_blocks.0.res.0.conv2.weight"]
     skip = next(node for node in nodes if node.op_type == "Add" and after.output[0] in node.input)
     mid = next(one for one in skip.input if one != after.output[0])
     found = observed(path, [first.input[0], first.output[0], mid, "images"], {"codes": G[f"{name}_codes"]})
@@ -164,10 +174,12 @@ def test_codes_of_runs_become_their_pixels_and_uint8(simplear_bundle: Path, name
 
 
 def test_prompts_negative_and_null_prompts_have_the_published_ids(simplear_bundle: Path) -> None:
-    own, library = manifest(simplear_bundle), Tokenizer.from_file(str(simplear_bundle / "tokenizer.json"))
+    own = manifest(simplear_bundle)
+    library = Tokenizer.from_file(str(simplear_bundle / "tokenizer.json"))
     assert (NEGATIVE, own.sampling.cfg_scale) == (PROTOCOL["negative_generate_py"], PROTOCOL["cfg"])
     assert own.condition.layout == prompt_layout(library)
-    tokenizer, before = TemplateTokenizer(library, TEMPLATE), f"<|t2i|>{TEMPLATE.removesuffix('{prompt}')}"
+    tokenizer = TemplateTokenizer(library, TEMPLATE)
+    before = f"<|t2i|>{TEMPLATE.removesuffix('{prompt}')}"
     for case in PROTOCOL["tokenizer_cases"]:
         text = case["text"].removesuffix("<|soi|>")
         if text.startswith(before):

@@ -21,8 +21,10 @@ from lantern_rt.prepared import compute_prefixes
 from lantern_rt.text.captions import clean_caption
 
 transformers = pytest.importorskip("transformers")
-TEXT, CLASS = DATA / "lantern-llamagen-hf/t2i", DATA / "lantern-llamagen-hf/c2i"
-VQ, DRAFTER = DATA / "llamagen-vq/vq_tiny.pt", DATA / "lantern-drafter-llamagen"
+TEXT = DATA / "lantern-llamagen-hf/t2i"
+CLASS = DATA / "lantern-llamagen-hf/c2i"
+VQ = DATA / "llamagen-vq/vq_tiny.pt"
+DRAFTER = DATA / "lantern-drafter-llamagen"
 TOKENIZER = DATA / "tiny-text-tokenizer/tokenizer.json"
 PROMPTS = ["A red cube on the SNOW!", "cat", "A photo of the cat, the red cube and the snow, and so on. " * 4]
 GREEDY = {"temperature": 0, "cfg_scale": 4, "top_k": 0}

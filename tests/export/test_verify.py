@@ -40,7 +40,8 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.export.verify import divergence, same_top_token
 
 # In the order of the provenance; the small bundles are exported with a configuration.
-C2I_FILES, T2I_FILES = [C2I, VQ, config_of(C2I)], [T2I, VQ, DRAFTER, config_of(T2I)]
+C2I_FILES = [C2I, VQ, config_of(C2I)]
+T2I_FILES = [T2I, VQ, DRAFTER, config_of(T2I)]
 ANOLE_FILES = [ANOLE, VQGAN, ANOLE_DRAFTER]
 GRAPHS = {"target", "drafter", "condition", "vq_decoder", "vq_encoder"}
 
@@ -65,7 +66,8 @@ def rounded_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_divergence_of_distributions_is_in_nats() -> None:
-    expected, found = np.log([[0.5, 0.5], [0.25, 0.75]]), np.log([[0.5, 0.5], [0.5, 0.5]])
+    expected = np.log([[0.5, 0.5], [0.25, 0.75]])
+    found = np.log([[0.5, 0.5], [0.5, 0.5]])
     np.testing.assert_allclose(
         divergence(expected, found + 7), [0, 0.25 * np.log(0.5) + 0.75 * np.log(1.5)], atol=1e-12
     )

@@ -88,7 +88,8 @@ WRAPPERS: dict[str, Wrap] = {
 
 def wrap_files(folder: Path, wrapper: str) -> None:
     """Save every file of weights in a folder again, with the names of a wrapped module; an index follows."""
-    wrap, in_ema = WRAPPERS[wrapper], wrapper.endswith("in ema")
+    wrap = WRAPPERS[wrapper]
+    in_ema = wrapper.endswith("in ema")
     for path in folder.rglob("*.jit"):
         save_file({name: one.clone() for name, one in read_weights(path).items()}, path.with_suffix(".safetensors"))
         path.unlink()

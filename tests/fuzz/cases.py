@@ -28,7 +28,8 @@ from lantern_rt.output.images import png_bytes
 from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from lantern_rt.train.drafter.data import write_shards
 
-SECONDS, MEMORY = 120, 2 << 30
+SECONDS = 120
+MEMORY = 2 << 30
 METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd:window=3", "rows:window=2")
 DATA = Path(__file__).parents[1] / "data"
 Case = list[str] | Callable[[], object]  # words of a command line, or a call of the library
@@ -46,7 +47,8 @@ class Originals:
         self.classes = make_tiny_bundle(folder / "classes", kind="class", grid=4)
         self.engines = folder / "engines"
         write_plans(self.bundle, self.engines)
-        self.trained, self.shards = trained, folder / "shards"
+        self.trained = trained
+        self.shards = folder / "shards"
         with Pipeline.from_bundle(trained, threads=1) as pipeline:
             list(
                 write_shards(
@@ -210,7 +212,8 @@ def checkpoints(originals: Originals, folder: Path, rng: random.Random) -> Case:
         return partial(read_llamagen, target, vq)
     given = Path(shutil.copytree(DATA / "llamagen-t2i", folder / "given"))
     drafter = Path(shutil.copytree(DATA / "lantern-drafter-llamagen", folder / "drafter"))
-    target, config = given / "t2i_tiny.pt", given / "config.json"
+    target = given / "t2i_tiny.pt"
+    config = given / "config.json"
     damage_file(rng.choice((target, target, config, drafter / "config.json", drafter / "pytorch_model.bin")), rng)
     return partial(read_llamagen, target, vq, drafter=drafter, config=config)
 
@@ -269,14 +272,16 @@ def outcome(case: Case, capture: pytest.CaptureFixture[str]) -> tuple[int, str]:
     before = signal.signal(signal.SIGALRM, cut_off)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     signal.alarm(SECONDS)
-    code, error = 0, ""
+    code = 0
+    error = ""
     try:
         if isinstance(case, list):
             code = run_program(case)
         else:
             case()
     except LanternError as refusal:
-        code, error = 2, str(refusal)
+        code = 2
+        error = str(refusal)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)

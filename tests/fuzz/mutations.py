@@ -163,7 +163,8 @@ def damage_graph(data: bytes, rng: random.Random) -> bytes:
     model = onnx.load_from_string(data)
     graph = model.graph
     for _ in range(rng.choice((1, 1, 2))):
-        tensor, node = rng.choice(graph.initializer), rng.choice(graph.node)
+        tensor = rng.choice(graph.initializer)
+        node = rng.choice(graph.node)
         value = rng.choice([*graph.input, *graph.output])
         kind = rng.randrange(8)
         if kind == 0:

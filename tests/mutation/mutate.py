@@ -122,7 +122,8 @@ def tried(source: str, mutant: ast.expr) -> tuple[str, str]:
     ends = [sum(len(line.encode()) for line in lines[:n]) for n in range(len(lines) + 1)]
     start = ends[mutant.lineno - 1] + mutant.col_offset
     end = ends[(mutant.end_lineno or 0) - 1] + (mutant.end_col_offset or 0)
-    data, after = source.encode(), ast.unparse(mutant)
+    data = source.encode()
+    after = ast.unparse(mutant)
     before = " ".join(data[start:end].decode().split())
     words = f"{mutant.lineno}: {before}  ->  {after}  in  {lines[mutant.lineno - 1].strip()}"
     return (data[:start] + f"({after})".encode() + data[end:]).decode(), words

@@ -103,7 +103,8 @@ class SmallModel:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
 
         def engine(role: str, spec: DecoderSpec | DrafterSpec, table: NDArray[np.float32] | None) -> TensorRTEngine:
-            inputs, graph = builder.write_graph(bundle, role, PROFILES, folder), folder / f"{role}.onnx"
+            inputs = builder.write_graph(bundle, role, PROFILES, folder)
+            graph = folder / f"{role}.onnx"
             gpu = find_gpu()
             assert inputs is not None
             if gpu is None or on_host:
@@ -127,7 +128,8 @@ class SmallModel:
 
     def joint(self, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
         """Probability of every sequence of codes by full forwards in torch, `[vocabulary] * codes`."""
-        codes, vocabulary = SMALL.grid**2, SMALL.vocab_size
+        codes = SMALL.grid**2
+        vocabulary = SMALL.vocab_size
         every = np.array(list(itertools.product(range(vocabulary), repeat=codes)))
         joint = np.ones(len(every))
         rows = [

@@ -60,12 +60,14 @@ class _Allocation(Enum):
 
 
 class _Logger:
-    ERROR, INTERNAL_ERROR = "error", "internal error"
+    ERROR = "error"
+    INTERNAL_ERROR = "internal error"
 
 
 class _Context:
     def __init__(self, engine: _Engine) -> None:
-        self.engine, self.profile = engine, -1
+        self.engine = engine
+        self.profile = -1
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
 
@@ -98,11 +100,13 @@ class _Context:
 
     def execute_async_v3(self, stream_handle: int) -> bool:
         assert stream_handle == CUDA_STREAM  # the default one cannot be recorded
-        engine, addresses = self.engine, self.addresses
+        engine = self.engine
+        addresses = self.addresses
         views: dict[str, Array] = {}
         spans = []
         for name, address in addresses.items():
-            shape, dtype = self.get_tensor_shape(name), np.dtype(_NUMPY[engine.get_tensor_dtype(name).name])
+            shape = self.get_tensor_shape(name)
+            dtype = np.dtype(_NUMPY[engine.get_tensor_dtype(name).name])
             size = int(np.prod(shape)) * dtype.itemsize
             views[name] = np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(shape)
             if name.startswith("present_"):
@@ -140,7 +144,8 @@ class HostKernels:
 
 class _Config:
     def __init__(self, engine: _Engine) -> None:
-        self.engine, self.strategy = engine, _Allocation.ON_PROFILE_CHANGE
+        self.engine = engine
+        self.strategy = _Allocation.ON_PROFILE_CHANGE
         self.cache: HostKernels | None = None
         self.cuda_graph_strategy = _Graphs.DISABLED
 
@@ -158,7 +163,8 @@ class _Config:
 
 class _Engine:
     def __init__(self, plan: dict[str, Any], library: HostLibrary) -> None:
-        self.logger, self.caches = library.logger, library.caches
+        self.logger = library.logger
+        self.caches = library.caches
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         graph = base64.b64decode(plan["graph"])
@@ -199,9 +205,12 @@ class _Engine:
 class HostLibrary:
     """A module with the part of TensorRT's API that runs engines. `engines` and `caches`: those made, in order."""
 
-    __name__, __version__ = "host_tensorrt", "1.0"
+    __name__ = "host_tensorrt"
+    __version__ = "1.0"
     ILogger = _Logger
-    TensorIOMode, DataType, ExecutionContextAllocationStrategy = _Mode, _Type, _Allocation
+    TensorIOMode = _Mode
+    DataType = _Type
+    ExecutionContextAllocationStrategy = _Allocation
     CudaGraphStrategy = _Graphs
 
     def __init__(self) -> None:
@@ -223,6 +232,7 @@ class HostLibrary:
 
 def write_plan(onnx: Path, inputs: Sequence[Inputs], plan: Path) -> Path:
     """Write the "engine" of a graph in a file, beside which are its weights or a link to them."""
-    graph, folder = base64.b64encode(onnx.read_bytes()).decode(), onnx.with_suffix(".onnx.data").resolve().parent
+    graph = base64.b64encode(onnx.read_bytes()).decode()
+    folder = onnx.with_suffix(".onnx.data").resolve().parent
     plan.write_text(json.dumps({"graph": graph, "folder": str(folder), "inputs": inputs}))
     return plan

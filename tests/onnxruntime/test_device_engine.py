@@ -94,7 +94,8 @@ CODES: list[list[int]] = [[0, 1, 2], [3] * 20, [1, 2], [], [2, 0, 3, 1] * 22]
 
 
 def test_a_row_that_is_nearly_full_shares_passes_with_rows_of_many_nodes(target: OrtDeviceEngine) -> None:
-    full, fresh = [1] * 118, [2, 1]
+    full = [1] * 118
+    fresh = [2, 1]
     cache = holding(target, 0, [full, fresh], capacity=127)
     codes = RNG.integers(0, 4, (2, 16))
     found = target.run(causal(target, cache, codes), cache)
@@ -110,7 +111,8 @@ def test_a_row_that_is_nearly_full_shares_passes_with_rows_of_many_nodes(target:
 def test_hidden_states_are_read_where_they_lie(target: OrtDeviceEngine, drafter: OrtDeviceEngine) -> None:
     cache = holding(target, 0, [[0], [1], [2]], 40)
     source = target.run(causal(target, cache, RNG.integers(0, 4, (3, 5))), cache).hidden
-    rows, nodes = np.array([[2, 0, 1], [1, 1, 0]]), np.array([[4, 0, 3], [2, 2, 1]])  # 5 nodes lie as 8
+    rows = np.array([[2, 0, 1], [1, 1, 0]])  # 5 nodes lie as 8
+    nodes = np.array([[4, 0, 3], [2, 2, 1]])
     states = HiddenView(source, rows, nodes).read()
     assert states.shape == (2, 3, SMALL.hidden_size)
     np.testing.assert_array_equal(states, source[:, :5][rows, nodes])
@@ -146,7 +148,8 @@ def test_outputs_stay_as_they_are_when_their_cache_has_gone(target: OrtDeviceEng
 
 
 def test_codes_that_were_drawn_stay_when_their_pass_is_run_again(target: OrtDeviceEngine) -> None:
-    cache, places = holding(target, 0, CODES[:2], 40), np.array([[0, 1], [0, 1]])
+    cache = holding(target, 0, CODES[:2], 40)
+    places = np.array([[0, 1], [0, 1]])
     request = SampleRequest(
         slice(0, 2), places, Sampling(cfg_scale=2.0), Noise(3), np.arange(2), np.full(2, 2, np.float32)
     )
@@ -191,7 +194,9 @@ def test_what_is_bound_is_recorded_at_its_third_run_if_there_is_room_and_forgott
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(PROVIDERS, "cpu", PROVIDERS["cpu"]._replace(max_recordings=1))
-    device, ran, forgotten = Device("cpu"), list[str](), list[int]()
+    device = Device("cpu")
+    ran = list[str]()
+    forgotten = list[int]()
     values = {"data": np.zeros(2, np.float32), "out": device.empty((2,), "float32")}
     graph = device.graph("copy", write_copy)
     graph.session = SimpleNamespace(
@@ -240,7 +245,8 @@ def test_several_threads_may_use_one_engine(target: OrtDeviceEngine) -> None:
             found.append(after(target, cache, [3]))
         return found
 
-    expected, usual = [draw(first) for first in range(6)], sys.getswitchinterval()
+    expected = [draw(first) for first in range(6)]
+    usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # seconds: threads take turns wherever they can
     try:
         with ThreadPoolExecutor(6) as threads:

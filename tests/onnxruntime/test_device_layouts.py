@@ -26,7 +26,8 @@ from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
 from lantern_rt.export.verify import check_parity
 
 Arrays = dict[str, np.ndarray[Any, Any]]
-CAPACITY, SPAN = 64, 48
+CAPACITY = 64
+SPAN = 48
 ATTENTION: dict[str | None, dict[str, bool]] = {  # op: options of `device_graph`
     "Attention": {},
     "MultiHeadAttention": {"multi_head": True},
@@ -81,7 +82,8 @@ def test_a_cache_written_side_by_side_gives_what_the_past_first_graph_gives(
 ) -> None:
     graph = convert_to_float16(made(config, drafts)) if half else made(config, drafts)
     write_graph(graph, tmp_path)
-    path, spec = tmp_path / f"{graph.role}.onnx", (drafter_spec_of if drafts else spec_of)(config)
+    path = tmp_path / f"{graph.role}.onnx"
+    spec = (drafter_spec_of if drafts else spec_of)(config)
     most = max(arrays["position_ids"].shape[1] for arrays in graph.cases.values())
     device = device_graph(path, spec, drafts, graph.compute, capacity=CAPACITY, max_nodes=most)
     assert device.dtype == ("float16" if half else "float32")
@@ -101,7 +103,8 @@ def test_a_cache_written_side_by_side_gives_what_the_past_first_graph_gives(
         first = int(feeds["write"][0])
         for key, array in zip(past, new, strict=True):
             cache = found[key.replace("past", "present", 1)]
-            pairs[key], found[key] = array.transpose(1, 2, 0, 3), cache[:, :, first : first + nodes]
+            pairs[key] = array.transpose(1, 2, 0, 3)
+            found[key] = cache[:, :, first : first + nodes]
             np.testing.assert_array_equal(cache[:, :, :first], feeds[key][:, :, :first])
         for key, expected in pairs.items():
             most = (HALF_TOLERANCE if half else 1e-4) * np.abs(expected).max()
@@ -117,8 +120,10 @@ def test_computed_in_bfloat16_it_is_what_the_past_first_graph_gives_up_to_roundi
 ) -> None:
     """By ONNX's reference evaluator: ONNX Runtime has it on GPUs alone."""
     graph = replace(made(config, drafts), compute="bfloat16")
-    (path,), spec = write_graph(graph, tmp_path, rule), (drafter_spec_of if drafts else spec_of)(config)
-    device, arrays = device_graph(path, spec, drafts, "bfloat16", capacity=CAPACITY), dict(graph.cases["tree"])
+    (path,) = write_graph(graph, tmp_path, rule)
+    spec = (drafter_spec_of if drafts else spec_of)(config)
+    device = device_graph(path, spec, drafts, "bfloat16", capacity=CAPACITY)
+    arrays = dict(graph.cases["tree"])
     past = [tensor.name for tensor in device.inputs if tensor.name.startswith("past_")]
     feeds = side_by_side(arrays, past)
     feeds |= {name: feeds[name].astype(ml_dtypes.bfloat16) for name in past}

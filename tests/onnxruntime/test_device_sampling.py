@@ -81,7 +81,8 @@ def on_host(logits: Floats, asked: SampleRequest, most: int) -> tuple[Ints, Floa
 
 
 def agree(found: tuple[Ints, Floats], expected: tuple[Ints, Floats]) -> None:
-    (codes, scores), (own, wanted) = found, expected
+    (codes, scores) = found
+    (own, wanted) = expected
     possible = np.isfinite(wanted)
     np.testing.assert_array_equal(np.isfinite(scores), possible)
     np.testing.assert_array_equal(codes[possible], own[possible])
@@ -95,7 +96,8 @@ def agree(found: tuple[Ints, Floats], expected: tuple[Ints, Floats]) -> None:
 def test_the_device_draws_what_the_host_draws(
     device: Device, filters: dict[str, Any], cfg_scale: float, noisy: bool, most: int
 ) -> None:
-    sampling, logits = Sampling(cfg_scale=cfg_scale, **filters), logits_of()
+    sampling = Sampling(cfg_scale=cfg_scale, **filters)
+    logits = logits_of()
     rows = on(device, logits)
     assert rows.can_sample(sampling)
     asked = asking(sampling, Noise(7) if noisy and not sampling.greedy else None, first=1, start=GROUP_SIZE - 2)
@@ -106,7 +108,8 @@ def test_the_device_draws_what_the_host_draws(
 def test_a_bound_that_no_sum_reaches_keeps_all(device: Device) -> None:
     """Sums of float32 may end below a top-p that is hardly less than one."""
     for seed in range(4):
-        logits, asked = logits_of(seed=seed), asking(Sampling(top_p=1 - 2**-24), Noise(seed))
+        logits = logits_of(seed=seed)
+        asked = asking(Sampling(top_p=1 - 2**-24), Noise(seed))
         (found,) = on(device, logits).best_codes([asked], 1)
         agree(found, on_host(logits, asked, 1))
 
@@ -120,7 +123,8 @@ def test_top_p_before_top_k_is_left_to_the_host(device: Device) -> None:
 
 
 def test_many_with_settings_of_their_own_are_drawn_together(device: Device) -> None:
-    logits, asked = logits_of(rows=8, nodes=9), []
+    logits = logits_of(rows=8, nodes=9)
+    asked = []
     settings = [Sampling(), Sampling(cfg_scale=3.0), Sampling(temperature=0.7), Sampling(cfg_scale=2.0, top_k=9)]
     for i, sampling in enumerate(settings):
         asked.append(asking(sampling, Noise(i), first=2 * i, start=20 * i, count=2 + 2 * i))
@@ -139,7 +143,8 @@ def test_a_filter_that_keeps_few_gives_no_score_to_the_others(device: Device) ->
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_logits_that_are_no_numbers_are_refused(device: Device, filters: dict[str, Any], value: float) -> None:
-    sampling, logits = Sampling(cfg_scale=2.0, **filters), logits_of()
+    sampling = Sampling(cfg_scale=2.0, **filters)
+    logits = logits_of()
     logits[0, 0, 5] = value  # where nodes that only fill up a row point to, too
     for noise in (None, Noise(1)):
         asked = [asking(sampling, noise), asking(sampling, noise, first=2)]
@@ -149,8 +154,10 @@ def test_logits_that_are_no_numbers_are_refused(device: Device, filters: dict[st
 
 
 def test_more_seeds_and_positions_than_the_noise_table_has_places_are_drawn_right() -> None:
-    device, logits = Device("cpu"), logits_of(rows=2, nodes=70)
-    rows, generator = on(device, logits), np.random.default_rng(0)
+    device = Device("cpu")
+    logits = logits_of(rows=2, nodes=70)
+    rows = on(device, logits)
+    generator = np.random.default_rng(0)
     for count in (5, 40, 3, 70):  # with positions in up to 6 groups of each of up to 12 seeds
         seeds = generator.choice(1000, 12, replace=False).tolist()
         asked = [asking(Sampling(), Noise(seed), i % 2, 11 * i, count) for i, seed in enumerate(seeds)]
@@ -159,7 +166,8 @@ def test_more_seeds_and_positions_than_the_noise_table_has_places_are_drawn_righ
 
 
 def test_only_the_noise_that_is_read_is_brought_to_the_device() -> None:
-    rows, groups = on(Device("cpu"), logits_of()), [UploadedNoise(seed) for seed in range(80)]
+    rows = on(Device("cpu"), logits_of())
+    groups = [UploadedNoise(seed) for seed in range(80)]
     rows.best_codes([asking(Sampling(), groups[0], start=GROUP_SIZE + 1, count=4)], 1)
     assert groups[0].uploads == [1]
     for part in (groups[:40], groups[40:], groups[:40]):
@@ -175,7 +183,8 @@ def test_threads_make_the_noise_of_the_next_positions_while_the_device_samples()
             super().prepare(group, size)
             prepared.put((self.seed, group))
 
-    rows, noises = on(Device("cpu"), logits_of()), [Noted(seed) for seed in range(3)]
+    rows = on(Device("cpu"), logits_of())
+    noises = [Noted(seed) for seed in range(3)]
     for _ in range(2):  # nothing is made twice
         rows.best_codes([asking(Sampling(), noise, count=4) for noise in noises], 1)
         assert [noise.uploads for noise in noises] == [[0]] * 3
@@ -187,7 +196,8 @@ def test_threads_make_the_noise_of_the_next_positions_while_the_device_samples()
 
 
 def test_noise_that_has_made_room_for_other_comes_back() -> None:
-    device, logits = Device("cpu"), logits_of(rows=1, nodes=4)
+    device = Device("cpu")
+    logits = logits_of(rows=1, nodes=4)
     rows = on(device, logits)
     noises = [UploadedNoise(seed) for seed in range(80)]
     asked = [asking(Sampling(), noise, start=GROUP_SIZE * noise.seed, count=2) for noise in noises]
@@ -201,11 +211,13 @@ def test_noise_that_has_made_room_for_other_comes_back() -> None:
 
 
 def test_several_threads_draw_at_once_what_each_draws_alone() -> None:
-    device, logits = Device("cpu"), logits_of(rows=2, nodes=6)
+    device = Device("cpu")
+    logits = logits_of(rows=2, nodes=6)
     rows = on(device, logits)
 
     def draw(seed: int) -> None:
-        noise, sampling = Noise(seed), Sampling(top_k=10 * (seed % 3))
+        noise = Noise(seed)
+        sampling = Sampling(top_k=10 * (seed % 3))
         for start in range(0, 20 * GROUP_SIZE, GROUP_SIZE - 1):
             asked = asking(sampling, noise, first=seed % 2, start=start)
             (found,) = rows.best_codes([asked], 3)

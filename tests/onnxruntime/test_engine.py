@@ -85,7 +85,8 @@ def test_a_tree_pass_scores_every_path_and_its_accepted_nodes_are_appended(rig: 
 
 
 def test_outputs_of_other_sizes_than_their_pass_are_refused(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, run = tiny.prefilled(5), GraphSession.run
+    cache = tiny.prefilled(5)
+    run = GraphSession.run
     monkeypatch.setattr(GraphSession, "run", lambda self, feeds: [array[:1] for array in run(self, feeds)])
     with refused(BundleError, "output `logits`", "the graph is damaged"):
         last_logits(tiny, cache, [0] * 5)
@@ -114,7 +115,8 @@ def test_kept_rows_go_on_in_their_new_order(rig: Rig) -> None:
 
 
 def test_rows_of_another_cache_go_on_beside_ones_own(rig: Rig) -> None:
-    cache, joining = rig.prefilled(2, capacity=310), rig.engine.new_cache(1, 100)
+    cache = rig.prefilled(2, capacity=310)
+    joining = rig.engine.new_cache(1, 100)
     codes: list[list[int]] = [[1, 2, 3] * 25, [4], [5, 6]]
     rig.extend(cache, codes[:2])
     other = rig.prefilled(3)
@@ -214,7 +216,8 @@ def fill(cache: KVCache, entries: int, seed: int) -> None:
 
 def with_other_rows(cache: KVCache, rows: int, length: int) -> KVCache:
     """The cache with `rows` more rows of made-up entries."""
-    own, start = len(cache.lengths), cache.lengths
+    own = len(cache.lengths)
+    start = cache.lengths
     cache.keep_rows(np.concatenate([np.arange(own), np.zeros(rows, np.int64)]))
     cache.truncate(np.concatenate([start, np.zeros(rows, np.int64)]))
     rng = np.random.default_rng(length)
@@ -231,8 +234,10 @@ def test_a_drafter_reads_tokens_and_hidden_states(tmp_path: Path) -> None:
     write_graph(drafter_graph(module), tmp_path)
     engine = OrtEngine(tmp_path / "drafter.onnx", drafter_spec_of(config), threads=ONE)
     rng = np.random.default_rng(6)
-    ids, hidden = rng.integers(0, 48, (2, 6)), rng.normal(size=(2, 6, 64)).astype(np.float32)
-    cache, logits = engine.new_cache(2, 20), []
+    ids = rng.integers(0, 48, (2, 6))
+    hidden = rng.normal(size=(2, 6, 64)).astype(np.float32)
+    cache = engine.new_cache(2, 20)
+    logits = []
     for start in (0, 3):
         past_length = engine.next_past_length(cache, 3)
         attention_mask = np.zeros((2, 3, past_length + 3), bool)

@@ -53,7 +53,8 @@ def test_float_weights_in_memory_are_float32_however_they_are_stored(float_scene
 
 
 def test_plans_turn_its_weights_back(t2i_products_bundle: Path, tmp_path: Path) -> None:
-    bundle, options = open_bundle(t2i_products_bundle), BuildOptions("tensorrt-rtx")
+    bundle = open_bundle(t2i_products_bundle)
+    options = BuildOptions("tensorrt-rtx")
     build_engines(bundle, "tiny", options, tmp_path / "engines", False, lambda *_: None, dry_run=True)
     nodes = onnx.load(tmp_path / "engines" / "target.onnx", load_external_data=False).graph.node
     decoded = {node.input[0] for node in nodes if node.op_type == "DequantizeLinear"}

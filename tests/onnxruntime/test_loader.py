@@ -125,7 +125,8 @@ def test_an_image_encoder_takes_pictures_of_three_channels(folder: Path, tmp_pat
     entry = {"path": "vq_encoder.onnx", "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     manifest["files"]["vq_encoder"] = entry
     (copy / "bundle.json").write_text(json.dumps(manifest))
-    engines, image = Engines(open_bundle(copy), ONE), np.full((1, channels, 16, 16), 5, np.float32)
+    engines = Engines(open_bundle(copy), ONE)
+    image = np.full((1, channels, 16, 16), 5, np.float32)
     if channels == 3:
         assert (engines.vq_encoder(image) == 5).all()
     else:

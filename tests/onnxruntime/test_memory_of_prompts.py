@@ -18,7 +18,8 @@ from lantern_rt.requests import resolve_settings
 from lantern_rt.results import StreamStep
 from lantern_rt.service import Service
 
-SHORT, LONG = "a red fox", "a red fox " * 60
+SHORT = "a red fox"
+LONG = "a red fox " * 60
 
 
 @pytest.fixture

@@ -103,7 +103,10 @@ def test_greedy_decoding_with_a_tree_gives_the_codes_without(
 def test_drawn_codes_have_the_distribution_that_torch_computes(
     small: SmallModel, backend: str, model: ToyModel, tree: str
 ) -> None:
-    prompt, draws, batch, length = small.prompt(backend, 3), 1000, 250, 3
+    prompt = small.prompt(backend, 3)
+    draws = 1000
+    batch = 250
+    length = 3
     joint = small.joint(prompt, GUIDED).sum(-1).ravel()
     counts = np.zeros(len(joint))
     places = {codes: i for i, codes in enumerate(itertools.product(range(SMALL.vocab_size), repeat=length))}
@@ -122,7 +125,8 @@ def test_drawn_codes_have_the_distribution_that_torch_computes(
 def test_requests_that_join_in_the_middle_get_the_codes_they_get_alone(
     small: SmallModel, backend: str, model: ToyModel
 ) -> None:
-    batch, codes = Batch(model), [list[int]() for _ in range(7)]
+    batch = Batch(model)
+    codes = [list[int]() for _ in range(7)]
     waiting: list[ImageSequence] = []
     visits = [(i, method, GUIDED if i % 2 else Sampling()) for i, method in enumerate([*METHODS.values()][:4])]
     visits += [(i, METHODS["eagle, dynamic"], HALF if i == 5 else GUIDED) for i in (4, 5, 6)]

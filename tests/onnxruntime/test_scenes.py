@@ -38,7 +38,8 @@ def prompts(pipes: dict[int, Pipeline]) -> list[str]:
 
 def drawn(pipe: Pipeline, prompts: list[str], batch: int, **options: Any) -> Codes:
     """Codes `[prompts, cells]`, seed 7000 and up, `batch` images at a time."""
-    seeds, codes = [7000 + i for i in range(len(prompts))], []
+    seeds = [7000 + i for i in range(len(prompts))]
+    codes = []
     for start in range(0, len(prompts), batch):
         some = slice(start, start + batch)
         codes += pipe(prompts[some], seed=seeds[some], **options).codes

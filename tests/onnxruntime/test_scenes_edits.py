@@ -14,7 +14,8 @@ from lantern_rt import Pipeline, StreamStep
 from lantern_rt.service import Service
 
 EXACT = ("ar", "eagle:tree=chain-3", "eagle:tree=dynamic-16", "sjd:window=7")
-CELL, CELLS = 16, 16
+CELL = 16
+CELLS = 16
 Cells = NDArray[np.bool_]
 
 

@@ -19,7 +19,8 @@ DRAW = (
 def test_drawing_and_exporting_leave_no_identity_and_no_events_in_the_home_folder(tmp_path: Path, code: str) -> None:
     if "export" in code:
         pytest.importorskip("torch")
-    bundle, home = make_tiny_bundle(tmp_path / "tiny"), tmp_path / "home"
+    bundle = make_tiny_bundle(tmp_path / "tiny")
+    home = tmp_path / "home"
     home.mkdir()
     unset = ("ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME")
     environment = {name: value for name, value in os.environ.items() if name not in unset}

@@ -39,7 +39,8 @@ from lantern_rt.pipeline import Pipeline
 
 
 def test_images_beyond_the_rows_of_a_plan_are_decoded_in_turns(tmp_path: Path) -> None:
-    path, codes = tmp_path / "vq.onnx", np.random.default_rng(0).integers(0, 48, (5, 16))
+    path = tmp_path / "vq.onnx"
+    codes = np.random.default_rng(0).integers(0, 48, (5, 16))
     module = Painter(48, 4).eval()
     free = {"codes": {0: "rows"}, "images": {0: "rows"}}
     export(module, {"codes": torch.zeros(2, 16, dtype=torch.int64)}, ["images"], free, path)
@@ -98,7 +99,8 @@ def test_a_bundle_draws_the_same_images_from_plans(plans: tuple[Path, Path, Host
     results = []
     for engines in (None, folder):
         pipeline = Pipeline.from_bundle(bundle, engines=engines, threads=1)
-        prefix, width = pipeline.bundle.manifest.condition.prefix, pipeline.bundle.manifest.condition.caption_dim
+        prefix = pipeline.bundle.manifest.condition.prefix
+        width = pipeline.bundle.manifest.condition.caption_dim
         states = np.random.default_rng(0).standard_normal((2, prefix, width or 0), dtype=np.float32)
         prompts = states, np.ones((2, prefix), np.int64)
         results.append(pipeline(embeddings=prompts, seed=3, **METHODS[method]))
@@ -133,7 +135,8 @@ def test_a_bundle_of_float16_is_fed_float16_and_draws(
     manifest = open_engine_folder(folder).manifest
     assert manifest.precision == "float16"
     pipeline = Pipeline.from_bundle(t2i_half_bundle, threads=1, engines=folder)
-    prefix, width = pipeline.bundle.manifest.condition.prefix, pipeline.bundle.manifest.condition.caption_dim
+    prefix = pipeline.bundle.manifest.condition.prefix
+    width = pipeline.bundle.manifest.condition.caption_dim
     states = np.random.default_rng(0).standard_normal((1, prefix, width or 0), dtype=np.float32)
     result = pipeline(embeddings=(states, np.ones((1, prefix), np.int64)), method="eagle:tree=chain-3", seed=1)
     assert result.codes[0].shape == (36,)
@@ -154,7 +157,8 @@ def test_ends_of_rows_take_half_of_the_nodes_that_plans_were_built_for(
 def draw(bundle: Path, folder: Path) -> None:
     """Return an image from engines, which are then released."""
     pipeline = Pipeline.from_bundle(bundle, threads=1, engines=folder)
-    prefix, width = pipeline.bundle.manifest.condition.prefix, pipeline.bundle.manifest.condition.caption_dim
+    prefix = pipeline.bundle.manifest.condition.prefix
+    width = pipeline.bundle.manifest.condition.caption_dim
     states = np.zeros((1, prefix, width or 0), np.float32)
     pipeline(embeddings=(states, np.ones((1, prefix), np.int64)), method="eagle:tree=chain-3", seed=1)
     del pipeline
@@ -192,7 +196,8 @@ def test_an_engine_folder_is_compared_with_its_bundle_on_recorded_passes(
     result, reason = verified()
     assert result.passed
     assert reason == "they need a GPU of SM89, and here is none, or no driver"
-    roles, passes = ("target", "drafter"), ("prefill, 1", "chain, 1", "tree, 1", "prefill, 4", "chain, 4", "tree, 4")
+    roles = ("target", "drafter")
+    passes = ("prefill, 1", "chain, 1", "tree, 1", "prefill, 4", "chain, 4", "tree, 4")
     expected = {f"{role}.onnx: {what} rows" for role in roles for what in passes}
     assert {row["graph"] for row in result.distributions} == expected
 

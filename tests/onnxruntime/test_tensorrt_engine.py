@@ -32,7 +32,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Rig:
 # ---------------------------------------------------------------- the cache and what comes back
 
 
-TENSORS, HEADS, COLUMNS, WIDTH = 4, 2, 64, 2
+TENSORS = 4
+HEADS = 2
+COLUMNS = 64
+WIDTH = 2
 
 
 class Twin:
@@ -55,7 +58,8 @@ class Twin:
         rows = len(accepted_indices)
         new_kv = self.rng.standard_normal((TENSORS, nodes, rows, HEADS, WIDTH), np.float32)
         batch = Pass(np.zeros((rows, nodes), np.int64), np.zeros((rows, nodes, 64 + nodes), bool))
-        write, held = self.cache.encode(batch, nodes)["write"], self.held().copy()
+        write = self.cache.encode(batch, nodes)["write"]
+        held = self.held().copy()
         for row, start in enumerate(write.tolist()):
             held[:, row, :, start : start + nodes] = new_kv[:, :, row].transpose(0, 2, 1, 3)
         (value,) = self.cache.handle.block.values
@@ -81,7 +85,8 @@ SLABS = Twin(1).cache.pool
 def test_a_cache_on_the_device_holds_what_one_in_numpy_does(
     data: st.DataObject, rows: int, steps: int, together: bool
 ) -> None:
-    twin, one = Twin(rows, pool=SLABS), st.sets(st.integers(0, 7)).map(sorted)
+    twin = Twin(rows, pool=SLABS)
+    one = st.sets(st.integers(0, 7)).map(sorted)
     for _ in range(steps):
         drawn = [data.draw(one)] * rows if together else [data.draw(one) for _ in range(rows)]
         twin.run([np.array(pick, np.int64) for pick in drawn], nodes=8)
@@ -122,7 +127,8 @@ def test_a_chain_is_in_place_and_a_trees_nodes_move_in_one_operation(monkeypatch
 
 
 def test_outputs_stay_for_as_long_as_they_are_referred_to_and_then_make_room(tiny: Rig) -> None:
-    cache, among = tiny.prefilled(2), np.eye(2, dtype=bool)
+    cache = tiny.prefilled(2)
+    among = np.eye(2, dtype=bool)
     positions = cache.lengths[:, None] + np.arange(2)
 
     def run(first: int) -> Any:
@@ -145,12 +151,14 @@ def test_outputs_stay_for_as_long_as_they_are_referred_to_and_then_make_room(tin
 
 
 def test_the_smallest_profile_that_fits_is_chosen_and_nodes_are_rounded_up_to_powers_of_two(tiny: Rig) -> None:
-    cache, ran = tiny.prefilled(1, capacity=320), tiny.library.engines[0].runs
+    cache = tiny.prefilled(1, capacity=320)
+    ran = tiny.library.engines[0].runs
     for length, nodes, expected in (
         (4, 2, (0, 2)), (4, 3, (1, 4)), (4, 5, (1, 8)), (4, 13, (1, 16)), (4, 17, (1, 24)),
         (314, 2, (0, 2)), (314, 4, (1, 4)), (314, 5, (1, 6)),  # no more than there are columns
     ):  # fmt: skip
-        cache.lengths, zeros = np.array([length]), np.zeros((1, nodes), np.int64)
+        cache.lengths = np.array([length])
+        zeros = np.zeros((1, nodes), np.int64)
         found = tiny.run(cache, zeros, np.eye(nodes, dtype=bool), zeros, tiny.engine)
         assert found.logits[0, :nodes].shape == (nodes, 48)
         assert (ran[-1][0], ran[-1][1]["token_ids"]) == (expected[0], (1, expected[1])), (length, nodes)
@@ -160,7 +168,9 @@ def test_nodes_added_to_a_pass_see_the_first_column_and_nobody_sees_them() -> No
     cache = Twin(2, pool=SLABS).cache
     cache.lengths = np.array([20, 3])
     mask = np.zeros((2, 3, 67), bool)
-    mask[0, :, :20], mask[1, :, :3], mask[:, :, 64:] = True, True, np.tri(3, dtype=bool)
+    mask[0, :, :20] = True
+    mask[1, :, :3] = True
+    mask[:, :, 64:] = np.tri(3, dtype=bool)
     encoded = cache.encode(Pass(np.full((2, 3), 5), mask), 8)
     bits = np.unpackbits(encoded["seen"].astype("<u2").view(np.uint8), axis=-1, bitorder="little")
     assert bits.shape == (2, 8, 64)

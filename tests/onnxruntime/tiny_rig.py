@@ -55,8 +55,10 @@ class Rig:
 
     def __init__(self, folder: Path, config: DecoderConfig, on: str = "cpu") -> None:
         torch.manual_seed(0)
-        self.config, self.decoder = config, Decoder(config).eval()
-        self.path, rng = folder / "target.onnx", np.random.default_rng(0)
+        self.config = config
+        self.decoder = Decoder(config).eval()
+        self.path = folder / "target.onnx"
+        rng = np.random.default_rng(0)
         self.table = rng.normal(size=(config.vocab_size, config.hidden_size)).astype(np.float32)
         self.prefix = rng.normal(size=(8, config.prefix, config.hidden_size)).astype(np.float32)
         write_graph(target_graph(self.decoder, torch.from_numpy(self.table)), folder)
@@ -84,7 +86,8 @@ class Rig:
 
     def prefilled(self, rows: int, engine: Any = None, capacity: int = 300) -> Any:
         """A cache that holds the first `rows` prefixes."""
-        engine, n = engine or self.engine, self.config.prefix
+        engine = engine or self.engine
+        n = self.config.prefix
         cache = engine.new_cache(rows, capacity)
         output = self.run(cache, None, np.tril(np.ones((n, n), bool)), np.tile(np.arange(n), (rows, 1)), engine)
         cache.append(output.new_kv, [np.arange(n)] * rows)

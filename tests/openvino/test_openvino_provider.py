@@ -23,7 +23,8 @@ if "LANTERN_BUNDLES" not in os.environ:
     pytest.skip("needs what benchmarks/precision.py --work wrote", allow_module_level=True)
 
 SCENES = Path(os.environ["LANTERN_BUNDLES"]) / "scenes-fp32"  # OpenVINO has none of the embedded bundle's products
-PROMPTS, SEEDS = ["a red sphere on sand", "a blue cube in the snow"], [5, 6]
+PROMPTS = ["a red sphere on sand", "a blue cube in the snow"]
+SEEDS = [5, 6]
 STEPS = 12
 
 

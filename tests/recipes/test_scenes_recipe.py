@@ -47,7 +47,8 @@ def test_a_scene_is_drawn_as_it_is_every_time() -> None:
     scene = Scene("clear", "sand", (Solid("sphere", "red", "large", "matte", 0.26),), 5)
     picture = render(scene).astype(np.int64)
     assert (render(scene) == picture).all()
-    row, column = 85 * SIZE // 128, round(0.26 * SIZE)
+    row = 85 * SIZE // 128
+    column = round(0.26 * SIZE)
     red, green, blue = picture[row, column]
     assert red > 2 * max(green, blue)
     assert (picture[row, SIZE // 2 :] == render(Scene("clear", "sand", (), 5))[row, SIZE // 2 :]).all()
@@ -63,7 +64,8 @@ def test_the_folded_target_decodes_step_by_step_what_training_sees_at_once() -> 
         whole = target.hidden(target.prefix(caption), codes)
         config = target.config
         past = [torch.zeros(0, 1, config.num_kv_heads, config.head_dim)] * 2 * config.num_layers
-        steps, position = [target.prefix(caption), *(table[codes[:, i : i + 1]] for i in range(39))], 0
+        steps = [target.prefix(caption), *(table[codes[:, i : i + 1]] for i in range(39))]
+        position = 0
         for i, embeds in enumerate(steps):
             nodes = embeds.shape[1]
             mask = torch.zeros(1, 1, nodes, position + nodes)
@@ -86,7 +88,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_work_folder_restored_from_the_bundle_gives_the_same_weights(
     work: Path, float_scenes_bundle: Path, tmp_path: Path
 ) -> None:
-    first, second = open_bundle("scenes"), open_bundle(float_scenes_bundle)
+    first = open_bundle("scenes")
+    second = open_bundle(float_scenes_bundle)
     assert second.manifest.files["vq_encoder.data"].sha256 == first.manifest.files["vq_encoder.data"].sha256
     assert np.load(second.path("code_embeddings"), mmap_mode="r").dtype == np.float16
     assert second.manifest.sampling == first.manifest.sampling

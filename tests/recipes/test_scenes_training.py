@@ -157,7 +157,8 @@ def test_a_student_learns_what_guidance_makes_of_its_teacher_and_goes_on(
     guided = torch.where(blank[:, None, None], alone, 3 * plain - 2 * alone)
     rounding = 0.3 if bfloat16 else 1e-3  # of logits from -4 to 4, of which guidance adds up five
     torch.testing.assert_close(wanted.float(), guided, rtol=1e-3, atol=rounding)
-    apart, steps = [divergence(wanted, plain)], []
+    apart = [divergence(wanted, plain)]
+    steps = []
     for minutes in (2, 4):
         train_distil(work, minutes, lr=0.03)
         steps.append(load_checkpoint(work / "distil-state.pt")["step"])
@@ -188,7 +189,8 @@ def test_a_target_of_another_size_becomes_a_bundle_with_a_drafter_and_comes_back
     restore_work(tmp_path / "bundle", tmp_path / "again")
     again = load_target(tmp_path / "again")
     assert again.config == SMALL
-    captions, codes = torch.randint(1, 60, (2, SLOTS)), torch.randint(CODES, (2, 256))
+    captions = torch.randint(1, 60, (2, SLOTS))
+    codes = torch.randint(CODES, (2, 256))
     difference = token_losses(again, captions, codes) - token_losses(target, captions, codes)
     assert difference.abs().max() < 0.01  # weights are rounded to float16 on the way
     trained, stored = (load_file(f / "drafter" / "model.safetensors") for f in (scenes_vq, tmp_path / "again"))
@@ -215,8 +217,10 @@ def test_a_tokenizer_of_another_size_comes_back_from_its_bundle(tmp_path: Path) 
 
 def test_integers_are_chosen_for_what_a_layer_gives_of_its_inputs() -> None:
     torch.manual_seed(0)
-    inputs, layer = torch.randn(3, 200, 8) @ torch.randn(8, 32), torch.nn.Linear(32, 24, bias=False)
-    exact, nearest = layer(inputs), inputs @ fake_quantize(layer.weight, "columns", True).T
+    inputs = torch.randn(3, 200, 8) @ torch.randn(8, 32)
+    layer = torch.nn.Linear(32, 24, bias=False)
+    exact = layer(inputs)
+    nearest = inputs @ fake_quantize(layer.weight, "columns", True).T
     given = round_layer(layer, inputs)
     assert (given - exact).norm() < 0.6 * (nearest - exact).norm()
     torch.testing.assert_close(fake_quantize(layer.weight, "columns", True), layer.weight, rtol=1e-6, atol=0)

@@ -70,7 +70,8 @@ def steps_of(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool, compute:
             said.append(message)
 
     builder = library.Builder(logger := Logger())
-    network, graph = builder.create_network(0), device_graph(path, spec, drafts, compute, capacity=COLUMNS)
+    network = builder.create_network(0)
+    graph = device_graph(path, spec, drafts, compute, capacity=COLUMNS)
     parser = library.OnnxParser(network, logger)
     assert parser.parse(graph.model, str(path)), said[-3:]
     for layer in map(network.get_layer, range(network.num_layers)):

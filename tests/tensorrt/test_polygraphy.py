@@ -68,7 +68,8 @@ def test_both_layouts_are_sound_and_fully_supported(
 
 def test_the_lines_of_a_dry_run_are_those_of_its_tools(float_scenes_bundle: Path, tmp_path: Path) -> None:
     """Polygraphy's, without what runs on a GPU; the other has the same shapes."""
-    bundle, built = open_bundle(float_scenes_bundle), tmp_path / "engines"
+    bundle = open_bundle(float_scenes_bundle)
+    built = tmp_path / "engines"
     _, lines = build_engines(bundle, "scenes", RTX, built, False, lambda what, done, total: None, dry_run=True)
     assert len(lines) == 2 * 3
     run, other = map(shlex.split, lines[2:4])

@@ -160,7 +160,8 @@ def test_an_unknown_gpu_is_answered_with_the_known_ones(scenes: Bundle, tmp_path
 
 @pytest.mark.usefixtures("library")
 def test_a_graph_that_is_not_built_says_which_node_or_shape(scenes: Bundle, tmp_path: Path) -> None:
-    path, node = tmp_path / "vq_decoder.onnx", helper.make_node("Bogus", ["codes"], ["images"], name="strange_2")
+    path = tmp_path / "vq_decoder.onnx"
+    node = helper.make_node("Bogus", ["codes"], ["images"], name="strange_2")
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", 4]) for name in ("codes", "images")]
     graph = helper.make_graph([node], "bad", values[:1], values[1:])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)

@@ -190,8 +190,10 @@ def test_numbers_out_of_range_and_other_shapes_are_refused(
 
 def test_tokens_that_no_prefix_has_are_refused(source: Source, tmp_path: Path) -> None:
     wide = replace(source, prefix=2)
-    tokens, states = np.full((2, 2, 1), 256, np.int32), np.zeros((2, 2, 17, 64), np.float16)
-    zeros, late = np.zeros((2, 16), np.int32), np.zeros((2, 2, 16, 64), np.float16)
+    tokens = np.full((2, 2, 1), 256, np.int32)
+    states = np.zeros((2, 2, 17, 64), np.float16)
+    zeros = np.zeros((2, 16), np.int32)
+    late = np.zeros((2, 2, 16, 64), np.float16)
     pictures = TrainingImages([1, 2], zeros, np.full((2, 2), 2, np.int32), tokens, states, zeros, zeros, late)
     write_shard(shard_path(tmp_path, 0), wide, pictures)
     assert len(ShardFolder(tmp_path, [wide], 257)) == 2

@@ -47,20 +47,26 @@ class Decoding:
     """The drafter as decoding runs it: committed slots at once, then a chain of drafts, slot by slot."""
 
     def __init__(self, drafter: EagleDrafter, tokens: torch.Tensor, states: torch.Tensor) -> None:
-        self.drafter, self.tokens, self.states = drafter, tokens, states
+        self.drafter = drafter
+        self.tokens = tokens
+        self.states = states
 
     def chain(self, committed: int, depth: int) -> torch.Tensor:
         """The prediction of the slot `depth` behind `committed` slots, all of them with the target's states."""
         sizes = self.drafter.config
         past = [torch.zeros(0, 1, sizes.num_kv_heads, sizes.head_dim)] * 2 * sizes.num_layers
-        start, end, given = 0, committed, self.states[:, :committed]
+        start = 0
+        end = committed
+        given = self.states[:, :committed]
         for _ in range(depth + 1):
             nodes = end - start
             mask = torch.full((1, 1, nodes, end), -1e9).triu(start + 1)
             positions = torch.arange(start, end)[None]
             _, hidden, *new = self.drafter(self.tokens[:, start:end], given, positions, mask, *past)
             past = [torch.cat(pair) for pair in zip(past, new, strict=True)]
-            start, end, given = end, end + 1, hidden[:, -1:]
+            start = end
+            end = end + 1
+            given = hidden[:, -1:]
         return hidden[0, -1]
 
 
@@ -69,8 +75,10 @@ class Decoding:
     [{}, {"rotary": "sequence", "rope_style": "half", "query_key_norm": True, "input_norm": True, "num_kv_heads": 4}],
 )
 def test_predictions_deep_in_a_draft_are_those_of_decoding(changes: dict[str, Any]) -> None:
-    drafter, slots = random_drafter(**changes), 12
-    tokens, states = torch.randint(20, (1, slots)), torch.randn(1, slots, 32)
+    drafter = random_drafter(**changes)
+    slots = 12
+    tokens = torch.randint(20, (1, slots))
+    states = torch.randn(1, slots, 32)
     with torch.no_grad():
         decoding = Decoding(drafter, tokens, states)
         for depth, found in enumerate(draft_states(drafter, tokens, states, 4)):
@@ -81,7 +89,8 @@ def test_predictions_deep_in_a_draft_are_those_of_decoding(changes: dict[str, An
 
 def test_what_is_fed_back_carries_no_gradient_but_every_weight_has_one() -> None:
     drafter = random_drafter()
-    tokens, states = torch.randint(20, (2, 9)), torch.randn(2, 9, 32, requires_grad=True)
+    tokens = torch.randint(20, (2, 9))
+    states = torch.randn(2, 9, 32, requires_grad=True)
     *_, last = draft_states(drafter, tokens, states, 3)
     last[:, 4:].sum().backward()
     own = {name: weight.grad for name, weight in drafter.named_parameters() if not name.startswith("head.")}
@@ -96,7 +105,8 @@ def as_published(target: Target) -> Target:
 def test_training_keeps_everything_on_one_device() -> None:
     """On a device without data, which no operation mixes with the host's."""
     drafter = random_drafter().to("meta")
-    tokens, states = torch.zeros(4, 9, dtype=torch.int64, device="meta"), torch.zeros(4, 10, 32, device="meta")
+    tokens = torch.zeros(4, 9, dtype=torch.int64, device="meta")
+    states = torch.zeros(4, 10, 32, device="meta")
     batch = Batch(tokens, states, torch.zeros(4, dtype=torch.int64, device="meta"), 2, 10)
     head = torch.zeros(20, 32, device="meta")
     for depth, hidden in enumerate(draft_states(drafter, batch.tokens, batch.states[:, :-1], 3)):
@@ -115,7 +125,8 @@ def test_the_loss_is_the_divergence_and_overlap_what_exact_acceptance_takes() ->
 
 
 def test_guidance_mixes_the_two_rows_of_a_picture_and_leaves_a_single_one() -> None:
-    hidden, head = torch.randn(2, 2, 5, 3), torch.randn(7, 3)
+    hidden = torch.randn(2, 2, 5, 3)
+    head = torch.randn(7, 3)
     cond, uncond = (hidden @ head.T).unbind(1)
     torch.testing.assert_close(guided_logits(hidden, head, 3.0), uncond + 3 * (cond - uncond))
     torch.testing.assert_close(guided_logits(hidden[:, :1], head, 3.0), cond)
@@ -152,7 +163,8 @@ def test_the_published_llamagen_drafter_loads_and_gives_its_numbers(t2i: Target,
     again = read_drafter(tmp_path / "saved", target).drafter
     with np.load(DATA / "lantern-drafter-llamagen/golden.npz") as arrays:
         length = int(arrays["fwd_len"])
-        tokens, states = torch.from_numpy(arrays["token_ids"][:, 1:]), torch.from_numpy(arrays["target_hidden"])
+        tokens = torch.from_numpy(arrays["token_ids"][:, 1:])
+        states = torch.from_numpy(arrays["target_hidden"])
         for drafter in (again, with_golden_weights(t2i, golden)):
             with torch.no_grad():
                 (hidden,) = draft_states(drafter, tokens[:, :length], states[:, :length], 1)

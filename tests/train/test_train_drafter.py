@@ -49,7 +49,8 @@ def nothing(*_: object) -> None:
 
 
 def same_weights(first: EagleDrafter, second: EagleDrafter) -> bool:
-    ours, theirs = lantern_weights(first), lantern_weights(second)
+    ours = lantern_weights(first)
+    theirs = lantern_weights(second)
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 

@@ -10,7 +10,11 @@ import torch
 import transformers
 
 WORDS = ["a", "red", "cube", "on", "sand", "<|User|>:", "<|Assistant|>:"]
-START, PADDING, BEGIN, GRID, CODES = 1, 2, 3, 4, 96
+START = 1
+PADDING = 2
+BEGIN = 3
+GRID = 4
+CODES = 96
 
 
 def random_janus() -> Any:

@@ -90,7 +90,8 @@ def test_who_gave_up_may_ask_again_at_once(pipe: Pipeline) -> None:
 
 def test_a_load_that_was_cancelled_closes_what_it_loads(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = Pipeline.from_bundle(pipe.bundle, threads=1)
-    begun, go_on = threading.Event(), threading.Event()
+    begun = threading.Event()
+    go_on = threading.Event()
     others = {*threading.enumerate()}
 
     def load(*_: object) -> Pipeline:
@@ -115,7 +116,8 @@ def test_a_load_that_was_cancelled_closes_what_it_loads(pipe: Pipeline, monkeypa
 
 
 def test_closing_that_is_cancelled_still_ends_the_service(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go_on = threading.Event(), threading.Event()
+    begun = threading.Event()
+    go_on = threading.Event()
 
     def check(*_: object, **__: object) -> None:
         begun.set()
@@ -182,7 +184,8 @@ def refusing_reader(unpacking: threading.Event, go_on: threading.Event) -> Calla
 
 def test_texts_pass_by_edits_and_callers_of_edits_take_turns(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    unpacking, go_on = threading.Event(), threading.Event()
+    unpacking = threading.Event()
+    go_on = threading.Event()
 
     async def main() -> None:
         async with AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), together=2) as pipeline:
@@ -216,7 +219,8 @@ def test_texts_pass_by_edits_and_callers_of_edits_take_turns(pipe: Pipeline, mon
 
 def test_edits_of_several_event_loops_are_checked_in_turn(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1))
-    unpacking, go_on = threading.Event(), threading.Event()
+    unpacking = threading.Event()
+    go_on = threading.Event()
 
     async def edit() -> None:
         with pytest.raises(RequestError, match="it is refused"):
@@ -261,7 +265,8 @@ def test_nothing_is_kept_of_an_edit_that_was_refused(pipe: Pipeline) -> None:
 
 def test_cancelled_tasks_free_their_places(pipe: Pipeline) -> None:
     async def main() -> None:
-        pipeline, rng = AsyncPipeline(pipe, together=3), random.Random(0)
+        pipeline = AsyncPipeline(pipe, together=3)
+        rng = random.Random(0)
         expected = pipe("red cube", seed=1).codes[0]
 
         async def impatient(i: int) -> None:

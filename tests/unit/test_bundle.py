@@ -356,8 +356,10 @@ def test_a_wrong_code_table_is_refused(folder: Path, table: np.ndarray | bytes, 
 def test_a_wrong_neighbor_table_is_refused(folder: Path) -> None:
     with np.load(folder / "neighbors.npz") as archive:
         indices = archive["indices"]
-    beyond, own = indices.copy(), indices.copy()
-    beyond[2, 1], own[7, 0] = CODES, 7
+    beyond = indices.copy()
+    own = indices.copy()
+    beyond[2, 1] = CODES
+    own[7, 0] = 7
     tables: list[tuple[Any, str]] = [
         (indices[:, :4], "uint8 [32, 4]"),
         (indices.astype(np.int64), "int64"),

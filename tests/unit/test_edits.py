@@ -21,7 +21,8 @@ from lantern_rt.edits import Edit, prepare_edit, read_image
 from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import check_request
 
-SIDE, CELL = 256, 16
+SIDE = 256
+CELL = 16
 COLOURS = np.random.default_rng(0).integers(0, 255, (SIDE, SIDE, 3)).astype(np.uint8)
 
 
@@ -122,7 +123,8 @@ def profile(space: bytes, gamma: float, colours: dict[bytes, tuple[float, float,
     for name, place in colours.items():
         tags |= {name + b"XYZ": b"XYZ \0\0\0\0" + numbers(*place), name + b"TRC": curve}
     tags |= {b"desc": b"desc\0\0\0\0" + struct.pack(">I", 2) + b"x\0" + bytes(80)}
-    table, data = struct.pack(">I", len(tags)), b""
+    table = struct.pack(">I", len(tags))
+    data = b""
     for name, tag in tags.items():
         table += name + struct.pack(">II", 132 + 12 * len(tags) + len(data), len(tag))
         data += tag

@@ -79,7 +79,8 @@ def test_the_prompt_of_a_list_that_failed_is_named(pipe: Pipeline) -> None:
 
 def test_a_closed_pipeline_says_so_and_may_be_closed_again(words_bundle: Path) -> None:
     with Pipeline.from_bundle(words_bundle, threads=1) as pipe:
-        stream, racing = pipe.stream("red cube", method="ar"), pipe.stream("red cube")
+        stream = pipe.stream("red cube", method="ar")
+        racing = pipe.stream("red cube")
         next(stream)
         next(racing)
     pipe.close()

@@ -81,7 +81,8 @@ def test_what_was_built_is_recorded_and_printed_by_inspect(program: Any, bundle:
     code, out, err = program("build-engine", bundle, "--output", folder, *options)
     assert (code, out) == (0, f"{folder}\n")
     assert "building target" in err
-    opened, manifest = open_bundle(bundle), open_engine_folder(folder).manifest
+    opened = open_bundle(bundle)
+    manifest = open_engine_folder(folder).manifest
     assert manifest.graphs.keys() == {"target", "drafter", "vq_decoder"}
     assert {path.name for path in folder.iterdir()} == {
         *(graph.path for graph in manifest.graphs.values()),
@@ -209,7 +210,8 @@ def test_plans_of_another_bundle_or_version_are_refused(
 def test_an_altered_missing_or_linked_plan_is_refused(
     bundle: Path, engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter, elsewhere = engines / "drafter.plan", tmp_path / "elsewhere"
+    drafter = engines / "drafter.plan"
+    elsewhere = tmp_path / "elsewhere"
     drafter.rename(elsewhere)
     assert refusal(bundle, engines).found == "no file"
     drafter.symlink_to(elsewhere)

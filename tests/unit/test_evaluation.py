@@ -172,7 +172,8 @@ def test_distances_to_a_folder_of_real_images_are_those_of_their_features(
 ) -> None:
     make_features(tmp_path / "colour.onnx")
     (tmp_path / "real").mkdir()
-    plain, real = [], []
+    plain = []
+    real = []
     for i, prompt in enumerate(PROMPTS):
         plain += pipeline(prompt, seed=i, method="ar").images
         wide = plain[i].resize((48, 24), Image.Resampling.NEAREST)

@@ -23,7 +23,8 @@ def test_the_frechet_distance_of_two_gaussians_is_the_closed_form() -> None:
     """For commuting covariances: |m1 - m2|^2 + sum of (s1 - s2)^2 over the axes."""
     rng = np.random.default_rng(1)
     turn = np.linalg.qr(rng.normal(size=(4, 4)))[0]
-    first, second = np.array([1.0, 2.0, 0.5, 3.0]), np.array([2.0, 2.0, 1.0, 0.0])
+    first = np.array([1.0, 2.0, 0.5, 3.0])
+    second = np.array([2.0, 2.0, 1.0, 0.0])
     own = (rng.normal(size=(200_000, 4)) * first) @ turn
     other = (rng.normal(size=(200_000, 4)) * second + 1) @ turn
     assert distance(own, other) == pytest.approx(4 + np.square(first - second).sum(), rel=0.01)
@@ -32,8 +33,10 @@ def test_the_frechet_distance_of_two_gaussians_is_the_closed_form() -> None:
 @pytest.mark.parametrize("width", [5, 40])
 def test_the_frechet_distance_agrees_with_the_matrix_square_root(width: int) -> None:
     rng = np.random.default_rng(2)
-    own, other = rng.normal(size=(60, width)), rng.normal(1, 2, size=(70, width)) @ rng.normal(size=(width, width))
-    first, second = np.cov(own.T), np.cov(other.T)
+    own = rng.normal(size=(60, width))
+    other = rng.normal(1, 2, size=(70, width)) @ rng.normal(size=(width, width))
+    first = np.cov(own.T)
+    second = np.cov(other.T)
     shift = own.mean(0) - other.mean(0)
     overlap = np.sqrt(np.maximum(np.linalg.eigvals(first @ second).real, 0)).sum()  # trace of the square root
     expected = shift @ shift + np.trace(first + second) - 2 * overlap

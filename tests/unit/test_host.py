@@ -198,7 +198,8 @@ def test_numpy_knows_only_instruction_sets_that_linux_knows(request: pytest.Fixt
 @pytest.mark.parametrize("known", [True, False])
 def test_a_limit_on_address_space_counts_as_memory(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
     resource = pytest.importorskip("resource")
-    before, room = resource.getrlimit(resource.RLIMIT_AS), 256 << 20
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    room = 256 << 20
     if not known:  # as of a limit that nobody tells
         monkeypatch.setattr(kv_cache, "available_memory", lambda: 1 << 50)
     try:

@@ -78,7 +78,9 @@ def test_a_stream_of_more_images_than_fit_grows_to_all_and_has_statistics_once(
     pipe: Pipeline, words_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room_for(monkeypatch, words_bundle, 2)
-    grown, done, trace = [np.zeros(0, np.int64)] * 5, 0, Trace(6, 6)
+    grown = [np.zeros(0, np.int64)] * 5
+    done = 0
+    trace = Trace(6, 6)
     for step in pipe.stream("red cube", num_images=5, method="eagle"):
         assert (step.stats is None) == (step.done < step.total)
         assert (step.done > done, step.total) == (True, 5 * 36)
@@ -95,19 +97,22 @@ def test_a_stream_of_more_images_than_fit_grows_to_all_and_has_statistics_once(
 
 
 def test_a_short_prompt_takes_less_memory_than_the_longest_one(words_bundle: Path) -> None:
-    manifest, asked = open_bundle(words_bundle).manifest, settings(words_bundle, method="ar")
+    manifest = open_bundle(words_bundle).manifest
+    asked = settings(words_bundle, method="ar")
     longest = image_bytes(manifest, asked)
     assert image_bytes(manifest, asked, manifest.condition.prefix) == longest
     spec = manifest.condition.model_copy(update={"prefix": 4096})
     large = manifest.model_copy(update={"condition": spec})
-    short, most = image_bytes(large, asked, manifest.condition.prefix), image_bytes(large, asked)
+    short = image_bytes(large, asked, manifest.condition.prefix)
+    most = image_bytes(large, asked)
     assert short == longest
     assert most["passes"] > 10 * short["passes"]
     assert most["cache of the target"] > 10 * short["cache of the target"]
 
 
 def test_images_together_are_bounded_in_number_and_memory(words_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest, asked = open_bundle(words_bundle).manifest, settings(words_bundle)
+    manifest = open_bundle(words_bundle).manifest
+    asked = settings(words_bundle)
     one = sum(image_bytes(manifest, asked).values())
     monkeypatch.setattr(memory, "available_memory", lambda: 1 << 50)
     assert fit_images(manifest, [], asked, 1 << 20, None) == MAX_IMAGES

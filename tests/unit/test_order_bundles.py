@@ -60,7 +60,8 @@ def test_a_hundred_seeds_give_the_same_picture_alone_in_batches_streamed_and_ser
 def test_steps_show_the_cells_of_every_group_and_codes_in_raster_order(pipe: Pipeline) -> None:
     order = pipe.bundle.manifest.order
     assert order is not None
-    steps, trace = list(pipe.stream(class_ids=3, seed=1)), Trace(4, 4)
+    steps = list(pipe.stream(class_ids=3, seed=1))
+    trace = Trace(4, 4)
     shown: set[int] = set()
     for step, group in zip(steps, order.groups, strict=True):
         trace.add(step)

@@ -75,8 +75,10 @@ def test_the_drafter_and_the_neighbours_are_loaded_when_first_needed(
 ) -> None:
     pipe = Pipeline.from_bundle(words_bundle, threads=1)
     loaded: list[str] = []
-    engines, bundle = type(pipe.engines), type(pipe.bundle)
-    drafter, neighbors = engines.drafter, bundle.neighbors
+    engines = type(pipe.engines)
+    bundle = type(pipe.bundle)
+    drafter = engines.drafter
+    neighbors = bundle.neighbors
     monkeypatch.setattr(engines, "drafter", property(lambda self: loaded.append("drafter") or drafter.fget(self)))
     monkeypatch.setattr(bundle, "neighbors", property(lambda self: loaded.append("neighbors") or neighbors.func(self)))
     pipe("red", method="ar")

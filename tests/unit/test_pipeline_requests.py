@@ -17,7 +17,8 @@ from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import Request, check_request, resolve_settings
 from lantern_rt.runtime.drafters import count_nodes
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 class Checker:

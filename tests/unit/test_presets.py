@@ -161,7 +161,8 @@ def test_the_default_speculates_and_is_exact_in_every_precision(words_bundle: Pa
 
 def test_presets_of_strict_are_exact_and_others_are_the_same_method_everywhere(words_bundle: Path) -> None:
     manifest = open_bundle(words_bundle).manifest
-    relaxed, exact = {"method": "rows", "window": 2}, {"method": "sjd", "window": 3}
+    relaxed = {"method": "rows", "window": 2}
+    exact = {"method": "sjd", "window": 3}
     for presets, fault in (
         ({"strict": {"method": relaxed}}, "is not exact"),
         ({"strict": {"method": exact, "devices": relaxed}}, "is not exact"),

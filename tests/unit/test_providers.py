@@ -33,7 +33,9 @@ from lantern_rt.engines.ort.session import GraphSession, check_provider
 from lantern_rt.errors import EngineError
 
 GRAPH = Path("target.onnx")
-WEBGPU, CUDA, CPU = "WebGpuExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"
+WEBGPU = "WebGpuExecutionProvider"
+CUDA = "CUDAExecutionProvider"
+CPU = "CPUExecutionProvider"
 PLUGIN = "onnxruntime_ep_webgpu"
 
 
@@ -52,7 +54,9 @@ class Runtime:
     __version__ = "1.31.1"
 
     def __init__(self, *providers: str, devices: tuple[str, ...] = ()) -> None:
-        self.providers, self.devices, self.registered = providers, devices, list[tuple[str, str]]()
+        self.providers = providers
+        self.devices = devices
+        self.registered = list[tuple[str, str]]()
 
     def get_available_providers(self) -> tuple[str, ...]:
         return self.providers
@@ -96,7 +100,9 @@ def test_what_no_graph_can_run_on_is_refused(names: str, found: str) -> None:
 def test_the_image_decoder_alone_may_have_another_provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime")
     monkeypatch.setitem(PROVIDERS, "twin", Provider("twin", CPU, "onnxruntime", {}))
-    bundle, run, used = make_tiny_bundle(tmp_path / "tiny"), GraphSession.run, dict[str, set[str]]()
+    bundle = make_tiny_bundle(tmp_path / "tiny")
+    run = GraphSession.run
+    used = dict[str, set[str]]()
 
     def note(session: GraphSession, feeds: Any) -> Any:
         used.setdefault(session.provider, set()).add(session.path.stem)

@@ -227,7 +227,8 @@ def test_pixels_are_not_looked_at_and_foreign_chunks_do_not_count(bundle: Bundle
 
 def chunks_of(data: bytes) -> list[bytes]:
     """The chunks of a PNG, each with its length and checksum."""
-    found, at = [], 8
+    found = []
+    at = 8
     while at < len(data):
         end = at + 12 + int.from_bytes(data[at : at + 4])
         found.append(data[at:end])

@@ -40,7 +40,8 @@ class Caller:
     """What a listener hears; while `busy()`, the service's thread is kept in it, and all passes wait."""
 
     def __init__(self, busy: Callable[[], bool] = lambda: False) -> None:
-        self.busy, self.latest = busy, time.monotonic() + 30  # a test that failed ends, too
+        self.busy = busy  # a test that failed ends, too
+        self.latest = time.monotonic() + 30
         self.steps: list[StreamStep] = []
         self.error: BaseException | None = None
         self.done = threading.Event()
@@ -75,7 +76,8 @@ def test_every_caller_gets_the_images_that_the_pipeline_gives_alone(pipe: Pipeli
             except BusyError:
                 time.sleep(0.01)
     for caller, request in zip(callers, asked, strict=True):
-        last, alone = caller.last(), pipe(**request)
+        last = caller.last()
+        alone = pipe(**request)
         assert all(np.array_equal(a, b) for a, b in zip(last.codes, alone.codes, strict=True))
         assert last.image(0).tobytes() == alone.images[0].tobytes()
         assert last.stats is not None
@@ -143,7 +145,8 @@ def test_wrong_requests_are_refused_at_once_and_disturb_nobody(service: Service)
 
 def test_who_leaves_is_forgotten_within_a_pass(service: Service) -> None:
     leaving = False
-    heard, staying = Caller(lambda: not leaving), Caller()
+    heard = Caller(lambda: not leaving)
+    staying = Caller()
     ticket = service.submit(heard, "red cube", num_images=4, method="eagle:tree=chain-3")
     service.submit(staying, "green cube", seed=1, method="ar")
     while not heard.steps:
@@ -159,7 +162,8 @@ def test_who_leaves_is_forgotten_within_a_pass(service: Service) -> None:
 def test_places_are_free_as_soon_as_their_request_is_cancelled(pipe: Pipeline) -> None:
     with Service(pipe, together=1, waiting=0) as service:
         waiting = True
-        leaving, again = Caller(lambda: waiting), Caller()
+        leaving = Caller(lambda: waiting)
+        again = Caller()
         ticket = service.submit(leaving, "red cube", method="ar")
         while not leaving.steps:
             time.sleep(0.001)
@@ -209,7 +213,8 @@ def test_whatever_fails_the_service_goes_on(pipe: Pipeline, service: Service, mo
 
 
 def test_who_cannot_join_disturbs_nobody(pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    staying, joining = Caller(), Caller()
+    staying = Caller()
+    joining = Caller()
     service.submit(staying, "red cube", seed=6, num_images=2, method="ar")
     while not staying.steps:
         time.sleep(0.001)
@@ -365,7 +370,9 @@ def test_a_caller_under_its_share_finds_room_where_another_took_it_all(pipe: Pip
 def test_only_what_can_be_done_in_time_is_taken(pipe: Pipeline) -> None:
     with Service(pipe, together=2, waiting=8) as service:
         asking = True
-        first, late, last = Caller(lambda: asking), Caller(), Caller()
+        first = Caller(lambda: asking)
+        late = Caller()
+        last = Caller()
         service.submit(first, "red cube", method="ar", deadline=0.001)
         while not first.steps:
             time.sleep(0.001)

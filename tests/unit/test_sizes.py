@@ -57,7 +57,7 @@ def test_a_first_grid_has_codes_and_positions_and_no_other_parts(class_bundle: P
     assert (manifest.size().first_codes, manifest.codes_per_image, manifest.max_image_tokens) == (6, 42, 42)
     assert not manifest.makes_images
     for wrong, words in (
-        ({"sizes": [first]}, "size 24x24 has a first grid or position, which `vq_decoder` does not support"),
+        ({"sizes": [first]}, "size 24x24 has a first_grid or first_position, which `vq_decoder` does not support"),
         ({"files": files, "sizes": [first], "row_end": 32}, "which `row_end` does not support"),
         ({"files": files, "sizes": [first | {"first_position": 900}]}, "first_position 900 is not in 1 .. "),
     ):

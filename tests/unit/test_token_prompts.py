@@ -30,7 +30,8 @@ class Ids:
     """A tokenizer that gives these ids to every prompt, and keeps how many it might have given."""
 
     def __init__(self, ids: list[int]) -> None:
-        self.ids, self.slots = np.array(ids), 0
+        self.ids = np.array(ids)
+        self.slots = 0
 
     def has_id(self, token: int) -> bool:
         return token < 1000
@@ -45,7 +46,8 @@ def requests(
     manifest: Manifest, layout: TokenLayout, ids: list[int], images: int = 1, **options: Any
 ) -> list[ImageRequest]:
     condition = ConditionSpec(kind="tokens", prefix=12, layout=layout)
-    own, tokenizer = manifest.model_copy(update={"condition": condition}), Ids(ids)
+    own = manifest.model_copy(update={"condition": condition})
+    tokenizer = Ids(ids)
     request = check_request(own, tokenizer, "a prompt", seed=7, num_images=images, **options)  # type: ignore[arg-type]
     assert tokenizer.slots == 12 - len(layout.before) - len(layout.after)
     return request.images
@@ -75,7 +77,8 @@ def test_a_negative_prompt_takes_the_unconditional_rows_place_by_a_template_of_i
 
 def test_drafter_slots_read_the_next_token_of_their_own_row() -> None:
     rows = np.zeros((6, 4), np.float32)
-    cond, uncond = np.array([0, 50, 51, 52, 140, 133]), np.array([0, 133])
+    cond = np.array([0, 50, 51, 52, 140, 133])
+    uncond = np.array([0, 133])
     whole = np.ones(6, bool)
     assert PrefixRow(rows, whole, cond).drafter_tokens(DrafterLayout()).tolist() == [50, 51, 52, 140, 133]
     assert PrefixRow(rows[:2], whole[:2], uncond).drafter_tokens(DrafterLayout()).tolist() == [133]
@@ -153,7 +156,8 @@ def test_ids_draw_the_image_of_their_words(words_bundle: Path, tmp_path: Path, p
     assert tokenizer is not None
     ids = [int(i) for i in tokenizer.encode("red cube", bundle.manifest.condition.prefix) if i]
     with Pipeline.from_bundle(bundle, threads=1) as pipe:
-        plain, other = pipe("red cube", seed=3), pipe(token_ids=ids, seed=3)
+        plain = pipe("red cube", seed=3)
+        other = pipe(token_ids=ids, seed=3)
         assert np.array_equal(plain.codes, other.codes)
         assert (other.prompts, other.images[0].info["token_ids"]) == ([tuple(ids)], " ".join(map(str, ids)))
         with pytest.raises(RequestError):

@@ -21,7 +21,12 @@ from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.bundle.rewrite import write_heads
 from lantern_rt.runtime.heads import head_shapes
 
-CODES, WIDTH, K, PREFIX, CAPTION, CELL = 32, 8, 8, 4, 6, 4
+CODES = 32
+WIDTH = 8
+K = 8
+PREFIX = 4
+CAPTION = 6
+CELL = 4
 SPLIT = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Removed", "invert": True}
 WORDS = ("a", "red", "green", "sphere", "cube", "on", "sand", "snow")
 SIZES = {"hidden_size": WIDTH, "num_layers": 1, "num_kv_heads": 2, "head_dim": WIDTH // 2, "vocab_size": CODES}
@@ -115,8 +120,10 @@ def _entry(folder: Path, name: str) -> dict[str, Any]:
 
 def _write_decoder(path: Path, head: NDArray[np.float32], table: NDArray[np.float32] | None = None) -> None:
     """A target, or with a table of its own a drafter."""
-    heads, width = SIZES["num_kv_heads"], SIZES["head_dim"]
-    kv, rows = (heads, width), ("rows", "nodes", WIDTH)
+    heads = SIZES["num_kv_heads"]
+    width = SIZES["head_dim"]
+    kv = (heads, width)
+    rows = ("rows", "nodes", WIDTH)
     inputs: dict[str, Axes] = {"input_embeds": rows} if table is None else {"target_hidden": rows}
     ids = {"position_ids": ("rows", "nodes")} | ({} if table is None else {"input_ids": ("rows", "nodes")})
     inputs |= {"attention_mask": ("rows", 1, "nodes", "columns")}
@@ -146,7 +153,8 @@ def _write_condition(path: Path, kind: str, rng: np.random.Generator) -> None:
     inputs: dict[str, Axes] = {}
     ids: dict[str, Axes] = {}
     if kind == "embeddings":
-        inputs, ids = {"caption_embeds": ("rows", prefix, CAPTION)}, {"caption_mask": ("rows", prefix)}
+        inputs = {"caption_embeds": ("rows", prefix, CAPTION)}
+        ids = {"caption_mask": ("rows", prefix)}
         weights["map"] = rng.normal(size=(CAPTION, WIDTH)).astype(np.float32)
         nodes.insert(0, helper.make_node("MatMul", ["caption_embeds", "map"], ["prefix_embeds"]))
     elif kind == "class":
