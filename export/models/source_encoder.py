@@ -95,7 +95,7 @@ class SourceEncoder(nn.Module):
         shapes = [(2, 3, 4 * self.patch, 3 * self.patch), (1, 3, 2 * self.patch, 5 * self.patch)]
         cases = named_cases(*({"images": generator.uniform(-1, 1, shape).astype(np.float32)} for shape in shapes))
         codes = Value("codes", ("images", "cells"), "int64")
-        return Graph("vq_encoder", self, (image,), (codes, latents), cases, tolerance=None)
+        return Graph("vq_encoder", self, (image,), (codes, latents), cases)
 
 
 class _Block(nn.Module):
