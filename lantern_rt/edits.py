@@ -162,6 +162,8 @@ def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tupl
         with reading(Path(name), "an orientation", RequestError, "give another image"):
             # The `getexif` of PNG images would decode all pixels.
             rotated = Image.Image.getexif(header).get(ExifTags.Base.Orientation) in range(5, 9)
+        if 0 in header.size:
+            raise RequestError(field=name, found="no pixels", expected="an image")
         sizes.append(header.size[::-1] if rotated else header.size)
     if sizes[-1] != sizes[0]:
         expected, actual = (f"{width} x {height} pixels" for width, height in sizes)

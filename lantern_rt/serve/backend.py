@@ -103,6 +103,7 @@ class LocalBackend:
             "examples": self.pipeline.pipeline.bundle.examples[:8],
             "words": tokenizer.words if isinstance(tokenizer, WordTokenizer) else (),
             "edits": manifest.edits_images,
+            "sources": manifest.source is not None,
             "images": manifest.makes_images,
         }
 

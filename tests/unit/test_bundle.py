@@ -214,8 +214,8 @@ def test_fields_that_contradict_each_other_are_refused(folder: Path, changes: di
 
 
 def test_a_newer_minor_format_explains_an_unknown_field(folder: Path) -> None:
-    rewrite(folder, format_version="3.8", novelty=1)
-    assert "the bundle has format 3.8, newer than 3.7: upgrade lantern-rt" in refusal(folder)
+    rewrite(folder, format_version="3.9", novelty=1)
+    assert "the bundle has format 3.9, newer than 3.8: upgrade lantern-rt" in refusal(folder)
 
 
 ODD_PATHS = ["../outside", "a/../../outside", "/etc/hostname", "C:/x", "a\\b", "", ".", "./target.onnx", "a//b", "a\0b"]
