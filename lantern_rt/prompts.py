@@ -6,23 +6,21 @@ Embeddings are right-padded in requests and left-padded in the graph; this modul
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .bundle.conditions import ConditionSpec
 from .bundle.files import Bundle
-from .bundle.manifest import Size
+from .bundle.manifest import Manifest, Size
 from .edits import Edit
 from .errors import RequestError
 from .inputs import check_int, format_error, format_value
 from .options import Embeddings
+from .sources import Source
 from .text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from .text.words import WordTokenizer, read_word_tokenizer
-
-if TYPE_CHECKING:
-    from .sources import Source
 
 Label = str | int | tuple[int, ...] | None
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
@@ -215,6 +213,50 @@ def _image_request(condition: ConditionSpec, size: Size, label: Label, ids: NDAr
     inputs = {"token_ids": cond[None], "uncond_ids": uncond[None]}
     rows = (np.ones(len(cond), bool), np.ones(len(uncond), bool))
     return ImageRequest(label, inputs, rows, (cond, uncond), first_position=size.first_position)
+
+
+def with_source(request: ImageRequest, manifest: Manifest, size: Size, source: Source) -> ImageRequest:
+    """Insert a source image before the text of a prompt.
+
+    The image to generate has the positions of its size. Every token before it has the position of the image's first
+    code, moved back in time, row and column by the distance. The source has the positions of an image of its size,
+    moved back as far.
+
+    Args:
+        request: request of the text.
+        manifest: manifest of a bundle with a `source`.
+        size: size of the images, `Size.with_source`.
+        source: source image, whose codes are not known yet.
+    """
+    spec = manifest.source
+    first = size.first_position
+    assert spec is not None
+    assert request.tokens is not None
+    assert first is not None
+    text, uncond = request.tokens
+    alone = source.size.with_source()
+    cells = np.arange(alone.codes)
+    behind = len(spec.after) + len(text)
+    distance = behind + max(alone.rows, alone.columns)
+    back = manifest.target.max_positions
+    # An image begins as far behind the prompts of its size as its first grid is long.
+    steps = distance + max(source.size.first_grid or (0,)) - max(manifest.size(size.name).first_grid or (0,))
+    places = (alone.first_position or 0) + back * steps + cells
+
+    def before(count: int, distance: int) -> NDArray[np.int64]:
+        moved: NDArray[np.int64] = first + back * np.arange(distance + count, distance, -1)
+        return moved
+
+    ids = np.concatenate([spec.before, np.zeros_like(cells), spec.after, text]).astype(np.int64)
+    positions = np.concatenate([before(len(spec.before), distance), places, before(behind, 0)])
+    return replace(
+        request,
+        inputs={**request.inputs, "token_ids": ids[None]},
+        real=(np.ones(len(ids), np.bool_), request.real[1]),
+        tokens=(ids, uncond),
+        positions=(positions, before(len(uncond), 0)),
+        edit=source,
+    )
 
 
 def _to_array(values: Any) -> NDArray[Any]:

@@ -28,8 +28,9 @@ from .prompts import (
     prepare_embeddings,
     prepare_prompts,
     prepare_token_ids,
+    with_source,
 )
-from .sources import prepare_source, with_source
+from .sources import prepare_source
 
 IMAGES_LIMIT = 1024  # images per request
 SEED_LIMIT = 2**64

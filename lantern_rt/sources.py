@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +13,6 @@ from PIL import Image
 
 from .bundle.manifest import Manifest, Size
 from .edits import cover, encoder_input
-from .prompts import ImageRequest
 from .runtime.engine import Bools, Floats, Ints
 
 
@@ -74,47 +73,3 @@ def prepare_source(manifest: Manifest, size: Size, original: Image.Image) -> Sou
     pixels = (size.columns * spec.pixels_per_cell, size.rows * spec.pixels_per_cell)
     smaller = cover(original, manifest.pixels(size)).resize(pixels, Image.Resampling.BICUBIC)
     return Source(np.array(smaller), size, len(spec.before))
-
-
-def with_source(request: ImageRequest, manifest: Manifest, size: Size, source: Source) -> ImageRequest:
-    """Insert a source image before the text of a prompt.
-
-    The image to generate has the positions of its size. Every token before it has the position of the image's first
-    code, moved back in time, row and column by the distance. The source has the positions of an image of its size,
-    moved back as far.
-
-    Args:
-        request: request of the text.
-        manifest: manifest of a bundle with a `source`.
-        size: size of the images, `Size.with_source`.
-        source: source image, whose codes are not known yet.
-    """
-    spec = manifest.source
-    first = size.first_position
-    assert spec is not None
-    assert request.tokens is not None
-    assert first is not None
-    text, uncond = request.tokens
-    alone = source.size.with_source()
-    cells = np.arange(alone.codes)
-    behind = len(spec.after) + len(text)
-    distance = behind + max(alone.rows, alone.columns)  # from the source to the image
-    back = manifest.target.max_positions
-    # An image begins as far behind the prompts of its size as its first grid is long.
-    steps = distance + max(source.size.first_grid or (0,)) - max(manifest.size(size.name).first_grid or (0,))
-    places = (alone.first_position or 0) + back * steps + cells
-
-    def before(count: int, distance: int) -> Ints:
-        moved: Ints = first + back * np.arange(distance + count, distance, -1)
-        return moved
-
-    ids = np.concatenate([spec.before, np.zeros_like(cells), spec.after, text]).astype(np.int64)
-    positions = np.concatenate([before(len(spec.before), distance), places, before(behind, 0)])
-    return replace(
-        request,
-        inputs={**request.inputs, "token_ids": ids[None]},
-        real=(np.ones(len(ids), np.bool_), request.real[1]),
-        tokens=(ids, uncond),
-        positions=(positions, before(len(uncond), 0)),
-        edit=source,
-    )

@@ -46,7 +46,7 @@ _PREFIX = "model.language_model."
 _CODEBOOK = "model.vqmodel.quantize.embedding.weight"
 _ENCODER = ("model.visual.", "model.vqmodel.")  # weights of the image encoder
 _UNUSED = "model.vqmodel.post_quant_conv."
-# names of the processor's configuration, and its colours where a checkpoint has no such file
+# names of the processor's configuration, and its colours where a checkpoint has none of these files
 _PREPROCESSING = ("processor_config.json", "preprocessor_config.json")
 _COLOURS = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 _GRID = 32  # grid rows of 1024 pixels

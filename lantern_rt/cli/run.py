@@ -180,13 +180,12 @@ def run(
     outputs = plan_outputs(output, stems, force, lambda i, path: kind.holds(path, request, i), kind.suffix)
     paths = [path for path, _ in outputs]
     trace_paths = check_trace(trace, paths, force)
-    trace_files = None if trace_paths is None else _TraceFiles(trace_paths, bundle, request)
     pending = [i for i, (_, done) in enumerate(outputs) if as_json or trace or not done]
     if len(pending) < len(paths):
         print_stderr(f"{len(paths) - len(pending)} of {len(paths)} images exist already; --force generates them again")
     if pending:
         request = replace(request, images=[request.images[i] for i in pending])
-        last = _generate(engine, bundle, request, kind, [outputs[i] for i in pending], trace_files, force)
+        last = _generate(engine, bundle, request, kind, [outputs[i] for i in pending], trace_paths, force)
     if as_json:
         _print_json(request, last, paths, count)
     else:
@@ -313,7 +312,7 @@ def _generate(
     request: Request,
     kind: Outputs,
     outputs: list[tuple[Path, bool]],
-    trace: _TraceFiles | None,
+    trace_paths: tuple[Path, Path] | None,
     force: bool,
 ) -> StreamStep:
     """Generate all images, write each file as soon as its image is complete, and print a line of statistics.
@@ -321,7 +320,7 @@ def _generate(
     Args:
         engine: options that load the bundle's graphs.
         outputs: path of each image, and whether the file exists with this image and is not to be written.
-        trace: files of the trace to write; None: no trace.
+        trace_paths: paths of a trace, from `check_trace`; None: no trace.
         force: whether to replace existing files.
 
     Returns:
@@ -335,6 +334,7 @@ def _generate(
     if not bundle.manifest.makes_images:
         print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing tokens")
     pending = dict(enumerate(outputs))
+    trace = None if trace_paths is None else _TraceFiles(trace_paths, bundle, request)
     with show_progress(lines=False) as progress:
         for step in pipeline.decode(request):
             if trace is not None:
