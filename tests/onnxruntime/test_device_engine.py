@@ -124,7 +124,7 @@ def test_hidden_states_are_read_from_device_memory(target: OrtDeviceEngine, draf
     assert states.shape == (2, 3, SMALL.hidden_size)
     np.testing.assert_array_equal(states, source[:, :5][rows, nodes])
     other_pass: Any = SimpleNamespace(
-        device=Device("cpu"), outputs={"": source.value}, users=set(), finish=lambda: None
+        device=Device("cpu"), outputs={"": source.value}, output_owners=set(), run_queued_pass=lambda: None
     )
     elsewhere = type(source)(other_pass, "")
     hidden_inputs = [
@@ -187,7 +187,7 @@ def test_a_pass_whose_output_is_not_read_still_runs_before_its_cache_is_used(tar
 
 def test_passes_of_many_nodes_are_not_kept_for_reuse(target: OrtDeviceEngine) -> None:
     cache = filled_cache(target, 0, [[0]], 200)
-    bound = cache.handle.block.bound
+    bound = cache.block_handle.block.bound_passes
     for nodes, num_kept in ((64, 1), (65, 0)):
         before = len(bound)
         target.run(causal_pass(target, cache, [[1] * nodes]), cache)
@@ -235,12 +235,12 @@ def test_memory_that_contained_nan_is_not_reused(target: OrtDeviceEngine) -> Non
     expected = next_logits(target, filled_cache(target, 0, [[0, 1], [1]], 40), [2, 3])
     cache = filled_cache(target, 0, [[0, 1], [1]], 40)
     cache.forbid_memory_reuse()
-    discarded = cache.handle.block
+    discarded = cache.block_handle.block
     for value in discarded.values:
         value.update_inplace(np.full(value.shape(), np.nan, np.float32))
     del cache
     new_cache = filled_cache(target, 0, [[0, 1], [1]], 40)
-    assert new_cache.handle.block is not discarded
+    assert new_cache.block_handle.block is not discarded
     np.testing.assert_array_equal(next_logits(target, new_cache, [2, 3]), expected)
 
 

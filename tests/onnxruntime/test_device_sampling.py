@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from guided_logits import guide
 
-from lantern_rt.engines.device_engine import LogitRows
+from lantern_rt.engines.device_engine import DeviceLogitOutput
 from lantern_rt.engines.ort.cache_pool import BoundPass
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.methods import Sampling
@@ -43,11 +43,13 @@ def random_logits(rows: int = 4, nodes: int = 6, seed: int = 0) -> Floats:
     return 3 * np.random.default_rng(seed).standard_normal((rows, nodes, VOCABULARY), np.float32)
 
 
-def upload(device: Device, logits: Floats) -> LogitRows:
+def upload(device: Device, logits: Floats) -> DeviceLogitOutput:
     """Put logits on the device, as if a pass of up to 40 rows had computed them."""
     graph: Any = SimpleNamespace(bind=lambda values, record: None)
     tokens = np.zeros((40, logits.shape[1]), np.int32)
-    return LogitRows(BoundPass(graph, device, {"token_ids": tokens}, {"logits": device.put(logits)}, False), "logits")
+    return DeviceLogitOutput(
+        BoundPass(graph, device, {"token_ids": tokens}, {"logits": device.upload(logits)}, False), "logits"
+    )
 
 
 def make_request(

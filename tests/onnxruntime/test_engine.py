@@ -15,7 +15,7 @@ from tiny_graphs import TINY, tiny_drafter
 from tiny_rig import SINGLE_THREAD, WIDE, Rig, assert_close, drafter_spec_of, spec_of
 
 from lantern_rt.engines.decoder_tensors import kv_dtype
-from lantern_rt.engines.kv_cache import SPAN_STEP, KVCache
+from lantern_rt.engines.kv_cache import COLUMN_STEP, KVCache
 from lantern_rt.engines.ort.engine import OrtEngine
 from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.errors import BundleError, EngineError
@@ -141,7 +141,7 @@ def test_the_past_is_passed_to_onnxruntime_without_a_copy(tiny: Rig, monkeypatch
     for i, name in enumerate(["past_key_values.0.key", "past_key_values.0.value"]):
         assert graph_inputs[name].ctypes.data == cache.tensors[i].ctypes.data
         assert graph_inputs[name].flags.c_contiguous
-        assert graph_inputs[name].shape[0] == SPAN_STEP
+        assert graph_inputs[name].shape[0] == COLUMN_STEP
 
 
 def test_the_past_length_is_a_multiple_of_64_and_never_0(tiny: Rig) -> None:
@@ -150,7 +150,7 @@ def test_the_past_length_is_a_multiple_of_64_and_never_0(tiny: Rig) -> None:
     for length, past_length in ((64, 64), (65, 128), (130, 192)):
         cache.lengths = np.array([1, length])
         assert tiny.engine.next_past_length(cache, 5) == past_length
-        assert cache.past(past_length)[0].shape[0] == past_length
+        assert cache.past_views(past_length)[0].shape[0] == past_length
 
 
 def test_a_wrong_past_length_or_too_many_entries_are_rejected_before_the_graph_runs(tiny: Rig) -> None:

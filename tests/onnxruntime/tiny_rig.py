@@ -11,10 +11,10 @@ import torch
 from host_tensorrt import HostLibrary, write_plan
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
-from lantern_rt.engines.device_graph import device_graph
+from lantern_rt.engines.device_graph import make_device_graph
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
-from lantern_rt.engines.profiles import Profile, capacity_of
+from lantern_rt.engines.profiles import Profile, count_profile_columns
 from lantern_rt.engines.trt.builder import shape_bounds
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.executable import TensorRTExecutable
@@ -70,8 +70,8 @@ class Rig:
             self.engine = OrtDeviceEngine(self.path, spec_of(config), self.table, SINGLE_THREAD, Device("cpu"))
         elif on == "plan":
             self.library = HostLibrary()
-            graph_and_inputs = device_graph(
-                self.path, spec_of(config), is_drafter=False, capacity=capacity_of(PROFILES)
+            graph_and_inputs = make_device_graph(
+                self.path, spec_of(config), is_drafter=False, capacity=count_profile_columns(PROFILES)
             )
             graph = folder / "device.onnx"
             graph.write_bytes(graph_and_inputs.model)
