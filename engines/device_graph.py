@@ -357,7 +357,7 @@ class _DeviceWriter(DecoderWriter):
         return stored.name
 
     def write_rotations(self) -> list[list[str]]:
-        """Write the operands of the rotary embedding; with two grids, of a second one, which moves positions back.
+        """Write the operands of the rotary embedding; with two grids, also of a rotation that moves positions back.
 
         The file's tables contain each cosine and sine twice, the first sine negated. A node has `group + 2` parts as
         wide as its keys: queries, keys, values. Values are rotated by an additional angle of 0. ONNX Runtime requires

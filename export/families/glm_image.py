@@ -28,7 +28,7 @@ from ...bundle.conditions import TokenLayout
 from ...bundle.manifest import Size, SourceSpec
 from ...inputs import format_value
 from ...methods import Sampling
-from ..checkpoints.deferred import computed, deferred
+from ..checkpoints.deferred import compute_tensor, defer_tensor
 from ..checkpoints.files import Config, file_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..family import Family
@@ -46,7 +46,7 @@ _PREFIX = "model.language_model."
 _CODEBOOK = "model.vqmodel.quantize.embedding.weight"
 _ENCODER = ("model.visual.", "model.vqmodel.")  # weights of the image encoder
 _UNUSED = "model.vqmodel.post_quant_conv."
-# the configuration of the processor, which has one of these names, and what it has for colours if there is none
+# names of the processor's configuration, and its colours where a checkpoint has none of these files
 _PREPROCESSING = ("processor_config.json", "preprocessor_config.json")
 _COLOURS = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 _GRID = 32  # grid rows of 1024 pixels
@@ -83,7 +83,7 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> Model:
     if (rows := checkpoint.shape("head.weight")[0]) < codes:
         raise checkpoint.error("head.weight", found=f"{rows} rows", expected=f"more than {codes}, the codes")
     tokenizer = read_tokenizer(path, checkpoint.shape("embed.weight")[0])
-    image_start = _token(config, "image_start_token_id", tokenizer)
+    image_start = _read_token_id(config, "image_start_token_id", tokenizer)
     square = grid or _GRID
     pairs = image_grids(square)
     # The weights tell whether there are biases.
@@ -97,12 +97,8 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> Model:
     _reorder(checkpoint, sizes, rotated)
     decoder, embeddings = load_decoder(checkpoint, sizes, range(codes))
     layout, image_sizes = _prompt_layout(path, tokenizer, pairs, image_start, sizes)
-    source = None
-    if encoder is not None:
-        end = _token(config, "image_end_token_id", tokenizer)
-        source = SourceSpec(before=(image_start,), after=(end,), pixels_per_cell=encoder.patch)
     top_k = generation.integer("top_k") or _TRANSFORMERS_TOP_K
-    return image_model(
+    model = image_model(
         decoder=decoder,
         code_embeddings=embeddings[:codes],
         condition=token_condition(embeddings, sizes.prefix, layout, path),
@@ -116,9 +112,12 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> Model:
         ),
         sources=[*checkpoint.sources, *processor.sources],
         sizes=image_sizes,
-        encoder=encoder and encoder.graph(),
-        source=source,
     )
+    if encoder is None:
+        return model
+    end = _read_token_id(config, "image_end_token_id", tokenizer)
+    source = SourceSpec(before=(image_start,), after=(end,), pixels_per_cell=encoder.patch)
+    return replace(model, graphs=[*model.graphs, encoder.graph()], fields={**model.fields, "source": source})
 
 
 FAMILY = Family(
@@ -156,7 +155,7 @@ def rotated_order(head_dim: int, rotated: int) -> Tensor:
     return torch.cat([pairs, others], 1).flatten()
 
 
-def _token(config: Config, field: str, tokenizer: Tokenizer) -> int:
+def _read_token_id(config: Config, field: str, tokenizer: Tokenizer) -> int:
     token = config.integer(field)
     if token is None or tokenizer.id_to_token(token) is None:
         raise config.error(field, expected="a token of the tokenizer")
@@ -167,18 +166,25 @@ def _read_encoder(checkpoint: Checkpoint, config: Config, processor: Checkpoint)
     """Load the image encoder; None if the checkpoint was saved without it."""
     if not any(name.startswith(_ENCODER[0]) for name in checkpoint.weights):
         return None
+    prefix = "model."
+    weights = {n.removeprefix(prefix): weight for n, weight in checkpoint.weights.items() if n.startswith(_ENCODER)}
+    part = replace(checkpoint, weights=weights, prefix=prefix, names={})
+    return load_source_encoder(part, config.section("vision_config"), *_read_colours(processor))
+
+
+def _read_colours(processor: Checkpoint) -> list[list[float]]:
+    """Return mean and standard deviation of red, green and blue, by which images are normalised."""
     values: Mapping[str, Any] = _COLOURS
     if name := next((name for name in _PREPROCESSING if (processor.path / name).is_file()), None):
         file = processor.config(name)
         values = file.get("image_processor", file.values)
-    colours = tuple(values.get(field) for field in _COLOURS)
-    for field, numbers in zip(_COLOURS, colours, strict=True):
+    colours = []
+    for field in _COLOURS:
+        numbers = values.get(field)
         if not isinstance(numbers, list) or len(numbers) != 3 or not all(type(n) is float and n > 0 for n in numbers):
-            raise processor.error(field, found=format_value(numbers), expected="three positive numbers")
-    prefix = "model."
-    weights = {n.removeprefix(prefix): weight for n, weight in checkpoint.weights.items() if n.startswith(_ENCODER)}
-    part = replace(checkpoint, weights=weights, prefix=prefix, names={})
-    return load_source_encoder(part, config.section("vision_config"), *colours)
+            raise processor.error(found=f"{field} {format_value(numbers)}", expected="three positive numbers")
+        colours.append(numbers)
+    return colours
 
 
 def _split_gates(checkpoint: Checkpoint) -> None:
@@ -211,11 +217,11 @@ def _reorder(checkpoint: Checkpoint, config: DecoderConfig, rotated: int) -> Non
     order = numbers.flatten()
     for name, weight in checkpoint.weights.items():
         if ".attention.qkv." in name:
-            checkpoint.weights[name] = _taken(weight, order)
+            checkpoint.weights[name] = _reorder_rows(weight, order)
 
 
-def _taken(weight: Tensor, order: Tensor) -> Tensor:
-    return deferred(lambda: computed(weight)[order], weight.shape, weight.dtype)
+def _reorder_rows(weight: Tensor, order: Tensor) -> Tensor:
+    return defer_tensor(lambda: compute_tensor(weight)[order], weight.shape, weight.dtype)
 
 
 def _prompt_layout(

@@ -152,7 +152,7 @@ def _open_features(path: Path | None, bundle: Bundle, threads: int | None) -> Fe
     """Open the graph of image features, by default the bundle's VQ encoder; None if there is none."""
     if path is not None:
         return Features(path, read_preprocessing(path), threads)
-    return EncoderFeatures(bundle, threads) if "vq_encoder" in bundle.manifest.files else None
+    return EncoderFeatures(bundle, threads) if bundle.manifest.edits_images else None
 
 
 def _open_agreement(path: Path, prompts: Prompts, bundle: Bundle, threads: int | None) -> Agreement:

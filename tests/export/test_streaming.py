@@ -11,10 +11,10 @@ import onnx
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_models import stored
+from small_models import make_target
 from torch import Tensor, nn
 
-from lantern_rt.export.checkpoints.deferred import computed, deferred
+from lantern_rt.export.checkpoints.deferred import compute_tensor, defer_tensor
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.compare import DeviceLayoutSession, GraphFileSession, converted_weights
 from lantern_rt.export.graph.graphs import Graph, named_cases, plan_graph, write_graph
@@ -35,11 +35,11 @@ def test_a_deferred_tensor_is_computed_at_each_use_and_not_before() -> None:
         calls.append(1)
         return torch.arange(6.0).view(2, 3)
 
-    tensor = deferred(make, (2, 3), torch.float32)
+    tensor = defer_tensor(make, (2, 3), torch.float32)
     weight = nn.Parameter(tensor, requires_grad=False)
     assert (weight.shape, weight.dtype, weight.numel(), calls) == ((2, 3), torch.float32, 6, [])
     assert (weight + 1).sum() == 21
-    assert computed(weight).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert compute_tensor(weight).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert len(calls) == 2
 
 
@@ -67,7 +67,7 @@ def bytes_of_reading(path: Path) -> int:
 def test_a_module_with_weights_of_any_type_is_written_and_computed_in_float32(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    graph = stored(dtype)
+    graph = make_target(dtype)
     assert check_parity(graph, write_graph(graph, tmp_path)[0]) < 2e-5
     assert {p.dtype for p in graph.module.parameters()} == {dtype}
 
@@ -93,7 +93,7 @@ def test_only_one_layer_at_a_time_is_there_in_float32(tmp_path: Path, in_new_pro
 def bytes_of_exporting(folder: Path, rule: Rule) -> int:
     """Bytes of memory that writing a decoder of 12 layers and running it in both layouts takes."""
     config = DecoderConfig(512, 12, 8, 8, 2048, 64, 3, 2, spare_positions=8)
-    graph = stored(torch.bfloat16, config)
+    graph = make_target(torch.bfloat16, config)
     plan = plan_graph(graph, rule)
     inputs = list(graph.cases.values())[-1]
     before = anonymous_memory() or 0
