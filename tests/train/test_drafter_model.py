@@ -21,11 +21,11 @@ from safetensors.torch import load_file  # noqa: E402
 
 from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
 from lantern_rt.export.models.eagle import EagleDrafter, read_drafter  # noqa: E402
-from lantern_rt.train.drafter.batches import Batch  # noqa: E402
+from lantern_rt.train.drafter.batches import TrainingBatch  # noqa: E402
 from lantern_rt.train.drafter.folder import lantern_weights, save_drafter  # noqa: E402
-from lantern_rt.train.drafter.losses import guided_logits, kl_loss, overlap  # noqa: E402
-from lantern_rt.train.drafter.model import draft_states, new_drafter  # noqa: E402
-from lantern_rt.train.drafter.target import Target, read_target  # noqa: E402
+from lantern_rt.train.drafter.losses import compute_guided_logits, compute_overlap, kl_loss  # noqa: E402
+from lantern_rt.train.drafter.model import draft_states, make_drafter  # noqa: E402
+from lantern_rt.train.drafter.target import TrainingTarget, read_target  # noqa: E402
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -97,7 +97,7 @@ def test_what_is_fed_back_carries_no_gradient_but_every_weight_has_one() -> None
     assert [name for name, grad in own.items() if grad is None or not grad.any()] == []
 
 
-def as_published(target: Target) -> Target:
+def as_published(target: TrainingTarget) -> TrainingTarget:
     """The published small drafters are narrower inside than their targets, those of real models are not."""
     return replace(target, config=replace(target.config, intermediate_size=128))
 
@@ -107,11 +107,11 @@ def test_training_keeps_everything_on_one_device() -> None:
     drafter = random_drafter().to("meta")
     tokens = torch.zeros(4, 9, dtype=torch.int64, device="meta")
     states = torch.zeros(4, 10, 32, device="meta")
-    batch = Batch(tokens, states, torch.zeros(4, dtype=torch.int64, device="meta"), 2, 10)
+    batch = TrainingBatch(tokens, states, torch.zeros(4, dtype=torch.int64, device="meta"), 2, 10)
     head = torch.zeros(20, 32, device="meta")
     for depth, hidden in enumerate(draft_states(drafter, batch.tokens, batch.states[:, :-1], 3)):
-        logits = guided_logits(batch.predictions(hidden, depth), head, 3.0)
-        p = guided_logits(batch.target_states(depth), head, 3.0).softmax(-1)
+        logits = compute_guided_logits(batch.select_predictions(hidden, depth), head, 3.0)
+        p = compute_guided_logits(batch.select_target_states(depth), head, 3.0).softmax(-1)
         assert logits.shape == p.shape == (2, 9 - depth, 20)
         kl_loss(p, logits).backward(retain_graph=True)
     assert drafter.fc.weight.grad.device.type == "meta"
@@ -121,20 +121,20 @@ def test_the_loss_is_the_divergence_and_overlap_what_exact_acceptance_takes() ->
     p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     assert kl_loss(p, p.log()).item() == pytest.approx(0, abs=1e-6)
     assert kl_loss(p, torch.zeros(1, 4)).item() == pytest.approx(1.38629 - 1.14214, abs=1e-4)  # of entropies
-    assert overlap(p, torch.full((1, 4), 0.25)).item() == pytest.approx(0.7)
+    assert compute_overlap(p, torch.full((1, 4), 0.25)).item() == pytest.approx(0.7)
 
 
 def test_guidance_mixes_the_two_rows_of_a_picture_and_leaves_a_single_one() -> None:
     hidden = torch.randn(2, 2, 5, 3)
     head = torch.randn(7, 3)
     cond, uncond = (hidden @ head.T).unbind(1)
-    torch.testing.assert_close(guided_logits(hidden, head, 3.0), uncond + 3 * (cond - uncond))
-    torch.testing.assert_close(guided_logits(hidden[:, :1], head, 3.0), cond)
+    torch.testing.assert_close(compute_guided_logits(hidden, head, 3.0), uncond + 3 * (cond - uncond))
+    torch.testing.assert_close(compute_guided_logits(hidden[:, :1], head, 3.0), cond)
 
 
-def with_golden_weights(target: Target, golden: EagleDrafter) -> EagleDrafter:
+def with_golden_weights(target: TrainingTarget, golden: EagleDrafter) -> EagleDrafter:
     """A drafter that training makes, with the weights of a published one."""
-    drafter = new_drafter(target, seed=1)
+    drafter = make_drafter(target, seed=1)
     drafter.load_state_dict({name: weight.clone() for name, weight in golden.state_dict().items()})
     return drafter
 
@@ -145,16 +145,16 @@ def stored(drafter: EagleDrafter) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def t2i(t2i_bundle: Path) -> Target:
+def t2i(t2i_bundle: Path) -> TrainingTarget:
     return as_published(read_target(open_bundle(t2i_bundle)))
 
 
 @pytest.fixture(scope="module")
-def anole(anole_bundle: Path) -> Target:
+def anole(anole_bundle: Path) -> TrainingTarget:
     return as_published(read_target(open_bundle(anole_bundle)))
 
 
-def test_the_published_llamagen_drafter_loads_and_gives_its_numbers(t2i: Target, tmp_path: Path) -> None:
+def test_the_published_llamagen_drafter_loads_and_gives_its_numbers(t2i: TrainingTarget, tmp_path: Path) -> None:
     config = DATA / "llamagen-t2i/config.json"
     target = read_transformer(DATA / "llamagen-t2i/t2i_tiny.pt", config=config).decoder
     golden = read_drafter(DATA / "lantern-drafter-llamagen", target).drafter
@@ -173,10 +173,12 @@ def test_the_published_llamagen_drafter_loads_and_gives_its_numbers(t2i: Target,
             np.testing.assert_allclose(logits, arrays["fwd_logits"], atol=1e-4)
 
 
-def test_a_saved_drafter_has_the_files_and_names_of_published_ones(t2i: Target, anole: Target, tmp_path: Path) -> None:
+def test_a_saved_drafter_has_the_files_and_names_of_published_ones(
+    t2i: TrainingTarget, anole: TrainingTarget, tmp_path: Path
+) -> None:
     for target, published in ((t2i, "lantern-drafter-llamagen"), (anole, "anole/drafter")):
         folder = tmp_path / published
-        save_drafter(new_drafter(target, 0), folder, target.fields)
+        save_drafter(make_drafter(target, 0), folder, target.fields)
         weights = torch.load(DATA / published / "pytorch_model.bin", weights_only=True)
         found = load_file(folder / "model.safetensors")
         assert {name: weight.shape for name, weight in found.items()} == {n: w.shape for n, w in weights.items()}
@@ -186,7 +188,7 @@ def test_a_saved_drafter_has_the_files_and_names_of_published_ones(t2i: Target, 
         assert len(shared) >= 12
 
 
-def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(anole: Target, tmp_path: Path) -> None:
+def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(anole: TrainingTarget, tmp_path: Path) -> None:
     target: Any = read_anole(DATA / "anole/target", DATA / "chameleon-vqgan").graphs[0].module
     embeddings = load_file(DATA / "anole/target/model.safetensors")["model.embed_tokens.weight"]
     drafting = read_drafter(DATA / "anole/drafter", target, len(embeddings))
@@ -208,8 +210,8 @@ def test_a_bundle_that_does_not_say_its_architecture_trains_no_drafter(t2i_bundl
         read_target(replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target})))
 
 
-def test_a_new_drafter_hands_hidden_states_on_and_is_the_same_for_a_seed(t2i: Target) -> None:
-    first, same, other = (lantern_weights(new_drafter(t2i, seed)) for seed in (1, 1, 2))
+def test_a_new_drafter_hands_hidden_states_on_and_is_the_same_for_a_seed(t2i: TrainingTarget) -> None:
+    first, same, other = (lantern_weights(make_drafter(t2i, seed)) for seed in (1, 1, 2))
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert not torch.equal(first["layers.0.mlp.up_proj.weight"], other["layers.0.mlp.up_proj.weight"])
     torch.testing.assert_close(first["fc.weight"][:, 64:], torch.eye(64))

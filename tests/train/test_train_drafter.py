@@ -23,25 +23,25 @@ pytest.importorskip("onnx")
 from safetensors.torch import load_file  # noqa: E402
 
 from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
-from lantern_rt.train.drafter.batches import make_batch, select_images  # noqa: E402
+from lantern_rt.train.drafter.batches import make_training_batch, select_images  # noqa: E402
 from lantern_rt.train.drafter.data import write_shards  # noqa: E402
-from lantern_rt.train.drafter.fit import Fit, FitOptions, check_device, state_path  # noqa: E402
+from lantern_rt.train.drafter.fit import DrafterTraining, TrainingOptions, check_device, state_path  # noqa: E402
 from lantern_rt.train.drafter.folder import lantern_weights  # noqa: E402
 from lantern_rt.train.drafter.shards import ShardFolder  # noqa: E402
-from lantern_rt.train.drafter.target import Target, read_target  # noqa: E402
+from lantern_rt.train.drafter.target import TrainingTarget, read_target  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bfloat16")
 DATA = Path(__file__).parent.parent / "data"
-OPTIONS = FitOptions(6, batch=4, cfg_scale=4.0)
+OPTIONS = TrainingOptions(6, batch=4, cfg_scale=4.0)
 
 
 @pytest.fixture(scope="module")
-def target(c2i_bundle: Path) -> Target:
+def target(c2i_bundle: Path) -> TrainingTarget:
     return read_target(open_bundle(c2i_bundle))
 
 
-def fit(shards: Path, target: Target, output: Path, options: FitOptions = OPTIONS) -> Fit:
-    return Fit(shards, target, options, output)
+def fit(shards: Path, target: TrainingTarget, output: Path, options: TrainingOptions = OPTIONS) -> DrafterTraining:
+    return DrafterTraining(shards, target, options, output)
 
 
 def nothing(*_: object) -> None:
@@ -55,9 +55,9 @@ def same_weights(first: EagleDrafter, second: EagleDrafter) -> bool:
 
 
 def test_a_trained_drafter_is_exported_and_drafts_the_pictures_of_plain_decoding(
-    c2i_bundle: Path, shards: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    c2i_bundle: Path, shards: Path, target: TrainingTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = fit(shards, target, tmp_path / "none").figures()
+    before = fit(shards, target, tmp_path / "none").measure_figures()
     command = ["fit", str(c2i_bundle), "--data", str(shards), "--steps", "80", "--output", str(tmp_path / "drafter")]
     assert run_program(["train-drafter", *command]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'drafter'}\n"
@@ -75,7 +75,7 @@ def test_a_trained_drafter_is_exported_and_drafts_the_pictures_of_plain_decoding
 
 
 def test_an_interrupted_fit_is_continued_and_ends_with_the_same_weights(
-    shards: Path, target: Target, tmp_path: Path
+    shards: Path, target: TrainingTarget, tmp_path: Path
 ) -> None:
     def interrupt(what: str, done: int, total: int) -> None:
         if done == 4:
@@ -98,7 +98,7 @@ def test_an_interrupted_fit_is_continued_and_ends_with_the_same_weights(
 
 
 def test_a_folder_is_replaced_only_by_its_own_fit_with_the_same_options(
-    shards: Path, target: Target, tmp_path: Path
+    shards: Path, target: TrainingTarget, tmp_path: Path
 ) -> None:
     output = tmp_path / "drafter"
     fit(shards, target, output).run(nothing, nothing)
@@ -121,7 +121,7 @@ def test_a_folder_is_replaced_only_by_its_own_fit_with_the_same_options(
 
 @pytest.mark.parametrize("steps", [1, 0])
 def test_numbers_that_are_no_longer_finite_end_a_fit_without_a_drafter(
-    shards: Path, target: Target, tmp_path: Path, steps: int
+    shards: Path, target: TrainingTarget, tmp_path: Path, steps: int
 ) -> None:
     fitting = fit(shards, target, tmp_path / "drafter", replace(OPTIONS, steps=steps))
     torch.nn.init.constant_((fitting.drafter if steps else fitting.average).fc.weight, float("nan"))
@@ -148,7 +148,7 @@ def test_drafters_of_texts_read_prefixes_as_decoding_does(
     list(write_shards(pipeline, subjects, 4, tmp_path / "data", nothing, images_per_shard=2))
     target = read_target(pipeline.bundle)
     data = ShardFolder(tmp_path / "data", [target.source], len(target.embeddings))
-    batch = make_batch(data, [0, 1], target.code_offset, 2, "cpu")
+    batch = make_training_batch(data, [0, 1], target.code_offset, 2, "cpu")
     images = pipeline.check(**subjects.request(0, 2), method="ar").images
     prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, images))
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
@@ -158,8 +158,10 @@ def test_drafters_of_texts_read_prefixes_as_decoding_does(
         np.testing.assert_array_equal(tokens[:first], expected)
     assert (batch.tokens[:, -4:] >= target.code_offset).any()
     for cfg_scale in (1.0, 4.0):
-        options = FitOptions(1, batch=2, cfg_scale=cfg_scale)
-        figures = Fit(tmp_path / "data", target, options, tmp_path / f"guided-{cfg_scale}").run(nothing, nothing)
+        options = TrainingOptions(1, batch=2, cfg_scale=cfg_scale)
+        figures = DrafterTraining(tmp_path / "data", target, options, tmp_path / f"guided-{cfg_scale}").run(
+            nothing, nothing
+        )
         assert 0 < figures["overlap"] <= 1
 
 
