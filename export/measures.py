@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..output.images import to_image
+from ..output.images import image_from_pixels
 from .compare import CaseResult
 
 TIE = 0.8  # a token that is at least this times as likely as the likeliest counts as the likeliest
@@ -43,7 +43,8 @@ def relative_error(result: NDArray[Any], expected: NDArray[Any]) -> float:
 def image_difference(results: Iterable[CaseResult]) -> tuple[float, float]:
     """Return the mean difference of images in levels of 255, and their peak signal-to-noise ratio in dB."""
     differences = [
-        np.asarray(to_image(image), np.float64).ravel() - np.asarray(to_image(reference), np.float64).ravel()
+        np.asarray(image_from_pixels(image), np.float64).ravel()
+        - np.asarray(image_from_pixels(reference), np.float64).ravel()
         for _, outputs, expected in results
         for image, reference in zip(outputs["images"], expected["images"], strict=True)
     ]

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from .. import __version__
-from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Source, file_sha256
+from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, SourceRecord, file_sha256
 from ..engines.contracts import Progress
 from ..errors import CheckpointError
 from ..output.files import atomic_folder, check_new_folder
@@ -158,7 +158,7 @@ def _write_table(path: Path, table: Tensor, lossless: bool) -> None:
 def _manifest_fields(model: Model, precisions: Precisions, progress: Progress) -> dict[str, Any]:
     count = _count_hashed("checkpoints", [path for _, path in model.sources], progress)
     sources = tuple(
-        Source(role=role, name=path.name, sha256=file_sha256(path, count), origin=find_hub_origin(path))
+        SourceRecord(role=role, name=path.name, sha256=file_sha256(path, count), origin=find_hub_origin(path))
         for role, path in model.sources
     )
     target = model.fields["target"]

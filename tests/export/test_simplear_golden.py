@@ -22,7 +22,7 @@ from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, prompt_layou
 from lantern_rt.export.models.cosmos_vq import haar_bands
 from lantern_rt.export.models.fsq import code_vectors, nearest_codes
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import to_image
+from lantern_rt.output.images import image_from_pixels
 from lantern_rt.prompts import prepare_prompts
 from lantern_rt.runtime.sampling import apply_repetition_penalty, compute_distribution
 from lantern_rt.text.tokenizers import TemplateTokenizer
@@ -191,7 +191,7 @@ def test_codes_of_runs_become_their_pixels_and_uint8(simplear_bundle: Path, name
     feeds = {"codes": np.array([TRACES[name]["codes"]])}
     (image,) = GraphFileSession(simplear_bundle / "vq_decoder.onnx").run(feeds)["images"]
     assert_close(image, ARRAYS[f"{name}_pixels"])
-    assert np.abs(np.asarray(to_image(image)).astype(int) - ARRAYS[f"{name}_uint8"]).max() <= 1
+    assert np.abs(np.asarray(image_from_pixels(image)).astype(int) - ARRAYS[f"{name}_uint8"]).max() <= 1
 
 
 # ---------------------------------------------------------------- prompts
