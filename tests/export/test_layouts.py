@@ -26,9 +26,9 @@ from lantern_rt.errors import CheckpointError, RequestError
 from lantern_rt.export.compare import DeviceLayoutSession, GraphFileSession
 from lantern_rt.export.graph.graphs import Graph, convert_to_float16, plan_graph, target_graph, write_graph
 from lantern_rt.export.graph.precision import Rule, read_precisions
-from lantern_rt.export.measures import difference
+from lantern_rt.export.measures import measure_difference
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
-from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
+from lantern_rt.export.models.eagle import EagleModule, drafter_graph
 from lantern_rt.export.verify import check_parity
 from lantern_rt.export.writer import export_model
 
@@ -70,7 +70,7 @@ def target(config: DecoderConfig, scale: float = 0.1) -> Graph:  # small inputs,
 
 def drafter(config: DecoderConfig, bias: bool) -> Graph:
     torch.manual_seed(0)
-    made = EagleDrafter(config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias, num_tokens=50)
+    made = EagleModule(config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias, num_tokens=50)
     randomise_norms(made)
     return drafter_graph(made)
 
@@ -89,7 +89,7 @@ def furthest(graph: Graph, folder: Path, rule: Rule = "fp32") -> float:
         expected = plain.run(inputs)
         found = device.run(inputs)
         assert found.keys() == expected.keys()
-        worst = max(worst, *(difference(found[name], expected[name]) for name in expected))
+        worst = max(worst, *(measure_difference(found[name], expected[name]) for name in expected))
     return worst
 
 

@@ -18,7 +18,7 @@ from shared_goldens import DecoderGolden, GoldenFamily, log_softmax
 from tokenizers import Tokenizer
 
 from lantern_rt.export.compare import GraphFileSession
-from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, prompt_layout
+from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, simplear_prompt_layout
 from lantern_rt.export.models.cosmos_vq import haar_bands
 from lantern_rt.export.models.fsq import code_vectors, nearest_codes
 from lantern_rt.methods import Sampling
@@ -201,7 +201,7 @@ def test_prompts_negative_and_null_prompts_have_the_published_ids(simplear_bundl
     bundle_manifest = read_manifest(simplear_bundle)
     library = Tokenizer.from_file(str(simplear_bundle / "tokenizer.json"))
     assert (NEGATIVE, bundle_manifest.sampling.cfg_scale) == (PROTOCOL["negative_generate_py"], PROTOCOL["cfg"])
-    assert bundle_manifest.condition.layout == prompt_layout(library)
+    assert bundle_manifest.condition.layout == simplear_prompt_layout(library)
     tokenizer = TemplateTokenizer(library, TEMPLATE)
     prefix = f"<|t2i|>{TEMPLATE.removesuffix('{prompt}')}"
     for case in PROTOCOL["tokenizer_cases"]:
@@ -218,5 +218,5 @@ def test_prompts_negative_and_null_prompts_have_the_published_ids(simplear_bundl
             )
             cond = (request.tokens or ())[1]
         else:
-            cond = np.array(prompt_layout(library, "").uncond)  # the empty prompt of training
+            cond = np.array(simplear_prompt_layout(library, "").uncond)  # the empty prompt of training
         assert cond.tolist() == case["ids"]

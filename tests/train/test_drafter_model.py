@@ -20,7 +20,7 @@ from family_readers import read_anole, read_transformer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
-from lantern_rt.export.models.eagle import EagleDrafter, read_drafter  # noqa: E402
+from lantern_rt.export.models.eagle import EagleModule, read_drafter  # noqa: E402
 from lantern_rt.train.drafter.batches import TrainingBatch  # noqa: E402
 from lantern_rt.train.drafter.folder import lantern_weights, save_drafter  # noqa: E402
 from lantern_rt.train.drafter.losses import compute_guided_logits, compute_overlap, kl_loss  # noqa: E402
@@ -30,14 +30,14 @@ from lantern_rt.train.drafter.target import TrainingTarget, read_target  # noqa:
 DATA = Path(__file__).parent.parent / "data"
 
 
-def random_drafter(**changes: Any) -> EagleDrafter:
+def random_drafter(**changes: Any) -> EagleModule:
     """One with two layers, so that what the first hands on is seen, too."""
     sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "input_norm": False} | changes
     config = DecoderConfig(
         hidden_size=32, intermediate_size=48, vocab_size=20, grid=4, prefix=2, final_norm=False, **sizes
     )
     torch.manual_seed(0)
-    drafter = EagleDrafter(config, torch.nn.Linear(32, 20, bias=False), bias=True).eval()
+    drafter = EagleModule(config, torch.nn.Linear(32, 20, bias=False), bias=True).eval()
     for weight in drafter.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     return drafter
@@ -46,7 +46,7 @@ def random_drafter(**changes: Any) -> EagleDrafter:
 class Decoding:
     """The drafter as decoding runs it: committed slots at once, then a chain of drafts, slot by slot."""
 
-    def __init__(self, drafter: EagleDrafter, tokens: torch.Tensor, states: torch.Tensor) -> None:
+    def __init__(self, drafter: EagleModule, tokens: torch.Tensor, states: torch.Tensor) -> None:
         self.drafter = drafter
         self.tokens = tokens
         self.states = states
@@ -132,14 +132,14 @@ def test_guidance_mixes_the_two_rows_of_a_picture_and_leaves_a_single_one() -> N
     torch.testing.assert_close(compute_guided_logits(hidden[:, :1], head, 3.0), cond)
 
 
-def with_golden_weights(target: TrainingTarget, golden: EagleDrafter) -> EagleDrafter:
+def with_golden_weights(target: TrainingTarget, golden: EagleModule) -> EagleModule:
     """A drafter that training makes, with the weights of a published one."""
     drafter = make_drafter(target, seed=1)
     drafter.load_state_dict({name: weight.clone() for name, weight in golden.state_dict().items()})
     return drafter
 
 
-def stored(drafter: EagleDrafter) -> dict[str, torch.Tensor]:
+def stored(drafter: EagleModule) -> dict[str, torch.Tensor]:
     """Computed ones instead of those that are joined when they are used."""
     return {name: weight.clone() for name, weight in drafter.state_dict().items()}
 

@@ -22,7 +22,7 @@ pytest.importorskip("onnx")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
+from lantern_rt.export.models.eagle import EagleModule  # noqa: E402
 from lantern_rt.train.drafter.batches import make_training_batch, select_images  # noqa: E402
 from lantern_rt.train.drafter.data import write_shards  # noqa: E402
 from lantern_rt.train.drafter.fit import DrafterTraining, TrainingOptions, check_device, state_path  # noqa: E402
@@ -48,7 +48,7 @@ def nothing(*_: object) -> None:
     pass
 
 
-def same_weights(first: EagleDrafter, second: EagleDrafter) -> bool:
+def same_weights(first: EagleModule, second: EagleModule) -> bool:
     ours = lantern_weights(first)
     theirs = lantern_weights(second)
     return all(torch.equal(ours[name], theirs[name]) for name in ours)

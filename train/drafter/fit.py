@@ -23,7 +23,7 @@ from torch import Tensor
 from ... import __version__
 from ...engines.contracts import Progress
 from ...errors import CheckpointError, RequestError
-from ...export.models.eagle import EagleDrafter
+from ...export.models.eagle import EagleModule
 from ...inputs import format_error, format_value, open_plain_file, reading
 from ...output.files import check_new_folder, write_output
 from ..muon import Muon
@@ -281,5 +281,5 @@ def _check_finite(figures: Mapping[str, float], step: int) -> None:
             raise CheckpointError(field=f"{name} at step {step}", found=str(value), expected="finite", remedy=remedy)
 
 
-def _trained_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
+def _trained_weights(drafter: EagleModule) -> dict[str, Tensor]:
     return {name: weight for name, weight in drafter.state_dict().items() if not name.startswith("head.")}

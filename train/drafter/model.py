@@ -14,21 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...export.models.decoder import Layer
-from ...export.models.eagle import EagleDrafter
+from ...export.models.decoder import DecoderLayer
+from ...export.models.eagle import EagleModule
 from .target import TrainingTarget
 
 KeysAndValues = list[tuple[Tensor, Tensor]]
 
 
-def make_drafter(target: TrainingTarget, seed: int) -> EagleDrafter:
+def make_drafter(target: TrainingTarget, seed: int) -> EagleModule:
     """Create an untrained drafter, which nearly returns its input state. Its output layer is the target's, frozen."""
     config = target.config
     width = config.hidden_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = nn.Linear(width, config.vocab_size, bias=False)
-        drafter = EagleDrafter(config, head, bias=True, num_tokens=len(target.embeddings))
+        drafter = EagleModule(config, head, bias=True, num_tokens=len(target.embeddings))
         for name, weight in drafter.layers.named_parameters():
             if weight.ndim == 2 and "norm" not in name:
                 spread = weight.shape[1] ** -0.5
@@ -44,7 +44,7 @@ def make_drafter(target: TrainingTarget, seed: int) -> EagleDrafter:
     return drafter
 
 
-def draft_states(drafter: EagleDrafter, tokens: Tensor, states: Tensor, depths: int) -> Iterator[Tensor]:
+def draft_states(drafter: EagleModule, tokens: Tensor, states: Tensor, depths: int) -> Iterator[Tensor]:
     """Predict hidden states depth by depth. Gradients do not flow from one depth to the previous.
 
     Args:
@@ -56,7 +56,7 @@ def draft_states(drafter: EagleDrafter, tokens: Tensor, states: Tensor, depths: 
         slots of the prefix and the d slots after it are invalid.
     """
     slots = tokens.shape[1]
-    layers = [cast(Layer, layer) for layer in drafter.layers]
+    layers = [cast(DecoderLayer, layer) for layer in drafter.layers]
     rope = drafter.rope[None, :slots]
     embeds = drafter.embed(tokens)
     cache: list[KeysAndValues] = [[] for _ in layers]
