@@ -110,9 +110,9 @@ def test_the_device_samples_the_same_tokens_as_the_host(
     logits = random_logits()
     rows = upload(device, logits)
     assert rows.can_sample(sampling)
-    asked = make_request(sampling, Noise(7) if noisy and not sampling.greedy else None, first=1, start=GROUP_SIZE - 2)
-    (found,) = rows.best_codes([asked], most)
-    assert_agree(found, sample_on_host(logits, request, count))
+    request = make_request(sampling, Noise(7) if noisy and not sampling.greedy else None, first=1, start=GROUP_SIZE - 2)
+    (samples,) = rows.best_codes([request], count)
+    assert_agree(samples, sample_on_host(logits, request, count))
 
 
 def test_a_top_p_that_no_sum_reaches_keeps_all_tokens(device: Device) -> None:
@@ -134,13 +134,13 @@ def test_top_p_before_top_k_is_not_supported_on_the_device(device: Device) -> No
 
 def test_requests_with_different_settings_are_sampled_in_one_call(device: Device) -> None:
     logits = random_logits(rows=8, nodes=9)
-    asked = []
+    requests = []
     settings = [Sampling(), Sampling(cfg_scale=3.0), Sampling(temperature=0.7), Sampling(cfg_scale=2.0, top_k=9)]
     for i, sampling in enumerate(settings):
-        request.append(make_request(sampling, Noise(i), first=2 * i, start=20 * i, count=2 + 2 * i))
-    for found, one in zip(upload(device, logits).best_codes(asked, 3), asked, strict=True):
-        assert found[0].shape == (len(one.positions), 3)
-        assert_agree(found, sample_on_host(logits, one, 3))
+        requests.append(make_request(sampling, Noise(i), first=2 * i, start=20 * i, count=2 + 2 * i))
+    for samples, request in zip(upload(device, logits).best_codes(requests, 3), requests, strict=True):
+        assert samples[0].shape == (len(request.positions), 3)
+        assert_agree(samples, sample_on_host(logits, request, 3))
 
 
 def test_filtered_tokens_have_no_score(device: Device) -> None:
