@@ -303,7 +303,8 @@ def pythons(session: nox.Session) -> None:
 def journeys(session: nox.Session) -> None:
     """The first hour's guide, the hub, the page in a browser, clients, replicas on two nodes, nginx, and manifests."""
     layer(session, *PINNED, *EXTRAS["browser"], *EXTRAS["ray"], "kubernetes-validate", "litellm")
-    session.install("--quiet", *PINNED, "--no-deps", "sglang")  # one file of SGLang's, without its GPU libraries
+    # One file of SGLang's, without its GPU libraries, and diffusers, which needs nothing that is not here.
+    session.install("--quiet", *PINNED, "--no-deps", "sglang", "diffusers")
     for program, package, test in (("chromium", "chromium", "of the page"), ("nginx", "nginx-light", "behind nginx")):
         if not shutil.which(program) and os.geteuid() == 0 and shutil.which("apt-get"):
             install = f"(apt-get -qq update && apt-get -qq install -y {package}) >/dev/null 2>&1 || true"
@@ -320,7 +321,7 @@ def journeys(session: nox.Session) -> None:
         session.warn("no npm here: the test of OpenAI's client of Node is skipped")
     project = {"LANTERN_NODE_PROJECT": str(node) if shutil.which("npm") else ""}
     session.run(*pytest, f"{service}_ray_backend.py", f"{service}_clients.py", f"{service}_rolling_restart.py",
-                f"{service}_sglang_client.py", manifests, env=project)  # fmt: skip
+                f"{service}_sglang_client.py", "tests/onnxruntime/test_diffusers.py", manifests, env=project)  # fmt: skip
     exports = (f"tests/export/test_{name}.py" for name in ("first_hour", "hub", "published"))
     services = (
         f"{service}_{name}.py" for name in ("page", "page_edits", "codes_page", "ray", "scale_out_page", "connections")
