@@ -251,7 +251,7 @@ def wheel(session: nox.Session) -> None:
 @nox.session(python=False)
 def benchmark(session: nox.Session) -> None:
     """Benchmarks' smoke runs: every benchmark still works, precisions are as near as their limits say."""
-    for name in ("decode", "gpu_check"):
+    for name in ("decode", "gpu_check", "first_stage"):
         run_in_dev(session, "python", f"benchmarks/{name}.py", "--smoke")
     precision = ("python", "benchmarks/precision.py", "--smoke", "--work", str(empty_folder("precision")))
     stored = ("fp32", "fp16+float16", "int8-weights+float16", "int4-weights+float16", "bf16+bfloat16")
