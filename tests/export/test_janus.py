@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from family_readers import read_janus
-from goldens import GraphRun, assert_close, embed
+from goldens import GraphRun, embed
 from refusals import error_of
 from small_janus import BEGIN, CODES, GRID, START, WORDS, random_janus, write_janus
 
