@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EngineError
-from ..inputs import format_error, format_value
+from ..inputs import format_error, format_value, install_command
 from .gpu import find_gpu
 from .system import host_memory, start_threads
 
@@ -51,10 +51,10 @@ def import_onnxruntime() -> Any:
                 raise KeyboardInterrupt from error
             if conflict := runtime_conflict():
                 raise conflict from error
-            install = "install" if isinstance(error, ImportError) else "install --force-reinstall"
             extra = "gpu" if find_gpu() or installed("tensorrt", "tensorrt-rtx") else "cpu"  # TensorRT runs on GPUs
+            command = install_command(extra, reinstall=not isinstance(error, ImportError))
             problem = f"onnxruntime cannot be imported ({format_error(error, 200)})"
-            raise EngineError(problem, remedy=f"install it with `pip {install} 'lantern-rt[{extra}]'`") from error
+            raise EngineError(problem, remedy=f"install it with `{command}`") from error
     return onnxruntime
 
 
