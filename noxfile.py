@@ -256,6 +256,7 @@ def benchmark(session: nox.Session) -> None:
     """Benchmarks' smoke runs: every benchmark still works, precisions are as near as their limits say."""
     for name in ("decode", "gpu_check", "first_stage"):
         run_in_dev(session, "python", f"benchmarks/{name}.py", "--smoke")
+    run_in_dev(session, "python", "benchmarks/first_image.py", "--shape", "tiny")
     precision = ("python", "benchmarks/precision.py", "--smoke", "--work", str(empty_folder("precision")))
     stored = ("fp32", "fp16+float16", "int8-weights+float16", "int4-weights+float16", "bf16+bfloat16")
     run_in_dev(session, *precision)

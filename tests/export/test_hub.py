@@ -312,6 +312,7 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
     sample = tmp_path / "sample.png"
     assert "lantern-rt run hf:owner/pushed --class-id 0\n" in card
     assert f"digest | {bundle.digest}" in card
+    assert "pip install" not in card  # which knows no index
     sample.write_bytes(there["samples/4.png"])
     arguments = ("run", "hf:owner/pushed@v1", "--from", sample, "--output", tmp_path / "again.png", "--force")
     for variables in ({}, {"endpoint": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
