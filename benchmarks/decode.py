@@ -35,7 +35,7 @@ from lantern_rt.cli.console import print_table
 from lantern_rt.engines.doctor import host_report
 from lantern_rt.engines.host import processor
 from lantern_rt.memory import weight_bytes
-from lantern_rt.runtime.engine import Cache, DeviceArray, Engine, HiddenView, Pass
+from lantern_rt.runtime.engine import Cache, DeviceArray, Engine, HiddenView, PassInput
 from lantern_rt.runtime.passes import committed_mask
 
 ROWS = 2  # one image with guidance
@@ -88,13 +88,13 @@ def pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dic
     rng = np.random.default_rng(0)
     hidden: DeviceArray | None = None
 
-    def chain(nodes: int, engine: Engine = engine, cache: Cache = cache) -> Pass:
+    def chain(nodes: int, engine: Engine = engine, cache: Cache = cache) -> PassInput:
         tokens = rng.integers(manifest.target.vocab_size, size=(rows, nodes))
         padding = np.zeros((rows, 0), bool)
         attention_mask, past_length = committed_mask(engine, cache, cache.lengths, nodes, padding)
         attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
         positions = np.minimum(cache.lengths[:, None] + np.arange(nodes), manifest.target.max_positions - 1)
-        batch = Pass(positions, attention_mask, tokens)
+        batch = PassInput(positions, attention_mask, tokens)
         if hidden is None:
             return batch
         row, node = np.indices((rows, nodes))

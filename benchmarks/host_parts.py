@@ -15,7 +15,7 @@ from lantern_rt.runtime.noise import Noise
 PARTS = (
     (GraphSession, "_call", "engine"),
     (DeviceEngine, "run", "inputs"),
-    (Batch, "_sample_together", "sampling"),
+    (Batch, "_sample_tokens", "sampling"),
     (Noise, "gumbel", "noise"),
 )
 

@@ -34,7 +34,7 @@ from lantern_rt.compare.prompts import read_bundle_prompts
 from lantern_rt.compare.turns import ComparedMethod, run
 from lantern_rt.engines.host import processor
 from lantern_rt.export.measures import divergence, same_top_token
-from lantern_rt.runtime.likelihood import sequence_logits
+from lantern_rt.runtime.likelihood import compute_sequence_logits
 from lantern_rt.runtime.statistics import Clock
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # recipes/ is not installed
@@ -152,7 +152,7 @@ def conditional_logits(pipeline: Pipeline, request: dict[str, Any], codes: Seque
     layout = prepared.plan.layout
     clock = Clock()
     prompts = zip(prepared.prompts(), codes, strict=True)
-    parts = (sequence_logits(model, layout, [prompt.cond], own[:-1], clock) for prompt, own in prompts)
+    parts = (compute_sequence_logits(model, layout, [prompt.cond], own[:-1], clock) for prompt, own in prompts)
     return np.concatenate([part[0] for image in parts for part in image])
 
 

@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from ..runtime.engine import Bools, Ints, Pass
+from ..runtime.engine import Bools, Ints, PassInput
 from .contracts import Array
 from .graph_writer import GraphWriter
 from .kv_cache import CacheRows, round_up
@@ -84,7 +84,7 @@ class CacheColumns(CacheRows):
         free: Ints = self.column_of[np.arange(len(entries))[:, None], np.minimum(entries, self.columns - 1)]
         return free
 
-    def encode(self, batch: Pass, padded: int) -> dict[str, Array]:
+    def encode(self, batch: PassInput, padded: int) -> dict[str, Array]:
         """Return a pass as the graph's tensors, without tokens and embeddings, and store its columns in `written`.
 
         Args:

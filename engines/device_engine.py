@@ -16,7 +16,7 @@ import numpy as np
 from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..methods import Sampling
 from ..runtime.device import DeviceLogits, SampleRequest
-from ..runtime.engine import Cache, Floats, HiddenView, Ints, Pass, PassOutput
+from ..runtime.engine import Cache, Floats, HiddenView, Ints, PassInput, PassOutput
 from .columns import CacheColumns, pad_nodes
 from .contracts import STORAGE_DTYPES, Array, Executable, Tensor
 from .decoder_tensors import checked_past_length, rows_dtype
@@ -77,7 +77,7 @@ class DeviceCache(CacheColumns):
         sources = [(previous.block, np.arange(num_rows)), (added.handle.block, np.arange(num_added))]
         self.pool.gather(sources, self.handle.block)
 
-    def discard(self) -> None:
+    def forbid_memory_reuse(self) -> None:
         """Keep the block from later caches, as it may contain NaN."""
         self.handle.block.reusable = False
 
@@ -181,7 +181,7 @@ class DeviceEngine(ABC):
         self.padded_node_count(device_cache, nodes)
         return device_cache.past_length()
 
-    def run(self, batch: Pass, cache: Cache) -> PassOutput:
+    def run(self, batch: PassInput, cache: Cache) -> PassOutput:
         """Queue a pass, which runs when its logits, hidden states or cache are first used."""
         device_cache = DeviceCache.require(cache)
         device_cache.finish()
@@ -196,7 +196,7 @@ class DeviceEngine(ABC):
             LogitRows(bound, "logits", handle), DeviceRows(bound, "hidden_states", handle), device_cache.written
         )
 
-    def _node_inputs(self, batch: Pass, nodes: int) -> dict[str, Any]:
+    def _node_inputs(self, batch: PassInput, nodes: int) -> dict[str, Any]:
         """Return token ids with embeddings or hidden states, padded to `nodes` nodes.
 
         Hidden states of a pass on the same device are not copied to the host.
@@ -223,7 +223,9 @@ class DeviceEngine(ABC):
         tokens = pad_nodes(batch.tokens, nodes, np.int32)
         return {"token_ids": tokens, "hidden": hidden, "hidden_ids": pad_nodes(ids, nodes, np.int32)}
 
-    def _bind(self, cache: DeviceCache, batch: Pass, feeds: Mapping[str, Any]) -> tuple[BoundPass, BlockHandle | None]:
+    def _bind(
+        self, cache: DeviceCache, batch: PassInput, feeds: Mapping[str, Any]
+    ) -> tuple[BoundPass, BlockHandle | None]:
         """Return a bound pass and the handle of its cache block; no handle (None) if it is bound for a single run."""
         rows, nodes, words = feeds["seen"].shape
         hidden = batch.hidden

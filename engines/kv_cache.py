@@ -164,7 +164,7 @@ class KVCache(CacheRows):
         self._gather([(self, slice(None)), (added, slice(None))], max(self.capacity, added.capacity))
         self.join(added)
 
-    def discard(self) -> None:
+    def forbid_memory_reuse(self) -> None:
         """Leave the memory to the system: no other cache reuses it."""
 
     def _gather(self, parts: Sequence[tuple[KVCache, Ints | slice]], capacity: int) -> None:

@@ -18,7 +18,8 @@ from .ort.providers import AUTO, DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Provid
 from .precisions import INT8, INTEGER_WEIGHTS, check_matmul_support
 from .trt.backend import open_tensorrt
 
-# `Model.rounding` of a CPU that computes in float32; the largest measured with the embedded model was 6.1e-5 nats.
+# `LoadedModel.rounding` of a CPU that computes in float32. The largest value measured with the embedded model was
+# 6.1e-5 nats.
 ROUNDING = 1e-4
 _UNLIMITED = 1 << 20
 
@@ -38,7 +39,7 @@ class Engines:
         backend: backend of target and drafter, such as `onnxruntime-cpu` or `tensorrt-rtx`; timings name it.
         image_backend: backend of the VQ decoder.
         on_cpu: whether the target runs in ONNX Runtime on the CPU.
-        rounding: bound on rounding, in nats, as in `Model.rounding`.
+        rounding: bound on rounding, in nats, as in `LoadedModel.rounding`.
         max_nodes: maximum number of draft nodes per batch row and forward pass.
         max_rows: maximum number of batch rows per forward pass.
         target: target engine.

@@ -20,13 +20,13 @@ from .engine import (
     Floats,
     HiddenView,
     Ints,
-    Pass,
+    PassInput,
     PassOutput,
     read_states,
     stack_hidden,
 )
 from .passes import MIN_NODES, committed_mask, stack_padding
-from .state import ImageSequence, Model
+from .state import ImageSequence, LoadedModel
 from .statistics import Clock
 
 MAX_SLOTS = 64  # maximum number of committed slots of a row in one drafter pass, without the prefix
@@ -65,7 +65,7 @@ class EagleSlots:
         sequences: sequences of the cache rows, in their order.
     """
 
-    def __init__(self, model: Model, draft_slots: int, clock: Clock) -> None:
+    def __init__(self, model: LoadedModel, draft_slots: int, clock: Clock) -> None:
         assert model.drafter is not None  # requests for EAGLE methods are rejected before this
         self.engine: Engine = model.drafter
         self.layout = model.layout
@@ -79,10 +79,10 @@ class EagleSlots:
         self._index_rows()
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Store tokens and hidden states of a target pass; `run_committed` runs them."""
+        """Store tokens and hidden states of a target pass; `run_pending_slots` runs them."""
         joining = [commit.sequence for commit in commits if commit.sequence not in self.sequences]
         if joining:
-            self._join(joining)
+            self._add_rows(joining)
         for commit in commits:
             sequence = commit.sequence
             pending = self._pending.get(sequence)
@@ -92,13 +92,13 @@ class EagleSlots:
             # A view keeps the whole output of its pass in memory, so only the latest states stay views.
             pending.hidden = [[read_states(states) for states in earlier] for earlier in pending.hidden]
             first = len(sequence.codes) - len(commit.tokens)
-            pending.tokens.append(sequence.raster.insert_tokens(commit.tokens, first))
+            pending.tokens.append(sequence.raster.insert_row_ends(commit.tokens, first))
             nodes_of_row = enumerate(commit.nodes, commit.rows.start)
             pending.hidden.append(
                 [HiddenView(commit.hidden, np.full(len(nodes), row), nodes) for row, nodes in nodes_of_row]
             )
 
-    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+    def remove(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the pending slots and cache rows of these sequences, and the rows that other sequences removed."""
         if not self.sequences:  # a sequence without a commit leaves
             return
@@ -110,7 +110,7 @@ class EagleSlots:
         if sum(map(len, rows_of.values())) == len(self.sequence_of_row):
             return
         if any(sequence.error is not None for sequence in sequences):
-            self.cache.discard()
+            self.cache.forbid_memory_reuse()
         if rows_of:
             self.cache.keep_rows(np.concatenate([*rows_of.values()]))
         else:
@@ -128,7 +128,7 @@ class EagleSlots:
         assert self._cache is not None
         return self._cache
 
-    def roots(self) -> Ints:
+    def root_tokens(self) -> Ints:
         """Return the last committed token of every sequence, int64 `[sequences]`."""
         return np.array([self._pending[sequence].tokens[-1][-1] for sequence in self.sequences], np.int64)
 
@@ -136,7 +136,7 @@ class EagleSlots:
         """Return the batch rows of each sequence."""
         return np.split(np.arange(len(self.sequence_of_row)), self.first_row[1:])
 
-    def run_committed(self) -> LevelOutput:
+    def run_pending_slots(self) -> LevelOutput:
         """Run the pending slots, append them to the cache, and return the last slot of each row as the root's level.
 
         Rows with more than `max_slots` slots besides the prefix take several passes, as after many preserved codes.
@@ -165,7 +165,7 @@ class EagleSlots:
         no_draft_slots = np.zeros((len(self.sequences), 1, 0), bool)
         return LevelOutput(no_draft_slots, output.logits, output.hidden, np.array(counts)[:, None] - 1)
 
-    def append_unsampled(self, level: LevelOutput, depth: int) -> LevelOutput:
+    def run_row_ends(self, level: LevelOutput, depth: int) -> LevelOutput:
         """Run the tokens that follow the codes at `depth` unsampled, as row ends do; return the output to draft from.
 
         The pass runs all sequences. Its output replaces that of `level` for the sequences with a token.
@@ -177,7 +177,7 @@ class EagleSlots:
         slots = level.nodes.shape[1]
         slot_indices = np.tile(np.arange(slots), (len(ends), 1))
         tokens = np.repeat([[token or 0] for token in following], slots, 1)
-        after = self.expand(tokens, slot_indices, depth, level, offset=1)
+        after = self.run_draft_tokens(tokens, slot_indices, depth, level, offset=1)
         if ends.all():
             return after
         level_of_row = [after if ends[sequence] else level for sequence in self.sequence_of_row]
@@ -189,7 +189,9 @@ class EagleSlots:
         attends_to = np.where(ends[:, None, None], after.attends_to, before)
         return LevelOutput(attends_to, logits, hidden, slot_indices[self.sequence_of_row])
 
-    def expand(self, tokens: Ints, parents: Ints, depth: int, level: LevelOutput, offset: int = 0) -> LevelOutput:
+    def run_draft_tokens(
+        self, tokens: Ints, parents: Ints, depth: int, level: LevelOutput, offset: int = 0
+    ) -> LevelOutput:
         """Run draft tokens below the slots of `level`, and append them to the cache.
 
         Args:
@@ -222,11 +224,11 @@ class EagleSlots:
         # Number of positions from the last code to the code `depth` further, with end-of-row tokens, [sequences]
         below = np.array([raster.position(root + depth) - raster.position(root) for raster, root in roots])
         positions = np.repeat((base + below[self.sequence_of_row] + offset - 1)[:, None], padded, 1)
-        output = self._run(codes, states, positions, attention_mask)
+        output = self._run_pass(codes, states, positions, attention_mask)
         self.clock.append(self.cache, output.new_kv, [np.arange(slots)] * rows)
         return LevelOutput(attends_to, output.logits, output.hidden, np.repeat(np.arange(slots)[None], rows, 0))
 
-    def _join(self, sequences: Sequence[ImageSequence]) -> None:
+    def _add_rows(self, sequences: Sequence[ImageSequence]) -> None:
         columns = max(
             sequence.cache_columns + sequence.layout.count_pass_nodes(self.draft_slots) for sequence in sequences
         )
@@ -243,7 +245,7 @@ class EagleSlots:
         num_rows = [len(sequence.rows) for sequence in self.sequences]
         self.sequence_of_row = np.repeat(np.arange(len(num_rows)), num_rows)  # [rows]
         self.first_row = np.searchsorted(self.sequence_of_row, np.arange(len(self.sequences)))  # [sequences]
-        padding = stack_padding([~row.real for sequence in self.sequences for row in sequence.rows])
+        padding = stack_padding([~row.is_real for sequence in self.sequences for row in sequence.rows])
         self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])
 
     def _pop_pending_slots(self) -> tuple[list[Ints], list[Floats | HiddenView]]:
@@ -274,10 +276,12 @@ class EagleSlots:
         for row in np.flatnonzero(lengths == 0).tolist():  # this pass runs the prefix of these rows
             attended = ~self.prefix_padding[row] | np.eye(slots, prefix, dtype=bool)
             attention_mask[row, :, past_length : past_length + prefix] &= attended[:, :slots]
-        output = self._run(padded, hidden, lengths[:, None] + np.arange(slots), attention_mask)
+        output = self._run_pass(padded, hidden, lengths[:, None] + np.arange(slots), attention_mask)
         self.clock.append(self.cache, output.new_kv, [np.arange(count) for count in counts])
         return output
 
-    def _run(self, tokens: Ints, hidden: Floats | HiddenView, positions: Ints, attention_mask: Bools) -> PassOutput:
-        batch = Pass(np.minimum(positions, self.last_position), attention_mask, tokens, hidden=hidden)
+    def _run_pass(
+        self, tokens: Ints, hidden: Floats | HiddenView, positions: Ints, attention_mask: Bools
+    ) -> PassOutput:
+        batch = PassInput(np.minimum(positions, self.last_position), attention_mask, tokens, hidden=hidden)
         return self.clock.run(self.engine, batch, self.cache)

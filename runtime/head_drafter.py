@@ -24,10 +24,10 @@ from ..methods import Drafted, Sampling, Sjd
 from .drafting import Commit
 from .engine import Floats, Ints
 from .heads import DraftHeads
-from .sampling import Probabilities, best_codes, shape_distribution, shape_logits
+from .sampling import Probabilities, best_codes, compute_distribution, process_logits
 from .state import ImageSequence
 from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal
-from .tree_drafts import TreeDrafter, chain
+from .tree_drafts import TreeDrafter, make_chain
 from .tree_names import parse_tree
 
 
@@ -63,15 +63,15 @@ class HeadDrafter(TreeDrafter):
                 trees.append(self._states[sequence].draft())
             except EngineError as error:
                 sequence.error = error
-                trees.append(chain(sequence.codes[-1:]))  # the sequence ends after the pass
+                trees.append(make_chain(sequence.codes[-1:]))  # the sequence ends after the pass
         return trees
 
-    def min_nodes(self, sequence: ImageSequence, images: int) -> int:
+    def min_nodes(self, sequence: ImageSequence, num_images: int) -> int:
         """Set the window for the images in the pass, and return the maximum number of nodes of the next draft."""
-        sequence.adapt_window(images)
+        sequence.adapt_window(num_images)
         return sequence.max_nodes
 
-    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+    def remove(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the state of these sequences."""
         for sequence in sequences:
             self._states.pop(sequence, None)
@@ -80,9 +80,9 @@ class HeadDrafter(TreeDrafter):
 class UnacceptedPosition(NamedTuple):
     """Output of the last target pass for a position without a committed code."""
 
-    previous: int  # draft token before the position
+    previous_code: int  # draft token before the position
     logits: Floats  # guided logits, `[vocab_size]`
-    gate: Floats  # output of `DraftHeads.gates`, `[rank]`
+    gate: Floats  # output of `DraftHeads.compute_gates`, `[rank]`
 
 
 class DraftHeadState:
@@ -96,7 +96,7 @@ class DraftHeadState:
     def __init__(self, sequence: ImageSequence, heads: DraftHeads) -> None:
         self.sequence = sequence
         self.heads = heads
-        # Output of `DraftHeads.context` for each cell, zeros if unknown, `[cells, 2, units]`.
+        # Output of `DraftHeads.compute_context` for each cell, zeros if unknown, `[cells, 2, units]`.
         self.context = np.zeros((sequence.layout.num_codes, 2, heads.left.shape[1]), np.float32)
         self.unaccepted: dict[int, UnacceptedPosition] = {}  # {position: output}
 
@@ -111,9 +111,9 @@ class DraftHeadState:
         codes = range(done - count, done + len(unaccepted))
         states = self.sequence.guidance.mix(commit.read_states(unaccepted), codes)  # [nodes, hidden_size]
         # state i gave code done - count + i; the states behind them gave codes that the draft did not get right
-        self.context[done - count : done] = self.heads.context(states[:count])
+        self.context[done - count : done] = self.heads.compute_context(states[:count])
         self.unaccepted = {}
-        for i, (node, gate) in enumerate(zip(unaccepted, self.heads.gates(states[count:]), strict=True)):
+        for i, (node, gate) in enumerate(zip(unaccepted, self.heads.compute_gates(states[count:]), strict=True)):
             assert commit.draft is not None
             self.unaccepted[done + i] = UnacceptedPosition(
                 int(commit.draft.tokens[node]), commit.target.guided_logits(node), gate
@@ -122,7 +122,7 @@ class DraftHeadState:
     def draft(self) -> DraftTree:
         """Return the next draft: a chain for `sjd`, and a tree for other methods."""
         method = self.sequence.method
-        max_depth = self.sequence.tokens_until_preserved() - 1  # the target samples one more token than it accepts
+        max_depth = self.sequence.count_until_preserved() - 1  # the target samples one more token than it accepts
         if isinstance(method, Sjd):
             return self._draft_chain(min(self.sequence.window, max_depth))
         assert isinstance(method, Drafted)
@@ -141,10 +141,10 @@ class DraftHeadState:
             previous: codes at the position before, int64 `[n]`.
         """
         if (unaccepted := self.unaccepted.get(position)) is None:
-            return self.heads.predict(previous, self.sequence.raster.code_above(position), self.context)
-        if len(previous) == 1 and previous[0] == unaccepted.previous:
+            return self.heads.predict_logits(previous, self.sequence.raster.code_above(position), self.context)
+        if len(previous) == 1 and previous[0] == unaccepted.previous_code:
             return unaccepted.logits[None]
-        return unaccepted.logits + self.heads.correction(unaccepted.gate, unaccepted.previous, previous)
+        return unaccepted.logits + self.heads.compute_correction(unaccepted.gate, unaccepted.previous_code, previous)
 
     def perturb_logits(self, position: int, logits: Floats, add_noise: bool = True) -> Floats:
         """Return shaped logits plus the Gumbel noise of a position.
@@ -154,7 +154,7 @@ class DraftHeadState:
             logits: guided logits `[n, vocab_size]`.
             add_noise: whether to add noise. Greedy decoding has none.
         """
-        values = shape_logits(logits, self.sequence.sampling)
+        values = process_logits(logits, self.sequence.sampling)
         if add_noise and not self.sequence.sampling.greedy:
             values = values + self.sequence.noise.gumbel(position, 1, values.shape[1])
         return values
@@ -186,16 +186,16 @@ class DraftHeadState:
         builder = DynamicTreeBuilder(self.sequence.codes[-1])
         first = len(self.sequence.codes)
         for position in range(first, first + min(shape.depth, max_depth)):
-            chosen = builder.best_of_last_level(shape.branch)
+            chosen = builder.choose_best_of_last_level(shape.branch)
             values = self.perturb_logits(position, self.logits(position, builder.tokens[chosen]), self.sequence.exact)
             builder.add_children(chosen, *best_codes(values, shape.branch))
         return builder.prune(shape.nodes)
 
 
 def _chain_proposal(levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
-    return shape_distribution(levels[node][0], sampling)
+    return compute_distribution(levels[node][0], sampling)
 
 
 def _tree_proposal(shape: StaticTree, levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
     depth = len(shape.paths[node - 1]) if node else 0
-    return shape_distribution(levels[depth][np.searchsorted(shape.levels[depth], node)], sampling)
+    return compute_distribution(levels[depth][np.searchsorted(shape.levels[depth], node)], sampling)

@@ -139,7 +139,7 @@ class DraftTree:
         """Depths, children and ancestor mask of the nodes; trees of one shape share the object."""
         if self._structure is None:
             order = None if self.leaf_order is None else tuple(self.leaf_order)
-            self._structure = _structure(self.parents.tobytes(), order)
+            self._structure = _build_structure(self.parents.tobytes(), order)
         return self._structure
 
     def path_to(self, node: int) -> list[int]:
@@ -162,7 +162,7 @@ class TreeStructure:
 
 
 @lru_cache(maxsize=64)
-def _structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> TreeStructure:
+def _build_structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> TreeStructure:
     parents = np.frombuffer(parents_bytes, np.int64).tolist()
     depths: list[int] = []
     children: list[list[int]] = [[] for _ in parents]
@@ -226,7 +226,7 @@ class StaticTreeBuilder:
         """
         leaf_order = self.shape.leaves if greedy else None
         tree = DraftTree(self.tokens, self.shape.parents, proposal, leaf_order)
-        return tree if self.sampled.all() else subtree(tree, np.flatnonzero(self.sampled))
+        return tree if self.sampled.all() else extract_subtree(tree, np.flatnonzero(self.sampled))
 
 
 class DynamicTreeBuilder:
@@ -258,17 +258,17 @@ class DynamicTreeBuilder:
         slots = np.repeat(np.arange(len(nodes)), branch)[possible]
         self.slot_of_parent = np.concatenate([self.slot_of_parent, slots])
 
-    def best_of_last_level(self, count: int) -> Ints:
+    def choose_best_of_last_level(self, count: int) -> Ints:
         """Return the `count` nodes of the last level with the most probable paths, best first."""
         return self.last_level_start + np.argsort(-self.scores[self.last_level_start :], kind="stable")[:count]
 
     def prune(self, count: int) -> DraftTree:
         """Return the tree of the root and the `count` - 1 nodes with the most probable paths, in node order."""
         best = np.argsort(-self.scores[1:], kind="stable")[: count - 1] + 1
-        return subtree(DraftTree(self.tokens, self.parents), np.concatenate([[0], np.sort(best)]))
+        return extract_subtree(DraftTree(self.tokens, self.parents), np.concatenate([[0], np.sort(best)]))
 
 
-def subtree(tree: DraftTree, nodes: Ints) -> DraftTree:
+def extract_subtree(tree: DraftTree, nodes: Ints) -> DraftTree:
     """Return the tree of some nodes, which include the parent of every node, in their order."""
     new_index = np.full(tree.nodes + 1, -1, np.int64)  # the last entry is the root's parent, -1
     new_index[nodes] = np.arange(len(nodes))

@@ -234,7 +234,7 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from family_readers import read_lumina
         from random_drafter import save_random_drafter
 
-        from lantern_rt.export.families.common_lumina import image_size
+        from lantern_rt.export.families.common_lumina import lumina_image_size
         from lantern_rt.export.writer import export_model
 
         target = DATA / "lumina-mgpt/model"
@@ -242,7 +242,7 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_random_drafter(drafter)
         model = read_lumina(target, DATA / "chameleon-vqgan", drafter=drafter, grid=6)
         names = json.loads((target / "config.json").read_text())["vocabulary_map"]
-        sizes = (*model.fields["sizes"], image_size(2, 2, names, 2))
+        sizes = (*model.fields["sizes"], lumina_image_size(2, 2, names, 2))
         return export_model(replace(model, fields={**model.fields, "sizes": sizes}), output)
 
     return _exported(tmp_path_factory, "lumina_bundle/tiny-lumina", export, ("tokenizers", "yaml"))
@@ -281,14 +281,14 @@ def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from family_readers import read_emu3
         from tokenizers import Tokenizer
 
-        from lantern_rt.export.families.common_emu3 import image_size
+        from lantern_rt.export.families.common_emu3 import emu3_image_size
         from lantern_rt.export.families.emu3 import prompt_layout
         from lantern_rt.export.writer import export_model
 
         target = DATA / "emu3/model"
         model = read_emu3(target, grid=4)
         library = Tokenizer.from_file(str(target / "tokenizer.json"))
-        sizes = [image_size(library, rows, columns, 2) for rows, columns in ((4, 4), (4, 5), (5, 3), (2, 12))]
+        sizes = [emu3_image_size(library, rows, columns, 2) for rows, columns in ((4, 4), (4, 5), (5, 3), (2, 12))]
         layout = prompt_layout(library, "low quality, blurry.")
         condition = model.fields["condition"].model_copy(update={"layout": layout})
         return export_model(replace(model, fields={**model.fields, "sizes": sizes, "condition": condition}), output)

@@ -276,7 +276,7 @@ class NoiseTable:
             _, group = key
             noise = needed[key]
             self.device.write_noise(self.value, index, noise.gumbel(group * GROUP_SIZE, GROUP_SIZE, self.size))
-            self._threads.submit(noise.prepare, group + 1, self.size)
+            self._threads.submit(noise.prepare_group, group + 1, self.size)
         ids = np.zeros((len(requests), nodes), np.int32)
         for row, request, request_places in zip(ids, requests, places, strict=True):
             if request.noise is not None:

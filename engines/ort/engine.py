@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ...bundle.manifest import DecoderSpec, DrafterSpec
-from ...runtime.engine import Cache, Floats, Pass, PassOutput
+from ...runtime.engine import Cache, Floats, PassInput, PassOutput
 from ..columns import padded_node_count
 from ..contracts import Array
 from ..decoder_tensors import checked_past_length, decoder_tensors, kv_dtype, node_inputs
@@ -61,7 +61,7 @@ class OrtEngine:
         """
         return CacheRows.require(cache).past_length()
 
-    def run(self, batch: Pass, cache: Cache) -> PassOutput:
+    def run(self, batch: PassInput, cache: Cache) -> PassOutput:
         """Run a pass and increment `cache.passes`."""
         kv_cache = KVCache.require(cache)
         feeds = node_inputs(batch, self._table, self._graph.dtypes)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...bundle.manifest import Precision
 from ...engines.host import processor
 from ...errors import CheckpointError, RequestError
-from ..checkpoints.deferred import computed
+from ..checkpoints.deferred import compute_tensor
 from .onnx_ops import MAX_INT8_ACTIVATION
 
 # `int8` and `int4` have a scale for each block along the inputs, and are dequantized; `columns` is int8 with a scale
@@ -183,7 +183,7 @@ def resolve_storage(name: str, weight: Tensor, planned: Storage, rule: Rule) -> 
 
 def iter_chunks(weight: Tensor, rows: int = 1) -> Iterator[Tensor]:
     """Yield a weight in float32 in chunks of a multiple of `rows` rows, never the whole in float32."""
-    weight = computed(weight)
+    weight = compute_tensor(weight)
     if weight.ndim == 0:
         yield weight.float()
         return
@@ -230,7 +230,7 @@ def fake_quantize(weight: Tensor, kind: Storage, matrix: bool, compute: Compute 
         matrix: whether it belongs to a linear layer; other weights are never integers.
         compute: type whose precision scales are rounded to.
     """
-    weight = computed(weight)
+    weight = compute_tensor(weight)
     if kind == "float32" or (kind in MAX_INTEGER and not matrix):
         return weight.float()
     result = weight.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

@@ -29,7 +29,7 @@ import null_cuda
 
 from lantern_rt import EngineError, Pipeline, open_bundle
 from lantern_rt.engines.ort import backend, device
-from lantern_rt.runtime.engine import Pass
+from lantern_rt.runtime.engine import PassInput
 
 PAST = 100
 
@@ -65,7 +65,7 @@ def chains(pipe: Pipeline) -> Callable[[], None]:
         mask = np.zeros((2, nodes, target.next_past_length(cache, nodes) + nodes), bool)
         mask[:, :, :start], mask[:, :, -nodes:] = True, np.tri(nodes, dtype=bool)
         tokens = np.zeros((2, nodes), np.int64)
-        cache.append(target.run(Pass(tokens, mask, tokens), cache).new_kv, [np.arange(kept)] * 2)
+        cache.append(target.run(PassInput(tokens, mask, tokens), cache).new_kv, [np.arange(kept)] * 2)
         cache.finish()  # nobody asks for what comes of it
         cache.truncate(np.full(2, length))
 

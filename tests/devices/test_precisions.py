@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lantern_rt import EngineError, Pipeline
-from lantern_rt.runtime.engine import Pass
+from lantern_rt.runtime.engine import PassInput
 
 pytest.importorskip("torch", reason="needs lantern-rt[export]")
 
@@ -29,7 +29,7 @@ def test_logits_are_the_cpus_up_to_what_float16_rounds(tmp_path: Path, provider:
             cache = engine.new_cache(2, 32)
             sees = np.zeros((2, nodes, engine.next_past_length(cache, nodes) + nodes), bool)
             sees[:, :, -nodes:] = np.tri(nodes)
-            output = engine.run(Pass(np.tile(np.arange(nodes), (2, 1)), sees, tokens), cache)
+            output = engine.run(PassInput(np.tile(np.arange(nodes), (2, 1)), sees, tokens), cache)
         except EngineError as error:
             if not any(known in error.problem for known in ("requires f16", "no module", "finds no device")):
                 raise

@@ -15,7 +15,7 @@ from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.providers import PROVIDERS
 from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.prepared import compute_prefixes
-from lantern_rt.runtime.engine import Pass
+from lantern_rt.runtime.engine import PassInput
 from lantern_rt.runtime.noise import GROUP_SIZE
 
 METHODS = [
@@ -100,7 +100,7 @@ def test_logits_and_hidden_states_are_the_cpus_up_to_rounding(pipe: Pipeline, on
         cache = engine.new_cache(2, 32)
         sees = np.zeros((2, 6, engine.next_past_length(cache, 6) + 6), bool)
         sees[:, :, -6:] = np.tri(6)
-        output = engine.run(Pass(np.tile(np.arange(6), (2, 1)), sees, embeds=embeds), cache)
+        output = engine.run(PassInput(np.tile(np.arange(6), (2, 1)), sees, embeds=embeds), cache)
         outputs.append((output.logits[:, :6], output.hidden[:, :6]))
     for found, expected in zip(*outputs, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-4)

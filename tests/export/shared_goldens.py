@@ -21,8 +21,8 @@ from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
 from lantern_rt.prepared import compute_prefixes, load_model
 from lantern_rt.runtime.groups import GroupLayout
-from lantern_rt.runtime.likelihood import sequence_logits
-from lantern_rt.runtime.sampling import shape_distribution, shape_logits
+from lantern_rt.runtime.likelihood import compute_sequence_logits
+from lantern_rt.runtime.sampling import compute_distribution, process_logits
 from lantern_rt.runtime.statistics import Clock
 
 SIDES = ("cond", "uncond")
@@ -90,7 +90,9 @@ def logits_of(pipe: Pipeline, ids: Any, **prompt: Any) -> NDArray[np.float32]:
     model = load_model(pipe.bundle, pipe.engines, [])
     (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
     layout = pipe.bundle.manifest.layout()
-    return np.concatenate([*sequence_logits(model, layout, [rows.cond, rows.uncond], np.array(ids), Clock())], 1)
+    return np.concatenate(
+        [*compute_sequence_logits(model, layout, [rows.cond, rows.uncond], np.array(ids), Clock())], 1
+    )
 
 
 def check_logits(
@@ -116,7 +118,7 @@ def choices(used: NDArray[np.float32], index: int, trace: dict[str, Any]) -> lis
     if not trace["sample"]:
         return used.argmax(1).tolist()
     sampling = Sampling(**{field: trace[field] for field in ("temperature", "top_k", "top_p")})
-    sums = shape_distribution(used, sampling).cumsum(1)
+    sums = compute_distribution(used, sampling).cumsum(1)
     return (sums / sums[:, -1:] <= np.array(trace["uniform"][index])[:, None]).sum(1).tolist()
 
 
@@ -136,7 +138,7 @@ def run_all(pipe: Pipeline, ids: Any, names: list[str], **prompt: Any) -> list[N
     mask = np.tile(np.tri(nodes, dtype=bool), (2, 1, 1))
     mask[:, prefix:, prefix:] = everything.ancestors
     for seen, row in zip(mask, (rows.cond, rows.uncond), strict=True):
-        seen[:, :prefix] &= row.real
+        seen[:, :prefix] &= row.is_real
     mask |= np.eye(nodes, dtype=bool)
     positions = np.array([*range(prefix), *(prefix + everything.positions)])
     feeds = {"input_embeds": embeds, "position_ids": np.tile(positions, (2, 1))}
@@ -217,7 +219,7 @@ class DecoderGolden:
         scores = arrays["tree_scores_topk20"]
         free = forced < 0
         assert not np.isfinite(np.delete(scores[free], np.r_[codes], 1)).any()  # nothing but codes
-        found = shape_logits(guided, Sampling(top_k=20))[free]
+        found = process_logits(guided, Sampling(top_k=20))[free]
         np.testing.assert_array_equal(np.isfinite(found), np.isfinite(scores[free][:, codes]))
         np.testing.assert_allclose(scored(found), scored(scores[free][:, codes]), rtol=0, atol=GUIDED)
         assert [np.flatnonzero(np.isfinite(row)).tolist() for row in scores[~free]] == [[family.row_end]] * sum(~free)

@@ -21,7 +21,7 @@ from shared_goldens import Family, RowEndDecoderGolden, log_softmax, mixed
 
 from lantern_rt import Pipeline
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.families import emu35
 from lantern_rt.export.model import Model
@@ -31,7 +31,7 @@ from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
 from lantern_rt.prompts import prepare_prompts
 from lantern_rt.runtime.raster import RowEndLayout
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.text.tokenizers import TemplateTokenizer, parse_tokenizer
 
 ARRAYS = golden("emu3.5")
@@ -81,7 +81,7 @@ def test_queries_and_keys_are_projected_normed_then_rotated() -> None:
     decoder: Any = read_small().graphs[0].module
     layer, rope = decoder.layers[0], decoder.rope
     normed = layer.attention_norm(torch.from_numpy(ARRAYS["cond_layer_hidden"][0, :12]))
-    joint = (normed @ computed(layer.attention.qkv.weight).float().T).view(12, 8, 16)
+    joint = (normed @ compute_tensor(layer.attention.qkv.weight).float().T).view(12, 8, 16)
     parts = {"q": (joint[:, :4], layer.attention.query_norm), "k": (joint[:, 4:6], layer.attention.key_norm)}
     for part, (heads, norm) in parts.items():
         close(heads.numpy(), ARRAYS[f"layer0_{part}"])
@@ -135,7 +135,7 @@ def test_greedy_images_alone_and_together_are_the_recorded_ones(bundle: Path) ->
 
 def test_sampled_codes_are_drawn_from_the_recorded_distributions(bundle: Path) -> None:
     sampling = Sampling(temperature=SAMPLE["image_temperature"], top_k=SAMPLE["image_top_k"])
-    found = shape_distribution(guided_codes(bundle, SAMPLE), sampling)
+    found = compute_distribution(guided_codes(bundle, SAMPLE), sampling)
     columns = SAMPLE["grid"][1]
     ids = np.array(image_ids(SAMPLE))
     is_code = ids >= CODES.start
@@ -153,7 +153,7 @@ def test_filters_give_the_recorded_probabilities_of_codes() -> None:
         ARRAYS["filter_params"], ARRAYS["filter_image_probs"], strict=True
     ):
         sampling = Sampling(top_k=int(top_k), top_p=float(top_p), temperature=float(temperature))
-        found = shape_distribution(ARRAYS["filter_logits"][:, CODES], sampling)
+        found = compute_distribution(ARRAYS["filter_logits"][:, CODES], sampling)
         rows = slice(4 if top_p == 1 else 3)  # which ties at the bound of top-p are kept depends on the sort
         np.testing.assert_allclose(found[rows], expected[rows], rtol=0, atol=1e-4)
 
@@ -242,7 +242,7 @@ def test_row_ends_are_where_the_published_program_forces_them(name: str) -> None
     rows, columns = map(int, name.split("x"))
     row_end = PROTOCOL["tokens"]["eol"]["official"]
     layout = RowEndLayout(rows * columns, columns, row_end=row_end)
-    ours = layout.insert_tokens(np.full(layout.num_codes, -1)).tolist()
+    ours = layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist()
     image = forced.tolist()[forced.tolist().index(PROTOCOL["tokens"]["img"]["official"]) + 1 :]
     assert [*ours, PROTOCOL["tokens"]["eoi"]["official"]] == image[: len(ours) + 1]
 

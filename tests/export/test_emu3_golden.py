@@ -17,7 +17,7 @@ from shared_goldens import SIDES, Family, RowEndDecoderGolden, log_softmax, mixe
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
-from lantern_rt.runtime.sampling import choose, shape_distribution
+from lantern_rt.runtime.sampling import choose_codes, compute_distribution
 
 CODES = slice(557, 653)  # the image tokens
 TRACES: list[dict[str, Any]] = json.loads((DATA / "emu3" / "traces.json").read_text())
@@ -51,16 +51,16 @@ def test_guiding_logits_gives_the_choices_and_probabilities_of_decode_guided_and
         plain = guide(logits[..., CODES], guidance)
         theirs = published[:, CODES]
         for sampling in (Sampling(temperature=0), Sampling(top_k=20), Sampling(top_k=20, temperature=0.7)):
-            np.testing.assert_array_equal(choose(plain, None, sampling), choose(theirs, None, sampling))
-            expected = shape_distribution(theirs, sampling)
-            np.testing.assert_allclose(shape_distribution(plain, sampling), expected, rtol=0, atol=1e-4)
+            np.testing.assert_array_equal(choose_codes(plain, None, sampling), choose_codes(theirs, None, sampling))
+            expected = compute_distribution(theirs, sampling)
+            np.testing.assert_allclose(compute_distribution(plain, sampling), expected, rtol=0, atol=1e-4)
 
 
 def test_filter_probs_inside_a_row_of_codes(family: Family) -> None:
     for (top_k, temperature), expected in zip(
         family.arrays["filter_params"], family.arrays["filter_probs"], strict=True
     ):
-        found = shape_distribution(
+        found = compute_distribution(
             family.arrays["filter_logits"][:, CODES], Sampling(top_k=int(top_k), temperature=float(temperature))
         )
         np.testing.assert_allclose(found, expected[:, CODES], rtol=0, atol=1e-4)

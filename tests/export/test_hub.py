@@ -24,7 +24,7 @@ from tiny_bundle import make_tiny_bundle
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.hub import parse_reference
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.hub import cached_origin, fetch
+from lantern_rt.export.checkpoints.hub import fetch, find_hub_origin
 
 pytest.importorskip("huggingface_hub")
 INDEX = {"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}
@@ -51,12 +51,12 @@ OWNED: dict[str, dict[str, bytes]] = {
 FETCH = """
 import json, sys
 from lantern_rt.errors import LanternError
-from lantern_rt.export.checkpoints.hub import cached_origin, fetch
+from lantern_rt.export.checkpoints.hub import find_hub_origin, fetch
 for place in sys.argv[1:]:
     try:
         path = fetch(place)
         files = sorted(path.iterdir() if path.is_dir() else [path])
-        print(json.dumps([str(path), [cached_origin(file) for file in files]]))
+        print(json.dumps([str(path), [find_hub_origin(file) for file in files]]))
     except LanternError as error:
         print(json.dumps([error.field, str(error)]))
 """
@@ -272,7 +272,7 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(revision: str) -> None:
 
 def test_a_plain_path_is_left_alone(tmp_path: Path) -> None:
     assert fetch(tmp_path / "x.pt") == tmp_path / "x.pt"
-    assert cached_origin(fetch("models/x.pt")) is None
+    assert find_hub_origin(fetch("models/x.pt")) is None
 
 
 # ---------------------------------------------------------------- bundles

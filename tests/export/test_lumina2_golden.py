@@ -25,7 +25,7 @@ from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
 from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.raster import RowEndLayout
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.text.tokenizers import load_tokenizer
 
 FOLDER = DATA / "lumina-mgpt-2"
@@ -86,7 +86,7 @@ def test_filter_probs_in_an_image_row_where_the_size_is_written_and_before_the_i
             ("text", text_k, slice(None)),
         ):
             sampling = Sampling(top_k=int(top_k), temperature=float(temperature))
-            found = shape_distribution(logits[:, part], sampling)
+            found = compute_distribution(logits[:, part], sampling)
             np.testing.assert_allclose(found, ARRAYS[f"filter_{name}_probs"][i][:, part], rtol=0, atol=1e-4)
         assert ARRAYS["filter_image_probs"][i][:, CODES].sum(1) == pytest.approx(1, abs=1e-5)
 
@@ -109,14 +109,14 @@ def test_texts_of_all_kinds_become_the_published_ids(lumina2_bundle: Path, case:
 
 
 def test_codes_begin_at_the_published_token_in_a_vocabulary_of_published_size(tmp_path: Path) -> None:
-    def widen(weights: dict[str, torch.Tensor]) -> None:
+    def to_float32(weights: dict[str, torch.Tensor]) -> None:
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             old = weights[name]
             weights[name] = torch.zeros(171392, old.shape[1], dtype=old.dtype)
             weights[name][: CODES.start] = old[: CODES.start]
             weights[name][155000 : 155000 + CODES.stop - CODES.start] = old[CODES]
 
-    folders = (FOLDER / "model", copied(FOLDER / "model", tmp_path / "model", widen, vocab_size=171392))
+    folders = (FOLDER / "model", copied(FOLDER / "model", tmp_path / "model", to_float32, vocab_size=171392))
     small, large = (read_lumina2(folder, FOLDER / "movqgan/270M", grid=8) for folder in folders)
     assert torch.equal(small.code_embeddings, large.code_embeddings)
     heads = [model.graphs[0].module.head.weight for model in (small, large)]
@@ -152,7 +152,7 @@ def test_rows_end_where_the_published_constraint_ends_them(shape: tuple[int, int
     official = ARRAYS[f"official_forced_{high}x{wide}"].tolist()
     row_end, end_of_image = (PROTOCOL["tokens"][name]["official"] for name in ("<reserved08799>", "<eoss>"))
     ours = RowEndLayout(16 * high * wide, 4 * wide, row_end=row_end)
-    assert [*ours.insert_tokens(np.full(ours.num_codes, -1)).tolist(), row_end, end_of_image] == official
+    assert [*ours.insert_row_ends(np.full(ours.num_codes, -1)).tolist(), row_end, end_of_image] == official
 
 
 def test_codes_become_every_recorded_value_of_the_decoder_and_the_image(lumina2_bundle: Path) -> None:

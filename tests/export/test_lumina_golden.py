@@ -12,7 +12,7 @@ from goldens import DATA, GUIDED, Sides, close, golden
 from shared_goldens import Family, RowEndDecoderGolden, mixed
 
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.sampling import compute_distribution
 
 TRACES: list[dict[str, Any]] = json.loads((DATA / "lumina-mgpt" / "traces.json").read_text())
 
@@ -35,7 +35,7 @@ def test_filter_probs_of_codes_and_of_text(family: Family) -> None:
         ):
             sampling = Sampling(top_k=int(top_k), temperature=float(temperature))
             expected = wanted[:, family.codes] if part is not logits else wanted
-            np.testing.assert_allclose(shape_distribution(part, sampling), expected, rtol=0, atol=1e-4)
+            np.testing.assert_allclose(compute_distribution(part, sampling), expected, rtol=0, atol=1e-4)
         assert family.arrays["filter_image_probs"][i].sum(1) == pytest.approx(1, abs=1e-5)
 
 

@@ -21,7 +21,7 @@ from lantern_rt.export.families.par import parallel_order
 from lantern_rt.export.registry import read_family
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.sampling import compute_distribution
 
 TRACES: list[dict[str, Any]] = json.loads((DATA / "par" / "traces.json").read_text())
 # Where guidance stops for the first block and comes back, no request asks for it; such runs are compared by logits.
@@ -80,7 +80,9 @@ def test_what_every_position_reads_sees_and_turns_by_is_recorded(
     cells = grid**2
     everything = order.lay_out(range(1, len(order.groups)), np.arange(cells))
     fed = arrays[f"{model}_g{grid}_fed"]
-    numbers = np.where(everything.positions == cells, order.first_vector - 2 - everything.tokens, everything.tokens)
+    numbers = np.where(
+        everything.positions == cells, order.first_vector_token - 2 - everything.tokens, everything.tokens
+    )
     np.testing.assert_array_equal(numbers, fed[1:])
     np.testing.assert_array_equal(everything.ancestors, arrays[f"{model}_g{grid}_mask"][1:, 1:])
     assert (arrays[f"{model}_g{grid}_mask"][:, 0] == 1).all()
@@ -155,7 +157,7 @@ def test_greedy_images_are_the_recorded_ones_alone_and_together(
 def test_filtered_probabilities_are_the_published_ones(arrays: Arrays) -> None:
     for (temperature, top_k, top_p), expected in zip(arrays["filter_params"], arrays["filter_probs"], strict=True):
         sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
-        found = shape_distribution(arrays["filter_logits"], sampling)
+        found = compute_distribution(arrays["filter_logits"], sampling)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from lantern_rt.errors import LanternError
-from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.families.simplear import image_sizes
 
@@ -90,10 +90,13 @@ def test_a_head_of_its_own_and_an_image_tokenizer_of_safetensors_are_read(tmp_pa
     tied = read_simplear(SIMPLEAR, COSMOS, grid=4)
     other = read_simplear(untied, tmp_path, grid=4)
     ours, theirs = (model.graphs[0].module.state_dict()["head.weight"] for model in (tied, other))
-    assert torch.equal(computed(ours) + 1, computed(theirs))
+    assert torch.equal(compute_tensor(ours) + 1, compute_tensor(theirs))
     for graph, same in zip(tied.graphs[1:], other.graphs[1:], strict=True):
         weights = same.module.state_dict()
-        assert all(torch.equal(computed(weights[name]), computed(w)) for name, w in graph.module.state_dict().items())
+        assert all(
+            torch.equal(compute_tensor(weights[name]), compute_tensor(w))
+            for name, w in graph.module.state_dict().items()
+        )
     assert tied.fields["sampling"].repetition_penalty == 1.1  # of generation_config.json
 
 

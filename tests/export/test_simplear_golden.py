@@ -24,7 +24,7 @@ from lantern_rt.export.models.fsq import code_vectors, nearest_codes
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
 from lantern_rt.prompts import prepare_prompts
-from lantern_rt.runtime.sampling import apply_repetition_penalty, shape_distribution
+from lantern_rt.runtime.sampling import apply_repetition_penalty, compute_distribution
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
 FOLDER = DATA / "simplear"
@@ -52,7 +52,7 @@ def over_codes(scores: NDArray[np.float32]) -> NDArray[np.float32]:
 def test_filter_probs_of_the_whole_vocabulary() -> None:
     for (temperature, top_k, top_p), expected in zip(G["filter_params"], G["filter_probs"], strict=True):
         sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
-        found = shape_distribution(G["filter_logits"], sampling)
+        found = compute_distribution(G["filter_logits"], sampling)
         if top_p < 1:  # of codes that tie with the last one kept, the published program drops any, and here stay all
             dropped = (expected[-1] == 0) & (found[-1] > 0)
             assert (found[-1][dropped] == found[-1][found[-1] > 0].min()).all()
@@ -88,7 +88,7 @@ def test_scores_generated_ids_and_sample_probs_of_every_run(simplear_bundle: Pat
         probabilities = G[f"{name}_probs"][:, CODES]
         alone = probabilities.sum(1) > 1 - 1e-5  # where the filters left no text
         assert alone.sum() == 16
-        shaped = shape_distribution(found, Sampling(**trace["sample"]))
+        shaped = compute_distribution(found, Sampling(**trace["sample"]))
         np.testing.assert_allclose(shaped[alone], probabilities[alone], atol=1e-4)
         ends = shaped.cumsum(1)
         uniform = np.array(trace["uniform"])[:, None]

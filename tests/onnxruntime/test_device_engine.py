@@ -31,7 +31,7 @@ from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.device import SampleRequest
-from lantern_rt.runtime.engine import Floats, HiddenView, Pass
+from lantern_rt.runtime.engine import Floats, HiddenView, PassInput
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.passes import Prefixes, committed_mask
 from lantern_rt.runtime.state import PrefixRow
@@ -59,19 +59,19 @@ def drafter(small: SmallModel, target: OrtDeviceEngine) -> OrtDeviceEngine:
     return OrtDeviceEngine(small.folder / "drafter.onnx", small.drafter_spec, None, ONE, target.device)
 
 
-def causal(engine: OrtDeviceEngine, cache: DeviceCache, tokens: Any, hidden: Any = None) -> Pass:
+def causal(engine: OrtDeviceEngine, cache: DeviceCache, tokens: Any, hidden: Any = None) -> PassInput:
     nodes = np.array(tokens)
     mask, past_length = committed_mask(engine, cache, cache.lengths, nodes.shape[1], NO_PADDING)
     mask[:, :, past_length:] = np.tri(nodes.shape[1], dtype=bool)
     positions = np.minimum(cache.lengths[:, None] + np.arange(nodes.shape[1]), SMALL.positions - 1)
-    return Pass(positions, mask, nodes, hidden=hidden)
+    return PassInput(positions, mask, nodes, hidden=hidden)
 
 
 def holding(engine: OrtDeviceEngine, first: int, codes: list[list[int]], capacity: int) -> DeviceCache:
     """A cache whose rows hold prefixes `first` and on, and then these codes."""
     cache = engine.new_cache(len(codes), capacity)
     prefixes = Prefixes([PrefixRow(row, np.ones(SMALL.prefix, bool)) for row in PREFIX[first : first + len(codes)]])
-    output = engine.run(prefixes.prefill_pass(engine, cache), cache)
+    output = engine.run(prefixes.build_prefill(engine, cache), cache)
     cache.append(output.new_kv, [np.arange(SMALL.prefix)] * len(codes))
     longest = max(map(len, codes))
     for start in range(0, longest, 8):
@@ -225,7 +225,7 @@ def test_memory_that_was_given_back_last_is_kept_for_the_next_cache() -> None:
 def test_memory_that_held_nan_is_not_used_again(target: OrtDeviceEngine) -> None:
     expected = after(target, holding(target, 0, [[0, 1], [1]], 40), [2, 3])
     cache = holding(target, 0, [[0, 1], [1]], 40)
-    cache.discard()
+    cache.forbid_memory_reuse()
     discarded = cache.handle.block
     for value in discarded.values:
         value.update_inplace(np.full(value.shape(), np.nan, np.float32))
@@ -264,9 +264,9 @@ def test_a_pass_that_lacks_what_its_decoder_reads_is_refused(target: OrtDeviceEn
         mask = np.zeros((1, 2, 64 + 2), bool)
         tokens = None if engine is target else np.zeros((1, 2), np.int64)
         with pytest.raises(ValueError, match=message):
-            engine.run(Pass(np.zeros((1, 2), np.int64), mask, tokens), cache)
+            engine.run(PassInput(np.zeros((1, 2), np.int64), mask, tokens), cache)
         with pytest.raises(ValueError, match="a pass over 4 past columns, expected 64"):
-            engine.run(Pass(np.zeros((1, 2), np.int64), mask[:, :, :6], tokens), cache)
+            engine.run(PassInput(np.zeros((1, 2), np.int64), mask[:, :, :6], tokens), cache)
 
 
 def opened(path: Path, spec: Any, table: Floats | None) -> OrtDeviceEngine:

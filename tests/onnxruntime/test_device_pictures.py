@@ -68,8 +68,8 @@ def drawn(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> list[Im
     """Requests that were drawn together."""
     requests = requests_of(pipe, picked, options)
     batch = Batch(load_model(pipe.bundle, pipe.engines, [one.method for one in requests]))
-    batch.join(requests)
-    while batch.active:
+    batch.add(requests)
+    while batch.active_sequences:
         batch.step()
     return requests
 

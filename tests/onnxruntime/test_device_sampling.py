@@ -18,7 +18,7 @@ from lantern_rt.methods import Sampling
 from lantern_rt.runtime.device import SampleRequest
 from lantern_rt.runtime.engine import Floats, Ints
 from lantern_rt.runtime.noise import GROUP_SIZE, Noise
-from lantern_rt.runtime.sampling import best_codes, shape_logits
+from lantern_rt.runtime.sampling import best_codes, process_logits
 
 VOCABULARY = 200
 FILTERS: list[dict[str, Any]] = [
@@ -73,7 +73,7 @@ class UploadedNoise(Noise):
 
 def on_host(logits: Floats, asked: SampleRequest, most: int) -> tuple[Ints, Floats]:
     rows = np.arange(asked.rows.start, asked.rows.stop)[:, None]
-    values = shape_logits(guide(logits[rows, asked.nodes], asked.sampling), asked.sampling)
+    values = process_logits(guide(logits[rows, asked.nodes], asked.sampling), asked.sampling)
     if asked.noise is not None:
         noise = [asked.noise.gumbel(int(position), 1, VOCABULARY)[0] for position in asked.positions]
         values = values + np.stack(noise)
@@ -179,8 +179,8 @@ def test_threads_make_the_noise_of_the_next_positions_while_the_device_samples()
     prepared: Queue[tuple[int, int]] = Queue()
 
     class Noted(UploadedNoise):
-        def prepare(self, group: int, size: int) -> None:
-            super().prepare(group, size)
+        def prepare_group(self, group: int, size: int) -> None:
+            super().prepare_group(group, size)
             prepared.put((self.seed, group))
 
     rows = on(Device("cpu"), logits_of())

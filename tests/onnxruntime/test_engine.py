@@ -21,7 +21,7 @@ from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.errors import BundleError, EngineError
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.models.eagle import drafter_graph
-from lantern_rt.runtime.engine import Pass
+from lantern_rt.runtime.engine import PassInput
 
 
 @pytest.fixture(scope="session")
@@ -155,7 +155,7 @@ def test_the_span_is_a_multiple_of_64_and_never_0(tiny: Rig) -> None:
 
 def test_a_wrong_span_or_too_many_entries_are_caught_before_the_graph(tiny: Rig) -> None:
     cache = tiny.prefilled(1, capacity=5)
-    bad = Pass(
+    bad = PassInput(
         positions=np.zeros((1, 2), np.int64), attention_mask=np.ones((1, 2, 6), bool), tokens=np.zeros((1, 2), int)
     )
     with pytest.raises(ValueError, match="a pass over 4 past columns, expected 64"):
@@ -245,7 +245,7 @@ def test_a_drafter_reads_tokens_and_hidden_states(tmp_path: Path) -> None:
         attention_mask[:, :, past_length:] = np.tril(np.ones((3, 3), bool))
         part = slice(start, start + 3)
         positions = np.tile(np.arange(start, start + 3), (2, 1))
-        output = engine.run(Pass(positions, attention_mask, tokens=ids[:, part], hidden=hidden[:, part]), cache)
+        output = engine.run(PassInput(positions, attention_mask, tokens=ids[:, part], hidden=hidden[:, part]), cache)
         cache.append(output.new_kv, [np.arange(3)] * 2)
         logits.append(output.logits)
     with torch.no_grad():
@@ -254,7 +254,7 @@ def test_a_drafter_reads_tokens_and_hidden_states(tmp_path: Path) -> None:
         full, _ = module.run_layers(x, torch.arange(6).expand(2, -1), causal, ())
         close(np.concatenate(logits, 1), module.head(full).numpy())
     with pytest.raises(ValueError, match="a drafter reads `tokens` and `hidden`"):
-        engine.run(Pass(positions, attention_mask, tokens=ids[:, part]), cache)
+        engine.run(PassInput(positions, attention_mask, tokens=ids[:, part]), cache)
 
 
 def test_one_engine_serves_several_threads_each_with_its_own_cache_and_counts(tiny: Rig) -> None:
@@ -336,7 +336,7 @@ def test_a_longer_prefix_beside_it_does_not_change_a_bit_of_a_short_one(wide: Ri
         attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
         attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
         positions = np.broadcast_to(np.arange(nodes), (rows, nodes))
-        output = wide.engine.run(Pass(positions=positions, attention_mask=attention_mask, embeds=embeds), cache)
+        output = wide.engine.run(PassInput(positions=positions, attention_mask=attention_mask, embeds=embeds), cache)
         return [output.logits[0, :length], output.hidden[0, :length], *(new[:length, 0] for new in output.new_kv)]
 
     alone = prefill(2, length)

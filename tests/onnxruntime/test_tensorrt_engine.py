@@ -20,7 +20,7 @@ from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.cache_pool import CachePool
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.errors import EngineError
-from lantern_rt.runtime.engine import Pass
+from lantern_rt.runtime.engine import PassInput
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ class Twin:
         """A pass over so many nodes, some of which are accepted."""
         rows = len(accepted_indices)
         new_kv = self.rng.standard_normal((TENSORS, nodes, rows, HEADS, WIDTH), np.float32)
-        batch = Pass(np.zeros((rows, nodes), np.int64), np.zeros((rows, nodes, 64 + nodes), bool))
+        batch = PassInput(np.zeros((rows, nodes), np.int64), np.zeros((rows, nodes, 64 + nodes), bool))
         write = self.cache.encode(batch, nodes)["write"]
         held = self.held().copy()
         for row, start in enumerate(write.tolist()):
@@ -171,7 +171,7 @@ def test_nodes_added_to_a_pass_see_the_first_column_and_nobody_sees_them() -> No
     mask[0, :, :20] = True
     mask[1, :, :3] = True
     mask[:, :, 64:] = np.tri(3, dtype=bool)
-    encoded = cache.encode(Pass(np.full((2, 3), 5), mask), 8)
+    encoded = cache.encode(PassInput(np.full((2, 3), 5), mask), 8)
     bits = np.unpackbits(encoded["seen"].astype("<u2").view(np.uint8), axis=-1, bitorder="little")
     assert bits.shape == (2, 8, 64)
     assert bits[:, 3:, 0].all()

@@ -20,7 +20,7 @@ from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.executable import TensorRTExecutable
 from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig, decoder_fields
-from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.engine import PassInput, PassOutput
 
 ONE = 1
 PROFILES = (
@@ -104,7 +104,9 @@ class Rig:
         attention_mask[:, :, :past_length] = (np.arange(past_length) < cache.lengths[:, None])[:, None]
         attention_mask[:, :, past_length:] = among
         embeds = self.prefix[:rows] if tokens is None else None
-        return engine.run(Pass(positions=positions, attention_mask=attention_mask, tokens=tokens, embeds=embeds), cache)
+        return engine.run(
+            PassInput(positions=positions, attention_mask=attention_mask, tokens=tokens, embeds=embeds), cache
+        )
 
     def extend(self, cache: Any, codes: list[list[int]], engine: Any = None) -> None:
         """Append each row's codes, two nodes a pass, the shorter rows padded with a node they drop."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lantern_rt.engines.columns import WORD, CacheColumns, padded_node_count
-from lantern_rt.runtime.engine import Bools, Pass
+from lantern_rt.runtime.engine import Bools, PassInput
 
 MAX_NODES = 20  # of a pass
 
@@ -42,7 +42,7 @@ class CacheModel:
         mask = np.zeros((rows, nodes, past_length + nodes), bool)
         mask[:, :, : on_past.shape[2]] = on_past
         mask[:, :, past_length:] = among
-        feeds = cache.encode(Pass(np.tile(np.arange(nodes), (rows, 1)), mask), padded_node_count(nodes))
+        feeds = cache.encode(PassInput(np.tile(np.arange(nodes), (rows, 1)), mask), padded_node_count(nodes))
         new = self.next_number + np.arange(rows * nodes).reshape(rows, nodes)
         self.next_number += rows * nodes
         assert (np.sort(cache.column_of) == np.arange(cache.columns)).all(), (
@@ -159,7 +159,7 @@ def test_a_nearly_full_row_shares_passes_with_rows_of_many_nodes() -> None:
     mask = np.zeros((2, 16, 128 + 16), bool)
     mask[0, :, :120] = True
     mask[:, :, 128:] = np.eye(16, dtype=bool)
-    feeds = cache.encode(Pass(np.zeros((2, 16), np.int64), mask), 16)
+    feeds = cache.encode(PassInput(np.zeros((2, 16), np.int64), mask), 16)
     assert feeds["write"][0, :, 0, 1].tolist() == [*range(120, 127), *[127] * 9]
     assert feeds["write"][1, :, 0, 1].tolist() == [*range(16)]
     with pytest.raises(ValueError, match="a padding node cannot be accepted"):

@@ -92,7 +92,7 @@ def test_every_caller_gets_the_images_that_the_pipeline_gives_alone(pipe: Pipeli
 def test_requests_share_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     active: list[int] = []
     step = Batch.step
-    monkeypatch.setattr(Batch, "step", lambda own: (active.append(len(own.active)), step(own))[1])
+    monkeypatch.setattr(Batch, "step", lambda own: (active.append(len(own.active_sequences)), step(own))[1])
     with Service(pipe, together=4) as service:
         callers = [Caller(lambda: len(tickets) < 6) for _ in range(6)]
         tickets: list[ServiceRequest] = []
@@ -193,12 +193,12 @@ def test_a_failed_pass_ends_its_requests_and_later_ones_are_served(
 
 
 def test_whatever_fails_the_service_goes_on(pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    for where, name in ((prepared, "compute_prefixes"), (Batch, "join"), (Batch, "leave")):
+    for where, name in ((prepared, "compute_prefixes"), (Batch, "add"), (Batch, "remove")):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
             caller = Caller()
             ticket = service.submit(caller, "red cube", method="ar")
-            if name == "leave":
+            if name == "remove":
                 ticket.cancel()
                 time.sleep(0.1)
             else:
@@ -331,7 +331,9 @@ def test_beside_a_greedy_caller_others_have_their_places_and_small_passes_and_al
     def noted(own: Batch) -> Any:
         parts = step(own)
         tickets = [vars(service)["_requests"][part.sequence] for part in parts]
-        passes.append((Counter(one.caller for one in tickets), max((one.max_nodes for one in own.active), default=0)))
+        passes.append(
+            (Counter(one.caller for one in tickets), max((one.max_nodes for one in own.active_sequences), default=0))
+        )
         return parts
 
     wide = ["sjd:window=40", "lantern++:lambda=2:tree=mc-25", "rows:window=2", "eagle:tree=mc-25"]

@@ -24,11 +24,11 @@ from lantern_rt.runtime import decode as decoding
 from lantern_rt.runtime import likelihood as likelihoods
 from lantern_rt.runtime.decode import Step
 from lantern_rt.runtime.drafters import count_nodes
-from lantern_rt.runtime.engine import HiddenView, Pass, PassOutput
+from lantern_rt.runtime.engine import HiddenView, PassInput, PassOutput
 from lantern_rt.runtime.layout import ImageLayout, PassLayout
 from lantern_rt.runtime.likelihood import Likelihood
 from lantern_rt.runtime.raster import RasterLayout, RowEndLayout
-from lantern_rt.runtime.state import DrafterLayout, ImageSequence, Model, Plan, PrefixRow, Prompt
+from lantern_rt.runtime.state import DecodePlan, DrafterLayout, ImageSequence, LoadedModel, PrefixRow, Prompt
 from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import TreeStructure
 
@@ -162,7 +162,7 @@ class ToyCache:
         message = "a committed token did not attend to the token before it"
         assert (contexts[rows, columns] == expected_contexts).all(), message
 
-    def discard(self) -> None:
+    def forbid_memory_reuse(self) -> None:
         pass
 
     def truncate(self, lengths: NDArray[np.int64]) -> None:
@@ -219,7 +219,7 @@ class ToyEngine:
         longest = int(cache.lengths.max())
         return min(-(-longest // self.round_span) * self.round_span, cache.entries.hashes.shape[1])
 
-    def _sums(self, batch: Pass, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
+    def _sums(self, batch: PassInput, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
         """Check the inputs of a pass, and compute its context hashes.
 
         Returns:
@@ -275,7 +275,7 @@ class ToyTarget(ToyEngine):
     def logits(self, context: Hashes) -> NDArray[np.float32]:
         return table_logits(context, self.vocabulary, self.seed, self.spread)
 
-    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         assert batch.hidden is None
         if batch.embeds is not None:
             assert batch.tokens is None
@@ -308,7 +308,7 @@ class AnyOrder(ToyTarget):
 
     contiguous = False
 
-    def _sums(self, batch: Pass, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
+    def _sums(self, batch: PassInput, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
         context, is_right = super()._sums(batch, cache, new_hashes)
         return context, np.ones_like(is_right)
 
@@ -334,7 +334,7 @@ class ToyDrafter(ToyEngine):
             np.float32
         )
 
-    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         assert batch.tokens is not None
         assert batch.hidden is not None
         assert batch.embeds is None
@@ -367,7 +367,7 @@ class ToyDrafter(ToyEngine):
         return PassOutput(logits, hidden, Entries(hashes, batch.positions, context, origin, masked, ~is_right))
 
     def _sums_with_prefix(
-        self, batch: Pass, cache: ToyCache, new: Hashes, padding: NDArray[np.bool_]
+        self, batch: PassInput, cache: ToyCache, new: Hashes, padding: NDArray[np.bool_]
     ) -> tuple[Hashes, NDArray[np.bool_]]:
         """Compute context hashes as `_sums` does, and check that padded prefix slots of the same pass are masked."""
         context, is_right = self._sums(batch, cache, new)
@@ -379,7 +379,7 @@ class ToyDrafter(ToyEngine):
 
 
 @dataclass(frozen=True)
-class ToyModel(Model):
+class ToyModel(LoadedModel):
     """A toy model and the layout of its images."""
 
     image: ImageLayout = field(default_factory=lambda: RasterLayout(4))
@@ -403,7 +403,7 @@ def raster_layout(codes: int, columns: int = 1, row_end: int | None = None) -> R
     return RasterLayout(codes, columns) if row_end is None else RowEndLayout(codes, columns, row_end=row_end)
 
 
-def plan_of(layout: ImageLayout, sampling: Sampling, method: MethodConfig, adaptive: bool = False) -> Plan:
+def plan_of(layout: ImageLayout, sampling: Sampling, method: MethodConfig, adaptive: bool = False) -> DecodePlan:
     """Return the plan by which images of a layout are generated.
 
     Args:
@@ -412,7 +412,7 @@ def plan_of(layout: ImageLayout, sampling: Sampling, method: MethodConfig, adapt
         method: decoding method.
         adaptive: whether windows narrow as more images share a pass.
     """
-    return Plan(layout, sampling, method, count_nodes(method), adaptive)
+    return DecodePlan(layout, sampling, method, count_nodes(method), adaptive)
 
 
 def decode(
@@ -435,21 +435,21 @@ def decode(
         adaptive: whether windows narrow as more images share a pass.
         **options: other parameters of `lantern_rt.runtime.decode.decode`.
     """
-    plan = Plan(model.image, sampling, method, count_nodes(method, model.max_nodes), adaptive)
+    plan = DecodePlan(model.image, sampling, method, count_nodes(method, model.max_nodes), adaptive)
     return decoding.decode(model, plan, prompts, seeds, **options)
 
 
 def likelihood(model: ToyModel, prompt: Prompt, codes: Any, sampling: Sampling, counted: Any = None) -> Likelihood:
-    """Return the likelihood of an image of the model's layout.
+    """Return the compute_likelihood of an image of the model's layout.
 
     Args:
         model: toy model.
         prompt: prompt of the image.
         codes: tokens of the image.
         sampling: sampling settings.
-        counted: true at the tokens whose likelihood counts; None counts all.
+        counted: true at the tokens whose compute_likelihood counts; None counts all.
     """
-    return likelihoods.likelihood(model, plan_of(model.image, sampling, Ar()), prompt, codes, counted)
+    return likelihoods.compute_likelihood(model, plan_of(model.image, sampling, Ar()), prompt, codes, counted)
 
 
 def make_prompt(identity: int, prefix: int = 3, padding: int = 0) -> Prompt:
@@ -521,7 +521,7 @@ class ToyNodes:
     """Nodes of a draft, without preceding tokens."""
 
     structure: TreeStructure
-    cells: Sequence[int]
+    next_codes: Sequence[int]
 
     def preceding_codes(self, node: int) -> NDArray[np.int64]:
         return np.empty(0, np.int64)
@@ -530,7 +530,7 @@ class ToyNodes:
 def output_of(
     logits: NDArray[Any],
     structure: TreeStructure,
-    cells: Sequence[int],
+    next_codes: Sequence[int],
     layout: PassLayout | None = None,
     rows: slice = slice(None),
     seed: int = 0,
@@ -548,7 +548,7 @@ def output_of(
     sequence = ImageSequence(0, plan_of(RasterLayout(1), Sampling(), Ar()), make_prompt(0), seed)
     depths = structure.depths
     layout = layout or PassLayout(depths, depths, structure.ancestors)
-    return TargetOutput(sequence, ToyNodes(structure, cells), layout, logits, rows)
+    return TargetOutput(sequence, ToyNodes(structure, next_codes), layout, logits, rows)
 
 
 def codes_of(steps: Iterable[Step], images: int) -> list[list[int]]:
@@ -561,7 +561,7 @@ def codes_of(steps: Iterable[Step], images: int) -> list[list[int]]:
 
 
 def naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
-    """Apply temperature, top-k and top-p in the plainest way, as a second opinion on `shape_distribution`."""
+    """Apply temperature, top-k and top-p in the plainest way, as a second opinion on `compute_distribution`."""
     weights = np.exp((logits - logits.max()) / (sampling.temperature or 1.0))
     for name in sampling.filter_order.split(", "):
         order = sorted(range(len(weights)), key=lambda code: -weights[code])
@@ -590,10 +590,10 @@ def next_distribution(model: ToyModel, prompt: Prompt, codes: Sequence[int], sam
     """
     target = model.target
     assert isinstance(target, ToyTarget)
-    prefix = len(prompt.cond.real)
+    prefix = len(prompt.cond.is_real)
     rows = []
     for prefix_row in [prompt.cond, prompt.uncond]:
-        hashes = target.prefix_hash(prefix_row.embeds)[prefix_row.real]
+        hashes = target.prefix_hash(prefix_row.embeds)[prefix_row.is_real]
         if codes:
             hashes = np.append(hashes, target.code_hash(np.array(codes), prefix + np.arange(len(codes))))
         rows.append(target.logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
