@@ -13,7 +13,7 @@ from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.noise import Noise
 
 PARTS = (
-    (GraphSession, "_call", "engine"),
+    (GraphSession, "_call_session", "engine"),
     (DeviceEngine, "run", "inputs"),
     (Batch, "_sample_tokens", "sampling"),
     (Noise, "gumbel", "noise"),

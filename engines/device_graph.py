@@ -48,7 +48,7 @@ class DeviceGraph(NamedTuple):
     dtype: str
 
 
-def device_graph(
+def make_device_graph(
     path: Path,
     spec: DecoderSpec | DrafterSpec,
     is_drafter: bool,
@@ -122,7 +122,7 @@ class _DeviceWriter(DecoderWriter):
         self.max_nodes = max_nodes
         self.multi_head = multi_head and self.half
         self.parts = column_shape(spec.num_kv_heads * spec.head_dim)
-        self.decoded: dict[str, str] = {}
+        self.decoded_weights: dict[str, str] = {}
         # TensorRT's Attention takes float16 only.
         self.has_matmul_attention = basic_ops or (capacity is not None and not self.half)
         self.interleaved = int(self.architecture.rope_style == "interleaved")
@@ -133,10 +133,10 @@ class _DeviceWriter(DecoderWriter):
         spec = self.spec
         if is_drafter:
             states = graph.op("Reshape", "hidden", graph.ints(-1, spec.hidden_size))
-            joint = [self.look_up_embeddings(), self.from_input(graph.op("Gather", states, "hidden_ids"))]
+            joint = [self.look_up_embeddings(), self.cast_input(graph.op("Gather", states, "hidden_ids"))]
             x = self.linear(graph.op("Concat", *joint, axis=-1), "fc")
         else:
-            x = self.from_input(graph.op("Gather", "embeddings", "token_ids"))
+            x = self.cast_input(graph.op("Gather", "embeddings", "token_ids"))
         self.attention_mask = self.write_mask()
         self.rotations = self.write_rotations()
         self.part_indices = graph.part_indices("write", self.parts[0]) if self.capacity is None else ""
@@ -198,7 +198,7 @@ class _DeviceWriter(DecoderWriter):
             return self.fused_attention(query, presents, scale)
         query = self.split_heads(query, self.heads)
         if scale == 1.0:
-            query = graph.op("Mul", query, self.scalar(width**0.5))
+            query = graph.op("Mul", query, self.add_scalar(width**0.5))
         return self.join_heads(graph.op("Attention", query, *presents, self.attention_mask))
 
     def fused_attention(self, query: str, presents: list[str], scale: float) -> str:
@@ -242,7 +242,7 @@ class _DeviceWriter(DecoderWriter):
         num_kv_heads = self.spec.num_kv_heads
         query = self.split_heads(query, self.heads)
         if scale != 1.0:
-            query = graph.op("Mul", query, self.scalar(scale))
+            query = graph.op("Mul", query, self.add_scalar(scale))
         if self.capacity is None:
             keys = self.split_heads(keys, num_kv_heads)
             values = self.split_heads(values, num_kv_heads)
@@ -304,11 +304,11 @@ class _DeviceWriter(DecoderWriter):
         rows = self.graph.op("Gather", self.add_weight(stored), "token_ids")
         return rows if stored.dtype == self.dtype else self.graph.cast(rows, self.dtype)
 
-    def from_input(self, x: str) -> str:
+    def cast_input(self, x: str) -> str:
         """Cast an input of the graph to the type that the graph computes in."""
         return x if rows_dtype(self.dtype) == self.dtype else self.to_dtype(x)
 
-    def scalar(self, value: float) -> str:
+    def add_scalar(self, value: float) -> str:
         """Return a constant number in the type that the graph computes in."""
         return self.to_dtype(self.graph.constant(np.array(value, np.float32)))
 
@@ -320,11 +320,13 @@ class _DeviceWriter(DecoderWriter):
         stored = self.weights[name]
         if stored.name == name:
             return self.add_weight(stored)
-        if name not in self.decoded:
+        if name not in self.decoded_weights:
             is_integer = stored.dtype in INTEGERS
             scales = self.weights[f"{name}.scales"] if is_integer else None
-            self.decoded[name] = self.decode_floats(stored) if scales is None else self.dequantize(stored, scales)
-        return self.decoded[name]
+            self.decoded_weights[name] = (
+                self.decode_floats(stored) if scales is None else self.dequantize(stored, scales)
+            )
+        return self.decoded_weights[name]
 
     def dequantize(self, stored: Weight, scale: Weight) -> str:
         """Dequantize an integer weight, which has a scale per block of inputs or per output.
@@ -352,7 +354,7 @@ class _DeviceWriter(DecoderWriter):
         return stored.name
 
     def write_rotations(self) -> list[list[str]]:
-        """Write the operands of the rotary embedding; with two grids, of a second one, which moves positions back.
+        """Write the operands of the rotary embedding; with two grids, also of a rotation that moves positions back.
 
         The file's tables contain each cosine and sine twice, the first sine negated. A node has `group + 2` parts as
         wide as its keys: queries, keys, values. Values are rotated by an additional angle of 0. ONNX Runtime requires

@@ -12,7 +12,7 @@ from ..bundle.manifest import Manifest
 from ..runtime.engine import Engine, Floats, Ints
 from .contracts import Array, Function, Tensor
 from .engine_folder import EngineFolder
-from .host import import_onnxruntime, thread_count
+from .host import choose_thread_count, import_onnxruntime
 from .ort.backend import OrtGraphs
 from .ort.providers import AUTO, DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Providers, detect_provider
 from .precisions import INT8, INTEGER_WEIGHTS, check_matmul_support
@@ -59,7 +59,7 @@ class Engines:
         folder: EngineFolder | None = None,
     ) -> None:
         self._bundle = bundle
-        self.threads = thread_count(threads)
+        self.threads = choose_thread_count(threads)
         self.backend, drafter_backend, self.image_backend = (
             folder.manifest.backend if folder else f"onnxruntime-{providers.of(role)}"
             for role in ("target", "drafter", IMAGE_DECODER)
@@ -84,11 +84,11 @@ class Engines:
             self._graphs = OrtGraphs(bundle, self.threads, providers)
         else:
             self._graphs = open_tensorrt(bundle, folder, self.threads)
-        self.target = self._graphs.decoder("target", spec, bundle.code_embeddings)
-        self._condition = self._graphs.function("condition", *_condition_tensors(bundle.manifest))
+        self.target = self._graphs.load_decoder("target", spec, bundle.code_embeddings)
+        self._condition = self._graphs.load_function("condition", *_condition_tensors(bundle.manifest))
         self._vq_decoder: Function | None = None
         if bundle.manifest.makes_images:
-            self._vq_decoder = self._graphs.function(IMAGE_DECODER, *_image_tensors(bundle.manifest))
+            self._vq_decoder = self._graphs.load_function(IMAGE_DECODER, *_image_tensors(bundle.manifest))
 
     @property
     def drafter(self) -> Engine | None:
@@ -96,7 +96,7 @@ class Engines:
         spec = self._bundle.manifest.drafter
         with self._lock:
             if self._drafter is None and spec is not None:
-                self._drafter = self._graphs.decoder("drafter", spec, None)
+                self._drafter = self._graphs.load_decoder("drafter", spec, None)
             return self._drafter
 
     def condition(self, inputs: Mapping[str, Array]) -> tuple[Floats, Floats]:
@@ -125,7 +125,7 @@ class Engines:
         codes = Tensor("codes", ("int64",), (None, None if manifest.sizes else manifest.codes_per_image))
         with self._lock:
             if self._vq_encoder is None:
-                self._vq_encoder = self._graphs.function("vq_encoder", _image_tensors(manifest)[1], [codes])
+                self._vq_encoder = self._graphs.load_function("vq_encoder", _image_tensors(manifest)[1], [codes])
         return self._vq_encoder({"images": images})[0]
 
     def load_all(self) -> None:

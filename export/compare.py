@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..bundle.manifest import DrafterSpec, Manifest
 from ..engines.columns import CacheColumns, pad_nodes, padded_node_count
 from ..engines.contracts import Progress
-from ..engines.device_graph import device_graph
+from ..engines.device_graph import make_device_graph
 from ..engines.graph_writer import column_shape
 from ..engines.host import import_onnxruntime
 from ..engines.ort.session import open_session
@@ -231,7 +231,7 @@ class DeviceLayoutSession:
     def __init__(self, graph: Graph, path: Path, low_memory: bool = False) -> None:
         assert isinstance(graph.module, LayerStack)
         spec = DrafterSpec(**decoder_fields(graph.module.config))
-        make = partial(device_graph, path, spec, is_drafter=graph.role == "drafter", dtype=graph.compute)
+        make = partial(make_device_graph, path, spec, is_drafter=graph.role == "drafter", dtype=graph.compute)
         device = make()
         if device.dtype == "bfloat16":  # CPUs do not compute in it
             device = make(basic_ops=True)
@@ -262,7 +262,7 @@ class DeviceLayoutSession:
         outputs = self._session.run(feeds)
         results = {name: outputs.pop(name)[:, :nodes] for name in ("logits", "hidden_states")}
         for name, array in outputs.items():
-            new = array[np.arange(rows)[:, None], cache.written].reshape(rows, nodes, heads, width)
+            new = array[np.arange(rows)[:, None], cache.written_columns].reshape(rows, nodes, heads, width)
             results[name.replace("present", "new", 1)] = new.transpose(1, 0, 2, 3)
         return results
 
@@ -275,7 +275,7 @@ def device_feeds(batch: PassInput, cache: CacheColumns, padded_nodes: int) -> Ar
         padded_nodes: number of nodes per batch row in the inputs.
     """
     rows, nodes = batch.positions.shape
-    feeds = cache.encode(batch, padded_nodes)
+    feeds = cache.encode_pass(batch, padded_nodes)
     ids = pad_nodes(np.arange(rows * nodes).reshape(rows, nodes), padded_nodes, np.int32)
     if batch.tokens is None:
         embeds = np.asarray(batch.embeds)

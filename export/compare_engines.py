@@ -23,8 +23,8 @@ from ..engines.decoder_tensors import device_tensors
 from ..engines.engine_folder import BuiltGraph, EngineFolder, file_blake2b
 from ..engines.ort.engine import OrtEngine
 from ..engines.ort.session import GraphSession
-from ..engines.profiles import capacity_of
-from ..engines.trt.builder import polygraphy_importer
+from ..engines.profiles import count_profile_columns
+from ..engines.trt.builder import set_up_polygraphy
 from ..runtime.engine import PassInput
 from .compare import CaseResult, device_feeds, to_float32
 from .graph.graphs import Arrays, tree_mask
@@ -71,7 +71,7 @@ def compare_engines(
 
 def open_engine(backend: str, path: Path) -> Any:
     """Return Polygraphy's runner of a TensorRT engine, a context manager that loads the engine on this GPU."""
-    trt = polygraphy_importer(backend)("backend.trt")
+    trt = set_up_polygraphy(backend)("backend.trt")
     # Polygraphy looks for CUDA's runtime in these folders, but packages of CUDA 13 install it in others.
     cuda = [str(folder) for place in sys.path for folder in Path(place).glob("nvidia/*/lib")]
     os.environ["LD_LIBRARY_PATH"] = ":".join([*cuda, os.environ.get("LD_LIBRARY_PATH", "")])
@@ -90,7 +90,7 @@ def _run_passes(
     prefix = bundle.manifest.condition.prefix
     path = bundle.path(role)
     rng = np.random.default_rng(0)
-    capacity = capacity_of(built.profiles)
+    capacity = count_profile_columns(built.profiles)
     tensors = device_tensors(spec, is_drafter, ("float32", "float16"), capacity)
     session = GraphSession(path, *tensors, model=graph.read_bytes())
     table = None if is_drafter else bundle.code_embeddings

@@ -1,9 +1,9 @@
 """Quantization of an image decoder's convolutions, with the same images on every kind of processor.
 
 Convolutions whose input comes from an activation function do nearly all of the work. Their inputs and outputs are
-rounded to unsigned 8-bit integers, in ranges measured by `measure_activations`, and kernels to -64 .. 64, with a scale for each
-output. Processors without VNNI add two products in 16 bits, which larger kernels would overflow: with 127, images of
-`scenes` differed by 1.2 levels of 255.
+rounded to unsigned 8-bit integers, in ranges measured by `measure_activations`, and kernels to -64 .. 64, with a scale
+for each output. Processors without VNNI add two products in 16 bits, which larger kernels would overflow: with 127,
+images of `scenes` differed by 1.2 levels of 255.
 
 The other convolutions read or write the residual stream, for which 8 bits are too few. They multiply multiples of
 powers of two in float32, so coarse that sums need no rounding. Without that, last bits would differ between processors

@@ -78,7 +78,9 @@ def make_plan(manifest: Manifest, settings: Settings, engines: Engines, adaptive
         adaptive: whether the window of an exact `sjd` adapts to its acceptance, see `windows.py`.
     """
     nodes = count_nodes(settings.method, engines.max_nodes)
-    return DecodePlan(manifest.layout(settings.size), settings.sampling, settings.method, nodes, adaptive)
+    return DecodePlan(
+        manifest.layout(settings.image_size(manifest)), settings.sampling, settings.method, nodes, adaptive
+    )
 
 
 def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
@@ -100,7 +102,7 @@ def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageReq
     preserved = None if edit is None else edit.encode(engines.vq_encoder)
     for _, group in groupby(images, lambda image: id(image.inputs)):
         image, *others = group
-        cond, uncond = engines.condition(image.inputs)
+        cond, uncond = engines.condition(image.inputs if edit is None else edit.complete(image.inputs))
         uncond = uncond if negative_row is None else negative_row
         if [(1, len(real)) for real in image.real] != [cond.shape[:2], uncond.shape[:2]]:
             problem = f"gave {cond.shape[:2]} and {uncond.shape[:2]} rows and tokens of a prompt"
@@ -108,7 +110,8 @@ def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageReq
         if not (np.isfinite(cond).all() and np.isfinite(uncond).all()):
             problem = "gave NaN or infinity, its weights are damaged"
             raise BundleError(problem, field=str(bundle.path("condition")), remedy="export the bundle again")
-        rows = zip((cond[0], uncond[0]), image.real, image.tokens or (None, None), strict=True)
+        nothing = (None, None)
+        rows = zip((cond[0], uncond[0]), image.real, image.tokens or nothing, image.positions or nothing, strict=True)
         first, second = (PrefixRow(*row, image.first_position) for row in rows)
         yield from [Prompt(first, second, preserved)] * (1 + len(others))
 

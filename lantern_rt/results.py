@@ -133,7 +133,7 @@ def codes_bytes(bundle: Bundle, settings: Settings, image: ImageRequest, codes: 
     """
     recipe = recipe_fields(bundle, settings, image)
     file = BytesIO()
-    first, grid = split_grids(bundle.manifest.size(settings.size), codes)
+    first, grid = split_grids(settings.image_size(bundle.manifest), codes)
     np.savez(file, codes=grid, first_codes=first, recipe=np.array(dumps(recipe)))
     return file.getvalue()
 

@@ -83,8 +83,7 @@ class Prefixes:
         self.lengths = np.array([len(row.embeds) for row in rows], np.int64)
         padding = stack_padding([~row.is_real for row in rows])
         self.padding = padding if padding.any() else padding[:, :0]
-        self._offsets = np.array([row.offset for row in rows], np.int64)[:, None]  # position of the first column
-        self._first_positions = self.lengths[:, None] + self._offsets  # position of the first code
+        self._first_positions = np.array([row.code_position for row in rows], np.int64)[:, None]
 
     def build_prefill(self, engine: Engine, cache: Cache) -> PassInput:
         """Return a pass over the whole prefixes on an empty cache; shorter rows repeat their last node."""
@@ -94,7 +93,8 @@ class Prefixes:
         past_length = engine.next_past_length(cache, nodes)
         attention_mask = np.zeros((len(embeds), nodes, past_length + nodes), bool)
         attention_mask[:, :, past_length:] = prefix_mask(~stack_padding([~row.is_real for row in self._rows]), nodes)
-        return PassInput(self._offsets + np.arange(nodes), attention_mask, embeds=padded)
+        positions = np.stack([row.node_positions(nodes) for row in self._rows])
+        return PassInput(positions, attention_mask, embeds=padded)
 
     def build_pass(
         self, engine: Engine, cache: Cache, layouts: Iterable[tuple[slice, PassLayout]], nodes: int, last_position: int

@@ -52,18 +52,26 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class PrefixRow:
-    """Prefix of a prompt in one batch row. Positions count columns, padding included, from `offset`."""
+    """Prefix of a prompt in one batch row."""
 
     embeds: Floats  # float32 `[length, hidden_size]`
     is_real: Bools  # bool `[length]`, False on padding
     # tokens that the drafter reads in the prefix, int64 `[length]`; None: the layout's `prefix_token` everywhere
     tokens: Ints | None = None
+    # position of each column, int64 `[length]`; None: consecutive positions, padding included, up to the first code
+    positions: Ints | None = None
     first_position: int | None = None  # position of the first code; None: the prefix begins at position 0
 
     @property
-    def offset(self) -> int:
-        """Position of the prefix's first column."""
-        return 0 if self.first_position is None else self.first_position - len(self.embeds)
+    def code_position(self) -> int:
+        """Position of the first code."""
+        return len(self.embeds) if self.first_position is None else self.first_position
+
+    def node_positions(self, nodes: int) -> Ints:
+        """Return the positions of a prefill's nodes, int64 `[nodes]`; nodes behind the prefix are not used."""
+        if self.positions is None:
+            return self.code_position - len(self.embeds) + np.arange(nodes)
+        return np.pad(self.positions, (0, nodes - len(self.positions)), "edge")
 
     def drafter_tokens(self, layout: DrafterLayout) -> Ints:
         """Return the tokens of the drafter's prefix slots, int64 `[length - 1]`: slot p reads token p + 1."""

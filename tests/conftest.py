@@ -267,7 +267,7 @@ def glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from lantern_rt.export.writer import export_model
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), (3, 5), (5, 2), (2, 3)])
+            patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), (3, 5), (5, 2), (2, 3), (4, 3), (3, 2)])
             return export_model(read_glm_image(DATA / "glm-image", grid=2), output)
 
     return _exported(tmp_path_factory, "glm_image_bundle/tiny-glm-image", export, ("tokenizers",))

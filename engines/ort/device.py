@@ -16,7 +16,7 @@ from ..columns import padded_node_count
 from ..contracts import Array, Tensor
 from ..gpu import find_gpu
 from ..graph_writer import GraphWriter, column_shape
-from ..host import import_onnxruntime, usable_cores
+from ..host import count_usable_cores, import_onnxruntime
 from ..sampling_head import SamplingHead
 from .providers import DEVICE_LOCKS, find_provider
 from .session import GraphSession
@@ -40,7 +40,7 @@ class Device:
         self.lock = DEVICE_LOCKS[provider]
         self._graphs: dict[object, GraphSession] = {}
         self._noise: dict[int, NoiseTable] = {}  # keys are vocabulary sizes
-        self._token: Any = None
+        self._wait_value: Any = None
 
     def graph(self, key: object, write: Callable[[GraphWriter], GraphTensors], records: bool = False) -> GraphSession:
         """Return a helper graph, which is written and loaded at first use.
@@ -84,7 +84,7 @@ class Device:
         gpu = find_gpu() if self.provider == "cuda" else None
         return gpu is not None and int(gpu.compute_capability.removeprefix("SM")) >= _CUDNN_CAPABILITY
 
-    def put(self, array: Array) -> Any:
+    def upload(self, array: Array) -> Any:
         """Copy an array to the device."""
         with self.lock:
             return import_onnxruntime().OrtValue.ortvalue_from_numpy(array, self.name, 0)
@@ -236,9 +236,9 @@ class Device:
 
     def wait(self) -> None:
         """Wait until the device has done all work of this thread."""
-        if self._token is None:
-            self._token = self.put(np.zeros(1, np.float32))
-        self._token.numpy()
+        if self._wait_value is None:
+            self._wait_value = self.upload(np.zeros(1, np.float32))
+        self._wait_value.numpy()
 
 
 class NoiseTable:
@@ -255,7 +255,7 @@ class NoiseTable:
         # Keys are a seed and a group of positions, the least recently used first.
         self._indices: dict[tuple[int, int], int] = {}
         self._free: list[int] = []
-        self._threads = ThreadPoolExecutor(min(_MAX_THREADS, usable_cores()), "noise")
+        self._threads = ThreadPoolExecutor(min(_MAX_THREADS, count_usable_cores()), "noise")
 
     def ids(self, requests: Sequence[SampleRequest], nodes: int) -> Array:
         """Return the index of every node's noise, int32 `[requests, nodes]`; upload the noise if necessary.

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from ...bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec, Preset, Size, SourceSpec
+from ...bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec, Preset, Size
 from ...bundle.order import OrderSpec
 from ...errors import CheckpointError, RequestError
 from ...inputs import format_value
@@ -45,8 +45,6 @@ def image_model(
     order: OrderSpec | None = None,
     codebook: Tensor | None = None,
     pixels_per_cell: int = 0,
-    encoder: Graph | None = None,
-    source: SourceSpec | None = None,
 ) -> Model:
     """Return the contents of a bundle.
 
@@ -64,8 +62,6 @@ def image_model(
         order: `order` of `Manifest`.
         codebook: codebook vectors `[codes, width]` without an image tokenizer.
         pixels_per_cell: number of pixels per cell along each side, without an image tokenizer.
-        encoder: graph `vq_encoder` of source images; None for that of `vq`, if there is one.
-        source: `source` of `Manifest`.
 
     Raises:
         CheckpointError: the image tokenizer has another number of codes than the target.
@@ -87,12 +83,7 @@ def image_model(
         graphs.append(drafter_graph(drafter.drafter))
         drafter_spec = DrafterSpec(**decoder_fields(drafter.drafter.config), **drafter.spec_fields)
     return Model(
-        graphs=[
-            *graphs,
-            condition.graph,
-            *(vq_graphs(vq, config.grid, any_size=bool(sizes)) if vq else []),
-            *([encoder] if encoder else []),
-        ],
+        graphs=[*graphs, condition.graph, *(vq_graphs(vq, config.grid, any_size=bool(sizes)) if vq else [])],
         code_embeddings=code_embeddings,
         codebook=codebook.numpy(),
         sources=sources,
@@ -107,7 +98,6 @@ def image_model(
             "sizes": tuple(sizes),
             "row_end": row_end,
             "order": order,
-            "source": source,
             **({} if order is None else {"presets": {"strict": Preset(method=Groups())}}),
             "target": DecoderSpec(**decoder_fields(config), max_positions=config.positions),
             "drafter": drafter_spec,

@@ -46,7 +46,7 @@ _PREFIX = "model.language_model."
 _CODEBOOK = "model.vqmodel.quantize.embedding.weight"
 _ENCODER = ("model.visual.", "model.vqmodel.")  # weights of the image encoder
 _UNUSED = "model.vqmodel.post_quant_conv."
-# the configuration of the processor, which has one of these names, and what it has for colours if there is none
+# names of the processor's configuration, and its colours where a checkpoint has none of these files
 _PREPROCESSING = ("processor_config.json", "preprocessor_config.json")
 _COLOURS = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 _GRID = 32  # grid rows of 1024 pixels
@@ -97,12 +97,8 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> Model:
     _reorder(checkpoint, sizes, rotated)
     decoder, embeddings = load_decoder(checkpoint, sizes, range(codes))
     layout, image_sizes = _prompt_layout(path, tokenizer, pairs, image_start, sizes)
-    source = None
-    if encoder is not None:
-        end = _read_token_id(config, "image_end_token_id", tokenizer)
-        source = SourceSpec(before=(image_start,), after=(end,), pixels_per_cell=encoder.patch)
     top_k = generation.integer("top_k") or _TRANSFORMERS_TOP_K
-    return image_model(
+    model = image_model(
         decoder=decoder,
         code_embeddings=embeddings[:codes],
         condition=token_condition(embeddings, sizes.prefix, layout, path),
@@ -116,9 +112,12 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> Model:
         ),
         sources=[*checkpoint.sources, *processor.sources],
         sizes=image_sizes,
-        encoder=encoder and encoder.graph(),
-        source=source,
     )
+    if encoder is None:
+        return model
+    end = _read_token_id(config, "image_end_token_id", tokenizer)
+    source = SourceSpec(before=(image_start,), after=(end,), pixels_per_cell=encoder.patch)
+    return replace(model, graphs=[*model.graphs, encoder.graph()], fields={**model.fields, "source": source})
 
 
 FAMILY = Family(
@@ -167,18 +166,25 @@ def _read_encoder(checkpoint: Checkpoint, config: Config, processor: Checkpoint)
     """Load the image encoder; None if the checkpoint was saved without it."""
     if not any(name.startswith(_ENCODER[0]) for name in checkpoint.weights):
         return None
+    prefix = "model."
+    weights = {n.removeprefix(prefix): weight for n, weight in checkpoint.weights.items() if n.startswith(_ENCODER)}
+    part = replace(checkpoint, weights=weights, prefix=prefix, names={})
+    return load_source_encoder(part, config.section("vision_config"), *_read_colours(processor))
+
+
+def _read_colours(processor: Checkpoint) -> list[list[float]]:
+    """Return mean and standard deviation of red, green and blue, by which images are normalised."""
     values: Mapping[str, Any] = _COLOURS
     if name := next((name for name in _PREPROCESSING if (processor.path / name).is_file()), None):
         file = processor.config(name)
         values = file.get("image_processor", file.values)
-    colours = tuple(values.get(field) for field in _COLOURS)
-    for field, numbers in zip(_COLOURS, colours, strict=True):
+    colours = []
+    for field in _COLOURS:
+        numbers = values.get(field)
         if not isinstance(numbers, list) or len(numbers) != 3 or not all(type(n) is float and n > 0 for n in numbers):
-            raise processor.error(field, found=format_value(numbers), expected="three positive numbers")
-    prefix = "model."
-    weights = {n.removeprefix(prefix): weight for n, weight in checkpoint.weights.items() if n.startswith(_ENCODER)}
-    part = replace(checkpoint, weights=weights, prefix=prefix, names={})
-    return load_source_encoder(part, config.section("vision_config"), *colours)
+            raise processor.error(found=f"{field} {format_value(numbers)}", expected="three positive numbers")
+        colours.append(numbers)
+    return colours
 
 
 def _split_gates(checkpoint: Checkpoint) -> None:

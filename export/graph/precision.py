@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...bundle.manifest import Precision
-from ...engines.host import processor
+from ...engines.host import describe_processor
 from ...errors import CheckpointError, RequestError
 from ..checkpoints.deferred import compute_tensor
 from .onnx_ops import MAX_INT8_ACTIVATION
@@ -98,7 +98,7 @@ def read_precisions(
         raise RequestError(field="vq_precision", found=repr(vq), expected="fp32, fp16 or int8")
     default = _DEFAULTS[compute]
     if target == "auto":
-        fastest = "int8" if _INT8_INSTRUCTIONS & set(processor().split()) else "fp32"
+        fastest = "int8" if _INT8_INSTRUCTIONS & set(describe_processor().split()) else "fp32"
         target = fastest if compute == "float32" else None
     for field, value in (("precision", target), ("drafter_precision", drafter)):
         if value is None:

@@ -165,7 +165,7 @@ class Size(FrozenModel):
 class SourceSpec(FrozenModel):
     """Prompts with a source image, whose codes come before the ids of the text.
 
-    The codes are those of the graph `vq_encoder` for the image at a smaller size.
+    The graph `vq_encoder` computes the codes of the image at a smaller size.
 
     Args:
         before: ids before the codes of the source.
@@ -176,6 +176,10 @@ class SourceSpec(FrozenModel):
     before: Annotated[tuple[TokenId, ...], Field(max_length=16)]
     after: Annotated[tuple[TokenId, ...], Field(max_length=16)]
     pixels_per_cell: SmallCount
+
+    def count(self, size: Size) -> int:
+        """Return the number of ids before the text, for a source of a size."""
+        return len(self.before) + size.rows * size.columns + len(self.after)
 
 
 class DecodingDefaults(FrozenModel):
@@ -390,6 +394,11 @@ class Manifest(FrozenModel):
             raise ValueError("`source` needs a `vq_encoder`, prompts of kind `tokens` and an `architecture`")
         if self.target.architecture.rotary != "grids" or len(sizes) != len(self.sizes) or not sizes:
             raise ValueError("`source` needs rotation by two grids, and a first position in all `sizes`")
+        # The positions of a source count from the end of the first grid of its size, and can only be moved back.
+        behind = min(len(size.source_tokens) for size in sizes) + len(self.source.after) + 1
+        ends = [max(size.first_grid or (0,)) for size in sizes]
+        if max(ends) > min(end + max(size.rows, size.columns) for end, size in zip(ends, sizes, strict=True)) + behind:
+            raise ValueError("`source` needs first grids of similar lengths")
 
     def _is_default(self, size: Size) -> bool:
         return (size.rows, size.columns) == (self.grid_rows, self.grid_columns)
@@ -409,9 +418,9 @@ class Manifest(FrozenModel):
         """Return width and height in pixels of an image of this size."""
         return self.image_width * size.columns // self.grid_columns, self.image_height * size.rows // self.grid_rows
 
-    def layout(self, size: str | None = None) -> ImageLayout:
+    def layout(self, size: Size | None = None) -> ImageLayout:
         """Return the layout of the images of a size, by default of the size of the grid."""
-        grid = self.size(size)
+        grid = size or self.size()
         if self.order is not None:
             return self.order.layout(self.codebook_size, grid.columns)
         if self.row_end is not None:
@@ -421,7 +430,7 @@ class Manifest(FrozenModel):
     @property
     def max_image_tokens(self) -> int:
         """Maximum number of tokens of an image: a token per cell, and the ends of all rows except the last."""
-        return max(self.layout(size.name).num_tokens for size in self.all_sizes)
+        return max(self.layout(size).num_tokens for size in self.all_sizes)
 
     @property
     def num_embedded(self) -> int:
@@ -438,6 +447,11 @@ class Manifest(FrozenModel):
     def makes_images(self) -> bool:
         """Whether the bundle has an image decoder; without it, results are codes for another program's decoder."""
         return "vq_decoder" in self.files
+
+    @property
+    def edits_images(self) -> bool:
+        """Whether the bundle has an image encoder for edits."""
+        return "vq_encoder" in self.files and self.source is None
 
 
 def unsupported(manifest: Manifest, method: MethodConfig) -> str | None:

@@ -102,7 +102,8 @@ class LocalBackend:
             "sampling": manifest.sampling.model_dump(),
             "examples": self.pipeline.pipeline.bundle.examples[:8],
             "words": tokenizer.words if isinstance(tokenizer, WordTokenizer) else (),
-            "edits": "vq_encoder" in manifest.files,
+            "edits": manifest.edits_images,
+            "sources": manifest.source is not None,
             "images": manifest.makes_images,
         }
 
@@ -138,7 +139,7 @@ class LocalBackend:
             async for _, step in updates:
                 assert step is not None
                 last = step
-                size = self.manifest.size(step.settings.size)
+                size = step.settings.image_size(self.manifest)
                 if request.steps:
                     yield step_event(step, size, preserved)
                 done = step.done

@@ -115,7 +115,7 @@ def test_what_a_device_does_besides_decoding_is_what_numpy_does(provider: str) -
     device = Device(provider)
     rng = np.random.default_rng(1)
     first, second = (rng.normal(size=(rows, columns, 8)).astype(np.float32) for rows, columns in ((3, 4), (2, 6)))
-    values = device.put(first), device.put(second)
+    values = device.upload(first), device.upload(second)
     places = np.array([[0, 11], [5, 3]])
     np.testing.assert_array_equal(device.read(values[0], places), first.reshape(-1, 8)[places])
     joined = device.empty((4, 6, 8), "float32")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_copies import ANOLE, ANOLE_DRAFTER, LUMINA, LUMINA2, MOVQGAN, VQGAN, copied, sharded
+from checkpoint_copies import ANOLE, ANOLE_DRAFTER, LUMINA, LUMINA2, MOVQGAN, VQGAN, copy_checkpoint, copy_sharded
 from family_readers import read_anole, read_lumina, read_lumina2
 from goldens import DATA
 from refusals import error_of
@@ -27,7 +27,7 @@ PROTOCOL: dict[str, Any] = json.loads((DATA / "lumina-mgpt/protocol.json").read_
 
 def test_a_sharded_folder_gives_the_same_decoder_and_names_all_its_files(tmp_path: Path) -> None:
     whole = read_anole(ANOLE, VQGAN)
-    shards = read_anole(sharded(ANOLE, tmp_path / "shards"), VQGAN)
+    shards = read_anole(copy_sharded(ANOLE, tmp_path / "shards"), VQGAN)
     for graph, other in zip(whole.graphs, shards.graphs, strict=True):
         for name, weight in graph.module.state_dict().items():
             assert torch.equal(weight, other.module.state_dict()[name])
@@ -77,7 +77,9 @@ def test_a_row_of_a_drafters_norms_serves_every_head(tmp_path: Path) -> None:
 
     target: Any = read_anole(ANOLE, VQGAN).graphs[0].module
     one, four = (
-        read_drafter(copied(ANOLE_DRAFTER, tmp_path / str(rows), norms(rows)), target, 176).drafter.state_dict()
+        read_drafter(
+            copy_checkpoint(ANOLE_DRAFTER, tmp_path / str(rows), norms(rows)), target, 176
+        ).drafter.state_dict()
         for rows in (1, 4)
     )
     assert one.keys() == four.keys()
@@ -92,7 +94,7 @@ def test_a_row_of_norms_serves_as_many_heads_as_the_model_was_split_for(tmp_path
         for name in [name for name in weights if "_norm." in name and "self_attn" in name]:
             weights[name] = torch.randn(2, 16, generator=generator).bfloat16()
 
-    target = copied(LUMINA, tmp_path / "target", split)
+    target = copy_checkpoint(LUMINA, tmp_path / "target", split)
     weights = load_file(target / "model.safetensors")
     attention = read_lumina(target, VQGAN, grid=4).graphs[0].module.layers[1].attention
     assert isinstance(attention, Attention)
@@ -103,12 +105,14 @@ def test_a_row_of_norms_serves_as_many_heads_as_the_model_was_split_for(tmp_path
 
 
 def lumina2(weights: Any = None, config: Any = None, **fields: Any) -> Read:
-    return lambda folder: read_lumina2(copied(LUMINA2, folder / "target", weights, config, **fields), MOVQGAN, grid=8)
+    return lambda folder: read_lumina2(
+        copy_checkpoint(LUMINA2, folder / "target", weights, config, **fields), MOVQGAN, grid=8
+    )
 
 
 def lumina2_file(name: str, old: str, new: str) -> Read:
     def read(folder: Path) -> None:
-        target = copied(LUMINA2, folder / "target")
+        target = copy_checkpoint(LUMINA2, folder / "target")
         (target / name).write_text((target / name).read_text().replace(old, new))
         read_lumina2(target, MOVQGAN, grid=8)
 

@@ -9,9 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import C2I, DRAFTER, LANTERN, T2I, changed, config_of, copied, edited, sharded
+from checkpoint_copies import (
+    C2I,
+    DRAFTER,
+    LANTERN,
+    T2I,
+    config_path,
+    copy_checkpoint,
+    copy_json,
+    copy_sharded,
+    copy_weights,
+)
 from family_readers import read_transformer
-from goldens import golden
+from goldens import load_golden
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -39,7 +49,7 @@ def assert_same(one: LlamaGen, two: LlamaGen) -> None:
 
 @pytest.fixture(scope="module")
 def target() -> Decoder:
-    return read_transformer(T2I, config=config_of(T2I)).decoder
+    return read_transformer(T2I, config=config_path(T2I)).decoder
 
 
 # ---------------------------------------------------------------- files
@@ -102,28 +112,28 @@ def test_reading_is_reported_in_megabytes_of_all_files_of_a_folder(tmp_path: Pat
 
 
 def test_sizes_come_from_the_weights(target: Decoder) -> None:
-    result = read_transformer(C2I, config=config_of(C2I))
+    result = read_transformer(C2I, config=config_path(C2I))
     sizes = result.decoder.config
     assert (sizes.hidden_size, sizes.num_layers, sizes.intermediate_size, sizes.vocab_size) == (64, 3, 256, 128)
     assert (sizes.num_heads, sizes.num_kv_heads, sizes.grid, sizes.prefix) == (4, 4, 4, 1)
     assert isinstance(result.condition, ClassCondition)
     assert result.condition.table.shape == (11, 64)
-    condition = read_transformer(T2I, config=config_of(T2I)).condition
+    condition = read_transformer(T2I, config=config_path(T2I)).condition
     assert (target.config.grid, target.config.prefix) == (6, 8)
     assert isinstance(condition, CaptionCondition)
-    np.testing.assert_array_equal(condition.uncond, golden("llamagen-t2i")["uncond_embedding"])
+    np.testing.assert_array_equal(condition.uncond, load_golden("llamagen-t2i")["uncond_embedding"])
 
 
 def test_the_grid_is_that_of_the_weights_or_the_configuration_and_else_the_callers(tmp_path: Path) -> None:
-    no_block = changed(config_of(C2I), tmp_path / "config.json", block_size=None)
-    stored = edited(tmp_path, C2I, lambda w: w.update(freqs_cis=torch.zeros(1 + 25, 8, 2)))
-    assert read_transformer(C2I, config=config_of(C2I), grid=4).decoder.config.grid == 4
+    no_block = copy_json(config_path(C2I), tmp_path / "config.json", block_size=None)
+    stored = copy_weights(tmp_path, C2I, lambda w: w.update(freqs_cis=torch.zeros(1 + 25, 8, 2)))
+    assert read_transformer(C2I, config=config_path(C2I), grid=4).decoder.config.grid == 4
     assert read_transformer(stored, config=no_block).decoder.config.grid == 5
     assert read_transformer(C2I, config=no_block, grid=7).decoder.config.grid == 7
 
 
 def test_a_published_models_heads_and_only_grid_need_no_options(tmp_path: Path) -> None:
-    no_block = changed(config_of(C2I), tmp_path / "config.json", block_size=None, n_head=None)
+    no_block = copy_json(config_path(C2I), tmp_path / "config.json", block_size=None, n_head=None)
     small = LlamaGenVariant(models=(KnownSize(3, 64, 8, (24,)),))
     sizes = read_transformer(C2I, config=no_block, variant=small).decoder.config
     assert (sizes.num_heads, sizes.grid) == (8, 24)
@@ -137,16 +147,16 @@ def test_the_same_weights_read_the_same_from_every_layout(tmp_path: Path) -> Non
     for place in (
         tmp_path / "bin",
         LANTERN / "t2i/model.safetensors",
-        copied(LANTERN / "t2i", tmp_path / "stage two", input_type="t2i2"),
+        copy_checkpoint(LANTERN / "t2i", tmp_path / "stage two", input_type="t2i2"),
     ):
         assert_same(read_transformer(place), plain)
-    assert_same(read_transformer(T2I, config=config_of(T2I)), plain)
+    assert_same(read_transformer(T2I, config=config_path(T2I)), plain)
 
 
 @pytest.mark.parametrize("kind", ["c2i", "t2i"])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_shards_with_an_index_read_as_the_single_file(tmp_path: Path, kind: str, ending: str) -> None:
-    result = read_transformer(sharded(LANTERN / kind, tmp_path / "shards", ending))
+    result = read_transformer(copy_sharded(LANTERN / kind, tmp_path / "shards", ending))
     assert_same(result, read_transformer(LANTERN / kind))
     assert [role for role, _ in result.checkpoint.sources] == ["target_config", "target_index", *["target"] * 3]
 
@@ -165,7 +175,7 @@ def test_official_shards_without_an_index_are_joined(tmp_path: Path, names: list
     for i, name in enumerate(names):
         torch.save({key: weights[key] for key in sorted(weights)[i::2]}, tmp_path / name)
     torch.save({"state": {}}, tmp_path / "optimizer.00000-of-00001.pth")
-    config = config_of(C2I)
+    config = config_path(C2I)
     assert_same(read_transformer(tmp_path, config=config), read_transformer(C2I, config=config))
 
 
@@ -173,8 +183,8 @@ def test_official_shards_without_an_index_are_joined(tmp_path: Path, names: list
 def test_a_file_consolidated_from_fsdp_may_have_prefixed_names(tmp_path: Path, prefix: str) -> None:
     weights = torch.load(C2I, weights_only=True)["model"]
     torch.save({prefix + name: tensor for name, tensor in weights.items()}, tmp_path / "consolidated.pth")
-    result = read_transformer(tmp_path / "consolidated.pth", config=config_of(C2I))
-    assert_same(result, read_transformer(C2I, config=config_of(C2I)))
+    result = read_transformer(tmp_path / "consolidated.pth", config=config_path(C2I))
+    assert_same(result, read_transformer(C2I, config=config_path(C2I)))
 
 
 # ---------------------------------------------------------------- drafters
@@ -184,8 +194,8 @@ def test_a_file_consolidated_from_fsdp_may_have_prefixed_names(tmp_path: Path, p
 def test_a_drafter_reads_the_same_from_every_layout(tmp_path: Path, target: Decoder, ending: str) -> None:
     one = read_drafter(DRAFTER, target)
     for place in (
-        copied(DRAFTER, tmp_path / "safetensors", lambda weights: None),
-        sharded(DRAFTER, tmp_path / "shards", ending),
+        copy_checkpoint(DRAFTER, tmp_path / "safetensors", lambda weights: None),
+        copy_sharded(DRAFTER, tmp_path / "shards", ending),
     ):
         two = read_drafter(place, target)
         assert two.drafter.config == one.drafter.config
@@ -199,6 +209,6 @@ def test_a_drafter_without_bias_and_with_an_input_norm_is_read(tmp_path: Path, t
         del weights["fc.bias"]
         weights["layers.0.input_layernorm.weight"] = torch.ones(64)
 
-    drafter = read_drafter(copied(DRAFTER, tmp_path, edit), target).drafter
+    drafter = read_drafter(copy_checkpoint(DRAFTER, tmp_path, edit), target).drafter
     assert drafter.fc.bias is None
     assert drafter.config.input_norm

@@ -12,9 +12,9 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoint_copies import C2I, EMU3, VQ, VQGAN, Weights, config_of, edited
+from checkpoint_copies import C2I, EMU3, VQ, VQGAN, Weights, config_path, copy_weights
 from family_readers import read_emu3
-from goldens import observed
+from goldens import read_values
 
 from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.cli.main import run_program
@@ -60,7 +60,7 @@ def test_pictures_by_integers_are_near_the_checkpoints_and_no_order_of_sums_chan
     exact = [node for node in model.graph.node if node.op_type == "Conv" and node.input[1] in kernels][:-1]
     assert max(np.abs(kernel).max() for name, kernel in kernels.items() if name.endswith(".int8")) == 64
     feeds = dict(next(iter(graph.cases.values())))
-    values = observed(path, [name for node in exact for name in (node.input[0], node.output[0])], feeds)
+    values = read_values(path, [name for node in exact for name in (node.input[0], node.output[0])], feeds)
     for node, read, given in zip(exact, values[::2], values[1::2], strict=True):
         kernel, bias = (torch.from_numpy(kernels[name].astype(np.float64)) for name in node.input[1:])
         pads = next(attribute.ints for attribute in node.attribute if attribute.name == "pads")
@@ -83,7 +83,7 @@ def test_onnx_runtime_multiplies_integers(tmp_path: Path) -> None:
 def test_a_bundle_says_what_its_image_decoder_multiplies_and_verify_judges_its_pictures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str, calibration: str | None
 ) -> None:
-    files = [C2I, edited(tmp_path, VQ, calm), config_of(C2I)]
+    files = [C2I, copy_weights(tmp_path, VQ, calm), config_path(C2I)]
     export = ["export", "--target", C2I, "--config", files[2], "--vq-precision", precision, "--vq"]
     if calibration:
         assert run_program([str(word) for word in (*export, VQ, "--output", tmp_path / "bundle")]) == 2

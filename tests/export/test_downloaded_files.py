@@ -21,10 +21,10 @@ from checkpoint_copies import (
     SIMPLEAR,
     VQ,
     VQGAN,
-    changed,
-    config_of,
-    copied,
-    sharded,
+    config_path,
+    copy_checkpoint,
+    copy_json,
+    copy_sharded,
 )
 from family_readers import (
     read_anole,
@@ -93,14 +93,16 @@ def test_a_folder_of_another_model_is_refused_with_its_family_or_the_needed_one(
 
 
 def test_a_folder_of_no_family_is_refused_with_the_needed_one(tmp_path: Path) -> None:
-    error = error_of(CheckpointError, read_anole, copied(ANOLE, tmp_path / "target", model_type="mamba"), VQGAN)
+    error = error_of(
+        CheckpointError, read_anole, copy_checkpoint(ANOLE, tmp_path / "target", model_type="mamba"), VQGAN
+    )
     assert error.field.endswith("config.json: model_type")
     assert "leloy/Anole-7b-v0.1-hf" in error.remedy
 
 
 @pytest.mark.parametrize("value", [["chameleon"], {"a": 1}, 7, None, "x" * 10_000])
 def test_an_odd_type_of_model_is_refused_shortly(tmp_path: Path, value: Any) -> None:
-    error = error_of(CheckpointError, read_anole, copied(ANOLE, tmp_path / "target", model_type=value), VQGAN)
+    error = error_of(CheckpointError, read_anole, copy_checkpoint(ANOLE, tmp_path / "target", model_type=value), VQGAN)
     assert error.field.endswith("config.json: model_type")
     assert len(error.found) <= 80
 
@@ -133,7 +135,7 @@ def test_a_pointer_in_place_of_a_yaml_is_named_as_that(tmp_path: Path) -> None:
 
 
 def test_shards_without_their_index_are_named(tmp_path: Path) -> None:
-    folder = sharded(LANTERN / "t2i", tmp_path / "shards")
+    folder = copy_sharded(LANTERN / "t2i", tmp_path / "shards")
     (folder / "model.safetensors.index.json").unlink()
     error = error_of(CheckpointError, Checkpoint(folder).read)
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -144,7 +146,7 @@ def test_shards_without_their_index_are_named(tmp_path: Path) -> None:
 def test_files_that_macos_leaves_beside_others_are_no_weights(tmp_path: Path) -> None:
     shutil.copy(C2I, tmp_path)
     (tmp_path / f"._{C2I.name}").write_bytes(b"\0\5\26\7\0\2\0\0Mac OS X        ")
-    assert read_transformer(tmp_path, config=config_of(C2I)).checkpoint.sources[0] == ("target", tmp_path / C2I.name)
+    assert read_transformer(tmp_path, config=config_path(C2I)).checkpoint.sources[0] == ("target", tmp_path / C2I.name)
 
 
 @pytest.mark.parametrize("name", ["*", "model-[0-9].safetensors", "?", ".hidden", "a/b", "a\\b", "a b", "-rf", "", 7])
@@ -167,7 +169,7 @@ def test_the_format_of_a_configuration_is_told_where_it_is_needed(program: Any, 
 
 
 def test_a_configuration_beside_an_official_file_is_read_if_it_is_the_models(tmp_path: Path) -> None:
-    assert read_transformer(C2I).checkpoint.sources == [("target", C2I), ("target_config", config_of(C2I))]
+    assert read_transformer(C2I).checkpoint.sources == [("target", C2I), ("target_config", config_path(C2I))]
     path = Path(shutil.copy(C2I, tmp_path))
-    changed(config_of(C2I), tmp_path / "config.json", architectures=["T5EncoderModel"])
+    copy_json(config_path(C2I), tmp_path / "config.json", architectures=["T5EncoderModel"])
     assert "n_head" in error_of(CheckpointError, read_transformer, path).remedy

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import EMU3, EMU3_ORIGINAL, copied, published
+from checkpoint_copies import EMU3, EMU3_ORIGINAL, copy_checkpoint, copy_published_emu3
 from family_readers import read_emu3
 from goldens import DATA
 from hypothesis import given
@@ -36,7 +36,7 @@ TRACES = [trace for trace in json.loads((DATA / "emu3/traces.json").read_text())
 
 @pytest.fixture(scope="module")
 def as_published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return published(tmp_path_factory.mktemp("published"))
+    return copy_published_emu3(tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_both_published_layouts_give_the_same_graphs_and_manifest(
 def test_what_transformers_5_saves_is_read_the_same(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.Emu3ForConditionalGeneration.from_pretrained(EMU3)
-    folder = copied(EMU3, tmp_path / "five")
+    folder = copy_checkpoint(EMU3, tmp_path / "five")
     model.save_pretrained(folder, save_original_format=False)
     names = load_file(folder / "model.safetensors").keys()
     assert {"model.text_model.norm.weight", "model.vqmodel.quantize.embedding.weight", "lm_head.weight"} < names
@@ -88,7 +88,7 @@ def test_what_transformers_5_saves_is_read_the_same(tmp_path: Path) -> None:
 
 
 def test_a_configuration_without_the_defaults_of_its_class_means_them(tmp_path: Path) -> None:
-    folder = copied(
+    folder = copy_checkpoint(
         EMU3, tmp_path / "model", config=lambda c: c["text_config"].update(rope_theta=1e6, rms_norm_eps=1e-5)
     )
     rope = [read_emu3(place, grid=4).graphs[0].module.rope for place in (folder, EMU3)]

@@ -6,7 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_copies import C2I, DRAFTER, LUMINA, LUMINA2, MOVQGAN, T2I, VQ, VQGAN, config_of, copied, edited
+from checkpoint_copies import (
+    C2I,
+    DRAFTER,
+    LUMINA,
+    LUMINA2,
+    MOVQGAN,
+    T2I,
+    VQ,
+    VQGAN,
+    config_path,
+    copy_checkpoint,
+    copy_weights,
+)
 from family_readers import read_lumina
 from PIL import Image
 from refusals import error_of
@@ -19,7 +31,7 @@ from lantern_rt.export.registry import check_family
 
 def test_an_export_says_what_it_wrote_and_how_to_get_presets(program: Any, tmp_path: Path) -> None:
     bundle = tmp_path / "b"
-    command = ["export", "--target", C2I, "--vq", VQ, "--config", config_of(C2I), "--output", bundle]
+    command = ["export", "--target", C2I, "--vq", VQ, "--config", config_path(C2I), "--output", bundle]
     code, out, err = program(*command, "--compute", "float16")
     assert code == 0
     manifest = open_bundle(bundle).manifest
@@ -64,8 +76,8 @@ def test_weights_that_overflow_are_named_as_that(program: Any, tmp_path: Path) -
     def enlarge(weights: Weights) -> None:
         weights["layers.0.attention.wqkv.weight"] *= 1e30
 
-    target = edited(tmp_path, C2I, enlarge)
-    code, _, err = program("export", "--target", target, "--vq", VQ, "--config", config_of(C2I), "--output", "bundle")
+    target = copy_weights(tmp_path, C2I, enlarge)
+    code, _, err = program("export", "--target", target, "--vq", VQ, "--config", config_path(C2I), "--output", "bundle")
     assert code == 2
     assert err.splitlines()[-1].startswith(f"lantern-rt: {target}: the weights overflow float32, found NaN or infinite")
 
@@ -81,15 +93,15 @@ def test_a_drafter_of_other_weights_of_the_same_shape_is_exported_with_a_warning
     files = open_bundle(t2i_bundle).manifest.files
     own = files.get("target.data", files["target"]).sha256
     for i, learned_from in enumerate((own, "0" * 64)):
-        drafter = copied(DRAFTER, tmp_path / f"drafter{i}", training={"target_sha256": learned_from})
-        command = ["--target", T2I, "--vq", VQ, "--config", config_of(T2I), "--drafter", drafter]
+        drafter = copy_checkpoint(DRAFTER, tmp_path / f"drafter{i}", training={"target_sha256": learned_from})
+        command = ["--target", T2I, "--vq", VQ, "--config", config_path(T2I), "--drafter", drafter]
         code, _, err = program("export", *command, "--output", tmp_path / f"b{i}")
         warning = f"warning: the drafter learned from target weights 000000000000..., not {own[:12]}..."
         assert (code, warning in err) == (0, bool(i))
 
 
 def test_a_picture_may_have_more_codes_than_lumina_mgpts_configuration_has_positions(tmp_path: Path) -> None:
-    model = read_lumina(copied(LUMINA, tmp_path / "short", max_position_embeddings=20), VQGAN, grid=6)
+    model = read_lumina(copy_checkpoint(LUMINA, tmp_path / "short", max_position_embeddings=20), VQGAN, grid=6)
     assert model.fields["condition"].prefix == 2048
 
 

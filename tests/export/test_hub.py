@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import stand_in_hub
 import torch
-from goldens import DATA, manifest
+from goldens import DATA, read_manifest
 from safetensors.torch import save
 from stand_in_hub import COMMIT, HEADERS, OLD, PUBLIC, REPOSITORIES, Hub, environment, run, serve_hub
 from tiny_bundle import make_tiny_bundle
@@ -139,7 +139,7 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
     arguments += ["--lora", "hf:owner/style:0.5"]
     done = run(endpoint, tmp_path / "home", "-m", "lantern_rt", "export", *arguments)
     assert done.returncode == 0, done.stderr
-    assert [(source.role, source.name, source.origin) for source in manifest(output).provenance.sources] == [
+    assert [(source.role, source.name, source.origin) for source in read_manifest(output).provenance.sources] == [
         ("target_config", "config.json", f"hf:owner/target/config.json@{COMMIT}"),
         ("target", "model.safetensors", f"hf:owner/target/model.safetensors@{COMMIT}"),
         ("lora:0.5", "adapter_model.safetensors", f"hf:owner/style/adapter_model.safetensors@{COMMIT}"),

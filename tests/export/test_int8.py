@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from small_models import CONFIG, randomise_norms, stored
+from small_models import CONFIG, make_target, randomise_norms
 
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.errors import ParityError
@@ -33,7 +33,7 @@ Past = dict[str, Floats]
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    made = stored(torch.float32, replace(CONFIG, grid=4, spare_positions=16, qkv_bias=True))
+    made = make_target(torch.float32, replace(CONFIG, grid=4, spare_positions=16, qkv_bias=True))
     randomise_norms(made.module)
     return made
 
@@ -140,7 +140,9 @@ def test_other_rows_of_a_batch_change_nothing(session: Any, embeds: Floats) -> N
 def test_wide_heads_have_the_same_bits_for_any_number_of_columns(width: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 2 * width, "num_heads": 2, "num_kv_heads": 1, "spare_positions": 200}
-    made = stored(torch.float32, replace(CONFIG, rotary="sequence", max_image_tokens=NODES, qkv_bias=True, **sizes))
+    made = make_target(
+        torch.float32, replace(CONFIG, rotary="sequence", max_image_tokens=NODES, qkv_bias=True, **sizes)
+    )
     with torch.no_grad():
         dict(made.module.named_parameters())["layers.0.attention.qkv.weight"] *= 8
     session = load_session(plan_graph(made, "int8").write(tmp_path / "target.onnx")[0], 2, "cpu")
@@ -185,9 +187,9 @@ def test_every_output_of_a_matrix_has_a_scale_of_its_own(monkeypatch: pytest.Mon
     assert scales.shape == (1, 5)
     assert (integers.abs().amax(0) == 64).all()  # processors without VNNI add two products of 8 bits in 16
     assert ((integers * scales - weight).abs() <= scales * 0.5001).all()
-    whole = plan_graph(stored(torch.bfloat16), "int8").write(tmp_path / "whole.onnx")
+    whole = plan_graph(make_target(torch.bfloat16), "int8").write(tmp_path / "whole.onnx")
     monkeypatch.setattr("lantern_rt.export.graph.precision.CHUNK_NUMBERS", 100)
-    parts = plan_graph(stored(torch.bfloat16), "int8").write(tmp_path / "parts.onnx")
+    parts = plan_graph(make_target(torch.bfloat16), "int8").write(tmp_path / "parts.onnx")
     initialisers = [[t.raw_data for t in onnx.load(files[0]).graph.initializer] for files in (whole, parts)]
     assert initialisers[0] == initialisers[1]
 

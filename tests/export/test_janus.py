@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from family_readers import read_janus
-from goldens import Run, embed
+from goldens import GraphRun, embed
 from refusals import error_of
 from small_janus import BEGIN, CODES, GRID, START, WORDS, random_janus, write_janus
 
@@ -19,6 +19,7 @@ from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.compare import GraphFileSession
+from lantern_rt.export.models import exact
 from lantern_rt.export.writer import export_model
 
 pytest.importorskip("transformers")
@@ -56,7 +57,7 @@ def test_prompt_and_codes_give_transformers_hidden_states_and_logits(model: Any,
     codes = torch.randint(CODES, (2, 10), generator=torch.Generator().manual_seed(1))
     embeds = torch.cat([model.get_input_embeddings()(ids), model.prepare_embeddings_for_image_generation(codes)], 1)
     hidden = model.model.language_model(inputs_embeds=embeds).last_hidden_state
-    run = Run(bundle, rows=2)
+    run = GraphRun(bundle, rows=2)
     table = np.load(bundle / "code_embeddings.npy")
     parts = [run.step(input_embeds=embed(bundle, ids.numpy())), run.step(input_embeds=table[codes.numpy()])]
     close(np.concatenate([part["hidden_states"] for part in parts], 1), hidden)
@@ -107,3 +108,15 @@ def test_what_a_folder_lacks_is_named(folder: Path, tmp_path: Path, name: str, c
     if content is not None:
         (tmp_path / name).write_text(json.dumps(content))
     assert error_of(CheckpointError, read_janus, tmp_path).field.endswith(field)
+
+
+def test_layers_of_the_table_have_the_same_bits_in_any_order_of_their_sums_and_are_those_of_pytorch() -> None:
+    rng = np.random.default_rng(0)
+    inputs, weight = (np.ldexp(rng.normal(size=size), rng.integers(-9, 9, size)) for size in ((7, 500), (9, 500)))
+    bias, order = rng.normal(size=9), rng.permutation(500)
+    found = exact.linear(inputs, exact.split(weight), bias)
+    assert np.array_equal(found, exact.linear(inputs[:, order], exact.split(weight[:, order]), bias))
+    scale = np.abs(inputs).max() * np.abs(weight).max()
+    np.testing.assert_allclose(found, inputs @ weight.T + bias, rtol=0, atol=1e-10 * scale)
+    values = np.linspace(-20, 20, 10_001)
+    close(exact.gelu(values), torch.nn.functional.gelu(torch.from_numpy(values)), 3e-8)

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from checkpoint_copies import C2I, VQ, config_of, edited
+from checkpoint_copies import C2I, VQ, config_path, copy_weights
 from family_readers import read_llamagen
 from goldens import DATA
 from onnx import TensorProto
@@ -150,8 +150,8 @@ def test_a_weight_beyond_float16_is_refused(tmp_path: Path) -> None:
 
 def test_a_weight_beyond_float16_has_the_name_that_its_file_gives_it(tmp_path: Path) -> None:
     name = "layers.1.feed_forward.w3.weight"
-    large = edited(tmp_path, C2I, lambda weights: weights[name].__setitem__((0, 0), 1e6))
-    model = read_llamagen(large, VQ, config=config_of(C2I))
+    large = copy_weights(tmp_path, C2I, lambda weights: weights[name].__setitem__((0, 0), 1e6))
+    model = read_llamagen(large, VQ, config=config_path(C2I))
     error = error_of(CheckpointError, export_model, model, tmp_path / "b", precisions=read_precisions("fp16"))
     assert error.field == f"{large}: {name}"
 

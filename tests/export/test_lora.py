@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_copies import C2I, COSMOS, EMU3, SIMPLEAR, VQ, Weights, config_of, copied, edited
+from checkpoint_copies import C2I, COSMOS, EMU3, SIMPLEAR, VQ, Weights, config_path, copy_checkpoint, copy_weights
 from family_readers import read_emu3, read_simplear, read_transformer
 from refusals import error_of
 from safetensors.torch import load_file, save_file
@@ -61,15 +61,15 @@ def test_adapters_are_merged_in_order_recorded_and_verified(tmp_path: Path, caps
             for name, product in products.items():
                 weights[name] = weights[name] + factor * product
 
-    targets = {"lora": [C2I, "--lora", one, "--lora", f"{two}:0.5"], "merged": [edited(tmp_path, C2I, merge)]}
+    targets = {"lora": [C2I, "--lora", one, "--lora", f"{two}:0.5"], "merged": [copy_weights(tmp_path, C2I, merge)]}
     for name, files in targets.items():
-        files += ["--vq", VQ, "--config", config_of(C2I), "--output", tmp_path / name]
+        files += ["--vq", VQ, "--config", config_path(C2I), "--output", tmp_path / name]
         assert run_program(["export", "--target", *map(str, files)]) == 0
     manifest = open_bundle(tmp_path / "lora").manifest
     assert manifest.files == open_bundle(tmp_path / "merged").manifest.files
     sources = [(own.role, own.name) for own in manifest.provenance.sources if own.role.startswith("lora:")]
     assert sources == [("lora:1.0", "adapter_model.safetensors"), ("lora:0.5", "adapter_model.safetensors")]
-    places = [str(place) for place in (tmp_path / "lora", C2I, VQ, config_of(C2I), one, two)]
+    places = [str(place) for place in (tmp_path / "lora", C2I, VQ, config_path(C2I), one, two)]
     assert run_program(["verify", *places]) == 0
     assert run_program(["verify", *places[:-1], f"{two}:0.50"]) == 0  # as given to export
     assert run_program(["verify", *places[:-1], f"{two}:0.7"]) == 2
@@ -90,7 +90,7 @@ def test_names_of_a_library_that_nests_the_decoder_otherwise_are_found(tmp_path:
 
     models = (
         read_emu3(EMU3, grid=6, lora=[f"{lora}:0.7"]),
-        read_emu3(copied(EMU3, tmp_path / "merged", merge), grid=6),
+        read_emu3(copy_checkpoint(EMU3, tmp_path / "merged", merge), grid=6),
     )
     torch.testing.assert_close(*map(state, models), rtol=0, atol=1e-6)
 
@@ -105,9 +105,13 @@ def test_an_adapter_of_a_tied_head_changes_the_head_alone(tmp_path: Path, own_he
 
     tied = SIMPLEAR
     if own_head:  # as files have it that are no safetensors
-        tied = copied(SIMPLEAR, tmp_path / "tied", lambda weights: weights.update({HEAD: weights[EMBED].clone()}))
+        tied = copy_checkpoint(
+            SIMPLEAR, tmp_path / "tied", lambda weights: weights.update({HEAD: weights[EMBED].clone()})
+        )
     found = read_simplear(tied, COSMOS, grid=4, lora=[str(lora)])
-    expected = read_simplear(copied(SIMPLEAR, tmp_path / "untied", untie, tie_word_embeddings=False), COSMOS, grid=4)
+    expected = read_simplear(
+        copy_checkpoint(SIMPLEAR, tmp_path / "untied", untie, tie_word_embeddings=False), COSMOS, grid=4
+    )
     torch.testing.assert_close(state(found), state(expected), rtol=0, atol=1e-5)
     assert torch.equal(found.code_embeddings, expected.code_embeddings)
 
@@ -115,7 +119,7 @@ def test_an_adapter_of_a_tied_head_changes_the_head_alone(tmp_path: Path, own_he
 @pytest.mark.parametrize("scale", [1e39, 1e308, -1e300])
 def test_a_scale_that_makes_infinite_weights_is_named_before_the_export(tmp_path: Path, scale: float) -> None:
     lora, _ = adapter(tmp_path / "lora", {OUT: (64, 64)})
-    error = error_of(CheckpointError, read_transformer, C2I, config=config_of(C2I), lora=[read_adapter(lora, scale)])
+    error = error_of(CheckpointError, read_transformer, C2I, config=config_path(C2I), lora=[read_adapter(lora, scale)])
     assert error.field == f"{lora / 'adapter_model.safetensors'}: {OUT}.weight"
     assert "infinite weights" in error.problem
     assert error.remedy == "give a smaller scale, or correct lora_alpha"
@@ -189,7 +193,7 @@ def test_what_does_not_fit_is_refused_by_name(
     said: str,
 ) -> None:
     lora, _ = adapter(tmp_path / "lora", shapes, weights, **config)
-    files = ["--target", C2I, "--vq", VQ, "--config", config_of(C2I), "--lora", lora, "--output", tmp_path / "b"]
+    files = ["--target", C2I, "--vq", VQ, "--config", config_path(C2I), "--lora", lora, "--output", tmp_path / "b"]
     assert run_program(["export", *map(str, files)]) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import error_of
-from small_models import CONFIG, randomise_norms, stored
+from small_models import CONFIG, make_target, randomise_norms
 from torch import Tensor, nn
 
 from lantern_rt.engines.device_graph import MASKED
@@ -171,7 +171,7 @@ def test_checks_of_a_large_vocabulary_are_short() -> None:
 
 
 def test_a_graph_that_differs_is_refused_with_every_tensor_named(tmp_path: Path) -> None:
-    graph = stored(torch.float32)
+    graph = make_target(torch.float32)
     written = write_graph(graph, tmp_path)
     with torch.no_grad():
         dict(graph.module.named_parameters())["layers.1.attention.qkv.weight"][-1] += 1e-2
@@ -185,7 +185,7 @@ def test_a_graph_that_differs_is_refused_with_every_tensor_named(tmp_path: Path)
 def test_a_device_layout_that_differs_is_refused_and_told_from_the_graph_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph = stored(torch.float32)
+    graph = make_target(torch.float32)
     path = write_graph(graph, tmp_path)[0]
     monkeypatch.setitem(MASKED, "float32", 0.0)  # every node sees every column
     error = error_of(ParityError, check_parity, graph, path)
@@ -196,7 +196,7 @@ def test_a_device_layout_that_differs_is_refused_and_told_from_the_graph_itself(
 
 
 def test_a_graph_that_does_not_run_is_refused(tmp_path: Path) -> None:
-    graph = stored(torch.float32)
+    graph = make_target(torch.float32)
     path = write_graph(graph, tmp_path)[0]
     model = onnx.load(path)
     del model.graph.node[3]
@@ -222,7 +222,7 @@ def test_a_traced_module_that_froze_a_size_is_refused(tmp_path: Path) -> None:
 def test_attention_has_no_weights_that_processors_are_slow_with_and_hidden_columns_weigh_nothing(
     tmp_path: Path,
 ) -> None:
-    graph = stored(torch.float32)
+    graph = make_target(torch.float32)
     model = onnx.load(write_graph(graph, tmp_path)[0])
     softmaxes = [node.output[0] for node in model.graph.node if node.op_type == "Softmax"]
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in softmaxes)
@@ -239,7 +239,7 @@ def test_attention_has_no_weights_that_processors_are_slow_with_and_hidden_colum
 
 
 def test_weights_above_a_megabyte_go_to_one_file_beside_the_graph(tmp_path: Path) -> None:
-    graph = stored(torch.float32)
+    graph = make_target(torch.float32)
     assert [p.name for p in write_graph(graph, tmp_path)] == ["target.onnx"]
     config = replace(CONFIG, hidden_size=128, intermediate_size=512, vocab_size=300)
     graph = target_graph(Decoder(config).eval(), torch.randn(300, 128))

@@ -11,7 +11,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
-from small_models import stored
+from small_models import make_target
 
 from lantern_rt.bundle.manifest import Precision
 from lantern_rt.errors import CheckpointError, RequestError
@@ -86,7 +86,7 @@ def test_only_matrices_of_layers_become_integers() -> None:
 
 
 def test_only_weights_of_the_checkpoint_are_fake_quantize() -> None:
-    plan = plan_graph(stored(torch.float32), "int4-weights")
+    plan = plan_graph(make_target(torch.float32), "int4-weights")
     kinds = {kind: {name for name, found in plan.storages.items() if found == kind} for kind in plan.storages.values()}
     assert kinds["float16"] == {"head.weight"}
     assert len(kinds["int4"]) == 5 * 3  # five matrices in each of three layers
@@ -140,7 +140,7 @@ def test_auto_multiplies_integers_where_the_processor_has_instructions_for_it(
 
 @pytest.mark.parametrize("rule", ["bf16", "int8-weights", "int4-weights"])
 def test_graphs_of_bfloat16_compute_in_float32_with_what_is_stored(tmp_path: Path, rule: Precision) -> None:
-    graph = replace(stored(torch.bfloat16), compute="bfloat16")
+    graph = replace(make_target(torch.bfloat16), compute="bfloat16")
     plan = plan_graph(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
     assert check_parity(graph, path, plan) < 2e-5
@@ -153,7 +153,7 @@ def test_graphs_of_bfloat16_compute_in_float32_with_what_is_stored(tmp_path: Pat
 
 @pytest.mark.parametrize("rule", PRECISIONS)
 def test_a_graph_computes_with_the_rounded_weights(tmp_path: Path, rule: Precision) -> None:
-    graph = stored(torch.bfloat16)
+    graph = make_target(torch.bfloat16)
     plan = plan_graph(graph, rule)
     expected = plan.size
     path = plan.write(tmp_path / "target.onnx")[0]
@@ -171,7 +171,7 @@ def test_a_graph_computes_with_the_rounded_weights(tmp_path: Path, rule: Precisi
 def test_integer_weights_are_turned_back_to_float16_where_that_is_computed_with(
     tmp_path: Path, rule: Precision
 ) -> None:
-    graph = convert_to_float16(stored(torch.bfloat16))
+    graph = convert_to_float16(make_target(torch.bfloat16))
     plan = plan_graph(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
     assert check_parity(graph, path, plan) < 0.01  # in both layouts, of which GPUs get the second
@@ -185,7 +185,7 @@ def test_integer_weights_are_turned_back_to_float16_where_that_is_computed_with(
 
 @pytest.mark.parametrize("rule", ["int8-weights", "int4-weights"])
 def test_integer_graphs_give_a_node_the_same_numbers_whatever_stands_beside_it(tmp_path: Path, rule: Precision) -> None:
-    graph = stored(torch.float32)
+    graph = make_target(torch.float32)
     path = plan_graph(graph, rule).write(tmp_path / "target.onnx")[0]
     sessions = GraphFileSession(path)  # with all fusions, as pictures are made
     inputs = dict(list(graph.cases.values())[-1])
@@ -202,7 +202,7 @@ def test_integer_graphs_give_a_node_the_same_numbers_whatever_stands_beside_it(t
 
 def test_onnx_runtime_fuses_integer_matrices(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    path = plan_graph(stored(torch.float32), "int8-weights").write(tmp_path / "target.onnx")[0]
+    path = plan_graph(make_target(torch.float32), "int8-weights").write(tmp_path / "target.onnx")[0]
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "fused.onnx")
     options.log_severity_level = 4

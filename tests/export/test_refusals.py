@@ -20,12 +20,12 @@ from checkpoint_copies import (
     T2I,
     VQ,
     VQGAN,
-    changed,
-    config_of,
-    copied,
-    edited,
-    published,
-    sharded,
+    config_path,
+    copy_checkpoint,
+    copy_json,
+    copy_published_emu3,
+    copy_sharded,
+    copy_weights,
 )
 from family_readers import read_anole, read_emu3, read_llamagen, read_lumina, read_transformer
 from refusals import error_of
@@ -41,34 +41,36 @@ Read = Callable[[Path], object]  # makes a damaged copy in a folder and reads it
 
 def official(edit: Any = None, **fields: Any) -> Read:
     return lambda folder: read_transformer(
-        edited(folder, C2I, edit or (lambda weights: None)),
-        config=changed(config_of(C2I), folder / "config.json", **fields),
+        copy_weights(folder, C2I, edit or (lambda weights: None)),
+        config=copy_json(config_path(C2I), folder / "config.json", **fields),
     )
 
 
 def drafter(edit: Any = None, **fields: Any) -> Read:
     return lambda folder: read_llamagen(
-        T2I, VQ, drafter=copied(DRAFTER, folder / "drafter", edit, **fields), config=config_of(T2I)
+        T2I, VQ, drafter=copy_checkpoint(DRAFTER, folder / "drafter", edit, **fields), config=config_path(T2I)
     )
 
 
 def anole(weights: Any = None, config: Any = None, **fields: Any) -> Read:
-    return lambda folder: read_anole(copied(ANOLE, folder / "target", weights, config, **fields), VQGAN)
+    return lambda folder: read_anole(copy_checkpoint(ANOLE, folder / "target", weights, config, **fields), VQGAN)
 
 
 def lumina(weights: Any = None, config: Any = None, **fields: Any) -> Read:
-    return lambda folder: read_lumina(copied(LUMINA, folder / "target", weights, config, **fields), VQGAN, grid=4)
+    return lambda folder: read_lumina(
+        copy_checkpoint(LUMINA, folder / "target", weights, config, **fields), VQGAN, grid=4
+    )
 
 
 def emu3(weights: Any = None, config: Any = None, **fields: Any) -> Read:
-    return lambda folder: read_emu3(copied(EMU3, folder / "target", weights, config, **fields), grid=4)
+    return lambda folder: read_emu3(copy_checkpoint(EMU3, folder / "target", weights, config, **fields), grid=4)
 
 
 def emu3_tokenizer(name: str, edit: Callable[[str], str], **fields: Any) -> Read:
     def read(folder: Path) -> None:
-        target, vq = published(folder)
+        target, vq = copy_published_emu3(folder)
         (target / name).write_text(edit((target / name).read_text()))
-        changed(target / "config.json", target / "config.json", **fields)
+        copy_json(target / "config.json", target / "config.json", **fields)
         read_emu3(target, vq, grid=4)
 
     return read
@@ -77,7 +79,7 @@ def emu3_tokenizer(name: str, edit: Callable[[str], str], **fields: Any) -> Read
 def text_encoder(weights: Any = None, sizes: dict[str, Any] | None = None, **fields: Any) -> Read:
     def read(folder: Path) -> None:
         save_t5(folder / "saved", **(sizes or {}))
-        read_text_encoder(copied(folder / "saved", folder / "t5", weights, **fields), 32)
+        read_text_encoder(copy_checkpoint(folder / "saved", folder / "t5", weights, **fields), 32)
 
     return read
 
@@ -104,7 +106,7 @@ def index(content: Any) -> Read:
 
 def tokenizer(edit: Callable[[dict[str, Any]], object]) -> Read:
     def read(folder: Path) -> None:
-        target = copied(ANOLE, folder / "target")
+        target = copy_checkpoint(ANOLE, folder / "target")
         content = json.loads((target / "tokenizer.json").read_text())
         edit(content)
         (target / "tokenizer.json").write_text(json.dumps(content))
@@ -126,7 +128,7 @@ def loose(folder: Path) -> None:
 
 
 def wrong_shard(folder: Path) -> None:
-    shards = sharded(LANTERN / "t2i", folder / "shards")
+    shards = copy_sharded(LANTERN / "t2i", folder / "shards")
     shutil.copy(shards / "model-00001-of-00003.safetensors", shards / "model-00002-of-00003.safetensors")
     Checkpoint(shards).read()
 
@@ -137,8 +139,10 @@ def twice(folder: Path) -> None:
 
 
 def few_codes(folder: Path) -> None:
-    narrow = edited(folder, VQ, lambda w: w.update({"quantize.embedding.weight": w["quantize.embedding.weight"][:100]}))
-    read_llamagen(C2I, narrow, config=config_of(C2I))
+    narrow = copy_weights(
+        folder, VQ, lambda w: w.update({"quantize.embedding.weight": w["quantize.embedding.weight"][:100]})
+    )
+    read_llamagen(C2I, narrow, config=config_path(C2I))
 
 
 def drop(*prefixes: str) -> Callable[[dict[str, Any]], None]:
@@ -160,7 +164,9 @@ def swap_tokens(content: dict[str, Any]) -> None:
 
 def early_row_end(folder: Path) -> None:
     names = {"<reserved08799>": "<unk>", "<unk>": "<reserved08799>"}
-    target = copied(LUMINA, folder, config=lambda c: c["vocabulary_map"].update({"<reserved08799>": 3, "<unk>": 142}))
+    target = copy_checkpoint(
+        LUMINA, folder, config=lambda c: c["vocabulary_map"].update({"<reserved08799>": 3, "<unk>": 142})
+    )
     content = json.loads((target / "tokenizer.json").read_text())
     for entry in content["added_tokens"]:
         entry["content"] = names.get(entry["content"], entry["content"])
@@ -196,7 +202,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "another shape": (official(lambda w: w.update({"norm.weight": torch.ones(63)})), C2I.name, "norm.weight [63] [64]"),
     "a grid that positions contradict": (official(lambda w: w.update(FREQUENCIES)), "block_size", "a grid of 4 5"),
     "a grid that the caller contradicts": (
-        lambda folder: read_transformer(C2I, config=config_of(C2I), grid=7),
+        lambda folder: read_transformer(C2I, config=config_path(C2I), grid=7),
         "block_size",
         "a grid of 4 7",
     ),
@@ -214,7 +220,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     ),
     "a target for a VQ tokenizer": (lambda folder: read_vq(C2I), C2I.name, "has no quantize.embedding.weight"),
     "a missing level": (
-        lambda folder: read_vq(edited(folder, VQ, drop("encoder.conv_blocks.4."))),
+        lambda folder: read_vq(copy_weights(folder, VQ, drop("encoder.conv_blocks.4."))),
         VQ.name,
         "4 encoder and 5 decoder levels",
     ),
@@ -222,7 +228,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     # Folders of weights
     "missing shards": (
         lambda folder: Checkpoint(
-            without(sharded(DRAFTER, folder / "shards", "bin"), "pytorch_model-00002-of-00003.bin")
+            without(copy_sharded(DRAFTER, folder / "shards", "bin"), "pytorch_model-00002-of-00003.bin")
         ).read(),
         "shards",
         "pytorch_model-00002-of-00003.bin pytorch_model.bin.index.json",
@@ -252,7 +258,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "a drafter's head width": (drafter(head_dim=8), "num_attention_heads", "4"),
     "a drafter's key heads": (drafter(num_key_value_heads=2), "{q,k,v}_proj.weight", "192 rows 2 key heads"),
     "a drafter of texts for classes": (
-        lambda folder: read_llamagen(C2I, VQ, drafter=DRAFTER, config=config_of(C2I)),
+        lambda folder: read_llamagen(C2I, VQ, drafter=DRAFTER, config=config_path(C2I)),
         "input_type",
         "'t2i' 'c2i'",
     ),
@@ -284,7 +290,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     ),
     # Anole
     "no tokenizer": (
-        lambda folder: read_anole(without(copied(ANOLE, folder), "tokenizer.json"), VQGAN),
+        lambda folder: read_anole(without(copy_checkpoint(ANOLE, folder), "tokenizer.json"), VQGAN),
         "",
         "has no tokenizer.json",
     ),
@@ -344,7 +350,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "an end of row before the codes": (early_row_end, "<reserved08799>", "token 3"),
     # Emu3
     "no image tokenizer": (
-        lambda folder: read_emu3(published(folder)[0], grid=4),
+        lambda folder: read_emu3(copy_published_emu3(folder)[0], grid=4),
         "vq",
         "nothing Emu3-VisionTokenizer",
     ),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import COSMOS, SIMPLEAR, copied
+from checkpoint_copies import COSMOS, SIMPLEAR, copy_checkpoint
 from family_readers import read_simplear
 from refusals import error_of
 from safetensors.torch import save_file
@@ -26,11 +26,13 @@ EMBED = "model.embed_tokens.weight"
 
 
 def simplear(weights: Any = None, config: Any = None, **fields: Any) -> Read:
-    return lambda folder: read_simplear(copied(SIMPLEAR, folder / "target", weights, config, **fields), COSMOS, grid=4)
+    return lambda folder: read_simplear(
+        copy_checkpoint(SIMPLEAR, folder / "target", weights, config, **fields), COSMOS, grid=4
+    )
 
 
 def simplear_tokenizer(folder: Path) -> None:
-    target = copied(SIMPLEAR, folder / "target")
+    target = copy_checkpoint(SIMPLEAR, folder / "target")
     content = (target / "tokenizer.json").read_text()
     (target / "tokenizer.json").write_text(content.replace("<|soi|>", "<|sot|>"))
     read_simplear(target, COSMOS, grid=4)
@@ -43,7 +45,7 @@ def half_a_tokenizer(folder: Path) -> None:
 
 
 def test_settings_of_training_in_the_tokenizer_leave_the_prompt_layout(tmp_path: Path) -> None:
-    target = copied(SIMPLEAR, tmp_path / "target")
+    target = copy_checkpoint(SIMPLEAR, tmp_path / "target")
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     tokenizer.enable_padding(length=64)
     tokenizer.enable_truncation(2)
@@ -84,7 +86,7 @@ def test_a_head_of_its_own_and_an_image_tokenizer_of_safetensors_are_read(tmp_pa
     for half in ("encoder", "decoder"):
         weights = read_weights(COSMOS / f"{half}.jit")
         save_file({name: weight.clone() for name, weight in weights.items()}, tmp_path / f"{half}.safetensors")
-    untied = copied(
+    untied = copy_checkpoint(
         SIMPLEAR, tmp_path / "target", lambda w: w.update({"lm_head.weight": w[EMBED] + 1}), tie_word_embeddings=False
     )
     tied = read_simplear(SIMPLEAR, COSMOS, grid=4)

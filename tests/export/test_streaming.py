@@ -11,7 +11,7 @@ import onnx
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_models import stored
+from small_models import make_target
 from torch import Tensor, nn
 
 from lantern_rt.export.checkpoints.deferred import compute_tensor, defer_tensor
@@ -67,7 +67,7 @@ def bytes_of_reading(path: Path) -> int:
 def test_a_module_with_weights_of_any_type_is_written_and_computed_in_float32(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    graph = stored(dtype)
+    graph = make_target(dtype)
     assert check_parity(graph, write_graph(graph, tmp_path)[0]) < 2e-5
     assert {p.dtype for p in graph.module.parameters()} == {dtype}
 
@@ -93,7 +93,7 @@ def test_only_one_layer_at_a_time_is_there_in_float32(tmp_path: Path, in_new_pro
 def bytes_of_exporting(folder: Path, rule: Rule) -> int:
     """Bytes of memory that writing a decoder of 12 layers and running it in both layouts takes."""
     config = DecoderConfig(512, 12, 8, 8, 2048, 64, 3, 2, spare_positions=8)
-    graph = stored(torch.bfloat16, config)
+    graph = make_target(torch.bfloat16, config)
     plan = plan_graph(graph, rule)
     inputs = list(graph.cases.values())[-1]
     before = anonymous_memory() or 0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import changed, sharded
+from checkpoint_copies import copy_json, copy_sharded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -118,7 +118,7 @@ def test_encoders_of_any_size_equal_transformers(
 
 def test_the_encoder_of_a_whole_t5_in_shards_is_read_without_its_decoder(tmp_path: Path) -> None:
     save_t5(tmp_path / "one", whole=True)
-    two = sharded(tmp_path / "one", tmp_path / "two", shards=2)
+    two = copy_sharded(tmp_path / "one", tmp_path / "two", shards=2)
     # As in indices of converted files: second names of shared.weight, which the files dropped.
     index = json.loads((two / "model.safetensors.index.json").read_text())
     first = "model-00001-of-00002.safetensors"
@@ -142,7 +142,7 @@ def test_two_equal_tables_of_tokens_are_one(tmp_path: Path) -> None:
 
 def test_unusual_configurations_of_transformers_say_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     save_t5(tmp_path)
-    changed(tmp_path / "config.json", tmp_path / "config.json", pad_token_id=-1)
+    copy_json(tmp_path / "config.json", tmp_path / "config.json", pad_token_id=-1)
     capfd.readouterr()
     read_text_encoder(tmp_path, 32)
     assert capfd.readouterr() == ("", "")

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import copied
-from goldens import DATA, manifest
+from checkpoint_copies import copy_checkpoint
+from goldens import DATA, read_manifest
 from small_models import save_t5
 
 from lantern_rt import Pipeline
@@ -47,7 +47,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, encoder: tuple[Path, Any]) 
 
 
 def test_the_manifest_says_what_a_text_bundle_takes_and_came_from(bundle: Path, encoder: tuple[Path, Any]) -> None:
-    found = manifest(bundle)
+    found = read_manifest(bundle)
     assert found.condition.model_dump(exclude_none=True) == {"kind": "text", "prefix": 8, "cleaning": "llamagen"}
     assert (bundle / "tokenizer.json").read_bytes() == TOKENIZER.read_bytes()
     roles = [source.role for source in found.provenance.sources]
@@ -121,7 +121,7 @@ def test_a_bundle_agrees_with_its_text_encoder_and_with_no_other(
     rows = json.loads(out)["tensors"]
     assert code == 0
     assert {row["tensor"] for row in rows if row["graph"] == "condition"} == {"prefix_embeds", "uncond_embeds"}
-    other = copied(encoder[0], tmp_path, lambda w: w["encoder.final_layer_norm.weight"].mul_(1.1))
+    other = copy_checkpoint(encoder[0], tmp_path, lambda w: w["encoder.final_layer_norm.weight"].mul_(1.1))
     code, out, _ = program(*files, other, "--json")
     assert code == 2
     rows = json.loads(out)["tensors"]
@@ -130,7 +130,9 @@ def test_a_bundle_agrees_with_its_text_encoder_and_with_no_other(
 
 def test_an_encoder_in_float16_is_verified_within_the_rounding_of_its_own_layers(program: Any, tmp_path: Path) -> None:
     save_t5(tmp_path / "t5", num_layers=8, d_ff=64, num_heads=4, d_kv=64)
-    copied(tmp_path / "t5", tmp_path / "half", lambda w: w.update({name: one.half() for name, one in w.items()}))
+    copy_checkpoint(
+        tmp_path / "t5", tmp_path / "half", lambda w: w.update({name: one.half() for name, one in w.items()})
+    )
     files = ["--target", TEXT, "--vq", VQ, "--text-encoder", tmp_path / "half", "--output", tmp_path / "bundle"]
     assert program("export", *files)[0] == 0
     code, out, _ = program("verify", tmp_path / "bundle", TEXT, VQ, tmp_path / "half", "--json")

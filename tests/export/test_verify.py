@@ -24,11 +24,11 @@ from checkpoint_copies import (
     VQ,
     VQGAN,
     Weights,
-    changed,
-    config_of,
-    copied,
-    edited,
-    sharded,
+    config_path,
+    copy_checkpoint,
+    copy_json,
+    copy_sharded,
+    copy_weights,
 )
 from goldens import DATA
 from onnx import TensorProto, external_data_helper
@@ -40,8 +40,8 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.export.verify import divergence, same_top_token
 
 # In the order of the provenance; the small bundles are exported with a configuration.
-C2I_FILES = [C2I, VQ, config_of(C2I)]
-T2I_FILES = [T2I, VQ, DRAFTER, config_of(T2I)]
+C2I_FILES = [C2I, VQ, config_path(C2I)]
+T2I_FILES = [T2I, VQ, DRAFTER, config_path(T2I)]
 ANOLE_FILES = [ANOLE, VQGAN, ANOLE_DRAFTER]
 GRAPHS = {"target", "drafter", "condition", "vq_decoder", "vq_encoder"}
 
@@ -101,7 +101,7 @@ def test_an_anole_bundle_agrees_with_its_folders_and_with_no_others(
     assert not failed
     assert {row["graph"] for row in content["tensors"]} == GRAPHS | {"code_embeddings", "neighbors", "tokenizer"}
     assert [row["agreement"] for row in content["distributions"]] == [1.0, 1.0]
-    other = copied(ANOLE, tmp_path / "other", lambda w: w["lm_head.weight"][4].add_(0.1))  # the row of code 0
+    other = copy_checkpoint(ANOLE, tmp_path / "other", lambda w: w["lm_head.weight"][4].add_(0.1))  # the row of code 0
     _, failed = report(program, anole_bundle, other, *ANOLE_FILES[1:])
     assert failed == {("target", "logits"), ("drafter", "logits")}
 
@@ -116,11 +116,15 @@ def test_a_lumina2_bundle_agrees_with_its_folders_and_tells_other_weights_fields
         "neighbors",
         "tokenizer",
     }
-    wrong = copied(LUMINA2, tmp_path / "weight", lambda w: w["model.layers.1.mlp.up_proj.weight"][:, 0].add_(0.1))
+    wrong = copy_checkpoint(
+        LUMINA2, tmp_path / "weight", lambda w: w["model.layers.1.mlp.up_proj.weight"][:, 0].add_(0.1)
+    )
     assert ("target", "logits") in report(program, lumina2_bundle, wrong, MOVQGAN)[1]
-    code, _, err = program("verify", lumina2_bundle, copied(LUMINA2, tmp_path / "field", rope_theta=500.0), MOVQGAN)
+    code, _, err = program(
+        "verify", lumina2_bundle, copy_checkpoint(LUMINA2, tmp_path / "field", rope_theta=500.0), MOVQGAN
+    )
     assert (code, "target.rope_base: found 500.0, expected 10000.0, as the bundle has" in err) == (2, True)
-    shards = sharded(LUMINA2, tmp_path / "shards")
+    shards = copy_sharded(LUMINA2, tmp_path / "shards")
     assert not report(program, lumina2_bundle, shards, MOVQGAN)[1]
     shutil.copy(shards / "model-00001-of-00003.safetensors", shards / "model-00002-of-00003.safetensors")
     code, _, err = program("verify", lumina2_bundle, shards, MOVQGAN)
@@ -134,14 +138,14 @@ def test_a_glm_image_bundle_agrees_with_its_folder_and_tells_other_weights_and_f
     content, failed = report(program, "glm", GLM_IMAGE)
     assert not failed
     assert {row["graph"] for row in content["tensors"]} == {
-        *("target", "condition", "code_embeddings", "neighbors", "tokenizer")
+        *("target", "condition", "vq_encoder", "code_embeddings", "neighbors", "tokenizer")
     }
     content, failed = report(program, "glm")
-    assert (failed, {row["graph"] for row in content["tensors"]}) == (set(), {"target", "condition"})
+    assert (failed, {row["graph"] for row in content["tensors"]}) == (set(), {"target", "condition", "vq_encoder"})
     part = "vision_language_encoder"
     scale = "model.language_model.layers.1.post_mlp_layernorm.weight"
     wrong = shutil.copytree(GLM_IMAGE, tmp_path / "wrong")
-    copied(GLM_IMAGE / part, wrong / part, lambda w: w[scale].mul_(1.5))
+    copy_checkpoint(GLM_IMAGE / part, wrong / part, lambda w: w[scale].mul_(1.5))
     assert ("target", "logits") in report(program, "glm", wrong)[1]
     config = json.loads((wrong / part / "config.json").read_text())
     config["text_config"]["rope_parameters"]["rope_theta"] = 500.0
@@ -150,7 +154,7 @@ def test_a_glm_image_bundle_agrees_with_its_folder_and_tells_other_weights_and_f
     assert (code, "target.rope_base: found 500.0, expected 10000.0, as the bundle has" in err) == (2, True)
     shards = tmp_path / "shards"
     shutil.copytree(GLM_IMAGE / "processor", shards / "processor")
-    sharded(GLM_IMAGE / part, shards / part)
+    copy_sharded(GLM_IMAGE / part, shards / part)
     assert not report(program, "glm", shards)[1]
     shutil.copy(shards / part / "model-00001-of-00003.safetensors", shards / part / "model-00002-of-00003.safetensors")
     code, _, err = program("verify", "glm", shards)
@@ -158,7 +162,7 @@ def test_a_glm_image_bundle_agrees_with_its_folder_and_tells_other_weights_and_f
 
 
 def test_another_checkpoint_fails(c2i_bundle: Path, tmp_path: Path, program: Any) -> None:
-    other = edited(tmp_path, C2I, lambda w: w["layers.1.feed_forward.w2.weight"][:, 0].add_(0.1))
+    other = copy_weights(tmp_path, C2I, lambda w: w["layers.1.feed_forward.w2.weight"][:, 0].add_(0.1))
     _, failed = report(program, c2i_bundle, other, *C2I_FILES[1:])
     tensors = {tensor for _, tensor in failed}
     assert {"logits", "hidden_states", "new_key_values.2.key"} <= tensors
@@ -290,8 +294,8 @@ def fewer_layers(weights: Weights) -> None:
 def test_a_checkpoint_of_other_sizes_is_refused_in_one_line(
     c2i_bundle: Path, tmp_path: Path, program: Any, edit: Any, fields: Any, words: str
 ) -> None:
-    config = changed(config_of(C2I), tmp_path / "config.json", **fields)
-    code, _, err = program("verify", c2i_bundle, edited(tmp_path, C2I, edit), VQ, config)
+    config = copy_json(config_path(C2I), tmp_path / "config.json", **fields)
+    code, _, err = program("verify", c2i_bundle, copy_weights(tmp_path, C2I, edit), VQ, config)
     assert code == 2
     assert words in err.splitlines()[-1]
 
@@ -301,12 +305,12 @@ def test_the_average_that_a_bundle_was_exported_from_is_what_it_is_compared_with
     torch.save(
         content | {"ema": {name: weight * 1.5 for name, weight in content["model"].items()}}, tmp_path / "both.pt"
     )
-    files = ["--target", tmp_path / "both.pt", "--vq", VQ, "--config", config_of(C2I)]
+    files = ["--target", tmp_path / "both.pt", "--vq", VQ, "--config", config_path(C2I)]
     for i, options in enumerate((["--weights", "ema"], [])):
         code, _, err = program("export", *files, "--output", tmp_path / f"b{i}", *options)
         assert code == 0
         assert ("both.pt: has model and ema; using model" in err) == (options == [])
-        assert report(program, tmp_path / f"b{i}", tmp_path / "both.pt", VQ, config_of(C2I))[1] == set()
+        assert report(program, tmp_path / f"b{i}", tmp_path / "both.pt", VQ, config_path(C2I))[1] == set()
     one, other = (open_bundle(tmp_path / f"b{i}").manifest.files["target"].sha256 for i in range(2))
     assert one != other
 
@@ -318,7 +322,7 @@ def test_a_drafter_of_other_sizes_is_refused_by_its_own_name(
         again = {name.replace("layers.0.", "layers.1."): weight.clone() for name, weight in weights.items()}
         weights |= again | {"layers.1.input_layernorm.weight": torch.ones(64)}
 
-    drafter = copied(DRAFTER, tmp_path / "drafter", double, num_hidden_layers=2)
+    drafter = copy_checkpoint(DRAFTER, tmp_path / "drafter", double, num_hidden_layers=2)
     files = [drafter if file == DRAFTER else file for file in T2I_FILES]
     code, _, err = program("verify", t2i_drafter_bundle, *files)
     assert code == 2

@@ -24,9 +24,9 @@ from checkpoint_copies import (
     T2I,
     VQ,
     VQGAN,
-    config_of,
-    published,
-    sharded,
+    config_path,
+    copy_published_emu3,
+    copy_sharded,
 )
 from family_readers import read_anole, read_emu3, read_janus, read_lumina, read_lumina2, read_simplear, read_transformer
 from refusals import error_of
@@ -135,18 +135,18 @@ def small_drafter(folder: Path) -> object:
 
 
 def target() -> Decoder:
-    return read_transformer(T2I, config=config_of(T2I)).decoder
+    return read_transformer(T2I, config=config_path(T2I)).decoder
 
 
 # What writes a checkpoint's folder, and what reads it.
 READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "LlamaGen": (
         copied_into(C2I),
-        lambda folder: read_transformer(folder / C2I.name, config=config_of(C2I)),
+        lambda folder: read_transformer(folder / C2I.name, config=config_path(C2I)),
     ),
     "LlamaGen in LANTERN's layout": (copied_into(LANTERN / "t2i"), read_transformer),
     "LlamaGen in shards": (
-        lambda folder: sharded(LANTERN / "c2i", folder / "shards"),
+        lambda folder: copy_sharded(LANTERN / "c2i", folder / "shards"),
         lambda folder: read_transformer(folder / "shards"),
     ),
     "LlamaGen's image tokenizer": (copied_into(VQ), lambda folder: read_vq(folder / VQ.name)),
@@ -160,7 +160,7 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "Janus in shards": (lambda folder: write_janus(random_janus(), folder), read_janus),
     "Emu3": (copied_into(EMU3), lambda folder: read_emu3(folder, grid=4)),
     "Emu3 as published": (
-        published,
+        copy_published_emu3,
         lambda folder: read_emu3(folder / "Emu3-Gen", folder / "Emu3-VisionTokenizer", grid=4),
     ),
     "SimpleAR": (copied_into(SIMPLEAR), lambda folder: read_simplear(folder, COSMOS, grid=4)),

@@ -176,7 +176,7 @@ def test_the_lower_half_of_an_image_is_the_published_one_below_a_preserved_upper
     preserved = np.where(np.arange(codes.size) < rows * columns, codes.ravel(), -1)
     settings = pipe.check("a table", size="32x64", temperature=0, cfg_scale=trace["cfg"]).settings
     model = load_model(pipe.bundle, pipe.engines, [method])
-    layout = pipe.bundle.manifest.layout("32x64")
+    layout = pipe.bundle.manifest.layout(pipe.bundle.manifest.size("32x64"))
     steps = decode(model, plan_of(layout, settings.sampling, method), [Prompt(first, second, preserved)], [0])
     generated = [code for step in steps for code in step.parts[0].codes]
     assert np.reshape(generated, codes.shape).tolist() == codes.tolist()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import refused
+from refusals import expects_error
 
 from lantern_rt import BundleError, open_bundle
 
@@ -204,7 +204,7 @@ def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(anole: 
 def test_a_bundle_that_does_not_say_its_architecture_trains_no_drafter(t2i_bundle: Path) -> None:
     bundle = open_bundle(t2i_bundle)
     target = bundle.manifest.target.model_copy(update={"architecture": None})
-    with refused(BundleError, "target.onnx: found no `architecture` in bundle.json; export the bundle again"):
+    with expects_error(BundleError, "target.onnx: found no `architecture` in bundle.json; export the bundle again"):
         read_target(replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target})))
 
 

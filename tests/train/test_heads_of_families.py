@@ -111,7 +111,7 @@ def test_data_hold_the_states_from_which_codes_are_drawn_in_every_size(trained: 
             drawn = pipeline.check(**request, method="ar").images
             prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, drawn))[:3]
             model = load_model(pipeline.bundle, pipeline.engines, [])
-            layout = pipeline.bundle.manifest.layout(size.name)
+            layout = pipeline.bundle.manifest.layout(size)
             guidance, cells = Guidance(sampling, layout), range(size.codes)
             rows = range(2 if sampling.guided else 1)
             for i, (prompt, codes) in enumerate(zip(prompts, images.codes, strict=True)):

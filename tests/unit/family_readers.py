@@ -1,4 +1,4 @@
-"""Readers of families by name, with the paths of checkpoints; and LlamaGen's transformer without an image tokenizer."""
+"""Readers of model families by name, with paths of checkpoints; and a reader of LlamaGen's transformer alone."""
 
 from __future__ import annotations
 

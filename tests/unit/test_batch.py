@@ -1,4 +1,4 @@
-"""Images that join and leave a batch between passes get the tokens that they get alone, whatever methods share the passes."""
+"""Images that join and leave a batch between passes get the tokens that they get alone, whatever shares the passes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_padded_prompt(identity: int) -> Prompt:
 
 @dataclass(frozen=True)
 class Visit:
-    """A request that joins before step `arrives`, and is cancelled before step `leaves` unless it is complete by then."""
+    """A request that joins before step `arrives`, and is cancelled before step `leaves` unless it is complete."""
 
     identity: int
     sampling: Sampling

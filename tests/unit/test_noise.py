@@ -12,7 +12,8 @@ from scipy.stats import chi2_contingency, kstest
 
 from lantern_rt.runtime.noise import FORMAT, Noise
 
-REFERENCE_VALUES = [  # from docs/seeds.md: seed, position, the first four 32-bit numbers, and the Gumbel noise made from them
+# From docs/seeds.md: seed, position, the first four 32-bit numbers, and the Gumbel noise made from them.
+REFERENCE_VALUES = [
     (0, 0, [149215387, 4152464477, 2882710362, 161177097], [-1.211884, 3.389014, 0.919513, -1.188665]),
     (0, 1, [49592932, 1090160368, 1200139746, 2902407428], [-1.495452, -0.315627, -0.242951, 0.93674]),
     (1, 0, [1969390303, 3523876871, 1212587396, 1966945340], [0.24882, 1.620083, -0.234825, 0.247229]),

@@ -47,7 +47,7 @@ class SumEngine:
         new[:, :, 0, 0] = numbers.T
         new[:, :, 0, 1] = batch.positions.T
         past_length = batch.attention_mask.shape[2] - nodes
-        entries = np.concatenate([cache.past(past_length)[0], new])[:, :, 0]  # [span + nodes, rows, width]
+        entries = np.concatenate([cache.past_views(past_length)[0], new])[:, :, 0]  # [span + nodes, rows, width]
         weighted = entries[..., 0] * (1 + entries[..., 1])
         sums = np.einsum("rnc,cr->rn", batch.attention_mask, weighted)
         logits = np.cos(sums[..., None] * (1 + np.arange(VOCABULARY))).astype(np.float32) * 3

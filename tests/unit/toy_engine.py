@@ -530,7 +530,7 @@ class ToyNodes:
 def output_of(
     logits: NDArray[Any],
     structure: TreeStructure,
-    next_codes: Sequence[int],
+    cells: Sequence[int],
     layout: PassLayout | None = None,
     rows: slice = slice(None),
     seed: int = 0,
@@ -548,7 +548,7 @@ def output_of(
     sequence = ImageSequence(0, plan_of(RasterLayout(1), Sampling(), Ar()), make_prompt(0), seed)
     depths = structure.depths
     layout = layout or PassLayout(depths, depths, structure.ancestors)
-    return TargetOutput(sequence, ToyNodes(structure, next_codes), layout, logits, rows)
+    return TargetOutput(sequence, ToyNodes(structure, cells), layout, logits, rows)
 
 
 def codes_of(steps: Iterable[Step], images: int) -> list[list[int]]:

@@ -120,7 +120,8 @@ def hidden_states(
         `prefix - 1 + cell` gives the token of a cell.
     """
     model = load_model(pipeline.bundle, pipeline.engines, [])
-    layout = pipeline.bundle.manifest.layout(size)
+    manifest = pipeline.bundle.manifest
+    layout = manifest.layout(manifest.size(size))
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
     known = [image[:-1].astype(np.int64) for image in codes for _ in (0, 1)]
     sampled = np.array([layout.position(cell) - 1 for cell in range(layout.num_codes)])  # position before each cell
