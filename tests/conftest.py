@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn_weights import write_checkpoints
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data"
@@ -30,6 +31,9 @@ MADE_BY = (
     "tests/conftest.py",
     "tests/data",
 )
+
+
+write_checkpoints()  # before test modules are imported: some read a checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -248,7 +252,7 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from family_readers import read_lumina
         from random_drafter import save_random_drafter
 
-        from lantern_rt.export.families.common_lumina import image_size
+        from lantern_rt.export.families.common_lumina import lumina_image_size
         from lantern_rt.export.writer import export_model
 
         target = DATA / "lumina-mgpt/model"
@@ -256,7 +260,7 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_random_drafter(drafter)
         model = read_lumina(target, DATA / "chameleon-vqgan", drafter=drafter, grid=6)
         names = json.loads((target / "config.json").read_text())["vocabulary_map"]
-        sizes = (*model.fields["sizes"], image_size(2, 2, names, 2))
+        sizes = (*model.fields["sizes"], lumina_image_size(2, 2, names, 2))
         return export_model(replace(model, fields={**model.fields, "sizes": sizes}), output)
 
     return _exported(tmp_path_factory, "lumina_bundle/tiny-lumina", export, ("tokenizers", "yaml"))
@@ -281,7 +285,7 @@ def glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from lantern_rt.export.writer import export_model
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), (3, 5), (5, 2), (2, 3)])
+            patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), (3, 5), (5, 2), (2, 3), (4, 3), (3, 2)])
             return export_model(read_glm_image(DATA / "glm-image", grid=2), output)
 
     return _exported(tmp_path_factory, "glm_image_bundle/tiny-glm-image", export, ("tokenizers",))
@@ -295,14 +299,14 @@ def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from family_readers import read_emu3
         from tokenizers import Tokenizer
 
-        from lantern_rt.export.families.common_emu3 import image_size
+        from lantern_rt.export.families.common_emu3 import emu3_image_size
         from lantern_rt.export.families.emu3 import prompt_layout
         from lantern_rt.export.writer import export_model
 
         target = DATA / "emu3/model"
         model = read_emu3(target, grid=4)
         library = Tokenizer.from_file(str(target / "tokenizer.json"))
-        sizes = [image_size(library, rows, columns, 2) for rows, columns in ((4, 4), (4, 5), (5, 3), (2, 12))]
+        sizes = [emu3_image_size(library, rows, columns, 2) for rows, columns in ((4, 4), (4, 5), (5, 3), (2, 12))]
         layout = prompt_layout(library, "low quality, blurry.")
         condition = model.fields["condition"].model_copy(update={"layout": layout})
         return export_model(replace(model, fields={**model.fields, "sizes": sizes, "condition": condition}), output)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lantern_rt import EngineError, Pipeline
-from lantern_rt.runtime.engine import Pass
+from lantern_rt.runtime.engine import PassInput
 
 pytest.importorskip("torch", reason="needs lantern-rt[export]")
 
@@ -29,7 +29,7 @@ def test_logits_agree_with_the_cpu_up_to_float16_rounding(tmp_path: Path, provid
             cache = engine.new_cache(2, 32)
             mask = np.zeros((2, nodes, engine.next_past_length(cache, nodes) + nodes), bool)
             mask[:, :, -nodes:] = np.tri(nodes)
-            output = engine.run(Pass(np.tile(np.arange(nodes), (2, 1)), mask, tokens), cache)
+            output = engine.run(PassInput(np.tile(np.arange(nodes), (2, 1)), mask, tokens), cache)
         except EngineError as error:
             if not any(problem in error.problem for problem in ("requires f16", "no module", "finds no device")):
                 raise

@@ -15,7 +15,7 @@ from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.providers import PROVIDERS
 from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.prepared import compute_prefixes
-from lantern_rt.runtime.engine import Pass
+from lantern_rt.runtime.engine import PassInput
 from lantern_rt.runtime.noise import GROUP_SIZE
 
 METHODS = [
@@ -100,7 +100,7 @@ def test_logits_and_hidden_states_are_the_cpus_up_to_rounding(pipe: Pipeline, on
         cache = engine.new_cache(2, 32)
         mask = np.zeros((2, 6, engine.next_past_length(cache, 6) + 6), bool)
         mask[:, :, -6:] = np.tri(6)
-        output = engine.run(Pass(np.tile(np.arange(6), (2, 1)), mask, embeds=embeds), cache)
+        output = engine.run(PassInput(np.tile(np.arange(6), (2, 1)), mask, embeds=embeds), cache)
         outputs.append((output.logits[:, :6], output.hidden[:, :6]))
     for values, expected in zip(*outputs, strict=True):
         np.testing.assert_allclose(values, expected, atol=1e-4)
@@ -115,7 +115,7 @@ def test_reading_gathering_and_noise_tables_agree_with_numpy(provider: str) -> N
     device = Device(provider)
     rng = np.random.default_rng(1)
     first, second = (rng.normal(size=(rows, columns, 8)).astype(np.float32) for rows, columns in ((3, 4), (2, 6)))
-    values = device.put(first), device.put(second)
+    values = device.upload(first), device.upload(second)
     indices = np.array([[0, 11], [5, 3]])
     np.testing.assert_array_equal(device.read(values[0], indices), first.reshape(-1, 8)[indices])
     joined = device.empty((4, 6, 8), "float32")

@@ -22,7 +22,7 @@ DATA = Path(__file__).parent.parent / "data"
 
 
 def load_golden(folder: str) -> Arrays:
-    """Load the recorded arrays of a folder in `tests/data`."""
+    """Load the recorded arrays of a folder in `tests/data`; logits of words are NaN where no test reads them."""
     with np.load(DATA / folder / "golden.npz") as file:
         return dict(file)
 

@@ -21,8 +21,8 @@ from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
 from lantern_rt.prepared import compute_prefixes, load_model
 from lantern_rt.runtime.groups import GroupLayout
-from lantern_rt.runtime.likelihood import sequence_logits
-from lantern_rt.runtime.sampling import shape_distribution, shape_logits
+from lantern_rt.runtime.likelihood import compute_sequence_logits
+from lantern_rt.runtime.sampling import compute_distribution, process_logits
 from lantern_rt.runtime.statistics import Clock
 
 ROW_NAMES = ("cond", "uncond")
@@ -98,7 +98,9 @@ def compute_logits(pipe: Pipeline, ids: Any, **prompt: Any) -> NDArray[np.float3
     model = load_model(pipe.bundle, pipe.engines, [])
     (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
     layout = pipe.bundle.manifest.layout()
-    return np.concatenate([*sequence_logits(model, layout, [rows.cond, rows.uncond], np.array(ids), Clock())], 1)
+    return np.concatenate(
+        [*compute_sequence_logits(model, layout, [rows.cond, rows.uncond], np.array(ids), Clock())], 1
+    )
 
 
 def check_logits(
@@ -129,7 +131,7 @@ def replay_choices(used: NDArray[np.float32], index: int, trace: dict[str, Any])
     if not trace["sample"]:
         return used.argmax(1).tolist()
     sampling = Sampling(**{field: trace[field] for field in ("temperature", "top_k", "top_p")})
-    cumulative = shape_distribution(used, sampling).cumsum(1)
+    cumulative = compute_distribution(used, sampling).cumsum(1)
     return (cumulative / cumulative[:, -1:] <= np.array(trace["uniform"][index])[:, None]).sum(1).tolist()
 
 
@@ -153,7 +155,7 @@ def run_whole_sequence(pipe: Pipeline, ids: Any, names: list[str], **prompt: Any
     mask = np.tile(np.tri(nodes, dtype=bool), (2, 1, 1))
     mask[:, prefix:, prefix:] = code_pass.ancestors
     for row_mask, row in zip(mask, (rows.cond, rows.uncond), strict=True):
-        row_mask[:, :prefix] &= row.real
+        row_mask[:, :prefix] &= row.is_real
     mask |= np.eye(nodes, dtype=bool)
     positions = np.array([*range(prefix), *(prefix + code_pass.positions)])
     feeds = {"input_embeds": embeds, "position_ids": np.tile(positions, (2, 1))}
@@ -236,7 +238,7 @@ class DecoderGolden:
         scores = arrays["tree_scores_topk20"]
         is_free = forced < 0
         assert not np.isfinite(np.delete(scores[is_free], np.r_[codes], 1)).any()  # all other tokens are filtered out
-        filtered = shape_logits(guided, Sampling(top_k=20))[is_free]
+        filtered = process_logits(guided, Sampling(top_k=20))[is_free]
         np.testing.assert_array_equal(np.isfinite(filtered), np.isfinite(scores[is_free][:, codes]))
         np.testing.assert_allclose(
             to_scores(filtered), to_scores(scores[is_free][:, codes]), rtol=0, atol=GUIDED_TOLERANCE

@@ -16,7 +16,7 @@ from refusals import error_of
 from safetensors.torch import load_file
 
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.families.common_lumina import image_size, patch_sizes
+from lantern_rt.export.families.common_lumina import lumina_image_size, patch_sizes
 from lantern_rt.export.models.decoder import Attention
 from lantern_rt.export.models.eagle import read_drafter
 from lantern_rt.export.models.vq_checkpoints import read_vqgan
@@ -55,7 +55,7 @@ def test_the_image_size_comes_from_the_yaml_or_the_caller(tmp_path: Path) -> Non
 @pytest.mark.parametrize("pixels", [512, 768, 1024])
 def test_lumina_sizes_are_the_published_ones_of_each_model(pixels: int) -> None:
     names = {f"<reserved{8800 + n:05d}>": 8804 + n for n in range(65)} | {"<racm3:break>": 8197}
-    sizes = [image_size(rows, columns, names, 2) for rows, columns in patch_sizes(pixels // 32)]
+    sizes = [lumina_image_size(rows, columns, names, 2) for rows, columns in patch_sizes(pixels // 32)]
     assert [[*map(int, size.name.split("x"))] for size in sizes] == PROTOCOL["official_sizes"][str(pixels)]
     assert all((16 * size.columns, 16 * size.rows) == (*map(int, size.name.split("x")),) for size in sizes)
     square = next(size for size in sizes if size.rows == size.columns)

@@ -27,7 +27,7 @@ from torch import nn
 
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
-from lantern_rt.export.families.common_llamagen import LlamaGen, PublishedModel, Variant
+from lantern_rt.export.families.common_llamagen import KnownSize, LlamaGen, LlamaGenVariant
 from lantern_rt.export.graph.conditions import CaptionCondition, ClassCondition
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import read_drafter
@@ -134,7 +134,7 @@ def test_the_grid_comes_from_the_weights_the_configuration_or_the_caller(tmp_pat
 
 def test_a_published_models_heads_and_only_grid_need_no_options(tmp_path: Path) -> None:
     no_block = copy_json(config_path(C2I), tmp_path / "config.json", block_size=None, n_head=None)
-    small = Variant(models=(PublishedModel(3, 64, 8, (24,)),))
+    small = LlamaGenVariant(models=(KnownSize(3, 64, 8, (24,)),))
     sizes = read_transformer(C2I, config=no_block, variant=small).decoder.config
     assert (sizes.num_heads, sizes.grid) == (8, 24)
 

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from lantern_rt.bundle.conditions import ConditionSpec
-from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.families.common import grid_sizes
-from lantern_rt.export.families.common_emu3 import convert_tiktoken, image_size
+from lantern_rt.export.families.common_emu3 import convert_tiktoken, emu3_image_size
 from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, prompt_layout
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.model import Model
@@ -49,8 +49,8 @@ def libraries(as_published: tuple[Path, Path]) -> dict[str, Tokenizer]:
 def describe(model: Model) -> tuple[Any, ...]:
     """Return everything of a model but its files: manifest fields, arrays, and the weights of graphs."""
     weights = [(graph.role, *entry) for graph in model.graphs for entry in graph.module.state_dict().items()]
-    numbers = {(role, name): computed(weight).numpy().tobytes() for role, name, weight in weights}
-    return {**model.fields}, computed(model.code_embeddings).tolist(), model.codebook.tolist(), numbers
+    numbers = {(role, name): compute_tensor(weight).numpy().tobytes() for role, name, weight in weights}
+    return {**model.fields}, compute_tensor(model.code_embeddings).tolist(), model.codebook.tolist(), numbers
 
 
 def write_graphs(model: Model, folder: Path) -> dict[str, bytes]:
@@ -112,7 +112,7 @@ def test_row_ends_of_published_sizes_are_where_the_published_code_forces_them(na
     assert (rows, columns) in grid_sizes(PROTOCOL["image_area_default"], 8)
     row_end = PROTOCOL["tokens"]["eol"]["official"]
     layout = RowEndLayout(rows * columns, columns, row_end=row_end)
-    tokens = [*layout.insert_tokens(np.full(layout.num_codes, -1)).tolist(), row_end]  # the last row end is not sampled
+    tokens = [*layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist(), row_end]  # the last row end is not sampled
     assert tokens == forced[: rows * (columns + 1)].tolist()
     assert (forced[len(tokens) :] >= 0).all()
 
@@ -127,7 +127,7 @@ def test_prompt_and_unconditional_ids_of_runs(
 ) -> None:
     library = libraries[layout]
     words = prompt_layout(library, trace["negative"])
-    size = image_size(library, *trace["grid"], 2)
+    size = emu3_image_size(library, *trace["grid"], 2)
     text = TemplateTokenizer(library, words.template).encode(trace["text"].removesuffix(SUFFIX), 2048)
     assert [*words.before, *text.tolist(), *words.after, *size.tokens] == trace["prompt_ids"]
     assert words.uncond is not None

@@ -17,7 +17,7 @@ from shared_goldens import ROW_NAMES, GoldenFamily, RowEndDecoderGolden, log_sof
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
-from lantern_rt.runtime.sampling import choose, shape_distribution
+from lantern_rt.runtime.sampling import choose_codes, compute_distribution
 
 CODES = slice(557, 653)  # ids of the image tokens
 TRACES: list[dict[str, Any]] = json.loads((DATA / "emu3" / "traces.json").read_text())
@@ -53,16 +53,17 @@ def test_guided_logits_have_the_choices_and_probabilities_of_decode_guided_and_t
         our_logits = guide(logits[..., CODES], guidance)
         published_logits = published[:, CODES]
         for sampling in (Sampling(temperature=0), Sampling(top_k=20), Sampling(top_k=20, temperature=0.7)):
-            np.testing.assert_array_equal(choose(our_logits, None, sampling), choose(published_logits, None, sampling))
-            expected = shape_distribution(published_logits, sampling)
-            np.testing.assert_allclose(shape_distribution(our_logits, sampling), expected, rtol=0, atol=1e-4)
+            expected_codes = choose_codes(published_logits, None, sampling)
+            np.testing.assert_array_equal(choose_codes(our_logits, None, sampling), expected_codes)
+            expected = compute_distribution(published_logits, sampling)
+            np.testing.assert_allclose(compute_distribution(our_logits, sampling), expected, rtol=0, atol=1e-4)
 
 
 def test_filter_probs_inside_a_row_of_codes(family: GoldenFamily) -> None:
     for (top_k, temperature), expected in zip(
         family.arrays["filter_params"], family.arrays["filter_probs"], strict=True
     ):
-        distribution = shape_distribution(
+        distribution = compute_distribution(
             family.arrays["filter_logits"][:, CODES], Sampling(top_k=int(top_k), temperature=float(temperature))
         )
         np.testing.assert_allclose(distribution, expected[:, CODES], rtol=0, atol=1e-4)

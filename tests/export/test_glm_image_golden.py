@@ -20,7 +20,7 @@ from lantern_rt.errors import CheckpointError
 from lantern_rt.export.families import glm_image
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.text.tokenizers import load_tokenizer
 
 FOLDER = DATA / "glm-image"
@@ -172,9 +172,9 @@ def test_filters_give_the_recorded_probabilities() -> None:
         return Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
 
     for parameters, expected in zip(ARRAYS["filter_params"], ARRAYS["filter_probs"], strict=True):
-        found = shape_distribution(ARRAYS["filter_logits"], sampling(*parameters))
+        found = compute_distribution(ARRAYS["filter_logits"], sampling(*parameters))
         np.testing.assert_allclose(found[:3], expected[:3], rtol=0, atol=1e-4)  # the last row has ties
-    found = shape_distribution(ARRAYS["sample_first_logits"], sampling(0.9, 98, 0.75))
+    found = compute_distribution(ARRAYS["sample_first_logits"], sampling(0.9, 98, 0.75))
     np.testing.assert_allclose(found, ARRAYS["sample_first_probs"], rtol=0, atol=1e-4)
 
 

@@ -19,6 +19,7 @@ from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.compare import GraphFileSession
+from lantern_rt.export.models import exact
 from lantern_rt.export.writer import export_model
 
 pytest.importorskip("transformers")
@@ -109,3 +110,15 @@ def test_the_error_of_an_incomplete_folder_names_what_is_missing(
     if content is not None:
         (tmp_path / name).write_text(json.dumps(content))
     assert error_of(CheckpointError, read_janus, tmp_path).field.endswith(field)
+
+
+def test_layers_of_the_table_have_the_same_bits_in_any_order_of_their_sums_and_are_those_of_pytorch() -> None:
+    rng = np.random.default_rng(0)
+    inputs, weight = (np.ldexp(rng.normal(size=size), rng.integers(-9, 9, size)) for size in ((7, 500), (9, 500)))
+    bias, order = rng.normal(size=9), rng.permutation(500)
+    found = exact.linear(inputs, exact.split(weight), bias)
+    assert np.array_equal(found, exact.linear(inputs[:, order], exact.split(weight[:, order]), bias))
+    scale = np.abs(inputs).max() * np.abs(weight).max()
+    np.testing.assert_allclose(found, inputs @ weight.T + bias, rtol=0, atol=1e-10 * scale)
+    values = np.linspace(-20, 20, 10_001)
+    close(exact.gelu(values), torch.nn.functional.gelu(torch.from_numpy(values)), 3e-8)

@@ -25,7 +25,7 @@ from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.sampling import compute_distribution
 
 FOLDER = DATA / "janus-deepseek"
 ARRAYS = load_golden("janus-deepseek")
@@ -119,7 +119,7 @@ def test_guided_logits_and_first_probabilities_of_greedy_images(bundle: Path, tr
     guided = guide(both, Sampling(cfg_scale=trace["cfg_weight"]))
     assert_close(guided, ARRAYS[f"{name}_guided"], GUIDED_TOLERANCE)
     assert_close(
-        shape_distribution(guided[:4], Sampling(temperature=trace["temperature"])),
+        compute_distribution(guided[:4], Sampling(temperature=trace["temperature"])),
         ARRAYS[f"{name}_first_probs"].astype(np.float64),
     )
     if f"{name}_cond" in ARRAYS:
@@ -146,7 +146,7 @@ def test_sampled_images_have_the_recorded_distributions_and_tokens(bundle: Path,
         both = PromptAndCodes(bundle, int(name[6])).logits(codes)
         guided = guide(both, Sampling(cfg_scale=trace["cfg_weight"]))
         assert_close(guided, ARRAYS[f"{name}_guided"][:, i], GUIDED_TOLERANCE)
-        distribution = shape_distribution(guided, sampling)
+        distribution = compute_distribution(guided, sampling)
         assert_close(distribution[:4], ARRAYS[f"{name}_first_probs"][:, i].astype(np.float64))
         cumulative = distribution.cumsum(1)
         assert (cumulative / cumulative[:, -1:] <= np.array(trace["uniform"])[:, i, None]).sum(1).tolist() == codes
@@ -155,7 +155,7 @@ def test_sampled_images_have_the_recorded_distributions_and_tokens(bundle: Path,
 def test_filters_give_the_recorded_probabilities() -> None:
     for (temperature, top_k, top_p), expected in zip(ARRAYS["filter_params"], ARRAYS["filter_probs"], strict=True):
         sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
-        distribution = shape_distribution(ARRAYS["filter_logits"], sampling)
+        distribution = compute_distribution(ARRAYS["filter_logits"], sampling)
         rows = slice(4 if top_p == 1 else 3)  # of equal logits at the bound of top-p, transformers keeps only some
         np.testing.assert_allclose(distribution[rows], expected[rows], rtol=0, atol=1e-4)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.checkpoints.lora import read_adapter, split_scale
 from lantern_rt.export.model import Model
 
@@ -56,7 +56,7 @@ def save_adapter(
 
 def target_weights(model: Model) -> dict[str, Tensor]:
     """Return the weights of the target."""
-    return {name: computed(weight) for name, weight in model.graphs[0].module.state_dict().items()}
+    return {name: compute_tensor(weight) for name, weight in model.graphs[0].module.state_dict().items()}
 
 
 def test_adapters_are_merged_in_order_recorded_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

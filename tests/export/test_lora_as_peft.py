@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.checkpoints.lora import read_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings inside PEFT
@@ -86,7 +86,7 @@ def edit(folder: Path, **values: Any) -> None:
 def merge(folder: Path) -> dict[str, Tensor]:
     weights = Model().state_dict()
     read_adapter(folder, 1.0).merge(weights, lambda name: True)
-    return {name: computed(weight) for name, weight in weights.items()}
+    return {name: compute_tensor(weight) for name, weight in weights.items()}
 
 
 def merge_error(folder: Path) -> CheckpointError | None:

@@ -25,7 +25,7 @@ from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
 from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.raster import RowEndLayout
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.text.tokenizers import load_tokenizer
 
 FOLDER = DATA / "lumina-mgpt-2"
@@ -86,7 +86,7 @@ def test_filter_probs_inside_an_image_row_at_the_size_and_before_the_image() -> 
             ("text", text_k, slice(None)),
         ):
             sampling = Sampling(top_k=int(top_k), temperature=float(temperature))
-            distribution = shape_distribution(logits[:, ids], sampling)
+            distribution = compute_distribution(logits[:, ids], sampling)
             np.testing.assert_allclose(distribution, ARRAYS[f"filter_{name}_probs"][i][:, ids], rtol=0, atol=1e-4)
         assert ARRAYS["filter_image_probs"][i][:, CODES].sum(1) == pytest.approx(1, abs=1e-5)
 
@@ -109,14 +109,14 @@ def test_texts_of_all_kinds_have_the_published_ids(lumina2_bundle: Path, case: d
 
 
 def test_codes_begin_at_the_published_token_in_a_vocabulary_of_published_size(tmp_path: Path) -> None:
-    def widen(weights: dict[str, torch.Tensor]) -> None:
+    def to_float32(weights: dict[str, torch.Tensor]) -> None:
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             old_weight = weights[name]
             weights[name] = torch.zeros(171392, old_weight.shape[1], dtype=old_weight.dtype)
             weights[name][: CODES.start] = old_weight[: CODES.start]
             weights[name][155000 : 155000 + CODES.stop - CODES.start] = old_weight[CODES]
 
-    folders = (FOLDER / "model", copy_checkpoint(FOLDER / "model", tmp_path / "model", widen, vocab_size=171392))
+    folders = (FOLDER / "model", copy_checkpoint(FOLDER / "model", tmp_path / "model", to_float32, vocab_size=171392))
     small, large = (read_lumina2(folder, FOLDER / "movqgan/270M", grid=8) for folder in folders)
     assert torch.equal(small.code_embeddings, large.code_embeddings)
     heads = [model.graphs[0].module.head.weight for model in (small, large)]
@@ -152,7 +152,7 @@ def test_row_ends_are_where_the_published_code_forces_them(shape: tuple[int, int
     official = ARRAYS[f"official_forced_{rows}x{columns}"].tolist()
     row_end, end_of_image = (PROTOCOL["tokens"][name]["official"] for name in ("<reserved08799>", "<eoss>"))
     layout = RowEndLayout(16 * rows * columns, 4 * columns, row_end=row_end)
-    assert [*layout.insert_tokens(np.full(layout.num_codes, -1)).tolist(), row_end, end_of_image] == official
+    assert [*layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist(), row_end, end_of_image] == official
 
 
 def test_codes_become_every_recorded_value_of_the_decoder_and_the_image(lumina2_bundle: Path) -> None:

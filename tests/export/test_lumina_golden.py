@@ -12,7 +12,7 @@ from goldens import DATA, GUIDED_TOLERANCE, PromptRuns, assert_close, load_golde
 from shared_goldens import GoldenFamily, RowEndDecoderGolden, mix_guided
 
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.sampling import compute_distribution
 
 TRACES: list[dict[str, Any]] = json.loads((DATA / "lumina-mgpt" / "traces.json").read_text())
 
@@ -35,7 +35,7 @@ def test_filter_probs_of_codes_and_of_text(family: GoldenFamily) -> None:
         ):
             sampling = Sampling(top_k=int(top_k), temperature=float(temperature))
             expected = recorded[:, family.codes] if part_logits is not logits else recorded
-            np.testing.assert_allclose(shape_distribution(part_logits, sampling), expected, rtol=0, atol=1e-4)
+            np.testing.assert_allclose(compute_distribution(part_logits, sampling), expected, rtol=0, atol=1e-4)
         assert family.arrays["filter_image_probs"][i].sum(1) == pytest.approx(1, abs=1e-5)
 
 

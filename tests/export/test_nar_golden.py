@@ -29,7 +29,7 @@ from lantern_rt.export.families.nar import diagonal_order
 from lantern_rt.export.registry import read_family
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.sampling import compute_distribution
 
 TRACES: list[dict[str, Any]] = json.loads((DATA / "nar" / "traces.json").read_text())
 GREEDY = [trace for trace in TRACES if not trace["sample"]]
@@ -216,7 +216,7 @@ def test_greedy_images_are_the_recorded_ones_alone_and_in_a_batch(
 def test_filtered_probabilities_are_the_published_ones(arrays: Arrays) -> None:
     for (temperature, top_k, top_p), expected in zip(arrays["filter_params"], arrays["filter_probs"], strict=True):
         sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
-        distribution = shape_distribution(arrays["filter_logits"], sampling)
+        distribution = compute_distribution(arrays["filter_logits"], sampling)
         np.testing.assert_allclose(distribution, expected, rtol=0, atol=1e-5)
 
 

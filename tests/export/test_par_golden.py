@@ -28,7 +28,7 @@ from lantern_rt.export.families.par import parallel_order
 from lantern_rt.export.registry import read_family
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.sampling import compute_distribution
 
 TRACES: list[dict[str, Any]] = json.loads((DATA / "par" / "traces.json").read_text())
 # No request can stop guidance and resume it, as some recorded runs do; they are compared by logits only.
@@ -87,7 +87,7 @@ def test_inputs_mask_and_rotary_positions_are_the_recorded_ones(
     cells = grid**2
     code_pass = order.lay_out(range(1, len(order.groups)), np.arange(cells))
     recorded_inputs = arrays[f"{model}_g{grid}_fed"]
-    inputs = np.where(code_pass.positions == cells, order.first_vector - 2 - code_pass.tokens, code_pass.tokens)
+    inputs = np.where(code_pass.positions == cells, order.first_vector_token - 2 - code_pass.tokens, code_pass.tokens)
     np.testing.assert_array_equal(inputs, recorded_inputs[1:])
     np.testing.assert_array_equal(code_pass.ancestors, arrays[f"{model}_g{grid}_mask"][1:, 1:])
     assert (arrays[f"{model}_g{grid}_mask"][:, 0] == 1).all()
@@ -166,7 +166,7 @@ def test_greedy_images_are_the_recorded_ones_alone_and_in_a_batch(
 def test_filtered_probabilities_are_the_published_ones(arrays: Arrays) -> None:
     for (temperature, top_k, top_p), expected in zip(arrays["filter_params"], arrays["filter_probs"], strict=True):
         sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
-        distribution = shape_distribution(arrays["filter_logits"], sampling)
+        distribution = compute_distribution(arrays["filter_logits"], sampling)
         np.testing.assert_allclose(distribution, expected, rtol=0, atol=1e-5)
 
 

@@ -24,7 +24,7 @@ from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
 from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
-from lantern_rt.export.verify import check_parity, tolerance_of
+from lantern_rt.export.verify import check_parity, choose_tolerance
 
 
 @st.composite
@@ -102,8 +102,8 @@ def test_the_default_tolerance_is_a_multiple_of_the_modules_rounding() -> None:
     y = Value("y", ("rows", 1))
     graph = Graph("far", FarFromZero(), (x,), (y,), named_cases({"x": values}), lambda ops: None, tolerance=None)
     rounding = float(np.abs(values + np.float32(1000) - np.float32(1000) - values).max())
-    assert tolerance_of(graph) == pytest.approx(32 * rounding)
-    assert tolerance_of(replace(graph, tolerance=0.5)) == 0.5
+    assert choose_tolerance(graph) == pytest.approx(32 * rounding)
+    assert choose_tolerance(replace(graph, tolerance=0.5)) == 0.5
 
 
 @st.composite

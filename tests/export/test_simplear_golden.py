@@ -24,7 +24,7 @@ from lantern_rt.export.models.fsq import code_vectors, nearest_codes
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
 from lantern_rt.prompts import prepare_prompts
-from lantern_rt.runtime.sampling import apply_repetition_penalty, shape_distribution
+from lantern_rt.runtime.sampling import apply_repetition_penalty, compute_distribution
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
 FOLDER = DATA / "simplear"
@@ -54,7 +54,7 @@ def code_log_probabilities(scores: NDArray[np.float32]) -> NDArray[np.float32]:
 def test_filter_probs_of_the_whole_vocabulary() -> None:
     for (temperature, top_k, top_p), expected in zip(ARRAYS["filter_params"], ARRAYS["filter_probs"], strict=True):
         sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
-        distribution = shape_distribution(ARRAYS["filter_logits"], sampling)
+        distribution = compute_distribution(ARRAYS["filter_logits"], sampling)
         if top_p < 1:
             # Among equal logits at the bound of top-p, the published program drops some; here all of them remain.
             only_here = (expected[-1] == 0) & (distribution[-1] > 0)
@@ -97,7 +97,7 @@ def test_scores_generated_ids_and_sample_probs_of_every_run(simplear_bundle: Pat
         probabilities = ARRAYS[f"{name}_probs"][:, CODES]
         is_code_only = probabilities.sum(1) > 1 - 1e-5  # the filters removed all text tokens
         assert is_code_only.sum() == 16
-        shaped = shape_distribution(scores, Sampling(**trace["sample"]))
+        shaped = compute_distribution(scores, Sampling(**trace["sample"]))
         np.testing.assert_allclose(shaped[is_code_only], probabilities[is_code_only], atol=1e-4)
         ends = shaped.cumsum(1)
         uniform = np.array(trace["uniform"])[:, None]

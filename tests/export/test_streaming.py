@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from small_models import make_target
 from torch import Tensor, nn
 
-from lantern_rt.export.checkpoints.deferred import computed, deferred
+from lantern_rt.export.checkpoints.deferred import compute_tensor, defer_tensor
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.compare import DeviceLayoutSession, GraphFileSession, converted_weights
 from lantern_rt.export.graph.graphs import Graph, named_cases, plan_graph, write_graph
@@ -35,11 +35,11 @@ def test_a_deferred_tensor_is_computed_at_each_use_and_not_before() -> None:
         calls.append(1)
         return torch.arange(6.0).view(2, 3)
 
-    tensor = deferred(make, (2, 3), torch.float32)
+    tensor = defer_tensor(make, (2, 3), torch.float32)
     weight = nn.Parameter(tensor, requires_grad=False)
     assert (weight.shape, weight.dtype, weight.numel(), calls) == ((2, 3), torch.float32, 6, [])
     assert (weight + 1).sum() == 21
-    assert computed(weight).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert compute_tensor(weight).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert len(calls) == 2
 
 

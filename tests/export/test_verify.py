@@ -138,10 +138,10 @@ def test_a_glm_image_bundle_agrees_with_its_folder_and_not_with_other_weights_or
     content, failed = verify_report(program, "glm", GLM_IMAGE)
     assert not failed
     assert {row["graph"] for row in content["tensors"]} == {
-        *("target", "condition", "code_embeddings", "neighbors", "tokenizer")
+        *("target", "condition", "vq_encoder", "code_embeddings", "neighbors", "tokenizer")
     }
     content, failed = verify_report(program, "glm")
-    assert (failed, {row["graph"] for row in content["tensors"]}) == (set(), {"target", "condition"})
+    assert (failed, {row["graph"] for row in content["tensors"]}) == (set(), {"target", "condition", "vq_encoder"})
     part = "vision_language_encoder"
     scale = "model.language_model.layers.1.post_mlp_layernorm.weight"
     wrong = shutil.copytree(GLM_IMAGE, tmp_path / "wrong")

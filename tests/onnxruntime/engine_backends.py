@@ -108,7 +108,7 @@ class SmallModel:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
 
         def engine(role: str, spec: DecoderSpec | DrafterSpec, table: NDArray[np.float32] | None) -> TensorRTEngine:
-            inputs = builder.write_graph(bundle, role, PROFILES, folder)
+            inputs = builder.write_device_graph(bundle, role, PROFILES, folder)
             graph = folder / f"{role}.onnx"
             gpu = find_gpu()
             assert inputs is not None

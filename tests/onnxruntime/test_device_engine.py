@@ -31,7 +31,7 @@ from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.device import SampleRequest
-from lantern_rt.runtime.engine import Floats, HiddenView, Pass
+from lantern_rt.runtime.engine import Floats, HiddenView, PassInput
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.passes import Prefixes, committed_mask
 from lantern_rt.runtime.state import PrefixRow
@@ -59,12 +59,12 @@ def drafter(small: SmallModel, target: OrtDeviceEngine) -> OrtDeviceEngine:
     return OrtDeviceEngine(small.folder / "drafter.onnx", small.drafter_spec, None, SINGLE_THREAD, target.device)
 
 
-def causal_pass(engine: OrtDeviceEngine, cache: DeviceCache, tokens: Any, hidden: Any = None) -> Pass:
+def causal_pass(engine: OrtDeviceEngine, cache: DeviceCache, tokens: Any, hidden: Any = None) -> PassInput:
     nodes = np.array(tokens)
     mask, past_length = committed_mask(engine, cache, cache.lengths, nodes.shape[1], NO_PADDING)
     mask[:, :, past_length:] = np.tri(nodes.shape[1], dtype=bool)
     positions = np.minimum(cache.lengths[:, None] + np.arange(nodes.shape[1]), SMALL.positions - 1)
-    return Pass(positions, mask, nodes, hidden=hidden)
+    return PassInput(positions, mask, nodes, hidden=hidden)
 
 
 def filled_cache(engine: OrtDeviceEngine, first: int, codes: list[list[int]], capacity: int) -> DeviceCache:
@@ -78,7 +78,7 @@ def filled_cache(engine: OrtDeviceEngine, first: int, codes: list[list[int]], ca
     """
     cache = engine.new_cache(len(codes), capacity)
     prefixes = Prefixes([PrefixRow(row, np.ones(SMALL.prefix, bool)) for row in PREFIX[first : first + len(codes)]])
-    output = engine.run(prefixes.prefill_pass(engine, cache), cache)
+    output = engine.run(prefixes.build_prefill(engine, cache), cache)
     cache.append(output.new_kv, [np.arange(SMALL.prefix)] * len(codes))
     longest = max(map(len, codes))
     for start in range(0, longest, 8):
@@ -124,7 +124,7 @@ def test_hidden_states_are_read_from_device_memory(target: OrtDeviceEngine, draf
     assert states.shape == (2, 3, SMALL.hidden_size)
     np.testing.assert_array_equal(states, source[:, :5][rows, nodes])
     other_pass: Any = SimpleNamespace(
-        device=Device("cpu"), outputs={"": source.value}, users=set(), finish=lambda: None
+        device=Device("cpu"), outputs={"": source.value}, output_owners=set(), run_queued_pass=lambda: None
     )
     elsewhere = type(source)(other_pass, "")
     hidden_inputs = [
@@ -187,7 +187,7 @@ def test_a_pass_whose_output_is_not_read_still_runs_before_its_cache_is_used(tar
 
 def test_passes_of_many_nodes_are_not_kept_for_reuse(target: OrtDeviceEngine) -> None:
     cache = filled_cache(target, 0, [[0]], 200)
-    bound = cache.handle.block.bound
+    bound = cache.block_handle.block.bound_passes
     for nodes, num_kept in ((64, 1), (65, 0)):
         before = len(bound)
         target.run(causal_pass(target, cache, [[1] * nodes]), cache)
@@ -234,13 +234,13 @@ def test_memory_that_was_released_last_is_reused_first() -> None:
 def test_memory_that_contained_nan_is_not_reused(target: OrtDeviceEngine) -> None:
     expected = next_logits(target, filled_cache(target, 0, [[0, 1], [1]], 40), [2, 3])
     cache = filled_cache(target, 0, [[0, 1], [1]], 40)
-    cache.discard()
-    discarded = cache.handle.block
+    cache.forbid_memory_reuse()
+    discarded = cache.block_handle.block
     for value in discarded.values:
         value.update_inplace(np.full(value.shape(), np.nan, np.float32))
     del cache
     new_cache = filled_cache(target, 0, [[0, 1], [1]], 40)
-    assert new_cache.handle.block is not discarded
+    assert new_cache.block_handle.block is not discarded
     np.testing.assert_array_equal(next_logits(target, new_cache, [2, 3]), expected)
 
 
@@ -275,9 +275,9 @@ def test_a_pass_without_the_inputs_of_its_decoder_is_rejected(
         mask = np.zeros((1, 2, 64 + 2), bool)
         tokens = None if engine is target else np.zeros((1, 2), np.int64)
         with pytest.raises(ValueError, match=message):
-            engine.run(Pass(np.zeros((1, 2), np.int64), mask, tokens), cache)
+            engine.run(PassInput(np.zeros((1, 2), np.int64), mask, tokens), cache)
         with pytest.raises(ValueError, match="a pass over 4 past columns, expected 64"):
-            engine.run(Pass(np.zeros((1, 2), np.int64), mask[:, :, :6], tokens), cache)
+            engine.run(PassInput(np.zeros((1, 2), np.int64), mask[:, :, :6], tokens), cache)
 
 
 def load(path: Path, spec: Any, table: Floats | None) -> OrtDeviceEngine:

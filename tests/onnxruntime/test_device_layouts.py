@@ -16,7 +16,7 @@ from onnx.reference import ReferenceEvaluator
 from tiny_graphs import TINY
 from tiny_rig import drafter_spec_of, spec_of
 
-from lantern_rt.engines.device_graph import device_graph
+from lantern_rt.engines.device_graph import make_device_graph
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.export import compare
 from lantern_rt.export.graph.graphs import HALF_TOLERANCE, Graph, convert_to_float16, target_graph, write_graph
@@ -28,7 +28,7 @@ from lantern_rt.export.verify import check_parity
 Arrays = dict[str, np.ndarray[Any, Any]]
 CAPACITY = 64
 SPAN = 48
-ATTENTION: dict[str | None, dict[str, bool]] = {  # attention op: options of `device_graph`
+ATTENTION: dict[str | None, dict[str, bool]] = {  # attention op: options of `make_device_graph`
     "Attention": {},
     "MultiHeadAttention": {"multi_head": True},
     None: {"basic_ops": True},
@@ -90,7 +90,7 @@ def test_a_graph_that_appends_to_its_cache_computes_the_outputs_of_the_exported_
     path = tmp_path / f"{graph.role}.onnx"
     spec = (drafter_spec_of if drafts else spec_of)(config)
     max_nodes = max(arrays["position_ids"].shape[1] for arrays in graph.cases.values())
-    device = device_graph(path, spec, drafts, graph.compute, capacity=CAPACITY, max_nodes=max_nodes)
+    device = make_device_graph(path, spec, drafts, graph.compute, capacity=CAPACITY, max_nodes=max_nodes)
     assert device.dtype == ("float16" if half else "float32")
     exported_session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     session = load_session(device.model, 1, "cpu", folder=tmp_path)
@@ -127,7 +127,7 @@ def test_a_bfloat16_device_graph_agrees_with_the_exported_graph_up_to_rounding(
     graph = replace(make_graph(config, drafts), compute="bfloat16")
     (path,) = write_graph(graph, tmp_path, rule)
     spec = (drafter_spec_of if drafts else spec_of)(config)
-    device = device_graph(path, spec, drafts, "bfloat16", capacity=CAPACITY)
+    device = make_device_graph(path, spec, drafts, "bfloat16", capacity=CAPACITY)
     arrays = dict(graph.cases["tree"])
     past = [tensor.name for tensor in device.inputs if tensor.name.startswith("past_")]
     feeds = device_inputs(arrays, past)
@@ -152,10 +152,10 @@ def test_a_graph_with_cache_columns_in_any_order_computes_the_outputs_of_the_mod
     models = []
 
     def record_graph(*arguments: Any, **options: Any) -> Any:
-        models.append(device_graph(*arguments, **options, **ATTENTION[attention]))
+        models.append(make_device_graph(*arguments, **options, **ATTENTION[attention]))
         return models[-1]
 
-    monkeypatch.setattr(compare, "device_graph", record_graph)
+    monkeypatch.setattr(compare, "make_device_graph", record_graph)
     check_parity(graph, path)
     written = onnx.load_from_string(models[0].model).graph
     caches = [value.type.tensor_type.shape.dim for value in written.input if value.name.startswith("past_")]

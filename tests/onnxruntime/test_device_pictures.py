@@ -68,8 +68,8 @@ def generate(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> list
     """Generate images in a batch; `picked` lists the numbers of their prompts."""
     sequences = make_sequences(pipe, picked, options)
     batch = Batch(load_model(pipe.bundle, pipe.engines, [sequence.method for sequence in sequences]))
-    batch.join(sequences)
-    while batch.active:
+    batch.add(sequences)
+    while batch.active_sequences:
         batch.step()
     return sequences
 
@@ -104,14 +104,14 @@ def test_evicted_shapes_are_bound_again_and_generate_the_same_tokens(
     on_cpu: Pipeline, float_scenes_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
-    bound = CachePool.bound
+    bound = CachePool.get_bound_pass
 
     def count_bound(pool: CachePool, block: CacheBlock, *arguments: Any) -> BoundPass:
         bound_pass = bound(pool, block, *arguments)
-        counts.append(len(block.bound))
+        counts.append(len(block.bound_passes))
         return bound_pass
 
-    monkeypatch.setattr(CachePool, "bound", count_bound)
+    monkeypatch.setattr(CachePool, "get_bound_pass", count_bound)
     monkeypatch.setattr(cache_pool, "MAX_BOUND_PASSES", 2)
     options = {"method": "eagle:tree=dynamic-16-6-4:drafter=eagle"}
     expected, sequences = (generate(pipe, [0, 1], options) for pipe in (on_cpu, device_pipeline(float_scenes_bundle)))

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from guided_logits import guide
 
-from lantern_rt.engines.device_engine import LogitRows
+from lantern_rt.engines.device_engine import DeviceLogitOutput
 from lantern_rt.engines.ort.cache_pool import BoundPass
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.device import SampleRequest
 from lantern_rt.runtime.engine import Floats, Ints
 from lantern_rt.runtime.noise import GROUP_SIZE, Noise
-from lantern_rt.runtime.sampling import best_codes, shape_logits
+from lantern_rt.runtime.sampling import best_codes, process_logits
 
 VOCABULARY = 200
 FILTERS: list[dict[str, Any]] = [
@@ -43,11 +43,13 @@ def random_logits(rows: int = 4, nodes: int = 6, seed: int = 0) -> Floats:
     return 3 * np.random.default_rng(seed).standard_normal((rows, nodes, VOCABULARY), np.float32)
 
 
-def upload(device: Device, logits: Floats) -> LogitRows:
+def upload(device: Device, logits: Floats) -> DeviceLogitOutput:
     """Put logits on the device, as if a pass of up to 40 rows had computed them."""
     graph: Any = SimpleNamespace(bind=lambda values, record: None)
     tokens = np.zeros((40, logits.shape[1]), np.int32)
-    return LogitRows(BoundPass(graph, device, {"token_ids": tokens}, {"logits": device.put(logits)}, False), "logits")
+    return DeviceLogitOutput(
+        BoundPass(graph, device, {"token_ids": tokens}, {"logits": device.upload(logits)}, False), "logits"
+    )
 
 
 def make_request(
@@ -83,7 +85,7 @@ class UploadedNoise(Noise):
 
 def sample_on_host(logits: Floats, request: SampleRequest, count: int) -> tuple[Ints, Floats]:
     rows = np.arange(request.rows.start, request.rows.stop)[:, None]
-    values = shape_logits(guide(logits[rows, request.nodes], request.sampling), request.sampling)
+    values = process_logits(guide(logits[rows, request.nodes], request.sampling), request.sampling)
     if request.noise is not None:
         noise = [request.noise.gumbel(int(position), 1, VOCABULARY)[0] for position in request.positions]
         values = values + np.stack(noise)
@@ -110,7 +112,8 @@ def test_the_device_samples_the_same_tokens_as_the_host(
     logits = random_logits()
     rows = upload(device, logits)
     assert rows.can_sample(sampling)
-    request = make_request(sampling, Noise(7) if noisy and not sampling.greedy else None, first=1, start=GROUP_SIZE - 2)
+    noise = Noise(7) if noisy and not sampling.greedy else None
+    request = make_request(sampling, noise, first=1, start=GROUP_SIZE - 2)
     (samples,) = rows.best_codes([request], count)
     assert_agree(samples, sample_on_host(logits, request, count))
 
@@ -189,8 +192,8 @@ def test_threads_prepare_the_noise_of_the_next_positions_while_the_device_sample
     prepared: Queue[tuple[int, int]] = Queue()
 
     class PreparedNoise(UploadedNoise):
-        def prepare(self, group: int, size: int) -> None:
-            super().prepare(group, size)
+        def prepare_group(self, group: int, size: int) -> None:
+            super().prepare_group(group, size)
             prepared.put((self.seed, group))
 
     rows = upload(Device("cpu"), random_logits())

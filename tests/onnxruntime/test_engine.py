@@ -15,13 +15,13 @@ from tiny_graphs import TINY, tiny_drafter
 from tiny_rig import SINGLE_THREAD, WIDE, Rig, assert_close, drafter_spec_of, spec_of
 
 from lantern_rt.engines.decoder_tensors import kv_dtype
-from lantern_rt.engines.kv_cache import SPAN_STEP, KVCache
+from lantern_rt.engines.kv_cache import COLUMN_STEP, KVCache
 from lantern_rt.engines.ort.engine import OrtEngine
 from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.errors import BundleError, EngineError
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.models.eagle import drafter_graph
-from lantern_rt.runtime.engine import Pass
+from lantern_rt.runtime.engine import PassInput
 
 
 @pytest.fixture(scope="session")
@@ -141,7 +141,7 @@ def test_the_past_is_passed_to_onnxruntime_without_a_copy(tiny: Rig, monkeypatch
     for i, name in enumerate(["past_key_values.0.key", "past_key_values.0.value"]):
         assert graph_inputs[name].ctypes.data == cache.tensors[i].ctypes.data
         assert graph_inputs[name].flags.c_contiguous
-        assert graph_inputs[name].shape[0] == SPAN_STEP
+        assert graph_inputs[name].shape[0] == COLUMN_STEP
 
 
 def test_the_past_length_is_a_multiple_of_64_and_never_0(tiny: Rig) -> None:
@@ -150,12 +150,12 @@ def test_the_past_length_is_a_multiple_of_64_and_never_0(tiny: Rig) -> None:
     for length, past_length in ((64, 64), (65, 128), (130, 192)):
         cache.lengths = np.array([1, length])
         assert tiny.engine.next_past_length(cache, 5) == past_length
-        assert cache.past(past_length)[0].shape[0] == past_length
+        assert cache.past_views(past_length)[0].shape[0] == past_length
 
 
 def test_a_wrong_past_length_or_too_many_entries_are_rejected_before_the_graph_runs(tiny: Rig) -> None:
     cache = tiny.prefill(1, capacity=5)
-    wrong_pass = Pass(
+    wrong_pass = PassInput(
         positions=np.zeros((1, 2), np.int64), attention_mask=np.ones((1, 2, 6), bool), tokens=np.zeros((1, 2), int)
     )
     with pytest.raises(ValueError, match="a pass over 4 past columns, expected 64"):
@@ -248,7 +248,7 @@ def test_a_drafter_reads_tokens_and_hidden_states(tmp_path: Path) -> None:
         attention_mask[:, :, past_length:] = np.tril(np.ones((3, 3), bool))
         part = slice(start, start + 3)
         positions = np.tile(np.arange(start, start + 3), (2, 1))
-        output = engine.run(Pass(positions, attention_mask, tokens=ids[:, part], hidden=hidden[:, part]), cache)
+        output = engine.run(PassInput(positions, attention_mask, tokens=ids[:, part], hidden=hidden[:, part]), cache)
         cache.append(output.new_kv, [np.arange(3)] * 2)
         logits.append(output.logits)
     with torch.no_grad():
@@ -257,7 +257,7 @@ def test_a_drafter_reads_tokens_and_hidden_states(tmp_path: Path) -> None:
         full, _ = module.run_layers(inputs, torch.arange(6).expand(2, -1), causal, ())
         assert_close(np.concatenate(logits, 1), module.head(full).numpy())
     with pytest.raises(ValueError, match="a drafter reads `tokens` and `hidden`"):
-        engine.run(Pass(positions, attention_mask, tokens=ids[:, part]), cache)
+        engine.run(PassInput(positions, attention_mask, tokens=ids[:, part]), cache)
 
 
 def test_several_threads_may_use_one_engine_with_separate_caches(tiny: Rig) -> None:
@@ -341,7 +341,7 @@ def test_a_longer_prefix_in_the_batch_changes_no_bit_of_a_short_one(wide: Rig, l
         attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
         attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
         positions = np.broadcast_to(np.arange(nodes), (rows, nodes))
-        output = wide.engine.run(Pass(positions=positions, attention_mask=attention_mask, embeds=embeds), cache)
+        output = wide.engine.run(PassInput(positions=positions, attention_mask=attention_mask, embeds=embeds), cache)
         return [output.logits[0, :length], output.hidden[0, :length], *(new[:length, 0] for new in output.new_kv)]
 
     alone = prefill(2, length)

@@ -17,7 +17,7 @@ from lantern_rt.engines.trt.builder import MODULES, import_library
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.batch import Batch
-from lantern_rt.runtime.decode import select_joining
+from lantern_rt.runtime.decode import select_next_sequences
 from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import ImageSequence, Prompt
 
@@ -132,11 +132,11 @@ def test_images_that_join_a_running_batch_do_not_depend_on_it(small: SmallModel,
         for i, method, sampling in visits[step : step + 1]:
             plan = plan_of(model.image, sampling, method)
             waiting.append(ImageSequence(i, plan, small.prompt(backend, i), i))
-        if step > len(visits) and not batch.active and not waiting:
+        if step > len(visits) and not batch.active_sequences and not waiting:
             break
-        new = select_joining(batch, waiting, max_images=7, max_rows=8)
+        new = select_next_sequences(batch, waiting, max_images=7, max_rows=8)
         del waiting[: len(new)]
-        for part in batch.join(new) if new else batch.step():
+        for part in batch.add(new) if new else batch.step():
             codes[part.sequence] += part.codes.tolist()
     for i, method, sampling in visits:
         assert [codes[i]] == generate(model, [small.prompt(backend, i)], [i], sampling, method)

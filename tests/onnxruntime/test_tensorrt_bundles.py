@@ -141,7 +141,7 @@ def test_a_float16_bundle_generates_with_a_float16_cache(
     assert result.codes[0].shape == (36,)
     cache = pipeline.engines.target.new_cache(2, 64)
     assert isinstance(cache, DeviceCache)
-    assert [dtype_of(value) for value in cache.handle.block.values] == ["float16"]
+    assert [dtype_of(value) for value in cache.block_handle.block.values] == ["float16"]
 
 
 def test_row_ends_halve_the_maximum_number_of_nodes(tmp_path: Path, library: HostLibrary, lumina_bundle: Path) -> None:

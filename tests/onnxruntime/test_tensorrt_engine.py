@@ -20,7 +20,7 @@ from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.cache_pool import CachePool
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.errors import EngineError
-from lantern_rt.runtime.engine import Pass
+from lantern_rt.runtime.engine import PassInput
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ class CachePair:
 
     def device_array(self) -> np.ndarray[Any, Any]:
         """Return the device's memory, `[tensors, rows, heads, columns, head_dim]`, not a copy."""
-        (value,) = self.cache.handle.block.values
+        (value,) = self.cache.block_handle.block.values
         array: np.ndarray[Any, Any] = value.numpy()
         return array.reshape(TENSORS, len(self.cache.lengths), HEADS, COLUMNS, WIDTH)
 
@@ -57,15 +57,15 @@ class CachePair:
         """Run a pass over `nodes` nodes and append the accepted ones."""
         rows = len(accepted_indices)
         new_kv = self.rng.standard_normal((TENSORS, nodes, rows, HEADS, WIDTH), np.float32)
-        batch = Pass(np.zeros((rows, nodes), np.int64), np.zeros((rows, nodes, 64 + nodes), bool))
-        write = self.cache.encode(batch, nodes)["write"]
-        contents = self.device_array().copy()
+        batch = PassInput(np.zeros((rows, nodes), np.int64), np.zeros((rows, nodes, 64 + nodes), bool))
+        write = self.cache.encode_pass(batch, nodes)["write"]
+        contents = self.contents().copy()
         for row, start in enumerate(write.tolist()):
             contents[:, row, :, start : start + nodes] = new_kv[:, :, row].transpose(0, 2, 1, 3)
-        (value,) = self.cache.handle.block.values
+        (value,) = self.cache.block_handle.block.values
         value.update_inplace(contents.reshape(value.shape()))
         self.numpy_cache.append(list(new_kv), accepted_indices)
-        self.cache.append(self.cache.written, accepted_indices)
+        self.cache.append(self.cache.written_columns, accepted_indices)
 
     def check(self) -> None:
         """Check that both caches have the same entries."""
@@ -173,7 +173,7 @@ def test_padding_nodes_attend_to_the_first_column_and_no_node_attends_to_them() 
     mask[0, :, :20] = True
     mask[1, :, :3] = True
     mask[:, :, 64:] = np.tri(3, dtype=bool)
-    encoded = cache.encode(Pass(np.full((2, 3), 5), mask), 8)
+    encoded = cache.encode_pass(PassInput(np.full((2, 3), 5), mask), 8)
     bits = np.unpackbits(encoded["seen"].astype("<u2").view(np.uint8), axis=-1, bitorder="little")
     assert bits.shape == (2, 8, 64)
     assert bits[:, 3:, 0].all()
@@ -226,5 +226,5 @@ def test_an_engine_that_differs_from_the_manifest_is_rejected(tiny: Rig, change:
 
 def test_a_run_that_fails_without_a_message_is_an_error(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Context, "execute_async_v3", lambda self, stream: False)
-    error = error_of(EngineError, lambda: tiny.prefill(1).finish())
+    error = error_of(EngineError, lambda: tiny.prefill(1).run_queued_pass())
     assert error.problem == "host_tensorrt 1.0 does not run this engine: no reason given"

@@ -11,16 +11,16 @@ import torch
 from host_tensorrt import HostLibrary, write_plan
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
-from lantern_rt.engines.device_graph import device_graph
+from lantern_rt.engines.device_graph import make_device_graph
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
-from lantern_rt.engines.profiles import Profile, capacity_of
+from lantern_rt.engines.profiles import Profile, count_profile_columns
 from lantern_rt.engines.trt.builder import shape_bounds
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.executable import TensorRTExecutable
 from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig, decoder_fields
-from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.engine import PassInput, PassOutput
 
 SINGLE_THREAD = 1
 PROFILES = (
@@ -70,8 +70,8 @@ class Rig:
             self.engine = OrtDeviceEngine(self.path, spec_of(config), self.table, SINGLE_THREAD, Device("cpu"))
         elif on == "plan":
             self.library = HostLibrary()
-            graph_and_inputs = device_graph(
-                self.path, spec_of(config), is_drafter=False, capacity=capacity_of(PROFILES)
+            graph_and_inputs = make_device_graph(
+                self.path, spec_of(config), is_drafter=False, capacity=count_profile_columns(PROFILES)
             )
             graph = folder / "device.onnx"
             graph.write_bytes(graph_and_inputs.model)
@@ -124,7 +124,9 @@ class Rig:
         attention_mask[:, :, :past_length] = (np.arange(past_length) < cache.lengths[:, None])[:, None]
         attention_mask[:, :, past_length:] = among
         embeds = self.prefix[:rows] if tokens is None else None
-        return engine.run(Pass(positions=positions, attention_mask=attention_mask, tokens=tokens, embeds=embeds), cache)
+        return engine.run(
+            PassInput(positions=positions, attention_mask=attention_mask, tokens=tokens, embeds=embeds), cache
+        )
 
     def extend(self, cache: Any, codes: list[list[int]], engine: Any = None) -> None:
         """Append codes to each row, two nodes per pass; shorter rows are padded with a node that is not accepted."""

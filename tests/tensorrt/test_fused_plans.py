@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
-from lantern_rt.engines.device_graph import device_graph
+from lantern_rt.engines.device_graph import make_device_graph
 from lantern_rt.engines.profiles import Profile
 from lantern_rt.engines.trt.builder import shape_bounds
 
@@ -79,7 +79,7 @@ def build_layers(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool, comp
 
     builder = library.Builder(logger := Logger())
     network = builder.create_network(0)
-    graph = device_graph(path, spec, drafts, compute, capacity=COLUMNS)
+    graph = make_device_graph(path, spec, drafts, compute, capacity=COLUMNS)
     parser = library.OnnxParser(network, logger)
     assert parser.parse(graph.model, str(path)), messages[-3:]
     for layer in map(network.get_layer, range(network.num_layers)):

@@ -14,7 +14,7 @@ from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.engines.profiles import Profile
 from lantern_rt.engines.trt.backend import MEMORY
-from lantern_rt.engines.trt.builder import MODULES, build_engine_file, import_library, write_graph
+from lantern_rt.engines.trt.builder import MODULES, build_engine_file, import_library, write_device_graph
 from lantern_rt.engines.trt.engine import TensorRTFunction
 from lantern_rt.engines.trt.executable import TensorRTExecutable
 from lantern_rt.errors import EngineError
@@ -74,7 +74,7 @@ def image_decoder(name: str, bundle: Path, folder: Path, provider: str) -> tuple
     scenes = open_bundle(bundle)
     manifest = scenes.manifest
     rows = (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
-    graph_inputs = write_graph(scenes, "vq_decoder", rows, folder)
+    graph_inputs = write_device_graph(scenes, "vq_decoder", rows, folder)
     assert graph_inputs is not None
     gpu = find_gpu()
     gpus = (gpu.compute_capability if gpu else "SM89",)

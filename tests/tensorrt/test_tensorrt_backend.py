@@ -16,12 +16,12 @@ from onnx import TensorProto, helper
 
 from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.engines import build as build_module
-from lantern_rt.engines.build import build_engines, compute_capabilities
+from lantern_rt.engines.build import build_engines, choose_compute_capabilities
 from lantern_rt.engines.engine_folder import open_engine_folder
 from lantern_rt.engines.gpu import Gpu, find_gpu
 from lantern_rt.engines.loader import Engines
 from lantern_rt.engines.profiles import BuildOptions, Profile
-from lantern_rt.engines.trt.builder import MODULES, build_engine_file, import_library, shape_bounds, write_graph
+from lantern_rt.engines.trt.builder import MODULES, build_engine_file, import_library, shape_bounds, write_device_graph
 from lantern_rt.errors import EngineError, LanternError, RequestError
 
 RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
@@ -74,11 +74,11 @@ def test_the_error_of_a_missing_library_names_the_command_that_installs_it(
 def test_engines_are_built_for_the_hosts_gpu_unless_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "find_gpu", lambda: None)
     for name in MODULES:
-        error = error_of_call(lambda name=name: compute_capabilities(BuildOptions(name)))
+        error = error_of_call(lambda name=name: choose_compute_capabilities(BuildOptions(name)))
         assert error.found == "no NVIDIA GPU and driver"
     monkeypatch.setattr(build_module, "find_gpu", lambda: Gpu("13.0", "SM90", "NVIDIA H100"))
-    assert compute_capabilities(BuildOptions("tensorrt")) == ("SM90",)
-    assert compute_capabilities(RTX) == ("SM89", "SM120")
+    assert choose_compute_capabilities(BuildOptions("tensorrt")) == ("SM90",)
+    assert choose_compute_capabilities(RTX) == ("SM89", "SM120")
 
 
 def test_shapes_of_graph_inputs_follow_the_profile() -> None:
@@ -143,7 +143,7 @@ def test_an_engine_stores_weights_as_small_as_in_the_bundle(
     assert sizes.num_kv_heads == 4 // shape.key_share
     profiles = (Profile(name="tree", rows=(1, 2, 2), nodes=(2, 8, 8), columns=(64, 64, 64)),)
     for role in ("target", "drafter") if bundle.manifest.drafter else ("target",):
-        inputs = write_graph(bundle, role, profiles, tmp_path)
+        inputs = write_device_graph(bundle, role, profiles, tmp_path)
         assert inputs is not None
         plan = build_engine_file("tensorrt-rtx", tmp_path / f"{role}.onnx", inputs, ("SM89",), silent)
         assert plan.stat().st_size < bundle.manifest.files[f"{role}.data"].bytes + KERNELS
@@ -170,7 +170,7 @@ def test_the_error_of_a_failed_build_names_the_node_or_shape(scenes: Bundle, tmp
     path.write_bytes(b"junk")
     assert "Failed to parse the ONNX model" in error_of_call(build).problem
     wrong = Profile(name="rows", rows=(1, 1, 1), nodes=(4, 2, 2), columns=(64, 64, 64))
-    inputs = write_graph(scenes, "drafter", [wrong], tmp_path)
+    inputs = write_device_graph(scenes, "drafter", [wrong], tmp_path)
     assert inputs is not None
     error = error_of_call(
         lambda: build_engine_file("tensorrt-rtx", tmp_path / "drafter.onnx", inputs, ("SM89",), silent)
@@ -187,7 +187,7 @@ def test_progress_comes_from_the_builder_and_ctrl_c_stops_it(scenes: Bundle, tmp
         if "optimization" in stage:
             raise KeyboardInterrupt
 
-    inputs = write_graph(scenes, "vq_decoder", [ONE_ROW], tmp_path)
+    inputs = write_device_graph(scenes, "vq_decoder", [ONE_ROW], tmp_path)
     assert inputs is not None
     with pytest.raises(KeyboardInterrupt):
         build_engine_file("tensorrt-rtx", tmp_path / "vq_decoder.onnx", inputs, ("SM89",), interrupt)

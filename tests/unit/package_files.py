@@ -11,7 +11,7 @@ LAYERS = (
     ("errors", "version"),
     ("inputs", "methods", "options"),
     ("runtime", "bundle", "text", "output"),
-    ("completion", "engines", "edits", "requests", "prompts"),
+    ("completion", "engines", "edits", "sources", "requests", "prompts"),
     ("export",),
     ("memory", "results", "prepared", "service_request", "shared_batches", "sharing", "published"),
     ("pipeline",),

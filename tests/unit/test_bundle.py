@@ -214,8 +214,8 @@ def test_fields_that_contradict_each_other_are_rejected(folder: Path, changes: d
 
 
 def test_the_error_for_an_unknown_field_names_a_newer_format(folder: Path) -> None:
-    rewrite(folder, format_version="3.8", novelty=1)
-    assert "the bundle has format 3.8, newer than 3.7: upgrade lantern-rt" in error_message(folder)
+    rewrite(folder, format_version="3.9", novelty=1)
+    assert "the bundle has format 3.9, newer than 3.8: upgrade lantern-rt" in error_message(folder)
 
 
 ODD_PATHS = ["../outside", "a/../../outside", "/etc/hostname", "C:/x", "a\\b", "", ".", "./target.onnx", "a//b", "a\0b"]

@@ -69,7 +69,7 @@ def test_class_ids_are_named_in_files_and_json(program: Any, class_bundle: Path,
 
 
 def test_more_threads_than_cores_are_noted(program: Any, words_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lantern_rt.engines.host.usable_cores", lambda: 1)
+    monkeypatch.setattr("lantern_rt.engines.host.count_usable_cores", lambda: 1)
     code, _, err = program("run", words_bundle, "red", "--threads", 2)
     assert (code, err.splitlines()[0]) == (0, "note: --threads 2 on 1 core; one per core is faster")
 

@@ -54,7 +54,7 @@ def building(monkeypatch: pytest.MonkeyPatch) -> None:
         graph.with_suffix(".plan").write_text(graph.stem)
         return graph.with_suffix(".plan")
 
-    monkeypatch.setattr(build_module, "write_graph", write)
+    monkeypatch.setattr(build_module, "write_device_graph", write)
     monkeypatch.setattr(build_module, "build_engine_file", build)
     monkeypatch.setattr(build_module, "import_library", lambda name: SimpleNamespace(__version__=VERSION))
     monkeypatch.setattr(build_module, "find_gpu", lambda: L4)

@@ -39,7 +39,7 @@ CHANGES = {
     "lantern_rt/options.py": [("    top_k: int | None", "    gain: float | None\n    top_k: int | None")],
     "lantern_rt/runtime/drafters.py": [
         ("RowParallel, Sjd\n", "RowParallel, Sjd, Toy\n"),
-        ("    Ar: ", "    Toy: Drafting(_window_drafter, lambda method, limit: 1 + method.length),\n    Ar: "),
+        ("    Ar: ", "    Toy: DraftingRule(_make_window_drafter, lambda method, limit: 1 + method.length),\n    Ar: "),
     ],
     "lantern_rt/runtime/sampling.py": [
         (

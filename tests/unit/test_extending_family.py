@@ -21,13 +21,13 @@ from pathlib import Path
 
 from lantern_rt.export.checkpoints.folders import Checkpoint
 from lantern_rt.export.family import Family
-from lantern_rt.export.families.common_llamagen import Variant, llamagen_model, read_transformer
+from lantern_rt.export.families.common_llamagen import LlamaGenVariant, llamagen_model, read_transformer
 from lantern_rt.export.model import Model
 from lantern_rt.methods import Sampling
 
 
 def read_toy(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Model:
-    transformer = read_transformer(target, grid=grid, variant=Variant(names={"head.weight": "toy_head"}))
+    transformer = read_transformer(target, grid=grid, variant=LlamaGenVariant(names={"head.weight": "toy_head"}))
     return llamagen_model(transformer, vq, weights=None, sampling=Sampling(cfg_scale=2.0))
 
 

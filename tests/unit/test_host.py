@@ -15,9 +15,9 @@ from refusals import error_of
 
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import doctor, host, kv_cache
-from lantern_rt.engines.doctor import host_report
+from lantern_rt.engines.doctor import make_host_report
 from lantern_rt.engines.gpu import Gpu
-from lantern_rt.engines.host import RUNTIMES, import_onnxruntime, thread_count
+from lantern_rt.engines.host import RUNTIMES, choose_thread_count, import_onnxruntime
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.engines.system import host_memory
@@ -52,7 +52,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 def test_two_onnxruntime_distributions_are_a_problem_with_its_remedy(install: Callable[[str], None]) -> None:
     for name in RUNTIMES:
         install(name)
-    (problem,) = host_report().problems
+    (problem,) = make_host_report().problems
     assert "pip uninstall -y onnxruntime onnxruntime-gpu" in problem
 
 
@@ -60,11 +60,11 @@ def test_a_missing_onnxruntime_is_a_problem_and_no_crash(
     install: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    assert "pip install 'lantern-rt[cpu]'" in host_report().problems[0]
+    assert "pip install 'lantern-rt[cpu]'" in make_host_report().problems[0]
     with pytest.raises(EngineError):
         import_onnxruntime()
     install("tensorrt-rtx")
-    assert "pip install 'lantern-rt[gpu]'" in host_report().problems[0]
+    assert "pip install 'lantern-rt[gpu]'" in make_host_report().problems[0]
 
 
 def test_a_driver_older_than_the_installed_libraries_is_a_problem(
@@ -72,7 +72,7 @@ def test_a_driver_older_than_the_installed_libraries_is_a_problem(
 ) -> None:
     monkeypatch.setattr(doctor, "find_gpu", lambda: Gpu("12.8", "SM89", "L4"))
     install("tensorrt-rtx")
-    assert "found one for CUDA 12.8, expected CUDA 13, driver 580 or newer" in host_report().problems[-1]
+    assert "found one for CUDA 12.8, expected CUDA 13, driver 580 or newer" in make_host_report().problems[-1]
 
 
 def test_ctrl_c_while_onnxruntime_is_imported_is_not_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,13 +93,13 @@ def test_an_installed_provider_that_cannot_run_is_a_problem(
     pytest.importorskip("onnxruntime")
     install("onnxruntime-ep-webgpu")
     monkeypatch.setitem(sys.modules, "onnxruntime_ep_webgpu", None)
-    (problem,) = host_report().problems
+    (problem,) = make_host_report().problems
     assert problem.startswith("provider webgpu: no module onnxruntime_ep_webgpu")
 
 
 @pytest.mark.parametrize("threads", [0, 1025, True, "2"])
 def test_numbers_of_threads_have_bounds(threads: int) -> None:
-    assert error_of(EngineError, thread_count, threads).field == "threads"
+    assert error_of(EngineError, choose_thread_count, threads).field == "threads"
 
 
 CGROUP = "/sys/fs/cgroup"
@@ -141,8 +141,8 @@ def test_doctor_and_threads_count_the_physical_cores_within_affinity_and_quota(
     system_files.update(files)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(logical)}, raising=False)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: None if logical else physical)
-    assert host_report().facts["cores"] == expected
-    assert thread_count(None) == int(expected[0])
+    assert make_host_report().facts["cores"] == expected
+    assert choose_thread_count(None) == int(expected[0])
 
 
 def test_without_proc_memory_comes_from_the_system(
@@ -151,7 +151,7 @@ def test_without_proc_memory_comes_from_the_system(
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: (tmp_path / "cpuinfo").read_text())
-    facts = host_report().facts
+    facts = make_host_report().facts
     assert facts["cores"] == "3 physical usable"
     assert facts["memory"].count("GiB") == 2
     assert 1 << 20 < host.available_memory() <= host_memory("total")
@@ -186,13 +186,13 @@ def test_instruction_sets_are_detected_without_proc(
     monkeypatch.setattr("numpy._core._multiarray_umath.__cpu_features__", features)
     monkeypatch.setattr("sys.platform", system)
     monkeypatch.setattr("platform.machine", lambda: machine)
-    assert host.processor() == expected
+    assert host.describe_processor() == expected
 
 
 def test_numpy_names_only_instruction_sets_that_linux_names(request: pytest.FixtureRequest) -> None:
-    before = host.processor().split()
+    before = host.describe_processor().split()
     request.getfixturevalue("system_files")
-    assert {*host.processor().split()} <= {*before}
+    assert {*host.describe_processor().split()} <= {*before}
 
 
 @pytest.mark.parametrize("is_readable", [True, False])

@@ -21,7 +21,7 @@ from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import OutputError
 from lantern_rt.cli.main import run_program
-from lantern_rt.engines.host import thread_count
+from lantern_rt.engines.host import choose_thread_count
 from lantern_rt.errors import EngineError
 from lantern_rt.output.files import cache_folder
 
@@ -119,9 +119,9 @@ def test_a_thread_that_cannot_be_started_is_one_line(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("threading.Thread.start", fail)
-    error = error_of(EngineError, thread_count, 64)
+    error = error_of(EngineError, choose_thread_count, 64)
     assert (error.field, error.found) == ("threads", "64")
-    monkeypatch.setattr("lantern_rt.cli.doctor.host_report", fail)
+    monkeypatch.setattr("lantern_rt.cli.doctor.make_host_report", fail)
     assert run_program(["doctor"]) == 2
     assert capsys.readouterr().err == "lantern-rt: the system cannot start more threads; raise `ulimit -u`\n"
 

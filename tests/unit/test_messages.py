@@ -15,7 +15,7 @@ from refusals import error_of
 
 from lantern_rt import LanternError, open_bundle
 from lantern_rt.edits import read_image
-from lantern_rt.engines.host import thread_count
+from lantern_rt.engines.host import choose_thread_count
 from lantern_rt.errors import BundleError, BusyError, RequestError, TreeError
 from lantern_rt.options import Options
 from lantern_rt.prompts import load_bundle_tokenizer
@@ -60,7 +60,7 @@ def test_errors_name_the_value_of_an_option_without_its_address(words_bundle: Pa
 
 @pytest.mark.parametrize("odd", ODD_OBJECTS)
 def test_threads_are_named_without_an_address(odd: str) -> None:
-    (text,) = messages(thread_count, odd)
+    (text,) = messages(choose_thread_count, odd)
     assert "0x" not in text
 
 

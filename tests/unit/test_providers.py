@@ -174,7 +174,7 @@ def test_webgpu_is_rejected_with_onnxruntime_gpu_as_its_memory_would_be_allocate
     runtime = Runtime(CUDA, CPU, devices=(WEBGPU,))
     error = error_of(EngineError, find_provider, "webgpu", runtime)
     assert (error.field, error.found, error.expected) == ("provider webgpu", "onnxruntime-gpu", "onnxruntime")
-    monkeypatch.setattr(providers, "installed", lambda name: name != "onnxruntime")
+    monkeypatch.setattr(providers, "installed_distributions", lambda name: name != "onnxruntime")
     for gpu, expected in ((Gpu("13.0", "SM89", "L4"), "cuda"), (None, "cpu")):
         monkeypatch.setattr(providers, "find_gpu", lambda gpu=gpu: gpu)
         assert detect_provider(runtime) == expected
@@ -184,7 +184,7 @@ def test_webgpu_is_rejected_with_onnxruntime_gpu_as_its_memory_would_be_allocate
 def test_a_gpu_whose_package_is_installed_is_used_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
     for package, provider in (("onnxruntime", "cpu"), ("onnxruntime-gpu", "cuda"), ("onnxruntime-ep-webgpu", "webgpu")):
-        monkeypatch.setattr(providers, "installed", lambda name, package=package: name == package)
+        monkeypatch.setattr(providers, "installed_distributions", lambda name, package=package: name == package)
         for gpu, expected in ((Gpu("13.0", "SM89", "L4"), provider), (None, "cpu")):
             monkeypatch.setattr(providers, "find_gpu", lambda gpu=gpu: gpu)
             assert detect_provider(Runtime(CPU, devices=(WEBGPU,) if gpu else ())) == expected

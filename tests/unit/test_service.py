@@ -92,9 +92,9 @@ def test_every_caller_gets_the_images_of_the_pipeline_alone(pipe: Pipeline, serv
 
 
 def test_requests_share_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    active: list[int] = []
+    batch_sizes: list[int] = []
     step = Batch.step
-    monkeypatch.setattr(Batch, "step", lambda batch: (active.append(len(batch.active)), step(batch))[1])
+    monkeypatch.setattr(Batch, "step", lambda batch: (batch_sizes.append(len(batch.active_sequences)), step(batch))[1])
     with Service(pipe, together=4) as service:
         callers = [Caller(lambda: len(submitted) < 6) for _ in range(6)]
         submitted: list[ServiceRequest] = []
@@ -102,7 +102,7 @@ def test_requests_share_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) 
             submitted.append(service.submit(caller, "red cube", seed=i, method="ar"))
         for caller in callers:
             caller.last()
-    assert max(active) == 4
+    assert max(batch_sizes) == 4
 
 
 def seconds_until_retry(service: Service) -> int:
@@ -199,12 +199,12 @@ def test_a_failed_pass_ends_its_requests_and_later_ones_are_served(
 def test_the_service_continues_after_any_failure(
     pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for owner, name in ((prepared, "compute_prefixes"), (Batch, "join"), (Batch, "leave")):
+    for owner, name in ((prepared, "compute_prefixes"), (Batch, "add"), (Batch, "remove")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
             caller = Caller()
             request = service.submit(caller, "red cube", method="ar")
-            if name == "leave":
+            if name == "remove":
                 request.cancel()
                 time.sleep(0.1)
             else:
@@ -344,7 +344,7 @@ def test_a_greedy_caller_leaves_others_their_places_and_small_passes_without_cha
         passes.append(
             (
                 Counter(request.caller for request in requests),
-                max((sequence.max_nodes for sequence in batch.active), default=0),
+                max((sequence.max_nodes for sequence in batch.active_sequences), default=0),
             )
         )
         return parts

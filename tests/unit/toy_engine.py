@@ -23,11 +23,11 @@ from lantern_rt.runtime import decode as decoding
 from lantern_rt.runtime import likelihood as likelihoods
 from lantern_rt.runtime.decode import Step
 from lantern_rt.runtime.drafters import count_nodes
-from lantern_rt.runtime.engine import HiddenView, Pass, PassOutput
+from lantern_rt.runtime.engine import HiddenView, PassInput, PassOutput
 from lantern_rt.runtime.layout import ImageLayout, PassLayout
 from lantern_rt.runtime.likelihood import Likelihood
 from lantern_rt.runtime.raster import RasterLayout, RowEndLayout
-from lantern_rt.runtime.state import DrafterLayout, ImageSequence, Model, Plan, PrefixRow, Prompt
+from lantern_rt.runtime.state import DecodePlan, DrafterLayout, ImageSequence, LoadedModel, PrefixRow, Prompt
 from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import TreeStructure
 
@@ -152,7 +152,7 @@ class ToyCache:
         message = "a committed token did not attend to the token before it"
         assert (contexts[rows, columns] == expected_contexts).all(), message
 
-    def discard(self) -> None:
+    def forbid_memory_reuse(self) -> None:
         pass
 
     def truncate(self, lengths: NDArray[np.int64]) -> None:
@@ -209,7 +209,7 @@ class ToyEngine:
         longest = int(cache.lengths.max())
         return min(-(-longest // self.round_span) * self.round_span, cache.entries.hashes.shape[1])
 
-    def _sums(self, batch: Pass, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
+    def _sums(self, batch: PassInput, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
         """Check the inputs of a pass, and compute its context hashes.
 
         Returns:
@@ -265,7 +265,7 @@ class ToyTarget(ToyEngine):
     def logits(self, context: Hashes) -> NDArray[np.float32]:
         return table_logits(context, self.vocabulary, self.seed, self.spread)
 
-    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         assert batch.hidden is None
         if batch.embeds is not None:
             assert batch.tokens is None
@@ -298,7 +298,7 @@ class AnyOrder(ToyTarget):
 
     contiguous = False
 
-    def _sums(self, batch: Pass, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
+    def _sums(self, batch: PassInput, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
         context, is_right = super()._sums(batch, cache, new_hashes)
         return context, np.ones_like(is_right)
 
@@ -324,7 +324,7 @@ class ToyDrafter(ToyEngine):
             np.float32
         )
 
-    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         assert batch.tokens is not None
         assert batch.hidden is not None
         assert batch.embeds is None
@@ -357,7 +357,7 @@ class ToyDrafter(ToyEngine):
         return PassOutput(logits, hidden, Entries(hashes, batch.positions, context, origin, masked, ~is_right))
 
     def _sums_with_prefix(
-        self, batch: Pass, cache: ToyCache, new: Hashes, padding: NDArray[np.bool_]
+        self, batch: PassInput, cache: ToyCache, new: Hashes, padding: NDArray[np.bool_]
     ) -> tuple[Hashes, NDArray[np.bool_]]:
         """Compute context hashes as `_sums` does, and check that padded prefix slots of the same pass are masked."""
         context, is_right = self._sums(batch, cache, new)
@@ -369,7 +369,7 @@ class ToyDrafter(ToyEngine):
 
 
 @dataclass(frozen=True)
-class ToyModel(Model):
+class ToyModel(LoadedModel):
     """A toy model and the layout of its images."""
 
     image: ImageLayout = field(default_factory=lambda: RasterLayout(4))
@@ -393,8 +393,8 @@ def raster_layout(codes: int, columns: int = 1, row_end: int | None = None) -> R
     return RasterLayout(codes, columns) if row_end is None else RowEndLayout(codes, columns, row_end=row_end)
 
 
-def plan_of(layout: ImageLayout, sampling: Sampling, method: MethodConfig, adaptive: bool = False) -> Plan:
-    return Plan(layout, sampling, method, count_nodes(method), adaptive)
+def plan_of(layout: ImageLayout, sampling: Sampling, method: MethodConfig, adaptive: bool = False) -> DecodePlan:
+    return DecodePlan(layout, sampling, method, count_nodes(method), adaptive)
 
 
 def decode(
@@ -406,12 +406,12 @@ def decode(
     adaptive: bool = False,
     **options: Any,
 ) -> Generator[Step, None, None]:
-    plan = Plan(model.image, sampling, method, count_nodes(method, model.max_nodes), adaptive)
+    plan = DecodePlan(model.image, sampling, method, count_nodes(method, model.max_nodes), adaptive)
     return decoding.decode(model, plan, prompts, seeds, **options)
 
 
 def likelihood(model: ToyModel, prompt: Prompt, codes: Any, sampling: Sampling, counted: Any = None) -> Likelihood:
-    return likelihoods.likelihood(model, plan_of(model.image, sampling, Ar()), prompt, codes, counted)
+    return likelihoods.compute_likelihood(model, plan_of(model.image, sampling, Ar()), prompt, codes, counted)
 
 
 def make_prompt(identity: int, prefix: int = 3, padding: int = 0) -> Prompt:
@@ -469,7 +469,7 @@ class ToyNodes:
     """Nodes of a draft, without preceding tokens."""
 
     structure: TreeStructure
-    cells: Sequence[int]
+    next_codes: Sequence[int]
 
     def preceding_codes(self, node: int) -> NDArray[np.int64]:
         return np.empty(0, np.int64)
