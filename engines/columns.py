@@ -50,7 +50,7 @@ class CacheColumns(CacheRows):
     def truncate(self, lengths: Ints) -> None:
         super().truncate(lengths)
         for columns, length in zip(self.column_of, lengths.tolist(), strict=True):
-            columns[length:].sort()
+            columns[length:].sort()  # the columns of removed entries are free again, and free columns ascend
 
     def select_rows(self, rows: Ints) -> None:
         super().select_rows(rows)
@@ -61,6 +61,7 @@ class CacheColumns(CacheRows):
         super().append_rows(cache)
         both = (self.column_of, cache.column_of)
         columns = max(self.columns, cache.columns)
+        # Further columns of the narrower cache are free, and come after all its columns: [rows, columns] each.
         every = [np.tile(np.arange(columns), (len(table), 1)) for table in both]
         for table, columns_of in zip(every, both, strict=True):
             table[:, : columns_of.shape[1]] = columns_of
@@ -95,6 +96,8 @@ class CacheColumns(CacheRows):
         """
         rows, nodes = batch.positions.shape
         row = np.arange(rows)[:, None]
+        # The mask of the pass has entry i of a row in column i, and new nodes after `past`. Here both are in the
+        # columns where the cache stores them, [rows, padded nodes, columns].
         past = batch.attention_mask.shape[2] - nodes
         seen = np.zeros((rows, padded, self.count_read_columns(nodes)), bool)
         self.written_columns = written_columns = self.free_columns(nodes)
@@ -102,7 +105,7 @@ class CacheColumns(CacheRows):
             seen[:, :nodes, :past] = batch.attention_mask[:, :, :past]  # masked behind a row's entries
         for i, length in enumerate(self.lengths.tolist()):
             new = batch.attention_mask[i, :, past:]
-            if self.is_sorted and length + nodes <= self.columns:
+            if self.is_sorted and length + nodes <= self.columns:  # the free columns follow the entries
                 seen[i, :nodes, length : length + nodes] = new
             else:
                 seen[i, :nodes][:, self.column_of[i, :length]] = batch.attention_mask[i, :, :length]
@@ -142,10 +145,11 @@ class CacheColumns(CacheRows):
             columns_of = self.column_of[row, start : start + new_kv.shape[1]]
             free = columns_of.tolist()
             if accepted != free[: len(accepted)]:
+                # Accepted nodes stay in their columns and become the next entries; the other columns are free again.
                 columns_of[:] = [*accepted, *sorted({*free} - {*accepted})]
                 self.is_sorted = False
         self.lengths = lengths
-        if moves:
+        if moves:  # the nodes of the last pass are no longer where it wrote them
             self.written_columns = None
         return np.array(moves, np.int64).reshape(-1, 3)
 
@@ -190,6 +194,8 @@ def unpack_mask(graph: GraphWriter, words: str, masked: float) -> str:
     half, unit, two, scale = (graph.constant(np.array(number, np.float32)) for number in (0.5, 1, 2, masked))
     powers = graph.constant(0.5 ** np.arange(MASK_WORD_BITS, dtype=np.float32))
     numbers = graph.op("Unsqueeze", graph.cast(words, "float32"), graph.ints(-1))
+    # Bit c is floor(word / 2^c) - 2 floor(word / 2^(c + 1)). ONNX's BitShift takes no int32, and float32 is exact for
+    # words of 16 bits.
     shifted = graph.op("Floor", graph.op("Mul", numbers, powers))
     even = graph.op("Mul", graph.op("Floor", graph.op("Mul", shifted, half)), two)
     bits = graph.reshape(graph.op("Sub", shifted, even), 0, 0, -1)

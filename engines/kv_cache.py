@@ -138,7 +138,7 @@ class KVCache(CacheRows):
         lengths = self.extended_lengths(accepted_indices)
         first = accepted_indices[0]
         same_nodes = all(indices is first or np.array_equal(indices, first) for indices in accepted_indices)
-        if same_nodes and before.count(before[0]) == len(before):
+        if same_nodes and before.count(before[0]) == len(before):  # one contiguous target, as for a batch of chains
             start = before[0]
             end = start + len(first)
             for tensor, new in zip(self.tensors, new_kv, strict=True):
@@ -146,6 +146,7 @@ class KVCache(CacheRows):
         else:
             row = np.repeat(np.arange(len(lengths)), lengths - self.lengths)
             column = np.concatenate([np.arange(start, end) for start, end in zip(before, lengths, strict=True)])
+            # `new_kv` is [nodes, rows, ...] and a tensor [columns, rows, ...]: indices in their flat first two axes
             source = np.concatenate(accepted_indices) * len(lengths) + row
             target = column * len(lengths) + row
             for tensor, new in zip(self.tensors, new_kv, strict=True):

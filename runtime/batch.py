@@ -65,7 +65,7 @@ class Batch:
         """Add sequences to the batch: run one target pass over their prefixes, and sample their first codes.
 
         Returns:
-            Each sequence's part of the step, except of `failed` sequences.
+            Each sequence's part of the step, except for failed sequences.
 
         Raises:
             EngineError: the pass failed. No sequence has joined.
@@ -82,7 +82,7 @@ class Batch:
         """Run one target pass over the drafts of all active sequences, and commit the accepted tokens.
 
         Returns:
-            Each active sequence's part of the step, except of `failed` sequences.
+            Each active sequence's part of the step, except for failed sequences.
 
         Raises:
             EngineError: the pass failed.
@@ -91,7 +91,7 @@ class Batch:
             return []
         with np.errstate(over="ignore", invalid="ignore"):  # EngineError reports them
             drafts, num_nodes = self._draft()
-            layouts = {sequence: drafts[sequence].layout() for sequence in self.active_sequences}
+            layouts = {sequence: drafts[sequence].make_layout() for sequence in self.active_sequences}
             pass_output = self._verify(layouts, num_nodes)
             outputs = {
                 sequence: self._make_target_output(
@@ -102,6 +102,7 @@ class Batch:
             self._sample_tokens(pass_output, drafts, outputs)
             steps: list[SequenceStep] = []
             commits: list[Commit] = []
+            # Nodes to append per batch row. A row whose sequence fails appends nothing, and leaves in `_commit`.
             row_nodes = [_NO_NODES] * self.num_rows
             for sequence, output in outputs.items():
                 draft = drafts[sequence]
@@ -113,10 +114,12 @@ class Batch:
                     sequence.error = error
                     continue
                 sequence.noise.forget_before(len(sequence.codes))
+                # Both rows of a guided sequence hold the same tokens, so both append the same nodes.
                 nodes = row_nodes[output.rows] = [accepted] * len(sequence.rows)
                 commits.append(Commit(sequence, tokens, nodes, output.rows, pass_output.hidden, output, draft))
                 steps.append(step)
             assert self._cache is not None
+            # Before `_commit`: sequences that leave there take their cache rows along.
             self.target_clock.append(self._cache, pass_output.new_kv, row_nodes)
             self._commit(commits)
         return steps
@@ -127,7 +130,8 @@ class Batch:
         lengths = prefixes.lengths
         cache = target.new_cache(len(lengths), max(sequence.cache_columns for sequence in sequences))
         pass_output = self.target_clock.run(target, prefixes.build_prefill(target, cache), cache)
-        last_logits = pass_output.logits[np.arange(len(lengths)), lengths - 1][:, None]  # [rows, 1, vocab_size]
+        # Rows are padded at their end, so each row's last prefix node is at its own length. [rows, 1, vocab_size]
+        last_logits = pass_output.logits[np.arange(len(lengths)), lengths - 1][:, None]
         steps: list[SequenceStep] = []
         commits: list[Commit] = []
         for sequence, rows in _assign_rows(sequences).items():
@@ -135,6 +139,7 @@ class Batch:
             draft = TreeDraft(sequence, make_chain([0]))  # the root stands for the last token of the prefix
             output = self._make_target_output(sequence, draft, sequence.layout.layout_after_prefix(), last_logits, rows)
             preserved, _ = sequence.next_preserved()
+            # A preserved first cell needs no sample. The other preserved codes follow as a chain in the next pass.
             try:
                 codes = preserved[:1] if len(preserved) else np.array([output.choose_token(0)])
             except EngineError as error:
@@ -229,8 +234,8 @@ class Batch:
                 ]
                 if not part:
                     continue
-                nodes = output.layout.sampling_nodes(np.array([part] * num_rows, np.int64))
-                codes = np.array([output.next_codes[node] for node in part])
+                nodes = output.layout.sampling_nodes(np.array([part] * num_rows, np.int64))  # [num_rows, len(part)]
+                codes = np.array([output.next_codes[node] for node in part])  # noise and scales depend on the code
                 scales = output.guidance.scales(codes)
                 rows = slice(first_row, first_row + num_rows)
                 requests.append(SampleRequest(rows, nodes, sequence.sampling, noise, codes, scales))
@@ -238,7 +243,7 @@ class Batch:
         best = logits.best_codes(requests, 1) if requests else []
         for (output, sampled_nodes), (codes, scores) in zip(device_outputs, best, strict=True):
             output.store_choices(sampled_nodes, codes[:, 0])
-            if not np.isfinite(scores).all():
+            if not np.isfinite(scores).all():  # NaN in the logits: the sampled codes are not used
                 output.sequence.error = invalid_logits_error()
 
     def _commit(self, commits: Sequence[Commit]) -> None:
@@ -252,7 +257,7 @@ class Batch:
         self.failed_sequences = [sequence for sequence in self.active_sequences if sequence.error is not None]
         finished = [commit.sequence for commit in commits if not commit.sequence.remaining]
         unguided = [commit.sequence for commit in commits if commit.sequence.end_guidance()]
-        for sequence in unguided:
+        for sequence in unguided:  # guidance widens the margin
             sequence.tie_margin = compute_tie_margin(self.model, sequence)
         if finished or unguided or self.failed_sequences:
             self._remove([*finished, *self.failed_sequences])
@@ -265,6 +270,8 @@ class Batch:
         if not self.active_sequences:
             self._cache = None
         elif self._cache is not None:
+            # `_rows` are the rows before this change. The conditional row comes first, so a sequence whose guidance
+            # ends keeps its first row.
             starts = [(self._rows[sequence].start, len(sequence.rows)) for sequence in self.active_sequences]
             self._cache.keep_rows(np.concatenate([np.arange(start, start + count) for start, count in starts]))
         self._drafters.remove(sequences)

@@ -59,7 +59,7 @@ class Draft(DraftNodes, Protocol):
     def sampled_nodes(self) -> Sequence[int] | None:
         """Nodes whose sampled tokens are all that acceptance needs; None if it needs distributions, too."""
 
-    def layout(self) -> PassLayout:
+    def make_layout(self) -> PassLayout:
         """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:

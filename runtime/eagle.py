@@ -71,7 +71,7 @@ class EagleDrafter(TreeDrafter):
             trees = self._draft_static_trees(self.shape, roots, level)
         else:
             trees = self._draft_dynamic_trees(self.shape, roots, level)
-        self.slots.cache.truncate(committed)
+        self.slots.cache.truncate(committed)  # the slots of draft nodes come after the committed slots
         drafted = dict(zip(self.sequences, trees, strict=True))
         return [drafted[sequence] for sequence in sequences]
 
@@ -93,6 +93,7 @@ class EagleDrafter(TreeDrafter):
         ):
             samples = []
             for sequence, rows, noise in zip(self.sequences, self._rows_at_depth(depth), noises, strict=True):
+                # Children of nodes at depth 0, the root, are the next code: all slots sample the same code.
                 codes = np.full(level.nodes.shape[1], len(sequence.codes) + depth)
                 batch_rows = slice(int(rows[0]), int(rows[-1]) + 1)
                 scales = sequence.guidance.scales(codes)
@@ -121,10 +122,12 @@ class EagleDrafter(TreeDrafter):
     def _draft_static_trees(self, shape: StaticTree, roots: Ints, level: LevelOutput) -> list[DraftTree]:
         builders = [StaticTreeBuilder(shape, int(root)) for root in roots]
         levels: list[LevelOutput] = []
-        for depth, inner in enumerate(shape.levels):
+        for depth, inner in enumerate(shape.levels):  # nodes that have children
             if depth > 0:
+                # A slot is an index in `levels[depth - 1]`, which ascends: find the slots of the nodes' parents.
                 slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
-                tokens = np.stack([builder.tokens[inner] for builder in builders])
+                # Nodes without a token get 0; `build` drops them, and their descendants get no token, either.
+                tokens = np.stack([builder.tokens[inner] for builder in builders])  # [sequences, slots]
                 level = self.slots.run_draft_tokens(tokens, np.repeat(slots[None], len(roots), 0), depth, level)
             level = self.slots.run_row_ends(level, depth)
             levels.append(level)
@@ -134,7 +137,7 @@ class EagleDrafter(TreeDrafter):
         trees: list[DraftTree] = []
         rows_at = [self._rows_at_depth(depth) for depth in range(len(levels))]
         for i, (sequence, builder) in enumerate(zip(self.sequences, builders, strict=True)):
-            rows = [batch_rows[i] for batch_rows in rows_at]
+            rows = [batch_rows[i] for batch_rows in rows_at]  # of this sequence, by depth
             proposal = (
                 partial(_child_distribution, shape, levels, rows, len(sequence.codes), sequence)
                 if self.relaxed
@@ -150,6 +153,7 @@ class EagleDrafter(TreeDrafter):
             if depth > 0:
                 slots = np.arange(max(map(len, chosen)))  # the last node of a smaller level is repeated
                 padded = [nodes[np.minimum(slots, len(nodes) - 1)] for nodes in chosen]
+                # tokens and slots of their parents, both [sequences, slots]
                 codes = np.stack([builder.tokens[nodes] for builder, nodes in zip(builders, padded, strict=True)])
                 parents = np.stack(
                     [builder.slot_of_parent[nodes] for builder, nodes in zip(builders, padded, strict=True)]
@@ -158,16 +162,21 @@ class EagleDrafter(TreeDrafter):
             level = self.slots.run_row_ends(level, depth)
             best = self._choose_children(level, depth, shape.branch, add_noise=not self.relaxed)
             for builder, nodes, (codes, scores) in zip(builders, chosen, best, strict=True):
-                builder.add_children(nodes, codes[: len(nodes)], scores[: len(nodes)])
+                builder.add_children(nodes, codes[: len(nodes)], scores[: len(nodes)])  # without the repeated slots
         return [builder.prune(shape.nodes) for builder in builders]
 
 
 def _child_distribution(
-    shape: StaticTree, levels: list[LevelOutput], rows_at: list[Ints], first: int, sequence: ImageSequence, node: int
+    shape: StaticTree,
+    levels: list[LevelOutput],
+    rows_at: list[Ints],
+    next_code: int,
+    sequence: ImageSequence,
+    node: int,
 ) -> Probabilities:
-    depth = len(shape.paths[node - 1]) if node else 0
+    depth = len(shape.paths[node - 1]) if node else 0  # paths begin with node 1: the root has none
     level = levels[depth]
     rows = rows_at[depth]
     slot = np.searchsorted(shape.levels[depth], node)
     logits: Floats = level.logits[rows, level.nodes[rows, slot]][:, None]  # [rows, 1, vocab_size]
-    return compute_distribution(sequence.guidance.mix(logits, [first + depth])[0], sequence.sampling)
+    return compute_distribution(sequence.guidance.mix(logits, [next_code + depth])[0], sequence.sampling)

@@ -92,7 +92,7 @@ class EagleSlots:
                 pending = self._pending[sequence] = PendingSlots([row.drafter_tokens(self.layout) for row in rows])
             # A view keeps the whole output of its pass in memory, so only the latest states stay views.
             pending.hidden = [[read_states(states) for states in earlier] for earlier in pending.hidden]
-            first = len(sequence.codes) - len(commit.tokens)
+            first = len(sequence.codes) - len(commit.tokens)  # the sequence has the committed codes already
             pending.tokens.append(sequence.raster.insert_row_ends(commit.tokens, first))
             nodes_of_row = enumerate(commit.nodes, commit.rows.start)
             pending.hidden.append(
@@ -109,7 +109,7 @@ class EagleSlots:
             if sequence not in sequences
         }
         if sum(map(len, rows_of.values())) == len(self.sequence_of_row):
-            return
+            return  # no sequence leaves, and none has removed a row
         if any(sequence.error is not None for sequence in sequences):
             self.cache.forbid_memory_reuse()
         if rows_of:
@@ -148,6 +148,7 @@ class EagleSlots:
             for row_tokens, length, prefix in zip(tokens, lengths, prefixes, strict=True)
         ]
         # `later` is the number of slots at a row's end that are left for later passes.
+        # It is a multiple of `max_slots`, so the last pass, after the loop, has at most `max_slots` slots of a row.
         for later in range((max(remaining) - 1) // self.max_slots * self.max_slots, 0, -self.max_slots):
             counts = [
                 len(row_tokens) - later if slots > later else 0
@@ -160,6 +161,7 @@ class EagleSlots:
         counts = [len(row_tokens) for row_tokens in tokens]
         output = self._run_slots(tokens, states, counts)
         no_draft_slots = np.zeros((len(self.sequences), 1, 0), bool)
+        # The root's slot is the last slot of each row, [rows, 1].
         return LevelOutput(no_draft_slots, output.logits, output.hidden, np.array(counts)[:, None] - 1)
 
     def run_row_ends(self, level: LevelOutput, depth: int) -> LevelOutput:
@@ -167,21 +169,25 @@ class EagleSlots:
 
         The pass runs all sequences. Its output replaces that of `level` for the sequences with a token.
         """
+        # An end-of-row token or None, per sequence; `depth` counts codes from the root, the last committed code.
         following = [seq.raster.token_after(len(seq.codes) - 1 + depth) for seq in self.sequences]
         ends = np.array([token is not None for token in following])  # [sequences]
         if not ends.any():
             return level
         slots = level.nodes.shape[1]
+        # The end-of-row token after slot i is a child of slot i, [sequences, slots].
         slot_indices = np.tile(np.arange(slots), (len(ends), 1))
-        tokens = np.repeat([[token or 0] for token in following], slots, 1)
+        tokens = np.repeat([[token or 0] for token in following], slots, 1)  # [sequences, slots]
         after = self.run_draft_tokens(tokens, slot_indices, depth, level, offset=1)
         if ends.all():
             return after
+        # A part of the sequences ends a row here. Stack the outputs of each row, from its pass: [rows, slots, size].
         level_of_row = [after if ends[sequence] else level for sequence in self.sequence_of_row]
         logits, hidden = (
             np.stack([getattr(output, name)[row, output.nodes[row]] for row, output in enumerate(level_of_row)])
             for name in ("logits", "hidden")
         )
+        # The slots that the pass appended: sequences without an end-of-row token do not attend to theirs.
         before = np.pad(level.attends_to, ((0, 0), (0, 0), (0, slots)))
         attends_to = np.where(ends[:, None, None], after.attends_to, before)
         return LevelOutput(attends_to, logits, hidden, slot_indices[self.sequence_of_row])
@@ -205,7 +211,7 @@ class EagleSlots:
         base = self.cache.lengths - drafted  # committed slots, [rows]
         codes = np.zeros((rows, padded), np.int64)
         codes[:, :slots] = tokens[self.sequence_of_row] + self.layout.code_offset
-        parent_nodes = np.repeat(level.nodes[:, :1], padded, 1)
+        parent_nodes = np.repeat(level.nodes[:, :1], padded, 1)  # [rows, padded]; padding reads any valid node
         parent_nodes[:, :slots] = level.nodes[np.arange(rows)[:, None], parents[self.sequence_of_row]]
         # A slot reads the hidden state of its parent, whichever node of the last pass that was.
         states = HiddenView(level.hidden, np.repeat(np.arange(rows)[:, None], padded, 1), parent_nodes)
@@ -220,6 +226,7 @@ class EagleSlots:
         roots = [(sequence.raster, len(sequence.codes) - 1) for sequence in self.sequences]
         # Number of positions from the last code to the code `depth` further, with end-of-row tokens, [sequences]
         below = np.array([raster.position(root + depth) - raster.position(root) for raster, root in roots])
+        # Slot p reads token p + 1 at position p, so the root, the last committed token, has slot `base - 1`.
         positions = np.repeat((base + below[self.sequence_of_row] + offset - 1)[:, None], padded, 1)
         output = self._run_pass(codes, states, positions, attention_mask)
         self.clock.append(self.cache, output.new_kv, [np.arange(slots)] * rows)
@@ -243,6 +250,7 @@ class EagleSlots:
         self.sequence_of_row = np.repeat(np.arange(len(num_rows)), num_rows)  # [rows]
         self.batch_rows = np.split(np.arange(len(self.sequence_of_row)), np.cumsum(num_rows, dtype=np.int64)[:-1])
         padding = stack_padding([~row.is_real for sequence in self.sequences for row in sequence.rows])
+        # A slot reads the state of its position and the next token, so the last prefix position has no prefix slot.
         self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])
 
     def _pop_pending_slots(self) -> tuple[list[Ints], list[Floats | HiddenView]]:
@@ -262,16 +270,17 @@ class EagleSlots:
     def _run_slots(self, tokens: list[Ints], states: list[Floats | HiddenView], counts: list[int]) -> PassOutput:
         """Run the first `counts` slots of each row, and append them to the cache."""
         slots = max(MIN_NODES, *counts)
-        padded = np.zeros((len(tokens), slots), np.int64)
+        padded = np.zeros((len(tokens), slots), np.int64)  # [rows, slots]
         for row, count in enumerate(counts):
             padded[row, :count] = tokens[row][:count]
-        hidden = stack_hidden(states, counts, slots)
+        hidden = stack_hidden(states, counts, slots)  # [rows, slots, hidden_size]
         lengths = self.cache.lengths
         prefix = self.prefix_padding.shape[1]
         attention_mask, past_length = committed_mask(self.engine, self.cache, lengths, slots, self.prefix_padding)
         attention_mask[:, :, past_length:] = np.tri(slots, dtype=bool)
         for row in np.flatnonzero(lengths == 0).tolist():  # this pass runs the prefix of these rows
-            attended = ~self.prefix_padding[row] | np.eye(slots, prefix, dtype=bool)
+            # Real slots do not attend to padding. Padding attends to itself, so that its softmax is not over nothing.
+            attended = ~self.prefix_padding[row] | np.eye(slots, prefix, dtype=bool)  # [slots, prefix]
             attention_mask[row, :, past_length : past_length + prefix] &= attended[:, :slots]
         output = self._run_pass(padded, hidden, lengths[:, None] + np.arange(slots), attention_mask)
         self.clock.append(self.cache, output.new_kv, [np.arange(count) for count in counts])

@@ -22,17 +22,17 @@ class GroupDraft:
     """The codes of the next group of one sequence, as a `Draft`; its nodes are the group's cells."""
 
     sequence: ImageSequence
-    image: GroupLayout
+    group_layout: GroupLayout
     first_code: int = field(init=False)  # number of codes before the group
     tokens: Ints = field(init=False)  # tokens of the pass nodes
     structure: TreeStructure = field(init=False)  # a chain: choices after all nodes are computed together
 
     def __post_init__(self) -> None:
         self.first_code = len(self.sequence.codes)
-        group = self.image.group_of(self.first_code)
-        self._layout = self.image.lay_out(range(group, group + 1), self.sequence.codes)
+        group = self.group_layout.group_of(self.first_code)
+        self._layout = self.group_layout.lay_out(range(group, group + 1), self.sequence.codes)
         self.tokens = self._layout.tokens
-        self.structure = make_chain([0] * len(self.image.groups[group])).structure
+        self.structure = make_chain([0] * len(self.group_layout.groups[group])).structure
 
     @property
     def next_codes(self) -> Sequence[int]:
@@ -44,7 +44,7 @@ class GroupDraft:
         """All nodes; None if a code is drawn from the logits of several nodes."""
         return range(len(self.structure.depths)) if self._layout.nodes_match_draft else None
 
-    def layout(self) -> PassLayout:
+    def make_layout(self) -> PassLayout:
         """Return the tokens, positions and mutual attention of the nodes."""
         return self._layout
 

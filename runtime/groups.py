@@ -46,6 +46,7 @@ class GroupLayout:
     @cached_property
     def _completing_code(self) -> Ints:
         """The code at which each cell and all cells before it are known, int64 `[codes]`."""
+        # `argsort` inverts the permutation: the code of each cell.
         return np.maximum.accumulate(np.argsort(self.cells))
 
     @property
@@ -105,12 +106,14 @@ class GroupLayout:
         positions: list[int] = []
         counts = [self.count_nodes(group) for group in groups]
         for group, count in zip(groups, counts, strict=True):
+            # The inputs are the codes of the group before, then learned vectors if this group has more cells.
             start, end = self.starts[group - 1 : group + 1]
             vectors = count - (end - start)
             tokens += [*codes[start:end], *range(self.first_vector_token, self.first_vector_token + vectors)]
             # a vector has the first position behind the image, whose row of the rotary table is zero
             positions += [*self.groups[group - 1], *[self.num_codes] * vectors]
-        passes = np.repeat(np.arange(len(counts)), counts)
+        # Nodes of one group attend to each other, and to the groups before: the mask is causal by group.
+        passes = np.repeat(np.arange(len(counts)), counts)  # index of each node's group, [nodes]
         ancestors = passes[:, None] >= passes
         return PassLayout(np.array(tokens, np.int64), np.array(positions, np.int64), ancestors)
 
@@ -120,8 +123,9 @@ class GroupLayout:
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
         """Yield passes over as many groups as `max_nodes` nodes hold, see `ImageLayout.lay_out_known_codes`."""
+        # The pass for a group reads the codes of all groups before it, so the first group without them ends the passes.
         last = next((group for group, start in enumerate(self.starts[:-1]) if start > len(codes)), len(self.groups))
-        first = 1
+        first = 1  # group 0 is drawn after the prefix
         while first < last:
             end = first + 1
             while end < last and sum(map(self.count_nodes, range(first, end + 1))) <= max_nodes:
@@ -148,21 +152,21 @@ class TwoHeadLayout(GroupLayout):
     def lay_out(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
         """Return the pass nodes that draw these groups, see `GroupLayout.lay_out`."""
         layout = super().lay_out(groups, codes)
-        sources: list[tuple[int, int]] = []
+        pairs: list[tuple[int, int]] = []
         first = 0
         for group in groups:
-            sources += self._find_logit_pairs(group, first)
+            pairs += self._find_logit_pairs(group, first)
             first += self.count_nodes(group)
-        logit_pairs = np.array(sources, np.int64)
+        logit_pairs = np.array(pairs, np.int64)
         return TwoHeadPass(layout.tokens, layout.positions, layout.ancestors, logit_pairs)
 
     def count_nodes(self, group: int) -> int:
         """Return the number of pass nodes that draw a group."""
         return len(self.groups[group - 1])
 
-    def _find_logit_pairs(self, group: int, first: int) -> Iterator[tuple[int, int]]:
-        """Yield `TwoHeadPass.logit_pairs` of each cell of a group whose nodes begin at `first`."""
-        nodes = {cell: node for node, cell in enumerate(self.groups[group - 1], first)}
+    def _find_logit_pairs(self, group: int, first_node: int) -> Iterator[tuple[int, int]]:
+        """Yield `TwoHeadPass.logit_pairs` of each cell of a group whose nodes begin at `first_node`."""
+        nodes = {cell: node for node, cell in enumerate(self.groups[group - 1], first_node)}
         for cell in self.groups[group]:
             logits = []
             if cell >= self.columns:
@@ -212,7 +216,7 @@ class GroupNoise(Noise):
             size: number of codes.
         """
         cells = self._layout.cells[first : first + count].tolist()
-        cells += range(first + len(cells), first + count)
+        cells += range(first + len(cells), first + count)  # behind the image, position and cell are equal
         return np.concatenate([super(GroupNoise, self).gumbel(cell, 1, size) for cell in cells])
 
     def prepare_group(self, group: int, size: int) -> None:

@@ -110,7 +110,8 @@ class DraftHeadState:
             unaccepted = [int(np.argmax(depths == depth)) for depth in range(count, int(depths.max()) + 1)]
         codes = range(done - count, done + len(unaccepted))
         states = self.sequence.guidance.mix(commit.read_states(unaccepted), codes)  # [nodes, hidden_size]
-        # state i gave code done - count + i; the states behind them gave codes that the draft did not get right
+        # State i predicted code `done - count + i`; the states after the first `count` predicted codes behind the draft
+        # tokens that were not accepted.
         self.context[done - count : done] = self.heads.compute_context(states[:count])
         self.unaccepted = {}
         for i, (node, gate) in enumerate(zip(unaccepted, self.heads.compute_gates(states[count:]), strict=True)):
@@ -143,7 +144,7 @@ class DraftHeadState:
         if (unaccepted := self.unaccepted.get(position)) is None:
             return self.heads.predict_logits(previous, self.sequence.raster.code_above(position), self.context)
         if len(previous) == 1 and previous[0] == unaccepted.previous_code:
-            return unaccepted.logits[None]
+            return unaccepted.logits[None]  # the correction would be 0
         return unaccepted.logits + self.heads.compute_correction(unaccepted.gate, unaccepted.previous_code, previous)
 
     def perturb_logits(self, position: int, logits: Floats, add_noise: bool = True) -> Floats:
@@ -167,6 +168,7 @@ class DraftHeadState:
             levels.append(self.logits(position, np.array(codes[-1:])))
             codes.append(int(self.perturb_logits(position, levels[-1]).argmax()))
         proposal = no_proposal if self.sequence.exact else partial(_chain_proposal, levels, self.sequence.sampling)
+        # Each node is the parent of the next, and the root has parent -1.
         return DraftTree(np.array(codes, np.int64), np.arange(length + 1, dtype=np.int64) - 1, proposal)
 
     def _draft_static(self, shape: StaticTree, max_depth: int) -> DraftTree:
@@ -174,7 +176,7 @@ class DraftHeadState:
         first = len(self.sequence.codes)
         levels: list[Floats] = []
         for depth, inner in enumerate(shape.levels[:max_depth]):
-            levels.append(self.logits(first + depth, builder.tokens[inner]))
+            levels.append(self.logits(first + depth, builder.tokens[inner]))  # [nodes of the level, vocab_size]
             children = max(len(shape.children[node]) for node in inner)
             builder.add_children(inner, *best_codes(self.perturb_logits(first + depth, levels[-1]), children))
         proposal = (

@@ -64,6 +64,7 @@ class DraftHeads:
         """
         sums: Floats = self.left[previous]
         if above >= 0:
+            # The two weights in `states` were trained for these two cells: above, and the one after it in raster order.
             sums += context[above, 0]
             sums += context[above + 1, 1]
         logits: Floats = np.einsum("nu,uc->nc", sums * _sigmoid(sums), self.output) + self.output_bias

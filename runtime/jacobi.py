@@ -87,7 +87,7 @@ class JacobiWindow:
         stores_proposals: whether acceptance needs q.
         codes: drafted tokens of the next positions.
         proposals: q of each draft; None: the draft counts as certain.
-        preserved: number of preserved tokens before the window in the last draft.
+        num_preserved: number of preserved tokens before the window in the last draft.
     """
 
     size: int
@@ -95,29 +95,31 @@ class JacobiWindow:
     stores_proposals: bool
     codes: list[int] = field(default_factory=list)
     proposals: list[Probabilities | None] = field(default_factory=list)
-    preserved: int = 0
+    num_preserved: int = 0
 
-    def draft(self, committed: Sequence[int], remaining: int, preserved: Sequence[int] = ()) -> DraftTree:
+    def draft(self, committed: Sequence[int], max_tokens: int, preserved: Sequence[int] = ()) -> DraftTree:
         """Return the window as a chain.
 
         Args:
             committed: committed tokens of the sequence; the last token is the root.
-            remaining: maximum number of tokens to sample; one fewer is drafted, as the pass samples another.
+            max_tokens: maximum number of tokens to sample; one fewer is drafted, as the pass samples another.
             preserved: preserved tokens after the committed tokens.
         """
-        length = max(0, min(self.size, remaining - 1))
-        self.preserved = len(preserved)
+        length = max(0, min(self.size, max_tokens - 1))
+        self.num_preserved = len(preserved)
         del self.codes[length:], self.proposals[length:]
         while len(self.codes) < length:
-            before = [*committed, *preserved, *self.codes]
+            before = [*committed, *preserved, *self.codes]  # its length is the index of the next code
             self.codes.append(before[self.layout.code_to_copy(len(before))])
             self.proposals.append(None)
-        proposals = [*[None] * self.preserved, *self.proposals]
-        return make_chain([committed[-1], *preserved, *self.codes], self.preserved, proposals.__getitem__)
+        proposals = [*[None] * self.num_preserved, *self.proposals]
+        return make_chain([committed[-1], *preserved, *self.codes], self.num_preserved, proposals.__getitem__)
 
-    def redraft(self, accepted: int, target: TargetOutput) -> None:
-        """Draft the tokens behind the `accepted` first again, from the distributions of a pass over the window."""
-        accepted = max(accepted, self.preserved)
-        undecided = range(accepted + 1, self.preserved + len(self.codes) + 1)
+    def redraft(self, num_accepted: int, target: TargetOutput) -> None:
+        """Draft the tokens behind the `num_accepted` first again, from the distributions of a pass over the window."""
+        num_accepted = max(num_accepted, self.num_preserved)
+        # The choice after node n drafts the token of node n + 1. The choice after the last accepted node is committed,
+        # so the window begins one node further; the last node drafts a further token at its end.
+        undecided = range(num_accepted + 1, self.num_preserved + len(self.codes) + 1)
         self.codes = [target.choose_token_without_recompute(node) for node in undecided]
         self.proposals = [target.distribution(node) if self.stores_proposals else None for node in undecided]

@@ -66,6 +66,7 @@ def compute_likelihood(
     for logits in compute_sequence_logits(model, layout, prompt.rows(plan.num_rows), codes[:-1], Clock()):
         part = np.arange(first, first + logits.shape[1])
         first += len(part)
+        # Codes that are drawn together do not depend on each other.
         preceding = [codes[: layout.codes_drawn_with(code).start] for code in part.tolist()]
         guided = guidance.mix(apply_repetition_penalty(logits, preceding, sampling), part)
         probabilities = softmax(apply_temperature(guided, sampling))  # [codes, vocab_size]
@@ -99,6 +100,7 @@ def recompute_logits(model: LoadedModel, sequence: ImageSequence, preceding: Int
     layout = sequence.layout
     rows = sequence.rows[: sequence.guidance.count_rows(code)]
     (last,) = deque(compute_sequence_logits(model, layout, rows, preceding, clock), maxlen=1)
+    # The last pass ends with the codes that are drawn together with `code`, so its index counts from the end.
     logits = last[:, [code - layout.codes_drawn_with(code).stop]]
     return sequence.guidance.mix(apply_repetition_penalty(logits, [preceding], sequence.sampling), [code])
 
@@ -161,6 +163,7 @@ def _run_passes(
     output = clock.run(target, prefixes.build_prefill(target, cache), cache)
     clock.append(cache, output.new_kv, [np.arange(length) for length in prefixes.lengths])
     yield output, prefixes.lengths, [None] * len(codes)
+    # With one entry of `codes`, all rows hold the same image; else every row has an image to itself.
     rows_of = [slice(None)] if len(codes) == 1 else [slice(row, row + 1) for row in range(len(rows))]
     for layouts, count in zip(parts, counts, strict=True):
         placed = zip(rows_of, layouts, strict=True)

@@ -92,13 +92,14 @@ class Noise:
         noise = np.empty((GROUP_SIZE, size), np.float32)
         for start in range(0, size, CHUNK_SIZE):
             codes = min(CHUNK_SIZE, size - start)
+            # A 64-bit number holds two 32-bit numbers, the lower half first whatever the processor's byte order.
             numbers = bits.random_raw(codes * GROUP_SIZE // 2).astype("<u8", copy=False).view("<u4")
-            uniform = np.add(numbers, 0.5, dtype=np.float64)
+            uniform = np.add(numbers, 0.5, dtype=np.float64)  # so that the noise is finite
             uniform *= 2.0**-32
             np.log(uniform, out=uniform)
             np.negative(uniform, out=uniform)
             np.log(uniform, out=uniform)
-            noise[:, start : start + codes] = uniform.reshape(codes, GROUP_SIZE).T
+            noise[:, start : start + codes] = uniform.reshape(codes, GROUP_SIZE).T  # the stream is code by code
         np.negative(noise, out=noise)
         return noise
 

@@ -38,7 +38,8 @@ def prefix_mask(is_real: Bools, nodes: int) -> Bools:
         is_real: False on padding, bool `[rows, prefix]`.
         nodes: number of nodes of the pass, at least the length of the prefix.
     """
-    # Nodes after the prefix are dropped from the output.
+    # Nodes after the prefix count as real here, which fills the mask. Nothing reads their output, and they are not
+    # appended to the cache.
     is_real = np.pad(is_real, ((0, 0), (0, nodes - is_real.shape[1])), constant_values=True)
     causal = np.tri(nodes, dtype=bool)
     mask: Bools = np.where(is_real[:, :, None], causal & is_real[:, None], causal | is_real[:, None])
@@ -61,9 +62,9 @@ def committed_mask(engine: Engine, cache: Cache, lengths: Ints, nodes: int, pref
     past_length = engine.next_past_length(cache, nodes)
     attention_mask = np.zeros((len(lengths), nodes, past_length + nodes), bool)
     for row_mask, length in zip(attention_mask, lengths.tolist(), strict=True):
-        row_mask[:, :length] = True
+        row_mask[:, :length] = True  # entries fill the first columns of a row
     if columns := prefix_padding.shape[1]:
-        attention_mask[:, :, :columns] &= ~prefix_padding[:, None]
+        attention_mask[:, :, :columns] &= ~prefix_padding[:, None]  # the prefix comes first in every row
     return attention_mask, past_length
 
 
@@ -89,6 +90,7 @@ class Prefixes:
         """Return a pass over the whole prefixes on an empty cache; shorter rows repeat their last node."""
         nodes = max(MIN_NODES, *self.lengths.tolist())
         embeds = [row.embeds for row in self._rows]
+        # [rows, nodes, hidden_size]
         padded = np.stack([np.concatenate([row, np.repeat(row[-1:], nodes - len(row), 0)]) for row in embeds])
         past_length = engine.next_past_length(cache, nodes)
         attention_mask = np.zeros((len(embeds), nodes, past_length + nodes), bool)
@@ -110,13 +112,16 @@ class Prefixes:
         """
         nodes = max(MIN_NODES, nodes)
         attention_mask, past_length = committed_mask(engine, cache, cache.lengths, nodes, self.padding)
+        # Padding nodes attend to themselves: a softmax over no columns would be NaN.
         attention_mask[:, :, past_length:] = identity_mask(nodes)
-        tokens, positions = np.zeros((2, len(self.lengths), nodes), np.int64)
+        tokens, positions = np.zeros((2, len(self.lengths), nodes), np.int64)  # both [rows, nodes]
         for rows, layout in layouts:
             count = len(layout.tokens)
             tokens[rows, :count] = layout.tokens
             attention_mask[rows, :count, past_length : past_length + count] = layout.ancestors
             positions[rows, :count] = layout.positions + self._first_positions[rows]
             for row in range(*rows.indices(len(tokens))):
+                # Cache columns from the row's prefix length on hold tokens of the image; the slice is a view.
                 layout.mask_past(attention_mask[row, :count, self.lengths[row] :])
+        # Drafts may extend past the last code, but the rotary table ends there.
         return PassInput(np.minimum(positions, last_position), attention_mask, tokens)

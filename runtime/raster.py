@@ -110,11 +110,11 @@ class RowEndLayout(RasterLayout):
 
     def lay_out(self, tree: DraftTree, root: int) -> PassLayout:
         """Return the pass nodes of a draft tree: an end-of-row token follows each node that ends a row."""
-        codes = root + tree.structure.depths
-        ends_before = np.minimum(codes, self.num_codes - 1) // self.columns
-        ends = (codes % self.columns == self.columns - 1) & (codes + 1 < self.num_codes)
-        draft_nodes = np.repeat(np.arange(tree.nodes), 1 + ends)
-        sampling_nodes = np.cumsum(1 + ends) - 1
+        codes = root + tree.structure.depths  # [nodes], as all further arrays of draft nodes
+        ends_before = np.minimum(codes, self.num_codes - 1) // self.columns  # end-of-row tokens before each code
+        ends = (codes % self.columns == self.columns - 1) & (codes + 1 < self.num_codes)  # last codes of rows
+        draft_nodes = np.repeat(np.arange(tree.nodes), 1 + ends)  # [pass nodes]
+        sampling_nodes = np.cumsum(1 + ends) - 1  # the node itself, or its end-of-row token
         end_nodes = sampling_nodes[ends]
         ancestors = tree.structure.ancestors[draft_nodes][:, draft_nodes]
         ancestors[end_nodes - 1, end_nodes] = False  # a node comes before its end-of-row token
@@ -128,7 +128,7 @@ class RowEndLayout(RasterLayout):
         """Yield passes over known codes and the end-of-row tokens between and after them."""
         # The next code is unknown; 0 stands for it, so that an end-of-row token before it is inserted.
         tokens = self.insert_row_ends(np.append(codes, 0))[:-1]
-        follows = np.append(tokens[1:] == self.row_end, False)
+        follows = np.append(tokens[1:] == self.row_end, False)  # whether an end-of-row token comes next, [tokens]
         for start in range(0, len(tokens), max_nodes):
             part = slice(start, start + max_nodes)
             count = len(tokens[part])

@@ -74,6 +74,7 @@ class GridPass:
 
     def attends_to(self, cells: Ints) -> Bools:
         """Return whether each node may attend to each of `cells`, bool `[nodes, cells]`."""
+        # A node attends to `num_attended` tokens of its row, and to `window` more tokens in each row further up.
         row, column = np.divmod(cells, self.columns)
         rows_above = self.grid_rows[:, None] - row
         mask: Bools = (rows_above >= 0) & (column < self.num_attended[:, None] + rows_above * self.window)
@@ -135,16 +136,17 @@ class Grid:
         nodes: list[GridNode] = []
         lengths: list[int] = []  # number of tokens of each row in the cache or in the pass
         for row, count in enumerate(self.lengths):
-            first = row * self.columns
+            first = row * self.columns  # first cell of the row
             length = self.cached_lengths[row]
-            begins = count == 0 and row > 0 and self.window <= self.lengths[row - 1] and self.window < self.columns
-            done = row + 1 == len(self.lengths) and count >= self.codes_per_row
-            if (begins or length < count) and not done and self._has_context(row, count, lengths):
-                if begins:
+            begins_row = count == 0 and row > 0 and self.window <= self.lengths[row - 1] and self.window < self.columns
+            # Nothing is sampled after the last code of the image, so it needs no pass.
+            is_complete = row + 1 == len(self.lengths) and count >= self.codes_per_row
+            if (begins_row or length < count) and not is_complete and self._has_context(row, count, lengths):
+                if begins_row:  # after the end-of-row token, or the newest visible token, of the row above
                     stand_in = first - 1 if self.has_ends else first - self.columns + self.window - 1
                     nodes.append(GridNode(self.cells[stand_in], first - 1, row, num_attended=0))
                 for num_attended in range(length + 1, count + 1):  # known tokens that are not in the cache yet
-                    cell = first + num_attended - 1
+                    cell = first + num_attended - 1  # the token attends to itself, so its column is one less
                     nodes.append(GridNode(self.cells[cell], cell, row, num_attended))
                 length = count
                 num_drafts = self.num_drafts
@@ -159,7 +161,8 @@ class Grid:
                     # a cell without a draft copies the token to its left
                     nodes.append(GridNode(self._drafts.get(cell, nodes[-1].token), cell, row, length))
             lengths.append(length)
-        tokens, cells, grid_rows, num_attended = np.array(nodes[: self.max_nodes], np.int64).T
+        # Nodes beyond the maximum wait: their rows have not committed them, so the next pass contains them again.
+        tokens, cells, grid_rows, num_attended = np.array(nodes[: self.max_nodes], np.int64).T  # each [nodes]
         # After an end-of-row token the next row begins, unless a stand-in begins that row.
         begins_cell = (num_attended < self.codes_per_row) | (self.window == self.columns)
         next_codes = grid_rows * self.codes_per_row + np.minimum(num_attended, self.codes_per_row)
@@ -182,7 +185,7 @@ class Grid:
 
         Args:
             grid_pass: pass that was run.
-            codes: codes sampled after the nodes `grid_pass.sampled_nodes`, int64 `[sampled_nodes]`.
+            codes: codes sampled after the nodes `grid_pass.sampled_nodes`, int64 `[sampled nodes]`.
 
         Returns:
             Nodes whose keys and values are appended to the cache, and cells whose tokens are known now, both int64
@@ -197,7 +200,7 @@ class Grid:
             grid_pass.tokens.tolist(), grid_pass.grid_rows.tolist(), grid_pass.num_attended.tolist(), strict=True
         )
         for node, (token, row, count) in enumerate(nodes):
-            cell = row * self.columns + count
+            cell = row * self.columns + count  # the cell after the node, which its code is for
             code = self._preserved.get(cell, choices[node]) if node in choices else -1
             matches = count <= lengths[row] or token == expected
             accepted = matches and self._has_context(row, count, self.cached_lengths)
@@ -206,7 +209,7 @@ class Grid:
                 if code >= 0:
                     self._drafts[cell] = code
                 continue
-            if count:  # not a stand-in
+            if count:  # not a stand-in, which attends to 0 tokens of its row
                 accepted_nodes.append(node)
                 self._cached_cells.append(cell - 1)
                 self.cached_lengths[row] = count
@@ -252,30 +255,31 @@ class RowDraft:
     sequence: ImageSequence
     grid: Grid
     grid_pass: GridPass
-    first: int = field(init=False)  # number of codes before the grid, which all nodes attend to
+    grid_start: int = field(init=False)  # number of codes before the grid, which all nodes attend to
     tokens: Ints = field(init=False)  # tokens of the nodes, int64 `[nodes]`
     structure: TreeStructure = field(init=False)  # mask of the nodes that attend to each other
     next_codes: Sequence[int] = field(init=False)  # the code after each node
     sampled_nodes: Sequence[int] = field(init=False)  # nodes after which a token is sampled
 
     def __post_init__(self) -> None:
-        self.first = self.sequence.raster.first_codes
+        self.grid_start = self.sequence.raster.first_codes
         self.tokens = self.grid_pass.tokens
         self.structure = self.grid_pass.structure
-        self.next_codes = (self.first + self.grid_pass.next_codes).tolist()
+        self.next_codes = (self.grid_start + self.grid_pass.next_codes).tolist()
         self.sampled_nodes = self.grid_pass.sampled_nodes
 
-    def layout(self) -> PassLayout:
+    def make_layout(self) -> PassLayout:
         """Return the tokens, positions and attention masks of the nodes in a forward pass."""
         structure = self.structure
         past_mask = self.grid_pass.attends_to(self.grid_pass.cached_cells)
-        past_mask = np.pad(past_mask, ((0, 0), (self.first, 0)), constant_values=True)
-        return RowPass(self.tokens, self.first + structure.depths, structure.ancestors, past_mask)
+        # all nodes attend to the codes before the grid, which come first in the cache, [nodes, entries]
+        past_mask = np.pad(past_mask, ((0, 0), (self.grid_start, 0)), constant_values=True)
+        return RowPass(self.tokens, self.grid_start + structure.depths, structure.ancestors, past_mask)
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the tokens that a node attends to, its token included."""
         past_mask = self.grid_pass.attends_to(self.grid_pass.cached_cells)[node]
-        before = np.array(self.sequence.codes[: self.first], np.int64)
+        before = np.array(self.sequence.codes[: self.grid_start], np.int64)
         return np.concatenate(
             [before, self.grid_pass.cached_tokens[past_mask], self.tokens[self.structure.ancestors[node]]]
         )
@@ -291,14 +295,18 @@ class RowDraft:
         grid = self.grid
         accepted_nodes, new_cells = grid.commit(self.grid_pass, output.sample(self.sampled_nodes))
         if grid.has_ends:
-            new_cells = new_cells - new_cells // grid.columns  # cells of the grid without end-of-row tokens
+            # Before a cell in row r there are r end-of-row tokens, which codes do not count.
+            new_cells = new_cells - new_cells // grid.columns
+        # codes of the grid in raster order, -1 where unknown, [codes]
         image = np.array(grid.cells, np.int64).reshape(-1, grid.columns)[:, : grid.codes_per_row].ravel()
         unknown = np.flatnonzero(image < 0)
         end = unknown[0] if len(unknown) else len(image)
-        codes = image[len(sequence.codes) - self.first : end]
+        codes = image[len(sequence.codes) - self.grid_start : end]
         sequence.codes += codes.tolist()
         sequence.record_draft(len(self.tokens) - 1, len(new_cells) - 1)
-        step = SequenceStep(sequence.index, codes, placed_codes=PlacedCodes(self.first + new_cells, image[new_cells]))
+        step = SequenceStep(
+            sequence.index, codes, placed_codes=PlacedCodes(self.grid_start + new_cells, image[new_cells])
+        )
         return AcceptedDraft(step, codes, accepted_nodes)
 
 

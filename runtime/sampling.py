@@ -153,13 +153,14 @@ def _find_largest(values: Floats, count: int) -> Ints:
     row = np.arange(rows)[:, None]
     blocks = length // BLOCK_SIZE
     if blocks * BLOCK_SIZE == length and blocks >= 4 * count:
-        highest = values.reshape(rows, BLOCK_SIZE, blocks).max(1)  # block b: b, b + blocks, b + 2 blocks, ...
-        best = np.argpartition(highest, blocks - count, axis=-1)[:, blocks - count :]
+        # Block b has the indices b, b + blocks, b + 2 blocks, ...: maxima over axis 1 are computed without strides.
+        highest = values.reshape(rows, BLOCK_SIZE, blocks).max(1)  # [rows, blocks]
+        best = np.argpartition(highest, blocks - count, axis=-1)[:, blocks - count :]  # [rows, count]
         where = (best[:, None] + blocks * np.arange(BLOCK_SIZE)[:, None]).reshape(rows, count * BLOCK_SIZE)
     else:
         where = np.broadcast_to(np.arange(length), (rows, length))
     candidates = values[row, where]
-    first = np.argpartition(candidates, candidates.shape[-1] - count, axis=-1)[:, -count:]
+    first = np.argpartition(candidates, candidates.shape[-1] - count, axis=-1)[:, -count:]  # [rows, count], unordered
     order = np.argsort(-candidates[row, first], axis=-1, kind="stable")
     codes: Ints = where[row, first[row, order]]
     return codes
@@ -223,6 +224,7 @@ def _filter_bounds(scaled: Floats, sampling: Sampling, tie_margin: float) -> tup
             ordered = np.sort(possible)[::-1]
             weights = np.exp(ordered - ordered[0], dtype=np.float64)
             sums = weights.cumsum()
+            # Rounding moves the sum that the first filter includes between `sure` and `sums[-1]`.
             sure = weights[ordered > certain].sum()
             within = int(np.count_nonzero(sums <= (sampling.top_p - tie_margin) * sure))
             beyond = int(np.count_nonzero(sums <= (sampling.top_p + tie_margin) * sums[-1]))

@@ -134,7 +134,7 @@ class TargetOutput:
     def sample(self, nodes: Sequence[int]) -> Ints:
         """Return the choices after ascending nodes that need not form a chain, int64 `[nodes]`."""
         if not all(node in self._choices for node in nodes):
-            # a slice of logits is not copied
+            # a slice of logits is read without a copy, a list of nodes with one
             consecutive = self.layout.nodes_match_draft and nodes[-1] - nodes[0] + 1 == len(nodes)
             guided = self._read_guided(slice(nodes[0], nodes[-1] + 1) if consecutive else nodes)
             noise = None
@@ -167,11 +167,13 @@ class TargetOutput:
     def _block_at(self, node: int) -> LogitBlock:
         block = self._block
         if block is None or not block.first_node <= node < block.first_node + len(block.logits):
+            # Acceptance reads most nodes of a chain, but only one path of a tree.
             first, nodes = (0, len(self.structure.depths)) if self.structure.is_chain else (node, 1)
             block = self._block = LogitBlock(first, self._read_guided(slice(first, first + nodes)))
         return block
 
     def _read_noise(self, first: int, logits: Floats) -> Floats | None:
+        # Nodes of a block are consecutive codes, whose noise follows that of the first, [nodes, vocab_size].
         return None if self.sequence.greedy else self.noise.gumbel(self.next_codes[first], *logits.shape)
 
     def _read_guided(self, nodes: slice | Sequence[int]) -> Floats:
@@ -202,13 +204,14 @@ def choose_for_sequences(logits: DeviceArray, targets: Iterable[TargetOutput]) -
         adjacent = stop - start == count * num_rows  # no rows of other sequences in between
         if nodes == 0 or count < 2 or not adjacent:
             continue
+        # Rows of a sequence are neighbours; guidance reads rows first: [num_rows, sequences, nodes, vocab_size].
         guided = logits[start:stop, :nodes].reshape(count, num_rows, nodes, -1).swapaxes(0, 1)
         if num_rows == 1:
             guided = guided[0]
         else:
             guided = apply_guidance(guided, np.stack([output.guidance.scales(output.next_codes) for output in outputs]))
         guided = guided.reshape(count * nodes, -1)
-        noise = None  # [sequences * nodes, vocab_size], as guided
+        noise = None  # [sequences * nodes, vocab_size], like `guided`
         if not sampling.greedy:
             size = guided.shape[1]
             noise = np.concatenate([output.noise.gumbel(output.next_codes[0], nodes, size) for output in outputs])
@@ -228,5 +231,6 @@ def _group_key(output: TargetOutput) -> tuple[int, int, Sampling]:
     """Return the length of a chain, 0 for drafts that sample alone, the number of batch rows, and the settings."""
     num_rows = output.rows.stop - output.rows.start
     together = output.structure.is_chain and output.layout.nodes_match_draft and not output.sampling.penalised
+    # All codes are guided if the last is, as guided codes come first; without rows for guidance none is.
     together &= num_rows == output.guidance.count_rows(output.next_codes[-1])
     return len(output.structure.depths) if together else 0, num_rows, output.sampling

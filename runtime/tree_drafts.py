@@ -44,7 +44,7 @@ class TreeDraft:
         """All nodes; None for relaxed acceptance, which asks for distributions."""
         return None if self.sequence.relaxed else range(len(self.tokens))
 
-    def layout(self) -> PassLayout:
+    def make_layout(self) -> PassLayout:
         """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
         return self.sequence.raster.lay_out(self.tree, self.first_code - 1)
 

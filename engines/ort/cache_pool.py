@@ -249,6 +249,7 @@ class CachePool:
         rows, lines, width = block.shape
         size = [rows, self._heads, lines // self._heads, width]
         bytes_each = prod(size) * np.dtype(self._dtype).itemsize
+        # All tensors are one value, one after another.
         starts = [number * bytes_each for number in range(self._tensors)]
         return [TensorView(value, start, size, self._dtype) for value in block.values for start in starts]
 
@@ -284,10 +285,11 @@ class CachePool:
         Args:
             make: function that makes a new bound pass.
         """
+        # Several passes of one shape are bound, numbered from 0, while earlier outputs are still referenced.
         keys = ((*shape, number) for number in itertools.count())
         key = next(key for key in keys if key not in block.bound_passes or not block.bound_passes[key].output_owners)
         bound = block.bound_passes.pop(key, None) or make()
-        block.bound_passes[key] = bound
+        block.bound_passes[key] = bound  # now the last key, so the first is the least recently used
         if len(block.bound_passes) > MAX_BOUND_PASSES:
             del block.bound_passes[next(iter(block.bound_passes))]
         return bound

@@ -221,6 +221,7 @@ class Device:
             count = request.nodes.shape[1]
             last = len(request.nodes) - 1  # 0 without guidance
             for guidance, row in ((0, 0), (1, last)):
+                # index in the pass's logits, flattened to [rows * width, vocab_size]
                 logit_ids[guidance, i, :count] = (request.rows.start + row) * width + request.nodes[row]
             sampling = request.sampling
             scales[i, :count, 0] = request.scales
@@ -230,7 +231,7 @@ class Device:
         if head.add_noise:
             table = self._noise.get(head.vocab_size) or NoiseTable(self, head.vocab_size)
             self._noise[head.vocab_size] = table
-            feeds["noise_ids"] = table.ids(requests, nodes)
+            feeds["noise_ids"] = table.find_noise_ids(requests, nodes)
             feeds["noise"] = table.value
         return feeds
 
@@ -257,7 +258,7 @@ class NoiseTable:
         self._free: list[int] = []
         self._threads = ThreadPoolExecutor(min(_MAX_THREADS, count_usable_cores()), "noise")
 
-    def ids(self, requests: Sequence[SampleRequest], nodes: int) -> Array:
+    def find_noise_ids(self, requests: Sequence[SampleRequest], nodes: int) -> Array:
         """Return the index of every node's noise, int32 `[requests, nodes]`; upload the noise if necessary.
 
         Threads meanwhile generate the noise of the positions after an uploaded group.
@@ -269,6 +270,7 @@ class NoiseTable:
                 needed |= {(request.noise.seed, group): request.noise for group, _ in request_places}
         if len(needed) > len(self._indices) + len(self._free):
             self._allocate(max(_MIN_GROUPS, 2 * len(needed)))
+        # Moves the groups in use to the end: the first key is then the least recently used, which is replaced below.
         self._indices |= {key: self._indices.pop(key) for key in needed if key in self._indices}
         for key in [key for key in needed if key not in self._indices]:
             index = self._free.pop() if self._free else self._indices.pop(next(iter(self._indices)))
