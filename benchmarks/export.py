@@ -16,21 +16,21 @@ import json
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from random_bundle import SHAPES, export_checkpoints, write_checkpoints
 
 from lantern_rt import LanternError
+from lantern_rt.export.space import STORED_BYTES
 from lantern_rt.memory import PeakMemory
-
-# Bytes a weight as stored.
-BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16-safe": 2.0, "int8": 1.0, "int8-weights": 1.0625, "int4-weights": 0.625}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="What an export costs.")
     parser.add_argument("--shape", choices=SHAPES, default="GPT-XL")
-    parser.add_argument("--precision", choices=BYTES, default="fp16")
+    parser.add_argument("--precision", choices=STORED_BYTES, default="fp16")
+    parser.add_argument("--layers", type=int, help="only so many, for a small disk")
     parser.add_argument("--work", type=Path, default=Path("work"), help="folder for checkpoint and bundle")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="keep the bundle there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
@@ -39,6 +39,8 @@ def main() -> int:
     tiny = {shape.family: name for name, shape in SHAPES.items() if name.startswith("tiny")}
     name = tiny[SHAPES[arguments.shape].family] if arguments.smoke else arguments.shape
     shape, precision = SHAPES[name], arguments.precision
+    if arguments.layers:
+        shape, name = replace(shape, num_layers=arguments.layers), f"{name}, {arguments.layers} layers"
     arguments.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.work) as folder, PeakMemory() as peak:
         start = time.perf_counter()
@@ -53,7 +55,7 @@ def main() -> int:
         start, peak.bytes = time.perf_counter(), 0
         export_checkpoints(shape, checkpoints, bundle, precision, progress=say)
         figures = {"seconds": time.perf_counter() - start, "peak": peak.bytes, "bundle": folder_bytes(bundle)}
-    allowed = 1.3 * shape.layer_parameters * BYTES[precision] + 1.5e9
+    allowed = 1.3 * shape.layer_parameters * STORED_BYTES[precision] + 1.5e9
     memory = f"peak memory {figures['peak'] / 1e9:.2f} GB (allowed {allowed / 1e9:.2f})"
     print(f"{name} {precision}: {figures['seconds']:.0f} s, {memory}, bundle {figures['bundle'] / 1e9:.2f} GB")
     if arguments.json:

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_vq import write_cosmos, write_movqgan, write_video_vq, write_vq, write_vqgan
+from random_vq import write_cosmos, write_ibq, write_movqgan, write_video_vq, write_vq, write_vqgan
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from lantern_rt.export.families.simplear import BEGIN, START
 from lantern_rt.export.graph.precision import read_precisions
-from lantern_rt.export.registry import read_family
+from lantern_rt.export.registry import find_family, read_family
 from lantern_rt.export.writer import export_model
 
 CLASSES = 1000
@@ -44,6 +44,7 @@ class Shape:
     vocab_size: of a joint vocabulary of text and codes; None: class-conditional LlamaGen, PAR and NAR, without one.
     key_share: heads of queries that share one of keys.
     group: cells that PAR draws in a pass; 0 for other families.
+    head_size: width of a head; 0: heads together are as wide as the hidden states.
     """
 
     num_layers: int
@@ -58,16 +59,22 @@ class Shape:
     family: str = "llamagen"
     key_share: int = 1
     group: int = 0
+    head_size: int = 0
 
     @property
     def layer_parameters(self) -> int:
         """Weights of a layer."""
-        return self.hidden_size * (2 * self.hidden_size + 2 * self.key_width + 3 * self.intermediate_size)
+        return self.hidden_size * (2 * self.query_width + 2 * self.key_width + 3 * self.intermediate_size)
+
+    @property
+    def query_width(self) -> int:
+        """Numbers of a position's queries."""
+        return self.num_heads * self.head_size or self.hidden_size
 
     @property
     def key_width(self) -> int:
         """Numbers of a position's keys."""
-        return self.hidden_size // self.key_share
+        return self.query_width // self.key_share
 
 
 SHAPES = {
@@ -80,6 +87,7 @@ SHAPES = {
     "tiny-glm-image": Shape(2, 4, 64, 128, 128, 2, torch.bfloat16, 0, 600, "glm_image", 2),
     "tiny-simplear": Shape(2, 4, 64, 128, 64000, 4, torch.bfloat16, 16, 64300, "simplear", 2),
     "tiny-emu3": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, 700, "emu3", 2),
+    "tiny-emu35": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, 700, "emu35", 2, head_size=32),
     "GPT-B": Shape(12, 12, 768, 2048, 16384, 16, torch.float32),
     "GPT-XL": Shape(36, 20, 1280, 3584, 16384, 16, torch.float32),
     "GPT-3B": Shape(24, 32, 3200, 8704, 16384, 24, torch.float32),
@@ -96,6 +104,7 @@ SHAPES = {
     "SimpleAR-0.5B": Shape(24, 14, 896, 4864, 64000, 64, torch.bfloat16, 128, 215672, "simplear", 7),
     "SimpleAR-1.5B": Shape(28, 12, 1536, 8960, 64000, 64, torch.bfloat16, 128, 215672, "simplear", 6),
     "Emu3-8B": Shape(32, 32, 4096, 14336, 32768, 90, torch.bfloat16, 256, 184622, "emu3", 4),
+    "Emu3.5-34B": Shape(64, 64, 5120, 25600, 131072, 64, torch.bfloat16, 256, 282926, "emu35", 8, head_size=128),
 }
 
 
@@ -124,7 +133,7 @@ def export_checkpoints(
         "target": folder / "target",
         "vq": next(folder.glob("vq*"), None),
         "drafter": next(folder.glob("drafter"), None),
-        "grid": shape.grid,
+        "grid": shape.grid if "grid" in find_family(shape.family).options else None,
     }
     model = read_family(shape.family, options)
     precisions = read_precisions(precision, compute=compute, vq=vq_precision)
@@ -147,9 +156,10 @@ def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
         return
     if shape.vocab_size is None:
         write_vq(shape, folder)
-    elif shape.family == "emu3":
+    elif shape.family in ("emu3", "emu35"):
         config |= {"model_type": "Emu3", "max_position_embeddings": 9216}
-        write_video_vq(shape, folder / "vq")
+        config |= {"head_dim": shape.query_width // shape.num_heads}
+        (write_ibq if shape.head_size else write_video_vq)(shape, folder / "vq")
     elif shape.family == "simplear":
         config |= {"model_type": "qwen2", "max_position_embeddings": 32768, "tie_word_embeddings": True}
         config |= {"rope_theta": 1e6, "rms_norm_eps": 1e-6}
@@ -166,7 +176,7 @@ def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
         _write_folder(target, _nar(shape), shape.dtype, {"n_head": shape.num_heads})
         return
     _write_folder(target, _target(shape), shape.dtype, config | {"num_hidden_layers": shape.num_layers})
-    if shape.family == "emu3":
+    if shape.family in ("emu3", "emu35"):
         _write_ranks(shape, target)
     elif shape.family == "simplear":
         (target / "generation_config.json").write_text("{}")
@@ -179,7 +189,7 @@ def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
 
 def _target(shape: Shape) -> Sizes:
     """Names and shapes of a target's weights."""
-    width, head = shape.hidden_size, shape.hidden_size // shape.num_heads
+    width, head = shape.hidden_size, shape.query_width // shape.num_heads
     # Anole's norms of queries and keys have a row for every head, those of Lumina-mGPT one for all.
     rows = {"anole": (shape.num_heads,), "lumina": (1,), "lumina2": (1,)}.get(shape.family, ())
     yield "model.embed_tokens.weight", (shape.vocab_size or shape.codes, width)
@@ -192,6 +202,8 @@ def _target(shape: Shape) -> Sizes:
         yield f"model.layers.{i}.input_layernorm.weight", (width,)
         for name in ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias") if rows else ():
             yield f"model.layers.{i}.self_attn.{name}", (*rows, head)
+        for part in "qk" if shape.family == "emu35" else "":
+            yield f"model.layers.{i}.self_attn.{part}_norm.weight", (head,)
         for part in "qkv" if shape.family == "simplear" else "":
             yield f"model.layers.{i}.self_attn.{part}_proj.bias", (width if part == "q" else shape.key_width,)
     yield "model.norm.weight", (width,)
@@ -266,9 +278,10 @@ def _drafter(shape: Shape) -> Sizes:
 
 
 def _layer(shape: Shape, prefix: str) -> Sizes:
-    for part in "qkvo":
-        width = shape.key_width if part in "kv" else shape.hidden_size
+    for part in "qkv":
+        width = shape.key_width if part in "kv" else shape.query_width
         yield f"{prefix}self_attn.{part}_proj.weight", (width, shape.hidden_size)
+    yield f"{prefix}self_attn.o_proj.weight", (shape.hidden_size, shape.query_width)
     for part in ("gate", "up"):
         yield f"{prefix}mlp.{part}_proj.weight", (shape.intermediate_size, shape.hidden_size)
     yield f"{prefix}mlp.down_proj.weight", (shape.hidden_size, shape.intermediate_size)

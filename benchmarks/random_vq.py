@@ -44,6 +44,13 @@ def write_vqgan(shape: Shape, folder: Path) -> None:
     (folder / "vqgan.yaml").write_text(yaml.safe_dump({"model": {"params": parameters}}))
 
 
+def write_ibq(shape: Shape, folder: Path) -> None:
+    """Emu3.5's."""
+    folder.mkdir()
+    ours = _tokenizer(shape, _VQ_WIDTH, attention=True, blocks=4)
+    save_file(_taming(ours, len(_LEVELS) - 1), folder / "model.safetensors")
+
+
 def _movqgan_config(shape: Shape) -> VQConfig:
     torch.manual_seed(0)
     widths = tuple(shape.vq_width * level for level in _EMU3_LEVELS)
@@ -135,8 +142,8 @@ def _taming(ours: dict[str, torch.Tensor], top: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def _tokenizer(shape: Shape, code_width: int, attention: bool) -> dict[str, torch.Tensor]:
+def _tokenizer(shape: Shape, code_width: int, attention: bool, blocks: int = 2) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     widths = tuple(shape.vq_width * level for level in _LEVELS)
-    config = VQConfig(shape.codes, code_width, _VQ_WIDTH, shape.vq_width, widths, widths[::-1], 2, attention=attention)
-    return dict(LlamaGenVQ(config).state_dict())
+    config = (shape.codes, code_width, _VQ_WIDTH, shape.vq_width, widths, widths[::-1], blocks, attention)
+    return dict(LlamaGenVQ(VQConfig(*config)).state_dict())

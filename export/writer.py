@@ -7,7 +7,6 @@ The output folder appears whole or not at all, also after an error or Ctrl-C. A 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,21 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from .. import __version__
 from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Source, file_sha256
 from ..engines.contracts import Progress
-from ..errors import CheckpointError, OutputError
-from ..output.files import atomic_folder, check_new_folder, existing_path
-from .checkpoints.deferred import computed
-from .checkpoints.hub import cached_origin
-from .convolutions import CALIBRATION, calibrate, quantise_convolutions
+from ..errors import CheckpointError
+from ..output.files import atomic_folder, check_new_folder
+from .checkpoints.deferred import concatenated_parts
+from .checkpoints.hub import find_hub_origin
+from .convolutions import CALIBRATION, measure_activations, quantise_convolutions
 from .graph.graph_file import GraphFile
 from .graph.graphs import Graph, convert_to_float16, plan_graph
-from .graph.precision import Precisions
+from .graph.precision import Precisions, iter_chunks, resolve_storage
 from .model import Model
 from .neighbours import neighbour_table
-from .progress import count_megabytes, silent
+from .progress import count_megabytes, ignore_progress
+from .space import check_bundle
 from .verify import check_images, check_parity
 
 _MANIFEST = "bundle.json"
@@ -43,7 +44,7 @@ def export_model(
     name: str | None = None,
     precisions: Precisions | None = None,
     force: bool = False,
-    progress: Progress = silent,
+    progress: Progress = ignore_progress,
 ) -> Path:
     """Write the bundle of a model and compare every graph with its module.
 
@@ -61,6 +62,7 @@ def export_model(
 
     Raises:
         OutputError: the folder exists, cannot be written, or does not fit on the disk.
+        RequestError: there is too little memory.
         ParityError: a graph differs from its module.
         CheckpointError: a weight cannot be stored in the precision.
     """
@@ -72,7 +74,7 @@ def export_model(
         progress("preparing graphs", done, len(graphs))
         graph_files[graph.role] = plan_graph(graph, precisions.rule(graph.role))
     progress("preparing graphs", len(graphs), len(graphs))
-    _check_disk(output, sum(file.size for file in graph_files.values()) + 4 * model.code_embeddings.numel())
+    check_bundle(output, sum(file.size for file in graph_files.values()) + 4 * model.code_embeddings.numel())
     with atomic_folder(output, force, _MANIFEST) as folder:
         paths = {"neighbors": folder / "neighbors.npz"}
         table = neighbour_table(model.codebook, model.neighbors, partial(progress, "sorting neighbours"))
@@ -83,7 +85,7 @@ def export_model(
             vq = precisions.vq if graph.role == "vq_decoder" else "fp32"
             graph_file = graph_files.pop(graph.role)
             if vq == "int8":
-                quantise_convolutions(graph_file, calibrate(graph, len(model.codebook), progress))
+                quantise_convolutions(graph_file, measure_activations(graph, len(model.codebook), progress))
             files = _write_graph(graph, graph_file, folder, progress)
             paths |= dict(zip((graph.role, f"{graph.role}.data"), files, strict=False))
             if vq != "fp32":
@@ -92,10 +94,7 @@ def export_model(
                 check_parity(graph, files[0], graph_file, progress)
             del graph_file  # its weights
         paths["code_embeddings"] = folder / "code_embeddings.npy"
-        table = np.ascontiguousarray(computed(model.code_embeddings).float().numpy())
-        with np.errstate(over="ignore"):
-            half = table.astype(np.float16)
-        np.save(paths["code_embeddings"], half if precisions.lossless and np.array_equal(half, table) else table)
+        _write_table(paths["code_embeddings"], model.code_embeddings, precisions.lossless)
         for role, (file, content) in model.files.items():
             paths[role] = folder / file
             paths[role].write_bytes(content)
@@ -134,17 +133,6 @@ def _convert_graphs(graphs: Sequence[Graph], precisions: Precisions) -> Sequence
     return graphs
 
 
-def _check_disk(output: Path, size: int) -> None:
-    free = shutil.disk_usage(existing_path(output)).free
-    if size > free:
-        raise OutputError(
-            field=str(output),
-            found=f"{free / 1e9:.2f} GB free on the disk",
-            expected=f"{size / 1e9:.2f} GB, which the bundle takes",
-            remedy="free some, choose another place, or a smaller precision",
-        )
-
-
 def _write_graph(graph: Graph, graph_file: GraphFile, folder: Path, progress: Progress) -> list[Path]:
     file = f"{graph.role}.onnx"
     try:
@@ -155,10 +143,22 @@ def _write_graph(graph: Graph, graph_file: GraphFile, folder: Path, progress: Pr
         raise
 
 
+def _write_table(path: Path, table: Tensor, lossless: bool) -> None:
+    """Write an array in float32, or in float16 if `lossless` and if it holds the numbers, as `np.save` would."""
+    parts = concatenated_parts(table)
+    half = lossless and all(resolve_storage(path.name, part, "float16", "lossless") == "float16" for part in parts)
+    with path.open("wb") as file:
+        header = {"descr": "<f2" if half else "<f4", "fortran_order": False, "shape": tuple(table.shape)}
+        np.lib.format.write_array_header_1_0(file, header)
+        for part in parts:
+            for chunk in iter_chunks(part):
+                file.write((chunk.half() if half else chunk).numpy().tobytes())
+
+
 def _manifest_fields(model: Model, precisions: Precisions, progress: Progress) -> dict[str, Any]:
     count = _count_hashed("checkpoints", [path for _, path in model.sources], progress)
     sources = tuple(
-        Source(role=role, name=path.name, sha256=file_sha256(path, count), origin=cached_origin(path))
+        Source(role=role, name=path.name, sha256=file_sha256(path, count), origin=find_hub_origin(path))
         for role, path in model.sources
     )
     target = model.fields["target"]

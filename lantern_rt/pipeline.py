@@ -22,6 +22,7 @@ from PIL.Image import Image
 
 from .bundle.files import Bundle, open_bundle
 from .completion import supported_methods
+from .edits import check_edits
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import RequestError
@@ -248,6 +249,7 @@ class Pipeline:
             RequestError, EngineError: same as for a call of the pipeline.
         """
         tries = check_int("tries", tries, 1, 1, MAX_TRIES)
+        check_edits(self.bundle.manifest)
         request: Options = {**options, "image": image, "mask": mask}
         request["num_images"] = tries * (options.get("num_images") or 1)
         result = self(prompts, callback_on_step=callback_on_step, progress=progress, **request)

@@ -8,7 +8,6 @@ folder, or a link to the hub's cache, per name and precision.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,18 +19,17 @@ from pydantic import Field, TypeAdapter
 
 from .bundle.files import open_bundle
 from .bundle.hub import parse_reference
-from .engines.host import available_memory, import_onnxruntime
+from .engines.host import EXPORT_BYTES, check_free_memory, import_onnxruntime
 from .engines.ort.providers import detect_provider
 from .errors import BundleError, CheckpointError, OutputError, RequestError
 from .inputs import reading, require_library
 from .methods import FrozenModel
-from .output.files import check_new_folder, existing_path, output_errors
+from .output.files import check_disks, check_new_folder, output_errors
 
 if TYPE_CHECKING:
     from .engines.contracts import Progress
 
 TABLE = Path(__file__).with_name("published.json")
-EXPORT_BYTES = 2_200_000_000  # peak memory of the largest export that was measured (docs/measurements.md)
 _MANIFEST = "bundle.json"
 _OTHER_CACHE = "set LANTERN_RT_CACHE to another folder"
 
@@ -219,10 +217,7 @@ def check_host(name: str, export: bool = False) -> None:
     from huggingface_hub import constants, get_token
 
     needed = max(source.export_bytes, model.memory_bytes * (2 if default_precision() == "fp16" else 1))
-    if (free := available_memory()) < needed:
-        actual = f"{free / 1e9:.1f} GB free"
-        remedy = "use a smaller model"
-        raise RequestError(field="memory", found=actual, expected=f"{needed / 1e9:.1f} GB", remedy=remedy)
+    check_free_memory(needed, "use a smaller model")
     try:
         folder = _bundle_folder(name)
         check_new_folder(folder.parent / "new" if os.path.islink(folder) else folder, True, _MANIFEST)
@@ -233,14 +228,7 @@ def check_host(name: str, export: bool = False) -> None:
     remedy = "set HF_HOME and LANTERN_RT_CACHE to folders on a larger disk"
     with reading(hub, "a folder of checkpoints", OutputError, remedy):
         downloaded = sum(_downloaded_bytes(hub, repository) for repository in source.repositories)
-        disks = {folder: shutil.disk_usage(existing_path(folder)) for folder in (hub, cache_folder())}
-    for folder, size in (
-        (hub, source.download_bytes + source.bundle_bytes - downloaded),
-        (cache_folder(), source.bundle_bytes),
-    ):
-        if (free := disks[folder].free) < size:
-            actual = f"{free / 1e9:.1f} GB free on the disk"
-            raise OutputError(field=str(folder), found=actual, expected=f"{size / 1e9:.1f} GB", remedy=remedy)
+        check_disks([(hub, source.download_bytes - downloaded), (cache_folder(), source.bundle_bytes)], remedy)
     if source.login and get_token() is None:
         pages = " and ".join(f"https://huggingface.co/{repository}" for repository in source.repositories)
         remedy = f"accept the terms at {pages}, then run `hf auth login`"
@@ -261,11 +249,11 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
     Raises:
         LanternError: the same as `check_host`; the hub cannot be reached; or the export fails.
     """
-    from .export.progress import silent
+    from .export.progress import ignore_progress
 
     check_host(name, export=True)
     folder = _bundle_folder(name)
-    with _locked(folder, progress or silent):
+    with _locked(folder, progress or ignore_progress):
         if os.path.islink(folder) and cached_bundle(name) is None:  # a link to a finished bundle that is gone
             with output_errors(folder):
                 folder.unlink()
@@ -289,11 +277,11 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
         LanternError: the hub cannot be reached, or the export fails.
     """
     from .export.graph.precision import read_precisions
-    from .export.progress import silent
+    from .export.progress import ignore_progress
     from .export.registry import read_family
     from .export.writer import export_model
 
-    report = progress or silent
+    report = progress or ignore_progress
     model = find_model(name)
     choice = {"target": "int8"} if precision == "int8" else {"compute": "float16", "vq": "fp16"}
     loaded = read_family(model.family, model.export_options, report, model.cfg_scale)

@@ -14,9 +14,9 @@ from typing import Any, get_args
 
 import numpy as np
 
-from .bundle.manifest import Manifest
+from .bundle.manifest import Manifest, Size
 from .completion import check_method, resolve_method, validate
-from .edits import nearest_size, prepare_edit, read_image, read_image_size
+from .edits import check_edits, nearest_size, prepare_edit, read_image, read_image_size
 from .errors import RequestError
 from .inputs import check_int, format_value
 from .methods import PARAMETERS, SAMPLING, MethodConfig, Quality, Sampling
@@ -28,7 +28,9 @@ from .prompts import (
     prepare_embeddings,
     prepare_prompts,
     prepare_token_ids,
+    with_source,
 )
+from .sources import prepare_source
 
 IMAGES_LIMIT = 1024  # images per request
 SEED_LIMIT = 2**64
@@ -55,12 +57,19 @@ class Settings:
         sampling: sampling settings.
         size: name of the image size, `WIDTHxHEIGHT`; None if the bundle has a single size.
         quality: preset that the method comes from; None if the request named a method.
+        source: whether images are generated from a source image.
     """
 
     method: MethodConfig
     sampling: Sampling
     size: str | None = None
     quality: Quality | None = None
+    source: bool = False
+
+    def image_size(self, manifest: Manifest) -> Size:
+        """Return the size of the images."""
+        size = manifest.size(self.size)
+        return size.with_source() if self.source else size
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings that are not None, by their public names, ready for JSON."""
@@ -242,23 +251,35 @@ def check_request(
     if pixels is not None and options.get("size") is None:
         options["size"] = nearest_size(manifest, pixels)
     settings = resolve_settings(manifest, options)
+    source_size = None
+    if pixels is not None and manifest.source is not None:
+        source_size = manifest.size(nearest_size(manifest, pixels))
+        settings = replace(settings, source=True)
     values = {"prompts": prompts, "class_ids": class_ids, "token_ids": token_ids, "embeddings": embeddings}
     picture = None
     if image is not None and not _present(values):
         picture = read_image("image", image)
         values |= _recorded_subject(picture.info)
-    subjects = _prepare_subjects(manifest, tokenizer, settings, values, negative_prompt)
+    room = 0 if source_size is None or manifest.source is None else manifest.source.count(source_size)
+    subjects = _prepare_subjects(manifest, tokenizer, settings, values, negative_prompt, room)
     if image is None and (mask is not None or keep_rows is not None):
         name = "keep_rows" if mask is None else "mask"
         raise RequestError("given without an image to edit", field=name, remedy="give the image, too")
     count = check_int("num_images", num_images, 1, 1, IMAGES_LIMIT)
     first_seeds = _check_seeds(seed, len(subjects), count)
-    edit = None
     if image is not None:  # checked last, because decoding the image takes longest
         picture = picture or read_image("image", image)
-        edit = prepare_edit(manifest, manifest.size(settings.size), picture, mask, keep_rows)
+        size = settings.image_size(manifest)
+        if source_size is not None:
+            if mask is not None or keep_rows is not None:
+                check_edits(manifest)
+            source = prepare_source(manifest, source_size, picture)
+            subjects = [with_source(subject, manifest, size, source) for subject in subjects]
+        else:
+            edit = prepare_edit(manifest, size, picture, mask, keep_rows)
+            subjects = [replace(subject, edit=edit) for subject in subjects]
     images = [
-        replace(subject, seed=first_seed + i, edit=edit)
+        replace(subject, seed=first_seed + i)
         for subject, first_seed in zip(subjects, first_seeds, strict=True)
         for i in range(count)
     ]
@@ -279,7 +300,12 @@ def _recorded_subject(info: Mapping[Any, Any]) -> dict[str, str | int]:
 
 
 def _prepare_subjects(
-    manifest: Manifest, tokenizer: PromptTokenizer | None, settings: Settings, values: Mapping[str, Any], negative: Any
+    manifest: Manifest,
+    tokenizer: PromptTokenizer | None,
+    settings: Settings,
+    values: Mapping[str, Any],
+    negative: Any,
+    room: int = 0,
 ) -> list[ImageRequest]:
     """Prepare an image for each prompt, class id or embedding.
 
@@ -288,11 +314,15 @@ def _prepare_subjects(
         tokenizer: tokenizer of the bundle; None if the bundle takes no prompts.
         values: prompts, class ids, token ids and embeddings by parameter, None without.
         negative: negative prompt; None or an empty text: none.
+        room: number of prompt tokens to leave for a source image.
 
     Raises:
         RequestError: the bundle takes another kind of input, or a value is invalid.
     """
     condition = manifest.condition
+    size = settings.image_size(manifest)
+    if room:
+        condition = condition.model_copy(update={"prefix": condition.prefix - room})
     field = {"class": "class_ids", "embeddings": "embeddings"}.get(condition.kind, "prompts")
     expected = f"{SUBJECTS[field]}, as bundle {manifest.name} requires"
     present = _present(values)
@@ -318,7 +348,7 @@ def _prepare_subjects(
     else:
         assert tokenizer is not None
         prepare = prepare_token_ids if field == "token_ids" else prepare_prompts
-        subjects = prepare(condition, tokenizer, manifest.size(settings.size), _as_list(value), negative)
+        subjects = prepare(condition, tokenizer, size, _as_list(value), negative)
     if not subjects:
         raise RequestError(field=field, found="an empty list", expected=expected)
     return subjects
@@ -332,5 +362,5 @@ def _check_seeds(seed: Any, num_subjects: int, count: int) -> list[int]:
     seeds = _as_list(seed, num_subjects)
     if len(seeds) != num_subjects:
         actual = f"{len(seeds)} seeds for {num_subjects} prompts"
-        raise RequestError(field="seed", found=actual, expected="one number, or one each")
+        raise RequestError(field="seed", found=actual, expected="one number, or one for each image")
     return [check_int("seed", value, 0, 0, SEED_LIMIT - count) for value in seeds]

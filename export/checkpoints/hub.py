@@ -13,7 +13,7 @@ from pathlib import Path
 from ...bundle.hub import HUB, PLAIN_PATH, SNAPSHOT, download_files, hub_errors, is_rejected, parse_reference
 from ...errors import CheckpointError, LanternError
 from ...inputs import reraise_interruption
-from .files import listing
+from .files import list_names
 from .folders import INDEX, PAIRS, SINGLE, choose_files, read_index
 
 # Files that are fetched with the weights if they exist.
@@ -22,7 +22,7 @@ _SECONDS = 60  # maximum time in which the hub lists files
 _CACHED = re.compile(rf"{SNAPSHOT}/(?P<file>.+)")
 
 
-def cached_origin(path: Path) -> str | None:
+def find_hub_origin(path: Path) -> str | None:
     """Return the reference, with its commit, of a file in the hub's cache; None for other files."""
     match = _CACHED.fullmatch(path.as_posix())
     return match and f"{HUB}{match['owner']}/{match['name']}/{match['file']}@{match['commit']}"
@@ -43,21 +43,16 @@ def fetch(source: Path | str, names: Collection[str] = (), side_files: Collectio
     if not text.startswith(HUB):
         return Path(source)
     repository, file, revision = parse_reference(text, CheckpointError)
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
 
     remedy = f"try again, or download {file or 'the folder'} of {repository} by hand and give its path"
     with hub_errors(text, CheckpointError, remedy):
         try:
-            siblings = HfApi().model_info(repository, revision=revision, timeout=_SECONDS).siblings or []
-            files = [entry.rfilename for entry in siblings if re.fullmatch(PLAIN_PATH, entry.rfilename)]
-            patterns = [file] if file else [*(names or _choose_weights(text, files)), *_SIDE_FILES, *side_files]
-            chosen = [name for name in files if any(fnmatchcase(name, pattern) for pattern in patterns)]
-            if not chosen:
-                raise CheckpointError("no such file", field=text, found=listing(files), remedy="give one of these")
+            sizes, _ = _list_files(repository, revision)
+            chosen = _choose_files(text, file, sizes, names, side_files)
             folder = download_files(repository, chosen, revision)
-            index = folder / patterns[0]
-            if index.name in INDEX:
-                download_files(repository, read_index(index), folder.name)
+            if index := next((name for name in chosen if name in INDEX), None):
+                download_files(repository, read_index(folder / index), folder.name)
         except Exception as error:
             reraise_interruption(error)
             # Fall back to the cache; missing files raise an error when they are read.
@@ -69,9 +64,51 @@ def fetch(source: Path | str, names: Collection[str] = (), side_files: Collectio
     return folder / (file or "")
 
 
+def list_file_sizes(source: str, names: Collection[str] = (), side_files: Collection[str] = ()) -> tuple[int, int]:
+    """Return the bytes that `fetch` would give, and how many of them are not in the cache, as the hub lists them.
+
+    Both are 0 if the hub cannot be reached or rejects the reference: `fetch` says so.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        repository, file, revision = parse_reference(source, CheckpointError)
+        sizes, commit = _list_files(repository, revision)
+        chosen = _choose_files(source, file, sizes, names, side_files)
+        if index := next((name for name in chosen if name in INDEX), None):
+            chosen += read_index(download_files(repository, [index], commit) / index)
+        cached = {name for name in chosen if isinstance(try_to_load_from_cache(repository, name, revision=commit), str)}
+    except Exception as error:
+        reraise_interruption(error)
+        return 0, 0
+    counted = {name: sizes.get(name, 0) for name in chosen}
+    return sum(counted.values()), sum(size for name, size in counted.items() if name not in cached)
+
+
+def _list_files(repository: str, revision: str | None) -> tuple[dict[str, int], str | None]:
+    """Return the sizes of a repository's files by name, and its commit."""
+    from huggingface_hub import HfApi
+
+    info = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=_SECONDS)
+    files = [entry for entry in info.siblings or [] if re.fullmatch(PLAIN_PATH, entry.rfilename)]
+    return {entry.rfilename: entry.size or 0 for entry in files}, info.sha
+
+
+def _choose_files(
+    source: str, file: str | None, files: Collection[str], names: Collection[str], side_files: Collection[str]
+) -> list[str]:
+    patterns = [file] if file else [*(names or _choose_weights(source, files)), *_SIDE_FILES, *side_files]
+    chosen = [name for name in files if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if not chosen:
+        raise CheckpointError("no such file", field=source, found=list_names(files), remedy="give one of these")
+    return chosen
+
+
 def _choose_weights(source: str, files: Collection[str]) -> list[str]:
     chosen = choose_files({name for name in files if name in (*SINGLE, *INDEX, *PAIRS[0], *PAIRS[1])})
     if not chosen:
         expected = f"{SINGLE[0]} or alike"
-        raise CheckpointError(field=source, found=listing(files), expected=expected, remedy=f"name one: {source}/FILE")
+        raise CheckpointError(
+            field=source, found=list_names(files), expected=expected, remedy=f"name one: {source}/FILE"
+        )
     return chosen

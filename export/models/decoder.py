@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...bundle.decoder import Architecture, PrefixRotation, RopeStyle, Rotary
-from .output_heads import DeepHead, Head, TwoHeads
+from .output_heads import Head, TwoHeads, TwoLayerHead
 
 HEAD_EPSILON = 1e-5  # epsilon of Chameleon's norms of heads, which no configuration contains
 
@@ -153,7 +153,8 @@ def _grids_table(config: DecoderConfig) -> Tensor:
 
     Each image size has `config.length` rows. A position has three coordinates: time, row and column. All three are
     equal in a prompt. A grid that starts at p has coordinates (p, p + row, p + column). The next grid starts as far
-    behind p as the larger side of the grid. Pair k has frequency base^(-k / n), where n pairs are rotated.
+    behind p as the larger side of the grid. The second grids of all image sizes start at the same coordinates, and the
+    prompt of the first size at 0. Pair k has frequency base^(-k / n), where n pairs are rotated.
     """
     real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     sections = torch.tensor(config.rope_sections, device="cpu")
@@ -163,9 +164,10 @@ def _grids_table(config: DecoderConfig) -> Tensor:
     table = torch.zeros(len(config.grids), config.length, config.head_dim // 2, 2, **real)
     table[..., 0] = 1
     prompt = torch.arange(config.prefix, **real)[:, None].expand(-1, 3)
+    second = config.prefix + max(config.grids[0][:2])  # start of all second grids
     for rows, (*first, high, wide) in zip(table, config.grids, strict=True):
-        coordinates = [prompt]
-        start = config.prefix
+        start = second - max(first)
+        coordinates = [prompt + start - config.prefix]
         for sides in (first, (high, wide)):
             cells = torch.cartesian_prod(torch.zeros(1, **real), *(torch.arange(side, **real) for side in sides))
             coordinates.append(start + cells)
@@ -340,7 +342,7 @@ class LayerStack(nn.Module):
 
         Args:
             x: input of the first layer, `[rows, nodes, hidden_size]`.
-            position_ids: rows of the rotary table, `[rows, nodes]`.
+            position_ids: positions, see `look_up_rotation`, `[rows, nodes]`.
             mask: additive attention mask, `[rows, 1, nodes, past + nodes]`.
             past: past keys and values of each layer, `[past, rows, num_kv_heads, head_dim]`.
             layers: layers to apply, by default all.
@@ -348,12 +350,25 @@ class LayerStack(nn.Module):
         Returns:
             The hidden states, and the new keys and values of each layer, `[nodes, rows, num_kv_heads, head_dim]`.
         """
-        rope = self.rope[position_ids]
+        rope = self.look_up_rotation(position_ids)
         new_kv: list[Tensor] = []
         for i, layer in [*enumerate(self.layers)][layers]:
             x, *new = layer(x, rope, mask, past[2 * i : 2 * i + 2])
             new_kv += new
         return x, new_kv
+
+    def look_up_rotation(self, position_ids: Tensor) -> Tensor:
+        """Return cosines and sines, `[rows, nodes, head_dim / 2, 2]`.
+
+        Args:
+            position_ids: rows of the rotary table, `[rows, nodes]`. With two grids, position p + s * rows of the table
+                is that of row p moved back by s in time, row and column.
+        """
+        if self.config.rotary != "grids":
+            return self.rope[position_ids]
+        cos, sin = self.rope[position_ids % len(self.rope)].unbind(-1)
+        back_cos, back_sin = self.rope[position_ids // len(self.rope)].unbind(-1)
+        return torch.stack([cos * back_cos + sin * back_sin, sin * back_cos - cos * back_sin], -1)
 
 
 class Decoder(LayerStack):
@@ -364,7 +379,7 @@ class Decoder(LayerStack):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps) if config.final_norm else nn.Identity()
         self.head: Head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.head_hidden:
-            self.head = DeepHead(config.hidden_size, config.head_hidden, config.vocab_size)
+            self.head = TwoLayerHead(config.hidden_size, config.head_hidden, config.vocab_size)
         if config.two_heads:
             self.head = TwoHeads(config.hidden_size, config.vocab_size)
             self.below_norm = RMSNorm(config.hidden_size, config.norm_eps)

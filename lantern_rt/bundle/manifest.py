@@ -18,7 +18,7 @@ from .decoder import EXPORT_AGAIN, Architecture
 from .numbers import MAX_PIXELS, Count, Pixels, Side, SmallCount, TokenId
 from .order import OrderSpec
 
-FORMAT_VERSION = "3.7"
+FORMAT_VERSION = "3.8"
 _BLOCK = 1 << 20  # Number of bytes hashed at a time.
 
 Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-weights", "int8"]
@@ -135,6 +135,7 @@ class Size(FrozenModel):
         tokens: ids at the end of both rows of a prompt that tell the model the size.
         first_grid: rows and columns of a smaller grid, whose codes come before the codes of the image.
         first_position: position of the first code, where prompts end before it; None: a prompt begins at position 0.
+        source_tokens: ids in place of `tokens` in prompts with a source image; new in format 3.8.
     """
 
     name: Annotated[str, Field(pattern=r"^[1-9]\d{0,3}x[1-9]\d{0,3}$")]
@@ -143,6 +144,12 @@ class Size(FrozenModel):
     tokens: tuple[TokenId, ...] = ()
     first_grid: tuple[Side, Side] | None = None
     first_position: Count | None = None
+    source_tokens: tuple[TokenId, ...] = ()
+
+    def with_source(self) -> Size:
+        """Return the size of images that are generated from a source image: without the first grid."""
+        first = (self.first_position or 0) + self.first_codes
+        return self.model_copy(update={"tokens": self.source_tokens, "first_grid": None, "first_position": first})
 
     @property
     def first_codes(self) -> int:
@@ -153,6 +160,26 @@ class Size(FrozenModel):
     def codes(self) -> int:
         """Number of cells of all grids."""
         return self.first_codes + self.rows * self.columns
+
+
+class SourceSpec(FrozenModel):
+    """Prompts with a source image, whose codes come before the ids of the text.
+
+    The graph `vq_encoder` computes the codes of the image at a smaller size.
+
+    Args:
+        before: ids before the codes of the source.
+        after: ids after them.
+        pixels_per_cell: pixels of the encoder's image along each side of a cell.
+    """
+
+    before: Annotated[tuple[TokenId, ...], Field(max_length=16)]
+    after: Annotated[tuple[TokenId, ...], Field(max_length=16)]
+    pixels_per_cell: SmallCount
+
+    def count(self, size: Size) -> int:
+        """Return the number of ids before the text, for a source of a size."""
+        return len(self.before) + size.rows * size.columns + len(self.after)
 
 
 class DecodingDefaults(FrozenModel):
@@ -242,6 +269,8 @@ class Manifest(FrozenModel):
         sizes: image sizes, including the default of `grid_rows` and `grid_columns`. Empty: only the default.
         row_end: token after every grid row except the last, which is not sampled; an index of `code_embeddings`.
         order: order in which groups of cells are drawn; None: one code after another, in raster order.
+        source: layout of prompts with a source image, new in format 3.8; None: images are generated from text alone,
+            and `vq_encoder` is for edits.
         neighbors: number of neighbours per code in the table `neighbors`, 0 without the table.
         vq_precision: precision of the image decoder's matrix products.
         presets: methods of qualities: `strict`, by default `STRICT`, and others that `eval --write-presets` added.
@@ -261,6 +290,7 @@ class Manifest(FrozenModel):
     sizes: Annotated[tuple[Size, ...], Field(max_length=1024)] = ()
     row_end: TokenId | None = None
     order: OrderSpec | None = None
+    source: SourceSpec | None = None
     neighbors: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     target: DecoderSpec
     drafter: DrafterSpec | None = None
@@ -349,13 +379,21 @@ class Manifest(FrozenModel):
         parts = {"vq_decoder": decoder, "drafter": self.drafter, "row_end": self.row_end}
         unfit = next((name for name, part in parts.items() if part is not None), None)
         if sizes and unfit is not None:
-            raise ValueError(f"size {sizes[0].name} has a first grid or position, which `{unfit}` does not support")
+            problem = f"has a first_grid or first_position, which `{unfit}` does not support"
+            raise ValueError(f"size {sizes[0].name} {problem}")
         prefix = self.condition.prefix
         for size in sizes:
             start = prefix if size.first_position is None else size.first_position
             if not prefix <= start <= self.target.max_positions - size.codes:
                 expected = f"{prefix} .. {self.target.max_positions - size.codes}"
                 raise ValueError(f"size {size.name}: first_position {start} is not in {expected}")
+
+        if self.source is None:
+            return
+        if "vq_encoder" not in self.files or self.condition.layout is None or self.target.architecture is None:
+            raise ValueError("`source` needs a `vq_encoder`, prompts of kind `tokens` and an `architecture`")
+        if self.target.architecture.rotary != "grids" or len(sizes) != len(self.sizes) or not sizes:
+            raise ValueError("`source` needs rotation by two grids, and a first position in all `sizes`")
 
     def _is_default(self, size: Size) -> bool:
         return (size.rows, size.columns) == (self.grid_rows, self.grid_columns)
@@ -375,9 +413,9 @@ class Manifest(FrozenModel):
         """Return width and height in pixels of an image of this size."""
         return self.image_width * size.columns // self.grid_columns, self.image_height * size.rows // self.grid_rows
 
-    def layout(self, size: str | None = None) -> ImageLayout:
+    def layout(self, size: Size | None = None) -> ImageLayout:
         """Return the layout of the images of a size, by default of the size of the grid."""
-        grid = self.size(size)
+        grid = size or self.size()
         if self.order is not None:
             return self.order.layout(self.codebook_size, grid.columns)
         if self.row_end is not None:
@@ -387,7 +425,7 @@ class Manifest(FrozenModel):
     @property
     def max_image_tokens(self) -> int:
         """Maximum number of tokens of an image: a token per cell, and the ends of all rows except the last."""
-        return max(self.layout(size.name).num_tokens for size in self.all_sizes)
+        return max(self.layout(size).num_tokens for size in self.all_sizes)
 
     @property
     def num_embedded(self) -> int:
@@ -404,6 +442,11 @@ class Manifest(FrozenModel):
     def makes_images(self) -> bool:
         """Whether the bundle has an image decoder; without it, results are codes for another program's decoder."""
         return "vq_decoder" in self.files
+
+    @property
+    def edits_images(self) -> bool:
+        """Whether the bundle has an image encoder for edits."""
+        return "vq_encoder" in self.files and self.source is None
 
 
 def unsupported(manifest: Manifest, method: MethodConfig) -> str | None:

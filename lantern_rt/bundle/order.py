@@ -44,7 +44,7 @@ class OrderSpec(FrozenModel):
                 raise ValueError(f"a group of {size} cells follows one of {before}; expected at least as many")
             if size - before > self.vectors:
                 needed = f"needs {size - before} learned vectors, but `vectors` is {self.vectors}"
-                raise ValueError(f"a group of {size} cells after one of {before} {needed}")
+                raise ValueError(f"a group of {size} cells that follows one of {before} {needed}")
         return self
 
     def layout(self, codebook_size: int, columns: int) -> ImageLayout:

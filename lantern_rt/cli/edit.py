@@ -91,6 +91,7 @@ def edit(
 
     Prints the paths of the files to stdout, progress and a line of statistics to stderr.
     """
+    from ..edits import check_edits
     from ..pipeline import MAX_TRIES
     from ..prompts import load_bundle_tokenizer
     from ..requests import IMAGES_LIMIT, check_request, draw_seed
@@ -98,6 +99,7 @@ def edit(
 
     engine = EngineOptions()
     opened = engine.open_bundle(bundle)
+    check_edits(opened.manifest)
     seed = draw_seed() if seed is None else seed
     chosen = {"seed": seed, "quality": quality, "method": method, "mask": mask, "keep_rows": keep_rows}
     options: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}

@@ -21,8 +21,8 @@ from ..compare.prompts import Prompts, read_bundle_prompts
 from ..compare.report import html_report, text_report
 from ..compare.statistics import Floats
 from ..compare.turns import parse_methods
-from ..engines.doctor import host_report
-from ..engines.host import usable_cores
+from ..engines.doctor import make_host_report
+from ..engines.host import count_usable_cores
 from ..errors import RequestError
 from ..methods import Quality
 from ..output.files import atomic_folder, check_new_folder
@@ -152,7 +152,7 @@ def _open_features(path: Path | None, bundle: Bundle, threads: int | None) -> Fe
     """Open the graph of image features, by default the bundle's VQ encoder; None if there is none."""
     if path is not None:
         return Features(path, read_preprocessing(path), threads)
-    return EncoderFeatures(bundle, threads) if "vq_encoder" in bundle.manifest.files else None
+    return EncoderFeatures(bundle, threads) if bundle.manifest.edits_images else None
 
 
 def _open_agreement(path: Path, prompts: Prompts, bundle: Bundle, threads: int | None) -> Agreement:
@@ -192,10 +192,10 @@ def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
 
 
 def _facts(pipeline: Pipeline) -> dict[str, str]:
-    host = host_report().facts
+    host = make_host_report().facts
     return {
         **{name: str(value) for name, value in pipeline_facts(pipeline).items()},
-        "host": f"{host['system']}, {usable_cores()} cores",
+        "host": f"{host['system']}, {count_usable_cores()} cores",
         "onnxruntime": host["onnxruntime"],
         "date": datetime.date.today().isoformat(),
     }

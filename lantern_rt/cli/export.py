@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ..engines.host import available_memory
 from ..errors import CheckpointError
-from ..export.registry import FAMILIES, check_family, detect_family, read_family
+from ..export.registry import FAMILIES, check_family, detect_family, find_family, read_family
 from ..inputs import require_library
 from ..memory import PeakMemory
 from ..published import find_model
@@ -151,6 +152,7 @@ def export(
     with show_progress(lines=False) as progress:
         progress("loading PyTorch")
         from ..export.graph.precision import read_precisions
+        from ..export.space import check_bundle, estimate_sizes
         from ..export.writer import check_output, export_model
 
         family = family or detect_family(options["target"])
@@ -159,6 +161,12 @@ def export(
     if precision == "auto":
         print_stderr(f"precision: {precisions.target}, the fastest on this processor")
     check_output(output, force)  # before downloads
+    sizes = estimate_sizes(find_family(family), options, precisions.target)
+    if sizes.download:
+        check_bundle(output, sizes.bundle, sizes.download)
+        size, free = format_bytes(sizes.bundle), format_bytes(available_memory())
+        least = f"at least {size} of disk, and of memory to run it, of which {free} is free"
+        print_stderr(f"{format_bytes(sizes.download)} from the hub; the bundle takes {least}")
     start = time.perf_counter()
     with PeakMemory() as peak, show_progress() as progress:
         loaded = read_family(family, options, progress, model.cfg_scale if model else None)

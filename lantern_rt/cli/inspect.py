@@ -86,6 +86,7 @@ def describe_bundle(bundle: Bundle) -> Facts:
             "family": manifest.family,
             "takes": manifest.condition.kind if classes is None else f"class ids 0 .. {classes - 1}",
             "images": sizes,
+            **({} if manifest.source is None else {"source image": "`run --image`, without a mask"}),
             **({} if manifest.makes_images else {"image decoder": "none: `run` writes tokens"}),
             "tokens": f"{manifest.codes_per_image:,} per image, of {manifest.codebook_size:,}",
             **({} if manifest.order is None else {"order": f"{len(manifest.order.groups):,} groups, one per pass"}),

@@ -86,6 +86,10 @@ TokenIdsOption = Annotated[
         rich_help_panel=SUBJECTS,
     ),
 ]
+ImageOption = Annotated[
+    Path | None,
+    typer.Option(metavar="IMAGE", help="Source image, for models that take one.", rich_help_panel=SUBJECTS),
+]
 SourceOption = Annotated[
     Path | None,
     typer.Option(
@@ -125,6 +129,7 @@ def run(
     class_id: ClassIdOption = None,
     token_ids: TokenIdsOption = None,
     embeddings: EmbeddingsOption = None,
+    image: ImageOption = None,
     source: SourceOption = None,
     output: OutputOption = None,
     trace: TraceOption = None,
@@ -154,7 +159,7 @@ def run(
     name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or token_ids or embeddings or source))
     subjects: dict[str, Any] = {"class_ids": class_id or None, "token_ids": token_ids, "embeddings": embeddings}
     subjects["prompts"] = [*prompts, *(prompt or [])] or None
-    options = {name: value for name, value in (subjects | options).items() if value is not None}
+    options = {name: value for name, value in (subjects | options | {"image": image}).items() if value is not None}
     count = options.get("num_images", 1)
     engine = EngineOptions(threads, engines, provider)
     if name is not None and (source or any(subjects.values())) and is_missing(name):
@@ -175,13 +180,12 @@ def run(
     outputs = plan_outputs(output, stems, force, lambda i, path: kind.holds(path, request, i), kind.suffix)
     paths = [path for path, _ in outputs]
     trace_paths = check_trace(trace, paths, force)
-    trace_files = None if trace_paths is None else _TraceFiles(trace_paths, bundle, request)
     pending = [i for i, (_, done) in enumerate(outputs) if as_json or trace or not done]
     if len(pending) < len(paths):
         print_stderr(f"{len(paths) - len(pending)} of {len(paths)} images exist already; --force generates them again")
     if pending:
         request = replace(request, images=[request.images[i] for i in pending])
-        last = _generate(engine, bundle, request, kind, [outputs[i] for i in pending], trace_files, force)
+        last = _generate(engine, bundle, request, kind, [outputs[i] for i in pending], trace_paths, force)
     if as_json:
         _print_json(request, last, paths, count)
     else:
@@ -269,6 +273,9 @@ def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, 
     if "embeddings" in options:
         options = options | {"embeddings": read_embeddings(options["embeddings"])}
     bundle = engine.open_bundle(name or "scenes")
+    if "image" in options and bundle.manifest.source is None:
+        problem = f"bundle {bundle.manifest.name} takes no source image"
+        raise RequestError(problem, field="image", remedy="leave it out; `lantern-rt edit` changes a part of an image")
     options = {"seed": draw_seed()} | options
     return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), **options)
 
@@ -305,7 +312,7 @@ def _generate(
     request: Request,
     kind: Outputs,
     outputs: list[tuple[Path, bool]],
-    trace: _TraceFiles | None,
+    trace_paths: tuple[Path, Path] | None,
     force: bool,
 ) -> StreamStep:
     """Generate all images, write each file as soon as its image is complete, and print a line of statistics.
@@ -313,7 +320,7 @@ def _generate(
     Args:
         engine: options that load the bundle's graphs.
         outputs: path of each image, and whether the file exists with this image and is not to be written.
-        trace: files of the trace to write; None: no trace.
+        trace_paths: paths of a trace, from `check_trace`; None: no trace.
         force: whether to replace existing files.
 
     Returns:
@@ -327,6 +334,7 @@ def _generate(
     if not bundle.manifest.makes_images:
         print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing tokens")
     pending = dict(enumerate(outputs))
+    trace = None if trace_paths is None else _TraceFiles(trace_paths, bundle, request)
     with show_progress(lines=False) as progress:
         for step in pipeline.decode(request):
             if trace is not None:

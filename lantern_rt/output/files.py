@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -100,6 +100,25 @@ def check_new_folder(output: Path, force: bool, marker: str) -> None:
             raise OutputError(problem, field=str(output), remedy="give another name")
     with output_errors(output), tempfile.TemporaryFile(dir=existing_path(output.absolute().parent)):
         pass
+
+
+def check_disks(needed: Sequence[tuple[Path, int]], remedy: str) -> None:
+    """Check that some folders, which may be on one disk, have room for a number of bytes each.
+
+    Args:
+        needed: folders, which need not exist, each with a number of bytes.
+
+    Raises:
+        OutputError: a disk is too full.
+    """
+    places = [existing_path(folder) for folder, _ in needed]
+    disks = [place.stat().st_dev for place in places]
+    for (folder, _), place, disk in zip(needed, places, disks, strict=True):
+        size = sum(size for (_, size), other in zip(needed, disks, strict=True) if other == disk)
+        free = shutil.disk_usage(place).free
+        if free < size:
+            actual = f"{free / 1e9:.2f} GB free on the disk"
+            raise OutputError(field=str(folder), found=actual, expected=f"{size / 1e9:.2f} GB", remedy=remedy)
 
 
 def write_output(path: Path, data: bytes, force: bool) -> None:

@@ -106,5 +106,5 @@ def _without_pixels(file: BinaryIO) -> bytes:
         else:
             file.seek(size, SEEK_CUR)
         if len(data) > TEXTS_LIMIT:
-            raise ValueError("the text chunks are larger")
+            raise ValueError(f"more than {TEXTS_LIMIT:,} bytes of text")
     return data + b"\0\0\0\0IEND\xaeB`\x82"

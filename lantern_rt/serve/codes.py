@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from pydantic import Base64Bytes
 from starlette.responses import Response
 
 from ..results import codes_bytes, split_grids
@@ -12,6 +13,7 @@ from .protocol import DrawingRequest, HttpError
 
 if TYPE_CHECKING:
     from ..asynchronous import AsyncPipeline
+    from ..bundle.files import Bundle
     from ..bundle.manifest import Size
     from ..prepared import Prepared
     from ..results import Ints, StreamStep
@@ -21,9 +23,24 @@ NPZ = "application/x-npz"
 
 
 class CodesRequest(DrawingRequest):
-    """Body of `POST /v1/images/codes`, for bundles with and without an image decoder."""
+    """Body of `POST /v1/images/codes`, for bundles with and without an image decoder.
+
+    Args:
+        image: file of a source image, in base64.
+    """
+
+    image: Base64Bytes | None = None
 
     EVENT_PREFIX: ClassVar[str] = "image_codes"
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | ({} if self.image is None else {"image": self.image})
+
+    def fit(self, bundle: Bundle) -> Self:
+        if self.image is not None and bundle.manifest.source is None:
+            problem = f"model {bundle.manifest.name} takes no source image"
+            raise HttpError(400, problem, field="image", remedy="leave it out")
+        return self
 
     def content(self, size: Size, codes: Ints, file: bytes) -> dict[str, Any]:
         first, grid = split_grids(size, codes)

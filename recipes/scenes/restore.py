@@ -59,7 +59,8 @@ def _vq(bundle: Bundle) -> ScenesVQ:
 
 
 def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
-    spec, stored = bundle.manifest.target, _stored(bundle, "target")
+    spec = bundle.manifest.target
+    stored = _stored(bundle, "target")
     config = replace(
         CONFIG,
         vocab_size=len(codebook),

@@ -23,7 +23,8 @@ from .text import encode_caption
 from .vocabulary import describe
 from .vq import ScenesVQ
 
-SCENES, SEED = 48, 840_000
+SCENES = 48
+SEED = 840_000
 _DAMPING = 0.01  # of the mean of the diagonal
 
 
@@ -45,7 +46,8 @@ def round_target(decoder: Decoder, target: ScenesTarget, code_embeddings: Tensor
     x = torch.cat([prefix, code_embeddings[codes[:, :-1]]], 1)  # [scenes, prefix and codes, width]
     rope = rounded.rope[None, : x.shape[1]]
     for layer in rounded.layers:
-        attention, ffn = layer.attention, layer.ffn
+        attention = layer.attention
+        ffn = layer.ffn
         normed = layer.attention_norm(x)
         round_layer(attention.qkv, normed)
         query, key, value = (heads.transpose(1, 2) for heads in attention.project(normed, rope))
@@ -68,7 +70,9 @@ def round_layer(linear: nn.Linear, inputs: Tensor) -> Tensor:
     share = torch.linalg.cholesky(inverse, upper=True)  # row i: of an error in i, over those behind it
     weights = linear.weight.double()[:, order]
     integers, scales = quantise(weights.T.float(), "columns")
-    scales, largest, most = scales[0].double(), integers.abs().argmax(0), int(integers.abs().max())
+    scales = scales[0].double()
+    largest = integers.abs().argmax(0)
+    most = int(integers.abs().max())
     result = torch.empty_like(weights)
     for i in range(len(order)):
         nearest = (weights[:, i] / scales).round().clamp(-most, most)

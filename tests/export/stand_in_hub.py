@@ -23,6 +23,7 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {}
 UPLOADED: dict[str, bytes] = {}
 PUBLIC: set[str] = set()  # repositories that were created for all to read
 HEADERS: dict[str, dict[str, str]] = {}  # headers of a repository's files, in place of the true ones
+SIZES: dict[str, int] = {}  # sizes that the hub lists for names of files, in place of the true ones
 COMPLETED: Counter[str] = Counter()  # bytes of files that were sent whole, by repository
 STALLED: set[str] = set()  # names of files that are sent by half, once, before the hub falls silent
 
@@ -96,7 +97,8 @@ class Hub(BaseHTTPRequestHandler):
         elif revision not in ("main", "v1", COMMIT, OLD):
             self.send({"error": "Revision not found"}, 404, {"X-Error-Code": "RevisionNotFound"})
         else:
-            siblings = [{"rfilename": name, "size": len(file)} for name, file in REPOSITORIES[repository].items()]
+            files = REPOSITORIES[repository].items()
+            siblings = [{"rfilename": name, "size": SIZES.get(name, len(file))} for name, file in files]
             commit = HEADERS.get(repository, {}).get("X-Repo-Commit", commit_of(revision))
             self.send({"id": repository, "sha": commit, "siblings": siblings})
 

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 from goldens import DATA
+from refusals import error_of
 from torch import Tensor, nn
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.manifest import DecoderSpec
 from lantern_rt.cli.main import run_program
-from lantern_rt.errors import OutputError, ParityError
+from lantern_rt.errors import OutputError, ParityError, RequestError
 from lantern_rt.export.graph.graphs import Graph, named_cases, target_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.model import Model
@@ -30,7 +31,8 @@ from lantern_rt.output.files import atomic_folder
 CONFIG = DecoderConfig(
     hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=8, vocab_size=16, grid=2, prefix=1
 )
-C2I, VQ = DATA / "llamagen-c2i/c2i_tiny.pt", DATA / "llamagen-vq/vq_tiny.pt"
+C2I = DATA / "llamagen-c2i/c2i_tiny.pt"
+VQ = DATA / "llamagen-vq/vq_tiny.pt"
 
 
 class Rows(nn.Module):
@@ -54,7 +56,8 @@ class Both(nn.Module):
 
 def parts() -> Model:
     torch.manual_seed(0)
-    decoder, table = Decoder(CONFIG).eval(), torch.randn(16, 8)
+    decoder = Decoder(CONFIG).eval()
+    table = torch.randn(16, 8)
     outputs = tuple(Value(name, ("rows", 1, 8)) for name in ("prefix_embeds", "uncond_embeds"))
     ids = named_cases({"class_ids": np.array([1, 2])}, {"class_ids": np.array([3])})
     codes = named_cases({"codes": np.array([[1], [2]])})
@@ -217,6 +220,15 @@ def test_a_disk_that_is_too_full_is_noticed_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 1))
     with pytest.raises(OutputError, match=r"found 0\.00 GB free on the disk, expected 0\.00 GB"):
         export_model(parts(), tmp_path / "toy")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_with_too_little_memory_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lantern_rt.engines.host.available_memory", lambda: 10)
+    error = error_of(RequestError, export_model, parts(), tmp_path / "toy")
+    assert (error.field, error.found) == ("memory", "0.0 GB free")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import stand_in_hub
 import torch
-from goldens import DATA, manifest
+from goldens import DATA, read_manifest
 from safetensors.torch import save
 from stand_in_hub import COMMIT, HEADERS, OLD, PUBLIC, REPOSITORIES, Hub, environment, run, serve_hub
 from tiny_bundle import make_tiny_bundle
@@ -23,7 +24,7 @@ from tiny_bundle import make_tiny_bundle
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.hub import parse_reference
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.hub import cached_origin, fetch
+from lantern_rt.export.checkpoints.hub import fetch, find_hub_origin
 
 pytest.importorskip("huggingface_hub")
 INDEX = {"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}
@@ -50,12 +51,12 @@ OWNED: dict[str, dict[str, bytes]] = {
 FETCH = """
 import json, sys
 from lantern_rt.errors import LanternError
-from lantern_rt.export.checkpoints.hub import cached_origin, fetch
+from lantern_rt.export.checkpoints.hub import find_hub_origin, fetch
 for place in sys.argv[1:]:
     try:
         path = fetch(place)
         files = sorted(path.iterdir() if path.is_dir() else [path])
-        print(json.dumps([str(path), [cached_origin(file) for file in files]]))
+        print(json.dumps([str(path), [find_hub_origin(file) for file in files]]))
     except LanternError as error:
         print(json.dumps([error.field, str(error)]))
 """
@@ -79,8 +80,10 @@ class Fetches:
         online = self._fetch(endpoint, home, *self.there, *self.missing)
         offline = self._fetch("http://127.0.0.1:9", home, *self.there, *self.uncached)
         split = len(self.there)
-        self.online, self.refused = online[:split], online[split:]
-        self.offline, self.refused_offline = offline[:split], offline[split:]
+        self.online = online[:split]
+        self.refused = online[split:]
+        self.offline = offline[:split]
+        self.refused_offline = offline[split:]
 
     def _fetch(self, endpoint: str, home: Path, *places: str) -> list[tuple[str, Any]]:
         done = run(endpoint, home, "-c", FETCH, *places)
@@ -136,7 +139,8 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
     arguments += ["--lora", "hf:owner/style:0.5"]
     done = run(endpoint, tmp_path / "home", "-m", "lantern_rt", "export", *arguments)
     assert done.returncode == 0, done.stderr
-    assert [(source.role, source.name, source.origin) for source in manifest(output).provenance.sources] == [
+    assert " from the hub; the bundle takes at least " in done.stderr
+    assert [(source.role, source.name, source.origin) for source in read_manifest(output).provenance.sources] == [
         ("target_config", "config.json", f"hf:owner/target/config.json@{COMMIT}"),
         ("target", "model.safetensors", f"hf:owner/target/model.safetensors@{COMMIT}"),
         ("lora:0.5", "adapter_model.safetensors", f"hf:owner/style/adapter_model.safetensors@{COMMIT}"),
@@ -147,6 +151,21 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
     verified = run("http://127.0.0.1:9", tmp_path / "home", "-m", "lantern_rt", "verify", str(output), *places)
     assert verified.returncode == 0, verified.stderr
     assert verified.stdout.startswith("bundle (fp32) against hf:owner/target\n")
+
+
+@pytest.mark.parametrize("place", ["hf:owner/shards", "hf:owner/target"])
+def test_a_checkpoint_for_which_the_disk_has_no_room_is_refused_before_its_download(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    sizes = {name: 10**17 for name in REPOSITORIES[place[3:]] if name.endswith(".safetensors")}
+    monkeypatch.setattr(stand_in_hub, "SIZES", sizes)
+    arguments = ["--target", place, "--vq", str(DATA / "llamagen-vq/vq_tiny.pt"), "--output", str(tmp_path / "bundle")]
+    arguments += ["--precision", "int4-weights"]
+    done = run(endpoint, tmp_path / "home", "-m", "lantern_rt", "export", *arguments)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    whole = len(sizes) * 1e8 * (1 + 0.625 / 4)  # download and bundle of float32 numbers, GB
+    assert f"GB free on the disk, expected {whole:.2f} GB; free some, choose" in done.stderr
+    assert not [*(tmp_path / "home").rglob("*.safetensors")]
 
 
 @pytest.mark.parametrize("bodies", [True, False])
@@ -254,7 +273,7 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(revision: str) -> None:
 
 def test_a_plain_path_is_left_alone(tmp_path: Path) -> None:
     assert fetch(tmp_path / "x.pt") == tmp_path / "x.pt"
-    assert cached_origin(fetch("models/x.pt")) is None
+    assert find_hub_origin(fetch("models/x.pt")) is None
 
 
 # ---------------------------------------------------------------- bundles
@@ -264,7 +283,8 @@ class Program:
     """The command line, in a folder, with the hub."""
 
     def __init__(self, endpoint: str, folder: Path) -> None:
-        self.endpoint, self.folder = endpoint, folder
+        self.endpoint = endpoint
+        self.folder = folder
 
     def __call__(self, *arguments: object, home: str = "home", **variables: str) -> tuple[int, str]:
         """Exit code, and what went to stdout, or if it failed the last line of stderr."""
@@ -288,7 +308,8 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
     there = REPOSITORIES["owner/pushed"]
     assert "owner/pushed" not in PUBLIC
     assert {entry.path for entry in bundle.manifest.files.values()} < there.keys()
-    card, sample = there["README.md"].decode(), tmp_path / "sample.png"
+    card = there["README.md"].decode()
+    sample = tmp_path / "sample.png"
     assert "lantern-rt run hf:owner/pushed --class-id 0\n" in card
     assert f"digest | {bundle.digest}" in card
     assert "pip install" not in card  # which knows no index

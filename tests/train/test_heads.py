@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,19 @@ from lantern_rt import BundleError, Pipeline, open_bundle
 from lantern_rt.bundle.manifest import HeadsSpec
 from lantern_rt.bundle.rewrite import write_heads
 from lantern_rt.cli.main import run_program
-from lantern_rt.runtime.heads import DraftHeads
+from lantern_rt.runtime.heads import DraftHeads, head_shapes
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnx")
 
-from lantern_rt.train.drafter.heads import TrainedHeads, read_samples  # noqa: E402
+from lantern_rt.train.drafter.heads import RANK, UNITS, TrainedHeads, read_samples  # noqa: E402
 from lantern_rt.train.drafter.shards import ShardFolder  # noqa: E402
 from lantern_rt.train.drafter.target import read_heads_target  # noqa: E402
+
+
+def test_tables_for_131072_codes_take_less_than_100_megabytes() -> None:
+    shapes = head_shapes(131_072, 5120, RANK, UNITS)
+    assert 2 * sum(math.prod(shape) for shape in shapes.values()) < 100e6
 
 
 def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> None:
@@ -32,14 +38,14 @@ def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> N
     heads = DraftHeads(**{name: table.astype(np.float32) for name, table in module.tables().items()})
     late, left = samples.unaccepted_states.numpy(), samples.left_tokens.numpy()
     uncorrected = target.layer.logits(samples.unaccepted_inputs).numpy()
-    changes = zip(heads.gates(late), samples.unaccepted_tokens.tolist(), left[:, None], strict=True)
-    corrections = np.concatenate([heads.correction(*change) for change in changes])
+    changes = zip(heads.compute_gates(late), samples.unaccepted_tokens.tolist(), left[:, None], strict=True)
+    corrections = np.concatenate([heads.compute_correction(*change) for change in changes])
     with torch.no_grad():
         close = {"rtol": 5e-3, "atol": 2e-2}
         np.testing.assert_allclose(uncorrected + corrections, module.correct_logits(samples), **close)
         guessed = module.predict_logits(samples)
     for i, states in enumerate(np.stack([states.numpy() for states in samples.context], 1)):
-        logits = heads.predict(left[[i]], 0, heads.context(states))[0]
+        logits = heads.predict_logits(left[[i]], 0, heads.compute_context(states))[0]
         np.testing.assert_allclose(logits, guessed[i], **close)
 
 

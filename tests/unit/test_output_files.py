@@ -5,12 +5,20 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from refusals import error_of
 
 from lantern_rt.errors import OutputError
-from lantern_rt.output.files import atomic_folder, check_new_folder, check_output, replace_file, write_output
+from lantern_rt.output.files import (
+    atomic_folder,
+    check_disks,
+    check_new_folder,
+    check_output,
+    replace_file,
+    write_output,
+)
 from lantern_rt.output.names import plan_outputs
 
 
@@ -83,3 +91,17 @@ def test_a_folder_to_replace_in_a_folder_without_write_access_is_refused_before_
     monkeypatch.setattr("tempfile.TemporaryFile", fail)
     error = error_of(OutputError, check_new_folder, tmp_path / "bundle", True, "bundle.json")
     assert error.problem == "cannot be written (Read-only file system)"
+
+
+def test_folders_on_one_disk_share_its_room_and_others_have_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_of = {"one": 1, "two": 1, "three": 3}
+    for name in disk_of:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("lantern_rt.output.files.shutil.disk_usage", lambda _: SimpleNamespace(free=10**10))
+    monkeypatch.setattr(Path, "stat", lambda path, **_: SimpleNamespace(st_dev=disk_of[path.name]))
+    check_disks([(tmp_path / "one", 6 * 10**9), (tmp_path / "three", 6 * 10**9)], "")
+    needed = [(tmp_path / name, 6 * 10**9) for name in ("three", "one", "two")]
+    error = error_of(OutputError, check_disks, needed, "free some")
+    assert (error.field, error.expected) == (str(tmp_path / "one"), "12.00 GB")

@@ -58,7 +58,7 @@ def test_every_row_has_what_its_family_needs(name: str) -> None:
 def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     """A host that can use every model: memory, disk and libraries."""
     monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path))
-    monkeypatch.setattr(published, "available_memory", lambda: 1 << 40)
+    monkeypatch.setattr("lantern_rt.engines.host.available_memory", lambda: 1 << 40)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: path.stat() and SimpleNamespace(free=1 << 50))
     monkeypatch.setattr(published, "require_library", lambda *_: None)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
@@ -76,14 +76,15 @@ def refusal(name: str) -> str:
     return str(error.value)
 
 
-def test_what_a_host_lacks_is_said_before_anything_is_downloaded(host: pytest.MonkeyPatch) -> None:
+def test_what_a_host_lacks_is_said_before_anything_is_downloaded(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
     published.check_host(NAME)
     assert refusal("llamagen").endswith("`lantern-rt models` lists the names")
-    host.setattr(published, "available_memory", lambda: 2 << 30)
+    host.setattr("lantern_rt.engines.host.available_memory", lambda: 2 << 30)
     assert refusal(NAME) == "memory: found 2.1 GB free, expected 2.2 GB; use a smaller model"
-    host.setattr(published, "available_memory", lambda: 1 << 40)
+    host.setattr("lantern_rt.engines.host.available_memory", lambda: 1 << 40)
+    host.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))  # on the disk of the bundles
     host.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
-    assert "found 1.1 GB free on the disk, expected 1.5 GB; set HF_HOME and LANTERN_RT_CACHE" in refusal(NAME)
+    assert "found 1.07 GB free on the disk, expected 1.46 GB; set HF_HOME and LANTERN_RT_CACHE" in refusal(NAME)
 
 
 def test_a_model_behind_a_login_says_where_to_accept_its_terms(host: pytest.MonkeyPatch) -> None:
