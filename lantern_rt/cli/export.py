@@ -164,8 +164,8 @@ def export(
     sizes = estimate_sizes(find_family(family), options, precisions.target)
     if sizes.download:
         check_bundle(output, sizes.bundle, sizes.download)
-        size, free = format_bytes(sizes.bundle), format_bytes(available_memory())
-        least = f"at least {size} of disk, and of memory to run it, of which {free} is free"
+        free = format_bytes(available_memory())
+        least = f"at least {format_bytes(sizes.bundle)} of disk, and of memory to run it, of which {free} is free"
         print_stderr(f"{format_bytes(sizes.download)} from the hub; the bundle takes {least}")
     start = time.perf_counter()
     with PeakMemory() as peak, show_progress() as progress:
