@@ -44,7 +44,7 @@ from lantern_rt import LanternError, Pipeline
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.rewrite import write_heads
 from lantern_rt.compare.prompts import read_bundle_prompts
-from lantern_rt.engines.host import processor
+from lantern_rt.engines.host import describe_processor
 from lantern_rt.runtime.heads import head_shapes
 from lantern_rt.train.drafter.heads import RANK, UNITS
 
@@ -197,7 +197,7 @@ def main() -> None:
                 draws[label + part] = ours(drawing, method, replayed, share)
         found = take_turns(draws, arguments.rounds)
     first = next(iter(found.values()))
-    print(f"{processor()}; threads: {arguments.threads}; {name}, {16 * shape.grid} pixels")
+    print(f"{describe_processor()}; threads: {arguments.threads}; {name}, {16 * shape.grid} pixels")
     print(f"  {'':46} seconds  tokens    rest   ratio  passes")
     for label, images in found.items():
         middle = [statistics.median(getattr(one, part) for one in images) for part in ("seconds", "tokens", "rest")]

@@ -123,12 +123,12 @@ def operations(pipe: Any) -> dict[str, dict[str, float]]:
 
 def target_pass(pipe: Any, cache: Any, nodes: int) -> Any:
     """A pass whose nodes see each other and all that the cache holds; it is run when its output is used."""
-    from lantern_rt.runtime.engine import Pass
+    from lantern_rt.runtime.engine import PassInput
 
     tokens = np.zeros((ROWS, nodes), np.int64)
     mask = np.zeros((ROWS, nodes, pipe.engines.target.next_past_length(cache, nodes) + nodes), bool)
     mask[:, :, : int(cache.lengths[0])] = mask[:, :, -nodes:] = True
-    return pipe.engines.target.run(Pass(positions=tokens, attention_mask=mask, tokens=tokens), cache)
+    return pipe.engines.target.run(PassInput(positions=tokens, attention_mask=mask, tokens=tokens), cache)
 
 
 def copies(pipe: Any) -> dict[str, float]:
@@ -187,7 +187,7 @@ def host_times(pipes: dict[str, Any]) -> None:
         Noise(seed).gumbel(0, GROUP_SIZE, CODES)
     print(f"noise of {GROUP_SIZE} tokens: {1e5 * (time.thread_time() - began):.0f} us")
     zeros = np.zeros((GROUP_SIZE, CODES), np.float32)
-    Noise._group = lambda noise, group, size: noise._groups.setdefault(group, zeros)
+    Noise._get_group = lambda noise, group, size: noise._groups.setdefault(group, zeros)
     parts = ("engine", "inputs", "sampling", "loop")  # noise is zeros, and takes no time
     print(f"{'microseconds of a step':24} {'size':7} images" + "".join(f"{part:>10}" for part in (*parts, "all")))
     for method, (size, pipe), images in product(HOST_METHODS, pipes.items(), (1, 8)):

@@ -32,9 +32,9 @@ from lantern_rt import LanternError, Pipeline, __version__
 from lantern_rt.cli.console import print_table
 from lantern_rt.compare.prompts import read_bundle_prompts
 from lantern_rt.compare.turns import ComparedMethod, run
-from lantern_rt.engines.host import processor
+from lantern_rt.engines.host import describe_processor
 from lantern_rt.export.measures import divergence, same_top_token
-from lantern_rt.runtime.likelihood import sequence_logits
+from lantern_rt.runtime.likelihood import compute_sequence_logits
 from lantern_rt.runtime.statistics import Clock
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # recipes/ is not installed
@@ -152,7 +152,7 @@ def conditional_logits(pipeline: Pipeline, request: dict[str, Any], codes: Seque
     layout = prepared.plan.layout
     clock = Clock()
     prompts = zip(prepared.prompts(), codes, strict=True)
-    parts = (sequence_logits(model, layout, [prompt.cond], own[:-1], clock) for prompt, own in prompts)
+    parts = (compute_sequence_logits(model, layout, [prompt.cond], own[:-1], clock) for prompt, own in prompts)
     return np.concatenate([part[0] for image in parts for part in image])
 
 
@@ -176,7 +176,7 @@ def main() -> None:
     arguments.work.mkdir(parents=True, exist_ok=True)
     bundles = write_bundles(arguments.work, arguments.precisions)
     pipelines = {precision: Pipeline.from_bundle(bundle, arguments.threads) for precision, bundle in bundles.items()}
-    print(f"lantern-rt {__version__}, {processor()}, threads: {pipelines['fp32'].engines.threads}")
+    print(f"lantern-rt {__version__}, {describe_processor()}, threads: {pipelines['fp32'].engines.threads}")
     if arguments.only in (None, "passes"):
         for rows in arguments.rows:
             passes(pipelines, rows, repeats)

@@ -12,7 +12,7 @@ from ..bundle.hub import HUB, parse_reference
 from ..engines.contracts import Progress
 from ..errors import CheckpointError
 from .family import Family
-from .progress import silent
+from .progress import ignore_progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,7 +71,7 @@ def check_family(name: str, options: Mapping[str, Any]) -> Family:
 
 
 def read_family(
-    name: str, options: Mapping[str, Any], progress: Progress = silent, cfg_scale: float | None = None
+    name: str, options: Mapping[str, Any], progress: Progress = ignore_progress, cfg_scale: float | None = None
 ) -> Model:
     """Read the checkpoints of a family.
 

@@ -21,15 +21,15 @@ from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Source, file_
 from ..engines.contracts import Progress
 from ..errors import CheckpointError
 from ..output.files import atomic_folder, check_new_folder
-from .checkpoints.deferred import parts_of
-from .checkpoints.hub import cached_origin
-from .convolutions import CALIBRATION, calibrate, quantise_convolutions
+from .checkpoints.deferred import concatenated_parts
+from .checkpoints.hub import find_hub_origin
+from .convolutions import CALIBRATION, measure_activations, quantise_convolutions
 from .graph.graph_file import GraphFile
 from .graph.graphs import Graph, convert_to_float16, plan_graph
 from .graph.precision import Precisions, iter_chunks, resolve_storage
 from .model import Model
 from .neighbours import neighbour_table
-from .progress import count_megabytes, silent
+from .progress import count_megabytes, ignore_progress
 from .space import check_bundle
 from .verify import check_images, check_parity
 
@@ -44,7 +44,7 @@ def export_model(
     name: str | None = None,
     precisions: Precisions | None = None,
     force: bool = False,
-    progress: Progress = silent,
+    progress: Progress = ignore_progress,
 ) -> Path:
     """Write the bundle of a model and compare every graph with its module.
 
@@ -85,7 +85,7 @@ def export_model(
             vq = precisions.vq if graph.role == "vq_decoder" else "fp32"
             graph_file = graph_files.pop(graph.role)
             if vq == "int8":
-                quantise_convolutions(graph_file, calibrate(graph, len(model.codebook), progress))
+                quantise_convolutions(graph_file, measure_activations(graph, len(model.codebook), progress))
             files = _write_graph(graph, graph_file, folder, progress)
             paths |= dict(zip((graph.role, f"{graph.role}.data"), files, strict=False))
             if vq != "fp32":
@@ -145,7 +145,7 @@ def _write_graph(graph: Graph, graph_file: GraphFile, folder: Path, progress: Pr
 
 def _write_table(path: Path, table: Tensor, lossless: bool) -> None:
     """Write an array in float32, or in float16 if `lossless` and if it holds the numbers, as `np.save` would."""
-    parts = parts_of(table)
+    parts = concatenated_parts(table)
     half = lossless and all(resolve_storage(path.name, part, "float16", "lossless") == "float16" for part in parts)
     with path.open("wb") as file:
         header = {"descr": "<f2" if half else "<f4", "fortran_order": False, "shape": tuple(table.shape)}
@@ -158,7 +158,7 @@ def _write_table(path: Path, table: Tensor, lossless: bool) -> None:
 def _manifest_fields(model: Model, precisions: Precisions, progress: Progress) -> dict[str, Any]:
     count = _count_hashed("checkpoints", [path for _, path in model.sources], progress)
     sources = tuple(
-        Source(role=role, name=path.name, sha256=file_sha256(path, count), origin=cached_origin(path))
+        Source(role=role, name=path.name, sha256=file_sha256(path, count), origin=find_hub_origin(path))
         for role, path in model.sources
     )
     target = model.fields["target"]

@@ -17,7 +17,7 @@ from .bundle.manifest import DecoderSpec, DrafterSpec, Manifest
 from .bundle.weights import StoredWeights
 from .completion import supported_methods
 from .engines.host import available_memory
-from .engines.kv_cache import SPAN_STEP, round_up
+from .engines.kv_cache import COLUMN_STEP, round_up
 from .engines.precisions import INT8, INTEGER_WEIGHTS
 from .errors import BundleError, RequestError
 from .prompts import ImageRequest
@@ -87,7 +87,7 @@ def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = Non
     caches = {
         f"cache of the {role}": cache_bytes(spec, rows, columns, itemsize) for role, spec in specs.items() if spec
     }
-    prefill = pass_bytes(manifest.target, rows, prompt, SPAN_STEP, itemsize)
+    prefill = pass_bytes(manifest.target, rows, prompt, COLUMN_STEP, itemsize)
     verification = pass_bytes(manifest.target, rows, nodes, columns, itemsize)
     # Twice: the outputs of a pass are released only after the next pass.
     return caches | {"passes": 2 * max(prefill, verification)}

@@ -17,8 +17,8 @@ from .prompts import ImageRequest
 from .requests import Settings
 from .runtime.drafters import count_nodes
 from .runtime.engine import Ints
-from .runtime.likelihood import Likelihood, likelihood
-from .runtime.state import DrafterLayout, Model, Plan, PrefixRow, Prompt
+from .runtime.likelihood import Likelihood, compute_likelihood
+from .runtime.state import DecodePlan, DrafterLayout, LoadedModel, PrefixRow, Prompt
 
 if TYPE_CHECKING:
     from .engines.loader import Engines
@@ -40,7 +40,7 @@ class Prepared:
     engines: Engines
     images: Sequence[ImageRequest]
     settings: Settings
-    plan: Plan
+    plan: DecodePlan
     max_images: int
 
     @property
@@ -52,7 +52,7 @@ class Prepared:
         """Compute the prefix rows of the images, see `compute_prefixes`."""
         return compute_prefixes(self.bundle, self.engines, self.images)
 
-    def model(self) -> Model:
+    def model(self) -> LoadedModel:
         """Load the graphs and tables that the method needs."""
         return load_model(self.bundle, self.engines, [self.settings.method])
 
@@ -65,10 +65,12 @@ class Prepared:
         edits = [image.edit for image in self.images]
         masks = [None if edit is None or edit.regenerated.all() else ~edit.regenerated.ravel() for edit in edits]
         model = self.model()
-        return [likelihood(model, self.plan, *image) for image in zip(self.prompts(), codes, masks, strict=True)]
+        return [
+            compute_likelihood(model, self.plan, *image) for image in zip(self.prompts(), codes, masks, strict=True)
+        ]
 
 
-def make_plan(manifest: Manifest, settings: Settings, engines: Engines, adaptive: bool = False) -> Plan:
+def make_plan(manifest: Manifest, settings: Settings, engines: Engines, adaptive: bool = False) -> DecodePlan:
     """Return how images are generated on some engines.
 
     Args:
@@ -76,7 +78,9 @@ def make_plan(manifest: Manifest, settings: Settings, engines: Engines, adaptive
         adaptive: whether the window of an exact `sjd` adapts to its acceptance, see `windows.py`.
     """
     nodes = count_nodes(settings.method, engines.max_nodes)
-    return Plan(manifest.layout(settings.image_size(manifest)), settings.sampling, settings.method, nodes, adaptive)
+    return DecodePlan(
+        manifest.layout(settings.image_size(manifest)), settings.sampling, settings.method, nodes, adaptive
+    )
 
 
 def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
@@ -112,7 +116,7 @@ def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageReq
         yield from [Prompt(first, second, preserved)] * (1 + len(others))
 
 
-def load_model(bundle: Bundle, engines: Engines, methods: Sequence[MethodConfig] | None = None) -> Model:
+def load_model(bundle: Bundle, engines: Engines, methods: Sequence[MethodConfig] | None = None) -> LoadedModel:
     """Load the graphs and tables that the runtime needs to generate images.
 
     Args:
@@ -128,7 +132,7 @@ def load_model(bundle: Bundle, engines: Engines, methods: Sequence[MethodConfig]
     uses_drafter = any("eagle" in each.drafters for each in needs)
     uses_heads = any(each.heads for each in needs)
     uses_neighbors = any(each.neighbors for each in needs)
-    return Model(
+    return LoadedModel(
         engines.target,
         engines.drafter if uses_drafter else None,
         manifest.target.max_positions,

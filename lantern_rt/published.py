@@ -249,11 +249,11 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
     Raises:
         LanternError: the same as `check_host`; the hub cannot be reached; or the export fails.
     """
-    from .export.progress import silent
+    from .export.progress import ignore_progress
 
     check_host(name, export=True)
     folder = _bundle_folder(name)
-    with _locked(folder, progress or silent):
+    with _locked(folder, progress or ignore_progress):
         if os.path.islink(folder) and cached_bundle(name) is None:  # a link to a finished bundle that is gone
             with output_errors(folder):
                 folder.unlink()
@@ -277,11 +277,11 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
         LanternError: the hub cannot be reached, or the export fails.
     """
     from .export.graph.precision import read_precisions
-    from .export.progress import silent
+    from .export.progress import ignore_progress
     from .export.registry import read_family
     from .export.writer import export_model
 
-    report = progress or silent
+    report = progress or ignore_progress
     model = find_model(name)
     choice = {"target": "int8"} if precision == "int8" else {"compute": "float16", "vq": "fp16"}
     loaded = read_family(model.family, model.export_options, report, model.cfg_scale)

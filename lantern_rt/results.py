@@ -165,8 +165,8 @@ class StreamState:
             tokens = cells[i] = cells[i].copy()  # the caller may still hold the arrays of earlier steps
             self.counts[i] += len(part.codes)
             tokens[before[i] : self.counts[i]] = part.codes
-            if part.placed is not None:
-                tokens[part.placed.cells] = part.placed.codes
+            if part.placed_codes is not None:
+                tokens[part.placed_codes.cells] = part.placed_codes.codes
         self._cells = cells
         codes = [tokens[:count] for tokens, count in zip(cells, self.counts, strict=True)]
         new_codes = [tokens[count:] for tokens, count in zip(codes, before, strict=True)]

@@ -252,7 +252,7 @@ class Service:
         try:
             parts = chosen.run()
         except Exception as error:
-            joining = [sequence for sequence in chosen.joining if sequence not in chosen.batch.active]
+            joining = [sequence for sequence in chosen.joining if sequence not in chosen.batch.active_sequences]
             if not joining or not isinstance(error, LanternError):
                 raise
             # they could not join, for example for lack of memory; the batch is unchanged
@@ -274,7 +274,7 @@ class Service:
             if request.queue_seconds is None:
                 request.queue_seconds = began - request.arrived
             self._send_step(request, request_parts)
-        for sequence in chosen.batch.failed:
+        for sequence in chosen.batch.failed_sequences:
             if (failed_request := self._requests.get(sequence.index)) is not None and sequence.error is not None:
                 self._end_request(failed_request, copy(sequence.error).with_traceback(None))
 
@@ -283,7 +283,7 @@ class Service:
         sequences = request.sequences
         total = request.prepared.plan.layout.num_codes * len(sequences)
         remaining = sum(sequence.remaining for sequence in sequences)
-        stats = None if remaining else request.summarise(self._batches.clocks)
+        stats = None if remaining else request.summarize_decode(self._batches.clocks)
         parts = [part._replace(sequence=part.sequence - sequences[0].index) for part in parts]
         decode_image = partial(self.pipeline.decode_image, request.prepared.images, settings)
         step = request.stream_state.add(Step(parts, total - remaining, total, stats), settings, decode_image)
@@ -297,7 +297,7 @@ class Service:
         """Remove a request, and call its listener with the last step or error; None: the request was cancelled."""
         if not request.ended:
             self._remove(request, last)
-            self._batches.leave(request.sequences)
+            self._batches.remove(request.sequences)
 
     def _remove(self, request: ServiceRequest, last: StreamStep | BaseException | None) -> None:
         request.ended = True

@@ -1,9 +1,9 @@
 """Write the checkpoints in `tests/data` that are not stored, because PyTorch's random numbers can be computed again.
 
-`drawn-weights` has each file with these numbers taken out, and `recipe.json` says where they belong. A stream has seeds,
-and draws `[count, mean, factor, fan]`: mean + factor * normal / sqrt(fan). A file has places `[byte, first, count]`: where
-numbers of its stream stand. Every processor computes the bits that PyTorch 2.13 gave on x86 with AVX2 (`avx_mathfun.h`), an
-operation at a time; SHA-256 is that of the file which the published programs read.
+`drawn-weights` has each file with these numbers taken out, and `recipe.json` says where they belong. A stream has seeds
+and draws. A draw `[count, mean, factor, fan]` stands for mean + factor * normal / sqrt(fan). A file has places
+`[byte, first, count]`, where numbers of its stream stand. Every processor computes the bits that PyTorch 2.13 gave on
+x86 with AVX2 (`avx_mathfun.h`), an operation at a time; SHA-256 is that of the file which the published programs read.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from ...bundle.order import OrderSpec
 from ...errors import CheckpointError, RequestError
 from ...inputs import format_value
 from ...methods import Eagle, Groups, Lantern, LanternPlusPlus, Sampling
-from ..checkpoints.deferred import parts_of
+from ..checkpoints.deferred import concatenated_parts
 from ..checkpoints.files import TOKENIZER
 from ..graph.conditions import Condition
 from ..graph.graphs import Graph, named_cases, target_graph
@@ -76,7 +76,7 @@ def image_model(
             raise CheckpointError(field="vq", found=f"{vq.config.codes} codes", expected=expected)
     assert codebook is not None
     rows, columns = default_grid or (config.grid, config.grid)
-    graphs = [target_graph(decoder, parts_of(code_embeddings)[0])]
+    graphs = [target_graph(decoder, concatenated_parts(code_embeddings)[0])]
     drafter_spec = None
     if drafter is not None:
         sources = [*sources, *drafter.sources]

@@ -17,7 +17,7 @@ _PATCH_PIXELS = 32  # pixels along each side of a patch
 _MAX_ASPECT = 4  # maximum aspect ratio of an image
 
 
-def prompt_layout(start: int, end: int) -> TokenLayout:
+def lumina_prompt_layout(start: int, end: int) -> TokenLayout:
     """Return the layout of prompts up to the tokens of an image size. The parameters are token ids."""
     return TokenLayout(template=TEMPLATE, before=(start,), after=(end,), uncond=())
 
@@ -52,7 +52,7 @@ def side_tokens(patches: Sequence[tuple[int, int]]) -> list[str]:
     return [_side_token(side) for side in range(1, 1 + max(max(pair) for pair in patches))]
 
 
-def image_size(rows: int, columns: int, token_ids: Mapping[str, int], patch: int) -> Size:
+def lumina_image_size(rows: int, columns: int, token_ids: Mapping[str, int], patch: int) -> Size:
     """Return an image size with its prompt tokens, which are the end of both prefix rows.
 
     Args:

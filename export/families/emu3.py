@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from ...bundle.conditions import TokenLayout
 from ...errors import CheckpointError
 from ...methods import Sampling
-from ..checkpoints.deferred import joined
+from ..checkpoints.deferred import defer_concatenation
 from ..checkpoints.files import read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..family import Family
@@ -33,10 +33,10 @@ from .common_emu3 import (
     ROW_END,
     START,
     VISION,
+    emu3_image_size,
     encode,
     find_tokenizer,
     has_wide_heads,
-    image_size,
     token_ids,
     visual_tokens,
 )
@@ -107,12 +107,12 @@ def read_emu3(
     layout = prompt_layout(library)
     return image_model(
         decoder=decoder,
-        code_embeddings=joined([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
+        code_embeddings=defer_concatenation([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
         condition=token_condition(embeddings, decoder.config.prefix, layout, tokenizer, content=content),
         vq=image_tokenizer,
         sampling=_SAMPLING,
         sources=[*target.sources, *vq_checkpoint.sources],
-        sizes=[image_size(library, rows, columns, scale) for rows, columns in sizes],
+        sizes=[emu3_image_size(library, rows, columns, scale) for rows, columns in sizes],
         row_end=len(codes),
     )
 

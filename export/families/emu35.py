@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from torch import nn
+
 from ...bundle.conditions import TokenLayout
 from ...methods import Sampling
-from ..checkpoints.deferred import joined
+from ..checkpoints.deferred import defer_concatenation
 from ..checkpoints.files import read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..family import Family
@@ -28,10 +30,10 @@ from .common_emu3 import (
     ROW_END,
     START,
     VISION,
+    emu3_image_size,
     encode,
     find_tokenizer,
     has_wide_heads,
-    image_size,
     token_ids,
     visual_tokens,
 )
@@ -43,6 +45,8 @@ _SAMPLING = Sampling(cfg_scale=5.0, top_k=5120)
 SIZES = ((55, 73), (41, 97), (47, 85), (52, 78), (64, 64), (73, 55), (85, 47), (78, 52))
 
 _ANSWER = "<|extra_100|>"
+# The published program cuts pixels to integers, and `output.images` rounds them: half a level less is the same.
+_HALF_LEVEL = 1 / 255
 _CHECKPOINT = "model.ckpt"  # weights of an image tokenizer without safetensors
 
 
@@ -63,6 +67,8 @@ def read_emu35(target: Checkpoint, vq: Path) -> Model:
     has_safetensors = (vq / "model.safetensors").is_file() or not file.is_file()
     vq_checkpoint = Checkpoint(vq if has_safetensors else file, "vq", target.progress)
     image_tokenizer = load_vqgan(vq_checkpoint, largest_product=True)
+    last = image_tokenizer.decoder.conv_out
+    last.bias = nn.Parameter(last.bias - _HALF_LEVEL, requires_grad=False)
     target.read()
     names = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
     rename_llama(target, "model.", names)
@@ -83,12 +89,12 @@ def read_emu35(target: Checkpoint, vq: Path) -> Model:
     scale = image_tokenizer.config.pixels_per_cell
     return image_model(
         decoder=decoder,
-        code_embeddings=joined([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
+        code_embeddings=defer_concatenation([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
         condition=token_condition(embeddings, decoder.config.prefix, layout, tokenizer, content=content),
         vq=image_tokenizer,
         sampling=_SAMPLING,
         sources=[*target.sources, *vq_checkpoint.sources],
-        sizes=[image_size(library, rows, columns, scale) for rows, columns in SIZES],
+        sizes=[emu3_image_size(library, rows, columns, scale) for rows, columns in SIZES],
         default_grid=SIZES[0],
         row_end=len(codes),
     )

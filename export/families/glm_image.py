@@ -28,7 +28,7 @@ from ...bundle.conditions import TokenLayout
 from ...bundle.manifest import Size, SourceSpec
 from ...inputs import format_value
 from ...methods import Sampling
-from ..checkpoints.deferred import computed, deferred
+from ..checkpoints.deferred import compute_tensor, defer_tensor
 from ..checkpoints.files import Config, file_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..family import Family
@@ -83,7 +83,7 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> Model:
     if (rows := checkpoint.shape("head.weight")[0]) < codes:
         raise checkpoint.error("head.weight", found=f"{rows} rows", expected=f"more than {codes}, the codes")
     tokenizer = read_tokenizer(path, checkpoint.shape("embed.weight")[0])
-    image_start = _token(config, "image_start_token_id", tokenizer)
+    image_start = _read_token_id(config, "image_start_token_id", tokenizer)
     square = grid or _GRID
     pairs = image_grids(square)
     # The weights tell whether there are biases.
@@ -115,7 +115,7 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> Model:
     )
     if encoder is None:
         return model
-    end = _token(config, "image_end_token_id", tokenizer)
+    end = _read_token_id(config, "image_end_token_id", tokenizer)
     source = SourceSpec(before=(image_start,), after=(end,), pixels_per_cell=encoder.patch)
     return replace(model, graphs=[*model.graphs, encoder.graph()], fields={**model.fields, "source": source})
 
@@ -155,7 +155,7 @@ def rotated_order(head_dim: int, rotated: int) -> Tensor:
     return torch.cat([pairs, others], 1).flatten()
 
 
-def _token(config: Config, field: str, tokenizer: Tokenizer) -> int:
+def _read_token_id(config: Config, field: str, tokenizer: Tokenizer) -> int:
     token = config.integer(field)
     if token is None or tokenizer.id_to_token(token) is None:
         raise config.error(field, expected="a token of the tokenizer")
@@ -217,11 +217,11 @@ def _reorder(checkpoint: Checkpoint, config: DecoderConfig, rotated: int) -> Non
     order = numbers.flatten()
     for name, weight in checkpoint.weights.items():
         if ".attention.qkv." in name:
-            checkpoint.weights[name] = _taken(weight, order)
+            checkpoint.weights[name] = _reorder_rows(weight, order)
 
 
-def _taken(weight: Tensor, order: Tensor) -> Tensor:
-    return deferred(lambda: computed(weight)[order], weight.shape, weight.dtype)
+def _reorder_rows(weight: Tensor, order: Tensor) -> Tensor:
+    return defer_tensor(lambda: compute_tensor(weight)[order], weight.shape, weight.dtype)
 
 
 def _prompt_layout(

@@ -17,7 +17,7 @@ from ..family import Family
 from ..model import Model
 from ..models.vq_checkpoints import read_vqgan
 from .common_chameleon import LUMINA, PROMPT_TOKENS, Chameleon, chameleon_config, read_vocabulary
-from .common_lumina import ROW_END, image_size, longest_image, patch_sizes, prompt_layout, side_tokens
+from .common_lumina import ROW_END, longest_image, lumina_image_size, lumina_prompt_layout, patch_sizes, side_tokens
 
 _PATCH = 2  # codes along each side of a patch
 _SAMPLING = Sampling(cfg_scale=3.0, top_k=2000)  # settings of Lumina-mGPT's published program and of LANTERN
@@ -57,7 +57,7 @@ def read_lumina(
         config,
         codes,
         names,
-        prompt_layout(start, end),
+        lumina_prompt_layout(start, end),
         grid,
         longest_image(patches, _PATCH),
         limits_positions=False,  # the published program computes rotations for all positions
@@ -67,7 +67,7 @@ def read_lumina(
         drafter,
         extra_tokens,
         sampling=_SAMPLING,
-        sizes=[image_size(rows, columns, names, _PATCH) for rows, columns in patches],
+        sizes=[lumina_image_size(rows, columns, names, _PATCH) for rows, columns in patches],
         row_end=names[ROW_END] - codes.start,
     )
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...engines.graph_writer import DecoderWriter
-from ..checkpoints.deferred import computed, deferred
+from ..checkpoints.deferred import compute_tensor, defer_tensor
 from ..models.decoder import HEAD_EPSILON, LayerStack
 from .onnx_ops import MAX_INT8_ACTIVATION, Ops
 
@@ -94,7 +94,7 @@ class PastFirstWriter(DecoderWriter):
             return weight
         factors = torch.tensor([self.scale] * config.num_heads + [1.0] * 2 * config.num_kv_heads)
         rows = factors.repeat_interleave(config.head_dim).view(-1, *[1] * (weight.ndim - 1))
-        return deferred(lambda: computed(weight).float() * rows, weight.shape, torch.float32)
+        return defer_tensor(lambda: compute_tensor(weight).float() * rows, weight.shape, torch.float32)
 
     def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
         x = x if added is None else self.graph.op("Add", x, added)
@@ -240,12 +240,12 @@ class PastFirstWriter(DecoderWriter):
         bias = self.weights.get(f"{at}.attention.qkv.bias", torch.zeros(1))
 
         def compute_steps() -> Tensor:
-            rows = computed(projection)[-math.prod(shape) :].float()
-            largest = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * computed(norm), dim=1)
-            largest += computed(bias)[-len(rows) :].float().abs()
+            rows = compute_tensor(projection)[-math.prod(shape) :].float()
+            largest = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * compute_tensor(norm), dim=1)
+            largest += compute_tensor(bias)[-len(rows) :].float().abs()
             return torch.exp2(torch.ceil(torch.log2(largest.clamp(1e-30) / max_steps))).view(shape)
 
-        step = ops.weight(f"{at}.value_units", deferred(compute_steps, shape, torch.float32))
+        step = ops.weight(f"{at}.value_units", defer_tensor(compute_steps, shape, torch.float32))
         limits = (ops.number("least_value", -float(max_steps)), ops.number("most_value", float(max_steps)))
         return ops.op("Mul", ops.op("Clip", ops.op("Round", ops.op("Div", value, step)), *limits), step, name=name)
 
@@ -271,7 +271,7 @@ def write_rms_norm(ops: Ops, x: str, name: str, weight: Tensor, eps: float, outp
     scaled = ops.op("Mul", normed, scale, name=None if cast else output)
     scaled = ops.cast(scaled, "float16" if ops.half else "float32", output) if cast else scaled
     if ops.int8_matmul:  # no normed number exceeds the root of the width, before its weight
-        ops.steps[scaled] = computed(weight).float().abs().max() * len(weight) ** 0.5 / MAX_INT8_ACTIVATION
+        ops.steps[scaled] = compute_tensor(weight).float().abs().max() * len(weight) ** 0.5 / MAX_INT8_ACTIVATION
     return scaled
 
 

@@ -22,7 +22,7 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from ...engines.graph_writer import TYPES
-from ..checkpoints.deferred import computed
+from ..checkpoints.deferred import compute_tensor
 from .onnx_ops import BLOCK_OPSET
 from .precision import MAX_INTEGER, Compute, Rule, Storage, block_size, iter_chunks, quantise, resolve_storage
 
@@ -131,7 +131,7 @@ class GraphFile:
         weight = self.weights[name]
         kind = self.storages.get(name)
         if kind is None:
-            yield np.ascontiguousarray(computed(weight).numpy()).tobytes()
+            yield np.ascontiguousarray(compute_tensor(weight).numpy()).tobytes()
         elif kind in ("float32", "float16", "bfloat16"):
             for chunk in iter_chunks(weight):
                 yield _as_bytes(chunk, kind)

@@ -24,7 +24,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from ...runtime.tree import DraftTree
-from ..checkpoints.deferred import permuted
+from ..checkpoints.deferred import defer_permutation
 from ..models.decoder import Decoder, DecoderConfig, LayerStack
 from .decoder_graph import PastFirstWriter
 from .graph_file import GraphFile
@@ -300,7 +300,7 @@ def _fold_transposes(model: onnx.ModelProto, weights: dict[str, Tensor]) -> None
         elif source in weights and node.op_type == "Transpose" and uses[source] == 1:
             (axes,) = (tuple(attribute.ints) for attribute in node.attribute)
             names[node.output[0]] = source
-            weights[source] = permuted(weights[source], axes)
+            weights[source] = defer_permutation(weights[source], axes)
         else:
             remaining.append(node)
     for node in remaining:

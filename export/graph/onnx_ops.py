@@ -13,7 +13,7 @@ from onnx import helper
 from torch import Tensor
 
 from ...engines.graph_writer import TYPES, GraphWriter
-from ..checkpoints.deferred import transposed
+from ..checkpoints.deferred import defer_transpose
 
 OPSET = 20
 IR_VERSION = 10
@@ -100,7 +100,7 @@ class Ops(GraphWriter):
             output: name of the result, None for any.
         """
         self.matrices.add(name)
-        stored = self.weight(name, transposed(weight.detach()))
+        stored = self.weight(name, defer_transpose(weight.detach()))
         if self.int8_matmul:
             return self._write_int8_matmul(x, stored, name.endswith(TWO_INTEGERS), output)
         return self.op("MatMul", x, stored, name=output)

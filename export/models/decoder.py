@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...bundle.decoder import Architecture, PrefixRotation, RopeStyle, Rotary
-from .output_heads import DeepHead, Head, TwoHeads
+from .output_heads import Head, TwoHeads, TwoLayerHead
 
 HEAD_EPSILON = 1e-5  # epsilon of Chameleon's norms of heads, which no configuration contains
 
@@ -379,7 +379,7 @@ class Decoder(LayerStack):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps) if config.final_norm else nn.Identity()
         self.head: Head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.head_hidden:
-            self.head = DeepHead(config.hidden_size, config.head_hidden, config.vocab_size)
+            self.head = TwoLayerHead(config.hidden_size, config.head_hidden, config.vocab_size)
         if config.two_heads:
             self.head = TwoHeads(config.hidden_size, config.vocab_size)
             self.below_norm = RMSNorm(config.hidden_size, config.norm_eps)

@@ -23,7 +23,7 @@ from ..checkpoints.folders import Checkpoint
 from ..graph.decoder_graph import PastFirstWriter
 from ..graph.graphs import Arrays, Graph, decoder_graph
 from ..graph.onnx_ops import Ops, Value
-from ..progress import silent
+from ..progress import ignore_progress
 from .decoder import Decoder, DecoderConfig, LayerStack
 from .llama import layer_sizes, rename_llama, rope_base
 
@@ -84,7 +84,7 @@ def read_drafter(
     target: Decoder,
     num_tokens: int | None = None,
     allowed_values: Mapping[str, tuple[Any, ...]] | None = None,
-    progress: Progress = silent,
+    progress: Progress = ignore_progress,
     **spec_fields: Any,
 ) -> LoadedDrafter:
     """Read a drafter, which uses the head and the grid of its target.

@@ -124,7 +124,7 @@ class Resize(nn.Module):
         return resized
 
 
-class _Level(nn.Module):
+class _ResolutionLevel(nn.Module):
     """Residual blocks of one resolution, with attention after each if `attention`, and an optional `Resize`.
 
     The attribute of the `Resize` has the name `resize`, `downsample` or `upsample`.
@@ -178,7 +178,7 @@ class ConvStack(nn.Module):
         self.conv_in = nn.Conv2d(inputs, stem, 3, padding=1)
         mid = nn.ModuleList([Residual(width, width, norm), _CellAttention(width, norm), Residual(width, width, norm)])
         levels = nn.ModuleList(
-            _Level(*channels, blocks, attention and i == coarsest, resize if i < last else None, norm)
+            _ResolutionLevel(*channels, blocks, attention and i == coarsest, resize if i < last else None, norm)
             for i, channels in enumerate(zip((stem, *widths), widths, strict=False))
         )
         self.order = ("conv_blocks", "mid") if down else ("mid", "conv_blocks")

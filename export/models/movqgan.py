@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...engines.contracts import Progress
 from ..checkpoints.files import file_error, raises_checkpoint_error
 from ..checkpoints.folders import Checkpoint
-from ..progress import silent
+from ..progress import ignore_progress
 from .llamagen_vq import ConvStack, LlamaGenVQ, Residual, VQConfig, group_norm
 from .vq_checkpoints import CODEBOOK, load_vq, rename_vqgan
 
@@ -134,7 +134,7 @@ class Emu3VQ(MoVQ):
 
 
 @raises_checkpoint_error
-def read_movqgan(path: Path, progress: Progress = silent) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
+def read_movqgan(path: Path, progress: Progress = ignore_progress) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
     """Read a MoVQGAN from its file.
 
     Args:

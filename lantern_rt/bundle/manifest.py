@@ -379,9 +379,8 @@ class Manifest(FrozenModel):
         parts = {"vq_decoder": decoder, "drafter": self.drafter, "row_end": self.row_end}
         unfit = next((name for name, part in parts.items() if part is not None), None)
         if sizes and unfit is not None:
-            raise ValueError(
-                f"size {sizes[0].name} has a first_grid or first_position, which `{unfit}` does not support"
-            )
+            problem = f"has a first_grid or first_position, which `{unfit}` does not support"
+            raise ValueError(f"size {sizes[0].name} {problem}")
         prefix = self.condition.prefix
         for size in sizes:
             start = prefix if size.first_position is None else size.first_position

@@ -11,7 +11,7 @@ from ..compare.bench import bench as run_bench
 from ..compare.bench import default_methods, fastest, summarize
 from ..compare.prompts import read_bundle_prompts
 from ..compare.turns import parse_methods
-from ..engines.host import processor
+from ..engines.host import describe_processor
 from ..errors import RequestError
 from ..inputs import check_int
 from ..output.tables import csv_table
@@ -109,7 +109,7 @@ def pipeline_facts(pipeline: Pipeline) -> dict[str, Any]:
         "lantern_rt": __version__,
         "bundle": pipeline.bundle.manifest.name,
         "bundle_digest": pipeline.bundle.digest,
-        "processor": processor(),
+        "processor": describe_processor(),
         "backend": pipeline.engines.backend,
         "image_decoder": pipeline.engines.image_backend,
         "threads": pipeline.engines.threads,

@@ -6,7 +6,7 @@ import typer
 
 from .. import __version__
 from ..bundle.files import embedded_names
-from ..engines.doctor import host_report
+from ..engines.doctor import make_host_report
 from ..output.tables import text_table
 from .console import print_json, print_text
 from .options import JsonOption
@@ -22,7 +22,7 @@ def doctor(json: JsonOption = False) -> None:
 
     The exit code is 2 if there are problems.
     """
-    report = host_report()
+    report = make_host_report()
     facts = {"lantern-rt": __version__, **report.facts, "bundles": ", ".join(embedded_names()) or "none embedded"}
     if json:
         print_json({"facts": facts, "problems": report.problems})

@@ -21,8 +21,8 @@ from ..compare.prompts import Prompts, read_bundle_prompts
 from ..compare.report import html_report, text_report
 from ..compare.statistics import Floats
 from ..compare.turns import parse_methods
-from ..engines.doctor import host_report
-from ..engines.host import usable_cores
+from ..engines.doctor import make_host_report
+from ..engines.host import count_usable_cores
 from ..errors import RequestError
 from ..methods import Quality
 from ..output.files import atomic_folder, check_new_folder
@@ -192,10 +192,10 @@ def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
 
 
 def _facts(pipeline: Pipeline) -> dict[str, str]:
-    host = host_report().facts
+    host = make_host_report().facts
     return {
         **{name: str(value) for name, value in pipeline_facts(pipeline).items()},
-        "host": f"{host['system']}, {usable_cores()} cores",
+        "host": f"{host['system']}, {count_usable_cores()} cores",
         "onnxruntime": host["onnxruntime"],
         "date": datetime.date.today().isoformat(),
     }

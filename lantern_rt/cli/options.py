@@ -193,10 +193,10 @@ class EngineOptions:
     def check(self) -> None:
         """Check the options without a bundle. Raises: EngineError: a name, number or folder is invalid."""
         from ..engines.engine_folder import open_engine_folder
-        from ..engines.host import thread_count
+        from ..engines.host import choose_thread_count
 
         Providers.parse(self.provider or ())
-        thread_count(self.threads)
+        choose_thread_count(self.threads)
         if self.engines is not None:
             open_engine_folder(self.engines)
 
@@ -217,7 +217,7 @@ class EngineOptions:
             RequestError: there is too little memory. Only memory for ONNX Runtime on the CPU is estimated.
         """
         from ..engines.engine_folder import open_engine_folder
-        from ..engines.host import usable_cores
+        from ..engines.host import count_usable_cores
         from ..memory import check_memory, largest_settings
         from ..pipeline import Pipeline
         from .console import print_stderr, show_progress
@@ -228,7 +228,7 @@ class EngineOptions:
         with show_progress(lines=False) as progress:
             progress("loading graphs")
             pipeline = Pipeline.from_bundle(bundle, threads=self.threads, engines=engines, provider=self.provider)
-        if self.threads is not None and self.threads > (cores := usable_cores()):
+        if self.threads is not None and self.threads > (cores := count_usable_cores()):
             print_stderr(f"note: --threads {self.threads} on {cores} core{'s' * (cores > 1)}; one per core is faster")
         return pipeline
 

@@ -102,7 +102,7 @@ class Trace:
         self._since = now
         for part in step.parts:
             path: list[int] = [] if part.acceptance is None else part.acceptance.path
-            target_p = () if part.acceptance is None else part.acceptance.target_p
+            target_p = () if part.acceptance is None else part.acceptance.target_probabilities
             self.parts.append(
                 TraceStep(
                     self.steps,
@@ -111,7 +111,7 @@ class Trace:
                     _EMPTY if part.tree is None else part.tree.tokens,
                     _EMPTY if part.tree is None else part.tree.parents,
                     np.array(path, np.int64),
-                    [part.acceptance is not None and node in part.acceptance.relaxed for node in path],
+                    [part.acceptance is not None and node in part.acceptance.relaxed_nodes for node in path],
                     [float("nan")] * (len(path) - len(target_p)) + [*target_p],
                     [float("nan") if part.tree is None else _sampling_probability(part.tree, node) for node in path],
                     seconds,

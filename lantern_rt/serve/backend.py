@@ -219,7 +219,7 @@ def token_kinds(part: SequenceStep) -> str:
     acceptance = part.acceptance
     if tree is None or acceptance is None:
         return "n" * len(part.codes)
-    letters = ["r" if node in acceptance.relaxed else "d" for node in acceptance.path[1:]]
-    if acceptance.bonus is not None:
+    letters = ["r" if node in acceptance.relaxed_nodes else "d" for node in acceptance.path[1:]]
+    if acceptance.bonus_token is not None:
         letters.append("x" if tree.structure.children[acceptance.path[-1]] else "n")
     return "".join(letters).ljust(len(part.codes), "n")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lantern_rt.bundle.conditions import ConditionSpec
 from lantern_rt.bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec
-from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.graph.graphs import Graph, named_cases, target_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.graph.precision import read_precisions
@@ -185,7 +185,7 @@ def write_scenes_bundle(
 def _read_drafter(folder: Path, decoder: Decoder, rounded: bool) -> LoadedDrafter:
     """The drafter in a folder, rounded as the rest."""
     found = read_drafter(folder, decoder)
-    weights = {name: computed(weight) for name, weight in found.drafter.state_dict().items()}
+    weights = {name: compute_tensor(weight) for name, weight in found.drafter.state_dict().items()}
     found.drafter.load_state_dict(weights, assign=True)
     if rounded:
         _round(found.drafter)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import stand_in_hub
 import torch
-from goldens import DATA, manifest
+from goldens import DATA, read_manifest
 from safetensors.torch import save
 from stand_in_hub import COMMIT, HEADERS, OLD, PUBLIC, REPOSITORIES, Hub, environment, run, serve_hub
 from tiny_bundle import make_tiny_bundle
@@ -24,7 +24,7 @@ from tiny_bundle import make_tiny_bundle
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.hub import parse_reference
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.hub import cached_origin, fetch
+from lantern_rt.export.checkpoints.hub import fetch, find_hub_origin
 
 pytest.importorskip("huggingface_hub")
 INDEX = {"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}
@@ -51,12 +51,12 @@ OWNED: dict[str, dict[str, bytes]] = {
 FETCH = """
 import json, sys
 from lantern_rt.errors import LanternError
-from lantern_rt.export.checkpoints.hub import cached_origin, fetch
+from lantern_rt.export.checkpoints.hub import find_hub_origin, fetch
 for place in sys.argv[1:]:
     try:
         path = fetch(place)
         files = sorted(path.iterdir() if path.is_dir() else [path])
-        print(json.dumps([str(path), [cached_origin(file) for file in files]]))
+        print(json.dumps([str(path), [find_hub_origin(file) for file in files]]))
     except LanternError as error:
         print(json.dumps([error.field, str(error)]))
 """
@@ -139,7 +139,7 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
     arguments += ["--lora", "hf:owner/style:0.5"]
     done = run(endpoint, tmp_path / "home", "-m", "lantern_rt", "export", *arguments)
     assert done.returncode == 0, done.stderr
-    assert [(source.role, source.name, source.origin) for source in manifest(output).provenance.sources] == [
+    assert [(source.role, source.name, source.origin) for source in read_manifest(output).provenance.sources] == [
         ("target_config", "config.json", f"hf:owner/target/config.json@{COMMIT}"),
         ("target", "model.safetensors", f"hf:owner/target/model.safetensors@{COMMIT}"),
         ("lora:0.5", "adapter_model.safetensors", f"hf:owner/style/adapter_model.safetensors@{COMMIT}"),
@@ -272,7 +272,7 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(revision: str) -> None:
 
 def test_a_plain_path_is_left_alone(tmp_path: Path) -> None:
     assert fetch(tmp_path / "x.pt") == tmp_path / "x.pt"
-    assert cached_origin(fetch("models/x.pt")) is None
+    assert find_hub_origin(fetch("models/x.pt")) is None
 
 
 # ---------------------------------------------------------------- bundles

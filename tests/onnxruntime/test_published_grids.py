@@ -134,7 +134,7 @@ def test_greedy_generations_of_every_grid_have_the_published_ids_and_images(
     result = pipe(**run.options, method=method)
     assert result.codes[0].reshape(shape).tolist() == run.codes
     row_end = pipe.bundle.manifest.row_end
-    expected_tokens = raster_layout(result.codes[0].size, shape[1], row_end).insert_tokens(result.codes[0])
+    expected_tokens = raster_layout(result.codes[0].size, shape[1], row_end).insert_row_ends(result.codes[0])
     written = expected_tokens + run.first_code
     if run.row_end is not None:
         written[expected_tokens == row_end] = run.row_end
@@ -225,7 +225,7 @@ def test_near_ties_of_images_of_several_sizes_do_not_depend_on_the_batch(
     pipes: Pipelines, family: str, sizes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Make near-ties in most steps: each of them computes the sequence again, row ends included."""
-    monkeypatch.setattr("lantern_rt.runtime.batch.tie_margin", lambda model, sampling: 3.0)
+    monkeypatch.setattr("lantern_rt.runtime.batch.compute_tie_margin", lambda model, sampling: 3.0)
     pipe = pipes(family)
     news_queue = queue.Queue[tuple[int, StreamStep | BaseException]]()
     options: dict[str, Any] = {"prompts": "a red fox", "seed": 3}

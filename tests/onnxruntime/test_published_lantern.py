@@ -25,7 +25,7 @@ from lantern_rt.runtime.drafters import count_nodes
 from lantern_rt.runtime.drafting import Commit
 from lantern_rt.runtime.eagle import EagleDrafter
 from lantern_rt.runtime.raster import RasterLayout
-from lantern_rt.runtime.state import DrafterLayout, ImageSequence, Model, Plan, PrefixRow, Prompt
+from lantern_rt.runtime.state import DecodePlan, DrafterLayout, ImageSequence, LoadedModel, PrefixRow, Prompt
 from lantern_rt.runtime.statistics import Clock
 from lantern_rt.runtime.tree import DraftTree
 
@@ -96,13 +96,13 @@ class RecordedRun:
         assert drafter is not None
         sampling = Sampling(**{"cfg_scale": family.cfg_scale, "temperature": 0.0, **SETTINGS.get(run, {})})
         positions = loaded_bundle.manifest.target.max_positions
-        model = Model(UNUSED, drafter, positions, family.layout)
+        model = LoadedModel(UNUSED, drafter, positions, family.layout)
         prefixes = [ids[0, : family.prefix], ids[1, family.padding : family.prefix]]
         rows = [
             PrefixRow(np.zeros((len(prefix), 1), np.float32), np.ones(len(prefix), bool), prefix) for prefix in prefixes
         ]
         method = Lantern(tree=TREES[run])
-        plan = Plan(RasterLayout(100), sampling, method, count_nodes(method))
+        plan = DecodePlan(RasterLayout(100), sampling, method, count_nodes(method))
         self.sequence = ImageSequence(0, plan, Prompt(*rows), seed=0)
         self.eagle_drafter = EagleDrafter(model, Lantern(tree=TREES[run]), Clock())
         self.family = family
@@ -172,7 +172,7 @@ def test_the_drafter_keeps_the_published_cache_between_calls(recorded_run: Recor
 # ---------------------------------------------------------------- whole generations
 
 Trace = dict[str, Any]
-Loaded = tuple[Model, RasterLayout, list[Prompt]]
+Loaded = tuple[LoadedModel, RasterLayout, list[Prompt]]
 STATIC_NAMES = {"naive_extend_57": "naive-57", "mc_sim_7b_63": "mc-25"}
 BUNDLES = {  # folder of recordings: file of the traces, and fixture of the bundle
     "lantern-e2e-llamagen": ("steps.json", "t2i_drafter_bundle"),
@@ -195,7 +195,7 @@ def load_llamagen(bundle: Path, folder: str) -> Loaded:
     layout = DrafterLayout(position_shift=-1, masks_prefix=False)
     image = RasterLayout(manifest.codes_per_image + EXTRA_CODES)
     neighbors = np.load(DATA / "lantern-accept" / "top_127_indices.npy")
-    model = Model(engines.target, engines.drafter, manifest.target.max_positions, layout, neighbors)
+    model = LoadedModel(engines.target, engines.drafter, manifest.target.max_positions, layout, neighbors)
     cond, uncond = engines.condition({"caption_embeds": arrays["caption_emb"], "caption_mask": arrays["emb_mask"]})
     is_real = arrays["emb_mask"] > 0
     return (
@@ -213,7 +213,7 @@ def load_anole(bundle: Path, folder: str) -> Loaded:
     positions = open_bundle(bundle).manifest.target.max_positions
     neighbors = np.load(DATA / "chameleon-vqgan" / "top_127_indices.npy")
     layout = DrafterLayout(code_offset=FIRST_CODE)
-    model = Model(engines.target, engines.drafter, positions, layout, neighbors)
+    model = LoadedModel(engines.target, engines.drafter, positions, layout, neighbors)
     prompts = []
     for trace in TRACES[folder][:3]:
         cond = np.array([0, *trace["prompt_text_ids"], 140, 133])
@@ -267,7 +267,7 @@ def test_greedy_generations_follow_the_published_trace_in_every_token_and_step(
     ids: list[list[int]] = [[] for _ in prompts]
     lengths: list[list[int]] = [[] for _ in prompts]
     method = published_method(traces[0])
-    for step in decode(model, Plan(image, sampling, method, count_nodes(method)), prompts, range(len(prompts))):
+    for step in decode(model, DecodePlan(image, sampling, method, count_nodes(method)), prompts, range(len(prompts))):
         for part in step.parts:
             if len(ids[part.sequence]) >= max_length:
                 continue

@@ -32,14 +32,14 @@ def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> N
     heads = DraftHeads(**{name: table.astype(np.float32) for name, table in module.tables().items()})
     late, left = samples.unaccepted_states.numpy(), samples.left_tokens.numpy()
     uncorrected = target.layer.logits(samples.unaccepted_inputs).numpy()
-    changes = zip(heads.gates(late), samples.unaccepted_tokens.tolist(), left[:, None], strict=True)
-    corrections = np.concatenate([heads.correction(*change) for change in changes])
+    changes = zip(heads.compute_gates(late), samples.unaccepted_tokens.tolist(), left[:, None], strict=True)
+    corrections = np.concatenate([heads.compute_correction(*change) for change in changes])
     with torch.no_grad():
         close = {"rtol": 5e-3, "atol": 2e-2}
         np.testing.assert_allclose(uncorrected + corrections, module.correct_logits(samples), **close)
         guessed = module.predict_logits(samples)
     for i, states in enumerate(np.stack([states.numpy() for states in samples.context], 1)):
-        logits = heads.predict(left[[i]], 0, heads.context(states))[0]
+        logits = heads.predict_logits(left[[i]], 0, heads.compute_context(states))[0]
         np.testing.assert_allclose(logits, guessed[i], **close)
 
 

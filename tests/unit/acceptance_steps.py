@@ -32,7 +32,7 @@ def enumerate_outcomes(tree: DraftTree, target: Any, rule: Relaxation) -> Iterat
         script.armed = True
         stream: Any = script
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(acceptance, "sample", lambda distribution, stream: 0)
+            patch.setattr(acceptance, "sample_code", lambda distribution, stream: 0)
             streams = dict.fromkeys(range(tree.nodes), stream)
             accepted = walk_relaxed(tree, target, lambda node: 0, rule, streams.__getitem__, MANY)
         total += script.weight
@@ -72,7 +72,7 @@ def step_output(
             if len(accepted.path) > 1:
                 output[tree.tokens[accepted.path[1]]] += draft_probability * outcome_probability
             else:
-                output += draft_probability * outcome_probability * accepted.remainder
+                output += draft_probability * outcome_probability * accepted.bonus_distribution
     return output, realised
 
 

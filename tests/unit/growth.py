@@ -107,7 +107,7 @@ def service(bundle: str) -> Iterator[int]:
             assert not isinstance(step, BaseException), step
             handle, key, steps_before_cancel = requests.pop(request_number)
             if step.stats is not None:
-                assert all(map(np.array_equal, step.codes, expected_codes[key])), key
+                assert all(np.array_equal(*pair) for pair in zip(step.codes, expected_codes[key], strict=True)), key
             elif steps_before_cancel == 0:
                 handle.cancel()
             else:

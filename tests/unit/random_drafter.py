@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 
 def save_random_drafter(folder: Path) -> None:
-    """Save a random drafter for the small Lumina-mGPT in LANTERN's layout, with query and key norms as in the target."""
+    """Save a random drafter for the small Lumina-mGPT in LANTERN's layout, with query and key norms."""
     wide = (112, 64)
     tall = (64, 112)
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (518, 64), "fc.weight": (64, 128), "fc.bias": (64,)}

@@ -89,7 +89,7 @@ def test_exact_acceptance_along_a_whole_tree_has_the_joint_distribution(data: st
     for weight, accepted in enumerate_outcomes(
         tree, lambda n: next_distribution(tuple(tree.tokens[tree.path_to(n)[1:]].tolist())), EXACT
     ):
-        output += weight * joint(accepted.remainder, tuple(tree.tokens[accepted.path[1:]].tolist()))
+        output += weight * joint(accepted.bonus_distribution, tuple(tree.tokens[accepted.path[1:]].tolist()))
     np.testing.assert_allclose(output, joint(p[()], ()), atol=TOLERANCE)
 
 
@@ -101,7 +101,7 @@ def test_a_fixed_candidate_moves_the_output_by_the_probability_of_its_neighbours
     p: Probabilities, x: int, rule: Relaxation
 ) -> None:
     output, realised = step_output(p, [(1.0, (x,))], None, rule)
-    borrowed = float(p[rule.aggregation_set(p, x)].sum())
+    borrowed = float(p[rule.find_aggregation_set(p, x)].sum())
     bound = rule.delta if rule.delta is not None else (rule.lambda_ - 1) * p[x]  # type: ignore[operator]
     assert tvd(output, p) == pytest.approx(borrowed, abs=TOLERANCE)
     assert realised == pytest.approx(borrowed, abs=TOLERANCE)
@@ -115,7 +115,7 @@ def test_a_sampled_candidate_moves_the_output_by_the_expected_gain_in_acceptance
     output, realised = step_output(p, list(enumerate_draws(q, 1)), q, rule)
     gain = 0.0
     for x in np.flatnonzero(q):
-        borrowed = p[rule.aggregation_set(p, x)].sum()
+        borrowed = p[rule.find_aggregation_set(p, x)].sum()
         gain += q[x] * (min(1, (p[x] + borrowed) / q[x]) - min(1, p[x] / q[x]))
     assert tvd(output, p) == pytest.approx(gain, abs=TOLERANCE)
     assert realised == pytest.approx(gain, abs=TOLERANCE)
@@ -143,7 +143,7 @@ def test_a_candidate_with_zero_draft_probability_is_rejected_but_uses_a_random_n
     stream: Any = SimpleNamespace(random=lambda: next(uniforms))
     tree = DraftTree(np.array([0, 1, 2]), np.array([-1, 0, 0]), lambda node: q)
     accepted = walk_relaxed(tree, lambda node: p, lambda node: 0, EXACT, lambda node: stream, MANY)
-    assert (accepted.path, accepted.bonus, [*uniforms]) == ([0, 2], 0, [])
+    assert (accepted.path, accepted.bonus_token, [*uniforms]) == ([0, 2], 0, [])
 
 
 @pytest.mark.parametrize(("remaining", "bonus"), [(1, None), (2, None), (3, None), (4, 0)])
@@ -159,7 +159,7 @@ def test_drafts_past_the_end_of_the_image_are_neither_accepted_nor_counted(remai
     assert by_rejection.realised_tvd == pytest.approx(0.3 * (len(path) - 1))
     assert greedy.realised_tvd == len(path) - 1
     for accepted in (by_rejection, greedy):
-        assert (accepted.path, accepted.bonus, accepted.relaxed) == (path, bonus, path[1:])
+        assert (accepted.path, accepted.bonus_token, accepted.relaxed_nodes) == (path, bonus, path[1:])
     assert walk_exact(chain, lambda node: 1 if node < 3 else 0, remaining) == Acceptance(path, bonus)
 
 
@@ -174,7 +174,7 @@ def test_greedy_acceptance_follows_the_arg_max_and_adds_the_next_arg_max_as_bonu
     tree = make_tree([0, 1, 2, 0, 1], [-1, 0, 0, 2, 2])
     distributions_by_node = {0: [0.1, 0.2, 0.7], 2: [0.3, 0.6, 0.1], 4: [0.5, 0.3, 0.2]}
     accepted = walk_greedy(tree, lambda node: np.array(distributions_by_node[node]), EXACT, MANY)
-    assert (accepted.path, accepted.bonus, accepted.realised_tvd) == ([0, 2, 4], 0, 0.0)
+    assert (accepted.path, accepted.bonus_token, accepted.realised_tvd) == ([0, 2, 4], 0, 0.0)
 
 
 def test_greedy_acceptance_accepts_a_token_whose_neighbourhood_is_more_probable_than_the_arg_max() -> None:
@@ -185,7 +185,7 @@ def test_greedy_acceptance_accepts_a_token_whose_neighbourhood_is_more_probable_
     narrower = walk_greedy(tree, lambda node: p, Relaxation(neighbors, 2, delta=0.29), MANY)
     assert (wider.path, wider.realised_tvd) == ([0, 1], 1.0)
     assert narrower.path == [0]
-    assert narrower.bonus == wider.bonus == 0, "the bonus is never relaxed"
+    assert narrower.bonus_token == wider.bonus_token == 0, "the bonus token is never relaxed"
 
 
 def test_greedy_acceptance_prefers_the_longest_path_and_then_the_first_leaf() -> None:
@@ -207,7 +207,7 @@ def test_greedy_acceptance_prefers_the_longest_path_and_then_the_first_leaf() ->
 def test_exact_greedy_acceptance_always_commits_the_arg_max(p: Probabilities, codes: list[int], count: int) -> None:
     tree = make_tree([0, *codes[:count]], [-1] + [0] * count)
     accepted = walk_greedy(tree, lambda node: p, EXACT, MANY)
-    assert [*tree.tokens[accepted.path[1:]], accepted.bonus][0] == p.argmax()
+    assert [*tree.tokens[accepted.path[1:]], accepted.bonus_token][0] == p.argmax()
 
 
 # ---------------------------------------------------------------- bounds for a candidate, a token and a step
@@ -265,9 +265,9 @@ def joint(tree: DraftTree, p: dict[int, Probabilities], rule: Relaxation | None)
         realised += weight * accepted.realised_tvd
         codes = [int(tree.tokens[n]) for n in accepted.path[1:]]
         if not codes:
-            output += weight * accepted.remainder[:, None] * np.stack([p[c] for c in range(len(output))])
+            output += weight * accepted.bonus_distribution[:, None] * np.stack([p[c] for c in range(len(output))])
         elif len(codes) == 1:
-            output[codes[0]] += weight * accepted.remainder
+            output[codes[0]] += weight * accepted.bonus_distribution
         else:
             output[codes[0], codes[1]] += weight
     return output, realised

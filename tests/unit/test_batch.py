@@ -1,4 +1,4 @@
-"""Images that join and leave a batch between passes get the tokens that they get alone, whatever methods share the passes."""
+"""Images that join and leave a batch between passes get the tokens that they get alone, whatever shares the passes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from toy_engine import ToyCache, ToyDrafter, ToyModel, ToyTarget, codes_of, deco
 
 from lantern_rt.methods import Ar, Drafted, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.batch import Batch
-from lantern_rt.runtime.decode import UNLIMITED, select_joining
+from lantern_rt.runtime.decode import UNLIMITED, select_next_sequences
 from lantern_rt.runtime.drafting import SequenceStep
-from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.state import ImageSequence, Prompt
 
 VOCABULARY = 5
@@ -52,7 +52,7 @@ def make_padded_prompt(identity: int) -> Prompt:
 
 @dataclass(frozen=True)
 class Visit:
-    """A request that joins before step `arrives`, and is cancelled before step `leaves` unless it is complete by then."""
+    """A request that joins before step `arrives`, and is cancelled before step `leaves` unless it is complete."""
 
     identity: int
     sampling: Sampling
@@ -94,21 +94,21 @@ class Queue:
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.batch.active)
+        return bool(self.waiting or self.batch.active_sequences)
 
     @property
     def joining(self) -> list[ImageSequence]:
-        return select_joining(self.batch, self.waiting, self.images, self.rows)
+        return select_next_sequences(self.batch, self.waiting, self.images, self.rows)
 
     def step(self) -> list[SequenceStep]:
         if new := self.joining:
             self.waiting = self.waiting[len(new) :]
-            return self.batch.join(new)
+            return self.batch.add(new)
         return self.batch.step()
 
     def cancel(self, sequences: list[ImageSequence]) -> None:
         self.waiting = [sequence for sequence in self.waiting if sequence not in sequences]
-        self.batch.leave(sequences)
+        self.batch.remove(sequences)
 
 
 def submit(queue: Queue, number: int, visit: Visit) -> ImageSequence:
@@ -160,11 +160,11 @@ def test_images_wait_for_free_rows_in_the_order_of_arrival() -> None:
         for part in queue.step():
             if not sequences[part.sequence].remaining:
                 finished.append(part.sequence)
-        assert len(queue.batch.active) <= 2
+        assert len(queue.batch.active_sequences) <= 2
     assert finished == [0, 1, 2, 3, 4]
     unguided, _ = (submit(queue, i, Visit(i, SAMPLINGS[0], Ar(), 0, 0)) for i in range(2))
     queue.step()
-    assert len(queue.batch.active) == 2
+    assert len(queue.batch.active_sequences) == 2
     assert unguided.remaining == CODES - 1
 
 
@@ -189,7 +189,7 @@ def test_a_cancelled_image_leaves_at_once_and_nothing_of_it_remains() -> None:
     queue.step()
     queue.cancel([sequences[0]])
     queue.cancel([sequences[0]])
-    assert queue.batch.active == [sequences[1]]
+    assert queue.batch.active_sequences == [sequences[1]]
     assert isinstance(engine.target, ToyTarget)
     assert isinstance(engine.drafter, ToyDrafter)
     queue.step()
@@ -212,7 +212,7 @@ def test_a_full_batch_is_refilled_together_unless_too_many_places_are_idle() -> 
     queue.cancel(first_images[1:2])
     assert queue.joining, "half of the places would be idle for long"
     queue.step()
-    assert queue.batch.active == [*first_images[2:], *next_images[:2]]
+    assert queue.batch.active_sequences == [*first_images[2:], *next_images[:2]]
     queue.cancel([first_images[2], next_images[4]])
     assert queue.joining, "the two that wait do not fill the batch, so they join at once"
 
@@ -222,7 +222,7 @@ class PartlyDamaged(ToyTarget):
 
     damaged: Callable[[], slice] = staticmethod(lambda: slice(0))
 
-    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         output = super().run(batch, cache)
         output.logits[self.damaged()] = np.nan
         return output
@@ -233,7 +233,7 @@ class PartlyDamagedDrafter(ToyDrafter):
 
     damaged: Callable[[], slice] = staticmethod(lambda: slice(0))
 
-    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         output = super().run(batch, cache)
         output.logits[self.damaged()] = np.nan
         return output
@@ -259,16 +259,16 @@ def test_only_the_sequence_whose_logits_are_nan_fails(
 
     damaged[part == "drafter"].damaged = damaged_rows
     affects_method = part == "target" or isinstance(method, Drafted)
-    failed: list[ImageSequence] = []
+    failed_sequences: list[ImageSequence] = []
     while queue.busy:
         is_damaged_step = step == damaged_step and sequences[1].remaining > 0
         queue.step()
-        assert queue.batch.failed == ([sequences[1]] if is_damaged_step and affects_method else [])
-        failed += queue.batch.failed
+        assert queue.batch.failed_sequences == ([sequences[1]] if is_damaged_step and affects_method else [])
+        failed_sequences += queue.batch.failed_sequences
         step += 1
-    assert all("NaN" in str(sequence.error) for sequence in failed)
+    assert all("NaN" in str(sequence.error) for sequence in failed_sequences)
     for i, sequence in enumerate(sequences):
-        if sequence not in failed:
+        if sequence not in failed_sequences:
             assert sequence.codes == codes_alone(Visit(i, sampling, method, 0, 0), method)
     assert not batch_fields["_drafters"].all
     assert batch_fields["_cache"] is None

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lantern_rt.engines.columns import WORD, CacheColumns, padded_node_count
-from lantern_rt.runtime.engine import Bools, Pass
+from lantern_rt.engines.columns import MASK_WORD_BITS, CacheColumns, padded_node_count
+from lantern_rt.runtime.engine import Bools, PassInput
 
 MAX_NODES = 20  # of a pass
 
@@ -42,7 +42,7 @@ class CacheModel:
         mask = np.zeros((rows, nodes, past_length + nodes), bool)
         mask[:, :, : on_past.shape[2]] = on_past
         mask[:, :, past_length:] = among
-        feeds = cache.encode(Pass(np.tile(np.arange(nodes), (rows, 1)), mask), padded_node_count(nodes))
+        feeds = cache.encode_pass(PassInput(np.tile(np.arange(nodes), (rows, 1)), mask), padded_node_count(nodes))
         new = self.next_number + np.arange(rows * nodes).reshape(rows, nodes)
         self.next_number += rows * nodes
         assert (np.sort(cache.column_of) == np.arange(cache.columns)).all(), (
@@ -72,7 +72,7 @@ class CacheModel:
         return new
 
     def append(self, new: np.ndarray, accepted: list[list[int]]) -> None:
-        self.cache.accept(self.cache.written, [np.array(nodes, np.int64) for nodes in accepted])
+        self.cache.accept_nodes(self.cache.written_columns, [np.array(nodes, np.int64) for nodes in accepted])
         for row, nodes in enumerate(accepted):
             self.entries[row] += new[row, nodes].tolist()
         self.check_entries()
@@ -86,7 +86,7 @@ class CacheModel:
 
 def unpack_mask(feeds: dict[str, np.ndarray], columns: int) -> Bools:
     """Return the attention mask as the graph reads it, bool `[rows, nodes, columns]`."""
-    mask: Bools = (feeds["seen"][..., None] >> np.arange(WORD) & 1).astype(bool)
+    mask: Bools = (feeds["seen"][..., None] >> np.arange(MASK_WORD_BITS) & 1).astype(bool)
     return mask.reshape(*feeds["seen"].shape[:2], columns)
 
 
@@ -104,14 +104,14 @@ def test_the_graph_reads_the_attention_mask_of_the_pass_after_any_history(data: 
             model.entries = [entries[:length] for entries, length in zip(model.entries, cache.lengths, strict=True)]
         elif action == "select":
             selected = rng.permutation(rows)[: rng.integers(1, rows + 1)]
-            cache.select(selected)
+            cache.select_rows(selected)
             model.numbers = model.numbers[selected]
             model.entries = [model.entries[row][:] for row in selected]
         elif action == "join":
             other = CacheModel(data.draw(st.integers(1, 2)), data.draw(st.integers(1, 150)) + MAX_NODES)
             other.next_number = model.next_number
             run_random_pass(other, rng)
-            cache.join(other.cache)
+            cache.append_rows(other.cache)
             padding = [((0, 0), (0, cache.columns - item.numbers.shape[1])) for item in (model, other)]
             model.numbers = np.concatenate([np.pad(model.numbers, padding[0]), np.pad(other.numbers, padding[1])])
             model.next_number = other.next_number
@@ -146,11 +146,11 @@ def test_columns_of_rejected_nodes_are_written_again() -> None:
     model.append(new, [[3, 1]])
     assert model.cache.column_of[0, :2].tolist() == [3, 1]
     model.run(np.ones((1, 4, 2), bool), np.eye(4, dtype=bool)[None])
-    assert model.cache.written.tolist() == [[0, 2, 4, 5]]
+    assert model.cache.written_columns.tolist() == [[0, 2, 4, 5]]
     model.cache.truncate(np.array([1]))
     model.entries = [model.entries[0][:1]]
     model.run(np.ones((1, 4, 1), bool), np.eye(4, dtype=bool)[None])
-    assert model.cache.written.tolist() == [[0, 1, 2, 4]]
+    assert model.cache.written_columns.tolist() == [[0, 1, 2, 4]]
 
 
 def test_a_nearly_full_row_shares_passes_with_rows_of_many_nodes() -> None:
@@ -159,12 +159,12 @@ def test_a_nearly_full_row_shares_passes_with_rows_of_many_nodes() -> None:
     mask = np.zeros((2, 16, 128 + 16), bool)
     mask[0, :, :120] = True
     mask[:, :, 128:] = np.eye(16, dtype=bool)
-    feeds = cache.encode(Pass(np.zeros((2, 16), np.int64), mask), 16)
+    feeds = cache.encode_pass(PassInput(np.zeros((2, 16), np.int64), mask), 16)
     assert feeds["write"][0, :, 0, 1].tolist() == [*range(120, 127), *[127] * 9]
     assert feeds["write"][1, :, 0, 1].tolist() == [*range(16)]
     with pytest.raises(ValueError, match="a padding node cannot be accepted"):
-        cache.accept(cache.written, [np.array([7]), np.array([0])])
-    cache.accept(cache.written, [np.arange(7), np.array([0, 15])])
+        cache.accept_nodes(cache.written_columns, [np.array([7]), np.array([0])])
+    cache.accept_nodes(cache.written_columns, [np.arange(7), np.array([0, 15])])
     assert cache.lengths.tolist() == [127, 2]
     assert cache.column_of[0, :127].tolist() == [*range(127)]
 
@@ -172,12 +172,12 @@ def test_a_nearly_full_row_shares_passes_with_rows_of_many_nodes() -> None:
 def test_nodes_of_an_earlier_pass_are_rejected() -> None:
     model = CacheModel(1, 60)
     model.run(*mask_without_entries(2))
-    earlier = model.cache.written
+    earlier = model.cache.written_columns
     model.run(*mask_without_entries(2))
     no_indices = [np.array([], np.int64)]
     with pytest.raises(ValueError, match="not from the last pass"):
-        model.cache.accept(earlier, no_indices)
-    model.cache.accept(model.cache.written, no_indices)
+        model.cache.accept_nodes(earlier, no_indices)
+    model.cache.accept_nodes(model.cache.written_columns, no_indices)
 
 
 def test_passes_are_padded_to_a_few_numbers_of_nodes() -> None:

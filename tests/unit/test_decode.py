@@ -21,7 +21,7 @@ from lantern_rt.runtime import eagle as drafting
 from lantern_rt.runtime import passes
 from lantern_rt.runtime.decode import Step
 from lantern_rt.runtime.drafting import Commit
-from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.state import DrafterLayout, Prompt
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 from lantern_rt.runtime.tree_names import parse_tree
@@ -122,7 +122,7 @@ def test_a_step_commits_its_accepted_path_and_the_bonus(method: MethodConfig) ->
             path = part.acceptance.path
             assert path[0] == 0
             assert all(part.tree.parents[child] == parent for parent, child in itertools.pairwise(path))
-            bonus = [] if part.acceptance.bonus is None else [part.acceptance.bonus]
+            bonus = [] if part.acceptance.bonus_token is None else [part.acceptance.bonus_token]
             assert part.codes.tolist() == [*part.tree.tokens[path[1:]], *bonus]
             max_nodes = method.window + 1 if isinstance(method, Sjd) else parse_tree(method.tree).nodes  # type: ignore[attr-defined]
             assert part.tree.nodes <= max_nodes
@@ -241,7 +241,7 @@ def test_finished_images_leave_the_batch() -> None:
 class DamagedDrafter(ToyDrafter):
     """Drafter whose weights are NaN."""
 
-    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         output = super().run(batch, cache)
         output.logits[:] = np.nan
         return output

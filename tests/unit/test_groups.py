@@ -14,12 +14,21 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from scipy.stats import chisquare
-from toy_engine import AnyOrder, Hashes, ToyCache, ToyModel, decode, likelihood, make_prompt, naive_distribution
+from toy_distributions import naive_distribution
+from toy_engine import (
+    AnyOrder,
+    Hashes,
+    ToyCache,
+    ToyModel,
+    decode,
+    likelihood,
+    make_prompt,
+)
 
 from lantern_rt.methods import Groups, Sampling
 from lantern_rt.requests import Settings
 from lantern_rt.results import StreamState
-from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.groups import GroupLayout, TwoHeadLayout
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.state import Prompt
@@ -44,7 +53,7 @@ class GroupTarget(AnyOrder):
         logits = super().logits(context)
         return np.concatenate([logits, super().logits(context + np.uint64(11))], -1) if self.two_heads else logits
 
-    def _sums(self, batch: Pass, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
+    def _sums(self, batch: PassInput, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
         context, is_right = super()._sums(batch, cache, new_hashes)
         return (context if batch.embeds is not None else context + np.uint64(3) * new_hashes), is_right
 
@@ -52,7 +61,7 @@ class GroupTarget(AnyOrder):
 class WobblyTarget(GroupTarget):
     """Target whose logits change a little with the shape of a pass."""
 
-    def run(self, batch: Pass, cache: Any) -> PassOutput:
+    def run(self, batch: PassInput, cache: Any) -> PassOutput:
         output = super().run(batch, cache)
         noise = np.random.default_rng([*batch.positions.shape, int(cache.lengths.sum())])
         return output._replace(logits=output.logits + noise.uniform(-0.01, 0.01, output.logits.shape).astype("f4"))
@@ -104,14 +113,14 @@ def group_distributions(
     rows = []
     num_earlier_cells = sum(map(len, layout.groups[:group]))
     for prefix_row in (prompt.cond, prompt.uncond):
-        hashes = [target.prefix_hash(prefix_row.embeds)[prefix_row.real]]
+        hashes = [target.prefix_hash(prefix_row.embeds)[prefix_row.is_real]]
         node_hashes = None
         for number in range(1, group + 1):
             inputs = [(known[cell], cell) for cell in layout.groups[number - 1]]
             vectors = 0 if target.two_heads else len(layout.groups[number]) - len(inputs)
             inputs += [(VOCABULARY + i, model.num_codes) for i in range(vectors)]
             tokens, positions = np.array(inputs).T
-            node_hashes = target.code_hash(tokens, len(prefix_row.real) + positions)
+            node_hashes = target.code_hash(tokens, len(prefix_row.is_real) + positions)
             hashes.append(node_hashes)
         context = np.concatenate(hashes).sum(dtype=np.uint64, keepdims=True)
         contexts = context if node_hashes is None else context + np.uint64(3) * node_hashes
@@ -283,6 +292,6 @@ def test_rounding_that_depends_on_the_batch_size_changes_no_token(groups: Groups
 
 def test_noise_is_freed_up_to_the_first_cell_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     freed_before: list[int] = []
-    monkeypatch.setattr(Noise, "forget", lambda noise, before: freed_before.append(before))
+    monkeypatch.setattr(Noise, "forget_before", lambda noise, before: freed_before.append(before))
     generate(make_toy(), [make_prompt(1)], [3], Sampling())
     assert freed_before == [1, 1, 1, 4, 5, 16]

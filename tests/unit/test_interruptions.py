@@ -1,4 +1,4 @@
-"""An exception that a signal's handler raises reaches the caller unchanged, whatever it interrupts."""
+"""An exception raised in a signal handler reaches the caller unchanged, whichever call it interrupts."""
 
 from __future__ import annotations
 

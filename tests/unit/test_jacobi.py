@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from toy_engine import ToyModel, ToyTarget, decode, joint_distribution, make_model, make_prompt, output_of, plan_of
+from toy_distributions import joint_distribution
+from toy_engine import (
+    ToyModel,
+    ToyTarget,
+    decode,
+    make_model,
+    make_prompt,
+    output_of,
+    plan_of,
+)
 from toy_script import Script
 
 from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
@@ -17,9 +26,9 @@ from lantern_rt.runtime import acceptance, tree_drafts
 from lantern_rt.runtime.drafting import Commit
 from lantern_rt.runtime.head_drafter import DraftHeadState
 from lantern_rt.runtime.heads import DraftHeads, head_shapes
-from lantern_rt.runtime.jacobi import Window
+from lantern_rt.runtime.jacobi import JacobiWindow
 from lantern_rt.runtime.raster import RasterLayout
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.runtime.state import ImageSequence
 from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import DraftTree, StaticTree
@@ -41,21 +50,21 @@ def patch_choices(script: Script, patch: pytest.MonkeyPatch) -> None:
     """
 
     def choice(target: TargetOutput, node: int) -> int:
-        position = int(target.cells[node])
+        position = int(target.next_codes[node])
         return int(script.below(position, float(target.distribution(node)[1])))
 
     def perturb_logits(
         state: DraftHeadState, position: int, logits: NDArray[np.float32], add_noise: bool = True
     ) -> NDArray[np.float64]:
-        q = shape_distribution(logits, state.sequence.sampling)
+        q = compute_distribution(logits, state.sequence.sampling)
         chooses_second = [script.below(position, float(row[1])) if add_noise else row[1] > row[0] for row in q]
         return np.where(q > 0, np.array([[not is_second, is_second] for is_second in chooses_second], float), -np.inf)
 
-    for name in ("choice", "choice_without_recompute"):
+    for name in ("choose_token", "choose_token_without_recompute"):
         patch.setattr(TargetOutput, name, choice)
     patch.setattr(DraftHeadState, "perturb_logits", perturb_logits)
-    patch.setattr(TargetOutput, "decisions", lambda target, node: script)
-    patch.setattr(acceptance, "sample", script.draw)
+    patch.setattr(TargetOutput, "decision_stream", lambda target, node: script)
+    patch.setattr(acceptance, "sample_code", script.draw)
 
 
 def random_heads(codes: int, hidden_size: int) -> DraftHeads:
@@ -120,21 +129,21 @@ def test_images_have_exactly_the_targets_distribution(
 
 
 def keep_distributions_after_a_redraft(patch: pytest.MonkeyPatch) -> None:
-    advance = Window.advance
+    redraft = JacobiWindow.redraft
 
-    def advance_with_old_proposals(window: Window, accepted: int, target: Any) -> None:
+    def redraft_with_old_proposals(window: JacobiWindow, accepted: int, target: Any) -> None:
         old_proposals = window.proposals[accepted + 1 :]
-        advance(window, accepted, target)
+        redraft(window, accepted, target)
         window.proposals[: len(old_proposals)] = old_proposals
 
-    patch.setattr(Window, "advance", advance_with_old_proposals)
+    patch.setattr(JacobiWindow, "redraft", redraft_with_old_proposals)
 
 
 def discard_drafts_by_a_later_token(patch: pytest.MonkeyPatch) -> None:
     """Use a window only if its last draft token is 0: a later token then decides about earlier drafts."""
-    draft = Window.draft
+    draft = JacobiWindow.draft
 
-    def draft_by_last_token(window: Window, committed: Any, remaining: int, known_tokens: Any) -> Any:
+    def draft_by_last_token(window: JacobiWindow, committed: Any, remaining: int, known_tokens: Any) -> Any:
         tree = draft(window, committed, remaining, known_tokens)
         if window.codes and window.codes[-1] != 0:
             window.codes = []
@@ -142,7 +151,7 @@ def discard_drafts_by_a_later_token(patch: pytest.MonkeyPatch) -> None:
             tree = draft(window, committed, 1, known_tokens)
         return tree
 
-    patch.setattr(Window, "draft", draft_by_last_token)
+    patch.setattr(JacobiWindow, "draft", draft_by_last_token)
 
 
 def decide_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
@@ -150,7 +159,9 @@ def decide_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
 
     def walk_with_draft_noise(tree: Any, target: Any, choice: Any, rule: Any, decisions: Any, remaining: int) -> Any:
         output = choice.__self__
-        return walk(tree, target, choice, rule, lambda node: decisions(node).at(int(output.cells[node])), remaining)
+        return walk(
+            tree, target, choice, rule, lambda node: decisions(node).at(int(output.next_codes[node])), remaining
+        )
 
     patch.setattr(tree_drafts, "walk_relaxed", walk_with_draft_noise)
 
@@ -197,8 +208,8 @@ def test_windows_are_accepted_whole_in_an_image_of_one_colour(temperature: float
 # ---------------------------------------------------------------- the window
 
 
-def make_window() -> Window:
-    return Window(4, RasterLayout(30, 3), proposing=True)
+def make_window() -> JacobiWindow:
+    return JacobiWindow(4, RasterLayout(30, 3), stores_proposals=True)
 
 
 def test_new_drafts_copy_the_token_on_the_left_or_above_in_the_first_column() -> None:
@@ -225,13 +236,13 @@ def test_after_a_step_the_rest_of_the_window_moves_forward_and_is_drafted_again(
     assert isinstance(chain, StaticTree)
     structure = DraftTree(np.zeros(5, np.int64), chain.parents).structure
     target = output_of(logits, structure, range(1, 6))
-    window.advance(1, target)  # the first draft token is accepted, the second rejected and replaced
+    window.redraft(1, target)  # the first draft token is accepted, the second rejected and replaced
     assert window.codes == [2, 3, 4]
     tree = window.draft([1, 1, 7], 20)
     assert tree.tokens.tolist() == [7, 2, 3, 4, 2], "the new draft starts a row and copies the token above"
     proposals = [tree.proposal(node) for node in range(4)]
     assert [None if q is None else int(q.argmax()) for q in proposals] == [2, 3, 4, None]
-    window.advance(4, target)
+    window.redraft(4, target)
     assert window.codes == []
 
 
@@ -289,7 +300,7 @@ def test_heads_correct_drafts_after_a_new_token_and_draft_new_positions_from_the
     state.update(Commit(sequence, np.array([5, 10]), [np.array([0, 1])], slice(0, 1), hidden, target, draft))
     # After 10 and 11 come their successors, then the target's token, then the draft of a new position.
     assert state.draft().tokens.tolist() == [10, 11, 0, 8, 10]
-    assert np.flatnonzero(heads.predict(np.array([7]), 4, state.context)[0] > 9).tolist() == [5, 9]
+    assert np.flatnonzero(heads.predict_logits(np.array([7]), 4, state.context)[0] > 9).tolist() == [5, 9]
 
 
 def test_heads_use_the_token_above_only_within_the_same_grid() -> None:
@@ -302,7 +313,7 @@ def test_heads_use_the_token_above_only_within_the_same_grid() -> None:
     state = DraftHeadState(ImageSequence(0, plan, make_prompt(1), 0), heads)
     state.context[:] = rng.standard_normal(state.context.shape)
     previous = np.array([1])
-    without_token_above = heads.predict(previous, -1, state.context)
+    without_token_above = heads.predict_logits(previous, -1, state.context)
     assert np.array_equal(state.logits(6, previous), without_token_above)
-    assert np.array_equal(state.logits(9, previous), heads.predict(previous, 6, state.context))
+    assert np.array_equal(state.logits(9, previous), heads.predict_logits(previous, 6, state.context))
     assert not np.allclose(state.logits(9, previous), without_token_above)

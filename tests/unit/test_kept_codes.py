@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from toy_engine import ToyDrafter, codes_of, decode, make_model, make_prompt, next_distribution
+from toy_distributions import next_distribution
+from toy_engine import (
+    ToyDrafter,
+    codes_of,
+    decode,
+    make_model,
+    make_prompt,
+)
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, RowParallel, Sampling, Sjd
 from lantern_rt.runtime.decode import Step
@@ -29,7 +36,7 @@ RELAXED: list[MethodConfig] = [
 ]
 GUIDED = Sampling(cfg_scale=2.0, cfg_tokens=CODES // 2, temperature=0.8)
 Ints = NDArray[np.int64]
-preserved_tokens = st.lists(st.sampled_from([-1, 0, 1, 2, 3, 4]), min_size=CODES, max_size=CODES).map(np.array)
+next_preserved_tokens = st.lists(st.sampled_from([-1, 0, 1, 2, 3, 4]), min_size=CODES, max_size=CODES).map(np.array)
 
 
 def generate(
@@ -52,7 +59,7 @@ def generate_by_definition(preserved: Ints, sampling: Sampling) -> list[int]:
 
 
 @pytest.mark.parametrize("method", EXACT, ids=str)
-@given(preserved=preserved_tokens, other=preserved_tokens)
+@given(preserved=next_preserved_tokens, other=next_preserved_tokens)
 @settings(max_examples=20, deadline=None)
 def test_exact_methods_generate_the_same_image_around_preserved_tokens(
     method: MethodConfig, preserved: Ints, other: Ints
@@ -65,7 +72,7 @@ def test_exact_methods_generate_the_same_image_around_preserved_tokens(
 
 @pytest.mark.parametrize("method", [*EXACT, *RELAXED], ids=str)
 @pytest.mark.parametrize("ends", [False, True])
-@given(preserved=preserved_tokens, greedy=st.booleans())
+@given(preserved=next_preserved_tokens, greedy=st.booleans())
 @settings(max_examples=10, deadline=None)
 def test_every_method_leaves_preserved_tokens_unchanged(
     method: MethodConfig, ends: bool, preserved: Ints, greedy: bool

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk_greedy, walk_relaxed
-from lantern_rt.runtime.sampling import Probabilities, shape_distribution
+from lantern_rt.runtime.sampling import Probabilities, compute_distribution
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 
 DATA = Path(__file__).parent.parent / "data"
@@ -70,7 +70,7 @@ def replay(case: dict[str, Any], residual: str = "neighborhood") -> tuple[Accept
     )
 
     def target(node: int) -> Probabilities:
-        return shape_distribution(logits[node], sampling)
+        return compute_distribution(logits[node], sampling)
 
     relaxation = relaxation_of(case, residual)
     if case["mode"] == "greedy":
@@ -98,9 +98,9 @@ def test_the_published_acceptance_rule_is_reproduced(number: int) -> None:
     assert accepted.path == best_path[: len(accepted.path)]
     expected = GOLDEN["sample_p"][case["sample_p_row"]]
     if case["mode"] == "greedy":
-        assert accepted.bonus == expected.argmax()
+        assert accepted.bonus_token == expected.argmax()
     else:
-        np.testing.assert_allclose(accepted.remainder, expected, atol=1e-5)
+        np.testing.assert_allclose(accepted.bonus_distribution, expected, atol=1e-5)
 
 
 def test_there_are_440_recorded_cases() -> None:
@@ -118,7 +118,7 @@ def test_the_aggregated_residual_differs_from_the_published_residual_after_a_rel
         ours = replay(case, "aggregated")[0]
         num_other_paths += ours.path != published.path
         num_other_remainders += ours.path == published.path and not np.allclose(
-            ours.remainder, published.remainder, atol=1e-3
+            ours.bonus_distribution, published.bonus_distribution, atol=1e-3
         )
     assert num_other_paths > 0
     assert num_other_remainders > 50
@@ -130,4 +130,4 @@ def test_exact_and_greedy_acceptance_do_not_depend_on_the_residual() -> None:
             ours = replay(case, "aggregated")[0]
             published = replay(case)[0]
             assert ours.path == published.path
-            np.testing.assert_array_equal(ours.remainder, published.remainder)
+            np.testing.assert_array_equal(ours.bonus_distribution, published.bonus_distribution)

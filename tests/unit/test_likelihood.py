@@ -7,10 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from toy_engine import likelihood, make_model, make_prompt, next_distribution, plan_of
+from toy_distributions import next_distribution
+from toy_engine import (
+    likelihood,
+    make_model,
+    make_prompt,
+    plan_of,
+)
 
 from lantern_rt.methods import Ar, Sampling
-from lantern_rt.runtime.likelihood import tie_margin
+from lantern_rt.runtime.likelihood import compute_tie_margin
 from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import ImageSequence
 
@@ -50,4 +56,4 @@ def test_the_entropy_is_the_expected_likelihood_of_a_token_after_the_tokens_befo
 def test_guidance_and_temperature_scale_the_tie_margin(cfg_scale: float, temperature: float, factor: float) -> None:
     sampling = Sampling(cfg_scale=cfg_scale, temperature=temperature)
     sequence = ImageSequence(0, plan_of(RasterLayout(4), sampling, Ar()), make_prompt(1), 0)
-    assert tie_margin(replace(make_model(), rounding=0.1), sequence) == pytest.approx(0.1 * factor)
+    assert compute_tie_margin(replace(make_model(), rounding=0.1), sequence) == pytest.approx(0.1 * factor)

@@ -11,7 +11,7 @@ from toy_engine import ToyModel, codes_of, decode
 
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling
-from lantern_rt.runtime.engine import HiddenView, Pass, PassOutput
+from lantern_rt.runtime.engine import HiddenView, PassInput, PassOutput
 from lantern_rt.runtime.passes import Prefixes, stack_padding
 from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import DrafterLayout, PrefixRow, Prompt
@@ -31,7 +31,7 @@ class SumEngine:
     """
 
     reads_tokens: bool = False
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[PassInput] = field(default_factory=list)
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache.empty(rows, capacity, 1, 1, WIDTH, np.float32)
@@ -39,7 +39,7 @@ class SumEngine:
     def next_past_length(self, cache: KVCache, nodes: int) -> int:
         return cache.past_length()
 
-    def run(self, batch: Pass, cache: KVCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: KVCache) -> PassOutput:
         self.passes.append(batch)
         rows, nodes = batch.positions.shape
         numbers = batch.embeds[..., 0] if batch.embeds is not None else batch.tokens.astype(np.float32) % OFFSET + 1
@@ -47,7 +47,7 @@ class SumEngine:
         new[:, :, 0, 0] = numbers.T
         new[:, :, 0, 1] = batch.positions.T
         past_length = batch.attention_mask.shape[2] - nodes
-        entries = np.concatenate([cache.past(past_length)[0], new])[:, :, 0]  # [span + nodes, rows, width]
+        entries = np.concatenate([cache.past_views(past_length)[0], new])[:, :, 0]  # [span + nodes, rows, width]
         weighted = entries[..., 0] * (1 + entries[..., 1])
         sums = np.einsum("rnc,cr->rn", batch.attention_mask, weighted)
         logits = np.cos(sums[..., None] * (1 + np.arange(VOCABULARY))).astype(np.float32) * 3
@@ -81,7 +81,7 @@ def test_rows_are_padded_to_one_length_and_attend_only_to_earlier_positions() ->
     hidden = stack_padding(padding)
     assert hidden.tolist() == [[True, False, False, False], [False] * 4]
     prefixes = Prefixes([PrefixRow(row, ~is_padding) for row, is_padding in zip(rows, padding, strict=True)])
-    batch = prefixes.prefill_pass(engine, engine.new_cache(2, 10))
+    batch = prefixes.build_prefill(engine, engine.new_cache(2, 10))
     assert batch.embeds is not None
     assert batch.embeds[..., 0].tolist() == [[4] * 4, [2] * 4]
     assert batch.positions.tolist() == [[0, 1, 2, 3]] * 2

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy_distributions import next_distribution
 from toy_engine import (
     ToyModel,
     codes_of,
@@ -19,7 +20,6 @@ from toy_engine import (
     likelihood,
     make_model,
     make_prompt,
-    next_distribution,
     plan_of,
     raster_layout,
 )
@@ -112,8 +112,8 @@ def test_images_of_other_shapes_in_the_batch_change_nothing(method: MethodConfig
         batch = Batch(model)
         plans = [plan_of(layout, sampling, method) for layout in layouts]
         sequences = [ImageSequence(i, plans[i], make_prompt(i), i) for i in numbers]
-        batch.join(sequences)
-        while batch.active:
+        batch.add(sequences)
+        while batch.active_sequences:
             batch.step()
         return [sequence.codes[: sequence.layout.num_codes] for sequence in sequences]
 
@@ -191,7 +191,7 @@ def test_a_chain_is_laid_out_with_row_ends(codes: list[int], columns: int, first
     raster = raster_layout(columns * 30, columns, 100)
     tree = DraftTree(np.array(codes), np.arange(len(codes)) - 1)
     layout = raster.lay_out(tree, first)
-    tokens = raster.insert_tokens(np.array([*[0] * first, *codes, 0]))[:-1]
+    tokens = raster.insert_row_ends(np.array([*[0] * first, *codes, 0]))[:-1]
     start = raster.position(first)
     assert layout.tokens.tolist() == tokens[start:].tolist()
     assert layout.positions.tolist() == list(range(start, start + len(layout.tokens)))
@@ -221,7 +221,7 @@ def test_row_ends_of_official_sizes_are_where_the_published_code_forces_them(sha
     codes = 2 * rows * 2 * columns
     layout = raster_layout(codes, 2 * columns, row_end)
     assert [
-        *layout.insert_tokens(np.full(codes, -1)).tolist(),
+        *layout.insert_row_ends(np.full(codes, -1)).tolist(),
         row_end,
         end_of_image,
     ] == official  # the last two are not sampled

@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chisquare
-from toy_engine import AnyOrder, ToyModel, ToyTarget, codes_of, decode, make_prompt, naive_distribution, raster_layout
+from toy_distributions import naive_distribution
+from toy_engine import (
+    AnyOrder,
+    ToyModel,
+    ToyTarget,
+    codes_of,
+    decode,
+    make_prompt,
+    raster_layout,
+)
 
 from lantern_rt import Pipeline
 from lantern_rt.methods import Ar, Eagle, MethodConfig, RowParallel, Sampling, Sjd
@@ -57,10 +66,10 @@ def distribution(
     rows = []
     assert isinstance(target, ToyTarget)
     for prefix_row in (prompt.cond, prompt.uncond):
-        prefix_hashes = target.prefix_hash(prefix_row.embeds)[prefix_row.real]
+        prefix_hashes = target.prefix_hash(prefix_row.embeds)[prefix_row.is_real]
         cells = np.array([*attended], np.int64)
         hashes = np.append(
-            prefix_hashes, target.code_hash(np.array([*attended.values()], np.int64), len(prefix_row.real) + cells)
+            prefix_hashes, target.code_hash(np.array([*attended.values()], np.int64), len(prefix_row.is_real) + cells)
         )
         rows.append(target.logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
     scale = sampling.cfg_scale if index < sampling.count_guided(model.num_codes) else 1.0
@@ -200,12 +209,14 @@ def test_every_cell_is_generated_once_after_the_cells_that_it_attends_to(
         batch = grid.next_pass()
         passes = passes + 1
         assert 0 < batch.nodes <= max_nodes
-        for cells in (batch.cells[batch.attended > 0], batch.cells[batch.sampled] + 1, batch.cached_cells):
+        for cells in (batch.cells[batch.num_attended > 0], batch.cells[batch.sampled_nodes] + 1, batch.cached_cells):
             assert len({*cells.tolist()}) == len(cells)
-        assert not {*batch.cells[batch.attended > 0].tolist()} & {*batch.cached_cells.tolist()}
-        assert (batch.structure.ancestors.sum(0)[batch.attended == 0] == 1).all()  # no other node attends to a stand-in
+        assert not {*batch.cells[batch.num_attended > 0].tolist()} & {*batch.cached_cells.tolist()}
+        assert (
+            batch.structure.ancestors.sum(0)[batch.num_attended == 0] == 1
+        ).all()  # no other node attends to a stand-in
         accepted, generate = grid.commit(
-            batch, rng.integers(0, 2, len(batch.sampled))
+            batch, rng.integers(0, 2, len(batch.sampled_nodes))
         )  # random tokens: some drafts are right
         assert len(generate) + len(accepted) > 0  # every pass makes progress
         assert not known & {*generate.tolist()}

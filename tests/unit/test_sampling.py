@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.stats import chisquare
-from toy_engine import naive_distribution
+from toy_distributions import naive_distribution
 
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import FilterOrder, Sampling
-from lantern_rt.runtime.sampling import best_codes, choose, sample, shape_distribution, softmax
+from lantern_rt.runtime.sampling import best_codes, choose_codes, compute_distribution, sample_code, softmax
 
 DATA = Path(__file__).parent.parent / "data"
 ORDERS: list[FilterOrder] = ["top-k, top-p", "top-p, top-k"]
@@ -42,7 +42,7 @@ def test_llamagens_filters_are_reproduced(family: str, setting: int) -> None:
     temperature, top_k, top_p = golden["filter_params"][setting]
     sampling = Sampling(temperature=temperature, top_k=int(top_k), top_p=top_p, filter_order="top-k, top-p")
     for logits, expected in zip(golden["filter_logits"], golden["filter_probs"][setting], strict=True):
-        np.testing.assert_allclose(shape_distribution(logits, sampling), expected, atol=1e-6)
+        np.testing.assert_allclose(compute_distribution(logits, sampling), expected, atol=1e-6)
 
 
 @given(LOGITS, st.floats(0.3, 3), st.integers(0, 14), st.floats(0.05, 1), st.sampled_from(ORDERS))
@@ -51,7 +51,7 @@ def test_filters_agree_with_a_plain_second_opinion(
 ) -> None:
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, filter_order=order)
     expected = naive_distribution(logits.astype(np.float64), sampling)
-    distribution = shape_distribution(logits, sampling)
+    distribution = compute_distribution(logits, sampling)
     sorted_probabilities = np.sort(naive_distribution(logits.astype(np.float64), Sampling(temperature=temperature)))[
         ::-1
     ]
@@ -66,21 +66,21 @@ def test_filters_agree_with_a_plain_second_opinion(
 
 def test_the_two_filter_orders_differ() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    first_k = shape_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-k, top-p"))
-    first_p = shape_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-p, top-k"))
+    first_k = compute_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-k, top-p"))
+    first_p = compute_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-p, top-k"))
     np.testing.assert_allclose(first_k, [1, 0, 0, 0], atol=1e-6)  # after top-k, 4/7 alone exceeds 0.5
     np.testing.assert_allclose(first_p, [4 / 7, 3 / 7, 0, 0], atol=1e-6)
 
 
 def test_all_tokens_tied_at_the_top_k_threshold_remain() -> None:
-    distribution = shape_distribution(np.array([1, 0, 0, -1], np.float32), Sampling(top_k=2))
+    distribution = compute_distribution(np.array([1, 0, 0, -1], np.float32), Sampling(top_k=2))
     assert np.count_nonzero(distribution) == 3
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
     with pytest.raises(EngineError, match="NaN or infinite"):
-        shape_distribution(np.array([0, bad], np.float32), Sampling())
+        compute_distribution(np.array([0, bad], np.float32), Sampling())
 
 
 def test_guidance_mixes_two_rows_and_passes_one_through() -> None:
@@ -99,7 +99,7 @@ def test_a_sample_has_positive_probability_and_uses_one_random_number(weights: n
     if weights.sum() == 0:
         weights[0] = 1
     source = ConstantGenerator(number)
-    assert weights[sample(weights / weights.sum(), source)] > 0  # type: ignore[arg-type]
+    assert weights[sample_code(weights / weights.sum(), source)] > 0  # type: ignore[arg-type]
     assert source.calls == 1
 
 
@@ -111,7 +111,7 @@ def test_choices_follow_the_filtered_distribution() -> None:
     logits = np.log(np.array([0.5, 1e-30, 0.3, 0.15, 0.05], np.float32))
     for sampling in (Sampling(), Sampling(temperature=1.7, top_k=3), Sampling(top_p=0.6)):
         noise = gumbel(np.random.default_rng(1), (10_000, 5))
-        counts = np.bincount(choose(np.tile(logits, (10_000, 1)), noise, sampling), minlength=5)
+        counts = np.bincount(choose_codes(np.tile(logits, (10_000, 1)), noise, sampling), minlength=5)
         expected = naive_distribution(logits.astype(np.float64), sampling)
         possible = expected > 1e-6
         assert counts[~possible].sum() == 0
@@ -123,7 +123,7 @@ def test_choices_follow_the_filtered_distribution() -> None:
 def test_a_choice_among_logits_that_are_not_finite_is_an_error(bad: float, sampling: Sampling) -> None:
     noise = None if sampling.greedy else np.zeros((1, 3), np.float32)
     with pytest.raises(EngineError, match="NaN or infinite"):
-        choose(np.array([[0, bad, 1]], np.float32), noise, sampling)
+        choose_codes(np.array([[0, bad, 1]], np.float32), noise, sampling)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -156,7 +156,7 @@ def test_samples_from_a_large_vocabulary_agree_with_a_plain_cumulative_sum(vocab
     cumulative = np.cumsum(distribution)
     for seed in range(300):
         number = np.random.default_rng(seed).random()
-        token = sample(distribution, np.random.default_rng(seed))
+        token = sample_code(distribution, np.random.default_rng(seed))
         assert abs(int(np.searchsorted(cumulative, number, side="right")) - token) <= 1
         assert distribution[token] > 0
 

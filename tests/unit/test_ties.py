@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from toy_engine import ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt, output_of, scramble
 
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling, Sjd
-from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.layout import PassLayout
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.sampling import choose, is_decisive
+from lantern_rt.runtime.sampling import choose_codes, is_decisive
 from lantern_rt.runtime.statistics import Statistics
 from lantern_rt.runtime.target import choose_for_sequences
 from lantern_rt.runtime.tree import DraftTree
@@ -37,7 +37,7 @@ Logits = NDArray[np.float32]  # [rows, vocabulary]
 
 def choose_and_judge(logits: Logits, noise: Logits | None, sampling: Sampling, tie_margin: float) -> tuple[Any, Any]:
     """Return the chosen token of every row, and whether it is decisive: further ahead than the tie margin."""
-    codes = choose(logits, noise, sampling)
+    codes = choose_codes(logits, noise, sampling)
     noises = [None] * len(logits) if noise is None else noise
     rows = zip(logits, noises, codes.tolist(), strict=True)
     return codes, np.array([is_decisive(row, row_noise, code, sampling, tie_margin) for row, row_noise, code in rows])
@@ -46,7 +46,7 @@ def choose_and_judge(logits: Logits, noise: Logits | None, sampling: Sampling, t
 class WobblyTarget(ToyTarget):
     """Target whose logits change with the shape of a pass and the node: two logits move apart by up to WOBBLE."""
 
-    def run(self, batch: Pass, cache: Any) -> PassOutput:
+    def run(self, batch: PassInput, cache: Any) -> PassOutput:
         output = super().run(batch, cache)
         rows, nodes = batch.positions.shape
         indices = np.arange(rows * nodes * self.vocabulary).reshape(rows, nodes, -1)
@@ -114,8 +114,8 @@ def test_images_choose_in_one_call_as_each_would_alone_as_far_as_memory_allows(c
     layout = CountedLayout(np.arange(2), np.arange(4, 6), chain.ancestors)
     outputs = [output_of(logits, chain, range(4, 6), layout, slice(i, i + 1), seed=i) for i in range(count)]
     choose_for_sequences(logits, outputs)
-    expected = [choose(logits[i, :2], Noise(i).gumbel(4, 2, 5), Sampling()).tolist() for i in range(count)]
-    assert [[output.choice_without_recompute(node) for node in range(2)] for output in outputs] == expected
+    expected = [choose_codes(logits[i, :2], Noise(i).gumbel(4, 2, 5), Sampling()).tolist() for i in range(count)]
+    assert [[output.choose_token_without_recompute(node) for node in range(2)] for output in outputs] == expected
     assert rows_alone == [*range(num_together, count)]
 
 
@@ -152,7 +152,7 @@ def test_a_decisive_choice_stays_however_logits_move_within_the_margin(
         moves = max_move * (
             rng.uniform(-1, 1, logits.shape) if rng.random() < 0.5 else rng.choice([-1, 1], logits.shape)
         )
-        moved_codes = choose((logits + moves).astype(np.float32), noise, sampling)
+        moved_codes = choose_codes((logits + moves).astype(np.float32), noise, sampling)
         np.testing.assert_array_equal(moved_codes[decisive], codes[decisive])
 
 

@@ -11,7 +11,6 @@ uses it to check that every slot gets the hidden state of the right position, wi
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,11 +23,11 @@ from lantern_rt.runtime import decode as decoding
 from lantern_rt.runtime import likelihood as likelihoods
 from lantern_rt.runtime.decode import Step
 from lantern_rt.runtime.drafters import count_nodes
-from lantern_rt.runtime.engine import HiddenView, Pass, PassOutput
+from lantern_rt.runtime.engine import HiddenView, PassInput, PassOutput
 from lantern_rt.runtime.layout import ImageLayout, PassLayout
 from lantern_rt.runtime.likelihood import Likelihood
 from lantern_rt.runtime.raster import RasterLayout, RowEndLayout
-from lantern_rt.runtime.state import DrafterLayout, ImageSequence, Model, Plan, PrefixRow, Prompt
+from lantern_rt.runtime.state import DecodePlan, DrafterLayout, ImageSequence, LoadedModel, PrefixRow, Prompt
 from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import TreeStructure
 
@@ -56,14 +55,7 @@ KEYS_UP_TO = np.cumsum(POSITION_KEYS)
 
 
 def table_logits(context: Hashes, vocabulary: int, seed: int, spread: float) -> NDArray[np.float32]:
-    """Return the logits `[..., vocabulary]` of context hashes `[...]`, uniform in [-spread, spread].
-
-    Args:
-        context: context hashes, uint64 `[...]`.
-        vocabulary: number of tokens.
-        seed: number of the table.
-        spread: largest absolute logit.
-    """
+    """Return the logits `[..., vocabulary]` of context hashes `[...]`, uniform in [-spread, spread]."""
     hashed = scramble(context[..., None], np.arange(vocabulary), seed)
     return (spread * (2 * (hashed >> np.uint64(40)).astype(np.float64) / 2**24 - 1)).astype(np.float32)
 
@@ -118,8 +110,6 @@ class ToyCache:
     """A KV cache of `Entries`, with junk past the end of each row. Appending a node with a fault is an error.
 
     Args:
-        rows: number of batch rows.
-        capacity: number of columns.
         contiguous: whether committed positions must follow each other without gaps.
         last_position: position that all later nodes share, too.
     """
@@ -162,7 +152,7 @@ class ToyCache:
         message = "a committed token did not attend to the token before it"
         assert (contexts[rows, columns] == expected_contexts).all(), message
 
-    def discard(self) -> None:
+    def forbid_memory_reuse(self) -> None:
         pass
 
     def truncate(self, lengths: NDArray[np.int64]) -> None:
@@ -219,7 +209,7 @@ class ToyEngine:
         longest = int(cache.lengths.max())
         return min(-(-longest // self.round_span) * self.round_span, cache.entries.hashes.shape[1])
 
-    def _sums(self, batch: Pass, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
+    def _sums(self, batch: PassInput, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
         """Check the inputs of a pass, and compute its context hashes.
 
         Returns:
@@ -275,7 +265,7 @@ class ToyTarget(ToyEngine):
     def logits(self, context: Hashes) -> NDArray[np.float32]:
         return table_logits(context, self.vocabulary, self.seed, self.spread)
 
-    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         assert batch.hidden is None
         if batch.embeds is not None:
             assert batch.tokens is None
@@ -308,7 +298,7 @@ class AnyOrder(ToyTarget):
 
     contiguous = False
 
-    def _sums(self, batch: Pass, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
+    def _sums(self, batch: PassInput, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
         context, is_right = super()._sums(batch, cache, new_hashes)
         return context, np.ones_like(is_right)
 
@@ -334,7 +324,7 @@ class ToyDrafter(ToyEngine):
             np.float32
         )
 
-    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         assert batch.tokens is not None
         assert batch.hidden is not None
         assert batch.embeds is None
@@ -367,7 +357,7 @@ class ToyDrafter(ToyEngine):
         return PassOutput(logits, hidden, Entries(hashes, batch.positions, context, origin, masked, ~is_right))
 
     def _sums_with_prefix(
-        self, batch: Pass, cache: ToyCache, new: Hashes, padding: NDArray[np.bool_]
+        self, batch: PassInput, cache: ToyCache, new: Hashes, padding: NDArray[np.bool_]
     ) -> tuple[Hashes, NDArray[np.bool_]]:
         """Compute context hashes as `_sums` does, and check that padded prefix slots of the same pass are masked."""
         context, is_right = self._sums(batch, cache, new)
@@ -379,7 +369,7 @@ class ToyDrafter(ToyEngine):
 
 
 @dataclass(frozen=True)
-class ToyModel(Model):
+class ToyModel(LoadedModel):
     """A toy model and the layout of its images."""
 
     image: ImageLayout = field(default_factory=lambda: RasterLayout(4))
@@ -403,16 +393,8 @@ def raster_layout(codes: int, columns: int = 1, row_end: int | None = None) -> R
     return RasterLayout(codes, columns) if row_end is None else RowEndLayout(codes, columns, row_end=row_end)
 
 
-def plan_of(layout: ImageLayout, sampling: Sampling, method: MethodConfig, adaptive: bool = False) -> Plan:
-    """Return the plan by which images of a layout are generated.
-
-    Args:
-        layout: layout of the images.
-        sampling: sampling settings.
-        method: decoding method.
-        adaptive: whether windows narrow as more images share a pass.
-    """
-    return Plan(layout, sampling, method, count_nodes(method), adaptive)
+def plan_of(layout: ImageLayout, sampling: Sampling, method: MethodConfig, adaptive: bool = False) -> DecodePlan:
+    return DecodePlan(layout, sampling, method, count_nodes(method), adaptive)
 
 
 def decode(
@@ -424,42 +406,16 @@ def decode(
     adaptive: bool = False,
     **options: Any,
 ) -> Generator[Step, None, None]:
-    """Decode images of the model's layout.
-
-    Args:
-        model: toy model.
-        prompts: prompt of each image.
-        seeds: seed of each image.
-        sampling: sampling settings.
-        method: decoding method.
-        adaptive: whether windows narrow as more images share a pass.
-        **options: other parameters of `lantern_rt.runtime.decode.decode`.
-    """
-    plan = Plan(model.image, sampling, method, count_nodes(method, model.max_nodes), adaptive)
+    plan = DecodePlan(model.image, sampling, method, count_nodes(method, model.max_nodes), adaptive)
     return decoding.decode(model, plan, prompts, seeds, **options)
 
 
 def likelihood(model: ToyModel, prompt: Prompt, codes: Any, sampling: Sampling, counted: Any = None) -> Likelihood:
-    """Return the likelihood of an image of the model's layout.
-
-    Args:
-        model: toy model.
-        prompt: prompt of the image.
-        codes: tokens of the image.
-        sampling: sampling settings.
-        counted: true at the tokens whose likelihood counts; None counts all.
-    """
-    return likelihoods.likelihood(model, plan_of(model.image, sampling, Ar()), prompt, codes, counted)
+    return likelihoods.compute_likelihood(model, plan_of(model.image, sampling, Ar()), prompt, codes, counted)
 
 
 def make_prompt(identity: int, prefix: int = 3, padding: int = 0) -> Prompt:
-    """Make a prompt whose first `padding` prefix positions are padding.
-
-    Args:
-        identity: number that tells prompts apart.
-        prefix: number of prefix positions.
-        padding: number of padded positions.
-    """
+    """Make a prompt whose first `padding` prefix positions are padding; `identity` tells prompts apart."""
     rows = np.zeros((2, prefix, 3), np.float32)
     rows[:, :, 0] = np.array([[identity], [identity + 5000]])
     rows[:, :, 1] = np.arange(prefix)
@@ -485,17 +441,9 @@ def make_model(
     """Make a toy target and drafter.
 
     Args:
-        vocabulary: number of codes.
-        codes: tokens of an image.
-        prefix: positions before the first token.
-        seed: number of the tables of logits.
-        spread: largest absolute logit.
         agreement: share of the target's logits in the drafter's.
         round_span: the past length is rounded up to a multiple of this, as engines may do.
-        positions: size of the rotary table; nodes that are deeper share its last position.
-        layout: where the drafter's slots and positions are.
-        columns: columns of an image.
-        neighbors: neighbours of each code, for relaxed acceptance.
+        positions: size of the rotary table; deeper nodes share its last position.
         row_ends: whether each row ends with a token, the first after the codes.
     """
     layout = layout or DrafterLayout()
@@ -521,7 +469,7 @@ class ToyNodes:
     """Nodes of a draft, without preceding tokens."""
 
     structure: TreeStructure
-    cells: Sequence[int]
+    next_codes: Sequence[int]
 
     def preceding_codes(self, node: int) -> NDArray[np.int64]:
         return np.empty(0, np.int64)
@@ -535,16 +483,7 @@ def output_of(
     rows: slice = slice(None),
     seed: int = 0,
 ) -> TargetOutput:
-    """Make a target's output over the nodes of a draft.
-
-    Args:
-        logits: logits `[rows, nodes, vocabulary]`.
-        structure: tree of the nodes.
-        cells: grid cell of each node's next token.
-        layout: layout of the pass; None derives it from the tree.
-        rows: batch rows of the image.
-        seed: seed of the image.
-    """
+    """Make a target's output over the nodes of a draft, from logits `[rows, nodes, vocabulary]`."""
     sequence = ImageSequence(0, plan_of(RasterLayout(1), Sampling(), Ar()), make_prompt(0), seed)
     depths = structure.depths
     layout = layout or PassLayout(depths, depths, structure.ancestors)
@@ -558,62 +497,3 @@ def codes_of(steps: Iterable[Step], images: int) -> list[list[int]]:
         for part in step.parts:
             codes[part.sequence] += part.codes.tolist()
     return codes
-
-
-def naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
-    """Apply temperature, top-k and top-p in the plainest way, as a second opinion on `shape_distribution`."""
-    weights = np.exp((logits - logits.max()) / (sampling.temperature or 1.0))
-    for name in sampling.filter_order.split(", "):
-        order = sorted(range(len(weights)), key=lambda code: -weights[code])
-        if name == "top-k" and sampling.top_k:
-            for code in order[sampling.top_k :]:
-                weights[code] = 0
-        if name == "top-p" and sampling.top_p < 1:
-            total = weights.sum()
-            cumulative = 0.0
-            for code in order:
-                share = weights[code] / total
-                if cumulative > sampling.top_p:
-                    weights[code] = 0
-                cumulative += share
-    return weights / weights.sum()
-
-
-def next_distribution(model: ToyModel, prompt: Prompt, codes: Sequence[int], sampling: Sampling) -> NDArray[np.float64]:
-    """Return the target's distribution after the tokens `codes`, from the table, without any engine or runtime.
-
-    Args:
-        model: toy model.
-        prompt: prompt of the image.
-        codes: tokens before, with row ends.
-        sampling: sampling settings.
-    """
-    target = model.target
-    assert isinstance(target, ToyTarget)
-    prefix = len(prompt.cond.real)
-    rows = []
-    for prefix_row in [prompt.cond, prompt.uncond]:
-        hashes = target.prefix_hash(prefix_row.embeds)[prefix_row.real]
-        if codes:
-            hashes = np.append(hashes, target.code_hash(np.array(codes), prefix + np.arange(len(codes))))
-        rows.append(target.logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
-    cond, uncond = rows
-    penalty = sampling.repetition_penalty or 1.0
-    for code in {token for token in codes if token < len(cond)}:  # row ends are not penalized
-        cond[code] = cond[code] * penalty if cond[code] < 0 else cond[code] / penalty
-    cell = sum(code < len(cond) for code in codes)
-    scale = sampling.cfg_scale if cell < sampling.count_guided(model.num_codes) else 1.0
-    if sampling.cfg_schedule == "linear":
-        scale = 1 + (scale - 1) * (cell + 1) / model.num_codes
-    return naive_distribution(uncond + scale * (cond - uncond), sampling)
-
-
-def joint_distribution(model: ToyModel, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
-    """Enumerate the probabilities of all token sequences of an image: `[vocabulary] * codes`."""
-    vocabulary = model.target.vocabulary  # type: ignore[attr-defined]
-    joint = np.ones((vocabulary,) * model.num_codes)
-    for length in range(model.num_codes):
-        for codes in itertools.product(range(vocabulary), repeat=length):
-            distribution = next_distribution(model, prompt, codes, sampling)
-            joint[codes] *= distribution.reshape((vocabulary,) + (1,) * (model.num_codes - length - 1))
-    return joint

@@ -25,7 +25,7 @@ from ...pipeline import Pipeline
 from ...prepared import load_model
 from ...runtime.decode import decode
 from ...runtime.drafting import Commit
-from ...runtime.likelihood import sequence_states
+from ...runtime.likelihood import compute_sequence_states
 from ...runtime.state import Prompt
 from .shards import Shard, TrainingImages, read_source, shard_path, write_shard
 
@@ -125,7 +125,7 @@ def hidden_states(
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
     known = [image[:-1].astype(np.int64) for image in codes for _ in (0, 1)]
     sampled = np.array([layout.position(cell) - 1 for cell in range(layout.num_codes)])  # position before each cell
-    states = sequence_states(model, layout, rows, known)
+    states = compute_sequence_states(model, layout, rows, known)
     return [
         np.concatenate([row_states[: len(row.embeds) - 1], row_states[len(row.embeds) + sampled]])
         for row, row_states in zip(rows, states, strict=True)
