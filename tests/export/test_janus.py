@@ -121,4 +121,4 @@ def test_layers_of_the_table_have_the_same_bits_in_any_order_of_their_sums_and_a
     scale = np.abs(inputs).max() * np.abs(weight).max()
     np.testing.assert_allclose(found, inputs @ weight.T + bias, rtol=0, atol=1e-10 * scale)
     values = np.linspace(-20, 20, 10_001)
-    close(exact.gelu(values), torch.nn.functional.gelu(torch.from_numpy(values)), 3e-8)
+    assert_close(exact.gelu(values), torch.nn.functional.gelu(torch.from_numpy(values)), 3e-8)

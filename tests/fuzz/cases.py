@@ -260,7 +260,8 @@ def check(kind: str, seed: int, originals: Originals, capture: pytest.CaptureFix
         assert not noise, f"{noise}: {description}"
         *_, last = text.splitlines() or [""]
         assert code != 2 or last.startswith("lantern-rt: ") or callable(case), f"no line with the reason: {description}"
-        assert all(character.isprintable() or character == "\n" for character in text), f"control characters: {description!r}"
+        is_printable = all(character.isprintable() or character == "\n" for character in text)
+        assert is_printable, f"control characters: {description!r}"
         remaining_files = sorted(str(path.relative_to(folder)) for path in (folder / "out").rglob("*"))
         assert code == 0 or not remaining_files, f"left behind: {remaining_files} by {description}"
         assert not [path for path in remaining_files if ".partial" in path], (

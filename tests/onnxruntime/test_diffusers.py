@@ -1,4 +1,4 @@
-"""Images of diffusers' pipeline for GLM-Image, with random weights, from codes of its first stage and of lantern-rt.
+"""diffusers' pipeline of GLM-Image, with random weights, generates the same image from our codes as from its own.
 
 diffusers is installed in the session `journeys` of noxfile.py.
 """
@@ -44,7 +44,7 @@ def decoder() -> Any:
         FOLDER / "vision_language_encoder", dtype=torch.float32
     ).eval()
     first.generation_config.top_k = 1
-    # diffusers 0.42.1 joins the features of the sources, but transformers 5.23 takes a list of them.
+    # diffusers 0.42.1 joins the features of several images, while transformers 5.23 expects a list of them.
     first.get_image_tokens = lambda features, grids: first.model.get_image_tokens([features])
     transformer = diffusers.GlmImageTransformer2DModel(
         patch_size=2,

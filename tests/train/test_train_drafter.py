@@ -15,6 +15,7 @@ from refusals import error_of
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError, open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts
+from lantern_rt.inputs import install_command
 from lantern_rt.prepared import compute_prefixes
 
 torch = pytest.importorskip("torch")
@@ -202,4 +203,4 @@ def test_errors_of_the_command_are_one_line(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "torch" else find(name, *a))
     assert run_program(command) == 2
-    assert "pip install 'lantern-rt[cpu,train]'" in capsys.readouterr().err
+    assert install_command("cpu,train") in capsys.readouterr().err
