@@ -239,9 +239,7 @@ def with_source(request: ImageRequest, manifest: Manifest, size: Size, source: S
     behind = len(spec.after) + len(text)
     distance = behind + max(alone.rows, alone.columns)
     back = manifest.target.max_positions
-    # An image begins as far behind the prompts of its size as its first grid is long.
-    steps = distance + max(source.size.first_grid or (0,)) - max(manifest.size(size.name).first_grid or (0,))
-    places = (alone.first_position or 0) + back * steps + cells
+    places = (alone.first_position or 0) + back * distance + cells
 
     def before(count: int, distance: int) -> NDArray[np.int64]:
         moved: NDArray[np.int64] = first + back * np.arange(distance + count, distance, -1)

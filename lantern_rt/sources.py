@@ -21,12 +21,14 @@ class SourceImage:
     """A source image. Images are generated whole, so that nothing of it is preserved.
 
     Attributes:
-        pixels: input of the encoder, uint8 `[height, width, 3]`.
-        size: size of the bundle that the image was scaled to.
+        image: the image, scaled to a size of the bundle.
+        pixels: the image, scaled to the input of the encoder, uint8 `[height, width, 3]`.
+        size: the size of the bundle.
         start: number of ids before its codes in a prompt.
         codes: its codes, int64 `[cells]`; None before `encode`.
     """
 
+    image: Image.Image
     pixels: NDArray[np.uint8]
     size: Size
     start: int
@@ -71,5 +73,5 @@ def prepare_source(manifest: Manifest, size: Size, original: Image.Image) -> Sou
     spec = manifest.source
     assert spec is not None
     pixels = (size.columns * spec.pixels_per_cell, size.rows * spec.pixels_per_cell)
-    smaller = crop_to_cover(original, manifest.pixels(size)).resize(pixels, Image.Resampling.BICUBIC)
-    return SourceImage(np.array(smaller), size, len(spec.before))
+    image = crop_to_cover(original, manifest.pixels(size))
+    return SourceImage(image, np.array(image.resize(pixels, Image.Resampling.BICUBIC)), size, len(spec.before))

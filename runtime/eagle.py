@@ -79,7 +79,7 @@ class EagleDrafter(TreeDrafter):
         """Return the batch rows that the distribution of each sequence's children at `depth` depends on."""
         return [
             rows[: sequence.guidance.count_rows(len(sequence.codes) + depth)]
-            for sequence, rows in zip(self.sequences, self.slots.batch_rows(), strict=True)
+            for sequence, rows in zip(self.sequences, self.slots.batch_rows, strict=True)
         ]
 
     def _choose_children(

@@ -34,7 +34,7 @@ _ROLES = "<|User|>,<|Assistant|>"
 _START = "<\uff5cbegin\u2581of\u2581sentence\uff5c>"
 _PADDING = "<\uff5c\u2581pad\u2581\uff5c>"
 _PROCESSOR = "processor_config.json"
-_CODES = 256  # codes that are computed at once
+_CODES = 256  # Number of codes that are computed at once
 # Defaults of LlamaConfig, which DeepSeek's configurations omit.
 _DEFAULTS = {
     "hidden_size": 4096,

@@ -153,7 +153,8 @@ def _compute_grids_table(config: DecoderConfig) -> Tensor:
 
     Each image size has `config.length` rows. A position has three coordinates: time, row and column. All three are
     equal in a prompt. A grid that starts at p has coordinates (p, p + row, p + column). The next grid starts as far
-    behind p as the larger side of the grid. Pair k has frequency base^(-k / n), where n pairs are rotated.
+    behind p as the larger side of the grid. The second grids of all image sizes start at the same coordinates, and the
+    prompt of the first size at 0. Pair k has frequency base^(-k / n), where n pairs are rotated.
     """
     real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     sections = torch.tensor(config.rope_sections, device="cpu")
@@ -163,9 +164,10 @@ def _compute_grids_table(config: DecoderConfig) -> Tensor:
     table = torch.zeros(len(config.grids), config.length, config.head_dim // 2, 2, **real)
     table[..., 0] = 1
     prompt = torch.arange(config.prefix, **real)[:, None].expand(-1, 3)
+    second = config.prefix + max(config.grids[0][:2])  # start of all second grids
     for rows, (*first, high, wide) in zip(table, config.grids, strict=True):
-        coordinates = [prompt]
-        start = config.prefix
+        start = second - max(first)
+        coordinates = [prompt + start - config.prefix]
         for sides in (first, (high, wide)):
             cells = torch.cartesian_prod(torch.zeros(1, **real), *(torch.arange(side, **real) for side in sides))
             coordinates.append(start + cells)

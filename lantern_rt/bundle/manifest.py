@@ -394,11 +394,6 @@ class Manifest(FrozenModel):
             raise ValueError("`source` needs a `vq_encoder`, prompts of kind `tokens` and an `architecture`")
         if self.target.architecture.rotary != "grids" or len(sizes) != len(self.sizes) or not sizes:
             raise ValueError("`source` needs rotation by two grids, and a first position in all `sizes`")
-        # The positions of a source count from the end of the first grid of its size, and can only be moved back.
-        behind = min(len(size.source_tokens) for size in sizes) + len(self.source.after) + 1
-        ends = [max(size.first_grid or (0,)) for size in sizes]
-        if max(ends) > min(end + max(size.rows, size.columns) for end, size in zip(ends, sizes, strict=True)) + behind:
-            raise ValueError("`source` needs first grids of similar lengths")
 
     def _is_default(self, size: Size) -> bool:
         return (size.rows, size.columns) == (self.grid_rows, self.grid_columns)

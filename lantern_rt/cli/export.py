@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..engines.host import available_memory
 from ..errors import CheckpointError
 from ..export.registry import FAMILIES, check_family, detect_family, find_family, read_family
 from ..inputs import require_library
@@ -163,8 +164,9 @@ def export(
     sizes = estimate_sizes(find_family(family), options, precisions.target)
     if sizes.download:
         check_bundle(output, sizes.bundle, sizes.download)
-        needs = f"the bundle takes {format_bytes(sizes.bundle)} or more, as does running it"
-        print_stderr(f"{format_bytes(sizes.download)} from the hub; {needs}")
+        free = format_bytes(available_memory())
+        least = f"at least {format_bytes(sizes.bundle)} of disk, and of memory to run it, of which {free} is free"
+        print_stderr(f"{format_bytes(sizes.download)} from the hub; the bundle takes {least}")
     start = time.perf_counter()
     with PeakMemory() as peak, show_progress() as progress:
         loaded = read_family(family, options, progress, model.cfg_scale if model else None)

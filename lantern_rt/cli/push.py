@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -159,8 +160,11 @@ def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, A
         again = f"\n    lantern-rt run {name} --from 1.png"
     else:
         lines += ["It draws codes, from which another program makes images.", ""]
+    addresses = dict(line.split(", ") for line in metadata("lantern-rt").get_all("Project-URL") or ())
     lines += [
-        f'    pip install "lantern-rt[cpu]"\n    lantern-rt run {name} {subject}{again}',
+        f"With [lantern-rt]({addresses['Source']}) and its extra `cpu`:",
+        "",
+        f"    lantern-rt run {name} {subject}{again}",
         f"    lantern-rt serve {name}",
         "",
     ]

@@ -1,4 +1,4 @@
-"""Checkpoints of LlamaGen and drafters are read whole, from every layout of files."""
+"""Checkpoints of LlamaGen and of drafters are read from every layout of files."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from lantern_rt.export.models.eagle import read_drafter
 ENDINGS = ("safetensors", "bin")
 
 
-def same_weights(one: nn.Module, two: nn.Module) -> bool:
-    pairs = zip(one.state_dict().values(), two.state_dict().values(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+def same_weights(first: nn.Module, second: nn.Module) -> bool:
+    pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    return all(torch.equal(*pair) for pair in pairs)
 
 
-def assert_same(one: LlamaGen, two: LlamaGen) -> None:
-    assert one.decoder.config == two.decoder.config
-    assert torch.equal(one.code_embeddings, two.code_embeddings)
-    assert same_weights(one.decoder, two.decoder)
-    assert same_weights(one.condition, two.condition)
+def assert_same(first: LlamaGen, second: LlamaGen) -> None:
+    assert first.decoder.config == second.decoder.config
+    assert torch.equal(first.code_embeddings, second.code_embeddings)
+    assert same_weights(first.decoder, second.decoder)
+    assert same_weights(first.condition, second.condition)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def target() -> Decoder:
 
 
 @pytest.mark.parametrize("wrapper", ["model", "module", "state_dict", None])
-def test_a_state_dict_is_found_bare_and_wrapped(tmp_path: Path, wrapper: str | None) -> None:
+def test_a_state_dict_is_read_alone_or_inside_a_training_checkpoint(tmp_path: Path, wrapper: str | None) -> None:
     weights = {"a.weight": torch.arange(6.0).view(2, 3), "steps": torch.tensor(3)}
-    beside = {"epoch": 3, "args": argparse.Namespace(lr=1.0)}  # of training
+    beside = {"epoch": 3, "args": argparse.Namespace(lr=1.0)}  # state of training
     torch.save({wrapper: weights, **beside} if wrapper else weights, tmp_path / "a.bin")
     result = read_weights(tmp_path / "a.bin")
     assert list(result) == list(weights)
@@ -69,15 +69,15 @@ def test_a_state_dict_is_found_bare_and_wrapped(tmp_path: Path, wrapper: str | N
     ("averaged", "expected", "warnings"),
     [(None, 1, ["has model and ema; using model, --weights ema selects the other"]), (False, 1, []), (True, 2, [])],
 )
-def test_of_a_model_and_its_average_one_is_taken_and_said(
+def test_a_checkpoint_with_model_and_average_reads_one_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, averaged: bool | None, expected: int, warnings: list[str]
 ) -> None:
     torch.save({kind: {"a": torch.full((2,), n)} for kind, n in (("ema", 2.0), ("model", 1.0))}, tmp_path / "a.pt")
     assert read_weights(tmp_path / "a.pt", averaged=averaged)["a"].tolist() == [expected] * 2
-    assert [text in said for text, said in zip(warnings, caplog.messages, strict=True)] == [True] * len(warnings)
+    assert [text in message for text, message in zip(warnings, caplog.messages, strict=True)] == [True] * len(warnings)
 
 
-def test_an_average_that_is_not_there_is_said_and_one_alone_is_taken(
+def test_a_missing_average_is_a_warning_and_a_lone_average_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.save({"ema": {"a": torch.ones(2)}}, tmp_path / "a.pt")
@@ -89,7 +89,7 @@ def test_an_average_that_is_not_there_is_said_and_one_alone_is_taken(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_keep_the_type_they_are_stored_in(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_weights_have_the_dtype_of_the_file(tmp_path: Path, dtype: torch.dtype) -> None:
     weights = {"a": torch.ones(2, dtype=dtype)}
     torch.save(weights, tmp_path / "a.pt")
     torch.save(weights, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
@@ -103,7 +103,7 @@ def test_reading_is_reported_in_megabytes_of_all_files_of_a_folder(tmp_path: Pat
     reports: list[tuple[str, int, int]] = []
     Checkpoint(tmp_path, progress=lambda *report: reports.append(report)).read()
     amounts = [done for _, done, _ in reports]
-    assert {(what, total) for what, _, total in reports} == {(f"reading {tmp_path.name} (MB)", 7)}
+    assert {(stage, total) for stage, _, total in reports} == {(f"reading {tmp_path.name} (MB)", 7)}
     assert amounts == sorted(amounts)
     assert {0, 3, 5, 7} <= set(amounts)
 
@@ -124,7 +124,7 @@ def test_sizes_come_from_the_weights(target: Decoder) -> None:
     np.testing.assert_array_equal(condition.uncond, load_golden("llamagen-t2i")["uncond_embedding"])
 
 
-def test_the_grid_is_that_of_the_weights_or_the_configuration_and_else_the_callers(tmp_path: Path) -> None:
+def test_the_grid_comes_from_the_weights_the_configuration_or_the_caller(tmp_path: Path) -> None:
     no_block = copy_json(config_path(C2I), tmp_path / "config.json", block_size=None)
     stored = copy_weights(tmp_path, C2I, lambda w: w.update(freqs_cis=torch.zeros(1 + 25, 8, 2)))
     assert read_transformer(C2I, config=config_path(C2I), grid=4).decoder.config.grid == 4
@@ -139,34 +139,34 @@ def test_a_published_models_heads_and_only_grid_need_no_options(tmp_path: Path) 
     assert (sizes.num_heads, sizes.grid) == (8, 24)
 
 
-def test_the_same_weights_read_the_same_from_every_layout(tmp_path: Path) -> None:
+def test_every_layout_of_the_same_weights_is_read_the_same(tmp_path: Path) -> None:
     plain = read_transformer(LANTERN / "t2i")
     (tmp_path / "bin").mkdir()
     shutil.copy(LANTERN / "t2i/config.json", tmp_path / "bin")
     torch.save(load_file(LANTERN / "t2i/model.safetensors"), tmp_path / "bin/pytorch_model.bin")
-    for place in (
+    for checkpoint in (
         tmp_path / "bin",
         LANTERN / "t2i/model.safetensors",
         copy_checkpoint(LANTERN / "t2i", tmp_path / "stage two", input_type="t2i2"),
     ):
-        assert_same(read_transformer(place), plain)
+        assert_same(read_transformer(checkpoint), plain)
     assert_same(read_transformer(T2I, config=config_path(T2I)), plain)
 
 
 @pytest.mark.parametrize("kind", ["c2i", "t2i"])
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_shards_with_an_index_read_as_the_single_file(tmp_path: Path, kind: str, ending: str) -> None:
+def test_shards_with_an_index_are_read_as_the_single_file(tmp_path: Path, kind: str, ending: str) -> None:
     result = read_transformer(copy_sharded(LANTERN / kind, tmp_path / "shards", ending))
     assert_same(result, read_transformer(LANTERN / kind))
     assert [role for role, _ in result.checkpoint.sources] == ["target_config", "target_index", *["target"] * 3]
 
 
-def test_a_configuration_of_a_folder_is_a_source_beside_another_that_is_given(tmp_path: Path) -> None:
+def test_the_folders_configuration_is_a_source_besides_another_configuration(tmp_path: Path) -> None:
     folder = LANTERN / "c2i"
-    other = Path(shutil.copy(folder / "config.json", tmp_path / "other.json"))
-    sources = read_transformer(folder, config=other).checkpoint.sources
+    other_config = Path(shutil.copy(folder / "config.json", tmp_path / "other.json"))
+    sources = read_transformer(folder, config=other_config).checkpoint.sources
     weights = ("target", folder / "model.safetensors")
-    assert sources == [("target_config", folder / "config.json"), weights, ("config", other)]
+    assert sources == [("target_config", folder / "config.json"), weights, ("config", other_config)]
 
 
 @pytest.mark.parametrize("names", [["a.pt", "b.pt"], ["consolidated.00-of-02.pth", "consolidated.01-of-02.pth"]])
@@ -191,17 +191,17 @@ def test_a_file_consolidated_from_fsdp_may_have_prefixed_names(tmp_path: Path, p
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_drafter_reads_the_same_from_every_layout(tmp_path: Path, target: Decoder, ending: str) -> None:
-    one = read_drafter(DRAFTER, target)
-    for place in (
+def test_every_layout_of_a_drafter_is_read_the_same(tmp_path: Path, target: Decoder, ending: str) -> None:
+    drafter = read_drafter(DRAFTER, target)
+    for folder in (
         copy_checkpoint(DRAFTER, tmp_path / "safetensors", lambda weights: None),
         copy_sharded(DRAFTER, tmp_path / "shards", ending),
     ):
-        two = read_drafter(place, target)
-        assert two.drafter.config == one.drafter.config
-        assert same_weights(one.drafter, two.drafter)
-    assert [role for role, _ in two.sources] == ["drafter_config", "drafter_index", *["drafter"] * 3]
-    assert (one.drafter.config.prefix, one.drafter.config.input_norm) == (7, False)
+        copy = read_drafter(folder, target)
+        assert copy.drafter.config == drafter.drafter.config
+        assert same_weights(drafter.drafter, copy.drafter)
+    assert [role for role, _ in copy.sources] == ["drafter_config", "drafter_index", *["drafter"] * 3]
+    assert (drafter.drafter.config.prefix, drafter.drafter.config.input_norm) == (7, False)
 
 
 def test_a_drafter_without_bias_and_with_an_input_norm_is_read(tmp_path: Path, target: Decoder) -> None:

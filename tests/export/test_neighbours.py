@@ -1,4 +1,4 @@
-"""The neighbour table: exact order."""
+"""The order of the neighbour table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def codebook() -> np.ndarray:
     return rows
 
 
-def test_the_order_is_that_of_the_published_file() -> None:
+def test_the_order_agrees_with_the_published_file() -> None:
     published = np.load(DATA / "lantern-accept/top_127_indices.npy")
     table = compute_neighbour_table(codebook())
     np.testing.assert_array_equal(table, published)
@@ -39,10 +39,10 @@ def test_equal_rows_are_neighbours_in_order_of_index() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 40, 119])
-def test_points_of_a_grid_have_the_neighbours_that_sorting_all_rows_gives(k: int) -> None:
+def test_points_of_a_grid_have_the_neighbours_of_a_full_sort(k: int) -> None:
     grid = code_vectors(torch.arange(120), (8, 5, 3)).double().numpy()
-    squares = np.square(grid[:, None] - grid).sum(-1)  # exact: numbers are multiples of a quarter
+    squares = np.square(grid[:, None] - grid).sum(-1)  # exact, as all numbers are multiples of a quarter
     np.fill_diagonal(squares, -1)
-    found = compute_neighbour_table(grid, k)
-    assert found.dtype == np.uint8
-    np.testing.assert_array_equal(found, squares.argsort(1, kind="stable")[:, 1 : k + 1])
+    table = compute_neighbour_table(grid, k)
+    assert table.dtype == np.uint8
+    np.testing.assert_array_equal(table, squares.argsort(1, kind="stable")[:, 1 : k + 1])

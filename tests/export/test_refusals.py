@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit are refused: the error names the file and the field or weight, and what is there."""
+"""Checkpoints that do not fit are rejected: the error names the file, the field or weight, and its value."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lantern_rt.export.checkpoints.folders import Checkpoint
 from lantern_rt.export.models.t5 import read_text_encoder
 from lantern_rt.export.models.vq_checkpoints import read_vq
 
-Read = Callable[[Path], object]  # makes a damaged copy in a folder and reads it
+Read = Callable[[Path], object]  # copies a checkpoint to a folder, changes the copy and reads it
 
 
 def official(edit: Any = None, **fields: Any) -> Read:
@@ -115,30 +115,30 @@ def tokenizer(edit: Callable[[dict[str, Any]], object]) -> Read:
     return read
 
 
-def without(folder: Path, *names: str) -> Path:
+def remove_files(folder: Path, *names: str) -> Path:
     for name in names:
         (folder / name).unlink()
     return folder
 
 
-def loose(folder: Path) -> None:
+def read_duplicate_weights(folder: Path) -> None:
     for name in ("a.pt", "b.pt"):
         torch.save({"x": torch.ones(2)}, folder / name)
     Checkpoint(folder).read()
 
 
-def wrong_shard(folder: Path) -> None:
+def read_wrong_shard(folder: Path) -> None:
     shards = copy_sharded(LANTERN / "t2i", folder / "shards")
     shutil.copy(shards / "model-00001-of-00003.safetensors", shards / "model-00002-of-00003.safetensors")
     Checkpoint(shards).read()
 
 
-def twice(folder: Path) -> None:
+def read_duplicate_field(folder: Path) -> None:
     (folder / "config.json").write_text('{"n_head": 4, "n_head": 8}')
     read_transformer(C2I, config=folder / "config.json")
 
 
-def few_codes(folder: Path) -> None:
+def read_few_codes(folder: Path) -> None:
     narrow = copy_weights(
         folder, VQ, lambda w: w.update({"quantize.embedding.weight": w["quantize.embedding.weight"][:100]})
     )
@@ -153,8 +153,8 @@ def drop(*prefixes: str) -> Callable[[dict[str, Any]], None]:
     return edit
 
 
-def move(one: str, other: str) -> Callable[[dict[str, Any]], None]:
-    return lambda weights: weights.update({other: weights.pop(one)})
+def rename(name: str, new_name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda weights: weights.update({new_name: weights.pop(name)})
 
 
 def swap_tokens(content: dict[str, Any]) -> None:
@@ -162,7 +162,7 @@ def swap_tokens(content: dict[str, Any]) -> None:
     content["added_tokens"] = []
 
 
-def early_row_end(folder: Path) -> None:
+def read_early_row_end(folder: Path) -> None:
     names = {"<reserved08799>": "<unk>", "<unk>": "<reserved08799>"}
     target = copy_checkpoint(
         LUMINA, folder, config=lambda c: c["vocabulary_map"].update({"<reserved08799>": 3, "<unk>": 142})
@@ -178,8 +178,8 @@ def early_row_end(folder: Path) -> None:
 
 FREQUENCIES = {"freqs_cis": torch.zeros(1 + 25, 8, 2)}
 
-# How it is read, how the field at fault ends, and what the error says is there or expected.
-REFUSALS: dict[str, tuple[Read, str, str]] = {
+# By name: function that reads the checkpoint, end of the field at fault, words of the error.
+WRONG_CHECKPOINTS: dict[str, tuple[Read, str, str]] = {
     # LlamaGen's official files
     "another width": (official(dim=128), "config.json: dim", "128 64"),
     "another condition": (official(model_type="t2i"), "config.json: model_type", "'t2i' 'c2i'"),
@@ -192,10 +192,10 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "a large number": (official(norm_eps=1e308), "config.json: norm_eps", "1e+308 number up to 3.4e+38"),
     "an unknown field": (official(n_heads=4), "config.json: n_heads", "unknown field block_size, caption_dim n_head,"),
     "another feed-forward width": (official(multiple_of=96), "config.json: multiple_of", "96 170 256"),
-    "a field twice": (twice, "config.json", "'n_head' twice, with two values"),
+    "a field twice": (read_duplicate_field, "config.json", "'n_head' twice, with two values"),
     "weights of no kind": (lambda folder: read_llamagen(C2I, VQ, weights="best"), "weights", "'best' model or ema"),
     "a missing weight": (
-        official(move("layers.1.attention.wo.weight", "layers.1.extra")),
+        official(rename("layers.1.attention.wo.weight", "layers.1.extra")),
         C2I.name,
         "missing: layers.1.attention.wo.weight unexpected: layers.1.extra",
     ),
@@ -224,20 +224,20 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
         VQ.name,
         "4 encoder and 5 decoder levels",
     ),
-    "a VQ tokenizer of other codes": (few_codes, "vq", "100 codes 128"),
+    "a VQ tokenizer of other codes": (read_few_codes, "vq", "100 codes 128"),
     # Folders of weights
     "missing shards": (
         lambda folder: Checkpoint(
-            without(copy_sharded(DRAFTER, folder / "shards", "bin"), "pytorch_model-00002-of-00003.bin")
+            remove_files(copy_sharded(DRAFTER, folder / "shards", "bin"), "pytorch_model-00002-of-00003.bin")
         ).read(),
         "shards",
         "pytorch_model-00002-of-00003.bin pytorch_model.bin.index.json",
     ),
-    "a shard of another place": (wrong_shard, "model-00002-of-00003.safetensors", "missing: unexpected:"),
+    "a shard of another place": (read_wrong_shard, "model-00002-of-00003.safetensors", "missing: unexpected:"),
     "an index to elsewhere": (index({"weight_map": {"a": "../b.safetensors"}}), "'a'", "../b.safetensors"),
     "an index to a folder": (index({"weight_map": {"a": ".."}}), "'a'", "the name of a file in its folder"),
     "an empty index": (index({"weight_map": {}}), "weight_map", "{}"),
-    "a weight twice": (loose, "b.pt: x", "in an earlier file"),
+    "a weight twice": (read_duplicate_weights, "b.pt: x", "in an earlier file"),
     "no weights": (lambda folder: Checkpoint(folder).read(), "", "no weights model.safetensors"),
     # Drafters
     **{
@@ -290,7 +290,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     ),
     # Anole
     "no tokenizer": (
-        lambda folder: read_anole(without(copy_checkpoint(ANOLE, folder), "tokenizer.json"), VQGAN),
+        lambda folder: read_anole(remove_files(copy_checkpoint(ANOLE, folder), "tokenizer.json"), VQGAN),
         "",
         "has no tokenizer.json",
     ),
@@ -347,7 +347,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
         "model.embed_tokens.weight",
         "518 rows 600",
     ),
-    "an end of row before the codes": (early_row_end, "<reserved08799>", "token 3"),
+    "an end of row before the codes": (read_early_row_end, "<reserved08799>", "token 3"),
     # Emu3
     "no image tokenizer": (
         lambda folder: read_emu3(copy_published_emu3(folder)[0], grid=4),
@@ -385,19 +385,19 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSALS)
-def test_a_checkpoint_that_does_not_fit_is_refused_by_its_field(tmp_path: Path, what: str) -> None:
-    read, field, words = REFUSALS[what]
+@pytest.mark.parametrize("case", WRONG_CHECKPOINTS)
+def test_a_checkpoint_that_does_not_fit_is_rejected_by_its_field(tmp_path: Path, case: str) -> None:
+    read, field, words = WRONG_CHECKPOINTS[case]
     error = error_of(LanternError, read, tmp_path)
     assert error.field.endswith(field)
-    said = " ".join((error.problem, error.found, error.expected, error.remedy))
-    missing = [word for word in words.split() if word not in said]
-    assert not missing, said
+    message = " ".join((error.problem, error.found, error.expected, error.remedy))
+    missing = [word for word in words.split() if word not in message]
+    assert not missing, message
 
 
-def test_a_refusal_is_a_sentence_with_file_field_and_remedy(tmp_path: Path) -> None:
+def test_an_error_is_a_sentence_with_file_field_and_remedy(tmp_path: Path) -> None:
     error = error_of(CheckpointError, drafter(caption_dim=2048), tmp_path)
-    place = tmp_path / "drafter/config.json"
+    config_file = tmp_path / "drafter/config.json"
     assert str(error) == (
-        f"{place}: caption_dim: found 2048, expected 32; give the drafter that was trained for this target"
+        f"{config_file}: caption_dim: found 2048, expected 32; give the drafter that was trained for this target"
     )

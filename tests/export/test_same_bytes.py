@@ -1,4 +1,4 @@
-"""The same checkpoint, precision and name give the same bundle, byte for byte, whichever processor exports it."""
+"""Exports of the same checkpoint with the same precision and name are the same bytes on every processor."""
 
 from __future__ import annotations
 
@@ -55,24 +55,24 @@ CHOICES = {"int8": {"target": "int8"}, "fp16": {"compute": "float16", "vq": "fp1
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", CHOICES)
 @pytest.mark.parametrize("family", READERS)
-def test_a_bundle_does_not_show_who_exported_it(tmp_path: Path, family: str, precision: str) -> None:
-    sources, further = READERS[family](tmp_path)
-    options = {name: str(path) for name, path in sources.items()} | further
+def test_a_bundle_does_not_depend_on_the_exporting_processor(tmp_path: Path, family: str, precision: str) -> None:
+    sources, other_options = READERS[family](tmp_path)
+    options = {name: str(path) for name, path in sources.items()} | other_options
     name = "llamagen" if family == "text" else family
-    found = []
+    files_by_processor = []
     for i, processor in enumerate(PROCESSORS):
         output = tmp_path / str(i)
         words = json.dumps([name, str(output), options, CHOICES[precision]])
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", EXPORT, words],
             env=os.environ | processor,
             capture_output=True,
             text=True,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
-        found.append({path.name: path.read_bytes() for path in output.iterdir()})
-    first, second = found
+        assert process.returncode == 0, process.stderr
+        files_by_processor.append({path.name: path.read_bytes() for path in output.iterdir()})
+    first, second = files_by_processor
     assert first.keys() == second.keys()
     assert [name for name in first if first[name] != second[name]] == []
 

@@ -1,4 +1,4 @@
-"""Checkpoints are mapped, transforms deferred, weights written one at a time, and modules run a layer at a time."""
+"""Low memory: checkpoints are mapped, transforms deferred, weights written one by one, modules run layer by layer."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def test_reading_a_checkpoint_maps_it(tmp_path: Path, in_new_process: Any, name:
 
 
 def bytes_of_reading(path: Path) -> int:
-    """Bytes of memory that reading a checkpoint of four weights takes."""
+    """Return the bytes of memory for reading a checkpoint of four weights."""
     before = anonymous_memory() or 0
     with PeakMemory() as peak:
-        found = read_weights(path)
-    assert len(found) == 4
+        weights = read_weights(path)
+    assert len(weights) == 4
     return (peak.bytes or 0) - before
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_a_module_with_weights_of_any_type_is_written_and_computed_in_float32(
+def test_a_module_with_weights_of_any_dtype_is_written_and_computed_in_float32(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     graph = make_target(dtype)
@@ -72,7 +72,7 @@ def test_a_module_with_weights_of_any_type_is_written_and_computed_in_float32(
     assert {p.dtype for p in graph.module.parameters()} == {dtype}
 
 
-def test_a_module_gets_its_own_weights_back_after_an_error() -> None:
+def test_a_module_has_its_original_weights_after_an_error() -> None:
     module = nn.Linear(3, 2).to(torch.bfloat16)
     weight = module.weight
     with convert_weights(module):
@@ -85,13 +85,13 @@ def test_a_module_gets_its_own_weights_back_after_an_error() -> None:
 
 @linux
 @pytest.mark.parametrize("rule", ["fp16", "int8"])
-def test_only_one_layer_at_a_time_is_there_in_float32(tmp_path: Path, in_new_process: Any, rule: Rule) -> None:
+def test_only_one_layer_at_a_time_is_converted_to_float32(tmp_path: Path, in_new_process: Any, rule: Rule) -> None:
     layer = 4 * (4 * 512**2 + 3 * 512 * 2048)  # 17 MB in float32; the whole is 200 MB
     assert in_new_process(bytes_of_exporting, tmp_path, rule) < 6 * layer
 
 
 def bytes_of_exporting(folder: Path, rule: Rule) -> int:
-    """Bytes of memory that writing a decoder of 12 layers and running it in both layouts takes."""
+    """Return the bytes of memory for writing a decoder of 12 layers and running it in both layouts."""
     config = DecoderConfig(512, 12, 8, 8, 2048, 64, 3, 2, spare_positions=8)
     graph = make_target(torch.bfloat16, config)
     plan = plan_graph(graph, rule)
@@ -106,8 +106,8 @@ def bytes_of_exporting(folder: Path, rule: Rule) -> int:
     return (peak.bytes or 0) - before
 
 
-class Twins(nn.Module):
-    """Weights of one shape, one of them under two names, one transposed."""
+class SimilarWeights(nn.Module):
+    """Module with several weights of the same shape, two of which are shared and one transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,10 +120,12 @@ class Twins(nn.Module):
         return mixed
 
 
-def test_traced_weights_of_one_shape_stay_apart_and_shared_ones_shared(tmp_path: Path) -> None:
+def test_traced_weights_of_the_same_shape_are_distinct_and_shared_weights_shared(tmp_path: Path) -> None:
     torch.manual_seed(0)
     cases = named_cases(*({"ids": np.arange(rows)} for rows in (2, 3)))
-    graph = Graph("twins", Twins().eval(), (Value("ids", ("rows",), "int64"),), (Value("y", ("rows", 8)),), cases)
+    graph = Graph(
+        "twins", SimilarWeights().eval(), (Value("ids", ("rows",), "int64"),), (Value("y", ("rows", 8)),), cases
+    )
     path = write_graph(graph, tmp_path)[0]
     assert check_parity(graph, path) < 1e-5
     assert len(onnx.load(path).graph.initializer) == 3

@@ -13,7 +13,12 @@ import numpy as np
 import torch
 from host_tensorrt import HostLibrary, write_plan
 from numpy.typing import NDArray
-from toy_engine import ToyModel, make_model, make_prompt, naive_distribution
+from toy_distributions import naive_distribution
+from toy_engine import (
+    ToyModel,
+    make_model,
+    make_prompt,
+)
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.gpu import find_gpu

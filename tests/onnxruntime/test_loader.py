@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import error_of, expects_error
-from tiny_graphs import TINY, ClassTable, Painter, export, tiny_drafter
+from tiny_graphs import TINY, ClassTable, TinyImageDecoder, export, tiny_drafter
 
 from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export(ClassTable(10, TINY.prefix, TINY.hidden_size), {"class_ids": ids}, outputs, free, folder / "condition.onnx")
     codes = torch.zeros(2, TINY.grid**2, dtype=torch.int64)
     free = {"codes": {0: "rows"}, "images": {0: "rows"}}
-    export(Painter(TINY.vocab_size, TINY.grid), {"codes": codes}, ["images"], free, folder / "vq_decoder.onnx")
+    export(TinyImageDecoder(TINY.vocab_size, TINY.grid), {"codes": codes}, ["images"], free, folder / "vq_decoder.onnx")
     table = np.random.default_rng(0).normal(size=(TINY.vocab_size, TINY.hidden_size)).astype(np.float32)
     np.save(folder / "code_embeddings.npy", table)
     names = {role: f"{role}.onnx" for role in ("target", "drafter", "condition", "vq_decoder")}

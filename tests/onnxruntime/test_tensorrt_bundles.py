@@ -13,7 +13,7 @@ import onnx
 import pytest
 import torch
 from host_tensorrt import HostKernels, HostLibrary, _Engine, write_plan
-from tiny_graphs import Painter, export
+from tiny_graphs import TinyImageDecoder, export
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines import build as build_module
@@ -41,7 +41,7 @@ from lantern_rt.pipeline import Pipeline
 def test_more_images_than_the_rows_of_an_engine_are_decoded_in_several_runs(tmp_path: Path) -> None:
     path = tmp_path / "vq.onnx"
     codes = np.random.default_rng(0).integers(0, 48, (5, 16))
-    module = Painter(48, 4).eval()
+    module = TinyImageDecoder(48, 4).eval()
     dynamic_axes = {"codes": {0: "rows"}, "images": {0: "rows"}}
     export(module, {"codes": torch.zeros(2, 16, dtype=torch.int64)}, ["images"], dynamic_axes, path)
     rows = (Profile(name="rows", rows=(1, 2, 2), nodes=(0, 0, 0), columns=(0, 0, 0)),)

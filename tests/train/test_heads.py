@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,19 @@ from lantern_rt import BundleError, Pipeline, open_bundle
 from lantern_rt.bundle.manifest import HeadsSpec
 from lantern_rt.bundle.rewrite import write_heads
 from lantern_rt.cli.main import run_program
-from lantern_rt.runtime.heads import DraftHeads
+from lantern_rt.runtime.heads import DraftHeads, head_shapes
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnx")
 
-from lantern_rt.train.drafter.heads import TrainedHeads, read_samples  # noqa: E402
+from lantern_rt.train.drafter.heads import RANK, UNITS, TrainedHeads, read_samples  # noqa: E402
 from lantern_rt.train.drafter.shards import ShardFolder  # noqa: E402
 from lantern_rt.train.drafter.target import read_heads_target  # noqa: E402
+
+
+def test_tables_for_131072_codes_take_less_than_100_megabytes() -> None:
+    shapes = head_shapes(131_072, 5120, RANK, UNITS)
+    assert 2 * sum(math.prod(shape) for shape in shapes.values()) < 100e6
 
 
 def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> None:

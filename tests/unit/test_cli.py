@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import lantern_rt
 from lantern_rt import Pipeline
 from lantern_rt.cli.app import COMMANDS, app
+from lantern_rt.inputs import install_command
 from lantern_rt.output.names import make_slug, plan_outputs
 from lantern_rt.text.words import ANY_WORDS
 
@@ -321,7 +322,7 @@ def test_a_command_without_its_libraries_names_what_to_install(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else find(name))
     code, _, err = program(*command)
-    line = f"lantern-rt: {command[0]}: {library} is not installed; run `pip install 'lantern-rt[{extras}]'`"
+    line = f"lantern-rt: {command[0]}: {library} is not installed; run `{install_command(extras)}`"
     assert (code, err.strip()) == (2, line)
 
 

@@ -16,7 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chi2_contingency, chisquare
-from toy_engine import ToyModel, codes_of, decode, joint_distribution, make_model, make_prompt
+from toy_distributions import joint_distribution
+from toy_engine import (
+    ToyModel,
+    codes_of,
+    decode,
+    make_model,
+    make_prompt,
+)
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime import acceptance

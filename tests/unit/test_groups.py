@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from scipy.stats import chisquare
-from toy_engine import AnyOrder, Hashes, ToyCache, ToyModel, decode, likelihood, make_prompt, naive_distribution
+from toy_distributions import naive_distribution
+from toy_engine import (
+    AnyOrder,
+    Hashes,
+    ToyCache,
+    ToyModel,
+    decode,
+    likelihood,
+    make_prompt,
+)
 
 from lantern_rt.methods import Groups, Sampling
 from lantern_rt.requests import Settings

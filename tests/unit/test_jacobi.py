@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from toy_engine import ToyModel, ToyTarget, decode, joint_distribution, make_model, make_prompt, output_of, plan_of
+from toy_distributions import joint_distribution
+from toy_engine import (
+    ToyModel,
+    ToyTarget,
+    decode,
+    make_model,
+    make_prompt,
+    output_of,
+    plan_of,
+)
 from toy_script import Script
 
 from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd

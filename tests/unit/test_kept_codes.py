@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from toy_engine import ToyDrafter, codes_of, decode, make_model, make_prompt, next_distribution
+from toy_distributions import next_distribution
+from toy_engine import (
+    ToyDrafter,
+    codes_of,
+    decode,
+    make_model,
+    make_prompt,
+)
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, RowParallel, Sampling, Sjd
 from lantern_rt.runtime.decode import Step

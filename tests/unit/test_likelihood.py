@@ -7,7 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from toy_engine import likelihood, make_model, make_prompt, next_distribution, plan_of
+from toy_distributions import next_distribution
+from toy_engine import (
+    likelihood,
+    make_model,
+    make_prompt,
+    plan_of,
+)
 
 from lantern_rt.methods import Ar, Sampling
 from lantern_rt.runtime.likelihood import compute_tie_margin

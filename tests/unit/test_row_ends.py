@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy_distributions import next_distribution
 from toy_engine import (
     ToyModel,
     codes_of,
@@ -19,7 +20,6 @@ from toy_engine import (
     likelihood,
     make_model,
     make_prompt,
-    next_distribution,
     plan_of,
     raster_layout,
 )

@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chisquare
-from toy_engine import AnyOrder, ToyModel, ToyTarget, codes_of, decode, make_prompt, naive_distribution, raster_layout
+from toy_distributions import naive_distribution
+from toy_engine import (
+    AnyOrder,
+    ToyModel,
+    ToyTarget,
+    codes_of,
+    decode,
+    make_prompt,
+    raster_layout,
+)
 
 from lantern_rt import Pipeline
 from lantern_rt.methods import Ar, Eagle, MethodConfig, RowParallel, Sampling, Sjd

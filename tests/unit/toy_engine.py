@@ -11,7 +11,6 @@ uses it to check that every slot gets the hidden state of the right position, wi
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,14 +55,7 @@ KEYS_UP_TO = np.cumsum(POSITION_KEYS)
 
 
 def table_logits(context: Hashes, vocabulary: int, seed: int, spread: float) -> NDArray[np.float32]:
-    """Return the logits `[..., vocabulary]` of context hashes `[...]`, uniform in [-spread, spread].
-
-    Args:
-        context: context hashes, uint64 `[...]`.
-        vocabulary: number of tokens.
-        seed: number of the table.
-        spread: largest absolute logit.
-    """
+    """Return the logits `[..., vocabulary]` of context hashes `[...]`, uniform in [-spread, spread]."""
     hashed = scramble(context[..., None], np.arange(vocabulary), seed)
     return (spread * (2 * (hashed >> np.uint64(40)).astype(np.float64) / 2**24 - 1)).astype(np.float32)
 
@@ -118,8 +110,6 @@ class ToyCache:
     """A KV cache of `Entries`, with junk past the end of each row. Appending a node with a fault is an error.
 
     Args:
-        rows: number of batch rows.
-        capacity: number of columns.
         contiguous: whether committed positions must follow each other without gaps.
         last_position: position that all later nodes share, too.
     """
@@ -404,14 +394,6 @@ def raster_layout(codes: int, columns: int = 1, row_end: int | None = None) -> R
 
 
 def plan_of(layout: ImageLayout, sampling: Sampling, method: MethodConfig, adaptive: bool = False) -> DecodePlan:
-    """Return the plan by which images of a layout are generated.
-
-    Args:
-        layout: layout of the images.
-        sampling: sampling settings.
-        method: decoding method.
-        adaptive: whether windows narrow as more images share a pass.
-    """
     return DecodePlan(layout, sampling, method, count_nodes(method), adaptive)
 
 
@@ -424,42 +406,16 @@ def decode(
     adaptive: bool = False,
     **options: Any,
 ) -> Generator[Step, None, None]:
-    """Decode images of the model's layout.
-
-    Args:
-        model: toy model.
-        prompts: prompt of each image.
-        seeds: seed of each image.
-        sampling: sampling settings.
-        method: decoding method.
-        adaptive: whether windows narrow as more images share a pass.
-        **options: other parameters of `lantern_rt.runtime.decode.decode`.
-    """
     plan = DecodePlan(model.image, sampling, method, count_nodes(method, model.max_nodes), adaptive)
     return decoding.decode(model, plan, prompts, seeds, **options)
 
 
 def likelihood(model: ToyModel, prompt: Prompt, codes: Any, sampling: Sampling, counted: Any = None) -> Likelihood:
-    """Return the compute_likelihood of an image of the model's layout.
-
-    Args:
-        model: toy model.
-        prompt: prompt of the image.
-        codes: tokens of the image.
-        sampling: sampling settings.
-        counted: true at the tokens whose compute_likelihood counts; None counts all.
-    """
     return likelihoods.compute_likelihood(model, plan_of(model.image, sampling, Ar()), prompt, codes, counted)
 
 
 def make_prompt(identity: int, prefix: int = 3, padding: int = 0) -> Prompt:
-    """Make a prompt whose first `padding` prefix positions are padding.
-
-    Args:
-        identity: number that tells prompts apart.
-        prefix: number of prefix positions.
-        padding: number of padded positions.
-    """
+    """Make a prompt whose first `padding` prefix positions are padding; `identity` tells prompts apart."""
     rows = np.zeros((2, prefix, 3), np.float32)
     rows[:, :, 0] = np.array([[identity], [identity + 5000]])
     rows[:, :, 1] = np.arange(prefix)
@@ -485,17 +441,9 @@ def make_model(
     """Make a toy target and drafter.
 
     Args:
-        vocabulary: number of codes.
-        codes: tokens of an image.
-        prefix: positions before the first token.
-        seed: number of the tables of logits.
-        spread: largest absolute logit.
         agreement: share of the target's logits in the drafter's.
         round_span: the past length is rounded up to a multiple of this, as engines may do.
-        positions: size of the rotary table; nodes that are deeper share its last position.
-        layout: where the drafter's slots and positions are.
-        columns: columns of an image.
-        neighbors: neighbours of each code, for relaxed acceptance.
+        positions: size of the rotary table; deeper nodes share its last position.
         row_ends: whether each row ends with a token, the first after the codes.
     """
     layout = layout or DrafterLayout()
@@ -535,16 +483,7 @@ def output_of(
     rows: slice = slice(None),
     seed: int = 0,
 ) -> TargetOutput:
-    """Make a target's output over the nodes of a draft.
-
-    Args:
-        logits: logits `[rows, nodes, vocabulary]`.
-        structure: tree of the nodes.
-        cells: grid cell of each node's next token.
-        layout: layout of the pass; None derives it from the tree.
-        rows: batch rows of the image.
-        seed: seed of the image.
-    """
+    """Make a target's output over the nodes of a draft, from logits `[rows, nodes, vocabulary]`."""
     sequence = ImageSequence(0, plan_of(RasterLayout(1), Sampling(), Ar()), make_prompt(0), seed)
     depths = structure.depths
     layout = layout or PassLayout(depths, depths, structure.ancestors)
@@ -558,62 +497,3 @@ def codes_of(steps: Iterable[Step], images: int) -> list[list[int]]:
         for part in step.parts:
             codes[part.sequence] += part.codes.tolist()
     return codes
-
-
-def naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
-    """Apply temperature, top-k and top-p in the plainest way, as a second opinion on `compute_distribution`."""
-    weights = np.exp((logits - logits.max()) / (sampling.temperature or 1.0))
-    for name in sampling.filter_order.split(", "):
-        order = sorted(range(len(weights)), key=lambda code: -weights[code])
-        if name == "top-k" and sampling.top_k:
-            for code in order[sampling.top_k :]:
-                weights[code] = 0
-        if name == "top-p" and sampling.top_p < 1:
-            total = weights.sum()
-            cumulative = 0.0
-            for code in order:
-                share = weights[code] / total
-                if cumulative > sampling.top_p:
-                    weights[code] = 0
-                cumulative += share
-    return weights / weights.sum()
-
-
-def next_distribution(model: ToyModel, prompt: Prompt, codes: Sequence[int], sampling: Sampling) -> NDArray[np.float64]:
-    """Return the target's distribution after the tokens `codes`, from the table, without any engine or runtime.
-
-    Args:
-        model: toy model.
-        prompt: prompt of the image.
-        codes: tokens before, with row ends.
-        sampling: sampling settings.
-    """
-    target = model.target
-    assert isinstance(target, ToyTarget)
-    prefix = len(prompt.cond.is_real)
-    rows = []
-    for prefix_row in [prompt.cond, prompt.uncond]:
-        hashes = target.prefix_hash(prefix_row.embeds)[prefix_row.is_real]
-        if codes:
-            hashes = np.append(hashes, target.code_hash(np.array(codes), prefix + np.arange(len(codes))))
-        rows.append(target.logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
-    cond, uncond = rows
-    penalty = sampling.repetition_penalty or 1.0
-    for code in {token for token in codes if token < len(cond)}:  # row ends are not penalized
-        cond[code] = cond[code] * penalty if cond[code] < 0 else cond[code] / penalty
-    cell = sum(code < len(cond) for code in codes)
-    scale = sampling.cfg_scale if cell < sampling.count_guided(model.num_codes) else 1.0
-    if sampling.cfg_schedule == "linear":
-        scale = 1 + (scale - 1) * (cell + 1) / model.num_codes
-    return naive_distribution(uncond + scale * (cond - uncond), sampling)
-
-
-def joint_distribution(model: ToyModel, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
-    """Enumerate the probabilities of all token sequences of an image: `[vocabulary] * codes`."""
-    vocabulary = model.target.vocabulary  # type: ignore[attr-defined]
-    joint = np.ones((vocabulary,) * model.num_codes)
-    for length in range(model.num_codes):
-        for codes in itertools.product(range(vocabulary), repeat=length):
-            distribution = next_distribution(model, prompt, codes, sampling)
-            joint[codes] *= distribution.reshape((vocabulary,) + (1,) * (model.num_codes - length - 1))
-    return joint
