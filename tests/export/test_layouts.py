@@ -70,7 +70,9 @@ def target(config: DecoderConfig, scale: float = 0.1) -> Graph:  # with inputs s
 
 def drafter(config: DecoderConfig, bias: bool) -> Graph:
     torch.manual_seed(0)
-    eagle_drafter = EagleModule(config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias, num_tokens=50)
+    eagle_drafter = EagleModule(
+        config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias, num_tokens=50
+    )
     randomise_norms(eagle_drafter)
     return drafter_graph(eagle_drafter)
 

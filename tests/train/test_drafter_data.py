@@ -122,7 +122,9 @@ def test_a_bundle_that_generates_groups_of_cells_is_rejected(tmp_path: Path) -> 
         assert str(error_of(RequestError, read, pipeline.bundle)) == expected
 
 
-def test_too_few_images_and_damaged_shards_are_rejected(pipeline: Pipeline, source: ShardSource, tmp_path: Path) -> None:
+def test_too_few_images_and_damaged_shards_are_rejected(
+    pipeline: Pipeline, source: ShardSource, tmp_path: Path
+) -> None:
     def open_error() -> CheckpointError:
         error = error_of(CheckpointError, ShardFolder, tmp_path, [source], 256)
         return error

@@ -19,7 +19,7 @@ import lantern_rt
 from lantern_rt import Pipeline
 from lantern_rt.cli.app import COMMANDS, app
 from lantern_rt.inputs import install_command
-from lantern_rt.output.names import plan_outputs, slug
+from lantern_rt.output.names import make_slug, plan_outputs
 from lantern_rt.text.words import ANY_WORDS
 
 STATS = ["method", "target_passes", "drafter_passes", "tokens_per_forward_pass", "accepted_lengths", "seconds",
