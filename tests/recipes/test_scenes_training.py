@@ -84,9 +84,7 @@ def save_target(work: Path, config: DecoderConfig) -> ScenesTarget:
 
 def save_drafter(work: Path, config: DecoderConfig) -> EagleModule:
     drafter_config = replace(config, num_layers=1, prefix=SLOTS - 1, input_norm=False, final_norm=False)
-    drafter = EagleModule(
-        drafter_config, torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias=True
-    )
+    drafter = EagleModule(drafter_config, torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias=True)
     save_folder(drafter, work / "drafter", {})
     return drafter
 
