@@ -61,7 +61,7 @@ def check_int(name: str, value: Any, default: int, low: int, high: int) -> int:
     return int(value)
 
 
-def error_fields(error: ValidationError) -> dict[str, str]:
+def describe_error_fields(error: ValidationError) -> dict[str, str]:
     """Convert the first error of a pydantic validation to the fields of a `LanternError`; `field` is a dotted name."""
     first = error.errors(include_url=False, include_context=False)[0]
     field = " ".join(".".join(str(part) for part in first["loc"]).split())[:80]
@@ -172,7 +172,7 @@ def reading(path: Path, expected: str, error_class: type[LanternError], remedy: 
     except LanternError:
         raise
     except ValidationError as error:
-        fields = error_fields(error)
+        fields = describe_error_fields(error)
         field = f"{path}: field `{fields.pop('field')}`"
         raise error_class(**fields, field=field, remedy=f"expected {expected}; {remedy}") from error
     except BaseException as error:

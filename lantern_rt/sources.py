@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from .bundle.manifest import Manifest, Size
-from .edits import cover, encoder_input
+from .edits import crop_to_cover, to_encoder_input
 from .runtime.engine import Bools, Floats, Ints
 
 
 @dataclass(eq=False)
-class Source:
+class SourceImage:
     """A source image. Images are generated whole, so that nothing of it is preserved.
 
     Attributes:
@@ -43,7 +43,7 @@ class Source:
             encoder: image encoder, from float32 `[1, 3, height, width]` in -1 .. 1 to int64 `[1, cells]`.
         """
         if self.codes is None:
-            self.codes = encoder(encoder_input(self.pixels))[0]
+            self.codes = encoder(to_encoder_input(self.pixels))[0]
 
     def complete(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
         """Return the inputs of the condition graph with the codes of the image, after `encode`."""
@@ -62,7 +62,7 @@ class Source:
         return hashlib.sha256(self.pixels.tobytes()).hexdigest()
 
 
-def prepare_source(manifest: Manifest, size: Size, original: Image.Image) -> Source:
+def prepare_source(manifest: Manifest, size: Size, original: Image.Image) -> SourceImage:
     """Prepare a source image: scale it to cover a size, crop its centre, and scale it to the encoder's pixels.
 
     Args:
@@ -73,5 +73,5 @@ def prepare_source(manifest: Manifest, size: Size, original: Image.Image) -> Sou
     spec = manifest.source
     assert spec is not None
     pixels = (size.columns * spec.pixels_per_cell, size.rows * spec.pixels_per_cell)
-    image = cover(original, manifest.pixels(size))
-    return Source(image, np.array(image.resize(pixels, Image.Resampling.BICUBIC)), size, len(spec.before))
+    image = crop_to_cover(original, manifest.pixels(size))
+    return SourceImage(image, np.array(image.resize(pixels, Image.Resampling.BICUBIC)), size, len(spec.before))

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from ..errors import EngineError
-from ..methods import Drafted
+from ..methods import TreeMethod
 from .device import DeviceLogits, SampleRequest
 from .drafting import Commit
 from .eagle_slots import EagleSlots, LevelOutput
@@ -43,7 +43,7 @@ class EagleDrafter(TreeDrafter):
 
     needs_new_codes = True
 
-    def __init__(self, model: LoadedModel, method: Drafted, clock: Clock) -> None:
+    def __init__(self, model: LoadedModel, method: TreeMethod, clock: Clock) -> None:
         super().__init__(model.max_nodes)
         self.shape = parse_tree(method.tree)
         self.relaxed = not method.exact

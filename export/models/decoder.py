@@ -126,10 +126,10 @@ def rope_table(config: DecoderConfig) -> Tensor:
 
     On a grid, the first half of the pairs is rotated by the row of the cell and the second half by its column. Both
     halves have frequencies base^(-2k / (head_dim / 2)). In a sequence, pair k is rotated by the position, with
-    frequency base^(-2k / head_dim). See `_grids_table` for `grids`.
+    frequency base^(-2k / head_dim). See `_compute_grids_table` for `grids`.
     """
     if config.rotary == "grids":
-        return _grids_table(config)
+        return _compute_grids_table(config)
     # The device is given because modules are also built on the `meta` device, without weights.
     real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     first = 0
@@ -148,7 +148,7 @@ def rope_table(config: DecoderConfig) -> Tensor:
     return table.float()
 
 
-def _grids_table(config: DecoderConfig) -> Tensor:
+def _compute_grids_table(config: DecoderConfig) -> Tensor:
     """Compute the rotary table of sequences with two grids, `[positions, head_dim / 2, 2]`.
 
     Each image size has `config.length` rows. A position has three coordinates: time, row and column. All three are
@@ -218,7 +218,7 @@ class HeadNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape[-1:], eps=HEAD_EPSILON) * self.weight + self.bias
 
 
-def _head_norm(config: DecoderConfig, heads: int) -> nn.Module:
+def _make_head_norm(config: DecoderConfig, heads: int) -> nn.Module:
     if config.rms_head_norm:
         return RMSNorm(config.head_dim, config.norm_eps, (heads,))
     return HeadNorm(heads, config.head_dim)
@@ -234,7 +234,9 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.rope_style = config.rope_style
         if config.query_key_norm:
-            self.query_norm, self.key_norm = (_head_norm(config, n) for n in (config.num_heads, config.num_kv_heads))
+            self.query_norm, self.key_norm = (
+                _make_head_norm(config, n) for n in (config.num_heads, config.num_kv_heads)
+            )
         self.query_key_norm = config.query_key_norm
         heads = config.num_heads + 2 * config.num_kv_heads
         self.qkv = nn.Linear(config.hidden_size, heads * config.head_dim, bias=config.qkv_bias)
@@ -293,19 +295,19 @@ class FeedForward(nn.Module):
         return mixed
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """A layer: attention and feed-forward network, each with a norm before and a skip connection around it."""
 
     def __init__(self, config: DecoderConfig, input_norm: bool) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps) if input_norm else nn.Identity()
         self.attention = Attention(config)
-        self.attention_post_norm = self._post_norm(config)
+        self.attention_post_norm = self._make_post_norm(config)
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.ffn = FeedForward(config)
-        self.ffn_post_norm = self._post_norm(config)
+        self.ffn_post_norm = self._make_post_norm(config)
 
-    def _post_norm(self, config: DecoderConfig) -> nn.Module:
+    def _make_post_norm(self, config: DecoderConfig) -> nn.Module:
         return RMSNorm(config.hidden_size, config.norm_eps) if config.post_norms else nn.Identity()
 
     def forward(
@@ -332,7 +334,7 @@ class LayerStack(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(Layer(config, config.input_norm or i > 0) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, config.input_norm or i > 0) for i in range(config.num_layers))
         self.register_buffer("rope", rope_table(config), persistent=False)
 
     def run_layers(

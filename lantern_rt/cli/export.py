@@ -153,19 +153,19 @@ def export(
         progress("loading PyTorch")
         from ..export.graph.precision import read_precisions
         from ..export.space import check_bundle, estimate_sizes
-        from ..export.writer import check_output, export_model
+        from ..export.writer import check_bundle_output, export_model
 
         family = family or detect_family(options["target"])
         check_family(family, options)
     precisions = read_precisions(precision, drafter_precision, compute, vq_precision)
     if precision == "auto":
         print_stderr(f"precision: {precisions.target}, the fastest on this processor")
-    check_output(output, force)  # before downloads
+    check_bundle_output(output, force)  # before downloads
     sizes = estimate_sizes(find_family(family), options, precisions.target)
     if sizes.download:
         check_bundle(output, sizes.bundle, sizes.download)
-        size, free = format_bytes(sizes.bundle), format_bytes(available_memory())
-        least = f"at least {size} of disk, and of memory to run it, of which {free} is free"
+        free = format_bytes(available_memory())
+        least = f"at least {format_bytes(sizes.bundle)} of disk, and of memory to run it, of which {free} is free"
         print_stderr(f"{format_bytes(sizes.download)} from the hub; the bundle takes {least}")
     start = time.perf_counter()
     with PeakMemory() as peak, show_progress() as progress:

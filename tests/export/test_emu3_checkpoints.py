@@ -23,7 +23,7 @@ from lantern_rt.bundle.conditions import ConditionSpec
 from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.families.common import grid_sizes
 from lantern_rt.export.families.common_emu3 import convert_tiktoken, emu3_image_size
-from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, prompt_layout
+from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, emu3_prompt_layout
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.model import Model
 from lantern_rt.prompts import prepare_prompts
@@ -127,7 +127,7 @@ def test_prompt_and_unconditional_ids_of_runs(
     libraries: dict[str, Tokenizer], layout: str, trace: dict[str, Any]
 ) -> None:
     library = libraries[layout]
-    words = prompt_layout(library, trace["negative"])
+    words = emu3_prompt_layout(library, trace["negative"])
     size = emu3_image_size(library, *trace["grid"], 2)
     text = TemplateTokenizer(library, words.template).encode(trace["text"].removesuffix(SUFFIX), 2048)
     assert [*words.before, *text.tolist(), *words.after, *size.tokens] == trace["prompt_ids"]

@@ -24,7 +24,7 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.engines.engine_folder import ENGINE_FILE
 from lantern_rt.errors import LanternError
-from lantern_rt.output.images import png_bytes
+from lantern_rt.output.images import encode_png
 from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from lantern_rt.train.drafter.data import write_shards
 
@@ -119,7 +119,7 @@ def pictures(originals: Originals, folder: Path, rng: random.Random) -> list[str
         )
         texts[name] = text.decode("utf-8", "replace")
     path = folder / "damaged.png"
-    path.write_bytes(png_bytes(originals.picture, texts))
+    path.write_bytes(encode_png(originals.picture, texts))
     if not has_false_record or rng.random() < 0.3:
         damage_file(path, rng)
     return ["run", str(originals.bundle), "--from", str(path), "--output", str(folder / "out/a.png"), "--threads", "1"]

@@ -23,7 +23,7 @@ from lantern_rt import AsyncPipeline, Pipeline
 from lantern_rt.errors import RequestError
 from lantern_rt.results import StreamStep
 from lantern_rt.service import Service
-from lantern_rt.sources import Source
+from lantern_rt.sources import SourceImage
 
 torch = pytest.importorskip("torch")
 FOLDER = Path(__file__).parent.parent / "data/glm-image"
@@ -216,7 +216,7 @@ def test_the_example_gives_diffusers_the_published_prior_token_ids(
 def source_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every source image has the codes of the recorded run, whose pixels are not known."""
     codes = np.array(FROM_IMAGE["source_codes"]).ravel()
-    monkeypatch.setattr(Source, "encode", lambda source, encoder: setattr(source, "codes", codes))
+    monkeypatch.setattr(SourceImage, "encode", lambda source, encoder: setattr(source, "codes", codes))
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
