@@ -130,7 +130,7 @@ class Batch:
         lengths = prefixes.lengths
         cache = target.new_cache(len(lengths), max(sequence.cache_columns for sequence in sequences))
         pass_output = self.target_clock.run(target, prefixes.build_prefill(target, cache), cache)
-        # Rows are padded at their end, so each row's last prefix node is at its own length. [rows, 1, vocab_size]
+        # Rows are padded at their end: a row's last prefix node is at index length - 1. [rows, 1, vocab_size]
         last_logits = pass_output.logits[np.arange(len(lengths)), lengths - 1][:, None]
         steps: list[SequenceStep] = []
         commits: list[Commit] = []

@@ -137,7 +137,7 @@ class EagleDrafter(TreeDrafter):
         trees: list[DraftTree] = []
         rows_at = [self._rows_at_depth(depth) for depth in range(len(levels))]
         for i, (sequence, builder) in enumerate(zip(self.sequences, builders, strict=True)):
-            rows = [batch_rows[i] for batch_rows in rows_at]  # of this sequence, by depth
+            rows = [batch_rows[i] for batch_rows in rows_at]  # batch rows of this sequence, by depth
             proposal = (
                 partial(_child_distribution, shape, levels, rows, len(sequence.codes), sequence)
                 if self.relaxed

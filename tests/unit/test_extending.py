@@ -32,13 +32,13 @@ CHANGES = {
         ("RowParallel, Groups)", "RowParallel, Groups, Toy)"),
         (
             "    top_k: Annotated",
-            """    gain: Annotated[float | None, Field(gt=0, description="Factor of logits."), Requested()] = None
+            """    gain: Annotated[float | None, Field(gt=0, description="Factor of logits."), RequestSetting()] = None
     top_k: Annotated""",
         ),
     ],
     "lantern_rt/options.py": [("    top_k: int | None", "    gain: float | None\n    top_k: int | None")],
     "lantern_rt/runtime/drafters.py": [
-        ("RowParallel, Sjd\n", "RowParallel, Sjd, Toy\n"),
+        ("RowParallel, Sjd, ", "RowParallel, Sjd, Toy, "),
         ("    Ar: ", "    Toy: DraftingRule(_make_window_drafter, lambda method, limit: 1 + method.length),\n    Ar: "),
     ],
     "lantern_rt/runtime/sampling.py": [
