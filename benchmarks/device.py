@@ -41,7 +41,9 @@ COUNTS = ("total", "graph_launches", "kernels", "gemms", "h2d", "d2h", "d2d", "s
 COPYING = ("Ungroup", "TransposeQKV")  # kernels that copy all keys or values of a cache
 METHODS = ("ar", "sjd:window=7", "lantern++:tree=balanced-25", "eagle:tree=dynamic-59-5-10")
 HOST_METHODS = ("ar", "sjd:window=7", "sjd:window=15", "sjd:window=31", "rows:window=8", "lantern++")
-ROWS, PAST, CODES = 2, 200, 16384
+ROWS = 2
+PAST = 200
+CODES = 16384
 WARM = 10  # steps after which shapes that come again have been recorded
 MIN_STEPS = 60  # of each row of host times
 REQUEST: dict[str, Any] = {"cfg_scale": 7.5, "top_k": 1000}
@@ -121,12 +123,12 @@ def operations(pipe: Any) -> dict[str, dict[str, float]]:
 
 def target_pass(pipe: Any, cache: Any, nodes: int) -> Any:
     """A pass whose nodes see each other and all that the cache holds; it is run when its output is used."""
-    from lantern_rt.runtime.engine import Pass
+    from lantern_rt.runtime.engine import PassInput
 
     tokens = np.zeros((ROWS, nodes), np.int64)
     mask = np.zeros((ROWS, nodes, pipe.engines.target.next_past_length(cache, nodes) + nodes), bool)
     mask[:, :, : int(cache.lengths[0])] = mask[:, :, -nodes:] = True
-    return pipe.engines.target.run(Pass(positions=tokens, attention_mask=mask, tokens=tokens), cache)
+    return pipe.engines.target.run(PassInput(positions=tokens, attention_mask=mask, tokens=tokens), cache)
 
 
 def copies(pipe: Any) -> dict[str, float]:
@@ -185,7 +187,7 @@ def host_times(pipes: dict[str, Any]) -> None:
         Noise(seed).gumbel(0, GROUP_SIZE, CODES)
     print(f"noise of {GROUP_SIZE} tokens: {1e5 * (time.thread_time() - began):.0f} us")
     zeros = np.zeros((GROUP_SIZE, CODES), np.float32)
-    Noise._group = lambda noise, group, size: noise._groups.setdefault(group, zeros)
+    Noise._get_group = lambda noise, group, size: noise._groups.setdefault(group, zeros)
     parts = ("engine", "inputs", "sampling", "loop")  # noise is zeros, and takes no time
     print(f"{'microseconds of a step':24} {'size':7} images" + "".join(f"{part:>10}" for part in (*parts, "all")))
     for method, (size, pipe), images in product(HOST_METHODS, pipes.items(), (1, 8)):

@@ -253,7 +253,8 @@ def stored_bundle(work: Path, name: str, compute: str) -> Path:
 
 def build(bundle: Path, backend: str) -> Path:
     """Build an engine folder of the bundle and return its path."""
-    engines, began = bundle.with_name(f"{bundle.name}-{backend}"), time.perf_counter()
+    engines = bundle.with_name(f"{bundle.name}-{backend}")
+    began = time.perf_counter()
     command = [sys.executable, "-m", "lantern_rt", "build-engine", bundle, "--backend", backend, "--max-rows", "2"]
     subprocess.run([*command, "--output", engines], check=True)  # Polygraphy is for one library in a process
     print(f"built engines in {time.perf_counter() - began:.0f} s", flush=True)

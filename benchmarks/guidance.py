@@ -20,7 +20,8 @@ from lantern_rt.compare.statistics import estimate_mean
 from recipes.scenes.evaluate import draw_prompts
 
 SHARES = ("100%", "75%", "50%", "25%", "0%")
-METHOD, BATCH = "sjd:window=3", 8
+METHOD = "sjd:window=3"
+BATCH = 8
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.noise import Noise
 
 PARTS = (
-    (GraphSession, "_call", "engine"),
+    (GraphSession, "_call_session", "engine"),
     (DeviceEngine, "run", "inputs"),
-    (Batch, "_sample_together", "sampling"),
+    (Batch, "_sample_tokens", "sampling"),
     (Noise, "gumbel", "noise"),
 )
 
@@ -50,7 +50,8 @@ class PartClock:
     def lap(self) -> Counter[str]:
         """Seconds by part since the last lap."""
         self._count()
-        seconds, self._seconds = self._seconds, Counter()
+        seconds = self._seconds
+        self._seconds = Counter()
         return seconds
 
     def _count(self) -> None:

@@ -32,9 +32,9 @@ from lantern_rt import LanternError, Pipeline, __version__
 from lantern_rt.cli.console import print_table
 from lantern_rt.compare.prompts import read_bundle_prompts
 from lantern_rt.compare.turns import ComparedMethod, run
-from lantern_rt.engines.host import processor
-from lantern_rt.export.measures import divergence, same_top_token
-from lantern_rt.runtime.likelihood import sequence_logits
+from lantern_rt.engines.host import describe_processor
+from lantern_rt.export.measures import compare_top_tokens, measure_divergence
+from lantern_rt.runtime.likelihood import compute_sequence_logits
 from lantern_rt.runtime.statistics import Clock
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # recipes/ is not installed
@@ -100,7 +100,9 @@ def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int)
 
     Images are drawn a few at a time, which changes none of them.
     """
-    exact, critic, together = pipelines["fp32"], load_judge(), min(images, TOGETHER)
+    exact = pipelines["fp32"]
+    critic = load_judge()
+    together = min(images, TOGETHER)
     scenes, prompts = draw_prompts(images // together * together)
     twins = [m for m in methods if m != "ar" and exact.check(prompts[0], method=m).settings.method.exact]
     keys = [(p, m) for p in pipelines for m in methods if p not in ONE_PICTURE or m not in twins]
@@ -119,12 +121,13 @@ def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int)
         plain = drawn["fp32", "ar"].codes
         logits = {precision: conditional_logits(pipeline, request, plain) for precision, pipeline in pipelines.items()}
         for precision, found in logits.items():
-            same[precision].append(same_top_token(logits["fp32"], found))
-            apart[precision].append(divergence(logits["fp32"], found))
+            same[precision].append(compare_top_tokens(logits["fp32"], found))
+            apart[precision].append(measure_divergence(logits["fp32"], found))
         print(f"{first + together} of {images} images", file=sys.stderr, flush=True)
     table: list[dict[str, Any]] = []
     for precision in pipelines:
-        far, share = np.concatenate(apart[precision]), np.concatenate(same[precision]).mean()
+        far = np.concatenate(apart[precision])
+        share = np.concatenate(same[precision]).mean()
         table.append({"precision": precision, "mean_kl": far.mean(), "largest_kl": far.max(), "agreement": share})
     print(f"\ndistributions at the codes of {len(prompts)} images")
     columns = {"mean KL": "{mean_kl:.1e}", "largest KL": "{largest_kl:.1e}", "agreement": "{agreement:.1%}"}
@@ -145,9 +148,11 @@ def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int)
 def conditional_logits(pipeline: Pipeline, request: dict[str, Any], codes: Sequence[np.ndarray]) -> np.ndarray:
     """Logits of the conditional row at every token of every image, `[images * cells, vocab_size]`."""
     prepared = pipeline.prepare(pipeline.check(**request, method="ar"))
-    model, layout, clock = prepared.model(), prepared.plan.layout, Clock()
+    model = prepared.model()
+    layout = prepared.plan.layout
+    clock = Clock()
     prompts = zip(prepared.prompts(), codes, strict=True)
-    parts = (sequence_logits(model, layout, [prompt.cond], own[:-1], clock) for prompt, own in prompts)
+    parts = (compute_sequence_logits(model, layout, [prompt.cond], own[:-1], clock) for prompt, own in prompts)
     return np.concatenate([part[0] for image in parts for part in image])
 
 
@@ -165,11 +170,13 @@ def main() -> None:
     arguments = parser.parse_args()
     repeats = REPEATS
     if arguments.smoke:
-        repeats, arguments.turns, arguments.images = 1, 1, 2
+        repeats = 1
+        arguments.turns = 1
+        arguments.images = 2
     arguments.work.mkdir(parents=True, exist_ok=True)
     bundles = write_bundles(arguments.work, arguments.precisions)
     pipelines = {precision: Pipeline.from_bundle(bundle, arguments.threads) for precision, bundle in bundles.items()}
-    print(f"lantern-rt {__version__}, {processor()}, threads: {pipelines['fp32'].engines.threads}")
+    print(f"lantern-rt {__version__}, {describe_processor()}, threads: {pipelines['fp32'].engines.threads}")
     if arguments.only in (None, "passes"):
         for rows in arguments.rows:
             passes(pipelines, rows, repeats)

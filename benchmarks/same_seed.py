@@ -21,7 +21,8 @@ PROMPTS = (
     "a yellow torus on sand at night",
     "a purple cylinder on water",
 )
-SEED, MARGIN = 3, 22
+SEED = 3
+MARGIN = 22
 
 
 def main(path: str, methods: Sequence[str]) -> None:
@@ -30,7 +31,8 @@ def main(path: str, methods: Sequence[str]) -> None:
     rows = [(method, [pipeline(prompt, seed=SEED, method=method) for prompt in PROMPTS]) for method in methods]
     width, height = (size // 2 for size in rows[0][1][0].images[0].size)
     sheet = Image.new("RGB", (width * len(PROMPTS), (height + MARGIN) * len(rows)), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default()
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default()
     for line, (method, results) in enumerate(rows):
         top = line * (height + MARGIN)
         tokens = mean(result.stats.tokens_per_forward_pass for result in results)

@@ -31,10 +31,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lantern_rt import Pipeline
-from lantern_rt.output.images import png_bytes
+from lantern_rt.output.images import encode_png
 
-BATCHES, CLIENTS, LOADS = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (0.5, 1.0, 1.5, 2.0, 3.0)
-TOGETHER, WAITING, DEADLINE = 8, 8, 25
+BATCHES = (1, 2, 4, 8, 16)
+CLIENTS = (1, 2, 4, 8, 16)
+LOADS = (0.5, 1.0, 1.5, 2.0, 3.0)
+TOGETHER = 8
+WAITING = 8
+DEADLINE = 25
 GREEDY = {"like them": {}, "wide": {"method": "sjd:window=63"}, "relaxed": {"method": "lantern++"}, "many": {"n": 10}}
 
 
@@ -65,7 +69,7 @@ def offline(pipe: Pipeline, prompts: list[str], size: int, seconds: float, metho
         start = time.perf_counter()
         asked = [prompts[(len(rates) * size + i) % len(prompts)] for i in range(size)]
         for image in pipe(asked, seed=[*range(size)], method=method).images:
-            png_bytes(image, image.info)
+            encode_png(image, image.info)
         rates.append(size / (time.perf_counter() - start))
     return statistics.harmonic_mean(rates)
 
@@ -109,7 +113,9 @@ async def ask(
 
 
 async def closed_loop(address: tuple[str, int], prompts: list[str], clients: int, seconds: float) -> dict[str, float]:
-    answers, began, seeds = Answers(), time.perf_counter(), iter(range(1 << 30))
+    answers = Answers()
+    began = time.perf_counter()
+    seeds = iter(range(1 << 30))
 
     async def client() -> None:
         while time.perf_counter() - began < seconds:
@@ -121,7 +127,10 @@ async def closed_loop(address: tuple[str, int], prompts: list[str], clients: int
 
 async def neighbours(address: tuple[str, int], seconds: float, fifth: dict[str, object]) -> dict[str, float]:
     """Four callers with one request at a time; the fifth has four, if it is greedy."""
-    answers, other, began, seeds = Answers(), Answers(), time.perf_counter(), iter(range(1 << 30))
+    answers = Answers()
+    other = Answers()
+    began = time.perf_counter()
+    seeds = iter(range(1 << 30))
 
     async def client(caller: int, own: Answers, **options: object) -> None:
         while time.perf_counter() - began < seconds:
@@ -138,7 +147,10 @@ async def neighbours(address: tuple[str, int], seconds: float, fifth: dict[str, 
 async def open_loop(
     address: tuple[str, int], prompts: list[str], rate: float, seconds: float, **options: object
 ) -> dict[str, float]:
-    answers, began, rng, asked = Answers(), time.perf_counter(), random.Random(0), list[asyncio.Task[None]]()
+    answers = Answers()
+    began = time.perf_counter()
+    rng = random.Random(0)
+    asked = list[asyncio.Task[None]]()
     while time.perf_counter() - began < seconds:
         asked.append(asyncio.create_task(ask(address, rng.choice(prompts), len(asked), answers, **options)))
         await asyncio.sleep(rng.expovariate(rate))

@@ -28,7 +28,8 @@ class Layer(nn.Module):
         width = shape.hidden_size
         self.heads = shape.num_heads
         self.attention_norm, self.ffn_norm = (nn.RMSNorm(width, 1e-5) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
         self.up = nn.Linear(width, 2 * shape.intermediate_size, bias=False)
         self.down = nn.Linear(shape.intermediate_size, width, bias=False)
         for name in ("keys", "values"):
@@ -59,7 +60,8 @@ class Decoder(nn.Module):
         super().__init__()
         width = shape.hidden_size
         length = -(-(shape.grid**2 + NODES[-1]) // 64) * 64
-        self.embed, self.head = nn.Embedding(shape.codes, width), nn.Linear(width, shape.codes, bias=False)
+        self.embed = nn.Embedding(shape.codes, width)
+        self.head = nn.Linear(width, shape.codes, bias=False)
         self.layers = nn.ModuleList(Layer(shape, length) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(width, 1e-5)
         angles = torch.outer(torch.arange(length), 10000.0 ** -torch.linspace(0, 1, width // shape.num_heads // 2))
@@ -68,7 +70,10 @@ class Decoder(nn.Module):
         self.register_buffer("causal", torch.ones(length, length, dtype=torch.bool).tril())
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        x, cos, sin, mask = self.embed(tokens), self.cos[positions], self.sin[positions], self.causal[positions]
+        x = self.embed(tokens)
+        cos = self.cos[positions]
+        sin = self.sin[positions]
+        mask = self.causal[positions]
         for layer in self.layers:
             x = layer(x, positions, cos, sin, mask)
         return self.logits(x)

@@ -14,7 +14,7 @@ from .engine_folder import ENGINE_FILE, FORMAT_VERSION, BuiltGraph, EngineManife
 from .gpu import find_gpu
 from .precisions import check_matmul_support
 from .profiles import RTX, BuildOptions, profiles
-from .trt.builder import build_commands, build_engine_file, import_library, write_graph
+from .trt.builder import build_commands, build_engine_file, import_library, write_device_graph
 
 ROLES = ("target", "drafter", "vq_decoder")
 
@@ -49,7 +49,7 @@ def build_engines(
     backend = options.backend
     gpu = None if backend == RTX else find_gpu()
     check_matmul_support(bundle, backend)
-    capabilities = options.compute_capabilities if dry_run else compute_capabilities(options)
+    capabilities = options.compute_capabilities if dry_run else choose_compute_capabilities(options)
     command = ["lantern-rt", "build-engine", bundle_name, "--backend", backend]
     command += ["--max-rows", str(options.max_rows), "--max-nodes", str(options.max_nodes)]
     for name in options.compute_capabilities:
@@ -62,7 +62,7 @@ def build_engines(
         for role in (role for role in ROLES if role in bundle.manifest.files):
             start = time.perf_counter()
             shapes = profiles(bundle.manifest, role, options)
-            inputs = write_graph(bundle, role, shapes, folder)
+            inputs = write_device_graph(bundle, role, shapes, folder)
             if inputs is None:
                 continue
             lines += build_commands(backend, bundle, role, inputs, capabilities, output)
@@ -95,7 +95,7 @@ def build_engines(
     return manifest, lines
 
 
-def compute_capabilities(options: BuildOptions) -> tuple[str, ...]:
+def choose_compute_capabilities(options: BuildOptions) -> tuple[str, ...]:
     """Return the requested compute capabilities; by default, that of this host's GPU. Raises: EngineError: no GPU."""
     if options.compute_capabilities:
         return tuple(name.upper() for name in options.compute_capabilities)

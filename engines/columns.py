@@ -6,14 +6,14 @@ from typing import Self
 
 import numpy as np
 
-from ..runtime.engine import Bools, Ints, Pass
+from ..runtime.engine import Bools, Ints, PassInput
 from .contracts import Array
 from .graph_writer import GraphWriter
 from .kv_cache import CacheRows, round_up
 
-WORD = 16  # columns of a mask per int32
+MASK_WORD_BITS = 16  # columns of a mask per int32
 # Padded node counts; larger counts are multiples of the last. Few different shapes allow passes to be bound once.
-_NODES = (2, 4, 8, 16, 32, 64)
+_PADDED_NODE_COUNTS = (2, 4, 8, 16, 32, 64)
 
 
 class CacheColumns(CacheRows):
@@ -33,7 +33,7 @@ class CacheColumns(CacheRows):
         in_order: whether entries are in order.
         column_of: column of each entry, int64 `[rows, columns]`; past a row's length its free columns, ascending.
         is_sorted: whether entry i of every row is in column i, as after chains.
-        written: column of each node of the last pass, int64 `[rows, nodes]`; None after rows or entries moved.
+        written_columns: column of each node of the last pass, int64 `[rows, nodes]`; None after rows or entries moved.
     """
 
     def __init__(self, lengths: Ints, capacity: int, columns: int | None = None) -> None:
@@ -41,7 +41,7 @@ class CacheColumns(CacheRows):
         self.in_order = columns is not None
         self.column_of = np.tile(np.arange(columns or round_up(capacity + 1)), (len(lengths), 1))
         self.is_sorted = True
-        self.written: Ints | None = None
+        self.written_columns: Ints | None = None
 
     @property
     def columns(self) -> int:
@@ -50,25 +50,26 @@ class CacheColumns(CacheRows):
     def truncate(self, lengths: Ints) -> None:
         super().truncate(lengths)
         for columns, length in zip(self.column_of, lengths.tolist(), strict=True):
-            columns[length:].sort()
+            columns[length:].sort()  # the columns of removed entries are free again, and free columns ascend
 
-    def select(self, rows: Ints) -> None:
-        super().select(rows)
+    def select_rows(self, rows: Ints) -> None:
+        super().select_rows(rows)
         self.column_of = self.column_of[rows]
-        self.written = None
+        self.written_columns = None
 
-    def join(self, cache: Self) -> None:
-        super().join(cache)
+    def append_rows(self, cache: Self) -> None:
+        super().append_rows(cache)
         both = (self.column_of, cache.column_of)
         columns = max(self.columns, cache.columns)
+        # Further columns of the narrower cache are free, and come after all its columns: [rows, columns] each.
         every = [np.tile(np.arange(columns), (len(table), 1)) for table in both]
         for table, columns_of in zip(every, both, strict=True):
             table[:, : columns_of.shape[1]] = columns_of
         self.column_of = np.concatenate(every)
         self.is_sorted &= cache.is_sorted
-        self.written = None
+        self.written_columns = None
 
-    def span(self, nodes: int) -> int:
+    def count_read_columns(self, nodes: int) -> int:
         """Return the number of columns that a pass over `nodes` nodes of every row reads."""
         return round_up(int(self.lengths.max(initial=0)) + nodes) if self.in_order else self.columns
 
@@ -84,8 +85,10 @@ class CacheColumns(CacheRows):
         free: Ints = self.column_of[np.arange(len(entries))[:, None], np.minimum(entries, self.columns - 1)]
         return free
 
-    def encode(self, batch: Pass, padded: int) -> dict[str, Array]:
-        """Return a pass as the graph's tensors, without tokens and embeddings, and store its columns in `written`.
+    def encode_pass(self, batch: PassInput, padded: int) -> dict[str, Array]:
+        """Return a pass as the graph's tensors, and store the columns that it writes in `written_columns`.
+
+        Tokens and embeddings are not included.
 
         Args:
             padded: number of nodes per row with padding. Padding nodes attend to the first column; no node attends to
@@ -93,31 +96,33 @@ class CacheColumns(CacheRows):
         """
         rows, nodes = batch.positions.shape
         row = np.arange(rows)[:, None]
+        # The mask of the pass has entry i of a row in column i, and new nodes after `past`. Here both are in the
+        # columns where the cache stores them, [rows, padded nodes, columns].
         past = batch.attention_mask.shape[2] - nodes
-        seen = np.zeros((rows, padded, self.span(nodes)), bool)
-        self.written = written = self.free_columns(nodes)
+        seen = np.zeros((rows, padded, self.count_read_columns(nodes)), bool)
+        self.written_columns = written_columns = self.free_columns(nodes)
         if self.is_sorted:
             seen[:, :nodes, :past] = batch.attention_mask[:, :, :past]  # masked behind a row's entries
         for i, length in enumerate(self.lengths.tolist()):
             new = batch.attention_mask[i, :, past:]
-            if self.is_sorted and length + nodes <= self.columns:
+            if self.is_sorted and length + nodes <= self.columns:  # the free columns follow the entries
                 seen[i, :nodes, length : length + nodes] = new
             else:
                 seen[i, :nodes][:, self.column_of[i, :length]] = batch.attention_mask[i, :, :length]
-                seen[i, :nodes][:, written[i]] = new
+                seen[i, :nodes][:, written_columns[i]] = new
         seen[:, nodes:, 0] = True  # a softmax over no columns could return NaN
         write = np.zeros((rows, padded, 1, 3), np.int64)  # row, column and first part
         write[..., 0, 0] = row
         write[..., 0, 1] = self.columns - 1
-        write[:, :nodes, 0, 1] = written
+        write[:, :nodes, 0, 1] = written_columns
         starts = self.lengths.copy() if self.in_order else write
         return {"position_ids": pad_nodes(batch.positions, padded), "write": starts, "seen": pack_mask(seen)}
 
-    def accept(self, new_kv: Ints, accepted_indices: list[Ints]) -> Ints:
+    def accept_nodes(self, new_kv: Ints, accepted_indices: list[Ints]) -> Ints:
         """Append nodes `accepted_indices[r]` of the last pass to row r's entries.
 
         Args:
-            new_kv: columns that the pass wrote, `written`.
+            new_kv: columns that the pass wrote, `written_columns`.
             accepted_indices: accepted nodes of each row.
 
         Returns:
@@ -126,7 +131,7 @@ class CacheColumns(CacheRows):
         Raises:
             ValueError: the nodes do not fit, or another pass has been run since.
         """
-        if new_kv is not self.written:
+        if new_kv is not self.written_columns:
             raise ValueError("`new_kv` is not from the last pass on this cache")
         lengths = self.extended_lengths(accepted_indices)
         moves: list[tuple[int, int, int]] = []
@@ -140,17 +145,18 @@ class CacheColumns(CacheRows):
             columns_of = self.column_of[row, start : start + new_kv.shape[1]]
             free = columns_of.tolist()
             if accepted != free[: len(accepted)]:
+                # Accepted nodes stay in their columns and become the next entries; the other columns are free again.
                 columns_of[:] = [*accepted, *sorted({*free} - {*accepted})]
                 self.is_sorted = False
         self.lengths = lengths
-        if moves:
-            self.written = None
+        if moves:  # the nodes of the last pass are no longer where it wrote them
+            self.written_columns = None
         return np.array(moves, np.int64).reshape(-1, 3)
 
 
 def padded_node_count(nodes: int) -> int:
     """Return the padded number of nodes of a pass over `nodes` nodes."""
-    return next((count for count in _NODES if count >= nodes), round_up(nodes, _NODES[-1]))
+    return next((count for count in _PADDED_NODE_COUNTS if count >= nodes), round_up(nodes, _PADDED_NODE_COUNTS[-1]))
 
 
 def pad_nodes(numbers: Ints, nodes: int, dtype: type[np.signedinteger] = np.int64) -> Array:
@@ -170,7 +176,7 @@ def pad_nodes(numbers: Ints, nodes: int, dtype: type[np.signedinteger] = np.int6
 
 
 def pack_mask(mask: Bools) -> Array:
-    """Pack a mask `[..., columns]` into int32 `[..., columns / WORD]`, the first column in the lowest bit."""
+    """Pack a mask `[..., columns]` into int32 `[..., columns / MASK_WORD_BITS]`, the first column in the lowest bit."""
     packed = np.packbits(mask, axis=-1, bitorder="little")
     return packed.view("<u2").astype(np.int32)
 
@@ -186,8 +192,10 @@ def unpack_mask(graph: GraphWriter, words: str, masked: float) -> str:
         The name of the numbers, float32 `[rows, nodes, columns]`.
     """
     half, unit, two, scale = (graph.constant(np.array(number, np.float32)) for number in (0.5, 1, 2, masked))
-    powers = graph.constant(0.5 ** np.arange(WORD, dtype=np.float32))
+    powers = graph.constant(0.5 ** np.arange(MASK_WORD_BITS, dtype=np.float32))
     numbers = graph.op("Unsqueeze", graph.cast(words, "float32"), graph.ints(-1))
+    # Bit c is floor(word / 2^c) - 2 floor(word / 2^(c + 1)). ONNX's BitShift takes no int32, and float32 is exact for
+    # words of 16 bits.
     shifted = graph.op("Floor", graph.op("Mul", numbers, powers))
     even = graph.op("Mul", graph.op("Floor", graph.op("Mul", shifted, half)), two)
     bits = graph.reshape(graph.op("Sub", shifted, even), 0, 0, -1)

@@ -76,9 +76,9 @@ def numpy_types(
 
 
 class TensorView(NamedTuple):
-    """Tensor inside a device buffer `whole`, `start` bytes after its beginning; with the methods of an OrtValue."""
+    """Tensor inside a device buffer `buffer`, `start` bytes after its beginning; with the methods of an OrtValue."""
 
-    whole: Any
+    buffer: Any
     start: int
     size: list[int]
     dtype: str
@@ -89,7 +89,7 @@ class TensorView(NamedTuple):
 
     def data_ptr(self) -> int:
         """Return the address."""
-        return int(self.whole.data_ptr()) + self.start
+        return int(self.buffer.data_ptr()) + self.start
 
 
 class Executable(Protocol):

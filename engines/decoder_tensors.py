@@ -8,7 +8,7 @@ import numpy as np
 
 from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..errors import BundleError
-from ..runtime.engine import Floats, HiddenView, Pass
+from ..runtime.engine import Floats, HiddenView, PassInput
 from .contracts import Array, DTypes, Tensor
 from .graph_writer import column_shape
 from .kv_cache import CacheRows
@@ -42,7 +42,7 @@ def decoder_tensors(spec: DecoderSpec | DrafterSpec, is_drafter: bool) -> tuple[
 def device_tensors(
     spec: DecoderSpec | DrafterSpec, is_drafter: bool, dtypes: tuple[str, ...], capacity: int | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the inputs and outputs of a `device_graph`.
+    """Return the inputs and outputs of a `make_device_graph`.
 
     Args:
         spec: sizes of the decoder.
@@ -91,7 +91,7 @@ def kv_dtype(where: object, dtypes: DTypes) -> type[np.floating[Any]]:
     return np.float16 if np.float16 in kinds else np.float32
 
 
-def checked_past_length(batch: Pass, cache: CacheRows) -> int:
+def check_past_length(batch: PassInput, cache: CacheRows) -> int:
     """Return the number of past columns of a pass. Raises: ValueError: it is not that of `next_past_length`."""
     past: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
     expected = cache.past_length()
@@ -100,7 +100,7 @@ def checked_past_length(batch: Pass, cache: CacheRows) -> int:
     return past
 
 
-def node_inputs(batch: Pass, table: Floats | None, dtypes: DTypes) -> dict[str, Array]:
+def build_node_inputs(batch: PassInput, table: Floats | None, dtypes: DTypes) -> dict[str, Array]:
     """Return a graph's inputs without the past, contiguous: tokens or embeddings, positions and attention mask.
 
     Args:

@@ -16,10 +16,10 @@ import numpy as np
 from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..methods import Sampling
 from ..runtime.device import DeviceLogits, SampleRequest
-from ..runtime.engine import Cache, Floats, HiddenView, Ints, Pass, PassOutput
+from ..runtime.engine import Cache, Floats, HiddenView, Ints, PassInput, PassOutput
 from .columns import CacheColumns, pad_nodes
 from .contracts import STORAGE_DTYPES, Array, Executable, Tensor
-from .decoder_tensors import checked_past_length, rows_dtype
+from .decoder_tensors import check_past_length, rows_dtype
 from .ort.cache_pool import BlockHandle, BoundPass, CachePool
 from .ort.device import Device, dtype_of
 from .sampling_head import SamplingHead
@@ -40,49 +40,51 @@ class DeviceCache(CacheColumns):
     def __init__(self, pool: CachePool, rows: int, capacity: int, columns: int | None = None) -> None:
         super().__init__(np.zeros(rows, np.int64), capacity, columns)
         self.pool = pool
-        self.handle = pool.acquire(rows, self.columns)
+        self.block_handle = pool.acquire(rows, self.columns)
         self.bound: BoundPass | None = None  # the last pass
 
-    def finish(self) -> None:
+    def run_queued_pass(self) -> None:
         """Run the last pass if it is still queued."""
         if self.bound is not None:
-            self.bound.finish()
+            self.bound.run_queued_pass()
 
     def append(self, new_kv: Ints, accepted_indices: list[Ints]) -> None:
-        """Append accepted nodes as `CacheColumns.accept` does, and move their entries on the device if necessary."""
-        moves = self.accept(new_kv, accepted_indices)
+        """Append accepted nodes, see `CacheColumns.accept_nodes`, and move their entries on the device if necessary."""
+        moves = self.accept_nodes(new_kv, accepted_indices)
         if len(moves):
-            self.finish()
-            block = self.handle.block
-            self.pool.move(block, moves[:, [0, 1]], moves[:, [0, 2]], np.arange(0, block.shape[1], self.columns))
+            self.run_queued_pass()
+            block = self.block_handle.block
+            self.pool.move_entries(
+                block, moves[:, [0, 1]], moves[:, [0, 2]], np.arange(0, block.shape[1], self.columns)
+            )
 
     def keep_rows(self, rows: Ints) -> None:
         """Keep only the given rows, in the given order, by a copy on the device."""
-        self.finish()
-        previous = self.handle  # not released before it has been copied
-        self.select(rows)
-        self.handle = self.pool.acquire(len(rows), self.columns)
-        self.pool.gather([(previous.block, rows)], self.handle.block)
+        self.run_queued_pass()
+        previous = self.block_handle  # not released before it has been copied
+        self.select_rows(rows)
+        self.block_handle = self.pool.acquire(len(rows), self.columns)
+        self.pool.gather_rows([(previous.block, rows)], self.block_handle.block)
 
     def extend(self, cache: Cache) -> None:
         """Append the rows of another cache by a copy on the device."""
         added = type(self).require(cache)
-        previous = self.handle  # not released before it has been copied
-        self.finish()
-        added.finish()
-        self.join(added)
+        previous = self.block_handle  # not released before it has been copied
+        self.run_queued_pass()
+        added.run_queued_pass()
+        self.append_rows(added)
         num_rows = previous.block.shape[0]
-        num_added = added.handle.block.shape[0]
-        self.handle = self.pool.acquire(num_rows + num_added, self.columns)
-        sources = [(previous.block, np.arange(num_rows)), (added.handle.block, np.arange(num_added))]
-        self.pool.gather(sources, self.handle.block)
+        num_added = added.block_handle.block.shape[0]
+        self.block_handle = self.pool.acquire(num_rows + num_added, self.columns)
+        sources = [(previous.block, np.arange(num_rows)), (added.block_handle.block, np.arange(num_added))]
+        self.pool.gather_rows(sources, self.block_handle.block)
 
-    def discard(self) -> None:
+    def forbid_memory_reuse(self) -> None:
         """Keep the block from later caches, as it may contain NaN."""
-        self.handle.block.reusable = False
+        self.block_handle.block.reusable = False
 
 
-class DeviceRows:
+class DeviceOutput:
     """An output of a pass, `[rows, nodes, width]`; indexing the first two axes copies vectors to the host, as float32.
 
     Args:
@@ -92,16 +94,16 @@ class DeviceRows:
 
     def __init__(self, bound: BoundPass, name: str, handle: BlockHandle | None = None) -> None:
         self.bound = bound
-        self.handle = handle
+        self.block_handle = handle
         self._value = bound.outputs[name]
         self.dtype = dtype_of(self._value)
         self.stride = self._value.shape()[1]
-        bound.users.add(self)
+        bound.output_owners.add(self)
 
     @property
     def value(self) -> Any:
         """The output as a value on the device, after running the pass."""
-        self.bound.finish()
+        self.bound.run_queued_pass()
         return self._value
 
     def __getitem__(self, key: Any) -> Floats:
@@ -110,7 +112,7 @@ class DeviceRows:
         return self.bound.device.read(self.value, indices)
 
 
-class LogitRows(DeviceRows, DeviceLogits):
+class DeviceLogitOutput(DeviceOutput, DeviceLogits):
     """Logits of a pass, from which tokens are sampled on the device."""
 
     def can_sample(self, sampling: Sampling) -> bool:
@@ -162,7 +164,7 @@ class DeviceEngine(ABC):
         self._graph = graph
         self._dtype = rows_dtype(dtype)
         table = None if code_embeddings is None else np.ascontiguousarray(code_embeddings, self._dtype)
-        self._table = None if table is None else device.put(table)
+        self._embedding_table = None if table is None else device.upload(table)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_")]
         width = spec.head_dim * (1 if heads else spec.num_kv_heads)
         self._pool = CachePool(device, len(self._past), STORAGE_DTYPES.get(dtype, dtype), width, heads)
@@ -181,53 +183,57 @@ class DeviceEngine(ABC):
         self.padded_node_count(device_cache, nodes)
         return device_cache.past_length()
 
-    def run(self, batch: Pass, cache: Cache) -> PassOutput:
+    def run(self, batch: PassInput, cache: Cache) -> PassOutput:
         """Queue a pass, which runs when its logits, hidden states or cache are first used."""
         device_cache = DeviceCache.require(cache)
-        device_cache.finish()
-        checked_past_length(batch, device_cache)
+        device_cache.run_queued_pass()
+        check_past_length(batch, device_cache)
         padded = self.padded_node_count(device_cache, batch.positions.shape[1])
-        feeds = {**device_cache.encode(batch, padded), **self._node_inputs(batch, padded)}
-        bound, handle = self._bind(device_cache, batch, feeds)
+        feeds = {**device_cache.encode_pass(batch, padded), **self._node_inputs(batch, padded)}
+        bound, handle = self._bind_pass(device_cache, batch, feeds)
         device_cache.bound = bound
-        bound.begin(feeds, batch.hidden)
+        bound.queue_inputs(feeds, batch.hidden)
         device_cache.passes += 1
         return PassOutput(
-            LogitRows(bound, "logits", handle), DeviceRows(bound, "hidden_states", handle), device_cache.written
+            DeviceLogitOutput(bound, "logits", handle),
+            DeviceOutput(bound, "hidden_states", handle),
+            device_cache.written_columns,
         )
 
-    def _node_inputs(self, batch: Pass, nodes: int) -> dict[str, Any]:
+    def _node_inputs(self, batch: PassInput, nodes: int) -> dict[str, Any]:
         """Return token ids with embeddings or hidden states, padded to `nodes` nodes.
 
         Hidden states of a pass on the same device are not copied to the host.
         """
-        if self._table is not None:
+        if self._embedding_table is not None:
             if (batch.tokens is None) == (batch.embeds is None):
                 raise ValueError("a target reads either `tokens` or `embeds`")
             if batch.tokens is not None:
-                return {"embeddings": self._table, "token_ids": pad_nodes(batch.tokens, nodes, np.int32)}
-            prefix, ids = _enumerate(batch.embeds, self._dtype)  # used instead of the table
+                return {"embeddings": self._embedding_table, "token_ids": pad_nodes(batch.tokens, nodes, np.int32)}
+            prefix, ids = _flatten_states(batch.embeds, self._dtype)  # used instead of the table
             return {"embeddings": prefix.reshape(ids.size, -1), "token_ids": pad_nodes(ids, nodes, np.int32)}
         if batch.tokens is None or batch.hidden is None:
             raise ValueError("a drafter reads `tokens` and `hidden`")
         states = batch.hidden
         source = states.source if isinstance(states, HiddenView) else None
         on_device = (
-            isinstance(source, DeviceRows) and source.bound.device is self.device and source.dtype == self._dtype
+            isinstance(source, DeviceOutput) and source.bound.device is self.device and source.dtype == self._dtype
         )
-        if isinstance(states, HiddenView) and isinstance(source, DeviceRows) and on_device:
+        if isinstance(states, HiddenView) and isinstance(source, DeviceOutput) and on_device:
             hidden = source.value
             ids = states.rows * source.stride + states.nodes
         else:
-            hidden, ids = _enumerate(states.read() if isinstance(states, HiddenView) else states, self._dtype)
+            hidden, ids = _flatten_states(states.read() if isinstance(states, HiddenView) else states, self._dtype)
         tokens = pad_nodes(batch.tokens, nodes, np.int32)
         return {"token_ids": tokens, "hidden": hidden, "hidden_ids": pad_nodes(ids, nodes, np.int32)}
 
-    def _bind(self, cache: DeviceCache, batch: Pass, feeds: Mapping[str, Any]) -> tuple[BoundPass, BlockHandle | None]:
+    def _bind_pass(
+        self, cache: DeviceCache, batch: PassInput, feeds: Mapping[str, Any]
+    ) -> tuple[BoundPass, BlockHandle | None]:
         """Return a bound pass and the handle of its cache block; no handle (None) if it is bound for a single run."""
         rows, nodes, words = feeds["seen"].shape
         hidden = batch.hidden
-        block = cache.handle.block
+        block = cache.block_handle.block
 
         def make(recurs: bool = True) -> BoundPass:
             placed = dict(zip(self._past, self._pool.tensors(block), strict=True))
@@ -237,15 +243,15 @@ class DeviceEngine(ABC):
             return BoundPass(self._graph, self.device, feeds, placed, recurs)
 
         recurs = hidden is None or (
-            isinstance(hidden, HiddenView) and getattr(hidden.source, "handle", None) is not None
+            isinstance(hidden, HiddenView) and getattr(hidden.source, "block_handle", None) is not None
         )
         if nodes > MAX_BOUND_NODES or batch.embeds is not None or not recurs:
             return make(recurs=False), None
         shape = (nodes, words, id(feeds.get("hidden")))
-        return self._pool.bound(block, shape, make), cache.handle
+        return self._pool.get_bound_pass(block, shape, make), cache.block_handle
 
 
-def _enumerate(states: Floats | None, dtype: str) -> tuple[Array, Ints]:
+def _flatten_states(states: Floats | None, dtype: str) -> tuple[Array, Ints]:
     """Return the states as a contiguous array, and their indices in its flattened first two axes, `[rows, nodes]`."""
     rows = np.ascontiguousarray(states, dtype)
     return rows, np.arange(rows.shape[0] * rows.shape[1]).reshape(rows.shape[:2])

@@ -48,7 +48,7 @@ class DeviceGraph(NamedTuple):
     dtype: str
 
 
-def device_graph(
+def make_device_graph(
     path: Path,
     spec: DecoderSpec | DrafterSpec,
     is_drafter: bool,
@@ -122,7 +122,7 @@ class _DeviceWriter(DecoderWriter):
         self.max_nodes = max_nodes
         self.multi_head = multi_head and self.half
         self.parts = column_shape(spec.num_kv_heads * spec.head_dim)
-        self.decoded: dict[str, str] = {}
+        self.decoded_weights: dict[str, str] = {}
         # TensorRT's Attention takes float16 only.
         self.has_matmul_attention = basic_ops or (capacity is not None and not self.half)
         self.interleaved = int(self.architecture.rope_style == "interleaved")
@@ -133,12 +133,12 @@ class _DeviceWriter(DecoderWriter):
         spec = self.spec
         if is_drafter:
             states = graph.op("Reshape", "hidden", graph.ints(-1, spec.hidden_size))
-            joint = [self.look_up_embeddings(), self.from_input(graph.op("Gather", states, "hidden_ids"))]
+            joint = [self.look_up_embeddings(), self.cast_input(graph.op("Gather", states, "hidden_ids"))]
             x = self.linear(graph.op("Concat", *joint, axis=-1), "fc")
         else:
-            x = self.from_input(graph.op("Gather", "embeddings", "token_ids"))
+            x = self.cast_input(graph.op("Gather", "embeddings", "token_ids"))
         self.attention_mask = self.write_mask()
-        self.rotation = self.write_rotation()
+        self.rotations = self.write_rotations()
         self.part_indices = graph.part_indices("write", self.parts[0]) if self.capacity is None else ""
         self.decoder(x, spec.num_layers)
         inputs, outputs = device_tensors(spec, is_drafter, (self.dtype,), self.capacity)
@@ -156,9 +156,11 @@ class _DeviceWriter(DecoderWriter):
             both, value = graph.add_node("Split", [joint, sizes], [f"{at}.unturned", f"{at}.value"], axis=-1)
             both = self.norm_heads(both, f"{at}.attention.head_norm", self.heads + num_kv_heads, epsilon)
             joint = graph.op("Concat", both, value, axis=-1)
-        split = graph.reshape(joint, 0, -1, width)  # [rows, nodes * parts, width]; values are rotated by no angle
-        joint = graph.op("RotaryEmbedding", split, *self.rotation, interleaved=self.interleaved, num_heads=num_kv_heads)
-        rotated = graph.reshape(joint, 0, -1, parts * width)
+        # Parts become nodes, [rows, nodes * parts, width], so that one op rotates all. Values are rotated by no angle.
+        split = graph.reshape(joint, 0, -1, width)
+        for rotation in self.rotations:
+            split = graph.op("RotaryEmbedding", split, *rotation, interleaved=self.interleaved, num_heads=num_kv_heads)
+        rotated = graph.reshape(split, 0, -1, parts * width)
         sizes = graph.ints((parts - 2) * width, width, width)
         names = [f"{at}.query", f"{at}.new_key", f"{at}.new_value"]
         query, key, value = graph.add_node("Split", [rotated, sizes], names, axis=-1)
@@ -182,7 +184,7 @@ class _DeviceWriter(DecoderWriter):
         num_kv_heads = self.spec.num_kv_heads
         presents: list[str] = []
         cache = at.replace("layers", "key_values")
-        for name, new in ((f"{cache}.key", key), (f"{cache}.value", value)):
+        for name, new in ((f"{cache}.key", key), (f"{cache}.value", value)):  # before attention: nodes attend to them
             if self.capacity is None:
                 present = graph.scatter_parts(f"past_{name}", self.part_indices, new, self.parts, f"present_{name}")
                 presents.append(graph.reshape(present, 0, 0, num_kv_heads * width))
@@ -197,7 +199,7 @@ class _DeviceWriter(DecoderWriter):
             return self.fused_attention(query, presents, scale)
         query = self.split_heads(query, self.heads)
         if scale == 1.0:
-            query = graph.op("Mul", query, self.scalar(width**0.5))
+            query = graph.op("Mul", query, self.add_scalar(width**0.5))
         return self.join_heads(graph.op("Attention", query, *presents, self.attention_mask))
 
     def fused_attention(self, query: str, presents: list[str], scale: float) -> str:
@@ -215,6 +217,7 @@ class _DeviceWriter(DecoderWriter):
         group = self.group
         width = self.spec.head_dim
         if group > 1:
+            # [rows, nodes, num_kv_heads * group * width] to [rows, group * nodes, num_kv_heads * width]
             query = graph.transpose(graph.reshape(query, 0, 0, num_kv_heads, group, width), 0, 3, 1, 2, 4)
             query = graph.reshape(query, 0, -1, num_kv_heads * width)
         if self.multi_head:
@@ -223,7 +226,7 @@ class _DeviceWriter(DecoderWriter):
         else:
             inputs = query, *presents, self.attention_mask
             mixed = graph.op("Attention", *inputs, q_num_heads=num_kv_heads, kv_num_heads=num_kv_heads, scale=scale)
-        if group > 1:
+        if group > 1:  # back to [rows, nodes, heads * width]
             mixed = graph.transpose(graph.reshape(mixed, 0, group, -1, num_kv_heads, width), 0, 2, 3, 1, 4)
             mixed = graph.reshape(mixed, 0, 0, self.heads * width)
         return mixed
@@ -241,10 +244,11 @@ class _DeviceWriter(DecoderWriter):
         num_kv_heads = self.spec.num_kv_heads
         query = self.split_heads(query, self.heads)
         if scale != 1.0:
-            query = graph.op("Mul", query, self.scalar(scale))
+            query = graph.op("Mul", query, self.add_scalar(scale))
         if self.capacity is None:
             keys = self.split_heads(keys, num_kv_heads)
             values = self.split_heads(values, num_kv_heads)
+        # scores: [rows, num_kv_heads, group * nodes, columns]
         query = graph.reshape(query, 0, num_kv_heads, -1, self.spec.head_dim)
         scores = graph.op("MatMul", query, graph.transpose(keys, 0, 1, 3, 2))
         mixed = graph.op("MatMul", graph.op("Softmax", graph.op("Add", scores, self.attention_mask), axis=-1), values)
@@ -303,11 +307,11 @@ class _DeviceWriter(DecoderWriter):
         rows = self.graph.op("Gather", self.add_weight(stored), "token_ids")
         return rows if stored.dtype == self.dtype else self.graph.cast(rows, self.dtype)
 
-    def from_input(self, x: str) -> str:
+    def cast_input(self, x: str) -> str:
         """Cast an input of the graph to the type that the graph computes in."""
         return x if rows_dtype(self.dtype) == self.dtype else self.to_dtype(x)
 
-    def scalar(self, value: float) -> str:
+    def add_scalar(self, value: float) -> str:
         """Return a constant number in the type that the graph computes in."""
         return self.to_dtype(self.graph.constant(np.array(value, np.float32)))
 
@@ -319,11 +323,13 @@ class _DeviceWriter(DecoderWriter):
         stored = self.weights[name]
         if stored.name == name:
             return self.add_weight(stored)
-        if name not in self.decoded:
+        if name not in self.decoded_weights:
             is_integer = stored.dtype in INTEGERS
             scales = self.weights[f"{name}.scales"] if is_integer else None
-            self.decoded[name] = self.decode_floats(stored) if scales is None else self.dequantize(stored, scales)
-        return self.decoded[name]
+            self.decoded_weights[name] = (
+                self.decode_floats(stored) if scales is None else self.dequantize(stored, scales)
+            )
+        return self.decoded_weights[name]
 
     def dequantize(self, stored: Weight, scale: Weight) -> str:
         """Dequantize an integer weight, which has a scale per block of inputs or per output.
@@ -350,16 +356,16 @@ class _DeviceWriter(DecoderWriter):
         self.graph.weights[stored.name] = stored.message
         return stored.name
 
-    def write_rotation(self) -> list[str]:
-        """Write the operands of the rotary embedding.
+    def write_rotations(self) -> list[list[str]]:
+        """Write the operands of the rotary embedding; with two grids, also of a rotation that moves positions back.
 
         The file's tables contain each cosine and sine twice, the first sine negated. A node has `group + 2` parts as
         wide as its keys: queries, keys, values. Values are rotated by an additional angle of 0. ONNX Runtime requires
         at least as many angles as the longest pass has parts.
 
         Returns:
-            The names of cosines and sines, `[angles, head_dim / 2]`, and of the angle of each node's parts,
-            `[rows, nodes * parts]`.
+            For each embedding the names of cosines and sines, `[angles, head_dim / 2]`, and of the angle of each node's
+            parts, `[rows, nodes * parts]`.
         """
         graph = self.graph
         width = self.spec.head_dim
@@ -370,12 +376,23 @@ class _DeviceWriter(DecoderWriter):
         tables = []
         for name, fill in (("rotary.cos", 1), ("rotary.sin", 0)):
             table = graph.op("Slice", self.to_float32(self.weight(name)), *slices[:2], graph.ints(1), slices[2])
+            # At least one row is added behind the table, for the angle 0: cosine 1 and sine 0.
             pads = graph.ints(0, 0, max(1, parts * round_up(self.max_nodes or positions) - positions), 0)
             tables.append(self.to_dtype(graph.op("Pad", table, pads, graph.constant(np.array(fill, np.float32)))))
-        is_value = graph.constant(np.arange(parts) == parts - 1)
-        no_angle = graph.ints(positions)
-        angles = graph.op("Where", is_value, no_angle, graph.op("Unsqueeze", "position_ids", graph.ints(-1)))
-        return [*tables, graph.reshape(angles, 0, -1)]
+        is_value = graph.constant(np.arange(parts) == parts - 1)  # values are the last part of a node
+        no_angle = graph.ints(positions)  # the first row behind the table
+
+        def repeat_for_parts(rows: str) -> str:  # [rows, nodes] to [rows, nodes * parts]
+            angles = graph.op("Where", is_value, no_angle, graph.op("Unsqueeze", rows, graph.ints(-1)))
+            return graph.reshape(angles, 0, -1)
+
+        if self.architecture.rotary != "grids":
+            return [[*tables, repeat_for_parts("position_ids")]]
+        cos, sin = tables
+        # position = shift * positions + row; the second rotation, with -sin, turns back by the angle of row `shift`.
+        shift = graph.op("Div", "position_ids", no_angle)
+        rows = graph.op("Sub", "position_ids", graph.op("Mul", shift, no_angle))
+        return [[cos, sin, repeat_for_parts(rows)], [cos, graph.op("Neg", sin), repeat_for_parts(shift)]]
 
     def write_mask(self) -> str:
         """Unpack `seen` to the mask that is added to scores, `[rows, 1, nodes, columns]`.

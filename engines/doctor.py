@@ -8,13 +8,21 @@ from dataclasses import dataclass
 
 from ..errors import EngineError
 from .gpu import CUDA, OLDEST_DRIVER, find_gpu
-from .host import RUNTIMES, available_memory, cpu_quota, import_onnxruntime, installed, runtime_conflict, usable_cores
+from .host import (
+    RUNTIMES,
+    available_memory,
+    count_usable_cores,
+    find_runtime_conflict,
+    import_onnxruntime,
+    installed_distributions,
+    read_cpu_quota,
+)
 from .ort.providers import DEFAULT_PROVIDER, PROVIDERS, detect_provider
 from .ort.session import check_provider
 from .system import host_memory
 
 _PACKAGES = ("numpy", "pillow", "pydantic", "tokenizers", "rich", "typer", "torch", "onnx")
-_FOR_ACCELERATORS = ("nvidia-cu", "tensorrt", "onnxruntime-ep-")  # prefixes of distributions
+_ACCELERATOR_PACKAGES = ("nvidia-cu", "tensorrt", "onnxruntime-ep-")  # prefixes of distributions
 
 
 @dataclass(frozen=True)
@@ -30,9 +38,9 @@ class HostReport:
     problems: tuple[str, ...]
 
 
-def host_report() -> HostReport:
+def make_host_report() -> HostReport:
     """Return the report of this host. Failing queries are reported as problems."""
-    conflict = runtime_conflict()
+    conflict = find_runtime_conflict()
     problems = [str(conflict)] if conflict else []
     providers: list[str] = []
     main = DEFAULT_PROVIDER
@@ -44,8 +52,8 @@ def host_report() -> HostReport:
         problems = problems or [str(error)]
     versions = _installed_versions()
     gpu = find_gpu()
-    quota = cpu_quota()
-    cores = usable_cores()
+    quota = read_cpu_quota()
+    cores = count_usable_cores()
     if not problems:
         for provider in PROVIDERS.values():
             if not provider.rounds_to_bfloat16 and provider.package.partition("[")[0] in versions:
@@ -57,14 +65,15 @@ def host_report() -> HostReport:
     if gpu and float(gpu.driver) < CUDA and any(name.startswith(("onnxruntime-gpu", "tensorrt")) for name in versions):
         problems.append(f"NVIDIA driver: found one for CUDA {gpu.driver}, expected {needed}; update it")
     usable = "CPUExecutionProvider" in providers and (main == DEFAULT_PROVIDER or not problems)
-    listed = [name for name in versions if name in _PACKAGES or name.startswith(_FOR_ACCELERATORS)]
+    listed = [name for name in versions if name in _PACKAGES or name.startswith(_ACCELERATOR_PACKAGES)]
     facts = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "onnxruntime": ", ".join(f"{name} {versions[name]}" for name in installed(*RUNTIMES)) or "none installed",
+        "onnxruntime": ", ".join(f"{name} {versions[name]}" for name in installed_distributions(*RUNTIMES))
+        or "none installed",
         "providers": ", ".join(providers) or "none",
         "cores": f"{cores} physical usable" + ("" if quota is None else f", quota {quota:g}"),
-        "memory": f"{_gib(available_memory())} available of {_gib(host_memory('total'))}",
+        "memory": f"{_format_gib(available_memory())} available of {_format_gib(host_memory('total'))}",
         "will use": f"ONNX Runtime, provider {main}, threads: {cores}" if usable else "nothing: see the problems",
         "gpu": f"{gpu.compute_capability}, driver for CUDA {gpu.driver}" if gpu else "none found",
         "for GPUs": f"`lantern-rt[gpu]` in place of `[cpu]`: {needed}",
@@ -78,5 +87,5 @@ def _installed_versions() -> dict[str, str]:
     return {str(name).lower().replace("_", "-"): version for name, version in sorted(names, key=str) if name}
 
 
-def _gib(size: int) -> str:
+def _format_gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"

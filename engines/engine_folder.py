@@ -20,17 +20,19 @@ from pydantic import Field, ValidationError
 
 from ..bundle.files import Bundle
 from ..errors import EngineError
-from ..inputs import error_fields, format_error, format_value, read_plain_file, reading
+from ..inputs import describe_error_fields, format_error, format_value, read_plain_file, reading
 from ..methods import FrozenModel
 from .profiles import BACKENDS, Profile
 
 ENGINE_FILE = "engine.json"
 FORMAT_VERSION = "5.0"
 _MAX_JSON_BYTES = 1 << 20  # maximum size of engine.json, which has a few thousand bytes
-_AGAIN = "build the engines again"
+_BUILD_AGAIN = "build the engines again"
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 # Form of the command that errors recommend: a hostile file must not choose the program or where it writes.
-_COMMAND = r"lantern-rt\0build-engine\0[^\0-][^\0]*(\0--(backend|max-rows|max-nodes|compute-capability)\0\w[\w-]*)*"
+_COMMAND_PATTERN = (
+    r"lantern-rt\0build-engine\0[^\0-][^\0]*(\0--(backend|max-rows|max-nodes|compute-capability)\0\w[\w-]*)*"
+)
 
 
 class BuiltGraph(FrozenModel):
@@ -176,19 +178,21 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
         raise EngineError(
             f"cannot be read ({format_error(error)})", field=str(file), expected="a short JSON text"
         ) from error
-    with reading(file, "JSON", EngineError, _AGAIN):
+    with reading(file, "JSON", EngineError, _BUILD_AGAIN):
         data = json.loads(text)
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
         actual = f"engine format {format_value(version)}"
-        raise EngineError(field=str(file), found=actual, expected=FORMAT_VERSION, remedy=_AGAIN)
+        raise EngineError(field=str(file), found=actual, expected=FORMAT_VERSION, remedy=_BUILD_AGAIN)
     try:
         manifest = EngineManifest.model_validate_json(text, strict=True)
     except ValidationError as error:
-        fields = error_fields(error)
+        fields = describe_error_fields(error)
         field = f"{file}: field `{fields.pop('field')}`"
-        raise EngineError(**fields, field=field, remedy=_AGAIN) from error
-    if not re.fullmatch(_COMMAND, "\0".join(manifest.command)):
+        raise EngineError(**fields, field=field, remedy=_BUILD_AGAIN) from error
+    if not re.fullmatch(_COMMAND_PATTERN, "\0".join(manifest.command)):
         expected = "lantern-rt build-engine, a bundle and options"
-        raise EngineError(field=f"{file}: field `command`", found="another command", expected=expected, remedy=_AGAIN)
+        raise EngineError(
+            field=f"{file}: field `command`", found="another command", expected=expected, remedy=_BUILD_AGAIN
+        )
     return EngineFolder(Path(path).resolve(), manifest)

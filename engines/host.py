@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EngineError, RequestError
-from ..inputs import format_error, format_value
+from ..inputs import format_error, format_value, install_command
 from .gpu import find_gpu
 from .system import host_memory, start_threads
 
@@ -50,18 +50,18 @@ def import_onnxruntime() -> Any:
         except (ImportError, AttributeError) as error:
             if isinstance(error.__cause__, KeyboardInterrupt):  # its native part converts Ctrl-C
                 raise KeyboardInterrupt from error
-            if conflict := runtime_conflict():
+            if conflict := find_runtime_conflict():
                 raise conflict from error
-            install = "install" if isinstance(error, ImportError) else "install --force-reinstall"
-            extra = "gpu" if find_gpu() or installed("tensorrt", "tensorrt-rtx") else "cpu"  # TensorRT runs on GPUs
+            needs_gpu = find_gpu() or installed_distributions("tensorrt", "tensorrt-rtx")  # TensorRT runs on GPUs
+            command = install_command("gpu" if needs_gpu else "cpu", reinstall=not isinstance(error, ImportError))
             problem = f"onnxruntime cannot be imported ({format_error(error, 200)})"
-            raise EngineError(problem, remedy=f"install it with `pip {install} 'lantern-rt[{extra}]'`") from error
+            raise EngineError(problem, remedy=f"install it with `{command}`") from error
     return onnxruntime
 
 
-def processor() -> str:
+def describe_processor() -> str:
     """Return the processor's family and the instruction sets that decide on kernels, such as `x86_64 avx avx2`."""
-    lines = (line.partition(":") for line in _read(_CPU_INFO).splitlines())
+    lines = (line.partition(":") for line in _read_text(_CPU_INFO).splitlines())
     flags = next((rest.split() for name, _, rest in lines if name.strip() in ("flags", "Features")), None)
     if flags is None:  # systems other than Linux: NumPy knows some of the instruction sets
         flags = [name.lower() for name, present in _numpy_features().items() if present]
@@ -80,35 +80,37 @@ def _numpy_features() -> dict[str, bool]:
     return dict(features)
 
 
-def usable_cores() -> int:
+def count_usable_cores() -> int:
     """Return the number of physical cores that this process may use by its affinity and its CPU quota."""
     import psutil  # type: ignore[import-untyped]
 
-    cores = _affinity()
-    siblings = {_read(_CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list") for cpu in cores}
+    cores = _usable_cpus()
+    siblings = {_read_text(_CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list") for cpu in cores}
     count = len(siblings)
     if "" in siblings:  # another system than Linux, or a container hides the topology
         count = len(cores)
         with suppress(OSError):  # no /proc
             count = min(count, psutil.cpu_count(logical=False) or count)
-    return max(1, min(count, int(cpu_quota() or count)))
+    return max(1, min(count, int(read_cpu_quota() or count)))
 
 
-def thread_count(threads: int | None) -> int:
-    """Return the number of threads of a graph, by default `usable_cores`.
+def choose_thread_count(threads: int | None) -> int:
+    """Return the number of threads of a graph, by default `count_usable_cores`.
 
     Raises: EngineError: the number is not 1 .. 1024, or this system cannot start as many threads.
     """
     if threads is not None and (type(threads) is not int or not 1 <= threads <= 1024):
         raise EngineError(field="threads", found=format_value(threads), expected="1 .. 1024")
-    count = threads or usable_cores()
+    count = threads or count_usable_cores()
     start_threads(count)
     return count
 
 
-def cpu_quota() -> float | None:
+def read_cpu_quota() -> float | None:
     """Return the smallest CPU quota of this process's control groups, in cores; None if there is no quota."""
-    return min((quota for folder in _cgroups() if (quota := _quota(folder)) is not None), default=None)
+    return min(
+        (quota for folder in _list_control_groups() if (quota := _read_cpu_quota(folder)) is not None), default=None
+    )
 
 
 def available_memory() -> int:
@@ -122,9 +124,9 @@ def available_memory() -> int:
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         if limit != resource.RLIM_INFINITY:
             free.append(limit - int(psutil.Process().memory_info().vms))
-    for folder in _cgroups():
-        free += _free_in_group(folder, "memory.max", "memory.current", "inactive_file")
-        free += _free_in_group(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    for folder in _list_control_groups():
+        free += _read_free_memory(folder, "memory.max", "memory.current", "inactive_file")
+        free += _read_free_memory(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     return max(0, min(free))
 
 
@@ -136,7 +138,7 @@ def check_free_memory(needed: int, remedy: str) -> None:
         raise RequestError(field="memory", found=actual, expected=f"{needed / 1e9:.1f} GB", remedy=remedy)
 
 
-def installed(*names: str) -> list[str]:
+def installed_distributions(*names: str) -> list[str]:
     """Return the installed distributions among `names`."""
     distributions = []
     for name in names:
@@ -146,23 +148,23 @@ def installed(*names: str) -> list[str]:
     return distributions
 
 
-def runtime_conflict() -> EngineError | None:
+def find_runtime_conflict() -> EngineError | None:
     """Return the error if two ONNX Runtime distributions are installed; otherwise None."""
-    names = installed(*RUNTIMES)
+    names = installed_distributions(*RUNTIMES)
     if len(names) < 2:
         return None
     both = f"{' and '.join(names)} are both installed and overwrite each other's files"
     return EngineError(both, remedy=f"run `pip uninstall -y {' '.join(names)}`, then install the one you need")
 
 
-def _affinity() -> set[int]:
+def _usable_cpus() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def _cgroups() -> list[Path]:
+def _list_control_groups() -> list[Path]:
     """Return the folders of this process's control groups and of their parents, for versions 2 and 1."""
     folders = [_CGROUP, *(_CGROUP / name for name in _CONTROLLERS)]
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+    for line in _read_text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         parts = [part for part in path.split("/") if part not in ("", "..")]
         roots = (
@@ -172,22 +174,22 @@ def _cgroups() -> list[Path]:
     return folders
 
 
-def _free_in_group(folder: Path, limit_file: str, used_file: str, cache_field: str) -> list[int]:
+def _read_free_memory(folder: Path, limit_file: str, used_file: str, cache_field: str) -> list[int]:
     """Return the free bytes of a control group, given its files and a field of memory.stat; nothing without a limit."""
-    limit = _read(folder / limit_file)
-    used = _read(folder / used_file)
+    limit = _read_text(folder / limit_file)
+    used = _read_text(folder / used_file)
     if not (limit.isdigit() and used.isdigit()):
         return []
-    stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines() if len(line.split()) == 2)
+    stat = dict(line.split() for line in _read_text(folder / "memory.stat").splitlines() if len(line.split()) == 2)
     cached_files = int(stat.get(cache_field, 0))  # the kernel frees these when memory is short
     return [int(limit) - int(used) + cached_files]
 
 
-def _quota(folder: Path) -> float | None:
-    limit, _, period = _read(folder / "cpu.max").partition(" ")
+def _read_cpu_quota(folder: Path) -> float | None:
+    limit, _, period = _read_text(folder / "cpu.max").partition(" ")
     if not period:
-        limit = _read(folder / "cpu.cfs_quota_us")
-        period = _read(folder / "cpu.cfs_period_us")
+        limit = _read_text(folder / "cpu.cfs_quota_us")
+        period = _read_text(folder / "cpu.cfs_period_us")
     try:
         share = int(limit) / int(period)
     except (ValueError, ZeroDivisionError):
@@ -195,7 +197,7 @@ def _quota(folder: Path) -> float | None:
     return share if share > 0 else None
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

@@ -19,15 +19,15 @@ from ..errors import EngineError
 from ..runtime.engine import Cache, Ints
 from .host import available_memory
 
-Halves = NDArray[np.float32] | NDArray[np.float16]
+CacheArray = NDArray[np.float32] | NDArray[np.float16]
 
 # Past lengths are multiples of this. ONNX Runtime's softmax sums columns in SIMD lanes (16 with AVX-512): column c in
 # lane c modulo the number of lanes. When new nodes start at a multiple of 64, the order of a row's sums does not depend
 # on the lengths of other rows or on the number of nodes in the pass.
-SPAN_STEP = 64
+COLUMN_STEP = 64
 
 
-def round_up(number: int, step: int = SPAN_STEP) -> int:
+def round_up(number: int, step: int = COLUMN_STEP) -> int:
     """Return the smallest multiple of `step` that is at least `number`."""
     return -(-number // step) * step
 
@@ -59,7 +59,7 @@ class CacheRows:
         return round_up(max(1, self.capacity))
 
     def past_length(self) -> int:
-        """Return the number of columns that a pass reads: the longest row, rounded up to a multiple of `SPAN_STEP`.
+        """Return the number of columns that a pass reads: the longest row, rounded up to a multiple of `COLUMN_STEP`.
 
         The number is never 0: ONNX Runtime's fused matmul divides by the number of columns and crashes (SIGFPE).
         """
@@ -74,11 +74,11 @@ class CacheRows:
             raise ValueError(f"{counts} entries do not fit into rows of lengths {before} and capacity {self.capacity}")
         return np.array(lengths, np.int64)
 
-    def select(self, rows: Ints) -> None:
+    def select_rows(self, rows: Ints) -> None:
         """Keep only the given rows, in the given order."""
         self.lengths = self.lengths[rows]
 
-    def join(self, cache: Self) -> None:
+    def append_rows(self, cache: Self) -> None:
         """Append the rows of another cache; all rows get the larger of both capacities."""
         self.lengths = np.concatenate([self.lengths, cache.lengths])
         self.capacity = max(self.capacity, cache.capacity)
@@ -94,7 +94,7 @@ class CacheRows:
 class KVCache(CacheRows):
     """Keys and values in the host's memory; `tensors` are key 0, value 0, key 1, ..."""
 
-    tensors: list[Halves]
+    tensors: list[CacheArray]
 
     @classmethod
     def empty(
@@ -128,17 +128,17 @@ class KVCache(CacheRows):
             ) from error
         return cache
 
-    def past(self, past_length: int) -> list[Halves]:
+    def past_views(self, past_length: int) -> list[CacheArray]:
         """Return views of the first `past_length` columns of every tensor, contiguous and without copies."""
         return [tensor[:past_length] for tensor in self.tensors]
 
-    def append(self, new_kv: list[Halves], accepted_indices: list[Ints]) -> None:
+    def append(self, new_kv: list[CacheArray], accepted_indices: list[Ints]) -> None:
         """Append nodes `accepted_indices[r]` of `new_kv [nodes, rows, num_kv_heads, head_dim]` to each row r."""
         before = self.lengths.tolist()
         lengths = self.extended_lengths(accepted_indices)
         first = accepted_indices[0]
         same_nodes = all(indices is first or np.array_equal(indices, first) for indices in accepted_indices)
-        if same_nodes and before.count(before[0]) == len(before):
+        if same_nodes and before.count(before[0]) == len(before):  # one contiguous target, as for a batch of chains
             start = before[0]
             end = start + len(first)
             for tensor, new in zip(self.tensors, new_kv, strict=True):
@@ -146,6 +146,7 @@ class KVCache(CacheRows):
         else:
             row = np.repeat(np.arange(len(lengths)), lengths - self.lengths)
             column = np.concatenate([np.arange(start, end) for start, end in zip(before, lengths, strict=True)])
+            # `new_kv` is [nodes, rows, ...] and a tensor [columns, rows, ...]: indices in their flat first two axes
             source = np.concatenate(accepted_indices) * len(lengths) + row
             target = column * len(lengths) + row
             for tensor, new in zip(self.tensors, new_kv, strict=True):
@@ -155,19 +156,19 @@ class KVCache(CacheRows):
 
     def keep_rows(self, rows: Ints) -> None:
         """Keep only the given rows, in the given order; entries are copied once."""
-        self._gather([(self, rows)], self.capacity)
-        self.select(rows)
+        self._copy_rows([(self, rows)], self.capacity)
+        self.select_rows(rows)
 
     def extend(self, cache: Cache) -> None:
         """Append the rows of another cache; entries of both are copied once."""
         added = KVCache.require(cache)
-        self._gather([(self, slice(None)), (added, slice(None))], max(self.capacity, added.capacity))
-        self.join(added)
+        self._copy_rows([(self, slice(None)), (added, slice(None))], max(self.capacity, added.capacity))
+        self.append_rows(added)
 
-    def discard(self) -> None:
+    def forbid_memory_reuse(self) -> None:
         """Leave the memory to the system: no other cache reuses it."""
 
-    def _gather(self, parts: Sequence[tuple[KVCache, Ints | slice]], capacity: int) -> None:
+    def _copy_rows(self, parts: Sequence[tuple[KVCache, Ints | slice]], capacity: int) -> None:
         """Replace the tensors by copies of rows of caches; change nothing if memory is insufficient."""
         *_, heads, width = self.tensors[0].shape
         dtype = self.tensors[0].dtype.type

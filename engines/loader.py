@@ -12,13 +12,14 @@ from ..bundle.manifest import Manifest
 from ..runtime.engine import Engine, Floats, Ints
 from .contracts import Array, Function, Tensor
 from .engine_folder import EngineFolder
-from .host import import_onnxruntime, thread_count
+from .host import choose_thread_count, import_onnxruntime
 from .ort.backend import OrtGraphs
 from .ort.providers import AUTO, DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Providers, detect_provider
 from .precisions import INT8, INTEGER_WEIGHTS, check_matmul_support
 from .trt.backend import open_tensorrt
 
-# `Model.rounding` of a CPU that computes in float32; the largest measured with the embedded model was 6.1e-5 nats.
+# `LoadedModel.rounding` of a CPU that computes in float32. The largest value measured with the embedded model was
+# 6.1e-5 nats.
 ROUNDING = 1e-4
 _UNLIMITED = 1 << 20
 
@@ -38,7 +39,7 @@ class Engines:
         backend: backend of target and drafter, such as `onnxruntime-cpu` or `tensorrt-rtx`; timings name it.
         image_backend: backend of the VQ decoder.
         on_cpu: whether the target runs in ONNX Runtime on the CPU.
-        rounding: bound on rounding, in nats, as in `Model.rounding`.
+        rounding: bound on rounding, in nats, as in `LoadedModel.rounding`.
         max_nodes: maximum number of draft nodes per batch row and forward pass.
         max_rows: maximum number of batch rows per forward pass.
         target: target engine.
@@ -58,7 +59,7 @@ class Engines:
         folder: EngineFolder | None = None,
     ) -> None:
         self._bundle = bundle
-        self.threads = thread_count(threads)
+        self.threads = choose_thread_count(threads)
         self.backend, drafter_backend, self.image_backend = (
             folder.manifest.backend if folder else f"onnxruntime-{providers.of(role)}"
             for role in ("target", "drafter", IMAGE_DECODER)
@@ -83,11 +84,11 @@ class Engines:
             self._graphs = OrtGraphs(bundle, self.threads, providers)
         else:
             self._graphs = open_tensorrt(bundle, folder, self.threads)
-        self.target = self._graphs.decoder("target", spec, bundle.code_embeddings)
-        self._condition = self._graphs.function("condition", *_condition_tensors(bundle.manifest))
+        self.target = self._graphs.load_decoder("target", spec, bundle.code_embeddings)
+        self._condition = self._graphs.load_function("condition", *_condition_tensors(bundle.manifest))
         self._vq_decoder: Function | None = None
         if bundle.manifest.makes_images:
-            self._vq_decoder = self._graphs.function(IMAGE_DECODER, *_image_tensors(bundle.manifest))
+            self._vq_decoder = self._graphs.load_function(IMAGE_DECODER, *_image_tensors(bundle.manifest))
 
     @property
     def drafter(self) -> Engine | None:
@@ -95,7 +96,7 @@ class Engines:
         spec = self._bundle.manifest.drafter
         with self._lock:
             if self._drafter is None and spec is not None:
-                self._drafter = self._graphs.decoder("drafter", spec, None)
+                self._drafter = self._graphs.load_decoder("drafter", spec, None)
             return self._drafter
 
     def condition(self, inputs: Mapping[str, Array]) -> tuple[Floats, Floats]:
@@ -124,7 +125,7 @@ class Engines:
         codes = Tensor("codes", ("int64",), (None, None if manifest.sizes else manifest.codes_per_image))
         with self._lock:
             if self._vq_encoder is None:
-                self._vq_encoder = self._graphs.function("vq_encoder", _image_tensors(manifest)[1], [codes])
+                self._vq_encoder = self._graphs.load_function("vq_encoder", _image_tensors(manifest)[1], [codes])
         return self._vq_encoder({"images": images})[0]
 
     def load_all(self) -> None:

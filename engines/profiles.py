@@ -12,7 +12,7 @@ from ..bundle.manifest import Manifest
 from ..errors import RequestError
 from ..inputs import format_value
 from ..methods import FrozenModel
-from .kv_cache import SPAN_STEP, round_up
+from .kv_cache import COLUMN_STEP, round_up
 
 RTX = "tensorrt-rtx"
 BACKENDS = ("tensorrt", RTX)
@@ -67,7 +67,7 @@ class BuildOptions:
             raise RequestError(field="compute_capability", found=f"backend {self.backend}", expected=RTX)
 
 
-def capacity_of(built: Sequence[Profile]) -> int:
+def count_profile_columns(built: Sequence[Profile]) -> int:
     """Return the number of cache columns that passes of these profiles need."""
     return max(profile.columns[2] for profile in built)
 
@@ -85,7 +85,7 @@ def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[Prof
     largest = round_up(manifest.condition.prefix + manifest.max_image_tokens + nodes)  # an image, then the largest pass
     if role == "drafter":
         largest += round_up(nodes)  # cached until the draft has been verified
-    columns = (SPAN_STEP, max(SPAN_STEP, round_up(largest // 2)), largest)
+    columns = (COLUMN_STEP, max(COLUMN_STEP, round_up(largest // 2)), largest)
     return (
         Profile(name="ar", rows=rows, nodes=(2, 2, 2), columns=columns),
         Profile(name="tree", rows=rows, nodes=(2, nodes, max(nodes, manifest.condition.prefix)), columns=columns),

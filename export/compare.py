@@ -22,20 +22,20 @@ from torch import Tensor, nn
 from ..bundle.manifest import DrafterSpec, Manifest
 from ..engines.columns import CacheColumns, pad_nodes, padded_node_count
 from ..engines.contracts import Progress
-from ..engines.device_graph import device_graph
+from ..engines.device_graph import make_device_graph
 from ..engines.graph_writer import column_shape
 from ..engines.host import import_onnxruntime
 from ..engines.ort.session import open_session
 from ..errors import BundleError
 from ..inputs import format_value, reading
-from ..runtime.engine import Pass
-from .checkpoints.deferred import computed, deferred
+from ..runtime.engine import PassInput
+from .checkpoints.deferred import compute_tensor, defer_tensor
 from .graph.graph_file import GraphFile
 from .graph.graphs import HIDDEN, Arrays, Graph
 from .graph.onnx_ops import TWO_INTEGERS
 from .graph.precision import fake_quantize, round_activations
 from .models.decoder import LayerStack, decoder_fields
-from .progress import silent
+from .progress import ignore_progress
 
 onnxruntime: Any = import_onnxruntime()
 
@@ -57,7 +57,7 @@ def compare_with_module(
     cases: Sequence[str] | None = None,
     graph_file: GraphFile | None = None,
     low_memory: bool = False,
-    progress: Progress = silent,
+    progress: Progress = ignore_progress,
 ) -> Iterator[CaseResult]:
     """Run a graph file and its module on test cases, in ONNX Runtime and PyTorch on the CPU.
 
@@ -116,14 +116,14 @@ def run_module(
     Returns:
         Arrays by name of the graph's outputs.
     """
-    with torch.no_grad(), converted_weights(graph.module, graph_file, dtype):
+    with torch.no_grad(), convert_weights(graph.module, graph_file, dtype):
         result = graph.module(*(torch.from_numpy(inputs[value.name]) for value in graph.inputs))
     tensors = (result,) if isinstance(result, Tensor) else result
     return {value.name: tensor.numpy() for value, tensor in zip(graph.outputs, tensors, strict=True)}
 
 
 @contextmanager
-def converted_weights(
+def convert_weights(
     module: nn.Module, graph_file: GraphFile | None = None, dtype: torch.dtype = torch.float32
 ) -> Iterator[None]:
     """Make a module compute in `dtype`, rounding and converting weights where they are used.
@@ -149,26 +149,26 @@ def converted_weights(
                     if value is not None and value.is_floating_point():
                         undo.callback(tensors.__setitem__, leaf, value)
                         make = partial(_convert, f"{prefix}.{leaf}".removeprefix("."), value, graph_file, dtype)
-                        tensors[leaf] = deferred(make, value.shape, dtype)
+                        tensors[leaf] = defer_tensor(make, value.shape, dtype)
         yield
 
 
 def _has_int8_matmul(name: str, graph_file: GraphFile | None) -> bool:
     """Return whether the graph multiplies a weight as int8, with activations that are rounded to 8 bits as well."""
-    stored = _name_in_file(name, graph_file)
+    stored = _weight_name_in_file(name, graph_file)
     storage = graph_file.storages[stored] if graph_file and stored else None
     return storage == "columns" and not name.endswith(TWO_INTEGERS)
 
 
 def _convert(name: str, weight: Tensor, graph_file: GraphFile | None, dtype: torch.dtype) -> Tensor:
-    stored = _name_in_file(name, graph_file)
+    stored = _weight_name_in_file(name, graph_file)
     if graph_file is None or stored is None:
-        return computed(weight).float().to(dtype)
+        return compute_tensor(weight).float().to(dtype)
     storage = graph_file.storages[stored]
     return fake_quantize(weight, storage, stored in graph_file.matrices, graph_file.compute).to(dtype)
 
 
-def _name_in_file(name: str, graph_file: GraphFile | None) -> str | None:
+def _weight_name_in_file(name: str, graph_file: GraphFile | None) -> str | None:
     """Return the graph's name of a module's weight, which may lack the first part, or None if the graph lacks it."""
     storages = graph_file.storages if graph_file else {}
     return next((known for known in (name, name.partition(".")[2]) if known in storages), None)
@@ -202,8 +202,8 @@ class GraphFileSession:
             self._sessions[empty] = open_session(source, 1, self._configure, disabled_optimizers=disabled)
         session = self._sessions[empty]
         halves = {tensor.name for tensor in session.get_inputs() if tensor.type == "tensor(float16)"}
-        outputs = session.run(None, _narrow(inputs, halves))
-        return dict(zip((output.name for output in session.get_outputs()), map(widen, outputs), strict=True))
+        outputs = session.run(None, _to_float16(inputs, halves))
+        return dict(zip((output.name for output in session.get_outputs()), map(to_float32, outputs), strict=True))
 
     def _configure(self, options: Any) -> None:
         # ONNX Runtime ignores this where it is given a file.
@@ -231,7 +231,7 @@ class DeviceLayoutSession:
     def __init__(self, graph: Graph, path: Path, low_memory: bool = False) -> None:
         assert isinstance(graph.module, LayerStack)
         spec = DrafterSpec(**decoder_fields(graph.module.config))
-        make = partial(device_graph, path, spec, is_drafter=graph.role == "drafter", dtype=graph.compute)
+        make = partial(make_device_graph, path, spec, is_drafter=graph.role == "drafter", dtype=graph.compute)
         device = make()
         if device.dtype == "bfloat16":  # CPUs do not compute in it
             device = make(basic_ops=True)
@@ -247,7 +247,7 @@ class DeviceLayoutSession:
         columns = np.random.default_rng(0).permutation(cache.columns - 1)[:past]
         cache.column_of[:] = [*columns, *np.setdiff1d(np.arange(cache.columns), columns)]
         cache.is_sorted = False
-        batch = Pass(
+        batch = PassInput(
             inputs["position_ids"],
             inputs["attention_mask"][:, 0] == 0,
             inputs.get("input_ids"),
@@ -262,12 +262,12 @@ class DeviceLayoutSession:
         outputs = self._session.run(feeds)
         results = {name: outputs.pop(name)[:, :nodes] for name in ("logits", "hidden_states")}
         for name, array in outputs.items():
-            new = array[np.arange(rows)[:, None], cache.written].reshape(rows, nodes, heads, width)
+            new = array[np.arange(rows)[:, None], cache.written_columns].reshape(rows, nodes, heads, width)
             results[name.replace("present", "new", 1)] = new.transpose(1, 0, 2, 3)
         return results
 
 
-def device_feeds(batch: Pass, cache: CacheColumns, padded_nodes: int) -> Arrays:
+def device_feeds(batch: PassInput, cache: CacheColumns, padded_nodes: int) -> Arrays:
     """Return a device layout's inputs for a forward pass, without keys and values.
 
     Args:
@@ -275,7 +275,7 @@ def device_feeds(batch: Pass, cache: CacheColumns, padded_nodes: int) -> Arrays:
         padded_nodes: number of nodes per batch row in the inputs.
     """
     rows, nodes = batch.positions.shape
-    feeds = cache.encode(batch, padded_nodes)
+    feeds = cache.encode_pass(batch, padded_nodes)
     ids = pad_nodes(np.arange(rows * nodes).reshape(rows, nodes), padded_nodes, np.int32)
     if batch.tokens is None:
         embeds = np.asarray(batch.embeds)
@@ -301,13 +301,13 @@ def compare_with_evaluator(path: Path, manifest: Manifest) -> CaseResult:
 
     graph = onnx.load(path, load_external_data=False).graph
     halves = {value.name for value in graph.input if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16}
-    inputs = _small_inputs(graph.input, manifest)
-    outputs = map(widen, ReferenceEvaluator(str(path)).run(None, _narrow(inputs, halves)))
+    inputs = _make_small_inputs(graph.input, manifest)
+    outputs = map(to_float32, ReferenceEvaluator(str(path)).run(None, _to_float16(inputs, halves)))
     expected = dict(zip((output.name for output in graph.output), outputs, strict=True))
     return CaseResult("", GraphFileSession(path).run(inputs), expected)
 
 
-def _small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> Arrays:
+def _make_small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> Arrays:
     pixels = 2 * manifest.image_height // manifest.grid_rows  # height of two grid rows
     sizes = {"rows": 2, "nodes": 3, "past": 4, "past + nodes": 7, "images": 1, "height": pixels, "width": pixels}
     limits = {
@@ -333,7 +333,7 @@ def _small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> 
     return arrays
 
 
-def _narrow(inputs: Arrays, names: Collection[str]) -> Arrays:
+def _to_float16(inputs: Arrays, names: Collection[str]) -> Arrays:
     """Convert the inputs in `names` to float16."""
     return {
         name: np.maximum(array, _MIN_HALF).astype(np.float16) if name in names else array
@@ -341,6 +341,6 @@ def _narrow(inputs: Arrays, names: Collection[str]) -> Arrays:
     }
 
 
-def widen(array: NDArray[Any]) -> NDArray[Any]:
+def to_float32(array: NDArray[Any]) -> NDArray[Any]:
     """Return the array in float32 if it is float16, unchanged otherwise."""
     return array.astype(np.float32) if array.dtype == np.float16 else array

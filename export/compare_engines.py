@@ -23,10 +23,10 @@ from ..engines.decoder_tensors import device_tensors
 from ..engines.engine_folder import BuiltGraph, EngineFolder, file_blake2b
 from ..engines.ort.engine import OrtEngine
 from ..engines.ort.session import GraphSession
-from ..engines.profiles import capacity_of
-from ..engines.trt.builder import polygraphy_importer
-from ..runtime.engine import Pass
-from .compare import CaseResult, device_feeds, widen
+from ..engines.profiles import count_profile_columns
+from ..engines.trt.builder import set_up_polygraphy
+from ..runtime.engine import PassInput
+from .compare import CaseResult, device_feeds, to_float32
 from .graph.graphs import Arrays, tree_mask
 
 _ROWS = (1, 4)  # batch sizes to compare, at most as large as the engine was built for
@@ -65,13 +65,13 @@ def compare_engines(
                 if runner is not None:
                     large_enough = [profile.nodes[2] >= feeds["seen"].shape[1] for profile in built.profiles]
                     runner.set_profile(large_enough.index(True))
-                    results = {key: widen(array) for key, array in runner.infer(feeds).items()}
+                    results = {key: to_float32(array) for key, array in runner.infer(feeds).items()}
                     yield spec.precision, CaseResult(f"{role}.plan: {name}", results, outputs)
 
 
 def open_engine(backend: str, path: Path) -> Any:
     """Return Polygraphy's runner of a TensorRT engine, a context manager that loads the engine on this GPU."""
-    trt = polygraphy_importer(backend)("backend.trt")
+    trt = set_up_polygraphy(backend)("backend.trt")
     # Polygraphy looks for CUDA's runtime in these folders, but packages of CUDA 13 install it in others.
     cuda = [str(folder) for place in sys.path for folder in Path(place).glob("nvidia/*/lib")]
     os.environ["LD_LIBRARY_PATH"] = ":".join([*cuda, os.environ.get("LD_LIBRARY_PATH", "")])
@@ -90,7 +90,7 @@ def _run_passes(
     prefix = bundle.manifest.condition.prefix
     path = bundle.path(role)
     rng = np.random.default_rng(0)
-    capacity = capacity_of(built.profiles)
+    capacity = count_profile_columns(built.profiles)
     tensors = device_tensors(spec, is_drafter, ("float32", "float16"), capacity)
     session = GraphSession(path, *tensors, model=graph.read_bytes())
     table = None if is_drafter else bundle.code_embeddings
@@ -111,7 +111,11 @@ def _run_passes(
             mask = np.zeros((rows, nodes, length + nodes), bool)
             mask[:, :, :start] = True
             mask[:, :, length:] = node_mask
-            batch = Pass(positions, mask, codes, hidden=states) if is_drafter else Pass(positions, mask, embeds=states)
+            batch = (
+                PassInput(positions, mask, codes, hidden=states)
+                if is_drafter
+                else PassInput(positions, mask, embeds=states)
+            )
             feeds = device_feeds(batch, columns, nodes) | past
             states_name = "hidden" if is_drafter else "embeddings"
             feeds[states_name] = feeds[states_name].astype(session.dtypes[states_name])
@@ -121,5 +125,5 @@ def _run_passes(
             cache.append(output.new_kv, [np.arange(nodes)] * rows)
             columns.lengths += nodes
             expected = {"logits": np.asarray(output.logits), "hidden_states": np.asarray(output.hidden)}
-            widened = {key: widen(array) for key, array in outputs.items()}
+            widened = {key: to_float32(array) for key, array in outputs.items()}
             yield f"{name}, {rows} rows", feeds, widened, expected

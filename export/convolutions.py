@@ -1,9 +1,9 @@
 """Quantization of an image decoder's convolutions, with the same images on every kind of processor.
 
 Convolutions whose input comes from an activation function do nearly all of the work. Their inputs and outputs are
-rounded to unsigned 8-bit integers, in ranges measured by `calibrate`, and kernels to -64 .. 64, with a scale for each
-output. Processors without VNNI add two products in 16 bits, which larger kernels would overflow: with 127, images of
-`scenes` differed by 1.2 levels of 255.
+rounded to unsigned 8-bit integers, in ranges measured by `measure_activations`, and kernels to -64 .. 64, with a scale
+for each output. Processors without VNNI add two products in 16 bits, which larger kernels would overflow: with 127,
+images of `scenes` differed by 1.2 levels of 255.
 
 The other convolutions read or write the residual stream, for which 8 bits are too few. They multiply multiples of
 powers of two in float32, so coarse that sums need no rounding. Without that, last bits would differ between processors
@@ -22,12 +22,12 @@ from onnx import NodeProto, helper
 from torch import Tensor, nn
 
 from ..engines.contracts import Progress
-from .checkpoints.deferred import computed
+from .checkpoints.deferred import compute_tensor
 from .compare import run_module
 from .graph.graph_file import GraphFile
 from .graph.graphs import Graph
-from .graph.precision import quantise
-from .progress import silent
+from .graph.precision import quantize
+from .progress import ignore_progress
 
 _NUM_IMAGES = 8  # images to calibrate on; with 32, images of `scenes` were as far from float32
 _SEED = 1  # differs from the seed of the graph's test cases, on which the decoder is checked afterwards
@@ -37,7 +37,9 @@ _EXACT_BITS = 23  # bits of a sum that is exact in float32, without the sign
 Range = tuple[float, float]  # lowest and highest number, with 0 between them
 
 
-def calibrate(graph: Graph, codes: int, progress: Progress = silent) -> dict[str, tuple[Range, Range]]:
+def measure_activations(
+    graph: Graph, codes: int, progress: Progress = ignore_progress
+) -> dict[str, tuple[Range, Range]]:
     """Measure the ranges of the inputs and outputs of an image decoder's convolutions on random codes.
 
     Args:
@@ -72,12 +74,12 @@ def calibrate(graph: Graph, codes: int, progress: Progress = silent) -> dict[str
     return ranges
 
 
-def quantise_convolutions(graph_file: GraphFile, ranges: dict[str, tuple[Range, Range]]) -> None:
+def quantize_convolutions(graph_file: GraphFile, ranges: dict[str, tuple[Range, Range]]) -> None:
     """Quantize all convolutions of a graph but the last.
 
     Args:
         graph_file: description of the image decoder's graph, which is changed.
-        ranges: result of `calibrate`.
+        ranges: result of `measure_activations`.
     """
     nodes = list(graph_file.model.graph.node)
     convolutions = [node for node in nodes if node.op_type == "Conv"]
@@ -123,9 +125,9 @@ def _round_to_8_bits(graph_file: GraphFile, value: str, name: str, span: Range) 
 
 def _quantize_kernel(graph_file: GraphFile, name: str) -> NodeProto:
     """Replace a kernel by its integers and scales among the weights, and return the node that dequantizes it."""
-    weight = computed(graph_file.weights.pop(name)).float()  # [outputs, inputs, height, width]
+    weight = compute_tensor(graph_file.weights.pop(name)).float()  # [outputs, inputs, height, width]
     del graph_file.storages[name]
-    integers, scales = quantise(weight.flatten(1).T, "columns")
+    integers, scales = quantize(weight.flatten(1).T, "columns")
     graph_file.weights[f"{name}.int8"] = integers.T.reshape(weight.shape).contiguous()
     graph_file.weights[f"{name}.scales"] = torch.where(scales[0] > 0, scales[0], 1.0)
     return helper.make_node("DequantizeLinear", [f"{name}.int8", f"{name}.scales"], [f"{name}.kernel"], axis=0)
@@ -137,7 +139,7 @@ def _round_kernel(graph_file: GraphFile, kernel: str, bias: str, largest: float)
     A sum of n products then stays below 2^24 steps if it grows as the root of n: float32 holds it exactly, in any order
     of addition.
     """
-    weight, added = (computed(graph_file.weights[name]).float() for name in (kernel, bias))
+    weight, added = (compute_tensor(graph_file.weights[name]).float() for name in (kernel, bias))
     bits = int(_EXACT_BITS - log2(weight[0].numel()) / 2)
     step = 2.0 ** (ceil(log2(largest or 1.0)) - (bits - bits // 2))
     smallest = torch.maximum(weight.abs().amax((1, 2, 3)) / 2 ** (bits // 2), added.abs() / (step * 2**_EXACT_BITS))
@@ -169,13 +171,13 @@ def _read_before_resize(graph_file: GraphFile, node: NodeProto) -> list[NodeProt
     """
     _, kernel, bias = node.input
     (output,) = node.output
-    quarters = [computed(graph_file.weights[kernel]).float()]
+    quarters = [compute_tensor(graph_file.weights[kernel]).float()]
     for axis in (2, 3):
         taps = [part.chunk(3, axis) for part in quarters]
         pairs = [pair for a, b, c in taps for pair in ((a + b, c), (a, b + c))]
         quarters = [torch.cat(pair, axis) for pair in pairs]
     graph_file.weights[kernel] = torch.cat(quarters)
-    graph_file.weights[bias] = computed(graph_file.weights[bias]).repeat(4)
+    graph_file.weights[bias] = compute_tensor(graph_file.weights[bias]).repeat(4)
     next(attribute for attribute in node.attribute if attribute.name == "kernel_shape").ints[:] = [2, 2]
     node.output[0] = f"{kernel}.corners"
     cut = {"first": [1, 1], "end": [-1, -1], "axes": [2, 3]}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ..engines.contracts import Progress
 
 
-def silent(*_: object) -> None:
+def ignore_progress(*_: object) -> None:
     """Ignore progress; the default progress callback."""
 
 

@@ -28,7 +28,7 @@ _CHECKPOINTS = ("target", "vq", "drafter", "text_encoder")
 _HALVES = ("bfloat16", "float16")
 
 
-class Sizes(NamedTuple):
+class ExportSizes(NamedTuple):
     """Sizes in bytes.
 
     Args:
@@ -64,7 +64,7 @@ def check_bundle(output: Path, size: int, download: int = 0, head: int = 0) -> N
     check_free_memory(max(min(EXPORT_BYTES, size), head), "close other programs")
 
 
-def estimate_sizes(family: Family, options: Mapping[str, Any], precision: Precision) -> Sizes:
+def estimate_sizes(family: Family, options: Mapping[str, Any], precision: Precision) -> ExportSizes:
     """Estimate sizes before a download, from the hub's list of files; 0 where the hub is silent.
 
     Args:
@@ -72,14 +72,14 @@ def estimate_sizes(family: Family, options: Mapping[str, Any], precision: Precis
         options: checkpoints by option of `export`, paths or references.
         precision: precision of the target.
     """
-    from .checkpoints.hub import fetch, listed_sizes
+    from .checkpoints.hub import fetch, list_file_sizes
 
     download = target = 0
     for role in _CHECKPOINTS:
         source = str(options.get(role) or "")
         if source.startswith(HUB):
             patterns: tuple[Collection[str], ...] = (family.files, family.side_files) if role == "target" else ()
-            size, missing = listed_sizes(source, *patterns)
+            size, missing = list_file_sizes(source, *patterns)
             download += missing
             target = size if role == "target" else target
     stored = 4
@@ -91,4 +91,4 @@ def estimate_sizes(family: Family, options: Mapping[str, Any], precision: Precis
             parts = [values, *(part for part in values.values() if isinstance(part, dict))]
             types = [part.get("dtype", part.get("torch_dtype")) for part in parts]
             stored = 2 if any(kind in _HALVES for kind in types) else 4
-    return Sizes(download, int(target / stored * STORED_BYTES[precision]))
+    return ExportSizes(download, int(target / stored * STORED_BYTES[precision]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -51,9 +51,13 @@ class Edit:
             encoder: image encoder, from float32 `[1, 3, height, width]` in -1 .. 1 to int64 `[1, cells]`.
         """
         if self.preserved is None:
-            images = np.moveaxis(self.pixels, 2, 0)[None].astype(np.float32) / np.float32(127.5) - 1
-            self.preserved = np.where(self.regenerated.ravel(), -1, encoder(images)[0])
+            codes = encoder(to_encoder_input(self.pixels))[0]
+            self.preserved = np.where(self.regenerated.ravel(), -1, codes)
         return self.preserved
+
+    def complete(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+        """Return the inputs of the condition graph, which do not depend on the image."""
+        return inputs
 
     def blend(self, image: Image.Image) -> Image.Image:
         """Blend the edit into the original.
@@ -79,6 +83,20 @@ class Edit:
     def digest(self) -> str:
         """SHA-256 hash of the pixels and of the regenerated cells, in hexadecimal."""
         return hashlib.sha256(self.pixels.tobytes() + self.regenerated.tobytes()).hexdigest()
+
+
+def to_encoder_input(pixels: NDArray[np.uint8]) -> Floats:
+    """Return pixels `[height, width, 3]` as the input of an image encoder, float32 `[1, 3, height, width]`."""
+    scaled: Floats = np.moveaxis(pixels, 2, 0)[None].astype(np.float32) / np.float32(127.5) - 1
+    return scaled
+
+
+def crop_to_cover(original: Image.Image, pixels: tuple[int, int]) -> Image.Image:
+    """Scale an image to cover width and height in pixels, crop its centre, and fill transparent pixels."""
+    visible = np.asarray(original)[np.asarray(original)[..., 3] > 0][:, :3]
+    background = tuple(visible.mean(0).round().astype(int).tolist()) if len(visible) else (128, 128, 128)
+    opaque = Image.alpha_composite(Image.new("RGBA", original.size, (*background, 255)), original).convert("RGB")
+    return ImageOps.fit(opaque, pixels, Image.Resampling.LANCZOS)
 
 
 def read_image(name: str, source: ImageSource, header_only: bool = False) -> Image.Image:
@@ -144,6 +162,8 @@ def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tupl
         with reading(Path(name), "an orientation", RequestError, "give another image"):
             # The `getexif` of PNG images would decode all pixels.
             rotated = Image.Image.getexif(header).get(ExifTags.Base.Orientation) in range(5, 9)
+        if 0 in header.size:
+            raise RequestError(field=name, found="no pixels", expected="an image")
         sizes.append(header.size[::-1] if rotated else header.size)
     if sizes[-1] != sizes[0]:
         expected, actual = (f"{width} x {height} pixels" for width, height in sizes)
@@ -199,12 +219,9 @@ def prepare_edit(
         keep_rows: number of grid rows at the top to preserve, in place of a mask.
 
     Raises:
-        RequestError: the bundle has no image encoder, or the mask selects no cell.
+        RequestError: the bundle cannot edit, or the mask selects no cell.
     """
-    if "vq_encoder" not in manifest.files:
-        problem = f"bundle {manifest.name} has no image encoder"
-        remedy = "export it again from its checkpoint, with this version" if manifest.makes_images else ""
-        raise RequestError(problem, field="image", remedy=remedy)
+    check_edits(manifest)
     width, height = manifest.pixels(size)
     if keep_rows is not None:
         if mask is not None:
@@ -212,20 +229,28 @@ def prepare_edit(
         num_rows = check_int("keep_rows", keep_rows, 0, 1, size.rows - 1)
         regenerated = np.repeat(np.arange(size.rows)[:, None] >= num_rows, size.columns, 1)
     else:
-        hole = ImageOps.fit(_hole(original, mask), (width, height), Image.Resampling.BOX)
+        hole = ImageOps.fit(_read_mask(original, mask), (width, height), Image.Resampling.BOX)
         cells = np.asarray(hole).reshape(size.rows, height // size.rows, size.columns, width // size.columns)
         regenerated = cells.max((1, 3)) > 0  # [rows, columns]
         if not regenerated.any():
             actual = "no mask, and an image without transparent pixels" if mask is None else "no pixels to generate"
             expected = "some transparent pixels or, if there are none, some white pixels"
             raise RequestError(field="mask", found=actual, expected=expected)
-    visible = np.asarray(original)[np.asarray(original)[..., 3] > 0][:, :3]
-    background = tuple(visible.mean(0).round().astype(int).tolist()) if len(visible) else (128, 128, 128)
-    opaque = Image.alpha_composite(Image.new("RGBA", original.size, (*background, 255)), original).convert("RGB")
-    return Edit(np.array(ImageOps.fit(opaque, (width, height), Image.Resampling.LANCZOS)), regenerated)
+    return Edit(np.array(crop_to_cover(original, (width, height))), regenerated)
 
 
-def nearest_size(manifest: Manifest, pixels: tuple[int, int]) -> str | None:
+def check_edits(manifest: Manifest) -> None:
+    """Raise RequestError if the bundle has no image encoder, or one for whole source images."""
+    if manifest.source is not None:
+        problem = f"bundle {manifest.name} generates whole images from an image, and no part of it"
+        raise RequestError(problem, field="image", remedy="give it to `lantern-rt run --image`, without a mask")
+    if not manifest.edits_images:
+        problem = f"bundle {manifest.name} has no image encoder"
+        remedy = "export it again from its checkpoint, with this version" if manifest.makes_images else ""
+        raise RequestError(problem, field="image", remedy=remedy)
+
+
+def find_nearest_size(manifest: Manifest, pixels: tuple[int, int]) -> str | None:
     """Return the name of the size nearest to an image's: by aspect ratio, then by area.
 
     Args:
@@ -242,7 +267,7 @@ def nearest_size(manifest: Manifest, pixels: tuple[int, int]) -> str | None:
     return min(manifest.sizes, key=distance).name if manifest.sizes else None
 
 
-def _hole(original: Image.Image, mask: ImageSource | None) -> Image.Image:
+def _read_mask(original: Image.Image, mask: ImageSource | None) -> Image.Image:
     marks = original if mask is None else read_image("mask", mask)
     alpha = np.asarray(marks.getchannel("A"))
     transparent = mask is None or bool((alpha < 128).any())

@@ -12,20 +12,20 @@ import numpy as np
 from .bundle.files import Bundle
 from .bundle.manifest import Manifest
 from .errors import BundleError
-from .methods import MethodConfig, Needs
+from .methods import MethodConfig, MethodNeeds
 from .prompts import ImageRequest
 from .requests import Settings
 from .runtime.drafters import count_nodes
 from .runtime.engine import Ints
-from .runtime.likelihood import Likelihood, likelihood
-from .runtime.state import DrafterLayout, Model, Plan, PrefixRow, Prompt
+from .runtime.likelihood import Likelihood, compute_likelihood
+from .runtime.state import DecodePlan, DrafterLayout, LoadedModel, PrefixRow, Prompt
 
 if TYPE_CHECKING:
     from .engines.loader import Engines
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRequest:
     """A checked request with everything that the runtime needs for it, made by `Pipeline.prepare`.
 
     Args:
@@ -40,7 +40,7 @@ class Prepared:
     engines: Engines
     images: Sequence[ImageRequest]
     settings: Settings
-    plan: Plan
+    plan: DecodePlan
     max_images: int
 
     @property
@@ -52,7 +52,7 @@ class Prepared:
         """Compute the prefix rows of the images, see `compute_prefixes`."""
         return compute_prefixes(self.bundle, self.engines, self.images)
 
-    def model(self) -> Model:
+    def model(self) -> LoadedModel:
         """Load the graphs and tables that the method needs."""
         return load_model(self.bundle, self.engines, [self.settings.method])
 
@@ -65,10 +65,12 @@ class Prepared:
         edits = [image.edit for image in self.images]
         masks = [None if edit is None or edit.regenerated.all() else ~edit.regenerated.ravel() for edit in edits]
         model = self.model()
-        return [likelihood(model, self.plan, *image) for image in zip(self.prompts(), codes, masks, strict=True)]
+        return [
+            compute_likelihood(model, self.plan, *image) for image in zip(self.prompts(), codes, masks, strict=True)
+        ]
 
 
-def make_plan(manifest: Manifest, settings: Settings, engines: Engines, adaptive: bool = False) -> Plan:
+def make_plan(manifest: Manifest, settings: Settings, engines: Engines, adaptive: bool = False) -> DecodePlan:
     """Return how images are generated on some engines.
 
     Args:
@@ -76,7 +78,9 @@ def make_plan(manifest: Manifest, settings: Settings, engines: Engines, adaptive
         adaptive: whether the window of an exact `sjd` adapts to its acceptance, see `windows.py`.
     """
     nodes = count_nodes(settings.method, engines.max_nodes)
-    return Plan(manifest.layout(settings.size), settings.sampling, settings.method, nodes, adaptive)
+    return DecodePlan(
+        manifest.layout(settings.image_size(manifest)), settings.sampling, settings.method, nodes, adaptive
+    )
 
 
 def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
@@ -98,7 +102,7 @@ def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageReq
     preserved = None if edit is None else edit.encode(engines.vq_encoder)
     for _, group in groupby(images, lambda image: id(image.inputs)):
         image, *others = group
-        cond, uncond = engines.condition(image.inputs)
+        cond, uncond = engines.condition(image.inputs if edit is None else edit.complete(image.inputs))
         uncond = uncond if negative_row is None else negative_row
         if [(1, len(real)) for real in image.real] != [cond.shape[:2], uncond.shape[:2]]:
             problem = f"gave {cond.shape[:2]} and {uncond.shape[:2]} rows and tokens of a prompt"
@@ -106,12 +110,13 @@ def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageReq
         if not (np.isfinite(cond).all() and np.isfinite(uncond).all()):
             problem = "gave NaN or infinity, its weights are damaged"
             raise BundleError(problem, field=str(bundle.path("condition")), remedy="export the bundle again")
-        rows = zip((cond[0], uncond[0]), image.real, image.tokens or (None, None), strict=True)
+        nothing = (None, None)
+        rows = zip((cond[0], uncond[0]), image.real, image.tokens or nothing, image.positions or nothing, strict=True)
         first, second = (PrefixRow(*row, image.first_position) for row in rows)
         yield from [Prompt(first, second, preserved)] * (1 + len(others))
 
 
-def load_model(bundle: Bundle, engines: Engines, methods: Sequence[MethodConfig] | None = None) -> Model:
+def load_model(bundle: Bundle, engines: Engines, methods: Sequence[MethodConfig] | None = None) -> LoadedModel:
     """Load the graphs and tables that the runtime needs to generate images.
 
     Args:
@@ -122,12 +127,12 @@ def load_model(bundle: Bundle, engines: Engines, methods: Sequence[MethodConfig]
     manifest = bundle.manifest
     names = {field.name for field in fields(DrafterLayout)}
     layout = manifest.drafter.model_dump(include=names) if manifest.drafter else {}
-    everything = Needs(("eagle",), True, manifest.neighbors)
+    everything = MethodNeeds(("eagle",), True, manifest.neighbors)
     needs = [everything] if methods is None else [method.needs for method in methods]
     uses_drafter = any("eagle" in each.drafters for each in needs)
     uses_heads = any(each.heads for each in needs)
     uses_neighbors = any(each.neighbors for each in needs)
-    return Model(
+    return LoadedModel(
         engines.target,
         engines.drafter if uses_drafter else None,
         manifest.target.max_positions,

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from .bundle.conditions import ConditionSpec
 from .bundle.files import Bundle
-from .bundle.manifest import Size
+from .bundle.manifest import Manifest, Size
 from .edits import Edit
 from .errors import RequestError
 from .inputs import check_int, format_error, format_value
 from .options import Embeddings
+from .sources import SourceImage
 from .text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from .text.words import WordTokenizer, read_word_tokenizer
 
@@ -40,8 +41,9 @@ class ImageRequest:
         seed: random seed, 0 .. 2**64 - 1.
         negative: negative prompt, whose conditional row replaces the unconditional row; shared by all images of a
             request.
-        edit: image of which a part is generated again; shared by all images of a request.
+        edit: image of which a part is generated again, or source image; shared by all images of a request.
         first_position: position of the first code; None: the prompt begins at position 0.
+        positions: position of each token of both rows, int64 `[prefix]`; None: they are consecutive.
     """
 
     label: Label
@@ -50,8 +52,9 @@ class ImageRequest:
     tokens: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     seed: int = 0
     negative: ImageRequest | None = None
-    edit: Edit | None = None
+    edit: Edit | SourceImage | None = None
     first_position: int | None = None
+    positions: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
 
 def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
@@ -66,7 +69,7 @@ def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
     return None
 
 
-def _numbered(name: str, i: int, count: int) -> str:
+def _numbered_field(name: str, i: int, count: int) -> str:
     return name if count == 1 else f"{name} {i + 1} of {count}"
 
 
@@ -78,7 +81,7 @@ def prepare_class_ids(condition: ConditionSpec, class_ids: list[Any]) -> list[Im
     """
     last = (condition.classes or 1) - 1
     count = len(class_ids)
-    ids = [check_int(_numbered("class id", i, count), value, 0, 0, last) for i, value in enumerate(class_ids)]
+    ids = [check_int(_numbered_field("class id", i, count), value, 0, 0, last) for i, value in enumerate(class_ids)]
     real = np.ones(condition.prefix, np.bool_)
     return [ImageRequest(i, {"class_ids": np.array([i], np.int64)}, (real, real)) for i in ids]
 
@@ -96,7 +99,7 @@ def prepare_prompts(
     Raises:
         RequestError: a prompt is empty, too long or not text; the error says which prompt.
     """
-    return _with_negative(
+    return _add_negative_prompts(
         _prepare_prompts("prompt", condition, tokenizer, size, prompts), condition, tokenizer, size, negative
     )
 
@@ -116,9 +119,9 @@ def prepare_token_ids(
         RequestError: ids are unknown, too many, or do not begin and end as the bundle's template.
     """
     rows = prompts if prompts and all(isinstance(row, list | tuple | np.ndarray) for row in prompts) else [prompts]
-    names = [_numbered("token_ids", i, len(rows)) for i in range(len(rows))]
+    names = [_numbered_field("token_ids", i, len(rows)) for i in range(len(rows))]
     requests = [_prepare_ids(name, condition, tokenizer, size, row) for name, row in zip(names, rows, strict=True)]
-    return _with_negative(requests, condition, tokenizer, size, negative)
+    return _add_negative_prompts(requests, condition, tokenizer, size, negative)
 
 
 def _prepare_ids(
@@ -139,7 +142,7 @@ def _prepare_ids(
     return _image_request(condition, size, tuple(ids), np.array(padded, np.int64))
 
 
-def _with_negative(
+def _add_negative_prompts(
     requests: list[ImageRequest], condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, negative: Any
 ) -> list[ImageRequest]:
     """Replace the unconditional rows by the conditional row of a negative prompt, unless it is None."""
@@ -168,8 +171,8 @@ def _prepare_prompts(
         try:
             requests.append(_prepare_prompt(condition, tokenizer, size, prompt))
         except RequestError as error:
-            error.field = _numbered(field, i, len(prompts))
-            if near := tokenizer.nearest_examples(prompt) if isinstance(tokenizer, WordTokenizer) else []:
+            error.field = _numbered_field(field, i, len(prompts))
+            if near := tokenizer.find_nearest_examples(prompt) if isinstance(tokenizer, WordTokenizer) else []:
                 error.suggestions = tuple(near)
                 error.remedy = "; ".join(
                     filter(None, [error.remedy, f"similar valid prompts: {', '.join(map(repr, near))}"])
@@ -210,6 +213,48 @@ def _image_request(condition: ConditionSpec, size: Size, label: Label, ids: NDAr
     inputs = {"token_ids": cond[None], "uncond_ids": uncond[None]}
     rows = (np.ones(len(cond), bool), np.ones(len(uncond), bool))
     return ImageRequest(label, inputs, rows, (cond, uncond), first_position=size.first_position)
+
+
+def with_source(request: ImageRequest, manifest: Manifest, size: Size, source: SourceImage) -> ImageRequest:
+    """Insert a source image before the text of a prompt.
+
+    The image to generate has the positions of its size. Every token before it has the position of the image's first
+    code, moved back in time, row and column by the distance. The source has the positions of an image of its size,
+    moved back as far.
+
+    Args:
+        request: request of the text.
+        manifest: manifest of a bundle with a `source`.
+        size: size of the images, `Size.with_source`.
+        source: source image, whose codes are not known yet.
+    """
+    spec = manifest.source
+    first = size.first_position
+    assert spec is not None
+    assert request.tokens is not None
+    assert first is not None
+    text, uncond = request.tokens
+    alone = source.size.with_source()
+    cells = np.arange(alone.codes)
+    behind = len(spec.after) + len(text)
+    distance = behind + max(alone.rows, alone.columns)
+    back = manifest.target.max_positions
+    places = (alone.first_position or 0) + back * distance + cells
+
+    def before(count: int, distance: int) -> NDArray[np.int64]:
+        moved: NDArray[np.int64] = first + back * np.arange(distance + count, distance, -1)
+        return moved
+
+    ids = np.concatenate([spec.before, np.zeros_like(cells), spec.after, text]).astype(np.int64)
+    positions = np.concatenate([before(len(spec.before), distance), places, before(behind, 0)])
+    return replace(
+        request,
+        inputs={**request.inputs, "token_ids": ids[None]},
+        real=(np.ones(len(ids), np.bool_), request.real[1]),
+        tokens=(ids, uncond),
+        positions=(positions, before(len(uncond), 0)),
+        edit=source,
+    )
 
 
 def _to_array(values: Any) -> NDArray[Any]:

@@ -24,7 +24,7 @@ from .engines.ort.providers import detect_provider
 from .errors import BundleError, CheckpointError, OutputError, RequestError
 from .inputs import reading, require_library
 from .methods import FrozenModel
-from .output.files import check_disks, check_new_folder, output_errors
+from .output.files import check_disks, check_new_folder, convert_output_errors
 
 if TYPE_CHECKING:
     from .engines.contracts import Progress
@@ -249,13 +249,13 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
     Raises:
         LanternError: the same as `check_host`; the hub cannot be reached; or the export fails.
     """
-    from .export.progress import silent
+    from .export.progress import ignore_progress
 
     check_host(name, export=True)
     folder = _bundle_folder(name)
-    with _locked(folder, progress or silent):
+    with _locked(folder, progress or ignore_progress):
         if os.path.islink(folder) and cached_bundle(name) is None:  # a link to a finished bundle that is gone
-            with output_errors(folder):
+            with convert_output_errors(folder):
                 folder.unlink()
         if cached_bundle(name) is None:  # else by the program that had the lock
             export_bundle(name, folder, default_precision(), progress)
@@ -277,11 +277,11 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
         LanternError: the hub cannot be reached, or the export fails.
     """
     from .export.graph.precision import read_precisions
-    from .export.progress import silent
+    from .export.progress import ignore_progress
     from .export.registry import read_family
     from .export.writer import export_model
 
-    report = progress or silent
+    report = progress or ignore_progress
     model = find_model(name)
     choice = {"target": "int8"} if precision == "int8" else {"compute": "float16", "vq": "fp16"}
     loaded = read_family(model.family, model.export_options, report, model.cfg_scale)
@@ -332,7 +332,7 @@ def fetch_published(name: str, progress: Progress | None = None, export: bool = 
         error.remedy = "; ".join(filter(None, [error.remedy, instead]))
         raise
     folder = _bundle_folder(name)
-    with output_errors(folder):
+    with convert_output_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         link = folder.with_name(f".{folder.name}.{os.getpid()}")
         link.symlink_to(bundle.folder)

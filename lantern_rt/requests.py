@@ -14,9 +14,9 @@ from typing import Any, get_args
 
 import numpy as np
 
-from .bundle.manifest import Manifest
-from .completion import check_method, resolve_method, validate
-from .edits import nearest_size, prepare_edit, read_image, read_image_size
+from .bundle.manifest import Manifest, Size
+from .completion import check_method, resolve_method, validate_fields
+from .edits import check_edits, find_nearest_size, prepare_edit, read_image, read_image_size
 from .errors import RequestError
 from .inputs import check_int, format_value
 from .methods import PARAMETERS, SAMPLING, MethodConfig, Quality, Sampling
@@ -28,7 +28,9 @@ from .prompts import (
     prepare_embeddings,
     prepare_prompts,
     prepare_token_ids,
+    with_source,
 )
+from .sources import prepare_source
 
 IMAGES_LIMIT = 1024  # images per request
 SEED_LIMIT = 2**64
@@ -55,12 +57,19 @@ class Settings:
         sampling: sampling settings.
         size: name of the image size, `WIDTHxHEIGHT`; None if the bundle has a single size.
         quality: preset that the method comes from; None if the request named a method.
+        source: whether images are generated from a source image.
     """
 
     method: MethodConfig
     sampling: Sampling
     size: str | None = None
     quality: Quality | None = None
+    source: bool = False
+
+    def image_size(self, manifest: Manifest) -> Size:
+        """Return the size of the images."""
+        size = manifest.size(self.size)
+        return size.with_source() if self.source else size
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings that are not None, by their public names, ready for JSON."""
@@ -101,7 +110,7 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
     _check_quality(options)
     size = _resolve_size(manifest, options.get("size"))
     parameters = {name: options[name] for name in SAMPLING if name in options}
-    sampling = validate(Sampling, manifest.sampling.model_dump() | parameters)
+    sampling = validate_fields(Sampling, manifest.sampling.model_dump() | parameters)
     sampling = _check_guidance(sampling, parameters.keys(), manifest.size(size).codes)
     quality: Quality | None = options.get("quality")
     method = options.get("method")
@@ -141,7 +150,7 @@ def _check_guidance(sampling: Sampling, chosen: Collection[str], num_codes: int)
     if sampling.cfg_scale == 1.0:
         for field in ("cfg_tokens", "cfg_schedule"):
             if field in chosen:
-                raise _useless_without_guidance(field)
+                raise _unguided_error(field)
         return sampling.model_copy(update={"cfg_tokens": None, "cfg_schedule": None})
     count = sampling.cfg_tokens
     if isinstance(count, int) and count > num_codes and "cfg_tokens" in chosen:
@@ -150,7 +159,7 @@ def _check_guidance(sampling: Sampling, chosen: Collection[str], num_codes: int)
     return sampling
 
 
-def _useless_without_guidance(field: str) -> RequestError:
+def _unguided_error(field: str) -> RequestError:
     remedy = "omit it, or give a larger cfg_scale"
     return RequestError("does nothing without guidance", field=field, found="cfg_scale 1", remedy=remedy)
 
@@ -185,7 +194,7 @@ def check_options(subjects: int, seed: int = 0, num_images: int = 1, **options: 
         RequestError: no bundle takes an option.
     """
     _check_quality(options)
-    validate(Sampling, {name: options[name] for name in SAMPLING if name in options})
+    validate_fields(Sampling, {name: options[name] for name in SAMPLING if name in options})
     _check_seeds(seed, subjects, check_int("num_images", num_images, 1, 1, IMAGES_LIMIT))
     return check_method(options["method"]) if "method" in options else None
 
@@ -240,32 +249,44 @@ def check_request(
     """
     pixels = None if image is None else read_image_size(image, mask)
     if pixels is not None and options.get("size") is None:
-        options["size"] = nearest_size(manifest, pixels)
+        options["size"] = find_nearest_size(manifest, pixels)
     settings = resolve_settings(manifest, options)
+    source_size = None
+    if pixels is not None and manifest.source is not None:
+        source_size = manifest.size(find_nearest_size(manifest, pixels))
+        settings = replace(settings, source=True)
     values = {"prompts": prompts, "class_ids": class_ids, "token_ids": token_ids, "embeddings": embeddings}
     picture = None
-    if image is not None and not _present(values):
+    if image is not None and not _drop_missing(values):
         picture = read_image("image", image)
         values |= _recorded_subject(picture.info)
-    subjects = _prepare_subjects(manifest, tokenizer, settings, values, negative_prompt)
+    room = 0 if source_size is None or manifest.source is None else manifest.source.count(source_size)
+    subjects = _prepare_subjects(manifest, tokenizer, settings, values, negative_prompt, room)
     if image is None and (mask is not None or keep_rows is not None):
         name = "keep_rows" if mask is None else "mask"
         raise RequestError("given without an image to edit", field=name, remedy="give the image, too")
     count = check_int("num_images", num_images, 1, 1, IMAGES_LIMIT)
     first_seeds = _check_seeds(seed, len(subjects), count)
-    edit = None
     if image is not None:  # checked last, because decoding the image takes longest
         picture = picture or read_image("image", image)
-        edit = prepare_edit(manifest, manifest.size(settings.size), picture, mask, keep_rows)
+        size = settings.image_size(manifest)
+        if source_size is not None:
+            if mask is not None or keep_rows is not None:
+                check_edits(manifest)
+            source = prepare_source(manifest, source_size, picture)
+            subjects = [with_source(subject, manifest, size, source) for subject in subjects]
+        else:
+            edit = prepare_edit(manifest, size, picture, mask, keep_rows)
+            subjects = [replace(subject, edit=edit) for subject in subjects]
     images = [
-        replace(subject, seed=first_seed + i, edit=edit)
+        replace(subject, seed=first_seed + i)
         for subject, first_seed in zip(subjects, first_seeds, strict=True)
         for i in range(count)
     ]
     return Request(images, settings)
 
 
-def _present(values: Mapping[str, Any]) -> list[str]:
+def _drop_missing(values: Mapping[str, Any]) -> list[str]:
     return [name for name, value in values.items() if value is not None]
 
 
@@ -279,7 +300,12 @@ def _recorded_subject(info: Mapping[Any, Any]) -> dict[str, str | int]:
 
 
 def _prepare_subjects(
-    manifest: Manifest, tokenizer: PromptTokenizer | None, settings: Settings, values: Mapping[str, Any], negative: Any
+    manifest: Manifest,
+    tokenizer: PromptTokenizer | None,
+    settings: Settings,
+    values: Mapping[str, Any],
+    negative: Any,
+    room: int = 0,
 ) -> list[ImageRequest]:
     """Prepare an image for each prompt, class id or embedding.
 
@@ -288,14 +314,18 @@ def _prepare_subjects(
         tokenizer: tokenizer of the bundle; None if the bundle takes no prompts.
         values: prompts, class ids, token ids and embeddings by parameter, None without.
         negative: negative prompt; None or an empty text: none.
+        room: number of prompt tokens to leave for a source image.
 
     Raises:
         RequestError: the bundle takes another kind of input, or a value is invalid.
     """
     condition = manifest.condition
+    size = settings.image_size(manifest)
+    if room:
+        condition = condition.model_copy(update={"prefix": condition.prefix - room})
     field = {"class": "class_ids", "embeddings": "embeddings"}.get(condition.kind, "prompts")
     expected = f"{SUBJECTS[field]}, as bundle {manifest.name} requires"
-    present = _present(values)
+    present = _drop_missing(values)
     if (present, field) == (["token_ids"], "prompts"):
         field = "token_ids"
     if present != [field]:
@@ -309,7 +339,7 @@ def _prepare_subjects(
         problem = f"bundle {manifest.name} takes {SUBJECTS[field]}"
         raise RequestError(problem, field="negative_prompt", remedy="omit it")
     if negative is not None and not settings.sampling.guided:
-        raise _useless_without_guidance("negative_prompt")
+        raise _unguided_error("negative_prompt")
     value = values[field]
     if field == "embeddings":
         subjects = prepare_embeddings(condition, value)
@@ -318,7 +348,7 @@ def _prepare_subjects(
     else:
         assert tokenizer is not None
         prepare = prepare_token_ids if field == "token_ids" else prepare_prompts
-        subjects = prepare(condition, tokenizer, manifest.size(settings.size), _as_list(value), negative)
+        subjects = prepare(condition, tokenizer, size, _as_list(value), negative)
     if not subjects:
         raise RequestError(field=field, found="an empty list", expected=expected)
     return subjects
@@ -332,5 +362,5 @@ def _check_seeds(seed: Any, num_subjects: int, count: int) -> list[int]:
     seeds = _as_list(seed, num_subjects)
     if len(seeds) != num_subjects:
         actual = f"{len(seeds)} seeds for {num_subjects} prompts"
-        raise RequestError(field="seed", found=actual, expected="one number, or one each")
+        raise RequestError(field="seed", found=actual, expected="one number, or one for each image")
     return [check_int("seed", value, 0, 0, SEED_LIMIT - count) for value in seeds]

@@ -120,7 +120,7 @@ def split_grids(size: Size, codes: Ints) -> tuple[Ints, Ints]:
     return first, codes[size.first_codes :].reshape(size.rows, size.columns)
 
 
-def codes_bytes(bundle: Bundle, settings: Settings, image: ImageRequest, codes: Ints) -> bytes:
+def encode_codes(bundle: Bundle, settings: Settings, image: ImageRequest, codes: Ints) -> bytes:
     """Return an .npz file with the codes of an image, its recipe, and the codes of a smaller first grid.
 
     Args:
@@ -133,7 +133,7 @@ def codes_bytes(bundle: Bundle, settings: Settings, image: ImageRequest, codes: 
     """
     recipe = recipe_fields(bundle, settings, image)
     file = BytesIO()
-    first, grid = split_grids(bundle.manifest.size(settings.size), codes)
+    first, grid = split_grids(settings.image_size(bundle.manifest), codes)
     np.savez(file, codes=grid, first_codes=first, recipe=np.array(dumps(recipe)))
     return file.getvalue()
 
@@ -165,8 +165,8 @@ class StreamState:
             tokens = cells[i] = cells[i].copy()  # the caller may still hold the arrays of earlier steps
             self.counts[i] += len(part.codes)
             tokens[before[i] : self.counts[i]] = part.codes
-            if part.placed is not None:
-                tokens[part.placed.cells] = part.placed.codes
+            if part.placed_codes is not None:
+                tokens[part.placed_codes.cells] = part.placed_codes.codes
         self._cells = cells
         codes = [tokens[:count] for tokens, count in zip(cells, self.counts, strict=True)]
         new_codes = [tokens[count:] for tokens, count in zip(codes, before, strict=True)]

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .prepared import Prepared
+from .prepared import PreparedRequest
 from .results import StreamState, StreamStep
 from .runtime import state
-from .runtime.statistics import Clock, Statistics, summarise
+from .runtime.statistics import Clock, Statistics, summarize_decode
 
 Listener = Callable[[StreamStep | BaseException], None]
 
@@ -19,7 +19,7 @@ class ServiceRequest:
     """Request in a service. Only `prepared` and `cancel` may be used outside the service's thread."""
 
     remove: Callable[[ServiceRequest], None]  # cancels the request in the service
-    prepared: Prepared
+    prepared: PreparedRequest
     listener: Listener
     steps: bool  # whether the listener receives every step
     caller: str
@@ -41,16 +41,16 @@ class ServiceRequest:
         """Whether the request is neither cancelled nor ended, and no image has begun."""
         return bool(self.reserved_images) and not any(sequence.codes for sequence in self.sequences)
 
-    def summarise(self, clocks: tuple[Clock, Clock]) -> Statistics:
+    def summarize_decode(self, clocks: tuple[Clock, Clock]) -> Statistics:
         """Return the statistics of the request, which has just ended.
 
         Args:
             clocks: clocks of the service's target and drafter.
         """
-        target, drafter = (clock.since(start) for clock, start in zip(clocks, self.clocks, strict=True))
+        target, drafter = (clock.count_since(start) for clock, start in zip(clocks, self.clocks, strict=True))
         plan = self.prepared.plan
         records = [sequence.statistics for sequence in self.sequences]
-        return summarise(plan.method.method, plan.layout.num_codes, target, drafter, records)
+        return summarize_decode(plan.method.method, plan.layout.num_codes, target, drafter, records)
 
     def cancel(self) -> None:
         """Cancel the request: free its capacity at once and its cache soon; the listener is not called again."""

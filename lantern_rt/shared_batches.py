@@ -10,10 +10,10 @@ from typing import NamedTuple
 from .errors import RequestError
 from .methods import MethodConfig, Sjd
 from .runtime.batch import Batch
-from .runtime.decode import select_joining
+from .runtime.decode import select_next_sequences
 from .runtime.drafters import count_nodes
 from .runtime.drafting import SequenceStep
-from .runtime.state import ImageSequence, Model
+from .runtime.state import ImageSequence, LoadedModel
 from .runtime.statistics import Clock
 from .sharing import Turns, fair_order
 
@@ -27,12 +27,13 @@ class NextPass(NamedTuple):
 
     batch: Batch
     group: int  # number of the batch
-    joining: list[ImageSequence]  # sequences whose prefixes the pass runs; empty: a step of the active sequences
+    # sequences whose prefixes the pass runs; empty: a step of the active sequences
+    joining_sequences: list[ImageSequence]
     callers: dict[int, set[str]]  # callers of each batch that has images
 
     def run(self) -> list[SequenceStep]:
         """Run the pass, and return each sequence's part of it."""
-        return self.batch.join(self.joining) if self.joining else self.batch.step()
+        return self.batch.add(self.joining_sequences) if self.joining_sequences else self.batch.step()
 
 
 class SharedBatches:
@@ -49,7 +50,9 @@ class SharedBatches:
         waiting: sequences that have not joined a batch, in the order of their arrival.
     """
 
-    def __init__(self, model: Model, max_images: int, max_rows: int, caller_of: Callable[[ImageSequence], str]) -> None:
+    def __init__(
+        self, model: LoadedModel, max_images: int, max_rows: int, caller_of: Callable[[ImageSequence], str]
+    ) -> None:
         self._model = model
         self._max_images = max_images
         self._max_rows = max_rows
@@ -66,7 +69,7 @@ class SharedBatches:
     @property
     def num_active(self) -> int:
         """Number of images that share forward passes now."""
-        return sum(len(batch.active) for batch in self._batches)
+        return sum(len(batch.active_sequences) for batch in self._batches)
 
     def check_nodes(self, method: MethodConfig) -> None:
         """Raise RequestError if a pass of the method has too many nodes to be shared."""
@@ -76,11 +79,11 @@ class SharedBatches:
             expected = f"at most {max_nodes} where passes are shared"
             raise RequestError(field="method", found=f"{nodes} nodes in a pass", expected=expected)
 
-    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+    def remove(self, sequences: Sequence[ImageSequence]) -> None:
         """Remove sequences, waiting or active."""
         self.waiting = [sequence for sequence in self.waiting if sequence not in sequences]
         for batch in self._batches:
-            batch.leave(sequences)
+            batch.remove(sequences)
 
     def next_pass(self, num_callers: int, limit: int) -> NextPass | None:
         """Choose the batch that runs next, and the sequences that join it; None if there are no sequences.
@@ -95,9 +98,9 @@ class SharedBatches:
         joining: dict[int, list[ImageSequence]] = {}
         for group, batch in enumerate(self._batches):
             waiting = queued.get(group, [])
-            joining[group] = select_joining(batch, waiting, free + len(batch.active), self._max_rows)
-            if batch.active or joining[group]:
-                callers[group] = {self._caller_of(sequence) for sequence in (*batch.active, *waiting)}
+            joining[group] = select_next_sequences(batch, waiting, free + len(batch.active_sequences), self._max_rows)
+            if batch.active_sequences or joining[group]:
+                callers[group] = {self._caller_of(sequence) for sequence in (*batch.active_sequences, *waiting)}
         if not callers:
             return None
         group = self._turns.next_group(callers)
@@ -110,18 +113,19 @@ class SharedBatches:
             began: time at its begin, by `time.perf_counter`.
         """
         self._turns.record_pass(done.group, time.perf_counter() - began, done.callers)
-        if done.joining:
+        if done.joining_sequences:
             self.waiting = [sequence for sequence in self.waiting if not sequence.codes]
 
     def _waiting_by_group(self, num_callers: int, limit: int) -> dict[int, list[ImageSequence]]:
         """Return the queued sequences of each group, in the order in which they join its batch."""
-        active = [sequence for batch in self._batches for sequence in batch.active]
+        active = [sequence for batch in self._batches for sequence in batch.active_sequences]
         held = Counter(map(self._caller_of, active))
         share = max(1, self._max_images // num_callers) if num_callers > 1 else limit
         order = fair_order([(self._caller_of(sequence), sequence) for sequence in self.waiting], held, share)
         groups = [self._group(sequence, num_callers) for sequence in order]
-        used = {group for group, batch in enumerate(self._batches) if batch.active}
-        if len(used.union(groups)) > 1:  # limits the images over all groups, which `select_joining` does per group
+        used = {group for group, batch in enumerate(self._batches) if batch.active_sequences}
+        # `select_next_sequences` limits the images of one group; this limits them over all groups.
+        if len(used.union(groups)) > 1:
             order = order[: self._max_images - len(active)]
         waiting: dict[int, list[ImageSequence]] = {}
         for sequence, group in zip(order, groups, strict=False):

@@ -37,11 +37,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RequestError
-from ..methods import MethodConfig, Relaxed, Residual
-from .sampling import Probabilities, sample
+from ..methods import MethodConfig, RelaxedMethod, Residual
+from .sampling import Probabilities, sample_code
 from .tree import DraftTree
 
-Distribution = Callable[[int], Probabilities]
+NodeDistribution = Callable[[int], Probabilities]
 Codes = NDArray[np.integer]
 
 
@@ -49,24 +49,25 @@ class Acceptance(NamedTuple):
     """Outcome of one walk."""
 
     path: list[int]  # accepted nodes, the root first
-    bonus: int | None  # token sampled after them, None where they end the image
+    bonus_token: int | None  # token sampled after the path; None if the path ends the image
     realised_tvd: float = 0.0  # total variation distance that relaxed acceptance gave away
     # distribution of the bonus under relaxed acceptance; None without a bonus, and for exact acceptance
-    remainder: Probabilities | None = None
-    relaxed: Sequence[int] = ()  # nodes of the path that exact acceptance would have rejected
-    target_p: Sequence[float] = ()  # the target's probability of the last tokens of the path; empty if it was not read
+    bonus_distribution: Probabilities | None = None
+    relaxed_nodes: Sequence[int] = ()  # nodes of the path that exact acceptance would have rejected
+    # the target's probability of each draft token of the path; empty for exact acceptance, which reads no probabilities
+    target_probabilities: Sequence[float] = ()
 
 
-def walk_exact(tree: DraftTree, choice: Callable[[int], int], remaining: int) -> Acceptance:
-    """Walk down the tree for as long as the target's `choice(node)` is among the children of the node.
+def walk_exact(tree: DraftTree, choose_token: Callable[[int], int], max_tokens: int) -> Acceptance:
+    """Walk down the tree for as long as the target's `choose_token(node)` is among the children of the node.
 
     Args:
-        choice: function from a node to the token that the target samples after it.
-        remaining: maximum number of tokens to accept, the tree's known tokens included.
+        choose_token: function from a node to the token that the target samples after it.
+        max_tokens: maximum number of tokens to accept, the tree's known tokens included.
     """
     path = [*range(1 + tree.num_preserved)]
-    while len(path) <= remaining:
-        token = choice(path[-1])
+    while len(path) <= max_tokens:
+        token = choose_token(path[-1])
         for child in tree.structure.children[path[-1]]:
             if tree.tokens[child] == token:
                 path.append(child)
@@ -89,19 +90,19 @@ class Relaxation:
     residual: Residual = "aggregated"
 
     @classmethod
-    def of(cls, method: MethodConfig, neighbors: Codes | None) -> Relaxation:
+    def from_method(cls, method: MethodConfig, neighbors: Codes | None) -> Relaxation:
         """Return the relaxation of a relaxed method; `neighbors` is the bundle's table.
 
         Raises:
             RequestError: the model was loaded without the table.
         """
-        assert isinstance(method, Relaxed)
+        assert isinstance(method, RelaxedMethod)
         if neighbors is None:
             problem = "reads a table of neighbours, which the model was loaded without"
             raise RequestError(problem, field="method", remedy="name the method when the model is loaded")
         return cls(neighbors, method.neighbors or 0, *method.bounds, method.residual or "aggregated")
 
-    def aggregation_set(self, p: Probabilities, token: int) -> Codes:
+    def find_aggregation_set(self, p: Probabilities, token: int) -> Codes:
         """Return A, the longest nearest-first run of neighbours of `token` whose summed p stays within the bound."""
         near = self.neighbors[token, : self.k]
         bound = self.delta if self.delta is not None else ((self.lambda_ or 1.0) - 1.0) * p[token]
@@ -110,43 +111,46 @@ class Relaxation:
 
 def walk_relaxed(
     tree: DraftTree,
-    target: Distribution,
-    choice: Callable[[int], int],
+    target_distribution: NodeDistribution,
+    choose_token: Callable[[int], int],
     relaxation: Relaxation,
-    decisions: Callable[[int], np.random.Generator],
-    remaining: int,
+    decision_stream: Callable[[int], np.random.Generator],
+    max_tokens: int,
 ) -> Acceptance:
     """Walk down from the root with relaxed acceptance of sampled tokens, one child at a time.
 
     Args:
-        target: function from a node to the target's distribution after it; called for visited nodes only.
-        choice: function from a node to the target's token after it; used after a leaf, where nothing was rejected.
+        target_distribution: function from a node to the target's distribution after it; called for visited nodes only.
+        choose_token: function from a node to the target's token after it, called only for a leaf: nothing was rejected
+            there.
         relaxation: bounds of relaxed acceptance.
-        decisions: function from a node to the random stream that decides on its children. Every child uses one number,
-            even if q gives its token probability 0, and the token sampled after their rejection uses one more.
-        remaining: maximum number of tokens to accept; later tokens do not count in the distance.
+        decision_stream: function from a node to the random stream that decides on its children. Every child uses one
+            number, even if q gives its token probability 0. The token sampled after their rejection uses one more.
+        max_tokens: maximum number of tokens to accept; later tokens do not count in the distance.
     """
-    path = [*range(1 + tree.num_preserved)]
+    path = [*range(1 + tree.num_preserved)]  # preserved tokens are a chain below the root and need no acceptance
     relaxed_nodes: list[int] = []
     accepted_p: list[float] = []
     tvd = 0.0
-    while len(path) <= remaining:
+    while len(path) <= max_tokens:
         node = path[-1]
-        p = before_rejections = target(node)
+        # Each rejection replaces p by the residual distribution, from which the next sibling is judged.
+        p = before_rejections = target_distribution(node)
         siblings = tree.structure.children[node]
         if not siblings:
-            return Acceptance(path, choice(node), tvd, p, relaxed_nodes, accepted_p)
+            return Acceptance(path, choose_token(node), tvd, p, relaxed_nodes, accepted_p)
         q = tree.proposal(node)
-        stream = decisions(node)
+        stream = decision_stream(node)
         for child in siblings:
             token = int(tree.tokens[child])
+            # The number is taken before the token is skipped, so that it belongs to the child whatever q is.
             uniform = stream.random()
             draft = 1.0 if q is None else float(q[token])
             if draft <= 0:
                 continue
-            aggregated = relaxation.aggregation_set(p, token)
-            exact = min(1.0, float(p[token]) / draft)
-            relaxed = min(1.0, float(p[token] + p[aggregated].sum()) / draft)
+            aggregated = relaxation.find_aggregation_set(p, token)
+            exact = min(1.0, float(p[token]) / draft)  # a(x) of the module's docstring
+            relaxed = min(1.0, float(p[token] + p[aggregated].sum()) / draft)  # a'(x)
             tvd += relaxed - exact
             if uniform < relaxed:
                 path.append(child)
@@ -156,15 +160,16 @@ def walk_relaxed(
                 break
             if relaxation.residual == "neighborhood":
                 near = relaxation.neighbors[token, : relaxation.k + 1]
-                p = _published_residual(p, q, token, near if len(aggregated) else aggregated)
+                p = _lantern_code_residual(p, q, token, near if len(aggregated) else aggregated)
             else:
                 p = residual_distribution(p, q, token, aggregated)
             if q is not None and child != siblings[-1]:
+                # Siblings were sampled without replacement, so the next one came from q without this token.
                 q = q.copy()
                 q[token] = 0
-                q = _normalised(q, q)
+                q = _normalize_weights(q, q)
         if path[-1] == node:  # none accepted
-            return Acceptance(path, sample(p, stream), tvd, p, relaxed_nodes, accepted_p)
+            return Acceptance(path, sample_code(p, stream), tvd, p, relaxed_nodes, accepted_p)
     return Acceptance(path, None, tvd, None, relaxed_nodes, accepted_p)
 
 
@@ -184,10 +189,10 @@ def residual_distribution(p: Probabilities, q: Probabilities | None, token: int,
         residual -= q
         np.maximum(residual, 0, out=residual)
     residual[token] = 0
-    return _normalised(residual, p)
+    return _normalize_weights(residual, p)
 
 
-def _published_residual(p: Probabilities, q: Probabilities | None, token: int, near: Codes) -> Probabilities:
+def _lantern_code_residual(p: Probabilities, q: Probabilities | None, token: int, near: Codes) -> Probabilities:
     """Return the residual distribution of LANTERN's code, which removes `near` from q, or from p without a q."""
     residual = p.copy()
     if q is None:
@@ -198,43 +203,47 @@ def _published_residual(p: Probabilities, q: Probabilities | None, token: int, n
         removed[near] = 0
         residual -= removed
         np.maximum(residual, 0, out=residual)
-    return _normalised(residual, np.ones_like(p))
+    return _normalize_weights(residual, np.ones_like(p))
 
 
-def _normalised(weights: Probabilities, otherwise: Probabilities) -> Probabilities:
-    """Scale `weights` to sum 1, or `otherwise` if rounding made all weights 0."""
+def _normalize_weights(weights: Probabilities, fallback: Probabilities) -> Probabilities:
+    """Scale `weights` to sum 1, or `fallback` if rounding made all weights 0."""
     total = float(weights.sum())
-    return weights / total if total > 0 else otherwise / max(float(otherwise.sum()), 1e-300)
+    return weights / total if total > 0 else fallback / max(float(fallback.sum()), 1e-300)
 
 
-def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, remaining: int) -> Acceptance:
+def walk_greedy(
+    tree: DraftTree, target_distribution: NodeDistribution, relaxation: Relaxation, max_tokens: int
+) -> Acceptance:
     """Find the longest path on which every token is the arg-max, alone or with its aggregation set added.
 
     Ties go to the path with the first leaf. The bonus is the arg-max after the path's end, unrelaxed. Every relaxed
     token counts 1 in the distance.
 
     Args:
-        target: function from a node to the target's distribution after it.
+        target_distribution: function from a node to the target's distribution after it.
         relaxation: bounds of relaxed acceptance.
-        remaining: maximum number of tokens to accept; the path is cut there.
+        max_tokens: maximum number of tokens to accept; the path is cut there.
     """
-    reached = [tree.num_preserved]
+    reached = [tree.num_preserved]  # the last preserved node, or the root
     distributions: dict[int, Probabilities] = {}
-    for node in reached:
+    for node in reached:  # grows while it is read: a walk over the whole tree, level by level
         if not tree.structure.children[node]:
             continue
-        p = distributions[node] = target(node)
+        p = distributions[node] = target_distribution(node)
         top = int(p.argmax())
         for child in tree.structure.children[node]:
             token = int(tree.tokens[child])
-            if token == top or p[token] + float(p[relaxation.aggregation_set(p, token)].sum()) > p[top]:
+            if token == top or p[token] + float(p[relaxation.find_aggregation_set(p, token)].sum()) > p[top]:
                 reached.append(child)
     end = min(reached, key=lambda node: (-tree.structure.depths[node], tree.structure.leaf_rank[node]))
-    path = tree.path_to(end)[: remaining + 1]
+    path = tree.path_to(end)[: max_tokens + 1]  # the root is no token to accept
     steps = list(pairwise(path[tree.num_preserved :]))
     relaxed = [child for node, child in steps if tree.tokens[child] != distributions[node].argmax()]
     accepted_p = [float(distributions[node][tree.tokens[child]]) for node, child in steps]
-    if len(path) > remaining:
+    if len(path) > max_tokens:
         return Acceptance(path, None, float(len(relaxed)), None, relaxed, accepted_p)
-    remainder = distributions[end] if end in distributions else target(end)
-    return Acceptance(path, int(remainder.argmax()), float(len(relaxed)), remainder, relaxed, accepted_p)
+    bonus_distribution = distributions[end] if end in distributions else target_distribution(end)
+    return Acceptance(
+        path, int(bonus_distribution.argmax()), float(len(relaxed)), bonus_distribution, relaxed, accepted_p
+    )

@@ -16,19 +16,19 @@ import numpy as np
 
 from ..errors import EngineError
 from .device import DeviceLogits, SampleRequest
-from .drafters import Drafters
-from .drafting import Commit, Draft, OnCommit, SequenceStep
+from .drafters import BatchDrafters
+from .drafting import Commit, CommitCallback, Draft, SequenceStep
 from .engine import Cache, DeviceArray, Floats, PassOutput
 from .layout import PassLayout
-from .likelihood import recompute_logits, tie_margin
+from .likelihood import compute_tie_margin, recompute_logits
 from .passes import Prefixes
 from .sampling import invalid_logits_error
-from .state import ImageSequence, Model
+from .state import ImageSequence, LoadedModel
 from .statistics import Clock
 from .target import TargetOutput, choose_for_sequences
-from .tree_drafts import TreeDraft, chain
+from .tree_drafts import TreeDraft, make_chain
 
-_NOTHING = np.zeros(0, np.int64)
+_NO_NODES = np.zeros(0, np.int64)
 
 
 class Batch:
@@ -45,15 +45,15 @@ class Batch:
     """
 
     def __init__(
-        self, model: Model, on_commit: OnCommit | None = None, clocks: tuple[Clock, Clock] | None = None
+        self, model: LoadedModel, on_commit: CommitCallback | None = None, clocks: tuple[Clock, Clock] | None = None
     ) -> None:
         self.model = model
         self._on_commit = on_commit
         self.target_clock, self.drafter_clock = clocks or (Clock(), Clock())
-        self.active: list[ImageSequence] = []
-        self.failed: list[ImageSequence] = []
+        self.active_sequences: list[ImageSequence] = []
+        self.failed_sequences: list[ImageSequence] = []
         self._cache: Cache | None = None  # its rows are the batch rows of `active`
-        self._drafters = Drafters(model, self.drafter_clock)
+        self._drafters = BatchDrafters(model, self.drafter_clock)
         self._update_rows()
 
     @property
@@ -61,11 +61,11 @@ class Batch:
         """Number of batch rows of the active sequences."""
         return len(self._prefixes.lengths)
 
-    def join(self, sequences: Sequence[ImageSequence]) -> list[SequenceStep]:
+    def add(self, sequences: Sequence[ImageSequence]) -> list[SequenceStep]:
         """Add sequences to the batch: run one target pass over their prefixes, and sample their first codes.
 
         Returns:
-            Each sequence's part of the step, except of `failed` sequences.
+            Each sequence's part of the step, except for failed sequences.
 
         Raises:
             EngineError: the pass failed. No sequence has joined.
@@ -73,36 +73,37 @@ class Batch:
         with np.errstate(over="ignore", invalid="ignore"):  # EngineError reports them
             return self._prefill(sequences)
 
-    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+    def remove(self, sequences: Sequence[ImageSequence]) -> None:
         """Remove sequences from the batch; sequences that have left already are ignored."""
-        if leaving := [sequence for sequence in self.active if sequence in sequences]:
-            self._leave(leaving)
+        if leaving := [sequence for sequence in self.active_sequences if sequence in sequences]:
+            self._remove(leaving)
 
     def step(self) -> list[SequenceStep]:
         """Run one target pass over the drafts of all active sequences, and commit the accepted tokens.
 
         Returns:
-            Each active sequence's part of the step, except of `failed` sequences.
+            Each active sequence's part of the step, except for failed sequences.
 
         Raises:
             EngineError: the pass failed.
         """
-        if not self.active:
+        if not self.active_sequences:
             return []
         with np.errstate(over="ignore", invalid="ignore"):  # EngineError reports them
             drafts, num_nodes = self._draft()
-            layouts = {sequence: drafts[sequence].layout() for sequence in self.active}
+            layouts = {sequence: drafts[sequence].make_layout() for sequence in self.active_sequences}
             pass_output = self._verify(layouts, num_nodes)
             outputs = {
-                sequence: self._target_output(
+                sequence: self._make_target_output(
                     sequence, drafts[sequence], layout, pass_output.logits, self._rows[sequence]
                 )
                 for sequence, layout in layouts.items()
             }
-            self._sample_together(pass_output, drafts, outputs)
+            self._sample_tokens(pass_output, drafts, outputs)
             steps: list[SequenceStep] = []
             commits: list[Commit] = []
-            row_nodes = [_NOTHING] * self.num_rows
+            # Nodes to append per batch row. A row whose sequence fails appends nothing, and leaves in `_commit`.
+            row_nodes = [_NO_NODES] * self.num_rows
             for sequence, output in outputs.items():
                 draft = drafts[sequence]
                 if sequence.error is not None:
@@ -112,11 +113,13 @@ class Batch:
                 except EngineError as error:
                     sequence.error = error
                     continue
-                sequence.noise.forget(len(sequence.codes))
+                sequence.noise.forget_before(len(sequence.codes))
+                # Both rows of a guided sequence hold the same tokens, so both append the same nodes.
                 nodes = row_nodes[output.rows] = [accepted] * len(sequence.rows)
                 commits.append(Commit(sequence, tokens, nodes, output.rows, pass_output.hidden, output, draft))
                 steps.append(step)
             assert self._cache is not None
+            # Before `_commit`: sequences that leave there take their cache rows along.
             self.target_clock.append(self._cache, pass_output.new_kv, row_nodes)
             self._commit(commits)
         return steps
@@ -126,36 +129,38 @@ class Batch:
         prefixes = Prefixes([row for sequence in sequences for row in sequence.rows])
         lengths = prefixes.lengths
         cache = target.new_cache(len(lengths), max(sequence.cache_columns for sequence in sequences))
-        pass_output = self.target_clock.run(target, prefixes.prefill_pass(target, cache), cache)
-        last_logits = pass_output.logits[np.arange(len(lengths)), lengths - 1][:, None]  # [rows, 1, vocab_size]
+        pass_output = self.target_clock.run(target, prefixes.build_prefill(target, cache), cache)
+        # Rows are padded at their end: a row's last prefix node is at index length - 1. [rows, 1, vocab_size]
+        last_logits = pass_output.logits[np.arange(len(lengths)), lengths - 1][:, None]
         steps: list[SequenceStep] = []
         commits: list[Commit] = []
         for sequence, rows in _assign_rows(sequences).items():
-            sequence.tie_margin = tie_margin(self.model, sequence)
-            draft = TreeDraft(sequence, chain([0]))  # the root stands for the last token of the prefix
-            output = self._target_output(sequence, draft, sequence.layout.after_prefix(), last_logits, rows)
+            sequence.tie_margin = compute_tie_margin(self.model, sequence)
+            draft = TreeDraft(sequence, make_chain([0]))  # the root stands for the last token of the prefix
+            output = self._make_target_output(sequence, draft, sequence.layout.layout_after_prefix(), last_logits, rows)
             preserved, _ = sequence.next_preserved()
+            # A preserved first cell needs no sample. The other preserved codes follow as a chain in the next pass.
             try:
-                codes = preserved[:1] if len(preserved) else np.array([output.choice(0)])
+                codes = preserved[:1] if len(preserved) else np.array([output.choose_token(0)])
             except EngineError as error:
                 sequence.error = error
-                cache.discard()
+                cache.forbid_memory_reuse()
                 continue
             steps.append(SequenceStep.of(sequence, codes))
             nodes = [np.arange(length) for length in lengths[rows]]
             commits.append(Commit(sequence, codes, nodes, rows, pass_output.hidden, output))
         self.target_clock.append(cache, pass_output.new_kv, [np.arange(length) for length in lengths])
-        self._join(sequences, cache)
+        self._add(sequences, cache)
         self._commit(commits)
         return steps
 
-    def _join(self, sequences: Sequence[ImageSequence], cache: Cache) -> None:
-        if self.active and self._cache is not None:
+    def _add(self, sequences: Sequence[ImageSequence], cache: Cache) -> None:
+        if self.active_sequences and self._cache is not None:
             self._cache.extend(cache)
         else:
             self._cache = cache
-        self._drafters.join(sequences)
-        self.active += sequences
+        self._drafters.add(sequences)
+        self.active_sequences += sequences
         self._update_rows()
 
     def _draft(self) -> tuple[dict[ImageSequence, Draft], int]:
@@ -167,7 +172,9 @@ class Batch:
         drafts: dict[ImageSequence, Draft] = {}
         num_nodes = 0
         for drafter, sequences in self._drafters.all:
-            num_nodes = max(num_nodes, *(drafter.min_nodes(sequence, len(self.active)) for sequence in sequences))
+            num_nodes = max(
+                num_nodes, *(drafter.min_nodes(sequence, len(self.active_sequences)) for sequence in sequences)
+            )
             drafts.update(zip(sequences, drafter.draft(sequences), strict=True))
         return drafts, num_nodes
 
@@ -177,25 +184,25 @@ class Batch:
         target = self.model.target
         num_nodes = max(num_nodes, *(len(layout.tokens) for layout in layouts.values()))
         placed = ((self._rows[sequence], layout) for sequence, layout in layouts.items())
-        batch = self._prefixes.pass_over(target, self._cache, placed, num_nodes, self.model.num_positions - 1)
+        batch = self._prefixes.build_pass(target, self._cache, placed, num_nodes, self.model.num_positions - 1)
         return self.target_clock.run(target, batch, self._cache)
 
-    def _target_output(
+    def _make_target_output(
         self, sequence: ImageSequence, draft: Draft, layout: PassLayout, logits: DeviceArray, rows: slice
     ) -> TargetOutput:
         has_ties = sequence.exact and sequence.tie_margin > 0
-        recompute = partial(self._recompute, sequence, draft) if has_ties else None
+        recompute = partial(self._recompute_logits, sequence, draft) if has_ties else None
         return TargetOutput(sequence, draft, layout, logits, rows, recompute)
 
-    def _recompute(self, sequence: ImageSequence, draft: Draft, node: int) -> Floats:
+    def _recompute_logits(self, sequence: ImageSequence, draft: Draft, node: int) -> Floats:
         """Compute the logits after a draft node again, by passes over the whole sequence; see `likelihood.py`."""
         calls = self.target_clock.calls
         preceding = draft.preceding_codes(node)
-        logits = recompute_logits(self.model, sequence, preceding, draft.cells[node], self.target_clock)
+        logits = recompute_logits(self.model, sequence, preceding, draft.next_codes[node], self.target_clock)
         sequence.statistics.tie_passes += self.target_clock.calls - calls
         return logits
 
-    def _sample_together(
+    def _sample_tokens(
         self,
         pass_output: PassOutput,
         drafts: Mapping[ImageSequence, Draft],
@@ -216,25 +223,27 @@ class Batch:
         device_outputs: list[tuple[TargetOutput, Sequence[int]]] = []
         requests: list[SampleRequest] = []
         for sequence, output in outputs.items():
-            sampled = drafts[sequence].sampled
-            if sampled is None or output.recompute or not logits.can_sample(sequence.sampling):
+            sampled_nodes = drafts[sequence].sampled_nodes
+            if sampled_nodes is None or output.recompute or not logits.can_sample(sequence.sampling):
                 continue
             first_row = output.rows.start
             noise = None if sequence.sampling.greedy else sequence.noise
             for num_rows in (1, 2):  # a draft may have guided codes and codes after them
-                part = [node for node in sampled if output.guidance.rows(output.cells[node]) == num_rows]
+                part = [
+                    node for node in sampled_nodes if output.guidance.count_rows(output.next_codes[node]) == num_rows
+                ]
                 if not part:
                     continue
-                nodes = output.layout.sampling_nodes(np.array([part] * num_rows, np.int64))
-                codes = np.array([output.cells[node] for node in part])
+                nodes = output.layout.sampling_nodes(np.array([part] * num_rows, np.int64))  # [num_rows, len(part)]
+                codes = np.array([output.next_codes[node] for node in part])  # noise and scales depend on the code
                 scales = output.guidance.scales(codes)
                 rows = slice(first_row, first_row + num_rows)
                 requests.append(SampleRequest(rows, nodes, sequence.sampling, noise, codes, scales))
                 device_outputs.append((output, part))
         best = logits.best_codes(requests, 1) if requests else []
-        for (output, sampled), (codes, scores) in zip(device_outputs, best, strict=True):
-            output.store_choices(sampled, codes[:, 0])
-            if not np.isfinite(scores).all():
+        for (output, sampled_nodes), (codes, scores) in zip(device_outputs, best, strict=True):
+            output.store_choices(sampled_nodes, codes[:, 0])
+            if not np.isfinite(scores).all():  # NaN in the logits: the sampled codes are not used
                 output.sequence.error = invalid_logits_error()
 
     def _commit(self, commits: Sequence[Commit]) -> None:
@@ -245,31 +254,33 @@ class Batch:
                 drafter.commit(drafted)
         if self._on_commit is not None:
             self._on_commit(commits)
-        self.failed = [sequence for sequence in self.active if sequence.error is not None]
+        self.failed_sequences = [sequence for sequence in self.active_sequences if sequence.error is not None]
         finished = [commit.sequence for commit in commits if not commit.sequence.remaining]
         unguided = [commit.sequence for commit in commits if commit.sequence.end_guidance()]
-        for sequence in unguided:
-            sequence.tie_margin = tie_margin(self.model, sequence)
-        if finished or unguided or self.failed:
-            self._leave([*finished, *self.failed])
+        for sequence in unguided:  # guidance widens the margin
+            sequence.tie_margin = compute_tie_margin(self.model, sequence)
+        if finished or unguided or self.failed_sequences:
+            self._remove([*finished, *self.failed_sequences])
 
-    def _leave(self, sequences: Sequence[ImageSequence]) -> None:
+    def _remove(self, sequences: Sequence[ImageSequence]) -> None:
         """Remove sequences, and the rows that guidance does not need any more."""
-        self.active = [sequence for sequence in self.active if sequence not in sequences]
-        if self.failed and self._cache is not None:
-            self._cache.discard()
-        if not self.active:
+        self.active_sequences = [sequence for sequence in self.active_sequences if sequence not in sequences]
+        if self.failed_sequences and self._cache is not None:
+            self._cache.forbid_memory_reuse()
+        if not self.active_sequences:
             self._cache = None
         elif self._cache is not None:
-            starts = [(self._rows[sequence].start, len(sequence.rows)) for sequence in self.active]
+            # `_rows` are the rows before this change. The conditional row comes first, so a sequence whose guidance
+            # ends keeps its first row.
+            starts = [(self._rows[sequence].start, len(sequence.rows)) for sequence in self.active_sequences]
             self._cache.keep_rows(np.concatenate([np.arange(start, start + count) for start, count in starts]))
-        self._drafters.leave(sequences)
+        self._drafters.remove(sequences)
         self._update_rows()
 
     def _update_rows(self) -> None:
         """Update the batch rows of the active sequences, and their prefixes."""
-        self._prefixes = Prefixes([row for sequence in self.active for row in sequence.rows])
-        self._rows = _assign_rows(self.active)
+        self._prefixes = Prefixes([row for sequence in self.active_sequences for row in sequence.rows])
+        self._rows = _assign_rows(self.active_sequences)
 
 
 def _assign_rows(sequences: Iterable[ImageSequence]) -> dict[ImageSequence, slice]:

@@ -1,7 +1,7 @@
 """Step-by-step decoding of images in the order of their prompts.
 
-`decode` is a generator that yields after every step, for progress, streaming and cancelling. `select_joining` selects
-the waiting sequences that join a batch.
+`decode` is a generator that yields after every step, for progress, streaming and cancelling. `select_next_sequences`
+selects the waiting sequences that join a batch.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from .batch import Batch
-from .drafting import OnCommit, SequenceStep
-from .state import ImageSequence, Model, Plan, Prompt
-from .statistics import SequenceStatistics, Statistics, summarise
+from .drafting import CommitCallback, SequenceStep
+from .state import DecodePlan, ImageSequence, LoadedModel, Prompt
+from .statistics import SequenceStatistics, Statistics, summarize_decode
 
 UNLIMITED = 1 << 30
 # Maximum idle share of a batch's tokens while a full batch of images waits to begin together.
@@ -31,12 +31,12 @@ class Step:
 
 
 def decode(
-    model: Model,
-    plan: Plan,
+    model: LoadedModel,
+    plan: DecodePlan,
     prompts: Iterable[Prompt],
     seeds: Sequence[int],
     max_images: int = 1 << 16,
-    on_commit: OnCommit | None = None,
+    on_commit: CommitCallback | None = None,
 ) -> Generator[Step, None, None]:
     """Decode the tokens of one image for every prompt.
 
@@ -64,25 +64,25 @@ def decode(
     done = 0
     stats = None
     while stats is None:
-        for i, (prompt, seed) in islice(coming, max_images - len(batch.active) - len(waiting)):
+        for i, (prompt, seed) in islice(coming, max_images - len(batch.active_sequences) - len(waiting)):
             waiting.append(ImageSequence(i, plan, prompt, seed))
-        new = select_joining(batch, waiting, max_images) if waiting else []
+        new = select_next_sequences(batch, waiting, max_images) if waiting else []
         if new:
             del waiting[: len(new)]
             records += [sequence.statistics for sequence in new]
-            parts = batch.join(new)
+            parts = batch.add(new)
         else:
             parts = batch.step()
-        for sequence in batch.failed:
+        for sequence in batch.failed_sequences:
             assert sequence.error is not None
             raise sequence.error
         done += sum(part.num_codes for part in parts)
-        if not batch.active and len(records) == len(seeds):
-            stats = summarise(plan.method.method, num_codes, batch.target_clock, batch.drafter_clock, records)
+        if not batch.active_sequences and len(records) == len(seeds):
+            stats = summarize_decode(plan.method.method, num_codes, batch.target_clock, batch.drafter_clock, records)
         yield Step(parts, done, num_codes * len(seeds), stats)
 
 
-def select_joining(
+def select_next_sequences(
     batch: Batch, waiting: Sequence[ImageSequence], max_images: int, max_rows: int = UNLIMITED
 ) -> list[ImageSequence]:
     """Return the first waiting sequences that fit into a batch.
@@ -96,13 +96,15 @@ def select_joining(
         max_images: maximum number of images per forward pass.
         max_rows: maximum number of batch rows per forward pass.
     """
-    if batch.active and len(waiting) >= max_images:
-        idle = (max_images - len(batch.active)) * max(sequence.remaining for sequence in batch.active)
-        if idle <= MAX_IDLE_SHARE * max_images * max(sequence.layout.num_codes for sequence in batch.active):
+    if batch.active_sequences and len(waiting) >= max_images:
+        idle = (max_images - len(batch.active_sequences)) * max(
+            sequence.remaining for sequence in batch.active_sequences
+        )
+        if idle <= MAX_IDLE_SHARE * max_images * max(sequence.layout.num_codes for sequence in batch.active_sequences):
             return []
     rows = max_rows - batch.num_rows
     new: list[ImageSequence] = []
-    for sequence in waiting[: max(0, max_images - len(batch.active))]:
+    for sequence in waiting[: max(0, max_images - len(batch.active_sequences))]:
         rows -= len(sequence.rows)
         if rows < 0:
             break

@@ -12,9 +12,9 @@ import numpy as np
 
 from .acceptance import Acceptance
 from .engine import DeviceArray, Floats, Ints
-from .layout import PassLayout, Placed
-from .state import ImageSequence, Model
-from .target import Nodes, TargetOutput
+from .layout import PassLayout, PlacedCodes
+from .state import ImageSequence, LoadedModel
+from .target import DraftNodes, TargetOutput
 from .tree import DraftTree
 
 
@@ -23,7 +23,7 @@ class SequenceStep(NamedTuple):
 
     sequence: int  # index of the sequence
     codes: Ints  # codes of the cells up to the first gap that no step before had, int64 `[count]`
-    placed: Placed | None = None  # codes that a pass sampled in cells out of raster order; None: `codes`
+    placed_codes: PlacedCodes | None = None  # codes that a pass sampled in cells out of raster order; None: `codes`
     tree: DraftTree | None = None  # the draft tree; None for the prefill, `ar`, `rows` and `groups`
     acceptance: Acceptance | None = None  # acceptance of the tree's nodes
 
@@ -32,15 +32,15 @@ class SequenceStep(NamedTuple):
         """Append codes to a sequence, in its order of drawing, and return the step."""
         before = len(sequence.codes)
         sequence.append(codes)
-        return cls(sequence.index, *sequence.layout.uncover(sequence.codes, before))
+        return cls(sequence.index, *sequence.layout.place_codes(sequence.codes, before))
 
     @property
     def num_codes(self) -> int:
         """Number of codes that the image has more now."""
-        return len(self.codes if self.placed is None else self.placed.codes)
+        return len(self.codes if self.placed_codes is None else self.placed_codes.codes)
 
 
-class Accepted(NamedTuple):
+class AcceptedDraft(NamedTuple):
     """Outcome of verifying a draft."""
 
     step: SequenceStep  # the sequence has its codes already
@@ -48,7 +48,7 @@ class Accepted(NamedTuple):
     nodes: Ints  # pass nodes whose keys and values are appended to the cache, int64 `[accepted]`
 
 
-class Draft(Nodes, Protocol):
+class Draft(DraftNodes, Protocol):
     """Draft tokens of one sequence for one forward pass: a tree, a window, or grid rows."""
 
     @property
@@ -56,13 +56,13 @@ class Draft(Nodes, Protocol):
         """Tokens of the nodes, int64 `[nodes]`."""
 
     @property
-    def sampled(self) -> Sequence[int] | None:
+    def sampled_nodes(self) -> Sequence[int] | None:
         """Nodes whose sampled tokens are all that acceptance needs; None if it needs distributions, too."""
 
-    def layout(self) -> PassLayout:
+    def make_layout(self) -> PassLayout:
         """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
 
-    def accept(self, output: TargetOutput, model: Model) -> Accepted:
+    def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
         """Add the codes that the target accepts to the sequence.
 
         Args:
@@ -85,24 +85,24 @@ class Commit(NamedTuple):
     target: TargetOutput  # the target's output for the sequence
     draft: Draft | None = None  # draft of the pass, None for a prefill
 
-    def read_states(self, unaccepted: Sequence[int]) -> Floats:
+    def read_states(self, unaccepted_nodes: Sequence[int]) -> Floats:
         """Return the hidden states from which the committed tokens, then the tokens after other nodes, are sampled.
 
         Args:
-            unaccepted: draft nodes that were not committed.
+            unaccepted_nodes: draft nodes that were not committed.
 
         Returns:
-            Float32 `[rows, committed + unaccepted, hidden_size]`.
+            Float32 `[rows, committed + unaccepted_nodes, hidden_size]`.
         """
         layout = self.target.layout
-        after = layout.sampling_nodes(np.array(unaccepted, np.int64))
+        after = layout.sampling_nodes(np.array(unaccepted_nodes, np.int64))
         nodes = [np.append(layout.state_nodes(committed, len(self.tokens)), after) for committed in self.nodes]
         rows = np.arange(self.rows.start, self.rows.stop)[:, None]
         states: Floats = self.hidden[rows, np.stack(nodes)]
         return states
 
 
-OnCommit = Callable[[Sequence[Commit]], None]  # callback that gets the commits of a forward pass
+CommitCallback = Callable[[Sequence[Commit]], None]  # callback that gets the commits of a forward pass
 
 
 class Drafter:
@@ -115,13 +115,13 @@ class Drafter:
         """Return a draft for every sequence of this drafter."""
         raise TypeError(f"{type(self).__name__} makes no drafts")
 
-    def min_nodes(self, sequence: ImageSequence, images: int) -> int:
+    def min_nodes(self, sequence: ImageSequence, num_images: int) -> int:
         """Return the number of nodes that the next pass is padded to, so that the shapes of passes repeat.
 
         Args:
-            images: number of images in the pass.
+            num_images: number of images in the pass.
         """
         return 0
 
-    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+    def remove(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the state of these sequences."""

@@ -15,20 +15,20 @@ from functools import partial
 import numpy as np
 
 from ..errors import EngineError
-from ..methods import Drafted
+from ..methods import TreeMethod
 from .device import DeviceLogits, SampleRequest
 from .drafting import Commit
 from .eagle_slots import EagleSlots, LevelOutput
 from .engine import Floats, Ints
-from .sampling import Probabilities, best_codes, invalid_logits_error, shape_distribution, shape_logits
-from .state import ImageSequence, Model
+from .sampling import Probabilities, best_codes, compute_distribution, invalid_logits_error, process_logits
+from .state import ImageSequence, LoadedModel
 from .statistics import Clock
 from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal
 from .tree_drafts import TreeDrafter
 from .tree_names import parse_tree
 
 
-def _num_draft_slots(shape: StaticTree | DynamicTree) -> int:
+def _count_draft_slots(shape: StaticTree | DynamicTree) -> int:
     return max(shape.nodes, shape.depth * shape.branch) if isinstance(shape, DynamicTree) else shape.nodes
 
 
@@ -43,11 +43,11 @@ class EagleDrafter(TreeDrafter):
 
     needs_new_codes = True
 
-    def __init__(self, model: Model, method: Drafted, clock: Clock) -> None:
+    def __init__(self, model: LoadedModel, method: TreeMethod, clock: Clock) -> None:
         super().__init__(model.max_nodes)
         self.shape = parse_tree(method.tree)
         self.relaxed = not method.exact
-        self.slots = EagleSlots(model, _num_draft_slots(self.shape), clock)
+        self.slots = EagleSlots(model, _count_draft_slots(self.shape), clock)
 
     @property
     def sequences(self) -> list[ImageSequence]:
@@ -58,31 +58,33 @@ class EagleDrafter(TreeDrafter):
         """Store tokens and hidden states of a target pass; `draft_trees` runs them."""
         self.slots.commit(commits)
 
-    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+    def remove(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the slots of these sequences, and the rows that other sequences removed."""
-        self.slots.leave(sequences)
+        self.slots.remove(sequences)
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
         """Run the pending slots of all sequences, and return a tree for each of `sequences`."""
-        roots = self.slots.roots()
-        level = self.slots.run_committed()
+        roots = self.slots.root_tokens()
+        level = self.slots.run_pending_slots()
         committed = self.slots.cache.lengths.copy()
         if isinstance(self.shape, StaticTree):
-            trees = self._draft_static(self.shape, roots, level)
+            trees = self._draft_static_trees(self.shape, roots, level)
         else:
-            trees = self._draft_dynamic(self.shape, roots, level)
-        self.slots.cache.truncate(committed)
+            trees = self._draft_dynamic_trees(self.shape, roots, level)
+        self.slots.cache.truncate(committed)  # the slots of draft nodes come after the committed slots
         drafted = dict(zip(self.sequences, trees, strict=True))
         return [drafted[sequence] for sequence in sequences]
 
-    def _rows_at(self, depth: int) -> list[Ints]:
+    def _rows_at_depth(self, depth: int) -> list[Ints]:
         """Return the batch rows that the distribution of each sequence's children at `depth` depends on."""
         return [
-            rows[: sequence.guidance.rows(len(sequence.codes) + depth)]
-            for sequence, rows in zip(self.sequences, self.slots.batch_rows(), strict=True)
+            rows[: sequence.guidance.count_rows(len(sequence.codes) + depth)]
+            for sequence, rows in zip(self.sequences, self.slots.batch_rows, strict=True)
         ]
 
-    def _top_children(self, level: LevelOutput, depth: int, count: int, add_noise: bool) -> list[tuple[Ints, Floats]]:
+    def _choose_children(
+        self, level: LevelOutput, depth: int, count: int, add_noise: bool
+    ) -> list[tuple[Ints, Floats]]:
         """Return the best children of every slot at `depth`: per sequence tokens and scores, both `[slots, count]`."""
         noises = [sequence.noise if add_noise and not sequence.greedy else None for sequence in self.sequences]
         on_device = level.logits
@@ -90,7 +92,8 @@ class EagleDrafter(TreeDrafter):
             on_device.can_sample(sequence.sampling) for sequence in self.sequences
         ):
             samples = []
-            for sequence, rows, noise in zip(self.sequences, self._rows_at(depth), noises, strict=True):
+            for sequence, rows, noise in zip(self.sequences, self._rows_at_depth(depth), noises, strict=True):
+                # Children of nodes at depth 0, the root, are the next code: all slots sample the same code.
                 codes = np.full(level.nodes.shape[1], len(sequence.codes) + depth)
                 batch_rows = slice(int(rows[0]), int(rows[-1]) + 1)
                 scales = sequence.guidance.scales(codes)
@@ -102,12 +105,12 @@ class EagleDrafter(TreeDrafter):
                     scores[:] = 0  # the sequence ends after the pass, with any tree
             return best
         best = []
-        for sequence, rows, noise in zip(self.sequences, self._rows_at(depth), noises, strict=True):
+        for sequence, rows, noise in zip(self.sequences, self._rows_at_depth(depth), noises, strict=True):
             logits = level.logits[rows[:, None], level.nodes[rows]]  # [rows of the sequence, slots, vocab_size]
             code = len(sequence.codes) + depth
             guided = sequence.guidance.mix(logits, [code] * logits.shape[1])
             try:
-                values = shape_logits(guided, sequence.sampling)
+                values = process_logits(guided, sequence.sampling)
                 if noise is not None:
                     values = values + noise.gumbel(code, 1, values.shape[1])
                 best.append(best_codes(values, count))
@@ -116,23 +119,25 @@ class EagleDrafter(TreeDrafter):
                 best.append(best_codes(np.zeros_like(guided), count))  # the sequence ends after the pass, with any tree
         return best
 
-    def _draft_static(self, shape: StaticTree, roots: Ints, level: LevelOutput) -> list[DraftTree]:
+    def _draft_static_trees(self, shape: StaticTree, roots: Ints, level: LevelOutput) -> list[DraftTree]:
         builders = [StaticTreeBuilder(shape, int(root)) for root in roots]
         levels: list[LevelOutput] = []
-        for depth, inner in enumerate(shape.levels):
+        for depth, inner in enumerate(shape.levels):  # nodes that have children
             if depth > 0:
+                # A slot is an index in `levels[depth - 1]`, which ascends: find the slots of the nodes' parents.
                 slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
-                tokens = np.stack([builder.tokens[inner] for builder in builders])
-                level = self.slots.expand(tokens, np.repeat(slots[None], len(roots), 0), depth, level)
-            level = self.slots.append_unsampled(level, depth)
+                # Nodes without a token get 0; `build` drops them, and their descendants get no token, either.
+                tokens = np.stack([builder.tokens[inner] for builder in builders])  # [sequences, slots]
+                level = self.slots.run_draft_tokens(tokens, np.repeat(slots[None], len(roots), 0), depth, level)
+            level = self.slots.run_row_ends(level, depth)
             levels.append(level)
             count = max(len(shape.children[node]) for node in inner)
-            for builder, best in zip(builders, self._top_children(level, depth, count, add_noise=True), strict=True):
+            for builder, best in zip(builders, self._choose_children(level, depth, count, add_noise=True), strict=True):
                 builder.add_children(inner, *best)
         trees: list[DraftTree] = []
-        rows_at = [self._rows_at(depth) for depth in range(len(levels))]
+        rows_at = [self._rows_at_depth(depth) for depth in range(len(levels))]
         for i, (sequence, builder) in enumerate(zip(self.sequences, builders, strict=True)):
-            rows = [batch_rows[i] for batch_rows in rows_at]
+            rows = [batch_rows[i] for batch_rows in rows_at]  # batch rows of this sequence, by depth
             proposal = (
                 partial(_child_distribution, shape, levels, rows, len(sequence.codes), sequence)
                 if self.relaxed
@@ -141,31 +146,37 @@ class EagleDrafter(TreeDrafter):
             trees.append(builder.build(proposal, sequence.greedy))
         return trees
 
-    def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: LevelOutput) -> list[DraftTree]:
+    def _draft_dynamic_trees(self, shape: DynamicTree, roots: Ints, level: LevelOutput) -> list[DraftTree]:
         builders = [DynamicTreeBuilder(int(root)) for root in roots]
         for depth in range(shape.depth):
-            chosen = [builder.best_of_last_level(shape.branch) for builder in builders]
+            chosen = [builder.choose_best_of_last_level(shape.branch) for builder in builders]
             if depth > 0:
                 slots = np.arange(max(map(len, chosen)))  # the last node of a smaller level is repeated
                 padded = [nodes[np.minimum(slots, len(nodes) - 1)] for nodes in chosen]
+                # tokens and slots of their parents, both [sequences, slots]
                 codes = np.stack([builder.tokens[nodes] for builder, nodes in zip(builders, padded, strict=True)])
                 parents = np.stack(
                     [builder.slot_of_parent[nodes] for builder, nodes in zip(builders, padded, strict=True)]
                 )
-                level = self.slots.expand(codes, parents, depth, level)
-            level = self.slots.append_unsampled(level, depth)
-            best = self._top_children(level, depth, shape.branch, add_noise=not self.relaxed)
+                level = self.slots.run_draft_tokens(codes, parents, depth, level)
+            level = self.slots.run_row_ends(level, depth)
+            best = self._choose_children(level, depth, shape.branch, add_noise=not self.relaxed)
             for builder, nodes, (codes, scores) in zip(builders, chosen, best, strict=True):
-                builder.add_children(nodes, codes[: len(nodes)], scores[: len(nodes)])
+                builder.add_children(nodes, codes[: len(nodes)], scores[: len(nodes)])  # without the repeated slots
         return [builder.prune(shape.nodes) for builder in builders]
 
 
 def _child_distribution(
-    shape: StaticTree, levels: list[LevelOutput], rows_at: list[Ints], first: int, sequence: ImageSequence, node: int
+    shape: StaticTree,
+    levels: list[LevelOutput],
+    rows_at: list[Ints],
+    next_code: int,
+    sequence: ImageSequence,
+    node: int,
 ) -> Probabilities:
-    depth = len(shape.paths[node - 1]) if node else 0
+    depth = len(shape.paths[node - 1]) if node else 0  # paths begin with node 1: the root has none
     level = levels[depth]
     rows = rows_at[depth]
     slot = np.searchsorted(shape.levels[depth], node)
     logits: Floats = level.logits[rows, level.nodes[rows, slot]][:, None]  # [rows, 1, vocab_size]
-    return shape_distribution(sequence.guidance.mix(logits, [first + depth])[0], sequence.sampling)
+    return compute_distribution(sequence.guidance.mix(logits, [next_code + depth])[0], sequence.sampling)

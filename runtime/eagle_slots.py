@@ -20,13 +20,13 @@ from .engine import (
     Floats,
     HiddenView,
     Ints,
-    Pass,
+    PassInput,
     PassOutput,
     read_states,
     stack_hidden,
 )
 from .passes import MIN_NODES, committed_mask, stack_padding
-from .state import ImageSequence, Model
+from .state import ImageSequence, LoadedModel
 from .statistics import Clock
 
 MAX_SLOTS = 64  # maximum number of committed slots of a row in one drafter pass, without the prefix
@@ -63,9 +63,10 @@ class EagleSlots:
 
     Attributes:
         sequences: sequences of the cache rows, in their order.
+        batch_rows: batch rows of each sequence.
     """
 
-    def __init__(self, model: Model, draft_slots: int, clock: Clock) -> None:
+    def __init__(self, model: LoadedModel, draft_slots: int, clock: Clock) -> None:
         assert model.drafter is not None  # requests for EAGLE methods are rejected before this
         self.engine: Engine = model.drafter
         self.layout = model.layout
@@ -79,10 +80,10 @@ class EagleSlots:
         self._index_rows()
 
     def commit(self, commits: Sequence[Commit]) -> None:
-        """Store tokens and hidden states of a target pass; `run_committed` runs them."""
+        """Store tokens and hidden states of a target pass; `run_pending_slots` runs them."""
         joining = [commit.sequence for commit in commits if commit.sequence not in self.sequences]
         if joining:
-            self._join(joining)
+            self._add_rows(joining)
         for commit in commits:
             sequence = commit.sequence
             pending = self._pending.get(sequence)
@@ -91,26 +92,26 @@ class EagleSlots:
                 pending = self._pending[sequence] = PendingSlots([row.drafter_tokens(self.layout) for row in rows])
             # A view keeps the whole output of its pass in memory, so only the latest states stay views.
             pending.hidden = [[read_states(states) for states in earlier] for earlier in pending.hidden]
-            first = len(sequence.codes) - len(commit.tokens)
-            pending.tokens.append(sequence.raster.insert_tokens(commit.tokens, first))
+            first = len(sequence.codes) - len(commit.tokens)  # the sequence has the committed codes already
+            pending.tokens.append(sequence.raster.insert_row_ends(commit.tokens, first))
             nodes_of_row = enumerate(commit.nodes, commit.rows.start)
             pending.hidden.append(
                 [HiddenView(commit.hidden, np.full(len(nodes), row), nodes) for row, nodes in nodes_of_row]
             )
 
-    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+    def remove(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the pending slots and cache rows of these sequences, and the rows that other sequences removed."""
         if not self.sequences:  # a sequence without a commit leaves
             return
         rows_of = {
             sequence: rows[: len(sequence.rows)]
-            for sequence, rows in zip(self.sequences, self.batch_rows(), strict=True)
+            for sequence, rows in zip(self.sequences, self.batch_rows, strict=True)
             if sequence not in sequences
         }
         if sum(map(len, rows_of.values())) == len(self.sequence_of_row):
-            return
+            return  # no sequence leaves, and none has removed a row
         if any(sequence.error is not None for sequence in sequences):
-            self.cache.discard()
+            self.cache.forbid_memory_reuse()
         if rows_of:
             self.cache.keep_rows(np.concatenate([*rows_of.values()]))
         else:
@@ -128,15 +129,11 @@ class EagleSlots:
         assert self._cache is not None
         return self._cache
 
-    def roots(self) -> Ints:
+    def root_tokens(self) -> Ints:
         """Return the last committed token of every sequence, int64 `[sequences]`."""
         return np.array([self._pending[sequence].tokens[-1][-1] for sequence in self.sequences], np.int64)
 
-    def batch_rows(self) -> list[Ints]:
-        """Return the batch rows of each sequence."""
-        return np.split(np.arange(len(self.sequence_of_row)), self.first_row[1:])
-
-    def run_committed(self) -> LevelOutput:
+    def run_pending_slots(self) -> LevelOutput:
         """Run the pending slots, append them to the cache, and return the last slot of each row as the root's level.
 
         Rows with more than `max_slots` slots besides the prefix take several passes, as after many preserved codes.
@@ -151,6 +148,7 @@ class EagleSlots:
             for row_tokens, length, prefix in zip(tokens, lengths, prefixes, strict=True)
         ]
         # `later` is the number of slots at a row's end that are left for later passes.
+        # It is a multiple of `max_slots`, so the last pass, after the loop, has at most `max_slots` slots of a row.
         for later in range((max(remaining) - 1) // self.max_slots * self.max_slots, 0, -self.max_slots):
             counts = [
                 len(row_tokens) - later if slots > later else 0
@@ -163,33 +161,40 @@ class EagleSlots:
         counts = [len(row_tokens) for row_tokens in tokens]
         output = self._run_slots(tokens, states, counts)
         no_draft_slots = np.zeros((len(self.sequences), 1, 0), bool)
+        # The root's slot is the last slot of each row, [rows, 1].
         return LevelOutput(no_draft_slots, output.logits, output.hidden, np.array(counts)[:, None] - 1)
 
-    def append_unsampled(self, level: LevelOutput, depth: int) -> LevelOutput:
+    def run_row_ends(self, level: LevelOutput, depth: int) -> LevelOutput:
         """Run the tokens that follow the codes at `depth` unsampled, as row ends do; return the output to draft from.
 
         The pass runs all sequences. Its output replaces that of `level` for the sequences with a token.
         """
+        # An end-of-row token or None, per sequence; `depth` counts codes from the root, the last committed code.
         following = [seq.raster.token_after(len(seq.codes) - 1 + depth) for seq in self.sequences]
         ends = np.array([token is not None for token in following])  # [sequences]
         if not ends.any():
             return level
         slots = level.nodes.shape[1]
+        # The end-of-row token after slot i is a child of slot i, [sequences, slots].
         slot_indices = np.tile(np.arange(slots), (len(ends), 1))
-        tokens = np.repeat([[token or 0] for token in following], slots, 1)
-        after = self.expand(tokens, slot_indices, depth, level, offset=1)
+        tokens = np.repeat([[token or 0] for token in following], slots, 1)  # [sequences, slots]
+        after = self.run_draft_tokens(tokens, slot_indices, depth, level, offset=1)
         if ends.all():
             return after
+        # A part of the sequences ends a row here. Stack the outputs of each row, from its pass: [rows, slots, size].
         level_of_row = [after if ends[sequence] else level for sequence in self.sequence_of_row]
         logits, hidden = (
             np.stack([getattr(output, name)[row, output.nodes[row]] for row, output in enumerate(level_of_row)])
             for name in ("logits", "hidden")
         )
+        # The slots that the pass appended: sequences without an end-of-row token do not attend to theirs.
         before = np.pad(level.attends_to, ((0, 0), (0, 0), (0, slots)))
         attends_to = np.where(ends[:, None, None], after.attends_to, before)
         return LevelOutput(attends_to, logits, hidden, slot_indices[self.sequence_of_row])
 
-    def expand(self, tokens: Ints, parents: Ints, depth: int, level: LevelOutput, offset: int = 0) -> LevelOutput:
+    def run_draft_tokens(
+        self, tokens: Ints, parents: Ints, depth: int, level: LevelOutput, offset: int = 0
+    ) -> LevelOutput:
         """Run draft tokens below the slots of `level`, and append them to the cache.
 
         Args:
@@ -206,7 +211,7 @@ class EagleSlots:
         base = self.cache.lengths - drafted  # committed slots, [rows]
         codes = np.zeros((rows, padded), np.int64)
         codes[:, :slots] = tokens[self.sequence_of_row] + self.layout.code_offset
-        parent_nodes = np.repeat(level.nodes[:, :1], padded, 1)
+        parent_nodes = np.repeat(level.nodes[:, :1], padded, 1)  # [rows, padded]; padding reads any valid node
         parent_nodes[:, :slots] = level.nodes[np.arange(rows)[:, None], parents[self.sequence_of_row]]
         # A slot reads the hidden state of its parent, whichever node of the last pass that was.
         states = HiddenView(level.hidden, np.repeat(np.arange(rows)[:, None], padded, 1), parent_nodes)
@@ -221,12 +226,13 @@ class EagleSlots:
         roots = [(sequence.raster, len(sequence.codes) - 1) for sequence in self.sequences]
         # Number of positions from the last code to the code `depth` further, with end-of-row tokens, [sequences]
         below = np.array([raster.position(root + depth) - raster.position(root) for raster, root in roots])
+        # Slot p reads token p + 1 at position p, so the root, the last committed token, has slot `base - 1`.
         positions = np.repeat((base + below[self.sequence_of_row] + offset - 1)[:, None], padded, 1)
-        output = self._run(codes, states, positions, attention_mask)
+        output = self._run_pass(codes, states, positions, attention_mask)
         self.clock.append(self.cache, output.new_kv, [np.arange(slots)] * rows)
         return LevelOutput(attends_to, output.logits, output.hidden, np.repeat(np.arange(slots)[None], rows, 0))
 
-    def _join(self, sequences: Sequence[ImageSequence]) -> None:
+    def _add_rows(self, sequences: Sequence[ImageSequence]) -> None:
         columns = max(
             sequence.cache_columns + sequence.layout.count_pass_nodes(self.draft_slots) for sequence in sequences
         )
@@ -242,8 +248,9 @@ class EagleSlots:
         """Update the sequence and the prefix padding of every row, after sequences have joined or left."""
         num_rows = [len(sequence.rows) for sequence in self.sequences]
         self.sequence_of_row = np.repeat(np.arange(len(num_rows)), num_rows)  # [rows]
-        self.first_row = np.searchsorted(self.sequence_of_row, np.arange(len(self.sequences)))  # [sequences]
-        padding = stack_padding([~row.real for sequence in self.sequences for row in sequence.rows])
+        self.batch_rows = np.split(np.arange(len(self.sequence_of_row)), np.cumsum(num_rows, dtype=np.int64)[:-1])
+        padding = stack_padding([~row.is_real for sequence in self.sequences for row in sequence.rows])
+        # A slot reads the state of its position and the next token, so the last prefix position has no prefix slot.
         self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])
 
     def _pop_pending_slots(self) -> tuple[list[Ints], list[Floats | HiddenView]]:
@@ -263,21 +270,24 @@ class EagleSlots:
     def _run_slots(self, tokens: list[Ints], states: list[Floats | HiddenView], counts: list[int]) -> PassOutput:
         """Run the first `counts` slots of each row, and append them to the cache."""
         slots = max(MIN_NODES, *counts)
-        padded = np.zeros((len(tokens), slots), np.int64)
+        padded = np.zeros((len(tokens), slots), np.int64)  # [rows, slots]
         for row, count in enumerate(counts):
             padded[row, :count] = tokens[row][:count]
-        hidden = stack_hidden(states, counts, slots)
+        hidden = stack_hidden(states, counts, slots)  # [rows, slots, hidden_size]
         lengths = self.cache.lengths
         prefix = self.prefix_padding.shape[1]
         attention_mask, past_length = committed_mask(self.engine, self.cache, lengths, slots, self.prefix_padding)
         attention_mask[:, :, past_length:] = np.tri(slots, dtype=bool)
         for row in np.flatnonzero(lengths == 0).tolist():  # this pass runs the prefix of these rows
-            attended = ~self.prefix_padding[row] | np.eye(slots, prefix, dtype=bool)
+            # Real slots do not attend to padding. Padding attends to itself, so that its softmax is not over nothing.
+            attended = ~self.prefix_padding[row] | np.eye(slots, prefix, dtype=bool)  # [slots, prefix]
             attention_mask[row, :, past_length : past_length + prefix] &= attended[:, :slots]
-        output = self._run(padded, hidden, lengths[:, None] + np.arange(slots), attention_mask)
+        output = self._run_pass(padded, hidden, lengths[:, None] + np.arange(slots), attention_mask)
         self.clock.append(self.cache, output.new_kv, [np.arange(count) for count in counts])
         return output
 
-    def _run(self, tokens: Ints, hidden: Floats | HiddenView, positions: Ints, attention_mask: Bools) -> PassOutput:
-        batch = Pass(np.minimum(positions, self.last_position), attention_mask, tokens, hidden=hidden)
+    def _run_pass(
+        self, tokens: Ints, hidden: Floats | HiddenView, positions: Ints, attention_mask: Bools
+    ) -> PassOutput:
+        batch = PassInput(np.minimum(positions, self.last_position), attention_mask, tokens, hidden=hidden)
         return self.clock.run(self.engine, batch, self.cache)

@@ -69,7 +69,7 @@ def stack_hidden(states: list[Floats | HiddenView], counts: list[int], slots: in
     return stacked
 
 
-class Pass(NamedTuple):
+class PassInput(NamedTuple):
     """Input of one forward pass; exactly one of `tokens` and `embeds` is given."""
 
     positions: Ints  # int64 `[rows, nodes]`
@@ -112,7 +112,7 @@ class Cache(Protocol):
     def extend(self, cache: Cache) -> None:
         """Append the rows of another cache of the same engine; `cache` must not be used afterwards."""
 
-    def discard(self) -> None:
+    def forbid_memory_reuse(self) -> None:
         """Keep the memory from later caches, as it may contain NaN; this cache may still be used."""
 
 
@@ -128,5 +128,5 @@ class Engine(Protocol):
         An engine may round up: shapes then repeat, and the order of summation does not depend on the rest of the batch.
         """
 
-    def run(self, batch: Pass, cache: Cache) -> PassOutput:
+    def run(self, batch: PassInput, cache: Cache) -> PassOutput:
         """Run one forward pass, which reads the cache and never writes to it."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .drafting import Accepted, Drafter, SequenceStep
+from .drafting import AcceptedDraft, Drafter, SequenceStep
 from .engine import Ints
 from .groups import GroupLayout
 from .layout import PassLayout
-from .state import ImageSequence, Model
+from .state import ImageSequence, LoadedModel
 from .target import TargetOutput
 from .tree import TreeStructure
-from .tree_drafts import chain
+from .tree_drafts import make_chain
 
 
 @dataclass(eq=False)
@@ -22,37 +22,37 @@ class GroupDraft:
     """The codes of the next group of one sequence, as a `Draft`; its nodes are the group's cells."""
 
     sequence: ImageSequence
-    image: GroupLayout
-    first: int = field(init=False)  # number of codes before the group
+    group_layout: GroupLayout
+    first_code: int = field(init=False)  # number of codes before the group
     tokens: Ints = field(init=False)  # tokens of the pass nodes
     structure: TreeStructure = field(init=False)  # a chain: choices after all nodes are computed together
 
     def __post_init__(self) -> None:
-        self.first = len(self.sequence.codes)
-        group = self.image.group_of(self.first)
-        self._layout = self.image.lay_out(range(group, group + 1), self.sequence.codes)
+        self.first_code = len(self.sequence.codes)
+        group = self.group_layout.group_of(self.first_code)
+        self._layout = self.group_layout.lay_out(range(group, group + 1), self.sequence.codes)
         self.tokens = self._layout.tokens
-        self.structure = chain([0] * len(self.image.groups[group])).structure
+        self.structure = make_chain([0] * len(self.group_layout.groups[group])).structure
 
     @property
-    def cells(self) -> Sequence[int]:
+    def next_codes(self) -> Sequence[int]:
         """The code that is drawn after each node."""
-        return range(self.first, self.first + len(self.structure.depths))
+        return range(self.first_code, self.first_code + len(self.structure.depths))
 
     @property
-    def sampled(self) -> Sequence[int] | None:
+    def sampled_nodes(self) -> Sequence[int] | None:
         """All nodes; None if a code is drawn from the logits of several nodes."""
-        return range(len(self.structure.depths)) if self._layout.one_to_one else None
+        return range(len(self.structure.depths)) if self._layout.nodes_match_draft else None
 
-    def layout(self) -> PassLayout:
+    def make_layout(self) -> PassLayout:
         """Return the tokens, positions and mutual attention of the nodes."""
         return self._layout
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the codes of all groups before, whatever the node."""
-        return np.array(self.sequence.codes[: self.first], np.int64)
+        return np.array(self.sequence.codes[: self.first_code], np.int64)
 
-    def accept(self, output: TargetOutput, model: Model) -> Accepted:
+    def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
         """Append the choices of the group's cells, or the preserved codes there, to the sequence.
 
         Args:
@@ -60,12 +60,12 @@ class GroupDraft:
             model: engines and tables, not used.
         """
         sequence = self.sequence
-        codes = np.array([output.choice(node) for node in range(len(self.structure.depths))], np.int64)
+        codes = np.array([output.choose_token(node) for node in range(len(self.structure.depths))], np.int64)
         if sequence.preserved is not None:
-            preserved = sequence.preserved[self.first : self.first + len(codes)]
+            preserved = sequence.preserved[self.first_code : self.first_code + len(codes)]
             codes = np.where(preserved < 0, codes, preserved)
         sequence.record_draft(len(codes) - 1, len(codes) - 1)
-        return Accepted(SequenceStep.of(sequence, codes), codes, np.arange(len(self.tokens)))
+        return AcceptedDraft(SequenceStep.of(sequence, codes), codes, np.arange(len(self.tokens)))
 
 
 class GroupDrafter(Drafter):

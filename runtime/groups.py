@@ -22,7 +22,7 @@ from typing import ClassVar
 import numpy as np
 
 from .engine import DeviceArray, Floats, Ints
-from .layout import PassLayout, Placed, Values
+from .layout import CellValues, PassLayout, PlacedCodes
 from .noise import GROUP_SIZE, Noise
 
 
@@ -31,7 +31,7 @@ class GroupLayout:
     """Layout of an image that is drawn in groups; the manifest's `OrderSpec` explains the groups."""
 
     groups: tuple[tuple[int, ...], ...]  # cells of each group
-    first_vector: int  # token of the first learned vector; the others follow it
+    first_vector_token: int  # token of the first learned vector; the others follow it
 
     @cached_property
     def cells(self) -> Ints:
@@ -44,8 +44,9 @@ class GroupLayout:
         return [0, *np.cumsum([len(group) for group in self.groups]).tolist()]
 
     @cached_property
-    def _last_drawn(self) -> Ints:
+    def _completing_code(self) -> Ints:
         """The code at which each cell and all cells before it are known, int64 `[codes]`."""
+        # `argsort` inverts the permutation: the code of each cell.
         return np.maximum.accumulate(np.argsort(self.cells))
 
     @property
@@ -62,22 +63,22 @@ class GroupLayout:
         """Return the noise of an image: each code has the noise of its cell."""
         return GroupNoise(seed, self)
 
-    def in_drawing_order(self, values: Values) -> Values:
+    def to_drawing_order(self, values: CellValues) -> CellValues:
         """Return values of cells `[cells]` in the order in which the cells are drawn."""
         return values[self.cells]  # type: ignore[return-value]
 
-    def uncover(self, codes: Sequence[int], before: int) -> tuple[Ints, Placed]:
-        """Return the codes up to the first gap that are new there, and all new codes, see `ImageLayout.uncover`."""
+    def place_codes(self, codes: Sequence[int], before: int) -> tuple[Ints, PlacedCodes]:
+        """Return the codes up to the first gap that are new there, and all new codes, see `ImageLayout.place_codes`."""
         image = np.zeros(self.num_codes, np.int64)
         image[self.cells[: len(codes)]] = codes
-        complete = slice(self.count_complete(before), self.count_complete(len(codes)))
-        return image[complete], Placed(self.cells[before : len(codes)], np.array(codes[before:], np.int64))
+        complete = slice(self.count_complete_cells(before), self.count_complete_cells(len(codes)))
+        return image[complete], PlacedCodes(self.cells[before : len(codes)], np.array(codes[before:], np.int64))
 
-    def count_complete(self, drawn: int) -> int:
+    def count_complete_cells(self, drawn: int) -> int:
         """Return the number of cells before the first gap once `drawn` codes are known."""
-        return int(np.searchsorted(self._last_drawn, drawn))
+        return int(np.searchsorted(self._completing_code, drawn))
 
-    def drawn_with(self, code: int) -> range:
+    def codes_drawn_with(self, code: int) -> range:
         """Return the codes of the group that a code belongs to."""
         group = self.group_of(code)
         return range(self.starts[group], self.starts[group + 1])
@@ -90,7 +91,7 @@ class GroupLayout:
         """Return the number of a code: guidance counts codes, wherever their cells are."""
         return code
 
-    def after_prefix(self) -> PassLayout:
+    def layout_after_prefix(self) -> PassLayout:
         """Return the layout of the last node of a prefix, after which the first code is sampled."""
         return PassLayout(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones((1, 1), bool))
 
@@ -105,12 +106,14 @@ class GroupLayout:
         positions: list[int] = []
         counts = [self.count_nodes(group) for group in groups]
         for group, count in zip(groups, counts, strict=True):
+            # The inputs are the codes of the group before, then learned vectors if this group has more cells.
             start, end = self.starts[group - 1 : group + 1]
             vectors = count - (end - start)
-            tokens += [*codes[start:end], *range(self.first_vector, self.first_vector + vectors)]
+            tokens += [*codes[start:end], *range(self.first_vector_token, self.first_vector_token + vectors)]
             # a vector has the first position behind the image, whose row of the rotary table is zero
             positions += [*self.groups[group - 1], *[self.num_codes] * vectors]
-        passes = np.repeat(np.arange(len(counts)), counts)
+        # Nodes of one group attend to each other, and to the groups before: the mask is causal by group.
+        passes = np.repeat(np.arange(len(counts)), counts)  # index of each node's group, [nodes]
         ancestors = passes[:, None] >= passes
         return PassLayout(np.array(tokens, np.int64), np.array(positions, np.int64), ancestors)
 
@@ -118,10 +121,11 @@ class GroupLayout:
         """Return the number of pass nodes that draw a group."""
         return len(self.groups[group])
 
-    def known_passes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
-        """Yield passes over as many groups as `max_nodes` nodes hold, see `ImageLayout.known_passes`."""
+    def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
+        """Yield passes over as many groups as `max_nodes` nodes hold, see `ImageLayout.lay_out_known_codes`."""
+        # The pass for a group reads the codes of all groups before it, so the first group without them ends the passes.
         last = next((group for group, start in enumerate(self.starts[:-1]) if start > len(codes)), len(self.groups))
-        first = 1
+        first = 1  # group 0 is drawn after the prefix
         while first < last:
             end = first + 1
             while end < last and sum(map(self.count_nodes, range(first, end + 1))) <= max_nodes:
@@ -140,29 +144,29 @@ class TwoHeadLayout(GroupLayout):
 
     columns: int  # number of columns of the grid
 
-    def after_prefix(self) -> PassLayout:
+    def layout_after_prefix(self) -> PassLayout:
         """Return the layout of the last node of a prefix, whose two logits the first code has the mean of."""
-        layout = super().after_prefix()
+        layout = super().layout_after_prefix()
         return TwoHeadPass(layout.tokens, layout.positions, layout.ancestors, np.array([[0, 1]]))
 
     def lay_out(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
         """Return the pass nodes that draw these groups, see `GroupLayout.lay_out`."""
         layout = super().lay_out(groups, codes)
-        sources: list[tuple[int, int]] = []
+        pairs: list[tuple[int, int]] = []
         first = 0
         for group in groups:
-            sources += self._sources(group, first)
+            pairs += self._find_logit_pairs(group, first)
             first += self.count_nodes(group)
-        averaged = np.array(sources, np.int64)
-        return TwoHeadPass(layout.tokens, layout.positions, layout.ancestors, averaged)
+        logit_pairs = np.array(pairs, np.int64)
+        return TwoHeadPass(layout.tokens, layout.positions, layout.ancestors, logit_pairs)
 
     def count_nodes(self, group: int) -> int:
         """Return the number of pass nodes that draw a group."""
         return len(self.groups[group - 1])
 
-    def _sources(self, group: int, first: int) -> Iterator[tuple[int, int]]:
-        """Yield `TwoHeadPass.averaged` of each cell of a group whose nodes begin at `first`."""
-        nodes = {cell: node for node, cell in enumerate(self.groups[group - 1], first)}
+    def _find_logit_pairs(self, group: int, first_node: int) -> Iterator[tuple[int, int]]:
+        """Yield `TwoHeadPass.logit_pairs` of each cell of a group whose nodes begin at `first_node`."""
+        nodes = {cell: node for node, cell in enumerate(self.groups[group - 1], first_node)}
         for cell in self.groups[group]:
             logits = []
             if cell >= self.columns:
@@ -176,11 +180,11 @@ class TwoHeadLayout(GroupLayout):
 class TwoHeadPass(PassLayout):
     """Nodes of a forward pass whose target has two logits after each node, one for each of two cells."""
 
-    one_to_one: ClassVar[bool] = False
+    nodes_match_draft: ClassVar[bool] = False
 
     # the two logits whose mean each code is drawn from, int64 `[codes, 2]`: twice the pass node, plus 1 for the head of
     # the cell below
-    averaged: Ints
+    logit_pairs: Ints
 
     def logits(self, logits: DeviceArray, rows: slice, nodes: slice | Sequence[int]) -> Floats:
         """Return the mean of two logits for each code, float32 `[rows, codes, vocab_size]`.
@@ -191,8 +195,8 @@ class TwoHeadPass(PassLayout):
         """
         both: Floats = logits[rows, : len(self.tokens)]
         heads = both.reshape(len(both), 2 * both.shape[1], -1)  # [rows, nodes * heads, vocab_size]
-        averaged = self.averaged[nodes]
-        mean: Floats = (heads[:, averaged[:, 0]] + heads[:, averaged[:, 1]]) / np.float32(2)
+        logit_pairs = self.logit_pairs[nodes]
+        mean: Floats = (heads[:, logit_pairs[:, 0]] + heads[:, logit_pairs[:, 1]]) / np.float32(2)
         return mean
 
 
@@ -212,15 +216,15 @@ class GroupNoise(Noise):
             size: number of codes.
         """
         cells = self._layout.cells[first : first + count].tolist()
-        cells += range(first + len(cells), first + count)
+        cells += range(first + len(cells), first + count)  # behind the image, position and cell are equal
         return np.concatenate([super(GroupNoise, self).gumbel(cell, 1, size) for cell in cells])
 
-    def prepare(self, group: int, size: int) -> None:
-        """Generate the noise of the cells that are drawn at the positions of a group, as `Noise.prepare` does."""
+    def prepare_group(self, group: int, size: int) -> None:
+        """Generate the noise of the cells that are drawn at the positions of a group, as `Noise.prepare_group` does."""
         cells = self._layout.cells[group * GROUP_SIZE : (group + 1) * GROUP_SIZE].tolist()
         for cell in cells:
-            super().prepare(cell // GROUP_SIZE, size)
+            super().prepare_group(cell // GROUP_SIZE, size)
 
-    def forget(self, before: int) -> None:
+    def forget_before(self, before: int) -> None:
         """Delete stored noise of cells that come before the first gap once `before` codes are known."""
-        super().forget(self._layout.count_complete(before))
+        super().forget_before(self._layout.count_complete_cells(before))

@@ -19,16 +19,16 @@ class Guidance:
         sampling: settings with the scale, its schedule, and the number of guided codes.
 
     Attributes:
-        count: number of guided codes.
+        num_guided: number of guided codes.
     """
 
     def __init__(self, sampling: Sampling, layout: ImageLayout) -> None:
-        self.count = sampling.count_guided(layout.num_codes)
-        self._scales = _scales(sampling, layout)
+        self.num_guided = sampling.count_guided(layout.num_codes)
+        self._scales = _compute_scales(sampling, layout)
 
-    def rows(self, code: int) -> int:
+    def count_rows(self, code: int) -> int:
         """Return how many batch rows the distribution of a code depends on: 2 with guidance, else 1."""
-        return 2 if code < self.count else 1
+        return 2 if code < self.num_guided else 1
 
     def scales(self, codes: Sequence[int] | Ints) -> Floats:
         """Return the scales of some codes, float32 `[codes]`; codes past the image have the last scale."""
@@ -49,11 +49,11 @@ class Guidance:
             return conditional
         codes = np.asarray(codes)
         mixed = apply_guidance(logits, self.scales(codes))
-        guided = codes < self.count
+        guided = codes < self.num_guided
         return mixed if guided.all() else np.where(guided[:, None], mixed, logits[0])
 
 
-def _scales(sampling: Sampling, layout: ImageLayout) -> Floats:
+def _compute_scales(sampling: Sampling, layout: ImageLayout) -> Floats:
     """Return the guidance scale of every code, float32 `[num_codes]`.
 
     With a linear schedule it rises to the last scale (`Sampling.cfg_schedule`). Otherwise, before token t of the image,

@@ -20,14 +20,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import EngineError
-from ..methods import Drafted, Sampling, Sjd
+from ..methods import Sampling, Sjd, TreeMethod
 from .drafting import Commit
 from .engine import Floats, Ints
 from .heads import DraftHeads
-from .sampling import Probabilities, best_codes, shape_distribution, shape_logits
+from .sampling import Probabilities, best_codes, compute_distribution, process_logits
 from .state import ImageSequence
 from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal
-from .tree_drafts import TreeDrafter, chain
+from .tree_drafts import TreeDrafter, make_chain
 from .tree_names import parse_tree
 
 
@@ -63,15 +63,15 @@ class HeadDrafter(TreeDrafter):
                 trees.append(self._states[sequence].draft())
             except EngineError as error:
                 sequence.error = error
-                trees.append(chain(sequence.codes[-1:]))  # the sequence ends after the pass
+                trees.append(make_chain(sequence.codes[-1:]))  # the sequence ends after the pass
         return trees
 
-    def min_nodes(self, sequence: ImageSequence, images: int) -> int:
+    def min_nodes(self, sequence: ImageSequence, num_images: int) -> int:
         """Set the window for the images in the pass, and return the maximum number of nodes of the next draft."""
-        sequence.adapt_window(images)
+        sequence.adapt_window(num_images)
         return sequence.max_nodes
 
-    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+    def remove(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the state of these sequences."""
         for sequence in sequences:
             self._states.pop(sequence, None)
@@ -80,9 +80,9 @@ class HeadDrafter(TreeDrafter):
 class UnacceptedPosition(NamedTuple):
     """Output of the last target pass for a position without a committed code."""
 
-    previous: int  # draft token before the position
+    previous_code: int  # draft token before the position
     logits: Floats  # guided logits, `[vocab_size]`
-    gate: Floats  # output of `DraftHeads.gates`, `[rank]`
+    gate: Floats  # output of `DraftHeads.compute_gates`, `[rank]`
 
 
 class DraftHeadState:
@@ -96,7 +96,7 @@ class DraftHeadState:
     def __init__(self, sequence: ImageSequence, heads: DraftHeads) -> None:
         self.sequence = sequence
         self.heads = heads
-        # Output of `DraftHeads.context` for each cell, zeros if unknown, `[cells, 2, units]`.
+        # Output of `DraftHeads.compute_context` for each cell, zeros if unknown, `[cells, 2, units]`.
         self.context = np.zeros((sequence.layout.num_codes, 2, heads.left.shape[1]), np.float32)
         self.unaccepted: dict[int, UnacceptedPosition] = {}  # {position: output}
 
@@ -110,10 +110,11 @@ class DraftHeadState:
             unaccepted = [int(np.argmax(depths == depth)) for depth in range(count, int(depths.max()) + 1)]
         codes = range(done - count, done + len(unaccepted))
         states = self.sequence.guidance.mix(commit.read_states(unaccepted), codes)  # [nodes, hidden_size]
-        # state i gave code done - count + i; the states behind them gave codes that the draft did not get right
-        self.context[done - count : done] = self.heads.context(states[:count])
+        # State i predicted code `done - count + i`; the states after the first `count` predicted codes behind the draft
+        # tokens that were not accepted.
+        self.context[done - count : done] = self.heads.compute_context(states[:count])
         self.unaccepted = {}
-        for i, (node, gate) in enumerate(zip(unaccepted, self.heads.gates(states[count:]), strict=True)):
+        for i, (node, gate) in enumerate(zip(unaccepted, self.heads.compute_gates(states[count:]), strict=True)):
             assert commit.draft is not None
             self.unaccepted[done + i] = UnacceptedPosition(
                 int(commit.draft.tokens[node]), commit.target.guided_logits(node), gate
@@ -122,10 +123,10 @@ class DraftHeadState:
     def draft(self) -> DraftTree:
         """Return the next draft: a chain for `sjd`, and a tree for other methods."""
         method = self.sequence.method
-        max_depth = self.sequence.tokens_until_preserved() - 1  # the target samples one more token than it accepts
+        max_depth = self.sequence.count_until_preserved() - 1  # the target samples one more token than it accepts
         if isinstance(method, Sjd):
             return self._draft_chain(min(self.sequence.window, max_depth))
-        assert isinstance(method, Drafted)
+        assert isinstance(method, TreeMethod)
         shape = parse_tree(method.tree)
         return (
             self._draft_static(shape, max_depth)
@@ -141,10 +142,10 @@ class DraftHeadState:
             previous: codes at the position before, int64 `[n]`.
         """
         if (unaccepted := self.unaccepted.get(position)) is None:
-            return self.heads.predict(previous, self.sequence.raster.code_above(position), self.context)
-        if len(previous) == 1 and previous[0] == unaccepted.previous:
-            return unaccepted.logits[None]
-        return unaccepted.logits + self.heads.correction(unaccepted.gate, unaccepted.previous, previous)
+            return self.heads.predict_logits(previous, self.sequence.raster.code_above(position), self.context)
+        if len(previous) == 1 and previous[0] == unaccepted.previous_code:
+            return unaccepted.logits[None]  # the correction would be 0
+        return unaccepted.logits + self.heads.compute_correction(unaccepted.gate, unaccepted.previous_code, previous)
 
     def perturb_logits(self, position: int, logits: Floats, add_noise: bool = True) -> Floats:
         """Return shaped logits plus the Gumbel noise of a position.
@@ -154,7 +155,7 @@ class DraftHeadState:
             logits: guided logits `[n, vocab_size]`.
             add_noise: whether to add noise. Greedy decoding has none.
         """
-        values = shape_logits(logits, self.sequence.sampling)
+        values = process_logits(logits, self.sequence.sampling)
         if add_noise and not self.sequence.sampling.greedy:
             values = values + self.sequence.noise.gumbel(position, 1, values.shape[1])
         return values
@@ -167,6 +168,7 @@ class DraftHeadState:
             levels.append(self.logits(position, np.array(codes[-1:])))
             codes.append(int(self.perturb_logits(position, levels[-1]).argmax()))
         proposal = no_proposal if self.sequence.exact else partial(_chain_proposal, levels, self.sequence.sampling)
+        # Each node is the parent of the next, and the root has parent -1.
         return DraftTree(np.array(codes, np.int64), np.arange(length + 1, dtype=np.int64) - 1, proposal)
 
     def _draft_static(self, shape: StaticTree, max_depth: int) -> DraftTree:
@@ -174,7 +176,7 @@ class DraftHeadState:
         first = len(self.sequence.codes)
         levels: list[Floats] = []
         for depth, inner in enumerate(shape.levels[:max_depth]):
-            levels.append(self.logits(first + depth, builder.tokens[inner]))
+            levels.append(self.logits(first + depth, builder.tokens[inner]))  # [nodes of the level, vocab_size]
             children = max(len(shape.children[node]) for node in inner)
             builder.add_children(inner, *best_codes(self.perturb_logits(first + depth, levels[-1]), children))
         proposal = (
@@ -186,16 +188,16 @@ class DraftHeadState:
         builder = DynamicTreeBuilder(self.sequence.codes[-1])
         first = len(self.sequence.codes)
         for position in range(first, first + min(shape.depth, max_depth)):
-            chosen = builder.best_of_last_level(shape.branch)
+            chosen = builder.choose_best_of_last_level(shape.branch)
             values = self.perturb_logits(position, self.logits(position, builder.tokens[chosen]), self.sequence.exact)
             builder.add_children(chosen, *best_codes(values, shape.branch))
         return builder.prune(shape.nodes)
 
 
 def _chain_proposal(levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
-    return shape_distribution(levels[node][0], sampling)
+    return compute_distribution(levels[node][0], sampling)
 
 
 def _tree_proposal(shape: StaticTree, levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
     depth = len(shape.paths[node - 1]) if node else 0
-    return shape_distribution(levels[depth][np.searchsorted(shape.levels[depth], node)], sampling)
+    return compute_distribution(levels[depth][np.searchsorted(shape.levels[depth], node)], sampling)

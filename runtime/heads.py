@@ -1,10 +1,10 @@
 """Draft heads: small matrix products on the target's hidden states, which draft without a drafter model.
 
 A pass computes logits after every draft token. Where a draft token is replaced, the next logits were computed for
-another previous code. `DraftHeads.correction` returns the change for the new code, `((change[new] - change[old]) *
-gate(state)) @ correct`, where `state` is the target's hidden state from which the logits were computed. Positions that
-no pass has reached have no logits. `DraftHeads.predict` predicts them from the previous code, and from the target's
-states that predicted the cell above and the cell after that.
+another previous code. `DraftHeads.compute_correction` returns the change for the new code, `((change[new] -
+change[old]) * gate(state)) @ correct`, where `state` is the target's hidden state from which the logits were computed.
+Positions that no pass has reached have no logits. `DraftHeads.predict_logits` predicts them from the previous code, and
+from the target's states that predicted the cell above and the cell after that.
 
 `lantern-rt train-drafter heads` trains both on images that the target generated, towards its guided distributions.
 This form is the simplest among the forms that were tried; docs/drafters.md has the figures. Products use `np.einsum`,
@@ -35,11 +35,11 @@ class DraftHeads:
     output: Floats  # `[units, codes]`
     output_bias: Floats  # `[codes]`
 
-    def gates(self, hidden: Floats) -> Floats:
+    def compute_gates(self, hidden: Floats) -> Floats:
         """Return the gates of corrections, `[n, rank]`, for guided hidden states `[n, hidden_size]`."""
         return _sigmoid(np.einsum("nh,hr->nr", hidden, self.gate) + self.gate_bias)
 
-    def correction(self, gate: Floats, old: int, new: Ints) -> Floats:
+    def compute_correction(self, gate: Floats, old: int, new: Ints) -> Floats:
         """Return the change in the logits of a position for other previous codes, `[n, codes]`.
 
         Args:
@@ -49,20 +49,22 @@ class DraftHeads:
         """
         return np.asarray(np.einsum("nr,rc->nc", (self.change[new] - self.change[old]) * gate, self.correct))
 
-    def context(self, hidden: Floats) -> Floats:
+    def compute_context(self, hidden: Floats) -> Floats:
         """Return the inputs of predictions in the next row, `[n, 2, units]`, for guided states `[n, hidden_size]`."""
         return np.asarray(np.einsum("nh,shu->nsu", hidden, self.states))
 
-    def predict(self, previous: Ints, above: int, context: Floats) -> Floats:
+    def predict_logits(self, previous: Ints, above: int, context: Floats) -> Floats:
         """Return predicted guided logits of a cell after each previous code, `[n, codes]`.
 
         Args:
             previous: previous codes, int64 `[n]`.
             above: index of the cell above, negative in the first row of a grid.
-            context: output of `context` for the state that predicted each cell, `[cells, 2, units]`; zeros if unknown.
+            context: output of `compute_context` for the state that predicted each cell, `[cells, 2, units]`; zeros if
+                unknown.
         """
         sums: Floats = self.left[previous]
         if above >= 0:
+            # The two weights in `states` were trained for these two cells: above, and the one after it in raster order.
             sums += context[above, 0]
             sums += context[above + 1, 1]
         logits: Floats = np.einsum("nu,uc->nc", sums * _sigmoid(sums), self.output) + self.output_bias

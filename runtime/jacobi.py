@@ -30,7 +30,7 @@ from .sampling import Probabilities
 from .state import ImageSequence
 from .target import TargetOutput
 from .tree import DraftTree
-from .tree_drafts import TreeDrafter, chain, preserved_tokens
+from .tree_drafts import TreeDrafter, make_chain, next_preserved_tokens
 
 
 class JacobiDrafter(TreeDrafter):
@@ -38,14 +38,14 @@ class JacobiDrafter(TreeDrafter):
 
     def __init__(self, max_nodes: int) -> None:
         super().__init__(max_nodes)
-        self._windows: dict[ImageSequence, Window] = {}
+        self._windows: dict[ImageSequence, JacobiWindow] = {}
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Draft the tokens that a pass over the windows did not decide again."""
         for commit in commits:
             if commit.sequence.remaining and commit.sequence in self._windows:
                 try:
-                    self._windows[commit.sequence].advance(len(commit.tokens) - 1, commit.target)
+                    self._windows[commit.sequence].redraft(len(commit.tokens) - 1, commit.target)
                 except EngineError as error:
                     commit.sequence.error = error
 
@@ -53,71 +53,73 @@ class JacobiDrafter(TreeDrafter):
         """Return every sequence's window as a chain."""
         trees = []
         for sequence in sequences:
-            known = preserved_tokens(sequence, self.max_nodes)
-            remaining = sequence.tokens_until_preserved(len(known))
-            if known:
-                remaining = min(remaining, self.max_nodes - len(known))
-            trees.append(self._window(sequence).draft(sequence.codes, remaining, known))
+            preserved = next_preserved_tokens(sequence, self.max_nodes)
+            remaining = sequence.count_until_preserved(len(preserved))
+            if preserved:
+                remaining = min(remaining, self.max_nodes - len(preserved))
+            trees.append(self._window(sequence).draft(sequence.codes, remaining, preserved))
         return trees
 
-    def min_nodes(self, sequence: ImageSequence, images: int) -> int:
+    def min_nodes(self, sequence: ImageSequence, num_images: int) -> int:
         """Set the window for the images in the pass, and return the maximum number of nodes of the next draft."""
-        sequence.adapt_window(images)
+        sequence.adapt_window(num_images)
         return sequence.max_nodes
 
-    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+    def remove(self, sequences: Sequence[ImageSequence]) -> None:
         """Forget these sequences."""
         for sequence in sequences:
             self._windows.pop(sequence, None)
 
-    def _window(self, sequence: ImageSequence) -> Window:
-        proposing = not sequence.exact and not sequence.sampling.greedy
-        window = self._windows.setdefault(sequence, Window(sequence.window, sequence.raster, proposing))
+    def _window(self, sequence: ImageSequence) -> JacobiWindow:
+        stores_proposals = not sequence.exact and not sequence.sampling.greedy
+        window = self._windows.setdefault(sequence, JacobiWindow(sequence.window, sequence.raster, stores_proposals))
         window.size = sequence.window
         return window
 
 
 @dataclass
-class Window:
+class JacobiWindow:
     """The drafts of one sequence.
 
     Attributes:
         size: number of tokens to draft, from 1.
         layout: layout of the image.
-        proposing: whether acceptance needs q.
+        stores_proposals: whether acceptance needs q.
         codes: drafted tokens of the next positions.
         proposals: q of each draft; None: the draft counts as certain.
-        known: number of preserved tokens before the window in the last draft.
+        num_preserved: number of preserved tokens before the window in the last draft.
     """
 
     size: int
     layout: RasterLayout
-    proposing: bool
+    stores_proposals: bool
     codes: list[int] = field(default_factory=list)
     proposals: list[Probabilities | None] = field(default_factory=list)
-    known: int = 0
+    num_preserved: int = 0
 
-    def draft(self, committed: Sequence[int], remaining: int, known: Sequence[int] = ()) -> DraftTree:
+    def draft(self, committed: Sequence[int], max_tokens: int, preserved: Sequence[int] = ()) -> DraftTree:
         """Return the window as a chain.
 
         Args:
             committed: committed tokens of the sequence; the last token is the root.
-            remaining: maximum number of tokens to sample; one fewer is drafted, as the pass samples another.
-            known: preserved tokens after the committed tokens.
+            max_tokens: maximum number of tokens to sample; one fewer is drafted, as the pass samples another.
+            preserved: preserved tokens after the committed tokens.
         """
-        length = max(0, min(self.size, remaining - 1))
-        self.known = len(known)
+        length = max(0, min(self.size, max_tokens - 1))
+        self.num_preserved = len(preserved)
         del self.codes[length:], self.proposals[length:]
         while len(self.codes) < length:
-            before = [*committed, *known, *self.codes]
-            self.codes.append(before[self.layout.copied_code(len(before))])
+            before = [*committed, *preserved, *self.codes]  # its length is the index of the next code
+            self.codes.append(before[self.layout.code_to_copy(len(before))])
             self.proposals.append(None)
-        proposals = [*[None] * self.known, *self.proposals]
-        return chain([committed[-1], *known, *self.codes], self.known, proposals.__getitem__)
+        proposals = [*[None] * self.num_preserved, *self.proposals]
+        return make_chain([committed[-1], *preserved, *self.codes], self.num_preserved, proposals.__getitem__)
 
-    def advance(self, accepted: int, target: TargetOutput) -> None:
-        """Draft the tokens behind the `accepted` first again, from the distributions of a pass over the window."""
-        accepted = max(accepted, self.known)
-        undecided = range(accepted + 1, self.known + len(self.codes) + 1)
-        self.codes = [target.choice_without_recompute(node) for node in undecided]
-        self.proposals = [target.distribution(node) if self.proposing else None for node in undecided]
+    def redraft(self, num_accepted: int, target: TargetOutput) -> None:
+        """Draft the tokens behind the `num_accepted` first again, from the distributions of a pass over the window."""
+        num_accepted = max(num_accepted, self.num_preserved)
+        # The choice after node n drafts the token of node n + 1. The choice after the last accepted node is committed,
+        # so the window begins one node further; the last node drafts a further token at its end.
+        undecided = range(num_accepted + 1, self.num_preserved + len(self.codes) + 1)
+        self.codes = [target.choose_token_without_recompute(node) for node in undecided]
+        self.proposals = [target.distribution(node) if self.stores_proposals else None for node in undecided]

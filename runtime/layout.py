@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from .engine import Bools, DeviceArray, Floats, Ints
 from .noise import Noise
 
-Values = TypeVar("Values", bound=NDArray[Any])
+CellValues = TypeVar("CellValues", bound=NDArray[Any])
 
 
-class Placed(NamedTuple):
+class PlacedCodes(NamedTuple):
     """Codes sampled in a forward pass and their cells, both int64 `[count]`; without end-of-row tokens."""
 
     cells: Ints
@@ -32,7 +32,7 @@ class PassLayout:
     """The nodes of one sequence in a forward pass. Here the nodes of the pass are the nodes of the draft."""
 
     # whether the nodes of the pass are the nodes of the draft, and each token is sampled from the logits of one node
-    one_to_one: ClassVar[bool] = True
+    nodes_match_draft: ClassVar[bool] = True
 
     tokens: Ints  # int64 `[pass nodes]`
     positions: Ints  # positions counted from the first token of the image, int64 `[pass nodes]`
@@ -87,10 +87,10 @@ class ImageLayout(Protocol):
     def noise(self, seed: int) -> Noise:
         """Return the noise of an image, whose positions count codes."""
 
-    def in_drawing_order(self, values: Values) -> Values:
+    def to_drawing_order(self, values: CellValues) -> CellValues:
         """Return values of cells `[cells]` in the order in which the cells are drawn."""
 
-    def uncover(self, codes: Sequence[int], before: int) -> tuple[Ints, Placed | None]:
+    def place_codes(self, codes: Sequence[int], before: int) -> tuple[Ints, PlacedCodes | None]:
         """Return the cells that new codes fill.
 
         Args:
@@ -102,16 +102,16 @@ class ImageLayout(Protocol):
             all new codes with their cells; None if these are the same codes.
         """
 
-    def drawn_with(self, code: int) -> range:
+    def codes_drawn_with(self, code: int) -> range:
         """Return the codes that are drawn together with a code, itself included: none of them sees another."""
 
     def position(self, code: int) -> int:
         """Return the position of a code's token, from 0 at the first token; drafts may extend past the last code."""
 
-    def after_prefix(self) -> PassLayout:
+    def layout_after_prefix(self) -> PassLayout:
         """Return the layout of the last node of a prefix, after which the first code is sampled."""
 
-    def known_passes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
+    def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
         """Yield passes over known codes, after which the logits of later codes are known, in the order of drawing.
 
         Args:

@@ -27,10 +27,10 @@ from .guidance import Guidance
 from .layout import ImageLayout, PassLayout
 from .passes import MIN_NODES, Prefixes
 from .sampling import apply_repetition_penalty, apply_temperature, softmax
-from .state import ImageSequence, Model, Plan, PrefixRow, Prompt
+from .state import DecodePlan, ImageSequence, LoadedModel, PrefixRow, Prompt
 from .statistics import Clock
 
-NODES = 64  # nodes of a forward pass; more would not be faster, and engines are built for this number
+MAX_PASS_NODES = 64  # nodes of a forward pass; more would not be faster, and engines are built for this number
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Likelihood:
     entropy: float
 
 
-def likelihood(
-    model: Model,
-    plan: Plan,
+def compute_likelihood(
+    model: LoadedModel,
+    plan: DecodePlan,
     prompt: Prompt,
     codes: NDArray[np.int64],
-    counted: Bools | None = None,
+    counted_cells: Bools | None = None,
 ) -> Likelihood:
     """Return the likelihood and the entropy per token of one image.
 
@@ -54,28 +54,29 @@ def likelihood(
         model: model with its target engine.
         plan: layout and sampling settings of the image.
         codes: tokens of the image, `[cells]`.
-        counted: cells to average over, `[cells]`; None: all cells.
+        counted_cells: cells to average over, `[cells]`; None: all cells.
     """
     layout = plan.layout
     sampling = plan.sampling
-    codes = layout.in_drawing_order(codes)
+    codes = layout.to_drawing_order(codes)
     guidance = Guidance(sampling, layout)
     nats = np.empty(len(codes))
     entropy = np.empty(len(codes))
     first = 0
-    for logits in sequence_logits(model, layout, prompt.rows(plan.num_rows), codes[:-1], Clock()):
+    for logits in compute_sequence_logits(model, layout, prompt.rows(plan.num_rows), codes[:-1], Clock()):
         part = np.arange(first, first + logits.shape[1])
         first += len(part)
-        preceding = [codes[: layout.drawn_with(code).start] for code in part.tolist()]
+        # Codes that are drawn together do not depend on each other.
+        preceding = [codes[: layout.codes_drawn_with(code).start] for code in part.tolist()]
         guided = guidance.mix(apply_repetition_penalty(logits, preceding, sampling), part)
         probabilities = softmax(apply_temperature(guided, sampling))  # [codes, vocab_size]
         nats[part] = -np.log(np.maximum(probabilities[np.arange(len(part)), codes[part]], 1e-300))
         entropy[part] = -(probabilities * np.log(np.maximum(probabilities, 1e-300))).sum(1)
-    chosen = np.s_[:] if counted is None else layout.in_drawing_order(counted)
+    chosen = np.s_[:] if counted_cells is None else layout.to_drawing_order(counted_cells)
     return Likelihood(float(nats[chosen].mean()), float(entropy[chosen].mean()))
 
 
-def tie_margin(model: Model, sequence: ImageSequence) -> float:
+def compute_tie_margin(model: LoadedModel, sequence: ImageSequence) -> float:
     """Return how far rounding can move the difference of two guided logits, divided by the temperature."""
     sampling = sequence.sampling
     scale = max(sampling.cfg_scale, sampling.last_cfg_scale)
@@ -84,7 +85,7 @@ def tie_margin(model: Model, sequence: ImageSequence) -> float:
     return model.rounding * guidance * max(penalty, 1 / penalty) / (sampling.temperature or 1.0)
 
 
-def recompute_logits(model: Model, sequence: ImageSequence, preceding: Ints, code: int, clock: Clock) -> Floats:
+def recompute_logits(model: LoadedModel, sequence: ImageSequence, preceding: Ints, code: int, clock: Clock) -> Floats:
     """Compute the guided logits of a code of a sequence again, by passes of fixed shapes.
 
     Args:
@@ -97,14 +98,15 @@ def recompute_logits(model: Model, sequence: ImageSequence, preceding: Ints, cod
         Float32 `[1, vocab_size]`.
     """
     layout = sequence.layout
-    rows = sequence.rows[: sequence.guidance.rows(code)]
-    (last,) = deque(sequence_logits(model, layout, rows, preceding, clock), maxlen=1)
-    logits = last[:, [code - layout.drawn_with(code).stop]]
+    rows = sequence.rows[: sequence.guidance.count_rows(code)]
+    (last,) = deque(compute_sequence_logits(model, layout, rows, preceding, clock), maxlen=1)
+    # The last pass ends with the codes that are drawn together with `code`, so its index counts from the end.
+    logits = last[:, [code - layout.codes_drawn_with(code).stop]]
     return sequence.guidance.mix(apply_repetition_penalty(logits, [preceding], sequence.sampling), [code])
 
 
-def sequence_logits(
-    model: Model, layout: ImageLayout, rows: Sequence[PrefixRow], codes: Ints, clock: Clock
+def compute_sequence_logits(
+    model: LoadedModel, layout: ImageLayout, rows: Sequence[PrefixRow], codes: Ints, clock: Clock
 ) -> Iterator[Floats]:
     """Yield the logits of every code that the first `codes` of an image are enough for, in the order of drawing.
 
@@ -117,17 +119,17 @@ def sequence_logits(
     Yields:
         Float32 `[rows, codes, vocab_size]`: first of one code, after the prefixes.
     """
-    for output, lengths, (pass_layout,) in _passes(model, layout, rows, [codes], clock):
+    for output, lengths, (pass_layout,) in _run_passes(model, layout, rows, [codes], clock):
         if pass_layout is None:
-            pass_layout = layout.after_prefix()
+            pass_layout = layout.layout_after_prefix()
             logits = output.logits[np.arange(len(rows)), lengths - 1][:, None]
         else:
             logits = output.logits[:, : lengths[0]]
         yield pass_layout.logits(logits, slice(None), slice(None))
 
 
-def sequence_states(
-    model: Model, layout: ImageLayout, rows: Sequence[PrefixRow], codes: Sequence[Ints]
+def compute_sequence_states(
+    model: LoadedModel, layout: ImageLayout, rows: Sequence[PrefixRow], codes: Sequence[Ints]
 ) -> list[Floats]:
     """Return the hidden states of each row's prefix and tokens.
 
@@ -139,14 +141,14 @@ def sequence_states(
         Float32 `[prefix + tokens, hidden_size]` for each row.
     """
     parts: list[list[Floats]] = [[] for _ in rows]
-    for output, lengths, _ in _passes(model, layout, rows, codes, Clock()):
+    for output, lengths, _ in _run_passes(model, layout, rows, codes, Clock()):
         for row, count in enumerate(lengths.tolist()):
             parts[row].append(output.hidden[np.full(count, row), np.arange(count)])
     return [np.concatenate(states) for states in parts]
 
 
-def _passes(
-    model: Model, layout: ImageLayout, rows: Sequence[PrefixRow], codes: Sequence[Ints], clock: Clock
+def _run_passes(
+    model: LoadedModel, layout: ImageLayout, rows: Sequence[PrefixRow], codes: Sequence[Ints], clock: Clock
 ) -> Iterator[tuple[PassOutput, Ints, Sequence[PassLayout | None]]]:
     """Yield passes over the prefixes, then over parts of the known codes of each row, or of all rows.
 
@@ -155,16 +157,17 @@ def _passes(
     """
     target = model.target
     prefixes = Prefixes(rows)
-    parts = [*zip(*(layout.known_passes(known, NODES) for known in codes), strict=True)]
+    parts = [*zip(*(layout.lay_out_known_codes(known, MAX_PASS_NODES) for known in codes), strict=True)]
     counts = [len(layouts[0].tokens) for layouts in parts]
     cache = target.new_cache(len(rows), int(prefixes.lengths.max()) + sum(counts) + MIN_NODES)
-    output = clock.run(target, prefixes.prefill_pass(target, cache), cache)
+    output = clock.run(target, prefixes.build_prefill(target, cache), cache)
     clock.append(cache, output.new_kv, [np.arange(length) for length in prefixes.lengths])
     yield output, prefixes.lengths, [None] * len(codes)
+    # With one entry of `codes`, all rows hold the same image; else every row has an image to itself.
     rows_of = [slice(None)] if len(codes) == 1 else [slice(row, row + 1) for row in range(len(rows))]
     for layouts, count in zip(parts, counts, strict=True):
         placed = zip(rows_of, layouts, strict=True)
-        batch = prefixes.pass_over(target, cache, placed, count, model.num_positions - 1)
+        batch = prefixes.build_pass(target, cache, placed, count, model.num_positions - 1)
         output = clock.run(target, batch, cache)
         clock.append(cache, output.new_kv, [np.arange(count)] * len(rows))
         yield output, np.full(len(rows), count), layouts

@@ -27,7 +27,7 @@ CHUNK_SIZE = 512  # number of codes whose noise is made at once; larger arrays d
 
 
 class Noise:
-    """Random numbers of the image with a seed, 0 .. 2^64 - 1. Other threads may call `prepare`."""
+    """Random numbers of the image with a seed, 0 .. 2^64 - 1. Other threads may call `prepare_group`."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -39,7 +39,7 @@ class Noise:
 
         Code c at position t gets -log(-log((x + 1/2) / 2^32)), rounded once. Here x is number 16 c + t mod 16 of the
         stream of group t div 16: 32-bit numbers, the lower half of each 64 bits first. The numbers of a code do not
-        depend on `size`. Groups are stored until `forget` is called: target and drafts need the same noise.
+        depend on `size`. Groups are stored until `forget_before` is called: target and drafts need the same noise.
 
         Args:
             count: number of positions.
@@ -50,68 +50,69 @@ class Noise:
         """
         group, start = divmod(first, GROUP_SIZE)
         if start + count <= GROUP_SIZE:
-            return self._group(group, size)[start : start + count]
+            return self._get_group(group, size)[start : start + count]
         last_group = (first + count - 1) // GROUP_SIZE
-        groups = [self._group(index, size) for index in range(group, last_group + 1)]
+        groups = [self._get_group(index, size) for index in range(group, last_group + 1)]
         return np.concatenate(groups)[start : start + count]
 
-    def prepare(self, group: int, size: int) -> None:
+    def prepare_group(self, group: int, size: int) -> None:
         """Generate and store a group's noise ahead of `gumbel`.
 
         Args:
             group: index of a group of `GROUP_SIZE` positions.
             size: number of codes.
         """
-        self._group(group, size)
+        self._get_group(group, size)
 
-    def decisions(self, position: int) -> np.random.Generator:
+    def decision_stream(self, position: int) -> np.random.Generator:
         """Return the uniform numbers of relaxed acceptance at a position, independent of its Gumbel noise.
 
         Every call starts with the first number. All positions share one generator object: take all numbers of one
         position before the next call.
         """
-        return self._decisions.at(position)
+        return self._decision_streams.seek(position)
 
-    def forget(self, before: int) -> None:
+    def forget_before(self, before: int) -> None:
         """Delete stored groups whose positions are all smaller than `before`."""
         for group in tuple(self._groups):
             if group < before // GROUP_SIZE:
                 del self._groups[group]
 
-    def _group(self, group: int, size: int) -> Floats:
+    def _get_group(self, group: int, size: int) -> Floats:
         noise = self._groups.get(group)
         if noise is None or noise.shape[1] < size:
             with self._lock:
                 noise = self._groups.get(group)  # another thread may have generated it meanwhile
                 if noise is None or noise.shape[1] < size:
-                    noise = self._groups[group] = self._generate(group, size)
+                    noise = self._groups[group] = self._generate_group(group, size)
         return noise[:, :size]
 
-    def _generate(self, group: int, size: int) -> Floats:
-        bits = self._noise.at(group).bit_generator
+    def _generate_group(self, group: int, size: int) -> Floats:
+        bits = self._gumbel_streams.seek(group).bit_generator
         noise = np.empty((GROUP_SIZE, size), np.float32)
         for start in range(0, size, CHUNK_SIZE):
             codes = min(CHUNK_SIZE, size - start)
+            # A 64-bit number holds two 32-bit numbers, the lower half first whatever the processor's byte order.
             numbers = bits.random_raw(codes * GROUP_SIZE // 2).astype("<u8", copy=False).view("<u4")
-            uniform = np.add(numbers, 0.5, dtype=np.float64)
+            uniform = np.add(numbers, 0.5, dtype=np.float64)  # so that the noise is finite
             uniform *= 2.0**-32
             np.log(uniform, out=uniform)
             np.negative(uniform, out=uniform)
             np.log(uniform, out=uniform)
-            noise[:, start : start + codes] = uniform.reshape(codes, GROUP_SIZE).T
+            noise[:, start : start + codes] = uniform.reshape(codes, GROUP_SIZE).T  # the stream is code by code
         np.negative(noise, out=noise)
         return noise
 
     @cached_property
-    def _noise(self) -> _Streams:
-        return _Streams(self.seed, _GUMBEL)
+    def _gumbel_streams(self) -> _PhiloxStreams:
+        return _PhiloxStreams(self.seed, _GUMBEL)
 
     @cached_property
-    def _decisions(self) -> _Streams:
-        return _Streams(self.seed, _DECISIONS)
+    def _decision_streams(self) -> _PhiloxStreams:
+        return _PhiloxStreams(self.seed, _DECISIONS)
 
 
-class _Streams:
+class _PhiloxStreams:
     """Philox4x64-10 streams with key (seed, 0) and initial counter (0, index, use, 0), increased before each block.
 
     All streams share one generator, whose state is set for each. A new generator asks the system for a seed that it
@@ -123,7 +124,7 @@ class _Streams:
         self._generator = np.random.Generator(self._bits)
         self._state = self._bits.state
 
-    def at(self, index: int) -> np.random.Generator:
+    def seek(self, index: int) -> np.random.Generator:
         """Return the generator at the start of the stream `index`."""
         self._state["state"]["counter"][1] = index
         self._bits.state = self._state

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from .engine import Bools, Cache, Engine, Ints, Pass
+from .engine import Bools, Cache, Engine, Ints, PassInput
 from .layout import PassLayout
 from .state import PrefixRow
 
@@ -28,20 +28,21 @@ def identity_mask(nodes: int) -> Bools:
     return np.eye(nodes, dtype=bool)
 
 
-def prefix_mask(real: Bools, nodes: int) -> Bools:
+def prefix_mask(is_real: Bools, nodes: int) -> Bools:
     """Return the attention mask of the prefill, bool `[rows, nodes, nodes]`.
 
     Real nodes attend to the real nodes up to themselves. Padding attends to every real node and to the padding up to
     itself. Only LANTERN's LlamaGen drafter, which was trained on it, reads the output of padding.
 
     Args:
-        real: False on padding, bool `[rows, prefix]`.
+        is_real: False on padding, bool `[rows, prefix]`.
         nodes: number of nodes of the pass, at least the length of the prefix.
     """
-    # Nodes after the prefix are dropped from the output.
-    real = np.pad(real, ((0, 0), (0, nodes - real.shape[1])), constant_values=True)
+    # Nodes after the prefix count as real here, which fills the mask. Nothing reads their output, and they are not
+    # appended to the cache.
+    is_real = np.pad(is_real, ((0, 0), (0, nodes - is_real.shape[1])), constant_values=True)
     causal = np.tri(nodes, dtype=bool)
-    mask: Bools = np.where(real[:, :, None], causal & real[:, None], causal | real[:, None])
+    mask: Bools = np.where(is_real[:, :, None], causal & is_real[:, None], causal | is_real[:, None])
     return mask
 
 
@@ -61,9 +62,9 @@ def committed_mask(engine: Engine, cache: Cache, lengths: Ints, nodes: int, pref
     past_length = engine.next_past_length(cache, nodes)
     attention_mask = np.zeros((len(lengths), nodes, past_length + nodes), bool)
     for row_mask, length in zip(attention_mask, lengths.tolist(), strict=True):
-        row_mask[:, :length] = True
+        row_mask[:, :length] = True  # entries fill the first columns of a row
     if columns := prefix_padding.shape[1]:
-        attention_mask[:, :, :columns] &= ~prefix_padding[:, None]
+        attention_mask[:, :, :columns] &= ~prefix_padding[:, None]  # the prefix comes first in every row
     return attention_mask, past_length
 
 
@@ -81,24 +82,25 @@ class Prefixes:
     def __init__(self, rows: Sequence[PrefixRow]) -> None:
         self._rows = rows
         self.lengths = np.array([len(row.embeds) for row in rows], np.int64)
-        padding = stack_padding([~row.real for row in rows])
+        padding = stack_padding([~row.is_real for row in rows])
         self.padding = padding if padding.any() else padding[:, :0]
-        self._offsets = np.array([row.offset for row in rows], np.int64)[:, None]  # position of the first column
-        self._first_positions = self.lengths[:, None] + self._offsets  # position of the first code
+        self._first_positions = np.array([row.code_position for row in rows], np.int64)[:, None]
 
-    def prefill_pass(self, engine: Engine, cache: Cache) -> Pass:
+    def build_prefill(self, engine: Engine, cache: Cache) -> PassInput:
         """Return a pass over the whole prefixes on an empty cache; shorter rows repeat their last node."""
         nodes = max(MIN_NODES, *self.lengths.tolist())
         embeds = [row.embeds for row in self._rows]
+        # [rows, nodes, hidden_size]
         padded = np.stack([np.concatenate([row, np.repeat(row[-1:], nodes - len(row), 0)]) for row in embeds])
         past_length = engine.next_past_length(cache, nodes)
         attention_mask = np.zeros((len(embeds), nodes, past_length + nodes), bool)
-        attention_mask[:, :, past_length:] = prefix_mask(~stack_padding([~row.real for row in self._rows]), nodes)
-        return Pass(self._offsets + np.arange(nodes), attention_mask, embeds=padded)
+        attention_mask[:, :, past_length:] = prefix_mask(~stack_padding([~row.is_real for row in self._rows]), nodes)
+        positions = np.stack([row.node_positions(nodes) for row in self._rows])
+        return PassInput(positions, attention_mask, embeds=padded)
 
-    def pass_over(
+    def build_pass(
         self, engine: Engine, cache: Cache, layouts: Iterable[tuple[slice, PassLayout]], nodes: int, last_position: int
-    ) -> Pass:
+    ) -> PassInput:
         """Return a pass over the nodes of several sequences, padded to the same number of nodes.
 
         Args:
@@ -110,13 +112,16 @@ class Prefixes:
         """
         nodes = max(MIN_NODES, nodes)
         attention_mask, past_length = committed_mask(engine, cache, cache.lengths, nodes, self.padding)
+        # Padding nodes attend to themselves: a softmax over no columns would be NaN.
         attention_mask[:, :, past_length:] = identity_mask(nodes)
-        tokens, positions = np.zeros((2, len(self.lengths), nodes), np.int64)
+        tokens, positions = np.zeros((2, len(self.lengths), nodes), np.int64)  # both [rows, nodes]
         for rows, layout in layouts:
             count = len(layout.tokens)
             tokens[rows, :count] = layout.tokens
             attention_mask[rows, :count, past_length : past_length + count] = layout.ancestors
             positions[rows, :count] = layout.positions + self._first_positions[rows]
             for row in range(*rows.indices(len(tokens))):
+                # Cache columns from the row's prefix length on hold tokens of the image; the slice is a view.
                 layout.mask_past(attention_mask[row, :count, self.lengths[row] :])
-        return Pass(np.minimum(positions, last_position), attention_mask, tokens)
+        # Drafts may extend past the last code, but the rotary table ends there.
+        return PassInput(np.minimum(positions, last_position), attention_mask, tokens)

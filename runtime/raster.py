@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from .engine import DeviceArray, Floats, Ints
-from .layout import PassLayout, Placed, Values
+from .layout import CellValues, PassLayout, PlacedCodes
 from .noise import Noise
 from .tree import DraftTree
 
@@ -43,15 +43,15 @@ class RasterLayout:
         """Return the noise of an image."""
         return Noise(seed)
 
-    def in_drawing_order(self, values: Values) -> Values:
+    def to_drawing_order(self, values: CellValues) -> CellValues:
         """Return values of cells `[cells]`: they are drawn in raster order."""
         return values
 
-    def uncover(self, codes: Sequence[int], before: int) -> tuple[Ints, Placed | None]:
-        """Return the new codes, see `ImageLayout.uncover`; raster order leaves no gaps."""
+    def place_codes(self, codes: Sequence[int], before: int) -> tuple[Ints, PlacedCodes | None]:
+        """Return the new codes, see `ImageLayout.place_codes`; raster order leaves no gaps."""
         return np.array(codes[before:], np.int64), None
 
-    def drawn_with(self, code: int) -> range:
+    def codes_drawn_with(self, code: int) -> range:
         """Return the code alone."""
         return range(code, code + 1)
 
@@ -67,11 +67,11 @@ class RasterLayout:
         above = code - self.columns
         return above if above >= first_codes else -1
 
-    def copied_code(self, code: int) -> int:
+    def code_to_copy(self, code: int) -> int:
         """Return the code to the left or, in the first column, the code above."""
         return code - (self.columns if code % self.columns == 0 and code >= self.columns else 1)
 
-    def after_prefix(self) -> PassLayout:
+    def layout_after_prefix(self) -> PassLayout:
         """Return the layout of the last node of a prefix."""
         return PassLayout(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones((1, 1), bool))
 
@@ -79,8 +79,8 @@ class RasterLayout:
         """Return the pass nodes of a draft tree whose root is the code `root`."""
         return PassLayout(tree.tokens, root + tree.structure.depths, tree.structure.ancestors)
 
-    def known_passes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
-        """Yield passes over known codes, in parts of `max_nodes` tokens, see `ImageLayout.known_passes`."""
+    def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
+        """Yield passes over known codes, in parts of `max_nodes` tokens, see `ImageLayout.lay_out_known_codes`."""
         for start in range(0, len(codes), max_nodes):
             tokens = codes[start : start + max_nodes]
             yield PassLayout(tokens, start + np.arange(len(tokens)), np.tri(len(tokens), dtype=bool))
@@ -89,8 +89,8 @@ class RasterLayout:
         """Return None: no token follows a code unsampled."""
         return None
 
-    def insert_tokens(self, codes: Ints, first: int = 0) -> Ints:
-        """Return the codes, see `ImageLayout.insert_tokens`."""
+    def insert_row_ends(self, codes: Ints, first: int = 0) -> Ints:
+        """Return the codes, see `ImageLayout.insert_row_ends`."""
         return codes
 
     def count_pass_nodes(self, draft_nodes: int) -> int:
@@ -110,11 +110,11 @@ class RowEndLayout(RasterLayout):
 
     def lay_out(self, tree: DraftTree, root: int) -> PassLayout:
         """Return the pass nodes of a draft tree: an end-of-row token follows each node that ends a row."""
-        codes = root + tree.structure.depths
-        ends_before = np.minimum(codes, self.num_codes - 1) // self.columns
-        ends = (codes % self.columns == self.columns - 1) & (codes + 1 < self.num_codes)
-        draft_nodes = np.repeat(np.arange(tree.nodes), 1 + ends)
-        sampling_nodes = np.cumsum(1 + ends) - 1
+        codes = root + tree.structure.depths  # [nodes], as all further arrays of draft nodes
+        ends_before = np.minimum(codes, self.num_codes - 1) // self.columns  # end-of-row tokens before each code
+        ends = (codes % self.columns == self.columns - 1) & (codes + 1 < self.num_codes)  # last codes of rows
+        draft_nodes = np.repeat(np.arange(tree.nodes), 1 + ends)  # [pass nodes]
+        sampling_nodes = np.cumsum(1 + ends) - 1  # the node itself, or its end-of-row token
         end_nodes = sampling_nodes[ends]
         ancestors = tree.structure.ancestors[draft_nodes][:, draft_nodes]
         ancestors[end_nodes - 1, end_nodes] = False  # a node comes before its end-of-row token
@@ -124,11 +124,11 @@ class RowEndLayout(RasterLayout):
         positions[end_nodes] += 1
         return RowEndPass(tokens, positions, ancestors, draft_nodes, sampling_nodes)
 
-    def known_passes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
+    def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
         """Yield passes over known codes and the end-of-row tokens between and after them."""
         # The next code is unknown; 0 stands for it, so that an end-of-row token before it is inserted.
-        tokens = self.insert_tokens(np.append(codes, 0))[:-1]
-        follows = np.append(tokens[1:] == self.row_end, False)
+        tokens = self.insert_row_ends(np.append(codes, 0))[:-1]
+        follows = np.append(tokens[1:] == self.row_end, False)  # whether an end-of-row token comes next, [tokens]
         for start in range(0, len(tokens), max_nodes):
             part = slice(start, start + max_nodes)
             count = len(tokens[part])
@@ -142,7 +142,7 @@ class RowEndLayout(RasterLayout):
         ends_row = code % self.columns == self.columns - 1 and code + 1 < self.num_codes
         return self.row_end if ends_row else None
 
-    def insert_tokens(self, codes: Ints, first: int = 0) -> Ints:
+    def insert_row_ends(self, codes: Ints, first: int = 0) -> Ints:
         """Return the codes from code `first` on with an end-of-row token before each code that begins a row."""
         numbers = first + np.arange(len(codes))
         begins = (numbers % self.columns == 0) & (numbers > 0) & (numbers < self.num_codes)
@@ -157,7 +157,7 @@ class RowEndLayout(RasterLayout):
 class RowEndPass(PassLayout):
     """Nodes of a forward pass: the nodes of a draft, and the end-of-row tokens behind them."""
 
-    one_to_one: ClassVar[bool] = False
+    nodes_match_draft: ClassVar[bool] = False
 
     draft_nodes: Ints  # draft node of each pass node, int64 `[pass nodes]`
     last_nodes: Ints  # pass node after which the token of each draft node is sampled, int64 `[nodes]`

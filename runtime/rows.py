@@ -25,14 +25,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ..methods import RowParallel
-from .drafting import Accepted, Draft, Drafter, SequenceStep
+from .drafting import AcceptedDraft, Draft, Drafter, SequenceStep
 from .engine import Bools, Ints
-from .layout import PassLayout, Placed
+from .layout import PassLayout, PlacedCodes
 from .raster import MAX_BATCH_NODES, RasterLayout
-from .state import ImageSequence, Model
+from .state import ImageSequence, LoadedModel
 from .target import TargetOutput
 from .tree import TreeStructure
-from .tree_drafts import TreeDraft, plain_chain
+from .tree_drafts import TreeDraft, preserved_chain
 
 
 class GridNode(NamedTuple):
@@ -41,7 +41,7 @@ class GridNode(NamedTuple):
     token: int
     cell: int
     row: int
-    attended: int
+    num_attended: int
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class GridPass:
     grid_rows: Ints  # grid row that each node belongs to, int64 `[nodes]`
     # number of tokens of its grid row that each node attends to, itself included, int64 `[nodes]`; 0 for a stand-in:
     # no other node attends to it
-    attended: Ints
-    sampled: list[int]  # nodes after which a code is sampled
+    num_attended: Ints
+    sampled_nodes: list[int]  # nodes after which a code is sampled
     cached_cells: Ints  # cells in the order of the cache, int64 `[entries]`
     cached_tokens: Ints  # tokens of these cells, int64 `[entries]`
     columns: int  # number of columns of the grid
@@ -69,14 +69,15 @@ class GridPass:
     @cached_property
     def structure(self) -> TreeStructure:
         """Mask of the nodes that attend to each other; `depths` are their cells."""
-        ancestors = self.attends_to(self.cells) & (self.attended > 0) | np.eye(self.nodes, dtype=bool)
+        ancestors = self.attends_to(self.cells) & (self.num_attended > 0) | np.eye(self.nodes, dtype=bool)
         return TreeStructure(self.cells, (), ancestors, self.cells, False)
 
     def attends_to(self, cells: Ints) -> Bools:
         """Return whether each node may attend to each of `cells`, bool `[nodes, cells]`."""
+        # A node attends to `num_attended` tokens of its row, and to `window` more tokens in each row further up.
         row, column = np.divmod(cells, self.columns)
         rows_above = self.grid_rows[:, None] - row
-        mask: Bools = (rows_above >= 0) & (column < self.attended[:, None] + rows_above * self.window)
+        mask: Bools = (rows_above >= 0) & (column < self.num_attended[:, None] + rows_above * self.window)
         return mask
 
 
@@ -135,17 +136,18 @@ class Grid:
         nodes: list[GridNode] = []
         lengths: list[int] = []  # number of tokens of each row in the cache or in the pass
         for row, count in enumerate(self.lengths):
-            first = row * self.columns
+            first = row * self.columns  # first cell of the row
             length = self.cached_lengths[row]
-            begins = count == 0 and row > 0 and self.window <= self.lengths[row - 1] and self.window < self.columns
-            done = row + 1 == len(self.lengths) and count >= self.codes_per_row
-            if (begins or length < count) and not done and self._has_context(row, count, lengths):
-                if begins:
+            begins_row = count == 0 and row > 0 and self.window <= self.lengths[row - 1] and self.window < self.columns
+            # Nothing is sampled after the last code of the image, so it needs no pass.
+            is_complete = row + 1 == len(self.lengths) and count >= self.codes_per_row
+            if (begins_row or length < count) and not is_complete and self._has_context(row, count, lengths):
+                if begins_row:  # after the end-of-row token, or the newest visible token, of the row above
                     stand_in = first - 1 if self.has_ends else first - self.columns + self.window - 1
-                    nodes.append(GridNode(self.cells[stand_in], first - 1, row, attended=0))
-                for attended in range(length + 1, count + 1):  # known tokens that are not in the cache yet
-                    cell = first + attended - 1
-                    nodes.append(GridNode(self.cells[cell], cell, row, attended))
+                    nodes.append(GridNode(self.cells[stand_in], first - 1, row, num_attended=0))
+                for num_attended in range(length + 1, count + 1):  # known tokens that are not in the cache yet
+                    cell = first + num_attended - 1  # the token attends to itself, so its column is one less
+                    nodes.append(GridNode(self.cells[cell], cell, row, num_attended))
                 length = count
                 num_drafts = self.num_drafts
                 # A row's last code gets no draft behind it, and a draft needs the row above to be far enough ahead.
@@ -159,17 +161,18 @@ class Grid:
                     # a cell without a draft copies the token to its left
                     nodes.append(GridNode(self._drafts.get(cell, nodes[-1].token), cell, row, length))
             lengths.append(length)
-        tokens, cells, grid_rows, attended = np.array(nodes[: self.max_nodes], np.int64).T
+        # Nodes beyond the maximum wait: their rows have not committed them, so the next pass contains them again.
+        tokens, cells, grid_rows, num_attended = np.array(nodes[: self.max_nodes], np.int64).T  # each [nodes]
         # After an end-of-row token the next row begins, unless a stand-in begins that row.
-        begins_cell = (attended < self.codes_per_row) | (self.window == self.columns)
-        next_codes = grid_rows * self.codes_per_row + np.minimum(attended, self.codes_per_row)
+        begins_cell = (num_attended < self.codes_per_row) | (self.window == self.columns)
+        next_codes = grid_rows * self.codes_per_row + np.minimum(num_attended, self.codes_per_row)
         cached_cells = np.array(self._cached_cells, np.int64)
         return GridPass(
             tokens=tokens,
             cells=cells,
             grid_rows=grid_rows,
-            attended=attended,
-            sampled=np.flatnonzero(begins_cell).tolist(),
+            num_attended=num_attended,
+            sampled_nodes=np.flatnonzero(begins_cell).tolist(),
             cached_cells=cached_cells,
             cached_tokens=np.array(self.cells, np.int64)[cached_cells],
             columns=self.columns,
@@ -182,20 +185,22 @@ class Grid:
 
         Args:
             grid_pass: pass that was run.
-            codes: codes sampled after the nodes `grid_pass.sampled`, int64 `[sampled]`.
+            codes: codes sampled after the nodes `grid_pass.sampled_nodes`, int64 `[sampled nodes]`.
 
         Returns:
             Nodes whose keys and values are appended to the cache, and cells whose tokens are known now, both int64
             `[count]`.
         """
-        choices = dict(zip(grid_pass.sampled, codes.tolist(), strict=True))
+        choices = dict(zip(grid_pass.sampled_nodes, codes.tolist(), strict=True))
         lengths = [*self.lengths]  # before this pass; nodes beyond them are drafts
         accepted_nodes: list[int] = []
         new_cells: list[int] = []
         expected = -1  # code sampled after the previous node, -1 if that node was a wrong draft
-        nodes = zip(grid_pass.tokens.tolist(), grid_pass.grid_rows.tolist(), grid_pass.attended.tolist(), strict=True)
+        nodes = zip(
+            grid_pass.tokens.tolist(), grid_pass.grid_rows.tolist(), grid_pass.num_attended.tolist(), strict=True
+        )
         for node, (token, row, count) in enumerate(nodes):
-            cell = row * self.columns + count
+            cell = row * self.columns + count  # the cell after the node, which its code is for
             code = self._preserved.get(cell, choices[node]) if node in choices else -1
             matches = count <= lengths[row] or token == expected
             accepted = matches and self._has_context(row, count, self.cached_lengths)
@@ -204,7 +209,7 @@ class Grid:
                 if code >= 0:
                     self._drafts[cell] = code
                 continue
-            if count:  # not a stand-in
+            if count:  # not a stand-in, which attends to 0 tokens of its row
                 accepted_nodes.append(node)
                 self._cached_cells.append(cell - 1)
                 self.cached_lengths[row] = count
@@ -236,11 +241,11 @@ class Grid:
 class RowPass(PassLayout):
     """Nodes of several grid rows, which attend to a part of the tokens in the cache."""
 
-    past: Bools  # whether each node attends to each token of the image in the cache, bool `[nodes, entries]`
+    past_mask: Bools  # whether each node attends to each token of the image in the cache, bool `[nodes, entries]`
 
     def mask_past(self, mask: Bools) -> None:
         """Remove the entries that the nodes do not attend to, see `PassLayout.mask_past`."""
-        mask[:, : self.past.shape[1]] &= self.past
+        mask[:, : self.past_mask.shape[1]] &= self.past_mask
 
 
 @dataclass(eq=False)
@@ -250,33 +255,36 @@ class RowDraft:
     sequence: ImageSequence
     grid: Grid
     grid_pass: GridPass
-    first: int = field(init=False)  # number of codes before the grid, which all nodes attend to
+    grid_start: int = field(init=False)  # number of codes before the grid, which all nodes attend to
     tokens: Ints = field(init=False)  # tokens of the nodes, int64 `[nodes]`
     structure: TreeStructure = field(init=False)  # mask of the nodes that attend to each other
-    cells: Sequence[int] = field(init=False)  # the code after each node
-    sampled: Sequence[int] = field(init=False)  # nodes after which a token is sampled
+    next_codes: Sequence[int] = field(init=False)  # the code after each node
+    sampled_nodes: Sequence[int] = field(init=False)  # nodes after which a token is sampled
 
     def __post_init__(self) -> None:
-        self.first = self.sequence.raster.first_codes
+        self.grid_start = self.sequence.raster.first_codes
         self.tokens = self.grid_pass.tokens
         self.structure = self.grid_pass.structure
-        self.cells = (self.first + self.grid_pass.next_codes).tolist()
-        self.sampled = self.grid_pass.sampled
+        self.next_codes = (self.grid_start + self.grid_pass.next_codes).tolist()
+        self.sampled_nodes = self.grid_pass.sampled_nodes
 
-    def layout(self) -> PassLayout:
+    def make_layout(self) -> PassLayout:
         """Return the tokens, positions and attention masks of the nodes in a forward pass."""
         structure = self.structure
-        past = self.grid_pass.attends_to(self.grid_pass.cached_cells)
-        past = np.pad(past, ((0, 0), (self.first, 0)), constant_values=True)
-        return RowPass(self.tokens, self.first + structure.depths, structure.ancestors, past)
+        past_mask = self.grid_pass.attends_to(self.grid_pass.cached_cells)
+        # all nodes attend to the codes before the grid, which come first in the cache, [nodes, entries]
+        past_mask = np.pad(past_mask, ((0, 0), (self.grid_start, 0)), constant_values=True)
+        return RowPass(self.tokens, self.grid_start + structure.depths, structure.ancestors, past_mask)
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the tokens that a node attends to, its token included."""
-        past = self.grid_pass.attends_to(self.grid_pass.cached_cells)[node]
-        before = np.array(self.sequence.codes[: self.first], np.int64)
-        return np.concatenate([before, self.grid_pass.cached_tokens[past], self.tokens[self.structure.ancestors[node]]])
+        past_mask = self.grid_pass.attends_to(self.grid_pass.cached_cells)[node]
+        before = np.array(self.sequence.codes[: self.grid_start], np.int64)
+        return np.concatenate(
+            [before, self.grid_pass.cached_tokens[past_mask], self.tokens[self.structure.ancestors[node]]]
+        )
 
-    def accept(self, output: TargetOutput, model: Model) -> Accepted:
+    def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
         """Sample tokens, verify the drafts, and add the accepted tokens to the grid and the sequence.
 
         Args:
@@ -285,17 +293,21 @@ class RowDraft:
         """
         sequence = self.sequence
         grid = self.grid
-        accepted_nodes, new_cells = grid.commit(self.grid_pass, output.sample(self.sampled))
+        accepted_nodes, new_cells = grid.commit(self.grid_pass, output.sample(self.sampled_nodes))
         if grid.has_ends:
-            new_cells = new_cells - new_cells // grid.columns  # cells of the grid without end-of-row tokens
+            # Before a cell in row r there are r end-of-row tokens, which codes do not count.
+            new_cells = new_cells - new_cells // grid.columns
+        # codes of the grid in raster order, -1 where unknown, [codes]
         image = np.array(grid.cells, np.int64).reshape(-1, grid.columns)[:, : grid.codes_per_row].ravel()
         unknown = np.flatnonzero(image < 0)
         end = unknown[0] if len(unknown) else len(image)
-        codes = image[len(sequence.codes) - self.first : end]
+        codes = image[len(sequence.codes) - self.grid_start : end]
         sequence.codes += codes.tolist()
         sequence.record_draft(len(self.tokens) - 1, len(new_cells) - 1)
-        step = SequenceStep(sequence.index, codes, placed=Placed(self.first + new_cells, image[new_cells]))
-        return Accepted(step, codes, accepted_nodes)
+        step = SequenceStep(
+            sequence.index, codes, placed_codes=PlacedCodes(self.grid_start + new_cells, image[new_cells])
+        )
+        return AcceptedDraft(step, codes, accepted_nodes)
 
 
 class RowDrafter(Drafter):
@@ -314,13 +326,13 @@ class RowDrafter(Drafter):
         drafts: list[Draft] = []
         for sequence in sequences:
             if len(sequence.codes) <= sequence.raster.first_codes:
-                drafts.append(TreeDraft(sequence, plain_chain(sequence, self._max_nodes)))
+                drafts.append(TreeDraft(sequence, preserved_chain(sequence, self._max_nodes)))
             else:
                 grid = self._grid(sequence)
                 drafts.append(RowDraft(sequence, grid, grid.next_pass()))
         return drafts
 
-    def leave(self, sequences: Sequence[ImageSequence]) -> None:
+    def remove(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the grids of these sequences."""
         for sequence in sequences:
             self._grids.pop(sequence, None)

@@ -16,7 +16,7 @@ from ..methods import Sampling
 from .engine import Floats, Ints
 
 Probabilities = NDArray[np.float64]
-BLOCK = 64  # codes whose maximum is taken first in the search for the most probable codes
+BLOCK_SIZE = 64  # codes whose maximum is taken first in the search for the most probable codes
 
 
 def apply_temperature(logits: Floats, sampling: Sampling) -> Floats:
@@ -39,18 +39,18 @@ def apply_guidance(logits: Floats, scales: Floats) -> Floats:
     return mixed
 
 
-def apply_repetition_penalty(logits: Floats, before: Sequence[Ints], sampling: Sampling) -> Floats:
+def apply_repetition_penalty(logits: Floats, preceding_codes: Sequence[Ints], sampling: Sampling) -> Floats:
     """Apply the repetition penalty to the conditional logits.
 
     Args:
         logits: `[1 or 2, nodes, vocab_size]`, conditional first; not changed.
-        before: for each node, the codes of its image before its choice.
+        preceding_codes: for each node, the codes of its image before its choice.
     """
     if not sampling.penalised:
         return logits
     penalised = logits.copy()
     penalty = np.float32(sampling.repetition_penalty)
-    for row, codes in zip(penalised[0], before, strict=True):
+    for row, codes in zip(penalised[0], preceding_codes, strict=True):
         known = codes[codes < len(row)]  # end-of-row tokens are not sampled
         row[known] = np.where(row[known] < 0, row[known] * penalty, row[known] / penalty)
     return penalised
@@ -58,13 +58,13 @@ def apply_repetition_penalty(logits: Floats, before: Sequence[Ints], sampling: S
 
 def softmax(logits: Floats) -> Probabilities:
     """Compute float64 probabilities of float32 logits along the last axis; they sum to 1 in float64."""
-    weights = logits - _highest(logits)
+    weights = logits - _finite_maxima(logits)
     probabilities: Probabilities = np.exp(weights, out=weights).astype(np.float64)
     probabilities *= 1 / probabilities.sum(-1, keepdims=True)
     return probabilities
 
 
-def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
+def choose_codes(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
     """Sample codes `[...]` with Gumbel noise.
 
     Sums are float32: rounding decides between two codes about once in a million samples, which moves a distribution
@@ -74,7 +74,7 @@ def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
         logits: guided, `[..., vocab_size]`.
         noise: float32, same shape as `logits`; None chooses the most probable codes.
     """
-    values = shape_logits(logits, sampling)
+    values = process_logits(logits, sampling)
     if noise is not None:
         values = values + noise
     if not isfinite(values.max()):  # NaN counts as the largest
@@ -83,8 +83,10 @@ def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
     return codes
 
 
-def choose_with_margin(logits: Floats, noise: Floats | None, sampling: Sampling) -> tuple[list[int], list[float]]:
-    """Sample as `choose` does, without filters; return the codes and their margins over the next best codes.
+def choose_codes_with_margins(
+    logits: Floats, noise: Floats | None, sampling: Sampling
+) -> tuple[list[int], list[float]]:
+    """Sample as `choose_codes` does, without filters; return the codes and their margins over the next best codes.
 
     The loop over rows needs fewer different NumPy functions than calls over all rows. That is faster after a pass, when
     the processor's caches are cold: 20 us instead of 49 us for one row (measured here).
@@ -135,35 +137,36 @@ def best_codes(values: Floats, count: int) -> tuple[Ints, Floats]:
         The codes and their log-probabilities, both `[rows, count]`, fewer in a smaller vocabulary. Codes of weight
         -inf have log-probability -inf.
     """
-    weights = values - _highest(values)
-    codes = _largest(values, min(count, values.shape[-1]))
+    weights = values - _finite_maxima(values)
+    codes = _find_largest(values, min(count, values.shape[-1]))
     chosen = weights[np.arange(len(weights))[:, None], codes]
     scores: Floats = chosen - np.log(np.exp(weights, out=weights).sum(-1, keepdims=True))
     return codes, scores
 
 
-def _largest(values: Floats, count: int) -> Ints:
+def _find_largest(values: Floats, count: int) -> Ints:
     """Return the indices of the `count` largest values of each row `[rows, n]`, largest first.
 
     Only the `count` blocks with the highest maxima can hold them, which spares a selection among all n.
     """
     rows, length = values.shape
     row = np.arange(rows)[:, None]
-    blocks = length // BLOCK
-    if blocks * BLOCK == length and blocks >= 4 * count:
-        highest = values.reshape(rows, BLOCK, blocks).max(1)  # block b: b, b + blocks, b + 2 blocks, ...
-        best = np.argpartition(highest, blocks - count, axis=-1)[:, blocks - count :]
-        where = (best[:, None] + blocks * np.arange(BLOCK)[:, None]).reshape(rows, count * BLOCK)
+    blocks = length // BLOCK_SIZE
+    if blocks * BLOCK_SIZE == length and blocks >= 4 * count:
+        # Block b has the indices b, b + blocks, b + 2 blocks, ...: maxima over axis 1 are computed without strides.
+        highest = values.reshape(rows, BLOCK_SIZE, blocks).max(1)  # [rows, blocks]
+        best = np.argpartition(highest, blocks - count, axis=-1)[:, blocks - count :]  # [rows, count]
+        where = (best[:, None] + blocks * np.arange(BLOCK_SIZE)[:, None]).reshape(rows, count * BLOCK_SIZE)
     else:
         where = np.broadcast_to(np.arange(length), (rows, length))
     candidates = values[row, where]
-    first = np.argpartition(candidates, candidates.shape[-1] - count, axis=-1)[:, -count:]
+    first = np.argpartition(candidates, candidates.shape[-1] - count, axis=-1)[:, -count:]  # [rows, count], unordered
     order = np.argsort(-candidates[row, first], axis=-1, kind="stable")
     codes: Ints = where[row, first[row, order]]
     return codes
 
 
-def _highest(logits: Floats) -> Floats:
+def _finite_maxima(logits: Floats) -> Floats:
     """Compute maxima `[..., 1]` along the last axis; raise EngineError if any is NaN or infinite."""
     top: Floats = logits.max(-1, keepdims=True)
     if not np.isfinite(top).all():
@@ -176,7 +179,7 @@ def invalid_logits_error() -> EngineError:
     return EngineError("a graph gave NaN or infinite logits", remedy="its weights are damaged, export the bundle again")
 
 
-def shape_logits(logits: Floats, sampling: Sampling) -> Floats:
+def process_logits(logits: Floats, sampling: Sampling) -> Floats:
     """Divide guided logits `[..., vocab_size]` by the temperature, and set codes that a filter excludes to -inf.
 
     Greedy settings change nothing. Top-k includes the k largest logits. Top-p includes the largest logits until their
@@ -185,12 +188,12 @@ def shape_logits(logits: Floats, sampling: Sampling) -> Floats:
     scaled = apply_temperature(logits, sampling)
     if not sampling.filtered:
         return scaled
-    _highest(scaled)
-    threshold = np.apply_along_axis(_threshold, -1, scaled, sampling)[..., None]
+    _finite_maxima(scaled)
+    threshold = np.apply_along_axis(_filter_threshold, -1, scaled, sampling)[..., None]
     return np.where(scaled >= threshold, scaled, np.float32(-np.inf))
 
 
-def _threshold(scaled: Floats, sampling: Sampling) -> np.float32:
+def _filter_threshold(scaled: Floats, sampling: Sampling) -> np.float32:
     """Return the smallest logit of `scaled [vocab_size]` that the filters include."""
     included = scaled
     for name in sampling.filter_order.split(", "):
@@ -221,6 +224,7 @@ def _filter_bounds(scaled: Floats, sampling: Sampling, tie_margin: float) -> tup
             ordered = np.sort(possible)[::-1]
             weights = np.exp(ordered - ordered[0], dtype=np.float64)
             sums = weights.cumsum()
+            # Rounding moves the sum that the first filter includes between `sure` and `sums[-1]`.
             sure = weights[ordered > certain].sum()
             within = int(np.count_nonzero(sums <= (sampling.top_p - tie_margin) * sure))
             beyond = int(np.count_nonzero(sums <= (sampling.top_p + tie_margin) * sums[-1]))
@@ -233,12 +237,12 @@ def _filter_bounds(scaled: Floats, sampling: Sampling, tie_margin: float) -> tup
     return float(possible.min()), float(certain)
 
 
-def shape_distribution(logits: Floats, sampling: Sampling) -> Probabilities:
+def compute_distribution(logits: Floats, sampling: Sampling) -> Probabilities:
     """Compute the distributions of guided logits, both `[..., vocab_size]`; the plain softmax when greedy."""
-    return softmax(shape_logits(logits, sampling))
+    return softmax(process_logits(logits, sampling))
 
 
-def sample(distribution: Probabilities, rng: np.random.Generator) -> int:
+def sample_code(distribution: Probabilities, rng: np.random.Generator) -> int:
     """Sample a code of positive probability from a distribution `[vocab_size]`, with one number of the stream."""
     ends = distribution.cumsum()
     code = int(ends.searchsorted(rng.random() * ends[-1], "right"))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import EngineError
-from ..methods import MethodConfig, Relaxed, Sampling, Sjd
+from ..methods import MethodConfig, RelaxedMethod, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints
 from .guidance import Guidance
 from .heads import DraftHeads
@@ -19,7 +19,7 @@ from .raster import RasterLayout
 from .statistics import SequenceStatistics
 from .windows import AdaptiveWindow
 
-_NOTHING = np.zeros(0, np.int64)
+_NO_CODES = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DrafterLayout:
 
 
 @dataclass(frozen=True)
-class Model:
+class LoadedModel:
     """Engines and tables of one model, for images of every size."""
 
     target: Engine  # runs the target model
@@ -52,18 +52,26 @@ class Model:
 
 @dataclass(frozen=True)
 class PrefixRow:
-    """Prefix of a prompt in one batch row. Positions count columns, padding included, from `offset`."""
+    """Prefix of a prompt in one batch row."""
 
     embeds: Floats  # float32 `[length, hidden_size]`
-    real: Bools  # bool `[length]`, False on padding
+    is_real: Bools  # bool `[length]`, False on padding
     # tokens that the drafter reads in the prefix, int64 `[length]`; None: the layout's `prefix_token` everywhere
     tokens: Ints | None = None
+    # position of each column, int64 `[length]`; None: consecutive positions, padding included, up to the first code
+    positions: Ints | None = None
     first_position: int | None = None  # position of the first code; None: the prefix begins at position 0
 
     @property
-    def offset(self) -> int:
-        """Position of the prefix's first column."""
-        return 0 if self.first_position is None else self.first_position - len(self.embeds)
+    def code_position(self) -> int:
+        """Position of the first code."""
+        return len(self.embeds) if self.first_position is None else self.first_position
+
+    def node_positions(self, nodes: int) -> Ints:
+        """Return the positions of a prefill's nodes, int64 `[nodes]`; nodes behind the prefix are not used."""
+        if self.positions is None:
+            return self.code_position - len(self.embeds) + np.arange(nodes)
+        return np.pad(self.positions, (0, nodes - len(self.positions)), "edge")
 
     def drafter_tokens(self, layout: DrafterLayout) -> Ints:
         """Return the tokens of the drafter's prefix slots, int64 `[length - 1]`: slot p reads token p + 1."""
@@ -91,7 +99,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DecodePlan:
     """Settings and layout of the images of one request: everything but prompts and seeds."""
 
     layout: ImageLayout
@@ -119,7 +127,7 @@ class ImageSequence:
     """Sequence of the tokens of an image being generated."""
 
     index: int  # number of the image, chosen by the caller
-    plan: Plan
+    plan: DecodePlan
     prompt: Prompt
     seed: int  # 0 .. 2^64 - 1
     rows: Sequence[PrefixRow] = field(init=False)  # prefix rows, the conditional row first
@@ -139,7 +147,7 @@ class ImageSequence:
         self.sampling = plan.sampling
         self.method = plan.method
         self.exact = plan.method.exact  # whether the tokens follow the target's distribution exactly
-        self.relaxed = isinstance(plan.method, Relaxed) and not self.exact  # `rows` is neither
+        self.relaxed = isinstance(plan.method, RelaxedMethod) and not self.exact  # `rows` is neither
         self.greedy = plan.sampling.greedy
         self.rows = self.prompt.rows(plan.num_rows)
         self.noise = plan.layout.noise(self.seed)
@@ -149,7 +157,7 @@ class ImageSequence:
         self._window = AdaptiveWindow(plan.nodes - 1) if adapts else None
         self.preserved = self.prompt.preserved
         if self.preserved is not None:
-            self.preserved = plan.layout.in_drawing_order(self.preserved)
+            self.preserved = plan.layout.to_drawing_order(self.preserved)
             self.statistics.preserved = int((self.preserved >= 0).sum())
 
     @property
@@ -160,7 +168,7 @@ class ImageSequence:
 
     def end_guidance(self) -> bool:
         """Remove the unconditional row once all guided codes are known; return whether it was removed."""
-        if len(self.rows) == 1 or len(self.codes) < self.guidance.count:
+        if len(self.rows) == 1 or len(self.codes) < self.guidance.num_guided:
             return False
         self.rows = self.rows[:1]
         return True
@@ -186,29 +194,29 @@ class ImageSequence:
         """Number of codes still to generate or to insert as preserved."""
         return self.layout.num_codes - len(self.codes)
 
-    def next_preserved(self, ahead: int = 0) -> tuple[Ints, int]:
+    def next_preserved(self, skip: int = 0) -> tuple[Ints, int]:
         """Return the run of preserved codes at the next cell, and the length of the gap after the run.
 
         Args:
-            ahead: number of cells to skip before the run.
+            skip: number of cells to skip before the run.
 
         Returns:
             Preserved codes, int64 `[count]`, empty if the cell is to be generated; number of cells to generate
             between the run and the next preserved cell.
         """
         if self.preserved is None:
-            return _NOTHING, self.remaining - ahead
-        rest = self.preserved[len(self.codes) + ahead :]
+            return _NO_CODES, self.remaining - skip
+        rest = self.preserved[len(self.codes) + skip :]
         generated = np.flatnonzero(rest < 0)
         count = int(generated[0]) if len(generated) else len(rest)
         preserved = np.flatnonzero(rest[count:] >= 0)
         return rest[:count], int(preserved[0]) if len(preserved) else len(rest) - count
 
-    def tokens_until_preserved(self, ahead: int = 0) -> int:
-        """Return the number of cells to generate before the next preserved cell, after skipping `ahead` cells."""
+    def count_until_preserved(self, skip: int = 0) -> int:
+        """Return the number of cells to generate before the next preserved cell, after skipping `skip` cells."""
         if self.preserved is None:
-            return self.remaining - ahead
-        preserved, gap = self.next_preserved(ahead)
+            return self.remaining - skip
+        preserved, gap = self.next_preserved(skip)
         return 0 if len(preserved) else gap
 
     def append(self, codes: Ints) -> None:

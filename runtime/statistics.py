@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from .engine import Cache, Engine, Ints, Pass, PassOutput
+from .engine import Cache, Engine, Ints, PassInput, PassOutput
 
 
 class Clock:
@@ -15,7 +15,7 @@ class Clock:
     def __init__(self) -> None:
         self.calls = 0
         self.seconds = 0.0
-        self.began = time.perf_counter()
+        self.start_time = time.perf_counter()
 
     def copy(self) -> Clock:
         """Return a copy of the counts that begins now."""
@@ -24,15 +24,15 @@ class Clock:
         clock.seconds = self.seconds
         return clock
 
-    def since(self, before: Clock) -> Clock:
-        """Return the counts since `before`, a copy of this clock, was made."""
+    def count_since(self, earlier: Clock) -> Clock:
+        """Return the counts since `earlier`, a copy of this clock, was made."""
         clock = Clock()
-        clock.calls = self.calls - before.calls
-        clock.seconds = self.seconds - before.seconds
-        clock.began = before.began
+        clock.calls = self.calls - earlier.calls
+        clock.seconds = self.seconds - earlier.seconds
+        clock.start_time = earlier.start_time
         return clock
 
-    def run(self, engine: Engine, batch: Pass, cache: Cache) -> PassOutput:
+    def run(self, engine: Engine, batch: PassInput, cache: Cache) -> PassOutput:
         """Run and count one forward pass.
 
         Args:
@@ -93,7 +93,7 @@ class Statistics:
     per_image: list[SequenceStatistics] = field(repr=False)
 
 
-def summarise(
+def summarize_decode(
     method: str, codes_per_image: int, target: Clock, drafter: Clock, sequences: list[SequenceStatistics]
 ) -> Statistics:
     """Return the statistics of a decode that began when the target's clock was created and ends now.
@@ -102,7 +102,7 @@ def summarise(
         codes_per_image: number of codes of an image, preserved codes included.
         sequences: statistics of each image, not empty.
     """
-    seconds = time.perf_counter() - target.began
+    seconds = time.perf_counter() - target.start_time
     accepted = [count for sequence in sequences for count in sequence.accepted_per_step]
     tokens = [(codes_per_image - sequence.preserved) / sequence.target_passes for sequence in sequences]
     return Statistics(

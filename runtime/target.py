@@ -16,10 +16,10 @@ from .sampling import (
     Probabilities,
     apply_guidance,
     apply_repetition_penalty,
-    choose,
-    choose_with_margin,
+    choose_codes,
+    choose_codes_with_margins,
+    compute_distribution,
     is_decisive,
-    shape_distribution,
 )
 from .state import ImageSequence
 from .tree import TreeStructure
@@ -31,7 +31,7 @@ MAX_BLOCK_NODES = 256  # maximum number of nodes, over several sequences, that a
 class LogitBlock:
     """Guided logits of consecutive nodes that are computed together: a whole chain, or one node of a tree."""
 
-    first: int  # first node of the block
+    first_node: int  # first node of the block
     logits: Floats  # guided, float32 `[nodes, vocab_size]`
     noise: Floats | None = None  # noise of the sampled tokens, `[nodes, vocab_size]`; None if greedy or not sampled yet
     # difference between the best and the second best value of each node; empty if not sampled yet, and with filters,
@@ -39,7 +39,7 @@ class LogitBlock:
     margins: Sequence[float] = ()
 
 
-class Nodes(Protocol):
+class DraftNodes(Protocol):
     """Nodes of a draft, after which the target samples."""
 
     @property
@@ -47,7 +47,7 @@ class Nodes(Protocol):
         """Depths, children and ancestor mask of the nodes."""
 
     @property
-    def cells(self) -> Sequence[int]:
+    def next_codes(self) -> Sequence[int]:
         """The code that is sampled after each node."""
 
     def preceding_codes(self, node: int) -> Ints:
@@ -71,7 +71,7 @@ class TargetOutput:
     def __init__(
         self,
         sequence: ImageSequence,
-        draft: Nodes,
+        draft: DraftNodes,
         layout: PassLayout,
         logits: DeviceArray,
         rows: slice,
@@ -81,7 +81,7 @@ class TargetOutput:
         self.layout = layout
         self.rows = rows
         self.recompute = recompute
-        self.cells = draft.cells
+        self.next_codes = draft.next_codes
         self.structure = draft.structure
         self.sampling = sequence.sampling
         self.guidance = sequence.guidance
@@ -92,56 +92,56 @@ class TargetOutput:
         self._choices: dict[int, int] = {}  # keys are nodes
         self._distributions: dict[int, Probabilities] = {}  # keys are nodes
 
-    def choice(self, node: int) -> int:
+    def choose_token(self, node: int) -> int:
         """Return the choice after `node`. Every near-tie costs a forward pass."""
-        code = self.choice_without_recompute(node)
+        code = self.choose_token_without_recompute(node)
         if self.recompute is None or self._is_decisive(node, code):
             return code
         logits = self.recompute(node)
-        code = int(choose(logits, self._gumbel(node, logits), self.sampling)[0])
+        code = int(choose_codes(logits, self._read_noise(node, logits), self.sampling)[0])
         self._choices[node] = code
         return code
 
-    def choice_without_recompute(self, node: int) -> int:
+    def choose_token_without_recompute(self, node: int) -> int:
         """Return the choice after `node`, or possibly another token at a near-tie: good enough for a draft."""
         if node not in self._choices:
             block = self._block_at(node)
-            block.noise = self._gumbel(block.first, block.logits)
+            block.noise = self._read_noise(block.first_node, block.logits)
             if self.recompute is None or self.sampling.filtered:
-                codes = choose(block.logits, block.noise, self.sampling).tolist()
+                codes = choose_codes(block.logits, block.noise, self.sampling).tolist()
             else:
-                codes, block.margins = choose_with_margin(block.logits, block.noise, self.sampling)
-            self._choices.update(enumerate(codes, block.first))
+                codes, block.margins = choose_codes_with_margins(block.logits, block.noise, self.sampling)
+            self._choices.update(enumerate(codes, block.first_node))
         return self._choices[node]
 
     def guided_logits(self, node: int) -> Floats:
         """Return the guided logits after `node`, float32 `[vocab_size]`."""
         block = self._block_at(node)
-        logits: Floats = block.logits[node - block.first]
+        logits: Floats = block.logits[node - block.first_node]
         return logits
 
     def distribution(self, node: int) -> Probabilities:
         """Return the target's distribution after `node`, float64 `[vocab_size]`."""
         if node not in self._distributions:
             block = self._block_at(node)
-            self._distributions.update(enumerate(shape_distribution(block.logits, self.sampling), block.first))
+            self._distributions.update(enumerate(compute_distribution(block.logits, self.sampling), block.first_node))
         return self._distributions[node]
 
-    def decisions(self, node: int) -> np.random.Generator:
+    def decision_stream(self, node: int) -> np.random.Generator:
         """Return the random stream with which relaxed acceptance decides on the children of `node`."""
-        return self.noise.decisions(self.cells[node])
+        return self.noise.decision_stream(self.next_codes[node])
 
     def sample(self, nodes: Sequence[int]) -> Ints:
         """Return the choices after ascending nodes that need not form a chain, int64 `[nodes]`."""
         if not all(node in self._choices for node in nodes):
-            # a slice of logits is not copied
-            consecutive = self.layout.one_to_one and nodes[-1] - nodes[0] + 1 == len(nodes)
+            # a slice of logits is read without a copy, a list of nodes with one
+            consecutive = self.layout.nodes_match_draft and nodes[-1] - nodes[0] + 1 == len(nodes)
             guided = self._read_guided(slice(nodes[0], nodes[-1] + 1) if consecutive else nodes)
             noise = None
             if not self.sequence.greedy:
                 size = guided.shape[1]
-                noise = np.concatenate([self.noise.gumbel(self.cells[node], 1, size) for node in nodes])
-            self.store_choices(nodes, choose(guided, noise, self.sampling))
+                noise = np.concatenate([self.noise.gumbel(self.next_codes[node], 1, size) for node in nodes])
+            self.store_choices(nodes, choose_codes(guided, noise, self.sampling))
         return np.array([self._choices[node] for node in nodes], np.int64)
 
     def store_choices(self, nodes: Sequence[int], codes: Ints, block: LogitBlock | None = None) -> None:
@@ -157,7 +157,7 @@ class TargetOutput:
 
     def _is_decisive(self, node: int, code: int) -> bool:
         block = self._block_at(node)
-        index = node - block.first
+        index = node - block.first_node
         if len(block.margins):
             return block.margins[index] > self.sequence.tie_margin
         assert block.noise is not None or self.sampling.greedy, "the block of a sampled node has its noise"
@@ -166,13 +166,15 @@ class TargetOutput:
 
     def _block_at(self, node: int) -> LogitBlock:
         block = self._block
-        if block is None or not block.first <= node < block.first + len(block.logits):
+        if block is None or not block.first_node <= node < block.first_node + len(block.logits):
+            # Acceptance reads most nodes of a chain, but only one path of a tree.
             first, nodes = (0, len(self.structure.depths)) if self.structure.is_chain else (node, 1)
             block = self._block = LogitBlock(first, self._read_guided(slice(first, first + nodes)))
         return block
 
-    def _gumbel(self, first: int, logits: Floats) -> Floats | None:
-        return None if self.sequence.greedy else self.noise.gumbel(self.cells[first], *logits.shape)
+    def _read_noise(self, first: int, logits: Floats) -> Floats | None:
+        # Nodes of a block are consecutive codes, whose noise follows that of the first, [nodes, vocab_size].
+        return None if self.sequence.greedy else self.noise.gumbel(self.next_codes[first], *logits.shape)
 
     def _read_guided(self, nodes: slice | Sequence[int]) -> Floats:
         logits = self.layout.logits(self._logits, self.rows, nodes)
@@ -180,7 +182,7 @@ class TargetOutput:
         if self.sampling.penalised:
             preceding = [self._draft.preceding_codes(node) for node in draft_nodes]
             logits = apply_repetition_penalty(logits, preceding, self.sampling)
-        return self.guidance.mix(logits, [self.cells[node] for node in draft_nodes])
+        return self.guidance.mix(logits, [self.next_codes[node] for node in draft_nodes])
 
 
 def choose_for_sequences(logits: DeviceArray, targets: Iterable[TargetOutput]) -> None:
@@ -202,21 +204,22 @@ def choose_for_sequences(logits: DeviceArray, targets: Iterable[TargetOutput]) -
         adjacent = stop - start == count * num_rows  # no rows of other sequences in between
         if nodes == 0 or count < 2 or not adjacent:
             continue
+        # Rows of a sequence are neighbours; guidance reads rows first: [num_rows, sequences, nodes, vocab_size].
         guided = logits[start:stop, :nodes].reshape(count, num_rows, nodes, -1).swapaxes(0, 1)
         if num_rows == 1:
             guided = guided[0]
         else:
-            guided = apply_guidance(guided, np.stack([output.guidance.scales(output.cells) for output in outputs]))
+            guided = apply_guidance(guided, np.stack([output.guidance.scales(output.next_codes) for output in outputs]))
         guided = guided.reshape(count * nodes, -1)
-        noise = None  # [sequences * nodes, vocab_size], as guided
+        noise = None  # [sequences * nodes, vocab_size], like `guided`
         if not sampling.greedy:
             size = guided.shape[1]
-            noise = np.concatenate([output.noise.gumbel(output.cells[0], nodes, size) for output in outputs])
+            noise = np.concatenate([output.noise.gumbel(output.next_codes[0], nodes, size) for output in outputs])
         margins: list[float] = []  # see `LogitBlock.margins`
         if sampling.filtered:
-            codes = choose(guided, noise, sampling)
+            codes = choose_codes(guided, noise, sampling)
         else:
-            chosen, margins = choose_with_margin(guided, noise, sampling)
+            chosen, margins = choose_codes_with_margins(guided, noise, sampling)
             codes = np.array(chosen, np.int64)
         for i, output in enumerate(outputs):
             part = slice(i * nodes, (i + 1) * nodes)
@@ -227,6 +230,7 @@ def choose_for_sequences(logits: DeviceArray, targets: Iterable[TargetOutput]) -
 def _group_key(output: TargetOutput) -> tuple[int, int, Sampling]:
     """Return the length of a chain, 0 for drafts that sample alone, the number of batch rows, and the settings."""
     num_rows = output.rows.stop - output.rows.start
-    together = output.structure.is_chain and output.layout.one_to_one and not output.sampling.penalised
-    together &= num_rows == output.guidance.rows(output.cells[-1])
+    together = output.structure.is_chain and output.layout.nodes_match_draft and not output.sampling.penalised
+    # All codes are guided if the last is, as guided codes come first; without rows for guidance none is.
+    together &= num_rows == output.guidance.count_rows(output.next_codes[-1])
     return len(output.structure.depths) if together else 0, num_rows, output.sampling

@@ -139,7 +139,7 @@ class DraftTree:
         """Depths, children and ancestor mask of the nodes; trees of one shape share the object."""
         if self._structure is None:
             order = None if self.leaf_order is None else tuple(self.leaf_order)
-            self._structure = _structure(self.parents.tobytes(), order)
+            self._structure = _build_structure(self.parents.tobytes(), order)
         return self._structure
 
     def path_to(self, node: int) -> list[int]:
@@ -162,12 +162,12 @@ class TreeStructure:
 
 
 @lru_cache(maxsize=64)
-def _structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> TreeStructure:
+def _build_structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> TreeStructure:
     parents = np.frombuffer(parents_bytes, np.int64).tolist()
     depths: list[int] = []
     children: list[list[int]] = [[] for _ in parents]
     ancestors = np.eye(len(parents), dtype=bool)
-    for node, parent in enumerate(parents):
+    for node, parent in enumerate(parents):  # a parent comes first, so its row of `ancestors` is complete
         depths.append(0 if parent < 0 else depths[parent] + 1)
         if parent >= 0:
             children[parent].append(node)
@@ -176,7 +176,7 @@ def _structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> Tree
     leaf_rank = [len(parents)] * len(parents)
     for rank, leaf in enumerate(leaves):
         node = int(leaf)
-        while node >= 0 and leaf_rank[node] > rank:
+        while node >= 0 and leaf_rank[node] > rank:  # up to a node that has a leaf of lower rank
             leaf_rank[node] = rank
             node = parents[node]
     if leaf_order is not None:
@@ -197,9 +197,9 @@ class StaticTreeBuilder:
     def __init__(self, shape: StaticTree, root: int) -> None:
         self.shape = shape
         self.tokens = np.zeros(shape.nodes, np.int64)
-        self.sampled = np.zeros(shape.nodes, bool)  # whether each node has a token
+        self.has_token = np.zeros(shape.nodes, bool)
         self.tokens[0] = root
-        self.sampled[0] = True
+        self.has_token[0] = True
 
     def add_children(self, parents: Ints, codes: Ints, scores: Floats) -> None:
         """Store the tokens of a level's children.
@@ -209,11 +209,11 @@ class StaticTreeBuilder:
             codes: candidates for the children of each parent, best first, int64 `[n, candidates]`.
             scores: scores of the candidates, float32 `[n, candidates]`; -inf excludes a candidate.
         """
-        counts = np.isfinite(scores).sum(1)
-        for slot in np.flatnonzero(self.sampled[parents]).tolist():
+        counts = np.isfinite(scores).sum(1)  # candidates come best first, the possible before the impossible
+        for slot in np.flatnonzero(self.has_token[parents]).tolist():
             children = self.shape.children[int(parents[slot])][: counts[slot]]
             self.tokens[children] = codes[slot, : len(children)]
-            self.sampled[children] = True
+            self.has_token[children] = True
 
     def build(self, proposal: Proposal, greedy: bool) -> DraftTree:
         """Return the tree of the nodes that have a token.
@@ -226,7 +226,7 @@ class StaticTreeBuilder:
         """
         leaf_order = self.shape.leaves if greedy else None
         tree = DraftTree(self.tokens, self.shape.parents, proposal, leaf_order)
-        return tree if self.sampled.all() else subtree(tree, np.flatnonzero(self.sampled))
+        return tree if self.has_token.all() else extract_subtree(tree, np.flatnonzero(self.has_token))
 
 
 class DynamicTreeBuilder:
@@ -249,7 +249,7 @@ class DynamicTreeBuilder:
             log_probabilities: log-probabilities of the codes, `[nodes, branch]`; -inf excludes a child.
         """
         branch = codes.shape[1]
-        scores = log_probabilities + self.scores[nodes][:, None]
+        scores = log_probabilities + self.scores[nodes][:, None]  # log-probabilities of paths, [nodes, branch]
         possible = np.isfinite(scores).ravel()
         self.last_level_start = len(self.tokens)
         self.tokens = np.concatenate([self.tokens, codes.ravel()[possible]])
@@ -258,17 +258,19 @@ class DynamicTreeBuilder:
         slots = np.repeat(np.arange(len(nodes)), branch)[possible]
         self.slot_of_parent = np.concatenate([self.slot_of_parent, slots])
 
-    def best_of_last_level(self, count: int) -> Ints:
+    def choose_best_of_last_level(self, count: int) -> Ints:
         """Return the `count` nodes of the last level with the most probable paths, best first."""
         return self.last_level_start + np.argsort(-self.scores[self.last_level_start :], kind="stable")[:count]
 
     def prune(self, count: int) -> DraftTree:
         """Return the tree of the root and the `count` - 1 nodes with the most probable paths, in node order."""
+        # A path is never more probable than its parent's, and the stable sort puts the parent first where they are
+        # equal: the best nodes include all their parents. The root is not sorted, which shifts indices by 1.
         best = np.argsort(-self.scores[1:], kind="stable")[: count - 1] + 1
-        return subtree(DraftTree(self.tokens, self.parents), np.concatenate([[0], np.sort(best)]))
+        return extract_subtree(DraftTree(self.tokens, self.parents), np.concatenate([[0], np.sort(best)]))
 
 
-def subtree(tree: DraftTree, nodes: Ints) -> DraftTree:
+def extract_subtree(tree: DraftTree, nodes: Ints) -> DraftTree:
     """Return the tree of some nodes, which include the parent of every node, in their order."""
     new_index = np.full(tree.nodes + 1, -1, np.int64)  # the last entry is the root's parent, -1
     new_index[nodes] = np.arange(len(nodes))

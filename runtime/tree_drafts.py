@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .acceptance import Acceptance, Relaxation, walk_exact, walk_greedy, walk_relaxed
-from .drafting import Accepted, Drafter, SequenceStep
+from .drafting import AcceptedDraft, Drafter, SequenceStep
 from .engine import Ints
 from .layout import PassLayout
 from .raster import MAX_BATCH_NODES
-from .state import ImageSequence, Model
+from .state import ImageSequence, LoadedModel
 from .target import TargetOutput
 from .tree import DraftTree, Proposal, TreeStructure, no_proposal
 
@@ -23,37 +23,37 @@ class TreeDraft:
 
     sequence: ImageSequence
     tree: DraftTree
-    first: int = field(init=False)  # the code that is sampled after the root
+    first_code: int = field(init=False)  # the code that is sampled after the root
     tokens: Ints = field(init=False)  # tokens of the nodes, int64 `[nodes]`
     structure: TreeStructure = field(init=False)  # depths, children and ancestor mask of the nodes
-    cells: Sequence[int] = field(init=False)  # the code that is sampled after each node
+    next_codes: Sequence[int] = field(init=False)  # the code that is sampled after each node
 
     def __post_init__(self) -> None:
-        self.first = len(self.sequence.codes)
+        self.first_code = len(self.sequence.codes)
         self.tokens = self.tree.tokens
         self.structure = self.tree.structure
         is_chain = self.structure.is_chain
-        self.cells = (
-            range(self.first, self.first + len(self.tokens))
+        self.next_codes = (
+            range(self.first_code, self.first_code + len(self.tokens))
             if is_chain
-            else (self.first + self.structure.depths).tolist()
+            else (self.first_code + self.structure.depths).tolist()
         )
 
     @property
-    def sampled(self) -> Sequence[int] | None:
+    def sampled_nodes(self) -> Sequence[int] | None:
         """All nodes; None for relaxed acceptance, which asks for distributions."""
         return None if self.sequence.relaxed else range(len(self.tokens))
 
-    def layout(self) -> PassLayout:
+    def make_layout(self) -> PassLayout:
         """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
-        return self.sequence.raster.lay_out(self.tree, self.first - 1)
+        return self.sequence.raster.lay_out(self.tree, self.first_code - 1)
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the codes that precede the code sampled after `node`: committed codes, then the path in the tree."""
         path = self.tree.path_to(node)[1:]
-        return np.array([*self.sequence.codes[: self.first], *self.tree.tokens[path].tolist()], np.int64)
+        return np.array([*self.sequence.codes[: self.first_code], *self.tree.tokens[path].tolist()], np.int64)
 
-    def accept(self, output: TargetOutput, model: Model) -> Accepted:
+    def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
         """Walk down the tree as far as the target accepts, and append the codes of the path and the next code.
 
         Args:
@@ -67,24 +67,26 @@ class TreeDraft:
         sequence.record_draft(len(self.tokens) - 1 - tree.num_preserved, len(accepted.path) - 1 - tree.num_preserved)
         tokens = tree.tokens[accepted.path[1:]].tolist()
         path = accepted.path[:-1]  # the last node is the next root
-        if accepted.bonus is not None:
+        if accepted.bonus_token is not None:
             path = accepted.path
-            tokens.append(accepted.bonus)
+            tokens.append(accepted.bonus_token)
         codes = np.array(tokens, np.int64)
         step = SequenceStep.of(sequence, codes)
         if sequence.method.method != "ar":
             step = step._replace(tree=tree, acceptance=accepted)
-        return Accepted(step, codes, output.layout.path_nodes(path))
+        return AcceptedDraft(step, codes, output.layout.path_nodes(path))
 
-    def _walk(self, output: TargetOutput, model: Model) -> Acceptance:
+    def _walk(self, output: TargetOutput, model: LoadedModel) -> Acceptance:
         tree = self.tree
-        remaining = tree.num_preserved + self.sequence.tokens_until_preserved(tree.num_preserved)
+        remaining = tree.num_preserved + self.sequence.count_until_preserved(tree.num_preserved)
         if not self.sequence.relaxed:
-            return walk_exact(tree, output.choice, remaining)
-        relaxation = Relaxation.of(self.sequence.method, model.neighbors)
+            return walk_exact(tree, output.choose_token, remaining)
+        relaxation = Relaxation.from_method(self.sequence.method, model.neighbors)
         if self.sequence.greedy:
             return walk_greedy(tree, output.distribution, relaxation, remaining)
-        return walk_relaxed(tree, output.distribution, output.choice, relaxation, output.decisions, remaining)
+        return walk_relaxed(
+            tree, output.distribution, output.choose_token, relaxation, output.decision_stream, remaining
+        )
 
 
 class TreeDrafter(Drafter):
@@ -107,7 +109,7 @@ class TreeDrafter(Drafter):
     def draft(self, sequences: Sequence[ImageSequence]) -> list[TreeDraft]:
         """Return a draft for every sequence."""
         plain = {
-            sequence: plain_chain(sequence, self.max_nodes)
+            sequence: preserved_chain(sequence, self.max_nodes)
             for sequence in sequences
             if self.needs_new_codes and len(sequence.next_preserved()[0])
         }
@@ -117,25 +119,25 @@ class TreeDrafter(Drafter):
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> Sequence[DraftTree]:
         """Return a tree below the last token of each of these sequences, which are not empty."""
-        return [plain_chain(sequence, self.max_nodes) for sequence in sequences]
+        return [preserved_chain(sequence, self.max_nodes) for sequence in sequences]
 
-    def min_nodes(self, sequence: ImageSequence, images: int) -> int:
+    def min_nodes(self, sequence: ImageSequence, num_images: int) -> int:
         """Return the maximum number of nodes of the next draft, see `Drafter.min_nodes`."""
         return sequence.max_nodes
 
 
-def plain_chain(sequence: ImageSequence, max_nodes: int) -> DraftTree:
+def preserved_chain(sequence: ImageSequence, max_nodes: int) -> DraftTree:
     """Return the last token of a sequence and the codes that it preserves next, as many as a pass takes."""
-    preserved = () if sequence.preserved is None else preserved_tokens(sequence, max_nodes)
-    return chain([sequence.codes[-1], *preserved])
+    preserved = () if sequence.preserved is None else next_preserved_tokens(sequence, max_nodes)
+    return make_chain([sequence.codes[-1], *preserved])
 
 
-def preserved_tokens(sequence: ImageSequence, max_nodes: int) -> list[int]:
+def next_preserved_tokens(sequence: ImageSequence, max_nodes: int) -> list[int]:
     """Return the codes that a sequence preserves next, as many as a pass takes below their root."""
     return [] if sequence.preserved is None else sequence.next_preserved()[0][: max_nodes - 1].tolist()
 
 
-def chain(tokens: Sequence[int], num_preserved: int | None = None, proposal: Proposal = no_proposal) -> DraftTree:
+def make_chain(tokens: Sequence[int], num_preserved: int | None = None, proposal: Proposal = no_proposal) -> DraftTree:
     """Return a tree of tokens one below the other.
 
     Args:

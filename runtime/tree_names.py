@@ -9,7 +9,7 @@ from ..inputs import format_value
 from .tree import DynamicTree, StaticTree
 
 
-def _grow(counts: str) -> tuple[tuple[int, ...], ...]:
+def _paths_from_counts(counts: str) -> tuple[tuple[int, ...], ...]:
     """Return the paths of a tree from child counts.
 
     Args:
@@ -24,12 +24,12 @@ def _grow(counts: str) -> tuple[tuple[int, ...], ...]:
     return tuple(paths)
 
 
-PUBLISHED = {
-    "naive-57": _grow("5-43321-4332210100000-4321210100000000-32002101000000"),
-    "mc-25": _grow("4-3221-32210000-30000000-200"),
-    "balanced-25": _grow("3-332-32022000-300000000-200"),
-    "reverse-25": _grow("3-211-3210-320000-43000"),
-    "medusa-63": _grow("a-a522111100-94211100003100010000000-41100000010000000000000"),
+PUBLISHED_TREES = {
+    "naive-57": _paths_from_counts("5-43321-4332210100000-4321210100000000-32002101000000"),
+    "mc-25": _paths_from_counts("4-3221-32210000-30000000-200"),
+    "balanced-25": _paths_from_counts("3-332-32022000-300000000-200"),
+    "reverse-25": _paths_from_counts("3-211-3210-320000-43000"),
+    "medusa-63": _paths_from_counts("a-a522111100-94211100003100010000000-41100000010000000000000"),
 }
 
 
@@ -44,17 +44,17 @@ def parse_tree(spec: str) -> StaticTree | DynamicTree:
     Raises:
         TreeError: the name is unknown, or the tree is not valid.
     """
-    if spec in PUBLISHED:
-        return StaticTree(PUBLISHED[spec])
+    if spec in PUBLISHED_TREES:
+        return StaticTree(PUBLISHED_TREES[spec])
     if match := re.fullmatch(r"chain-(\d{1,2})", spec):
         return StaticTree(tuple((0,) * n for n in range(1, int(match[1]) + 1)))
     if match := re.fullmatch(r"dynamic-(\d{1,3})(?:-(\d{1,2})-(\d{1,2}))?", spec):
         return DynamicTree(int(match[1]), int(match[2] or 5), int(match[3] or 10))
     if match := re.fullmatch(r"tree((?:-[0-9a-z]{1,512}){1,20})", spec):
         try:
-            return StaticTree(_grow(match[1][1:]))
+            return StaticTree(_paths_from_counts(match[1][1:]))
         except ValueError as error:
             expected = "one digit (0 .. 9, a .. z) a level for each node of the level above"
             raise TreeError(field="tree", found=format_value(spec), expected=expected) from error
-    names = ", ".join([*sorted(PUBLISHED), "chain-N", "dynamic-NODES[-DEPTH-BRANCH]", "tree-LEVELS"])
+    names = ", ".join([*sorted(PUBLISHED_TREES), "chain-N", "dynamic-NODES[-DEPTH-BRANCH]", "tree-LEVELS"])
     raise TreeError(field="tree", found=format_value(spec), expected=names)

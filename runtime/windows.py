@@ -7,8 +7,8 @@ It follows from counts alone and never from a clock: the same sequences take the
 from __future__ import annotations
 
 # Images that share a forward pass, up to a number, and the widest window of each; measured (docs/measurements.md).
-SHARED = ((1, 128), (2, 7), (4, 3), (8, 2))
-CROWDED = 1  # the widest window of each of more images, not measured
+MAX_WINDOWS = ((1, 128), (2, 7), (4, 3), (8, 2))
+MAX_WINDOW_ABOVE = 1  # the widest window of each of more images, not measured
 # Time of a further node of a forward pass, in passes of one node: 8 nodes took 1.7 in float32 on two AVX-512 cores.
 # With AVX2 alone nodes of int8 cost more than twice that, so windows narrow later there than would pay.
 NODE_COST = 0.1
@@ -33,7 +33,7 @@ class AdaptiveWindow:
         Args:
             num_images: number of images that share the pass, from 1.
         """
-        widest = next((window for count, window in SHARED if num_images <= count), CROWDED)
+        widest = next((window for count, window in MAX_WINDOWS if num_images <= count), MAX_WINDOW_ABOVE)
         return min(self._window, widest)
 
     def record(self, drafted: int, accepted: int) -> None:

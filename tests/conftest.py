@@ -1,5 +1,4 @@
-"""Bundles exported once a checkout from the small checkpoints in `tests/data`; no test reads what this user's host was
-tuned to, or changes it."""
+"""Bundles exported once per checkout from the small checkpoints in `tests/data`, and a separate cache folder."""
 
 from __future__ import annotations
 
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn_weights import write_checkpoints
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data"
@@ -33,8 +33,11 @@ MADE_BY = (
 )
 
 
+write_checkpoints()  # before test modules are imported: some read a checkpoint
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _own_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _separate_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LANTERN_RT_CACHE", str(tmp_path_factory.mktemp("measurements")))
         yield
@@ -42,12 +45,12 @@ def _own_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `lantern-rt` in an empty folder; exit code, stdout, stderr."""
+    """Return a function that runs `lantern-rt` in an empty folder: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     from lantern_rt.cli.main import run_program
 
     def program(*arguments: object) -> tuple[int, str, str]:
-        code = run_program([str(one) for one in arguments])
+        code = run_program([str(argument) for argument in arguments])
         return code, *capsys.readouterr()
 
     return program
@@ -55,7 +58,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 @pytest.fixture
 def interrupt() -> Iterator[Callable[..., Any]]:
-    """A function that is interrupted by a signal, whose handler raises TimeoutError."""
+    """Return a function that is interrupted by a signal, whose handler raises TimeoutError."""
 
     def stop(*_: object) -> None:
         raise TimeoutError("too slow")
@@ -67,7 +70,7 @@ def interrupt() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def in_new_process() -> Callable[..., Any]:
-    """Calls a function of a module in a new process, which has freed no memory that still counts as its own."""
+    """Return a function that calls another in a new process, whose memory has no freed blocks."""
 
     def call(function: Callable[..., Any], *arguments: object) -> Any:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
@@ -78,9 +81,9 @@ def in_new_process() -> Callable[..., Any]:
 
 @pytest.fixture(params=[False, True], ids=["float32", "bfloat16"])
 def bfloat16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Train in float32, then in bfloat16, whichever of them is fast on this processor."""
-    for question in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
-        monkeypatch.setattr(f"torch.cpu.{question}", lambda: request.param)
+    """Run a test with training in float32 and in bfloat16, independent of the processor."""
+    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        monkeypatch.setattr(f"torch.cpu.{name}", lambda: request.param)
     return bool(request.param)
 
 
@@ -89,24 +92,24 @@ def bfloat16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @cache
 def _cache_folder() -> Path:
-    """The folder of bundles that these sources export; those of other sources are removed."""
+    """Return the cache folder of bundles that the current sources export; remove those of other sources."""
     digest = hashlib.sha256()
     for name in MADE_BY:
-        place = ROOT / name
-        for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
+        source = ROOT / name
+        for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
             if path.is_file() and path.suffix != ".pyc":
                 digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     folder = CACHE / digest.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    for other in CACHE.iterdir():
-        if other != folder:
-            shutil.rmtree(other, ignore_errors=True)
+    for old_folder in CACHE.iterdir():
+        if old_folder != folder:
+            shutil.rmtree(old_folder, ignore_errors=True)
     return folder
 
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """One process at a time, also of several workers."""
+    """Hold a lock between processes, as tests may run in several."""
     try:
         import fcntl
     except ImportError:  # on Windows, run the tests with one worker
@@ -120,12 +123,12 @@ def _lock(path: Path) -> Iterator[None]:
 def _exported(
     factory: pytest.TempPathFactory, name: str, export: Callable[[Path], Path], needed: tuple[str, ...] = ()
 ) -> Path:
-    """A copy, which tests may change, of the bundle that `export` writes into a folder of the cache.
+    """Copy the bundle that `export` writes into the cache; tests may change the copy.
 
     Args:
-        factory: makes the copy's folder.
-        name: of the fixture, a hyphen, and of the bundle.
-        export: writes the bundle's folder.
+        factory: factory of temporary folders.
+        name: name of the fixture, a slash, and the name of the bundle.
+        export: function that writes the bundle.
         needed: libraries besides those of every export.
     """
     for library in ("torch", "onnx", "onnxruntime", "safetensors", *needed):
@@ -148,7 +151,16 @@ def _exported(
 def _llamagen(
     fixture: str, about: str, target: str, drafter: bool = False, compute: str = "float32", precision: str | None = None
 ) -> Callable[[pytest.TempPathFactory], Path]:
-    """A fixture of the session that exports LlamaGen."""
+    """Make a session fixture that exports LlamaGen.
+
+    Args:
+        fixture: name of the fixture.
+        about: docstring of the fixture.
+        target: checkpoint below `tests/data`.
+        drafter: whether the bundle has a drafter.
+        compute: dtype of the computation.
+        precision: precision of the weights.
+    """
 
     def export(output: Path) -> Path:
         from family_readers import read_llamagen
@@ -177,11 +189,21 @@ c2i = _llamagen(
     "c2i_bundle", "Class-conditional LlamaGen without a drafter: 10 classes, 4 x 4 codes.", "llamagen-c2i/c2i_tiny.pt"
 )
 t2i = _llamagen("t2i_bundle", "Text-conditional LlamaGen without a drafter: prefix 8, 6 x 6 codes.", T2I)
-t2i_drafter = _llamagen("t2i_drafter_bundle", "The same with its EAGLE drafter.", T2I, True)
-t2i_half = _llamagen("t2i_half_bundle", "That computing in float16.", T2I, True, "float16")
-t2i_bfloat16 = _llamagen("t2i_bfloat16_bundle", "That computing in bfloat16.", T2I, True, "bfloat16")
-t2i_int8 = _llamagen("t2i_int8_bundle", "That with weights stored as int8.", T2I, True, precision="int8-weights")
-t2i_products = _llamagen("t2i_products_bundle", "That multiplying int8.", T2I, True, precision="int8")
+t2i_drafter = _llamagen("t2i_drafter_bundle", "Text-conditional LlamaGen with its EAGLE drafter.", T2I, True)
+t2i_half = _llamagen("t2i_half_bundle", "Text-conditional LlamaGen with a drafter, in float16.", T2I, True, "float16")
+t2i_bfloat16 = _llamagen(
+    "t2i_bfloat16_bundle", "Text-conditional LlamaGen with a drafter, in bfloat16.", T2I, True, "bfloat16"
+)
+t2i_int8 = _llamagen(
+    "t2i_int8_bundle",
+    "Text-conditional LlamaGen with a drafter, weights stored as int8.",
+    T2I,
+    True,
+    precision="int8-weights",
+)
+t2i_products = _llamagen(
+    "t2i_products_bundle", "Text-conditional LlamaGen with a drafter, int8 matmuls.", T2I, True, precision="int8"
+)
 lantern_c2i = _llamagen(
     "lantern_c2i_bundle", "Class-conditional LlamaGen in LANTERN's layout.", "lantern-llamagen-hf/c2i"
 )
@@ -201,7 +223,7 @@ lantern_fullprefix = _llamagen(
 
 @pytest.fixture(scope="session")
 def float_scenes_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model multiplying in float32, so that devices draw the images that a processor draws."""
+    """Write the embedded model with float32 matmuls, so that devices generate the CPU's images."""
 
     def export(output: Path) -> Path:
         from recipes.scenes.bundle import write_scenes_bundle
@@ -216,7 +238,7 @@ def float_scenes_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def anole_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Chameleon with its VQGAN and EAGLE drafter: 8 x 8 codes, prompts of tokens; the tokenizer knows ids by name."""
+    """Export Anole with its VQGAN and EAGLE drafter: 8 x 8 codes, prompts of tokens."""
     folder = DATA / "anole"
     files = {"target": folder / "target", "vq": DATA / "chameleon-vqgan", "drafter": folder / "drafter"}
     return _family_bundle(tmp_path_factory, "anole", files, ("tokenizers", "yaml"))
@@ -224,20 +246,21 @@ def anole_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lumina-mGPT with Chameleon's VQGAN and a random drafter: 6 x 6 codes and sizes of about as many, and 4 x 4."""
+    """Export Lumina-mGPT with Chameleon's VQGAN and a random drafter: 6 x 6 codes, sizes of similar area, and 4 x 4."""
 
     def export(output: Path) -> Path:
         from family_readers import read_lumina
         from random_drafter import save_random_drafter
 
-        from lantern_rt.export.families.common_lumina import image_size
+        from lantern_rt.export.families.common_lumina import lumina_image_size
         from lantern_rt.export.writer import export_model
 
-        target, drafter = DATA / "lumina-mgpt/model", tmp_path_factory.mktemp("drafter") / "drafter"
+        target = DATA / "lumina-mgpt/model"
+        drafter = tmp_path_factory.mktemp("drafter") / "drafter"
         save_random_drafter(drafter)
         model = read_lumina(target, DATA / "chameleon-vqgan", drafter=drafter, grid=6)
         names = json.loads((target / "config.json").read_text())["vocabulary_map"]
-        sizes = (*model.fields["sizes"], image_size(2, 2, names, 2))
+        sizes = (*model.fields["sizes"], lumina_image_size(2, 2, names, 2))
         return export_model(replace(model, fields={**model.fields, "sizes": sizes}), output)
 
     return _exported(tmp_path_factory, "lumina_bundle/tiny-lumina", export, ("tokenizers", "yaml"))
@@ -245,7 +268,7 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def lumina2_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lumina-mGPT 2.0 with MoVQGAN: 8 x 8 codes and sizes of about as many."""
+    """Export Lumina-mGPT 2.0 with MoVQGAN: 8 x 8 codes and sizes of similar area."""
     folder = DATA / "lumina-mgpt-2"
     options = {"target": folder / "model", "vq": folder / "movqgan/270M", "grid": 8}
     return _family_bundle(tmp_path_factory, "lumina2", options, ("tokenizers",))
@@ -253,7 +276,7 @@ def lumina2_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GLM-Image's autoregressive part, which has no image decoder, and the sizes that runs were recorded with."""
+    """Export GLM-Image's autoregressive part, without an image decoder, in the sizes of the recorded runs."""
 
     def export(output: Path) -> Path:
         from family_readers import read_glm_image
@@ -262,7 +285,7 @@ def glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from lantern_rt.export.writer import export_model
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), (3, 5), (5, 2), (2, 3)])
+            patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), (3, 5), (5, 2), (2, 3), (4, 3), (3, 2)])
             return export_model(read_glm_image(DATA / "glm-image", grid=2), output)
 
     return _exported(tmp_path_factory, "glm_image_bundle/tiny-glm-image", export, ("tokenizers",))
@@ -270,19 +293,20 @@ def glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Emu3-Gen without a drafter: 4 x 4 codes, and the sizes and the negative text that runs were recorded with."""
+    """Export Emu3-Gen without a drafter: 4 x 4 codes, and the sizes and negative text of the recorded runs."""
 
     def export(output: Path) -> Path:
         from family_readers import read_emu3
         from tokenizers import Tokenizer
 
-        from lantern_rt.export.families.common_emu3 import image_size
+        from lantern_rt.export.families.common_emu3 import emu3_image_size
         from lantern_rt.export.families.emu3 import prompt_layout
         from lantern_rt.export.writer import export_model
 
         target = DATA / "emu3/model"
-        model, library = read_emu3(target, grid=4), Tokenizer.from_file(str(target / "tokenizer.json"))
-        sizes = [image_size(library, rows, columns, 2) for rows, columns in ((4, 4), (4, 5), (5, 3), (2, 12))]
+        model = read_emu3(target, grid=4)
+        library = Tokenizer.from_file(str(target / "tokenizer.json"))
+        sizes = [emu3_image_size(library, rows, columns, 2) for rows, columns in ((4, 4), (4, 5), (5, 3), (2, 12))]
         layout = prompt_layout(library, "low quality, blurry.")
         condition = model.fields["condition"].model_copy(update={"layout": layout})
         return export_model(replace(model, fields={**model.fields, "sizes": sizes, "condition": condition}), output)
@@ -292,7 +316,7 @@ def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def simplear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SimpleAR without a drafter: 4 x 4 codes, and the sizes that runs were recorded with."""
+    """Export SimpleAR without a drafter: 4 x 4 codes, and the sizes of the recorded runs."""
 
     def export(output: Path) -> Path:
         from family_readers import read_simplear
@@ -310,13 +334,13 @@ def simplear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def nar_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """NAR: 10 classes, 8 x 8 codes."""
+    """Export NAR: 10 classes, 8 x 8 codes."""
     return _order_bundle(tmp_path_factory, "nar", DATA / "nar/c2i/nar_c2i.pt")
 
 
 @pytest.fixture(scope="session")
 def par_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """PAR that draws four cells in a pass: 10 classes, 8 x 8 codes."""
+    """Export PAR with four cells per pass: 10 classes, 8 x 8 codes."""
     return _order_bundle(tmp_path_factory, "par", DATA / "par/4x/par_4x.pt")
 
 

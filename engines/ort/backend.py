@@ -8,7 +8,7 @@ from ...bundle.files import Bundle
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...runtime.engine import Engine, Floats
 from ..contracts import Function, Tensor
-from ..kv_cache import SPAN_STEP
+from ..kv_cache import COLUMN_STEP
 from .device import Device
 from .engine import OrtDeviceEngine, OrtEngine
 from .providers import DEFAULT_PROVIDER, PROVIDERS, Providers
@@ -31,7 +31,7 @@ class OrtGraphs:
         names = {providers.of(role) for role in ("target", "drafter")}
         self._devices = {name: Device(name) for name in names if PROVIDERS[name].memory != "cpu"}
 
-    def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
+    def load_decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
         """Load the target or the drafter.
 
         Args:
@@ -44,13 +44,13 @@ class OrtGraphs:
         if provider in self._devices:
             manifest = self._bundle.manifest
             # At most a sequence and its draft. A rotary table may have rows for several sequences, one per image size.
-            max_nodes = manifest.condition.prefix + manifest.max_image_tokens + SPAN_STEP
+            max_nodes = manifest.condition.prefix + manifest.max_image_tokens + COLUMN_STEP
             return OrtDeviceEngine(
                 path, spec, code_embeddings, self._threads, self._devices[provider], manifest.target.dtype, max_nodes
             )
         return OrtEngine(path, spec, code_embeddings, self._threads, provider)
 
-    def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
+    def load_function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
         """Load another graph and check its tensors.
 
         Args:

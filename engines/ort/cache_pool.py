@@ -36,16 +36,16 @@ class UploadBuffer:
     """A buffer that uploads several arrays in one copy; in one copy each if the device has no views into memory.
 
     Args:
-        size: size in bytes, the `size_of` all arrays.
+        size: size in bytes, the `count_bytes` all arrays.
     """
 
     def __init__(self, device: Device, size: int) -> None:
         self.device = device
         self._bytes = np.zeros(size, np.uint8)
-        self._value = device.put(self._bytes) if device.has_addresses else None
+        self._value = device.upload(self._bytes) if device.has_addresses else None
 
     @staticmethod
-    def size_of(*arrays: Array) -> int:
+    def count_bytes(*arrays: Array) -> int:
         """Return the number of bytes that arrays take in a buffer."""
         return sum(round_up(array.nbytes, _ALIGNMENT) for array in arrays)
 
@@ -57,11 +57,11 @@ class UploadBuffer:
             start: offset of the first tensor in the buffer, in bytes.
         """
         if self._value is None:
-            return {name: self.device.put(array) for name, array in arrays.items()}
+            return {name: self.device.upload(array) for name, array in arrays.items()}
         tensors: dict[str, Any] = {}
         for name, array in arrays.items():
             tensors[name] = TensorView(self._value, start, list(array.shape), array.dtype.name)
-            start += self.size_of(array)
+            start += self.count_bytes(array)
         return tensors
 
     def fill(self, tensors: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
@@ -84,13 +84,13 @@ class BoundSampler(NamedTuple):
     Attributes:
         noise: noise table on the device, an input.
         inputs: tensors of the uploaded inputs on the device.
-        drawn: output of the graph: sampled tokens and their scores.
+        samples: output of the graph: sampled tokens and their scores.
         run: function that runs the graph and waits for the device.
     """
 
     noise: Any
     inputs: dict[str, Any]
-    drawn: Any
+    samples: Any
     run: Callable[[], None]
 
 
@@ -107,7 +107,7 @@ class BoundPass:
         record: whether the pass and its sampling graphs may be recorded.
 
     Attributes:
-        users: objects that refer to the outputs; while there are any, `begin` must not be called.
+        output_owners: objects that refer to the outputs; while there are any, `begin` must not be called.
     """
 
     def __init__(
@@ -116,33 +116,33 @@ class BoundPass:
         self.device = device
         self.outputs = placed
         self._record = record
-        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.output_owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._samplers: dict[tuple[Any, ...], BoundSampler] = {}
-        self._waiting: list[tuple[Mapping[str, Any], object]] = []
+        self._queued_inputs: list[tuple[Mapping[str, Any], object]] = []
         rows, self._nodes = feeds["token_ids"].shape
-        arrays = _arrays(feeds)
-        self._start = UploadBuffer.size_of(*arrays.values())
+        arrays = _select_arrays(feeds)
+        self._start = UploadBuffer.count_bytes(*arrays.values())
         # A sampling graph has up to four inputs with a number per node, and two with a number per row.
         per_node = np.zeros((rows, padded_node_count(self._nodes)), np.int32)
-        size = 4 * UploadBuffer.size_of(per_node) + 2 * UploadBuffer.size_of(per_node[:, 0])
+        size = 4 * UploadBuffer.count_bytes(per_node) + 2 * UploadBuffer.count_bytes(per_node[:, 0])
         self._buffer = UploadBuffer(device, self._start + size)
         self._inputs = self._buffer.allocate(arrays)
         self._run = graph.bind({**feeds, **self._inputs, **placed}, record)
 
-    def begin(self, feeds: Mapping[str, Any], reads: object = None) -> None:
+    def queue_inputs(self, feeds: Mapping[str, Any], reads: object = None) -> None:
         """Store the inputs of the next run, which `finish` or `sample` starts.
 
         Args:
             feeds: inputs by name, of the same shapes as before.
             reads: owner of device memory that the pass reads, to be kept until the pass has run.
         """
-        self._waiting = [(feeds, reads)]
+        self._queued_inputs = [(feeds, reads)]
 
-    def finish(self) -> None:
+    def run_queued_pass(self) -> None:
         """Run the queued pass, if any, and wait for the device."""
-        if self._waiting:
+        if self._queued_inputs:
             with self.device.lock:
-                self._launch()
+                self._run_queued_pass()
                 self.device.wait()
 
     def sample(self, head: SamplingHead, requests: Sequence[SampleRequest]) -> tuple[Ints, Floats]:
@@ -152,28 +152,28 @@ class BoundPass:
         """
         with self.device.lock:
             feeds = self.device.sampling_inputs(head, self._nodes, requests)
-            sampler = self._sampler(head, feeds)
+            sampler = self._get_sampler(head, feeds)
             self._buffer.fill(sampler.inputs, feeds)
-            self._launch()
+            self._run_queued_pass()
             sampler.run()
-            codes, scores = sampler.drawn.numpy().copy()  # on the host, `numpy()` is the output's memory
+            codes, scores = sampler.samples.numpy().copy()  # on the host, `numpy()` is the output's memory
         scores[scores <= FILTERED_OUT / 2] = -np.inf
         return codes.astype(np.int64), scores
 
-    def _launch(self) -> None:
-        waiting = self._waiting.pop() if self._waiting else None
+    def _run_queued_pass(self) -> None:
+        waiting = self._queued_inputs.pop() if self._queued_inputs else None
         if waiting is not None:
             self._buffer.fill(self._inputs, waiting[0])
         self._buffer.send()
         if waiting is not None:
             self._run()
 
-    def _sampler(self, head: SamplingHead, feeds: Mapping[str, Any]) -> BoundSampler:
+    def _get_sampler(self, head: SamplingHead, feeds: Mapping[str, Any]) -> BoundSampler:
         shape = feeds["conditional"].shape
         sampler = self._samplers.pop((head, shape), None)
         noise = feeds.get("noise")
         if sampler is None or sampler.noise is not noise:  # a larger table may have replaced it
-            inputs = self._buffer.allocate(_arrays(feeds), self._start)
+            inputs = self._buffer.allocate(_select_arrays(feeds), self._start)
             drawn = self.device.empty((2, *shape, head.num_best), "float32")
             values = {**feeds, **inputs, "logits": self.outputs["logits"], "drawn": drawn}
             run = self.device.graph(head, head.write, records=True).bind(values, self._record, wait=True)
@@ -184,7 +184,7 @@ class BoundPass:
         return sampler
 
 
-def _arrays(feeds: Mapping[str, Any]) -> dict[str, Array]:
+def _select_arrays(feeds: Mapping[str, Any]) -> dict[str, Array]:
     return {name: value for name, value in feeds.items() if isinstance(value, np.ndarray)}
 
 
@@ -195,13 +195,13 @@ class CacheBlock:
     Attributes:
         shape: batch rows, columns (of all heads, if heads are separate), shape of a column.
         values: values on the device.
-        bound: bound passes by shape.
+        bound_passes: bound passes by shape.
         reusable: whether other caches may use the block later; False: it may contain NaN, which masks do not hide.
     """
 
     shape: tuple[int, ...]
     values: list[Any]
-    bound: dict[tuple[int, ...], BoundPass] = field(default_factory=dict)
+    bound_passes: dict[tuple[int, ...], BoundPass] = field(default_factory=dict)
     reusable: bool = True
 
 
@@ -249,10 +249,11 @@ class CachePool:
         rows, lines, width = block.shape
         size = [rows, self._heads, lines // self._heads, width]
         bytes_each = prod(size) * np.dtype(self._dtype).itemsize
+        # All tensors are one value, one after another.
         starts = [number * bytes_each for number in range(self._tensors)]
         return [TensorView(value, start, size, self._dtype) for value in block.values for start in starts]
 
-    def gather(self, sources: Sequence[tuple[CacheBlock, Ints]], target: CacheBlock) -> None:
+    def gather_rows(self, sources: Sequence[tuple[CacheBlock, Ints]], target: CacheBlock) -> None:
         """Copy rows of other blocks to a block, in their order.
 
         Args:
@@ -263,7 +264,7 @@ class CachePool:
             rows_of = [(block.values[i], rows) for block, rows in sources]
             self.device.gather_rows(rows_of, value, axis=0 if self._heads is None else 1)
 
-    def move(self, block: CacheBlock, sources: Ints, targets: Ints, steps: Ints) -> None:
+    def move_entries(self, block: CacheBlock, sources: Ints, targets: Ints, steps: Ints) -> None:
         """Copy entries within all tensors of a block with separate heads.
 
         Args:
@@ -278,18 +279,19 @@ class CachePool:
         for value in block.values:
             self.device.move(value, first_sources, first_targets, offsets.reshape(-1, 3))
 
-    def bound(self, block: CacheBlock, shape: tuple[int, ...], make: Callable[[], BoundPass]) -> BoundPass:
+    def get_bound_pass(self, block: CacheBlock, shape: tuple[int, ...], make: Callable[[], BoundPass]) -> BoundPass:
         """Return a bound pass of a shape whose outputs are unused; drop the least recently used above a maximum.
 
         Args:
             make: function that makes a new bound pass.
         """
+        # Several passes of one shape are bound, numbered from 0, while earlier outputs are still referenced.
         keys = ((*shape, number) for number in itertools.count())
-        key = next(key for key in keys if key not in block.bound or not block.bound[key].users)
-        bound = block.bound.pop(key, None) or make()
-        block.bound[key] = bound
-        if len(block.bound) > MAX_BOUND_PASSES:
-            del block.bound[next(iter(block.bound))]
+        key = next(key for key in keys if key not in block.bound_passes or not block.bound_passes[key].output_owners)
+        bound = block.bound_passes.pop(key, None) or make()
+        block.bound_passes[key] = bound  # now the last key, so the first is the least recently used
+        if len(block.bound_passes) > MAX_BOUND_PASSES:
+            del block.bound_passes[next(iter(block.bound_passes))]
         return bound
 
     def _release(self, block: CacheBlock) -> None:

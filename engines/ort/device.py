@@ -16,7 +16,7 @@ from ..columns import padded_node_count
 from ..contracts import Array, Tensor
 from ..gpu import find_gpu
 from ..graph_writer import GraphWriter, column_shape
-from ..host import import_onnxruntime, usable_cores
+from ..host import count_usable_cores, import_onnxruntime
 from ..sampling_head import SamplingHead
 from .providers import DEVICE_LOCKS, find_provider
 from .session import GraphSession
@@ -40,7 +40,7 @@ class Device:
         self.lock = DEVICE_LOCKS[provider]
         self._graphs: dict[object, GraphSession] = {}
         self._noise: dict[int, NoiseTable] = {}  # keys are vocabulary sizes
-        self._token: Any = None
+        self._wait_value: Any = None
 
     def graph(self, key: object, write: Callable[[GraphWriter], GraphTensors], records: bool = False) -> GraphSession:
         """Return a helper graph, which is written and loaded at first use.
@@ -84,7 +84,7 @@ class Device:
         gpu = find_gpu() if self.provider == "cuda" else None
         return gpu is not None and int(gpu.compute_capability.removeprefix("SM")) >= _CUDNN_CAPABILITY
 
-    def put(self, array: Array) -> Any:
+    def upload(self, array: Array) -> Any:
         """Copy an array to the device."""
         with self.lock:
             return import_onnxruntime().OrtValue.ortvalue_from_numpy(array, self.name, 0)
@@ -221,6 +221,7 @@ class Device:
             count = request.nodes.shape[1]
             last = len(request.nodes) - 1  # 0 without guidance
             for guidance, row in ((0, 0), (1, last)):
+                # index in the pass's logits, flattened to [rows * width, vocab_size]
                 logit_ids[guidance, i, :count] = (request.rows.start + row) * width + request.nodes[row]
             sampling = request.sampling
             scales[i, :count, 0] = request.scales
@@ -230,15 +231,15 @@ class Device:
         if head.add_noise:
             table = self._noise.get(head.vocab_size) or NoiseTable(self, head.vocab_size)
             self._noise[head.vocab_size] = table
-            feeds["noise_ids"] = table.ids(requests, nodes)
+            feeds["noise_ids"] = table.find_noise_ids(requests, nodes)
             feeds["noise"] = table.value
         return feeds
 
     def wait(self) -> None:
         """Wait until the device has done all work of this thread."""
-        if self._token is None:
-            self._token = self.put(np.zeros(1, np.float32))
-        self._token.numpy()
+        if self._wait_value is None:
+            self._wait_value = self.upload(np.zeros(1, np.float32))
+        self._wait_value.numpy()
 
 
 class NoiseTable:
@@ -255,9 +256,9 @@ class NoiseTable:
         # Keys are a seed and a group of positions, the least recently used first.
         self._indices: dict[tuple[int, int], int] = {}
         self._free: list[int] = []
-        self._threads = ThreadPoolExecutor(min(_MAX_THREADS, usable_cores()), "noise")
+        self._threads = ThreadPoolExecutor(min(_MAX_THREADS, count_usable_cores()), "noise")
 
-    def ids(self, requests: Sequence[SampleRequest], nodes: int) -> Array:
+    def find_noise_ids(self, requests: Sequence[SampleRequest], nodes: int) -> Array:
         """Return the index of every node's noise, int32 `[requests, nodes]`; upload the noise if necessary.
 
         Threads meanwhile generate the noise of the positions after an uploaded group.
@@ -269,6 +270,7 @@ class NoiseTable:
                 needed |= {(request.noise.seed, group): request.noise for group, _ in request_places}
         if len(needed) > len(self._indices) + len(self._free):
             self._allocate(max(_MIN_GROUPS, 2 * len(needed)))
+        # Moves the groups in use to the end: the first key is then the least recently used, which is replaced below.
         self._indices |= {key: self._indices.pop(key) for key in needed if key in self._indices}
         for key in [key for key in needed if key not in self._indices]:
             index = self._free.pop() if self._free else self._indices.pop(next(iter(self._indices)))
@@ -276,7 +278,7 @@ class NoiseTable:
             _, group = key
             noise = needed[key]
             self.device.write_noise(self.value, index, noise.gumbel(group * GROUP_SIZE, GROUP_SIZE, self.size))
-            self._threads.submit(noise.prepare, group + 1, self.size)
+            self._threads.submit(noise.prepare_group, group + 1, self.size)
         ids = np.zeros((len(requests), nodes), np.int32)
         for row, request, request_places in zip(ids, requests, places, strict=True):
             if request.noise is not None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from ...bundle.manifest import DecoderSpec, DrafterSpec
-from ...runtime.engine import Cache, Floats, Pass, PassOutput
+from ...runtime.engine import Cache, Floats, PassInput, PassOutput
 from ..columns import padded_node_count
 from ..contracts import Array
-from ..decoder_tensors import checked_past_length, decoder_tensors, kv_dtype, node_inputs
+from ..decoder_tensors import build_node_inputs, check_past_length, decoder_tensors, kv_dtype
 from ..device_engine import DeviceCache, DeviceEngine
-from ..device_graph import device_graph
+from ..device_graph import make_device_graph
 from ..kv_cache import CacheRows, KVCache
 from .device import Device
 from .providers import DEFAULT_PROVIDER
@@ -46,7 +46,7 @@ class OrtEngine:
         self._graph = GraphSession(path, inputs, outputs, threads, provider)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._kv_dtype = kv_dtype(path, self._graph.dtypes)
-        self._table = code_embeddings
+        self._embedding_table = code_embeddings
         self._checked_shapes: set[tuple[int, ...]] = set()  # mask shapes of passes whose outputs were checked
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
@@ -57,23 +57,23 @@ class OrtEngine:
     def next_past_length(self, cache: Cache, nodes: int) -> int:
         """Return the length of the longest row, rounded up.
 
-        Rounding makes a row's sums independent of the other rows of the batch (`SPAN_STEP`).
+        Rounding makes a row's sums independent of the other rows of the batch (`COLUMN_STEP`).
         """
         return CacheRows.require(cache).past_length()
 
-    def run(self, batch: Pass, cache: Cache) -> PassOutput:
+    def run(self, batch: PassInput, cache: Cache) -> PassOutput:
         """Run a pass and increment `cache.passes`."""
         kv_cache = KVCache.require(cache)
-        feeds = node_inputs(batch, self._table, self._graph.dtypes)
-        feeds.update(zip(self._past, kv_cache.past(checked_past_length(batch, kv_cache)), strict=True))
+        feeds = build_node_inputs(batch, self._embedding_table, self._graph.dtypes)
+        feeds.update(zip(self._past, kv_cache.past_views(check_past_length(batch, kv_cache)), strict=True))
         shape = batch.attention_mask.shape
         logits, features, *new_kv = (
-            self._graph.run(feeds) if shape in self._checked_shapes else self._checked(feeds, shape)
+            self._graph.run(feeds) if shape in self._checked_shapes else self._run_checked(feeds, shape)
         )
         kv_cache.passes += 1
         return PassOutput(logits.astype(np.float32, copy=False), features.astype(np.float32, copy=False), new_kv)
 
-    def _checked(self, feeds: dict[str, Array], shape: tuple[int, ...]) -> list[Array]:
+    def _run_checked(self, feeds: dict[str, Array], shape: tuple[int, ...]) -> list[Array]:
         outputs = self._graph.run_checked(feeds)
         rows, nodes, _ = shape
         for i, (name, array) in enumerate(zip(self._graph.output_names, outputs, strict=True)):
@@ -108,7 +108,7 @@ class OrtDeviceEngine(DeviceEngine):
     ) -> None:
         is_drafter = code_embeddings is None
         multi_head = device.has_cudnn_attention()
-        graph = device_graph(
+        graph = make_device_graph(
             path, spec, is_drafter, dtype, device.basic_ops, max_nodes=max_nodes, multi_head=multi_head
         )
         session = GraphSession(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ...errors import EngineError
 from ...inputs import format_error, format_value, reraise_interruption
 from ..gpu import find_gpu
-from ..host import installed
+from ..host import installed_distributions
 
 AUTO = "auto"  # the provider that `detect_provider` returns
 DEFAULT_PROVIDER = "cpu"  # runs every graph; other providers may leave shape arithmetic to it
@@ -208,7 +208,7 @@ def detect_provider(runtime: Any) -> str:
     Raises: EngineError: the library of an installed plugin does not load.
     """
     for provider in _ALL:
-        is_installed = provider.memory != "cpu" and installed(provider.package.partition("[")[0])
+        is_installed = provider.memory != "cpu" and installed_distributions(provider.package.partition("[")[0])
         if not is_installed or (provider.plugin and _has_cuda(runtime)):
             continue
         if plugin_devices(provider, runtime) if provider.plugin else find_gpu():

@@ -19,7 +19,7 @@ from ...errors import BundleError, EngineError
 from ...inputs import format_error, reading, reraise_interruption
 from ..contracts import STORAGE_DTYPES, Array, Tensor, TensorView, numpy_types
 from ..graph_writer import TYPES, GraphWriter
-from ..host import import_onnxruntime, thread_count
+from ..host import choose_thread_count, import_onnxruntime
 from .providers import DEFAULT_PROVIDER, PROVIDERS, check_assignment, device_lock, find_provider, plugin_devices
 
 _TYPES = {f"tensor({name})": name for name in ("float16", "bfloat16", "int32", "int64", "uint8")} | {
@@ -28,13 +28,13 @@ _TYPES = {f"tensor({name})": name for name in ("float16", "bfloat16", "int32", "
 # Microseconds that a thread waits for the next operator before it sleeps. Waking a thread takes about as long as an
 # operator of a small model: with threads that sleep at once, forward passes of `scenes` took 2.1 ms instead of 1.35 ms
 # and more processor time. Threads that spin for longer, as they do by default, slow down other programs.
-SPIN = 10
+SPIN_MICROSECONDS = 10
 RUNS_BEFORE_RECORDING = 2  # runs of a bound graph on a thread before it is recorded
-_UNRECORDED = -1  # graph id of forward passes that are run op by op
+_NO_RECORDING = -1  # graph id of forward passes that are run op by op
 # Exceptions of ONNX Runtime that mean a damaged file; all others mean a graph that ONNX Runtime cannot run.
-_DAMAGE = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
+_DAMAGED_FILE_ERRORS = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
 # Keys are words of ONNX Runtime's messages.
-_REMEDIES = {"bad_alloc": "close other programs, there is too little memory", "procfs": "mount /proc"}
+_REMEDY_OF_WORD = {"bad_alloc": "close other programs, there is too little memory", "procfs": "mount /proc"}
 _open_sessions = weakref.WeakSet[Any]()
 
 
@@ -68,9 +68,9 @@ class GraphSession:
         self.path = path
         self.provider = provider
         if model is None:
-            self.session = load_session(path, thread_count(threads), provider, records=records)
+            self.session = load_session(path, choose_thread_count(threads), provider, records=records)
         else:
-            self.session = load_session(model, thread_count(threads), provider, path.parent, records)
+            self.session = load_session(model, choose_thread_count(threads), provider, path.parent, records)
         with reading(path, "an ONNX graph", BundleError, "export the bundle again"):
             self.dtypes: dict[str, type[np.generic]] = {}
             for kind, tensors, expected in (
@@ -87,7 +87,7 @@ class GraphSession:
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
         """Run the graph and return its outputs in the declared order. Contiguous inputs are read in place."""
-        return list(self._call(self.session.run, self.output_names, dict(feeds)))
+        return list(self._call_session(self.session.run, self.output_names, dict(feeds)))
 
     def run_checked(self, feeds: Mapping[str, Array]) -> list[Array]:
         """Run the graph and check the outputs. Raises: BundleError: an output does not have its declared shape."""
@@ -138,21 +138,21 @@ class GraphSession:
                 else:
                     bind_value(name, value)
         graph_id = next(self._graph_ids, None) if record else None
-        plain = run_options(_UNRECORDED, wait)
-        recorded = plain if graph_id is None else run_options(graph_id, wait)
+        plain = make_run_options(_NO_RECORDING, wait)
+        recorded = plain if graph_id is None else make_run_options(graph_id, wait)
         thread = threading.local()  # cuDNN plans attention once for each thread, and not while a pass is recorded
         bound = (binding, values)  # `run` refers to it, which keeps the values' memory
 
         def run() -> None:
             thread.runs = getattr(thread, "runs", 0) + 1
             options = recorded if thread.runs > RUNS_BEFORE_RECORDING else plain
-            self._call(self.session.run_with_iobinding, bound[0], options)
+            self._call_session(self.session.run_with_iobinding, bound[0], options)
 
         if graph_id is not None:
             weakref.finalize(run, self.session.release_captured_graph, graph_id).atexit = False
         return run
 
-    def _call(self, run: Callable[..., Any], *arguments: Any) -> Any:
+    def _call_session(self, run: Callable[..., Any], *arguments: Any) -> Any:
         try:
             with device_lock(self.provider):
                 return run(*arguments)
@@ -163,7 +163,7 @@ class GraphSession:
             raise EngineError(problem, field=str(self.path), remedy=remedy) from error
 
 
-def run_options(graph_id: int = _UNRECORDED, wait: bool = False) -> Any:
+def make_run_options(graph_id: int = _NO_RECORDING, wait: bool = False) -> Any:
     """Return options of a run that is recorded as graph number `graph_id`, and waits for the device if asked to."""
     options = import_onnxruntime().RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
@@ -195,14 +195,14 @@ def open_session(
     return session
 
 
-def _keep_sessions() -> None:
+def _keep_inherited_sessions() -> None:
     """Keep inherited sessions in a forked process: freeing them would wait for threads that do not exist there."""
     for session in _open_sessions:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))  # any other reference is dropped at exit
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_sessions)
+    os.register_at_fork(after_in_child=_keep_inherited_sessions)
 
 
 def load_session(
@@ -239,7 +239,7 @@ def load_session(
 
     def configure(options: Any) -> None:
         options.inter_op_num_threads = 1
-        options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN))
+        options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
         options.add_session_config_entry("session.force_spinning_stop", "1")  # for old releases without the entry above
         on_device = str(int(provider != DEFAULT_PROVIDER))
         options.add_session_config_entry("session.record_ep_graph_assignment_info", on_device)
@@ -257,13 +257,13 @@ def load_session(
     except Exception as error:
         reraise_interruption(error)
         reason = format_error(error, 200)
-        if type(error).__name__ in _DAMAGE:
+        if type(error).__name__ in _DAMAGED_FILE_ERRORS:
             raise BundleError(
                 f"not a graph that can be loaded: {reason}", field=str(where), remedy="export the bundle again"
             ) from error
         on_cpu = provider == DEFAULT_PROVIDER
         default = "update onnxruntime" if on_cpu else f"check the driver, or use provider {DEFAULT_PROVIDER}"
-        remedy = next((remedy for word, remedy in _REMEDIES.items() if word in str(error)), default)
+        remedy = next((remedy for word, remedy in _REMEDY_OF_WORD.items() if word in str(error)), default)
         problem = f"ONNX Runtime {runtime.__version__} cannot load this graph: {reason}"
         raise EngineError(problem, field=str(where), remedy=remedy) from error
     check_assignment(where, chosen, session)

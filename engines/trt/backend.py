@@ -45,12 +45,12 @@ class TensorRTGraphs(OrtGraphs):
         self._kernels = KernelCache(folder)
         weakref.finalize(self, self._kernels.save)  # TensorRT-RTX compiles kernels while engines run
 
-    def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
+    def load_decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
         return TensorRTEngine(self._load(role), spec, code_embeddings, self._gpu)
 
-    def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
+    def load_function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
         if role not in self._folder.manifest.graphs:
-            return super().function(role, inputs, outputs)
+            return super().load_function(role, inputs, outputs)
         return TensorRTFunction(self._load(role), inputs, outputs, self._gpu).run
 
     def _load(self, role: str) -> TensorRTExecutable:

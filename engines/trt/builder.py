@@ -18,13 +18,13 @@ from typing import Any
 
 from ...bundle.files import Bundle
 from ...errors import EngineError, OutputError, RequestError
-from ...inputs import format_error, format_value
+from ...inputs import format_error, format_value, install_command
 from ...output.files import cache_folder
-from ..columns import WORD
+from ..columns import MASK_WORD_BITS
 from ..contracts import Progress, Tensor
-from ..device_graph import device_graph
+from ..device_graph import make_device_graph
 from ..gpu import find_gpu
-from ..profiles import BACKENDS, RTX, Profile, capacity_of
+from ..profiles import BACKENDS, RTX, Profile, count_profile_columns
 from .executable import first_error
 
 Shape = tuple[int, ...]
@@ -44,11 +44,11 @@ def import_library(name: str, module: str | None = None) -> Any:
         _ = library.__version__  # missing if Python imported a mere folder of that name
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         problem = f"{module} cannot be imported ({format_error(error, 200)})"
-        raise EngineError(problem, remedy=f"install it with `pip install 'lantern-rt[{name}]'`") from error
+        raise EngineError(problem, remedy=f"install it with `{install_command(name)}`") from error
     return library
 
 
-def polygraphy_importer(name: str) -> Callable[[str], Any]:
+def set_up_polygraphy(name: str) -> Callable[[str], Any]:
     """Set up Polygraphy for a backend, silence its log, and return a function that imports its modules.
 
     Raises: EngineError: Polygraphy is not installed, or this process already uses it with the other library.
@@ -65,7 +65,7 @@ def polygraphy_importer(name: str) -> Callable[[str], Any]:
     return lambda module: importlib.import_module(f"polygraphy.{module}")
 
 
-def write_graph(bundle: Bundle, role: str, profiles: Sequence[Profile], folder: Path) -> list[Inputs] | None:
+def write_device_graph(bundle: Bundle, role: str, profiles: Sequence[Profile], folder: Path) -> list[Inputs] | None:
     """Write the graph of a TensorRT engine as `<role>.onnx`, and link its weights.
 
     Args:
@@ -81,8 +81,8 @@ def write_graph(bundle: Bundle, role: str, profiles: Sequence[Profile], folder: 
     entries = 0
     if spec := {"target": manifest.target, "drafter": manifest.drafter}.get(role):
         entries = max(profile.nodes[2] for profile in profiles)
-        capacity = capacity_of(profiles)
-        model, inputs, *_ = device_graph(
+        capacity = count_profile_columns(profiles)
+        model, inputs, *_ = make_device_graph(
             path, spec, role == "drafter", manifest.target.dtype, capacity=capacity, max_nodes=entries
         )
         if role == "target":
@@ -114,7 +114,7 @@ def shape_bounds(name: str, shape: Sequence[int | str | None], profile: Profile,
     table_sizes: Shape = (1, entries, entries)
     axes: list[Shape] | None = {"embeddings": [table_sizes], "hidden": [(1, *profile.rows[1:]), table_sizes]}.get(name)
     if axes is None:
-        axes = [profile.rows, profile.nodes, tuple(size // WORD for size in profile.columns)]
+        axes = [profile.rows, profile.nodes, tuple(size // MASK_WORD_BITS for size in profile.columns)]
     low, best, high = (
         tuple(size if isinstance(size, int) else axes[i][which] for i, size in enumerate(shape)) for which in range(3)
     )
@@ -139,7 +139,7 @@ def build_engine_file(
         RequestError: the library cannot build for a compute capability.
     """
     library = import_library(name)
-    polygraphy = polygraphy_importer(name)
+    polygraphy = set_up_polygraphy(name)
     trt = polygraphy("backend.trt")
     errors = _ErrorCollector()
     timings = None

@@ -13,7 +13,7 @@ from ..contracts import Array, Tensor
 from ..decoder_tensors import device_tensors
 from ..device_engine import DeviceCache, DeviceEngine
 from ..ort.device import Device
-from ..profiles import capacity_of
+from ..profiles import count_profile_columns
 from .executable import TensorRTExecutable
 
 
@@ -29,7 +29,7 @@ class TensorRTEngine(DeviceEngine):
     ) -> None:
         dtypes = (spec.dtype,) if isinstance(spec, DecoderSpec) else ("float32", "float16")
         self._executable = executable
-        self._columns = capacity_of(executable.profiles)
+        self._columns = count_profile_columns(executable.profiles)
         inputs, outputs = device_tensors(spec, code_embeddings is None, dtypes, self._columns)
         executable.check_tensors(inputs, outputs)
         dtype = np.dtype(executable.dtypes["hidden_states"]).name
@@ -42,7 +42,11 @@ class TensorRTEngine(DeviceEngine):
         return DeviceCache(self._pool, rows, capacity, self._columns)
 
     def padded_node_count(self, cache: DeviceCache, nodes: int) -> int:
-        for name, size in (("rows", len(cache.lengths)), ("nodes", nodes), ("columns", cache.span(nodes))):
+        for name, size in (
+            ("rows", len(cache.lengths)),
+            ("nodes", nodes),
+            ("columns", cache.count_read_columns(nodes)),
+        ):
             self._executable.check_size(name, size)
         return min(padded_node_count(nodes), self._max_nodes(), cache.columns - int(cache.lengths.max(initial=0)))
 
@@ -73,7 +77,7 @@ class TensorRTFunction:
                 parts = {name: array[start : start + max_rows] for name, array in feeds.items()}
                 rows = len(next(iter(parts.values())))
                 values = {
-                    name: self._device.put(np.ascontiguousarray(array, self._executable.dtypes[name]))
+                    name: self._device.upload(np.ascontiguousarray(array, self._executable.dtypes[name]))
                     for name, array in parts.items()
                 }
                 for tensor in self._outputs:

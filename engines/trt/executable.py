@@ -132,7 +132,7 @@ class TensorRTExecutable:
             self._errors.append(str(error))
         except OSError as error:
             raise EngineError(f"cannot be read ({error.strerror or error})", field=str(path)) from error
-        self._check(self._engine is not None, "load this engine")
+        self._require_success(self._engine is not None, "load this engine")
         num_profiles = self._engine.num_optimization_profiles
         if num_profiles != len(profiles):
             raise self.mismatch_error(f"{num_profiles} profiles", f"{len(profiles)}, as in engine.json")
@@ -194,10 +194,10 @@ class TensorRTExecutable:
 
         def run() -> None:
             self._errors.clear()
-            context = self._context(profile)
+            context = self._get_context(profile)
             if self._last_binding.pop(profile, None) is not binding:
                 self._set_tensors(context, tensors)
-            self._check(context.execute_async_v3(CUDA_STREAM), "run this engine")
+            self._require_success(context.execute_async_v3(CUDA_STREAM), "run this engine")
             self._last_binding[profile] = binding  # not after an exception: the context may hold other tensors
 
         return run
@@ -205,23 +205,27 @@ class TensorRTExecutable:
     def _set_tensors(self, context: Any, values: Mapping[str, Any]) -> None:
         shapes = {name: tuple(values[name].shape()) for name in (*self._inputs, *self._outputs)}
         for name in self._inputs:
-            self._check(context.set_input_shape(name, shapes[name]), f"accept shape {list(shapes[name])} of `{name}`")
+            self._require_success(
+                context.set_input_shape(name, shapes[name]), f"accept shape {list(shapes[name])} of `{name}`"
+            )
         for name, shape in shapes.items():
             actual = tuple(context.get_tensor_shape(name))
             if actual != shape:
                 raise self.mismatch_error(f"`{name}` as {list(actual)}", f"{list(shape)}")
-            self._check(context.set_tensor_address(name, values[name].data_ptr()), f"accept the address of `{name}`")
+            self._require_success(
+                context.set_tensor_address(name, values[name].data_ptr()), f"accept the address of `{name}`"
+            )
 
-    def _context(self, profile: int) -> Any:
+    def _get_context(self, profile: int) -> Any:
         if profile not in self._contexts:
             context = self._kernels.make_context(self._library, self._engine)
-            self._check(context is not None, "make an execution context (is the device's memory full?)")
+            self._require_success(context is not None, "make an execution context (is the device's memory full?)")
             chosen = context.set_optimization_profile_async(profile, CUDA_STREAM)
-            self._check(chosen, f"choose profile `{self.profiles[profile].name}`")
+            self._require_success(chosen, f"choose profile `{self.profiles[profile].name}`")
             self._contexts[profile] = context
         return self._contexts[profile]
 
-    def _check(self, success: bool, action: str) -> None:
+    def _require_success(self, success: bool, action: str) -> None:
         if not success:
             library = f"{self._library.__name__} {self._library.__version__}"
             problem = f"{library} does not {action}: {first_error(self._errors)}"

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 
-class _Deferred(Tensor):
+class _DeferredTensor(Tensor):
     """Tensor of known shape and dtype; every operation on it computes its values with a function."""
 
     make: Callable[[], Tensor]
     parts: Sequence[Tensor] = ()
 
     @staticmethod
-    def __new__(cls, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> _Deferred:
+    def __new__(cls, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> _DeferredTensor:
         tensor = Tensor._make_wrapper_subclass(cls, list(shape), dtype=dtype)
         tensor.make = make
         return tensor
@@ -30,11 +30,11 @@ class _Deferred(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return _Deferred(args[0].make, args[0].shape, args[0].dtype)
-        return func(*tree_map(_made, args), **tree_map(_made, kwargs or {}))
+            return _DeferredTensor(args[0].make, args[0].shape, args[0].dtype)
+        return func(*tree_map(_compute_value, args), **tree_map(_compute_value, kwargs or {}))
 
 
-def deferred(make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def defer_tensor(make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a deferred tensor.
 
     Args:
@@ -42,36 +42,38 @@ def deferred(make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtyp
         shape: shape of the computed tensor.
         dtype: dtype of the computed tensor.
     """
-    return _Deferred(make, shape, dtype)
+    return _DeferredTensor(make, shape, dtype)
 
 
-def computed(tensor: Tensor) -> Tensor:
+def compute_tensor(tensor: Tensor) -> Tensor:
     """Compute a deferred tensor; return any other tensor unchanged."""
-    made: Tensor = _made(tensor).detach()
+    made: Tensor = _compute_value(tensor).detach()
     return made
 
 
-def permuted(tensor: Tensor, axes: Sequence[int]) -> Tensor:
+def defer_permutation(tensor: Tensor, axes: Sequence[int]) -> Tensor:
     """Return a deferred permutation of a tensor's axes."""
-    return deferred(lambda: computed(tensor).permute(*axes), [tensor.shape[axis] for axis in axes], tensor.dtype)
+    return defer_tensor(
+        lambda: compute_tensor(tensor).permute(*axes), [tensor.shape[axis] for axis in axes], tensor.dtype
+    )
 
 
-def transposed(matrix: Tensor) -> Tensor:
+def defer_transpose(matrix: Tensor) -> Tensor:
     """Return a deferred transpose of a matrix."""
-    return permuted(matrix, (1, 0))
+    return defer_permutation(matrix, (1, 0))
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def defer_concatenation(parts: Sequence[Tensor]) -> Tensor:
     """Return a deferred concatenation along axis 0 of tensors of one dtype."""
     shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-    tensor = _Deferred(lambda: torch.cat([computed(part) for part in parts]), shape, parts[0].dtype)
+    tensor = _DeferredTensor(lambda: torch.cat([compute_tensor(part) for part in parts]), shape, parts[0].dtype)
     tensor.parts = parts
     return tensor
 
 
-def parts_of(tensor: Tensor) -> Sequence[Tensor]:
-    """Return the tensors of which a tensor is the concatenation by `joined`; any other tensor alone."""
-    return (tensor.parts if isinstance(tensor, _Deferred) else ()) or [tensor]
+def list_concatenated_parts(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the tensors of which a tensor is the concatenation by `defer_concatenation`; any other tensor alone."""
+    return (tensor.parts if isinstance(tensor, _DeferredTensor) else ()) or [tensor]
 
 
 def without_weights() -> torch.device:
@@ -79,7 +81,7 @@ def without_weights() -> torch.device:
     return torch.device("meta")
 
 
-def _made(value: Any) -> Any:
-    while isinstance(value, _Deferred):
+def _compute_value(value: Any) -> Any:
+    while isinstance(value, _DeferredTensor):
         value = value.make()
     return value

@@ -56,7 +56,7 @@ def raises_checkpoint_error(read: Reader) -> Reader:
     """
 
     @wraps(read)
-    def refuse(*args: Any, **named: Any) -> Any:
+    def run_reading(*args: Any, **named: Any) -> Any:
         path = [*args, *named.values()][0]
         remedy = "download it again, or save it again as plain tensors"
         with (
@@ -66,7 +66,7 @@ def raises_checkpoint_error(read: Reader) -> Reader:
             _check_contents(path)
             return read(*args, **named)
 
-    return cast(Reader, refuse)
+    return cast(Reader, run_reading)
 
 
 def _check_contents(path: Path) -> None:
@@ -266,10 +266,14 @@ def read_weights(
     for name in content:
         if not isinstance(name, str) or len(name) > _MAX_NAME or not name.isprintable():
             raise file_error(path, found=format_value(name), expected="names of weights")
-    names = {plain: name for plain, name in unwrap(path, {name: name for name in content}).items() if keep(plain)}
+    names = {
+        plain: name
+        for plain, name in strip_wrapper_names(path, {name: name for name in content}).items()
+        if keep(plain)
+    }
     weights = {name: content[name] for name in names.values()}
     for name, value in weights.items():
-        if fault := _tensor_fault(value):
+        if fault := _describe_fault(value):
             raise file_error(path, name, found=fault, expected="a tensor")
     size = path.stat().st_size
     claimed = sum(value.numel() * value.element_size() for value in weights.values())
@@ -290,7 +294,7 @@ def read_weights(
     return {plain: weights[name].detach() for plain, name in names.items()}
 
 
-def unwrap(path: Path, contents: Mapping[str, Content]) -> dict[str, Content]:
+def strip_wrapper_names(path: Path, contents: Mapping[str, Content]) -> dict[str, Content]:
     """Remove the parts that wrapper modules add to the names of weights.
 
     Raises:
@@ -306,7 +310,7 @@ def unwrap(path: Path, contents: Mapping[str, Content]) -> dict[str, Content]:
     return unwrapped
 
 
-def _tensor_fault(value: Any) -> str | None:
+def _describe_fault(value: Any) -> str | None:
     """Return why a value is not a plain tensor, without reading its data; None for a plain tensor."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
@@ -317,7 +321,7 @@ def _tensor_fault(value: Any) -> str | None:
     return None if value.device.type == "cpu" else f"a tensor without values (device {value.device.type})"
 
 
-def listing(names: Collection[str]) -> str:
+def list_names(names: Collection[str]) -> str:
     """List the first `SHOWN` sorted names and the number of the others."""
     ordered = sorted(names)
     more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""

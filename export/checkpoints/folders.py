@@ -18,8 +18,18 @@ from ...bundle.hub import PLAIN_NAME
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...inputs import format_value
-from ..progress import count_megabytes, silent
-from .files import SHOWN, TOKENIZER, Config, Weights, file_error, listing, read_config, read_weights, unwrap
+from ..progress import count_megabytes, ignore_progress
+from .files import (
+    SHOWN,
+    TOKENIZER,
+    Config,
+    Weights,
+    file_error,
+    list_names,
+    read_config,
+    read_weights,
+    strip_wrapper_names,
+)
 from .lora import Adapter
 
 SINGLE = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
@@ -56,7 +66,7 @@ class Checkpoint:
 
     path: Path
     role: str = "target"
-    progress: Progress = silent
+    progress: Progress = ignore_progress
     averaged: bool | None = None
     adapters: Sequence[Adapter] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -133,7 +143,7 @@ class Checkpoint:
             names = choose_files(present)
             if not names:
                 loose = [name for name in present if re.search(r"-\d+-of-\d+\.", name)]
-                contents = f"{listing(loose)} without an index" if loose else "no weights"
+                contents = f"{list_names(loose)} without an index" if loose else "no weights"
                 expected = f"one of {', '.join(SINGLE)}, one of {', '.join(INDEX)} with its files, or .pt files"
                 raise self.error(found=contents, expected=expected)
             if names[0] in INDEX:
@@ -142,7 +152,7 @@ class Checkpoint:
                 self.sources.append((f"{self.role}_index", index))
             paths = [self.path / name for name in sorted(shards) or names]
             if absent := [path.name for path in paths if not path.is_file()]:
-                problem = f"lacks {listing(absent)} of the {len(paths)} files in {names[0]}"
+                problem = f"lacks {list_names(absent)} of the {len(paths)} files in {names[0]}"
                 raise self.error(problem=problem, remedy="download them into that folder")
         size = sum(path.stat().st_size for path in paths if path.is_file())
         progress = count_megabytes(f"reading {self.path.name}", size, self.progress)
@@ -150,7 +160,7 @@ class Checkpoint:
             part = read_weights(path, progress, self.averaged, keep)
             if index:
                 listed = {name for name in shards[path.name] if keep(name)}
-                if problems := _differences(listed - (set(optional) - part.keys()), part.keys()):
+                if problems := _describe_differences(listed - (set(optional) - part.keys()), part.keys()):
                     problem = f"does not hold what the index says, {', '.join(problems)}"
                     raise file_error(path, problem=problem, remedy="download the folder again")
             if duplicates := sorted(part.keys() & self.weights):
@@ -165,12 +175,12 @@ class Checkpoint:
 
     def name_in_files(self, name: str) -> str:
         """Return a weight's name in the files."""
-        return self.prefix + _translate(name, self.names)
+        return self.prefix + _rename_weight(name, self.names)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Rename weights from the values of `names` (names in the files) to its keys; keep other names."""
         new_names = {file_name: name for name, file_name in names.items()}
-        self.weights = {_translate(name, new_names): weight for name, weight in self.weights.items()}
+        self.weights = {_rename_weight(name, new_names): weight for name, weight in self.weights.items()}
         self.names.update(names)
 
     def shape(self, name: str, dimensions: int = 2) -> tuple[int, ...]:
@@ -181,7 +191,7 @@ class Checkpoint:
         if len(shape) != dimensions or 0 in shape:
             raise self.error(name, found=f"shape {list(shape)}", expected=f"{dimensions} sizes")
         if not self.weights[name].is_floating_point():
-            raise self.error(name, found=_kind(self.weights[name]), expected=_FLOATS)
+            raise self.error(name, found=_describe_dtype(self.weights[name]), expected=_FLOATS)
         return shape
 
     def count(self, prefix: str) -> int:
@@ -203,14 +213,14 @@ class Checkpoint:
         """
         wanted = module.state_dict()
         weights = self.weights
-        problems = _differences(wanted.keys(), weights.keys(), self.name_in_files)
+        problems = _describe_differences(wanted.keys(), weights.keys(), self.name_in_files)
         problems += [
             f"{self.name_in_files(name)} has shape {list(weights[name].shape)}, expected {list(value.shape)}"
             for name, value in wanted.items()
             if name in weights and weights[name].shape != value.shape
         ][:SHOWN]
         problems += [
-            f"{self.name_in_files(name)} holds {_kind(weights[name])}, expected {_kind(value)}"
+            f"{self.name_in_files(name)} holds {_describe_dtype(weights[name])}, expected {_describe_dtype(value)}"
             for name, value in wanted.items()
             if name in weights and weights[name].is_floating_point() != value.is_floating_point()
         ][:SHOWN]
@@ -238,7 +248,7 @@ def read_index(path: Path) -> dict[str, list[str]]:
     shards: dict[str, list[str]] = {}
     if not isinstance(weight_map, dict) or not weight_map:
         raise config.error("weight_map", expected="the name of a file for every weight")
-    for weight, name in unwrap(path, weight_map).items():
+    for weight, name in strip_wrapper_names(path, weight_map).items():
         if not isinstance(name, str) or not re.fullmatch(PLAIN_NAME, name):
             raise file_error(
                 path, format_value(weight), found=format_value(name), expected="the name of a file in its folder"
@@ -247,16 +257,16 @@ def read_index(path: Path) -> dict[str, list[str]]:
     return shards
 
 
-def _kind(weight: Tensor) -> str:
+def _describe_dtype(weight: Tensor) -> str:
     return _FLOATS if weight.is_floating_point() else f"{str(weight.dtype).removeprefix('torch.')} numbers"
 
 
-def _differences(expected: Set[str], actual: Set[str], shown: Callable[[str], str] = str) -> list[str]:
+def _describe_differences(expected: Set[str], actual: Set[str], shown: Callable[[str], str] = str) -> list[str]:
     groups = {"missing": expected - actual, "unexpected": actual - expected}
-    return [f"{word}: {listing([shown(name) for name in names])}" for word, names in groups.items() if names]
+    return [f"{word}: {list_names([shown(name) for name in names])}" for word, names in groups.items() if names]
 
 
-def _translate(name: str, names: Mapping[str, str]) -> str:
+def _rename_weight(name: str, names: Mapping[str, str]) -> str:
     """Look a name up in a table whose keys may have `*` for the number of a layer; return unknown names unchanged."""
     number = _LAYER.search(name)
     if name in names or number is None:

@@ -10,10 +10,18 @@ from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ...bundle.hub import HUB, PLAIN_PATH, SNAPSHOT, download_files, hub_errors, is_rejected, parse_reference
+from ...bundle.hub import (
+    HUB,
+    PLAIN_PATH,
+    SNAPSHOT,
+    convert_hub_errors,
+    download_files,
+    is_hub_rejection,
+    parse_reference,
+)
 from ...errors import CheckpointError, LanternError
 from ...inputs import reraise_interruption
-from .files import listing
+from .files import list_names
 from .folders import INDEX, PAIRS, SINGLE, choose_files, read_index
 
 # Files that are fetched with the weights if they exist.
@@ -22,7 +30,7 @@ _SECONDS = 60  # maximum time in which the hub lists files
 _CACHED = re.compile(rf"{SNAPSHOT}/(?P<file>.+)")
 
 
-def cached_origin(path: Path) -> str | None:
+def find_hub_origin(path: Path) -> str | None:
     """Return the reference, with its commit, of a file in the hub's cache; None for other files."""
     match = _CACHED.fullmatch(path.as_posix())
     return match and f"{HUB}{match['owner']}/{match['name']}/{match['file']}@{match['commit']}"
@@ -46,7 +54,7 @@ def fetch(source: Path | str, names: Collection[str] = (), side_files: Collectio
     from huggingface_hub import try_to_load_from_cache
 
     remedy = f"try again, or download {file or 'the folder'} of {repository} by hand and give its path"
-    with hub_errors(text, CheckpointError, remedy):
+    with convert_hub_errors(text, CheckpointError, remedy):
         try:
             sizes, _ = _list_files(repository, revision)
             chosen = _choose_files(text, file, sizes, names, side_files)
@@ -58,13 +66,13 @@ def fetch(source: Path | str, names: Collection[str] = (), side_files: Collectio
             # Fall back to the cache; missing files raise an error when they are read.
             known = file or [*names, *_SIDE_FILES][0]
             cached = try_to_load_from_cache(repository, known, revision=revision)
-            if isinstance(error, LanternError) or is_rejected(error) or not isinstance(cached, str):
+            if isinstance(error, LanternError) or is_hub_rejection(error) or not isinstance(cached, str):
                 raise
             return Path(cached) if file else Path(cached).parents[known.count("/")]
     return folder / (file or "")
 
 
-def listed_sizes(source: str, names: Collection[str] = (), side_files: Collection[str] = ()) -> tuple[int, int]:
+def list_file_sizes(source: str, names: Collection[str] = (), side_files: Collection[str] = ()) -> tuple[int, int]:
     """Return the bytes that `fetch` would give, and how many of them are not in the cache, as the hub lists them.
 
     Both are 0 if the hub cannot be reached or rejects the reference: `fetch` says so.
@@ -100,7 +108,7 @@ def _choose_files(
     patterns = [file] if file else [*(names or _choose_weights(source, files)), *_SIDE_FILES, *side_files]
     chosen = [name for name in files if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if not chosen:
-        raise CheckpointError("no such file", field=source, found=listing(files), remedy="give one of these")
+        raise CheckpointError("no such file", field=source, found=list_names(files), remedy="give one of these")
     return chosen
 
 
@@ -108,5 +116,7 @@ def _choose_weights(source: str, files: Collection[str]) -> list[str]:
     chosen = choose_files({name for name in files if name in (*SINGLE, *INDEX, *PAIRS[0], *PAIRS[1])})
     if not chosen:
         expected = f"{SINGLE[0]} or alike"
-        raise CheckpointError(field=source, found=listing(files), expected=expected, remedy=f"name one: {source}/FILE")
+        raise CheckpointError(
+            field=source, found=list_names(files), expected=expected, remedy=f"name one: {source}/FILE"
+        )
     return chosen

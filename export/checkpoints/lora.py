@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...inputs import format_value
-from .deferred import computed, deferred
-from .files import Weights, file_error, listing, raises_checkpoint_error, read_config, read_weights
+from .deferred import compute_tensor, defer_tensor
+from .files import Weights, file_error, list_names, raises_checkpoint_error, read_config, read_weights
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -77,16 +77,16 @@ class Adapter:
             CheckpointError: a weight does not exist, has another shape or could become infinite, or no weight is
                 adapted.
         """
-        base_names = {_inner_name(name): name for name in weights}
+        base_names = {_strip_model_name(name): name for name in weights}
         merged = set[str]()
         for name, (first, second, factor) in self.parts.items():
-            base_name = base_names.get(_inner_name(name))
+            base_name = base_names.get(_strip_model_name(name))
             if base_name is None and not keep(name):
                 continue
             if base_name is None:
                 layer = re.search(r"layers\.\d+\.", name)
                 candidates = [key for key in weights if layer is None or layer[0] in key]
-                expected = f"one of {listing(candidates)}"
+                expected = f"one of {list_names(candidates)}"
                 raise file_error(self.path, name, "the target has no such weight", expected=expected)
             weight = weights[base_name]
             shape = [len(second), first.shape[1]]
@@ -102,7 +102,9 @@ class Adapter:
             if not bound < torch.finfo(weight.dtype).max:
                 problem = f"adds numbers up to {bound:.1e}, which makes infinite weights"
                 raise file_error(self.path, name, problem, remedy="give a smaller scale, or correct lora_alpha")
-            weights[base_name] = deferred(partial(_sum, weight, first, second, factor), shape, weight.dtype)
+            weights[base_name] = defer_tensor(
+                partial(_add_low_rank, weight, first, second, factor), shape, weight.dtype
+            )
         if not merged:
             raise file_error(self.path, problem="adapts no layer that generates images", remedy="leave it out")
 
@@ -159,9 +161,9 @@ def read_adapter(folder: Path, scale: float) -> Adapter:
     return Adapter(path, [(f"lora:{scale}", path), ("lora_config", config.path)], parts)
 
 
-def _inner_name(name: str) -> str:
+def _strip_model_name(name: str) -> str:
     return _OUTER.sub("", name, count=1)
 
 
-def _sum(weight: Tensor, first: Tensor, second: Tensor, factor: float) -> Tensor:
-    return (computed(weight).float() + factor * (second.float() @ first.float())).to(weight.dtype)
+def _add_low_rank(weight: Tensor, first: Tensor, second: Tensor, factor: float) -> Tensor:
+    return (compute_tensor(weight).float() + factor * (second.float() @ first.float())).to(weight.dtype)

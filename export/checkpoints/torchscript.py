@@ -37,18 +37,18 @@ def read_torchscript(path: Path) -> dict[str, Tensor]:
     contents = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
-        (listing,) = (name for name in entries if name.endswith("/data.pkl"))
+        (list_names,) = (name for name in entries if name.endswith("/data.pkl"))
 
         def read_storage(reference: Any) -> Tensor:
             _, kind, key, _, _ = reference
-            entry = entries[f"{listing.removesuffix('.pkl')}/{key}"]
+            entry = entries[f"{list_names.removesuffix('.pkl')}/{key}"]
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"{entry.filename} is compressed")
             header = contents[entry.header_offset :][: _LOCAL_HEADER.size].numpy().tobytes()
             start = entry.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
             return contents[start : start + entry.file_size].view(_STORAGES[kind])
 
-        root = _interpret(archive.read(listing), read_storage)
+        root = _interpret(archive.read(list_names), read_storage)
     return dict(_walk_tensors(root, ""))
 
 

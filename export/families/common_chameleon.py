@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...bundle.conditions import TokenLayout
 from ...inputs import format_value
-from ..checkpoints.files import Config, listing
+from ..checkpoints.files import Config, list_names
 from ..checkpoints.folders import Checkpoint
 from ..graph.conditions import Condition, token_condition
 from ..model import Model
@@ -148,7 +148,7 @@ def read_vocabulary(config: Config, needed: Sequence[str]) -> tuple[range, Mappi
     if not isinstance(names, dict) or any(type(token) is not int or token < 0 for token in names.values()):
         raise config.error("vocabulary_map", expected="token ids by names, image tokens included")
     if missing := [name for name in needed if name not in names]:
-        raise config.error("vocabulary_map", f"lacks {listing(missing)}")
+        raise config.error("vocabulary_map", f"lacks {list_names(missing)}")
     codes = {name: re.fullmatch("IMGIMG([A-J]+)Z", name) for name in names}
     tokens = {int(code[1].translate(_DIGITS)): names[name] for name, code in codes.items() if code}
     first = tokens.get(0, 0)

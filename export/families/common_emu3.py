@@ -47,7 +47,7 @@ def has_wide_heads(config: Config) -> bool:
     return "head_dim" in values and values["head_dim"] * values["num_attention_heads"] != values["hidden_size"]
 
 
-def image_size(library: Tokenizer, rows: int, columns: int, scale: int) -> Size:
+def emu3_image_size(library: Tokenizer, rows: int, columns: int, scale: int) -> Size:
     """Return an image size with its prompt tokens, which are the end of both prefix rows.
 
     Args:

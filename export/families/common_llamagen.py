@@ -30,7 +30,7 @@ from .common import check_grid, image_model
 _CELL = 16  # pixels per cell along each side, in the published image tokenizers
 
 
-class PublishedModel(NamedTuple):
+class KnownSize(NamedTuple):
     """Sizes of a published model, with the grid rows that it was trained for, by condition."""
 
     num_layers: int
@@ -41,15 +41,15 @@ class PublishedModel(NamedTuple):
 
 
 MODELS = (
-    PublishedModel(12, 768, 12, (16, 24)),  # GPT-B
-    PublishedModel(24, 1024, 16, (16, 24)),  # GPT-L
-    PublishedModel(36, 1280, 20, (24,), (16, 32)),  # GPT-XL
-    PublishedModel(48, 1536, 24, (24,)),  # GPT-XXL
-    PublishedModel(24, 3200, 32, (24,)),  # GPT-3B
+    KnownSize(12, 768, 12, (16, 24)),  # GPT-B
+    KnownSize(24, 1024, 16, (16, 24)),  # GPT-L
+    KnownSize(36, 1280, 20, (24,), (16, 32)),  # GPT-XL
+    KnownSize(48, 1536, 24, (24,)),  # GPT-XXL
+    KnownSize(24, 3200, 32, (24,)),  # GPT-3B
 )
 
 
-class Variant(NamedTuple):
+class LlamaGenVariant(NamedTuple):
     """Differences of another family's files from LlamaGen's layout.
 
     Args:
@@ -62,11 +62,11 @@ class Variant(NamedTuple):
     arguments: Collection[str] = ()
     extra: Collection[str] = ()
     names: Mapping[str, str] = {}
-    models: Sequence[PublishedModel] = MODELS
+    models: Sequence[KnownSize] = MODELS
     two_heads: bool = False
 
 
-_PLAIN = Variant()
+_PLAIN = LlamaGenVariant()
 _CONDITION_NAMES = {
     "classes": "cls_embedding.embedding_table.weight",
     "captions.uncond": "cls_embedding.uncond_embedding",
@@ -132,7 +132,7 @@ def read_transformer(
     config: Path | None = None,
     grid: int | None = None,
     weights: str | None = None,
-    variant: Variant = _PLAIN,
+    variant: LlamaGenVariant = _PLAIN,
 ) -> LlamaGen:
     """Read the transformer in a file or folder.
 
@@ -211,7 +211,7 @@ def llamagen_model(
     return replace(model, weights=weights)
 
 
-def _read_weights(checkpoint: Checkpoint, config: Path | None, variant: Variant) -> tuple[Config, bool]:
+def _read_weights(checkpoint: Checkpoint, config: Path | None, variant: LlamaGenVariant) -> tuple[Config, bool]:
     """Read weights, rename them, and return the configuration, and whether the files are in LANTERN's layout."""
     path = checkpoint.path
     folder_config = (path if path.is_dir() else path.parent) / "config.json"
@@ -275,7 +275,7 @@ def _check_feed_forward(checkpoint: Checkpoint, config: Config) -> None:
             )
 
 
-def _choose_num_heads(checkpoint: Checkpoint, config: Config, known: PublishedModel | None) -> int:
+def _choose_num_heads(checkpoint: Checkpoint, config: Config, known: KnownSize | None) -> int:
     if heads := config.integer("num_attention_heads"):
         return heads
     if known:
@@ -294,7 +294,7 @@ def _choose_grid(
     prefix: int,
     is_class_conditional: bool,
     grid: int | None,
-    known: PublishedModel | None,
+    known: KnownSize | None,
 ) -> int:
     """Return the grid rows in weights, configuration and `grid`, which must agree, or else the known model's."""
     cell_counts: list[tuple[str, int]] = []

@@ -17,7 +17,7 @@ _PATCH_PIXELS = 32  # pixels along each side of a patch
 _MAX_ASPECT = 4  # maximum aspect ratio of an image
 
 
-def prompt_layout(start: int, end: int) -> TokenLayout:
+def lumina_prompt_layout(start: int, end: int) -> TokenLayout:
     """Return the layout of prompts up to the tokens of an image size. The parameters are token ids."""
     return TokenLayout(template=TEMPLATE, before=(start,), after=(end,), uncond=())
 
@@ -37,7 +37,7 @@ def patch_sizes(side: int) -> list[tuple[int, int]]:
     return [pair for pair in pairs if min(pair) > 0 and max(pair) <= _MAX_ASPECT * min(pair)]
 
 
-def longest_image(patches: Sequence[tuple[int, int]], patch: int) -> int:
+def count_longest_image(patches: Sequence[tuple[int, int]], patch: int) -> int:
     """Return the number of tokens of the longest image, end-of-row tokens included.
 
     Args:
@@ -47,12 +47,12 @@ def longest_image(patches: Sequence[tuple[int, int]], patch: int) -> int:
     return max(patch * rows * (patch * columns + 1) - 1 for rows, columns in patches)
 
 
-def side_tokens(patches: Sequence[tuple[int, int]]) -> list[str]:
+def list_side_tokens(patches: Sequence[tuple[int, int]]) -> list[str]:
     """Return the names of the tokens for numbers of rows and columns up to the largest in `patches`."""
     return [_side_token(side) for side in range(1, 1 + max(max(pair) for pair in patches))]
 
 
-def image_size(rows: int, columns: int, token_ids: Mapping[str, int], patch: int) -> Size:
+def lumina_image_size(rows: int, columns: int, token_ids: Mapping[str, int], patch: int) -> Size:
     """Return an image size with its prompt tokens, which are the end of both prefix rows.
 
     Args:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from ...bundle.conditions import TokenLayout
 from ...errors import CheckpointError
 from ...methods import Sampling
-from ..checkpoints.deferred import joined
+from ..checkpoints.deferred import defer_concatenation
 from ..checkpoints.files import read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..family import Family
@@ -33,10 +33,10 @@ from .common_emu3 import (
     ROW_END,
     START,
     VISION,
+    emu3_image_size,
     encode,
     find_tokenizer,
     has_wide_heads,
-    image_size,
     token_ids,
     visual_tokens,
 )
@@ -104,15 +104,15 @@ def read_emu3(
     decoder, embeddings = load_decoder(
         target, decoder_config(target, text, len(codes), sizes[0][0], max_image_tokens=longest), codes
     )
-    layout = prompt_layout(library)
+    layout = emu3_prompt_layout(library)
     return image_model(
         decoder=decoder,
-        code_embeddings=joined([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
+        code_embeddings=defer_concatenation([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
         condition=token_condition(embeddings, decoder.config.prefix, layout, tokenizer, content=content),
         vq=image_tokenizer,
         sampling=_SAMPLING,
         sources=[*target.sources, *vq_checkpoint.sources],
-        sizes=[image_size(library, rows, columns, scale) for rows, columns in sizes],
+        sizes=[emu3_image_size(library, rows, columns, scale) for rows, columns in sizes],
         row_end=len(codes),
     )
 
@@ -125,7 +125,7 @@ FAMILY = Family(
 )
 
 
-def prompt_layout(library: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:
+def emu3_prompt_layout(library: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:
     """Return the tokens of both prefix rows up to begin of image, which the tokens of an image size follow."""
     start, end, uncond = (encode(library, text) for text in (START, BEGIN, START + negative + BEGIN))
     return TokenLayout(template="{prompt}" + SUFFIX, before=start, after=end, uncond=uncond, negative="{prompt}")

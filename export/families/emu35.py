@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...bundle.conditions import TokenLayout
 from ...methods import Sampling
-from ..checkpoints.deferred import joined
+from ..checkpoints.deferred import defer_concatenation
 from ..checkpoints.files import read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..family import Family
@@ -28,10 +28,10 @@ from .common_emu3 import (
     ROW_END,
     START,
     VISION,
+    emu3_image_size,
     encode,
     find_tokenizer,
     has_wide_heads,
-    image_size,
     token_ids,
     visual_tokens,
 )
@@ -88,12 +88,12 @@ def read_emu35(target: Checkpoint, vq: Path) -> Model:
     scale = image_tokenizer.config.pixels_per_cell
     return image_model(
         decoder=decoder,
-        code_embeddings=joined([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
+        code_embeddings=defer_concatenation([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
         condition=token_condition(embeddings, decoder.config.prefix, layout, tokenizer, content=content),
         vq=image_tokenizer,
         sampling=_SAMPLING,
         sources=[*target.sources, *vq_checkpoint.sources],
-        sizes=[image_size(library, rows, columns, scale) for rows, columns in SIZES],
+        sizes=[emu3_image_size(library, rows, columns, scale) for rows, columns in SIZES],
         default_grid=SIZES[0],
         row_end=len(codes),
     )

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...bundle.conditions import TokenLayout
@@ -25,6 +24,7 @@ from ..checkpoints.folders import Checkpoint
 from ..family import Family
 from ..graph.conditions import token_condition
 from ..model import Model
+from ..models import exact
 from ..models.llama import decoder_config, load_decoder, rename_llama
 from ..models.vq_checkpoints import load_vq, rename_vqgan
 from .common import check_grid, image_model
@@ -34,6 +34,7 @@ _ROLES = "<|User|>,<|Assistant|>"
 _START = "<\uff5cbegin\u2581of\u2581sentence\uff5c>"
 _PADDING = "<\uff5c\u2581pad\u2581\uff5c>"
 _PROCESSOR = "processor_config.json"
+_CODES = 256  # Number of codes that are computed at once
 # Defaults of LlamaConfig, which DeepSeek's configurations omit.
 _DEFAULTS = {
     "hidden_size": 4096,
@@ -76,7 +77,7 @@ class _Layout(Protocol):
         """Return the ids of start of sequence, padding and begin of image; `tokens` have embeddings."""
 
 
-class _Converted:
+class _ConvertedLayout:
     """The layout of transformers."""
 
     language = "model.language_model."
@@ -107,7 +108,7 @@ class _Converted:
         return start, padding, begin
 
 
-class _Published:
+class _PublishedLayout:
     """The layout of DeepSeek, whose program finds special tokens by name."""
 
     language = "language_model.model."
@@ -156,7 +157,7 @@ def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> Model:
         CheckpointError: a file is missing or damaged, belongs to another model, or there are not two roles.
     """
     config = target.model_config("deepseek-ai/Janus-Pro-1B", "janus", "multi_modality")
-    layout: _Layout = (_Converted if config.get("model_type") == "janus" else _Published)(target, config)
+    layout: _Layout = (_ConvertedLayout if config.get("model_type") == "janus" else _PublishedLayout)(target, config)
     user, *others = roles.split(",")
     if len(others) != 1:
         raise CheckpointError(field="roles", found=format_value(roles), expected="two, such as User,Assistant")
@@ -202,9 +203,12 @@ def _fold_codes(codes: Tensor, aligner: Checkpoint, layout: _Layout) -> Tensor:
     wanted = {f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
     if not layers or aligner.weights.keys() != wanted:
         raise aligner.error(found=str(sorted(aligner.weights)), expected=str(sorted(wanted)))
-    codes = codes.float()
-    with torch.no_grad():
-        for i, layer in enumerate(layers):
-            weight, bias = (aligner.weights[f"{layer}.{part}"].float() for part in ("weight", "bias"))
-            codes = F.linear(F.gelu(codes) if i else codes, weight, bias)
-    return codes
+    weights = [exact.split(aligner.weights[f"{layer}.weight"].float().numpy()) for layer in layers]
+    biases = [aligner.weights[f"{layer}.bias"].float().numpy() for layer in layers]
+    table = []
+    for start in range(0, len(codes), _CODES):
+        rows = exact.linear(codes[start : start + _CODES].float().numpy(), weights[0], biases[0])
+        for weight, bias in zip(weights[1:], biases[1:], strict=True):
+            rows = exact.linear(exact.gelu(rows), weight, bias)
+        table.append(torch.from_numpy(rows).float())
+    return torch.cat(table)

@@ -12,15 +12,22 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...methods import Sampling
-from ..checkpoints.deferred import joined
-from ..checkpoints.files import file_error, listing, read_tokenizer
+from ..checkpoints.deferred import defer_concatenation
+from ..checkpoints.files import file_error, list_names, read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..family import Family
 from ..model import Model
 from ..models.movqgan import read_movqgan
 from .common import image_model
 from .common_chameleon import LUMINA, PROMPT_TOKENS, Chameleon, chameleon_config
-from .common_lumina import ROW_END, image_size, longest_image, patch_sizes, prompt_layout, side_tokens
+from .common_lumina import (
+    ROW_END,
+    count_longest_image,
+    list_side_tokens,
+    lumina_image_size,
+    lumina_prompt_layout,
+    patch_sizes,
+)
 
 _FIRST_CODE = 155000
 _GRID = 96  # grid rows of 768 pixels
@@ -53,27 +60,27 @@ def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Mo
         )
     first = min(_FIRST_CODE, size - count)
     patches = patch_sizes(rows // _PATCH)
-    names, start = _read_tokens(target, size, side_tokens(patches))
+    names, start = _read_tokens(target, size, list_side_tokens(patches))
     model = Chameleon(
         target,
         config,
         range(first, first + count),
         names,
-        prompt_layout(start, names[PROMPT_TOKENS[1]]),
+        lumina_prompt_layout(start, names[PROMPT_TOKENS[1]]),
         rows,
-        longest_image(patches, _PATCH),
+        count_longest_image(patches, _PATCH),
         limits_positions=False,  # the published program computes rotations for all positions
     )
     decoder, embeddings, condition = model.read()
     row_end = names[ROW_END]
     return image_model(
         decoder=decoder,
-        code_embeddings=joined([embeddings[first : first + count], embeddings[row_end : row_end + 1]]),
+        code_embeddings=defer_concatenation([embeddings[first : first + count], embeddings[row_end : row_end + 1]]),
         condition=condition,
         vq=image_tokenizer,
         sampling=_SAMPLING,
         sources=[*dict.fromkeys([*target.sources, *vq_sources])],
-        sizes=[image_size(*pair, names, _PATCH) for pair in patches],
+        sizes=[lumina_image_size(*pair, names, _PATCH) for pair in patches],
         row_end=count,
     )
 
@@ -103,5 +110,5 @@ def _read_tokens(checkpoint: Checkpoint, rows: int, size_tokens: Sequence[str]) 
         raise settings.error("eos_token", expected="the name of a token")
     tokens = (start, end, begin, ROW_END, *size_tokens)
     if missing := [name for name in tokens if name not in names]:
-        raise file_error(path, problem=f"lacks {listing(missing)}", remedy="give the model's own tokenizer")
+        raise file_error(path, problem=f"lacks {list_names(missing)}", remedy="give the model's own tokenizer")
     return {name: names[name] for name in tokens}, names[start]

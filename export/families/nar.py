@@ -15,16 +15,16 @@ from ..checkpoints.folders import Checkpoint
 from ..family import Family
 from ..graph.conditions import ClassCondition
 from ..model import Model
-from .common_llamagen import PublishedModel, Variant, llamagen_model, read_transformer
+from .common_llamagen import KnownSize, LlamaGenVariant, llamagen_model, read_transformer
 
 MODELS = (
-    PublishedModel(12, 768, 12, (16,)),  # GPT-B
-    PublishedModel(18, 1024, 16, (16,)),  # GPT-M
-    PublishedModel(24, 1024, 16, (16,)),  # GPT-L
-    PublishedModel(36, 1280, 20, (16,), (16, 32)),  # GPT-XL
-    PublishedModel(48, 1536, 24, (16,)),  # GPT-XXL
+    KnownSize(12, 768, 12, (16,)),  # GPT-B
+    KnownSize(18, 1024, 16, (16,)),  # GPT-M
+    KnownSize(24, 1024, 16, (16,)),  # GPT-L
+    KnownSize(36, 1280, 20, (16,), (16, 32)),  # GPT-XL
+    KnownSize(48, 1536, 24, (16,)),  # GPT-XXL
 )
-_VARIANT = Variant(
+_VARIANT = LlamaGenVariant(
     arguments=("medusa_attention_num",),
     names={
         "head.right.weight": "output.weight",

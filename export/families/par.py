@@ -13,15 +13,15 @@ from pathlib import Path
 
 from ...bundle.order import MAX_GROUP, OrderSpec
 from ...methods import Sampling
-from ..checkpoints.deferred import joined
+from ..checkpoints.deferred import defer_concatenation
 from ..checkpoints.folders import Checkpoint
 from ..family import Family
 from ..graph.conditions import ClassCondition
 from ..model import Model
-from .common_llamagen import Variant, llamagen_model, read_transformer
+from .common_llamagen import LlamaGenVariant, llamagen_model, read_transformer
 
 _VECTORS = "spe_tok_embeddings.special_embeddings.weight"
-_VARIANT = Variant(arguments=("spe_token_num", "ar_token_num"), extra=(_VECTORS,))
+_VARIANT = LlamaGenVariant(arguments=("spe_token_num", "ar_token_num"), extra=(_VECTORS,))
 
 
 def read_par(
@@ -56,7 +56,7 @@ def read_par(
         regions = f"{len(vectors) + 1} regions, as it has {len(vectors)} learned vectors"
         expected = f"a larger grid that divides into {regions}"
         raise target.error("grid", found=f"{rows} x {rows} codes", expected=expected)
-    transformer = transformer._replace(code_embeddings=joined([transformer.code_embeddings, vectors]))
+    transformer = transformer._replace(code_embeddings=defer_concatenation([transformer.code_embeddings, vectors]))
     sampling = Sampling(cfg_scale=1.5)  # the published evaluation
     return llamagen_model(transformer, vq, weights=weights, sampling=sampling, order=order)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...engines.graph_writer import DecoderWriter
-from ..checkpoints.deferred import computed, deferred
+from ..checkpoints.deferred import compute_tensor, defer_tensor
 from ..models.decoder import HEAD_EPSILON, LayerStack
 from .onnx_ops import MAX_INT8_ACTIVATION, Ops
 
@@ -81,12 +81,12 @@ class PastFirstWriter(DecoderWriter):
         return super().add_and_norm(x, added, weight, name)
 
     def matmul(self, x: str, weight: str, output: str | None) -> str:
-        return self.graph.linear(x, weight, self._scaled(weight), output)
+        return self.graph.linear(x, weight, self._scale_weight(weight), output)
 
     def weight(self, name: str) -> str:
-        return self.graph.weight(name, self._scaled(name))
+        return self.graph.weight(name, self._scale_weight(name))
 
-    def _scaled(self, name: str) -> Tensor:
+    def _scale_weight(self, name: str) -> Tensor:
         """Return a weight or bias; the rows of queries are multiplied by `scale` if it is folded into them."""
         weight = self.weights[name]
         config = self.config
@@ -94,7 +94,7 @@ class PastFirstWriter(DecoderWriter):
             return weight
         factors = torch.tensor([self.scale] * config.num_heads + [1.0] * 2 * config.num_kv_heads)
         rows = factors.repeat_interleave(config.head_dim).view(-1, *[1] * (weight.ndim - 1))
-        return deferred(lambda: computed(weight).float() * rows, weight.shape, torch.float32)
+        return defer_tensor(lambda: compute_tensor(weight).float() * rows, weight.shape, torch.float32)
 
     def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
         x = x if added is None else self.graph.op("Add", x, added)
@@ -125,11 +125,21 @@ class PastFirstWriter(DecoderWriter):
         sign = torch.tensor([-1.0, 1.0]).repeat(width // 2)[index]
         positions = ops.transpose("position_ids", 1, 0)
         tables = {"cos": rope[:, index // 2, 0], "sin": rope[:, index // 2, 1] * sign}
-        cos, sin = (
-            ops.op("Unsqueeze", ops.op("Gather", ops.weight(f"rotary.{part}", table), positions), ops.ints(2))
-            for part, table in tables.items()
-        )
-        return cos, sin, torch.eye(width)[partner]
+
+        def look_up(rows: str) -> list[str]:
+            gathered = (ops.op("Gather", ops.weight(f"rotary.{part}", table), rows) for part, table in tables.items())
+            return [ops.op("Unsqueeze", numbers, ops.ints(2)) for numbers in gathered]
+
+        swap = torch.eye(width)[partner]
+        if self.config.rotary != "grids":
+            cos, sin = look_up(positions)
+            return cos, sin, swap
+        shift = ops.op("Div", positions, ops.ints(len(rope)))  # see `LayerStack.look_up_rotation`
+        cos, sin = look_up(ops.op("Sub", positions, ops.op("Mul", shift, ops.ints(len(rope)))))
+        back_cos, back_sin = look_up(shift)
+        moved_cos = ops.op("Add", ops.op("Mul", cos, back_cos), ops.op("Mul", sin, back_sin))
+        moved_sin = ops.op("Sub", ops.op("Mul", sin, back_cos), ops.op("Mul", cos, back_sin))
+        return moved_cos, moved_sin, swap
 
     def rotate(self, joint: str, at: str) -> tuple[str, str, str]:
         """Split and rotate as `DecoderWriter.rotate`; results are `[nodes, rows, heads or num_kv_heads, head_dim]`."""
@@ -230,12 +240,12 @@ class PastFirstWriter(DecoderWriter):
         bias = self.weights.get(f"{at}.attention.qkv.bias", torch.zeros(1))
 
         def compute_steps() -> Tensor:
-            rows = computed(projection)[-math.prod(shape) :].float()
-            largest = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * computed(norm), dim=1)
-            largest += computed(bias)[-len(rows) :].float().abs()
+            rows = compute_tensor(projection)[-math.prod(shape) :].float()
+            largest = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * compute_tensor(norm), dim=1)
+            largest += compute_tensor(bias)[-len(rows) :].float().abs()
             return torch.exp2(torch.ceil(torch.log2(largest.clamp(1e-30) / max_steps))).view(shape)
 
-        step = ops.weight(f"{at}.value_units", deferred(compute_steps, shape, torch.float32))
+        step = ops.weight(f"{at}.value_units", defer_tensor(compute_steps, shape, torch.float32))
         limits = (ops.number("least_value", -float(max_steps)), ops.number("most_value", float(max_steps)))
         return ops.op("Mul", ops.op("Clip", ops.op("Round", ops.op("Div", value, step)), *limits), step, name=name)
 
@@ -261,7 +271,7 @@ def write_rms_norm(ops: Ops, x: str, name: str, weight: Tensor, eps: float, outp
     scaled = ops.op("Mul", normed, scale, name=None if cast else output)
     scaled = ops.cast(scaled, "float16" if ops.half else "float32", output) if cast else scaled
     if ops.int8_matmul:  # no normed number exceeds the root of the width, before its weight
-        ops.steps[scaled] = computed(weight).float().abs().max() * len(weight) ** 0.5 / MAX_INT8_ACTIVATION
+        ops.steps[scaled] = compute_tensor(weight).float().abs().max() * len(weight) ** 0.5 / MAX_INT8_ACTIVATION
     return scaled
 
 

@@ -24,7 +24,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from ...runtime.tree import DraftTree
-from ..checkpoints.deferred import permuted
+from ..checkpoints.deferred import defer_permutation
 from ..models.decoder import Decoder, DecoderConfig, LayerStack
 from .decoder_graph import PastFirstWriter
 from .graph_file import GraphFile
@@ -67,18 +67,18 @@ class Graph:
 def convert_to_float16(graph: Graph) -> Graph:
     """Return a decoder's graph with inputs, weights and outputs in float16, apart from norms and logits."""
 
-    def halved(values: tuple[Value, ...]) -> tuple[Value, ...]:
+    def convert_values(values: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(replace(v, dtype="float16") if v.dtype == "float32" and v.name != "logits" else v for v in values)
 
-    inputs = halved(graph.inputs)
-    outputs = halved(graph.outputs)
+    inputs = convert_values(graph.inputs)
+    outputs = convert_values(graph.outputs)
     return replace(graph, inputs=inputs, outputs=outputs, compute="float16", tolerance=HALF_TOLERANCE)
 
 
 def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
     """Describe a graph's file without writing it or reading weights."""
     if graph.write is None:
-        model, weights = _trace(graph)
+        model, weights = _trace_module(graph)
         storages = choose_storages(weights, set(weights), set(), rule)
         if graph.compute == "float16":
             _convert_to_half(model)
@@ -207,6 +207,10 @@ def _decoder_cases(
     yield case("tree", [prefix + 2] * 2, tree)
     yield case("three rows, causal", [prefix + 1, 1, prefix], causal)
     yield case("rows of different length", [prefix, prefix + 4], tree)
+    if config.rotary == "grids":
+        name, values = case("positions moved back", [prefix, 0], tree)
+        values["position_ids"] += config.positions * np.arange(len(tree))
+        yield name, values
 
 
 def tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
@@ -218,7 +222,7 @@ def tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
     return DraftTree(np.zeros(len(parents), np.int64), np.array(parents)).structure.ancestors
 
 
-def _trace(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
+def _trace_module(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
     """Export a module of float32 weights by tracing; return the model, and the weights by name, not copied.
 
     PyTorch's TorchScript-based exporter takes a twentieth of the newer one's time on these modules, and gives the same
@@ -296,7 +300,7 @@ def _fold_transposes(model: onnx.ModelProto, weights: dict[str, Tensor]) -> None
         elif source in weights and node.op_type == "Transpose" and uses[source] == 1:
             (axes,) = (tuple(attribute.ints) for attribute in node.attribute)
             names[node.output[0]] = source
-            weights[source] = permuted(weights[source], axes)
+            weights[source] = defer_permutation(weights[source], axes)
         else:
             remaining.append(node)
     for node in remaining:

@@ -13,7 +13,7 @@ from onnx import helper
 from torch import Tensor
 
 from ...engines.graph_writer import TYPES, GraphWriter
-from ..checkpoints.deferred import transposed
+from ..checkpoints.deferred import defer_transpose
 
 OPSET = 20
 IR_VERSION = 10
@@ -100,7 +100,7 @@ class Ops(GraphWriter):
             output: name of the result, None for any.
         """
         self.matrices.add(name)
-        stored = self.weight(name, transposed(weight.detach()))
+        stored = self.weight(name, defer_transpose(weight.detach()))
         if self.int8_matmul:
             return self._write_int8_matmul(x, stored, name.endswith(TWO_INTEGERS), output)
         return self.op("MatMul", x, stored, name=output)
@@ -143,17 +143,19 @@ class Ops(GraphWriter):
             x = self.op("Div", x, scale)
             step = torch.tensor(1.0)
         first_step = self.weight(f"{x}.step", step)
-        integers = self.op("QuantizeLinear", x, first_step, self._zero())
+        integers = self.op("QuantizeLinear", x, first_step, self._zero_point())
         if two_integers:
             rest = self.op("Sub", x, self._dequantize(integers, first_step))
             second_step = self.weight(f"{rest}.step", step / _SECOND_STEPS)
-            integers = self.op("Concat", integers, self.op("QuantizeLinear", rest, second_step, self._zero()), axis=0)
+            integers = self.op(
+                "Concat", integers, self.op("QuantizeLinear", rest, second_step, self._zero_point()), axis=0
+            )
         return integers, scale, first_step
 
     def _dequantize(self, integers: str, step: str) -> str:
-        return self.op("DequantizeLinear", integers, step, self._zero())
+        return self.op("DequantizeLinear", integers, step, self._zero_point())
 
-    def _zero(self) -> str:
+    def _zero_point(self) -> str:
         return self.weight("integer_zero", torch.tensor(_ZERO_POINT, dtype=torch.uint8))
 
     def model(self, name: str, inputs: Sequence[Value], outputs: Sequence[Value]) -> onnx.ModelProto:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ...bundle.manifest import Precision
-from ...engines.host import processor
+from ...engines.host import describe_processor
 from ...errors import CheckpointError, RequestError
-from ..checkpoints.deferred import computed
+from ..checkpoints.deferred import compute_tensor
 from .onnx_ops import MAX_INT8_ACTIVATION
 
 # `int8` and `int4` have a scale for each block along the inputs, and are dequantized; `columns` is int8 with a scale
@@ -98,7 +98,7 @@ def read_precisions(
         raise RequestError(field="vq_precision", found=repr(vq), expected="fp32, fp16 or int8")
     default = _DEFAULTS[compute]
     if target == "auto":
-        fastest = "int8" if _INT8_INSTRUCTIONS & set(processor().split()) else "fp32"
+        fastest = "int8" if _INT8_INSTRUCTIONS & set(describe_processor().split()) else "fp32"
         target = fastest if compute == "float32" else None
     for field, value in (("precision", target), ("drafter_precision", drafter)):
         if value is None:
@@ -183,7 +183,7 @@ def resolve_storage(name: str, weight: Tensor, planned: Storage, rule: Rule) -> 
 
 def iter_chunks(weight: Tensor, rows: int = 1) -> Iterator[Tensor]:
     """Yield a weight in float32 in chunks of a multiple of `rows` rows, never the whole in float32."""
-    weight = computed(weight)
+    weight = compute_tensor(weight)
     if weight.ndim == 0:
         yield weight.float()
         return
@@ -197,7 +197,7 @@ def block_size(kind: Storage, inputs: int) -> int | None:
     return inputs if kind == "columns" else next((size for size in _BLOCKS[kind] if inputs % size == 0), None)
 
 
-def quantise(
+def quantize(
     weight: Tensor, kind: Storage, scales: Tensor | None = None, compute: Compute = "float32"
 ) -> tuple[Tensor, Tensor]:
     """Quantize a weight to int8 integers with scales.
@@ -230,7 +230,7 @@ def fake_quantize(weight: Tensor, kind: Storage, matrix: bool, compute: Compute 
         matrix: whether it belongs to a linear layer; other weights are never integers.
         compute: type whose precision scales are rounded to.
     """
-    weight = computed(weight)
+    weight = compute_tensor(weight)
     if kind == "float32" or (kind in MAX_INTEGER and not matrix):
         return weight.float()
     result = weight.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -240,7 +240,7 @@ def fake_quantize(weight: Tensor, kind: Storage, matrix: bool, compute: Compute 
         return result
     step = max(1, CHUNK_NUMBERS // weight.shape[1])  # rows of the module's matrix are columns of the stored one
     for rows in torch.split(result, step):
-        integers, scales = quantise(rows.t(), kind, compute=compute)
+        integers, scales = quantize(rows.t(), kind, compute=compute)
         rows[:] = (integers.view(len(scales), -1, len(rows)) * scales[:, None]).view(integers.shape).t()
     return result
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...bundle.decoder import Architecture, PrefixRotation, RopeStyle, Rotary
-from .output_heads import DeepHead, Head, TwoHeads
+from .output_heads import Head, TwoHeads, TwoLayerHead
 
 HEAD_EPSILON = 1e-5  # epsilon of Chameleon's norms of heads, which no configuration contains
 
@@ -126,10 +126,10 @@ def rope_table(config: DecoderConfig) -> Tensor:
 
     On a grid, the first half of the pairs is rotated by the row of the cell and the second half by its column. Both
     halves have frequencies base^(-2k / (head_dim / 2)). In a sequence, pair k is rotated by the position, with
-    frequency base^(-2k / head_dim). See `_grids_table` for `grids`.
+    frequency base^(-2k / head_dim). See `_compute_grids_table` for `grids`.
     """
     if config.rotary == "grids":
-        return _grids_table(config)
+        return _compute_grids_table(config)
     # The device is given because modules are also built on the `meta` device, without weights.
     real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     first = 0
@@ -148,12 +148,13 @@ def rope_table(config: DecoderConfig) -> Tensor:
     return table.float()
 
 
-def _grids_table(config: DecoderConfig) -> Tensor:
+def _compute_grids_table(config: DecoderConfig) -> Tensor:
     """Compute the rotary table of sequences with two grids, `[positions, head_dim / 2, 2]`.
 
     Each image size has `config.length` rows. A position has three coordinates: time, row and column. All three are
     equal in a prompt. A grid that starts at p has coordinates (p, p + row, p + column). The next grid starts as far
-    behind p as the larger side of the grid. Pair k has frequency base^(-k / n), where n pairs are rotated.
+    behind p as the larger side of the grid. The second grids of all image sizes start at the same coordinates, and the
+    prompt of the first size at 0. Pair k has frequency base^(-k / n), where n pairs are rotated.
     """
     real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     sections = torch.tensor(config.rope_sections, device="cpu")
@@ -163,9 +164,10 @@ def _grids_table(config: DecoderConfig) -> Tensor:
     table = torch.zeros(len(config.grids), config.length, config.head_dim // 2, 2, **real)
     table[..., 0] = 1
     prompt = torch.arange(config.prefix, **real)[:, None].expand(-1, 3)
+    second = config.prefix + max(config.grids[0][:2])  # start of all second grids
     for rows, (*first, high, wide) in zip(table, config.grids, strict=True):
-        coordinates = [prompt]
-        start = config.prefix
+        start = second - max(first)
+        coordinates = [prompt + start - config.prefix]
         for sides in (first, (high, wide)):
             cells = torch.cartesian_prod(torch.zeros(1, **real), *(torch.arange(side, **real) for side in sides))
             coordinates.append(start + cells)
@@ -216,7 +218,7 @@ class HeadNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape[-1:], eps=HEAD_EPSILON) * self.weight + self.bias
 
 
-def _head_norm(config: DecoderConfig, heads: int) -> nn.Module:
+def _make_head_norm(config: DecoderConfig, heads: int) -> nn.Module:
     if config.rms_head_norm:
         return RMSNorm(config.head_dim, config.norm_eps, (heads,))
     return HeadNorm(heads, config.head_dim)
@@ -232,7 +234,9 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.rope_style = config.rope_style
         if config.query_key_norm:
-            self.query_norm, self.key_norm = (_head_norm(config, n) for n in (config.num_heads, config.num_kv_heads))
+            self.query_norm, self.key_norm = (
+                _make_head_norm(config, n) for n in (config.num_heads, config.num_kv_heads)
+            )
         self.query_key_norm = config.query_key_norm
         heads = config.num_heads + 2 * config.num_kv_heads
         self.qkv = nn.Linear(config.hidden_size, heads * config.head_dim, bias=config.qkv_bias)
@@ -291,19 +295,19 @@ class FeedForward(nn.Module):
         return mixed
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """A layer: attention and feed-forward network, each with a norm before and a skip connection around it."""
 
     def __init__(self, config: DecoderConfig, input_norm: bool) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps) if input_norm else nn.Identity()
         self.attention = Attention(config)
-        self.attention_post_norm = self._post_norm(config)
+        self.attention_post_norm = self._make_post_norm(config)
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.ffn = FeedForward(config)
-        self.ffn_post_norm = self._post_norm(config)
+        self.ffn_post_norm = self._make_post_norm(config)
 
-    def _post_norm(self, config: DecoderConfig) -> nn.Module:
+    def _make_post_norm(self, config: DecoderConfig) -> nn.Module:
         return RMSNorm(config.hidden_size, config.norm_eps) if config.post_norms else nn.Identity()
 
     def forward(
@@ -330,7 +334,7 @@ class LayerStack(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(Layer(config, config.input_norm or i > 0) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, config.input_norm or i > 0) for i in range(config.num_layers))
         self.register_buffer("rope", rope_table(config), persistent=False)
 
     def run_layers(
@@ -340,7 +344,7 @@ class LayerStack(nn.Module):
 
         Args:
             x: input of the first layer, `[rows, nodes, hidden_size]`.
-            position_ids: rows of the rotary table, `[rows, nodes]`.
+            position_ids: positions, see `look_up_rotation`, `[rows, nodes]`.
             mask: additive attention mask, `[rows, 1, nodes, past + nodes]`.
             past: past keys and values of each layer, `[past, rows, num_kv_heads, head_dim]`.
             layers: layers to apply, by default all.
@@ -348,12 +352,25 @@ class LayerStack(nn.Module):
         Returns:
             The hidden states, and the new keys and values of each layer, `[nodes, rows, num_kv_heads, head_dim]`.
         """
-        rope = self.rope[position_ids]
+        rope = self.look_up_rotation(position_ids)
         new_kv: list[Tensor] = []
         for i, layer in [*enumerate(self.layers)][layers]:
             x, *new = layer(x, rope, mask, past[2 * i : 2 * i + 2])
             new_kv += new
         return x, new_kv
+
+    def look_up_rotation(self, position_ids: Tensor) -> Tensor:
+        """Return cosines and sines, `[rows, nodes, head_dim / 2, 2]`.
+
+        Args:
+            position_ids: rows of the rotary table, `[rows, nodes]`. With two grids, position p + s * rows of the table
+                is that of row p moved back by s in time, row and column.
+        """
+        if self.config.rotary != "grids":
+            return self.rope[position_ids]
+        cos, sin = self.rope[position_ids % len(self.rope)].unbind(-1)
+        back_cos, back_sin = self.rope[position_ids // len(self.rope)].unbind(-1)
+        return torch.stack([cos * back_cos + sin * back_sin, sin * back_cos - cos * back_sin], -1)
 
 
 class Decoder(LayerStack):
@@ -364,7 +381,7 @@ class Decoder(LayerStack):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps) if config.final_norm else nn.Identity()
         self.head: Head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.head_hidden:
-            self.head = DeepHead(config.hidden_size, config.head_hidden, config.vocab_size)
+            self.head = TwoLayerHead(config.hidden_size, config.head_hidden, config.vocab_size)
         if config.two_heads:
             self.head = TwoHeads(config.hidden_size, config.vocab_size)
             self.below_norm = RMSNorm(config.hidden_size, config.norm_eps)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ...inputs import format_value
-from ..checkpoints.deferred import joined, without_weights
+from ..checkpoints.deferred import defer_concatenation, without_weights
 from ..checkpoints.files import Config
 from ..checkpoints.folders import Checkpoint
 from .decoder import Decoder, DecoderConfig
@@ -57,13 +57,17 @@ def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) 
             shapes = f"shapes {query}, {key}, {value}"
             expected = "equal key and value, as wide as the query"
             raise checkpoint.error(f"layers.{i}.attention.qkv.weight", found=shapes, expected=expected)
-        checkpoint.weights[f"layers.{i}.attention.qkv.weight"] = joined([checkpoint.weights.pop(p) for p in parts])
+        checkpoint.weights[f"layers.{i}.attention.qkv.weight"] = defer_concatenation(
+            [checkpoint.weights.pop(p) for p in parts]
+        )
         biases = [f"layers.{i}.attention.{part}.bias" for part in ("query", "key", "value")]
         if any(name in checkpoint.weights for name in biases):
             sizes = [checkpoint.shape(name, 1) for name in biases]
             if sizes != [query[:1], key[:1], value[:1]]:
                 raise checkpoint.error(f"layers.{i}.attention.qkv.bias", found=f"{sizes}", expected="one bias per row")
-            checkpoint.weights[f"layers.{i}.attention.qkv.bias"] = joined([checkpoint.weights.pop(b) for b in biases])
+            checkpoint.weights[f"layers.{i}.attention.qkv.bias"] = defer_concatenation(
+                [checkpoint.weights.pop(b) for b in biases]
+            )
         for part, (width, _) in (("query", query), ("key", key)):
             for name in (f"layers.{i}.attention.{part}_norm.{kind}" for kind in _KINDS):
                 norm = checkpoint.weights.get(name)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class DeepHead(nn.Module):
+class TwoLayerHead(nn.Module):
     """A head with one hidden layer and GELU; both layers have a bias."""
 
     def __init__(self, width: int, hidden: int, vocabulary: int) -> None:
@@ -32,4 +32,4 @@ class TwoHeads(nn.Module):
         return torch.cat([self.right(hidden), self.below(below)], -1)
 
 
-Head = nn.Linear | DeepHead | TwoHeads
+Head = nn.Linear | TwoLayerHead | TwoHeads

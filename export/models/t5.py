@@ -17,11 +17,11 @@ from torch import Tensor
 from ...engines.contracts import Progress
 from ...inputs import format_error, require_library, reraise_interruption
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, file_error, listing, raises_checkpoint_error, read_tokenizer
+from ..checkpoints.files import Config, file_error, list_names, raises_checkpoint_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..graph.decoder_graph import write_rms_norm
 from ..graph.onnx_ops import Ops
-from ..progress import silent
+from ..progress import ignore_progress
 
 _HIDDEN = -1e9  # added to the scores of padding; finite, as in the other graphs
 _TIED_TABLE = "encoder.embed_tokens.weight"  # second name of the embedding table, `shared.weight`
@@ -42,7 +42,7 @@ class TextEncoder(NamedTuple):
 
 
 @raises_checkpoint_error
-def read_text_encoder(folder: Path, caption_dim: int, progress: Progress = silent) -> TextEncoder:
+def read_text_encoder(folder: Path, caption_dim: int, progress: Progress = ignore_progress) -> TextEncoder:
     """Read the encoder of a folder such as flan-t5-xl's, which may contain a whole T5 or the encoder alone.
 
     Args:
@@ -87,7 +87,7 @@ def _read_t5(checkpoint: Checkpoint, config: Config) -> Any:
     if shared is not None and not torch.equal(weights.weights.setdefault("embed_tokens.weight", shared), shared):
         raise checkpoint.error("shared.weight", f"differs from {_TIED_TABLE}", expected="one table of tokens")
     if checkpoint.weights:
-        raise checkpoint.error(found=f"weights {listing(checkpoint.weights)}", expected="weights of a T5")
+        raise checkpoint.error(found=f"weights {list_names(checkpoint.weights)}", expected="weights of a T5")
     config.check_sizes(num_layers=weights.count("block."))  # checked before as many layers are built
     logger = logging.getLogger("transformers")
     level = logger.level
@@ -144,8 +144,8 @@ def write_encoder(ops: Ops, encoder: Any, max_tokens: int) -> tuple[str, str]:
         scores = ops.op("MatMul", ops.transpose(query, 0, 2, 1, 3), ops.transpose(key, 0, 2, 3, 1))
         shares = ops.op("Softmax", ops.op("Add", scores, bias), axis=-1)
         mixed = ops.transpose(ops.op("MatMul", shares, ops.transpose(value, 0, 2, 1, 3)), 0, 2, 1, 3)
-        joined = ops.reshape(mixed, 0, 0, config.num_heads * config.d_kv)
-        x = ops.op("Add", x, linear(joined, f"{layer}.SelfAttention.o"))
+        defer_concatenation = ops.reshape(mixed, 0, 0, config.num_heads * config.d_kv)
+        x = ops.op("Add", x, linear(defer_concatenation, f"{layer}.SelfAttention.o"))
         layer = f"block.{i}.layer.1"
         normed = norm(x, f"{layer}.layer_norm")
         gate = ops.op("Gelu", linear(normed, f"{layer}.DenseReluDense.wi_0"), approximate="tanh")

@@ -14,7 +14,7 @@ from ...inputs import format_error
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, file_error, raises_checkpoint_error, read_text
 from ..checkpoints.folders import Checkpoint
-from ..progress import silent
+from ..progress import ignore_progress
 from .llamagen_vq import NORM_GROUPS, LlamaGenVQ, VQConfig
 
 CODEBOOK = "quantize.embedding.weight"
@@ -30,7 +30,7 @@ _VQGAN_PATTERNS = (
 
 @raises_checkpoint_error
 def read_vq(
-    path: Path, progress: Progress = silent, averaged: bool | None = None
+    path: Path, progress: Progress = ignore_progress, averaged: bool | None = None
 ) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
     """Read a tokenizer with LlamaGen's names of weights.
 
@@ -112,7 +112,7 @@ class VQGAN(NamedTuple):
 
 
 @raises_checkpoint_error
-def read_vqgan(path: Path, progress: Progress = silent) -> VQGAN:
+def read_vqgan(path: Path, progress: Progress = ignore_progress) -> VQGAN:
     """Read a tokenizer in the layout of taming-transformers.
 
     Args:

@@ -18,7 +18,7 @@ from .decoder import EXPORT_AGAIN, Architecture
 from .numbers import MAX_PIXELS, Count, Pixels, Side, SmallCount, TokenId
 from .order import OrderSpec
 
-FORMAT_VERSION = "3.7"
+FORMAT_VERSION = "3.8"
 _BLOCK = 1 << 20  # Number of bytes hashed at a time.
 
 Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-weights", "int8"]
@@ -47,7 +47,7 @@ class FileEntry(FrozenModel):
         return cls(path=path.name, sha256=file_sha256(path, progress), bytes=path.stat().st_size)
 
 
-class _Decoder(FrozenModel):
+class _DecoderFields(FrozenModel):
     """Target or drafter; `architecture` is new in format 3.6. Caches are `[past, rows, num_kv_heads, head_dim]`."""
 
     hidden_size: Count
@@ -77,7 +77,7 @@ class _Decoder(FrozenModel):
         return self.architecture
 
 
-class DecoderSpec(_Decoder):
+class DecoderSpec(_DecoderFields):
     """The target decoder.
 
     Args:
@@ -93,7 +93,7 @@ class DecoderSpec(_Decoder):
     precision: Precision = "fp32"
 
 
-class DrafterSpec(_Decoder):
+class DrafterSpec(_DecoderFields):
     """An EAGLE drafter. Slot p reads token p + 1 and hidden state p.
 
     Args:
@@ -135,6 +135,7 @@ class Size(FrozenModel):
         tokens: ids at the end of both rows of a prompt that tell the model the size.
         first_grid: rows and columns of a smaller grid, whose codes come before the codes of the image.
         first_position: position of the first code, where prompts end before it; None: a prompt begins at position 0.
+        source_tokens: ids in place of `tokens` in prompts with a source image; new in format 3.8.
     """
 
     name: Annotated[str, Field(pattern=r"^[1-9]\d{0,3}x[1-9]\d{0,3}$")]
@@ -143,6 +144,12 @@ class Size(FrozenModel):
     tokens: tuple[TokenId, ...] = ()
     first_grid: tuple[Side, Side] | None = None
     first_position: Count | None = None
+    source_tokens: tuple[TokenId, ...] = ()
+
+    def with_source(self) -> Size:
+        """Return the size of images that are generated from a source image: without the first grid."""
+        first = (self.first_position or 0) + self.first_codes
+        return self.model_copy(update={"tokens": self.source_tokens, "first_grid": None, "first_position": first})
 
     @property
     def first_codes(self) -> int:
@@ -155,13 +162,33 @@ class Size(FrozenModel):
         return self.first_codes + self.rows * self.columns
 
 
+class SourceSpec(FrozenModel):
+    """Prompts with a source image, whose codes come before the ids of the text.
+
+    The graph `vq_encoder` computes the codes of the image at a smaller size.
+
+    Args:
+        before: ids before the codes of the source.
+        after: ids after them.
+        pixels_per_cell: pixels of the encoder's image along each side of a cell.
+    """
+
+    before: Annotated[tuple[TokenId, ...], Field(max_length=16)]
+    after: Annotated[tuple[TokenId, ...], Field(max_length=16)]
+    pixels_per_cell: SmallCount
+
+    def count(self, size: Size) -> int:
+        """Return the number of ids before the text, for a source of a size."""
+        return len(self.before) + size.rows * size.columns + len(self.after)
+
+
 class DecodingDefaults(FrozenModel):
     """Default parameters of methods that differ from `methods.py`."""
 
     methods: tuple[Method, ...] = ()
 
     @model_validator(mode="after")
-    def _one_each(self) -> DecodingDefaults:
+    def _check_one_per_name(self) -> DecodingDefaults:
         names = [config.method for config in self.methods]
         if repeated := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"method {repeated} has defaults twice; expected each method once")
@@ -209,7 +236,7 @@ def _with_strict(presets: dict[Quality, Preset]) -> dict[Quality, Preset]:
     return {"strict": STRICT, **presets}
 
 
-class Source(FrozenModel):
+class SourceRecord(FrozenModel):
     """A checkpoint file that was exported; `origin` is the repository and revision it was downloaded from."""
 
     role: str
@@ -229,7 +256,7 @@ class Provenance(FrozenModel):
     """
 
     exporter: str
-    sources: tuple[Source, ...] = ()
+    sources: tuple[SourceRecord, ...] = ()
     licence: str
     weights: Literal["model", "ema"] | None = None
     calibration: str | None = None
@@ -242,6 +269,8 @@ class Manifest(FrozenModel):
         sizes: image sizes, including the default of `grid_rows` and `grid_columns`. Empty: only the default.
         row_end: token after every grid row except the last, which is not sampled; an index of `code_embeddings`.
         order: order in which groups of cells are drawn; None: one code after another, in raster order.
+        source: layout of prompts with a source image, new in format 3.8; None: images are generated from text alone,
+            and `vq_encoder` is for edits.
         neighbors: number of neighbours per code in the table `neighbors`, 0 without the table.
         vq_precision: precision of the image decoder's matrix products.
         presets: methods of qualities: `strict`, by default `STRICT`, and others that `eval --write-presets` added.
@@ -261,6 +290,7 @@ class Manifest(FrozenModel):
     sizes: Annotated[tuple[Size, ...], Field(max_length=1024)] = ()
     row_end: TokenId | None = None
     order: OrderSpec | None = None
+    source: SourceSpec | None = None
     neighbors: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     target: DecoderSpec
     drafter: DrafterSpec | None = None
@@ -279,7 +309,7 @@ class Manifest(FrozenModel):
         return [name for name, spec in (("heads", self.heads), ("eagle", self.drafter)) if spec is not None]
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> Manifest:
+    def _check_parts(self) -> Manifest:
         needed = {"target", "condition", "code_embeddings"}
         words = self.condition.kind in ("words", "text", "tokens")
         optional = {"drafter": self.drafter, "heads": self.heads, "neighbors": self.neighbors, "tokenizer": words}
@@ -349,13 +379,21 @@ class Manifest(FrozenModel):
         parts = {"vq_decoder": decoder, "drafter": self.drafter, "row_end": self.row_end}
         unfit = next((name for name, part in parts.items() if part is not None), None)
         if sizes and unfit is not None:
-            raise ValueError(f"size {sizes[0].name} has a first grid or position, which `{unfit}` does not support")
+            problem = f"has a first_grid or first_position, which `{unfit}` does not support"
+            raise ValueError(f"size {sizes[0].name} {problem}")
         prefix = self.condition.prefix
         for size in sizes:
             start = prefix if size.first_position is None else size.first_position
             if not prefix <= start <= self.target.max_positions - size.codes:
                 expected = f"{prefix} .. {self.target.max_positions - size.codes}"
                 raise ValueError(f"size {size.name}: first_position {start} is not in {expected}")
+
+        if self.source is None:
+            return
+        if "vq_encoder" not in self.files or self.condition.layout is None or self.target.architecture is None:
+            raise ValueError("`source` needs a `vq_encoder`, prompts of kind `tokens` and an `architecture`")
+        if self.target.architecture.rotary != "grids" or len(sizes) != len(self.sizes) or not sizes:
+            raise ValueError("`source` needs rotation by two grids, and a first position in all `sizes`")
 
     def _is_default(self, size: Size) -> bool:
         return (size.rows, size.columns) == (self.grid_rows, self.grid_columns)
@@ -375,9 +413,9 @@ class Manifest(FrozenModel):
         """Return width and height in pixels of an image of this size."""
         return self.image_width * size.columns // self.grid_columns, self.image_height * size.rows // self.grid_rows
 
-    def layout(self, size: str | None = None) -> ImageLayout:
+    def layout(self, size: Size | None = None) -> ImageLayout:
         """Return the layout of the images of a size, by default of the size of the grid."""
-        grid = self.size(size)
+        grid = size or self.size()
         if self.order is not None:
             return self.order.layout(self.codebook_size, grid.columns)
         if self.row_end is not None:
@@ -387,7 +425,7 @@ class Manifest(FrozenModel):
     @property
     def max_image_tokens(self) -> int:
         """Maximum number of tokens of an image: a token per cell, and the ends of all rows except the last."""
-        return max(self.layout(size.name).num_tokens for size in self.all_sizes)
+        return max(self.layout(size).num_tokens for size in self.all_sizes)
 
     @property
     def num_embedded(self) -> int:
@@ -404,6 +442,11 @@ class Manifest(FrozenModel):
     def makes_images(self) -> bool:
         """Whether the bundle has an image decoder; without it, results are codes for another program's decoder."""
         return "vq_decoder" in self.files
+
+    @property
+    def edits_images(self) -> bool:
+        """Whether the bundle has an image encoder for edits."""
+        return "vq_encoder" in self.files and self.source is None
 
 
 def unsupported(manifest: Manifest, method: MethodConfig) -> str | None:

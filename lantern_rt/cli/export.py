@@ -153,14 +153,14 @@ def export(
     with show_progress(lines=False) as progress:
         progress("loading PyTorch")
         from ..export.graph.precision import read_precisions
-        from ..export.writer import check_output, export_model
+        from ..export.writer import check_bundle_output, export_model
 
         family = family or detect_family(options["target"])
         check_family(family, options)
     precisions = read_precisions(precision, drafter_precision, compute, vq_precision)
     if precision == "auto":
         print_stderr(f"precision: {precisions.target}, the fastest on this processor")
-    check_output(output, force)  # before downloads
+    check_bundle_output(output, force)  # before downloads
     _check_download(output, estimate_sizes(find_family(family), options, precisions.target))
     start = time.perf_counter()
     with PeakMemory() as peak, show_progress() as progress:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..bundle.files import Bundle, embedded_names
+from ..bundle.files import Bundle, list_embedded_names
 from ..engines.engine_folder import EngineFolder, is_engine_folder, open_engine_folder
 from ..errors import RequestError
 from .console import Facts, print_facts, print_json, print_text, show_progress
@@ -34,7 +34,7 @@ def inspect(
 
     With --json, print its whole manifest.
     """
-    if bundle not in embedded_names() and is_engine_folder(bundle):
+    if bundle not in list_embedded_names() and is_engine_folder(bundle):
         engines = open_engine_folder(bundle)
         with show_progress(lines=False) as progress:
             progress("checking the engine files")
@@ -86,6 +86,7 @@ def describe_bundle(bundle: Bundle) -> Facts:
             "family": manifest.family,
             "takes": manifest.condition.kind if classes is None else f"class ids 0 .. {classes - 1}",
             "images": sizes,
+            **({} if manifest.source is None else {"source image": "`run --image`, without a mask"}),
             **({} if manifest.makes_images else {"image decoder": "none: `run` writes tokens"}),
             "tokens": f"{manifest.codes_per_image:,} per image, of {manifest.codebook_size:,}",
             **({} if manifest.order is None else {"order": f"{len(manifest.order.groups):,} groups, one per pass"}),

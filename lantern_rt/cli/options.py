@@ -13,7 +13,7 @@ import typer
 
 from ..engines.ort.providers import DEFAULT_PROVIDER, Providers
 from ..errors import RequestError
-from ..methods import METHODS, SAMPLING, Requested
+from ..methods import METHODS, SAMPLING, RequestSetting
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -116,7 +116,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that e
 def sampling_option(name: str) -> Any:
     """Return the option of a sampling setting, with the help text of the setting's declaration."""
     field = SAMPLING[name]
-    (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, Requested))
+    (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, RequestSetting))
     text = f"{field.description} [default: the bundle's]"
     return typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, rich_help_panel="Sampling")
 
@@ -193,10 +193,10 @@ class EngineOptions:
     def check(self) -> None:
         """Check the options without a bundle. Raises: EngineError: a name, number or folder is invalid."""
         from ..engines.engine_folder import open_engine_folder
-        from ..engines.host import thread_count
+        from ..engines.host import choose_thread_count
 
         Providers.parse(self.provider or ())
-        thread_count(self.threads)
+        choose_thread_count(self.threads)
         if self.engines is not None:
             open_engine_folder(self.engines)
 
@@ -217,18 +217,18 @@ class EngineOptions:
             RequestError: there is too little memory. Only memory for ONNX Runtime on the CPU is estimated.
         """
         from ..engines.engine_folder import open_engine_folder
-        from ..engines.host import usable_cores
-        from ..memory import check_memory, largest_settings
+        from ..engines.host import count_usable_cores
+        from ..memory import check_memory, choose_largest_settings
         from ..pipeline import Pipeline
         from .console import print_stderr, show_progress
 
         engines = None if self.engines is None else open_engine_folder(self.engines)
         if self.runs_on_cpu(bundle):
-            check_memory(bundle, settings or largest_settings(bundle.manifest), prefix)
+            check_memory(bundle, settings or choose_largest_settings(bundle.manifest), prefix)
         with show_progress(lines=False) as progress:
             progress("loading graphs")
             pipeline = Pipeline.from_bundle(bundle, threads=self.threads, engines=engines, provider=self.provider)
-        if self.threads is not None and self.threads > (cores := usable_cores()):
+        if self.threads is not None and self.threads > (cores := count_usable_cores()):
             print_stderr(f"note: --threads {self.threads} on {cores} core{'s' * (cores > 1)}; one per core is faster")
         return pipeline
 

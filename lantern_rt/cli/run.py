@@ -17,7 +17,7 @@ import typer
 from ..errors import OutputError, RequestError
 from ..inputs import check_int, format_value, read_plain_file, reading
 from ..output.files import check_output
-from ..output.names import plan_outputs, slug
+from ..output.names import make_slug, plan_outputs
 from .console import print_json, print_stderr, print_text, show_progress
 from .options import (
     OUTPUT,
@@ -86,6 +86,10 @@ TokenIdsOption = Annotated[
         rich_help_panel=SUBJECTS,
     ),
 ]
+ImageOption = Annotated[
+    Path | None,
+    typer.Option(metavar="IMAGE", help="Source image, for models that take one.", rich_help_panel=SUBJECTS),
+]
 SourceOption = Annotated[
     Path | None,
     typer.Option(
@@ -125,6 +129,7 @@ def run(
     class_id: ClassIdOption = None,
     token_ids: TokenIdsOption = None,
     embeddings: EmbeddingsOption = None,
+    image: ImageOption = None,
     source: SourceOption = None,
     output: OutputOption = None,
     trace: TraceOption = None,
@@ -154,7 +159,7 @@ def run(
     name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or token_ids or embeddings or source))
     subjects: dict[str, Any] = {"class_ids": class_id or None, "token_ids": token_ids, "embeddings": embeddings}
     subjects["prompts"] = [*prompts, *(prompt or [])] or None
-    options = {name: value for name, value in (subjects | options).items() if value is not None}
+    options = {name: value for name, value in (subjects | options | {"image": image}).items() if value is not None}
     count = options.get("num_images", 1)
     engine = EngineOptions(threads, engines, provider)
     if name is not None and (source or any(subjects.values())) and is_missing(name):
@@ -175,13 +180,12 @@ def run(
     outputs = plan_outputs(output, stems, force, lambda i, path: kind.holds(path, request, i), kind.suffix)
     paths = [path for path, _ in outputs]
     trace_paths = check_trace(trace, paths, force)
-    trace_files = None if trace_paths is None else _TraceFiles(trace_paths, bundle, request)
     pending = [i for i, (_, done) in enumerate(outputs) if as_json or trace or not done]
     if len(pending) < len(paths):
         print_stderr(f"{len(paths) - len(pending)} of {len(paths)} images exist already; --force generates them again")
     if pending:
         request = replace(request, images=[request.images[i] for i in pending])
-        last = _generate(engine, bundle, request, kind, [outputs[i] for i in pending], trace_files, force)
+        last = _generate_images(engine, bundle, request, kind, [outputs[i] for i in pending], trace_paths, force)
     if as_json:
         _print_json(request, last, paths, count)
     else:
@@ -241,13 +245,13 @@ def _split_words(words: list[str], has_subject: bool) -> tuple[str | None, list[
 
 
 def _is_bundle(word: str) -> bool:
-    from ..bundle.files import MANIFEST_FILE, embedded_names
+    from ..bundle.files import MANIFEST_FILE, list_embedded_names
     from ..bundle.hub import HUB
     from ..published import published_models
 
     with suppress(OSError, ValueError):  # too long for a path
         return (
-            word in embedded_names()
+            word in list_embedded_names()
             or word in published_models()
             or word.startswith(HUB)
             or (word != "" and (Path(word) / MANIFEST_FILE).is_file())
@@ -269,6 +273,9 @@ def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, 
     if "embeddings" in options:
         options = options | {"embeddings": read_embeddings(options["embeddings"])}
     bundle = engine.open_bundle(name or "scenes")
+    if "image" in options and bundle.manifest.source is None:
+        problem = f"bundle {bundle.manifest.name} takes no source image"
+        raise RequestError(problem, field="image", remedy="leave it out; `lantern-rt edit` changes a part of an image")
     options = {"seed": draw_seed()} | options
     return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), **options)
 
@@ -291,21 +298,21 @@ def _label_field(image: ImageRequest, number: int) -> dict[str, Any]:
 
 def _file_stem(image: ImageRequest, number: int, embeddings: Path | None) -> str:
     if isinstance(image.label, str):
-        return f"{slug(image.label)}-seed{image.seed}"
+        return f"{make_slug(image.label)}-seed{image.seed}"
     if isinstance(image.label, tuple):
         return f"tokens-{number}-seed{image.seed}"
     if embeddings is None:
         return f"class-{image.label}-seed{image.seed}"
-    return f"{slug(embeddings.stem)}-{number}-seed{image.seed}"
+    return f"{make_slug(embeddings.stem)}-{number}-seed{image.seed}"
 
 
-def _generate(
+def _generate_images(
     engine: EngineOptions,
     bundle: Bundle,
     request: Request,
     kind: Outputs,
     outputs: list[tuple[Path, bool]],
-    trace: _TraceFiles | None,
+    trace_paths: tuple[Path, Path] | None,
     force: bool,
 ) -> StreamStep:
     """Generate all images, write each file as soon as its image is complete, and print a line of statistics.
@@ -313,7 +320,7 @@ def _generate(
     Args:
         engine: options that load the bundle's graphs.
         outputs: path of each image, and whether the file exists with this image and is not to be written.
-        trace: files of the trace to write; None: no trace.
+        trace_paths: paths of a trace, from `check_trace`; None: no trace.
         force: whether to replace existing files.
 
     Returns:
@@ -327,6 +334,7 @@ def _generate(
     if not bundle.manifest.makes_images:
         print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing tokens")
     pending = dict(enumerate(outputs))
+    trace = None if trace_paths is None else _TraceFiles(trace_paths, bundle, request)
     with show_progress(lines=False) as progress:
         for step in pipeline.decode(request):
             if trace is not None:
@@ -367,9 +375,9 @@ class _TraceFiles:
     def write(self, force: bool) -> None:
         """Write both files."""
         from ..output.files import write_output
-        from ..output.images import png_bytes
+        from ..output.images import encode_png
 
         path, image_path = self.paths
-        write_output(path, self.steps.npz_bytes(), force)
-        write_output(image_path, png_bytes(self.steps.render(), {}), force)
+        write_output(path, self.steps.encode_npz(), force)
+        write_output(image_path, encode_png(self.steps.render(), {}), force)
         print_stderr(f"trace: {path} and {image_path}")

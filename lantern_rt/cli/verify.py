@@ -16,7 +16,7 @@ from ..bundle.manifest import Manifest
 from ..engines.engine_folder import open_engine_folder
 from ..errors import CheckpointError, ParityError, RequestError
 from ..inputs import require_library
-from ..output.tables import text_table
+from ..output.tables import format_text_table
 from ..published import cache_folder, check_host, default_precision, export_bundle, find_model
 from .console import print_stderr, print_text, show_progress
 from .options import BundleArgument, JsonOption, open_bundle
@@ -89,8 +89,8 @@ def verify(
         print_text(dumps(result.as_dict()))  # differences may be infinite
     else:
         print_text(f"{result.bundle} ({result.precision}) against {result.against}")
-        for title, rows in _tables(result):
-            print_text(f"\n{title}\n{text_table(rows)}")
+        for title, rows in _result_tables(result):
+            print_text(f"\n{title}\n{format_text_table(rows)}")
         print_text("\npassed" if result.passed else "\nFAILED")
     if not result.passed:
         raise typer.Exit(2)
@@ -154,7 +154,7 @@ def _with_scale(text: str, scale: str) -> str:
     return f"{folder}:{scale}"
 
 
-def _tables(result: Verification) -> Iterator[tuple[str, list[list[str]]]]:
+def _result_tables(result: Verification) -> Iterator[tuple[str, list[list[str]]]]:
     for title, rows in (
         ("Token distributions", result.distributions),
         ("Images", result.pictures),
@@ -162,10 +162,10 @@ def _tables(result: Verification) -> Iterator[tuple[str, list[list[str]]]]:
     ):
         if rows:
             header = [name.replace("_", " ") for name in rows[0]]
-            yield title, [header, *([_text(value) for value in row.values()] for row in rows)]
+            yield title, [header, *([_format_value(value) for value in row.values()] for row in rows)]
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
     return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ..bundle.files import Bundle
 from ..bundle.manifest import file_sha256
 from ..engines.contracts import Progress
-from ..engines.host import thread_count
+from ..engines.host import choose_thread_count
 from ..engines.ort.session import open_session
 from ..errors import EngineError, RequestError
 from ..inputs import format_error, open_plain_file, read_plain_file, reading, reraise_interruption
@@ -52,7 +52,7 @@ class Preprocessing(BaseModel):
 
     @field_validator("size", mode="before")
     @classmethod
-    def _one_side(cls, size: Any) -> Any:
+    def _check_size(cls, size: Any) -> Any:
         # transformers writes 224, {"shortest_edge": 224} or {"height": 224, "width": 224}.
         if not isinstance(size, Mapping):
             return size
@@ -97,7 +97,7 @@ class ImageGraph(ABC):
         self.path = path
         self.role = role
         self.preprocessing = preprocessing
-        num_threads = thread_count(threads)
+        num_threads = choose_thread_count(threads)
         try:
             with open_plain_file(path):
                 sha256 = file_sha256(path)

@@ -102,7 +102,8 @@ class LocalBackend:
             "sampling": manifest.sampling.model_dump(),
             "examples": self.pipeline.pipeline.bundle.examples[:8],
             "words": tokenizer.words if isinstance(tokenizer, WordTokenizer) else (),
-            "edits": "vq_encoder" in manifest.files,
+            "edits": manifest.edits_images,
+            "sources": manifest.source is not None,
             "images": manifest.makes_images,
         }
 
@@ -128,7 +129,7 @@ class LocalBackend:
         num_partial = request.num_partial
         every_step = bool(request.steps or num_partial)
         deadline = math.inf if request.deadline is None else request.deadline
-        updates = self.pipeline.updates(**request.options(), steps=every_step, caller=caller, deadline=deadline)
+        updates = self.pipeline.stream_updates(**request.options(), steps=every_step, caller=caller, deadline=deadline)
         async with aclosing(updates):
             queued, _ = await anext(updates)
             yield ADMITTED
@@ -138,7 +139,7 @@ class LocalBackend:
             async for _, step in updates:
                 assert step is not None
                 last = step
-                size = self.manifest.size(step.settings.size)
+                size = step.settings.image_size(self.manifest)
                 if request.steps:
                     yield step_event(step, size, preserved)
                 done = step.done
@@ -218,7 +219,7 @@ def token_kinds(part: SequenceStep) -> str:
     acceptance = part.acceptance
     if tree is None or acceptance is None:
         return "n" * len(part.codes)
-    letters = ["r" if node in acceptance.relaxed else "d" for node in acceptance.path[1:]]
-    if acceptance.bonus is not None:
+    letters = ["r" if node in acceptance.relaxed_nodes else "d" for node in acceptance.path[1:]]
+    if acceptance.bonus_token is not None:
         letters.append("x" if tree.structure.children[acceptance.path[-1]] else "n")
     return "".join(letters).ljust(len(part.codes), "n")

@@ -47,13 +47,17 @@ class JsonBodies:
     Args:
         parse: function from a text, the headers and the limits to the call.
         is_batch: whether a body may hold as many prompts as a request may have images.
+        holds_image: whether a body may hold an image.
     """
 
     parse: Callable[[bytes, Headers, Limits], Call]
     is_batch: bool = False
+    holds_image: bool = False
     media_type = "application/json"
 
     def max_bytes(self, limits: Limits) -> int:
+        if self.holds_image:
+            return limits.max_form_bytes
         return limits.max_body_bytes * (limits.max_n if self.is_batch else 1)
 
     def reader(self, headers: Headers, limits: Limits) -> BodyReader:
@@ -101,6 +105,6 @@ BODIES: dict[str, BodyKind] = {
     "generations": JsonBodies(lambda body, headers, limits: read_json(ImagesRequest, body)),
     "edits": FormBodies(EditRequest),
     "variations": FormBodies(VariationRequest),
-    "codes": JsonBodies(_read_codes),
+    "codes": JsonBodies(_read_codes, holds_image=True),
     "generate": JsonBodies(lambda body, headers, limits: read_call(body, limits.own_sampling), is_batch=True),
 }

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from pydantic import Base64Bytes
 from starlette.responses import Response
 
-from ..results import codes_bytes, split_grids
+from ..results import encode_codes, split_grids
 from .protocol import DrawingRequest, HttpError
 
 if TYPE_CHECKING:
     from ..asynchronous import AsyncPipeline
+    from ..bundle.files import Bundle
     from ..bundle.manifest import Size
-    from ..prepared import Prepared
+    from ..prepared import PreparedRequest
     from ..results import Ints, StreamStep
     from .protocol import Completion
 
@@ -21,9 +23,24 @@ NPZ = "application/x-npz"
 
 
 class CodesRequest(DrawingRequest):
-    """Body of `POST /v1/images/codes`, for bundles with and without an image decoder."""
+    """Body of `POST /v1/images/codes`, for bundles with and without an image decoder.
+
+    Args:
+        image: file of a source image, in base64.
+    """
+
+    image: Base64Bytes | None = None
 
     EVENT_PREFIX: ClassVar[str] = "image_codes"
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | ({} if self.image is None else {"image": self.image})
+
+    def fit(self, bundle: Bundle) -> Self:
+        if self.image is not None and bundle.manifest.source is None:
+            problem = f"model {bundle.manifest.name} takes no source image"
+            raise HttpError(400, problem, field="image", remedy="leave it out")
+        return self
 
     def content(self, size: Size, codes: Ints, file: bytes) -> dict[str, Any]:
         first, grid = split_grids(size, codes)
@@ -39,8 +56,8 @@ class CodesFileRequest(CodesRequest):
             field = "stream" if self.stream else "n"
             raise HttpError(400, "does not fit into one file", field=field, remedy=f"accept JSON, or leave {field} out")
 
-    async def encode(self, pipeline: AsyncPipeline, prepared: Prepared, step: StreamStep, i: int) -> bytes:
-        return codes_bytes(prepared.bundle, prepared.settings, prepared.images[i], step.codes[i])
+    async def encode(self, pipeline: AsyncPipeline, prepared: PreparedRequest, step: StreamStep, i: int) -> bytes:
+        return encode_codes(prepared.bundle, prepared.settings, prepared.images[i], step.codes[i])
 
     def response(self, completions: Sequence[Completion]) -> Response:
         return Response(completions[0].files[0], media_type=NPZ)

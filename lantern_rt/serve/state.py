@@ -45,7 +45,7 @@ class Limits:
     Args:
         deadline: maximum duration of a request in seconds.
         max_body_bytes: maximum size of a JSON body.
-        max_form_bytes: maximum size of a form, which contains images.
+        max_form_bytes: maximum size of a body that may contain images.
         body_timeout: maximum time in seconds to receive a body.
         max_total_body_bytes: maximum size of the bodies of all requests together.
         api_key_file: file of valid API keys, see `read_keys`; None: no key is needed.

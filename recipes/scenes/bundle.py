@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lantern_rt.bundle.conditions import ConditionSpec
 from lantern_rt.bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec
-from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.graph.graphs import Graph, named_cases, target_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.graph.precision import read_precisions
@@ -51,7 +51,9 @@ class Condition(nn.Module):
 
     def __init__(self, target: ScenesTarget) -> None:
         super().__init__()
-        self.words, self.slots, self.uncond_embedding = target.words, target.slots, target.uncond_embedding
+        self.words = target.words
+        self.slots = target.slots
+        self.uncond_embedding = target.uncond_embedding
 
     def forward(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         conditional = self.words(token_ids) + self.slots
@@ -108,8 +110,10 @@ def write_scenes_bundle(
         drafter: without it the bundle is the target's alone, to draw what a drafter learns from.
         vq_precision: of the image decoder, fp32, fp16 or int8.
     """
-    vq, target = load_vq(work), load_target(work)
-    config, size = target.config, vq.config.picture
+    vq = load_vq(work)
+    target = load_target(work)
+    config = target.config
+    size = vq.config.picture
     decoder, code_embeddings = target.fold()
     _round(vq, target)
     code_embeddings = code_embeddings.half().float()
@@ -181,7 +185,7 @@ def write_scenes_bundle(
 def _read_drafter(folder: Path, decoder: Decoder, rounded: bool) -> LoadedDrafter:
     """The drafter in a folder, rounded as the rest."""
     found = read_drafter(folder, decoder)
-    weights = {name: computed(weight) for name, weight in found.drafter.state_dict().items()}
+    weights = {name: compute_tensor(weight) for name, weight in found.drafter.state_dict().items()}
     found.drafter.load_state_dict(weights, assign=True)
     if rounded:
         _round(found.drafter)

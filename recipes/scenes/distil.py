@@ -53,7 +53,8 @@ def train_distil(work: Path, minutes: float, batch: int = 8, lr: float = 0.006, 
     """
     torch.set_flush_denormal(True)  # as which small probabilities are slow
     torch.manual_seed(8)
-    ongoing, guided = work / "distil-state.pt", work / "guided.pt"
+    ongoing = work / "distil-state.pt"
+    guided = work / "guided.pt"
     if not guided.exists():
         save_checkpoint(guided, load_checkpoint(work / "target.pt"))
     teacher = load_target(work, guided.name).to(device)
@@ -61,14 +62,17 @@ def train_distil(work: Path, minutes: float, batch: int = 8, lr: float = 0.006, 
     average = copy.deepcopy(student)
     matrices = [w for w in student.decoder.parameters() if w.ndim == 2]
     others = [w for w in student.parameters() if not any(w is m for m in matrices)]
-    muon, adam = Muon(matrices, lr), torch.optim.AdamW(others, lr / 10, betas=(0.9, 0.95), weight_decay=0.0)
+    muon = Muon(matrices, lr)
+    adam = torch.optim.AdamW(others, lr / 10, betas=(0.9, 0.95), weight_decay=0.0)
     parts = {"model": student, "average": average, "muon": muon, "adam": adam}
-    step, before = 0, 0.0
+    step = 0
+    before = 0.0
     if ongoing.exists():
         state = load_checkpoint(ongoing)
         for name, part in parts.items():
             part.load_state_dict(state[name])
-        step, before = state["step"], state["seconds"]
+        step = state["step"]
+        before = state["seconds"]
     if before >= 60 * minutes:
         print(f"the student has had its {minutes:g} minutes")
         return
@@ -81,11 +85,14 @@ def train_distil(work: Path, minutes: float, batch: int = 8, lr: float = 0.006, 
         weights = {"model": average.state_dict(), "seen": step * batch, "config": asdict(student.config)}
         save_checkpoint(work / "target.pt", weights | {"cfg_scale": 1.0})
 
-    saved, said, begun = before, before, step
+    saved = before
+    said = before
+    begun = step
     running = torch.zeros((), device=device)
     while (passed := watch.seconds() / (60 * minutes)) < 1:
         rate = min(1.0, (step + 1) / 30, 1 - passed)
-        muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = lr * rate, lr / 10 * rate
+        muon.param_groups[0]["lr"] = lr * rate
+        adam.param_groups[0]["lr"] = lr / 10 * rate
         turn, place = divmod(step * batch, len(codes))
         chosen = torch.from_numpy(np.random.default_rng((SEED, turn)).permutation(len(codes))[place : place + batch])
         with mixed_precision(device):

@@ -21,7 +21,8 @@ from .judge import Judge, judge, load_judge
 from .vocabulary import COLOURS, SHAPES, Scene, Solid, describe, sample_scene
 
 METHOD = "sjd:window=7"
-TOP, BOTTOM = 4, 14  # rows of codes that are drawn anew, of one half of the picture
+TOP = 4  # rows of codes that are drawn anew, of one half of the picture
+BOTTOM = 14
 SEED = 5000  # of edits, as far from those of whole drawings
 TRIES = 4
 
@@ -56,7 +57,8 @@ def step_below(picture: NDArray[np.uint8], columns: slice, cell: int) -> float:
 
 def evaluate_edits(bundle: Path | str, work: Path | None, count: int, threads: int | None = None) -> dict[str, Any]:
     """Agreement of `count` edits and of whole drawings of their prompts, and the step at the mask's lower edge."""
-    pipe, critic = Pipeline.from_bundle(bundle, threads), load_judge(work)
+    pipe = Pipeline.from_bundle(bundle, threads)
+    critic = load_judge(work)
     size = pipe.bundle.manifest.size()
     width, height = pipe.bundle.manifest.pixels(size)
     cell = height // size.rows
@@ -65,7 +67,8 @@ def evaluate_edits(bundle: Path | str, work: Path | None, count: int, threads: i
     steps: dict[str, list[float]] = {name: [] for name in (*marks, "before")}
     report: dict[str, Any] = {}
     for i in range(count):
-        scene, side = sample_scene(rng, two_solids=1), i % 2
+        scene = sample_scene(rng, two_solids=1)
+        side = i % 2
         wanted = changed(scene, side, rng)
         prompts = [describe(one, rng, complete=True) for one in (scene, wanted)]
         before, whole = pipe(prompts, seed=[1000 + i, 1000 + i], method=METHOD).images

@@ -34,7 +34,9 @@ def draw_prompts(count: int, seed: int = PROMPT_SEED) -> tuple[list[Scene], list
 
 def interval(marks: list[bool]) -> tuple[float, float, float]:
     """Share of true marks with a 95 % Wilson interval, rounded to four places."""
-    count, share, z = len(marks), float(np.mean(marks)), 1.96
+    count = len(marks)
+    share = float(np.mean(marks))
+    z = 1.96
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z * np.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
     return round(share, 4), round(float(centre - half), 4), round(float(centre + half), 4)
@@ -53,7 +55,8 @@ def evaluate_bundle(
 
     Also how well the judge reads the same scenes as they are rendered, and the image tokenizer gives them back.
     """
-    pipe, critic = Pipeline.from_bundle(bundle, threads), load_judge(work)
+    pipe = Pipeline.from_bundle(bundle, threads)
+    critic = load_judge(work)
     scenes, prompts = draw_prompts(count)
     rendered = render_scenes(scenes, pipe.bundle.manifest.image_height)
     report: dict[str, Any] = {

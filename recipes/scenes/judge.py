@@ -71,11 +71,13 @@ class Verdict:
 
 def labels(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Class indices of scenes: sky `[n]`, ground `[n]`, colour `[n, places]`, shape `[n, places]`."""
-    colours, shapes = np.zeros((len(scenes), 3), np.int64), np.zeros((len(scenes), 3), np.int64)
+    colours = np.zeros((len(scenes), 3), np.int64)
+    shapes = np.zeros((len(scenes), 3), np.int64)
     for i, scene in enumerate(scenes):
         for solid in scene.solids:
             place = PLACES.index(solid.place)
-            colours[i, place], shapes[i, place] = COLOURS.index(solid.colour) + 1, SHAPES.index(solid.shape) + 1
+            colours[i, place] = COLOURS.index(solid.colour) + 1
+            shapes[i, place] = SHAPES.index(solid.shape) + 1
     sky = torch.tensor([SKIES.index(scene.sky) for scene in scenes])
     ground = torch.tensor([GROUNDS.index(scene.ground) for scene in scenes])
     return sky, ground, torch.from_numpy(colours), torch.from_numpy(shapes)

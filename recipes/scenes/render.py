@@ -110,7 +110,8 @@ def _levels(texture: Floats) -> Floats:
     """`[levels, 256, 256]`: level i is the texture averaged over squares of side 2**i around every texel."""
     found = [texture]
     for level in range(LEVELS - 1):
-        last, step = found[-1], 2**level
+        last = found[-1]
+        step = 2**level
         last = (last + np.roll(last, step, 0)) / 2
         last = (last + np.roll(last, step, 1)) / 2
         found.append(np.roll(last, (-(step // 2), -(step // 2)), (0, 1)))
@@ -135,9 +136,12 @@ def _sample(name: str, across: Floats, away: Floats) -> Floats:
     wide = np.abs(across[:, 1] - across[:, 0])
     high = np.abs(np.gradient(away[:, 0]))
     level = np.rint(np.log2(np.maximum(np.sqrt(wide * high), 1))).astype(np.int64).clip(0, LEVELS - 1)[:, None]
-    x, y = np.floor(across), np.floor(away)
-    right, below = (across - x).astype(np.float32), (away - y).astype(np.float32)
-    left, top = x.astype(np.int64) % TEXTURE, y.astype(np.int64) % TEXTURE
+    x = np.floor(across)
+    y = np.floor(away)
+    right = (across - x).astype(np.float32)
+    below = (away - y).astype(np.float32)
+    left = x.astype(np.int64) % TEXTURE
+    top = y.astype(np.int64) % TEXTURE
     flat = levels.ravel()
 
     def row(of: Floats) -> Floats:
@@ -158,33 +162,37 @@ def _ground(kind: str, horizon: int, at: Floats, rng: np.random.Generator) -> Fl
     soft = _sample("soft", across, away) - 0.5
     if kind == "grass":
         blades = _sample("fine", across * 2.2, away * 0.5) - 0.5
-        level, low, high = 0.5 + near * (0.5 * blades + 0.45 * soft), (0.10, 0.30, 0.05), (0.36, 0.66, 0.16)
+        level = 0.5 + near * (0.5 * blades + 0.45 * soft)
+        low = (0.10, 0.30, 0.05)
+        high = (0.36, 0.66, 0.16)
     elif kind == "sand":
         ripple = _sample("wave", across * 0.8, away * 1.4) - 0.5
-        level, low, high = (
-            0.55 + (0.25 + 0.75 * near) * (0.5 * ripple + 0.3 * soft),
-            (0.66, 0.52, 0.28),
-            (0.95, 0.83, 0.56),
-        )
+        level = 0.55 + (0.25 + 0.75 * near) * (0.5 * ripple + 0.3 * soft)
+        low = (0.66, 0.52, 0.28)
+        high = (0.95, 0.83, 0.56)
     elif kind == "snow":
-        level, low, high = 0.66 + (0.2 + 0.8 * near) * 0.9 * soft, (0.70, 0.78, 0.88), (1.0, 1.0, 1.0)
+        level = 0.66 + (0.2 + 0.8 * near) * 0.9 * soft
+        low = (0.70, 0.78, 0.88)
+        high = (1.0, 1.0, 1.0)
     elif kind == "water":
         wave = _sample("wave", across * 0.7, away * 2.0) - 0.5
-        level, low, high = 0.42 + (0.3 + 0.7 * near) * 0.8 * wave, (0.01, 0.12, 0.34), (0.22, 0.58, 0.82)
+        level = 0.42 + (0.3 + 0.7 * near) * 0.8 * wave
+        low = (0.01, 0.12, 0.34)
+        high = (0.22, 0.58, 0.82)
     elif kind == "stone":
         cells = _sample("cells", across * 1.1, away * 1.1)
-        level, low, high = 0.16 + 0.5 * cells + 0.4 * soft * near, (0.20, 0.20, 0.21), (0.66, 0.65, 0.63)
+        level = 0.16 + 0.5 * cells + 0.4 * soft * near
+        low = (0.20, 0.20, 0.21)
+        high = (0.66, 0.65, 0.63)
     else:  # wood
         planks = across / 22.0
         plank = np.floor(planks)
         seam = np.clip(np.abs(planks - plank - 0.5) * -14.0 + 7.0, 0, 1)
         shade = (np.sin(plank * 12.9898) * 43758.5453) % 1.0
         grain = _sample("fine", across * 1.5, away * 0.16) - 0.5
-        level, low, high = (
-            (0.42 + 0.28 * shade + 0.22 * grain) * (0.25 + 0.75 * seam),
-            (0.17, 0.08, 0.03),
-            (0.74, 0.46, 0.24),
-        )
+        level = (0.42 + 0.28 * shade + 0.22 * grain) * (0.25 + 0.75 * seam)
+        low = (0.17, 0.08, 0.03)
+        high = (0.74, 0.46, 0.24)
     level = np.clip(level, 0, 1)[..., None].astype(np.float32)
     return np.asarray(low, np.float32) * (1 - level) + np.asarray(high, np.float32) * level
 
@@ -234,7 +242,8 @@ def _disc(sky: Floats, at: Floats, x: float, y: float, radius: float, colour: tu
 
 def _shadow(canvas: Floats, x: float, foot: float, radius: float, split: int, at: Floats) -> None:
     """A dark, soft patch to the right, away from the light, and a darker one where the solid touches the ground."""
-    rows, columns = at[split:, None], at[None]
+    rows = at[split:, None]
+    columns = at[None]
     cast = np.hypot((columns - x - 0.48 * radius) / (1.35 * radius), (rows - foot + 0.10 * radius) / (0.30 * radius))
     touch = np.hypot((columns - x - 0.08 * radius) / (0.95 * radius), (rows - foot + 0.03 * radius) / (0.20 * radius))
     canvas[split:] *= 1 - 0.45 * np.clip(1.5 - 1.5 * cast, 0, 1)[..., None]
@@ -245,9 +254,11 @@ def _paint(canvas: Floats, solid: Solid, radius: float, foot: float, scene: Scen
     """Shade the solid at twice the resolution, average, and lay it over the canvas, its reflection first."""
     size = len(canvas)
     scale = size / SIZE
-    x, y = (solid.x * SIZE + 0.5) * scale, (foot - 0.97 * radius + 0.5) * scale  # in pixels from the corner
+    x = (solid.x * SIZE + 0.5) * scale  # in pixels from the corner
+    y = (foot - 0.97 * radius + 0.5) * scale
     reach = int(np.ceil(radius * scale * 1.08))
-    top, left = round(float(y)) - reach, round(float(x)) - reach
+    top = round(float(y)) - reach
+    left = round(float(x)) - reach
     steps = (np.arange(4 * reach, dtype=np.float32) + 0.5) / 2
     across = ((left + steps - x) / (radius * scale)).astype(np.float32)[None]
     down = ((top + steps - y) / (radius * scale)).astype(np.float32)[:, None]
@@ -260,7 +271,8 @@ def _paint(canvas: Floats, solid: Solid, radius: float, foot: float, scene: Scen
     colour = base * (0.42 + 0.62 * diffuse)[:, None]
     colour += ((0.75 * gloss**28 + 0.10 * gloss**5) if solid.finish == "shiny" else 0.05 * gloss**3)[:, None]
     fine = np.zeros((*inside.shape, 4), np.float32)
-    fine[inside, :3], fine[inside, 3] = colour, 1
+    fine[inside, :3] = colour
+    fine[inside, 3] = 1
     pixels = (fine[::2, ::2] + fine[1::2, ::2] + fine[::2, 1::2] + fine[1::2, 1::2]) / 4
     if share := REFLECTED.get(scene.ground):
         fading = share * np.linspace(1, 0.25, 2 * reach, dtype=np.float32)[:, None, None]

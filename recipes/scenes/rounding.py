@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lantern_rt.export.graph.precision import quantise, round_activations
+from lantern_rt.export.graph.precision import quantize, round_activations
 from lantern_rt.export.models.decoder import Decoder
 
 from .data import draw_scenes
@@ -23,7 +23,8 @@ from .text import encode_caption
 from .vocabulary import describe
 from .vq import ScenesVQ
 
-SCENES, SEED = 48, 840_000
+SCENES = 48
+SEED = 840_000
 _DAMPING = 0.01  # of the mean of the diagonal
 
 
@@ -45,7 +46,8 @@ def round_target(decoder: Decoder, target: ScenesTarget, code_embeddings: Tensor
     x = torch.cat([prefix, code_embeddings[codes[:, :-1]]], 1)  # [scenes, prefix and codes, width]
     rope = rounded.rope[None, : x.shape[1]]
     for layer in rounded.layers:
-        attention, ffn = layer.attention, layer.ffn
+        attention = layer.attention
+        ffn = layer.ffn
         normed = layer.attention_norm(x)
         round_layer(attention.qkv, normed)
         query, key, value = (heads.transpose(1, 2) for heads in attention.project(normed, rope))
@@ -67,8 +69,10 @@ def round_layer(linear: nn.Linear, inputs: Tensor) -> Tensor:
     inverse = torch.linalg.inv(moments[order][:, order])
     share = torch.linalg.cholesky(inverse, upper=True)  # row i: of an error in i, over those behind it
     weights = linear.weight.double()[:, order]
-    integers, scales = quantise(weights.T.float(), "columns")
-    scales, largest, most = scales[0].double(), integers.abs().argmax(0), int(integers.abs().max())
+    integers, scales = quantize(weights.T.float(), "columns")
+    scales = scales[0].double()
+    largest = integers.abs().argmax(0)
+    most = int(integers.abs().max())
     result = torch.empty_like(weights)
     for i in range(len(order)):
         nearest = (weights[:, i] / scales).round().clamp(-most, most)

@@ -25,8 +25,10 @@ from .data import render_pictures
 from .stopwatch import Stopwatch
 from .vq import endless_pictures, load_vq, picture_loss, psnr, to_tensor
 
-RATE, CRITIC_RATE = 2e-4, 4e-4
-OPINION, FEATURES = 0.01, 0.1  # weights of the critic's losses beside `picture_loss`
+RATE = 2e-4
+CRITIC_RATE = 4e-4
+OPINION = 0.01  # weights of the critic's losses beside `picture_loss`
+FEATURES = 0.1
 ALONE = 60  # steps that the critic learns alone at first
 SEED = 40_000  # of pictures that the tokenizer was not trained on
 
@@ -53,7 +55,8 @@ def train_sharpen(work: Path, minutes: float, batch: int = 16, device: str = "cp
     """Train until this work folder's decoder has had `minutes` against the critic; rewrites `work/vq.pt` and, to go on
     from, `work/sharpen-state.pt` every two minutes."""
     torch.manual_seed(6)
-    vq, critic = load_vq(work).to(device, memory_format=torch.channels_last), Critic().to(device)  # type: ignore[call-overload]
+    vq = load_vq(work).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    critic = Critic().to(device)
     adam = torch.optim.AdamW(vq.decoder.parameters(), RATE, betas=(0.5, 0.95), weight_decay=0.0)
     critic_adam = torch.optim.AdamW(critic.parameters(), CRITIC_RATE, betas=(0.5, 0.95), weight_decay=0.0)
     parts = {"decoder": vq.decoder, "critic": critic, "adam": adam, "critic_adam": critic_adam}
@@ -61,7 +64,8 @@ def train_sharpen(work: Path, minutes: float, batch: int = 16, device: str = "cp
     state = load_checkpoint(ongoing) if ongoing.exists() else {}
     for name in parts.keys() & state.keys():
         parts[name].load_state_dict(state[name])
-    step, watch = state.get("step", 0), Stopwatch(device, state.get("seconds", 0.0))
+    step = state.get("step", 0)
+    watch = Stopwatch(device, state.get("seconds", 0.0))
     size = vq.config.picture
     fresh = render_pictures(64, SEED - 1, size, workers=1)
 
@@ -74,13 +78,15 @@ def train_sharpen(work: Path, minutes: float, batch: int = 16, device: str = "cp
     saved = said = watch.seconds()
     while (passed := watch.seconds() / (60 * minutes)) < 1:
         rate = min(1, (step + 1) / 50, (1 - passed) / 0.4)
-        adam.param_groups[0]["lr"], critic_adam.param_groups[0]["lr"] = RATE * rate, CRITIC_RATE * rate
+        adam.param_groups[0]["lr"] = RATE * rate
+        critic_adam.param_groups[0]["lr"] = CRITIC_RATE * rate
         images = to_tensor(next(rendered), device)
         with mixed_precision(device):
             with torch.no_grad():
                 vectors = vq.lookup(vq.nearest(vq.encoder(images)))
             drawn = vq.decoder(vectors).float()
-            real, false = critic(images), critic(drawn.detach())
+            real = critic(images)
+            false = critic(drawn.detach())
         doubt = F.relu(1 - real[-1].float()).mean() + F.relu(1 + false[-1].float()).mean()
         critic_adam.zero_grad(set_to_none=True)
         torch.autograd.backward(doubt)

@@ -48,7 +48,8 @@ def shard_codes(work: Path, vq: ScenesVQ, index: int, size: int) -> NDArray[np.i
 
 def tokenise(vq: ScenesVQ, count: int, seed: int) -> NDArray[np.int16]:
     """Codes `[count, 256]` of the scenes of a seed."""
-    scenes, size = draw_scenes(count, seed), vq.config.picture
+    scenes = draw_scenes(count, seed)
+    size = vq.config.picture
     parts = []
     for i in range(0, count, 1000):
         pictures = render_scenes(scenes[i : i + 1000], size, workers=torch.get_num_threads())
@@ -66,7 +67,8 @@ def batches(
     """
     for done in itertools.count(skip // shard):  # whole passes over a shard; one begun before is gone through again
         index, turn = divmod(done, PASSES)
-        codes, scenes = shard_codes(work, vq, index, shard), draw_scenes(shard, index + 10_000)
+        codes = shard_codes(work, vq, index, shard)
+        scenes = draw_scenes(shard, index + 10_000)
         rng = np.random.default_rng((index, turn))
         order = rng.permutation(shard)
         for i in range(0, shard - batch + 1, batch):
@@ -143,12 +145,18 @@ def train_target(
     model = ScenesTarget(vq.codebook.cpu(), config).to(device)
     matrices = [w for w in model.decoder.parameters() if w.ndim == 2]
     others = [w for w in model.parameters() if not any(w is m for m in matrices)]
-    muon, adam = Muon(matrices, lr), torch.optim.AdamW(others, 2e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    average, seen, step, before = copy.deepcopy(model), 0, 0, 0.0
+    muon = Muon(matrices, lr)
+    adam = torch.optim.AdamW(others, 2e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    average = copy.deepcopy(model)
+    seen = 0
+    step = 0
+    before = 0.0
     if state is not None:
         model.load_state_dict(state["model"])
         average.load_state_dict(state.get("average", state["model"]))
-        seen, step, before = state["seen"], state.get("step", 0), state.get("seconds", 0.0)
+        seen = state["seen"]
+        step = state.get("step", 0)
+        before = state.get("seconds", 0.0)
         if "muon" in state:
             muon.load_state_dict(state["muon"])
             adam.load_state_dict(state["adam"])
@@ -156,7 +164,8 @@ def train_target(
     fresh = torch.from_numpy(tokenise(vq, 256, FRESH_SEED).astype(np.int64)).to(device)
     rng = np.random.default_rng(5)
     fresh_captions = torch.from_numpy(np.stack([encode_caption(describe(s, rng, complete=True)) for s in fresh_scenes]))
-    fresh_captions, weight = fresh_captions.to(device), ROW_WEIGHT.repeat_interleave(GRID).to(device)
+    fresh_captions = fresh_captions.to(device)
+    weight = ROW_WEIGHT.repeat_interleave(GRID).to(device)
 
     def save() -> dict[str, float]:
         snapshot = {
@@ -188,7 +197,8 @@ def train_target(
         if passed >= 1:
             break
         rate = min(1.0, (step + 1) / 60, (1 - passed) / cooldown if cooldown else 1.0)
-        muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = lr * rate, 2e-3 * rate
+        muon.param_groups[0]["lr"] = lr * rate
+        adam.param_groups[0]["lr"] = 2e-3 * rate
         dropped = torch.rand(len(codes), device=device) < 0.1
         with mixed_precision(device):
             losses = losses_of(model, captions.to(device), codes.to(device), dropped)

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from .vocabulary import vocabulary
 
 SLOTS = 24
-PAD, UNKNOWN = 0, 1
+PAD = 0
+UNKNOWN = 1
 WORDS = ("<pad>", "<unk>", *vocabulary())
 WORD_IDS = {word: i for i, word in enumerate(WORDS)}
 

@@ -42,7 +42,9 @@ SKY_PHRASES = {
     "night": ("at night", "under the stars", "under a night sky"),
     "overcast": ("under an overcast sky", "on a cloudy day", "under gray clouds"),
 }
-LEFT_OF, RIGHT_OF, BESIDE = ("left of", "to the left of"), ("right of", "to the right of"), ("next to", "beside", "and")
+LEFT_OF = ("left of", "to the left of")
+RIGHT_OF = ("right of", "to the right of")
+BESIDE = ("next to", "beside", "and")
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,12 @@ from .checkpoints import load_checkpoint, save_checkpoint
 from .data import render_pictures
 from .stopwatch import Stopwatch
 
-CODE_DIM, GRID = 8, 16
-RATE, MUON_RATE = 1e-3, 0.02
-POOL, PASSES = 1024, 4  # pictures rendered at a time, and how often each is learnt from
+CODE_DIM = 8
+GRID = 16
+RATE = 1e-3
+MUON_RATE = 0.02
+POOL = 1024  # pictures rendered at a time, and how often each is learnt from
+PASSES = 4
 SEATED = 80  # steps before there are codes
 
 
@@ -125,7 +128,8 @@ class ScenesVQ(nn.Module):
     def __init__(self, config: VQConfig | None = None) -> None:
         super().__init__()
         self.config = config = config or VQConfig()
-        self.encoder, self.decoder = Encoder(config), Decoder(config)
+        self.encoder = Encoder(config)
+        self.decoder = Decoder(config)
         for module in self.modules():  # residual blocks begin by handing on what they get
             if isinstance(module, Residual):
                 nn.init.zeros_(module.second.weight)
@@ -170,7 +174,8 @@ class ScenesVQ(nn.Module):
             wanted = min(int(unused.sum()), len(flat) // 4)
             worst = (flat * self.codebook[index]).sum(1).topk(4 * wanted, largest=False).indices
             seats = unused.nonzero()[:wanted, 0]
-            self.sums[seats], self.members[seats] = flat[worst[torch.randperm(len(worst))[:wanted]]] * 0.5, 0.5
+            self.sums[seats] = flat[worst[torch.randperm(len(worst))[:wanted]]] * 0.5
+            self.members[seats] = 0.5
         self.codebook.copy_(F.normalize(self.sums, dim=1))
 
 
@@ -206,7 +211,8 @@ def train_vq(
     plain autoencoder, on whose encodings the codebook is then seated: quantised from the start, it collapses.
     """
     torch.manual_seed(seed)
-    path, ongoing = work / "vq.pt", work / "vq-state.pt"
+    path = work / "vq.pt"
+    ongoing = work / "vq-state.pt"
     begun = ongoing if ongoing.exists() else path
     state = load_checkpoint(begun) if begun.exists() else {}
     found = VQConfig(**state["config"]) if state else config or VQConfig()
@@ -226,7 +232,8 @@ def train_vq(
     others = [w for w in model.parameters() if not any(w is k for k in kernels)]
     muon = Muon(kernels, MUON_RATE)
     adam = torch.optim.AdamW(others, RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    step, watch = state.get("step", 0), Stopwatch(device, state.get("seconds", 0.0))
+    step = state.get("step", 0)
+    watch = Stopwatch(device, state.get("seconds", 0.0))
     seated = SEATED + 1 if state and not step else 0  # a tokenizer from a bundle has its codebook
     if state:
         model.load_state_dict(state["model"])
@@ -245,7 +252,8 @@ def train_vq(
     saved = said = watch.seconds()
     while (passed := watch.seconds() / (60 * minutes)) < 1:
         rate = min(1, (step + 1) / 50, (1 - passed) / 0.6)
-        muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = MUON_RATE * rate, RATE * rate
+        muon.param_groups[0]["lr"] = MUON_RATE * rate
+        adam.param_groups[0]["lr"] = RATE * rate
         images = to_tensor(next(rendered), device)
         loss = _step_loss(model, images, step + seated)
         muon.zero_grad(set_to_none=True)
@@ -275,7 +283,8 @@ def _step_loss(model: ScenesVQ, images: Tensor, step: int) -> Tensor:
     """Loss of a batch; moves the codebook, which plays no part before step `SEATED`."""
     with mixed_precision(images.device):
         vectors = model.encoder(images)
-    given, commitment = vectors, vectors.new_zeros(())
+    given = vectors
+    commitment = vectors.new_zeros(())
     if step >= SEATED:
         apart = vectors.detach()
         if step == SEATED:
@@ -303,7 +312,8 @@ def endless_pictures(batch: int, size: int, seed: int, step: int) -> Iterator[ND
         order = np.concatenate([rng.permutation(POOL) for _ in range(PASSES)])
         for i in range(done, steps):
             yield pictures[order[i * batch : (i + 1) * batch]]
-        index, done = index + 1, 0
+        index = index + 1
+        done = 0
 
 
 def load_vq(work: Path) -> ScenesVQ:

@@ -29,7 +29,7 @@ import null_cuda
 
 from lantern_rt import EngineError, Pipeline, open_bundle
 from lantern_rt.engines.ort import backend, device
-from lantern_rt.runtime.engine import Pass
+from lantern_rt.runtime.engine import PassInput
 
 PAST = 100
 
@@ -65,8 +65,8 @@ def chains(pipe: Pipeline) -> Callable[[], None]:
         mask = np.zeros((2, nodes, target.next_past_length(cache, nodes) + nodes), bool)
         mask[:, :, :start], mask[:, :, -nodes:] = True, np.tri(nodes, dtype=bool)
         tokens = np.zeros((2, nodes), np.int64)
-        cache.append(target.run(Pass(tokens, mask, tokens), cache).new_kv, [np.arange(kept)] * 2)
-        cache.finish()  # nobody asks for what comes of it
+        cache.append(target.run(PassInput(tokens, mask, tokens), cache).new_kv, [np.arange(kept)] * 2)
+        cache.run_queued_pass()  # nobody asks for what comes of it
         cache.truncate(np.full(2, length))
 
     run(50, 50, 50)
@@ -101,9 +101,9 @@ def test_a_pass_whose_shape_comes_again_is_one_launch(pipe: Pipeline) -> None:
 def test_images_one_after_the_other_use_the_memory_and_the_recordings_of_the_first(pipe: Pipeline) -> None:
     target = pipe.engines.target
     first = target.new_cache(2, PAST)
-    block = first.handle.block
+    block = first.block_handle.block
     del first
-    assert target.new_cache(2, PAST).handle.block is block
+    assert target.new_cache(2, PAST).block_handle.block is block
 
 
 def step(pipe: Pipeline, method: str, warm: int = 12) -> null_cuda.Operations:

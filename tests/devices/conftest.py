@@ -1,4 +1,4 @@
-"""Providers whose values these tests compare with the CPU's: WebGPU on any Vulkan, Metal or Direct3D, and CUDA."""
+"""Providers whose results these tests compare with the CPU's: WebGPU on Vulkan, Metal or Direct3D, and CUDA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lantern_rt.engines.ort.providers import find_provider
 
 @pytest.fixture(scope="module", params=["webgpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def provider(request: pytest.FixtureRequest) -> str:
-    """The provider's name; the test is skipped where it is not installed or has no device."""
+    """Return the name of a provider; skip the test if it is not installed or has no device."""
     try:
         name: str = find_provider(request.param, import_onnxruntime()).name
     except EngineError as error:

@@ -1,4 +1,4 @@
-"""Every exported family's decoders on a device: the CPU's codes. Needs PyTorch, which exports the bundles."""
+"""Decoders of every exported family generate the CPU's tokens on a device. PyTorch exports the bundles."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ BUNDLES = [
 
 
 @pytest.mark.parametrize("name", BUNDLES)
-def test_codes_of_a_family_are_the_cpus(request: pytest.FixtureRequest, provider: str, name: str) -> None:
+def test_every_family_generates_the_cpus_tokens(request: pytest.FixtureRequest, provider: str, name: str) -> None:
     folder = request.getfixturevalue(name)
     # WebGPU lacks ops of SimpleAR's image decoder.
     on_device = f"{provider},vq_decoder=cpu" if name == "simplear_bundle" else provider
-    pipe, on_cpu = (Pipeline.from_bundle(folder, provider=one) for one in (on_device, "cpu"))
+    pipe, on_cpu = (Pipeline.from_bundle(folder, provider=name) for name in (on_device, "cpu"))
     manifest = pipe.bundle.manifest
     subject: dict[str, Any] = {"prompts": "red"}
     if manifest.condition.kind == "class":
@@ -39,11 +39,11 @@ def test_codes_of_a_family_are_the_cpus(request: pytest.FixtureRequest, provider
         subject = {"embeddings": rows.astype(np.float32)}
     methods = ["groups"] if manifest.order else ["ar", "sjd:window=3", "rows:window=1"]
     if name == "t2i_int8_bundle":
-        methods = ["ar"]  # only CPUs round what they multiply by weights of 8 bits, so codes part soon
+        methods = ["ar"]  # only CPUs round activations for int8 weights, so later tokens differ
     for method in [*methods, *(["eagle:tree=chain-3"] if manifest.drafter else [])]:
-        found, expected = (
-            list(islice(own.stream(**subject, seed=3, method=method, temperature=0), 4))[-1].codes[0].tolist()
-            for own in (pipe, on_cpu)
+        codes, expected = (
+            list(islice(pipeline.stream(**subject, seed=3, method=method, temperature=0), 4))[-1].codes[0].tolist()
+            for pipeline in (pipe, on_cpu)
         )
-        assert found == expected, method
+        assert codes == expected, method
     pipe.engines.load_all()

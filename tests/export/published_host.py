@@ -1,4 +1,4 @@
-"""Hosts with empty caches that use published models, which the stand-in for the hub has in small."""
+"""Hosts with empty caches that use published models: the stand-in for the hub has small models under their names."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from checkpoint_copies import EMU35, EMU35_VQ, copied
-from checkpoint_copies import published as save_published
+from checkpoint_copies import EMU35, EMU35_VQ, copy_checkpoint, copy_published_emu3
 from random_drafter import save_random_drafter
 from small_janus import random_janus, write_janus
 from small_models import save_t5
@@ -23,8 +22,8 @@ from lantern_rt.published import PublishedModel
 
 DATA = Path(__file__).parent.parent / "data"
 NAME = "llamagen-c2i-b-256"
-Sources = tuple[dict[str, Path], dict[str, int]]  # checkpoints and other options, as `export` takes them
-# The command line with another table of models, without some modules.
+Sources = tuple[dict[str, Path], dict[str, int]]  # checkpoints and other options of `export`
+# Runs the command line with another table of models, and without some modules.
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -75,12 +74,12 @@ def small_janus(folder: Path) -> Sources:
 
 
 def small_emu3(folder: Path) -> Sources:
-    target, vq = save_published(folder)
+    target, vq = copy_published_emu3(folder)
     return {"target": target, "vq": vq}, {"grid": 4}
 
 
 def small_emu35(folder: Path) -> Sources:
-    copied(EMU35, folder / "emu35", config=lambda config: config.pop("max_position_embeddings"))
+    copy_checkpoint(EMU35, folder / "emu35", config=lambda config: config.pop("max_position_embeddings"))
     return {"target": folder / "emu35", "vq": EMU35_VQ}, {}
 
 
@@ -103,7 +102,7 @@ SMALL: dict[str, Callable[[Path], Sources]] = {
 
 
 class Host:
-    """A host with empty caches, and the hub with a small model under a published name."""
+    """A host with empty caches; the hub has a small model under a published name."""
 
     def __init__(self, hub: str, folder: Path, name: str = NAME, revision: str = "", **fields: Any) -> None:
         self.hub = hub
@@ -132,15 +131,15 @@ class Host:
 
     @property
     def bundles(self) -> list[str]:
-        """Names in the cache, without locks."""
+        """Names of the bundles in the cache, without lock files."""
         return [path.name for path in self.cache.glob("*") if path.suffix != ".lock"]
 
     def command(self, *arguments: object) -> list[str]:
         return ["-c", PROGRAM, json.dumps(self.absent), str(self.folder / "models.json"), *map(str, arguments)]
 
     def __call__(self, *arguments: object, hub: str | None = None) -> subprocess.CompletedProcess[str]:
-        further = {"LANTERN_RT_CACHE": str(self.cache)}
-        return run(hub or self.hub, self.folder / "home", *self.command(*arguments), **further)
+        variables = {"LANTERN_RT_CACHE": str(self.cache)}
+        return run(hub or self.hub, self.folder / "home", *self.command(*arguments), **variables)
 
     def start(self, *arguments: object, **options: Any) -> subprocess.Popen[str]:
         variables = environment(self.hub, self.folder / "home", LANTERN_RT_CACHE=str(self.cache))
@@ -149,6 +148,6 @@ class Host:
 
     def generate(self, name: str, hub: str | None = None) -> Path:
         image = self.folder / name
-        done = self("run", self.name, "--class-id", 3, "--seed", 0, "--yes", "--output", image, hub=hub)
-        assert done.returncode == 0, done.stderr
+        process = self("run", self.name, "--class-id", 3, "--seed", 0, "--yes", "--output", image, hub=hub)
+        assert process.returncode == 0, process.stderr
         return image

@@ -1,4 +1,4 @@
-"""Golden tests that several exporter families share: the test module of a family subclasses these classes."""
+"""Tests against recorded arrays that several model families share: a family's test module subclasses these classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from goldens import GUIDED, Arrays, Sides, close, embed, manifest, observed
+from goldens import GUIDED_TOLERANCE, Arrays, PromptRuns, assert_close, embed, read_manifest, read_values
 from guided_logits import guide
 from numpy.typing import NDArray
 
@@ -18,22 +18,27 @@ from lantern_rt import Pipeline
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import to_image
+from lantern_rt.output.images import image_from_pixels
 from lantern_rt.prepared import compute_prefixes, load_model
 from lantern_rt.runtime.groups import GroupLayout
-from lantern_rt.runtime.likelihood import sequence_logits
-from lantern_rt.runtime.sampling import shape_distribution, shape_logits
+from lantern_rt.runtime.likelihood import compute_sequence_logits
+from lantern_rt.runtime.sampling import compute_distribution, process_logits
 from lantern_rt.runtime.statistics import Clock
 
-SIDES = ("cond", "uncond")
+ROW_NAMES = ("cond", "uncond")
 
 
 @dataclass
-class Family:
+class GoldenFamily:
     """An exported bundle and the arrays recorded from the published implementation.
 
-    codes: ids of the image tokens. row_end: id of the token that ends a row; -1 if none does. scale: guidance scale.
-    scored: maps guided logits to the scores that the published program records.
+    Attributes:
+        bundle: folder of the bundle.
+        arrays: recorded arrays by name.
+        codes: ids of the image tokens.
+        row_end: id of the token that ends a row; -1 without row ends.
+        scale: guidance scale.
+        scored: function from guided logits to the scores that the published program records.
     """
 
     bundle: Path
@@ -43,213 +48,246 @@ class Family:
     scale: float = 3.0
     scored: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda scores: scores
 
-    def sides(self) -> Sides:
-        first = None if self.row_end >= 0 else self.codes.start
-        return Sides(self.bundle, self.arrays["cond_ids"], self.arrays["uncond_ids"], first)
+    def start_prompt(self) -> PromptRuns:
+        first_code = None if self.row_end >= 0 else self.codes.start
+        return PromptRuns(self.bundle, self.arrays["cond_ids"], self.arrays["uncond_ids"], first_code)
 
 
 def log_softmax(scores: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return log-probabilities; -inf stays -inf."""
-    wide = scores.astype(np.float64)
-    total = np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True))
-    return (wide - wide.max(-1, keepdims=True) - total).astype(np.float32)
+    scores64 = scores.astype(np.float64)
+    total = np.log(np.exp(scores64 - scores64.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    return (scores64 - scores64.max(-1, keepdims=True) - total).astype(np.float32)
 
 
-def mixed(outputs: list[Arrays], scale: float = 3.0) -> NDArray[np.float32]:
-    """Return guided logits `[nodes, codes]` from both batch rows' outputs."""
+def mix_guided(outputs: list[Arrays], scale: float = 3.0) -> NDArray[np.float32]:
+    """Return guided logits `[nodes, codes]` from the outputs of both batch rows."""
     return guide(np.concatenate([out["logits"] for out in outputs]), Sampling(cfg_scale=scale))
 
 
 def run_layers(bundle: Path, ids: Any) -> tuple[NDArray[np.float32], list[NDArray[np.float32]]]:
-    """Return the embeddings of token ids, and every layer's hidden states; the last layer's are normed."""
-    path, spec = bundle / "target.onnx", manifest(bundle).target
-    layers = layer_sums(bundle)
-    embeds, nodes = embed(bundle, ids), len(ids)
+    """Return the embeddings of token ids and the hidden states after every layer; the last are normalized."""
+    path = bundle / "target.onnx"
+    spec = read_manifest(bundle).target
+    layers = residual_sum_names(bundle)
+    embeds = embed(bundle, ids)
+    nodes = len(ids)
     feeds = {"input_embeds": embeds, "position_ids": np.arange(nodes)[None]}
     feeds["attention_mask"] = np.where(np.tri(nodes), 0, HIDDEN).astype(np.float32)[None, None]
     empty = np.zeros((0, 1, spec.num_kv_heads, spec.head_dim), np.float32)
     feeds |= {f"past_key_values.{i}.{part}": empty for i in range(3) for part in ("key", "value")}
-    *states, last = observed(path, [*layers[2:-1:2], "hidden_states"], feeds)
+    *states, last = read_values(path, [*layers[2:-1:2], "hidden_states"], feeds)
     return embeds, [*(state.swapaxes(0, 1) for state in states), last]
 
 
-def order_of(pipe: Pipeline) -> GroupLayout:
-    """Return the layout of a bundle that draws groups."""
+def group_layout(pipe: Pipeline) -> GroupLayout:
+    """Return the layout of a bundle that generates cells in groups."""
     layout = pipe.bundle.manifest.layout()
     assert isinstance(layout, GroupLayout)
     return layout
 
 
-def logits_of(pipe: Pipeline, ids: Any, **prompt: Any) -> NDArray[np.float32]:
-    """Logits of both rows of all codes, `[2, codes, vocabulary]`, by passes over many groups at once.
+def compute_logits(pipe: Pipeline, ids: Any, **prompt: Any) -> NDArray[np.float32]:
+    """Compute the logits of both rows for all tokens, `[2, codes, vocabulary]`, many groups per pass.
 
-    ids: codes in the order of drawing.
+    Args:
+        pipe: pipeline of the bundle.
+        ids: tokens in the order of generation.
+        **prompt: prompt, as an argument of the pipeline.
     """
     model = load_model(pipe.bundle, pipe.engines, [])
     (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
     layout = pipe.bundle.manifest.layout()
-    return np.concatenate([*sequence_logits(model, layout, [rows.cond, rows.uncond], np.array(ids), Clock())], 1)
+    return np.concatenate(
+        [*compute_sequence_logits(model, layout, [rows.cond, rows.uncond], np.array(ids), Clock())], 1
+    )
 
 
 def check_logits(
     name: str, index: int, trace: dict[str, Any], both: NDArray[np.float32], arrays: Arrays
 ) -> NDArray[np.float32]:
-    """Compare logits of a recorded run with its arrays; return the guided ones, `[codes, vocabulary]`.
+    """Compare logits with the arrays of a recorded run; return the guided logits, `[codes, vocabulary]`.
 
-    both: logits of both rows, sorted as the run's arrays.
+    Args:
+        name: name of the run.
+        index: number of the image in the run.
+        trace: record of the run.
+        both: logits of both rows, in the order of the run's arrays.
+        arrays: recorded arrays.
     """
     guidance = Sampling(cfg_scale=trace["cfg"])
     guided = np.array(trace.get("guided", [1] * both.shape[1]), bool)
     used = np.where(guided[:, None], guide(both, guidance), both[0]) if guidance.guided else both[0]
     if f"{name}_used_logits" in arrays:
-        close(used, arrays[f"{name}_used_logits"][index], GUIDED)
+        assert_close(used, arrays[f"{name}_used_logits"][index], GUIDED_TOLERANCE)
     if f"{name}_cond_logits" in arrays:
-        close(both[0], arrays[f"{name}_cond_logits"][index])
-        close(both[1], arrays[f"{name}_uncond_logits"][index])
+        assert_close(both[0], arrays[f"{name}_cond_logits"][index])
+        assert_close(both[1], arrays[f"{name}_uncond_logits"][index])
     return used
 
 
-def choices(used: NDArray[np.float32], index: int, trace: dict[str, Any]) -> list[int]:
-    """Return the codes that a recorded run draws from guided logits; both are in the order of drawing."""
+def replay_choices(used: NDArray[np.float32], index: int, trace: dict[str, Any]) -> list[int]:
+    """Return the tokens that a recorded run samples from guided logits; both are in the order of generation."""
     if not trace["sample"]:
         return used.argmax(1).tolist()
     sampling = Sampling(**{field: trace[field] for field in ("temperature", "top_k", "top_p")})
-    sums = shape_distribution(used, sampling).cumsum(1)
-    return (sums / sums[:, -1:] <= np.array(trace["uniform"][index])[:, None]).sum(1).tolist()
+    cumulative = compute_distribution(used, sampling).cumsum(1)
+    return (cumulative / cumulative[:, -1:] <= np.array(trace["uniform"][index])[:, None]).sum(1).tolist()
 
 
-def run_all(pipe: Pipeline, ids: Any, names: list[str], **prompt: Any) -> list[NDArray[np.float32]]:
-    """The embeddings of both rows, and values inside the graph, of one pass over the prefix and all codes.
+def run_whole_sequence(pipe: Pipeline, ids: Any, names: list[str], **prompt: Any) -> list[NDArray[np.float32]]:
+    """Run the prefix and all tokens in one pass; return the embeddings of both rows and values inside the graph.
 
-    ids: codes in the order of drawing.
+    Args:
+        pipe: pipeline of the bundle.
+        ids: tokens in the order of generation.
+        names: names of the values.
+        **prompt: prompt, as an argument of the pipeline.
     """
-    order = order_of(pipe)
-    everything = order.lay_out(range(1, len(order.groups)), ids)
+    order = group_layout(pipe)
+    code_pass = order.lay_out(range(1, len(order.groups)), ids)
     (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
-    codes = pipe.bundle.code_embeddings[everything.tokens]
+    codes = pipe.bundle.code_embeddings[code_pass.tokens]
     embeds = np.stack([np.concatenate([row.embeds, codes]) for row in (rows.cond, rows.uncond)])
-    nodes, spec, prefix = embeds.shape[1], pipe.bundle.manifest.target, len(rows.cond.embeds)
+    nodes = embeds.shape[1]
+    spec = pipe.bundle.manifest.target
+    prefix = len(rows.cond.embeds)
     mask = np.tile(np.tri(nodes, dtype=bool), (2, 1, 1))
-    mask[:, prefix:, prefix:] = everything.ancestors
-    for seen, row in zip(mask, (rows.cond, rows.uncond), strict=True):
-        seen[:, :prefix] &= row.real
+    mask[:, prefix:, prefix:] = code_pass.ancestors
+    for row_mask, row in zip(mask, (rows.cond, rows.uncond), strict=True):
+        row_mask[:, :prefix] &= row.is_real
     mask |= np.eye(nodes, dtype=bool)
-    positions = np.array([*range(prefix), *(prefix + everything.positions)])
+    positions = np.array([*range(prefix), *(prefix + code_pass.positions)])
     feeds = {"input_embeds": embeds, "position_ids": np.tile(positions, (2, 1))}
     feeds["attention_mask"] = np.where(mask, 0, HIDDEN).astype(np.float32)[:, None]
     empty = np.zeros((0, 2, spec.num_kv_heads, spec.head_dim), np.float32)
     feeds |= {f"past_key_values.{i}.{part}": empty for i in range(spec.num_layers) for part in ("key", "value")}
-    return [embeds, *observed(pipe.bundle.path("target"), names, feeds)]
+    return [embeds, *read_values(pipe.bundle.path("target"), names, feeds)]
 
 
-def layer_sums(bundle: Path) -> list[str]:
-    """Return the name of the turned embeddings in a target's graph, and of all sums of the residual stream."""
+def residual_sum_names(bundle: Path) -> list[str]:
+    """Return the names of the sums of the residual stream in a target's graph; the first is the embeddings."""
     nodes = onnx.load(bundle / "target.onnx").graph.node
     sums = [node for node in nodes if node.op_type == "Add"]
-    names = [node.output[0] for node in nodes if node.input[0] == "input_embeds"]  # turned: nodes before rows
+    names = [node.output[0] for node in nodes if node.input[0] == "input_embeds"]  # transposed to [nodes, rows, width]
     while following := [node.output[0] for node in sums if node.input[0] == names[-1]]:
         names += following  # each layer adds attention, then feed-forward
     return names
 
 
 class DecoderGolden:
-    """Tests of the target's graph; the subclass's module defines the fixture `family`."""
+    """Tests of the target's graph; a subclass's module defines the fixture `family`."""
 
-    @pytest.mark.parametrize("side", SIDES)
-    def test_prefill_hidden_logits_keys_and_values_of_both_rows(self, family: Family, side: str) -> None:
-        arrays, ids = family.arrays, family.arrays[f"{side}_ids"]
-        assert arrays[f"{side}_position_ids"].tolist() == list(range(len(ids)))  # as `Run` counts
-        (out,) = Sides(family.bundle, ids, None).outputs
-        close(out["hidden_states"][0], arrays[f"{side}_prefill_hidden"])
-        logits = arrays[f"{side}_prefill_logits"][:, family.codes]  # some families recorded those of the last positions
-        close(out["logits"][0][-len(logits) :], logits)
+    @pytest.mark.parametrize("row_name", ROW_NAMES)
+    def test_prefill_hidden_logits_keys_and_values_of_both_rows(self, family: GoldenFamily, row_name: str) -> None:
+        arrays = family.arrays
+        ids = family.arrays[f"{row_name}_ids"]
+        assert arrays[f"{row_name}_position_ids"].tolist() == list(
+            range(len(ids))
+        )  # the positions that `GraphRun` uses
+        (out,) = PromptRuns(family.bundle, ids, None).outputs
+        assert_close(out["hidden_states"][0], arrays[f"{row_name}_prefill_hidden"])
+        logits = arrays[f"{row_name}_prefill_logits"][:, family.codes]  # some families recorded only the last positions
+        assert_close(out["logits"][0][-len(logits) :], logits)
         for part in ("key", "value"):
-            found = np.stack(
-                [out[f"new_key_values.{i}.{part}"][:, 0] for i in range(3)]
-            )  # [layers, nodes, heads, width]
-            close(found.transpose(0, 2, 1, 3), arrays[f"{side}_prefill_{part}s"])
+            tensors = [out[f"new_key_values.{i}.{part}"][:, 0] for i in range(3)]
+            assert_close(np.stack(tensors).transpose(0, 2, 1, 3), arrays[f"{row_name}_prefill_{part}s"])
 
-    def test_layer_hidden_embeddings_every_layer_and_the_last_one_normed(self, family: Family) -> None:
-        recorded = [side for side in SIDES if f"{side}_layer_hidden" in family.arrays]
+    def test_layer_hidden_has_the_embeddings_and_every_layer(self, family: GoldenFamily) -> None:
+        recorded = [row_name for row_name in ROW_NAMES if f"{row_name}_layer_hidden" in family.arrays]
         assert "cond" in recorded
-        for side in recorded:
-            embeds, layers = run_layers(family.bundle, family.arrays[f"{side}_ids"])
-            close(embeds[0], family.arrays[f"{side}_layer_hidden"][0], 0)
-            close(np.concatenate(layers), family.arrays[f"{side}_layer_hidden"][1:])
+        for row_name in recorded:
+            embeds, layers = run_layers(family.bundle, family.arrays[f"{row_name}_ids"])
+            assert_close(embeds[0], family.arrays[f"{row_name}_layer_hidden"][0], 0)
+            assert_close(np.concatenate(layers), family.arrays[f"{row_name}_layer_hidden"][1:])
 
-    def test_decode_tokens_one_at_a_time_give_hidden_logits_and_guided_of_both_rows(self, family: Family) -> None:
-        arrays, sides, scored = family.arrays, family.sides(), family.scored
+    def test_decode_hidden_logits_and_guided_of_both_rows_token_by_token(self, family: GoldenFamily) -> None:
+        arrays = family.arrays
+        runs = family.start_prompt()
+        to_scores = family.scored
         count = len(arrays["decode_cond_hidden"])
-        steps = [sides.step(arrays["decode_tokens"][k : k + 1]) for k in range(count)]
-        for i, side in enumerate(SIDES):
-            close(np.concatenate([s[i]["hidden_states"][0] for s in steps]), arrays[f"decode_{side}_hidden"])
-            close(np.concatenate([s[i]["logits"][0] for s in steps]), arrays[f"decode_{side}_logits"][:, family.codes])
-        guided = np.concatenate([mixed(step, family.scale) for step in steps])
-        close(scored(guided), scored(arrays["decode_guided"][-count:, family.codes]), GUIDED)
+        steps = [runs.step(arrays["decode_tokens"][k : k + 1]) for k in range(count)]
+        for i, row_name in enumerate(ROW_NAMES):
+            assert_close(np.concatenate([s[i]["hidden_states"][0] for s in steps]), arrays[f"decode_{row_name}_hidden"])
+            assert_close(
+                np.concatenate([s[i]["logits"][0] for s in steps]), arrays[f"decode_{row_name}_logits"][:, family.codes]
+            )
+        guided = np.concatenate([mix_guided(step, family.scale) for step in steps])
+        assert_close(to_scores(guided), to_scores(arrays["decode_guided"][-count:, family.codes]), GUIDED_TOLERANCE)
 
-    def test_tree_behind_the_decode_tokens_gives_hidden_logits_guided_and_filtered_scores(self, family: Family) -> None:
-        arrays, sides, codes, scored = family.arrays, family.sides(), family.codes, family.scored
-        sides.step(arrays["decode_tokens"])
-        depths, parents = arrays["tree_depth"], arrays["tree_parents"]
+    def test_tree_hidden_logits_guided_and_filtered_scores_after_the_decode_tokens(self, family: GoldenFamily) -> None:
+        arrays = family.arrays
+        runs = family.start_prompt()
+        codes = family.codes
+        to_scores = family.scored
+        runs.step(arrays["decode_tokens"])
+        depths = arrays["tree_depth"]
+        parents = arrays["tree_parents"]
         assert depths.tolist() == [0 if p < 0 else depths[p] + 1 for p in parents]
-        for run, side in zip(sides.runs, SIDES, strict=True):
-            assert arrays[f"tree_{side}_position_ids"].tolist() == (run.length + depths).tolist()
-        out = sides.step(arrays["tree_tokens"], depths, visible=arrays["tree_mask"] > 0)
-        for own, side in zip(out, SIDES, strict=True):
-            close(own["hidden_states"][0], arrays[f"tree_{side}_hidden"])
-            close(own["logits"][0], arrays[f"tree_{side}_logits"][:, codes])
-        guided = mixed(out, family.scale)
-        close(scored(guided), scored(arrays["tree_guided"][:, codes]), GUIDED)
+        for run, row_name in zip(runs.runs, ROW_NAMES, strict=True):
+            assert arrays[f"tree_{row_name}_position_ids"].tolist() == (run.length + depths).tolist()
+        out = runs.step(arrays["tree_tokens"], depths, visible=arrays["tree_mask"] > 0)
+        for outputs, row_name in zip(out, ROW_NAMES, strict=True):
+            assert_close(outputs["hidden_states"][0], arrays[f"tree_{row_name}_hidden"])
+            assert_close(outputs["logits"][0], arrays[f"tree_{row_name}_logits"][:, codes])
+        guided = mix_guided(out, family.scale)
+        assert_close(to_scores(guided), to_scores(arrays["tree_guided"][:, codes]), GUIDED_TOLERANCE)
         if family.row_end < 0:
-            return  # nothing was forced
+            return  # only row ends are forced
         forced = arrays["tree_next_forced"]
-        scores, free = arrays["tree_scores_topk20"], forced < 0
-        assert not np.isfinite(np.delete(scores[free], np.r_[codes], 1)).any()  # nothing but codes
-        found = shape_logits(guided, Sampling(top_k=20))[free]
-        np.testing.assert_array_equal(np.isfinite(found), np.isfinite(scores[free][:, codes]))
-        np.testing.assert_allclose(scored(found), scored(scores[free][:, codes]), rtol=0, atol=GUIDED)
-        assert [np.flatnonzero(np.isfinite(row)).tolist() for row in scores[~free]] == [[family.row_end]] * sum(~free)
+        scores = arrays["tree_scores_topk20"]
+        is_free = forced < 0
+        assert not np.isfinite(np.delete(scores[is_free], np.r_[codes], 1)).any()  # all other tokens are filtered out
+        filtered = process_logits(guided, Sampling(top_k=20))[is_free]
+        np.testing.assert_array_equal(np.isfinite(filtered), np.isfinite(scores[is_free][:, codes]))
+        np.testing.assert_allclose(
+            to_scores(filtered), to_scores(scores[is_free][:, codes]), rtol=0, atol=GUIDED_TOLERANCE
+        )
+        assert [np.flatnonzero(np.isfinite(row)).tolist() for row in scores[~is_free]] == [[family.row_end]] * sum(
+            ~is_free
+        )
 
 
 class RowEndDecoderGolden(DecoderGolden):
-    """Tests of a family whose grid rows end with a token."""
+    """Tests of a family whose grid rows end with a fixed token."""
 
-    def test_the_table_of_embeddings_holds_the_codes_and_the_end_of_a_row(self, family: Family) -> None:
-        table, codes = np.load(family.bundle / "code_embeddings.npy"), family.codes
-        row_end = manifest(family.bundle).row_end
+    def test_the_embedding_table_holds_the_codes_and_the_row_end(self, family: GoldenFamily) -> None:
+        table = np.load(family.bundle / "code_embeddings.npy")
+        codes = family.codes
+        row_end = read_manifest(family.bundle).row_end
         between = range(codes.stop, family.row_end + 1) if family.row_end > codes.stop else [family.row_end]
         assert row_end == codes.stop - codes.start + len(between) - 1
-        close(table, embed(family.bundle, [*range(codes.start, codes.stop), *between])[0], 0)
+        assert_close(table, embed(family.bundle, [*range(codes.start, codes.stop), *between])[0], 0)
 
 
-def decoded(bundle: Path, codes: np.ndarray) -> list[np.ndarray]:
+def decode_image_values(bundle: Path, codes: np.ndarray) -> list[np.ndarray]:
     """Return images, and the input and output of the decoder's first convolution."""
     path = bundle / "vq_decoder.onnx"
     first = next(node for node in onnx.load(path).graph.node if node.op_type == "Conv")
-    return observed(path, ["images", first.input[0], first.output[0]], {"codes": codes})
+    return read_values(path, ["images", first.input[0], first.output[0]], {"codes": codes})
 
 
 class ImageTokenizerGolden:
-    """Tests of the image tokenizer's graphs; the module defines the fixture `tokenizer`, a bundle and its arrays."""
+    """Tests of the image tokenizer's graphs; a subclass's module defines `tokenizer`, a bundle and its arrays."""
 
-    def test_codes_become_the_recorded_vectors_latents_and_images(self, tokenizer: tuple[Path, Arrays]) -> None:
+    def test_codes_decode_to_the_recorded_vectors_latents_and_images(self, tokenizer: tuple[Path, Arrays]) -> None:
         bundle, arrays = tokenizer
-        images, vectors, latents = decoded(bundle, arrays["codes"])
-        close(vectors, arrays["code_vectors"])
-        close(images, arrays["decoded"])
+        images, vectors, latents = decode_image_values(bundle, arrays["codes"])
+        assert_close(vectors, arrays["code_vectors"])
+        assert_close(images, arrays["decoded"])
         if "post_quant" in arrays:
-            close(latents, arrays["post_quant"])
-        for found, expected in zip(images, arrays.get("decoded_uint8", []), strict=False):
-            assert np.abs(np.asarray(to_image(found)).astype(int) - expected).max() <= 1
+            assert_close(latents, arrays["post_quant"])
+        for image, expected in zip(images, arrays.get("decoded_uint8", []), strict=False):
+            assert np.abs(np.asarray(image_from_pixels(image)).astype(int) - expected).max() <= 1
 
-    def test_images_become_the_recorded_latents_and_codes_and_these_the_reconstruction(
+    def test_images_encode_to_the_recorded_latents_and_codes_and_decode_to_the_reconstruction(
         self, tokenizer: tuple[Path, Arrays]
     ) -> None:
         bundle, arrays = tokenizer
-        found = GraphFileSession(bundle / "vq_encoder.onnx").run({"images": arrays["image"]})
-        close(found["pre_quant"], arrays["pre_quant"])
-        np.testing.assert_array_equal(found["codes"], arrays["encoded_codes"])
+        outputs = GraphFileSession(bundle / "vq_encoder.onnx").run({"images": arrays["image"]})
+        assert_close(outputs["pre_quant"], arrays["pre_quant"])
+        np.testing.assert_array_equal(outputs["codes"], arrays["encoded_codes"])
         if "reconstruction" in arrays:
-            image, vectors, _ = decoded(bundle, found["codes"])
-            close(vectors, arrays["quantized"])
-            close(image, arrays["reconstruction"])
+            image, vectors, _ = decode_image_values(bundle, outputs["codes"])
+            assert_close(vectors, arrays["quantized"])
+            assert_close(image, arrays["reconstruction"])

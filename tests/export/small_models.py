@@ -26,8 +26,8 @@ CONFIG = DecoderConfig(
 )
 
 
-def stored(dtype: torch.dtype, config: DecoderConfig = CONFIG) -> Graph:
-    """A target whose weights lie in another type, as a checkpoint's may."""
+def make_target(dtype: torch.dtype, config: DecoderConfig = CONFIG) -> Graph:
+    """Make a target graph whose weights have a dtype, as in a checkpoint."""
     torch.manual_seed(0)
     decoder = Decoder(config).eval()
     for part in decoder.modules():
@@ -38,7 +38,7 @@ def stored(dtype: torch.dtype, config: DecoderConfig = CONFIG) -> Graph:
 
 
 def randomise_norms(decoder: nn.Module) -> None:
-    """Norms are ones and zeros at the start, which would hide a weight in the wrong place."""
+    """Replace the weights of norms, ones and zeros, by random values, so that a misplaced weight changes the output."""
     for name, weight in decoder.named_parameters():
         if "norm" in name:
             nn.init.normal_(weight)
@@ -57,7 +57,7 @@ SIZES = {
 
 
 def save_t5(folder: Path, whole: bool = False, **sizes: Any) -> Any:
-    """A random encoder (or a whole T5) saved by `transformers`, with a tokenizer; returns the encoder."""
+    """Save a random encoder, or a whole T5, with a tokenizer; return the encoder."""
     import transformers
 
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def save_t5(folder: Path, whole: bool = False, **sizes: Any) -> Any:
     kind = transformers.T5ForConditionalGeneration if whole else transformers.T5EncoderModel
     model = kind(config).eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():  # the initial values leave scores and norms all alike
+        for name, weight in model.named_parameters():  # initial values would make all scores and norms similar
             weight.copy_(1 + 0.3 * torch.randn_like(weight) if "norm" in name else 0.4 * torch.randn_like(weight))
     model.save_pretrained(folder)
     shutil.copy(DATA / "tiny-text-tokenizer/tokenizer.json", folder)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +24,7 @@ UPLOADED: dict[str, bytes] = {}
 PUBLIC: set[str] = set()  # repositories that were created for all to read
 HEADERS: dict[str, dict[str, str]] = {}  # headers of a repository's files, in place of the true ones
 SIZES: dict[str, int] = {}  # sizes that the hub lists for names of files, in place of the true ones
+COMPLETED: Counter[str] = Counter()  # bytes of files that were sent whole, by repository
 STALLED: set[str] = set()  # names of files that are sent by half, once, before the hub falls silent
 
 
@@ -118,6 +120,7 @@ class Hub(BaseHTTPRequestHandler):
             time.sleep(600)
         elif body:
             self.wfile.write(content)
+            COMPLETED[repository] += len(content)
 
     def send(self, answer: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
         content = json.dumps(answer).encode()

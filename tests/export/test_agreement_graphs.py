@@ -34,84 +34,91 @@ SCENES = draw_scenes(40, seed=915_000)
 
 
 @pytest.fixture(scope="module")
-def pictures() -> np.ndarray:
+def scene_images() -> np.ndarray:
     return render_scenes(SCENES)
 
 
 def open_judge(path: Path) -> Agreement:
-    """A judge's graph, as `lantern-rt eval scenes --agreement` opens it."""
+    """Open a judge's graph as `lantern-rt eval scenes --agreement` does."""
     return Agreement(path, Preprocessing(), open_bundle("scenes"), 1)
 
 
 @pytest.fixture(scope="module")
-def judged() -> Agreement:
+def judge() -> Agreement:
     return open_judge(SHIPPED_JUDGE)
 
 
-def test_pictures_agree_with_their_own_captions_and_not_with_others(judged: Agreement, pictures: np.ndarray) -> None:
-    images = [Image.fromarray(picture) for picture in pictures]
+def test_images_agree_with_their_captions_and_not_with_others(judge: Agreement, scene_images: np.ndarray) -> None:
+    images = [Image.fromarray(picture) for picture in scene_images]
     rng = np.random.default_rng(0)
-    captions = [describe(scene, rng) for scene in SCENES]  # attributes left out at random
-    own, others = judged(images, captions), judged(images, captions[1:] + captions[:1])
-    assert own.min() > 0.9
-    assert others.mean() < 0.3
-    assert (others < own).all()
+    captions = [describe(scene, rng) for scene in SCENES]  # captions omit attributes at random
+    own_agreement = judge(images, captions)
+    other_agreement = judge(images, captions[1:] + captions[:1])
+    assert own_agreement.min() > 0.9
+    assert other_agreement.mean() < 0.3
+    assert (other_agreement < own_agreement).all()
 
 
-def test_the_judges_graph_gives_the_mean_of_the_judges_probabilities(judged: Agreement, pictures: np.ndarray) -> None:
+def test_the_graph_computes_the_mean_of_the_judges_probabilities(judge: Agreement, scene_images: np.ndarray) -> None:
     with torch.no_grad():
-        sky, ground, colours, shapes = (logits.softmax(-1).numpy() for logits in load_judge()(to_tensor(pictures[:8])))
+        sky, ground, colours, shapes = (
+            logits.softmax(-1).numpy() for logits in load_judge()(to_tensor(scene_images[:8]))
+        )
     for i in (i for i in range(8) if len(SCENES[i].solids) == 1):
-        scene, solid = SCENES[i], SCENES[i].solids[0]
-        of_sky, of_ground = sky[i, SKIES.index(scene.sky)], ground[i, GROUNDS.index(scene.ground)]
+        scene = SCENES[i]
+        solid = SCENES[i].solids[0]
+        sky_probability = sky[i, SKIES.index(scene.sky)]
+        ground_probability = ground[i, GROUNDS.index(scene.ground)]
         place = PLACES.index(solid.place)
         colour = colours[i, place, 1 + COLOURS.index(solid.colour)]
         shape = shapes[i, place, 1 + SHAPES.index(solid.shape)]
-        where, when = GROUND_PHRASES[scene.ground][1], SKY_PHRASES[scene.sky][2]
+        ground_phrase = GROUND_PHRASES[scene.ground][1]
+        sky_phrase = SKY_PHRASES[scene.sky][2]
         prompts = {
             f"a {solid.shape}": [shape],
             f"a {solid.colour} {solid.shape}": [colour, shape],
-            f"a {solid.colour} {solid.shape} {where}": [colour, shape, of_ground],
-            f"a {solid.shape} {when}": [shape, of_sky],
+            f"a {solid.colour} {solid.shape} {ground_phrase}": [colour, shape, ground_probability],
+            f"a {solid.shape} {sky_phrase}": [shape, sky_probability],
             f"a {solid.shape} {PLACE_PHRASES[solid.place][1]}": [shape, 1 - colours[i, place, 0]],
         }
-        found = judged([Image.fromarray(pictures[i])] * len(prompts), list(prompts))
-        assert found == pytest.approx([np.mean(values) for values in prompts.values()], abs=1e-4)
+        agreement = judge([Image.fromarray(scene_images[i])] * len(prompts), list(prompts))
+        assert agreement == pytest.approx([np.mean(values) for values in prompts.values()], abs=1e-4)
 
 
-def test_a_solid_at_another_place_loses_the_place_alone_and_is_not_counted_twice(judged: Agreement) -> None:
+def test_a_solid_at_another_place_only_loses_its_place_and_counts_once(judge: Agreement) -> None:
     scene = Scene("night", "sand", (Solid("cube", "green", "large", "matte", 0.26),), 3)
     image = Image.fromarray(render_scenes([scene])[0])
     prompts = ["a green cube", "a green cube on the left", "a green cube on the right", "a green cube and a green cube"]
-    anywhere, there, elsewhere, twice = judged([image] * 4, prompts)
-    assert anywhere > 0.9
-    assert there > 0.9
-    assert elsewhere == pytest.approx(anywhere * 2 / 3, abs=0.02)
-    assert twice == pytest.approx(anywhere / 2, abs=0.02)  # one cube is not two
+    without_place, at_its_place, at_another_place, counted_twice = judge([image] * 4, prompts)
+    assert without_place > 0.9
+    assert at_its_place > 0.9
+    assert at_another_place == pytest.approx(without_place * 2 / 3, abs=0.02)
+    assert counted_twice == pytest.approx(without_place / 2, abs=0.02)  # one cube is not two
 
 
-def test_pairs_are_read_in_the_order_that_the_caption_says(judged: Agreement) -> None:
+def test_pairs_are_compared_in_the_order_of_the_caption(judge: Agreement) -> None:
     solids = Solid("cube", "green", "large", "matte", 0.27), Solid("sphere", "red", "large", "matte", 0.73)
     image = Image.fromarray(render_scenes([Scene("clear", "sand", solids, 3)])[0])
     right = ["a green cube left of a red ball", "a red ball right of a green cube", "a red ball and a green cube"]
-    assert judged([image] * 3, right).min() > 0.9
-    swapped, mixed = judged([image] * 2, ["a red ball left of a green cube", "a red cube left of a green ball"])
-    assert swapped == pytest.approx(0.8, abs=0.05)  # four attributes of five
+    assert judge([image] * 3, right).min() > 0.9
+    swapped, mixed = judge([image] * 2, ["a red ball left of a green cube", "a red cube left of a green ball"])
+    assert swapped == pytest.approx(0.8, abs=0.05)  # four of five attributes agree
     assert mixed < 0.65
 
 
-def test_a_trained_judge_becomes_the_same_graph_with_other_weights(
-    judged: Agreement, pictures: np.ndarray, tmp_path: Path
+def test_another_trained_judge_is_saved_as_the_same_graph_with_other_weights(
+    judge: Agreement, scene_images: np.ndarray, tmp_path: Path
 ) -> None:
-    images, captions = [Image.fromarray(picture) for picture in pictures[:4]], ["a cube on sand"] * 4
+    images = [Image.fromarray(picture) for picture in scene_images[:4]]
+    captions = ["a cube on sand"] * 4
     shipped = load_judge()
     save_judge(shipped, tmp_path / JUDGE_FILE)
-    again = open_judge(tmp_path / JUDGE_FILE)(images, captions)
-    np.testing.assert_array_equal(again, judged(images, captions))
+    saved_agreement = open_judge(tmp_path / JUDGE_FILE)(images, captions)
+    np.testing.assert_array_equal(saved_agreement, judge(images, captions))
     torch.manual_seed(0)
-    other = Judge()
-    save_judge(other, tmp_path / JUDGE_FILE)
+    new_judge = Judge()
+    save_judge(new_judge, tmp_path / JUDGE_FILE)
     for name, weight in load_judge(tmp_path).state_dict().items():
-        wanted = other.state_dict()[name].float()
-        torch.testing.assert_close(weight.float(), wanted.half().float() if weight.ndim > 1 else wanted)
-    assert (open_judge(tmp_path / JUDGE_FILE)(images, captions) != again).all()
+        new_weight = new_judge.state_dict()[name].float()
+        torch.testing.assert_close(weight.float(), new_weight.half().float() if weight.ndim > 1 else new_weight)
+    assert (open_judge(tmp_path / JUDGE_FILE)(images, captions) != saved_agreement).all()

@@ -31,7 +31,8 @@ from lantern_rt.output.files import atomic_folder
 CONFIG = DecoderConfig(
     hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=8, vocab_size=16, grid=2, prefix=1
 )
-C2I, VQ = DATA / "llamagen-c2i/c2i_tiny.pt", DATA / "llamagen-vq/vq_tiny.pt"
+C2I = DATA / "llamagen-c2i/c2i_tiny.pt"
+VQ = DATA / "llamagen-vq/vq_tiny.pt"
 
 
 class Rows(nn.Module):
@@ -55,7 +56,8 @@ class Both(nn.Module):
 
 def parts() -> Model:
     torch.manual_seed(0)
-    decoder, table = Decoder(CONFIG).eval(), torch.randn(16, 8)
+    decoder = Decoder(CONFIG).eval()
+    table = torch.randn(16, 8)
     outputs = tuple(Value(name, ("rows", 1, 8)) for name in ("prefix_embeds", "uncond_embeds"))
     ids = named_cases({"class_ids": np.array([1, 2])}, {"class_ids": np.array([3])})
     codes = named_cases({"codes": np.array([[1], [2]])})

@@ -1,4 +1,4 @@
-"""Checkpoints of LlamaGen and drafters are read whole, from every layout of files."""
+"""Checkpoints of LlamaGen and of drafters are read from every layout of files."""
 
 from __future__ import annotations
 
@@ -9,15 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import C2I, DRAFTER, LANTERN, T2I, changed, config_of, copied, edited, sharded
+from checkpoint_copies import (
+    C2I,
+    DRAFTER,
+    LANTERN,
+    T2I,
+    config_path,
+    copy_checkpoint,
+    copy_json,
+    copy_sharded,
+    copy_weights,
+)
 from family_readers import read_transformer
-from goldens import golden
+from goldens import load_golden
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
-from lantern_rt.export.families.common_llamagen import LlamaGen, PublishedModel, Variant
+from lantern_rt.export.families.common_llamagen import KnownSize, LlamaGen, LlamaGenVariant
 from lantern_rt.export.graph.conditions import CaptionCondition, ClassCondition
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import read_drafter
@@ -25,30 +35,30 @@ from lantern_rt.export.models.eagle import read_drafter
 ENDINGS = ("safetensors", "bin")
 
 
-def same_weights(one: nn.Module, two: nn.Module) -> bool:
-    pairs = zip(one.state_dict().values(), two.state_dict().values(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+def same_weights(first: nn.Module, second: nn.Module) -> bool:
+    pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    return all(torch.equal(*pair) for pair in pairs)
 
 
-def assert_same(one: LlamaGen, two: LlamaGen) -> None:
-    assert one.decoder.config == two.decoder.config
-    assert torch.equal(one.code_embeddings, two.code_embeddings)
-    assert same_weights(one.decoder, two.decoder)
-    assert same_weights(one.condition, two.condition)
+def assert_same(first: LlamaGen, second: LlamaGen) -> None:
+    assert first.decoder.config == second.decoder.config
+    assert torch.equal(first.code_embeddings, second.code_embeddings)
+    assert same_weights(first.decoder, second.decoder)
+    assert same_weights(first.condition, second.condition)
 
 
 @pytest.fixture(scope="module")
 def target() -> Decoder:
-    return read_transformer(T2I, config=config_of(T2I)).decoder
+    return read_transformer(T2I, config=config_path(T2I)).decoder
 
 
 # ---------------------------------------------------------------- files
 
 
 @pytest.mark.parametrize("wrapper", ["model", "module", "state_dict", None])
-def test_a_state_dict_is_found_bare_and_wrapped(tmp_path: Path, wrapper: str | None) -> None:
+def test_a_state_dict_is_read_alone_or_inside_a_training_checkpoint(tmp_path: Path, wrapper: str | None) -> None:
     weights = {"a.weight": torch.arange(6.0).view(2, 3), "steps": torch.tensor(3)}
-    beside = {"epoch": 3, "args": argparse.Namespace(lr=1.0)}  # of training
+    beside = {"epoch": 3, "args": argparse.Namespace(lr=1.0)}  # state of training
     torch.save({wrapper: weights, **beside} if wrapper else weights, tmp_path / "a.bin")
     result = read_weights(tmp_path / "a.bin")
     assert list(result) == list(weights)
@@ -59,15 +69,15 @@ def test_a_state_dict_is_found_bare_and_wrapped(tmp_path: Path, wrapper: str | N
     ("averaged", "expected", "warnings"),
     [(None, 1, ["has model and ema; using model, --weights ema selects the other"]), (False, 1, []), (True, 2, [])],
 )
-def test_of_a_model_and_its_average_one_is_taken_and_said(
+def test_a_checkpoint_with_model_and_average_reads_one_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, averaged: bool | None, expected: int, warnings: list[str]
 ) -> None:
     torch.save({kind: {"a": torch.full((2,), n)} for kind, n in (("ema", 2.0), ("model", 1.0))}, tmp_path / "a.pt")
     assert read_weights(tmp_path / "a.pt", averaged=averaged)["a"].tolist() == [expected] * 2
-    assert [text in said for text, said in zip(warnings, caplog.messages, strict=True)] == [True] * len(warnings)
+    assert [text in message for text, message in zip(warnings, caplog.messages, strict=True)] == [True] * len(warnings)
 
 
-def test_an_average_that_is_not_there_is_said_and_one_alone_is_taken(
+def test_a_missing_average_is_a_warning_and_a_lone_average_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.save({"ema": {"a": torch.ones(2)}}, tmp_path / "a.pt")
@@ -79,7 +89,7 @@ def test_an_average_that_is_not_there_is_said_and_one_alone_is_taken(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_keep_the_type_they_are_stored_in(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_weights_have_the_dtype_of_the_file(tmp_path: Path, dtype: torch.dtype) -> None:
     weights = {"a": torch.ones(2, dtype=dtype)}
     torch.save(weights, tmp_path / "a.pt")
     torch.save(weights, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
@@ -93,7 +103,7 @@ def test_reading_is_reported_in_megabytes_of_all_files_of_a_folder(tmp_path: Pat
     reports: list[tuple[str, int, int]] = []
     Checkpoint(tmp_path, progress=lambda *report: reports.append(report)).read()
     amounts = [done for _, done, _ in reports]
-    assert {(what, total) for what, _, total in reports} == {(f"reading {tmp_path.name} (MB)", 7)}
+    assert {(stage, total) for stage, _, total in reports} == {(f"reading {tmp_path.name} (MB)", 7)}
     assert amounts == sorted(amounts)
     assert {0, 3, 5, 7} <= set(amounts)
 
@@ -102,61 +112,61 @@ def test_reading_is_reported_in_megabytes_of_all_files_of_a_folder(tmp_path: Pat
 
 
 def test_sizes_come_from_the_weights(target: Decoder) -> None:
-    result = read_transformer(C2I, config=config_of(C2I))
+    result = read_transformer(C2I, config=config_path(C2I))
     sizes = result.decoder.config
     assert (sizes.hidden_size, sizes.num_layers, sizes.intermediate_size, sizes.vocab_size) == (64, 3, 256, 128)
     assert (sizes.num_heads, sizes.num_kv_heads, sizes.grid, sizes.prefix) == (4, 4, 4, 1)
     assert isinstance(result.condition, ClassCondition)
     assert result.condition.table.shape == (11, 64)
-    condition = read_transformer(T2I, config=config_of(T2I)).condition
+    condition = read_transformer(T2I, config=config_path(T2I)).condition
     assert (target.config.grid, target.config.prefix) == (6, 8)
     assert isinstance(condition, CaptionCondition)
-    np.testing.assert_array_equal(condition.uncond, golden("llamagen-t2i")["uncond_embedding"])
+    np.testing.assert_array_equal(condition.uncond, load_golden("llamagen-t2i")["uncond_embedding"])
 
 
-def test_the_grid_is_that_of_the_weights_or_the_configuration_and_else_the_callers(tmp_path: Path) -> None:
-    no_block = changed(config_of(C2I), tmp_path / "config.json", block_size=None)
-    stored = edited(tmp_path, C2I, lambda w: w.update(freqs_cis=torch.zeros(1 + 25, 8, 2)))
-    assert read_transformer(C2I, config=config_of(C2I), grid=4).decoder.config.grid == 4
+def test_the_grid_comes_from_the_weights_the_configuration_or_the_caller(tmp_path: Path) -> None:
+    no_block = copy_json(config_path(C2I), tmp_path / "config.json", block_size=None)
+    stored = copy_weights(tmp_path, C2I, lambda w: w.update(freqs_cis=torch.zeros(1 + 25, 8, 2)))
+    assert read_transformer(C2I, config=config_path(C2I), grid=4).decoder.config.grid == 4
     assert read_transformer(stored, config=no_block).decoder.config.grid == 5
     assert read_transformer(C2I, config=no_block, grid=7).decoder.config.grid == 7
 
 
 def test_a_published_models_heads_and_only_grid_need_no_options(tmp_path: Path) -> None:
-    no_block = changed(config_of(C2I), tmp_path / "config.json", block_size=None, n_head=None)
-    small = Variant(models=(PublishedModel(3, 64, 8, (24,)),))
+    no_block = copy_json(config_path(C2I), tmp_path / "config.json", block_size=None, n_head=None)
+    small = LlamaGenVariant(models=(KnownSize(3, 64, 8, (24,)),))
     sizes = read_transformer(C2I, config=no_block, variant=small).decoder.config
     assert (sizes.num_heads, sizes.grid) == (8, 24)
 
 
-def test_the_same_weights_read_the_same_from_every_layout(tmp_path: Path) -> None:
+def test_every_layout_of_the_same_weights_is_read_the_same(tmp_path: Path) -> None:
     plain = read_transformer(LANTERN / "t2i")
     (tmp_path / "bin").mkdir()
     shutil.copy(LANTERN / "t2i/config.json", tmp_path / "bin")
     torch.save(load_file(LANTERN / "t2i/model.safetensors"), tmp_path / "bin/pytorch_model.bin")
-    for place in (
+    for checkpoint in (
         tmp_path / "bin",
         LANTERN / "t2i/model.safetensors",
-        copied(LANTERN / "t2i", tmp_path / "stage two", input_type="t2i2"),
+        copy_checkpoint(LANTERN / "t2i", tmp_path / "stage two", input_type="t2i2"),
     ):
-        assert_same(read_transformer(place), plain)
-    assert_same(read_transformer(T2I, config=config_of(T2I)), plain)
+        assert_same(read_transformer(checkpoint), plain)
+    assert_same(read_transformer(T2I, config=config_path(T2I)), plain)
 
 
 @pytest.mark.parametrize("kind", ["c2i", "t2i"])
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_shards_with_an_index_read_as_the_single_file(tmp_path: Path, kind: str, ending: str) -> None:
-    result = read_transformer(sharded(LANTERN / kind, tmp_path / "shards", ending))
+def test_shards_with_an_index_are_read_as_the_single_file(tmp_path: Path, kind: str, ending: str) -> None:
+    result = read_transformer(copy_sharded(LANTERN / kind, tmp_path / "shards", ending))
     assert_same(result, read_transformer(LANTERN / kind))
     assert [role for role, _ in result.checkpoint.sources] == ["target_config", "target_index", *["target"] * 3]
 
 
-def test_a_configuration_of_a_folder_is_a_source_beside_another_that_is_given(tmp_path: Path) -> None:
+def test_the_folders_configuration_is_a_source_besides_another_configuration(tmp_path: Path) -> None:
     folder = LANTERN / "c2i"
-    other = Path(shutil.copy(folder / "config.json", tmp_path / "other.json"))
-    sources = read_transformer(folder, config=other).checkpoint.sources
+    other_config = Path(shutil.copy(folder / "config.json", tmp_path / "other.json"))
+    sources = read_transformer(folder, config=other_config).checkpoint.sources
     weights = ("target", folder / "model.safetensors")
-    assert sources == [("target_config", folder / "config.json"), weights, ("config", other)]
+    assert sources == [("target_config", folder / "config.json"), weights, ("config", other_config)]
 
 
 @pytest.mark.parametrize("names", [["a.pt", "b.pt"], ["consolidated.00-of-02.pth", "consolidated.01-of-02.pth"]])
@@ -165,7 +175,7 @@ def test_official_shards_without_an_index_are_joined(tmp_path: Path, names: list
     for i, name in enumerate(names):
         torch.save({key: weights[key] for key in sorted(weights)[i::2]}, tmp_path / name)
     torch.save({"state": {}}, tmp_path / "optimizer.00000-of-00001.pth")
-    config = config_of(C2I)
+    config = config_path(C2I)
     assert_same(read_transformer(tmp_path, config=config), read_transformer(C2I, config=config))
 
 
@@ -173,25 +183,25 @@ def test_official_shards_without_an_index_are_joined(tmp_path: Path, names: list
 def test_a_file_consolidated_from_fsdp_may_have_prefixed_names(tmp_path: Path, prefix: str) -> None:
     weights = torch.load(C2I, weights_only=True)["model"]
     torch.save({prefix + name: tensor for name, tensor in weights.items()}, tmp_path / "consolidated.pth")
-    result = read_transformer(tmp_path / "consolidated.pth", config=config_of(C2I))
-    assert_same(result, read_transformer(C2I, config=config_of(C2I)))
+    result = read_transformer(tmp_path / "consolidated.pth", config=config_path(C2I))
+    assert_same(result, read_transformer(C2I, config=config_path(C2I)))
 
 
 # ---------------------------------------------------------------- drafters
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_drafter_reads_the_same_from_every_layout(tmp_path: Path, target: Decoder, ending: str) -> None:
-    one = read_drafter(DRAFTER, target)
-    for place in (
-        copied(DRAFTER, tmp_path / "safetensors", lambda weights: None),
-        sharded(DRAFTER, tmp_path / "shards", ending),
+def test_every_layout_of_a_drafter_is_read_the_same(tmp_path: Path, target: Decoder, ending: str) -> None:
+    drafter = read_drafter(DRAFTER, target)
+    for folder in (
+        copy_checkpoint(DRAFTER, tmp_path / "safetensors", lambda weights: None),
+        copy_sharded(DRAFTER, tmp_path / "shards", ending),
     ):
-        two = read_drafter(place, target)
-        assert two.drafter.config == one.drafter.config
-        assert same_weights(one.drafter, two.drafter)
-    assert [role for role, _ in two.sources] == ["drafter_config", "drafter_index", *["drafter"] * 3]
-    assert (one.drafter.config.prefix, one.drafter.config.input_norm) == (7, False)
+        copy = read_drafter(folder, target)
+        assert copy.drafter.config == drafter.drafter.config
+        assert same_weights(drafter.drafter, copy.drafter)
+    assert [role for role, _ in copy.sources] == ["drafter_config", "drafter_index", *["drafter"] * 3]
+    assert (drafter.drafter.config.prefix, drafter.drafter.config.input_norm) == (7, False)
 
 
 def test_a_drafter_without_bias_and_with_an_input_norm_is_read(tmp_path: Path, target: Decoder) -> None:
@@ -199,6 +209,6 @@ def test_a_drafter_without_bias_and_with_an_input_norm_is_read(tmp_path: Path, t
         del weights["fc.bias"]
         weights["layers.0.input_layernorm.weight"] = torch.ones(64)
 
-    drafter = read_drafter(copied(DRAFTER, tmp_path, edit), target).drafter
+    drafter = read_drafter(copy_checkpoint(DRAFTER, tmp_path, edit), target).drafter
     assert drafter.fc.bias is None
     assert drafter.config.input_norm

@@ -1,4 +1,4 @@
-"""Image decoders of integers and float16: pictures near float32's, sums that no order changes, and what is refused."""
+"""Image decoders in int8 and float16: images near float32, sums independent of their order, rejected checkpoints."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoint_copies import C2I, EMU3, VQ, VQGAN, Weights, config_of, edited
+from checkpoint_copies import C2I, EMU3, VQ, VQGAN, Weights, config_path, copy_weights
 from family_readers import read_emu3
-from goldens import observed
+from goldens import read_values
 
 from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.cli.main import run_program
 from lantern_rt.export.compare import compare_with_module
-from lantern_rt.export.convolutions import calibrate, quantise_convolutions
+from lantern_rt.export.convolutions import measure_activations, quantize_convolutions
 from lantern_rt.export.families.common import vq_graphs
 from lantern_rt.export.graph.graphs import Graph, plan_graph
-from lantern_rt.export.measures import image_difference
+from lantern_rt.export.measures import measure_image_difference
 from lantern_rt.export.models.vq_checkpoints import read_vq, read_vqgan
 
 
-def calm(weights: Weights) -> None:
-    """Have residual blocks change little, as those of trained decoders do: eight bits then suffice."""
+def scale_down_residuals(weights: Weights) -> None:
+    """Scale residual blocks down, as in trained decoders, so that eight bits suffice."""
     for name, weight in weights.items():
         if "decoder" in name and (".conv2." in name or "proj_out" in name):
             weight.mul_(0.03)
@@ -42,35 +42,34 @@ def decoder(family: str) -> Graph:
 
 
 @pytest.mark.parametrize("family", ["llamagen", "chameleon", "emu3"])
-def test_pictures_by_integers_are_near_the_checkpoints_and_no_order_of_sums_changes_them(
-    tmp_path: Path, family: str
-) -> None:
-    graph, path = decoder(family), tmp_path / "vq_decoder.onnx"
-    calm(graph.module.state_dict())
+def test_int8_images_are_near_float32_and_sums_do_not_depend_on_their_order(tmp_path: Path, family: str) -> None:
+    graph = decoder(family)
+    path = tmp_path / "vq_decoder.onnx"
+    scale_down_residuals(graph.module.state_dict())
     plan = plan_graph(graph)
-    quantise_convolutions(plan, calibrate(graph, 96))
+    quantize_convolutions(plan, measure_activations(graph, 96))
     plan.write(path)
-    levels, psnr = image_difference(compare_with_module(graph, path, [*graph.cases]))
+    levels, psnr = measure_image_difference(compare_with_module(graph, path, [*graph.cases]))
     assert levels < 2
     assert psnr > 40
     model = onnx.load(path)
     onnx.checker.check_model(model)
     kernels = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    exact = [node for node in model.graph.node if node.op_type == "Conv" and node.input[1] in kernels][:-1]
+    convolutions = [node for node in model.graph.node if node.op_type == "Conv" and node.input[1] in kernels][:-1]
     assert max(np.abs(kernel).max() for name, kernel in kernels.items() if name.endswith(".int8")) == 64
     feeds = dict(next(iter(graph.cases.values())))
-    values = observed(path, [name for node in exact for name in (node.input[0], node.output[0])], feeds)
-    for node, read, given in zip(exact, values[::2], values[1::2], strict=True):
+    values = read_values(path, [name for node in convolutions for name in (node.input[0], node.output[0])], feeds)
+    for node, node_input, node_output in zip(convolutions, values[::2], values[1::2], strict=True):
         kernel, bias = (torch.from_numpy(kernels[name].astype(np.float64)) for name in node.input[1:])
         pads = next(attribute.ints for attribute in node.attribute if attribute.name == "pads")
-        wide = F.conv2d(torch.from_numpy(read.astype(np.float64)), kernel, bias, padding=pads[0])
-        np.testing.assert_array_equal(given, wide.numpy())  # a sum in float64 that float32 holds: never rounded
+        exact_sums = F.conv2d(torch.from_numpy(node_input.astype(np.float64)), kernel, bias, padding=pads[0])
+        np.testing.assert_array_equal(node_output, exact_sums.numpy())  # small enough that float32 never rounds
 
 
-def test_onnx_runtime_multiplies_integers(tmp_path: Path) -> None:
+def test_onnx_runtime_fuses_int8_convolutions(tmp_path: Path) -> None:
     graph = decoder("llamagen")
     plan = plan_graph(graph)
-    quantise_convolutions(plan, calibrate(graph, 96))
+    quantize_convolutions(plan, measure_activations(graph, 96))
     options: Any = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "fused.onnx")
     onnxruntime.InferenceSession(plan.write(tmp_path / "vq_decoder.onnx")[0], options)
@@ -79,14 +78,16 @@ def test_onnx_runtime_multiplies_integers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("precision", "calibration"), [("int8", "8 pictures of random codes"), ("fp16", None)])
-def test_a_bundle_says_what_its_image_decoder_multiplies_and_verify_judges_its_pictures(
+def test_the_manifest_has_the_precision_of_the_image_decoder_and_verify_compares_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str, calibration: str | None
 ) -> None:
-    files = [C2I, edited(tmp_path, VQ, calm), config_of(C2I)]
+    files = [C2I, copy_weights(tmp_path, VQ, scale_down_residuals), config_path(C2I)]
     export = ["export", "--target", C2I, "--config", files[2], "--vq-precision", precision, "--vq"]
     if calibration:
         assert run_program([str(word) for word in (*export, VQ, "--output", tmp_path / "bundle")]) == 2
-        assert "vq_decoder.onnx in int8: found images" in capsys.readouterr().err  # of random weights
+        assert (
+            "vq_decoder.onnx in int8: found images" in capsys.readouterr().err
+        )  # random weights need more than eight bits
     assert run_program([str(word) for word in (*export, files[1], "--output", tmp_path / "bundle")]) == 0
     manifest = Manifest.model_validate_json((tmp_path / "bundle/bundle.json").read_text())
     assert (manifest.vq_precision, manifest.provenance.calibration) == (precision, calibration)

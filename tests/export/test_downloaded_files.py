@@ -1,4 +1,4 @@
-"""Folders and files as people download them: another layout, another model or no weights at all is named as that."""
+"""Folders and files as people download them: other layouts, other models and missing weights have specific errors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from checkpoint_copies import (
     SIMPLEAR,
     VQ,
     VQGAN,
-    changed,
-    config_of,
-    copied,
-    sharded,
+    config_path,
+    copy_checkpoint,
+    copy_json,
+    copy_sharded,
 )
 from family_readers import (
     read_anole,
@@ -71,7 +71,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", READERS)
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_folder_of_another_model_is_refused_with_its_family_or_the_needed_one(
+def test_the_error_of_another_models_folder_names_its_family_or_the_needed_model(
     tmp_path: Path, kind: str, family: str
 ) -> None:
     read = READERS[family]
@@ -92,20 +92,22 @@ def test_a_folder_of_another_model_is_refused_with_its_family_or_the_needed_one(
         assert error.remedy == f"give `--family {FAMILIES[kind]}`, or another target"
 
 
-def test_a_folder_of_no_family_is_refused_with_the_needed_one(tmp_path: Path) -> None:
-    error = error_of(CheckpointError, read_anole, copied(ANOLE, tmp_path / "target", model_type="mamba"), VQGAN)
+def test_the_error_of_an_unknown_models_folder_names_the_needed_model(tmp_path: Path) -> None:
+    error = error_of(
+        CheckpointError, read_anole, copy_checkpoint(ANOLE, tmp_path / "target", model_type="mamba"), VQGAN
+    )
     assert error.field.endswith("config.json: model_type")
     assert "leloy/Anole-7b-v0.1-hf" in error.remedy
 
 
 @pytest.mark.parametrize("value", [["chameleon"], {"a": 1}, 7, None, "x" * 10_000])
-def test_an_odd_type_of_model_is_refused_shortly(tmp_path: Path, value: Any) -> None:
-    error = error_of(CheckpointError, read_anole, copied(ANOLE, tmp_path / "target", model_type=value), VQGAN)
+def test_an_invalid_model_type_is_rejected_with_a_short_error(tmp_path: Path, value: Any) -> None:
+    error = error_of(CheckpointError, read_anole, copy_checkpoint(ANOLE, tmp_path / "target", model_type=value), VQGAN)
     assert error.field.endswith("config.json: model_type")
     assert len(error.found) <= 80
 
 
-def test_the_layout_of_meta_is_named(tmp_path: Path) -> None:
+def test_the_error_of_metas_layout_names_it(tmp_path: Path) -> None:
     (tmp_path / "models/7b").mkdir(parents=True)
     (tmp_path / "models/7b/params.json").write_text("{}")
     torch.save({"tok_embeddings.weight": torch.zeros(4, 4)}, tmp_path / "models/7b/consolidated.pth")
@@ -116,7 +118,7 @@ def test_the_layout_of_meta_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", [LFS, *PAGES])
 @pytest.mark.parametrize("name", ["a.pt", "model.safetensors", "config.json", "tokenizer.json"])
-def test_a_pointer_or_a_page_in_place_of_a_file_is_named_as_that(tmp_path: Path, name: str, text: str) -> None:
+def test_the_error_of_a_git_lfs_pointer_or_web_page_names_it(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     read = {"config.json": read_config, "tokenizer.json": lambda path: read_tokenizer(path, 9)}.get(name, read_weights)
@@ -125,15 +127,15 @@ def test_a_pointer_or_a_page_in_place_of_a_file_is_named_as_that(tmp_path: Path,
     assert error.found == ("a Git LFS pointer" if text == LFS else "a web page")
 
 
-def test_a_pointer_in_place_of_a_yaml_is_named_as_that(tmp_path: Path) -> None:
+def test_the_error_of_a_git_lfs_pointer_as_yaml_names_it(tmp_path: Path) -> None:
     shutil.copytree(VQGAN, tmp_path, dirs_exist_ok=True)
     (tmp_path / "vqgan.yaml").write_text(LFS)
     error = error_of(CheckpointError, read_vqgan, tmp_path)
     assert (error.field, error.found) == (str(tmp_path / "vqgan.yaml"), "a Git LFS pointer")
 
 
-def test_shards_without_their_index_are_named(tmp_path: Path) -> None:
-    folder = sharded(LANTERN / "t2i", tmp_path / "shards")
+def test_the_error_of_shards_without_their_index_names_them(tmp_path: Path) -> None:
+    folder = copy_sharded(LANTERN / "t2i", tmp_path / "shards")
     (folder / "model.safetensors.index.json").unlink()
     error = error_of(CheckpointError, Checkpoint(folder).read)
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -141,14 +143,14 @@ def test_shards_without_their_index_are_named(tmp_path: Path) -> None:
     assert "model.safetensors.index.json" in error.expected
 
 
-def test_files_that_macos_leaves_beside_others_are_no_weights(tmp_path: Path) -> None:
+def test_hidden_files_of_macos_are_not_read_as_weights(tmp_path: Path) -> None:
     shutil.copy(C2I, tmp_path)
     (tmp_path / f"._{C2I.name}").write_bytes(b"\0\5\26\7\0\2\0\0Mac OS X        ")
-    assert read_transformer(tmp_path, config=config_of(C2I)).checkpoint.sources[0] == ("target", tmp_path / C2I.name)
+    assert read_transformer(tmp_path, config=config_path(C2I)).checkpoint.sources[0] == ("target", tmp_path / C2I.name)
 
 
 @pytest.mark.parametrize("name", ["*", "model-[0-9].safetensors", "?", ".hidden", "a/b", "a\\b", "a b", "-rf", "", 7])
-def test_an_index_names_plain_files(tmp_path: Path, name: Any) -> None:
+def test_an_index_must_name_plain_files(tmp_path: Path, name: Any) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"x": "model-1.safetensors", "y": name}}))
     error = error_of(CheckpointError, read_index, path)
@@ -156,7 +158,7 @@ def test_an_index_names_plain_files(tmp_path: Path, name: Any) -> None:
     assert error.found == repr(name)
 
 
-def test_the_format_of_a_configuration_is_told_where_it_is_needed(program: Any, tmp_path: Path) -> None:
+def test_the_error_of_a_missing_configuration_shows_its_format(program: Any, tmp_path: Path) -> None:
     error = error_of(CheckpointError, read_transformer, Path(shutil.copy(C2I, tmp_path)))
     assert error.remedy.startswith(
         'give {"n_head": 12}, with your number, in a JSON file: as --config, or as config.json '
@@ -166,8 +168,8 @@ def test_the_format_of_a_configuration_is_told_where_it_is_needed(program: Any, 
     assert '{"n_head": 12, "block_size": 256' in " ".join(out.replace("│", " ").split())
 
 
-def test_a_configuration_beside_an_official_file_is_read_if_it_is_the_models(tmp_path: Path) -> None:
-    assert read_transformer(C2I).checkpoint.sources == [("target", C2I), ("target_config", config_of(C2I))]
+def test_the_configuration_in_the_folder_of_an_official_file_is_read_if_it_belongs_to_the_model(tmp_path: Path) -> None:
+    assert read_transformer(C2I).checkpoint.sources == [("target", C2I), ("target_config", config_path(C2I))]
     path = Path(shutil.copy(C2I, tmp_path))
-    changed(config_of(C2I), tmp_path / "config.json", architectures=["T5EncoderModel"])
+    copy_json(config_path(C2I), tmp_path / "config.json", architectures=["T5EncoderModel"])
     assert "n_head" in error_of(CheckpointError, read_transformer, path).remedy

@@ -14,30 +14,30 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from checkpoint_copies import EMU3, EMU35, EMU35_VQ, copied
+from checkpoint_copies import EMU3, EMU35, EMU35_VQ, copy_checkpoint
 from family_readers import read_emu3, read_emu35
-from goldens import DATA, GUIDED, Sides, close, golden, manifest, observed
+from goldens import DATA, GUIDED_TOLERANCE, PromptRuns, assert_close, load_golden, read_manifest, read_values
 from numpy.typing import NDArray
 from refusals import error_of
 from safetensors.torch import load_file
-from shared_goldens import Family, RowEndDecoderGolden, log_softmax, mixed
+from shared_goldens import GoldenFamily, RowEndDecoderGolden, log_softmax, mix_guided
 
 from lantern_rt import Pipeline
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.families import emu35
 from lantern_rt.export.model import Model
 from lantern_rt.export.models.decoder import rotate
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import to_image
+from lantern_rt.output.images import image_from_pixels
 from lantern_rt.prompts import prepare_prompts
 from lantern_rt.runtime.raster import RowEndLayout
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.text.tokenizers import TemplateTokenizer, parse_tokenizer
 
-ARRAYS = golden("emu3.5")
+ARRAYS = load_golden("emu3.5")
 TRACES: list[dict[str, Any]] = json.loads((DATA / "emu3.5/traces.json").read_text())
 PROTOCOL: dict[str, Any] = json.loads((DATA / "emu3.5/protocol.json").read_text())
 CODES = slice(557, 653)
@@ -67,10 +67,10 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def family(bundle: Path) -> Family:
+def family(bundle: Path) -> GoldenFamily:
     wide = np.zeros((13, CODES.stop), np.float32)
     wide[:, CODES] = ARRAYS["tree_guided"]
-    return Family(bundle, ARRAYS | {"tree_guided": wide}, CODES, row_end=549, scale=5.0, scored=log_softmax)
+    return GoldenFamily(bundle, ARRAYS | {"tree_guided": wide}, CODES, row_end=549, scale=5.0, scored=log_softmax)
 
 
 class TestDecoder(RowEndDecoderGolden):
@@ -85,14 +85,14 @@ def test_queries_and_keys_are_projected_normed_then_rotated() -> None:
     decoder: Any = read_small().graphs[0].module
     layer, rope = decoder.layers[0], decoder.rope
     normed = layer.attention_norm(torch.from_numpy(ARRAYS["cond_layer_hidden"][0, :12]))
-    joint = (normed @ computed(layer.attention.qkv.weight).float().T).view(12, 8, 16)
+    joint = (normed @ compute_tensor(layer.attention.qkv.weight).float().T).view(12, 8, 16)
     parts = {"q": (joint[:, :4], layer.attention.query_norm), "k": (joint[:, 4:6], layer.attention.key_norm)}
     for part, (heads, norm) in parts.items():
-        close(heads.numpy(), ARRAYS[f"layer0_{part}"])
-        close(norm(heads).numpy(), ARRAYS[f"layer0_{part}_normed"])
-        close(rotate(norm(heads)[None], rope[None, :12], "half")[0].numpy(), ARRAYS[f"layer0_{part}_rotated"])
+        assert_close(heads.numpy(), ARRAYS[f"layer0_{part}"])
+        assert_close(norm(heads).numpy(), ARRAYS[f"layer0_{part}_normed"])
+        assert_close(rotate(norm(heads)[None], rope[None, :12], "half")[0].numpy(), ARRAYS[f"layer0_{part}_rotated"])
     for i, name in enumerate(("rotary_cos", "rotary_sin")):
-        close(np.tile(rope[:40, :, i].numpy(), 2), ARRAYS[name])
+        assert_close(np.tile(rope[:40, :, i].numpy(), 2), ARRAYS[name])
 
 
 # ---------------------------------------------------------------- whole images
@@ -110,9 +110,9 @@ def guided_codes(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
     text = trace["generated_ids"][: trace["image_starts_at"]]
     start = ids.index(554) + 1  # behind the image token
     prompts = ([*trace["prompt_ids"], *text], trace["unconditional_prompt_ids"])
-    sides = Sides(bundle, *([*prompt, *ids[:start]] for prompt in prompts))
-    last = mixed([{"logits": own["logits"][:, -1:]} for own in sides.outputs], trace["cfg"])
-    scores = np.concatenate([last, mixed(sides.step(np.array(ids[start:-1], np.int64)), trace["cfg"])])
+    sides = PromptRuns(bundle, *([*prompt, *ids[:start]] for prompt in prompts))
+    last = mix_guided([{"logits": own["logits"][:, -1:]} for own in sides.outputs], trace["cfg"])
+    scores = np.concatenate([last, mix_guided(sides.step(np.array(ids[start:-1], np.int64)), trace["cfg"])])
     return scores[np.array(ids[start:]) >= CODES.start]
 
 
@@ -120,7 +120,7 @@ def guided_codes(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
 def test_greedy_runs_have_the_recorded_scores_and_codes(bundle: Path, trace: dict[str, Any]) -> None:
     scores = guided_codes(bundle, trace)
     recorded = ARRAYS[f"{trace['name']}_code_scores"]
-    close(log_softmax(scores[: len(recorded)]), log_softmax(recorded), GUIDED)
+    assert_close(log_softmax(scores[: len(recorded)]), log_softmax(recorded), GUIDED_TOLERANCE)
     assert scores.argmax(1).reshape(trace["grid"]).tolist() == trace["codes"]
 
 
@@ -132,7 +132,7 @@ def test_the_processor_leaves_the_codes_with_their_scores_or_the_row_end_alone(b
     kept[~ends, CODES] = True
     np.testing.assert_array_equal(np.isfinite(final), kept)
     (trace,) = (trace for trace in GREEDY if trace["name"] == "run0")
-    close(log_softmax(guided_codes(bundle, trace)[:10]), log_softmax(final[~ends, CODES]), GUIDED)
+    assert_close(log_softmax(guided_codes(bundle, trace)[:10]), log_softmax(final[~ends, CODES]), GUIDED_TOLERANCE)
 
 
 def test_greedy_images_alone_and_together_are_the_recorded_ones(bundle: Path) -> None:
@@ -150,13 +150,13 @@ def test_greedy_images_alone_and_together_are_the_recorded_ones(bundle: Path) ->
 
 def test_sampled_codes_are_drawn_from_the_recorded_distributions(bundle: Path) -> None:
     sampling = Sampling(temperature=SAMPLE["image_temperature"], top_k=SAMPLE["image_top_k"])
-    found = shape_distribution(guided_codes(bundle, SAMPLE), sampling)
+    found = compute_distribution(guided_codes(bundle, SAMPLE), sampling)
     columns = SAMPLE["grid"][1]
     ids = np.array(image_ids(SAMPLE))
     is_code = ids >= CODES.start
     first = ids.tolist().index(554) + 1
     rows = ARRAYS["sample_code_probs"][is_code[first : first + 2 * columns + 2]]
-    close(found[: 2 * columns], rows.astype(np.float64))
+    assert_close(found[: 2 * columns], rows.astype(np.float64))
     uniform = np.array(SAMPLE["uniform"])[SAMPLE["image_starts_at"] :][: len(ids)][is_code]
     sums = found.cumsum(1)
     drawn = (sums / sums[:, -1:] <= uniform[:, None]).sum(1)
@@ -168,7 +168,7 @@ def test_filters_give_the_recorded_probabilities_of_codes() -> None:
         ARRAYS["filter_params"], ARRAYS["filter_image_probs"], strict=True
     ):
         sampling = Sampling(top_k=int(top_k), top_p=float(top_p), temperature=float(temperature))
-        found = shape_distribution(ARRAYS["filter_logits"][:, CODES], sampling)
+        found = compute_distribution(ARRAYS["filter_logits"][:, CODES], sampling)
         rows = slice(4 if top_p == 1 else 3)  # which ties at the bound of top-p are kept depends on the sort
         np.testing.assert_allclose(found[rows], expected[rows], rtol=0, atol=1e-4)
 
@@ -178,7 +178,7 @@ def test_filters_give_the_recorded_probabilities_of_codes() -> None:
 
 def check_bytes(picture: NDArray[np.float32], expected: NDArray[np.uint8]) -> None:
     """Bytes are cut, as recorded, but where a number is an integer but for rounding."""
-    found = np.asarray(to_image(picture)).astype(int)
+    found = np.asarray(image_from_pixels(picture)).astype(int)
     assert np.abs(found - expected).max() <= 1
     assert (found == expected).mean() > 0.998
 
@@ -188,32 +188,32 @@ def test_codes_become_the_recorded_vectors_layers_and_pictures(bundle: Path) -> 
     reading = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
     by_code, conv_in = reading["post_quant_conv.weight"], reading["decoder.conv_in.weight"]
     names = [by_code.input[0], by_code.output[0], conv_in.output[0], "images"]
-    found = observed(path, names, {"codes": ARRAYS["vq_codes"][None]})
+    found = read_values(path, names, {"codes": ARRAYS["vq_codes"][None]})
     for array, name in zip(found[:-1], ("code_vectors", "post_quant", "conv_in"), strict=True):
-        close(array[0], ARRAYS[f"vq_{name}"])
-    close(found[-1][0] + HALF_LEVEL, ARRAYS["vq_decoded"])
+        assert_close(array[0], ARRAYS[f"vq_{name}"])
+    assert_close(found[-1][0] + HALF_LEVEL, ARRAYS["vq_decoded"])
     check_bytes(found[-1][0], ARRAYS["vq_uint8"])
     for trace in GREEDY:
         if f"{trace['name']}_uint8" in ARRAYS:
             (picture,) = GraphFileSession(path).run({"codes": np.array([trace["codes"]])})["images"]
             check_bytes(picture, ARRAYS[f"{trace['name']}_uint8"])
             if trace["name"] == "run2":
-                close(picture + HALF_LEVEL, ARRAYS["run2_pixels"])
+                assert_close(picture + HALF_LEVEL, ARRAYS["run2_pixels"])
 
 
 def test_a_picture_becomes_the_codes_of_the_largest_products(bundle: Path) -> None:
     pixels = (ARRAYS["vq_image_uint8"] / 127.5 - 1).astype(np.float32).transpose(2, 0, 1)[None]
     found = GraphFileSession(bundle / "vq_encoder.onnx").run({"images": pixels})
-    close(found["pre_quant"][0], ARRAYS["vq_pre_quant"])
+    assert_close(found["pre_quant"][0], ARRAYS["vq_pre_quant"])
     codes = found["codes"].reshape(ARRAYS["vq_encoded"].shape)
     np.testing.assert_array_equal(codes, ARRAYS["vq_encoded"])
     table = load_file(EMU35_VQ / "model.safetensors")["quantize.embedding.weight"].float().numpy()
     nearest = ((found["pre_quant"][0].reshape(256, -1).T[:, None] - table) ** 2).sum(2).argmin(1)
     assert (nearest != codes.ravel()).all()
     vectors = table[codes].transpose(2, 0, 1)
-    close(vectors, ARRAYS["vq_quantized"])
+    assert_close(vectors, ARRAYS["vq_quantized"])
     picture = GraphFileSession(bundle / "vq_decoder.onnx").run({"codes": codes[None]})["images"]
-    close(picture[0] + HALF_LEVEL, ARRAYS["vq_reconstruction"])
+    assert_close(picture[0] + HALF_LEVEL, ARRAYS["vq_reconstruction"])
 
 
 def test_inner_layers_of_the_image_tokenizer_give_the_recorded_values() -> None:
@@ -237,7 +237,7 @@ def test_inner_layers_of_the_image_tokenizer_give_the_recorded_values() -> None:
         pixels = torch.from_numpy(ARRAYS["vq_image_uint8"]).permute(2, 0, 1)[None]
         modules["vq_encoder"](pixels / 127.5 - 1)
     for name in places:
-        close(found[name][0].numpy(), ARRAYS[f"vq_{name}"])
+        assert_close(found[name][0].numpy(), ARRAYS[f"vq_{name}"])
 
 
 def contents(module: torch.nn.Module) -> list[tuple[str, bytes]]:
@@ -273,7 +273,7 @@ def test_prompts_are_those_of_the_published_template() -> None:
 
 
 def test_sizes_and_settings_are_the_published_ones(tmp_path: Path) -> None:
-    large = copied(EMU35, tmp_path / "large", config=lambda config: config.pop("max_position_embeddings"))
+    large = copy_checkpoint(EMU35, tmp_path / "large", config=lambda config: config.pop("max_position_embeddings"))
     fields = read_emu35(large, EMU35_VQ).fields
     published = [(size["rows"], size["columns"]) for size in PROTOCOL["sizes"]]
     assert [(size.rows, size.columns) for size in fields["sizes"]] == published[:-1]
@@ -289,7 +289,7 @@ def test_row_ends_are_where_the_published_program_forces_them(name: str) -> None
     rows, columns = map(int, name.split("x"))
     row_end = PROTOCOL["tokens"]["eol"]["official"]
     layout = RowEndLayout(rows * columns, columns, row_end=row_end)
-    ours = layout.insert_tokens(np.full(layout.num_codes, -1)).tolist()
+    ours = layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist()
     image = forced.tolist()[forced.tolist().index(PROTOCOL["tokens"]["img"]["official"]) + 1 :]
     assert [*ours, PROTOCOL["tokens"]["eoi"]["official"]] == image[: len(ours) + 1]
 
@@ -305,7 +305,7 @@ def test_export_finds_the_family_and_verify_agrees(
     options = ("--vq", EMU35_VQ, "--precision", precision, "--output", output)
     code, _, err = program("export", "--target", EMU35, *options)
     assert code == 0, err
-    assert manifest(output).family == "emu35"
+    assert read_manifest(output).family == "emu35"
     code, out, _ = program("verify", output, EMU35, EMU35_VQ)
     assert code == 0, out
 
@@ -314,7 +314,7 @@ def test_folders_of_emu3_and_emu35_are_told_apart(tmp_path: Path, small_sizes: N
     error = error_of(CheckpointError, read_emu3, EMU35, EMU35_VQ)
     assert (error.expected, error.remedy) == ("a model of family emu3", "give `--family emu35`, or another target")
     assert "--family emu3`" in error_of(CheckpointError, read_emu35, EMU3, EMU35_VQ).remedy
-    narrow = copied(EMU35, tmp_path / "narrow", config=lambda config: config.update(head_dim=8))
+    narrow = copy_checkpoint(EMU35, tmp_path / "narrow", config=lambda config: config.update(head_dim=8))
     assert "num_attention_heads" in error_of(CheckpointError, read_emu35, narrow, EMU35_VQ).field
     (tmp_path / "vq").mkdir()
     assert error_of(CheckpointError, read_emu35, EMU35, tmp_path / "vq").found == "no weights"

@@ -1,4 +1,4 @@
-"""Emu3's layouts, prompts, sizes and tokenizers."""
+"""Emu3's checkpoint layouts, prompts, sizes and tokenizers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import EMU3, EMU3_ORIGINAL, copied, published
+from checkpoint_copies import EMU3, EMU3_ORIGINAL, copy_checkpoint, copy_published_emu3
 from family_readers import read_emu3
 from goldens import DATA
 from hypothesis import given
@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from lantern_rt.bundle.conditions import ConditionSpec
-from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.families.common import grid_sizes
-from lantern_rt.export.families.common_emu3 import convert_tiktoken, image_size
-from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, prompt_layout
+from lantern_rt.export.families.common_emu3 import convert_tiktoken, emu3_image_size
+from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, emu3_prompt_layout
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.model import Model
 from lantern_rt.prompts import prepare_prompts
@@ -36,24 +36,24 @@ TRACES = [trace for trace in json.loads((DATA / "emu3/traces.json").read_text())
 
 @pytest.fixture(scope="module")
 def as_published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return published(tmp_path_factory.mktemp("published"))
+    return copy_published_emu3(tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture(scope="module")
 def libraries(as_published: tuple[Path, Path]) -> dict[str, Tokenizer]:
-    """The tokenizers of both layouts, as bundles have them."""
+    """Return the tokenizers of both checkpoint layouts, as bundles contain them."""
     models = {"hf": read_emu3(EMU3, grid=4), "original": read_emu3(*as_published, grid=4)}
     return {name: Tokenizer.from_buffer(model.files["tokenizer"][1]) for name, model in models.items()}
 
 
-def described(model: Model) -> tuple[Any, ...]:
-    """All of a model but its files: fields of the manifest, arrays, and the weights of graphs."""
-    weights = [(one.role, *entry) for one in model.graphs for entry in one.module.state_dict().items()]
-    numbers = {(role, name): computed(weight).numpy().tobytes() for role, name, weight in weights}
-    return {**model.fields}, computed(model.code_embeddings).tolist(), model.codebook.tolist(), numbers
+def describe(model: Model) -> tuple[Any, ...]:
+    """Return everything of a model but its files: manifest fields, arrays, and the weights of graphs."""
+    weights = [(graph.role, *entry) for graph in model.graphs for entry in graph.module.state_dict().items()]
+    numbers = {(role, name): compute_tensor(weight).numpy().tobytes() for role, name, weight in weights}
+    return {**model.fields}, compute_tensor(model.code_embeddings).tolist(), model.codebook.tolist(), numbers
 
 
-def written(model: Model, folder: Path) -> dict[str, bytes]:
+def write_graphs(model: Model, folder: Path) -> dict[str, bytes]:
     folder.mkdir()
     return {path.name: path.read_bytes() for graph in model.graphs for path in write_graph(graph, folder)}
 
@@ -61,13 +61,14 @@ def written(model: Model, folder: Path) -> dict[str, bytes]:
 # ---------------------------------------------------------------- layouts
 
 
-def test_both_published_layouts_give_the_same_graphs_and_manifest(
+def test_both_published_layouts_export_the_same_graphs_and_manifest(
     as_published: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    ours, theirs = read_emu3(EMU3, grid=4), read_emu3(*as_published, grid=4)
-    assert described(ours) == described(theirs)
-    assert written(ours, tmp_path / "ours") == written(theirs, tmp_path / "theirs")
-    assert [role for role, _ in theirs.sources] == [
+    hf_model = read_emu3(EMU3, grid=4)
+    original_model = read_emu3(*as_published, grid=4)
+    assert describe(hf_model) == describe(original_model)
+    assert write_graphs(hf_model, tmp_path / "ours") == write_graphs(original_model, tmp_path / "theirs")
+    assert [role for role, _ in original_model.sources] == [
         "target_config",
         "target_tokenizer",
         "target_tokenizer",
@@ -76,21 +77,21 @@ def test_both_published_layouts_give_the_same_graphs_and_manifest(
     ]
 
 
-def test_what_transformers_5_saves_is_read_the_same(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_by_transformers_5_is_read_the_same(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.Emu3ForConditionalGeneration.from_pretrained(EMU3)
-    folder = copied(EMU3, tmp_path / "five")
+    folder = copy_checkpoint(EMU3, tmp_path / "five")
     model.save_pretrained(folder, save_original_format=False)
     names = load_file(folder / "model.safetensors").keys()
     assert {"model.text_model.norm.weight", "model.vqmodel.quantize.embedding.weight", "lm_head.weight"} < names
-    assert described(read_emu3(folder, grid=4)) == described(read_emu3(EMU3, grid=4))
+    assert describe(read_emu3(folder, grid=4)) == describe(read_emu3(EMU3, grid=4))
 
 
-def test_a_configuration_without_the_defaults_of_its_class_means_them(tmp_path: Path) -> None:
-    folder = copied(
+def test_omitted_fields_of_a_configuration_have_the_defaults_of_its_class(tmp_path: Path) -> None:
+    folder = copy_checkpoint(
         EMU3, tmp_path / "model", config=lambda c: c["text_config"].update(rope_theta=1e6, rms_norm_eps=1e-5)
     )
-    rope = [read_emu3(place, grid=4).graphs[0].module.rope for place in (folder, EMU3)]
+    rope = [read_emu3(checkpoint, grid=4).graphs[0].module.rope for checkpoint in (folder, EMU3)]
     assert torch.equal(*rope)
 
 
@@ -104,16 +105,17 @@ def test_the_published_sizes_and_defaults_are_those_of_the_program() -> None:
 
 
 @pytest.mark.parametrize("name", ["90x90", "68x120"])
-def test_official_forced_row_ends_of_a_published_size_are_where_sequences_have_them(name: str) -> None:
+def test_row_ends_of_published_sizes_are_where_the_published_code_forces_them(name: str) -> None:
     with np.load(DATA / "emu3/golden.npz") as arrays:
         forced = arrays[f"official_forced_{name}"]
     rows, columns = map(int, name.split("x"))
     assert (rows, columns) in grid_sizes(PROTOCOL["image_area_default"], 8)
     row_end = PROTOCOL["tokens"]["eol"]["official"]
     layout = RowEndLayout(rows * columns, columns, row_end=row_end)
-    ours = [*layout.insert_tokens(np.full(layout.num_codes, -1)).tolist(), row_end]  # the last row's end draws nothing
-    assert ours == forced[: rows * (columns + 1)].tolist()
-    assert (forced[len(ours) :] >= 0).all()
+    tokens = layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist()
+    tokens.append(row_end)  # the last row end is not sampled
+    assert tokens == forced[: rows * (columns + 1)].tolist()
+    assert (forced[len(tokens) :] >= 0).all()
 
 
 # ---------------------------------------------------------------- prompts
@@ -125,7 +127,8 @@ def test_prompt_and_unconditional_ids_of_runs(
     libraries: dict[str, Tokenizer], layout: str, trace: dict[str, Any]
 ) -> None:
     library = libraries[layout]
-    words, size = prompt_layout(library, trace["negative"]), image_size(library, *trace["grid"], 2)
+    words = emu3_prompt_layout(library, trace["negative"])
+    size = emu3_image_size(library, *trace["grid"], 2)
     text = TemplateTokenizer(library, words.template).encode(trace["text"].removesuffix(SUFFIX), 2048)
     assert [*words.before, *text.tolist(), *words.after, *size.tokens] == trace["prompt_ids"]
     assert words.uncond is not None
@@ -133,26 +136,26 @@ def test_prompt_and_unconditional_ids_of_runs(
         assert [*words.uncond, *size.tokens] == trace["unconditional_ids"]
     if trace["unconditional_ids"] is not None and trace["negative"]:
         spec = ConditionSpec(kind="tokens", prefix=2048, layout=words)
-        (asked,) = prepare_prompts(spec, TemplateTokenizer(library), size, ["a cat"], trace["negative"])
-        assert asked.tokens is not None
-        assert asked.tokens[1].tolist() == trace["unconditional_ids"]
+        (request,) = prepare_prompts(spec, TemplateTokenizer(library), size, ["a cat"], trace["negative"])
+        assert request.tokens is not None
+        assert request.tokens[1].tolist() == trace["unconditional_ids"]
     assert size.name == f"{2 * trace['grid'][1]}x{2 * trace['grid'][0]}"
 
 
 @pytest.mark.parametrize("layout", ["hf", "original"])
 @pytest.mark.parametrize("case", PROTOCOL["tokenizer_cases"], ids=lambda case: case["text"][:20])
 def test_tokenizer_cases_of_both_layouts(libraries: dict[str, Tokenizer], layout: str, case: dict[str, Any]) -> None:
-    found = TemplateTokenizer(libraries[layout]).encode(case["text"], 2048).tolist()
-    assert found == case[f"ids_{layout}"]
+    ids = TemplateTokenizer(libraries[layout]).encode(case["text"], 2048).tolist()
+    assert ids == case[f"ids_{layout}"]
 
 
-def merged(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """What tiktoken makes of a piece: the neighbours with the lowest rank are joined, the first ones first."""
+def merge_pairs(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
+    """Encode a piece as tiktoken does: join the neighbours with the lowest rank, the first of equal ones first."""
     if piece in ranks:
         return [ranks[piece]]
     parts = [piece[i : i + 1] for i in range(len(piece))]
-    while joined := [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]:
-        _, i = min(joined)
+    while candidates := [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]:
+        _, i = min(candidates)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return [ranks[part] for part in parts]
 
@@ -165,6 +168,8 @@ def ranked() -> tuple[Tokenizer, dict[bytes, int]]:
 
 
 @given(text=st.text("aeilnorst dgu", min_size=1, max_size=40))
-def test_ranks_as_merges_give_the_ids_of_tiktokens_rule(ranked: tuple[Tokenizer, dict[bytes, int]], text: str) -> None:
+def test_ranks_converted_to_merges_encode_as_tiktoken_does(
+    ranked: tuple[Tokenizer, dict[bytes, int]], text: str
+) -> None:
     library, ranks = ranked
-    assert library.encode(text).ids == merged(text.encode(), ranks)
+    assert library.encode(text).ids == merge_pairs(text.encode(), ranks)

@@ -1,4 +1,4 @@
-"""Emu3's exported graphs against every recorded array."""
+"""Emu3's exported graphs compared with every recorded array."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from goldens import DATA, GUIDED, Sides, close, golden, observed
+from goldens import DATA, GUIDED_TOLERANCE, PromptRuns, assert_close, load_golden, read_values
 from guided_logits import guide
 from numpy.typing import NDArray
-from shared_goldens import SIDES, Family, RowEndDecoderGolden, log_softmax, mixed
+from shared_goldens import ROW_NAMES, GoldenFamily, RowEndDecoderGolden, log_softmax, mix_guided
 
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import to_image
-from lantern_rt.runtime.sampling import choose, shape_distribution
+from lantern_rt.output.images import image_from_pixels
+from lantern_rt.runtime.sampling import choose_codes, compute_distribution
 
-CODES = slice(557, 653)  # the image tokens
+CODES = slice(557, 653)  # ids of the image tokens
 TRACES: list[dict[str, Any]] = json.loads((DATA / "emu3" / "traces.json").read_text())
 SINGLE = [trace for trace in TRACES if trace["name"] != "batch"]
-DRAWN = [trace for trace in SINGLE if trace["name"] in ("run0_cfg3", "run1_cfg3", "run2_cfg3")]
+GUIDED_RUNS = [trace for trace in SINGLE if trace["name"] in ("run0_cfg3", "run1_cfg3", "run2_cfg3")]
 BATCH = next(trace for trace in TRACES if trace["name"] == "batch")
 
 
 @pytest.fixture(scope="module")
-def family(emu3_bundle: Path) -> Family:
-    return Family(emu3_bundle, golden("emu3"), CODES, row_end=549, scored=log_softmax)
+def family(emu3_bundle: Path) -> GoldenFamily:
+    return GoldenFamily(emu3_bundle, load_golden("emu3"), CODES, row_end=549, scored=log_softmax)
 
 
 class TestDecoder(RowEndDecoderGolden):
@@ -39,96 +39,107 @@ def by_name(trace: dict[str, Any]) -> str:
     return str(trace["name"])
 
 
-def test_guiding_logits_gives_the_choices_and_probabilities_of_decode_guided_and_tree_guided(family: Family) -> None:
+def test_guided_logits_have_the_choices_and_probabilities_of_decode_guided_and_tree_guided(
+    family: GoldenFamily,
+) -> None:
     guidance = Sampling(cfg_scale=3.0)
-    # Both rows' log-softmax takes a constant from a row's logits, and so from the guided ones.
+    # The published code guides log-probabilities: these differ from guided logits by a constant for each node.
     for name in ("decode", "tree"):
         published = family.arrays[f"{name}_guided"]
-        logits = np.stack([family.arrays[f"{name}_{side}_logits"] for side in SIDES])
-        apart = guide(logits, guidance) - published
-        assert np.abs(apart - apart.mean(1, keepdims=True)).max() < GUIDED
-        assert np.abs(apart).max() > 1  # the scores themselves do differ
-        plain, theirs = guide(logits[..., CODES], guidance), published[:, CODES]
+        logits = np.stack([family.arrays[f"{name}_{row_name}_logits"] for row_name in ROW_NAMES])
+        differences = guide(logits, guidance) - published
+        assert np.abs(differences - differences.mean(1, keepdims=True)).max() < GUIDED_TOLERANCE
+        assert np.abs(differences).max() > 1  # the scores are not the logits
+        our_logits = guide(logits[..., CODES], guidance)
+        published_logits = published[:, CODES]
         for sampling in (Sampling(temperature=0), Sampling(top_k=20), Sampling(top_k=20, temperature=0.7)):
-            np.testing.assert_array_equal(choose(plain, None, sampling), choose(theirs, None, sampling))
-            expected = shape_distribution(theirs, sampling)
-            np.testing.assert_allclose(shape_distribution(plain, sampling), expected, rtol=0, atol=1e-4)
+            expected_codes = choose_codes(published_logits, None, sampling)
+            np.testing.assert_array_equal(choose_codes(our_logits, None, sampling), expected_codes)
+            expected = compute_distribution(published_logits, sampling)
+            np.testing.assert_allclose(compute_distribution(our_logits, sampling), expected, rtol=0, atol=1e-4)
 
 
-def test_filter_probs_inside_a_row_of_codes(family: Family) -> None:
+def test_filter_probs_inside_a_row_of_codes(family: GoldenFamily) -> None:
     for (top_k, temperature), expected in zip(
         family.arrays["filter_params"], family.arrays["filter_probs"], strict=True
     ):
-        found = shape_distribution(
+        distribution = compute_distribution(
             family.arrays["filter_logits"][:, CODES], Sampling(top_k=int(top_k), temperature=float(temperature))
         )
-        np.testing.assert_allclose(found, expected[:, CODES], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(distribution, expected[:, CODES], rtol=0, atol=1e-4)
         assert expected[:, CODES].sum(1) == pytest.approx(1, abs=1e-5)
 
 
 def greedy_scores(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
-    """Guided logits of codes for each token of a run, which is fed as it was generated."""
-    sides = Sides(bundle, trace["prompt_ids"], trace["unconditional_ids"])
-    last = mixed([{"logits": own["logits"][:, -1:]} for own in sides.outputs], trace["cfg"])
-    out = sides.step(np.array(trace["generated_ids"][:-1], np.int64))
-    return np.concatenate([last, mixed(out, trace["cfg"])])
+    """Return guided logits of codes for each token of a run, after the tokens that the run generated."""
+    runs = PromptRuns(bundle, trace["prompt_ids"], trace["unconditional_ids"])
+    last = mix_guided([{"logits": output["logits"][:, -1:]} for output in runs.outputs], trace["cfg"])
+    out = runs.step(np.array(trace["generated_ids"][:-1], np.int64))
+    return np.concatenate([last, mix_guided(out, trace["cfg"])])
 
 
 @pytest.mark.parametrize("trace", SINGLE, ids=by_name)
-def test_generated_ids_of_a_run_are_the_likeliest_codes_wherever_none_was_forced(
-    family: Family, trace: dict[str, Any]
+def test_generated_ids_of_a_run_are_the_most_probable_codes_unless_forced(
+    family: GoldenFamily, trace: dict[str, Any]
 ) -> None:
-    scores, ids, (rows, columns) = greedy_scores(family.bundle, trace), np.array(trace["generated_ids"]), trace["grid"]
+    scores = greedy_scores(family.bundle, trace)
+    ids = np.array(trace["generated_ids"])
+    (rows, columns) = trace["grid"]
     assert len(ids) == rows * (columns + 1) + 3
-    free = np.array(trace["forced"]) == 0
-    assert free.tolist() == ([True] * columns + [False]) * rows + [False] * 3
-    found = scores.argmax(-1)[free]
-    np.testing.assert_array_equal(found + CODES.start, ids[free])
-    assert found.reshape(rows, columns).tolist() == trace["codes"]
+    is_free = np.array(trace["forced"]) == 0
+    assert is_free.tolist() == ([True] * columns + [False]) * rows + [False] * 3
+    best_codes = scores.argmax(-1)[is_free]
+    np.testing.assert_array_equal(best_codes + CODES.start, ids[is_free])
+    assert best_codes.reshape(rows, columns).tolist() == trace["codes"]
 
 
-@pytest.mark.parametrize("trace", DRAWN, ids=by_name)
-def test_scores_of_every_generated_token_of_a_run_of_emu3(family: Family, trace: dict[str, Any]) -> None:
+@pytest.mark.parametrize("trace", GUIDED_RUNS, ids=by_name)
+def test_scores_of_every_generated_token_of_a_run_of_emu3(family: GoldenFamily, trace: dict[str, Any]) -> None:
     expected = family.arrays[f"{trace['name']}_scores"][:, CODES]
-    close(log_softmax(greedy_scores(family.bundle, trace)), log_softmax(expected), GUIDED)
+    assert_close(log_softmax(greedy_scores(family.bundle, trace)), log_softmax(expected), GUIDED_TOLERANCE)
 
 
 @pytest.mark.parametrize("row", range(2))
-def test_generated_ids_of_the_batch_where_padding_was_seen_and_where_there_was_none(family: Family, row: int) -> None:
-    real = np.array(BATCH["attention_mask"][row]) > 0
+def test_generated_ids_of_the_recorded_batch_with_and_without_padding(family: GoldenFamily, row: int) -> None:
+    is_real = np.array(BATCH["attention_mask"][row]) > 0
     trace = {name: BATCH[name][row] for name in ("unconditional_ids", "generated_ids")} | {"cfg": BATCH["cfg"]}
-    trace["prompt_ids"] = np.array(BATCH["prompt_ids"][row])[real].tolist()
-    scores, ids = greedy_scores(family.bundle, trace), np.array(trace["generated_ids"])
-    free = ids >= CODES.start
+    trace["prompt_ids"] = np.array(BATCH["prompt_ids"][row])[is_real].tolist()
+    scores = greedy_scores(family.bundle, trace)
+    ids = np.array(trace["generated_ids"])
+    is_code = ids >= CODES.start
     rows, columns = BATCH["grids"][row]
-    assert free.sum() == rows * columns
-    np.testing.assert_array_equal(scores.argmax(-1)[free] + CODES.start, ids[free])
+    assert is_code.sum() == rows * columns
+    np.testing.assert_array_equal(scores.argmax(-1)[is_code] + CODES.start, ids[is_code])
 
 
-def test_vq_codes_become_vq_code_vectors_vq_post_quant_vq_z_vq_zq_and_vq_decoded(family: Family) -> None:
+def test_vq_codes_become_vq_code_vectors_vq_post_quant_vq_z_vq_zq_and_vq_decoded(family: GoldenFamily) -> None:
     path = family.bundle / "vq_decoder.onnx"
-    reading = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
-    by_code = reading["decoder.post_quant_conv.weight"]
-    norm = reading["decoder.mid.0.norm1.conv_y.weight"]  # the codes as they are: cells are the coarsest pixels
-    names = [by_code.input[0], by_code.output[0], reading["decoder.conv_in.weight"].input[0], norm.input[0], "images"]
-    found = observed(path, names, {"codes": family.arrays["vq_codes"]})
-    for array, name in zip(found, ("code_vectors", "post_quant", "z", "zq", "decoded"), strict=True):
-        close(array, family.arrays[f"vq_{name}"])
-
-
-@pytest.mark.parametrize("trace", DRAWN, ids=lambda trace: f"{trace['name']}_pixels_and_uint8")
-def test_codes_of_runs_become_their_pictures(family: Family, trace: dict[str, Any]) -> None:
-    (picture,) = GraphFileSession(family.bundle / "vq_decoder.onnx").run({"codes": np.array([trace["codes"]])})[
-        "images"
+    convolutions = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
+    post_quant = convolutions["decoder.post_quant_conv.weight"]
+    norm = convolutions["decoder.mid.0.norm1.conv_y.weight"]  # at the coarsest resolution, where a pixel is a cell
+    names = [
+        post_quant.input[0],
+        post_quant.output[0],
+        convolutions["decoder.conv_in.weight"].input[0],
+        norm.input[0],
+        "images",
     ]
-    close(picture, family.arrays[f"{trace['name']}_pixels"])
+    values = read_values(path, names, {"codes": family.arrays["vq_codes"]})
+    for array, name in zip(values, ("code_vectors", "post_quant", "z", "zq", "decoded"), strict=True):
+        assert_close(array, family.arrays[f"vq_{name}"])
+
+
+@pytest.mark.parametrize("trace", GUIDED_RUNS, ids=lambda trace: f"{trace['name']}_pixels_and_uint8")
+def test_codes_of_runs_decode_to_their_images(family: GoldenFamily, trace: dict[str, Any]) -> None:
+    (image,) = GraphFileSession(family.bundle / "vq_decoder.onnx").run({"codes": np.array([trace["codes"]])})["images"]
+    assert_close(image, family.arrays[f"{trace['name']}_pixels"])
     expected = family.arrays[f"{trace['name']}_uint8"]
-    assert np.abs(np.asarray(to_image(picture)).astype(int) - expected).max() <= 1
+    assert np.abs(np.asarray(image_from_pixels(image)).astype(int) - expected).max() <= 1
 
 
-def test_vq_image_becomes_vq_pre_quant_and_vq_encoded(family: Family) -> None:
-    found = GraphFileSession(family.bundle / "vq_encoder.onnx").run({"images": family.arrays["vq_image"]})
-    close(found["pre_quant"], family.arrays["vq_pre_quant"])
+def test_vq_image_becomes_vq_pre_quant_and_vq_encoded(family: GoldenFamily) -> None:
+    outputs = GraphFileSession(family.bundle / "vq_encoder.onnx").run({"images": family.arrays["vq_image"]})
+    assert_close(outputs["pre_quant"], family.arrays["vq_pre_quant"])
     np.testing.assert_array_equal(
-        found["codes"].reshape(family.arrays["vq_encoded"].shape), family.arrays["vq_encoded"]
+        outputs["codes"].reshape(family.arrays["vq_encoded"].shape), family.arrays["vq_encoded"]
     )

@@ -1,4 +1,4 @@
-"""`lantern-rt export` from the command line: what it says, and what it refuses before anything is read."""
+"""`lantern-rt export` on the command line: its output, and input that it rejects before reading anything."""
 
 from __future__ import annotations
 
@@ -6,7 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_copies import C2I, DRAFTER, LUMINA, LUMINA2, MOVQGAN, T2I, VQ, VQGAN, config_of, copied, edited
+from checkpoint_copies import (
+    C2I,
+    DRAFTER,
+    LUMINA,
+    LUMINA2,
+    MOVQGAN,
+    T2I,
+    VQ,
+    VQGAN,
+    config_path,
+    copy_checkpoint,
+    copy_weights,
+)
 from family_readers import read_lumina
 from PIL import Image
 from refusals import error_of
@@ -17,9 +29,9 @@ from lantern_rt.export.checkpoints.files import Weights
 from lantern_rt.export.registry import check_family
 
 
-def test_an_export_says_what_it_wrote_and_how_to_get_presets(program: Any, tmp_path: Path) -> None:
+def test_an_export_prints_its_files_and_the_command_for_presets(program: Any, tmp_path: Path) -> None:
     bundle = tmp_path / "b"
-    command = ["export", "--target", C2I, "--vq", VQ, "--config", config_of(C2I), "--output", bundle]
+    command = ["export", "--target", C2I, "--vq", VQ, "--config", config_path(C2I), "--output", bundle]
     code, out, err = program(*command, "--compute", "float16")
     assert code == 0
     manifest = open_bundle(bundle).manifest
@@ -51,7 +63,7 @@ def test_a_lumina_bundle_is_exported_and_verified(program: Any) -> None:
     assert (code, "passed" in out) == (0, True)
 
 
-def test_a_lumina2_bundle_is_exported_from_its_repositorys_layout(program: Any) -> None:
+def test_a_lumina2_bundle_is_exported_from_the_layout_of_its_repository(program: Any) -> None:
     files = ["--target", LUMINA2, "--vq", MOVQGAN, "--grid", 8, "--output", "lumina2"]
     assert program("export", "--family", "lumina2", *files)[0] == 0
     code, out, _ = program("run", "lumina2", "a red fox", "--size", "32x64", "--output", "fox.png")
@@ -60,12 +72,12 @@ def test_a_lumina2_bundle_is_exported_from_its_repositorys_layout(program: Any) 
         assert image.size == (32, 64)
 
 
-def test_weights_that_overflow_are_named_as_that(program: Any, tmp_path: Path) -> None:
+def test_the_error_of_weights_that_overflow_says_so(program: Any, tmp_path: Path) -> None:
     def enlarge(weights: Weights) -> None:
         weights["layers.0.attention.wqkv.weight"] *= 1e30
 
-    target = edited(tmp_path, C2I, enlarge)
-    code, _, err = program("export", "--target", target, "--vq", VQ, "--config", config_of(C2I), "--output", "bundle")
+    target = copy_weights(tmp_path, C2I, enlarge)
+    code, _, err = program("export", "--target", target, "--vq", VQ, "--config", config_path(C2I), "--output", "bundle")
     assert code == 2
     assert err.splitlines()[-1].startswith(f"lantern-rt: {target}: the weights overflow float32, found NaN or infinite")
 
@@ -79,17 +91,17 @@ def test_a_drafter_of_other_weights_of_the_same_shape_is_exported_with_a_warning
     program: Any, t2i_bundle: Path, tmp_path: Path
 ) -> None:
     files = open_bundle(t2i_bundle).manifest.files
-    own = files.get("target.data", files["target"]).sha256
-    for i, learned_from in enumerate((own, "0" * 64)):
-        drafter = copied(DRAFTER, tmp_path / f"drafter{i}", training={"target_sha256": learned_from})
-        command = ["--target", T2I, "--vq", VQ, "--config", config_of(T2I), "--drafter", drafter]
+    target_sha256 = files.get("target.data", files["target"]).sha256
+    for i, learned_from in enumerate((target_sha256, "0" * 64)):
+        drafter = copy_checkpoint(DRAFTER, tmp_path / f"drafter{i}", training={"target_sha256": learned_from})
+        command = ["--target", T2I, "--vq", VQ, "--config", config_path(T2I), "--drafter", drafter]
         code, _, err = program("export", *command, "--output", tmp_path / f"b{i}")
-        warning = f"warning: the drafter learned from target weights 000000000000..., not {own[:12]}..."
+        warning = f"warning: the drafter learned from target weights 000000000000..., not {target_sha256[:12]}..."
         assert (code, warning in err) == (0, bool(i))
 
 
-def test_a_picture_may_have_more_codes_than_lumina_mgpts_configuration_has_positions(tmp_path: Path) -> None:
-    model = read_lumina(copied(LUMINA, tmp_path / "short", max_position_embeddings=20), VQGAN, grid=6)
+def test_an_image_may_have_more_tokens_than_the_positions_of_lumina_mgpts_configuration(tmp_path: Path) -> None:
+    model = read_lumina(copy_checkpoint(LUMINA, tmp_path / "short", max_position_embeddings=20), VQGAN, grid=6)
     assert model.fields["condition"].prefix == 2048
 
 
@@ -102,7 +114,7 @@ def test_a_picture_may_have_more_codes_than_lumina_mgpts_configuration_has_posit
         ("llama", {}, "family"),
     ],
 )
-def test_options_that_a_family_does_not_take_or_lacks_are_refused(
+def test_options_that_a_family_does_not_support_or_lacks_are_rejected(
     family: str, options: dict[str, str], field: str
 ) -> None:
     assert error_of(CheckpointError, check_family, family, {"target": "t"} | options).field == field

@@ -1,4 +1,4 @@
-"""docs/first-hour.md as a new user would follow it: every block runs, in order, in one empty folder."""
+"""The blocks of docs/first-hour.md run as a new user would run them: in order, in one empty folder."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.slow
-def test_every_block_runs_in_turn(tmp_path: Path) -> None:
+def test_every_block_runs_in_order(tmp_path: Path) -> None:
     for needed in ("torch", "onnx", "onnxruntime", "scipy"):
         pytest.importorskip(needed)
-    programs, place = tmp_path / "programs", tmp_path / "place"
+    programs = tmp_path / "programs"
+    folder = tmp_path / "place"
     programs.mkdir()
-    place.mkdir()
-    (place / "examples").symlink_to(ROOT / "examples")
+    folder.mkdir()
+    (folder / "examples").symlink_to(ROOT / "examples")
     for name, arguments in (("lantern-rt", "-m lantern_rt"), ("python", "")):
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
         (programs / name).chmod(0o755)
-    surroundings = os.environ | {
+    environment = os.environ | {
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "LANTERN_RT_CACHE": str(tmp_path / "cache"),
     }
     outputs = []
-    for kind, block in BLOCKS[1:]:  # behind the line that installs
+    for kind, block in BLOCKS[1:]:  # without the line that installs
         command = ["bash", "-euc", block] if kind == "sh" else [sys.executable, "-c", block]
-        done = subprocess.run(command, cwd=place, env=surroundings, capture_output=True, text=True)
-        assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
-        assert "Traceback" not in done.stderr
-        outputs.append(done.stdout)
-    with Image.open(place / "sphere.png") as first, Image.open(place / "sphere-again.png") as again:
-        assert again.size == (4 * first.width, 4 * first.height)
-    names = {path.name for path in place.iterdir()}
+        process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert process.returncode == 0, f"{block}\n{process.stdout}\n{process.stderr}"
+        assert "Traceback" not in process.stderr
+        outputs.append(process.stdout)
+    with Image.open(folder / "sphere.png") as first, Image.open(folder / "sphere-again.png") as scaled_image:
+        assert scaled_image.size == (4 * first.width, 4 * first.height)
+    names = {path.name for path in folder.iterdir()}
     assert names >= {"a-blue-cube-on-snow.png", "a-green-cone-on-grass.png", "half-a-torus.png", "class-3-seed1.png"}
-    assert (place / "report/report.html").is_file()
+    assert (folder / "report/report.html").is_file()
     assert "\npassed\n" in "".join(outputs)

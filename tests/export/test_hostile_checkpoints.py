@@ -1,4 +1,4 @@
-"""Checkpoints of tensors that no model has, or that lie about themselves: one short line each, nothing allocated."""
+"""Checkpoints with unusual or misleading tensors: each has a short one-line error and allocates no memory."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from lantern_rt.export.checkpoints.files import read_config, read_weights
 from lantern_rt.export.models.eagle import read_drafter
 from lantern_rt.export.models.vq_checkpoints import read_vqgan
 
-C2I, VQ = DATA / "llamagen-c2i/c2i_tiny.pt", DATA / "llamagen-vq/vq_tiny.pt"
+C2I = DATA / "llamagen-c2i/c2i_tiny.pt"
+VQ = DATA / "llamagen-vq/vq_tiny.pt"
 VQGAN = DATA / "chameleon-vqgan"
 CIRCLE = b"cm\nModule\n)\x81q\x00}(X\x01\x00\x00\x00ah\x00ub."  # a module whose attribute a is itself
 JIT = DATA / "simplear/cosmos/encoder.jit"
 
 
 class Claiming(Tensor):
-    """A tensor that is saved with one number, and claims sizes, strides or a place far beyond it."""
+    """A tensor whose saved record claims sizes, strides or an offset beyond its storage."""
 
     claim: tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, sizes, strides
 
@@ -47,13 +48,13 @@ class Claiming(Tensor):
         return torch._utils._rebuild_tensor_v2, (storage, *self.claim, False, OrderedDict())
 
 
-def claiming(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    made = torch.ones(4).as_subclass(Claiming)
-    made.claim = (offset, sizes, strides)
-    return made
+def make_claiming_tensor(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    tensor = torch.ones(4).as_subclass(Claiming)
+    tensor.claim = (offset, sizes, strides)
+    return tensor
 
 
-ODD: dict[str, Callable[[], Any]] = {
+UNUSUAL_TENSORS: dict[str, Callable[[], Any]] = {
     "float8_e4m3fn": lambda: torch.ones(4).to(torch.float8_e4m3fn),
     "complex64": lambda: torch.ones(4, dtype=torch.complex64),
     "qint8": lambda: torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8),
@@ -68,7 +69,7 @@ ODD: dict[str, Callable[[], Any]] = {
     "NaN or infinite values": lambda: torch.tensor([1.0, float("-inf")]),
     "a str": lambda: "text",
 }
-BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "half.pt": (lambda path: path.write_bytes(C2I.read_bytes()[: C2I.stat().st_size // 2]), "cut short"),
     "empty.pt": (lambda path: path.write_bytes(b""), "cut short"),
     "text.bin": (lambda path: path.write_bytes(b"not found"), "not a PyTorch checkpoint"),
@@ -78,60 +79,78 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing.pt": (lambda path: torch.save({"model": {}}, path), "found an empty dict"),
     "inf.safetensors": (lambda path: save_file({"a": torch.tensor([float("inf")])}, path), "NaN or infinite"),
     "cut.jit": (lambda path: path.write_bytes(JIT.read_bytes()[:9000]), "not a PyTorch checkpoint"),
-    "compressed.jit": (lambda path: rewritten(path, kind=zipfile.ZIP_DEFLATED), "is compressed"),
+    "compressed.jit": (lambda path: rewrite_jit(path, kind=zipfile.ZIP_DEFLATED), "is compressed"),
     "within-itself.jit": (
-        lambda path: rewritten(path, CIRCLE),
+        lambda path: rewrite_jit(path, CIRCLE),
         "changes an object that others contain",
     ),
-    "keys-without-end.jit": (lambda path: rewritten(path, nested(DICT_WITH_KEY)), "objects within each other"),
-    "keys-without-end.pt": (lambda path: archived(path, nested(DICT_WITH_KEY)), "objects within each other"),
-    "keys-without-end.PKL.pt": (lambda path: archived(path, nested(DICT_WITH_KEY), "Data.PKL"), "within each other"),
-    "set-without-end.pt": (lambda path: archived(path, nested(SET_OF)), "objects within each other"),
-    "keys-before-zip.pt": (
-        lambda path: path.write_bytes(nested(DICT_WITH_KEY) + C2I.read_bytes()),
+    "keys-without-end.jit": (lambda path: rewrite_jit(path, nested_pickle(DICT_WITH_KEY)), "objects within each other"),
+    "keys-without-end.pt": (
+        lambda path: write_archive(path, nested_pickle(DICT_WITH_KEY)),
+        "objects within each other",
+    ),
+    "keys-without-end.PKL.pt": (
+        lambda path: write_archive(path, nested_pickle(DICT_WITH_KEY), "Data.PKL"),
         "within each other",
     ),
-    "old-keys-without-end.pt": (lambda path: path.write_bytes(MAGIC + nested(DICT_WITH_KEY)), "within each other"),
-    "lists-without-end.pt": (lambda path: archived(path, lists(down=False)), "objects within each other"),
-    "lists-filled-later.pt": (lambda path: archived(path, lists(down=True)), "changes an object that others contain"),
-    "large.pt": (lambda path: archived(path, b"\x80\x02" + b"N" * (1 << 26) + b"."), "data.pkl has 67,108,867 bytes"),
+    "set-without-end.pt": (lambda path: write_archive(path, nested_pickle(SET_OF)), "objects within each other"),
+    "keys-before-zip.pt": (
+        lambda path: path.write_bytes(nested_pickle(DICT_WITH_KEY) + C2I.read_bytes()),
+        "within each other",
+    ),
+    "old-keys-without-end.pt": (
+        lambda path: path.write_bytes(MAGIC + nested_pickle(DICT_WITH_KEY)),
+        "within each other",
+    ),
+    "lists-without-end.pt": (lambda path: write_archive(path, nested_lists(down=False)), "objects within each other"),
+    "lists-filled-later.pt": (
+        lambda path: write_archive(path, nested_lists(down=True)),
+        "changes an object that others contain",
+    ),
+    "large.pt": (
+        lambda path: write_archive(path, b"\x80\x02" + b"N" * (1 << 26) + b"."),
+        "data.pkl has 67,108,867 bytes",
+    ),
     "numbers-as-names.pt": (lambda path: torch.save({0: torch.ones(2)}, path), "found 0, expected names of weights"),
     "build.jit": (
-        lambda path: rewritten(path, b"Vos\nVsystem\n\x93."),
+        lambda path: rewrite_jit(path, b"Vos\nVsystem\n\x93."),
         "has the opcode UNICODE",
     ),
-    "code.jit": (lambda path: rewritten(path, pickle.dumps(Payload(), 2)), "not a PyTorch checkpoint"),
+    "code.jit": (lambda path: rewrite_jit(path, pickle.dumps(Payload(), 2)), "not a PyTorch checkpoint"),
     "absent.pt": (lambda path: None, "no such file"),
 }
 
 
-def rewritten(path: Path, listing: bytes | None = None, kind: int = zipfile.ZIP_STORED) -> None:
-    """A TorchScript archive with another list of weights, or compressed."""
-    with zipfile.ZipFile(JIT) as old, zipfile.ZipFile(path, "w", kind) as new:
-        for name in old.namelist():
-            new.writestr(name, listing if listing and name.endswith("/data.pkl") else old.read(name))
+def rewrite_jit(path: Path, listing: bytes | None = None, kind: int = zipfile.ZIP_STORED) -> None:
+    """Write a TorchScript archive with another list of weights, or compressed."""
+    with zipfile.ZipFile(JIT) as source, zipfile.ZipFile(path, "w", kind) as copy:
+        for name in source.namelist():
+            copy.writestr(name, listing if listing and name.endswith("/data.pkl") else source.read(name))
 
 
-LEVELS = 24  # of objects within each other: 2^24 parts, which any reader still comes to an end with
-MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({}, 2)  # of old files
-DICT_WITH_KEY, SET_OF = b"}(%sNu.", b"cbuiltins\nset\n%s\x85\x85R."
+LEVELS = 24  # of nested objects: 2^24 parts, few enough that a reader without the check still ends
+MAGIC = (
+    pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({}, 2)
+)  # header of files before PyTorch 1.6
+DICT_WITH_KEY = b"}(%sNu."
+SET_OF = b"cbuiltins\nset\n%s\x85\x85R."
 
 
-def nested(used: bytes) -> bytes:
-    """Return a pickle of tuples that each hold the one before twice; `used` says where the last one goes."""
+def nested_pickle(used: bytes) -> bytes:
+    """Return a pickle of tuples that each contain the previous tuple twice; `used` is where the last tuple goes."""
     pairs = [b"(h%ch%ctq%c" % (i, i, i + 1) for i in range(LEVELS)]
     return b"\x80\x02)q\x00" + b"".join(pairs) + used % (b"h%c" % LEVELS)
 
 
-def lists(down: bool) -> bytes:
-    """Return a pickle that calls lists within each other, filled from the innermost, or from the outermost `down`."""
+def nested_lists(down: bool) -> bytes:
+    """Return a pickle that calls nested lists, filled from the innermost, or with `down` from the outermost."""
     empty = b"".join(b"]q%c" % i for i in range(LEVELS + 1))
     filled = [b"h%c(h%ch%ce" % (i, i + 1, i + 1) for i in range(LEVELS)]
     last = b"]q\x00" + b"".join(b"]q%c(h%ch%ce" % (i + 1, i, i) for i in range(LEVELS)) + b")R."
     return b"\x80\x02" + (empty + b"".join(filled) + b"h\x00)R." if down else last)
 
 
-def archived(path: Path, content: bytes, name: str = "data.pkl") -> None:
+def write_archive(path: Path, content: bytes, name: str = "data.pkl") -> None:
     """Write a checkpoint of PyTorch with this pickle."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         for entry, data in ((name, content), ("version", b"3\n"), ("byteorder", b"little")):
@@ -143,33 +162,37 @@ class Payload:
         return os.system, ("true",)
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
-    write, words = BAD[name]
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_rejected_with_one_line(tmp_path: Path, name: str) -> None:
+    write, words = BAD_FILES[name]
     write(tmp_path / name)
     with pytest.raises(CheckpointError, match=words) as caught:
         read_weights(tmp_path / name)
     assert caught.value.field.startswith(str(tmp_path / name))
 
 
-def saved(path: Path, content: Any, **options: Any) -> Path:
+def save_checkpoint(path: Path, content: Any, **options: Any) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.save(content() if callable(content) else content, path, **options)
     return path
 
 
-@pytest.mark.parametrize("words", ODD)
-def test_a_tensor_that_no_model_has_is_refused_by_its_kind(tmp_path: Path, words: str) -> None:
-    path = saved(tmp_path / "odd.pt", lambda: {"good": torch.ones(2), "layers.7.bad": ODD[words]()})
+@pytest.mark.parametrize("words", UNUSUAL_TENSORS)
+def test_an_unusual_tensor_is_rejected_by_its_kind(tmp_path: Path, words: str) -> None:
+    path = save_checkpoint(
+        tmp_path / "odd.pt", lambda: {"good": torch.ones(2), "layers.7.bad": UNUSUAL_TENSORS[words]()}
+    )
     with pytest.raises(CheckpointError, match=words) as caught:
         read_weights(path)
     assert caught.value.field in (str(path), f"{path}: layers.7.bad")
 
 
-@pytest.mark.parametrize("words", ODD)
-def test_a_weight_that_is_not_read_may_be_anything(tmp_path: Path, words: str) -> None:
-    path = saved(tmp_path / "odd.pt", lambda: {"module.good": torch.ones(2), "module.loss.bad": ODD[words]()})
+@pytest.mark.parametrize("words", UNUSUAL_TENSORS)
+def test_an_unusual_tensor_that_is_not_needed_is_ignored(tmp_path: Path, words: str) -> None:
+    path = save_checkpoint(
+        tmp_path / "odd.pt", lambda: {"module.good": torch.ones(2), "module.loss.bad": UNUSUAL_TENSORS[words]()}
+    )
     assert [*read_weights(path, keep=lambda name: not name.startswith("loss."))] == ["good"]
 
 
@@ -178,23 +201,25 @@ def test_a_weight_that_is_not_read_may_be_anything(tmp_path: Path, words: str) -
 def test_a_weight_that_claims_more_than_its_file_holds_is_refused(
     tmp_path: Path, claim: tuple[int, tuple[int, ...], tuple[int, ...]], zipped: bool
 ) -> None:
-    path = saved(tmp_path / "big.pt", {"a": claiming(*claim)}, _use_new_zipfile_serialization=zipped)
+    path = save_checkpoint(
+        tmp_path / "big.pt", {"a": make_claiming_tensor(*claim)}, _use_new_zipfile_serialization=zipped
+    )
     with pytest.raises(CheckpointError, match=r"big\.pt: (is not a PyTorch checkpoint|found weights of)"):
         read_weights(path)
 
 
 @pytest.mark.parametrize("name", ["output.weight", "tok_embeddings.weight", "cls_embedding.embedding_table.weight"])
-def test_truth_values_where_numbers_belong_are_refused(tmp_path: Path, name: str) -> None:
+def test_boolean_weights_are_rejected(tmp_path: Path, name: str) -> None:
     weights = torch.load(C2I, weights_only=True)["model"]
     weights[name] = weights[name] > 0
     with pytest.raises(CheckpointError, match=rf"{name}.* bool numbers, expected floating-point numbers"):
-        read_transformer(saved(tmp_path / "a.pt", weights), config=C2I.with_name("config.json"))
+        read_transformer(save_checkpoint(tmp_path / "a.pt", weights), config=C2I.with_name("config.json"))
 
 
 def test_a_position_table_of_another_shape_is_refused(tmp_path: Path) -> None:
     weights = torch.load(C2I, weights_only=True)["model"] | {"freqs_cis": torch.tensor(1.0)}
     with pytest.raises(CheckpointError, match=r"freqs_cis: found shape \[\], expected 3 sizes"):
-        read_transformer(saved(tmp_path / "a.pt", weights), config=C2I.with_name("config.json"))
+        read_transformer(save_checkpoint(tmp_path / "a.pt", weights), config=C2I.with_name("config.json"))
 
 
 @pytest.mark.parametrize(
@@ -206,10 +231,10 @@ def test_a_position_table_of_another_shape_is_refused(tmp_path: Path) -> None:
         {"a" * 290 + str(i): torch.ones(1) for i in range(9)},
     ],
 )
-def test_messages_stay_short_whatever_names_say(
+def test_errors_are_short_and_printable_whatever_the_names_of_weights(
     tmp_path: Path, content: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = saved(tmp_path / "a.pt", content)
+    path = save_checkpoint(tmp_path / "a.pt", content)
     code = run_program(["export", "--target", str(path), "--vq", str(VQ), "--output", str(tmp_path / "b")])
     (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("reading ")]
     assert code == 2
@@ -228,7 +253,7 @@ def test_messages_stay_short_whatever_names_say(
         "\0\xff",
     ],
 )
-def test_a_configuration_that_breaks_its_reader_is_refused_shortly(tmp_path: Path, text: str) -> None:
+def test_a_configuration_that_breaks_the_json_parser_is_rejected_with_a_short_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text, "latin-1")
     with pytest.raises(CheckpointError, match=r"config\.json: ") as caught:
@@ -237,7 +262,7 @@ def test_a_configuration_that_breaks_its_reader_is_refused_shortly(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("text", "words"), [("#" * 20_000, "more than 16,384 bytes"), ("[" * 9000, "nested levels")])
-def test_a_yaml_that_would_be_parsed_for_minutes_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_a_yaml_that_would_take_minutes_to_parse_is_rejected(tmp_path: Path, text: str, words: str) -> None:
     shutil.copytree(VQGAN, tmp_path, dirs_exist_ok=True)
     (tmp_path / "vqgan.yaml").write_text(text)
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -245,24 +270,24 @@ def test_a_yaml_that_would_be_parsed_for_minutes_is_refused(tmp_path: Path, text
     assert caught.value.field == str(tmp_path / "vqgan.yaml")
 
 
-def test_a_yaml_of_aliases_is_refused_before_anything_is_made_of_it(tmp_path: Path) -> None:
-    lists = [f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]" for i in range(LEVELS)]
+def test_a_yaml_with_aliases_is_rejected_before_they_are_expanded(tmp_path: Path) -> None:
+    nested_lists = [f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]" for i in range(LEVELS)]
     fields = f"model: {{params: {{n_embed: 128, ddconfig: {{resolution: *a{LEVELS}}}}}}}"
     shutil.copytree(VQGAN, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "vqgan.yaml").write_text("\n".join(["a0: &a0 []", *lists, fields]))
+    (tmp_path / "vqgan.yaml").write_text("\n".join(["a0: &a0 []", *nested_lists, fields]))
     error = error_of(CheckpointError, read_vqgan, tmp_path)
     assert error.field == str(tmp_path / "vqgan.yaml")
     assert error.found.startswith("aliases")
 
 
-def test_a_pipe_or_an_endless_device_is_no_configuration(tmp_path: Path) -> None:
+def test_a_pipe_or_an_endless_device_is_rejected_as_a_configuration(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(CheckpointError, match=f"{path}: .*a pipe or a device"):
             read_config(path)
 
 
-def test_a_path_that_the_system_refuses_is_named(tmp_path: Path) -> None:
+def test_the_error_of_an_invalid_path_names_the_systems_reason(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="File name too long"):
         read_weights(tmp_path / ("a" * 300))
     target = read_transformer(C2I, config=C2I.with_name("config.json")).decoder
@@ -271,12 +296,16 @@ def test_a_path_that_the_system_refuses_is_named(tmp_path: Path) -> None:
 
 
 def test_warnings_of_libraries_do_not_reach_the_terminal(tmp_path: Path) -> None:
-    path = saved(tmp_path / "csr.pt", lambda: {"a": torch.ones(4, 4).to_sparse_csr(), "b": torch.ones(2).to_sparse()})
+    path = save_checkpoint(
+        tmp_path / "csr.pt", lambda: {"a": torch.ones(4, 4).to_sparse_csr(), "b": torch.ones(2).to_sparse()}
+    )
     command = ["export", "--target", path, "--vq", VQ, "--output", tmp_path / "b"]
-    done = subprocess.run([sys.executable, "-m", "lantern_rt", *map(str, command)], capture_output=True, text=True)
-    assert done.returncode == 2
-    *progress, line = done.stderr.splitlines()
-    begun = [one for one in progress if "so far" not in one and " of " not in one]  # slow hosts hear of it meanwhile
-    assert begun == ["reading checkpoints", "reading csr.pt"]
+    process = subprocess.run([sys.executable, "-m", "lantern_rt", *map(str, command)], capture_output=True, text=True)
+    assert process.returncode == 2
+    *progress, line = process.stderr.splitlines()
+    stages = [
+        line for line in progress if "so far" not in line and " of " not in line
+    ]  # without progress on slow hosts
+    assert stages == ["reading checkpoints", "reading csr.pt"]
     assert line.startswith(f"lantern-rt: {path}: a: found a Tensor of another")
     assert json.dumps(line).isascii()

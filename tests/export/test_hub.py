@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import stand_in_hub
 import torch
-from goldens import DATA, manifest
+from goldens import DATA, read_manifest
 from safetensors.torch import save
 from stand_in_hub import COMMIT, HEADERS, OLD, PUBLIC, REPOSITORIES, Hub, environment, run, serve_hub
 from tiny_bundle import make_tiny_bundle
@@ -24,7 +24,7 @@ from tiny_bundle import make_tiny_bundle
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.hub import parse_reference
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.hub import cached_origin, fetch
+from lantern_rt.export.checkpoints.hub import fetch, find_hub_origin
 
 pytest.importorskip("huggingface_hub")
 INDEX = {"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}
@@ -51,12 +51,12 @@ OWNED: dict[str, dict[str, bytes]] = {
 FETCH = """
 import json, sys
 from lantern_rt.errors import LanternError
-from lantern_rt.export.checkpoints.hub import cached_origin, fetch
+from lantern_rt.export.checkpoints.hub import find_hub_origin, fetch
 for place in sys.argv[1:]:
     try:
         path = fetch(place)
         files = sorted(path.iterdir() if path.is_dir() else [path])
-        print(json.dumps([str(path), [cached_origin(file) for file in files]]))
+        print(json.dumps([str(path), [find_hub_origin(file) for file in files]]))
     except LanternError as error:
         print(json.dumps([error.field, str(error)]))
 """
@@ -80,8 +80,10 @@ class Fetches:
         online = self._fetch(endpoint, home, *self.there, *self.missing)
         offline = self._fetch("http://127.0.0.1:9", home, *self.there, *self.uncached)
         split = len(self.there)
-        self.online, self.refused = online[:split], online[split:]
-        self.offline, self.refused_offline = offline[:split], offline[split:]
+        self.online = online[:split]
+        self.refused = online[split:]
+        self.offline = offline[:split]
+        self.refused_offline = offline[split:]
 
     def _fetch(self, endpoint: str, home: Path, *places: str) -> list[tuple[str, Any]]:
         done = run(endpoint, home, "-c", FETCH, *places)
@@ -138,7 +140,7 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
     done = run(endpoint, tmp_path / "home", "-m", "lantern_rt", "export", *arguments)
     assert done.returncode == 0, done.stderr
     assert " from the hub; the bundle takes at least " in done.stderr
-    assert [(source.role, source.name, source.origin) for source in manifest(output).provenance.sources] == [
+    assert [(source.role, source.name, source.origin) for source in read_manifest(output).provenance.sources] == [
         ("target_config", "config.json", f"hf:owner/target/config.json@{COMMIT}"),
         ("target", "model.safetensors", f"hf:owner/target/model.safetensors@{COMMIT}"),
         ("lora:0.5", "adapter_model.safetensors", f"hf:owner/style/adapter_model.safetensors@{COMMIT}"),
@@ -271,7 +273,7 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(revision: str) -> None:
 
 def test_a_plain_path_is_left_alone(tmp_path: Path) -> None:
     assert fetch(tmp_path / "x.pt") == tmp_path / "x.pt"
-    assert cached_origin(fetch("models/x.pt")) is None
+    assert find_hub_origin(fetch("models/x.pt")) is None
 
 
 # ---------------------------------------------------------------- bundles
@@ -281,7 +283,8 @@ class Program:
     """The command line, in a folder, with the hub."""
 
     def __init__(self, endpoint: str, folder: Path) -> None:
-        self.endpoint, self.folder = endpoint, folder
+        self.endpoint = endpoint
+        self.folder = folder
 
     def __call__(self, *arguments: object, home: str = "home", **variables: str) -> tuple[int, str]:
         """Exit code, and what went to stdout, or if it failed the last line of stderr."""
@@ -305,9 +308,11 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
     there = REPOSITORIES["owner/pushed"]
     assert "owner/pushed" not in PUBLIC
     assert {entry.path for entry in bundle.manifest.files.values()} < there.keys()
-    card, sample = there["README.md"].decode(), tmp_path / "sample.png"
+    card = there["README.md"].decode()
+    sample = tmp_path / "sample.png"
     assert "lantern-rt run hf:owner/pushed --class-id 0\n" in card
     assert f"digest | {bundle.digest}" in card
+    assert "pip install" not in card  # which knows no index
     sample.write_bytes(there["samples/4.png"])
     arguments = ("run", "hf:owner/pushed@v1", "--from", sample, "--output", tmp_path / "again.png", "--force")
     for variables in ({}, {"endpoint": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):

@@ -1,4 +1,4 @@
-"""Products of integers: every node has the same bits whatever shares its pass, so that exact methods stay exact."""
+"""Int8 matmuls: the output of a node does not depend on the pass, so that exact methods stay exact."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from small_models import CONFIG, randomise_norms, stored
+from small_models import CONFIG, make_target, randomise_norms
 
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.errors import ParityError
 from lantern_rt.export.compare import run_module
 from lantern_rt.export.graph.graphs import Graph, plan_graph
-from lantern_rt.export.graph.precision import quantise, round_activations
-from lantern_rt.export.measures import relative_error
+from lantern_rt.export.graph.precision import quantize, round_activations
+from lantern_rt.export.measures import measure_relative_error
 from lantern_rt.export.verify import check_parity
 
 NODES = 24
@@ -33,9 +33,9 @@ Past = dict[str, Floats]
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    made = stored(torch.float32, replace(CONFIG, grid=4, spare_positions=16, qkv_bias=True))
-    randomise_norms(made.module)
-    return made
+    target = make_target(torch.float32, replace(CONFIG, grid=4, spare_positions=16, qkv_bias=True))
+    randomise_norms(target.module)
+    return target
 
 
 @pytest.fixture(scope="module")
@@ -53,42 +53,55 @@ def embeds() -> Floats:
 def run(
     session: Any, embeds: Floats, positions: Any, among: NDArray[np.bool_], past: Past, hidden: int = 1
 ) -> dict[str, Floats]:
-    """One pass over `embeds [rows, nodes, width]`, which see the past but its first `hidden` columns, and `among`."""
+    """Run a pass.
+
+    Args:
+        session: session of the graph.
+        embeds: inputs `[rows, nodes, width]`.
+        positions: positions of the nodes.
+        among: true where a node attends to a node, `[nodes, nodes]`.
+        past: keys and values of earlier nodes.
+        hidden: number of first columns of the past that are masked.
+    """
     rows, nodes = embeds.shape[:2]
     columns = len(next(iter(past.values())))
     mask = np.zeros((rows, 1, nodes, columns + nodes), np.float32)
-    mask[..., :hidden] = HIDDEN  # ONNX Runtime divides by zero where there is no column at all
+    mask[..., :hidden] = HIDDEN  # ONNX Runtime would divide by zero without any column
     mask[..., columns:] = np.where(among, 0, HIDDEN)
     feeds = {"input_embeds": np.ascontiguousarray(embeds), "attention_mask": mask, **past}
     feeds["position_ids"] = np.broadcast_to(positions, (rows, nodes)).astype(np.int64)
-    return dict(zip((o.name for o in session.get_outputs()), session.run(None, feeds), strict=True))
+    return dict(zip((output.name for output in session.get_outputs()), session.run(None, feeds), strict=True))
 
 
-def nothing(session: Any, hidden: int = 1) -> Past:
-    """A past of hidden columns."""
-    shapes = {one.name: one.shape[2:] for one in session.get_inputs() if one.name.startswith("past")}
+def masked_past(session: Any, hidden: int = 1) -> Past:
+    """Return a past with only masked columns."""
+    shapes = {value.name: value.shape[2:] for value in session.get_inputs() if value.name.startswith("past")}
     return {name: np.zeros((hidden, 2, *shape), np.float32) for name, shape in shapes.items()}
 
 
 def decode(session: Any, embeds: Floats, sizes: list[int], hidden: int = 1) -> Floats:
-    """Logits `[rows, nodes, codes]` of a chain that is cut into passes of these sizes, over and over."""
-    past, done, logits = nothing(session, hidden), 0, list[Floats]()
+    """Return the logits `[rows, nodes, codes]` of a chain, run in passes of these sizes, repeated."""
+    past = masked_past(session, hidden)
+    num_done = 0
+    logits = list[Floats]()
     for size in cycle(sizes):
-        nodes = min(size, NODES - done)
-        fed = max(nodes, 2)  # as the runtime does: another kernel computes passes of one node
-        chosen = np.minimum(np.arange(done, done + fed), NODES - 1)
-        found = run(session, embeds[:, chosen], chosen, np.tri(fed, dtype=bool), past, hidden)
-        logits.append(found["logits"][:, :nodes])
-        past = {key: np.concatenate([own, found[key.replace("past", "new")][:nodes]]) for key, own in past.items()}
-        done += nodes
-        if done == NODES:
+        nodes = min(size, NODES - num_done)
+        padded_nodes = max(nodes, 2)  # as the runtime does, since passes of one node use another kernel
+        node_indices = np.minimum(np.arange(num_done, num_done + padded_nodes), NODES - 1)
+        outputs = run(session, embeds[:, node_indices], node_indices, np.tri(padded_nodes, dtype=bool), past, hidden)
+        logits.append(outputs["logits"][:, :nodes])
+        past = {
+            key: np.concatenate([array, outputs[key.replace("past", "new")][:nodes]]) for key, array in past.items()
+        }
+        num_done += nodes
+        if num_done == NODES:
             break
     return np.concatenate(logits, 1)
 
 
 @settings(max_examples=30, deadline=None)
 @given(sizes=st.lists(st.integers(1, NODES), min_size=1, max_size=6))
-def test_a_chain_has_the_same_bits_however_it_is_cut_into_passes(
+def test_a_chain_has_the_same_bits_however_it_is_split_into_passes(
     session: Any, embeds: Floats, sizes: list[int]
 ) -> None:
     np.testing.assert_array_equal(decode(session, embeds, sizes), decode(session, embeds, [1]))
@@ -98,16 +111,16 @@ def test_a_chain_has_the_same_bits_however_it_is_cut_into_passes(
 @given(st.data())
 def test_a_path_of_a_tree_has_the_bits_of_a_chain(session: Any, embeds: Floats, data: st.DataObject) -> None:
     parents = [-1, *(data.draw(st.integers(-1, i - 1)) for i in range(1, 12))]
-    sees = np.eye(len(parents), dtype=bool)
+    mask = np.eye(len(parents), dtype=bool)
     for node, parent in enumerate(parents):
         if parent >= 0:
-            sees[node] |= sees[parent]
-    depth = sees.sum(1) - 1
-    tree = run(session, embeds[:, : len(parents)], depth, sees, nothing(session))["logits"]
+            mask[node] |= mask[parent]
+    depth = mask.sum(1) - 1
+    tree = run(session, embeds[:, : len(parents)], depth, mask, masked_past(session))["logits"]
     leaf = data.draw(st.integers(0, len(parents) - 1))
-    path = np.flatnonzero(sees[leaf])
-    path = np.append(path, path[-1:]) if len(path) == 1 else path  # never one node alone
-    chain = run(session, embeds[:, path], depth[path], np.tri(len(path), dtype=bool), nothing(session))["logits"]
+    path = np.flatnonzero(mask[leaf])
+    path = np.append(path, path[-1:]) if len(path) == 1 else path  # never a single node
+    chain = run(session, embeds[:, path], depth[path], np.tri(len(path), dtype=bool), masked_past(session))["logits"]
     np.testing.assert_array_equal(tree[:, leaf], chain[:, list(path).index(leaf)])
 
 
@@ -119,16 +132,16 @@ def test_a_pass_reads_every_weight_once(graph: Graph, tmp_path: Path) -> None:
     assert set(products) == weights
 
 
-def test_onnx_runtime_keeps_at_most_90_operations_a_layer(graph: Graph, tmp_path: Path) -> None:
+def test_onnx_runtime_runs_at_most_90_operations_per_layer(graph: Graph, tmp_path: Path) -> None:
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
-    options.log_severity_level = 3  # such a file is of use on this processor alone
+    options.log_severity_level = 3  # warns that the file is only for this processor
     onnxruntime.InferenceSession(plan_graph(graph, "int8").write(tmp_path / "target.onnx")[0], options)
-    around = 16  # look-ups, the output head and what turns inputs and outputs; biases and shared keys take 8 of a layer
-    assert len(onnx.load(tmp_path / "optimised.onnx").graph.node) <= 90 * CONFIG.num_layers + around
+    outside_layers = 16  # embeddings, output head, and transposes of inputs and outputs
+    assert len(onnx.load(tmp_path / "optimised.onnx").graph.node) <= 90 * CONFIG.num_layers + outside_layers
 
 
-def test_other_rows_of_a_batch_change_nothing(session: Any, embeds: Floats) -> None:
+def test_other_rows_of_a_batch_change_masked_past(session: Any, embeds: Floats) -> None:
     both = decode(session, embeds, [3])
     other = np.stack([embeds[0], 100 * embeds[1]])
     np.testing.assert_array_equal(decode(session, other, [3])[0], both[0])
@@ -138,24 +151,26 @@ def test_other_rows_of_a_batch_change_nothing(session: Any, embeds: Floats) -> N
 def test_wide_heads_have_the_same_bits_for_any_number_of_columns(width: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 2 * width, "num_heads": 2, "num_kv_heads": 1, "spare_positions": 200}
-    made = stored(torch.float32, replace(CONFIG, rotary="sequence", max_image_tokens=NODES, qkv_bias=True, **sizes))
+    target = make_target(
+        torch.float32, replace(CONFIG, rotary="sequence", max_image_tokens=NODES, qkv_bias=True, **sizes)
+    )
     with torch.no_grad():
-        dict(made.module.named_parameters())["layers.0.attention.qkv.weight"] *= 8
-    session = load_session(plan_graph(made, "int8").write(tmp_path / "target.onnx")[0], 2, "cpu")
+        dict(target.module.named_parameters())["layers.0.attention.qkv.weight"] *= 8
+    session = load_session(plan_graph(target, "int8").write(tmp_path / "target.onnx")[0], 2, "cpu")
     embeds = np.random.default_rng(0).standard_normal((2, NODES, 2 * width), dtype=np.float32)
     expected = decode(session, embeds, [2])
     for hidden in (64, 100, 190):
         np.testing.assert_array_equal(decode(session, embeds, [2], hidden), expected)
 
 
-def test_nodes_of_zeros_give_what_biases_make_of_them(session: Any) -> None:
+def test_nodes_of_zeros_have_the_outputs_of_biases_alone(session: Any) -> None:
     empty = np.zeros((2, 3, CONFIG.hidden_size), np.float32)
-    found = run(session, empty, 0, np.tri(3, dtype=bool), nothing(session))
-    expected = np.broadcast_to(found["logits"][0, 0], found["logits"].shape)
-    np.testing.assert_allclose(found["logits"], expected, rtol=0, atol=0.05)
+    outputs = run(session, empty, 0, np.tri(3, dtype=bool), masked_past(session))
+    expected = np.broadcast_to(outputs["logits"][0, 0], outputs["logits"].shape)
+    np.testing.assert_allclose(outputs["logits"], expected, rtol=0, atol=0.05)
 
 
-def test_the_graph_computes_what_the_module_does_with_rounded_nodes(graph: Graph, tmp_path: Path) -> None:
+def test_the_graph_agrees_with_the_module_on_rounded_activations(graph: Graph, tmp_path: Path) -> None:
     plan = plan_graph(graph, "int8")
     path = plan.write(tmp_path / "target.onnx")[0]
     assert plan.storages["head.weight"] == "columns"
@@ -166,31 +181,31 @@ def test_the_graph_computes_what_the_module_does_with_rounded_nodes(graph: Graph
         check_parity(graph, path, plan)
 
 
-def test_what_has_outliers_keeps_15_bits(graph: Graph, session: Any, embeds: Floats) -> None:
+def test_activations_with_outliers_have_15_bits(graph: Graph, session: Any, embeds: Floats) -> None:
     outliers = embeds * np.where(np.arange(CONFIG.hidden_size) == 3, 30, 1).astype(np.float32)
-    found = run(session, outliers, np.arange(NODES), np.tri(NODES, dtype=bool), nothing(session))
+    outputs = run(session, outliers, np.arange(NODES), np.tri(NODES, dtype=bool), masked_past(session))
     inputs = {"input_embeds": outliers, "position_ids": np.tile(np.arange(NODES), (2, 1))}
     inputs["attention_mask"] = np.where(np.tri(NODES, dtype=bool), 0, HIDDEN).astype(np.float32)[None, None]
-    inputs |= {name: array[:0] for name, array in nothing(session).items()}
+    inputs |= {name: array[:0] for name, array in masked_past(session).items()}
     exact = run_module(graph, inputs, plan_graph(graph, "int8"))["new_key_values.0.key"]
-    assert relative_error(found["new_key_values.0.key"], exact) < 5e-4  # 4e-2 with 8 bits
+    assert measure_relative_error(outputs["new_key_values.0.key"], exact) < 5e-4  # would be 4e-2 with 8 bits
 
 
-def test_every_output_of_a_matrix_has_a_scale_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_output_of_a_matrix_has_a_separate_scale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(0)
     weight = torch.randn(96, 5) * torch.logspace(-3, 3, 5)
-    integers, scales = quantise(weight, "columns")
+    integers, scales = quantize(weight, "columns")
     assert scales.shape == (1, 5)
-    assert (integers.abs().amax(0) == 64).all()  # processors without VNNI add two products of 8 bits in 16
+    assert (integers.abs().amax(0) == 64).all()  # processors without VNNI add two 8-bit products in 16 bits
     assert ((integers * scales - weight).abs() <= scales * 0.5001).all()
-    whole = plan_graph(stored(torch.bfloat16), "int8").write(tmp_path / "whole.onnx")
+    whole = plan_graph(make_target(torch.bfloat16), "int8").write(tmp_path / "whole.onnx")
     monkeypatch.setattr("lantern_rt.export.graph.precision.CHUNK_NUMBERS", 100)
-    parts = plan_graph(stored(torch.bfloat16), "int8").write(tmp_path / "parts.onnx")
+    parts = plan_graph(make_target(torch.bfloat16), "int8").write(tmp_path / "parts.onnx")
     initialisers = [[t.raw_data for t in onnx.load(files[0]).graph.initializer] for files in (whole, parts)]
     assert initialisers[0] == initialisers[1]
 
 
-def test_nodes_are_rounded_to_127_steps_on_either_side() -> None:
+def test_activations_are_rounded_to_127_steps_in_each_direction() -> None:
     x = torch.tensor([[-2.0, 1.0, 0.004], [0.0, 0.0, 0.0], [1e-30, 0.0, -1e-30]])
-    found = round_activations(x)
-    np.testing.assert_allclose(found, [[-2, 64 * 2 / 127, 0], [0, 0, 0], [1e-30, 0, -1e-30]], rtol=1e-6)
+    rounded = round_activations(x)
+    np.testing.assert_allclose(rounded, [[-2, 64 * 2 / 127, 0], [0, 0, 0], [1e-30, 0, -1e-30]], rtol=1e-6)

@@ -1,4 +1,4 @@
-"""An exception that a signal's handler raises while checkpoints are read reaches the caller unchanged."""
+"""An exception raised in a signal handler while checkpoints are read reaches the caller unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A family LANTERN never had: Janus, checked against transformers itself on small random weights."""
+"""Janus exported from its layout in transformers, compared with transformers on small random weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from family_readers import read_janus
-from goldens import Run, embed
+from goldens import GraphRun, embed
 from refusals import error_of
 from small_janus import BEGIN, CODES, GRID, START, WORDS, random_janus, write_janus
 
@@ -19,6 +19,7 @@ from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.compare import GraphFileSession
+from lantern_rt.export.models import exact
 from lantern_rt.export.writer import export_model
 
 pytest.importorskip("transformers")
@@ -31,10 +32,10 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model as transformers saves it, in several shards, with a tokenizer of a few words."""
-    place = tmp_path_factory.mktemp("janus") / "tiny"
-    write_janus(model, place)
-    return place
+    """Save the model as transformers does, in several shards, with a tokenizer of a few words."""
+    folder_of_model = tmp_path_factory.mktemp("janus") / "tiny"
+    write_janus(model, folder_of_model)
+    return folder_of_model
 
 
 @pytest.fixture(scope="module")
@@ -47,30 +48,30 @@ def prompt_ids(words: str) -> list[int]:
     return [START, 15, *(10 + WORDS.index(word) for word in words.split()), 16, BEGIN]
 
 
-def close(found: np.ndarray, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
-    np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=tolerance, strict=True)
+def assert_close(values: np.ndarray, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+    np.testing.assert_allclose(values, expected.numpy(), rtol=0, atol=tolerance, strict=True)
 
 
-def test_prompt_and_codes_give_transformers_hidden_states_and_logits(model: Any, bundle: Path) -> None:
+def test_prompt_and_codes_have_the_hidden_states_and_logits_of_transformers(model: Any, bundle: Path) -> None:
     ids = torch.tensor([prompt_ids("a red cube"), prompt_ids("sand on cube")])
     codes = torch.randint(CODES, (2, 10), generator=torch.Generator().manual_seed(1))
     embeds = torch.cat([model.get_input_embeddings()(ids), model.prepare_embeddings_for_image_generation(codes)], 1)
     hidden = model.model.language_model(inputs_embeds=embeds).last_hidden_state
-    run = Run(bundle, rows=2)
+    run = GraphRun(bundle, rows=2)
     table = np.load(bundle / "code_embeddings.npy")
-    parts = [run.step(input_embeds=embed(bundle, ids.numpy())), run.step(input_embeds=table[codes.numpy()])]
-    close(np.concatenate([part["hidden_states"] for part in parts], 1), hidden)
-    close(np.concatenate([part["logits"] for part in parts], 1), model.model.generation_head(hidden), 3e-4)
+    outputs = [run.step(input_embeds=embed(bundle, ids.numpy())), run.step(input_embeds=table[codes.numpy()])]
+    assert_close(np.concatenate([output["hidden_states"] for output in outputs], 1), hidden)
+    assert_close(np.concatenate([output["logits"] for output in outputs], 1), model.model.generation_head(hidden), 3e-4)
 
 
-def test_codes_become_transformers_pictures(model: Any, bundle: Path) -> None:
+def test_codes_decode_to_the_images_of_transformers(model: Any, bundle: Path) -> None:
     codes = torch.randint(CODES, (2, GRID**2), generator=torch.Generator().manual_seed(2))
-    pictures = GraphFileSession(bundle / "vq_decoder.onnx").run({"codes": codes.numpy()})["images"]
-    close(pictures, model.decode_image_tokens(codes).permute(0, 3, 1, 2))
+    images = GraphFileSession(bundle / "vq_decoder.onnx").run({"codes": codes.numpy()})["images"]
+    assert_close(images, model.decode_image_tokens(codes).permute(0, 3, 1, 2))
 
 
 @pytest.mark.parametrize("words", ["a red cube on sand", "sand"])
-def test_a_greedy_picture_is_the_one_transformers_generates(model: Any, bundle: Path, words: str) -> None:
+def test_a_greedy_image_is_the_one_that_transformers_generates(model: Any, bundle: Path, words: str) -> None:
     ids = torch.tensor([prompt_ids(words)])
     expected = model.generate(
         ids, attention_mask=torch.ones_like(ids), generation_mode="image", do_sample=False, use_cache=True
@@ -80,7 +81,7 @@ def test_a_greedy_picture_is_the_one_transformers_generates(model: Any, bundle: 
     assert result.codes[0].tolist() == expected[0].tolist()
 
 
-def test_a_bundle_agrees_with_its_folder_and_takes_no_other_checkpoint(
+def test_verify_passes_with_the_folder_and_rejects_a_second_checkpoint(
     bundle: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["verify", str(bundle), str(folder)]
@@ -101,9 +102,23 @@ def test_a_bundle_agrees_with_its_folder_and_takes_no_other_checkpoint(
         ("config.json", {"model_type": "chameleon"}, "config.json: model_type"),
     ],
 )
-def test_what_a_folder_lacks_is_named(folder: Path, tmp_path: Path, name: str, content: Any, field: str) -> None:
+def test_the_error_of_an_incomplete_folder_names_what_is_missing(
+    folder: Path, tmp_path: Path, name: str, content: Any, field: str
+) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).unlink()
     if content is not None:
         (tmp_path / name).write_text(json.dumps(content))
     assert error_of(CheckpointError, read_janus, tmp_path).field.endswith(field)
+
+
+def test_layers_of_the_table_have_the_same_bits_in_any_order_of_their_sums_and_are_those_of_pytorch() -> None:
+    rng = np.random.default_rng(0)
+    inputs, weight = (np.ldexp(rng.normal(size=size), rng.integers(-9, 9, size)) for size in ((7, 500), (9, 500)))
+    bias, order = rng.normal(size=9), rng.permutation(500)
+    found = exact.linear(inputs, exact.split(weight), bias)
+    assert np.array_equal(found, exact.linear(inputs[:, order], exact.split(weight[:, order]), bias))
+    scale = np.abs(inputs).max() * np.abs(weight).max()
+    np.testing.assert_allclose(found, inputs @ weight.T + bias, rtol=0, atol=1e-10 * scale)
+    values = np.linspace(-20, 20, 10_001)
+    assert_close(exact.gelu(values), torch.nn.functional.gelu(torch.from_numpy(values)), 3e-8)

@@ -1,4 +1,4 @@
-"""Janus as DeepSeek publishes it: every recorded array, prompts, and the layouts of its folder."""
+"""Janus as published by DeepSeek: every recorded array, prompts, and the layouts of its folder."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import JANUS, JANUS_CONVERTED, copied, sharded
+from checkpoint_copies import JANUS, JANUS_CONVERTED, copy_checkpoint, copy_sharded
 from family_readers import read_janus
-from goldens import DATA, GUIDED, Run, close, embed, golden, observed
+from goldens import DATA, GUIDED_TOLERANCE, GraphRun, assert_close, embed, load_golden, read_values
 from guided_logits import guide
 from numpy.typing import NDArray
 from refusals import error_of
-from shared_goldens import decoded, layer_sums
+from shared_goldens import decode_image_values, residual_sum_names
 
 from lantern_rt import Pipeline
 from lantern_rt.errors import CheckpointError
@@ -24,11 +24,11 @@ from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import to_image
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.output.images import image_from_pixels
+from lantern_rt.runtime.sampling import compute_distribution
 
 FOLDER = DATA / "janus-deepseek"
-ARRAYS = golden("janus-deepseek")
+ARRAYS = load_golden("janus-deepseek")
 TRACES: list[dict[str, Any]] = json.loads((FOLDER / "traces.json").read_text())
 GREEDY = [trace for trace in TRACES if not trace["sample"]]
 SAMPLED = [trace for trace in TRACES if trace["sample"]]
@@ -37,11 +37,14 @@ PROTOCOL: dict[str, Any] = json.loads((FOLDER / "protocol.json").read_text())
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Bundles of DeepSeek's layout and of transformers'."""
+    """Export bundles from DeepSeek's layout and from the layout of transformers."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("bundles")
-    places = (JANUS, JANUS_CONVERTED)
-    return [export_model(read_janus(place), folder / place.name, name="janus") for place in places]
+    checkpoint_folders = (JANUS, JANUS_CONVERTED)
+    return [
+        export_model(read_janus(checkpoint_folder), folder / checkpoint_folder.name, name="janus")
+        for checkpoint_folder in checkpoint_folders
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -56,53 +59,54 @@ def by_name(trace: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- decoder
 
 
-class Rows:
-    """Both rows of a prompt, and codes behind them."""
+class PromptAndCodes:
+    """Runs both rows of a recorded prompt, then codes."""
 
     def __init__(self, bundle: Path, prompt: int) -> None:
         self.table = np.load(bundle / "code_embeddings.npy")
-        self.run = Run(bundle, rows=2)
+        self.run = GraphRun(bundle, rows=2)
         self.prefill = self.run.step(input_embeds=embed(bundle, ARRAYS[f"prompt{prompt}_ids"]))
 
     def step(self, codes: Any, **options: Any) -> dict[str, NDArray[Any]]:
         return self.run.step(input_embeds=np.tile(self.table[np.array(codes)], (2, 1, 1)), **options)
 
     def logits(self, codes: list[int]) -> NDArray[np.float32]:
-        """Logits of both rows for every code of an image, `[2, codes, vocabulary]`."""
+        """Return the logits of both rows for every token of an image, `[2, codes, vocabulary]`."""
         return np.concatenate([self.prefill["logits"][:, -1:], self.step(codes[:-1])["logits"]], 1)
 
 
-def test_the_prompt_gives_prefill_logits_keys_and_values_and_every_layer_its_hidden_states(bundle: Path) -> None:
-    out = Rows(bundle, 0).prefill
-    close(out["logits"], ARRAYS["prefill_logits"])
+def test_the_prefill_has_the_recorded_logits_keys_values_and_hidden_states(bundle: Path) -> None:
+    out = PromptAndCodes(bundle, 0).prefill
+    assert_close(out["logits"], ARRAYS["prefill_logits"])
     for part in ("key", "value"):
-        found = np.stack([out[f"new_key_values.{i}.{part}"] for i in range(3)])  # [layers, nodes, rows, heads, width]
-        close(found.transpose(0, 2, 3, 1, 4), ARRAYS[f"prefill_{part}s"])
+        tensors = np.stack([out[f"new_key_values.{i}.{part}"] for i in range(3)])  # [layers, nodes, rows, heads, width]
+        assert_close(tensors.transpose(0, 2, 3, 1, 4), ARRAYS[f"prefill_{part}s"])
     embeds = embed(bundle, ARRAYS["prompt0_ids"])
     nodes = embeds.shape[1]
     feeds = {"input_embeds": embeds, "position_ids": np.tile(np.arange(nodes), (2, 1))}
     feeds["attention_mask"] = np.tile(np.where(np.tri(nodes), 0, HIDDEN).astype(np.float32), (2, 1, 1, 1))
     empty = np.zeros((0, 2, 4, 10), np.float32)
     feeds |= {f"past_key_values.{i}.{part}": empty for i in range(3) for part in ("key", "value")}
-    *states, last = observed(bundle / "target.onnx", [*layer_sums(bundle)[2:-1:2], "hidden_states"], feeds)
-    close(np.stack([embeds, *(state.swapaxes(0, 1) for state in states), last]), ARRAYS["layer_hidden"])
+    *states, last = read_values(bundle / "target.onnx", [*residual_sum_names(bundle)[2:-1:2], "hidden_states"], feeds)
+    assert_close(np.stack([embeds, *(state.swapaxes(0, 1) for state in states), last]), ARRAYS["layer_hidden"])
 
 
-def test_codes_fed_one_at_a_time_and_a_tree_behind_them_give_the_recorded_outputs(bundle: Path) -> None:
-    rows = Rows(bundle, 0)
-    close(rows.table, ARRAYS["code_embeds"])
-    close(rows.table[ARRAYS["decode_tokens"]], ARRAYS["decode_embeds"])
-    steps = [rows.step([code]) for code in ARRAYS["decode_tokens"]]
-    close(np.concatenate([step["hidden_states"] for step in steps], 1), ARRAYS["decode_hidden"])
-    close(np.concatenate([step["logits"] for step in steps], 1), ARRAYS["decode_logits"])
-    depths, parents = ARRAYS["tree_depth"], ARRAYS["tree_parents"]
+def test_codes_token_by_token_and_a_tree_after_them_have_the_recorded_outputs(bundle: Path) -> None:
+    run = PromptAndCodes(bundle, 0)
+    assert_close(run.table, ARRAYS["code_embeds"])
+    assert_close(run.table[ARRAYS["decode_tokens"]], ARRAYS["decode_embeds"])
+    steps = [run.step([code]) for code in ARRAYS["decode_tokens"]]
+    assert_close(np.concatenate([step["hidden_states"] for step in steps], 1), ARRAYS["decode_hidden"])
+    assert_close(np.concatenate([step["logits"] for step in steps], 1), ARRAYS["decode_logits"])
+    depths = ARRAYS["tree_depth"]
+    parents = ARRAYS["tree_parents"]
     assert depths.tolist() == [0 if parent < 0 else depths[parent] + 1 for parent in parents]
-    places = rows.run.length + depths
-    assert ARRAYS["tree_position_ids"].tolist() == places.tolist()
-    out = rows.step(ARRAYS["tree_tokens"], visible=ARRAYS["tree_mask"] > 0, positions=places)
-    close(out["hidden_states"], ARRAYS["tree_hidden"])
-    close(out["logits"], ARRAYS["tree_logits"])
-    close(guide(out["logits"], Sampling(cfg_scale=5.0)), ARRAYS["tree_guided"], GUIDED)
+    positions = run.run.length + depths
+    assert ARRAYS["tree_position_ids"].tolist() == positions.tolist()
+    out = run.step(ARRAYS["tree_tokens"], visible=ARRAYS["tree_mask"] > 0, positions=positions)
+    assert_close(out["hidden_states"], ARRAYS["tree_hidden"])
+    assert_close(out["logits"], ARRAYS["tree_logits"])
+    assert_close(guide(out["logits"], Sampling(cfg_scale=5.0)), ARRAYS["tree_guided"], GUIDED_TOLERANCE)
 
 
 # ---------------------------------------------------------------- whole images
@@ -111,21 +115,21 @@ def test_codes_fed_one_at_a_time_and_a_tree_behind_them_give_the_recorded_output
 @pytest.mark.parametrize("trace", GREEDY, ids=by_name)
 def test_guided_logits_and_first_probabilities_of_greedy_images(bundle: Path, trace: dict[str, Any]) -> None:
     name = trace["name"]
-    both = Rows(bundle, int(name[6])).logits(trace["codes"][0])
+    both = PromptAndCodes(bundle, int(name[6])).logits(trace["codes"][0])
     guided = guide(both, Sampling(cfg_scale=trace["cfg_weight"]))
-    close(guided, ARRAYS[f"{name}_guided"], GUIDED)
-    close(
-        shape_distribution(guided[:4], Sampling(temperature=trace["temperature"])),
+    assert_close(guided, ARRAYS[f"{name}_guided"], GUIDED_TOLERANCE)
+    assert_close(
+        compute_distribution(guided[:4], Sampling(temperature=trace["temperature"])),
         ARRAYS[f"{name}_first_probs"].astype(np.float64),
     )
     if f"{name}_cond" in ARRAYS:
-        close(both, np.stack([ARRAYS[f"{name}_cond"], ARRAYS[f"{name}_uncond"]]))
+        assert_close(both, np.stack([ARRAYS[f"{name}_cond"], ARRAYS[f"{name}_uncond"]]))
 
 
-def test_greedy_images_alone_and_together_are_the_recorded_ones_from_either_layout(bundles: list[Path]) -> None:
+def test_greedy_images_are_the_recorded_ones_from_either_layout(bundles: list[Path]) -> None:
     assert len({trace["caption"] for trace in GREEDY}) == 2
-    for place in bundles:
-        with Pipeline.from_bundle(place, threads=1) as pipe:
+    for bundle in bundles:
+        with Pipeline.from_bundle(bundle, threads=1) as pipe:
             for first, second in zip(GREEDY[:4], GREEDY[4:], strict=True):
                 options = {"temperature": 0, "cfg_scale": first["cfg_weight"]}
                 together = pipe([first["caption"], second["caption"]], **options)
@@ -135,55 +139,56 @@ def test_greedy_images_alone_and_together_are_the_recorded_ones_from_either_layo
 
 
 @pytest.mark.parametrize("trace", SAMPLED, ids=by_name)
-def test_sampled_images_are_drawn_from_the_recorded_distributions(bundle: Path, trace: dict[str, Any]) -> None:
-    name, sampling = trace["name"], Sampling(temperature=trace["temperature"])
+def test_sampled_images_have_the_recorded_distributions_and_tokens(bundle: Path, trace: dict[str, Any]) -> None:
+    name = trace["name"]
+    sampling = Sampling(temperature=trace["temperature"])
     for i, codes in enumerate(trace["codes"]):
-        both = Rows(bundle, int(name[6])).logits(codes)
+        both = PromptAndCodes(bundle, int(name[6])).logits(codes)
         guided = guide(both, Sampling(cfg_scale=trace["cfg_weight"]))
-        close(guided, ARRAYS[f"{name}_guided"][:, i], GUIDED)
-        found = shape_distribution(guided, sampling)
-        close(found[:4], ARRAYS[f"{name}_first_probs"][:, i].astype(np.float64))
-        sums = found.cumsum(1)
-        assert (sums / sums[:, -1:] <= np.array(trace["uniform"])[:, i, None]).sum(1).tolist() == codes
+        assert_close(guided, ARRAYS[f"{name}_guided"][:, i], GUIDED_TOLERANCE)
+        distribution = compute_distribution(guided, sampling)
+        assert_close(distribution[:4], ARRAYS[f"{name}_first_probs"][:, i].astype(np.float64))
+        cumulative = distribution.cumsum(1)
+        assert (cumulative / cumulative[:, -1:] <= np.array(trace["uniform"])[:, i, None]).sum(1).tolist() == codes
 
 
 def test_filters_give_the_recorded_probabilities() -> None:
     for (temperature, top_k, top_p), expected in zip(ARRAYS["filter_params"], ARRAYS["filter_probs"], strict=True):
         sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
-        found = shape_distribution(ARRAYS["filter_logits"], sampling)
-        rows = slice(4 if top_p == 1 else 3)  # transformers keeps those ties at the bound of top-p that it sorts first
-        np.testing.assert_allclose(found[rows], expected[rows], rtol=0, atol=1e-4)
+        distribution = compute_distribution(ARRAYS["filter_logits"], sampling)
+        rows = slice(4 if top_p == 1 else 3)  # of equal logits at the bound of top-p, transformers keeps only some
+        np.testing.assert_allclose(distribution[rows], expected[rows], rtol=0, atol=1e-4)
 
 
 # ---------------------------------------------------------------- image tokenizer
 
 
-def test_codes_become_vectors_latents_and_pictures(bundle: Path) -> None:
-    images, vectors, latents = decoded(bundle, ARRAYS["vq_codes"])
-    close(vectors, ARRAYS["vq_code_vectors"])
-    close(latents, ARRAYS["vq_post_quant"])
-    close(images, ARRAYS["vq_decoded"])
-    last = SAMPLED[0]["codes"][-1]
-    drawn, _, _ = decoded(bundle, np.array([last]))
-    for image, expected in ((images, "vq_uint8"), (drawn, "sample0_last_uint8")):
-        assert np.abs(np.asarray(to_image(image[0])).astype(int) - ARRAYS[expected]).max() <= 1
+def test_codes_decode_to_the_recorded_vectors_latents_and_images(bundle: Path) -> None:
+    images, vectors, latents = decode_image_values(bundle, ARRAYS["vq_codes"])
+    assert_close(vectors, ARRAYS["vq_code_vectors"])
+    assert_close(latents, ARRAYS["vq_post_quant"])
+    assert_close(images, ARRAYS["vq_decoded"])
+    last_codes = SAMPLED[0]["codes"][-1]
+    sampled_images, _, _ = decode_image_values(bundle, np.array([last_codes]))
+    for image, expected in ((images, "vq_uint8"), (sampled_images, "sample0_last_uint8")):
+        assert np.abs(np.asarray(image_from_pixels(image[0])).astype(int) - ARRAYS[expected]).max() <= 1
 
 
-def test_pictures_become_the_codes_of_deepseek_and_not_those_of_transformers(bundle: Path) -> None:
+def test_images_encode_to_the_codes_of_deepseek_and_not_of_transformers(bundle: Path) -> None:
     pixels = (ARRAYS["vq_image_uint8"] / 127.5 - 1).astype(np.float32).transpose(2, 0, 1)[None]
-    found = GraphFileSession(bundle / "vq_encoder.onnx").run({"images": pixels})
-    close(found["pre_quant"], ARRAYS["vq_pre_quant"])
-    assert found["codes"].ravel().tolist() == ARRAYS["vq_encoded"].tolist()
+    outputs = GraphFileSession(bundle / "vq_encoder.onnx").run({"images": pixels})
+    assert_close(outputs["pre_quant"], ARRAYS["vq_pre_quant"])
+    assert outputs["codes"].ravel().tolist() == ARRAYS["vq_encoded"].tolist()
     assert (ARRAYS["vq_encoded"] != ARRAYS["vq_encoded_without_norm"]).sum() == 11
-    close(decoded(bundle, found["codes"])[1], ARRAYS["vq_quantized"])
+    assert_close(decode_image_values(bundle, outputs["codes"])[1], ARRAYS["vq_quantized"])
 
 
 # ---------------------------------------------------------------- prompts
 
 
-def adding_start(folder: Path) -> Path:
-    """A copy whose tokenizer adds the start of sequence to every text."""
-    path = copied(JANUS, folder) / "tokenizer.json"
+def copy_with_start_token(folder: Path) -> Path:
+    """Copy the checkpoint, with a tokenizer that adds the start of sequence to every text."""
+    path = copy_checkpoint(JANUS, folder) / "tokenizer.json"
     content = json.loads(path.read_text())
     start = next(token for token in content["added_tokens"] if token["id"] == 304)["content"]
     pieces = [{"SpecialToken": {"id": start, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -194,12 +199,12 @@ def adding_start(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("adds_start", [False, True])
-def test_prompts_and_unconditional_rows_are_those_of_the_published_processor(tmp_path: Path, adds_start: bool) -> None:
+def test_prompts_have_the_ids_of_the_published_processor(tmp_path: Path, adds_start: bool) -> None:
     from lantern_rt.bundle.manifest import Size
     from lantern_rt.prompts import prepare_prompts
     from lantern_rt.text.tokenizers import TemplateTokenizer, parse_tokenizer
 
-    folder = adding_start(tmp_path / "janus") if adds_start else JANUS
+    folder = copy_with_start_token(tmp_path / "janus") if adds_start else JANUS
     cases = [case for case in PROTOCOL["prompt_cases"] if case["caption"] and not case["system_prompt"]]
     assert {case["roles"][0] for case in cases} == {"User", "<|User|>"}
     assert len(cases) > 8
@@ -207,18 +212,18 @@ def test_prompts_and_unconditional_rows_are_those_of_the_published_processor(tmp
         model = read_janus(folder, roles=roles)
         condition = model.fields["condition"]
         tokenizer = TemplateTokenizer(parse_tokenizer(model.files["tokenizer"][1]), condition.layout.template)
-        own = [case for case in cases if ",".join(case["roles"]) == roles]
-        captions = [case["caption"] for case in own]
+        role_cases = [case for case in cases if ",".join(case["roles"]) == roles]
+        captions = [case["caption"] for case in role_cases]
         requests = prepare_prompts(condition, tokenizer, Size(name="64x64", rows=4, columns=4), captions)
-        for case, request in zip(own, requests, strict=True):
-            found = [request.inputs[name][0].tolist() for name in ("token_ids", "uncond_ids")]
-            assert found == [case["prompt_ids"], case["unconditional_ids"]], case["caption"]
+        for case, request in zip(role_cases, requests, strict=True):
+            ids = [request.inputs[name][0].tolist() for name in ("token_ids", "uncond_ids")]
+            assert ids == [case["prompt_ids"], case["unconditional_ids"]], case["caption"]
 
 
 # ---------------------------------------------------------------- folders
 
 
-def contents(bundle: Path) -> dict[str, Any]:
+def read_contents(bundle: Path) -> dict[str, Any]:
     manifest = json.loads((bundle / "bundle.json").read_text())
     del manifest["provenance"]
     files = {path.name: path.read_bytes() for path in bundle.iterdir() if path.name != "bundle.json"}
@@ -226,43 +231,50 @@ def contents(bundle: Path) -> dict[str, Any]:
 
 
 def test_both_layouts_give_the_same_bundle_but_for_its_provenance(bundles: list[Path]) -> None:
-    assert contents(bundles[0]) == contents(bundles[1])
+    assert read_contents(bundles[0]) == read_contents(bundles[1])
 
 
-def as_safetensors(folder: Path) -> Path:
-    return copied(JANUS, folder, lambda weights: None)
+def copy_as_safetensors(folder: Path) -> Path:
+    return copy_checkpoint(JANUS, folder, lambda weights: None)
 
 
-def as_saved_by_a_trainer(folder: Path) -> Path:
-    """A copy as transformers 4 saves the published class: without processor, with further fields."""
-    more = {"head_dim": 10, "_attn_implementation_autoset": True}
-    copied(JANUS, folder, lambda weights: None, lambda config: config["language_config"].update(more))
+def copy_as_saved_by_a_trainer(folder: Path) -> Path:
+    """Copy the checkpoint as transformers 4 saves the published class: without processor, with more fields."""
+    more_fields = {"head_dim": 10, "_attn_implementation_autoset": True}
+    copy_checkpoint(JANUS, folder, lambda weights: None, lambda config: config["language_config"].update(more_fields))
     (folder / "processor_config.json").unlink()
     return folder
 
 
-def as_converted(folder: Path) -> Path:
-    return copied(JANUS_CONVERTED, folder)
+def copy_converted(folder: Path) -> Path:
+    return copy_checkpoint(JANUS_CONVERTED, folder)
 
 
-def in_shards(ending: str) -> Any:
-    return lambda folder: sharded(JANUS, folder, ending)
+def copy_in_shards(ending: str) -> Any:
+    return lambda folder: copy_sharded(JANUS, folder, ending)
 
 
 @pytest.mark.parametrize(
-    "make",
-    [as_safetensors, as_saved_by_a_trainer, in_shards("bin"), in_shards("safetensors"), as_converted],
+    "make_checkpoint",
+    [
+        copy_as_safetensors,
+        copy_as_saved_by_a_trainer,
+        copy_in_shards("bin"),
+        copy_in_shards("safetensors"),
+        copy_converted,
+    ],
     ids=["safetensors", "trainer", "shards", "safetensors shards", "transformers"],
 )
 def test_every_form_of_the_weights_is_exported_without_a_family(
-    bundle: Path, tmp_path: Path, make: Any, program: Any
+    bundle: Path, tmp_path: Path, make_checkpoint: Any, program: Any
 ) -> None:
-    folder = make(tmp_path / "janus")
+    folder = make_checkpoint(tmp_path / "janus")
     code, _, err = program("export", "--target", folder, "--output", tmp_path / "bundle")
     assert code == 0, err
-    found, expected = contents(tmp_path / "bundle"), contents(bundle)
-    assert found["manifest"].pop("name") != expected["manifest"].pop("name")
-    assert found == expected
+    contents = read_contents(tmp_path / "bundle")
+    expected = read_contents(bundle)
+    assert contents["manifest"].pop("name") != expected["manifest"].pop("name")
+    assert contents == expected
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16-safe", "int8", "int8-weights", "int4-weights"])
@@ -278,28 +290,28 @@ def test_weights_for_understanding_are_not_read(tmp_path: Path) -> None:
     def spoil(weights: dict[str, torch.Tensor]) -> None:
         for name in weights:
             if name.startswith(("vision_model.", "aligner.", "language_model.lm_head")):
-                weights[name] = torch.full_like(weights[name], torch.nan)  # refused wherever they are read
+                weights[name] = torch.full_like(weights[name], torch.nan)  # NaN is rejected where it is read
 
-    read_janus(copied(JANUS, tmp_path / "janus", spoil))
+    read_janus(copy_checkpoint(JANUS, tmp_path / "janus", spoil))
 
 
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        (lambda c: c["language_config"].pop("hidden_size"), "hidden_size"),  # 4096, where it is missing
+        (lambda c: c["language_config"].pop("hidden_size"), "hidden_size"),  # transformers would assume 4096
         (lambda c: c["language_config"].pop("num_attention_heads"), "num_attention_heads"),
         (lambda c: c["vision_config"]["params"].pop("image_size"), "vision_config"),
         (lambda c: c.pop("gen_vision_config"), "gen_vision_config"),  # JanusFlow
         (lambda c: c["gen_vision_config"].update(cls="VQ-8"), "cls"),
     ],
 )
-def test_configurations_of_other_models_are_refused(tmp_path: Path, config: Any, field: str) -> None:
-    error = error_of(CheckpointError, read_janus, copied(JANUS, tmp_path / "janus", config=config))
+def test_configurations_of_other_models_are_rejected(tmp_path: Path, config: Any, field: str) -> None:
+    error = error_of(CheckpointError, read_janus, copy_checkpoint(JANUS, tmp_path / "janus", config=config))
     assert error.field.endswith(f"config.json: {field}")
 
 
-def test_a_folder_without_its_tokenizer_or_with_another_is_refused(tmp_path: Path) -> None:
-    folder = copied(JANUS, tmp_path / "janus")
+def test_a_folder_without_its_tokenizer_or_with_another_is_rejected(tmp_path: Path) -> None:
+    folder = copy_checkpoint(JANUS, tmp_path / "janus")
     shutil.copy(DATA / "anole/target/tokenizer.json", folder)
     error = error_of(CheckpointError, read_janus, folder)
     assert (error.found, error.remedy) == ("other tokens", "give the base model's tokenizer")

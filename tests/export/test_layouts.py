@@ -1,4 +1,4 @@
-"""Every kind of decoder computes the same in both layouts, and nearly so in float16; bundles of it are whole."""
+"""Every kind of decoder computes the same in both graph layouts, and nearly the same in float16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from checkpoint_copies import C2I, VQ, config_of, edited
+from checkpoint_copies import C2I, VQ, config_path, copy_weights
 from family_readers import read_llamagen
 from goldens import DATA
 from onnx import TensorProto
@@ -26,9 +26,9 @@ from lantern_rt.errors import CheckpointError, RequestError
 from lantern_rt.export.compare import DeviceLayoutSession, GraphFileSession
 from lantern_rt.export.graph.graphs import Graph, convert_to_float16, plan_graph, target_graph, write_graph
 from lantern_rt.export.graph.precision import Rule, read_precisions
-from lantern_rt.export.measures import difference
+from lantern_rt.export.measures import measure_difference
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
-from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
+from lantern_rt.export.models.eagle import EagleModule, drafter_graph
 from lantern_rt.export.verify import check_parity
 from lantern_rt.export.writer import export_model
 
@@ -38,18 +38,18 @@ TARGETS: dict[str, DecoderConfig] = {
     "grid, half": replace(CONFIG, rope_style="half"),
     "sequence, interleaved": replace(LLAMA, rope_style="interleaved"),
     "sequence, half": LLAMA,
-    "prefix that turns": replace(CONFIG, prefix_rotation="identity"),
-    "a head of its own for every query": replace(CONFIG, num_kv_heads=4),
-    "one head for all queries": replace(CONFIG, num_kv_heads=1),
+    "prefix with rotary positions": replace(CONFIG, prefix_rotation="identity"),
+    "a key head for every query head": replace(CONFIG, num_kv_heads=4),
+    "one key head for all queries": replace(CONFIG, num_kv_heads=1),
     "normed heads": replace(LLAMA, query_key_norm=True),
     "normed heads, another epsilon": replace(LLAMA, query_key_norm=True, norm_eps=1e-2),
     "normed heads, RMS": replace(LLAMA, query_key_norm=True, rms_head_norm=True, norm_eps=1e-2),
     "wide heads": replace(LLAMA, head_width=24),
     "biased projections": replace(LLAMA, qkv_bias=True),
-    "biased projections, scale is no power of two": replace(LLAMA, hidden_size=96, qkv_bias=True),
+    "biased projections, scale is not a power of two": replace(LLAMA, hidden_size=96, qkv_bias=True),
     "large epsilon": replace(CONFIG, norm_eps=1e-2),
     "deep head": replace(LLAMA, head_hidden=48),
-    "scale is no power of two": replace(CONFIG, hidden_size=96),  # head_dim 24
+    "scale is not a power of two": replace(CONFIG, hidden_size=96),  # head_dim 24
     "no norms": replace(CONFIG, input_norm=False, final_norm=False),
     "more than 64 columns": replace(CONFIG, prefix=70, spare_positions=64),  # no pass has more nodes than positions
 }
@@ -61,7 +61,7 @@ DRAFTERS: dict[str, tuple[DecoderConfig, bool]] = {
 }
 
 
-def target(config: DecoderConfig, scale: float = 0.1) -> Graph:  # small inputs, where an epsilon shows
+def target(config: DecoderConfig, scale: float = 0.1) -> Graph:  # with inputs so small that an epsilon matters
     torch.manual_seed(0)
     decoder = Decoder(config)
     randomise_norms(decoder)
@@ -70,59 +70,61 @@ def target(config: DecoderConfig, scale: float = 0.1) -> Graph:  # small inputs,
 
 def drafter(config: DecoderConfig, bias: bool) -> Graph:
     torch.manual_seed(0)
-    made = EagleDrafter(config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias, num_tokens=50)
-    randomise_norms(made)
-    return drafter_graph(made)
+    eagle_drafter = EagleModule(
+        config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias, num_tokens=50
+    )
+    randomise_norms(eagle_drafter)
+    return drafter_graph(eagle_drafter)
 
 
 GRAPHS = {name: target(config) for name, config in TARGETS.items()}
-GRAPHS |= {name: drafter(*given) for name, given in DRAFTERS.items()}
+GRAPHS |= {name: drafter(*arguments) for name, arguments in DRAFTERS.items()}
 
 
-def furthest(graph: Graph, folder: Path, rule: Rule = "fp32") -> float:
-    """How far the two layouts of a graph's file are apart, on all of its cases."""
+def layout_difference(graph: Graph, folder: Path, rule: Rule = "fp32") -> float:
+    """Return the largest difference of the two layouts of a graph's file over all its cases."""
     path, *_ = plan_graph(graph, rule).write(folder / f"{graph.role}.onnx")
-    plain, device, worst = (
-        GraphFileSession(path, low_memory=True),
-        DeviceLayoutSession(graph, path, low_memory=True),
-        0.0,
-    )
+    exported = GraphFileSession(path, low_memory=True)
+    device = DeviceLayoutSession(graph, path, low_memory=True)
+    largest = 0.0
     for inputs in graph.cases.values():
-        expected, found = plain.run(inputs), device.run(inputs)
-        assert found.keys() == expected.keys()
-        worst = max(worst, *(difference(found[name], expected[name]) for name in expected))
-    return worst
+        expected = exported.run(inputs)
+        outputs = device.run(inputs)
+        assert outputs.keys() == expected.keys()
+        largest = max(largest, *(measure_difference(outputs[name], expected[name]) for name in expected))
+    return largest
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_both_layouts_of_a_file_compute_the_same(name: str, tmp_path: Path) -> None:
-    assert furthest(GRAPHS[name], tmp_path) < 1e-5
+    assert layout_difference(GRAPHS[name], tmp_path) < 1e-5
 
 
 @pytest.mark.parametrize("rule", [*(rule for rule in get_args(Precision) if rule != "int8"), "lossless"])
 @pytest.mark.parametrize("name", ["normed heads, another epsilon", "deep head", "drafter with bias"])
-def test_weights_that_are_stored_smaller_are_the_same_to_both(name: str, rule: Rule, tmp_path: Path) -> None:
-    assert furthest(GRAPHS[name], tmp_path, rule) < 1e-5
+def test_both_layouts_compute_the_same_with_rounded_weights(name: str, rule: Rule, tmp_path: Path) -> None:
+    assert layout_difference(GRAPHS[name], tmp_path, rule) < 1e-5
 
 
-def test_columns_that_no_node_sees_do_not_matter(tmp_path: Path) -> None:
+def test_masked_columns_have_no_effect(tmp_path: Path) -> None:
     graph = GRAPHS["grid, interleaved"]
     path, *_ = plan_graph(graph, "fp32").write(tmp_path / "target.onnx")
-    device, inputs = DeviceLayoutSession(graph, path), dict(graph.cases["rows of different length"])
+    device = DeviceLayoutSession(graph, path)
+    inputs = dict(graph.cases["rows of different length"])
     expected = device.run(inputs)
     for name in [name for name in inputs if name.startswith("past_")]:
         inputs[name] = inputs[name].copy()
-        inputs[name][CONFIG.prefix :, 0] = 1e4  # of the shorter row, past its end
+        inputs[name][CONFIG.prefix :, 0] = 1e4  # past the end of the shorter row
     for name, array in device.run(inputs).items():
         np.testing.assert_array_equal(array, expected[name])
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_it_computes_in_float16_what_the_module_computes_in_float32(name: str, tmp_path: Path) -> None:
+def test_a_float16_graph_agrees_with_the_float32_module(name: str, tmp_path: Path) -> None:
     graph = replace(GRAPHS[name], tolerance=0.01)
     path, *_ = write_graph(convert_to_float16(graph), tmp_path)
     model = onnx.load(path)
-    onnx.checker.check_model(model, full_check=True)  # every operation has inputs of one type
+    onnx.checker.check_model(model, full_check=True)  # checks that the inputs of each operation have one type
     types = {value.name: value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)}
     assert types.pop("logits") == TensorProto.FLOAT
     assert types.pop("position_ids") == TensorProto.INT64
@@ -131,7 +133,7 @@ def test_it_computes_in_float16_what_the_module_computes_in_float32(name: str, t
     check_parity(replace(graph, compute="float16"), path)
 
 
-def test_squares_beyond_float16_do_no_harm(tmp_path: Path) -> None:
+def test_squares_beyond_the_range_of_float16_cause_no_error(tmp_path: Path) -> None:
     # Squares of 4,000,000; the largest number is 65,504.
     graph = replace(target(CONFIG, scale=2000), tolerance=0.01, compute="float16")
     assert check_parity(graph, write_graph(convert_to_float16(graph), tmp_path)[0]) < 0.01
@@ -148,16 +150,16 @@ def test_a_weight_beyond_float16_is_refused(tmp_path: Path) -> None:
     assert error.remedy == "export with precision bf16-safe, or vq-precision fp32"
 
 
-def test_a_weight_beyond_float16_has_the_name_that_its_file_gives_it(tmp_path: Path) -> None:
+def test_the_error_of_a_weight_beyond_float16_has_its_name_in_the_file(tmp_path: Path) -> None:
     name = "layers.1.feed_forward.w3.weight"
-    large = edited(tmp_path, C2I, lambda weights: weights[name].__setitem__((0, 0), 1e6))
-    model = read_llamagen(large, VQ, config=config_of(C2I))
+    large = copy_weights(tmp_path, C2I, lambda weights: weights[name].__setitem__((0, 0), 1e6))
+    model = read_llamagen(large, VQ, config=config_path(C2I))
     error = error_of(CheckpointError, export_model, model, tmp_path / "b", precisions=read_precisions("fp16"))
     assert error.field == f"{large}: {name}"
 
 
 @pytest.mark.parametrize("method", ["ar", "lantern", "sjd"])
-def test_a_bundle_of_float16_says_so_and_draws(t2i_half_bundle: Path, method: str) -> None:
+def test_a_float16_bundle_has_its_dtype_in_the_manifest_and_generates(t2i_half_bundle: Path, method: str) -> None:
     bundle = open_bundle(t2i_half_bundle)
     manifest = bundle.manifest
     assert (manifest.target.dtype, manifest.target.precision) == ("float16", "fp16")
@@ -173,11 +175,11 @@ def test_a_bundle_of_float16_says_so_and_draws(t2i_half_bundle: Path, method: st
     assert result.images[0].size == (manifest.image_width, manifest.image_height)
 
 
-def test_verify_measures_what_float16_does(t2i_half_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_passes_for_a_float16_bundle(t2i_half_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     t2i = DATA / "llamagen-t2i"
-    places = [t2i / "t2i_tiny.pt", DATA / "llamagen-vq/vq_tiny.pt", DATA / "lantern-drafter-llamagen"]
-    places += [t2i / "config.json"]
-    assert run_program(["verify", str(t2i_half_bundle), *map(str, places)]) == 0
+    checkpoints = [t2i / "t2i_tiny.pt", DATA / "llamagen-vq/vq_tiny.pt", DATA / "lantern-drafter-llamagen"]
+    checkpoints += [t2i / "config.json"]
+    assert run_program(["verify", str(t2i_half_bundle), *map(str, checkpoints)]) == 0
     assert run_program(["verify", str(t2i_half_bundle)]) == 0  # against ONNX's reference evaluator
     assert "target" in capsys.readouterr().out
 
@@ -197,6 +199,6 @@ def test_verify_measures_what_float16_does(t2i_half_bundle: Path, capsys: pytest
         ({"target": "bf16"}, "precision: found bf16 with compute float32, expected compute bfloat16"),
     ],
 )
-def test_what_float16_does_not_go_with_is_refused(arguments: dict[str, str], message: str) -> None:
+def test_invalid_combinations_of_compute_and_precision_are_rejected(arguments: dict[str, str], message: str) -> None:
     with pytest.raises(RequestError, match=f"^{re.escape(message)}$"):
         read_precisions(**arguments)

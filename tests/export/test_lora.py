@@ -1,4 +1,4 @@
-"""LoRA adapters: merged at export as PEFT merges them, recorded and verified; what does not fit is refused by name."""
+"""LoRA adapters: merged at export as PEFT merges them, recorded and verified; adapters that do not fit are rejected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_copies import C2I, COSMOS, EMU3, SIMPLEAR, VQ, Weights, config_of, copied, edited
+from checkpoint_copies import C2I, COSMOS, EMU3, SIMPLEAR, VQ, Weights, config_path, copy_checkpoint, copy_weights
 from family_readers import read_emu3, read_simplear, read_transformer
 from refusals import error_of
 from safetensors.torch import load_file, save_file
@@ -17,25 +17,35 @@ from torch import Tensor
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.checkpoints.lora import read_adapter, split_scale
 from lantern_rt.export.model import Model
 
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-FUSED, OUT = "layers.0.attention.wqkv", "layers.1.attention.wo"
+EMBED = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+FUSED = "layers.0.attention.wqkv"
+OUT = "layers.1.attention.wo"
 
 
-def adapter(
+def save_adapter(
     folder: Path, shapes: dict[str, tuple[int, int]], weights: Weights | None = None, **config: Any
 ) -> tuple[Path, Weights]:
-    """A folder as PEFT saves it, of rank 2 and alpha 6, and its products; shapes are outputs and inputs of layers."""
+    """Save an adapter of rank 2 and alpha 6 as PEFT does; return its folder, and the product of each layer.
+
+    Args:
+        folder: folder of the adapter.
+        shapes: numbers of outputs and inputs of each layer.
+        weights: other tensors of the file.
+        **config: fields of the configuration.
+    """
     folder.mkdir()
     generator = torch.Generator().manual_seed(len(folder.name))
-    tensors, products = dict(weights or {}), {}
+    tensors = dict(weights or {})
+    products = {}
     for name, (outputs, inputs) in shapes.items():
         first, second = (0.1 * torch.randn(shape, generator=generator) for shape in ((2, inputs), (outputs, 2)))
         tensors |= {
-            f"base_model.model.{name}.lora_{part}.weight": one for part, one in {"A": first, "B": second}.items()
+            f"base_model.model.{name}.lora_{part}.weight": matrix for part, matrix in {"A": first, "B": second}.items()
         }
         products[f"{name}.weight"] = second @ first
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -44,42 +54,49 @@ def adapter(
     return folder, products
 
 
-def state(model: Model) -> dict[str, Tensor]:
-    """Weights of the target."""
-    return {name: computed(weight) for name, weight in model.graphs[0].module.state_dict().items()}
+def target_weights(model: Model) -> dict[str, Tensor]:
+    """Return the weights of the target."""
+    return {name: compute_tensor(weight) for name, weight in model.graphs[0].module.state_dict().items()}
 
 
 def test_adapters_are_merged_in_order_recorded_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, first = adapter(tmp_path / "one", {FUSED: (192, 64), OUT: (64, 64)})
-    two, second = adapter(tmp_path / "second", {OUT: (64, 64)})
+    first_folder, first_products = save_adapter(tmp_path / "one", {FUSED: (192, 64), OUT: (64, 64)})
+    second_folder, second_products = save_adapter(tmp_path / "second", {OUT: (64, 64)})
 
     def merge(weights: Weights) -> None:
-        for products, factor in ((first, 3.0), (second, 1.5)):
+        for products, factor in ((first_products, 3.0), (second_products, 1.5)):
             for name, product in products.items():
                 weights[name] = weights[name] + factor * product
 
-    targets = {"lora": [C2I, "--lora", one, "--lora", f"{two}:0.5"], "merged": [edited(tmp_path, C2I, merge)]}
+    targets = {
+        "lora": [C2I, "--lora", first_folder, "--lora", f"{second_folder}:0.5"],
+        "merged": [copy_weights(tmp_path, C2I, merge)],
+    }
     for name, files in targets.items():
-        files += ["--vq", VQ, "--config", config_of(C2I), "--output", tmp_path / name]
+        files += ["--vq", VQ, "--config", config_path(C2I), "--output", tmp_path / name]
         assert run_program(["export", "--target", *map(str, files)]) == 0
     manifest = open_bundle(tmp_path / "lora").manifest
     assert manifest.files == open_bundle(tmp_path / "merged").manifest.files
-    sources = [(own.role, own.name) for own in manifest.provenance.sources if own.role.startswith("lora:")]
+    sources = [(source.role, source.name) for source in manifest.provenance.sources if source.role.startswith("lora:")]
     assert sources == [("lora:1.0", "adapter_model.safetensors"), ("lora:0.5", "adapter_model.safetensors")]
-    places = [str(place) for place in (tmp_path / "lora", C2I, VQ, config_of(C2I), one, two)]
-    assert run_program(["verify", *places]) == 0
-    assert run_program(["verify", *places[:-1], f"{two}:0.50"]) == 0  # as given to export
-    assert run_program(["verify", *places[:-1], f"{two}:0.7"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"lantern-rt: {two}:0.7: found scale 0.7, expected 0.5;")
-    assert run_program(["inspect", places[0]]) == 0
+    paths = [str(path) for path in (tmp_path / "lora", C2I, VQ, config_path(C2I), first_folder, second_folder)]
+    assert run_program(["verify", *paths]) == 0
+    assert run_program(["verify", *paths[:-1], f"{second_folder}:0.50"]) == 0  # the scale of the export
+    assert run_program(["verify", *paths[:-1], f"{second_folder}:0.7"]) == 2
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith(f"lantern-rt: {second_folder}:0.7: found scale 0.7, expected 0.5;")
+    )
+    assert run_program(["inspect", paths[0]]) == 0
     assert "\n  lora:0.5     adapter_model.safetensors\n" in capsys.readouterr().out
-    assert run_program(["verify", *places[:-1]]) == 2
+    assert run_program(["verify", *paths[:-1]]) == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith("config (config.json), LoRA adapter, LoRA adapter")
 
 
-def test_names_of_a_library_that_nests_the_decoder_otherwise_are_found(tmp_path: Path) -> None:
+def test_names_of_another_nesting_of_the_decoder_are_found(tmp_path: Path) -> None:
     layer = "layers.1.self_attn.q_proj"
-    lora, products = adapter(tmp_path / "lora", {f"model.text_model.{layer}": (48, 48)}, use_rslora=True)
+    lora, products = save_adapter(tmp_path / "lora", {f"model.text_model.{layer}": (48, 48)}, use_rslora=True)
     (product,) = products.values()
 
     def merge(weights: Weights) -> None:
@@ -87,47 +104,51 @@ def test_names_of_a_library_that_nests_the_decoder_otherwise_are_found(tmp_path:
 
     models = (
         read_emu3(EMU3, grid=6, lora=[f"{lora}:0.7"]),
-        read_emu3(copied(EMU3, tmp_path / "merged", merge), grid=6),
+        read_emu3(copy_checkpoint(EMU3, tmp_path / "merged", merge), grid=6),
     )
-    torch.testing.assert_close(*map(state, models), rtol=0, atol=1e-6)
+    torch.testing.assert_close(*map(target_weights, models), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("own_head", [False, True])
-def test_an_adapter_of_a_tied_head_changes_the_head_alone(tmp_path: Path, own_head: bool) -> None:
+@pytest.mark.parametrize("stores_head", [False, True])
+def test_an_adapter_of_a_tied_head_changes_only_the_head(tmp_path: Path, stores_head: bool) -> None:
     rows, width = load_file(SIMPLEAR / "model.safetensors")[EMBED].shape
-    lora, products = adapter(tmp_path / "lora", {"lm_head": (rows, width)})
+    lora, products = save_adapter(tmp_path / "lora", {"lm_head": (rows, width)})
 
     def untie(weights: Weights) -> None:
         weights[HEAD] = (weights[EMBED].float() + 3 * products[HEAD]).to(weights[EMBED].dtype)
 
     tied = SIMPLEAR
-    if own_head:  # as files have it that are no safetensors
-        tied = copied(SIMPLEAR, tmp_path / "tied", lambda weights: weights.update({HEAD: weights[EMBED].clone()}))
-    found = read_simplear(tied, COSMOS, grid=4, lora=[str(lora)])
-    expected = read_simplear(copied(SIMPLEAR, tmp_path / "untied", untie, tie_word_embeddings=False), COSMOS, grid=4)
-    torch.testing.assert_close(state(found), state(expected), rtol=0, atol=1e-5)
-    assert torch.equal(found.code_embeddings, expected.code_embeddings)
+    if stores_head:  # as in files that are not safetensors
+        tied = copy_checkpoint(
+            SIMPLEAR, tmp_path / "tied", lambda weights: weights.update({HEAD: weights[EMBED].clone()})
+        )
+    adapted = read_simplear(tied, COSMOS, grid=4, lora=[str(lora)])
+    expected = read_simplear(
+        copy_checkpoint(SIMPLEAR, tmp_path / "untied", untie, tie_word_embeddings=False), COSMOS, grid=4
+    )
+    torch.testing.assert_close(target_weights(adapted), target_weights(expected), rtol=0, atol=1e-5)
+    assert torch.equal(adapted.code_embeddings, expected.code_embeddings)
 
 
 @pytest.mark.parametrize("scale", [1e39, 1e308, -1e300])
-def test_a_scale_that_makes_infinite_weights_is_named_before_the_export(tmp_path: Path, scale: float) -> None:
-    lora, _ = adapter(tmp_path / "lora", {OUT: (64, 64)})
-    error = error_of(CheckpointError, read_transformer, C2I, config=config_of(C2I), lora=[read_adapter(lora, scale)])
+def test_a_scale_that_makes_infinite_weights_is_rejected_before_the_export(tmp_path: Path, scale: float) -> None:
+    lora, _ = save_adapter(tmp_path / "lora", {OUT: (64, 64)})
+    error = error_of(CheckpointError, read_transformer, C2I, config=config_path(C2I), lora=[read_adapter(lora, scale)])
     assert error.field == f"{lora / 'adapter_model.safetensors'}: {OUT}.weight"
     assert "infinite weights" in error.problem
     assert error.remedy == "give a smaller scale, or correct lora_alpha"
 
 
-def test_numbers_that_half_precision_lacks_are_infinite_there_alone(tmp_path: Path) -> None:
-    lora, _ = adapter(tmp_path / "lora", {OUT: (64, 64)}, lora_alpha=1e7)
+def test_numbers_beyond_half_precision_are_only_an_error_in_half_precision(tmp_path: Path) -> None:
+    lora, _ = save_adapter(tmp_path / "lora", {OUT: (64, 64)}, lora_alpha=1e7)
     weights = {f"{OUT}.weight": torch.ones(64, 64)}
     read_adapter(lora, 1.0).merge(weights, lambda name: True)
     with pytest.raises(CheckpointError):
         read_adapter(lora, 1.0).merge({f"{OUT}.weight": torch.ones(64, 64).half()}, lambda name: True)
 
 
-def test_an_adapter_of_nothing_that_is_used_is_refused(tmp_path: Path) -> None:
-    lora, _ = adapter(tmp_path / "lora", {"lm_head": (64, 64)})
+def test_an_adapter_of_unused_layers_is_rejected(tmp_path: Path) -> None:
+    lora, _ = save_adapter(tmp_path / "lora", {"lm_head": (64, 64)})
     error = error_of(
         CheckpointError,
         read_adapter(lora, 1.0).merge,
@@ -137,8 +158,8 @@ def test_an_adapter_of_nothing_that_is_used_is_refused(tmp_path: Path) -> None:
     assert error.problem == "adapts no layer that generates images"
 
 
-def test_an_adapter_in_pickles_alone_names_the_cure(tmp_path: Path) -> None:
-    lora, _ = adapter(tmp_path / "lora", {OUT: (64, 64)})
+def test_the_error_of_an_adapter_without_safetensors_names_the_cure(tmp_path: Path) -> None:
+    lora, _ = save_adapter(tmp_path / "lora", {OUT: (64, 64)})
     torch.save(load_file(lora / "adapter_model.safetensors"), lora / "adapter_model.bin")
     (lora / "adapter_model.safetensors").unlink()
     error = error_of(CheckpointError, read_adapter, lora, 1.0)
@@ -146,10 +167,15 @@ def test_an_adapter_in_pickles_alone_names_the_cure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "weights", "config", "said"),
+    ("shapes", "weights", "config", "message"),
     [
         ({"layers.0.attention.wq": (64, 64)}, {}, {}, "layers.0.attention.wq.weight: the target has no such weight"),
-        ({"layers.0.attention.wq": (64, 64)}, {}, {}, "layers.0.attention.wqkv.weight"),  # what there is
+        (
+            {"layers.0.attention.wq": (64, 64)},
+            {},
+            {},
+            "layers.0.attention.wqkv.weight",
+        ),  # the weights that the target has
         ({FUSED: (64, 64)}, {}, {}, "found shape [64, 64], expected [192, 64], the target's"),
         ({OUT: (64, 64)}, {f"base_model.model.{OUT}.lora_magnitude_vector": torch.ones(64)}, {}, "magnitude_vector"),
         ({}, {f"base_model.model.{OUT}.lora_A.weight": torch.ones(2, 64)}, {}, "wo.weight: found lora_A [2, 64]"),
@@ -177,21 +203,21 @@ def test_an_adapter_in_pickles_alone_names_the_cure(tmp_path: Path) -> None:
         ({OUT: (64, 64)}, {}, {"init_lora_weights": "pissa"}, "merge it with PEFT, and export the result"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(
+def test_an_adapter_that_does_not_fit_is_rejected_by_name(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     shapes: dict[str, tuple[int, int]],
     weights: Weights,
     config: dict[str, Any],
-    said: str,
+    message: str,
 ) -> None:
-    lora, _ = adapter(tmp_path / "lora", shapes, weights, **config)
-    files = ["--target", C2I, "--vq", VQ, "--config", config_of(C2I), "--lora", lora, "--output", tmp_path / "b"]
+    lora, _ = save_adapter(tmp_path / "lora", shapes, weights, **config)
+    files = ["--target", C2I, "--vq", VQ, "--config", config_path(C2I), "--lora", lora, "--output", tmp_path / "b"]
     assert run_program(["export", *map(str, files)]) == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_scale_stands_behind_the_folder() -> None:
+def test_a_scale_follows_the_folder() -> None:
     assert split_scale("style/") == ("style/", 1.0)
     assert split_scale("hf:owner/style@v1:-0.5") == ("hf:owner/style@v1", -0.5)
     assert split_scale("hf:owner/style") == ("hf:owner/style", 1.0)

@@ -1,4 +1,4 @@
-"""LoRA adapters as the installed PEFT saves them, field by field: merged as PEFT merges them, or refused by name."""
+"""LoRA adapters saved by the installed PEFT, field by field: merged as PEFT merges them, or rejected by name."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.checkpoints.lora import read_adapter
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings inside PEFT
 
-# Values other than PEFT's defaults with which adapters are merged: of fields that change them, and of those that tell
-# about them, where any value is taken. PEFT's own classes are given those of the first kind.
+# Values that differ from PEFT's defaults, for fields that change how an adapter is merged.
 CHANGING: dict[str, list[dict[str, Any]]] = {
     "r": [{"r": 3}],
     "lora_alpha": [{"lora_alpha": 5}, {"lora_alpha": 0.25}],
@@ -29,9 +28,10 @@ CHANGING: dict[str, list[dict[str, Any]]] = {
     "exclude_modules": [{"exclude_modules": ["o_proj"]}],
     "layers_to_transform": [{"layers_to_transform": 1}],
     "layers_pattern": [{"layers_to_transform": [0], "layers_pattern": "layers"}],
-    "init_lora_weights": [{"init_lora_weights": one} for one in (False, "gaussian", "orthogonal", "mica")],
+    "init_lora_weights": [{"init_lora_weights": value} for value in (False, "gaussian", "orthogonal", "mica")],
 }
-TELLING: dict[str, Any] = {
+# Values of fields that only describe an adapter: any value is accepted.
+DESCRIPTIVE: dict[str, Any] = {
     "auto_mapping": {"base_model_class": "Model", "parent_library": "library"},
     "base_model_name_or_path": "owner/model",
     "eva_config": {"rho": 2.0},
@@ -46,7 +46,8 @@ UNSAVED = "runtime_config"
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.q_proj, self.o_proj = nn.Linear(12, 16, bias=False), nn.Linear(16, 12, bias=False)
+        self.q_proj = nn.Linear(12, 16, bias=False)
+        self.o_proj = nn.Linear(16, 12, bias=False)
 
 
 class Model(nn.Module):
@@ -60,12 +61,12 @@ class Model(nn.Module):
 
 @pytest.fixture(scope="module")
 def peft() -> Any:
-    """The library, whose import takes seconds."""
+    """Import PEFT, which takes seconds."""
     return pytest.importorskip("peft")
 
 
 def save(peft: Any, folder: Path, **values: Any) -> dict[str, Tensor]:
-    """Save an adapter of random weights, and return what PEFT makes of the model with it."""
+    """Save an adapter with random weights, and return the weights of the model after PEFT merged it."""
     config = peft.LoraConfig(**{"target_modules": ["q_proj", "o_proj"]} | values)
     model = peft.get_peft_model(Model(), config)
     for name, weight in model.named_parameters():
@@ -85,10 +86,10 @@ def edit(folder: Path, **values: Any) -> None:
 def merge(folder: Path) -> dict[str, Tensor]:
     weights = Model().state_dict()
     read_adapter(folder, 1.0).merge(weights, lambda name: True)
-    return {name: computed(weight) for name, weight in weights.items()}
+    return {name: compute_tensor(weight) for name, weight in weights.items()}
 
 
-def refusal(folder: Path) -> CheckpointError | None:
+def merge_error(folder: Path) -> CheckpointError | None:
     try:
         merge(folder)
     except CheckpointError as error:
@@ -101,26 +102,29 @@ def test_an_adapter_with_every_field_at_its_default_is_merged_as_peft_merges_it(
     saved = json.loads((tmp_path / "adapter_config.json").read_text())
     assert {field.name for field in dataclasses.fields(peft.LoraConfig)} - saved.keys() == {UNSAVED}
     torch.testing.assert_close(merge(tmp_path), expected, rtol=0, atol=1e-6)
-    for name in saved.keys() - {"peft_type"}:  # as files of older releases lack it
-        less = {field: value for field, value in saved.items() if field != name}
-        (tmp_path / "adapter_config.json").write_text(json.dumps(less))
+    for name in saved.keys() - {"peft_type"}:  # files of older releases lack fields
+        fewer_fields = {field: value for field, value in saved.items() if field != name}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(fewer_fields))
         torch.testing.assert_close(merge(tmp_path), expected, rtol=0, atol=1e-6)
 
 
-def test_every_field_of_another_value_is_merged_as_peft_merges_it_or_refused_by_name(peft: Any, tmp_path: Path) -> None:
+def test_every_other_value_of_a_field_is_merged_as_peft_merges_it_or_rejected_by_name(
+    peft: Any, tmp_path: Path
+) -> None:
     for i, values in enumerate(values for name in CHANGING for values in CHANGING[name]):
         expected = save(peft, tmp_path / str(i), **values)
         torch.testing.assert_close(merge(tmp_path / str(i)), expected, rtol=0, atol=1e-6, msg=str(values))
     names = {field.name for field in dataclasses.fields(peft.LoraConfig)}
-    folder, expected = tmp_path / "default", save(peft, tmp_path / "default")
+    folder = tmp_path / "default"
+    expected = save(peft, tmp_path / "default")
     default = json.loads((folder / "adapter_config.json").read_text())
     for name in sorted(names - CHANGING.keys()):
-        for value in [TELLING[name]] if name in TELLING else (True, 17, ["other"], {"other": 1}, "other"):
+        for value in [DESCRIPTIVE[name]] if name in DESCRIPTIVE else (True, 17, ["other"], {"other": 1}, "other"):
             edit(folder, **{**default, name: value})
-            if name in TELLING:
+            if name in DESCRIPTIVE:
                 torch.testing.assert_close(merge(folder), expected, rtol=0, atol=1e-6)
             else:
-                error = refusal(folder)
+                error = merge_error(folder)
                 assert error is not None, (name, value)
                 assert error.field == f"{folder / 'adapter_config.json'}: {name}"
                 assert error.remedy == "merge it with PEFT, and export the result"
@@ -143,17 +147,17 @@ def test_every_field_of_another_value_is_merged_as_peft_merges_it_or_refused_by_
     ],
     ids=str,
 )
-def test_what_peft_trains_beside_linear_layers_is_refused(peft: Any, tmp_path: Path, values: dict[str, Any]) -> None:
+def test_adapters_of_other_than_linear_layers_are_rejected(peft: Any, tmp_path: Path, values: dict[str, Any]) -> None:
     model = peft.get_peft_model(Model(), peft.LoraConfig(**{"target_modules": ["q_proj"]} | values))
     model.save_pretrained(tmp_path)
-    assert refusal(tmp_path) is not None
+    assert merge_error(tmp_path) is not None
 
 
-def test_a_rank_that_peft_would_not_load_is_refused(peft: Any, tmp_path: Path) -> None:
+def test_a_rank_that_peft_would_not_load_is_rejected(peft: Any, tmp_path: Path) -> None:
     save(peft, tmp_path, r=3)
     edit(tmp_path, r=2, rank_pattern={"o_proj": 3})
-    assert refusal(tmp_path) is None
+    assert merge_error(tmp_path) is None
     edit(tmp_path, rank_pattern={})
-    error = refusal(tmp_path)
+    error = merge_error(tmp_path)
     assert error is not None
     assert error.expected.endswith("of ranks [2]")

@@ -1,4 +1,4 @@
-"""Lumina-mGPT's exported graphs against every recorded array."""
+"""Lumina-mGPT's exported graphs compared with every recorded array."""
 
 from __future__ import annotations
 
@@ -8,45 +8,46 @@ from typing import Any
 
 import numpy as np
 import pytest
-from goldens import DATA, GUIDED, Sides, close, golden
-from shared_goldens import Family, RowEndDecoderGolden, mixed
+from goldens import DATA, GUIDED_TOLERANCE, PromptRuns, assert_close, load_golden
+from shared_goldens import GoldenFamily, RowEndDecoderGolden, mix_guided
 
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.sampling import compute_distribution
 
 TRACES: list[dict[str, Any]] = json.loads((DATA / "lumina-mgpt" / "traces.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def family(lumina_bundle: Path) -> Family:
-    return Family(lumina_bundle, golden("lumina-mgpt"), codes=slice(4, 132), row_end=142)
+def family(lumina_bundle: Path) -> GoldenFamily:
+    return GoldenFamily(lumina_bundle, load_golden("lumina-mgpt"), codes=slice(4, 132), row_end=142)
 
 
 class TestDecoder(RowEndDecoderGolden):
     pass
 
 
-def test_filter_probs_of_codes_and_of_text(family: Family) -> None:
+def test_filter_probs_of_codes_and_of_text(family: GoldenFamily) -> None:
     for i, (image_k, text_k, temperature) in enumerate(family.arrays["filter_params"]):
         logits = family.arrays["filter_logits"]
-        for top_k, wanted, part in (
+        for top_k, recorded, part_logits in (
             (image_k, family.arrays["filter_image_probs"][i], logits[:, family.codes]),
             (text_k, family.arrays["filter_text_probs"][i], logits),
         ):
             sampling = Sampling(top_k=int(top_k), temperature=float(temperature))
-            expected = wanted[:, family.codes] if part is not logits else wanted
-            np.testing.assert_allclose(shape_distribution(part, sampling), expected, rtol=0, atol=1e-4)
+            expected = recorded[:, family.codes] if part_logits is not logits else recorded
+            np.testing.assert_allclose(compute_distribution(part_logits, sampling), expected, rtol=0, atol=1e-4)
         assert family.arrays["filter_image_probs"][i].sum(1) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: f"run{trace['prompt']}_{trace['name']}")
-def test_scores_of_every_generated_token_of_a_run_of_lumina(family: Family, trace: dict[str, Any]) -> None:
+def test_scores_of_every_generated_token_of_a_run_of_lumina(family: GoldenFamily, trace: dict[str, Any]) -> None:
     scores = family.arrays[f"run{trace['prompt']}_{trace['name']}_scores"][:, family.codes]
-    ids, uncond = trace["generated_ids"], trace["unconditional_prefix"]
-    sides = Sides(family.bundle, [*trace["prompt_ids"], *ids[:3]], uncond)
-    before = sides.outputs[0]["logits"][0, -4:-1]  # begin of image and size: unguided
-    out = sides.step(np.array(ids[3:-1], np.int64))
-    last = mixed([{"logits": own["logits"][:, -1:]} for own in sides.outputs])
-    close(before, scores[:3])
-    close(np.concatenate([last, mixed(out)[:-1]]), scores[3:-1], GUIDED)
-    close(out[0]["logits"][0, -1], scores[-1])  # the end of the turn: unguided again
+    ids = trace["generated_ids"]
+    uncond = trace["unconditional_prefix"]
+    runs = PromptRuns(family.bundle, [*trace["prompt_ids"], *ids[:3]], uncond)
+    prefix_logits = runs.outputs[0]["logits"][0, -4:-1]  # begin of image and size, which are unguided
+    out = runs.step(np.array(ids[3:-1], np.int64))
+    last = mix_guided([{"logits": output["logits"][:, -1:]} for output in runs.outputs])
+    assert_close(prefix_logits, scores[:3])
+    assert_close(np.concatenate([last, mix_guided(out)[:-1]]), scores[3:-1], GUIDED_TOLERANCE)
+    assert_close(out[0]["logits"][0, -1], scores[-1])  # the end of the turn is unguided again

@@ -1,4 +1,4 @@
-"""PAR's exported graphs and images against every recorded array and run of the published program."""
+"""PAR's exported graphs and images compared with every recorded array and run of the published program."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ import onnx
 import pytest
 import torch
 from family_readers import read_par
-from goldens import DATA, Arrays, close, golden
+from goldens import DATA, Arrays, assert_close, load_golden
 from onnx import numpy_helper
-from shared_goldens import check_logits, choices, layer_sums, logits_of, order_of, run_all
+from shared_goldens import (
+    check_logits,
+    compute_logits,
+    group_layout,
+    replay_choices,
+    residual_sum_names,
+    run_whole_sequence,
+)
 
 from lantern_rt import CheckpointError, Pipeline
 from lantern_rt.export.families.par import parallel_order
 from lantern_rt.export.registry import read_family
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.sampling import compute_distribution
 
 TRACES: list[dict[str, Any]] = json.loads((DATA / "par" / "traces.json").read_text())
-# Where guidance stops for the first block and comes back, no request asks for it; such runs are compared by logits.
-ASKED = [trace for trace in TRACES if sorted(trace.get("guided", []), reverse=True) == trace.get("guided", [])]
-GREEDY = [trace for trace in ASKED if not trace["sample"]]
-DRAWN = [trace for trace in TRACES if trace["sample"]]
+# No request can stop guidance and resume it, as some recorded runs do; they are compared by logits only.
+POSSIBLE = [trace for trace in TRACES if sorted(trace.get("guided", []), reverse=True) == trace.get("guided", [])]
+GREEDY = [trace for trace in POSSIBLE if not trace["sample"]]
+SAMPLED = [trace for trace in TRACES if trace["sample"]]
 GRIDS = {"4x": (4, 6, 8), "16x": (8, 12)}
 CASES = [(model, grid) for model, grids in GRIDS.items() for grid in grids]
 LAYERS = 2
@@ -39,13 +46,14 @@ def by_name(trace: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def arrays() -> Arrays:
-    return golden("par")
+    return load_golden("par")
 
 
 @pytest.fixture(scope="module")
 def pipes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Pipeline]:
-    """Each model on each grid; the small image tokenizer has the first codes of the recorded one."""
-    folder, found = tmp_path_factory.mktemp("par"), {}
+    """Export each model for each grid; the small image tokenizer has the first codes of the recorded one."""
+    folder = tmp_path_factory.mktemp("par")
+    pipelines = {}
     for model, grid in CASES:
         config = json.loads((DATA / "par" / model / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "block_size": grid**2}))
@@ -54,8 +62,8 @@ def pipes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Pip
         torch.save(vq, folder / "vq.pt")
         target = DATA / "par" / model / f"par_{model}.pt"
         read = read_par(target, folder / "vq.pt", config=folder / "config.json")
-        found[model, grid] = Pipeline.from_bundle(export_model(read, folder / f"{model}-{grid}"), threads=1)
-    return found
+        pipelines[model, grid] = Pipeline.from_bundle(export_model(read, folder / f"{model}-{grid}"), threads=1)
+    return pipelines
 
 
 @pytest.mark.parametrize(("model", "grid"), [*CASES, ("4x", 24), ("16x", 24)])
@@ -71,35 +79,38 @@ def test_the_order_and_the_passes_are_the_published_ones(arrays: Arrays, model: 
 
 
 @pytest.mark.parametrize(("model", "grid"), CASES)
-def test_what_every_position_reads_sees_and_turns_by_is_recorded(
+def test_inputs_mask_and_rotary_positions_are_the_recorded_ones(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str, grid: int
 ) -> None:
     pipe = pipes[model, grid]
-    order, cells = order_of(pipe), grid**2
-    everything = order.lay_out(range(1, len(order.groups)), np.arange(cells))
-    fed = arrays[f"{model}_g{grid}_fed"]
-    numbers = np.where(everything.positions == cells, order.first_vector - 2 - everything.tokens, everything.tokens)
-    np.testing.assert_array_equal(numbers, fed[1:])
-    np.testing.assert_array_equal(everything.ancestors, arrays[f"{model}_g{grid}_mask"][1:, 1:])
+    order = group_layout(pipe)
+    cells = grid**2
+    code_pass = order.lay_out(range(1, len(order.groups)), np.arange(cells))
+    recorded_inputs = arrays[f"{model}_g{grid}_fed"]
+    inputs = np.where(code_pass.positions == cells, order.first_vector_token - 2 - code_pass.tokens, code_pass.tokens)
+    np.testing.assert_array_equal(inputs, recorded_inputs[1:])
+    np.testing.assert_array_equal(code_pass.ancestors, arrays[f"{model}_g{grid}_mask"][1:, 1:])
     assert (arrays[f"{model}_g{grid}_mask"][:, 0] == 1).all()
     graph = onnx.load(pipe.bundle.path("target")).graph
     weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     table = np.stack([weights["rotary.cos"][:, ::2], weights["rotary.sin"][:, 1::2]], -1)
-    close(table[[0, *(1 + everything.positions)]], arrays[f"{model}_g{grid}_rope"][:cells], 1e-6)
+    assert_close(table[[0, *(1 + code_pass.positions)]], arrays[f"{model}_g{grid}_rope"][:cells], 1e-6)
 
 
 @pytest.mark.parametrize("model", GRIDS)
-def test_a_pass_over_everything_gives_the_recorded_layers_keys_values_and_logits(
+def test_a_pass_over_the_whole_sequence_has_the_recorded_layers_and_logits(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str
 ) -> None:
     grid = {"4x": 6, "16x": 8}[model]
-    tokens, logits = arrays[f"{model}_tf_tokens"], arrays[f"{model}_tf_logits"]
-    pipe, class_id = pipes[model, grid], int(arrays[f"{model}_tf_class_ids"][0])
-    close(logits_of(pipe, tokens, class_ids=class_id), logits[:, : grid**2])
-    names = layer_sums(pipe.bundle.folder)
-    embeds, *layers, last = run_all(pipe, tokens, [*names[2:-1:2], "hidden_states"], class_ids=class_id)
+    tokens = arrays[f"{model}_tf_tokens"]
+    logits = arrays[f"{model}_tf_logits"]
+    pipe = pipes[model, grid]
+    class_id = int(arrays[f"{model}_tf_class_ids"][0])
+    assert_close(compute_logits(pipe, tokens, class_ids=class_id), logits[:, : grid**2])
+    names = residual_sum_names(pipe.bundle.folder)
+    embeds, *layers, last = run_whole_sequence(pipe, tokens, [*names[2:-1:2], "hidden_states"], class_ids=class_id)
     rows = [embeds, *(layer.swapaxes(0, 1) for layer in layers), last]
-    close(np.concatenate([row[:1] for row in rows]), arrays[f"{model}_tf_layer_hidden"][:, : grid**2])
+    assert_close(np.concatenate([row[:1] for row in rows]), arrays[f"{model}_tf_layer_hidden"][:, : grid**2])
 
 
 @pytest.mark.parametrize("name", ["4x_g4", "16x_g8"])
@@ -109,52 +120,57 @@ def test_inputs_keys_and_values_of_the_first_run_are_recorded(
     model, _, grid = name.partition("_g")
     trace = next(trace for trace in TRACES if (trace["model"], trace["grid"]) == (model, int(grid)))
     names = [f"new_key_values.{i}.{part}" for part in ("key", "value") for i in range(LAYERS)]
-    embeds, *cache = run_all(pipes[model, int(grid)], trace["ids"][0], names, class_ids=trace["class_ids"][0])
-    close(embeds, arrays[f"{name}_inputs"])
-    for part, found in zip(("keys", "values"), (cache[:LAYERS], cache[LAYERS:]), strict=True):
-        close(np.stack(found).transpose(0, 2, 3, 1, 4), arrays[f"{name}_{part}"])  # [layer, row, head, position, width]
+    embeds, *cache = run_whole_sequence(
+        pipes[model, int(grid)], trace["ids"][0], names, class_ids=trace["class_ids"][0]
+    )
+    assert_close(embeds, arrays[f"{name}_inputs"])
+    for part, tensors in zip(("keys", "values"), (cache[:LAYERS], cache[LAYERS:]), strict=True):
+        assert_close(
+            np.stack(tensors).transpose(0, 2, 3, 1, 4), arrays[f"{name}_{part}"]
+        )  # [layer, row, head, position, width]
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=by_name)
-def test_the_logits_of_a_run_are_the_recorded_ones_and_give_its_codes(
+def test_the_logits_of_a_run_are_the_recorded_ones_and_sample_its_tokens(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, trace: dict[str, Any]
 ) -> None:
-    name, pipe = trace["name"], pipes[trace["model"], trace["grid"]]
-    cells = order_of(pipe).cells
+    name = trace["name"]
+    pipe = pipes[trace["model"], trace["grid"]]
+    cells = group_layout(pipe).cells
     for i, (class_id, ids) in enumerate(zip(trace["class_ids"], trace["ids"], strict=True)):
-        used = check_logits(name, i, trace, logits_of(pipe, ids, class_ids=class_id), arrays)
-        assert choices(used, i, trace) == ids
+        used = check_logits(name, i, trace, compute_logits(pipe, ids, class_ids=class_id), arrays)
+        assert replay_choices(used, i, trace) == ids
         raster = np.zeros(len(ids), np.int64)
         raster[cells] = ids
         assert raster.tolist() == trace["raster"][i]
 
 
 @pytest.mark.parametrize("trace", GREEDY, ids=by_name)
-def test_greedy_images_are_the_recorded_ones_alone_and_together(
+def test_greedy_images_are_the_recorded_ones_alone_and_in_a_batch(
     pipes: dict[tuple[str, int], Pipeline], trace: dict[str, Any]
 ) -> None:
     count = sum(trace.get("guided", []))
     options: dict[str, Any] = {"cfg_scale": trace["cfg"], "temperature": 0, "cfg_tokens": count or None}
-    draw = partial(pipes[trace["model"], trace["grid"]], **options)
-    result = draw(class_ids=trace["class_ids"])
+    generate = partial(pipes[trace["model"], trace["grid"]], **options)
+    result = generate(class_ids=trace["class_ids"])
     assert [codes.tolist() for codes in result.codes] == trace["raster"]
-    others = draw(class_ids=[*trace["class_ids"], 0, 6, 2], method="groups")
-    assert [codes.tolist() for codes in others.codes[: len(trace["raster"])]] == trace["raster"]
+    larger_batch = generate(class_ids=[*trace["class_ids"], 0, 6, 2], method="groups")
+    assert [codes.tolist() for codes in larger_batch.codes[: len(trace["raster"])]] == trace["raster"]
     for class_id, raster in zip(trace["class_ids"], trace["raster"], strict=True):
-        alone = draw(class_ids=class_id, method="ar")
+        alone = generate(class_ids=class_id, method="ar")
         assert alone.codes[0].tolist() == raster
-        groups = order_of(pipes[trace["model"], trace["grid"]]).groups
+        groups = group_layout(pipes[trace["model"], trace["grid"]]).groups
         assert alone.stats.target_passes == len(groups)
 
 
 def test_filtered_probabilities_are_the_published_ones(arrays: Arrays) -> None:
     for (temperature, top_k, top_p), expected in zip(arrays["filter_params"], arrays["filter_probs"], strict=True):
         sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
-        found = shape_distribution(arrays["filter_logits"], sampling)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+        distribution = compute_distribution(arrays["filter_logits"], sampling)
+        np.testing.assert_allclose(distribution, expected, rtol=0, atol=1e-5)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- rejected checkpoints
 
 
 @pytest.mark.parametrize(
@@ -169,26 +185,28 @@ def test_filtered_probabilities_are_the_published_ones(arrays: Arrays) -> None:
         ({"config": {"n_head": 4, "par": 1}, "grid": 4}, "par: unknown field"),
     ],
 )
-def test_what_is_no_par_is_refused_in_a_line(tmp_path: Path, fields: dict[str, Any], expected: str) -> None:
+def test_checkpoints_that_are_not_par_are_rejected_with_one_line(
+    tmp_path: Path, fields: dict[str, Any], expected: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields.get("config", {"n_head": 4})))
     options = {"target": DATA / "par/4x/par_4x.pt", "vq": DATA / "llamagen-vq/vq_tiny.pt", **fields}
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as caught:
         read_family("par", {**options, "config": tmp_path / "config.json"})
-    assert expected in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
-def test_the_file_of_par_is_no_llamagen(tmp_path: Path) -> None:
+def test_the_file_of_par_is_rejected_as_llamagen(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"n_head": 4}')
     options = {"target": DATA / "par/4x/par_4x.pt", "vq": DATA / "llamagen-vq/vq_tiny.pt", "grid": 4}
     with pytest.raises(CheckpointError, match="unexpected: spe_tok_embeddings"):
         read_family("llamagen", {**options, "config": tmp_path / "config.json"})
 
 
-def test_a_training_checkpoint_that_calls_code_is_refused(tmp_path: Path) -> None:
+def test_a_training_checkpoint_with_pickled_code_is_rejected(tmp_path: Path) -> None:
     content = torch.load(DATA / "par/4x/par_4x.pt", weights_only=True)
     torch.save({**content, "scheduler": print}, tmp_path / "par.pt")
     (tmp_path / "config.json").write_text('{"n_head": 4}')
-    with pytest.raises(CheckpointError, match="holds more than tensors") as refused:
+    with pytest.raises(CheckpointError, match="holds more than tensors") as caught:
         read_par(tmp_path / "par.pt", DATA / "llamagen-vq/vq_tiny.pt", grid=4)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Written graphs compute what their modules compute, and a graph that does not is refused."""
+"""Exported graphs compute the outputs of their modules; a graph that does not is rejected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import error_of
-from small_models import CONFIG, randomise_norms, stored
+from small_models import CONFIG, make_target, randomise_norms
 from torch import Tensor, nn
 
 from lantern_rt.engines.device_graph import MASKED
@@ -22,9 +22,9 @@ from lantern_rt.export.families.common import vq_graphs
 from lantern_rt.export.graph.graphs import Graph, named_cases, target_graph, write_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
-from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
+from lantern_rt.export.models.eagle import EagleModule, drafter_graph
 from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
-from lantern_rt.export.verify import check_parity, tolerance_of
+from lantern_rt.export.verify import check_parity, choose_tolerance
 
 
 @st.composite
@@ -64,7 +64,7 @@ def test_a_target_graph_equals_its_module(
     tmp_path_factory: pytest.TempPathFactory, config: DecoderConfig, seed: int, two_heads: bool
 ) -> None:
     torch.manual_seed(seed)
-    if two_heads:  # as NAR: a norm before each head, and a layer that belongs to both
+    if two_heads:  # as in NAR: a norm before each head, and a last layer for each
         config = replace(config, two_heads=True, final_norm=True, num_layers=config.num_layers + 1)
     decoder = Decoder(config)
     randomise_norms(decoder)
@@ -79,14 +79,14 @@ def test_a_drafter_graph_equals_its_module(
 ) -> None:
     torch.manual_seed(seed)
     head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-    drafter = EagleDrafter(config, head, bias)
+    drafter = EagleModule(config, head, bias)
     randomise_norms(drafter)
     graph = drafter_graph(drafter)
     assert check_parity(graph, write_graph(graph, tmp_path_factory.mktemp("graph"))[0]) < 2e-5
 
 
-class Far(nn.Module):
-    """Loses digits by additions alone, which every processor rounds alike."""
+class FarFromZero(nn.Module):
+    """Loses digits by additions, which every processor rounds in the same way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,13 +96,14 @@ class Far(nn.Module):
         return x + self.far - self.far
 
 
-def test_a_graph_without_a_tolerance_is_allowed_a_multiple_of_its_modules_rounding() -> None:
+def test_the_default_tolerance_is_a_multiple_of_the_modules_rounding() -> None:
     values = np.full((1, 1), 0.1, np.float32)
-    x, y = Value("x", ("rows", 1)), Value("y", ("rows", 1))
-    graph = Graph("far", Far(), (x,), (y,), named_cases({"x": values}), lambda ops: None, tolerance=None)
+    x = Value("x", ("rows", 1))
+    y = Value("y", ("rows", 1))
+    graph = Graph("far", FarFromZero(), (x,), (y,), named_cases({"x": values}), lambda ops: None, tolerance=None)
     rounding = float(np.abs(values + np.float32(1000) - np.float32(1000) - values).max())
-    assert tolerance_of(graph) == pytest.approx(32 * rounding)
-    assert tolerance_of(replace(graph, tolerance=0.5)) == 0.5
+    assert choose_tolerance(graph) == pytest.approx(32 * rounding)
+    assert choose_tolerance(replace(graph, tolerance=0.5)) == 0.5
 
 
 @st.composite
@@ -136,21 +137,21 @@ def test_the_graphs_of_an_image_tokenizer_equal_its_module(
 
 
 @pytest.mark.parametrize("attention", [False, True])
-def test_graphs_of_large_pictures_are_checked_with_one_and_take_several(
+def test_graphs_of_large_images_are_checked_with_one_image_and_accept_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: bool
 ) -> None:
     torch.manual_seed(0)
     tokenizer = LlamaGenVQ(VQConfig(20, 4, 8, 32, (32, 64), (64, 32), 1, attention))
     randomise_norms(tokenizer)
     tokenizer.codebook.normal_()
-    usual = vq_graphs(tokenizer, 3)
-    monkeypatch.setattr("lantern_rt.export.families.common.MAX_PAIR_PIXELS", 5)  # pixels; these have 6
-    for graph, two in zip(vq_graphs(tokenizer, 3), usual, strict=True):
+    usual_graphs = vq_graphs(tokenizer, 3)
+    monkeypatch.setattr("lantern_rt.export.families.common.MAX_PAIR_PIXELS", 5)  # these images have 6 pixels
+    for graph, usual_graph in zip(vq_graphs(tokenizer, 3), usual_graphs, strict=True):
         assert list(graph.cases) == ["1 rows"]
-        assert check_parity(replace(graph, cases=two.cases), write_graph(graph, tmp_path)[0]) < 1e-4
+        assert check_parity(replace(graph, cases=usual_graph.cases), write_graph(graph, tmp_path)[0]) < 1e-4
 
 
-def test_graphs_of_varying_pictures_are_checked_with_small_ones_and_take_any(tmp_path: Path) -> None:
+def test_graphs_of_variable_size_are_checked_with_small_images_and_accept_any_size(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tokenizer = LlamaGenVQ(VQConfig(20, 4, 8, 32, (32, 32, 32), (32, 32, 32), 1))
     randomise_norms(tokenizer)
@@ -169,8 +170,8 @@ def test_checks_of_a_large_vocabulary_are_short() -> None:
     assert [case["input_embeds"].shape[1] for case in graph.cases.values()] == [8, 1, 7, 8, 7]
 
 
-def test_a_graph_that_differs_is_refused_with_every_tensor_named(tmp_path: Path) -> None:
-    graph = stored(torch.float32)
+def test_the_error_of_a_graph_that_differs_names_every_tensor(tmp_path: Path) -> None:
+    graph = make_target(torch.float32)
     written = write_graph(graph, tmp_path)
     with torch.no_grad():
         dict(graph.module.named_parameters())["layers.1.attention.qkv.weight"][-1] += 1e-2
@@ -181,21 +182,21 @@ def test_a_graph_that_differs_is_refused_with_every_tensor_named(tmp_path: Path)
     assert "new_key_values.1.key" not in message
 
 
-def test_a_device_layout_that_differs_is_refused_and_told_from_the_graph_itself(
+def test_the_error_of_a_device_layout_that_differs_names_the_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph = stored(torch.float32)
+    graph = make_target(torch.float32)
     path = write_graph(graph, tmp_path)[0]
-    monkeypatch.setitem(MASKED, "float32", 0.0)  # every node sees every column
+    monkeypatch.setitem(MASKED, "float32", 0.0)  # every node attends to every column
     error = error_of(ParityError, check_parity, graph, path)
     named = str(error).partition(": logits by ")[2].split(", ")
-    assert "new_key_values.0" not in str(error)  # what goes in is the same
+    assert "new_key_values.0" not in str(error)  # the inputs of the first layer are the same
     layouts = [part for part in named if part.endswith(")")]
     assert layouts == ["device layout)"] * 6  # logits, states, keys and values of two layers
 
 
 def test_a_graph_that_does_not_run_is_refused(tmp_path: Path) -> None:
-    graph = stored(torch.float32)
+    graph = make_target(torch.float32)
     path = write_graph(graph, tmp_path)[0]
     model = onnx.load(path)
     del model.graph.node[3]
@@ -205,7 +206,7 @@ def test_a_graph_that_does_not_run_is_refused(tmp_path: Path) -> None:
 
 
 class Frozen(nn.Module):
-    """Takes the number of rows of its example for a constant when traced."""
+    """A module whose trace has the number of rows of its example as a constant."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * len(x)
@@ -218,26 +219,28 @@ def test_a_traced_module_that_froze_a_size_is_refused(tmp_path: Path) -> None:
         check_parity(graph, write_graph(graph, tmp_path)[0])
 
 
-def test_attention_has_no_weights_that_processors_are_slow_with_and_hidden_columns_weigh_nothing(
+def test_attention_weights_are_never_denormal_and_those_of_masked_columns_are_negligible(
     tmp_path: Path,
 ) -> None:
-    graph = stored(torch.float32)
+    graph = make_target(torch.float32)
     model = onnx.load(write_graph(graph, tmp_path)[0])
     softmaxes = [node.output[0] for node in model.graph.node if node.op_type == "Softmax"]
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in softmaxes)
     inputs = graph.cases["rows of different length"]
-    found = GraphFileSession(tmp_path / "target.onnx", low_memory=True, model=model.SerializeToString()).run(inputs)
-    hidden, shape = inputs["attention_mask"] < 0, found[softmaxes[0]].shape  # queries of one group are stacked
-    hidden = np.broadcast_to(np.tile(hidden, (1, 1, shape[2] // hidden.shape[2], 1)), shape)
-    assert hidden.any()
+    outputs = GraphFileSession(tmp_path / "target.onnx", low_memory=True, model=model.SerializeToString()).run(inputs)
+    is_masked = inputs["attention_mask"] < 0
+    shape = outputs[softmaxes[0]].shape
+    # The queries of a group are stacked in the third axis.
+    is_masked = np.broadcast_to(np.tile(is_masked, (1, 1, shape[2] // is_masked.shape[2], 1)), shape)
+    assert is_masked.any()
     for name in softmaxes:
-        assert found[name].min() > np.finfo(np.float32).tiny
-        assert found[name][hidden].max() < 1e-30
-        np.testing.assert_allclose(found[name].sum(-1), 1, rtol=1e-6)
+        assert outputs[name].min() > np.finfo(np.float32).tiny
+        assert outputs[name][is_masked].max() < 1e-30
+        np.testing.assert_allclose(outputs[name].sum(-1), 1, rtol=1e-6)
 
 
-def test_weights_above_a_megabyte_go_to_one_file_beside_the_graph(tmp_path: Path) -> None:
-    graph = stored(torch.float32)
+def test_weights_above_a_megabyte_are_stored_in_a_separate_file(tmp_path: Path) -> None:
+    graph = make_target(torch.float32)
     assert [p.name for p in write_graph(graph, tmp_path)] == ["target.onnx"]
     config = replace(CONFIG, hidden_size=128, intermediate_size=512, vocab_size=300)
     graph = target_graph(Decoder(config).eval(), torch.randn(300, 128))

@@ -1,4 +1,4 @@
-"""How weights are rounded, and that graphs compute with exactly the rounded ones."""
+"""Rounding of weights, and graphs that compute with the rounded weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
-from small_models import stored
+from small_models import make_target
 
 from lantern_rt.bundle.manifest import Precision
 from lantern_rt.errors import CheckpointError, RequestError
@@ -23,20 +23,20 @@ from lantern_rt.export.graph.precision import (
     choose_storage,
     fake_quantize,
     iter_chunks,
-    quantise,
+    quantize,
     read_precisions,
     resolve_storage,
 )
 from lantern_rt.export.verify import check_parity
 
-PRECISIONS = [name for name in get_args(Precision) if name != "bf16"]  # which float32 graphs do not have
+PRECISIONS = [name for name in get_args(Precision) if name != "bf16"]  # float32 graphs do not have bf16
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("int8", 127), ("int4", 7)])
-def test_integers_are_off_by_at_most_half_a_step_of_their_block(kind: str, steps: int) -> None:
+def test_rounding_errors_are_at_most_half_a_step_of_the_block(kind: str, steps: int) -> None:
     torch.manual_seed(0)
     weight = torch.randn(128, 6) * torch.logspace(-3, 3, 128)[:, None]
-    integers, scales = quantise(weight, kind)  # type: ignore[arg-type]
+    integers, scales = quantize(weight, kind)  # type: ignore[arg-type]
     size = block_size(kind, 128)  # type: ignore[arg-type]
     assert size is not None
     assert integers.abs().max() == steps
@@ -46,13 +46,13 @@ def test_integers_are_off_by_at_most_half_a_step_of_their_block(kind: str, steps
 
 
 def test_a_block_of_zeros_stays_zero() -> None:
-    integers, scales = quantise(torch.zeros(32, 2), "int4")
+    integers, scales = quantize(torch.zeros(32, 2), "int4")
     assert not integers.any()
     assert not scales.any()
     assert not fake_quantize(torch.zeros(2, 32), "int4", matrix=True).any()
 
 
-def test_chunks_of_a_weight_are_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chunks_of_a_weight_add_up_to_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lantern_rt.export.graph.precision.CHUNK_NUMBERS", 40)
     weight = torch.randn(96, 8, dtype=torch.float64).bfloat16()
     assert [len(chunk) for chunk in iter_chunks(weight)] == [5] * 19 + [1]
@@ -63,11 +63,12 @@ def test_chunks_of_a_weight_are_the_weight(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["float16", "int8", "int4"])
-def test_rounding_a_chunk_at_a_time_is_rounding_at_once_and_leaves_the_weight_alone(
+def test_rounding_in_chunks_equals_rounding_at_once_and_does_not_change_the_weight(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: Storage
 ) -> None:
-    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype).t()  # no rows in memory
-    before, whole = weight.clone(), fake_quantize(weight, kind, matrix=True)
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype).t()  # not contiguous in memory
+    before = weight.clone()
+    whole = fake_quantize(weight, kind, matrix=True)
     monkeypatch.setattr("lantern_rt.export.graph.precision.CHUNK_NUMBERS", 1000)
     assert torch.equal(fake_quantize(weight, kind, matrix=True), whole)
     assert torch.equal(weight, before)
@@ -78,22 +79,24 @@ def test_rounding_a_chunk_at_a_time_is_rounding_at_once_and_leaves_the_weight_al
 def test_only_matrices_of_layers_become_integers() -> None:
     matrix = torch.zeros(64, 8)
     assert choose_storage(matrix, True, "int8-weights") == "int8"
-    assert choose_storage(matrix[:40], True, "int8-weights") == "float16"  # no block divides 40
+    assert choose_storage(matrix[:40], True, "int8-weights") == "float16"  # 40 is not a multiple of a block
     assert choose_storage(matrix, False, "int4-weights") == "float16"
     assert choose_storage(matrix[0], False, "int4-weights") == "float32"
     assert choose_storage(matrix, True, "fp32") == "float32"
 
 
-def test_only_weights_of_the_checkpoint_are_fake_quantize() -> None:
-    plan = plan_graph(stored(torch.float32), "int4-weights")
-    kinds = {kind: {name for name, found in plan.storages.items() if found == kind} for kind in plan.storages.values()}
+def test_only_weights_of_the_checkpoint_are_quantized() -> None:
+    plan = plan_graph(make_target(torch.float32), "int4-weights")
+    kinds = {
+        kind: {name for name, storage in plan.storages.items() if storage == kind} for kind in plan.storages.values()
+    }
     assert kinds["float16"] == {"head.weight"}
     assert len(kinds["int4"]) == 5 * 3  # five matrices in each of three layers
     assert {"rotary.cos", "rotary.sin", "rotary.swap", "norm.weight"} <= kinds["float32"]
 
 
 @pytest.mark.parametrize("weight", [torch.full((2, 2), 1e5), torch.full((2, 2), 1e-8)])
-def test_what_float16_does_not_hold_stays_float32_or_is_refused(weight: torch.Tensor) -> None:
+def test_numbers_beyond_float16_stay_float32_or_are_rejected(weight: torch.Tensor) -> None:
     assert resolve_storage("w", weight, "float16", "bf16-safe") == "float32"
     assert resolve_storage("w", weight, "float16", "int8-weights") == "float32"
     assert resolve_storage("w", torch.randn(9, 9), "float16", "fp16") == "float16"
@@ -105,7 +108,7 @@ def test_what_float16_does_not_hold_stays_float32_or_is_refused(weight: torch.Te
         resolve_storage("w", weight, "float16", "fp16")
 
 
-def test_an_unknown_precision_is_refused_with_the_known_ones() -> None:
+def test_the_error_of_an_unknown_precision_names_the_known_ones() -> None:
     with pytest.raises(
         RequestError, match=r"^precision: found 'int4', expected one of fp32, fp16, bf16-safe, bf16, int8-"
     ):
@@ -123,13 +126,13 @@ def test_an_unknown_precision_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("processor", "expected"),
     [("x86_64 avx avx2 avx512f avx512_vnni", "int8"), ("x86_64 avx avx2", "fp32"), ("aarch64 asimddp", "int8")],
 )
-def test_auto_multiplies_integers_where_the_processor_has_instructions_for_it(
-    monkeypatch: pytest.MonkeyPatch, found: str, expected: str
+def test_auto_selects_int8_if_the_processor_has_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch, processor: str, expected: str
 ) -> None:
-    monkeypatch.setattr("lantern_rt.export.graph.precision.processor", lambda: found)
+    monkeypatch.setattr("lantern_rt.export.graph.precision.processor", lambda: processor)
     assert read_precisions("auto").target == expected
     assert read_precisions("auto").of("drafter") == expected
     assert read_precisions("auto", compute="float16").target == "fp16"
@@ -138,21 +141,21 @@ def test_auto_multiplies_integers_where_the_processor_has_instructions_for_it(
 
 
 @pytest.mark.parametrize("rule", ["bf16", "int8-weights", "int4-weights"])
-def test_graphs_of_bfloat16_compute_in_float32_with_what_is_stored(tmp_path: Path, rule: Precision) -> None:
-    graph = replace(stored(torch.bfloat16), compute="bfloat16")
+def test_bfloat16_graphs_compute_in_float32_with_the_stored_weights(tmp_path: Path, rule: Precision) -> None:
+    graph = replace(make_target(torch.bfloat16), compute="bfloat16")
     plan = plan_graph(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
     assert check_parity(graph, path, plan) < 2e-5
     kinds = {tensor.name: tensor.data_type for tensor in onnx.load(path).graph.initializer}
     name = "layers.0.ffn.up.weight." + ("bfloat16" if rule == "bf16" else "scales")
     assert kinds[name] == kinds["head.weight.bfloat16"] == TensorProto.BFLOAT16
-    if rule == "bf16":  # nothing is lost of a checkpoint of that type
+    if rule == "bf16":  # a bfloat16 checkpoint is stored without loss
         assert check_parity(graph, path) < 2e-5
 
 
 @pytest.mark.parametrize("rule", PRECISIONS)
 def test_a_graph_computes_with_the_rounded_weights(tmp_path: Path, rule: Precision) -> None:
-    graph = stored(torch.bfloat16)
+    graph = make_target(torch.bfloat16)
     plan = plan_graph(graph, rule)
     expected = plan.size
     path = plan.write(tmp_path / "target.onnx")[0]
@@ -167,13 +170,11 @@ def test_a_graph_computes_with_the_rounded_weights(tmp_path: Path, rule: Precisi
 
 
 @pytest.mark.parametrize("rule", ["int8-weights", "int4-weights"])
-def test_integer_weights_are_turned_back_to_float16_where_that_is_computed_with(
-    tmp_path: Path, rule: Precision
-) -> None:
-    graph = convert_to_float16(stored(torch.bfloat16))
+def test_integer_weights_are_dequantized_to_float16_in_float16_graphs(tmp_path: Path, rule: Precision) -> None:
+    graph = convert_to_float16(make_target(torch.bfloat16))
     plan = plan_graph(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
-    assert check_parity(graph, path, plan) < 0.01  # in both layouts, of which GPUs get the second
+    assert check_parity(graph, path, plan) < 0.01  # in both layouts
     kinds = {tensor.name: tensor.data_type for tensor in onnx.load(path).graph.initializer}
     assert kinds["layers.0.ffn.up.weight.scales"] == kinds["head.weight"] == TensorProto.FLOAT16
     wrong = plan_graph(graph, rule)
@@ -183,25 +184,27 @@ def test_integer_weights_are_turned_back_to_float16_where_that_is_computed_with(
 
 
 @pytest.mark.parametrize("rule", ["int8-weights", "int4-weights"])
-def test_integer_graphs_give_a_node_the_same_numbers_whatever_stands_beside_it(tmp_path: Path, rule: Precision) -> None:
-    graph = stored(torch.float32)
+def test_outputs_of_integer_graphs_do_not_depend_on_the_number_of_nodes(tmp_path: Path, rule: Precision) -> None:
+    graph = make_target(torch.float32)
     path = plan_graph(graph, rule).write(tmp_path / "target.onnx")[0]
-    sessions = GraphFileSession(path)  # with all fusions, as pictures are made
+    session = GraphFileSession(path)  # with all fusions, as in generation
     inputs = dict(list(graph.cases.values())[-1])
     nodes = inputs["position_ids"].shape[1]
-    whole = sessions.run(inputs)["logits"]
-    for few in (2, 3):
-        part = dict(inputs)
-        part["input_embeds"] = np.ascontiguousarray(inputs["input_embeds"][:, :few])
-        part["position_ids"] = np.ascontiguousarray(inputs["position_ids"][:, :few])
+    whole = session.run(inputs)["logits"]
+    for num_nodes in (2, 3):
+        first_nodes = dict(inputs)
+        first_nodes["input_embeds"] = np.ascontiguousarray(inputs["input_embeds"][:, :num_nodes])
+        first_nodes["position_ids"] = np.ascontiguousarray(inputs["position_ids"][:, :num_nodes])
         past = inputs["attention_mask"].shape[-1] - nodes
-        part["attention_mask"] = np.ascontiguousarray(inputs["attention_mask"][:, :, :few, : past + few])
-        np.testing.assert_allclose(sessions.run(part)["logits"], whole[:, :few], rtol=0, atol=2e-6)
+        first_nodes["attention_mask"] = np.ascontiguousarray(
+            inputs["attention_mask"][:, :, :num_nodes, : past + num_nodes]
+        )
+        np.testing.assert_allclose(session.run(first_nodes)["logits"], whole[:, :num_nodes], rtol=0, atol=2e-6)
 
 
 def test_onnx_runtime_fuses_integer_matrices(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    path = plan_graph(stored(torch.float32), "int8-weights").write(tmp_path / "target.onnx")[0]
+    path = plan_graph(make_target(torch.float32), "int8-weights").write(tmp_path / "target.onnx")[0]
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "fused.onnx")
     options.log_severity_level = 4

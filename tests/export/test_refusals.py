@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit are refused: the error names the file and the field or weight, and what is there."""
+"""Checkpoints that do not fit are rejected: the error names the file, the field or weight, and its value."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from checkpoint_copies import (
     T2I,
     VQ,
     VQGAN,
-    changed,
-    config_of,
-    copied,
-    edited,
-    published,
-    sharded,
+    config_path,
+    copy_checkpoint,
+    copy_json,
+    copy_published_emu3,
+    copy_sharded,
+    copy_weights,
 )
 from family_readers import read_anole, read_emu3, read_llamagen, read_lumina, read_transformer
 from refusals import error_of
@@ -36,39 +36,41 @@ from lantern_rt.export.checkpoints.folders import Checkpoint
 from lantern_rt.export.models.t5 import read_text_encoder
 from lantern_rt.export.models.vq_checkpoints import read_vq
 
-Read = Callable[[Path], object]  # makes a damaged copy in a folder and reads it
+Read = Callable[[Path], object]  # copies a checkpoint to a folder, changes the copy and reads it
 
 
 def official(edit: Any = None, **fields: Any) -> Read:
     return lambda folder: read_transformer(
-        edited(folder, C2I, edit or (lambda weights: None)),
-        config=changed(config_of(C2I), folder / "config.json", **fields),
+        copy_weights(folder, C2I, edit or (lambda weights: None)),
+        config=copy_json(config_path(C2I), folder / "config.json", **fields),
     )
 
 
 def drafter(edit: Any = None, **fields: Any) -> Read:
     return lambda folder: read_llamagen(
-        T2I, VQ, drafter=copied(DRAFTER, folder / "drafter", edit, **fields), config=config_of(T2I)
+        T2I, VQ, drafter=copy_checkpoint(DRAFTER, folder / "drafter", edit, **fields), config=config_path(T2I)
     )
 
 
 def anole(weights: Any = None, config: Any = None, **fields: Any) -> Read:
-    return lambda folder: read_anole(copied(ANOLE, folder / "target", weights, config, **fields), VQGAN)
+    return lambda folder: read_anole(copy_checkpoint(ANOLE, folder / "target", weights, config, **fields), VQGAN)
 
 
 def lumina(weights: Any = None, config: Any = None, **fields: Any) -> Read:
-    return lambda folder: read_lumina(copied(LUMINA, folder / "target", weights, config, **fields), VQGAN, grid=4)
+    return lambda folder: read_lumina(
+        copy_checkpoint(LUMINA, folder / "target", weights, config, **fields), VQGAN, grid=4
+    )
 
 
 def emu3(weights: Any = None, config: Any = None, **fields: Any) -> Read:
-    return lambda folder: read_emu3(copied(EMU3, folder / "target", weights, config, **fields), grid=4)
+    return lambda folder: read_emu3(copy_checkpoint(EMU3, folder / "target", weights, config, **fields), grid=4)
 
 
 def emu3_tokenizer(name: str, edit: Callable[[str], str], **fields: Any) -> Read:
     def read(folder: Path) -> None:
-        target, vq = published(folder)
+        target, vq = copy_published_emu3(folder)
         (target / name).write_text(edit((target / name).read_text()))
-        changed(target / "config.json", target / "config.json", **fields)
+        copy_json(target / "config.json", target / "config.json", **fields)
         read_emu3(target, vq, grid=4)
 
     return read
@@ -77,7 +79,7 @@ def emu3_tokenizer(name: str, edit: Callable[[str], str], **fields: Any) -> Read
 def text_encoder(weights: Any = None, sizes: dict[str, Any] | None = None, **fields: Any) -> Read:
     def read(folder: Path) -> None:
         save_t5(folder / "saved", **(sizes or {}))
-        read_text_encoder(copied(folder / "saved", folder / "t5", weights, **fields), 32)
+        read_text_encoder(copy_checkpoint(folder / "saved", folder / "t5", weights, **fields), 32)
 
     return read
 
@@ -104,7 +106,7 @@ def index(content: Any) -> Read:
 
 def tokenizer(edit: Callable[[dict[str, Any]], object]) -> Read:
     def read(folder: Path) -> None:
-        target = copied(ANOLE, folder / "target")
+        target = copy_checkpoint(ANOLE, folder / "target")
         content = json.loads((target / "tokenizer.json").read_text())
         edit(content)
         (target / "tokenizer.json").write_text(json.dumps(content))
@@ -113,32 +115,34 @@ def tokenizer(edit: Callable[[dict[str, Any]], object]) -> Read:
     return read
 
 
-def without(folder: Path, *names: str) -> Path:
+def remove_files(folder: Path, *names: str) -> Path:
     for name in names:
         (folder / name).unlink()
     return folder
 
 
-def loose(folder: Path) -> None:
+def read_duplicate_weights(folder: Path) -> None:
     for name in ("a.pt", "b.pt"):
         torch.save({"x": torch.ones(2)}, folder / name)
     Checkpoint(folder).read()
 
 
-def wrong_shard(folder: Path) -> None:
-    shards = sharded(LANTERN / "t2i", folder / "shards")
+def read_wrong_shard(folder: Path) -> None:
+    shards = copy_sharded(LANTERN / "t2i", folder / "shards")
     shutil.copy(shards / "model-00001-of-00003.safetensors", shards / "model-00002-of-00003.safetensors")
     Checkpoint(shards).read()
 
 
-def twice(folder: Path) -> None:
+def read_duplicate_field(folder: Path) -> None:
     (folder / "config.json").write_text('{"n_head": 4, "n_head": 8}')
     read_transformer(C2I, config=folder / "config.json")
 
 
-def few_codes(folder: Path) -> None:
-    narrow = edited(folder, VQ, lambda w: w.update({"quantize.embedding.weight": w["quantize.embedding.weight"][:100]}))
-    read_llamagen(C2I, narrow, config=config_of(C2I))
+def read_few_codes(folder: Path) -> None:
+    narrow = copy_weights(
+        folder, VQ, lambda w: w.update({"quantize.embedding.weight": w["quantize.embedding.weight"][:100]})
+    )
+    read_llamagen(C2I, narrow, config=config_path(C2I))
 
 
 def drop(*prefixes: str) -> Callable[[dict[str, Any]], None]:
@@ -149,8 +153,8 @@ def drop(*prefixes: str) -> Callable[[dict[str, Any]], None]:
     return edit
 
 
-def move(one: str, other: str) -> Callable[[dict[str, Any]], None]:
-    return lambda weights: weights.update({other: weights.pop(one)})
+def rename(name: str, new_name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda weights: weights.update({new_name: weights.pop(name)})
 
 
 def swap_tokens(content: dict[str, Any]) -> None:
@@ -158,9 +162,11 @@ def swap_tokens(content: dict[str, Any]) -> None:
     content["added_tokens"] = []
 
 
-def early_row_end(folder: Path) -> None:
+def read_early_row_end(folder: Path) -> None:
     names = {"<reserved08799>": "<unk>", "<unk>": "<reserved08799>"}
-    target = copied(LUMINA, folder, config=lambda c: c["vocabulary_map"].update({"<reserved08799>": 3, "<unk>": 142}))
+    target = copy_checkpoint(
+        LUMINA, folder, config=lambda c: c["vocabulary_map"].update({"<reserved08799>": 3, "<unk>": 142})
+    )
     content = json.loads((target / "tokenizer.json").read_text())
     for entry in content["added_tokens"]:
         entry["content"] = names.get(entry["content"], entry["content"])
@@ -172,8 +178,8 @@ def early_row_end(folder: Path) -> None:
 
 FREQUENCIES = {"freqs_cis": torch.zeros(1 + 25, 8, 2)}
 
-# How it is read, how the field at fault ends, and what the error says is there or expected.
-REFUSALS: dict[str, tuple[Read, str, str]] = {
+# By name: function that reads the checkpoint, end of the field at fault, words of the error.
+WRONG_CHECKPOINTS: dict[str, tuple[Read, str, str]] = {
     # LlamaGen's official files
     "another width": (official(dim=128), "config.json: dim", "128 64"),
     "another condition": (official(model_type="t2i"), "config.json: model_type", "'t2i' 'c2i'"),
@@ -186,17 +192,17 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "a large number": (official(norm_eps=1e308), "config.json: norm_eps", "1e+308 number up to 3.4e+38"),
     "an unknown field": (official(n_heads=4), "config.json: n_heads", "unknown field block_size, caption_dim n_head,"),
     "another feed-forward width": (official(multiple_of=96), "config.json: multiple_of", "96 170 256"),
-    "a field twice": (twice, "config.json", "'n_head' twice, with two values"),
+    "a field twice": (read_duplicate_field, "config.json", "'n_head' twice, with two values"),
     "weights of no kind": (lambda folder: read_llamagen(C2I, VQ, weights="best"), "weights", "'best' model or ema"),
     "a missing weight": (
-        official(move("layers.1.attention.wo.weight", "layers.1.extra")),
+        official(rename("layers.1.attention.wo.weight", "layers.1.extra")),
         C2I.name,
         "missing: layers.1.attention.wo.weight unexpected: layers.1.extra",
     ),
     "another shape": (official(lambda w: w.update({"norm.weight": torch.ones(63)})), C2I.name, "norm.weight [63] [64]"),
     "a grid that positions contradict": (official(lambda w: w.update(FREQUENCIES)), "block_size", "a grid of 4 5"),
     "a grid that the caller contradicts": (
-        lambda folder: read_transformer(C2I, config=config_of(C2I), grid=7),
+        lambda folder: read_transformer(C2I, config=config_path(C2I), grid=7),
         "block_size",
         "a grid of 4 7",
     ),
@@ -214,24 +220,24 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     ),
     "a target for a VQ tokenizer": (lambda folder: read_vq(C2I), C2I.name, "has no quantize.embedding.weight"),
     "a missing level": (
-        lambda folder: read_vq(edited(folder, VQ, drop("encoder.conv_blocks.4."))),
+        lambda folder: read_vq(copy_weights(folder, VQ, drop("encoder.conv_blocks.4."))),
         VQ.name,
         "4 encoder and 5 decoder levels",
     ),
-    "a VQ tokenizer of other codes": (few_codes, "vq", "100 codes 128"),
+    "a VQ tokenizer of other codes": (read_few_codes, "vq", "100 codes 128"),
     # Folders of weights
     "missing shards": (
         lambda folder: Checkpoint(
-            without(sharded(DRAFTER, folder / "shards", "bin"), "pytorch_model-00002-of-00003.bin")
+            remove_files(copy_sharded(DRAFTER, folder / "shards", "bin"), "pytorch_model-00002-of-00003.bin")
         ).read(),
         "shards",
         "pytorch_model-00002-of-00003.bin pytorch_model.bin.index.json",
     ),
-    "a shard of another place": (wrong_shard, "model-00002-of-00003.safetensors", "missing: unexpected:"),
+    "a shard of another place": (read_wrong_shard, "model-00002-of-00003.safetensors", "missing: unexpected:"),
     "an index to elsewhere": (index({"weight_map": {"a": "../b.safetensors"}}), "'a'", "../b.safetensors"),
     "an index to a folder": (index({"weight_map": {"a": ".."}}), "'a'", "the name of a file in its folder"),
     "an empty index": (index({"weight_map": {}}), "weight_map", "{}"),
-    "a weight twice": (loose, "b.pt: x", "in an earlier file"),
+    "a weight twice": (read_duplicate_weights, "b.pt: x", "in an earlier file"),
     "no weights": (lambda folder: Checkpoint(folder).read(), "", "no weights model.safetensors"),
     # Drafters
     **{
@@ -252,7 +258,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "a drafter's head width": (drafter(head_dim=8), "num_attention_heads", "4"),
     "a drafter's key heads": (drafter(num_key_value_heads=2), "{q,k,v}_proj.weight", "192 rows 2 key heads"),
     "a drafter of texts for classes": (
-        lambda folder: read_llamagen(C2I, VQ, drafter=DRAFTER, config=config_of(C2I)),
+        lambda folder: read_llamagen(C2I, VQ, drafter=DRAFTER, config=config_path(C2I)),
         "input_type",
         "'t2i' 'c2i'",
     ),
@@ -284,7 +290,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     ),
     # Anole
     "no tokenizer": (
-        lambda folder: read_anole(without(copied(ANOLE, folder), "tokenizer.json"), VQGAN),
+        lambda folder: read_anole(remove_files(copy_checkpoint(ANOLE, folder), "tokenizer.json"), VQGAN),
         "",
         "has no tokenizer.json",
     ),
@@ -341,10 +347,10 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
         "model.embed_tokens.weight",
         "518 rows 600",
     ),
-    "an end of row before the codes": (early_row_end, "<reserved08799>", "token 3"),
+    "an end of row before the codes": (read_early_row_end, "<reserved08799>", "token 3"),
     # Emu3
     "no image tokenizer": (
-        lambda folder: read_emu3(published(folder)[0], grid=4),
+        lambda folder: read_emu3(copy_published_emu3(folder)[0], grid=4),
         "vq",
         "nothing Emu3-VisionTokenizer",
     ),
@@ -379,19 +385,19 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSALS)
-def test_a_checkpoint_that_does_not_fit_is_refused_by_its_field(tmp_path: Path, what: str) -> None:
-    read, field, words = REFUSALS[what]
+@pytest.mark.parametrize("case", WRONG_CHECKPOINTS)
+def test_a_checkpoint_that_does_not_fit_is_rejected_by_its_field(tmp_path: Path, case: str) -> None:
+    read, field, words = WRONG_CHECKPOINTS[case]
     error = error_of(LanternError, read, tmp_path)
     assert error.field.endswith(field)
-    said = " ".join((error.problem, error.found, error.expected, error.remedy))
-    missing = [word for word in words.split() if word not in said]
-    assert not missing, said
+    message = " ".join((error.problem, error.found, error.expected, error.remedy))
+    missing = [word for word in words.split() if word not in message]
+    assert not missing, message
 
 
-def test_a_refusal_is_a_sentence_with_file_field_and_remedy(tmp_path: Path) -> None:
+def test_an_error_is_a_sentence_with_file_field_and_remedy(tmp_path: Path) -> None:
     error = error_of(CheckpointError, drafter(caption_dim=2048), tmp_path)
-    place = tmp_path / "drafter/config.json"
+    config_file = tmp_path / "drafter/config.json"
     assert str(error) == (
-        f"{place}: caption_dim: found 2048, expected 32; give the drafter that was trained for this target"
+        f"{config_file}: caption_dim: found 2048, expected 32; give the drafter that was trained for this target"
     )

@@ -1,4 +1,4 @@
-"""SimpleAR's checkpoints: layouts, sizes, defaults, and what is refused."""
+"""SimpleAR's checkpoints: layouts, sizes, defaults, and rejected files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import COSMOS, SIMPLEAR, copied
+from checkpoint_copies import COSMOS, SIMPLEAR, copy_checkpoint
 from family_readers import read_simplear
 from refusals import error_of
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from lantern_rt.errors import LanternError
-from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.families.simplear import image_sizes
 
@@ -26,24 +26,26 @@ EMBED = "model.embed_tokens.weight"
 
 
 def simplear(weights: Any = None, config: Any = None, **fields: Any) -> Read:
-    return lambda folder: read_simplear(copied(SIMPLEAR, folder / "target", weights, config, **fields), COSMOS, grid=4)
+    return lambda folder: read_simplear(
+        copy_checkpoint(SIMPLEAR, folder / "target", weights, config, **fields), COSMOS, grid=4
+    )
 
 
 def simplear_tokenizer(folder: Path) -> None:
-    target = copied(SIMPLEAR, folder / "target")
+    target = copy_checkpoint(SIMPLEAR, folder / "target")
     content = (target / "tokenizer.json").read_text()
     (target / "tokenizer.json").write_text(content.replace("<|soi|>", "<|sot|>"))
     read_simplear(target, COSMOS, grid=4)
 
 
-def half_a_tokenizer(folder: Path) -> None:
+def decoder_only(folder: Path) -> None:
     (folder / "cosmos").mkdir()
     shutil.copy(COSMOS / "decoder.jit", folder / "cosmos")
     read_simplear(SIMPLEAR, folder / "cosmos", grid=4)
 
 
-def test_settings_of_training_in_the_tokenizer_leave_the_prompt_layout(tmp_path: Path) -> None:
-    target = copied(SIMPLEAR, tmp_path / "target")
+def test_training_settings_in_the_tokenizer_do_not_change_the_prompt_layout(tmp_path: Path) -> None:
+    target = copy_checkpoint(SIMPLEAR, tmp_path / "target")
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     tokenizer.enable_padding(length=64)
     tokenizer.enable_truncation(2)
@@ -53,7 +55,7 @@ def test_settings_of_training_in_the_tokenizer_leave_the_prompt_layout(tmp_path:
     assert actual.layout == expected.layout
 
 
-REFUSALS: dict[str, tuple[Read, str, str]] = {
+WRONG_CHECKPOINTS: dict[str, tuple[Read, str, str]] = {
     "no Qwen2": (simplear(model_type="qwen3"), "model_type", "'qwen3' 'qwen2'"),
     "a window of attention": (simplear(use_sliding_window=True), "use_sliding_window", "True False"),
     "other biases": (
@@ -61,49 +63,51 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
         "model.layers.1.self_attn.{q,k,v}_proj.bias",
         "(112,), (112,), (16,)",
     ),
-    "no head of its own": (simplear(tie_word_embeddings=False), "lm_head.weight", "missing weight"),
+    "no head in the file": (simplear(tie_word_embeddings=False), "lm_head.weight", "missing weight"),
     "fewer codes": (
         simplear(lambda w: w.update({EMBED: w[EMBED][:-1]})),
         "vq",
         "576 codes 575",
     ),
     "a tokenizer without start of image": (simplear_tokenizer, "tokenizer.json", "lacks <|soi|>"),
-    "half an image tokenizer": (half_a_tokenizer, "cosmos", "no weights"),
+    "half an image tokenizer": (decoder_only, "cosmos", "no weights"),
 }
 
 
-@pytest.mark.parametrize("what", REFUSALS)
-def test_a_checkpoint_that_does_not_fit_is_refused_by_its_field(tmp_path: Path, what: str) -> None:
-    read, field, words = REFUSALS[what]
+@pytest.mark.parametrize("case", WRONG_CHECKPOINTS)
+def test_a_checkpoint_that_does_not_fit_is_rejected_by_its_field(tmp_path: Path, case: str) -> None:
+    read, field, words = WRONG_CHECKPOINTS[case]
     error = error_of(LanternError, read, tmp_path)
     assert error.field.endswith(field)
     assert [word for word in words.split() if word not in str(error)] == []
 
 
-def test_a_head_of_its_own_and_an_image_tokenizer_of_safetensors_are_read(tmp_path: Path) -> None:
+def test_an_untied_head_and_an_image_tokenizer_in_safetensors_are_read(tmp_path: Path) -> None:
     for half in ("encoder", "decoder"):
         weights = read_weights(COSMOS / f"{half}.jit")
         save_file({name: weight.clone() for name, weight in weights.items()}, tmp_path / f"{half}.safetensors")
-    untied = copied(
+    untied = copy_checkpoint(
         SIMPLEAR, tmp_path / "target", lambda w: w.update({"lm_head.weight": w[EMBED] + 1}), tie_word_embeddings=False
     )
-    tied, other = read_simplear(SIMPLEAR, COSMOS, grid=4), read_simplear(untied, tmp_path, grid=4)
-    ours, theirs = (model.graphs[0].module.state_dict()["head.weight"] for model in (tied, other))
-    assert torch.equal(computed(ours) + 1, computed(theirs))
-    for graph, same in zip(tied.graphs[1:], other.graphs[1:], strict=True):
-        weights = same.module.state_dict()
-        assert all(torch.equal(computed(weights[name]), computed(w)) for name, w in graph.module.state_dict().items())
-    assert tied.fields["sampling"].repetition_penalty == 1.1  # of generation_config.json
+    tied = read_simplear(SIMPLEAR, COSMOS, grid=4)
+    untied_model = read_simplear(untied, tmp_path, grid=4)
+    tied_head, untied_head = (model.graphs[0].module.state_dict()["head.weight"] for model in (tied, untied_model))
+    assert torch.equal(compute_tensor(tied_head) + 1, compute_tensor(untied_head))
+    for graph, untied_graph in zip(tied.graphs[1:], untied_model.graphs[1:], strict=True):
+        weights = untied_graph.module.state_dict()
+        stored_weights = graph.module.state_dict().items()
+        assert all(torch.equal(compute_tensor(weights[name]), compute_tensor(w)) for name, w in stored_weights)
+    assert tied.fields["sampling"].repetition_penalty == 1.1  # from generation_config.json
 
 
-def test_a_config_of_the_image_tokenizer_that_is_no_json_is_not_needed(tmp_path: Path) -> None:
+def test_an_invalid_config_of_the_image_tokenizer_is_ignored(tmp_path: Path) -> None:
     shutil.copytree(COSMOS, tmp_path / "cosmos")
-    (tmp_path / "cosmos/config.json").write_text('{"architectures": ["CosmosTokenizer"],}')  # as NVIDIA's
+    (tmp_path / "cosmos/config.json").write_text('{"architectures": ["CosmosTokenizer"],}')  # as NVIDIA publishes it
     model = read_simplear(SIMPLEAR, tmp_path / "cosmos", grid=4)
     assert np.array_equal(model.codebook, read_simplear(SIMPLEAR, COSMOS, grid=4).codebook)
 
 
-def test_sizes_are_a_square_shapes_of_its_area_and_the_smaller_squares_of_training() -> None:
+def test_sizes_are_a_square_other_shapes_of_its_area_and_smaller_squares() -> None:
     names = [size.name for size in image_sizes(64, 16)]
     assert names[0] == "1024x1024"
     assert "1360x768" in names

@@ -1,4 +1,4 @@
-"""Checkpoints are mapped, transforms deferred, weights written one at a time, and modules run a layer at a time."""
+"""Low memory: checkpoints are mapped, transforms deferred, weights written one by one, modules run layer by layer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import onnx
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_models import stored
+from small_models import make_target
 from torch import Tensor, nn
 
-from lantern_rt.export.checkpoints.deferred import computed, deferred
+from lantern_rt.export.checkpoints.deferred import compute_tensor, defer_tensor
 from lantern_rt.export.checkpoints.files import read_weights
-from lantern_rt.export.compare import DeviceLayoutSession, GraphFileSession, converted_weights
+from lantern_rt.export.compare import DeviceLayoutSession, GraphFileSession, convert_weights
 from lantern_rt.export.graph.graphs import Graph, named_cases, plan_graph, write_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.graph.precision import Rule
@@ -35,11 +35,11 @@ def test_a_deferred_tensor_is_computed_at_each_use_and_not_before() -> None:
         calls.append(1)
         return torch.arange(6.0).view(2, 3)
 
-    tensor = deferred(make, (2, 3), torch.float32)
+    tensor = defer_tensor(make, (2, 3), torch.float32)
     weight = nn.Parameter(tensor, requires_grad=False)
     assert (weight.shape, weight.dtype, weight.numel(), calls) == ((2, 3), torch.float32, 6, [])
     assert (weight + 1).sum() == 21
-    assert computed(weight).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert compute_tensor(weight).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert len(calls) == 2
 
 
@@ -55,27 +55,27 @@ def test_reading_a_checkpoint_maps_it(tmp_path: Path, in_new_process: Any, name:
 
 
 def bytes_of_reading(path: Path) -> int:
-    """Bytes of memory that reading a checkpoint of four weights takes."""
+    """Return the bytes of memory for reading a checkpoint of four weights."""
     before = anonymous_memory() or 0
     with PeakMemory() as peak:
-        found = read_weights(path)
-    assert len(found) == 4
+        weights = read_weights(path)
+    assert len(weights) == 4
     return (peak.bytes or 0) - before
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_a_module_with_weights_of_any_type_is_written_and_computed_in_float32(
+def test_a_module_with_weights_of_any_dtype_is_written_and_computed_in_float32(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    graph = stored(dtype)
+    graph = make_target(dtype)
     assert check_parity(graph, write_graph(graph, tmp_path)[0]) < 2e-5
     assert {p.dtype for p in graph.module.parameters()} == {dtype}
 
 
-def test_a_module_gets_its_own_weights_back_after_an_error() -> None:
+def test_a_module_has_its_original_weights_after_an_error() -> None:
     module = nn.Linear(3, 2).to(torch.bfloat16)
     weight = module.weight
-    with converted_weights(module):
+    with convert_weights(module):
         with pytest.raises(RuntimeError):
             module(torch.ones(4))
         assert module(torch.ones(3)).dtype is torch.float32
@@ -85,29 +85,29 @@ def test_a_module_gets_its_own_weights_back_after_an_error() -> None:
 
 @linux
 @pytest.mark.parametrize("rule", ["fp16", "int8"])
-def test_only_one_layer_at_a_time_is_there_in_float32(tmp_path: Path, in_new_process: Any, rule: Rule) -> None:
+def test_only_one_layer_at_a_time_is_converted_to_float32(tmp_path: Path, in_new_process: Any, rule: Rule) -> None:
     layer = 4 * (4 * 512**2 + 3 * 512 * 2048)  # 17 MB in float32; the whole is 200 MB
     assert in_new_process(bytes_of_exporting, tmp_path, rule) < 6 * layer
 
 
 def bytes_of_exporting(folder: Path, rule: Rule) -> int:
-    """Bytes of memory that writing a decoder of 12 layers and running it in both layouts takes."""
+    """Return the bytes of memory for writing a decoder of 12 layers and running it in both layouts."""
     config = DecoderConfig(512, 12, 8, 8, 2048, 64, 3, 2, spare_positions=8)
-    graph = stored(torch.bfloat16, config)
+    graph = make_target(torch.bfloat16, config)
     plan = plan_graph(graph, rule)
     inputs = list(graph.cases.values())[-1]
     before = anonymous_memory() or 0
     with PeakMemory() as peak:
         path = plan.write(folder / "target.onnx")[0]
-        with torch.no_grad(), converted_weights(graph.module, plan):
+        with torch.no_grad(), convert_weights(graph.module, plan):
             graph.module(*(torch.from_numpy(inputs[value.name]) for value in graph.inputs))
         GraphFileSession(path, low_memory=True).run(inputs)
         DeviceLayoutSession(graph, path, low_memory=True).run(inputs)
     return (peak.bytes or 0) - before
 
 
-class Twins(nn.Module):
-    """Weights of one shape, one of them under two names, one transposed."""
+class SimilarWeights(nn.Module):
+    """Module with several weights of the same shape, two of which are shared and one transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,10 +120,12 @@ class Twins(nn.Module):
         return mixed
 
 
-def test_traced_weights_of_one_shape_stay_apart_and_shared_ones_shared(tmp_path: Path) -> None:
+def test_traced_weights_of_the_same_shape_are_distinct_and_shared_weights_shared(tmp_path: Path) -> None:
     torch.manual_seed(0)
     cases = named_cases(*({"ids": np.arange(rows)} for rows in (2, 3)))
-    graph = Graph("twins", Twins().eval(), (Value("ids", ("rows",), "int64"),), (Value("y", ("rows", 8)),), cases)
+    graph = Graph(
+        "twins", SimilarWeights().eval(), (Value("ids", ("rows",), "int64"),), (Value("y", ("rows", 8)),), cases
+    )
     path = write_graph(graph, tmp_path)[0]
     assert check_parity(graph, path) < 1e-5
     assert len(onnx.load(path).graph.initializer) == 3

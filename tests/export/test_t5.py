@@ -1,4 +1,4 @@
-"""T5 text encoders, and the text condition graph, against `transformers` on small random encoders."""
+"""T5 text encoders and the text condition graph, compared with `transformers` on small random encoders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import changed, sharded
+from checkpoint_copies import copy_json, copy_sharded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -32,7 +32,7 @@ def caption(prefix: int, caption_dim: int, width: int = 16) -> CaptionCondition:
 
 
 def published(encoder: Any, caption: CaptionCondition, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """What LlamaGen computes from right-padded ids: encode, roll to the left, zero the padding, project."""
+    """Compute prefixes from right-padded ids as LlamaGen does: encode, roll, zero the padding, project."""
     with torch.no_grad():
         states = encoder(input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)).last_hidden_state
         rolled = torch.stack(
@@ -42,7 +42,7 @@ def published(encoder: Any, caption: CaptionCondition, ids: np.ndarray, mask: np
     return rows
 
 
-def left(ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+def pad_left(ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
     rolled = np.stack([np.roll(row, -length) for row, length in zip(ids, mask.sum(1), strict=True)])
     return {"token_ids": rolled, "token_mask": np.ascontiguousarray(mask[:, ::-1])}
 
@@ -52,17 +52,17 @@ def prompts(lengths: list[int], prefix: int, vocabulary: int) -> tuple[np.ndarra
     return np.random.default_rng(0).integers(1, vocabulary, size=mask.shape) * mask, mask
 
 
-def test_prompts_of_every_length_give_what_transformers_and_llamagen_compute(tmp_path: Path) -> None:
-    """Padding on the left from the start equals padding on the right and rolling: shortest, middle, longest."""
+def test_prompts_of_every_length_agree_with_transformers_and_llamagen(tmp_path: Path) -> None:
+    """Check that padding on the left equals padding on the right and rolling, for prompts of all lengths."""
     encoder = save_t5(tmp_path / "t5")
     projection = caption(120, 32)
     graph = text_condition(read_text_encoder(tmp_path / "t5", 32).encoder, b"", projection).graph
     path = write_graph(graph, tmp_path)[0]
     ids, mask = prompts([1, 7, 64, 119, 120], 120, 50)
-    out = GraphFileSession(path).run(left(ids, mask))
+    out = GraphFileSession(path).run(pad_left(ids, mask))
     expected = published(encoder, projection, ids, mask)
     np.testing.assert_allclose(out["prefix_embeds"], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
-    for i, length in enumerate(mask.sum(1)):  # each alone, without padding
+    for i, length in enumerate(mask.sum(1)):  # each prompt alone, without padding
         alone = GraphFileSession(path).run(
             {"token_ids": ids[i : i + 1, :length], "token_mask": mask[i : i + 1, :length]}
         )
@@ -112,26 +112,26 @@ def test_encoders_of_any_size_equal_transformers(
     assert check_parity(graph, path) < 1e-4
     ids, mask = prompts([1, max(prefix // 2, 1), prefix], prefix, 50)
     expected = published(encoder, projection, ids, mask)
-    found = GraphFileSession(path).run(left(ids, mask))["prefix_embeds"]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5 * max(1, np.abs(expected).max()))
+    embeds = GraphFileSession(path).run(pad_left(ids, mask))["prefix_embeds"]
+    np.testing.assert_allclose(embeds, expected, rtol=0, atol=5e-5 * max(1, np.abs(expected).max()))
 
 
 def test_the_encoder_of_a_whole_t5_in_shards_is_read_without_its_decoder(tmp_path: Path) -> None:
     save_t5(tmp_path / "one", whole=True)
-    two = sharded(tmp_path / "one", tmp_path / "two", shards=2)
-    # As in indices of converted files: second names of shared.weight, which the files dropped.
-    index = json.loads((two / "model.safetensors.index.json").read_text())
-    first = "model-00001-of-00002.safetensors"
-    index["weight_map"] |= dict.fromkeys(["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"], first)
-    (two / "model.safetensors.index.json").write_text(json.dumps(index))
-    one, other = (read_text_encoder(place, 32) for place in (tmp_path / "one", two))
-    pairs = zip(one.encoder.state_dict().values(), other.encoder.state_dict().values(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    shards_folder = copy_sharded(tmp_path / "one", tmp_path / "two", shards=2)
+    # Indices of converted files list other names of shared.weight, which the files do not have.
+    index = json.loads((shards_folder / "model.safetensors.index.json").read_text())
+    first_shard = "model-00001-of-00002.safetensors"
+    index["weight_map"] |= dict.fromkeys(["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"], first_shard)
+    (shards_folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    whole, sharded = (read_text_encoder(folder, 32) for folder in (tmp_path / "one", shards_folder))
+    pairs = zip(whole.encoder.state_dict().values(), sharded.encoder.state_dict().values(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
     kinds = ("_config", "_tokenizer", "_index", "", "")
-    assert [role for role, _ in other.sources] == [f"text_encoder{kind}" for kind in kinds]
+    assert [role for role, _ in sharded.sources] == [f"text_encoder{kind}" for kind in kinds]
 
 
-def test_two_equal_tables_of_tokens_are_one(tmp_path: Path) -> None:
+def test_two_equal_embedding_tables_are_read_as_one(tmp_path: Path) -> None:
     save_t5(tmp_path)
     path = tmp_path / "model.safetensors"
     weights = load_file(path)
@@ -140,9 +140,11 @@ def test_two_equal_tables_of_tokens_are_one(tmp_path: Path) -> None:
     assert torch.equal(encoder.embed_tokens.weight, weights["shared.weight"])
 
 
-def test_unusual_configurations_of_transformers_say_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unusual_configurations_print_no_warnings_of_transformers(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     save_t5(tmp_path)
-    changed(tmp_path / "config.json", tmp_path / "config.json", pad_token_id=-1)
+    copy_json(tmp_path / "config.json", tmp_path / "config.json", pad_token_id=-1)
     capfd.readouterr()
     read_text_encoder(tmp_path, 32)
     assert capfd.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""From a text encoder's folder to a picture of a prompt."""
+"""From a text encoder's folder to an image of a prompt."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import copied
-from goldens import DATA, manifest
+from checkpoint_copies import copy_checkpoint
+from goldens import DATA, read_manifest
 from small_models import save_t5
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import EngineError
 from lantern_rt.export.models.t5 import read_text_encoder
+from lantern_rt.inputs import install_command
 from lantern_rt.prepared import compute_prefixes
 from lantern_rt.text.captions import clean_caption
 
 transformers = pytest.importorskip("transformers")
-TEXT, CLASS = DATA / "lantern-llamagen-hf/t2i", DATA / "lantern-llamagen-hf/c2i"
-VQ, DRAFTER = DATA / "llamagen-vq/vq_tiny.pt", DATA / "lantern-drafter-llamagen"
+TEXT = DATA / "lantern-llamagen-hf/t2i"
+CLASS = DATA / "lantern-llamagen-hf/c2i"
+VQ = DATA / "llamagen-vq/vq_tiny.pt"
+DRAFTER = DATA / "lantern-drafter-llamagen"
 TOKENIZER = DATA / "tiny-text-tokenizer/tokenizer.json"
 PROMPTS = ["A red cube on the SNOW!", "cat", "A photo of the cat, the red cube and the snow, and so on. " * 4]
 GREEDY = {"temperature": 0, "cfg_scale": 4, "top_k": 0}
@@ -30,7 +33,7 @@ GREEDY = {"temperature": 0, "cfg_scale": 4, "top_k": 0}
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The folder of a text encoder as wide as the small captions, and the same in transformers."""
+    """Return the folder of a text encoder as wide as the small captions, and its model in transformers."""
     folder = tmp_path_factory.mktemp("t5")
     model = save_t5(folder)
     return folder, model
@@ -44,11 +47,11 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, encoder: tuple[Path, Any]) 
     return output
 
 
-def test_the_manifest_says_what_a_text_bundle_takes_and_came_from(bundle: Path, encoder: tuple[Path, Any]) -> None:
-    found = manifest(bundle)
-    assert found.condition.model_dump(exclude_none=True) == {"kind": "text", "prefix": 8, "cleaning": "llamagen"}
+def test_the_manifest_has_the_condition_and_sources_of_a_text_bundle(bundle: Path, encoder: tuple[Path, Any]) -> None:
+    manifest = read_manifest(bundle)
+    assert manifest.condition.model_dump(exclude_none=True) == {"kind": "text", "prefix": 8, "cleaning": "llamagen"}
     assert (bundle / "tokenizer.json").read_bytes() == TOKENIZER.read_bytes()
-    roles = [source.role for source in found.provenance.sources]
+    roles = [source.role for source in manifest.provenance.sources]
     assert roles == [
         "target_config",
         "target",
@@ -62,7 +65,7 @@ def test_the_manifest_says_what_a_text_bundle_takes_and_came_from(bundle: Path, 
 
 
 def published_embeddings(encoder: tuple[Path, Any], prompt: str, slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Text embeddings and mask as LlamaGen's wrapper makes them, with the classes of `transformers`."""
+    """Compute text embeddings and mask as LlamaGen's wrapper does, with the classes of `transformers`."""
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(encoder[0] / "tokenizer.json"), pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     )
@@ -81,37 +84,41 @@ def published_embeddings(encoder: tuple[Path, Any], prompt: str, slots: int) -> 
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_prefix_rows_of_a_prompt_are_those_of_the_embeddings_that_transformers_gives(
+def test_prefixes_of_a_prompt_agree_with_prefixes_of_its_embeddings_from_transformers(
     bundle: Path, lantern_t2i_bundle: Path, encoder: tuple[Path, Any], prompt: str
 ) -> None:
     text, embeddings = (Pipeline.from_bundle(path, threads=1) for path in (bundle, lantern_t2i_bundle))
-    (ours,) = compute_prefixes(text.bundle, text.engines, text.check(prompt).images)
-    given = published_embeddings(encoder, prompt, 8)
-    (theirs,) = compute_prefixes(embeddings.bundle, embeddings.engines, embeddings.check(embeddings=given).images)
-    for row, other in ((ours.cond, theirs.cond), (ours.uncond, theirs.uncond)):
-        np.testing.assert_array_equal(row.real, other.real)
-        np.testing.assert_allclose(row.embeds, other.embeds, rtol=0, atol=1e-5)
+    (from_prompt,) = compute_prefixes(text.bundle, text.engines, text.check(prompt).images)
+    embeddings_and_mask = published_embeddings(encoder, prompt, 8)
+    (from_embeddings,) = compute_prefixes(
+        embeddings.bundle, embeddings.engines, embeddings.check(embeddings=embeddings_and_mask).images
+    )
+    for row, expected_row in ((from_prompt.cond, from_embeddings.cond), (from_prompt.uncond, from_embeddings.uncond)):
+        np.testing.assert_array_equal(row.is_real, expected_row.is_real)
+        np.testing.assert_allclose(row.embeds, expected_row.embeds, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["ar", "eagle"])
-def test_a_batch_of_prompts_gives_the_codes_of_its_embeddings(
+def test_a_batch_of_prompts_generates_the_tokens_of_its_embeddings(
     bundle: Path, lantern_t2i_bundle: Path, encoder: tuple[Path, Any], method: str
 ) -> None:
-    found = Pipeline.from_bundle(bundle, threads=1)(PROMPTS, method=method, **GREEDY)
-    plain = Pipeline.from_bundle(lantern_t2i_bundle, threads=1)
-    for prompt, codes in zip(PROMPTS, found.codes, strict=True):
-        given = published_embeddings(encoder, prompt, 8)
-        np.testing.assert_array_equal(codes, plain(embeddings=given, method="ar", **GREEDY).codes[0])
+    result = Pipeline.from_bundle(bundle, threads=1)(PROMPTS, method=method, **GREEDY)
+    embeddings_pipeline = Pipeline.from_bundle(lantern_t2i_bundle, threads=1)
+    for prompt, codes in zip(PROMPTS, result.codes, strict=True):
+        embeddings_and_mask = published_embeddings(encoder, prompt, 8)
+        np.testing.assert_array_equal(
+            codes, embeddings_pipeline(embeddings=embeddings_and_mask, method="ar", **GREEDY).codes[0]
+        )
 
 
-def test_the_command_line_draws_a_prompt(program: Any, bundle: Path) -> None:
+def test_the_command_line_generates_an_image_of_a_prompt(program: Any, bundle: Path) -> None:
     (image,) = json.loads(program("run", bundle, PROMPTS[0], "--seed", 3, "--json")[1])["images"]
     assert image["prompt"] == PROMPTS[0]
     assert Path(image["output"]).is_file()
     assert image["codes"] == Pipeline.from_bundle(bundle)(PROMPTS[0], seed=3).codes[0].tolist()
 
 
-def test_a_bundle_agrees_with_its_text_encoder_and_with_no_other(
+def test_verify_passes_with_the_text_encoder_and_fails_with_another(
     program: Any, bundle: Path, encoder: tuple[Path, Any], tmp_path: Path
 ) -> None:
     files = ["verify", bundle, TEXT, VQ, DRAFTER]
@@ -119,16 +126,18 @@ def test_a_bundle_agrees_with_its_text_encoder_and_with_no_other(
     rows = json.loads(out)["tensors"]
     assert code == 0
     assert {row["tensor"] for row in rows if row["graph"] == "condition"} == {"prefix_embeds", "uncond_embeds"}
-    other = copied(encoder[0], tmp_path, lambda w: w["encoder.final_layer_norm.weight"].mul_(1.1))
-    code, out, _ = program(*files, other, "--json")
+    other_encoder = copy_checkpoint(encoder[0], tmp_path, lambda w: w["encoder.final_layer_norm.weight"].mul_(1.1))
+    code, out, _ = program(*files, other_encoder, "--json")
     assert code == 2
     rows = json.loads(out)["tensors"]
     assert [row["tensor"] for row in rows if not row["passed"]] == ["prefix_embeds"]
 
 
-def test_an_encoder_in_float16_is_verified_within_the_rounding_of_its_own_layers(program: Any, tmp_path: Path) -> None:
+def test_verify_allows_for_the_rounding_of_a_float16_encoder(program: Any, tmp_path: Path) -> None:
     save_t5(tmp_path / "t5", num_layers=8, d_ff=64, num_heads=4, d_kv=64)
-    copied(tmp_path / "t5", tmp_path / "half", lambda w: w.update({name: one.half() for name, one in w.items()}))
+    copy_checkpoint(
+        tmp_path / "t5", tmp_path / "half", lambda w: w.update({name: weight.half() for name, weight in w.items()})
+    )
     files = ["--target", TEXT, "--vq", VQ, "--text-encoder", tmp_path / "half", "--output", tmp_path / "bundle"]
     assert program("export", *files)[0] == 0
     code, out, _ = program("verify", tmp_path / "bundle", TEXT, VQ, tmp_path / "half", "--json")
@@ -140,5 +149,6 @@ def test_an_encoder_in_float16_is_verified_within_the_rounding_of_its_own_layers
 
 def test_a_missing_library_is_named(encoder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EngineError, match=r"transformers is not installed; run `pip install 'lantern-rt\[export\]'`"):
+    with pytest.raises(EngineError, match="transformers is not installed") as error:
         read_text_encoder(encoder[0], 32)
+    assert error.value.remedy == f"run `{install_command('export')}`"

@@ -1,4 +1,4 @@
-"""`lantern-rt verify`: bundles agree with their checkpoints, and altered ones do not; damaged ones are refused."""
+"""`lantern-rt verify`: bundles agree with their checkpoints, altered bundles do not, damaged bundles are rejected."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from checkpoint_copies import (
     VQ,
     VQGAN,
     Weights,
-    changed,
-    config_of,
-    copied,
-    edited,
-    sharded,
+    config_path,
+    copy_checkpoint,
+    copy_json,
+    copy_sharded,
+    copy_weights,
 )
 from goldens import DATA
 from onnx import TensorProto, external_data_helper
@@ -37,16 +37,17 @@ from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.manifest import FileEntry
 from lantern_rt.cli.main import run_program
-from lantern_rt.export.verify import divergence, same_top_token
+from lantern_rt.export.verify import compare_top_tokens, measure_divergence
 
-# In the order of the provenance; the small bundles are exported with a configuration.
-C2I_FILES, T2I_FILES = [C2I, VQ, config_of(C2I)], [T2I, VQ, DRAFTER, config_of(T2I)]
+# Checkpoints in the order of the provenance; the small bundles are exported with a configuration.
+C2I_FILES = [C2I, VQ, config_path(C2I)]
+T2I_FILES = [T2I, VQ, DRAFTER, config_path(T2I)]
 ANOLE_FILES = [ANOLE, VQGAN, ANOLE_DRAFTER]
 GRAPHS = {"target", "drafter", "condition", "vq_decoder", "vq_encoder"}
 
 
-def report(program: Any, *arguments: object) -> tuple[dict[str, Any], set[tuple[str, str]]]:
-    """What `verify --json` prints, and the graphs and tensors that failed."""
+def verify_report(program: Any, *arguments: object) -> tuple[dict[str, Any], set[tuple[str, str]]]:
+    """Return the output of `verify --json`, and the graphs and tensors that failed."""
     code, out, err = program("verify", *arguments, "--json")
     content = json.loads(out)
     assert code == (0 if content["passed"] else 2), err
@@ -55,7 +56,7 @@ def report(program: Any, *arguments: object) -> tuple[dict[str, Any], set[tuple[
 
 @pytest.fixture(scope="module")
 def rounded_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text-conditional, its target in 8-bit and its drafter in 4-bit integers."""
+    """Export a text-conditional bundle with an int8 target and an int4 drafter."""
     folder = tmp_path_factory.mktemp("rounded") / "bundle"
     arguments: list[object] = ["export", "--target", T2I, "--vq", VQ, "--config", T2I.with_name("config.json")]
     arguments += ["--drafter", DRAFTER, "--output", folder]
@@ -65,16 +66,17 @@ def rounded_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_divergence_of_distributions_is_in_nats() -> None:
-    expected, found = np.log([[0.5, 0.5], [0.25, 0.75]]), np.log([[0.5, 0.5], [0.5, 0.5]])
+    expected = np.log([[0.5, 0.5], [0.25, 0.75]])
+    logits = np.log([[0.5, 0.5], [0.5, 0.5]])
     np.testing.assert_allclose(
-        divergence(expected, found + 7), [0, 0.25 * np.log(0.5) + 0.75 * np.log(1.5)], atol=1e-12
+        measure_divergence(expected, logits + 7), [0, 0.25 * np.log(0.5) + 0.75 * np.log(1.5)], atol=1e-12
     )
 
 
-def test_near_ties_count_as_agreement_and_nothing_else() -> None:
+def test_only_near_ties_count_as_agreement() -> None:
     expected = np.log([[0.5, 0.45, 0.05], [0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
-    found = np.log([[0.45, 0.5, 0.05], [0.45, 0.5, 0.05], [0.6, 0.3, 0.1]])
-    assert same_top_token(expected, found).tolist() == [True, False, True]
+    logits = np.log([[0.45, 0.5, 0.05], [0.45, 0.5, 0.05], [0.6, 0.3, 0.1]])
+    assert compare_top_tokens(expected, logits).tolist() == [True, False, True]
 
 
 def test_a_bundle_agrees_with_its_checkpoint(c2i_bundle: Path, program: Any) -> None:
@@ -89,58 +91,62 @@ def test_a_bundle_agrees_with_its_checkpoint(c2i_bundle: Path, program: Any) -> 
 def test_checkpoints_in_one_folder_are_found_by_their_names(c2i_bundle: Path, tmp_path: Path, program: Any) -> None:
     for file in C2I_FILES:
         shutil.copy(file, tmp_path)
-    assert report(program, c2i_bundle, tmp_path)[1] == set()
+    assert verify_report(program, c2i_bundle, tmp_path)[1] == set()
 
 
-def test_an_anole_bundle_agrees_with_its_folders_and_with_no_others(
-    anole_bundle: Path, tmp_path: Path, program: Any
-) -> None:
-    content, failed = report(program, anole_bundle, *ANOLE_FILES)
+def test_an_anole_bundle_agrees_only_with_its_folders(anole_bundle: Path, tmp_path: Path, program: Any) -> None:
+    content, failed = verify_report(program, anole_bundle, *ANOLE_FILES)
     assert not failed
     assert {row["graph"] for row in content["tensors"]} == GRAPHS | {"code_embeddings", "neighbors", "tokenizer"}
     assert [row["agreement"] for row in content["distributions"]] == [1.0, 1.0]
-    other = copied(ANOLE, tmp_path / "other", lambda w: w["lm_head.weight"][4].add_(0.1))  # the row of code 0
-    _, failed = report(program, anole_bundle, other, *ANOLE_FILES[1:])
+    other_target = copy_checkpoint(
+        ANOLE, tmp_path / "other", lambda w: w["lm_head.weight"][4].add_(0.1)
+    )  # the row of code 0
+    _, failed = verify_report(program, anole_bundle, other_target, *ANOLE_FILES[1:])
     assert failed == {("target", "logits"), ("drafter", "logits")}
 
 
-def test_a_lumina2_bundle_agrees_with_its_folders_and_tells_other_weights_fields_and_shards(
+def test_a_lumina2_bundle_agrees_with_its_folders_and_not_with_other_weights_fields_or_shards(
     lumina2_bundle: Path, tmp_path: Path, program: Any
 ) -> None:
-    content, failed = report(program, lumina2_bundle, LUMINA2, MOVQGAN)
+    content, failed = verify_report(program, lumina2_bundle, LUMINA2, MOVQGAN)
     assert not failed
     assert {row["graph"] for row in content["tensors"]} == GRAPHS - {"drafter"} | {
         "code_embeddings",
         "neighbors",
         "tokenizer",
     }
-    wrong = copied(LUMINA2, tmp_path / "weight", lambda w: w["model.layers.1.mlp.up_proj.weight"][:, 0].add_(0.1))
-    assert ("target", "logits") in report(program, lumina2_bundle, wrong, MOVQGAN)[1]
-    code, _, err = program("verify", lumina2_bundle, copied(LUMINA2, tmp_path / "field", rope_theta=500.0), MOVQGAN)
+    wrong = copy_checkpoint(
+        LUMINA2, tmp_path / "weight", lambda w: w["model.layers.1.mlp.up_proj.weight"][:, 0].add_(0.1)
+    )
+    assert ("target", "logits") in verify_report(program, lumina2_bundle, wrong, MOVQGAN)[1]
+    code, _, err = program(
+        "verify", lumina2_bundle, copy_checkpoint(LUMINA2, tmp_path / "field", rope_theta=500.0), MOVQGAN
+    )
     assert (code, "target.rope_base: found 500.0, expected 10000.0, as the bundle has" in err) == (2, True)
-    shards = sharded(LUMINA2, tmp_path / "shards")
-    assert not report(program, lumina2_bundle, shards, MOVQGAN)[1]
+    shards = copy_sharded(LUMINA2, tmp_path / "shards")
+    assert not verify_report(program, lumina2_bundle, shards, MOVQGAN)[1]
     shutil.copy(shards / "model-00001-of-00003.safetensors", shards / "model-00002-of-00003.safetensors")
     code, _, err = program("verify", lumina2_bundle, shards, MOVQGAN)
     assert (code, "does not hold what the index says" in err) == (2, True)
 
 
-def test_a_glm_image_bundle_agrees_with_its_folder_and_tells_other_weights_and_fields(
+def test_a_glm_image_bundle_agrees_with_its_folder_and_not_with_other_weights_or_fields(
     tmp_path: Path, program: Any
 ) -> None:
     assert program("export", "--family", "glm_image", "--target", GLM_IMAGE, "--grid", 2, "--output", "glm")[0] == 0
-    content, failed = report(program, "glm", GLM_IMAGE)
+    content, failed = verify_report(program, "glm", GLM_IMAGE)
     assert not failed
     assert {row["graph"] for row in content["tensors"]} == {
-        *("target", "condition", "code_embeddings", "neighbors", "tokenizer")
+        *("target", "condition", "vq_encoder", "code_embeddings", "neighbors", "tokenizer")
     }
-    content, failed = report(program, "glm")
-    assert (failed, {row["graph"] for row in content["tensors"]}) == (set(), {"target", "condition"})
+    content, failed = verify_report(program, "glm")
+    assert (failed, {row["graph"] for row in content["tensors"]}) == (set(), {"target", "condition", "vq_encoder"})
     part = "vision_language_encoder"
     scale = "model.language_model.layers.1.post_mlp_layernorm.weight"
     wrong = shutil.copytree(GLM_IMAGE, tmp_path / "wrong")
-    copied(GLM_IMAGE / part, wrong / part, lambda w: w[scale].mul_(1.5))
-    assert ("target", "logits") in report(program, "glm", wrong)[1]
+    copy_checkpoint(GLM_IMAGE / part, wrong / part, lambda w: w[scale].mul_(1.5))
+    assert ("target", "logits") in verify_report(program, "glm", wrong)[1]
     config = json.loads((wrong / part / "config.json").read_text())
     config["text_config"]["rope_parameters"]["rope_theta"] = 500.0
     (wrong / part / "config.json").write_text(json.dumps(config))
@@ -148,43 +154,43 @@ def test_a_glm_image_bundle_agrees_with_its_folder_and_tells_other_weights_and_f
     assert (code, "target.rope_base: found 500.0, expected 10000.0, as the bundle has" in err) == (2, True)
     shards = tmp_path / "shards"
     shutil.copytree(GLM_IMAGE / "processor", shards / "processor")
-    sharded(GLM_IMAGE / part, shards / part)
-    assert not report(program, "glm", shards)[1]
+    copy_sharded(GLM_IMAGE / part, shards / part)
+    assert not verify_report(program, "glm", shards)[1]
     shutil.copy(shards / part / "model-00001-of-00003.safetensors", shards / part / "model-00002-of-00003.safetensors")
     code, _, err = program("verify", "glm", shards)
     assert (code, "does not hold what the index says" in err) == (2, True)
 
 
 def test_another_checkpoint_fails(c2i_bundle: Path, tmp_path: Path, program: Any) -> None:
-    other = edited(tmp_path, C2I, lambda w: w["layers.1.feed_forward.w2.weight"][:, 0].add_(0.1))
-    _, failed = report(program, c2i_bundle, other, *C2I_FILES[1:])
+    other_target = copy_weights(tmp_path, C2I, lambda w: w["layers.1.feed_forward.w2.weight"][:, 0].add_(0.1))
+    _, failed = verify_report(program, c2i_bundle, other_target, *C2I_FILES[1:])
     tensors = {tensor for _, tensor in failed}
     assert {"logits", "hidden_states", "new_key_values.2.key"} <= tensors
     assert "new_key_values.1.key" not in tensors
 
 
-def test_without_a_checkpoint_the_reference_evaluator_is_the_measure(
+def test_without_a_checkpoint_graphs_are_compared_with_the_reference_evaluator(
     rounded_bundle: Path, emu3_bundle: Path, program: Any
 ) -> None:
-    content, failed = report(program, rounded_bundle)
+    content, failed = verify_report(program, rounded_bundle)
     assert not failed
     assert content["against"] == "ONNX reference evaluator"
     assert {row["graph"] for row in content["tensors"]} == GRAPHS
     assert [row["graph"] for row in content["distributions"]] == ["target", "drafter"]
-    content, failed = report(program, emu3_bundle)  # whose pictures vary in size
+    content, failed = verify_report(program, emu3_bundle)  # a bundle with several image sizes
     assert not failed
     assert {row["graph"] for row in content["tensors"]} == GRAPHS - {"drafter"}
 
 
 def test_rounded_bundles_are_judged_by_their_distributions(rounded_bundle: Path, program: Any) -> None:
-    content, failed = report(program, rounded_bundle, *T2I_FILES)
+    content, failed = verify_report(program, rounded_bundle, *T2I_FILES)
     assert not failed
     target, drafter = content["distributions"]
     assert 0 < target["mean_divergence"] < target["divergence_limit"] < drafter["divergence_limit"]
     assert all(row["limit"] is None for row in content["tensors"] if row["graph"] == "target")
 
 
-def test_a_rounded_bundle_says_so_and_makes_pictures(rounded_bundle: Path) -> None:
+def test_a_rounded_bundle_has_its_precision_in_the_manifest_and_generates_images(rounded_bundle: Path) -> None:
     manifest = open_bundle(rounded_bundle).manifest
     assert manifest.target.precision == "int8-weights"
     assert manifest.drafter is not None
@@ -206,7 +212,7 @@ def test_a_rounded_bundle_says_so_and_makes_pictures(rounded_bundle: Path) -> No
         ([DATA / "absent.pt", *C2I_FILES[1:]], "absent.pt: no such file"),
     ],
 )
-def test_checkpoints_that_the_bundle_was_not_made_from_are_refused(
+def test_checkpoints_that_the_bundle_was_not_exported_from_are_rejected(
     c2i_bundle: Path, program: Any, files: list[Path], words: str
 ) -> None:
     code, _, err = program("verify", c2i_bundle, *files)
@@ -221,17 +227,24 @@ def test_a_bundle_without_a_known_family_has_no_checkpoint_to_compare_with(progr
     assert f"found a bundle of family 'scenes', expected a bundle of {families}" in err
 
 
-def altered(bundle: Path, goal: Path, role: str, edit: Callable[[Path], Any]) -> Path:
-    """A copy with one file edited, and the manifest's hash of it renewed."""
-    shutil.copytree(bundle, goal)
-    manifest = json.loads((goal / "bundle.json").read_text())
-    path = goal / manifest["files"][role]["path"]
+def copy_altered(bundle: Path, output_path: Path, role: str, edit: Callable[[Path], Any]) -> Path:
+    """Copy a bundle, change a file, and update its hash in the manifest.
+
+    Args:
+        bundle: folder of the bundle.
+        output_path: folder of the copy.
+        role: role of the file.
+        edit: function that changes the file.
+    """
+    shutil.copytree(bundle, output_path)
+    manifest = json.loads((output_path / "bundle.json").read_text())
+    path = output_path / manifest["files"][role]["path"]
     edit(path)
     manifest["files"][role] = FileEntry.of(path).model_dump()
-    if (goal / "class.data").is_file():
-        manifest["files"]["class.data"] = FileEntry.of(goal / "class.data").model_dump()
-    (goal / "bundle.json").write_text(json.dumps(manifest))
-    return goal
+    if (output_path / "class.data").is_file():
+        manifest["files"]["class.data"] = FileEntry.of(output_path / "class.data").model_dump()
+    (output_path / "bundle.json").write_text(json.dumps(manifest))
+    return output_path
 
 
 def add_noise(path: Path) -> None:
@@ -252,7 +265,7 @@ def swap_two(path: Path) -> None:
         ("neighbors", swap_two, {("neighbors", "indices")}),
     ],
 )
-def test_an_array_that_is_not_the_checkpoints_fails(
+def test_an_array_that_differs_from_the_checkpoint_fails(
     c2i_bundle: Path,
     tmp_path: Path,
     program: Any,
@@ -260,12 +273,14 @@ def test_an_array_that_is_not_the_checkpoints_fails(
     edit: Callable[[Path], None],
     failed: set[tuple[str, str]],
 ) -> None:
-    assert report(program, altered(c2i_bundle, tmp_path / "b", role, edit), *C2I_FILES)[1] == failed
+    assert verify_report(program, copy_altered(c2i_bundle, tmp_path / "b", role, edit), *C2I_FILES)[1] == failed
 
 
 def test_another_tokenizer_file_fails(anole_bundle: Path, tmp_path: Path, program: Any) -> None:
-    bundle = altered(anole_bundle, tmp_path / "b", "tokenizer", lambda path: path.write_text(path.read_text() + " "))
-    assert report(program, bundle, *ANOLE_FILES)[1] == {("tokenizer", "bytes")}
+    bundle = copy_altered(
+        anole_bundle, tmp_path / "b", "tokenizer", lambda path: path.write_text(path.read_text() + " ")
+    )
+    assert verify_report(program, bundle, *ANOLE_FILES)[1] == {("tokenizer", "bytes")}
 
 
 def more_classes(weights: Weights) -> None:
@@ -288,35 +303,35 @@ def fewer_layers(weights: Weights) -> None:
 def test_a_checkpoint_of_other_sizes_is_refused_in_one_line(
     c2i_bundle: Path, tmp_path: Path, program: Any, edit: Any, fields: Any, words: str
 ) -> None:
-    config = changed(config_of(C2I), tmp_path / "config.json", **fields)
-    code, _, err = program("verify", c2i_bundle, edited(tmp_path, C2I, edit), VQ, config)
+    config = copy_json(config_path(C2I), tmp_path / "config.json", **fields)
+    code, _, err = program("verify", c2i_bundle, copy_weights(tmp_path, C2I, edit), VQ, config)
     assert code == 2
     assert words in err.splitlines()[-1]
 
 
-def test_the_average_that_a_bundle_was_exported_from_is_what_it_is_compared_with(tmp_path: Path, program: Any) -> None:
+def test_a_bundle_is_compared_with_the_weights_that_it_was_exported_from(tmp_path: Path, program: Any) -> None:
     content = torch.load(C2I, weights_only=True)
     torch.save(
         content | {"ema": {name: weight * 1.5 for name, weight in content["model"].items()}}, tmp_path / "both.pt"
     )
-    files = ["--target", tmp_path / "both.pt", "--vq", VQ, "--config", config_of(C2I)]
+    files = ["--target", tmp_path / "both.pt", "--vq", VQ, "--config", config_path(C2I)]
     for i, options in enumerate((["--weights", "ema"], [])):
         code, _, err = program("export", *files, "--output", tmp_path / f"b{i}", *options)
         assert code == 0
         assert ("both.pt: has model and ema; using model" in err) == (options == [])
-        assert report(program, tmp_path / f"b{i}", tmp_path / "both.pt", VQ, config_of(C2I))[1] == set()
-    one, other = (open_bundle(tmp_path / f"b{i}").manifest.files["target"].sha256 for i in range(2))
-    assert one != other
+        assert verify_report(program, tmp_path / f"b{i}", tmp_path / "both.pt", VQ, config_path(C2I))[1] == set()
+    averaged_sha256, model_sha256 = (open_bundle(tmp_path / f"b{i}").manifest.files["target"].sha256 for i in range(2))
+    assert averaged_sha256 != model_sha256
 
 
-def test_a_drafter_of_other_sizes_is_refused_by_its_own_name(
+def test_the_error_of_a_drafter_with_other_sizes_names_its_file(
     t2i_drafter_bundle: Path, tmp_path: Path, program: Any
 ) -> None:
     def double(weights: Weights) -> None:
-        again = {name.replace("layers.0.", "layers.1."): weight.clone() for name, weight in weights.items()}
-        weights |= again | {"layers.1.input_layernorm.weight": torch.ones(64)}
+        second_layer = {name.replace("layers.0.", "layers.1."): weight.clone() for name, weight in weights.items()}
+        weights |= second_layer | {"layers.1.input_layernorm.weight": torch.ones(64)}
 
-    drafter = copied(DRAFTER, tmp_path / "drafter", double, num_hidden_layers=2)
+    drafter = copy_checkpoint(DRAFTER, tmp_path / "drafter", double, num_hidden_layers=2)
     files = [drafter if file == DRAFTER else file for file in T2I_FILES]
     code, _, err = program("verify", t2i_drafter_bundle, *files)
     assert code == 2
@@ -334,11 +349,11 @@ def edit_model(change: Callable[[onnx.ModelProto], Any]) -> Callable[[Path], Non
 
 
 def first_weight(model: onnx.ModelProto) -> TensorProto:
-    return next(one for one in model.graph.initializer if len(one.dims) == 2)
+    return next(tensor for tensor in model.graph.initializer if len(tensor.dims) == 2)
 
 
 def external(key: str, value: str) -> Callable[[Path], None]:
-    """The first weight in a file of its own, which the graph describes falsely."""
+    """Return an edit that moves the first weight to a separate file, with a wrong description in the graph."""
 
     def edit(path: Path) -> None:
         model = onnx.load(path)
@@ -378,11 +393,11 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("against", [[], C2I_FILES], ids=["reference", "checkpoint"])
-@pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_graph_ends_in_one_line_with_its_name(
-    c2i_bundle: Path, tmp_path: Path, program: Any, what: str, against: list[object]
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_error_of_a_damaged_graph_is_one_line_with_its_name(
+    c2i_bundle: Path, tmp_path: Path, program: Any, damage: str, against: list[object]
 ) -> None:
-    bundle = altered(c2i_bundle, tmp_path / "b", "condition", DAMAGE[what])
+    bundle = copy_altered(c2i_bundle, tmp_path / "b", "condition", DAMAGE[damage])
     code, _, err = program("verify", bundle, *against)
     assert code == 2
     line = err.splitlines()[-1]

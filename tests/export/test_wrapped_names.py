@@ -1,4 +1,4 @@
-"""Every reader reads what compiled, data-parallel, sharded, checkpointed and averaged modules save."""
+"""Readers accept the names of weights that compiled, parallel, sharded, checkpointed and averaged modules save."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from checkpoint_copies import (
     T2I,
     VQ,
     VQGAN,
-    config_of,
-    published,
-    sharded,
+    config_path,
+    copy_published_emu3,
+    copy_sharded,
 )
 from family_readers import read_anole, read_emu3, read_janus, read_lumina, read_lumina2, read_simplear, read_transformer
 from refusals import error_of
@@ -36,7 +36,7 @@ from small_models import save_t5
 from torch import Tensor, nn
 
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
 from lantern_rt.export.model import Model
@@ -56,11 +56,11 @@ def prefixed(prefix: str) -> Wrap:
 
 
 def within(part: str) -> Wrap:
-    """Wrap a module two levels above every weight, as the checkpointing of activations does."""
+    """Return a function that adds a name two levels above every weight, as activation checkpointing does."""
 
     def wrap(weights: Weights) -> Weights:
         parts = {name: name.split(".") for name in weights}
-        return {".".join([*own[:-2], part, *own[-2:]]): weights[name] for name, own in parts.items()}
+        return {".".join([*path[:-2], part, *path[-2:]]): weights[name] for name, path in parts.items()}
 
     return wrap
 
@@ -87,10 +87,13 @@ WRAPPERS: dict[str, Wrap] = {
 
 
 def wrap_files(folder: Path, wrapper: str) -> None:
-    """Save every file of weights in a folder again, with the names of a wrapped module; an index follows."""
-    wrap, in_ema = WRAPPERS[wrapper], wrapper.endswith("in ema")
+    """Save every file of weights in a folder again, with the names of a wrapped module, and update the index."""
+    wrap = WRAPPERS[wrapper]
+    in_ema = wrapper.endswith("in ema")
     for path in folder.rglob("*.jit"):
-        save_file({name: one.clone() for name, one in read_weights(path).items()}, path.with_suffix(".safetensors"))
+        save_file(
+            {name: weight.clone() for name, weight in read_weights(path).items()}, path.with_suffix(".safetensors")
+        )
         path.unlink()
     for path in list(folder.rglob("*.safetensors")):
         weights = wrap(load_file(path))
@@ -102,8 +105,8 @@ def wrap_files(folder: Path, wrapper: str) -> None:
         index = path.with_name("model.safetensors.index.json")
         if index.is_file():
             content = json.loads(index.read_text())
-            kept = {name: file for name, file in content["weight_map"].items() if file != path.name}
-            index.write_text(json.dumps({"weight_map": kept | dict.fromkeys(weights, path.name)}))
+            other_entries = {name: file for name, file in content["weight_map"].items() if file != path.name}
+            index.write_text(json.dumps({"weight_map": other_entries | dict.fromkeys(weights, path.name)}))
     for path in [path for suffix in ("pt", "bin", "ckpt") for path in folder.rglob(f"*.{suffix}")]:
         content = torch.load(path, weights_only=True)
         if "ema" not in content:
@@ -114,7 +117,7 @@ def wrap_files(folder: Path, wrapper: str) -> None:
 # ---------------------------------------------------------------- readers
 
 
-def copied_into(*sources: Path) -> Callable[[Path], None]:
+def copy_into(*sources: Path) -> Callable[[Path], None]:
     def copy(folder: Path) -> None:
         for source in sources:
             if source.is_dir():
@@ -134,45 +137,45 @@ def small_drafter(folder: Path) -> object:
 
 
 def target() -> Decoder:
-    return read_transformer(T2I, config=config_of(T2I)).decoder
+    return read_transformer(T2I, config=config_path(T2I)).decoder
 
 
-# What writes a checkpoint's folder, and what reads it.
+# By name: function that writes a checkpoint's folder, and function that reads it.
 READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "LlamaGen": (
-        copied_into(C2I),
-        lambda folder: read_transformer(folder / C2I.name, config=config_of(C2I)),
+        copy_into(C2I),
+        lambda folder: read_transformer(folder / C2I.name, config=config_path(C2I)),
     ),
-    "LlamaGen in LANTERN's layout": (copied_into(LANTERN / "t2i"), read_transformer),
+    "LlamaGen in LANTERN's layout": (copy_into(LANTERN / "t2i"), read_transformer),
     "LlamaGen in shards": (
-        lambda folder: sharded(LANTERN / "c2i", folder / "shards"),
+        lambda folder: copy_sharded(LANTERN / "c2i", folder / "shards"),
         lambda folder: read_transformer(folder / "shards"),
     ),
-    "LlamaGen's image tokenizer": (copied_into(VQ), lambda folder: read_vq(folder / VQ.name)),
-    "a drafter": (copied_into(DRAFTER), small_drafter),
+    "LlamaGen's image tokenizer": (copy_into(VQ), lambda folder: read_vq(folder / VQ.name)),
+    "a drafter": (copy_into(DRAFTER), small_drafter),
     "a text encoder": (save_t5, lambda folder: read_text_encoder(folder, 32)),
-    "Anole": (copied_into(ANOLE), lambda folder: read_anole(folder, VQGAN)),
-    "Chameleon's image tokenizer": (copied_into(VQGAN), read_vqgan),
-    "Lumina-mGPT": (copied_into(LUMINA), lambda folder: read_lumina(folder, VQGAN, grid=4)),
-    "Lumina-mGPT 2.0": (copied_into(LUMINA2), lambda folder: read_lumina2(folder, MOVQGAN, grid=8)),
-    "MoVQGAN": (copied_into(MOVQGAN), read_movqgan),
+    "Anole": (copy_into(ANOLE), lambda folder: read_anole(folder, VQGAN)),
+    "Chameleon's image tokenizer": (copy_into(VQGAN), read_vqgan),
+    "Lumina-mGPT": (copy_into(LUMINA), lambda folder: read_lumina(folder, VQGAN, grid=4)),
+    "Lumina-mGPT 2.0": (copy_into(LUMINA2), lambda folder: read_lumina2(folder, MOVQGAN, grid=8)),
+    "MoVQGAN": (copy_into(MOVQGAN), read_movqgan),
     "Janus in shards": (lambda folder: write_janus(random_janus(), folder), read_janus),
-    "Emu3": (copied_into(EMU3), lambda folder: read_emu3(folder, grid=4)),
+    "Emu3": (copy_into(EMU3), lambda folder: read_emu3(folder, grid=4)),
     "Emu3 as published": (
-        published,
+        copy_published_emu3,
         lambda folder: read_emu3(folder / "Emu3-Gen", folder / "Emu3-VisionTokenizer", grid=4),
     ),
-    "SimpleAR": (copied_into(SIMPLEAR), lambda folder: read_simplear(folder, COSMOS, grid=4)),
-    "Cosmos": (copied_into(COSMOS), cosmos),
+    "SimpleAR": (copy_into(SIMPLEAR), lambda folder: read_simplear(folder, COSMOS, grid=4)),
+    "Cosmos": (copy_into(COSMOS), cosmos),
 }
 
 
 def tensors(result: Any) -> Iterator[Tensor]:
-    """All tensors of what a reader returns, in order."""
+    """Yield all tensors in the result of a reader, in order."""
     if isinstance(result, Tensor):
-        yield computed(result)
+        yield compute_tensor(result)
     elif isinstance(result, nn.Module):
-        yield from map(computed, result.state_dict().values())
+        yield from map(compute_tensor, result.state_dict().values())
     elif isinstance(result, Model):
         yield from tensors([*(graph.module for graph in result.graphs), result.code_embeddings])
     elif isinstance(result, tuple | list):
@@ -182,17 +185,17 @@ def tensors(result: Any) -> Iterator[Tensor]:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Tensor]]]:
-    """A reader's folder, and the tensors that the reader finds there; made once."""
+    """Return a function that writes a reader's folder once, and returns it with its tensors."""
     torch.set_num_threads(1)
-    made: dict[str, tuple[Path, list[Tensor]]] = {}
+    cache: dict[str, tuple[Path, list[Tensor]]] = {}
 
     def checkpoint(reader: str) -> tuple[Path, list[Tensor]]:
-        if reader not in made:
+        if reader not in cache:
             write, read = READERS[reader]
             folder = tmp_path_factory.mktemp("plain")
             write(folder)
-            made[reader] = folder, list(tensors(read(folder)))
-        return made[reader]
+            cache[reader] = folder, list(tensors(read(folder)))
+        return cache[reader]
 
     return checkpoint
 
@@ -205,20 +208,20 @@ def test_a_wrapped_checkpoint_reads_as_the_plain_one(
     folder, expected = checkpoints(reader)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     wrap_files(tmp_path, wrapper)
-    found = list(tensors(READERS[reader][1](tmp_path)))
+    wrapped_tensors = list(tensors(READERS[reader][1](tmp_path)))
     assert len(expected) > 5
-    assert len(found) == len(expected)
-    assert all(map(torch.equal, found, expected))
+    assert len(wrapped_tensors) == len(expected)
+    assert all(map(torch.equal, wrapped_tensors, expected))
 
 
 @pytest.mark.parametrize("weights", [True, False])
-def test_averaged_weights_beside_the_models_are_unwrapped_too(tmp_path: Path, weights: bool) -> None:
+def test_averaged_weights_besides_the_models_are_unwrapped(tmp_path: Path, weights: bool) -> None:
     plain = {"a.weight": torch.ones(2)}
     torch.save({"model": plain, "ema": averaged({"a.weight": torch.full((2,), 2.0)})}, tmp_path / "a.pt")
     assert read_weights(tmp_path / "a.pt", averaged=weights)["a.weight"].tolist() == [1.0 + weights] * 2
 
 
-def test_two_weights_that_wrappers_alone_tell_apart_are_refused(tmp_path: Path) -> None:
+def test_two_weights_whose_names_differ_only_by_wrappers_are_rejected(tmp_path: Path) -> None:
     torch.save({"a.weight": torch.ones(2), "module.a.weight": torch.zeros(2)}, tmp_path / "a.pt")
     error = error_of(CheckpointError, read_weights, tmp_path / "a.pt")
     assert error.field == f"{tmp_path / 'a.pt'}: module.a.weight"

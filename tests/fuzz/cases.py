@@ -1,4 +1,4 @@
-"""Hostile inputs, one a seed, put to the program; what must hold for each is checked here."""
+"""Hostile inputs by seed, and a check of the program's reaction to each."""
 
 from __future__ import annotations
 
@@ -24,21 +24,26 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.engines.engine_folder import ENGINE_FILE
 from lantern_rt.errors import LanternError
-from lantern_rt.output.images import png_bytes
+from lantern_rt.output.images import encode_png
 from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from lantern_rt.train.drafter.data import write_shards
 
-SECONDS, MEMORY = 120, 2 << 30
+SECONDS = 120
+MEMORY = 2 << 30
 METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd:window=3", "rows:window=2")
 DATA = Path(__file__).parents[1] / "data"
 Case = list[str] | Callable[[], object]  # words of a command line, or a call of the library
 
 
 class Originals:
-    """Sound inputs of every kind, made once, in a folder of their own."""
+    """Valid inputs of every kind.
+
+    Args:
+        folder: folder for the inputs.
+        trained: LlamaGen bundle whose images fill the shards.
+    """
 
     def __init__(self, folder: Path, trained: Path) -> None:
-        """trained: a LlamaGen bundle, for shards of its target's pictures."""
         self.bundle = make_tiny_bundle(folder / "tiny", grid=4)
         self._add_presets()
         pipeline = Pipeline.from_bundle(self.bundle, threads=1)
@@ -46,7 +51,8 @@ class Originals:
         self.classes = make_tiny_bundle(folder / "classes", kind="class", grid=4)
         self.engines = folder / "engines"
         write_plans(self.bundle, self.engines)
-        self.trained, self.shards = trained, folder / "shards"
+        self.trained = trained
+        self.shards = folder / "shards"
         with Pipeline.from_bundle(trained, threads=1) as pipeline:
             list(
                 write_shards(
@@ -67,22 +73,22 @@ class Originals:
 # ---------------------------------------------------------------- kinds of input
 
 
-def run(bundle: Path, out: Path, *more: object) -> list[str]:
-    what = ["red cube"] if (bundle / "prompts.txt").exists() else ["--class-id", "3"]
+def run(bundle: Path, out: Path, *options: object) -> list[str]:
+    subject = ["red cube"] if (bundle / "prompts.txt").exists() else ["--class-id", "3"]
     common = ["--threads", "1", "--output", out / "picture.png"]
-    return [str(word) for word in ("run", bundle, *what, *common, *more)]
+    return [str(word) for word in ("run", bundle, *subject, *common, *options)]
 
 
 def manifests(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """A bundle with a damaged manifest."""
-    bundle = Path(shutil.copytree(rng.choice((originals.bundle, originals.classes)), folder / "given"))
+    """Make a bundle with a damaged manifest."""
+    bundle = Path(shutil.copytree(rng.choice((originals.bundle, originals.classes)), folder / "damaged"))
     damage_file(bundle / MANIFEST_FILE, rng)
     return _open(bundle, folder, rng)
 
 
 def references(originals: Originals, folder: Path, rng: random.Random) -> Case:
-    """A graph that reads a file which its bundle does not list, under any name that a graph may hide behind."""
-    bundle = Path(shutil.copytree(originals.bundle, folder / "given"))
+    """Make a graph that reads a file which its bundle does not list, under any name that could hide a graph."""
+    bundle = Path(shutil.copytree(originals.bundle, folder / "damaged"))
     manifest = json.loads((bundle / MANIFEST_FILE).read_text())
     role = rng.choice(GRAPHS[:4])
     entry = manifest["files"][role]
@@ -103,33 +109,33 @@ def references(originals: Originals, folder: Path, rng: random.Random) -> Case:
 
 
 def pictures(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """A damaged picture to draw again, or one whose record lies."""
+    """Make a damaged image to generate again, or an image with a false record."""
     texts = dict(originals.picture.info)
-    lies = rng.random() < 0.6
-    if lies:
+    has_false_record = rng.random() < 0.6
+    if has_false_record:
         name = rng.choice([*texts, "settings", "settings"])
         text = (
             damage_json(texts[name], rng) if name == "settings" else str(rng.choice(VALUES)).encode("utf-8", "replace")
         )
         texts[name] = text.decode("utf-8", "replace")
-    path = folder / "given.png"
-    path.write_bytes(png_bytes(originals.picture, texts))
-    if not lies or rng.random() < 0.3:
+    path = folder / "damaged.png"
+    path.write_bytes(encode_png(originals.picture, texts))
+    if not has_false_record or rng.random() < 0.3:
         damage_file(path, rng)
     return ["run", str(originals.bundle), "--from", str(path), "--output", str(folder / "out/a.png"), "--threads", "1"]
 
 
 def shards(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """Damaged pictures to train a drafter on."""
-    given = Path(shutil.copytree(originals.shards, folder / "given"))
-    damage_file(next(given.iterdir()), rng)
+    """Make damaged images to train a drafter on."""
+    damaged = Path(shutil.copytree(originals.shards, folder / "damaged"))
+    damage_file(next(damaged.iterdir()), rng)
     output = str(folder / "out/drafter")
-    return ["train-drafter", "fit", str(originals.trained), "--data", str(given), "--steps", "1", "--output", output]
+    return ["train-drafter", "fit", str(originals.trained), "--data", str(damaged), "--steps", "1", "--output", output]
 
 
 def bundles(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """A bundle with a damaged file that its manifest vouches for."""
-    bundle = Path(shutil.copytree(rng.choice((originals.bundle, originals.classes)), folder / "given"))
+    """Make a bundle with a damaged file and its hash in the manifest."""
+    bundle = Path(shutil.copytree(rng.choice((originals.bundle, originals.classes)), folder / "damaged"))
     manifest = json.loads((bundle / MANIFEST_FILE).read_text())
     damage_file(bundle / manifest["files"][rng.choice(sorted(manifest["files"]))]["path"], rng)
     write_manifest(bundle, manifest)
@@ -149,16 +155,16 @@ def _method(rng: random.Random) -> list[str]:
 
 
 def engines(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """A damaged record of engines, or a damaged engine."""
-    given = Path(shutil.copytree(originals.engines, folder / "given"))
-    damage_file(given / rng.choice((ENGINE_FILE, ENGINE_FILE, "target.plan")), rng)
+    """Make a damaged engine record or engine."""
+    damaged = Path(shutil.copytree(originals.engines, folder / "damaged"))
+    damage_file(damaged / rng.choice((ENGINE_FILE, ENGINE_FILE, "target.plan")), rng)
     if rng.random() < 0.4:
-        return ["inspect", str(given)]
-    return run(originals.bundle, folder / "out", "--engines", given, *_method(rng))
+        return ["inspect", str(damaged)]
+    return run(originals.bundle, folder / "out", "--engines", damaged, *_method(rng))
 
 
 def trees(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """Trees by odd names."""
+    """Make invalid and unusual names of trees."""
     numbers = [str(rng.choice((0, 1, 2, 3, 9, 40, 99, 100, 128, 999, 10**9))) for _ in range(3)]
     names = [
         "-".join(("dynamic", *numbers)),
@@ -171,24 +177,24 @@ def trees(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
 
 
 def _argument(text: str) -> str:
-    """The text as far as an argument of a program can hold it."""
+    """Return the part of a text that a program's argument can contain."""
     return text.replace("\x00", "").encode("utf-8", "ignore").decode()
 
 
 def prompts(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """Odd prompts: in a damaged file, or as they are."""
+    """Make unusual prompts, in a damaged file or as arguments."""
     text = "red cube\ngreen sphere on sand\na cube on snow\n"
     if rng.random() < 0.3:
         words = _argument(damage(text.encode(), rng).decode("utf-8", "replace"))
         return ["run", "--output", str(folder / "out/a.png"), "--", str(originals.bundle), words]
     path = folder / "prompts.txt"
     path.write_bytes(rng.choice((damage(text.encode(), rng), damage(text.encode() * 9, rng), rng.randbytes(300))))
-    rest = ["--method", "ar", "--output", str(folder / "out/report"), "--threads", "1"]
-    return ["eval", str(originals.bundle), "--prompts", str(path), *rest]
+    options = ["--method", "ar", "--output", str(folder / "out/report"), "--threads", "1"]
+    return ["eval", str(originals.bundle), "--prompts", str(path), *options]
 
 
 def tokenizers(originals: Originals, folder: Path, rng: random.Random) -> Case:
-    """Damaged tokenizers of the library's own format."""
+    """Make damaged tokenizers in the format of the library."""
     path = Path(shutil.copy(DATA / "tiny-text-tokenizer/tokenizer.json", folder))
     damage_file(path, rng)
 
@@ -200,7 +206,7 @@ def tokenizers(originals: Originals, folder: Path, rng: random.Random) -> Case:
 
 
 def checkpoints(originals: Originals, folder: Path, rng: random.Random) -> Case:
-    """Damaged checkpoints in official layouts."""
+    """Make damaged checkpoints in official layouts."""
     from family_readers import read_llamagen
 
     vq = DATA / "llamagen-vq/vq_tiny.pt"
@@ -208,9 +214,10 @@ def checkpoints(originals: Originals, folder: Path, rng: random.Random) -> Case:
         target = Path(shutil.copytree(DATA / "lantern-llamagen-hf/c2i", folder / "target"))
         damage_file(target / rng.choice(("config.json", "model.safetensors")), rng)
         return partial(read_llamagen, target, vq)
-    given = Path(shutil.copytree(DATA / "llamagen-t2i", folder / "given"))
+    damaged = Path(shutil.copytree(DATA / "llamagen-t2i", folder / "damaged"))
     drafter = Path(shutil.copytree(DATA / "lantern-drafter-llamagen", folder / "drafter"))
-    target, config = given / "t2i_tiny.pt", given / "config.json"
+    target = damaged / "t2i_tiny.pt"
+    config = damaged / "config.json"
     damage_file(rng.choice((target, target, config, drafter / "config.json", drafter / "pytorch_model.bin")), rng)
     return partial(read_llamagen, target, vq, drafter=drafter, config=config)
 
@@ -228,17 +235,17 @@ KINDS: dict[str, Callable[[Originals, Path, random.Random], Case]] = {
     "checkpoints": checkpoints,
 }
 
-# ---------------------------------------------------------------- what must hold
+# ---------------------------------------------------------------- checks
 
 
 def check(kind: str, seed: int, originals: Originals, capture: pytest.CaptureFixture[str]) -> None:
-    """Put a case to the program and check all that must hold.
+    """Run a case and check the program's output, files, time and memory.
 
     Args:
-        kind: of `KINDS`.
-        seed: of the case.
-        originals: sound inputs.
-        capture: of what is printed, also by libraries (`capfd`).
+        kind: name in `KINDS`.
+        seed: seed of the case.
+        originals: valid inputs.
+        capture: fixture that captures output, also of libraries (`capfd`).
     """
     rng = random.Random(f"{kind} {seed}")
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
@@ -247,36 +254,43 @@ def check(kind: str, seed: int, originals: Originals, capture: pytest.CaptureFix
         (folder / "out").mkdir()
         case = KINDS[kind](originals, folder, rng)
         code, text = outcome(case, capture)
-        where = f"{kind} {seed}: {case}\n{text[-3000:]}"
-        assert code in (0, 2, 130), f"exit code {code}: {where}"
+        description = f"{kind} {seed}: {case}\n{text[-3000:]}"
+        assert code in (0, 2, 130), f"exit code {code}: {description}"
         noise = [word for word in ("Traceback", "panicked", "Warning:") if word in text]
-        assert not noise, f"{noise}: {where}"
+        assert not noise, f"{noise}: {description}"
         *_, last = text.splitlines() or [""]
-        assert code != 2 or last.startswith("lantern-rt: ") or callable(case), f"no line that says why: {where}"
-        assert all(one.isprintable() or one == "\n" for one in text), f"control characters: {where!r}"
-        left = sorted(str(path.relative_to(folder)) for path in (folder / "out").rglob("*"))
-        assert code == 0 or not left, f"left behind: {left} by {where}"
-        assert not [path for path in left if ".partial" in path], f"left behind: {left} by {where}"
+        assert code != 2 or last.startswith("lantern-rt: ") or callable(case), f"no line with the reason: {description}"
+        is_printable = all(character.isprintable() or character == "\n" for character in text)
+        assert is_printable, f"control characters: {description!r}"
+        remaining_files = sorted(str(path.relative_to(folder)) for path in (folder / "out").rglob("*"))
+        assert code == 0 or not remaining_files, f"left behind: {remaining_files} by {description}"
+        assert not [path for path in remaining_files if ".partial" in path], (
+            f"left behind: {remaining_files} by {description}"
+        )
 
 
 def outcome(case: Case, capture: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit code and all that was printed. Of calls, 2 and the message of an error that users can cure; whatever else
-    is raised would be a traceback."""
+    """Run a case; return its exit code and all output.
 
-    def cut_off(*_: object) -> None:
+    For calls of the library, a `LanternError` is exit code 2 with its message; other exceptions are raised.
+    """
+
+    def stop(*_: object) -> None:
         raise AssertionError(f"hangs: {case}")
 
-    before = signal.signal(signal.SIGALRM, cut_off)
+    before = signal.signal(signal.SIGALRM, stop)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     signal.alarm(SECONDS)
-    code, error = 0, ""
+    code = 0
+    error = ""
     try:
         if isinstance(case, list):
             code = run_program(case)
         else:
             case()
-    except LanternError as refusal:
-        code, error = 2, str(refusal)
+    except LanternError as exception:
+        code = 2
+        error = str(exception)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)

@@ -1,4 +1,4 @@
-"""Damage to files, drawn from a seeded generator: to bytes, to JSON, to archives, pictures and graphs."""
+"""Damage to files from a seeded generator: to bytes, JSON, archives, images and graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import onnx
 
 CONTROL = "\x1b]0;owned\x07\x1b[2J\x9b\u202eevil\u2066\x7f\r\n\x00"
-_DIGITS = "many digits"  # stands for a number that no JSON library writes
+_DIGITS = "many digits"  # replaced by a number too long for any JSON library
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, 2, -1, 3, 7, 31, 255, 513, 65_536, 1_000_000, 10**7, 2**31, 2**63, 2**64, -(2**65)),
     *(10**30, 0.0, -0.0, 0.5, 1e-320, 1e300, -1.5, float("nan"), float("inf")),
@@ -27,7 +27,7 @@ _CHUNKS = b"tEXt zTXt iTXt iCCP tRNS PLTE gAMA sRGB cHRM pHYs eXIf acTL fcTL fdA
 
 
 def damage(data: bytes, rng: random.Random) -> bytes:
-    """The bytes with one to four hurts."""
+    """Damage bytes one to four times."""
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         at = rng.randrange(len(data) + 1) if rng.random() < 0.5 else rng.randrange(min(len(data), 200) + 1)
         size = rng.choice((1, 2, 4, 8, 40))
@@ -48,25 +48,25 @@ def damage(data: bytes, rng: random.Random) -> bytes:
 
 
 def damage_json(text: str, rng: random.Random) -> bytes:
-    """A JSON text with one to three values replaced, removed, added or renamed; now and then its bytes are hurt."""
+    """Replace, remove, add or rename one to three values of a JSON text; sometimes damage its bytes."""
     if rng.random() < 0.15:
         return damage(text.encode(), rng)
     value = json.loads(text)
     for _ in range(rng.choice((1, 1, 2, 3))):
         value = _change(value, rng)
-    written = json.dumps(value).replace(f'"{_DIGITS}"', "9" * 5_000)
+    text = json.dumps(value).replace(f'"{_DIGITS}"', "9" * 5_000)
     if rng.random() < 0.02:
-        written = "[" * 50_000 + written
-    return written.encode("utf-8", "surrogatepass")
+        text = "[" * 50_000 + text
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _change(value: Any, rng: random.Random) -> Any:
-    """The value with something somewhere in it changed."""
+    """Change something inside a value."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         name = rng.choice(list(value))
         kind = rng.random()
         if kind < 0.07:
-            return {key: own for key, own in value.items() if key != name}
+            return {key: item for key, item in value.items() if key != name}
         if kind < 0.1:
             return {**value, rng.choice((CONTROL, "extra", "a" * 9_000)): rng.choice(VALUES)}
         return {**value, name: _change(value[name], rng)}
@@ -80,28 +80,28 @@ def _change(value: Any, rng: random.Random) -> Any:
         return [*value[:at], _change(value[at], rng), *value[at + 1 :]]
     if type(value) in (int, float) and rng.random() < 0.4:
         return rng.choice((value + 1, value - 1, -value, value * 2, value * 1000, value / 7, str(value)))
-    alike = [other for other in VALUES if type(other) is type(value)]
-    return rng.choice(alike) if rng.random() < 0.6 and alike else rng.choice(VALUES)
+    same_type = [candidate for candidate in VALUES if type(candidate) is type(value)]
+    return rng.choice(same_type) if rng.random() < 0.6 and same_type else rng.choice(VALUES)
 
 
 def damage_zip(data: bytes, rng: random.Random) -> bytes:
-    """A zip archive one of whose members is hurt, missing or packed otherwise; or hurt as bytes."""
+    """Damage, remove or recompress a member of a zip archive; or damage its bytes."""
     if rng.random() < 0.3:
         return damage(data, rng)
     packed = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(packed, "w") as new:
-        hurt = rng.choice(old.namelist())
-        for name in old.namelist():
-            member = old.read(name)
-            if name == hurt and rng.random() < 0.1:
+    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(packed, "w") as copy:
+        damaged_name = rng.choice(source.namelist())
+        for name in source.namelist():
+            member = source.read(name)
+            if name == damaged_name and rng.random() < 0.1:
                 continue
-            way = rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2))
-            new.writestr(name, damage(member, rng) if name == hurt else member, way)
+            compression = rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2))
+            copy.writestr(name, damage(member, rng) if name == damaged_name else member, compression)
     return packed.getvalue()
 
 
 def damage_png(data: bytes, rng: random.Random) -> bytes:
-    """A PNG one of whose chunks is hurt, missing, doubled, renamed or followed by another; or hurt as bytes."""
+    """Damage, remove, double, rename or extend a chunk of a PNG; or damage its bytes."""
     if rng.random() < 0.4:
         return damage(data, rng)
     chunks = []
@@ -112,23 +112,23 @@ def damage_png(data: bytes, rng: random.Random) -> bytes:
         at = end + 4
     index = rng.randrange(len(chunks))
     name, body = chunks[index]
-    other = rng.choice(_CHUNKS)
+    other_name = rng.choice(_CHUNKS)
     chunks[index : index + 1] = rng.choice(
         (
             [],
             [(name, body)] * 2,
-            [(other, body)],
+            [(other_name, body)],
             [(name, damage(body, rng))],
-            [(name, body), (other, rng.randbytes(rng.choice((0, 4, 8, 26, 40))))],
-            [(name, body), (other, b"prompt\0\0" + zlib.compress(bytes(1 << 23), 9))],
+            [(name, body), (other_name, rng.randbytes(rng.choice((0, 4, 8, 26, 40))))],
+            [(name, body), (other_name, b"prompt\0\0" + zlib.compress(bytes(1 << 23), 9))],
         )
     )
-    written = [len(body).to_bytes(4) + name + body + zlib.crc32(name + body).to_bytes(4) for name, body in chunks]
-    return data[:8] + b"".join(written)
+    encoded = [len(body).to_bytes(4) + name + body + zlib.crc32(name + body).to_bytes(4) for name, body in chunks]
+    return data[:8] + b"".join(encoded)
 
 
 def damage_safetensors(data: bytes, rng: random.Random) -> bytes:
-    """A file of tensors whose header is hurt, or any of its bytes."""
+    """Damage the header of a safetensors file, or any of its bytes."""
     if rng.random() < 0.4:
         return damage(data, rng)
     size = int.from_bytes(data[:8], "little")
@@ -137,9 +137,9 @@ def damage_safetensors(data: bytes, rng: random.Random) -> bytes:
 
 
 def refer(data: bytes, location: str, rng: random.Random) -> bytes:
-    """An ONNX graph one of whose weights lies in another file."""
+    """Move a weight of an ONNX graph to another file."""
     model = onnx.load_from_string(data)
-    tensor = rng.choice([one for one in model.graph.initializer if one.raw_data])
+    tensor = rng.choice([tensor for tensor in model.graph.initializer if tensor.raw_data])
     onnx.external_data_helper.set_external_data(tensor, location, 0, len(tensor.raw_data))
     if rng.random() < 0.5:
         tensor.ClearField("raw_data")
@@ -147,23 +147,24 @@ def refer(data: bytes, location: str, rng: random.Random) -> bytes:
 
 
 def damage_file(path: Path, rng: random.Random) -> None:
-    """Damage a file as one of its kind."""
-    ways: dict[str, Callable[[bytes], bytes]] = {
+    """Damage a file according to its ending."""
+    damage_by_ending: dict[str, Callable[[bytes], bytes]] = {
         ".json": lambda data: damage_json(data.decode(), rng),
         ".onnx": lambda data: rng.choice((damage, damage_graph))(data, rng),
         ".png": lambda data: damage_png(data, rng),
         ".safetensors": lambda data: damage_safetensors(data, rng),
         **dict.fromkeys((".npz", ".pt", ".bin"), lambda data: damage_zip(data, rng)),
     }
-    path.write_bytes(ways.get(path.suffix, lambda data: damage(data, rng))(path.read_bytes()))
+    path.write_bytes(damage_by_ending.get(path.suffix, lambda data: damage(data, rng))(path.read_bytes()))
 
 
 def damage_graph(data: bytes, rng: random.Random) -> bytes:
-    """An ONNX graph that is still one, with a name, a size, a type, a weight or a node that is not what it was."""
+    """Change names, sizes, types, weights or nodes of an ONNX graph, which stays valid protobuf."""
     model = onnx.load_from_string(data)
     graph = model.graph
     for _ in range(rng.choice((1, 1, 2))):
-        tensor, node = rng.choice(graph.initializer), rng.choice(graph.node)
+        tensor = rng.choice(graph.initializer)
+        node = rng.choice(graph.node)
         value = rng.choice([*graph.input, *graph.output])
         kind = rng.randrange(8)
         if kind == 0:

@@ -1,8 +1,8 @@
-"""Which small mutations of the runtime and the engines the fast tests do not notice.
+"""Find small mutations of the runtime and the engines that the fast tests do not detect.
 
-`python tests/mutation/mutate.py --seed 1 --count 60` takes places at random, changes one at a time in a copy of this
-checkout, and runs the tests of that file until one fails. It prints every mutation and its fate: killed, or survived.
-A survivor is either equivalent, such as a bound that says how much is done at once, or wants a test. Not run by CI.
+`python tests/mutation/mutate.py --seed 1 --count 60` chooses expressions at random, changes one at a time in a copy of
+this checkout, and runs the tests of its file until one fails. It prints whether each mutation was killed or survived.
+A survivor is either equivalent, such as a limit on work per call, or shows a missing test. CI does not run this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 FILTERED_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info", "dist", "node_modules")
-# Tests of every file that is mutated, the most telling first.
+# Tests of every file that is mutated, the most sensitive first.
 TESTS = {
     "runtime/acceptance.py": "unit/acceptance unit/lantern_accept_golden unit/jacobi",
     "runtime/decode.py": "unit/decode unit/rows",
@@ -60,7 +60,7 @@ TESTS = {
     "engines/ort/engine.py": "onnxruntime/engine onnxruntime/device_engine",
     "engines/ort/cache_pool.py": "onnxruntime/device_engine onnxruntime/tensorrt_engine",
 }
-# Examples in one order, and the first that fails ends a test: looking for a smaller one takes minutes.
+# Examples in a fixed order, without shrinking failures, which would take minutes.
 PROFILE = """
 from hypothesis import Phase, settings
 settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
@@ -73,36 +73,40 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 
 
 def mutants(node: ast.AST) -> Iterator[ast.expr]:
-    """Every expression below a node in a slightly different form, at its place."""
+    """Yield every expression below a node in a slightly different form."""
     for child in ast.iter_child_nodes(node):
-        if _left_alone(node, child):
+        if _is_skipped(node, child):
             continue
         yield from mutants(child)
-        changed = _mutated(child)
+        changed = _mutate(child)
         if changed is not None:
             yield ast.copy_location(changed, child)
 
 
-def _left_alone(parent: ast.AST, node: ast.AST) -> bool:
-    """Guards of what holds anyway, what errors and annotations say, and numbers of which another is as good."""
+def _is_skipped(parent: ast.AST, node: ast.AST) -> bool:
+    """Return whether a node is not mutated: guards, errors, annotations, and arbitrary numbers."""
     if isinstance(node, ast.keyword):
-        return node.arg in ("strict", "frozen", "init", "repr", "eq") or ast.unparse(node) == "copy=False"  # costs time
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift):  # 1 << 20: no limit; or 2 << 3, a tag
+        return (
+            node.arg in ("strict", "frozen", "init", "repr", "eq") or ast.unparse(node) == "copy=False"
+        )  # only saves time
+    if isinstance(node, ast.BinOp) and isinstance(
+        node.op, ast.LShift
+    ):  # 1 << 20: practically unlimited; or 2 << 3, a tag
         return isinstance(node.left, ast.Constant)
-    if isinstance(parent, ast.Module) and isinstance(node, ast.Assign):  # MOST = 64: how much is done at once, or kept
+    if isinstance(parent, ast.Module) and isinstance(node, ast.Assign):  # MAX_PASSES = 64: a limit on work or memory
         return isinstance(node.value, ast.Constant) and isinstance(node.value.value, int) and node.value.value > 16
     if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Attribute) and parent.func.attr == "reshape":
-        return isinstance(node, ast.UnaryOp)  # -1: to NumPy, -2 means the same
+        return isinstance(node, ast.UnaryOp)  # -1, which NumPy treats like -2
     annotations = (getattr(parent, "annotation", None), getattr(parent, "returns", None))
     return isinstance(node, (ast.Assert, ast.Raise, ast.JoinedStr)) or node in annotations
 
 
-def _mutated(node: ast.AST) -> ast.expr | None:
+def _mutate(node: ast.AST) -> ast.expr | None:
     if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
         return ast.Compare(node.left, [SWAPS[type(node.ops[0])](), *node.ops[1:]], node.comparators)  # type: ignore[list-item]
     if isinstance(node, (ast.BinOp, ast.BoolOp)) and type(node.op) in SWAPS:
-        rest = {name: getattr(node, name) for name in node._fields if name != "op"}
-        return type(node)(op=SWAPS[type(node.op)](), **rest)
+        operands = {name: getattr(node, name) for name in node._fields if name != "op"}
+        return type(node)(op=SWAPS[type(node.op)](), **operands)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.Invert)):
         return node.operand
     if isinstance(node, ast.IfExp):
@@ -116,26 +120,34 @@ def _mutated(node: ast.AST) -> ast.expr | None:
     return None
 
 
-def tried(source: str, mutant: ast.expr) -> tuple[str, str]:
-    """The source with a mutant in its place, and what changes, in words."""
+def apply_mutant(source: str, mutant: ast.expr) -> tuple[str, str]:
+    """Return the source with a mutant in its place, and a description of the change."""
     lines = source.splitlines(keepends=True)
     ends = [sum(len(line.encode()) for line in lines[:n]) for n in range(len(lines) + 1)]
     start = ends[mutant.lineno - 1] + mutant.col_offset
     end = ends[(mutant.end_lineno or 0) - 1] + (mutant.end_col_offset or 0)
-    data, after = source.encode(), ast.unparse(mutant)
+    data = source.encode()
+    after = ast.unparse(mutant)
     before = " ".join(data[start:end].decode().split())
     words = f"{mutant.lineno}: {before}  ->  {after}  in  {lines[mutant.lineno - 1].strip()}"
     return (data[:start] + f"({after})".encode() + data[end:]).decode(), words
 
 
 def passes(folder: Path, tests: Iterable[str], seconds: float, compiled: bool = False) -> bool:
-    """Whether the tests of a copy pass; those that hang do not. compiled: modules are kept compiled for later calls."""
+    """Return whether the tests of a copy pass in time.
+
+    Args:
+        folder: folder of the copy.
+        tests: names of the tests.
+        seconds: time limit.
+        compiled: whether compiled modules are kept for later calls.
+    """
     paths = ["tests/{}/test_{}.py".format(*test.split("/")) for test in tests]
     options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
-    surroundings = os.environ | {"PYTHONDONTWRITEBYTECODE": "" if compiled else "1"}
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "" if compiled else "1"}
     with (folder / "output.txt").open("w") as output:
         command = [sys.executable, "-m", "pytest", *options, *paths]
-        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=surroundings)
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=environment)
         try:
             return process.wait(seconds) == 0
         except subprocess.TimeoutExpired:
@@ -144,7 +156,7 @@ def passes(folder: Path, tests: Iterable[str], seconds: float, compiled: bool = 
 
 
 def main() -> None:
-    """Mutate and report."""
+    """Mutate the sources and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60)
@@ -162,9 +174,9 @@ def main() -> None:
         start = time.monotonic()
         if not passes(folder, dict.fromkeys(test for path, _ in chosen for test in TESTS[path].split()), 7200, True):
             sys.exit("the tests fail as it is:\n" + (folder / "output.txt").read_text())
-        seconds = 60 + time.monotonic() - start  # that the tests of one file may take
+        seconds = 60 + time.monotonic() - start  # time limit for the tests of a file
         for path, mutant in chosen:
-            changed, words = tried(sources[path], mutant)
+            changed, words = apply_mutant(sources[path], mutant)
             (folder / path).write_text(changed)
             survived = passes(folder, TESTS[path].split(), seconds)
             (folder / path).write_text(sources[path])

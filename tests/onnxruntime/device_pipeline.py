@@ -1,4 +1,4 @@
-"""A pipeline whose decoders are the graphs that accelerators run, here on ONNX Runtime's CPU provider."""
+"""A pipeline whose decoders are the graphs for accelerators, here on ONNX Runtime's CPU provider."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lantern_rt.engines.ort.device import Device
 
 
 def device_pipeline(bundle: str | Path, provider: str = "cpu") -> Pipeline:
-    """The bundle on the device path; whatever the device draws is taken, as on a GPU."""
+    """Load a bundle on the device path, without recomputing near-equal logits, as on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        opened = OrtGraphs.__init__
+        initialize = OrtGraphs.__init__
 
-        def open_there(self: OrtGraphs, *given: Any) -> None:
-            opened(self, *given)
+        def initialize_with_device(self: OrtGraphs, *arguments: Any) -> None:
+            initialize(self, *arguments)
             self._devices = {"cpu": Device("cpu")}
 
-        patch.setattr(OrtGraphs, "__init__", open_there)
+        patch.setattr(OrtGraphs, "__init__", initialize_with_device)
         pipe = Pipeline.from_bundle(bundle, threads=1, provider=provider)
     pipe.engines.rounding = 0.0
     return pipe

@@ -1,4 +1,4 @@
-"""The same little model behind every engine that runs here: a torch target and drafter of four codes."""
+"""One small model on every engine that runs here: a torch target and drafter with four codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ import numpy as np
 import torch
 from host_tensorrt import HostLibrary, write_plan
 from numpy.typing import NDArray
-from toy_engine import ToyModel, make_model, make_prompt, naive_distribution
+from toy_distributions import naive_distribution
+from toy_engine import (
+    ToyModel,
+    make_model,
+    make_prompt,
+)
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.gpu import find_gpu
@@ -26,7 +31,7 @@ from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.executable import TensorRTExecutable
 from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig, decoder_fields
-from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
+from lantern_rt.export.models.eagle import EagleModule, drafter_graph
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.engine import Engine
 from lantern_rt.runtime.raster import RasterLayout
@@ -44,8 +49,8 @@ SMALL = DecoderConfig(
     prefix_rotation="identity",
 )
 IMAGE = RasterLayout(SMALL.grid**2, SMALL.grid)
-NEAR = np.array([[n for n in range(SMALL.vocab_size) if n != code] for code in range(SMALL.vocab_size)])
-ONE = 1
+NEIGHBORS = np.array([[n for n in range(SMALL.vocab_size) if n != code] for code in range(SMALL.vocab_size)])
+SINGLE_THREAD = 1
 BACKENDS = ("toy", "onnxruntime", "onnxruntime, device", "tensorrt, host")
 ON_GPUS = ("onnxruntime, cuda", "tensorrt, gpu", "tensorrt-rtx, gpu")
 PROFILES = (
@@ -55,17 +60,17 @@ PROFILES = (
 
 
 class SmallModel:
-    """Graph files of the model, and its exact distribution from torch."""
+    """Graph files of the model, and its exact distribution computed with torch."""
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(3)
         torch.set_num_threads(1)
         self.decoder = Decoder(SMALL).eval()
         head = torch.nn.Linear(SMALL.hidden_size, SMALL.vocab_size, bias=False)
-        drafter = EagleDrafter(replace(SMALL, final_norm=False), head, bias=True).eval()
+        drafter = EagleModule(replace(SMALL, final_norm=False), head, bias=True).eval()
         with torch.no_grad():
-            for own in (self.decoder.head, drafter.head):
-                own.weight.mul_(4)  # distributions far from uniform
+            for linear in (self.decoder.head, drafter.head):
+                linear.weight.mul_(4)  # makes distributions far from uniform
         self.folder = folder
         self.table = np.random.default_rng(0).normal(size=(SMALL.vocab_size, SMALL.hidden_size)).astype(np.float32)
         write_graph(target_graph(self.decoder, torch.from_numpy(self.table)), folder)
@@ -73,24 +78,24 @@ class SmallModel:
         self.target_spec = DecoderSpec(**decoder_fields(SMALL), max_positions=SMALL.positions)
         self.drafter_spec = DrafterSpec(**decoder_fields(drafter.config))
 
-    def on(self, backend: str) -> ToyModel:
-        """The model behind one of `BACKENDS`; the toy has its own tables."""
+    def model_on(self, backend: str) -> ToyModel:
+        """Return the model on one of `BACKENDS`; `toy` is the toy model of unit tests."""
         if backend == "toy":
-            return make_model(vocabulary=SMALL.vocab_size, codes=4, prefix=SMALL.prefix, neighbors=NEAR)
+            return make_model(vocabulary=SMALL.vocab_size, codes=4, prefix=SMALL.prefix, neighbors=NEIGHBORS)
         if backend.startswith("tensorrt"):
             return self._on_tensorrt(*backend.split(", "))
         paths = {role: self.folder / f"{role}.onnx" for role in ("target", "drafter")}
         if backend in ("onnxruntime, device", "onnxruntime, cuda"):
             device = Device("cuda" if backend == "onnxruntime, cuda" else "cpu")
-            target: Engine = OrtDeviceEngine(paths["target"], self.target_spec, self.table, ONE, device)
-            drafter: Engine = OrtDeviceEngine(paths["drafter"], self.drafter_spec, None, ONE, device)
+            target: Engine = OrtDeviceEngine(paths["target"], self.target_spec, self.table, SINGLE_THREAD, device)
+            drafter: Engine = OrtDeviceEngine(paths["drafter"], self.drafter_spec, None, SINGLE_THREAD, device)
         else:
-            target = OrtEngine(paths["target"], self.target_spec, self.table, ONE)
-            drafter = OrtEngine(paths["drafter"], self.drafter_spec, None, ONE)
-        return ToyModel(target, drafter, SMALL.positions, DrafterLayout(), NEAR, image=IMAGE)
+            target = OrtEngine(paths["target"], self.target_spec, self.table, SINGLE_THREAD)
+            drafter = OrtEngine(paths["drafter"], self.drafter_spec, None, SINGLE_THREAD)
+        return ToyModel(target, drafter, SMALL.positions, DrafterLayout(), NEIGHBORS, image=IMAGE)
 
     def _on_tensorrt(self, name: str, where: str) -> ToyModel:
-        """Load the engines of both graphs, on the GPU, or with the host in its place."""
+        """Load TensorRT engines of both graphs on the GPU, or on its stand-in if `where` is `host`."""
         on_host = where == "host"
         specs = SimpleNamespace(
             target=self.target_spec, drafter=self.drafter_spec, sizes=(), num_embedded=SMALL.vocab_size
@@ -103,43 +108,46 @@ class SmallModel:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
 
         def engine(role: str, spec: DecoderSpec | DrafterSpec, table: NDArray[np.float32] | None) -> TensorRTEngine:
-            inputs, graph = builder.write_graph(bundle, role, PROFILES, folder), folder / f"{role}.onnx"
+            inputs = builder.write_device_graph(bundle, role, PROFILES, folder)
+            graph = folder / f"{role}.onnx"
             gpu = find_gpu()
             assert inputs is not None
             if gpu is None or on_host:
                 plan = write_plan(graph, inputs, graph.with_suffix(".plan"))
             else:
-                plan = builder.build_engine_file(name, graph, inputs, (gpu.compute_capability,), lambda *said: None)
+                plan = builder.build_engine_file(name, graph, inputs, (gpu.compute_capability,), lambda *progress: None)
             return TensorRTEngine(TensorRTExecutable(library, plan, PROFILES, "rebuild"), spec, table, device)
 
         target = engine("target", self.target_spec, self.table)
         drafter = engine("drafter", self.drafter_spec, None)
-        return ToyModel(target, drafter, SMALL.positions, DrafterLayout(), NEAR, image=IMAGE)
+        return ToyModel(target, drafter, SMALL.positions, DrafterLayout(), NEIGHBORS, image=IMAGE)
 
     def prompt(self, backend: str, identity: int) -> Prompt:
-        """A prompt with `identity % 3` padded prefix rows."""
+        """Return a prompt with `identity % 3` padded prefix positions."""
         padding = identity % 3
         if backend == "toy":
             return make_prompt(identity, SMALL.prefix, padding)
         rows = np.random.default_rng(identity).normal(size=(2, SMALL.prefix, SMALL.hidden_size)).astype(np.float32)
-        real = np.arange(SMALL.prefix) >= padding
-        return Prompt(PrefixRow(rows[0], real), PrefixRow(rows[1], real))
+        is_real = np.arange(SMALL.prefix) >= padding
+        return Prompt(PrefixRow(rows[0], is_real), PrefixRow(rows[1], is_real))
 
-    def joint(self, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
-        """Probability of every sequence of codes by full forwards in torch, `[vocabulary] * codes`."""
-        codes, vocabulary = SMALL.grid**2, SMALL.vocab_size
-        every = np.array(list(itertools.product(range(vocabulary), repeat=codes)))
-        joint = np.ones(len(every))
+    def joint_distribution(self, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
+        """Compute the probability of every image with full forward passes in torch, `[vocabulary] * codes`."""
+        codes = SMALL.grid**2
+        vocabulary = SMALL.vocab_size
+        images = np.array(list(itertools.product(range(vocabulary), repeat=codes)))
+        joint = np.ones(len(images))
         rows = [
-            np.concatenate([np.tile(side.embeds, (len(every), 1, 1)), self.table[every]], 1)
-            for side in (prompt.cond, prompt.uncond)
+            np.concatenate([np.tile(prefix_row.embeds, (len(images), 1, 1)), self.table[images]], 1)
+            for prefix_row in (prompt.cond, prompt.uncond)
         ]
         with torch.no_grad():
             cond, uncond = (
-                self.decoder.head(self.decoder.forward_sequences(torch.from_numpy(r))).double().numpy() for r in rows
+                self.decoder.head(self.decoder.forward_sequences(torch.from_numpy(row))).double().numpy()
+                for row in rows
             )
         logits = uncond + sampling.cfg_scale * (cond - uncond)
-        for i, sequence in enumerate(every):
-            for place, code in enumerate(sequence):
-                joint[i] *= naive_distribution(logits[i, SMALL.prefix - 1 + place], sampling)[code]
+        for i, sequence in enumerate(images):
+            for cell, code in enumerate(sequence):
+                joint[i] *= naive_distribution(logits[i, SMALL.prefix - 1 + cell], sampling)[code]
         return joint.reshape((vocabulary,) * codes)

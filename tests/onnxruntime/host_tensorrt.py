@@ -1,8 +1,8 @@
-"""A stand-in for TensorRT: ONNX Runtime behind the library's API, on memory by address, here the host's.
+"""A stand-in for TensorRT: ONNX Runtime behind the library's API, with host memory in place of device memory.
 
-Stricter than the real one where that finds mistakes: tensors that overlap, caches that are not written in place,
-inputs that are no numbers and shapes outside a profile are refused. An "engine" is a JSON text of an ONNX graph, the
-folder of its weights, and what its inputs may be.
+It is stricter than the library, to find mistakes: tensors that overlap, caches that are not written in place, inputs
+that are NaN and shapes outside a profile are errors. An "engine" is a JSON text with an ONNX graph, the folder of its
+weights, and the shapes of its inputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TYPES = {"float": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int32": "INT
 _NUMPY = {"FLOAT": np.float32, "HALF": np.float16, "INT32": np.int32, "INT64": np.int64}
 _NODES = ("rows", "nodes")
 _FREE = ("entries", "earlier", "earlier rows")
-_AXES = {  # of a decoder's inputs; other graphs have rows only
+_AXES = {  # names of the axes of a decoder's inputs; inputs of other graphs have only rows
     "embeddings": ("entries",),
     "hidden": ("earlier rows", "earlier"),
     "write": ("rows",),
@@ -60,12 +60,14 @@ class _Allocation(Enum):
 
 
 class _Logger:
-    ERROR, INTERNAL_ERROR = "error", "internal error"
+    ERROR = "error"
+    INTERNAL_ERROR = "internal error"
 
 
 class _Context:
     def __init__(self, engine: _Engine) -> None:
-        self.engine, self.profile = engine, -1
+        self.engine = engine
+        self.profile = -1
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
 
@@ -76,20 +78,22 @@ class _Context:
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         low, _, high = self.engine.profiles[self.profile][name]
-        assert all(least <= size <= most for size, least, most in zip(shape, low, high, strict=True)), (name, shape)
+        in_range = [minimum <= size <= maximum for size, minimum, maximum in zip(shape, low, high, strict=True)]
+        assert all(in_range), (name, shape)
         self.shapes[name] = shape
         return True
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         if name in self.engine.inputs:
             return self.shapes[name]
-        known: dict[str | int, int] = {}
-        for one, shape in self.shapes.items():
-            for axis, size in zip(_AXES.get(one, ("rows",)), shape, strict=False):
-                assert axis in _FREE or known.setdefault(axis, size) == size, f"{one}: {axis}"
-        named = _AXES.get(name, ("rows",))
+        axis_sizes: dict[str | int, int] = {}
+        for input_name, shape in self.shapes.items():
+            for axis, size in zip(_AXES.get(input_name, ("rows",)), shape, strict=False):
+                assert axis in _FREE or axis_sizes.setdefault(axis, size) == size, f"{input_name}: {axis}"
+        axes = _AXES.get(name, ("rows",))
         return tuple(
-            size if isinstance(size, int) else known[named[i]] for i, size in enumerate(self.engine.outputs[name].shape)
+            size if isinstance(size, int) else axis_sizes[axes[i]]
+            for i, size in enumerate(self.engine.outputs[name].shape)
         )
 
     def set_tensor_address(self, name: str, memory: int) -> bool:
@@ -97,12 +101,14 @@ class _Context:
         return True
 
     def execute_async_v3(self, stream_handle: int) -> bool:
-        assert stream_handle == CUDA_STREAM  # the default one cannot be recorded
-        engine, addresses = self.engine, self.addresses
+        assert stream_handle == CUDA_STREAM  # the default stream cannot be recorded
+        engine = self.engine
+        addresses = self.addresses
         views: dict[str, Array] = {}
         spans = []
         for name, address in addresses.items():
-            shape, dtype = self.get_tensor_shape(name), np.dtype(_NUMPY[engine.get_tensor_dtype(name).name])
+            shape = self.get_tensor_shape(name)
+            dtype = np.dtype(_NUMPY[engine.get_tensor_dtype(name).name])
             size = int(np.prod(shape)) * dtype.itemsize
             views[name] = np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(shape)
             if name.startswith("present_"):
@@ -110,19 +116,19 @@ class _Context:
             else:
                 spans.append((address, address + size, name))
         spans.sort()
-        for (_, end, one), (start, _, other) in pairwise(spans):
-            assert end <= start, f"{one} and {other} overlap"
-        for name in engine.inputs.keys() - {"hidden"}:  # of which only some rows are read, and the others never set
+        for (_, end, name), (start, _, next_name) in pairwise(spans):
+            assert end <= start, f"{name} and {next_name} overlap"
+        for name in engine.inputs.keys() - {"hidden"}:  # only some rows of `hidden` are read, and the others never set
             assert np.isfinite(views[name]).all(), name
-        found = engine.session.run(list(engine.outputs), {name: views[name].copy() for name in engine.inputs})
-        for name, array in zip(engine.outputs, found, strict=True):
+        outputs = engine.session.run(list(engine.outputs), {name: views[name].copy() for name in engine.inputs})
+        for name, array in zip(engine.outputs, outputs, strict=True):
             views[name][...] = array
         engine.runs.append((self.profile, dict(self.shapes)))
         return True
 
 
 class HostKernels:
-    """A runtime cache: a word for every context that was made, and those that a test says were compiled later."""
+    """A runtime cache with a word for every context, as if for its compiled kernels; tests may add words."""
 
     version = "1"
 
@@ -140,7 +146,8 @@ class HostKernels:
 
 class _Config:
     def __init__(self, engine: _Engine) -> None:
-        self.engine, self.strategy = engine, _Allocation.ON_PROFILE_CHANGE
+        self.engine = engine
+        self.strategy = _Allocation.ON_PROFILE_CHANGE
         self.cache: HostKernels | None = None
         self.cuda_graph_strategy = _Graphs.DISABLED
 
@@ -158,7 +165,8 @@ class _Config:
 
 class _Engine:
     def __init__(self, plan: dict[str, Any], library: HostLibrary) -> None:
-        self.logger, self.caches = library.logger, library.caches
+        self.logger = library.logger
+        self.caches = library.caches
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         graph = base64.b64decode(plan["graph"])
@@ -197,11 +205,19 @@ class _Engine:
 
 
 class HostLibrary:
-    """A module with the part of TensorRT's API that runs engines. `engines` and `caches`: those made, in order."""
+    """The part of TensorRT's API that runs engines.
 
-    __name__, __version__ = "host_tensorrt", "1.0"
+    Attributes:
+        engines: all engines, in the order of loading.
+        caches: all runtime caches, in the order of creation.
+    """
+
+    __name__ = "host_tensorrt"
+    __version__ = "1.0"
     ILogger = _Logger
-    TensorIOMode, DataType, ExecutionContextAllocationStrategy = _Mode, _Type, _Allocation
+    TensorIOMode = _Mode
+    DataType = _Type
+    ExecutionContextAllocationStrategy = _Allocation
     CudaGraphStrategy = _Graphs
 
     def __init__(self) -> None:
@@ -222,7 +238,8 @@ class HostLibrary:
 
 
 def write_plan(onnx: Path, inputs: Sequence[Inputs], plan: Path) -> Path:
-    """Write the "engine" of a graph in a file, beside which are its weights or a link to them."""
-    graph, folder = base64.b64encode(onnx.read_bytes()).decode(), onnx.with_suffix(".onnx.data").resolve().parent
+    """Write the "engine" of a graph, whose weights, or a link to them, are in the graph's folder."""
+    graph = base64.b64encode(onnx.read_bytes()).decode()
+    folder = onnx.with_suffix(".onnx.data").resolve().parent
     plan.write_text(json.dumps({"graph": graph, "folder": str(folder), "inputs": inputs}))
     return plan

@@ -1,4 +1,4 @@
-"""Decoders on a device: caches that change size, hidden states read where they lie, and files that are no graphs."""
+"""Decoders on a device: caches that change size, hidden states read from device memory, and invalid graph files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_backends import ONE, SMALL, SmallModel
-from refusals import refused
+from engine_backends import SINGLE_THREAD, SMALL, SmallModel
+from refusals import expects_error
 from tiny_bundle import make_tiny_bundle
 from tiny_graphs import TINY
 from tiny_rig import spec_of
@@ -31,7 +31,7 @@ from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.device import SampleRequest
-from lantern_rt.runtime.engine import Floats, HiddenView, Pass
+from lantern_rt.runtime.engine import Floats, HiddenView, PassInput
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.passes import Prefixes, committed_mask
 from lantern_rt.runtime.state import PrefixRow
@@ -49,137 +49,149 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
 
 @pytest.fixture(scope="module")
 def target(small: SmallModel) -> OrtDeviceEngine:
-    engine = small.on("onnxruntime, device").target
+    engine = small.model_on("onnxruntime, device").target
     assert isinstance(engine, OrtDeviceEngine)
     return engine
 
 
 @pytest.fixture(scope="module")
 def drafter(small: SmallModel, target: OrtDeviceEngine) -> OrtDeviceEngine:
-    return OrtDeviceEngine(small.folder / "drafter.onnx", small.drafter_spec, None, ONE, target.device)
+    return OrtDeviceEngine(small.folder / "drafter.onnx", small.drafter_spec, None, SINGLE_THREAD, target.device)
 
 
-def causal(engine: OrtDeviceEngine, cache: DeviceCache, tokens: Any, hidden: Any = None) -> Pass:
+def causal_pass(engine: OrtDeviceEngine, cache: DeviceCache, tokens: Any, hidden: Any = None) -> PassInput:
     nodes = np.array(tokens)
     mask, past_length = committed_mask(engine, cache, cache.lengths, nodes.shape[1], NO_PADDING)
     mask[:, :, past_length:] = np.tri(nodes.shape[1], dtype=bool)
     positions = np.minimum(cache.lengths[:, None] + np.arange(nodes.shape[1]), SMALL.positions - 1)
-    return Pass(positions, mask, nodes, hidden=hidden)
+    return PassInput(positions, mask, nodes, hidden=hidden)
 
 
-def holding(engine: OrtDeviceEngine, first: int, codes: list[list[int]], capacity: int) -> DeviceCache:
-    """A cache whose rows hold prefixes `first` and on, and then these codes."""
+def filled_cache(engine: OrtDeviceEngine, first: int, codes: list[list[int]], capacity: int) -> DeviceCache:
+    """Return a cache whose rows have consecutive prefixes, from number `first` on, and then these codes.
+
+    Args:
+        engine: engine of the cache.
+        first: number of the first prefix.
+        codes: codes of each row.
+        capacity: capacity of the cache.
+    """
     cache = engine.new_cache(len(codes), capacity)
     prefixes = Prefixes([PrefixRow(row, np.ones(SMALL.prefix, bool)) for row in PREFIX[first : first + len(codes)]])
-    output = engine.run(prefixes.prefill_pass(engine, cache), cache)
+    output = engine.run(prefixes.build_prefill(engine, cache), cache)
     cache.append(output.new_kv, [np.arange(SMALL.prefix)] * len(codes))
     longest = max(map(len, codes))
     for start in range(0, longest, 8):
-        parts = [own[start : start + 8] for own in codes]
+        parts = [row_codes[start : start + 8] for row_codes in codes]
         tokens = np.zeros((len(codes), max(2, *map(len, parts))), np.int64)
         for row, part in enumerate(parts):
             tokens[row, : len(part)] = part
-        output = engine.run(causal(engine, cache, tokens), cache)
+        output = engine.run(causal_pass(engine, cache, tokens), cache)
         cache.append(output.new_kv, [np.arange(len(part)) for part in parts])
     return cache
 
 
-def after(engine: OrtDeviceEngine, cache: DeviceCache, codes: list[int]) -> Floats:
-    """Logits after one more code per row, which is not kept."""
-    found: Floats = engine.run(causal(engine, cache, [[code, 0] for code in codes]), cache).logits[:, 0]
-    return found
+def next_logits(engine: OrtDeviceEngine, cache: DeviceCache, codes: list[int]) -> Floats:
+    """Return the logits after another code in each row, which is not appended to the cache."""
+    logits: Floats = engine.run(causal_pass(engine, cache, [[code, 0] for code in codes]), cache).logits[:, 0]
+    return logits
 
 
 CODES: list[list[int]] = [[0, 1, 2], [3] * 20, [1, 2], [], [2, 0, 3, 1] * 22]
 
 
-def test_a_row_that_is_nearly_full_shares_passes_with_rows_of_many_nodes(target: OrtDeviceEngine) -> None:
-    full, fresh = [1] * 118, [2, 1]
-    cache = holding(target, 0, [full, fresh], capacity=127)
+def test_a_nearly_full_row_shares_passes_with_rows_of_many_nodes(target: OrtDeviceEngine) -> None:
+    full = [1] * 118
+    fresh = [2, 1]
+    cache = filled_cache(target, 0, [full, fresh], capacity=127)
     codes = RNG.integers(0, 4, (2, 16))
-    found = target.run(causal(target, cache, codes), cache)
-    cache.append(found.new_kv, [np.arange(4), np.arange(16)])
-    for row, (own, count) in enumerate([(full, 6), (fresh, 16)]):  # 6 columns are free
-        alone = holding(target, row, [own], capacity=190)
-        expected = target.run(causal(target, alone, codes[row : row + 1, :count]), alone).logits[0, :count]
-        np.testing.assert_allclose(found.logits[row, :count], expected, atol=1e-5)
-    expected = holding(target, 0, [[*full, *codes[0, :4]], [*fresh, *codes[1]]], capacity=190)
-    np.testing.assert_allclose(after(target, cache, [3, 3]), after(target, expected, [3, 3]), atol=1e-5)
+    output = target.run(causal_pass(target, cache, codes), cache)
+    cache.append(output.new_kv, [np.arange(4), np.arange(16)])
+    for row, (row_codes, count) in enumerate([(full, 6), (fresh, 16)]):  # 6 columns are free
+        alone = filled_cache(target, row, [row_codes], capacity=190)
+        expected = target.run(causal_pass(target, alone, codes[row : row + 1, :count]), alone).logits[0, :count]
+        np.testing.assert_allclose(output.logits[row, :count], expected, atol=1e-5)
+    expected = filled_cache(target, 0, [[*full, *codes[0, :4]], [*fresh, *codes[1]]], capacity=190)
+    np.testing.assert_allclose(next_logits(target, cache, [3, 3]), next_logits(target, expected, [3, 3]), atol=1e-5)
 
 
-def test_hidden_states_are_read_where_they_lie(target: OrtDeviceEngine, drafter: OrtDeviceEngine) -> None:
-    cache = holding(target, 0, [[0], [1], [2]], 40)
-    source = target.run(causal(target, cache, RNG.integers(0, 4, (3, 5))), cache).hidden
-    rows, nodes = np.array([[2, 0, 1], [1, 1, 0]]), np.array([[4, 0, 3], [2, 2, 1]])  # 5 nodes lie as 8
+def test_hidden_states_are_read_from_device_memory(target: OrtDeviceEngine, drafter: OrtDeviceEngine) -> None:
+    cache = filled_cache(target, 0, [[0], [1], [2]], 40)
+    source = target.run(causal_pass(target, cache, RNG.integers(0, 4, (3, 5))), cache).hidden
+    rows = np.array([[2, 0, 1], [1, 1, 0]])  # 5 nodes are stored as 8
+    nodes = np.array([[4, 0, 3], [2, 2, 1]])
     states = HiddenView(source, rows, nodes).read()
     assert states.shape == (2, 3, SMALL.hidden_size)
     np.testing.assert_array_equal(states, source[:, :5][rows, nodes])
-    other: Any = SimpleNamespace(device=Device("cpu"), outputs={"": source.value}, users=set(), finish=lambda: None)
-    elsewhere = type(source)(other, "")
-    ways = [
+    other_pass: Any = SimpleNamespace(
+        device=Device("cpu"), outputs={"": source.value}, output_owners=set(), run_queued_pass=lambda: None
+    )
+    elsewhere = type(source)(other_pass, "")
+    hidden_inputs = [
         states,
         HiddenView(source, rows, nodes),
         HiddenView(source[:, :5], rows, nodes),
         HiddenView(elsewhere, rows, nodes),
     ]
-    found = []
-    for hidden in ways:
-        own = drafter.new_cache(2, 40)
-        output = drafter.run(causal(drafter, own, [[0, 1, 2], [3, 2, 1]], hidden), own)
-        found.append([output.logits[:, :3], output.hidden[:, :3]])
-    for logits, predicted in found[1:]:
-        np.testing.assert_array_equal(logits, found[0][0])
-        np.testing.assert_array_equal(predicted, found[0][1])
-    assert np.abs(found[0][0][0] - found[0][0][1]).max() > 0.1
+    outputs = []
+    for hidden in hidden_inputs:
+        cache_of_drafter = drafter.new_cache(2, 40)
+        output = drafter.run(causal_pass(drafter, cache_of_drafter, [[0, 1, 2], [3, 2, 1]], hidden), cache_of_drafter)
+        outputs.append([output.logits[:, :3], output.hidden[:, :3]])
+    for logits, predicted in outputs[1:]:
+        np.testing.assert_array_equal(logits, outputs[0][0])
+        np.testing.assert_array_equal(predicted, outputs[0][1])
+    assert np.abs(outputs[0][0][0] - outputs[0][0][1]).max() > 0.1
 
 
-def test_outputs_stay_as_they_are_when_their_cache_has_gone(target: OrtDeviceEngine) -> None:
-    cache = holding(target, 0, CODES[:2], 40)
-    output = target.run(causal(target, cache, [[1, 2], [3, 0]]), cache)
+def test_outputs_stay_valid_after_their_cache_is_freed(target: OrtDeviceEngine) -> None:
+    cache = filled_cache(target, 0, CODES[:2], 40)
+    output = target.run(causal_pass(target, cache, [[1, 2], [3, 0]]), cache)
     before = output.hidden[:, :2]
     del cache
-    for _ in range(2):  # of the same shape, so that memory may be used again
-        other = holding(target, 2, CODES[:2], 40)
+    for _ in range(2):  # the same shape, so that memory may be reused
+        next_cache = filled_cache(target, 2, CODES[:2], 40)
         for _ in range(2):
-            after(target, other, [1, 2])
+            next_logits(target, next_cache, [1, 2])
     np.testing.assert_array_equal(output.hidden[:, :2], before)
 
 
-def test_codes_that_were_drawn_stay_when_their_pass_is_run_again(target: OrtDeviceEngine) -> None:
-    cache, places = holding(target, 0, CODES[:2], 40), np.array([[0, 1], [0, 1]])
+def test_sampled_codes_stay_valid_when_their_pass_is_run_again(target: OrtDeviceEngine) -> None:
+    cache = filled_cache(target, 0, CODES[:2], 40)
+    nodes = np.array([[0, 1], [0, 1]])
     request = SampleRequest(
-        slice(0, 2), places, Sampling(cfg_scale=2.0), Noise(3), np.arange(2), np.full(2, 2, np.float32)
+        slice(0, 2), nodes, Sampling(cfg_scale=2.0), Noise(3), np.arange(2), np.full(2, 2, np.float32)
     )
-    drawn = []
+    samples = []
     for tokens in ([[1, 2], [3, 0]], [[0, 3], [1, 1]]):
-        logits = target.run(causal(target, cache, tokens), cache).logits
+        logits = target.run(causal_pass(target, cache, tokens), cache).logits
         ((codes, scores),) = logits.best_codes([request], 4)
-        ((again, same),) = logits.best_codes([request], 4)  # of a pass that has been run
-        np.testing.assert_array_equal(codes, again)
-        np.testing.assert_allclose(scores, same, atol=1e-6)
-        drawn.append((codes, scores, codes.copy(), scores.copy()))
-    for codes, scores, own, before in drawn:
-        np.testing.assert_array_equal(codes, own)
-        np.testing.assert_array_equal(scores, before)
+        ((codes_again, scores_again),) = logits.best_codes([request], 4)  # a second request of the same pass
+        np.testing.assert_array_equal(codes, codes_again)
+        np.testing.assert_allclose(scores, scores_again, atol=1e-6)
+        samples.append((codes, scores, codes.copy(), scores.copy()))
+    for codes, scores, codes_before, scores_before in samples:
+        np.testing.assert_array_equal(codes, codes_before)
+        np.testing.assert_array_equal(scores, scores_before)
 
 
-def test_a_pass_that_nobody_asks_about_is_run_before_its_cache_is_used(target: OrtDeviceEngine) -> None:
-    expected = after(target, holding(target, 0, [[0, 1], [2, 3]], 40), [1, 1])
-    cache = holding(target, 0, [[0], [2]], 40)
-    output = target.run(causal(target, cache, [[1, 0], [3, 0]]), cache)
+def test_a_pass_whose_output_is_not_read_still_runs_before_its_cache_is_used(target: OrtDeviceEngine) -> None:
+    expected = next_logits(target, filled_cache(target, 0, [[0, 1], [2, 3]], 40), [1, 1])
+    cache = filled_cache(target, 0, [[0], [2]], 40)
+    output = target.run(causal_pass(target, cache, [[1, 0], [3, 0]]), cache)
     cache.append(output.new_kv, [np.arange(1)] * 2)
-    cache.extend(holding(target, 2, [[0]], 40))
+    cache.extend(filled_cache(target, 2, [[0]], 40))
     cache.keep_rows(np.array([0, 1]))
-    np.testing.assert_allclose(after(target, cache, [1, 1]), expected, atol=1e-5)
+    np.testing.assert_allclose(next_logits(target, cache, [1, 1]), expected, atol=1e-5)
 
 
-def test_passes_of_many_nodes_are_not_kept(target: OrtDeviceEngine) -> None:
-    cache = holding(target, 0, [[0]], 200)
-    bound = cache.handle.block.bound
-    for nodes, kept in ((64, 1), (65, 0)):
+def test_passes_of_many_nodes_are_not_kept_for_reuse(target: OrtDeviceEngine) -> None:
+    cache = filled_cache(target, 0, [[0]], 200)
+    bound = cache.block_handle.block.bound_passes
+    for nodes, num_kept in ((64, 1), (65, 0)):
         before = len(bound)
-        target.run(causal(target, cache, [[1] * nodes]), cache)
-        assert len(bound) - before == kept
+        target.run(causal_pass(target, cache, [[1] * nodes]), cache)
+        assert len(bound) - before == num_kept
 
 
 def write_copy(graph: GraphWriter) -> GraphTensors:
@@ -187,131 +199,138 @@ def write_copy(graph: GraphWriter) -> GraphTensors:
     return [Tensor("data", ("float32",), (None,))], [Tensor("out", ("float32",), (None,))]
 
 
-def test_what_is_bound_is_recorded_at_its_third_run_if_there_is_room_and_forgotten_with_it(
+def test_a_bound_pass_is_recorded_at_its_third_run_up_to_the_limit_and_released_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(PROVIDERS, "cpu", PROVIDERS["cpu"]._replace(max_recordings=1))
-    device, ran, forgotten = Device("cpu"), list[str](), list[int]()
+    device = Device("cpu")
+    graph_ids = list[str]()
+    released = list[int]()
     values = {"data": np.zeros(2, np.float32), "out": device.empty((2,), "float32")}
     graph = device.graph("copy", write_copy)
     graph.session = SimpleNamespace(
         io_binding=graph.session.io_binding,
-        run_with_iobinding=lambda binding, options: ran.append(options.get_run_config_entry("gpu_graph_id")),
-        release_captured_graph=forgotten.append,
+        run_with_iobinding=lambda binding, options: graph_ids.append(options.get_run_config_entry("gpu_graph_id")),
+        release_captured_graph=released.append,
     )
     bound = [graph.bind(values, record=True) for _ in range(2)]
     for number in (0, 0, 0, 1, 1, 1):
         bound[number]()
-    assert ran == ["-1", "-1", "1", "-1", "-1", "-1"]
+    assert graph_ids == ["-1", "-1", "1", "-1", "-1", "-1"]
     del bound[0]
-    assert forgotten == [1]
+    assert released == [1]
 
 
-def test_memory_that_was_given_back_last_is_kept_for_the_next_cache() -> None:
+def test_memory_that_was_released_last_is_reused_first() -> None:
     pool = CachePool(Device("cpu"), 1, "float32", 4, None)
     handles = [pool.acquire(1, columns) for columns in (1, 2, 3)]
     used = [handle.block for handle in handles]
     while handles:
         del handles[0]
-    again = [pool.acquire(1, columns) for columns in (3, 2, 1)]
-    assert [handle.block in used for handle in again] == [True, True, False]
+    new_handles = [pool.acquire(1, columns) for columns in (3, 2, 1)]
+    assert [handle.block in used for handle in new_handles] == [True, True, False]
 
 
-def test_memory_that_held_nan_is_not_used_again(target: OrtDeviceEngine) -> None:
-    expected = after(target, holding(target, 0, [[0, 1], [1]], 40), [2, 3])
-    cache = holding(target, 0, [[0, 1], [1]], 40)
-    cache.discard()
-    discarded = cache.handle.block
+def test_memory_that_contained_nan_is_not_reused(target: OrtDeviceEngine) -> None:
+    expected = next_logits(target, filled_cache(target, 0, [[0, 1], [1]], 40), [2, 3])
+    cache = filled_cache(target, 0, [[0, 1], [1]], 40)
+    cache.forbid_memory_reuse()
+    discarded = cache.block_handle.block
     for value in discarded.values:
         value.update_inplace(np.full(value.shape(), np.nan, np.float32))
     del cache
-    again = holding(target, 0, [[0, 1], [1]], 40)
-    assert again.handle.block is not discarded
-    np.testing.assert_array_equal(after(target, again, [2, 3]), expected)
+    new_cache = filled_cache(target, 0, [[0, 1], [1]], 40)
+    assert new_cache.block_handle.block is not discarded
+    np.testing.assert_array_equal(next_logits(target, new_cache, [2, 3]), expected)
 
 
 def test_several_threads_may_use_one_engine(target: OrtDeviceEngine) -> None:
-    def draw(first: int) -> list[Floats]:
-        found = []
+    def generate(first: int) -> list[Floats]:
+        logits = []
         for length in range(6):
-            cache = holding(target, first, [[first % 4] * length, [1] * length], 40)
-            found.append(after(target, cache, [2, 3]))
+            cache = filled_cache(target, first, [[first % 4] * length, [1] * length], 40)
+            logits.append(next_logits(target, cache, [2, 3]))
             cache.keep_rows(np.array([1]))
-            found.append(after(target, cache, [3]))
-        return found
+            logits.append(next_logits(target, cache, [3]))
+        return logits
 
-    expected, usual = [draw(first) for first in range(6)], sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # seconds: threads take turns wherever they can
+    expected = [generate(first) for first in range(6)]
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # seconds, so that threads switch as often as possible
     try:
         with ThreadPoolExecutor(6) as threads:
             for _ in range(3):
-                for found, alone in zip(threads.map(draw, range(6)), expected, strict=True):
-                    for one, other in zip(found, alone, strict=True):
-                        np.testing.assert_array_equal(one, other)
+                for logits, expected_logits in zip(threads.map(generate, range(6)), expected, strict=True):
+                    for values, expected_values in zip(logits, expected_logits, strict=True):
+                        np.testing.assert_array_equal(values, expected_values)
     finally:
         sys.setswitchinterval(usual)
 
 
-def test_a_pass_that_lacks_what_its_decoder_reads_is_refused(target: OrtDeviceEngine, drafter: OrtDeviceEngine) -> None:
+def test_a_pass_without_the_inputs_of_its_decoder_is_rejected(
+    target: OrtDeviceEngine, drafter: OrtDeviceEngine
+) -> None:
     for engine, message in ((target, "either `tokens` or `embeds`"), (drafter, "`tokens` and `hidden`")):
         cache = engine.new_cache(1, 40)
         mask = np.zeros((1, 2, 64 + 2), bool)
         tokens = None if engine is target else np.zeros((1, 2), np.int64)
         with pytest.raises(ValueError, match=message):
-            engine.run(Pass(np.zeros((1, 2), np.int64), mask, tokens), cache)
+            engine.run(PassInput(np.zeros((1, 2), np.int64), mask, tokens), cache)
         with pytest.raises(ValueError, match="a pass over 4 past columns, expected 64"):
-            engine.run(Pass(np.zeros((1, 2), np.int64), mask[:, :, :6], tokens), cache)
+            engine.run(PassInput(np.zeros((1, 2), np.int64), mask[:, :, :6], tokens), cache)
 
 
-def opened(path: Path, spec: Any, table: Floats | None) -> OrtDeviceEngine:
-    return OrtDeviceEngine(path, spec, table, ONE, Device("cpu"))
+def load(path: Path, spec: Any, table: Floats | None) -> OrtDeviceEngine:
+    return OrtDeviceEngine(path, spec, table, SINGLE_THREAD, Device("cpu"))
 
 
-@pytest.mark.parametrize("content", [b"", b"no graph", b"\x3a\x05abc"], ids=["empty", "text", "cut short"])
-def test_a_file_that_is_no_graph_is_refused(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"", b"no graph", b"\x3a\x05abc"], ids=["empty", "text", "truncated"])
+def test_a_file_that_is_not_a_graph_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "target.onnx"
     path.write_bytes(content)
-    with refused(BundleError, "target.onnx: ", "export the bundle again"):
-        opened(path, spec_of(TINY), TABLE)
+    with expects_error(BundleError, "target.onnx: ", "export the bundle again"):
+        load(path, spec_of(TINY), TABLE)
     path.unlink()
-    with refused(BundleError, "target.onnx: ", "export the bundle again"):
-        opened(path, spec_of(TINY), TABLE)
+    with expects_error(BundleError, "target.onnx: ", "export the bundle again"):
+        load(path, spec_of(TINY), TABLE)
 
 
-def test_decoders_whose_architecture_the_bundle_does_not_say_are_refused(tmp_path: Path) -> None:
+def test_decoders_without_an_architecture_in_the_manifest_are_rejected(tmp_path: Path) -> None:
     bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny"))
     for role, spec in (("target", bundle.manifest.target), ("drafter", bundle.manifest.drafter)):
         assert spec is not None
-        with refused(BundleError, f"{role}.onnx: found no `architecture` in bundle.json; export the bundle again"):
-            opened(bundle.path(role), spec, TABLE if role == "target" else None)
+        with expects_error(
+            BundleError, f"{role}.onnx: found no `architecture` in bundle.json; export the bundle again"
+        ):
+            load(bundle.path(role), spec, TABLE if role == "target" else None)
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])
-def test_a_graph_without_its_weights_is_refused(tmp_path: Path, damage: str) -> None:
+def test_a_graph_without_its_weights_is_rejected(tmp_path: Path, damage: str) -> None:
     torch.manual_seed(0)
     config = DecoderConfig(128, 2, 4, 4, 512, 300, 3, 2, spare_positions=8)
     path, data = write_graph(target_graph(Decoder(config).eval(), torch.randn(300, 128)), tmp_path)
     table = np.zeros((300, 128), np.float32)
-    opened(path, spec_of(config), table)
+    load(path, spec_of(config), table)
     if damage == "missing":
         data.unlink()
     else:
         data.write_bytes(data.read_bytes()[:5000])
-    with refused(BundleError, "target.onnx", "export the bundle again"):
-        opened(path, spec_of(config), table)
+    with expects_error(BundleError, "target.onnx", "export the bundle again"):
+        load(path, spec_of(config), table)
 
 
 @pytest.mark.parametrize("change", [{"num_layers": 1}, {"num_layers": 3}, {"vocab_size": 5}], ids=str)
-def test_a_graph_of_other_sizes_than_the_bundle_says_is_refused(small: SmallModel, change: dict[str, int]) -> None:
+def test_a_graph_whose_sizes_differ_from_the_manifest_is_rejected(small: SmallModel, change: dict[str, int]) -> None:
     spec = small.target_spec.model_copy(update=change)
-    with refused(BundleError, "target.onnx: ", "; "):
-        opened(small.folder / "target.onnx", spec, small.table)
+    with expects_error(BundleError, "target.onnx: ", "; "):
+        load(small.folder / "target.onnx", spec, small.table)
 
 
-def test_target_and_drafter_are_not_taken_for_each_other(small: SmallModel, tmp_path: Path) -> None:
+def test_a_target_in_place_of_a_drafter_is_rejected_and_the_reverse(small: SmallModel, tmp_path: Path) -> None:
     shutil.copy(small.folder / "target.onnx", tmp_path / "drafter.onnx")
     shutil.copy(small.folder / "drafter.onnx", tmp_path / "target.onnx")
-    with refused(BundleError, "drafter.onnx: has no weight embed.weight; export the bundle again"):
-        opened(tmp_path / "drafter.onnx", small.drafter_spec, None)
-    with refused(BundleError, "target.onnx: has no weight norm.weight; export the bundle again"):
-        opened(tmp_path / "target.onnx", small.target_spec, small.table)
+    with expects_error(BundleError, "drafter.onnx: has no weight embed.weight; export the bundle again"):
+        load(tmp_path / "drafter.onnx", small.drafter_spec, None)
+    with expects_error(BundleError, "target.onnx: has no weight norm.weight; export the bundle again"):
+        load(tmp_path / "target.onnx", small.target_spec, small.table)

@@ -1,4 +1,4 @@
-"""The embedded model on a device draws the codes that it draws on a CPU, and drafts as well."""
+"""The embedded model on a device generates the tokens that it generates on a CPU, with as many accepted drafts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import ImageSequence
 
-LENGTH = 48  # codes of each picture: three rows
+LENGTH = 48  # tokens of each image: three rows
 LAYOUT = RasterLayout(LENGTH, 16)
 PROMPTS = ["a red sphere on sand", "a blue cube on grass at night", "a cone"]
-SEEDS = [3, 4, 5]  # no choice of theirs is a near tie: rounding turns none
+SEEDS = [3, 4, 5]  # no logits of these seeds are so close that rounding could change a token
 FILTERS = {"temperature": 0.8, "top_k": 200, "top_p": 0.95}
 METHODS: list[dict[str, Any]] = [
     {"method": "ar"},
@@ -54,82 +54,80 @@ def on_device(float_scenes_bundle: Path) -> Pipeline:
     return pipe
 
 
-def requests_of(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> list[ImageSequence]:
-    requests = []
+def make_sequences(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> list[ImageSequence]:
+    sequences = []
     for i in picked:
         checked = pipe.check(PROMPTS[i], seed=SEEDS[i], **options)
         prepared = pipe.prepare(checked)
         (prompt,) = prepared.prompts()
-        requests.append(ImageSequence(i, replace(prepared.plan, layout=LAYOUT), prompt, SEEDS[i]))
-    return requests
+        sequences.append(ImageSequence(i, replace(prepared.plan, layout=LAYOUT), prompt, SEEDS[i]))
+    return sequences
 
 
-def drawn(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> list[ImageSequence]:
-    """Requests that were drawn together."""
-    requests = requests_of(pipe, picked, options)
-    batch = Batch(load_model(pipe.bundle, pipe.engines, [one.method for one in requests]))
-    batch.join(requests)
-    while batch.active:
+def generate(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> list[ImageSequence]:
+    """Generate images in a batch; `picked` lists the numbers of their prompts."""
+    sequences = make_sequences(pipe, picked, options)
+    batch = Batch(load_model(pipe.bundle, pipe.engines, [sequence.method for sequence in sequences]))
+    batch.add(sequences)
+    while batch.active_sequences:
         batch.step()
-    return requests
+    return sequences
 
 
 @pytest.mark.parametrize("options", METHODS, ids=str)
-def test_pictures_of_a_device_have_the_codes_of_the_same_on_a_cpu(
-    on_cpu: Pipeline, on_device: Pipeline, options: dict[str, Any]
-) -> None:
-    expected, found = (drawn(pipe, [0, 1, 2], options) for pipe in (on_cpu, on_device))
-    for one, other in zip(found, expected, strict=True):
-        assert one.codes == other.codes
-        assert not other.statistics.tie_passes  # or rounding might decide
-        passes, usual = (len(request.statistics.accepted_per_step) for request in (one, other))
-        assert abs(passes - usual) <= 1  # else its drafts would be others
+def test_a_device_generates_the_tokens_of_a_cpu(on_cpu: Pipeline, on_device: Pipeline, options: dict[str, Any]) -> None:
+    expected, sequences = (generate(pipe, [0, 1, 2], options) for pipe in (on_cpu, on_device))
+    for sequence, cpu_sequence in zip(sequences, expected, strict=True):
+        assert sequence.codes == cpu_sequence.codes
+        assert not cpu_sequence.statistics.tie_passes  # otherwise rounding could change tokens
+        passes, cpu_passes = (len(item.statistics.accepted_per_step) for item in (sequence, cpu_sequence))
+        assert abs(passes - cpu_passes) <= 1, "the drafts differ"
     if options["method"] not in ("ar", "rows:window=3"):
-        assert len({tuple(one.statistics.accepted_per_step) for one in found}) == 3  # the rows were ragged
-    (alone,) = drawn(on_device, [1], options)
-    assert alone.codes == found[1].codes
+        assert len({tuple(sequence.statistics.accepted_per_step) for sequence in sequences}) == 3  # ragged rows
+    (alone,) = generate(on_device, [1], options)
+    assert alone.codes == sequences[1].codes
 
 
 @pytest.mark.parametrize("options", [METHODS[3], METHODS[5], METHODS[7]], ids=str)
-def test_a_drafter_elsewhere_than_the_target_draws_the_same_codes(
+def test_a_drafter_on_another_provider_generates_the_same_tokens(
     on_cpu: Pipeline, float_scenes_bundle: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     monkeypatch.setitem(PROVIDERS, "twin", PROVIDERS["cpu"]._replace(name="twin"))
     mixed = device_pipeline(float_scenes_bundle, "cpu,drafter=twin")
     assert isinstance(mixed.engines.target, OrtDeviceEngine)
     assert isinstance(mixed.engines.drafter, OrtEngine)
-    expected, found = (drawn(pipe, [0, 1], options) for pipe in (on_cpu, mixed))
-    assert [one.codes for one in found] == [one.codes for one in expected]
+    expected, sequences = (generate(pipe, [0, 1], options) for pipe in (on_cpu, mixed))
+    assert [sequence.codes for sequence in sequences] == [sequence.codes for sequence in expected]
 
 
-def test_shapes_that_make_room_for_others_are_bound_anew_and_draw_the_same(
+def test_evicted_shapes_are_bound_again_and_generate_the_same_tokens(
     on_cpu: Pipeline, float_scenes_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
-    bound = CachePool.bound
+    bound = CachePool.get_bound_pass
 
-    def count(own: CachePool, block: CacheBlock, *arguments: Any) -> BoundPass:
-        found = bound(own, block, *arguments)
-        counts.append(len(block.bound))
-        return found
+    def count_bound(pool: CachePool, block: CacheBlock, *arguments: Any) -> BoundPass:
+        bound_pass = bound(pool, block, *arguments)
+        counts.append(len(block.bound_passes))
+        return bound_pass
 
-    monkeypatch.setattr(CachePool, "bound", count)
+    monkeypatch.setattr(CachePool, "get_bound_pass", count_bound)
     monkeypatch.setattr(cache_pool, "MAX_BOUND_PASSES", 2)
     options = {"method": "eagle:tree=dynamic-16-6-4:drafter=eagle"}
-    expected, found = (drawn(pipe, [0, 1], options) for pipe in (on_cpu, device_pipeline(float_scenes_bundle)))
-    assert [one.codes[:LENGTH] for one in found] == [one.codes[:LENGTH] for one in expected]
+    expected, sequences = (generate(pipe, [0, 1], options) for pipe in (on_cpu, device_pipeline(float_scenes_bundle)))
+    assert [sequence.codes[:LENGTH] for sequence in sequences] == [sequence.codes[:LENGTH] for sequence in expected]
     assert max(counts) == 2
 
 
 @pytest.mark.parametrize("role", ["target", "drafter"])
-def test_the_embedded_bundle_describes_its_decoders_as_export_does(float_scenes_bundle: Path, role: str) -> None:
+def test_the_embedded_manifest_has_the_architecture_that_export_writes(float_scenes_bundle: Path, role: str) -> None:
     embedded, exported = (getattr(open_bundle(name).manifest, role) for name in ("scenes", float_scenes_bundle))
     assert embedded.architecture == exported.architecture is not None
 
 
-def test_the_embedded_bundle_on_a_device_gives_codes_the_likelihood_of_a_cpu() -> None:
-    """The device multiplies floats where the CPU multiplies integers: a cause of small differences."""
+def test_likelihoods_on_a_device_agree_with_those_on_a_cpu() -> None:
+    """Compare with a tolerance, as the CPU has int8 matmuls and the device float matmuls."""
     pipes = [Pipeline.from_bundle("scenes", threads=1), device_pipeline("scenes")]
     codes = pipes[0](PROMPTS, seed=3, method="eagle:drafter=eagle").codes
-    expected, found = ([image.nats for image in pipe.likelihoods(codes, PROMPTS)] for pipe in pipes)
-    assert found == pytest.approx(expected, abs=0.02)
+    expected, nats = ([image.nats for image in pipe.likelihoods(codes, PROMPTS)] for pipe in pipes)
+    assert nats == pytest.approx(expected, abs=0.02)

@@ -1,4 +1,4 @@
-"""The ONNX Runtime engine against the torch decoder: caches, trees, ragged rows, and bits that stay."""
+"""The ONNX Runtime engine compared with the torch decoder: caches, trees, ragged rows, independence of the batch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import error_of, refused
+from refusals import error_of, expects_error
 from tiny_graphs import TINY, tiny_drafter
-from tiny_rig import ONE, WIDE, Rig, close, drafter_spec_of, spec_of
+from tiny_rig import SINGLE_THREAD, WIDE, Rig, assert_close, drafter_spec_of, spec_of
 
 from lantern_rt.engines.decoder_tensors import kv_dtype
-from lantern_rt.engines.kv_cache import SPAN_STEP, KVCache
+from lantern_rt.engines.kv_cache import COLUMN_STEP, KVCache
 from lantern_rt.engines.ort.engine import OrtEngine
 from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.errors import BundleError, EngineError
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.models.eagle import drafter_graph
-from lantern_rt.runtime.engine import Pass
+from lantern_rt.runtime.engine import PassInput
 
 
 @pytest.fixture(scope="session")
@@ -38,28 +38,28 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Rig:
 
 @pytest.fixture(scope="session", params=["cpu", "device", "plan"])
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rig:
-    """A decoder behind each of the engines."""
+    """Return a decoder on each kind of engine."""
     torch.set_num_threads(1)
     return Rig(tmp_path_factory.mktemp("rig"), TINY, request.param)
 
 
 def last_logits(rig: Rig, cache: Any, codes: list[int]) -> np.ndarray:
-    """Logits after one more code per row; what the cache holds decides them."""
+    """Return the logits after another code in each row, which depend on the content of the cache."""
     tokens = np.array([[code, 0] for code in codes])
     output = rig.run(cache, tokens, np.eye(2, dtype=bool), np.repeat(cache.lengths[:, None], 2, 1))
     return output.logits[:, 0]
 
 
-def test_ragged_rows_equal_a_full_forward_of_each(rig: Rig) -> None:
+def test_ragged_rows_agree_with_a_full_forward_pass_of_each(rig: Rig) -> None:
     rng = np.random.default_rng(1)
     codes = [rng.integers(0, 48, n).tolist() for n in (7, 0, 63, 3)]
-    cache = rig.prefilled(4)
+    cache = rig.prefill(4)
     rig.extend(cache, codes)
     assert cache.lengths.tolist() == [11, 4, 67, 7]
     assert rig.engine.next_past_length(cache, 2) == 128
-    found = last_logits(rig, cache, [5, 6, 7, 8])
-    for row, last in enumerate([5, 6, 7, 8]):
-        close(found[row], rig.reference(row, [*codes[row], last])[-1])
+    logits = last_logits(rig, cache, [5, 6, 7, 8])
+    for row, last_code in enumerate([5, 6, 7, 8]):
+        assert_close(logits[row], rig.reference(row, [*codes[row], last_code])[-1])
 
 
 def test_a_tree_pass_scores_every_path_and_its_accepted_nodes_are_appended(rig: Rig) -> None:
@@ -70,94 +70,96 @@ def test_a_tree_pass_scores_every_path_and_its_accepted_nodes_are_appended(rig: 
         if parent >= 0:
             among[node] |= among[parent]
     tokens = np.random.default_rng(2).integers(0, 48, (2, 7))
-    cache = rig.prefilled(2)
+    cache = rig.prefill(2)
     output = rig.run(cache, tokens, among, cache.lengths[:, None] + np.array(depth))
     for row in range(2):
         for node in range(7):
             path = tokens[row, among[node]].tolist()
-            close(output.logits[row, node], rig.reference(row, path)[-1])
+            assert_close(output.logits[row, node], rig.reference(row, path)[-1])
     paths = [[0, 1, 4, 6], [0, 2]]
     cache.append(output.new_kv, [np.array(path) for path in paths])
     assert cache.lengths.tolist() == [8, 6]
-    found = last_logits(rig, cache, [1, 2])
+    logits = last_logits(rig, cache, [1, 2])
     for row in range(2):
-        close(found[row], rig.reference(row, [*tokens[row, paths[row]].tolist(), row + 1])[-1])
+        assert_close(logits[row], rig.reference(row, [*tokens[row, paths[row]].tolist(), row + 1])[-1])
 
 
-def test_outputs_of_other_sizes_than_their_pass_are_refused(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, run = tiny.prefilled(5), GraphSession.run
+def test_outputs_of_other_sizes_than_their_pass_are_rejected(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tiny.prefill(5)
+    run = GraphSession.run
     monkeypatch.setattr(GraphSession, "run", lambda self, feeds: [array[:1] for array in run(self, feeds)])
-    with refused(BundleError, "output `logits`", "the graph is damaged"):
+    with expects_error(BundleError, "output `logits`", "the graph is damaged"):
         last_logits(tiny, cache, [0] * 5)
 
 
-def test_truncated_entries_are_forgotten_and_overwritten(rig: Rig) -> None:
-    cache = rig.prefilled(2)
+def test_truncated_entries_have_no_effect_and_are_overwritten(rig: Rig) -> None:
+    cache = rig.prefill(2)
     rig.extend(cache, [[1, 2, 3, 4], [5, 6, 7, 8]])
     cache.truncate(np.array([5, 7]))
-    close(last_logits(rig, cache, [9, 9])[1], rig.reference(1, [5, 6, 7, 9])[-1])
+    assert_close(last_logits(rig, cache, [9, 9])[1], rig.reference(1, [5, 6, 7, 9])[-1])
     rig.extend(cache, [[10, 11], [12]])
-    found = last_logits(rig, cache, [9, 9])
-    close(found[0], rig.reference(0, [1, 10, 11, 9])[-1])
-    close(found[1], rig.reference(1, [5, 6, 7, 12, 9])[-1])
+    logits = last_logits(rig, cache, [9, 9])
+    assert_close(logits[0], rig.reference(0, [1, 10, 11, 9])[-1])
+    assert_close(logits[1], rig.reference(1, [5, 6, 7, 12, 9])[-1])
 
 
-def test_kept_rows_go_on_in_their_new_order(rig: Rig) -> None:
-    cache = rig.prefilled(3)
+def test_kept_rows_continue_in_their_new_order(rig: Rig) -> None:
+    cache = rig.prefill(3)
     codes = [[1, 2, 3], [4], [5, 6]]
     rig.extend(cache, codes)
     cache.keep_rows(np.array([2, 0]))
     assert cache.lengths.tolist() == [6, 7]
-    found = last_logits(rig, cache, [7, 7])
-    for place, row in enumerate([2, 0]):
-        close(found[place], rig.reference(row, [*codes[row], 7])[-1])
+    logits = last_logits(rig, cache, [7, 7])
+    for new_row, row in enumerate([2, 0]):
+        assert_close(logits[new_row], rig.reference(row, [*codes[row], 7])[-1])
 
 
-def test_rows_of_another_cache_go_on_beside_ones_own(rig: Rig) -> None:
-    cache, joining = rig.prefilled(2, capacity=310), rig.engine.new_cache(1, 100)
+def test_rows_of_another_cache_continue_after_joining(rig: Rig) -> None:
+    cache = rig.prefill(2, capacity=310)
+    joining = rig.engine.new_cache(1, 100)
     codes: list[list[int]] = [[1, 2, 3] * 25, [4], [5, 6]]
     rig.extend(cache, codes[:2])
-    other = rig.prefilled(3)
-    rig.extend(other, [[], [], codes[2]])
-    other.keep_rows(np.array([2]))
+    cache_of_three = rig.prefill(3)
+    rig.extend(cache_of_three, [[], [], codes[2]])
+    cache_of_three.keep_rows(np.array([2]))
     joining.keep_rows(np.array([], np.int64))
-    joining.extend(other)
+    joining.extend(cache_of_three)
     cache.extend(joining)
     assert cache.lengths.tolist() == [79, 5, 6]
     assert (joining.capacity, cache.capacity) == (300, 310)  # the larger of the two
-    found = last_logits(rig, cache, [7, 8, 9])
-    for row, last in enumerate([7, 8, 9]):
-        close(found[row], rig.reference(row, [*codes[row], last])[-1])
+    logits = last_logits(rig, cache, [7, 8, 9])
+    for row, last_code in enumerate([7, 8, 9]):
+        assert_close(logits[row], rig.reference(row, [*codes[row], last_code])[-1])
 
 
-def test_the_past_is_handed_over_without_a_copy(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tiny.prefilled(3)
-    seen: dict[str, Any] = {}
+def test_the_past_is_passed_to_onnxruntime_without_a_copy(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tiny.prefill(3)
+    graph_inputs: dict[str, Any] = {}
     run = GraphSession.run
-    monkeypatch.setattr(GraphSession, "run", lambda graph, feeds: seen.update(feeds) or run(graph, feeds))
+    monkeypatch.setattr(GraphSession, "run", lambda graph, feeds: graph_inputs.update(feeds) or run(graph, feeds))
     last_logits(tiny, cache, [1, 2, 3])
     for i, name in enumerate(["past_key_values.0.key", "past_key_values.0.value"]):
-        assert seen[name].ctypes.data == cache.tensors[i].ctypes.data
-        assert seen[name].flags.c_contiguous
-        assert seen[name].shape[0] == SPAN_STEP
+        assert graph_inputs[name].ctypes.data == cache.tensors[i].ctypes.data
+        assert graph_inputs[name].flags.c_contiguous
+        assert graph_inputs[name].shape[0] == COLUMN_STEP
 
 
-def test_the_span_is_a_multiple_of_64_and_never_0(tiny: Rig) -> None:
+def test_the_past_length_is_a_multiple_of_64_and_never_0(tiny: Rig) -> None:
     cache = tiny.engine.new_cache(2, 130)
-    assert tiny.engine.next_past_length(cache, 2) == 64  # ONNX Runtime dies of a past without columns
+    assert tiny.engine.next_past_length(cache, 2) == 64  # ONNX Runtime crashes with an empty past
     for length, past_length in ((64, 64), (65, 128), (130, 192)):
         cache.lengths = np.array([1, length])
         assert tiny.engine.next_past_length(cache, 5) == past_length
-        assert cache.past(past_length)[0].shape[0] == past_length
+        assert cache.past_views(past_length)[0].shape[0] == past_length
 
 
-def test_a_wrong_span_or_too_many_entries_are_caught_before_the_graph(tiny: Rig) -> None:
-    cache = tiny.prefilled(1, capacity=5)
-    bad = Pass(
+def test_a_wrong_past_length_or_too_many_entries_are_rejected_before_the_graph_runs(tiny: Rig) -> None:
+    cache = tiny.prefill(1, capacity=5)
+    wrong_pass = PassInput(
         positions=np.zeros((1, 2), np.int64), attention_mask=np.ones((1, 2, 6), bool), tokens=np.zeros((1, 2), int)
     )
     with pytest.raises(ValueError, match="a pass over 4 past columns, expected 64"):
-        tiny.engine.run(bad, cache)
+        tiny.engine.run(wrong_pass, cache)
     new_kv = [np.zeros((2, 1, 2, 16), np.float32)] * 4
     with pytest.raises(ValueError, match="do not fit"):
         cache.append(new_kv, [np.arange(2)])
@@ -172,20 +174,23 @@ def test_the_rest_of_the_batch_changes_no_bit_of_a_row(wide: Rig, threads: int) 
     engine = wide.load(threads)
     rng = np.random.default_rng(4)
     for length in (33, 75):
-        alone = wide.prefilled(2, engine)
+        alone = wide.prefill(2, engine)
         fill(alone, length, 7)
-        for others in (10, 60, 190):
-            batch = wide.prefilled(2, engine)
+        for extra_length in (10, 60, 190):
+            batch = wide.prefill(2, engine)
             fill(batch, length, 7)
-            batch = with_other_rows(batch, 14, 24 + others)
+            batch = with_other_rows(batch, 14, 24 + extra_length)
             tokens = rng.integers(0, 256, (16, 4))
             positions = np.minimum(batch.lengths[:, None] + np.arange(4), 500)
             among = np.tril(np.ones((4, 4), bool))
-            full = wide.run(batch, tokens, among, positions, engine)
-            own = wide.run(alone, tokens[:2], among, positions[:2], engine)
-            assert np.array_equal(full.logits[:2], own.logits), (length, others)
-            assert np.array_equal(full.hidden[:2], own.hidden), (length, others)
-            assert all(np.array_equal(a[:, :2], b) for a, b in zip(full.new_kv, own.new_kv, strict=True))
+            batch_output = wide.run(batch, tokens, among, positions, engine)
+            output = wide.run(alone, tokens[:2], among, positions[:2], engine)
+            assert np.array_equal(batch_output.logits[:2], output.logits), (length, extra_length)
+            assert np.array_equal(batch_output.hidden[:2], output.hidden), (length, extra_length)
+            assert all(
+                np.array_equal(batch_tensor[:, :2], tensor)
+                for batch_tensor, tensor in zip(batch_output.new_kv, output.new_kv, strict=True)
+            )
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -193,7 +198,7 @@ def test_the_number_of_nodes_changes_no_bit_of_a_node(wide: Rig, threads: int) -
     engine = wide.load(threads)
     tokens = np.random.default_rng(5).integers(0, 256, (2, 60))
     for length in (5, 61, 130):
-        cache = wide.prefilled(2, engine)
+        cache = wide.prefill(2, engine)
         fill(cache, length, 8)
         results = []
         for nodes in (2, 3, 8, 26, 60):
@@ -205,7 +210,7 @@ def test_the_number_of_nodes_changes_no_bit_of_a_node(wide: Rig, threads: int) -
 
 
 def fill(cache: KVCache, entries: int, seed: int) -> None:
-    """Append made-up entries to every row."""
+    """Append random entries to every row."""
     rng = np.random.default_rng(seed)
     shape = (entries, *cache.tensors[0].shape[1:])
     new_kv = [rng.normal(size=shape).astype(np.float32) for _ in cache.tensors]
@@ -213,14 +218,15 @@ def fill(cache: KVCache, entries: int, seed: int) -> None:
 
 
 def with_other_rows(cache: KVCache, rows: int, length: int) -> KVCache:
-    """The cache with `rows` more rows of made-up entries."""
-    own, start = len(cache.lengths), cache.lengths
-    cache.keep_rows(np.concatenate([np.arange(own), np.zeros(rows, np.int64)]))
+    """Add `rows` rows of random entries to a cache."""
+    num_rows = len(cache.lengths)
+    start = cache.lengths
+    cache.keep_rows(np.concatenate([np.arange(num_rows), np.zeros(rows, np.int64)]))
     cache.truncate(np.concatenate([start, np.zeros(rows, np.int64)]))
     rng = np.random.default_rng(length)
     shape = (length, *cache.tensors[0].shape[1:])
     new_kv = [rng.normal(size=shape).astype(np.float32) for _ in cache.tensors]
-    cache.append(new_kv, [np.arange(0)] * own + [np.arange(length)] * rows)
+    cache.append(new_kv, [np.arange(0)] * num_rows + [np.arange(length)] * rows)
     return cache
 
 
@@ -229,10 +235,12 @@ def test_a_drafter_reads_tokens_and_hidden_states(tmp_path: Path) -> None:
     config = replace(TINY, num_layers=1, input_norm=False)
     module = tiny_drafter(config)
     write_graph(drafter_graph(module), tmp_path)
-    engine = OrtEngine(tmp_path / "drafter.onnx", drafter_spec_of(config), threads=ONE)
+    engine = OrtEngine(tmp_path / "drafter.onnx", drafter_spec_of(config), threads=SINGLE_THREAD)
     rng = np.random.default_rng(6)
-    ids, hidden = rng.integers(0, 48, (2, 6)), rng.normal(size=(2, 6, 64)).astype(np.float32)
-    cache, logits = engine.new_cache(2, 20), []
+    ids = rng.integers(0, 48, (2, 6))
+    hidden = rng.normal(size=(2, 6, 64)).astype(np.float32)
+    cache = engine.new_cache(2, 20)
+    logits = []
     for start in (0, 3):
         past_length = engine.next_past_length(cache, 3)
         attention_mask = np.zeros((2, 3, past_length + 3), bool)
@@ -240,24 +248,24 @@ def test_a_drafter_reads_tokens_and_hidden_states(tmp_path: Path) -> None:
         attention_mask[:, :, past_length:] = np.tril(np.ones((3, 3), bool))
         part = slice(start, start + 3)
         positions = np.tile(np.arange(start, start + 3), (2, 1))
-        output = engine.run(Pass(positions, attention_mask, tokens=ids[:, part], hidden=hidden[:, part]), cache)
+        output = engine.run(PassInput(positions, attention_mask, tokens=ids[:, part], hidden=hidden[:, part]), cache)
         cache.append(output.new_kv, [np.arange(3)] * 2)
         logits.append(output.logits)
     with torch.no_grad():
-        x = module.fc(torch.cat([module.embed(torch.from_numpy(ids)), torch.from_numpy(hidden)], -1))
+        inputs = module.fc(torch.cat([module.embed(torch.from_numpy(ids)), torch.from_numpy(hidden)], -1))
         causal = torch.full((6, 6), -1e9).triu(1)[None, None].expand(2, -1, -1, -1)
-        full, _ = module.run_layers(x, torch.arange(6).expand(2, -1), causal, ())
-        close(np.concatenate(logits, 1), module.head(full).numpy())
+        full, _ = module.run_layers(inputs, torch.arange(6).expand(2, -1), causal, ())
+        assert_close(np.concatenate(logits, 1), module.head(full).numpy())
     with pytest.raises(ValueError, match="a drafter reads `tokens` and `hidden`"):
-        engine.run(Pass(positions, attention_mask, tokens=ids[:, part]), cache)
+        engine.run(PassInput(positions, attention_mask, tokens=ids[:, part]), cache)
 
 
-def test_one_engine_serves_several_threads_each_with_its_own_cache_and_counts(tiny: Rig) -> None:
+def test_several_threads_may_use_one_engine_with_separate_caches(tiny: Rig) -> None:
     codes = [np.random.default_rng(i).integers(0, 48, 10 + 4 * i).tolist() for i in range(3)]
     caches = [tiny.engine.new_cache(1, 60) for _ in codes]
 
     def work(i: int) -> None:
-        caches[i] = tiny.prefilled(1)
+        caches[i] = tiny.prefill(1)
         tiny.extend(caches[i], [codes[i]])
 
     workers = [threading.Thread(target=work, args=(i,)) for i in range(3)]
@@ -267,7 +275,7 @@ def test_one_engine_serves_several_threads_each_with_its_own_cache_and_counts(ti
         worker.join()
     for i, cache in enumerate(caches):
         assert cache.passes == 1 + len(codes[i]) // 2
-        close(last_logits(tiny, cache, [3])[0], tiny.reference(0, [*codes[i], 3])[-1])
+        assert_close(last_logits(tiny, cache, [3])[0], tiny.reference(0, [*codes[i], 3])[-1])
 
 
 @pytest.mark.parametrize(
@@ -281,20 +289,22 @@ def test_one_engine_serves_several_threads_each_with_its_own_cache_and_counts(ti
         ({"dtype": "float16"}, "input `past_key_values.0.key`"),
     ],
 )
-def test_a_graph_that_is_not_the_one_described_is_named_by_its_tensor(
+def test_the_error_of_a_graph_that_differs_from_the_manifest_names_the_tensor(
     tiny: Rig, change: dict[str, Any], tensor: str
 ) -> None:
-    error = error_of(BundleError, OrtEngine, tiny.path, spec_of(TINY).model_copy(update=change), tiny.table, ONE)
+    error = error_of(
+        BundleError, OrtEngine, tiny.path, spec_of(TINY).model_copy(update=change), tiny.table, SINGLE_THREAD
+    )
     assert error.field == f"{tiny.path}: {tensor}"
 
 
-def test_a_graph_with_a_fixed_batch_is_refused(tiny: Rig, tmp_path: Path) -> None:
+def test_a_graph_with_a_fixed_batch_size_is_rejected(tiny: Rig, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     model = onnx.load(tiny.path)
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2
     onnx.save(model, tmp_path / "fixed.onnx")
-    with refused(BundleError, "`input_embeds`: found float32 [2, nodes, 64]"):
-        OrtEngine(tmp_path / "fixed.onnx", spec_of(TINY), tiny.table, ONE)
+    with expects_error(BundleError, "`input_embeds`: found float32 [2, nodes, 64]"):
+        OrtEngine(tmp_path / "fixed.onnx", spec_of(TINY), tiny.table, SINGLE_THREAD)
 
 
 def test_a_damaged_graph_is_one_line(tiny: Rig, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -302,27 +312,27 @@ def test_a_damaged_graph_is_one_line(tiny: Rig, tmp_path: Path, capfd: pytest.Ca
     for name, content in (("cut", data[: len(data) // 2]), ("junk", b"junk"), ("empty", b"")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises((BundleError, EngineError)) as caught:
-            OrtEngine(tmp_path / name, spec_of(TINY), tiny.table, ONE)
+            OrtEngine(tmp_path / name, spec_of(TINY), tiny.table, SINGLE_THREAD)
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 500
     assert capfd.readouterr() == ("", "")
 
 
-def test_keys_and_values_of_two_types_are_refused() -> None:
+def test_keys_and_values_of_different_dtypes_are_rejected() -> None:
     with pytest.raises(BundleError):
         kv_dtype("target.onnx", {"past_key_values.0.key": np.float16, "past_key_values.0.value": np.float32})
 
 
-def test_outputs_of_another_shape_than_declared_are_refused(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_of_another_shape_than_declared_are_rejected(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     flat = np.zeros((1, 5), np.float32)
     monkeypatch.setattr(GraphSession, "run", lambda graph, feeds: [flat] * len(graph.outputs))
-    with refused(BundleError, "output `logits`: found [1, 5], expected"):
-        tiny.prefilled(1, tiny.load(ONE))
+    with expects_error(BundleError, "output `logits`: found [1, 5], expected"):
+        tiny.prefill(1, tiny.load(SINGLE_THREAD))
 
 
 @pytest.mark.parametrize("length", [2, 7, 24])
-def test_a_longer_prefix_beside_it_does_not_change_a_bit_of_a_short_one(wide: Rig, length: int) -> None:
-    """Prompts of tokens differ in length: the prefill stretches all rows to the longest."""
+def test_a_longer_prefix_in_the_batch_changes_no_bit_of_a_short_one(wide: Rig, length: int) -> None:
+    """Compare prefills of several lengths, as prompts differ in length and are padded to the longest."""
 
     def prefill(rows: int, nodes: int) -> list[np.ndarray]:
         embeds = np.random.default_rng(3).normal(size=(6, 130, WIDE.hidden_size)).astype(np.float32)[:rows, :nodes]
@@ -331,10 +341,10 @@ def test_a_longer_prefix_beside_it_does_not_change_a_bit_of_a_short_one(wide: Ri
         attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
         attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
         positions = np.broadcast_to(np.arange(nodes), (rows, nodes))
-        output = wide.engine.run(Pass(positions=positions, attention_mask=attention_mask, embeds=embeds), cache)
+        output = wide.engine.run(PassInput(positions=positions, attention_mask=attention_mask, embeds=embeds), cache)
         return [output.logits[0, :length], output.hidden[0, :length], *(new[:length, 0] for new in output.new_kv)]
 
     alone = prefill(2, length)
     for rows, nodes in ((2, length + 1), (6, 61), (4, 130)):
-        for one, other in zip(alone, prefill(rows, nodes), strict=True):
-            np.testing.assert_array_equal(one, other)
+        for expected, values in zip(alone, prefill(rows, nodes), strict=True):
+            np.testing.assert_array_equal(values, expected)

@@ -8,6 +8,7 @@ import queue
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from lantern_rt import AsyncPipeline, Pipeline
 from lantern_rt.errors import RequestError
 from lantern_rt.results import StreamStep
 from lantern_rt.service import Service
+from lantern_rt.sources import SourceImage
 
 torch = pytest.importorskip("torch")
 FOLDER = Path(__file__).parent.parent / "data/glm-image"
@@ -30,6 +32,7 @@ TRACES: list[dict[str, Any]] = [
     for trace in json.loads((FOLDER / "traces.json").read_text())
     if not trace["sample"] and trace["name"] != "i2i"
 ]
+(FROM_IMAGE,) = [trace for trace in json.loads((FOLDER / "traces.json").read_text()) if trace["name"] == "i2i"]
 METHODS = ["ar", "sjd:window=3", "sjd:window=7", "sjd:window=15"]
 WIDE = ["rows:window=6", "rows:window=6:drafts=2"]  # no grid is wider, so `rows` is exact, too
 Pipelines = Callable[[bool], Pipeline]
@@ -132,7 +135,9 @@ def test_run_writes_files_of_codes_and_says_so(program: Any, glm_image_bundle: P
             "image: bundle tiny-glm-image has no image decoder",
         ),
         (["push", "BUNDLE", "owner/name", "PICTURE"], "image: bundle tiny-glm-image has no image decoder"),
-        (["edit", "PICTURE", "BUNDLE", "--prompt", "a fox"], "bundle tiny-glm-image has no image encoder"),
+        (["edit", "PICTURE", "BUNDLE", "--prompt", "a fox"], "tiny-glm-image generates whole images from an image"),
+        (["run", "scenes", "a red cube on sand", "--image", "PICTURE"], "bundle scenes takes no source image"),
+        (["run", "BUNDLE", "a fox", "--image", "p.txt"], "p.txt"),
     ],
     ids=lambda value: "-".join(value[:1] + value[3:4]) if isinstance(value, list) else "",
 )
@@ -159,16 +164,17 @@ def test_bench_eval_and_inspect_leave_images_out(program: Any, glm_image_bundle:
     code, out, _ = program("inspect", glm_image_bundle)
     assert code == 0
     assert "none: `run` writes tokens" in out
+    assert "source image `run --image`" in " ".join(out.split())
 
 
+@pytest.mark.parametrize("from_image", [False, True], ids=["text", "image"])
 def test_the_example_gives_diffusers_the_published_prior_token_ids(
-    glm_image_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    glm_image_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_image: bool, request: Any
 ) -> None:
-    trace = TRACES[0]
     calls: list[dict[str, Any]] = []
 
     class StandIn:
-        """Has the parameters of diffusers' pipeline that the example uses."""
+        """Stands for the pipeline of diffusers, which `test_diffusers.py` calls."""
 
         @classmethod
         def from_pretrained(cls, model: str, **components: Any) -> StandIn:
@@ -178,20 +184,128 @@ def test_the_example_gives_diffusers_the_published_prior_token_ids(
         def to(self, device: str) -> StandIn:
             return self
 
-        def __call__(self, prompt: str, prior_token_ids: Any, width: int, height: int) -> Any:
-            calls.append({"ids": prior_token_ids, "pixels": (width, height), "prompt": prompt})
-            return SimpleNamespace(images=[Image.new("RGB", (width, height))])
+        def __call__(self, **arguments: Any) -> Any:
+            calls.append(arguments)
+            return SimpleNamespace(images=[Image.new("RGB", (arguments["width"], arguments["height"]))])
 
     monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(GlmImagePipeline=StandIn))
-    words = [str(glm_image_bundle), "GLM-Image", trace["prompt"], "--size", options(trace)["size"]]
+    trace = FROM_IMAGE | {"width": 96, "height": 128} if from_image else TRACES[0]
+    words = [str(glm_image_bundle), "GLM-Image", trace["prompt"], "--size", f"{trace['width']}x{trace['height']}"]
+    if from_image:
+        request.getfixturevalue("source_codes")
+        Image.new("RGB", (64, 96)).save(tmp_path / "source.png")
+        words += ["--image", str(tmp_path / "source.png")]
     monkeypatch.setattr(sys, "argv", ["glm_image.py", *words, "--device", "cpu", "--output", str(tmp_path / "a.png")])
-    whole = Pipeline.__call__
-    monkeypatch.setattr(Pipeline, "__call__", lambda pipe, *words, **named: whole(pipe, *words, **named, temperature=0))
+    check = Pipeline.check
+    monkeypatch.setattr(Pipeline, "check", lambda pipe, *words, **named: check(pipe, *words, **named, temperature=0))
     runpy.run_path(str(Path(__file__).parents[2] / "examples/glm_image.py"), run_name="__main__")
     (call,) = calls
-    assert (call["ids"].dtype, call["ids"].tolist()) == (torch.int64, [trace["prior_token_ids"]])
-    assert call["pixels"] == (trace["width"], trace["height"])
+    codes = np.array(trace["large_codes"]).repeat(2, 0).repeat(2, 1)
+    assert (call["prior_token_ids"].dtype, call["prior_token_ids"].tolist()) == (torch.int64, [codes.ravel().tolist()])
+    assert (call["width"], call["height"], call["prompt"]) == (trace["width"], trace["height"], trace["prompt"])
+    assert ("image" in call) == from_image
+    if from_image:
+        codes = np.array(trace["source_codes"]).repeat(2, 0).repeat(2, 1)
+        assert [image.size for image in call["image"]] == [(64, 96)]
+        assert [ids.tolist() for ids in call["prior_token_image_ids"]] == [codes.ravel().tolist()]
+        assert [grid.tolist() for grid in call["source_image_grid_thw"]] == [[[1, 6, 4]]]
     assert (tmp_path / "a.png").is_file()
+
+
+@pytest.fixture
+def source_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every source image has the codes of the recorded run, whose pixels are not known."""
+    codes = np.array(FROM_IMAGE["source_codes"]).ravel()
+    monkeypatch.setattr(SourceImage, "encode", lambda source, encoder: setattr(source, "codes", codes))
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
+@pytest.mark.parametrize("method", [*METHODS, *WIDE])
+@pytest.mark.usefixtures("source_codes")
+def test_greedy_generations_from_a_source_image_are_the_published_codes(
+    pipes: Pipelines, method: str, on_device: bool
+) -> None:
+    pipe = pipes(on_device)
+    rows, columns = FROM_IMAGE["source_grid"]
+    source = Image.new("RGB", (32 * columns, 32 * rows))
+    request: dict[str, Any] = {"prompts": FROM_IMAGE["prompt"], "image": source, "size": "96x128", "temperature": 0}
+    (image,) = pipe.check(**request).images
+    assert image.edit is not None
+    assert image.edit.complete(image.inputs)["token_ids"][0].tolist() == FROM_IMAGE["prompt_ids"]
+    assert pipe(**request, method=method).codes[0].tolist() == FROM_IMAGE["generated_ids"][:-1]
+    guided = pipe(**request, method=method, cfg_scale=2.0).codes  # the unconditional row has no source
+    assert np.array_equal(guided, pipe(**request, method="ar", cfg_scale=2.0).codes)
+
+
+def test_requests_with_and_without_a_source_image_share_passes(pipes: Pipelines) -> None:
+    pipe = pipes(False)
+    source = Image.fromarray(np.random.default_rng(0).integers(0, 256, (96, 64, 3), np.uint8))
+    requests: list[dict[str, Any]] = [
+        {"prompts": "a red fox", "size": "96x128", "seed": 1, "image": source},
+        {"prompts": "a red fox", "size": "96x128", "seed": 1},
+        {"prompts": ["a boat", "a house"], "seed": [2, 3], "image": source},  # of the size of the image
+    ]
+    alone = [pipe(**request).codes for request in requests]
+    assert [codes.shape for group in alone for codes in group] == [(12,), (12 + 18 * 13,), (6,), (6,)]
+    heard: queue.Queue[tuple[int, StreamStep | BaseException]] = queue.Queue()
+    with Service(pipe, together=4) as service:
+        for i, request in enumerate(requests):
+            service.submit(partial(lambda i, news: heard.put((i, news)), i), **request, steps=False)
+        steps = dict(heard.get(timeout=60) for _ in requests)
+    for i, expected in enumerate(alone):
+        step = steps[i]
+        assert isinstance(step, StreamStep), step
+        assert all(map(np.array_equal, step.codes, expected))
+    request = requests[0] | {"temperature": 1.0, "top_p": 1.0}
+    (likelihood,) = pipe.likelihoods(alone[0], **request)
+    assert 0 < likelihood.nats < 2 * likelihood.entropy
+
+
+def test_run_writes_the_codes_of_an_image_that_has_a_source(
+    program: Any, glm_image_bundle: Path, pipes: Pipelines, tmp_path: Path
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (120, 90, 4), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "picture.png")  # partly transparent, and scaled to 96 x 128
+    common = ["run", glm_image_bundle, "a red fox", "--image", "picture.png", "--seed", 3]
+    code, _, err = program(*common, "--output", "codes.npz")
+    assert code == 0, err
+    result = pipes(False)("a red fox", image=tmp_path / "picture.png", seed=3)
+    with np.load(tmp_path / "codes.npz") as file:
+        assert np.array_equal(file["codes"].ravel(), result.codes[0])
+        assert (file["codes"].shape, file["first_codes"].size) == ((4, 3), 0)
+        assert len(json.loads(str(file["recipe"]))["edit"]) == 64
+    for word in (["--keep-rows", 1], ["--mask", "picture.png"]):
+        code, _, err = program("edit", "picture.png", glm_image_bundle, "--prompt", "a fox", *word)
+        assert (code, "`lantern-rt run --image`, without a mask" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"keep_rows": 1}, "image"),
+        ({"mask": np.ones((64, 64), bool)}, "image"),
+        ({"image": np.zeros((0, 64, 3), np.uint8)}, "image"),
+        ({"prompts": "a fox " * 333}, "prompt"),
+        ({"token_ids": [1, 2, 3], "prompts": None}, "token_ids"),
+    ],
+)
+def test_what_does_not_fit_a_source_image_is_refused_by_its_field(
+    pipes: Pipelines, options: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = pipes(False)
+    short = pipe.bundle.manifest.condition.model_copy(update={"prefix": 64})
+    monkeypatch.setattr(
+        pipe, "bundle", replace(pipe.bundle, manifest=pipe.bundle.manifest.model_copy(update={"condition": short}))
+    )
+    source = Image.new("RGB", (64, 64))
+    with pytest.raises(RequestError) as caught:
+        pipe(**{"prompts": "a red fox", "image": source, "size": "64x64"} | options)
+    assert caught.value.field == field
+
+
+def test_edits_refuse_a_bundle_that_takes_source_images(pipes: Pipelines) -> None:
+    with pytest.raises(RequestError, match="generates whole images from an image"):
+        pipes(False).edit(Image.new("RGBA", (64, 64)), prompts="a red fox")
 
 
 def test_python_programs_get_codes_without_images_from_asynchronous_pipelines(glm_image_bundle: Path) -> None:

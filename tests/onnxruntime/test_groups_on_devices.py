@@ -1,4 +1,4 @@
-"""A bundle that draws groups of cells draws the same codes on the graphs of devices, alone and in batches."""
+"""A bundle that generates cells in groups: the graphs for devices generate the same tokens, alone and in batches."""
 
 from __future__ import annotations
 
@@ -42,28 +42,30 @@ def on_device(bundle: Path) -> Pipeline:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_codes_of_a_device_are_those_of_a_cpu(on_cpu: Pipeline, on_device: Pipeline, options: dict[str, Any]) -> None:
+def test_a_device_generates_the_tokens_of_the_cpu(
+    on_cpu: Pipeline, on_device: Pipeline, options: dict[str, Any]
+) -> None:
     expected = on_cpu(class_ids=CLASSES, seed=SEEDS, **options)
-    found = on_device(class_ids=CLASSES, seed=SEEDS, **options)
-    assert [codes.tolist() for codes in found.codes] == [codes.tolist() for codes in expected.codes]
+    on_device_result = on_device(class_ids=CLASSES, seed=SEEDS, **options)
+    assert [codes.tolist() for codes in on_device_result.codes] == [codes.tolist() for codes in expected.codes]
     passes = {"par": 19, "nar": 15}[on_cpu.bundle.manifest.family]
-    for stats in (found.stats, expected.stats):
+    for stats in (on_device_result.stats, expected.stats):
         assert stats.target_passes - sum(image.tie_passes for image in stats.per_image) == passes
     alone = on_device(class_ids=CLASSES[2], seed=SEEDS[2], **options)
     assert alone.codes[0].tolist() == expected.codes[2].tolist()
 
 
-def test_edits_and_likelihoods_are_the_same_on_both(on_cpu: Pipeline, on_device: Pipeline) -> None:
-    picture = on_cpu(class_ids=3, seed=1)
+def test_edits_and_likelihoods_are_the_same_on_device_and_cpu(on_cpu: Pipeline, on_device: Pipeline) -> None:
+    result = on_cpu(class_ids=3, seed=1)
     mask = np.zeros((128, 128), np.uint8)
     mask[40:100, 20:90] = 255
-    edits = [pipe.edit(picture.images[0], mask, class_ids=7, seed=2, tries=2) for pipe in (on_cpu, on_device)]
+    edits = [pipe.edit(result.images[0], mask, class_ids=7, seed=2, tries=2) for pipe in (on_cpu, on_device)]
     assert edits[0].codes[0].tolist() == edits[1].codes[0].tolist()
     preserved = on_cpu.engines.vq_encoder(
-        np.asarray(picture.images[0])[None].transpose(0, 3, 1, 2) / np.float32(127.5) - 1
+        np.asarray(result.images[0])[None].transpose(0, 3, 1, 2) / np.float32(127.5) - 1
     )
     outside = mask.reshape(8, 16, 8, 16).max((1, 3)).ravel() == 0
     assert edits[0].codes[0][outside].tolist() == preserved[0][outside].tolist()
-    assert edits[0].codes[0][~outside].tolist() != picture.codes[0][~outside].tolist()
-    nats = [pipe.likelihoods(picture.codes, class_ids=3)[0].nats for pipe in (on_cpu, on_device)]
+    assert edits[0].codes[0][~outside].tolist() != result.codes[0][~outside].tolist()
+    nats = [pipe.likelihoods(result.codes, class_ids=3)[0].nats for pipe in (on_cpu, on_device)]
     assert nats[0] == pytest.approx(nats[1], abs=1e-4)

@@ -1,4 +1,4 @@
-"""A bundle that multiplies integers: exact methods draw the pictures of plain decoding, without settling ties."""
+"""A bundle with int8 matmuls: exact methods generate the images of plain decoding, without deciding ties."""
 
 from __future__ import annotations
 
@@ -18,42 +18,43 @@ from lantern_rt.engines.ort.providers import Providers
 from lantern_rt.engines.precisions import check_matmul_support
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import RequestError
-from lantern_rt.memory import weight_bytes
+from lantern_rt.memory import count_weight_bytes
 
 CAPTIONS = np.random.default_rng(1).normal(size=(4, 6, 32)).astype(np.float32)
 METHODS = ["eagle:tree=mc-25", "eagle:tree=dynamic-16", "sjd:window=3", "sjd:window=15", None]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_exact_method_draws_the_same_codes(t2i_products_bundle: Path, temperature: float) -> None:
+def test_every_exact_method_generates_the_same_tokens(t2i_products_bundle: Path, temperature: float) -> None:
     pipe = Pipeline.from_bundle(t2i_products_bundle)
-    asked = {"embeddings": CAPTIONS, "temperature": temperature, "seed": [5, 6, 7, 8]}
-    plain = pipe(**asked, method="ar").codes
+    request = {"embeddings": CAPTIONS, "temperature": temperature, "seed": [5, 6, 7, 8]}
+    plain = pipe(**request, method="ar").codes
     alone = pipe(embeddings=CAPTIONS[2:3], temperature=temperature, seed=7, method="ar").codes
     np.testing.assert_array_equal(alone[0], plain[2])
     for method in METHODS:
-        np.testing.assert_array_equal(pipe(**asked, method=method).codes, plain)
+        np.testing.assert_array_equal(pipe(**request, method=method).codes, plain)
 
 
-def test_no_two_scores_need_to_be_settled(t2i_products_bundle: Path) -> None:
+def test_near_equal_logits_need_no_recomputation(t2i_products_bundle: Path) -> None:
     assert Pipeline.from_bundle(t2i_products_bundle).engines.rounding == 0.0
 
 
-def test_weights_in_memory_are_those_of_the_file(t2i_products_bundle: Path) -> None:
+def test_weights_need_as_much_memory_as_in_the_file(t2i_products_bundle: Path) -> None:
     bundle = open_bundle(t2i_products_bundle)
     stored = sum(entry.bytes for role, entry in bundle.manifest.files.items() if role in ("target", "target.data"))
-    assert weight_bytes(bundle, "target") == stored
+    assert count_weight_bytes(bundle, "target") == stored
 
 
-def test_float_weights_in_memory_are_float32_however_they_are_stored(float_scenes_bundle: Path) -> None:
+def test_float_weights_are_counted_as_float32_in_memory(float_scenes_bundle: Path) -> None:
     bundle = open_bundle(float_scenes_bundle)
     stored = graph_weights(bundle.path("target")).values()
     assert {weight.dtype for weight in stored} >= {"float16", "float32"}
-    assert weight_bytes(bundle, "target") == 4 * sum(prod(weight.shape) for weight in stored if weight.dtype)
+    assert count_weight_bytes(bundle, "target") == 4 * sum(prod(weight.shape) for weight in stored if weight.dtype)
 
 
-def test_plans_turn_its_weights_back(t2i_products_bundle: Path, tmp_path: Path) -> None:
-    bundle, options = open_bundle(t2i_products_bundle), BuildOptions("tensorrt-rtx")
+def test_tensorrt_graphs_dequantize_the_weights(t2i_products_bundle: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(t2i_products_bundle)
+    options = BuildOptions("tensorrt-rtx")
     build_engines(bundle, "tiny", options, tmp_path / "engines", False, lambda *_: None, dry_run=True)
     nodes = onnx.load(tmp_path / "engines" / "target.onnx", load_external_data=False).graph.node
     decoded = {node.input[0] for node in nodes if node.op_type == "DequantizeLinear"}
@@ -62,15 +63,15 @@ def test_plans_turn_its_weights_back(t2i_products_bundle: Path, tmp_path: Path) 
     assert len(stored) > 10
 
 
-def test_only_where_it_draws_other_images_a_gpu_has_to_be_asked_for(t2i_products_bundle: Path) -> None:
+def test_int8_graphs_run_on_the_cpu_unless_a_gpu_is_requested(t2i_products_bundle: Path) -> None:
     bundle = open_bundle(t2i_products_bundle)
     assert choose_providers(Providers(), bundle) == Providers("cpu")
-    pictures = replace(bundle, manifest=bundle.manifest.model_copy(update={"vq_precision": "int8"}))
-    assert choose_providers(Providers("webgpu"), pictures).of("vq_decoder") == "cpu"
-    assert choose_providers(Providers("webgpu", {"vq_decoder": "cuda"}), pictures).of("vq_decoder") == "cuda"
+    int8_decoder_bundle = replace(bundle, manifest=bundle.manifest.model_copy(update={"vq_precision": "int8"}))
+    assert choose_providers(Providers("webgpu"), int8_decoder_bundle).of("vq_decoder") == "cpu"
+    assert choose_providers(Providers("webgpu", {"vq_decoder": "cuda"}), int8_decoder_bundle).of("vq_decoder") == "cuda"
 
 
-def test_some_have_no_such_products(t2i_products_bundle: Path) -> None:
+def test_providers_without_quantized_matmul_are_rejected(t2i_products_bundle: Path) -> None:
     bundle = open_bundle(t2i_products_bundle)
     with pytest.raises(RequestError):
         check_matmul_support(bundle, "onnxruntime-openvino")

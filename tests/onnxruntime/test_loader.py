@@ -1,4 +1,4 @@
-"""A small real bundle: opened, loaded, run."""
+"""A small bundle with exported graphs: opening, loading, running."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import error_of, refused
-from tiny_graphs import TINY, ClassTable, Painter, export, tiny_drafter
+from refusals import error_of, expects_error
+from tiny_graphs import TINY, ClassTable, TinyImageDecoder, export, tiny_drafter
 
 from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
@@ -24,7 +24,7 @@ from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import drafter_graph
 
-ONE = 1
+SINGLE_THREAD = 1
 SIZES = {
     "hidden_size": TINY.hidden_size,
     "num_layers": TINY.num_layers,
@@ -35,7 +35,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A class-conditional bundle with a drafter."""
+    """Write a class-conditional bundle with a drafter."""
     folder = tmp_path_factory.mktemp("bundle")
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export(ClassTable(10, TINY.prefix, TINY.hidden_size), {"class_ids": ids}, outputs, free, folder / "condition.onnx")
     codes = torch.zeros(2, TINY.grid**2, dtype=torch.int64)
     free = {"codes": {0: "rows"}, "images": {0: "rows"}}
-    export(Painter(TINY.vocab_size, TINY.grid), {"codes": codes}, ["images"], free, folder / "vq_decoder.onnx")
+    export(TinyImageDecoder(TINY.vocab_size, TINY.grid), {"codes": codes}, ["images"], free, folder / "vq_decoder.onnx")
     table = np.random.default_rng(0).normal(size=(TINY.vocab_size, TINY.hidden_size)).astype(np.float32)
     np.save(folder / "code_embeddings.npy", table)
     names = {role: f"{role}.onnx" for role in ("target", "drafter", "condition", "vq_decoder")}
@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_graph_of_a_bundle_loads_and_runs(folder: Path) -> None:
-    engines = Engines(open_bundle(folder), ONE)
+    engines = Engines(open_bundle(folder), SINGLE_THREAD)
     prefix, uncond = engines.condition({"class_ids": np.array([3, 4, 3])})
     assert prefix.shape == uncond.shape == (3, TINY.prefix, TINY.hidden_size)
     assert np.array_equal(prefix[0], prefix[2])
@@ -89,51 +89,50 @@ def test_every_graph_of_a_bundle_loads_and_runs(folder: Path) -> None:
     assert engines.target.new_cache(2, 5).lengths.tolist() == [0, 0]
 
 
-def test_the_drafter_is_loaded_when_first_asked_for(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drafter_is_loaded_when_first_needed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "bundle"))
     bundle = open_bundle(copy)
     (copy / "drafter.onnx").unlink()
-    engines = Engines(bundle, ONE)
-    with refused(BundleError, "drafter.onnx"):
+    engines = Engines(bundle, SINGLE_THREAD)
+    with expects_error(BundleError, "drafter.onnx"):
         engines.load_all()
     monkeypatch.setattr(type(bundle), "path", lambda _self, role: folder / "target.onnx")
-    assert error_of(BundleError, Engines, bundle, ONE).field.endswith("input `class_ids`")
+    assert error_of(BundleError, Engines, bundle, SINGLE_THREAD).field.endswith("input `class_ids`")
 
 
-def test_a_damaged_image_decoder_is_found_before_any_code_is_drawn(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_image_decoder_is_detected_on_loading(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "bundle"))
     shutil.copy(copy / "condition.onnx", copy / "vq_decoder.onnx")
     manifest = json.loads((copy / "bundle.json").read_text())
     manifest["files"]["vq_decoder"] = manifest["files"]["condition"] | {"path": "vq_decoder.onnx"}
     (copy / "bundle.json").write_text(json.dumps(manifest))
-    error = error_of(BundleError, Pipeline.from_bundle, copy, threads=ONE)
+    error = error_of(BundleError, Pipeline.from_bundle, copy, threads=SINGLE_THREAD)
     assert error.field == f"{copy / 'vq_decoder.onnx'}: input `codes`"
 
 
 @pytest.mark.parametrize("channels", [3, 4])
-def test_an_image_encoder_takes_pictures_of_three_channels(folder: Path, tmp_path: Path, channels: int) -> None:
+def test_an_image_encoder_must_accept_images_of_three_channels(folder: Path, tmp_path: Path, channels: int) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "bundle"))
     graph = GraphWriter()
-    numbers = graph.op("Slice", graph.reshape("images", 0, -1), graph.ints(0), graph.ints(TINY.grid**2), graph.ints(1))
-    graph.op("Cast", numbers, name="codes", to=7)
-    pictures = Tensor("images", ("float32",), ("rows", channels, 2 * TINY.grid, 2 * TINY.grid))
-    data = graph.to_bytes([pictures], [Tensor("codes", ("int64",), ("rows", TINY.grid**2))])
+    codes = graph.op("Slice", graph.reshape("images", 0, -1), graph.ints(0), graph.ints(TINY.grid**2), graph.ints(1))
+    graph.op("Cast", codes, name="codes", to=7)
+    image_tensor = Tensor("images", ("float32",), ("rows", channels, 2 * TINY.grid, 2 * TINY.grid))
+    data = graph.to_bytes([image_tensor], [Tensor("codes", ("int64",), ("rows", TINY.grid**2))])
     (copy / "vq_encoder.onnx").write_bytes(data)
     manifest = json.loads((copy / "bundle.json").read_text())
     entry = {"path": "vq_encoder.onnx", "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     manifest["files"]["vq_encoder"] = entry
     (copy / "bundle.json").write_text(json.dumps(manifest))
-    engines, image = Engines(open_bundle(copy), ONE), np.full((1, channels, 16, 16), 5, np.float32)
+    engines = Engines(open_bundle(copy), SINGLE_THREAD)
+    image = np.full((1, channels, 16, 16), 5, np.float32)
     if channels == 3:
         assert (engines.vq_encoder(image) == 5).all()
     else:
-        with refused(BundleError, "input `images`"):
+        with expects_error(BundleError, "input `images`"):
             engines.vq_encoder(image)
 
 
 def test_codes_outside_the_codebook_are_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with refused(EngineError, "failed to run the graph"):
-        Engines(open_bundle(folder), ONE).vq_decoder(np.full((1, 64), 999))
+    with expects_error(EngineError, "failed to run the graph"):
+        Engines(open_bundle(folder), SINGLE_THREAD).vq_decoder(np.full((1, 64), 999))
     assert capfd.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""Memory is counted by the tokens of the prompt that is asked for, where prompts may be of any length."""
+"""The memory of a request depends on the number of tokens of its prompt, if prompts may have any length."""
 
 from __future__ import annotations
 
@@ -13,44 +13,47 @@ import pytest
 from lantern_rt import Pipeline, RequestError, memory
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
-from lantern_rt.memory import image_bytes
+from lantern_rt.memory import count_image_bytes
 from lantern_rt.requests import resolve_settings
 from lantern_rt.results import StreamStep
 from lantern_rt.service import Service
 
-SHORT, LONG = "a red fox", "a red fox " * 60
+SHORT = "a red fox"
+LONG = "a red fox " * 60
 
 
 @pytest.fixture
-def room(lumina_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Free memory for an image of a prompt of 100 tokens, and of no more than that."""
+def free_bytes(lumina_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Limit free memory to an image with a prompt of 100 tokens."""
     manifest = open_bundle(lumina_bundle).manifest
     settings = resolve_settings(manifest, {})
-    few, many = (sum(image_bytes(manifest, settings, tokens).values()) for tokens in (100, 400))
+    few, many = (sum(count_image_bytes(manifest, settings, tokens).values()) for tokens in (100, 400))
     assert few < many
     monkeypatch.setattr("lantern_rt.pipeline.available_memory", lambda: few)
     return few
 
 
-def test_a_prompt_too_long_for_the_memory_is_refused_and_shorter_ones_are_drawn(lumina_bundle: Path, room: int) -> None:
+def test_a_prompt_too_long_for_the_memory_is_rejected_and_a_shorter_one_is_not(
+    lumina_bundle: Path, free_bytes: int
+) -> None:
     pipe = Pipeline.from_bundle(lumina_bundle, threads=1)
-    said = r"memory: found .* free beside the weights, expected .* \(cache .*\) for .* of \d+ tokens; shorten it"
-    with pytest.raises(RequestError, match=said):
+    message = r"memory: found .* free beside the weights, expected .* \(cache .*\) for .* of \d+ tokens; shorten it"
+    with pytest.raises(RequestError, match=message):
         pipe(LONG)
     expected = pipe(SHORT, seed=3).codes[0]
-    heard = Queue[StreamStep | BaseException]()
+    news_queue = Queue[StreamStep | BaseException]()
     with Service(pipe) as service:
-        ticket = service.submit(heard.put, SHORT, seed=3, steps=False)
-        with pytest.raises(RequestError, match=said):
-            service.submit(heard.put, [SHORT, LONG])
-        step = heard.get(timeout=60)
+        request = service.submit(news_queue.put, SHORT, seed=3, steps=False)
+        with pytest.raises(RequestError, match=message):
+            service.submit(news_queue.put, [SHORT, LONG])
+        step = news_queue.get(timeout=60)
     assert isinstance(step, StreamStep)
     assert np.array_equal(step.codes[0], expected)
-    assert ticket.ended
+    assert request.ended
 
 
-def test_a_server_starts_where_an_image_of_a_short_prompt_fits(
-    lumina_bundle: Path, room: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_server_starts_if_an_image_with_a_short_prompt_fits(
+    lumina_bundle: Path, free_bytes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     uvicorn = pytest.importorskip("uvicorn", reason="needs lantern-rt[serve]")
     weights = sum(file.stat().st_size for file in lumina_bundle.iterdir())
@@ -61,7 +64,7 @@ def test_a_server_starts_where_an_image_of_a_short_prompt_fits(
         sockets[0].close()
 
     monkeypatch.setattr(uvicorn.Server, "run", start)
-    for free, code in ((room + 4 * weights, 0), (room // 4, 2)):
+    for free, code in ((free_bytes + 4 * weights, 0), (free_bytes // 4, 2)):
         monkeypatch.setattr(memory, "available_memory", lambda free=free: free)
         assert run_program(["serve", str(lumina_bundle), "--port", "0"]) == code
     assert len(started) == 1

@@ -1,7 +1,6 @@
-"""Whole greedy generations of both Lumina-mGPTs, Emu3 and SimpleAR, grids of several shapes, from prompts to pictures.
+"""Whole greedy generations of both Lumina-mGPTs, Emu3 and SimpleAR in grids of several shapes, from prompts to images.
 
-The published solver of Lumina-mGPT lets the model write the size itself; here it is part of the prompt, which gives
-the same state.
+With the published solver of Lumina-mGPT, the model generates the tokens of the size; here they are part of the prompt.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from lantern_rt.runtime.state import PrefixRow, Prompt
 from lantern_rt.service import Service
 
 DATA = Path(__file__).parent.parent / "data"
-EMU3_SUFFIX = " masterpiece, film grained, best quality."  # of the published program; a bundle adds it to prompts
+EMU3_SUFFIX = " masterpiece, film grained, best quality."  # the published program, and a bundle, add it to prompts
 FOLDERS = {"lumina": "lumina-mgpt", "lumina2": "lumina-mgpt-2", "emu3": "emu3", "simplear": "simplear"}
 GOLDEN = {family: np.load(DATA / folder / "golden.npz") for family, folder in FOLDERS.items()}
 LUMINA: list[dict[str, Any]] = json.loads((DATA / "lumina-mgpt" / "traces.json").read_text())
@@ -39,15 +38,25 @@ Pipelines = Callable[..., Pipeline]
 
 
 class Run(NamedTuple):
-    """A recorded generation: what is asked for, codes `[rows, columns]`, the ids written for them, and its picture."""
+    """A recorded generation.
+
+    Attributes:
+        family: name of the model family.
+        options: arguments of the pipeline.
+        codes: tokens of the image, `[rows, columns]`.
+        generated_ids: ids of the tokens that the published code generated, row ends included.
+        first_code: id of code 0.
+        row_end: id of the row end; None if it follows from the bundle's as the ids of codes do.
+        image_name: name of the recorded image.
+    """
 
     family: str
     options: dict[str, Any]
     codes: list[list[int]]
-    written: list[int]
+    generated_ids: list[int]
     first_code: int
-    row_end: int | None  # its id, where that is not as far from the bundle's as those of codes are
-    picture: str
+    row_end: int | None
+    image_name: str
 
     def __str__(self) -> str:
         penalty = self.options.get("repetition_penalty", 1)
@@ -55,17 +64,19 @@ class Run(NamedTuple):
 
 
 def lumina(trace: dict[str, Any]) -> Run:
-    size, ids = f"{trace['width']}x{trace['height']}", trace["generated_ids"]
+    size = f"{trace['width']}x{trace['height']}"
+    ids = trace["generated_ids"]
     options = {"prompts": trace["caption"], "size": size, "temperature": 0, "cfg_scale": trace["cfg"]}
-    picture = f"run{trace['prompt']}_{trace['name']}_image"
-    # behind the last row: its end, that of the image, of the turn
-    return Run("lumina", options, trace["codes"], ids[3:-3], ids[3] - trace["codes"][0][0], None, picture)
+    image_name = f"run{trace['prompt']}_{trace['name']}_image"
+    # The last three ids end the row, the image and the turn.
+    return Run("lumina", options, trace["codes"], ids[3:-3], ids[3] - trace["codes"][0][0], None, image_name)
 
 
 def lumina2(trace: dict[str, Any]) -> Run:
-    size, ids = f"{trace['width']}x{trace['height']}", trace["generated_ids"]
+    size = f"{trace['width']}x{trace['height']}"
+    ids = trace["generated_ids"]
     options = {"prompts": trace["caption"], "size": size, "temperature": 0, "cfg_scale": trace["cfg"]}
-    # behind the last row: its end, that of the image
+    # The last two ids end the row and the image.
     return Run("lumina2", options, trace["codes"], ids[3:-2], 367, 353, f"{trace['name']}_uint8")
 
 
@@ -73,7 +84,7 @@ def emu3(trace: dict[str, Any]) -> Run:
     rows, columns = trace["grid"]
     options = {"size": f"{2 * columns}x{2 * rows}", "temperature": 0, "cfg_scale": trace["cfg"]}
     options["prompts"] = trace["text"].removesuffix(EMU3_SUFFIX)
-    # behind the last code: the ends of its row, of frame, image and sequence
+    # The last four ids end the row, the frame, the image and the sequence.
     return Run("emu3", options, trace["codes"], trace["generated_ids"][:-4], 557, 549, f"{trace['name']}_uint8")
 
 
@@ -90,7 +101,7 @@ RUNS = [*map(lumina, LUMINA), *(lumina2(trace) for trace in LUMINA2 if trace["na
 RUNS += [*(emu3(trace) for trace in EMU3 if trace["name"].split("_")[-1].startswith("cfg"))]
 RUNS += [simplear(trace) for trace in SIMPLEAR if trace["name"].split("_")[-1].startswith(("cfg", "penalty"))]
 TREES = ["eagle:tree=chain-4", "eagle:tree=mc-25", "eagle:tree=dynamic-59-5-10"]
-METHODS = {  # no grid is wider, so `rows` is exact, too
+METHODS = {  # the windows of `rows` are as wide as any grid, so it is exact, too
     "lumina": ["ar", "sjd:window=1", "sjd:window=7", *TREES, "rows:window=6"],
     "lumina2": ["ar", "sjd:window=3", "sjd:window=15", "rows:window=12"],
     "emu3": ["ar", "sjd:window=1", "sjd:window=7", "rows:window=12"],
@@ -101,7 +112,7 @@ EXACT = [(family, method) for family, methods in METHODS.items() for method in m
 
 @pytest.fixture(scope="module")
 def pipes(request: pytest.FixtureRequest) -> Pipelines:
-    """Pipelines by family; on_device: drawn by the graphs that accelerators run, here on the CPU."""
+    """Load pipelines by family; `on_device` runs the graphs for accelerators, here on the CPU."""
 
     @cache
     def load(family: str, on_device: bool = False) -> Pipeline:
@@ -115,31 +126,32 @@ def pipes(request: pytest.FixtureRequest) -> Pipelines:
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
 @pytest.mark.parametrize(("run", "method"), [(run, method) for run in RUNS for method in METHODS[run.family]], ids=str)
-def test_greedy_generations_of_every_grid_give_the_published_ids_and_pictures(
+def test_greedy_generations_of_every_grid_have_the_published_ids_and_images(
     pipes: Pipelines, run: Run, method: str, on_device: bool
 ) -> None:
-    pipe, shape = pipes(run.family, on_device), np.shape(run.codes)
+    pipe = pipes(run.family, on_device)
+    shape = np.shape(run.codes)
     result = pipe(**run.options, method=method)
     assert result.codes[0].reshape(shape).tolist() == run.codes
     row_end = pipe.bundle.manifest.row_end
-    spelled = raster_layout(result.codes[0].size, shape[1], row_end).insert_tokens(result.codes[0])
-    written = spelled + run.first_code
+    expected_tokens = raster_layout(result.codes[0].size, shape[1], row_end).insert_row_ends(result.codes[0])
+    written = expected_tokens + run.first_code
     if run.row_end is not None:
-        written[spelled == row_end] = run.row_end
-    assert written.tolist() == run.written
+        written[expected_tokens == row_end] = run.row_end
+    assert written.tolist() == run.generated_ids
     golden = GOLDEN[run.family]
-    if run.picture in golden:
-        assert np.abs(np.asarray(result.images[0]).astype(int) - golden[run.picture]).max() <= 1
+    if run.image_name in golden:
+        assert np.abs(np.asarray(result.images[0]).astype(int) - golden[run.image_name]).max() <= 1
 
 
 def test_greedy_generations_have_published_pictures() -> None:
-    assert sum(run.picture in GOLDEN[run.family] for run in RUNS) >= 13
+    assert sum(run.image_name in GOLDEN[run.family] for run in RUNS) >= 13
 
 
 @pytest.mark.parametrize("method", ["sjd:window=3", "sjd:window=7", "sjd:window=15"])
-def test_forty_seeds_draw_the_codes_of_plain_decoding(pipes: Pipelines, method: str) -> None:
+def test_forty_seeds_generate_the_tokens_of_plain_decoding(pipes: Pipelines, method: str) -> None:
     seeds = range(40)
-    for cfg_scale in (4.0, 12.0):  # the scale is constant, and moves
+    for cfg_scale in (4.0, 12.0):  # a constant scale, and a scale with a schedule
         options: dict[str, Any] = {"size": "32x64", "seed": [*seeds], "cfg_scale": cfg_scale}
         prompts = [f"a red fox {seed}" for seed in seeds]
         expected = pipes("lumina2")(prompts, **options, method="ar").codes
@@ -147,14 +159,15 @@ def test_forty_seeds_draw_the_codes_of_plain_decoding(pipes: Pipelines, method: 
 
 
 @pytest.mark.parametrize("method", [Ar(), Sjd(window=7)], ids=str)
-def test_the_lower_half_of_an_image_is_the_published_one_behind_the_given_upper_half(
+def test_the_lower_half_of_an_image_is_the_published_one_below_a_preserved_upper_half(
     pipes: Pipelines, method: MethodConfig
 ) -> None:
-    """Image to image of Lumina-mGPT 2.0: both rows contain the given codes."""
+    """Reproduce image-to-image of Lumina-mGPT 2.0, where both batch rows contain the preserved tokens."""
     pipe = pipes("lumina2")
     trace = next(trace for trace in LUMINA2 if trace["name"] == "i2i")
     codes = np.array(trace["codes"])
-    rows, columns = trace["given_rows"], codes.shape[1]
+    rows = trace["given_rows"]
+    columns = codes.shape[1]
     uncond = np.array(trace["unconditional_prefix"])
     cond = np.array(trace["prompt_ids"])[: -rows * (columns + 1)]
     inputs = {"token_ids": cond[None], "uncond_ids": uncond[None, :3]}
@@ -162,10 +175,11 @@ def test_the_lower_half_of_an_image_is_the_published_one_behind_the_given_upper_
     first, second = (PrefixRow(embeds[0], np.ones(embeds.shape[1], bool)) for embeds in pipe.engines.condition(inputs))
     preserved = np.where(np.arange(codes.size) < rows * columns, codes.ravel(), -1)
     settings = pipe.check("a table", size="32x64", temperature=0, cfg_scale=trace["cfg"]).settings
-    model, layout = load_model(pipe.bundle, pipe.engines, [method]), pipe.bundle.manifest.layout("32x64")
+    model = load_model(pipe.bundle, pipe.engines, [method])
+    layout = pipe.bundle.manifest.layout(pipe.bundle.manifest.size("32x64"))
     steps = decode(model, plan_of(layout, settings.sampling, method), [Prompt(first, second, preserved)], [0])
-    found = [code for step in steps for code in step.parts[0].codes]
-    assert np.reshape(found, codes.shape).tolist() == codes.tolist()
+    generated = [code for step in steps for code in step.parts[0].codes]
+    assert np.reshape(generated, codes.shape).tolist() == codes.tolist()
 
 
 @pytest.mark.parametrize("trace", LUMINA, ids=lambda trace: f"{trace['latent']}-cfg{trace['cfg']:g}")
@@ -179,18 +193,19 @@ def test_prompts_are_laid_out_as_the_published_solver_does(pipes: Pipelines, tra
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
 @pytest.mark.parametrize(("family", "method"), EXACT)
-def test_requests_for_several_sizes_share_passes_and_give_the_published_codes(
+def test_requests_for_several_sizes_share_passes_and_get_the_published_tokens(
     pipes: Pipelines, family: str, method: str, on_device: bool
 ) -> None:
     runs = [run for run in RUNS if run.family == family]
-    heard: queue.Queue[tuple[int, StreamStep | BaseException]] = queue.Queue()
+    news_queue: queue.Queue[tuple[int, StreamStep | BaseException]] = queue.Queue()
     with Service(pipes(family, on_device), together=len(runs)) as service:
         for i, run in enumerate(runs):
-            listener = partial(lambda i, news: heard.put((i, news)), i)
+            listener = partial(lambda i, news: news_queue.put((i, news)), i)
             service.submit(listener, **run.options, steps=False, method=method)
-        found = dict(heard.get(timeout=60) for _ in runs)
+        last_news = dict(news_queue.get(timeout=60) for _ in runs)
     for i, run in enumerate(runs):
-        step, shape = found[i], np.shape(run.codes)
+        step = last_news[i]
+        shape = np.shape(run.codes)
         assert isinstance(step, StreamStep), step
         assert step.codes[0].reshape(shape).tolist() == run.codes
         scale = {"lumina": 4, "lumina2": 8, "emu3": 2, "simplear": 16}[family]
@@ -206,20 +221,22 @@ def test_requests_for_several_sizes_share_passes_and_give_the_published_codes(
         ("simplear", ("64x64", "96x48")),
     ],
 )
-def test_near_ties_of_images_of_several_sizes_are_decided_as_for_each_alone(
+def test_near_ties_of_images_of_several_sizes_do_not_depend_on_the_batch(
     pipes: Pipelines, family: str, sizes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With near-ties in most steps, each of which computes its sequence again, end-of-row tokens included."""
-    monkeypatch.setattr("lantern_rt.runtime.batch.tie_margin", lambda model, sampling: 3.0)
-    pipe, heard = pipes(family), queue.Queue[tuple[int, StreamStep | BaseException]]()
+    """Make near-ties in most steps: each of them computes the sequence again, row ends included."""
+    monkeypatch.setattr("lantern_rt.runtime.batch.compute_tie_margin", lambda model, sampling: 3.0)
+    pipe = pipes(family)
+    news_queue = queue.Queue[tuple[int, StreamStep | BaseException]]()
     options: dict[str, Any] = {"prompts": "a red fox", "seed": 3}
     with Service(pipe, together=len(sizes)) as service:
         for i, size in enumerate(sizes):
-            listener = partial(lambda i, news: heard.put((i, news)), i)
+            listener = partial(lambda i, news: news_queue.put((i, news)), i)
             service.submit(listener, **options, size=size, steps=False, method="sjd:window=16")
-        found = dict(heard.get(timeout=120) for _ in sizes)
+        last_news = dict(news_queue.get(timeout=120) for _ in sizes)
     for i, size in enumerate(sizes):
-        step, expected = found[i], pipe(**options, size=size, method="ar")
+        step = last_news[i]
+        expected = pipe(**options, size=size, method="ar")
         assert isinstance(step, StreamStep), step
         assert step.stats is not None
         assert step.stats.per_image[0].tie_passes > 10
@@ -242,7 +259,7 @@ def test_near_ties_of_images_of_several_sizes_are_decided_as_for_each_alone(
         ("simplear", "96x48"),
     ],
 )
-def test_a_seed_names_one_picture_whatever_exact_method_draws_it(pipes: Pipelines, family: str, size: str) -> None:
+def test_every_exact_method_generates_the_same_image_of_a_seed(pipes: Pipelines, family: str, size: str) -> None:
     pipe = pipes(family)
     expected = pipe("a red fox", size=size, seed=5, method="ar")
     for method in METHODS[family][1:-1]:
@@ -256,31 +273,31 @@ def test_a_seed_names_one_picture_whatever_exact_method_draws_it(pipes: Pipeline
     [("lumina", "lantern"), ("lumina", "lantern++")]
     + [(family, method) for family in METHODS for method in ("sjd:lambda=2", "rows:window=2")],
 )
-def test_inexact_methods_draw_pictures_of_any_shape_the_same_in_any_batch(
-    pipes: Pipelines, family: str, method: str
-) -> None:
-    pipe, captions = pipes(family), ["a red fox", "a boat on a lake at night in the rain"]
+def test_images_of_inexact_methods_do_not_depend_on_the_batch(pipes: Pipelines, family: str, method: str) -> None:
+    pipe = pipes(family)
+    captions = ["a red fox", "a boat on a lake at night in the rain"]
     size = {"lumina": "64x96", "lumina2": "32x96", "emu3": "6x10", "simplear": "96x48"}[family]
     together = pipe(captions, size=size, seed=[1, 2], method=method)
     for caption, seed, codes in zip(captions, (1, 2), together.codes, strict=True):
         assert np.array_equal(pipe(caption, size=size, seed=seed, method=method).codes[0], codes)
 
 
-def test_a_picture_records_its_size_and_is_drawn_again(lumina_bundle: Path, tmp_path: Path) -> None:
-    first, again = tmp_path / "fox.png", tmp_path / "again.png"
+def test_an_image_file_records_its_size_and_can_be_generated_again(lumina_bundle: Path, tmp_path: Path) -> None:
+    first = tmp_path / "fox.png"
+    again = tmp_path / "again.png"
     common = ["run", str(lumina_bundle)]
     options = ["a red fox", "--size", "96x64", "--method", "ar", "--trace", str(tmp_path / "fox.trace.npz")]
     assert run_program([*common, *options, "--output", str(first)]) == 0
     assert run_program([*common, "--from", str(first), "--output", str(again)]) == 0
-    with Image.open(first) as one, Image.open(again) as other:
-        assert one.size == (24, 16)
-        assert json.loads(one.info["settings"])["size"] == "96x64"
-        assert one.tobytes() == other.tobytes()
+    with Image.open(first) as image, Image.open(again) as repeated:
+        assert image.size == (24, 16)
+        assert json.loads(image.info["settings"])["size"] == "96x64"
+        assert image.tobytes() == repeated.tobytes()
     with np.load(tmp_path / "fox.trace.npz") as trace:
         assert trace["grid"].tolist() == [4, 6]
 
 
-def test_a_size_that_the_bundle_does_not_draw_is_refused_with_those_that_it_does(
+def test_an_unsupported_size_is_rejected_with_a_list_of_the_supported_ones(
     lumina_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_program(["run", str(lumina_bundle), "a fox", "--size", "512x512"]) == 2

@@ -1,4 +1,4 @@
-"""The decode loop keeps its promises on every engine: all codes, exactness, batches that change nothing."""
+"""The decode loop on every engine: complete images, exactness, and independence of the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lantern_rt.engines.trt.builder import MODULES, import_library
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.batch import Batch
-from lantern_rt.runtime.decode import select_joining
+from lantern_rt.runtime.decode import select_next_sequences
 from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import ImageSequence, Prompt
 
@@ -56,10 +56,10 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def model(small: SmallModel, backend: str) -> ToyModel:
-    return small.on(backend)
+    return small.model_on(backend)
 
 
-def drawn(
+def generate(
     model: ToyModel, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling, method: MethodConfig
 ) -> list[list[int]]:
     return codes_of(decode(model, prompts, seeds, sampling, method), len(prompts))
@@ -67,62 +67,64 @@ def drawn(
 
 @every_method
 @pytest.mark.parametrize("backend", ["tensorrt, host"], indirect=True)
-def test_plans_give_the_codes_of_the_graph_they_were_built_from(
+def test_tensorrt_engines_generate_the_tokens_of_onnxruntime(
     small: SmallModel, backend: str, model: ToyModel, method: MethodConfig
 ) -> None:
     prompts = [small.prompt(backend, i) for i in range(8)]
     for sampling in (GUIDED, HALF):
-        plain = drawn(small.on("onnxruntime"), prompts, range(8), sampling, method)
-        assert drawn(model, prompts, range(8), sampling, method) == plain
+        plain = generate(small.model_on("onnxruntime"), prompts, range(8), sampling, method)
+        assert generate(model, prompts, range(8), sampling, method) == plain
 
 
 @every_method
-def test_every_request_gets_its_codes_whatever_else_is_in_the_batch(
+def test_images_do_not_depend_on_the_batch(
     small: SmallModel, backend: str, model: ToyModel, method: MethodConfig
 ) -> None:
     prompts = [small.prompt(backend, i) for i in range(5)]
     for sampling in (GUIDED, HALF):
-        together = drawn(model, prompts, range(5), sampling, method)
+        together = generate(model, prompts, range(5), sampling, method)
         assert [len(codes) for codes in together] == [CODES] * 5
         for i, prompt in enumerate(prompts):
-            assert drawn(model, [prompt], [i], sampling, method) == [together[i]]
+            assert generate(model, [prompt], [i], sampling, method) == [together[i]]
 
 
 @pytest.mark.parametrize("tree", [BUSHY, "dynamic-6-3-2", "chain-2"])
-def test_greedy_decoding_with_a_tree_gives_the_codes_without(
+def test_greedy_decoding_with_a_tree_generates_the_tokens_of_plain_decoding(
     small: SmallModel, backend: str, model: ToyModel, tree: str
 ) -> None:
     greedy = Sampling(cfg_scale=2.0, temperature=0)
     prompts = [small.prompt(backend, i) for i in range(8)]
-    plain = drawn(model, prompts, range(8), greedy, Ar())
-    assert drawn(model, prompts, range(8), greedy, Eagle(tree=tree)) == plain
+    plain = generate(model, prompts, range(8), greedy, Ar())
+    assert generate(model, prompts, range(8), greedy, Eagle(tree=tree)) == plain
 
 
 @pytest.mark.parametrize("tree", [BUSHY, "dynamic-6-3-2"])
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt, host"], indirect=True)
-def test_drawn_codes_have_the_distribution_that_torch_computes(
+def test_images_have_the_distribution_that_torch_computes(
     small: SmallModel, backend: str, model: ToyModel, tree: str
 ) -> None:
-    prompt, draws, batch, length = small.prompt(backend, 3), 1000, 250, 3
-    joint = small.joint(prompt, GUIDED).sum(-1).ravel()
+    prompt = small.prompt(backend, 3)
+    num_images = 1000
+    batch = 250
+    length = 3
+    joint = small.joint_distribution(prompt, GUIDED).sum(-1).ravel()
     counts = np.zeros(len(joint))
-    places = {codes: i for i, codes in enumerate(itertools.product(range(SMALL.vocab_size), repeat=length))}
-    for start in range(0, draws, batch):
+    indices = {codes: i for i, codes in enumerate(itertools.product(range(SMALL.vocab_size), repeat=length))}
+    for start in range(0, num_images, batch):
         seeds = range(start, start + batch)
-        for codes in drawn(
+        for codes in generate(
             replace(model, image=RasterLayout(length, SMALL.grid)), [prompt] * batch, seeds, GUIDED, Eagle(tree=tree)
         ):
-            counts[places[tuple(codes)]] += 1
-    expected = draws * joint / joint.sum()
+            counts[indices[tuple(codes)]] += 1
+    expected = num_images * joint / joint.sum()
     rare = expected < 8
     observed = np.append(counts[~rare], counts[rare].sum())
     assert chisquare(observed, np.append(expected[~rare], expected[rare].sum())).pvalue > 1e-3
 
 
-def test_requests_that_join_in_the_middle_get_the_codes_they_get_alone(
-    small: SmallModel, backend: str, model: ToyModel
-) -> None:
-    batch, codes = Batch(model), [list[int]() for _ in range(7)]
+def test_images_that_join_a_running_batch_do_not_depend_on_it(small: SmallModel, backend: str, model: ToyModel) -> None:
+    batch = Batch(model)
+    codes = [list[int]() for _ in range(7)]
     waiting: list[ImageSequence] = []
     visits = [(i, method, GUIDED if i % 2 else Sampling()) for i, method in enumerate([*METHODS.values()][:4])]
     visits += [(i, METHODS["eagle, dynamic"], HALF if i == 5 else GUIDED) for i in (4, 5, 6)]
@@ -130,11 +132,11 @@ def test_requests_that_join_in_the_middle_get_the_codes_they_get_alone(
         for i, method, sampling in visits[step : step + 1]:
             plan = plan_of(model.image, sampling, method)
             waiting.append(ImageSequence(i, plan, small.prompt(backend, i), i))
-        if step > len(visits) and not batch.active and not waiting:
+        if step > len(visits) and not batch.active_sequences and not waiting:
             break
-        new = select_joining(batch, waiting, max_images=7, max_rows=8)
+        new = select_next_sequences(batch, waiting, max_images=7, max_rows=8)
         del waiting[: len(new)]
-        for part in batch.join(new) if new else batch.step():
+        for part in batch.add(new) if new else batch.step():
             codes[part.sequence] += part.codes.tolist()
     for i, method, sampling in visits:
-        assert [codes[i]] == drawn(model, [small.prompt(backend, i)], [i], sampling, method)
+        assert [codes[i]] == generate(model, [small.prompt(backend, i)], [i], sampling, method)

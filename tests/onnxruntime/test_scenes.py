@@ -1,6 +1,6 @@
-"""The embedded model, real weights, through the public interface.
+"""The embedded model, with trained weights, through the public interface.
 
-A seed names a picture: under every exact method, in any batch, on any number of threads.
+A seed determines an image: with every exact method, in any batch, on any number of threads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lantern_rt import Pipeline, Result
-from lantern_rt.memory import PeakMemory, image_bytes
+from lantern_rt.memory import PeakMemory, count_image_bytes
 from lantern_rt.requests import resolve_settings
 
 RELAXED = ("lantern", "lantern++")
@@ -22,12 +22,12 @@ EXACT = [*TREES, "sjd:window=3", "sjd:window=7", "sjd:window=15"]
 FILTERS: list[dict[str, Any]] = [{}, {"top_k": 100}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.95}]
 SAMPLINGS = [{"temperature": temperature, **filters} for temperature in (0.7, 1.0, 1.3) for filters in FILTERS]
 Codes = NDArray[np.int64]
-IMAGES = 4  # of which the memory is measured
+IMAGES = 4  # batch size of which the memory is measured
 
 
 @pytest.fixture(scope="module")
 def pipes() -> dict[int, Pipeline]:
-    """By number of threads."""
+    """Load pipelines by number of threads."""
     return {threads: Pipeline.from_bundle("scenes", threads=threads) for threads in (1, 2)}
 
 
@@ -36,12 +36,13 @@ def prompts(pipes: dict[int, Pipeline]) -> list[str]:
     return pipes[1].bundle.path("prompts").read_text("utf-8").splitlines()[:50]
 
 
-def drawn(pipe: Pipeline, prompts: list[str], batch: int, **options: Any) -> Codes:
-    """Codes `[prompts, cells]`, seed 7000 and up, `batch` images at a time."""
-    seeds, codes = [7000 + i for i in range(len(prompts))], []
+def generate(pipe: Pipeline, prompts: list[str], batch: int, **options: Any) -> Codes:
+    """Generate images with seeds from 7000 on, `batch` at a time; return tokens `[prompts, cells]`."""
+    seeds = [7000 + i for i in range(len(prompts))]
+    codes = []
     for start in range(0, len(prompts), batch):
-        some = slice(start, start + batch)
-        codes += pipe(prompts[some], seed=seeds[some], **options).codes
+        batch_slice = slice(start, start + batch)
+        codes += pipe(prompts[batch_slice], seed=seeds[batch_slice], **options).codes
     return np.array(codes)
 
 
@@ -51,7 +52,7 @@ def pipe(pipes: dict[int, Pipeline]) -> Pipeline:
 
 
 class Batches:
-    """Two prompts drawn together, once for every method: several tests look at the same pictures."""
+    """Results of a batch of two prompts for each method, generated once for several tests."""
 
     texts: ClassVar = ["a red cube on grass at sunset", "a red cube on sand at night"]
     seeds: ClassVar = [5, 6]
@@ -72,59 +73,59 @@ def batches(pipes: dict[int, Pipeline]) -> Batches:
 
 
 @pytest.mark.parametrize("method", ["sjd", *RELAXED])
-def test_a_prompt_among_others_gives_its_own_codes(pipe: Pipeline, batches: Batches, method: str) -> None:
+def test_an_image_in_a_batch_has_the_tokens_of_the_image_alone(pipe: Pipeline, batches: Batches, method: str) -> None:
     alone = pipe(batches.texts[1], seed=batches.seeds[1], method=method)
     np.testing.assert_array_equal(alone.codes[0], batches[method].codes[1])
 
 
 @pytest.mark.parametrize("method", ["eagle", "sjd"])
-def test_exact_methods_have_the_codes_of_ar_in_batches(batches: Batches, method: str) -> None:
+def test_exact_methods_generate_the_tokens_of_ar_in_batches(batches: Batches, method: str) -> None:
     np.testing.assert_array_equal(batches[method].codes, batches["ar"].codes)
 
 
-def test_a_seed_names_the_same_codes_under_every_release_of_onnx_runtime(batches: Batches) -> None:
-    found = [sha256(codes.tobytes()).hexdigest()[:16] for codes in batches["ar"].codes]
-    assert found == ["049ad42d3a923d2d", "4b8735a7d432545f"]  # with the lowest release and the newest, `.ci/run`
+def test_a_seed_has_the_same_tokens_with_every_release_of_onnx_runtime(batches: Batches) -> None:
+    digests = [sha256(codes.tobytes()).hexdigest()[:16] for codes in batches["ar"].codes]
+    assert digests == ["049ad42d3a923d2d", "4b8735a7d432545f"]  # `.ci/run` checks the lowest and the newest release
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.7, "top_k": 200, "top_p": 0.95}, {"temperature": 0}], ids=str)
-def test_filtered_and_greedy_codes_are_the_same_under_exact_methods_on_any_number_of_threads(
+def test_filtered_and_greedy_tokens_are_the_same_with_exact_methods_on_any_number_of_threads(
     pipes: dict[int, Pipeline], prompts: list[str], options: dict[str, Any]
 ) -> None:
-    expected = drawn(pipes[1], prompts[:1], 1, method="ar", **options)
+    expected = generate(pipes[1], prompts[:1], 1, method="ar", **options)
     for method, threads in (("eagle:tree=dynamic-16", 1), ("sjd:window=7", 2)):
-        np.testing.assert_array_equal(drawn(pipes[threads], prompts[:1], 1, method=method, **options), expected)
+        np.testing.assert_array_equal(generate(pipes[threads], prompts[:1], 1, method=method, **options), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"temperature": 0}, *SAMPLINGS], ids=str)
-def test_fifty_prompts_have_the_same_codes_under_every_exact_method(
+def test_fifty_prompts_have_the_same_tokens_with_every_exact_method(
     pipes: dict[int, Pipeline], prompts: list[str], options: dict[str, Any]
 ) -> None:
-    expected = drawn(pipes[2], prompts, 8, method="ar", **options)
-    others = {method: drawn(pipes[2], prompts, 8, method=method, **options) for method in EXACT}
+    expected = generate(pipes[2], prompts, 8, method="ar", **options)
+    others = {method: generate(pipes[2], prompts, 8, method=method, **options) for method in EXACT}
     assert [(codes != expected).any(1).sum() for codes in others.values()] == [0] * len(EXACT)
 
 
 @pytest.mark.parametrize("count", [40, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, "50%", 255))])
-def test_guidance_for_a_part_of_the_image_gives_the_same_codes_under_every_exact_method(
+def test_partly_guided_images_have_the_same_tokens_with_every_exact_method(
     pipe: Pipeline, prompts: list[str], count: int | str
 ) -> None:
     options = {"cfg_scale": 3.0, "cfg_tokens": count}
-    expected = drawn(pipe, prompts[:2], 1, method="ar", **options)
+    expected = generate(pipe, prompts[:2], 1, method="ar", **options)
     for method in ("sjd:window=7", "eagle:tree=chain-3", "eagle:tree=chain-3:drafter=eagle"):
-        np.testing.assert_array_equal(drawn(pipe, prompts[:2], 2, method=method, **options), expected)
+        np.testing.assert_array_equal(generate(pipe, prompts[:2], 2, method=method, **options), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", *EXACT])
-def test_batches_and_threads_do_not_move_a_bit(pipes: dict[int, Pipeline], prompts: list[str], method: str) -> None:
-    expected = drawn(pipes[1], prompts, 1, method=method)
+def test_batches_and_threads_change_no_token(pipes: dict[int, Pipeline], prompts: list[str], method: str) -> None:
+    expected = generate(pipes[1], prompts, 1, method=method)
     for batch, threads in [(3, 1), (8, 2)]:
-        np.testing.assert_array_equal(drawn(pipes[threads], prompts, batch, method=method), expected)
+        np.testing.assert_array_equal(generate(pipes[threads], prompts, batch, method=method), expected)
 
 
-def test_relaxed_methods_commit_several_codes_a_pass(pipe: Pipeline, prompts: list[str], batches: Batches) -> None:
+def test_relaxed_methods_commit_several_tokens_per_pass(pipe: Pipeline, prompts: list[str], batches: Batches) -> None:
     window = pipe(prompts[0], seed=3, method="sjd:lambda=2")
     for stats in (batches["lantern"].stats, batches["lantern++"].stats, window.stats):
         assert stats.tokens_per_forward_pass > 1.5
@@ -144,17 +145,19 @@ def test_a_sunset_is_redder_than_a_night_and_grass_is_green(batches: Batches, me
 @pytest.mark.parametrize(
     "method", ["sjd:window=31", *(pytest.param(m, marks=pytest.mark.slow) for m in ("ar", "eagle:tree=dynamic-32-6-6"))]
 )
-def test_what_an_image_is_said_to_take_is_what_it_takes(pipe: Pipeline, in_new_process: Any, method: str) -> None:
+def test_the_predicted_memory_of_images_agrees_with_the_measured_memory(
+    pipe: Pipeline, in_new_process: Any, method: str
+) -> None:
     settings = resolve_settings(pipe.bundle.manifest, {"method": method})
-    said = IMAGES * sum(image_bytes(pipe.bundle.manifest, settings).values())
-    grown = in_new_process(bytes_of_images, method)
-    if grown is None:
-        pytest.skip("this system does not tell")
-    assert 0.2 * said < grown < 1.5 * said
+    predicted = IMAGES * sum(count_image_bytes(pipe.bundle.manifest, settings).values())
+    measured = in_new_process(bytes_of_images, method)
+    if measured is None:
+        pytest.skip("this system does not report the peak memory")
+    assert 0.2 * predicted < measured < 1.5 * predicted
 
 
 def bytes_of_images(method: str) -> int | None:
-    """Bytes that `IMAGES` images take while they are drawn; None where the system does not tell."""
+    """Return the peak memory of generating `IMAGES` images in bytes; None if the system does not report it."""
     with Pipeline.from_bundle("scenes", threads=1) as pipe:
         pipe("a red cube", method=method)
         with PeakMemory() as peak:

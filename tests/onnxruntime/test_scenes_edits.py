@@ -1,4 +1,4 @@
-"""Parts of pictures drawn anew with the embedded model: the same under every exact method, in any company."""
+"""Editing with the embedded model: the regenerated part is the same with every exact method and in any batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from lantern_rt import Pipeline, StreamStep
 from lantern_rt.service import Service
 
 EXACT = ("ar", "eagle:tree=chain-3", "eagle:tree=dynamic-16", "sjd:window=7")
-CELL, CELLS = 16, 16
+CELL = 16
+CELLS = 16
 Cells = NDArray[np.bool_]
 
 
@@ -28,7 +29,7 @@ def pixels(cells: Cells) -> Cells:
 
 
 def random_cells(rng: np.random.Generator) -> Cells:
-    """One or two rectangles, perhaps among scattered cells."""
+    """Return a mask of one or two rectangles, sometimes with scattered cells."""
     cells = rng.random((CELLS, CELLS)) < (0.2 if rng.random() < 0.3 else 0.0)
     for _ in range(rng.integers(1, 3)):
         top, left = rng.integers(0, CELLS - 2, 2)
@@ -36,63 +37,75 @@ def random_cells(rng: np.random.Generator) -> Cells:
     return cells
 
 
-def together(service: Service, requests: list[dict[str, Any]], method: str) -> list[StreamStep]:
-    """The last steps of requests that share passes."""
+def run_together(service: Service, requests: list[dict[str, Any]], method: str) -> list[StreamStep]:
+    """Submit requests that share passes; return their last steps."""
     news = [queue.SimpleQueue[StreamStep | BaseException]() for _ in requests]
-    for own, options in zip(news, requests, strict=True):
-        service.submit(own.put, steps=False, method=method, **options)
-    last = [own.get(timeout=120) for own in news]
-    return [one for one in last if isinstance(one, StreamStep)]
+    for news_queue, options in zip(news, requests, strict=True):
+        service.submit(news_queue.put, steps=False, method=method, **options)
+    last_news = [news_queue.get(timeout=120) for news_queue in news]
+    return [step for step in last_news if isinstance(step, StreamStep)]
 
 
-def check(pipe: Pipeline, masks: list[Cells], images: list[Image.Image], prompts: list[str]) -> None:
-    """Draw each under every method, alone and four at a time."""
+def check_edits(pipe: Pipeline, masks: list[Cells], images: list[Image.Image], prompts: list[str]) -> None:
+    """Check that every exact method generates the same edits, alone and in batches of four.
+
+    Args:
+        pipe: pipeline of the embedded model.
+        masks: regenerated cells of each image.
+        images: images to edit.
+        prompts: prompt of each edit.
+    """
     requests: list[dict[str, Any]] = [
         {"prompts": prompt, "seed": 90 + i, "image": image, "mask": pixels(cells)}
         for i, (cells, image, prompt) in enumerate(zip(masks, images, prompts, strict=True))
     ]
-    expected = [pipe(**one, method=EXACT[0]) for one in requests]
+    expected = [pipe(**request, method=EXACT[0]) for request in requests]
     for request, result, cells in zip(requests, expected, masks, strict=True):
-        kept = pipe.check(**request).images[0].edit.preserved  # type: ignore[union-attr]
-        assert (result.codes[0] == kept)[~cells.ravel()].all()
-        near = np.pad(cells, 1)
-        near = sum(np.roll(near, (y, x), (0, 1)) for y in (-1, 0, 1) for x in (-1, 0, 1))[1:-1, 1:-1] > 0
-        assert (np.asarray(result.images[0]) == np.asarray(request["image"]))[~pixels(near)].all()
+        preserved = pipe.check(**request).images[0].edit.preserved  # type: ignore[union-attr]
+        assert (result.codes[0] == preserved)[~cells.ravel()].all()
+        near_regenerated = np.pad(cells, 1)
+        near_regenerated = (
+            sum(np.roll(near_regenerated, (y, x), (0, 1)) for y in (-1, 0, 1) for x in (-1, 0, 1))[1:-1, 1:-1] > 0
+        )
+        assert (np.asarray(result.images[0]) == np.asarray(request["image"]))[~pixels(near_regenerated)].all()
     with Service(pipe, together=4) as service:
         for method in EXACT:
-            alone = [pipe(**one, method=method) for one in requests] if method != EXACT[0] else expected
+            alone = [pipe(**request, method=method) for request in requests] if method != EXACT[0] else expected
             groups = [requests[i : i + 4] for i in range(0, len(requests), 4)]
-            shared = [one for group in groups for one in together(service, group, method)]
-            for one, last, result in zip(alone, shared, expected, strict=True):
-                assert one.codes[0].tolist() == last.codes[0].tolist() == result.codes[0].tolist(), method
-                assert one.images[0].tobytes() == last.image(0).tobytes() == result.images[0].tobytes(), method
+            shared = [step for group in groups for step in run_together(service, group, method)]
+            for edit, last_step, result in zip(alone, shared, expected, strict=True):
+                assert edit.codes[0].tolist() == last_step.codes[0].tolist() == result.codes[0].tolist(), method
+                assert edit.images[0].tobytes() == last_step.image(0).tobytes() == result.images[0].tobytes(), method
 
 
-def test_an_edit_is_the_same_picture_under_every_exact_method_alone_and_beside_others(pipe: Pipeline) -> None:
+def test_every_exact_method_generates_the_same_edit_alone_and_in_a_batch(pipe: Pipeline) -> None:
     before = [Image.linear_gradient("L").convert("RGB")] * 2
-    small, other = np.zeros((2, CELLS, CELLS), bool)
-    small[1:3, 6:9] = other[0, 0] = other[2, 3:6] = True  # what is kept at the end takes no pass
-    check(pipe, [small, other], before, ["a blue cube on sand", "a green cone on snow"])
+    first_mask, second_mask = np.zeros((2, CELLS, CELLS), bool)
+    # Preserved tokens at the end of an image need no pass.
+    first_mask[1:3, 6:9] = second_mask[0, 0] = second_mask[2, 3:6] = True
+    check_edits(pipe, [first_mask, second_mask], before, ["a blue cube on sand", "a green cone on snow"])
 
 
-def test_of_several_tries_that_is_kept_which_fits_what_lies_below(pipe: Pipeline) -> None:
+def test_of_several_tries_the_most_probable_image_around_the_edit_is_chosen(pipe: Pipeline) -> None:
     hole = np.zeros((CELLS, CELLS), bool)
     hole[3:6, 5:9] = True
     request: dict[str, Any] = {"prompts": "a red cube on sand", "seed": 4, "num_images": 3, "method": "sjd:window=7"}
     edit = {**request, "image": pipe(**request | {"num_images": 1}).images[0], "mask": pixels(hole)}
-    every = pipe(**edit)
-    alone = pipe.likelihoods(every.codes, **request)
-    drawn = [12 * one.nats for one in pipe.likelihoods(every.codes, **edit | {"mask": pixels(~hole)})]
-    first = int(np.argmin(256 * np.array([one.nats for one in alone]) - drawn))
-    assert pipe.likelihoods(every.codes, **edit | {"mask": pixels(hole | True)}) == alone
+    all_tries = pipe(**edit)
+    image_likelihoods = pipe.likelihoods(all_tries.codes, **request)
+    edited_nats = [
+        12 * likelihood.nats for likelihood in pipe.likelihoods(all_tries.codes, **edit | {"mask": pixels(~hole)})
+    ]
+    best_index = int(np.argmin(256 * np.array([likelihood.nats for likelihood in image_likelihoods]) - edited_nats))
+    assert pipe.likelihoods(all_tries.codes, **edit | {"mask": pixels(hole | True)}) == image_likelihoods
     best = pipe.edit(**edit | {"num_images": 1}, tries=3)
-    assert best.seeds == [4 + first] == [5]
-    assert best.images[0].tobytes() == every.images[first].tobytes()
+    assert best.seeds == [4 + best_index] == [5]
+    assert best.images[0].tobytes() == all_tries.images[best_index].tobytes()
 
 
 @pytest.mark.slow
-def test_fifty_masks_give_the_same_pictures_under_every_exact_method_and_keep_what_is_around(pipe: Pipeline) -> None:
+def test_fifty_masks_have_the_same_edits_with_every_exact_method_and_preserve_the_rest(pipe: Pipeline) -> None:
     rng = np.random.default_rng(39)
     prompts = pipe.bundle.path("prompts").read_text("utf-8").splitlines()[:50]
     before = [pipe(prompt, seed=i, method="sjd:window=7").images[0] for i, prompt in enumerate(prompts)]
-    check(pipe, [random_cells(rng) for _ in prompts], before, prompts[1:] + prompts[:1])
+    check_edits(pipe, [random_cells(rng) for _ in prompts], before, prompts[1:] + prompts[:1])

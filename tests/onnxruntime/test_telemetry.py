@@ -1,4 +1,4 @@
-"""ONNX Runtime reports nothing to its makers when this package loads it."""
+"""ONNX Runtime sends no telemetry when this package loads it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from pathlib import Path
 import pytest
 from tiny_bundle import make_tiny_bundle
 
-DRAW = (
+GENERATE = (
     "import sys; from lantern_rt import Pipeline; Pipeline.from_bundle(sys.argv[1], threads=1)('red cube', method='ar')"
 )
 
 
-@pytest.mark.parametrize("code", [DRAW, "import lantern_rt.export.verify"])
-def test_drawing_and_exporting_leave_no_identity_and_no_events_in_the_home_folder(tmp_path: Path, code: str) -> None:
+@pytest.mark.parametrize("code", [GENERATE, "import lantern_rt.export.verify"])
+def test_generating_and_exporting_write_no_telemetry_files_to_the_home_folder(tmp_path: Path, code: str) -> None:
     if "export" in code:
         pytest.importorskip("torch")
-    bundle, home = make_tiny_bundle(tmp_path / "tiny"), tmp_path / "home"
+    bundle = make_tiny_bundle(tmp_path / "tiny")
+    home = tmp_path / "home"
     home.mkdir()
-    unset = ("ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    removed_variables = ("ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in removed_variables}
     command = [sys.executable, "-c", code, str(bundle)]
     subprocess.run(command, env=environment | {"HOME": str(home)}, check=True)
     assert list(home.rglob("*")) == []

@@ -1,4 +1,4 @@
-"""Whole images from TensorRT engines, with the host in the GPU's place: image decoder, engine folder, pipeline."""
+"""Whole images from TensorRT engines on a stand-in for the GPU: image decoder, engine folder, pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import onnx
 import pytest
 import torch
 from host_tensorrt import HostKernels, HostLibrary, _Engine, write_plan
-from tiny_graphs import Painter, export
+from tiny_graphs import TinyImageDecoder, export
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines import build as build_module
@@ -38,17 +38,18 @@ from lantern_rt.pipeline import Pipeline
 # ---------------------------------------------------------------- functions and bundles
 
 
-def test_images_beyond_the_rows_of_a_plan_are_decoded_in_turns(tmp_path: Path) -> None:
-    path, codes = tmp_path / "vq.onnx", np.random.default_rng(0).integers(0, 48, (5, 16))
-    module = Painter(48, 4).eval()
-    free = {"codes": {0: "rows"}, "images": {0: "rows"}}
-    export(module, {"codes": torch.zeros(2, 16, dtype=torch.int64)}, ["images"], free, path)
+def test_more_images_than_the_rows_of_an_engine_are_decoded_in_several_runs(tmp_path: Path) -> None:
+    path = tmp_path / "vq.onnx"
+    codes = np.random.default_rng(0).integers(0, 48, (5, 16))
+    module = TinyImageDecoder(48, 4).eval()
+    dynamic_axes = {"codes": {0: "rows"}, "images": {0: "rows"}}
+    export(module, {"codes": torch.zeros(2, 16, dtype=torch.int64)}, ["images"], dynamic_axes, path)
     rows = (Profile(name="rows", rows=(1, 2, 2), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     library = HostLibrary()
-    written = write_plan(path, [{"codes": ((1, 16), (2, 16), (2, 16))}], tmp_path / "vq.plan")
-    plan = TensorRTExecutable(library, written, rows, "again")
+    plan_path = write_plan(path, [{"codes": ((1, 16), (2, 16), (2, 16))}], tmp_path / "vq.plan")
+    executable = TensorRTExecutable(library, plan_path, rows, "again")
     tensors = [Tensor("codes", ("int64",), (None, 16))], [Tensor("images", ("float32",), (None, 3, 8, 8))]
-    (images,) = TensorRTFunction(plan, *tensors, Device("cpu")).run({"codes": codes})
+    (images,) = TensorRTFunction(executable, *tensors, Device("cpu")).run({"codes": codes})
     with torch.no_grad():
         np.testing.assert_allclose(images, module(torch.from_numpy(codes)).numpy(), atol=1e-6)
     assert [shapes["codes"][0] for _, shapes in library.engines[0].runs] == [2, 2, 1]
@@ -56,10 +57,10 @@ def test_images_beyond_the_rows_of_a_plan_are_decoded_in_turns(tmp_path: Path) -
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
-    """Return the library that "engines" are built for and run in."""
+    """Replace TensorRT by a stand-in, and return it."""
     library = HostLibrary()
 
-    def build(name: str, graph: Path, inputs: list[Inputs], gpus: object, say: object) -> Path:
+    def build(name: str, graph: Path, inputs: list[Inputs], gpus: object, progress: object) -> Path:
         return write_plan(graph, inputs, graph.with_suffix(".plan"))
 
     monkeypatch.setattr(build_module, "build_engine_file", build)
@@ -71,15 +72,15 @@ def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
 
 
 def build_plans(bundle: str | Path, folder: Path, max_nodes: int) -> Path:
-    """Build an engine folder of "engines" and return its path."""
+    """Build a folder of stand-in engines and return its path."""
     options = BuildOptions("tensorrt-rtx", max_rows=6, max_nodes=max_nodes, compute_capabilities=("SM89",))
-    build_engines(open_bundle(bundle), str(bundle), options, folder, False, lambda what, done, total: None)
+    build_engines(open_bundle(bundle), str(bundle), options, folder, False, lambda stage, done, total: None)
     return folder
 
 
 @pytest.fixture
 def plans(tmp_path: Path, library: HostLibrary, t2i_drafter_bundle: Path) -> tuple[Path, Path, HostLibrary]:
-    """A small bundle, an engine folder of "engines" for it, and the library that they run in."""
+    """Return a small bundle, the folder of its stand-in engines, and the library that runs them."""
     return t2i_drafter_bundle, build_plans(t2i_drafter_bundle, tmp_path / "plans", max_nodes=64), library
 
 
@@ -93,110 +94,111 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_bundle_draws_the_same_images_from_plans(plans: tuple[Path, Path, HostLibrary], method: str) -> None:
+def test_tensorrt_engines_generate_the_same_images(plans: tuple[Path, Path, HostLibrary], method: str) -> None:
     bundle, folder, library = plans
     results = []
     for engines in (None, folder):
         pipeline = Pipeline.from_bundle(bundle, engines=engines, threads=1)
-        prefix, width = pipeline.bundle.manifest.condition.prefix, pipeline.bundle.manifest.condition.caption_dim
+        prefix = pipeline.bundle.manifest.condition.prefix
+        width = pipeline.bundle.manifest.condition.caption_dim
         states = np.random.default_rng(0).standard_normal((2, prefix, width or 0), dtype=np.float32)
         prompts = states, np.ones((2, prefix), np.int64)
         results.append(pipeline(embeddings=prompts, seed=3, **METHODS[method]))
-        assert bool(pipeline.engines.rounding) == (engines is None)  # what a device draws is taken
-    for plain, found in zip(*(result.codes for result in results), strict=True):
-        np.testing.assert_array_equal(found, plain)
-    for plain, found in zip(*(result.images for result in results), strict=True):
-        np.testing.assert_array_equal(np.asarray(found), np.asarray(plain))
-    assert len(library.engines) == (
-        2 if method in ("strict", "ar") else 3
-    )  # the condition graph stays with ONNX Runtime
+        assert bool(pipeline.engines.rounding) == (engines is None)  # a device does not recompute near-equal logits
+    for expected, codes in zip(*(result.codes for result in results), strict=True):
+        np.testing.assert_array_equal(codes, expected)
+    for expected, image in zip(*(result.images for result in results), strict=True):
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(expected))
+    # The condition graph stays with ONNX Runtime; only drafting methods load the drafter.
+    assert len(library.engines) == (2 if method in ("strict", "ar") else 3)
 
 
 @pytest.mark.parametrize(("max_nodes", "window"), [(64, 15), (8, 7)])
-def test_the_default_is_an_exact_window_as_wide_as_plans_allow(
+def test_the_default_method_is_an_exact_window_as_wide_as_engines_allow(
     tmp_path: Path, library: HostLibrary, t2i_drafter_bundle: Path, max_nodes: int, window: int
 ) -> None:
     folder = build_plans(t2i_drafter_bundle, tmp_path / "plans", max_nodes)
     on_cpu = Pipeline.from_bundle(t2i_drafter_bundle, threads=1)
     pipeline = Pipeline.from_bundle(t2i_drafter_bundle, threads=1, engines=folder)
     states = np.zeros((on_cpu.bundle.manifest.condition.prefix, on_cpu.bundle.manifest.condition.caption_dim or 0))
-    plain, found = (pipe(embeddings=states, seed=1) for pipe in (on_cpu, pipeline))
-    assert (plain.settings.method, found.settings.method) == (Sjd(window=7), Sjd(window=window))
-    assert plain.settings.quality == found.settings.quality == "strict"
-    np.testing.assert_array_equal(found.codes[0], plain.codes[0])
+    cpu_result, engine_result = (pipe(embeddings=states, seed=1) for pipe in (on_cpu, pipeline))
+    assert (cpu_result.settings.method, engine_result.settings.method) == (Sjd(window=7), Sjd(window=window))
+    assert cpu_result.settings.quality == engine_result.settings.quality == "strict"
+    np.testing.assert_array_equal(engine_result.codes[0], cpu_result.codes[0])
 
 
-def test_a_bundle_of_float16_is_fed_float16_and_draws(
+def test_a_float16_bundle_generates_with_a_float16_cache(
     tmp_path: Path, library: HostLibrary, t2i_half_bundle: Path
 ) -> None:
     folder = build_plans(t2i_half_bundle, tmp_path / "plans", max_nodes=64)
     manifest = open_engine_folder(folder).manifest
     assert manifest.precision == "float16"
     pipeline = Pipeline.from_bundle(t2i_half_bundle, threads=1, engines=folder)
-    prefix, width = pipeline.bundle.manifest.condition.prefix, pipeline.bundle.manifest.condition.caption_dim
+    prefix = pipeline.bundle.manifest.condition.prefix
+    width = pipeline.bundle.manifest.condition.caption_dim
     states = np.random.default_rng(0).standard_normal((1, prefix, width or 0), dtype=np.float32)
     result = pipeline(embeddings=(states, np.ones((1, prefix), np.int64)), method="eagle:tree=chain-3", seed=1)
     assert result.codes[0].shape == (36,)
     cache = pipeline.engines.target.new_cache(2, 64)
     assert isinstance(cache, DeviceCache)
-    assert [dtype_of(value) for value in cache.handle.block.values] == ["float16"]
+    assert [dtype_of(value) for value in cache.block_handle.block.values] == ["float16"]
 
 
-def test_ends_of_rows_take_half_of_the_nodes_that_plans_were_built_for(
-    tmp_path: Path, library: HostLibrary, lumina_bundle: Path
-) -> None:
+def test_row_ends_halve_the_maximum_number_of_nodes(tmp_path: Path, library: HostLibrary, lumina_bundle: Path) -> None:
     folder = build_plans(lumina_bundle, tmp_path / "plans", max_nodes=64)
-    most = max(profile.nodes[2] for profile in open_engine_folder(folder).manifest.graphs["target"].profiles)
+    max_nodes = max(profile.nodes[2] for profile in open_engine_folder(folder).manifest.graphs["target"].profiles)
     engines = Pipeline.from_bundle(lumina_bundle, threads=1, engines=folder).engines
-    assert (engines.max_nodes, engines.max_rows) == (most // 2, 6)
+    assert (engines.max_nodes, engines.max_rows) == (max_nodes // 2, 6)
 
 
-def draw(bundle: Path, folder: Path) -> None:
-    """Return an image from engines, which are then released."""
+def generate_and_release(bundle: Path, folder: Path) -> None:
+    """Generate an image with engines, and release them."""
     pipeline = Pipeline.from_bundle(bundle, threads=1, engines=folder)
-    prefix, width = pipeline.bundle.manifest.condition.prefix, pipeline.bundle.manifest.condition.caption_dim
+    prefix = pipeline.bundle.manifest.condition.prefix
+    width = pipeline.bundle.manifest.condition.caption_dim
     states = np.zeros((1, prefix, width or 0), np.float32)
     pipeline(embeddings=(states, np.ones((1, prefix), np.int64)), method="eagle:tree=chain-3", seed=1)
     del pipeline
     gc.collect()
 
 
-def test_compiled_kernels_are_shared_by_all_plans_and_kept_for_the_next_process(
+def test_compiled_kernels_are_shared_by_all_engines_and_stored_for_the_next_process(
     plans: tuple[Path, Path, HostLibrary], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     bundle, folder, library = plans
     monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path / "cache"))
-    draw(bundle, folder)
-    assert len(library.caches) == 1  # for all engines of a pipeline
-    (kept,) = (tmp_path / "cache/kernels").iterdir()
-    first = json.loads(kept.read_bytes())
-    assert len({word.partition(" ")[0] for word in first[1:]}) == 3  # target, drafter and image decoder
-    draw(bundle, folder)
-    assert library.caches[-1].kernels >= {*first[1:]}
-    monkeypatch.setattr(HostKernels, "version", "2")  # another driver: what is kept is not taken
-    draw(bundle, folder)
-    assert json.loads(kept.read_bytes())[0] == "2"
-    kept.write_bytes(b"")  # a damaged file
-    draw(bundle, folder)
+    generate_and_release(bundle, folder)
+    assert len(library.caches) == 1  # one cache for all engines of a pipeline
+    (kernel_file,) = (tmp_path / "cache/kernels").iterdir()
+    stored_words = json.loads(kernel_file.read_bytes())
+    assert len({word.partition(" ")[0] for word in stored_words[1:]}) == 3  # target, drafter and image decoder
+    generate_and_release(bundle, folder)
+    assert library.caches[-1].kernels >= {*stored_words[1:]}
+    monkeypatch.setattr(HostKernels, "version", "2")  # another driver: the stored kernels are not used
+    generate_and_release(bundle, folder)
+    assert json.loads(kernel_file.read_bytes())[0] == "2"
+    kernel_file.write_bytes(b"")  # a damaged file
+    generate_and_release(bundle, folder)
 
 
-def test_an_engine_folder_is_compared_with_its_bundle_on_recorded_passes(
+def test_verify_compares_an_engine_folder_with_its_bundle(
     plans: tuple[Path, Path, HostLibrary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle, folder, library = plans
 
-    def verified() -> tuple[Verification, str | None]:
-        return verify_module.verify_engines(open_bundle(bundle), open_engine_folder(folder), lambda *said: None)
+    def verify() -> tuple[Verification, str | None]:
+        return verify_module.verify_engines(open_bundle(bundle), open_engine_folder(folder), lambda *progress: None)
 
     monkeypatch.setattr(verify_module, "find_gpu", lambda: None)
-    result, reason = verified()
+    result, reason = verify()
     assert result.passed
     assert reason == "they need a GPU of SM89, and here is none, or no driver"
-    roles, passes = ("target", "drafter"), ("prefill, 1", "chain, 1", "tree, 1", "prefill, 4", "chain, 4", "tree, 4")
-    expected = {f"{role}.onnx: {what} rows" for role in roles for what in passes}
+    roles = ("target", "drafter")
+    passes = ("prefill, 1", "chain, 1", "tree, 1", "prefill, 4", "chain, 4", "tree, 4")
+    expected = {f"{role}.onnx: {name} rows" for role in roles for name in passes}
     assert {row["graph"] for row in result.distributions} == expected
 
-    wrong = {"logits": 1.0}
+    errors_by_output = {"logits": 1.0}
 
     class Runner:
         def __init__(self, backend: str, path: Path) -> None:
@@ -210,22 +212,22 @@ def test_an_engine_folder_is_compared_with_its_bundle_on_recorded_passes(
                 assert all(np.array(low) <= feeds[name].shape), name
                 assert all(feeds[name].shape <= np.array(high)), name
             names = list(self.engine.outputs)
-            found = zip(names, self.engine.session.run(names, feeds), strict=True)
-            return {name: array + wrong.get(name, 0) for name, array in found}
+            outputs = zip(names, self.engine.session.run(names, feeds), strict=True)
+            return {name: array + errors_by_output.get(name, 0) for name, array in outputs}
 
     monkeypatch.setattr(verify_module, "find_gpu", lambda: Gpu("13.0", "SM89", "L4"))
     monkeypatch.setattr(compare_module, "open_engine", lambda *built: nullcontext(Runner(*built)))
-    result, reason = verified()
+    result, reason = verify()
     assert reason is None
     failed = {(row["graph"].partition(":")[0], row["tensor"]) for row in result.tensors if not row["passed"]}
     assert failed == {("target.plan", "logits"), ("drafter.plan", "logits")}
-    wrong.clear()
-    result, _ = verified()
+    errors_by_output.clear()
+    result, _ = verify()
     assert result.passed
     assert {"present_key_values.0.key", "hidden_states"} < {row["tensor"] for row in result.tensors}
 
 
-def test_a_graph_that_computes_something_else_than_its_bundle_is_found(
+def test_verify_detects_a_graph_that_differs_from_its_bundle(
     plans: tuple[Path, Path, HostLibrary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle, folder, _ = plans
@@ -233,13 +235,13 @@ def test_a_graph_that_computes_something_else_than_its_bundle_is_found(
     for node in graph.graph.node:
         for attribute in node.attribute:
             if attribute.name == "interleaved":
-                attribute.i ^= 1  # the other way of pairing numbers
+                attribute.i ^= 1  # the other rotary layout
     (folder / "target.onnx").write_bytes(graph.SerializeToString())
     monkeypatch.setattr(verify_module, "find_gpu", lambda: None)
-    opened = open_bundle(bundle), open_engine_folder(folder), lambda *said: None
+    arguments = open_bundle(bundle), open_engine_folder(folder), lambda *progress: None
     with pytest.raises(EngineError, match="another graph"):
-        verify_module.verify_engines(*opened)
-    opened[1].manifest.graphs["target"].__dict__["onnx"] = file_blake2b(folder / "target.onnx")
-    result, _ = verify_module.verify_engines(*opened)
+        verify_module.verify_engines(*arguments)
+    arguments[1].manifest.graphs["target"].__dict__["onnx"] = file_blake2b(folder / "target.onnx")
+    result, _ = verify_module.verify_engines(*arguments)
     failed = {row["graph"] for row in result.tensors if not row["passed"]}
-    assert failed == {f"target.onnx: {what} rows" for what in ("chain, 1", "tree, 1", "chain, 4", "tree, 4")}
+    assert failed == {f"target.onnx: {name} rows" for name in ("chain, 1", "tree, 1", "chain, 4", "tree, 4")}

@@ -1,4 +1,4 @@
-"""Tiny graphs of the bundle's contracts, exported from the torch modules they are compared with."""
+"""Tiny graphs with the inputs and outputs of bundles, exported from torch modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_rt.export.models.decoder import DecoderConfig
-from lantern_rt.export.models.eagle import EagleDrafter
+from lantern_rt.export.models.eagle import EagleModule
 
 TINY = DecoderConfig(
     hidden_size=64,
@@ -26,14 +26,14 @@ TINY = DecoderConfig(
 )
 
 
-def tiny_drafter(config: DecoderConfig = TINY) -> EagleDrafter:
-    """A drafter with a head of its own."""
+def tiny_drafter(config: DecoderConfig = TINY) -> EagleModule:
+    """Make a drafter with its output projection."""
     head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-    return EagleDrafter(replace(config, final_norm=False), head, bias=True).eval()
+    return EagleModule(replace(config, final_norm=False), head, bias=True).eval()
 
 
 class ClassTable(nn.Module):
-    """Class ids to prefix rows."""
+    """Maps class ids to prefix embeddings."""
 
     def __init__(self, classes: int, prefix: int, width: int) -> None:
         super().__init__()
@@ -41,12 +41,12 @@ class ClassTable(nn.Module):
         self.table = nn.Embedding(classes + 1, prefix * width)
 
     def forward(self, class_ids: Tensor) -> tuple[Tensor, Tensor]:
-        none = torch.full_like(class_ids, self.table.num_embeddings - 1)
-        return self.table(class_ids).view(self.shape), self.table(none).view(self.shape)
+        unconditional_ids = torch.full_like(class_ids, self.table.num_embeddings - 1)
+        return self.table(class_ids).view(self.shape), self.table(unconditional_ids).view(self.shape)
 
 
-class Painter(nn.Module):
-    """Codes to images, two pixels a cell."""
+class TinyImageDecoder(nn.Module):
+    """Decodes codes to images, with two pixels per cell in each direction."""
 
     def __init__(self, codes: int, grid: int) -> None:
         super().__init__()
@@ -60,9 +60,21 @@ class Painter(nn.Module):
 
 
 def export(
-    module: nn.Module, inputs: dict[str, Tensor], outputs: Iterable[str], free: dict[str, dict[int, str]], path: Path
+    module: nn.Module,
+    inputs: dict[str, Tensor],
+    outputs: Iterable[str],
+    dynamic_axes: dict[str, dict[int, str]],
+    path: Path,
 ) -> None:
-    """Write a graph with the exporter that traces: quick, and enough for test graphs."""
+    """Write a graph with the tracing exporter, which is quick and enough for test graphs.
+
+    Args:
+        module: module to export.
+        inputs: example inputs by name.
+        outputs: names of the outputs.
+        dynamic_axes: axes without a fixed size, with their names, by input or output.
+        path: path of the graph.
+    """
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.onnx.export(
@@ -71,7 +83,7 @@ def export(
             str(path),
             input_names=list(inputs),
             output_names=list(outputs),
-            dynamic_axes=free,
+            dynamic_axes=dynamic_axes,
             opset_version=18,
             dynamo=False,
         )

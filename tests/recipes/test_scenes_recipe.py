@@ -1,4 +1,4 @@
-"""The recipe of the default bundle: pictures, captions, and that trained modules become the graphs they should."""
+"""The recipe of the embedded bundle: images, captions, and graphs that agree with the trained modules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from recipes.scenes.vocabulary import (  # noqa: E402
 )
 
 
-def test_every_caption_fits_the_slots_and_uses_known_words_only() -> None:
+def test_every_caption_fits_the_slots_and_has_only_known_words() -> None:
     rng = np.random.default_rng(0)
     for _ in range(2000):
         caption = describe(sample_scene(rng), rng)
@@ -43,17 +43,18 @@ def test_every_caption_fits_the_slots_and_uses_known_words_only() -> None:
         assert set(re.findall("[a-z]+", caption)) <= set(vocabulary())
 
 
-def test_a_scene_is_drawn_as_it_is_every_time() -> None:
+def test_a_scene_is_rendered_as_described_and_always_the_same() -> None:
     scene = Scene("clear", "sand", (Solid("sphere", "red", "large", "matte", 0.26),), 5)
-    picture = render(scene).astype(np.int64)
-    assert (render(scene) == picture).all()
-    row, column = 85 * SIZE // 128, round(0.26 * SIZE)
-    red, green, blue = picture[row, column]
+    image = render(scene).astype(np.int64)
+    assert (render(scene) == image).all()
+    row = 85 * SIZE // 128
+    column = round(0.26 * SIZE)
+    red, green, blue = image[row, column]
     assert red > 2 * max(green, blue)
-    assert (picture[row, SIZE // 2 :] == render(Scene("clear", "sand", (), 5))[row, SIZE // 2 :]).all()
+    assert (image[row, SIZE // 2 :] == render(Scene("clear", "sand", (), 5))[row, SIZE // 2 :]).all()
 
 
-def test_the_folded_target_decodes_step_by_step_what_training_sees_at_once() -> None:
+def test_the_folded_target_agrees_step_by_step_with_one_training_pass() -> None:
     torch.manual_seed(0)
     target = ScenesTarget(torch.nn.functional.normalize(torch.randn(CONFIG.vocab_size, 8), dim=1)).eval()
     decoder, table = target.fold()
@@ -63,21 +64,22 @@ def test_the_folded_target_decodes_step_by_step_what_training_sees_at_once() -> 
         whole = target.hidden(target.prefix(caption), codes)
         config = target.config
         past = [torch.zeros(0, 1, config.num_kv_heads, config.head_dim)] * 2 * config.num_layers
-        steps, position = [target.prefix(caption), *(table[codes[:, i : i + 1]] for i in range(39))], 0
+        steps = [target.prefix(caption), *(table[codes[:, i : i + 1]] for i in range(39))]
+        position = 0
         for i, embeds in enumerate(steps):
             nodes = embeds.shape[1]
             mask = torch.zeros(1, 1, nodes, position + nodes)
             mask[..., position:] = torch.full((nodes, nodes), -1e9).triu(1)
-            at = torch.arange(position, position + nodes)[None]
-            _, hidden, *new = decoder(embeds, at, mask, *past)
-            past = [torch.cat(pair) for pair in zip(past, new, strict=True)]
+            positions = torch.arange(position, position + nodes)[None]
+            _, hidden, *new_kv = decoder(embeds, positions, mask, *past)
+            past = [torch.cat(pair) for pair in zip(past, new_kv, strict=True)]
             position += nodes
             assert (hidden[:, -1] - whole[:, i]).abs().max() < 1e-4
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The work folder of the embedded bundle, as far as that tells it."""
+    """Restore the work folder of the embedded bundle, as far as the bundle contains it."""
     folder = tmp_path_factory.mktemp("recipe") / "work"
     restore_work("scenes", folder)
     return folder
@@ -86,7 +88,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_work_folder_restored_from_the_bundle_gives_the_same_weights(
     work: Path, float_scenes_bundle: Path, tmp_path: Path
 ) -> None:
-    first, second = open_bundle("scenes"), open_bundle(float_scenes_bundle)
+    first = open_bundle("scenes")
+    second = open_bundle(float_scenes_bundle)
     assert second.manifest.files["vq_encoder.data"].sha256 == first.manifest.files["vq_encoder.data"].sha256
     assert np.load(second.path("code_embeddings"), mmap_mode="r").dtype == np.float16
     assert second.manifest.sampling == first.manifest.sampling
@@ -98,15 +101,19 @@ def test_a_work_folder_restored_from_the_bundle_gives_the_same_weights(
     drafters = (load_file(folder / "drafter" / "model.safetensors") for folder in folders)
     for before, after in (tuple(targets), tuple(drafters)):
         assert before.keys() == after.keys()
-        for name, weight in before.items():  # up to what float16 rounds of integers times their scales
+        for name, weight in before.items():  # up to float16 rounding of dequantized weights
             torch.testing.assert_close(after[name], weight, rtol=2**-11, atol=2**-22)
 
 
-def test_every_large_weight_of_a_bundle_is_stored_in_sixteen_bits(float_scenes_bundle: Path) -> None:
+def test_every_large_weight_of_a_bundle_is_stored_in_16_bits(float_scenes_bundle: Path) -> None:
     for role in ("target", "drafter", "vq_encoder", "vq_decoder"):
         graph = onnx.load(float_scenes_bundle / f"{role}.onnx", load_external_data=False).graph
-        wide = [one.name for one in graph.initializer if one.data_type == onnx.TensorProto.FLOAT and len(one.dims) > 1]
-        assert [name for name in wide if not name.startswith("rotary.") and "codebook" not in name] == []
+        float32_names = [
+            tensor.name
+            for tensor in graph.initializer
+            if tensor.data_type == onnx.TensorProto.FLOAT and len(tensor.dims) > 1
+        ]
+        assert [name for name in float32_names if not name.startswith("rotary.") and "codebook" not in name] == []
 
 
 def test_muon_updates_have_singular_values_near_one() -> None:
@@ -131,18 +138,18 @@ def test_agreement_marks_single_solids_and_pairs() -> None:
     assert marks == {"sky": True, "ground": True, "pair colours": True, "pair shapes": False}
 
 
-def test_the_judge_that_comes_with_the_recipe_reads_rendered_scenes() -> None:
+def test_the_judge_of_the_recipe_recognizes_rendered_scenes() -> None:
     scenes = draw_scenes(40, seed=915_000)
     accuracy = judge_accuracy(load_judge(), scenes, render_scenes(scenes))
     assert min(accuracy.values()) >= 0.9
     assert accuracy["sky"] == accuracy["ground"] == accuracy["colour"] == 1
 
 
-def test_an_evaluation_reports_pictures_judge_and_tokenizer(tmp_path: Path) -> None:
+def test_an_evaluation_reports_images_judge_and_tokenizer(tmp_path: Path) -> None:
     report = evaluate_bundle(EMBEDDED / "scenes", tmp_path / "work", tmp_path, 2, ["sjd:window=7"], threads=1)
     assert json.loads((tmp_path / "evaluation.json").read_text())["prompts"] == 2
     assert report["judge"]["sky"][0] == report["judge"]["ground"][0] == 1
     assert 20 < report["tokenizer_psnr"] < 40
-    (found,) = report["methods"].values()
-    assert found["agreement"].keys() == report["judge"].keys() > {"sky", "ground"}
+    (method_report,) = report["methods"].values()
+    assert method_report["agreement"].keys() == report["judge"].keys() > {"sky", "ground"}
     assert (tmp_path / "methods.jpg").exists()

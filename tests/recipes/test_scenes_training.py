@@ -1,4 +1,4 @@
-"""The scenes recipe in other sizes, and training that is interrupted and goes on."""
+"""The scenes recipe in other sizes, and training that is interrupted and continued."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from lantern_rt.export.graph.precision import fake_quantize  # noqa: E402
 from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
-from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
+from lantern_rt.export.models.eagle import EagleModule  # noqa: E402
 from lantern_rt.train.drafter.folder import save_drafter as save_folder  # noqa: E402
 from recipes.scenes import distil as distil_module  # noqa: E402
 from recipes.scenes import vq as vq_module  # noqa: E402
@@ -42,7 +42,7 @@ SMALL = replace(
 
 
 class Clock(Stopwatch):
-    """A second passes whenever it is looked at."""
+    """A stopwatch that advances by a second at every call."""
 
     def __init__(self, device: str, before: float = 0.0) -> None:
         self.passed = before
@@ -62,14 +62,14 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """A work folder with a small tokenizer that has hardly learnt anything."""
+    """Return a work folder with a small tokenizer after little training."""
     train_vq(tmp_path / "work", minutes=0.2, batch=4, config=TINY_VQ)
     return tmp_path / "work"
 
 
 @pytest.fixture
 def scenes_vq(tmp_path: Path) -> Path:
-    """A work folder with nothing but the bundle's tokenizer."""
+    """Return a work folder with only the bundle's tokenizer."""
     restore_work("scenes", tmp_path / "work", only_vq=True)
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["vq.pt"]
     return tmp_path / "work"
@@ -82,14 +82,16 @@ def save_target(work: Path, config: DecoderConfig) -> ScenesTarget:
     return target
 
 
-def save_drafter(work: Path, config: DecoderConfig) -> EagleDrafter:
-    own = replace(config, num_layers=1, prefix=SLOTS - 1, input_norm=False, final_norm=False)
-    drafter = EagleDrafter(own, torch.nn.Linear(own.hidden_size, own.vocab_size, bias=False), bias=True)
+def save_drafter(work: Path, config: DecoderConfig) -> EagleModule:
+    drafter_config = replace(config, num_layers=1, prefix=SLOTS - 1, input_norm=False, final_norm=False)
+    drafter = EagleModule(drafter_config, torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias=True)
     save_folder(drafter, work / "drafter", {})
     return drafter
 
 
-def test_a_tokenizer_goes_on_where_it_was_stopped(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_of_a_tokenizer_continues_after_an_interruption(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = load_checkpoint(work / "vq-state.pt")["step"]
     train_vq(work, minutes=0.5, batch=4)
     assert load_checkpoint(work / "vq-state.pt")["step"] > first > 2
@@ -104,16 +106,16 @@ def test_work_folders_of_other_sizes_or_without_a_tokenizer_are_refused(scenes_v
     save_drafter(scenes_vq, replace(SMALL, hidden_size=128))
     with pytest.raises(CheckpointError, match=r"shape \[2048, 128\], expected \[2048, 64\]"):
         write_scenes_bundle(scenes_vq, tmp_path / "bundle", force=False, progress=lambda *_: None)
-    refusals = {
+    wrong_calls = {
         "vq.pt": lambda: train_vq(scenes_vq, minutes=1, config=TINY_VQ),
         "target.pt": lambda: train_target(scenes_vq, minutes=0, size=SIZES["llamagen-b"]),
         "none/vq.pt": lambda: train_target(scenes_vq / "none", minutes=0),
     }
-    for name, train in refusals.items():
+    for name, train in wrong_calls.items():
         assert error_of(CheckpointError, train).field == str(scenes_vq / name)
 
 
-def test_sharpening_moves_the_decoder_and_no_code(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharpening_changes_only_the_decoder(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.scenes.sharpen.ALONE", 2)
     before = load_vq(work).state_dict()
     train_sharpen(work, minutes=0.3, batch=4)
@@ -121,18 +123,18 @@ def test_sharpening_moves_the_decoder_and_no_code(work: Path, monkeypatch: pytes
     train_sharpen(work, minutes=0.5, batch=4)
     assert load_checkpoint(work / "sharpen-state.pt")["step"] > state["step"] > 2
     after = load_vq(work).state_dict()
-    moved = {name.split(".")[0] for name, weight in before.items() if not torch.equal(weight, after[name])}
-    assert moved == {"decoder"}
+    changed_parts = {name.split(".")[0] for name, weight in before.items() if not torch.equal(weight, after[name])}
+    assert changed_parts == {"decoder"}
 
 
-def test_a_target_goes_on_where_it_was_stopped(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_of_a_target_continues_after_an_interruption(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def train(minutes: float) -> dict[str, object]:
         train_target(work, minutes, cooldown=0.5, batch=4, size=TINY, shard=16)
         return load_checkpoint(work / "target-state.pt")
 
     first = train(0.3)
     assert load_target(work).config == replace(TINY, vocab_size=32)
-    stopped = first | {"seconds": 12.0}  # as it was when the call was stopped
+    stopped = first | {"seconds": 12.0}  # the state at the interruption
     save_checkpoint(work / "target-state.pt", stopped)
     second = train(0.3)
     assert second["step"] > first["step"]
@@ -140,38 +142,37 @@ def test_a_target_goes_on_where_it_was_stopped(work: Path, capsys: pytest.Captur
     train(0.3)
     assert capsys.readouterr().out == "target has had its 0.3 minutes\n"
     save_checkpoint(work / "target-stable.pt", stopped | {"step": 1000})
-    assert train(0.4)["step"] > 1000  # more minutes go on from before the rate fell
+    assert train(0.4)["step"] > 1000  # with more minutes, training continues from before the learning rate decreased
 
 
-def test_a_student_learns_what_guidance_makes_of_its_teacher_and_goes_on(
+def test_a_student_learns_the_guided_logits_of_its_teacher_and_training_continues(
     work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bfloat16: bool
 ) -> None:
     for name, value in (("SCENES", 32), ("BLANK", 0.2)):
         monkeypatch.setattr(distil_module, name, value)
     torch.manual_seed(0)
     teacher = save_target(work, replace(TINY, vocab_size=32))
-    captions, codes, blank, wanted = distil_module.make_lessons(work, teacher, "cpu")
+    captions, codes, blank, guided_logits = distil_module.make_lessons(work, teacher, "cpu")
     assert 0 < blank.sum() < 32
     with torch.no_grad():
-        plain, alone = (teacher.logits(captions, codes, rows) for rows in (blank, blank | True))
-    guided = torch.where(blank[:, None, None], alone, 3 * plain - 2 * alone)
-    rounding = 0.3 if bfloat16 else 1e-3  # of logits from -4 to 4, of which guidance adds up five
-    torch.testing.assert_close(wanted.float(), guided, rtol=1e-3, atol=rounding)
-    apart, steps = [divergence(wanted, plain)], []
+        conditional, unconditional = (teacher.logits(captions, codes, rows) for rows in (blank, blank | True))
+    guided = torch.where(blank[:, None, None], unconditional, 3 * conditional - 2 * unconditional)
+    rounding = 0.3 if bfloat16 else 1e-3  # logits are from -4 to 4, and guidance multiplies their rounding by five
+    torch.testing.assert_close(guided_logits.float(), guided, rtol=1e-3, atol=rounding)
+    divergences = [divergence(guided_logits, conditional)]
+    steps = []
     for minutes in (2, 4):
         train_distil(work, minutes, lr=0.03)
         steps.append(load_checkpoint(work / "distil-state.pt")["step"])
-        apart.append(divergence(wanted, load_target(work).logits(captions, codes, blank).detach()))
-    assert apart[2] < 0.9 * apart[1] < 0.8 * apart[0], apart
+        divergences.append(divergence(guided_logits, load_target(work).logits(captions, codes, blank).detach()))
+    assert divergences[2] < 0.9 * divergences[1] < 0.8 * divergences[0], divergences
     assert steps[1] > 1.5 * steps[0] > 40
     torch.testing.assert_close(load_target(work, "guided.pt").state_dict(), teacher.state_dict())
     train_distil(work, 4)
     assert capsys.readouterr().out.endswith("the student has had its 4 minutes\n")
 
 
-def test_a_target_of_another_size_becomes_a_bundle_with_a_drafter_and_comes_back(
-    scenes_vq: Path, tmp_path: Path
-) -> None:
+def test_a_target_of_another_size_is_exported_with_a_drafter_and_restored(scenes_vq: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     target = save_target(scenes_vq, SMALL)
     bundle = target_bundle(scenes_vq)
@@ -186,23 +187,26 @@ def test_a_target_of_another_size_becomes_a_bundle_with_a_drafter_and_comes_back
         plain, drafted = (pipeline("a red cube", method=method) for method in ("ar", "eagle"))
     assert (plain.codes[0] == drafted.codes[0]).all()
     restore_work(tmp_path / "bundle", tmp_path / "again")
-    again = load_target(tmp_path / "again")
-    assert again.config == SMALL
-    captions, codes = torch.randint(1, 60, (2, SLOTS)), torch.randint(CODES, (2, 256))
-    difference = token_losses(again, captions, codes) - token_losses(target, captions, codes)
-    assert difference.abs().max() < 0.01  # weights are rounded to float16 on the way
-    trained, stored = (load_file(f / "drafter" / "model.safetensors") for f in (scenes_vq, tmp_path / "again"))
+    restored = load_target(tmp_path / "again")
+    assert restored.config == SMALL
+    captions = torch.randint(1, 60, (2, SLOTS))
+    codes = torch.randint(CODES, (2, 256))
+    difference = token_losses(restored, captions, codes) - token_losses(target, captions, codes)
+    assert difference.abs().max() < 0.01  # the bundle stores weights in float16
+    trained, stored = (
+        load_file(folder / "drafter" / "model.safetensors") for folder in (scenes_vq, tmp_path / "again")
+    )
     torch.testing.assert_close(stored["fc.weight"], trained["fc.weight"].half().float())
-    save_target(scenes_vq, SMALL)  # another one
+    save_target(scenes_vq, SMALL)  # another target
     assert target_bundle(scenes_vq).digest != bundle.digest
 
 
-def test_a_tokenizer_of_another_size_comes_back_from_its_bundle(tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_size_is_restored_from_its_bundle(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = replace(VQ_SIZES["128"], codes=64)
     vq = vq_module.ScenesVQ(config)
     for weight in vq.parameters():
-        weight.data += 0.01 * torch.randn_like(weight)  # a graph does not keep weights that are zero
+        weight.data += 0.01 * torch.randn_like(weight)  # weights of zero are removed from a graph
     save_checkpoint(tmp_path / "work" / "vq.pt", {"model": vq.state_dict(), "config": asdict(config)})
     save_target(tmp_path / "work", replace(TINY, vocab_size=64))
     save_drafter(tmp_path / "work", replace(TINY, vocab_size=64))
@@ -213,10 +217,12 @@ def test_a_tokenizer_of_another_size_comes_back_from_its_bundle(tmp_path: Path) 
     assert load_vq(tmp_path / "again").config == config
 
 
-def test_integers_are_chosen_for_what_a_layer_gives_of_its_inputs() -> None:
+def test_rounding_minimizes_the_error_of_a_layers_outputs() -> None:
     torch.manual_seed(0)
-    inputs, layer = torch.randn(3, 200, 8) @ torch.randn(8, 32), torch.nn.Linear(32, 24, bias=False)
-    exact, nearest = layer(inputs), inputs @ fake_quantize(layer.weight, "columns", True).T
-    given = round_layer(layer, inputs)
-    assert (given - exact).norm() < 0.6 * (nearest - exact).norm()
+    inputs = torch.randn(3, 200, 8) @ torch.randn(8, 32)
+    layer = torch.nn.Linear(32, 24, bias=False)
+    exact = layer(inputs)
+    nearest = inputs @ fake_quantize(layer.weight, "columns", True).T
+    rounded_outputs = round_layer(layer, inputs)
+    assert (rounded_outputs - exact).norm() < 0.6 * (nearest - exact).norm()
     torch.testing.assert_close(fake_quantize(layer.weight, "columns", True), layer.weight, rtol=1e-6, atol=0)

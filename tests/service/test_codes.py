@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from running_server import RunningServer, events, head, until
 
 from lantern_rt import Pipeline
@@ -62,6 +64,28 @@ def own(trace: dict[str, Any], **options: Any) -> dict[str, Any]:
 def ids_of(trace: dict[str, Any]) -> list[int]:
     """Published codes of a greedy image, without the id behind them."""
     return trace["generated_ids"][: trace["max_new_tokens"] - 1]
+
+
+def test_a_source_image_in_base64_gives_the_codes_of_the_pipeline(glm: RunningServer, glm_pipe: Pipeline) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (96, 160, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    assert len(file.getvalue()) > 32 << 10
+    body = {"prompt": "a red fox", "seed": 4, "image": base64.b64encode(file.getvalue()).decode()}
+    status, answer = post(glm, CODES, body)
+    assert (status, answer["size"]) == (200, "160x96"), answer
+    (data,) = answer["data"]
+    assert data["first_codes"] == []
+    assert np.ravel(data["codes"]).tolist() == glm_pipe("a red fox", image=file.getvalue(), seed=4).codes[0].tolist()
+    for image, found in (("AAAA", "image"), ("no base64", "image"), (7, "image")):
+        status, answer = post(glm, CODES, body | {"image": image})
+        assert (status, answer["error"]["param"]) == (400, found)
+
+
+def test_a_bundle_without_source_images_refuses_one(start: Callable[..., RunningServer]) -> None:
+    status, answer = post(start("scenes"), CODES, {"prompt": "a red cube on sand", "image": "AAAA"})
+    assert (status, answer["error"]["param"]) == (400, "image")
+    assert "takes no source image" in answer["error"]["message"]
 
 
 def test_sglang_gets_the_published_ids_of_one_image_and_of_several_sizes_at_once(glm: RunningServer) -> None:

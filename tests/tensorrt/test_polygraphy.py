@@ -1,4 +1,4 @@
-"""What NVIDIA's own tools say of the graphs: both layouts of every family, and the command lines that are printed."""
+"""NVIDIA's tools accept the graphs in both layouts of every family, and the printed command lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities
 
 
 def polygraphy(*arguments: object) -> int:
-    """Polygraphy's program in this process."""
+    """Run Polygraphy's program in this process."""
     from polygraphy.tools._main import main
 
     status: int = main([*map(str, arguments)])
@@ -42,7 +42,7 @@ def janus_bundle(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "family", ["t2i_drafter", "t2i_half", "anole", "lumina", "lumina2", "glm_image", "emu3", "janus"]
 )
-def test_both_layouts_are_sound_and_fully_supported(
+def test_both_layouts_are_valid_and_fully_supported(
     family: str,
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -51,12 +51,15 @@ def test_both_layouts_are_sound_and_fully_supported(
 ) -> None:
     from polygraphy.logger import G_LOGGER
 
-    monkeypatch.setattr(G_LOGGER, "use_python_logging_system", False)  # which builds turn on
+    monkeypatch.setattr(G_LOGGER, "use_python_logging_system", False)  # builds enable it
     bundle = open_bundle(request.getfixturevalue(f"{family}_bundle"))
     built = tmp_path / "engines"
-    build_engines(bundle, "it", RTX, built, False, lambda what, done, total: None, dry_run=True)
+    build_engines(bundle, "it", RTX, built, False, lambda stage, done, total: None, dry_run=True)
     width = bundle.manifest.target.hidden_size
-    tables = {"target": f"embeddings:[4,{width}]", "drafter": f"hidden:[1,4,{width}]"}  # of ids, which will be 0 and 1
+    tables = {
+        "target": f"embeddings:[4,{width}]",
+        "drafter": f"hidden:[1,4,{width}]",
+    }  # tables for ids, which the tool sets to 0 and 1
     for role in tables.keys() & bundle.manifest.files.keys():
         for graph, sizes in ((bundle.path(role), []), (built / f"{role}.onnx", ["--input-shapes", tables[role]])):
             capsys.readouterr()
@@ -66,18 +69,19 @@ def test_both_layouts_are_sound_and_fully_supported(
                 assert polygraphy("check", "lint", graph, "--external-data-dir", bundle.folder, *sizes) == 0, graph
 
 
-def test_the_lines_of_a_dry_run_are_those_of_its_tools(float_scenes_bundle: Path, tmp_path: Path) -> None:
-    """Polygraphy's, without what runs on a GPU; the other has the same shapes."""
-    bundle, built = open_bundle(float_scenes_bundle), tmp_path / "engines"
-    _, lines = build_engines(bundle, "scenes", RTX, built, False, lambda what, done, total: None, dry_run=True)
+def test_the_command_lines_of_a_dry_run_are_valid(float_scenes_bundle: Path, tmp_path: Path) -> None:
+    """Run Polygraphy's lines without their GPU options; the line of the other tool has the same shapes."""
+    bundle = open_bundle(float_scenes_bundle)
+    built = tmp_path / "engines"
+    _, lines = build_engines(bundle, "scenes", RTX, built, False, lambda stage, done, total: None, dry_run=True)
     assert len(lines) == 2 * 3
-    run, other = map(shlex.split, lines[2:4])
-    assert run[:4] == ["env", "POLYGRAPHY_USE_TENSORRT_RTX=1", "polygraphy", "run"]
-    kept = [word for word in run[4:] if word != "--trt"]
-    assert polygraphy("run", *kept) == 0
-    kept.remove("--onnxrt")
-    kept[kept.index("--save-engine")] = "--output"
-    assert polygraphy("convert", *kept, "--convert-to", "trt") == 0
+    polygraphy_line, other_line = map(shlex.split, lines[2:4])
+    assert polygraphy_line[:4] == ["env", "POLYGRAPHY_USE_TENSORRT_RTX=1", "polygraphy", "run"]
+    arguments = [word for word in polygraphy_line[4:] if word != "--trt"]
+    assert polygraphy("run", *arguments) == 0
+    arguments.remove("--onnxrt")
+    arguments[arguments.index("--save-engine")] = "--output"
+    assert polygraphy("convert", *arguments, "--convert-to", "trt") == 0
     assert (built / "drafter.plan").stat().st_size > bundle.manifest.files["drafter.data"].bytes
-    largest = [word for word in other if word.startswith("--maxShapes=")]
+    largest = [word for word in other_line if word.startswith("--maxShapes=")]
     assert ",".join(largest).count("token_ids:2x24,") == 1

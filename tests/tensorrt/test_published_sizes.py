@@ -24,13 +24,14 @@ def silent(*_: object) -> None:
 
 
 def build(bundle: Path) -> EngineManifest:
-    """Engines of a bundle beside it; what they record, checked against the bundle."""
-    opened, folder = open_bundle(bundle), bundle.with_name("engines")
+    """Build engines of a bundle in the folder beside it; check their record, and return it."""
+    loaded_bundle = open_bundle(bundle)
+    folder = bundle.with_name("engines")
     options = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=64, compute_capabilities=GPUS)
-    build_engines(opened, str(bundle), options, folder, False, silent)
+    build_engines(loaded_bundle, str(bundle), options, folder, False, silent)
     manifest = open_engine_folder(folder).manifest
     assert manifest.compute_capabilities == GPUS
-    assert manifest.bundle_sha256 == opened.digest
+    assert manifest.bundle_sha256 == loaded_bundle.digest
     for role, graph in manifest.graphs.items():
         assert graph.bytes == (folder / f"{role}.plan").stat().st_size
     return manifest
@@ -41,14 +42,14 @@ def test_a_target_of_llamagen_xls_size_is_built_for_two_gpus(compute: str, tmp_p
     import torch
     from random_bundle import SHAPES, export_checkpoints, write_checkpoints
 
-    shape = replace(SHAPES["GPT-XL"], dtype=torch.bfloat16, vq_width=32)  # a file of half the size
+    shape = replace(SHAPES["GPT-XL"], dtype=torch.bfloat16, vq_width=32)  # half the file size
     write_checkpoints(shape, tmp_path / "checkpoints", drafter=False)
     export_checkpoints(shape, tmp_path / "checkpoints", tmp_path / "bundle", compute=compute)
     manifest = build(tmp_path / "bundle")
     assert manifest.precision == compute
     assert manifest.graphs.keys() == {"target", "vq_decoder"}
     weights = (2 if compute == "float16" else 4) * StoredWeights(tmp_path / "bundle/target.onnx").count_floats()
-    assert weights < manifest.graphs["target"].bytes < 1.2 * weights  # once for both GPUs, beside kernels
+    assert weights < manifest.graphs["target"].bytes < 1.2 * weights  # weights once for both GPUs, and kernels
     names = [(p.name, p.nodes[2], p.columns[2]) for p in manifest.graphs["target"].profiles]
     assert names == [("ar", 2, 384), ("tree", 64, 384)]
 

@@ -1,4 +1,4 @@
-"""What lantern-rt calls of TensorRT and TensorRT-RTX to run engines: the installed libraries must have it."""
+"""The parts of the API of TensorRT and TensorRT-RTX that run engines: the installed libraries must have them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.engines.profiles import Profile
 from lantern_rt.engines.trt.backend import MEMORY
-from lantern_rt.engines.trt.builder import MODULES, build_engine_file, import_library, write_graph
+from lantern_rt.engines.trt.builder import MODULES, build_engine_file, import_library, write_device_graph
 from lantern_rt.engines.trt.engine import TensorRTFunction
 from lantern_rt.engines.trt.executable import TensorRTExecutable
 from lantern_rt.errors import EngineError
 
-USED = {
+USED_MEMBERS = {
     "Runtime": ["deserialize_cuda_engine"],
     "ICudaEngine": [
         "num_optimization_profiles", "num_io_tensors", "get_tensor_name", "get_tensor_mode", "get_tensor_dtype",
@@ -35,7 +35,7 @@ USED = {
     "ILogger": ["ERROR", "INTERNAL_ERROR"],
     "BuilderFlag": ["TF32"],
 }  # fmt: skip
-COMPILING = {  # of a library that compiles kernels while an engine runs
+COMPILING = {  # for a library that compiles kernels while an engine runs
     "ICudaEngine": ["create_runtime_config"],
     "IRuntimeConfig": [
         "set_execution_context_allocation_strategy", "create_runtime_cache", "set_runtime_cache",
@@ -55,15 +55,15 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("kind", USED)
-def test_the_library_has_everything_that_is_called(name: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", USED_MEMBERS)
+def test_the_library_has_every_member_in_use(name: str, kind: str) -> None:
     library = import_library(name)
-    assert [member for member in USED[kind] if not hasattr(getattr(library, kind), member)] == []
+    assert [member for member in USED_MEMBERS[kind] if not hasattr(getattr(library, kind), member)] == []
 
 
 @pytest.mark.parametrize("kind", COMPILING)
-def test_compiled_kernels_can_be_kept(kind: str) -> None:
-    library = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
+def test_compiled_kernels_can_be_stored(kind: str) -> None:
+    library = pytest.importorskip("tensorrt_rtx", reason="needs lantern-rt[tensorrt-rtx]")
     assert [member for member in COMPILING[kind] if not hasattr(getattr(library, kind), member)] == []
     contexts = library.ICudaEngine.create_execution_context.__doc__
     assert "runtime_config: tensorrt_rtx_bindings.tensorrt_rtx.IRuntimeConfig" in contexts
@@ -74,30 +74,32 @@ def image_decoder(name: str, bundle: Path, folder: Path, provider: str) -> tuple
     scenes = open_bundle(bundle)
     manifest = scenes.manifest
     rows = (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
-    written = write_graph(scenes, "vq_decoder", rows, folder)
-    assert written is not None
+    graph_inputs = write_device_graph(scenes, "vq_decoder", rows, folder)
+    assert graph_inputs is not None
     gpu = find_gpu()
     gpus = (gpu.compute_capability if gpu else "SM89",)
-    built = build_engine_file(name, folder / "vq_decoder.onnx", written, gpus, lambda what, done, total: None)
+    plan_path = build_engine_file(name, folder / "vq_decoder.onnx", graph_inputs, gpus, lambda stage, done, total: None)
     inputs = [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]
     outputs = [Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))]
-    plain = GraphSession(scenes.path("vq_decoder"), inputs, outputs)
-    plan = TensorRTExecutable(import_library(name), built, rows, "again")
-    return TensorRTFunction(plan, inputs, outputs, Device(provider)), plain
+    onnx_session = GraphSession(scenes.path("vq_decoder"), inputs, outputs)
+    executable = TensorRTExecutable(import_library(name), plan_path, rows, "again")
+    return TensorRTFunction(executable, inputs, outputs, Device(provider)), onnx_session
 
 
 @pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")
-def test_a_plan_that_cannot_be_loaded_for_lack_of_a_driver_says_so(float_scenes_bundle: Path, tmp_path: Path) -> None:
-    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
+def test_the_error_of_loading_an_engine_without_a_driver_says_so(float_scenes_bundle: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="needs lantern-rt[tensorrt-rtx]")
     with pytest.raises(EngineError) as caught:
         image_decoder("tensorrt-rtx", float_scenes_bundle, tmp_path, "cpu")
     assert "CUDA driver version is insufficient" in caught.value.problem
 
 
 @pytest.mark.gpu
-def test_a_plan_decodes_images_on_the_gpu(name: str, float_scenes_bundle: Path, tmp_path: Path) -> None:
+def test_a_tensorrt_engine_decodes_images_on_the_gpu(name: str, float_scenes_bundle: Path, tmp_path: Path) -> None:
     if find_gpu() is None:
         pytest.skip("needs an NVIDIA GPU and its driver")
-    plan, plain = image_decoder(name, float_scenes_bundle, tmp_path, MEMORY)
-    codes = np.random.default_rng(0).integers(0, 16, (3, plain.session.get_inputs()[0].shape[1]))
-    np.testing.assert_allclose(plan.run({"codes": codes})[0], plain.run({"codes": codes})[0], atol=1e-3)
+    engine_function, onnx_session = image_decoder(name, float_scenes_bundle, tmp_path, MEMORY)
+    codes = np.random.default_rng(0).integers(0, 16, (3, onnx_session.session.get_inputs()[0].shape[1]))
+    np.testing.assert_allclose(
+        engine_function.run({"codes": codes})[0], onnx_session.run({"codes": codes})[0], atol=1e-3
+    )

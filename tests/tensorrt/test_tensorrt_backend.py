@@ -1,4 +1,4 @@
-"""TensorRT backends: what they refuse without a library or GPU, and TensorRT-RTX engines built without a GPU."""
+"""TensorRT backends: errors without a library or GPU, and TensorRT-RTX engines built without a GPU."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from onnx import TensorProto, helper
 
 from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.engines import build as build_module
-from lantern_rt.engines.build import build_engines, compute_capabilities
+from lantern_rt.engines.build import build_engines, choose_compute_capabilities
 from lantern_rt.engines.engine_folder import open_engine_folder
 from lantern_rt.engines.gpu import Gpu, find_gpu
 from lantern_rt.engines.loader import Engines
 from lantern_rt.engines.profiles import BuildOptions, Profile
-from lantern_rt.engines.trt.builder import MODULES, build_engine_file, import_library, shape_bounds, write_graph
+from lantern_rt.engines.trt.builder import MODULES, build_engine_file, import_library, shape_bounds, write_device_graph
 from lantern_rt.errors import EngineError, LanternError, RequestError
+from lantern_rt.inputs import install_command
 
 RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
 KERNELS = 4 << 20  # bytes of a small engine that are not weights
 ONE_ROW = Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0))
 
 
-def silent(what: str, done: int, total: int) -> None:
+def silent(stage: str, done: int, total: int) -> None:
     pass
 
 
-def refusal(call: Callable[[], object], kind: type[LanternError] = EngineError) -> LanternError:
+def error_of_call(call: Callable[[], object], kind: type[LanternError] = EngineError) -> LanternError:
     with pytest.raises(kind) as caught:
         call()
     return caught.value
@@ -41,7 +42,7 @@ def refusal(call: Callable[[], object], kind: type[LanternError] = EngineError) 
 
 @pytest.fixture
 def library() -> Any:
-    return pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
+    return pytest.importorskip("tensorrt_rtx", reason="needs lantern-rt[tensorrt-rtx]")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def scenes(float_scenes_bundle: Path) -> Bundle:
 @pytest.fixture(scope="module")
 def plans(scenes: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The scenes bundle for two GPUs."""
-    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
+    pytest.importorskip("tensorrt_rtx", reason="needs lantern-rt[tensorrt-rtx]")
     folder = tmp_path_factory.mktemp("plans") / "scenes"
     build_engines(scenes, "scenes", RTX, folder, False, silent)
     return folder
@@ -62,23 +63,23 @@ def plans(scenes: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "module"), [("tensorrt", "tensorrt"), ("tensorrt-rtx", "tensorrt_rtx")])
-def test_a_missing_library_comes_with_the_command_that_installs_it(
+def test_the_error_of_a_missing_library_names_the_command_that_installs_it(
     name: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for found in (None, ModuleType(module)):  # nothing; a folder that is called like it
-        monkeypatch.setitem(sys.modules, module, found)
-        error = refusal(lambda: import_library(name))
-        assert error.remedy == f"install it with `pip install 'lantern-rt[{name}]'`"
+    for imported_module in (None, ModuleType(module)):  # no module, or a folder of the same name
+        monkeypatch.setitem(sys.modules, module, imported_module)
+        error = error_of_call(lambda: import_library(name))
+        assert error.remedy == f"install it with `{install_command(name)}`"
 
 
-def test_the_gpu_of_the_host_is_built_for_unless_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_built_for_the_hosts_gpu_unless_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "find_gpu", lambda: None)
     for name in MODULES:
-        error = refusal(lambda name=name: compute_capabilities(BuildOptions(name)))
+        error = error_of_call(lambda name=name: choose_compute_capabilities(BuildOptions(name)))
         assert error.found == "no NVIDIA GPU and driver"
     monkeypatch.setattr(build_module, "find_gpu", lambda: Gpu("13.0", "SM90", "NVIDIA H100"))
-    assert compute_capabilities(BuildOptions("tensorrt")) == ("SM90",)
-    assert compute_capabilities(RTX) == ("SM89", "SM120")
+    assert choose_compute_capabilities(BuildOptions("tensorrt")) == ("SM90",)
+    assert choose_compute_capabilities(RTX) == ("SM89", "SM120")
 
 
 def test_shapes_of_graph_inputs_follow_the_profile() -> None:
@@ -97,7 +98,7 @@ def test_shapes_of_graph_inputs_follow_the_profile() -> None:
 # ---------------------------------------------------------------- ahead of time, without a GPU
 
 
-def test_plans_for_two_gpus_are_built_and_recorded(plans: Path, scenes: Bundle, library: Any) -> None:
+def test_engines_for_two_gpus_are_built_and_recorded(plans: Path, scenes: Bundle, library: Any) -> None:
     manifest = open_engine_folder(plans).manifest
     assert (manifest.backend, manifest.builder_version) == ("tensorrt-rtx", library.__version__)
     assert manifest.compute_capabilities == ("SM89", "SM120")
@@ -109,14 +110,14 @@ def test_plans_for_two_gpus_are_built_and_recorded(plans: Path, scenes: Bundle, 
     assert manifest.graphs.keys() == {"target", "drafter", "vq_decoder"}
     for role, graph in manifest.graphs.items():
         assert graph.bytes == (plans / f"{role}.plan").stat().st_size
-        assert graph.bytes > scenes.manifest.files[f"{role}.data"].bytes  # the weights are in it
+        assert graph.bytes > scenes.manifest.files[f"{role}.data"].bytes  # the engine contains the weights
     names = [(p.name, p.rows[2], p.nodes[2], p.columns[2]) for p in manifest.graphs["target"].profiles]
     assert names == [("ar", 2, 2, 320), ("tree", 2, 24, 320)]
 
 
 @pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")
-def test_plans_cannot_be_run_without_a_driver_and_say_so(plans: Path, scenes: Bundle) -> None:
-    assert refusal(lambda: Engines(scenes, folder=open_engine_folder(plans))).found == "no NVIDIA GPU and driver"
+def test_the_error_of_running_engines_without_a_driver_says_so(plans: Path, scenes: Bundle) -> None:
+    assert error_of_call(lambda: Engines(scenes, folder=open_engine_folder(plans))).found == "no NVIDIA GPU and driver"
 
 
 @pytest.mark.usefixtures("library")
@@ -130,7 +131,7 @@ def test_plans_cannot_be_run_without_a_driver_and_say_so(plans: Path, scenes: Bu
     ],
     ids=["float16", "int4", "grouped heads", "heads of 100 numbers"],
 )
-def test_weights_of_a_plan_are_as_small_as_the_bundles(
+def test_an_engine_stores_weights_as_small_as_in_the_bundle(
     tmp_path: Path, change: dict[str, Any], compute: str, precision: str | None
 ) -> None:
     torch = pytest.importorskip("torch")
@@ -143,51 +144,54 @@ def test_weights_of_a_plan_are_as_small_as_the_bundles(
     assert sizes.num_kv_heads == 4 // shape.key_share
     profiles = (Profile(name="tree", rows=(1, 2, 2), nodes=(2, 8, 8), columns=(64, 64, 64)),)
     for role in ("target", "drafter") if bundle.manifest.drafter else ("target",):
-        inputs = write_graph(bundle, role, profiles, tmp_path)
+        inputs = write_device_graph(bundle, role, profiles, tmp_path)
         assert inputs is not None
         plan = build_engine_file("tensorrt-rtx", tmp_path / f"{role}.onnx", inputs, ("SM89",), silent)
         assert plan.stat().st_size < bundle.manifest.files[f"{role}.data"].bytes + KERNELS
 
 
 @pytest.mark.usefixtures("library")
-def test_an_unknown_gpu_is_answered_with_the_known_ones(scenes: Bundle, tmp_path: Path) -> None:
+def test_an_unknown_gpu_is_rejected(scenes: Bundle, tmp_path: Path) -> None:
     options = replace(RTX, compute_capabilities=("SM31",))
     call = lambda: build_engines(scenes, "scenes", options, tmp_path / "new", False, silent)  # noqa: E731
-    error = refusal(call, RequestError)
+    error = error_of_call(call, RequestError)
     assert (error.field, error.found) == ("compute_capability", "'SM31'")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("library")
-def test_a_graph_that_is_not_built_says_which_node_or_shape(scenes: Bundle, tmp_path: Path) -> None:
-    path, node = tmp_path / "vq_decoder.onnx", helper.make_node("Bogus", ["codes"], ["images"], name="strange_2")
+def test_the_error_of_a_failed_build_names_the_node_or_shape(scenes: Bundle, tmp_path: Path) -> None:
+    path = tmp_path / "vq_decoder.onnx"
+    node = helper.make_node("Bogus", ["codes"], ["images"], name="strange_2")
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", 4]) for name in ("codes", "images")]
     graph = helper.make_graph([node], "bad", values[:1], values[1:])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
     build = partial(build_engine_file, "tensorrt-rtx", path, [{"codes": ((1, 4),) * 3}], ("SM89",), silent)
-    assert "strange_2 and operator: Bogus" in refusal(build).problem
+    assert "strange_2 and operator: Bogus" in error_of_call(build).problem
     path.write_bytes(b"junk")
-    assert "Failed to parse the ONNX model" in refusal(build).problem
+    assert "Failed to parse the ONNX model" in error_of_call(build).problem
     wrong = Profile(name="rows", rows=(1, 1, 1), nodes=(4, 2, 2), columns=(64, 64, 64))
-    inputs = write_graph(scenes, "drafter", [wrong], tmp_path)
+    inputs = write_device_graph(scenes, "drafter", [wrong], tmp_path)
     assert inputs is not None
-    found = refusal(lambda: build_engine_file("tensorrt-rtx", tmp_path / "drafter.onnx", inputs, ("SM89",), silent))
-    assert "token_ids" in found.problem
+    error = error_of_call(
+        lambda: build_engine_file("tensorrt-rtx", tmp_path / "drafter.onnx", inputs, ("SM89",), silent)
+    )
+    assert "token_ids" in error.problem
 
 
 @pytest.mark.usefixtures("library")
 def test_progress_comes_from_the_builder_and_ctrl_c_stops_it(scenes: Bundle, tmp_path: Path) -> None:
     calls: list[tuple[str, int, int]] = []
 
-    def interrupt(what: str, done: int, total: int) -> None:
-        calls.append((what, done, total))
-        if "optimization" in what:
+    def interrupt(stage: str, done: int, total: int) -> None:
+        calls.append((stage, done, total))
+        if "optimization" in stage:
             raise KeyboardInterrupt
 
-    inputs = write_graph(scenes, "vq_decoder", [ONE_ROW], tmp_path)
+    inputs = write_device_graph(scenes, "vq_decoder", [ONE_ROW], tmp_path)
     assert inputs is not None
     with pytest.raises(KeyboardInterrupt):
         build_engine_file("tensorrt-rtx", tmp_path / "vq_decoder.onnx", inputs, ("SM89",), interrupt)
-    assert all(what.startswith("building vq_decoder: ") for what, _, _ in calls)
+    assert all(stage.startswith("building vq_decoder: ") for stage, _, _ in calls)
     assert all(0 <= done <= total for _, done, total in calls)
     assert not list(tmp_path.glob("*.plan"))

@@ -1,4 +1,4 @@
-"""Shards of pictures: what is in them, that a folder is continued, and what is refused."""
+"""Shards of training images: their content, continuing a folder, and rejected data."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lantern_rt.prepared import compute_prefixes
 
 pytest.importorskip("safetensors")
 
-from lantern_rt.train.drafter.data import count_shard_images, hidden_states, write_shards
+from lantern_rt.train.drafter.data import compute_hidden_states, count_shard_images, write_shards
 from lantern_rt.train.drafter.shards import (
     Shard,
     ShardFolder,
-    Source,
+    ShardSource,
     TrainingImages,
-    read_source,
+    describe_shard_source,
     shard_path,
     write_shard,
 )
@@ -39,8 +39,8 @@ def pipeline(c2i_bundle: Path) -> Pipeline:
 
 
 @pytest.fixture(scope="module")
-def source(pipeline: Pipeline) -> Source:
-    return read_source(pipeline.bundle.manifest)
+def source(pipeline: Pipeline) -> ShardSource:
+    return describe_shard_source(pipeline.bundle.manifest)
 
 
 def write(pipeline: Pipeline, output: Path, count: int = 4, prompts: Prompts = CLASSES) -> None:
@@ -48,8 +48,8 @@ def write(pipeline: Pipeline, output: Path, count: int = 4, prompts: Prompts = C
         pass
 
 
-def contents(folder: Path) -> dict[str, Any]:
-    """What is in the files; safetensors writes the metadata in any order."""
+def read_contents(folder: Path) -> dict[str, Any]:
+    """Read the files of a folder, as safetensors writes metadata in any order."""
     files = {}
     for path in sorted(folder.iterdir()):
         shard = Shard(path)
@@ -58,39 +58,39 @@ def contents(folder: Path) -> dict[str, Any]:
     return files
 
 
-def test_a_shard_holds_what_the_pipeline_draws_and_the_targets_hidden_states(
+def test_a_shard_has_the_images_of_the_pipeline_and_the_targets_hidden_states(
     pipeline: Pipeline, tmp_path: Path
 ) -> None:
     write(pipeline, tmp_path)
     shard = Shard(shard_path(tmp_path, 1))
     assert shard.prompts == [4, 3]
-    pictures = shard.read(slice(None))
+    images = shard.read(slice(None))
     request = CLASSES.request(1, 2, 700_000)
     result = pipeline(**request, method="ar")
-    np.testing.assert_array_equal(pictures.codes, result.codes)
-    assert pictures.lengths.tolist() == [[1, 1], [1, 1]]
-    assert pictures.tokens.shape == (2, 2, 0)
+    np.testing.assert_array_equal(images.codes, result.codes)
+    assert images.lengths.tolist() == [[1, 1], [1, 1]]
+    assert images.tokens.shape == (2, 2, 0)
     prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, pipeline.check(**request, method="ar").images))
-    states = hidden_states(pipeline, prompts, pictures.codes)
-    np.testing.assert_allclose(pictures.states.reshape(4, 16, 64), states, rtol=1e-3, atol=1e-3)
+    states = compute_hidden_states(pipeline, prompts, images.codes)
+    np.testing.assert_allclose(images.states.reshape(4, 16, 64), states, rtol=1e-3, atol=1e-3)
 
 
-def test_a_folder_is_continued_and_its_shards_are_left(pipeline: Pipeline, tmp_path: Path) -> None:
+def test_a_folder_is_continued_without_changing_its_shards(pipeline: Pipeline, tmp_path: Path) -> None:
     write(pipeline, tmp_path / "whole", 6)
     write(pipeline, tmp_path / "parts", 2)
     before = shard_path(tmp_path / "parts", 0).stat().st_mtime_ns
     write(pipeline, tmp_path / "parts", 6)
     assert shard_path(tmp_path / "parts", 0).stat().st_mtime_ns == before
-    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert read_contents(tmp_path / "parts") == read_contents(tmp_path / "whole")
 
 
-def test_an_interrupted_folder_holds_whole_shards_only(pipeline: Pipeline, tmp_path: Path) -> None:
-    begun = []
+def test_an_interrupted_folder_has_only_complete_shards(pipeline: Pipeline, tmp_path: Path) -> None:
+    calls = []
 
-    def interrupt(what: str, done: int, total: int) -> None:
-        if what == "computing hidden states":
-            begun.append(done)
-            if len(begun) == 2:
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if stage == "computing hidden states":
+            calls.append(done)
+            if len(calls) == 2:
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -98,10 +98,10 @@ def test_an_interrupted_folder_holds_whole_shards_only(pipeline: Pipeline, tmp_p
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["shard-00000.safetensors"]
     write(pipeline, tmp_path / "data")
     write(pipeline, tmp_path / "whole")
-    assert contents(tmp_path / "data") == contents(tmp_path / "whole")
+    assert read_contents(tmp_path / "data") == read_contents(tmp_path / "whole")
 
 
-def test_a_folder_of_other_prompts_or_with_a_link_to_nowhere_is_refused(
+def test_a_folder_of_other_prompts_or_with_a_broken_link_is_rejected(
     pipeline: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(pipeline, tmp_path)
@@ -109,12 +109,12 @@ def test_a_folder_of_other_prompts_or_with_a_link_to_nowhere_is_refused(
     assert error.field == str(shard_path(tmp_path, 0))
     shard_path(tmp_path, 0).unlink()
     shard_path(tmp_path, 0).symlink_to(tmp_path / "nowhere")
-    monkeypatch.setattr(Pipeline, "stream", lambda *_, **__: pytest.fail("drew pictures"))
+    monkeypatch.setattr(Pipeline, "stream", lambda *_, **__: pytest.fail("generated images"))
     with pytest.raises(CheckpointError):
         write(pipeline, tmp_path)
 
 
-def test_a_bundle_that_draws_groups_of_cells_is_refused(tmp_path: Path) -> None:
+def test_a_bundle_that_generates_groups_of_cells_is_rejected(tmp_path: Path) -> None:
     pipeline = Pipeline.from_bundle(make_order_bundle(tmp_path / "tiny"), threads=1)
     expected = "bundle: bundle tiny draws groups of cells, in an order of its own; use another bundle"
     assert str(error_of(RequestError, write, pipeline, tmp_path / "data")) == expected
@@ -122,20 +122,22 @@ def test_a_bundle_that_draws_groups_of_cells_is_refused(tmp_path: Path) -> None:
         assert str(error_of(RequestError, read, pipeline.bundle)) == expected
 
 
-def test_too_few_pictures_and_damaged_ones_are_refused(pipeline: Pipeline, source: Source, tmp_path: Path) -> None:
-    def refusal() -> CheckpointError:
+def test_too_few_images_and_damaged_shards_are_rejected(
+    pipeline: Pipeline, source: ShardSource, tmp_path: Path
+) -> None:
+    def open_error() -> CheckpointError:
         error = error_of(CheckpointError, ShardFolder, tmp_path, [source], 256)
         return error
 
-    assert refusal().found == "0 images"
+    assert open_error().found == "0 images"
     write(pipeline, tmp_path)
     assert len(ShardFolder(tmp_path, [source], 256)) == 4
     path = shard_path(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-100])
-    assert str(path) in str(refusal())
+    assert str(path) in str(open_error())
     path.unlink()
     os.mkfifo(path)
-    assert "a pipe or a device" in str(refusal())
+    assert "a pipe or a device" in str(open_error())
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_too_few_pictures_and_damaged_ones_are_refused(pipeline: Pipeline, sourc
     ],
 )
 def test_shards_that_contradict_the_bundle_are_refused(
-    pipeline: Pipeline, source: Source, tmp_path: Path, field: str, value: Any
+    pipeline: Pipeline, source: ShardSource, tmp_path: Path, field: str, value: Any
 ) -> None:
     write(pipeline, tmp_path, 2)
     good = Shard(shard_path(tmp_path, 0)).read(slice(None))
@@ -180,37 +182,43 @@ def test_numbers_out_of_range_and_other_shapes_are_refused(
 ) -> None:
     write(pipeline, tmp_path / "good", 2)
     good = Shard(shard_path(tmp_path / "good", 0))
-    pictures = replace(good.read(slice(None)), **{field: value})
-    if field == "tokens":  # a prefix of two, where the bundle's has one
-        pictures = replace(pictures, states=np.zeros((2, 2, 17, 64), np.float16))
-    write_shard(tmp_path / "bad.safetensors", good.source, pictures)
+    images = replace(good.read(slice(None)), **{field: value})
+    if field == "tokens":  # a prefix of two positions, but the bundle has one
+        images = replace(images, states=np.zeros((2, 2, 17, 64), np.float16))
+    write_shard(tmp_path / "bad.safetensors", good.source, images)
     with pytest.raises(CheckpointError):
         Shard(tmp_path / "bad.safetensors")
 
 
-def test_tokens_that_no_prefix_has_are_refused(source: Source, tmp_path: Path) -> None:
+def test_tokens_beyond_the_vocabulary_are_rejected(source: ShardSource, tmp_path: Path) -> None:
     wide = replace(source, prefix=2)
-    tokens, states = np.full((2, 2, 1), 256, np.int32), np.zeros((2, 2, 17, 64), np.float16)
-    zeros, late = np.zeros((2, 16), np.int32), np.zeros((2, 2, 16, 64), np.float16)
-    pictures = TrainingImages([1, 2], zeros, np.full((2, 2), 2, np.int32), tokens, states, zeros, zeros, late)
-    write_shard(shard_path(tmp_path, 0), wide, pictures)
+    tokens = np.full((2, 2, 1), 256, np.int32)
+    states = np.zeros((2, 2, 17, 64), np.float16)
+    zeros = np.zeros((2, 16), np.int32)
+    unaccepted_states = np.zeros((2, 2, 16, 64), np.float16)
+    images = TrainingImages(
+        [1, 2], zeros, np.full((2, 2), 2, np.int32), tokens, states, zeros, zeros, unaccepted_states
+    )
+    write_shard(shard_path(tmp_path, 0), wide, images)
     assert len(ShardFolder(tmp_path, [wide], 257)) == 2
     with pytest.raises(CheckpointError):
         ShardFolder(tmp_path, [wide], 256)
 
 
 @pytest.mark.parametrize("field", ["codes", "states", "prompts"])
-def test_data_are_told_apart_by_their_content(pipeline: Pipeline, source: Source, tmp_path: Path, field: str) -> None:
+def test_the_digest_of_data_depends_on_their_content(
+    pipeline: Pipeline, source: ShardSource, tmp_path: Path, field: str
+) -> None:
     write(pipeline, tmp_path / "first", 2)
-    pictures = Shard(shard_path(tmp_path / "first", 0)).read(slice(None))
-    other = [1, 2] if field == "prompts" else np.flip(getattr(pictures, field), 0)
-    write_shard(shard_path(tmp_path / "second", 0), source, replace(pictures, **{field: other}))
+    images = Shard(shard_path(tmp_path / "first", 0)).read(slice(None))
+    changed_value = [1, 2] if field == "prompts" else np.flip(getattr(images, field), 0)
+    write_shard(shard_path(tmp_path / "second", 0), source, replace(images, **{field: changed_value}))
     assert (
         ShardFolder(tmp_path / "first", [source], 256).digest != ShardFolder(tmp_path / "second", [source], 256).digest
     )
 
 
-def test_data_have_one_size_if_it_is_given_and_are_continued_with_it_alone(
+def test_data_of_one_size_can_only_be_continued_with_that_size(
     emu3_bundle: Path, tmp_path: Path, program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lantern_rt.train.drafter.data.IMAGES_PER_SHARD", 2)
@@ -226,7 +234,7 @@ def test_data_have_one_size_if_it_is_given_and_are_continued_with_it_alone(
     assert (code, err.splitlines()[-1].count("another bundle or size")) == (2, 1)
 
 
-def test_large_images_share_a_file_with_fewer(pipeline: Pipeline) -> None:
+def test_a_shard_has_fewer_images_if_they_are_large(pipeline: Pipeline) -> None:
     manifest = pipeline.bundle.manifest
 
     def images_of(cells: int, width: int) -> int:
@@ -237,15 +245,15 @@ def test_large_images_share_a_file_with_fewer(pipeline: Pipeline) -> None:
     assert [images_of(*size) for size in ((24, 2048), (32, 4096), (90, 4096), (256, 65_536))] == [64, 64, 8, 1]
 
 
-def test_pictures_of_validation_stay_the_same_when_more_are_drawn(
-    pipeline: Pipeline, source: Source, tmp_path: Path
+def test_validation_images_stay_the_same_when_more_images_are_generated(
+    pipeline: Pipeline, source: ShardSource, tmp_path: Path
 ) -> None:
     write(pipeline, tmp_path, 24)
-    few = ShardFolder(tmp_path, [source], 256)
-    assert few.validation == [22]
+    smaller = ShardFolder(tmp_path, [source], 256)
+    assert smaller.validation == [22]
     write(pipeline, tmp_path, 46)
-    many = ShardFolder(tmp_path, [source], 256)
-    assert many.validation == [22, 45]
-    assert sorted(many.training + many.validation) == list(range(46))
-    np.testing.assert_array_equal(many.read_image(21)[0].codes, few.read_image(21)[0].codes)
-    assert many.read_image(23)[0].prompts == [CLASSES.items[23 % 3]]
+    larger = ShardFolder(tmp_path, [source], 256)
+    assert larger.validation == [22, 45]
+    assert sorted(larger.training + larger.validation) == list(range(46))
+    np.testing.assert_array_equal(larger.read_image(21)[0].codes, smaller.read_image(21)[0].codes)
+    assert larger.read_image(23)[0].prompts == [CLASSES.items[23 % 3]]

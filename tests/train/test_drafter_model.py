@@ -1,4 +1,4 @@
-"""The drafter while it learns: its passes, the folder it is written to, and the published drafters' numbers."""
+"""The drafter in training: its passes, its folder, and agreement with the published drafters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import refused
+from refusals import expects_error
 
 from lantern_rt import BundleError, open_bundle
 
@@ -20,47 +20,53 @@ from family_readers import read_anole, read_transformer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
-from lantern_rt.export.models.eagle import EagleDrafter, read_drafter  # noqa: E402
-from lantern_rt.train.drafter.batches import Batch  # noqa: E402
+from lantern_rt.export.models.eagle import EagleModule, read_drafter  # noqa: E402
+from lantern_rt.train.drafter.batches import TrainingBatch  # noqa: E402
 from lantern_rt.train.drafter.folder import lantern_weights, save_drafter  # noqa: E402
-from lantern_rt.train.drafter.losses import guided_logits, kl_loss, overlap  # noqa: E402
-from lantern_rt.train.drafter.model import draft_states, new_drafter  # noqa: E402
-from lantern_rt.train.drafter.target import Target, read_target  # noqa: E402
+from lantern_rt.train.drafter.losses import compute_guided_logits, compute_overlap, kl_loss  # noqa: E402
+from lantern_rt.train.drafter.model import draft_states, make_drafter  # noqa: E402
+from lantern_rt.train.drafter.target import TrainingTarget, read_target  # noqa: E402
 
 DATA = Path(__file__).parent.parent / "data"
 
 
-def random_drafter(**changes: Any) -> EagleDrafter:
-    """One with two layers, so that what the first hands on is seen, too."""
+def random_drafter(**changes: Any) -> EagleModule:
+    """Make a drafter with two layers, so that the output of the first layer matters, too."""
     sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "input_norm": False} | changes
     config = DecoderConfig(
         hidden_size=32, intermediate_size=48, vocab_size=20, grid=4, prefix=2, final_norm=False, **sizes
     )
     torch.manual_seed(0)
-    drafter = EagleDrafter(config, torch.nn.Linear(32, 20, bias=False), bias=True).eval()
+    drafter = EagleModule(config, torch.nn.Linear(32, 20, bias=False), bias=True).eval()
     for weight in drafter.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     return drafter
 
 
-class Decoding:
-    """The drafter as decoding runs it: committed slots at once, then a chain of drafts, slot by slot."""
+class DecodingReference:
+    """Runs the drafter as decoding does: committed slots in one pass, then a chain of drafts, slot by slot."""
 
-    def __init__(self, drafter: EagleDrafter, tokens: torch.Tensor, states: torch.Tensor) -> None:
-        self.drafter, self.tokens, self.states = drafter, tokens, states
+    def __init__(self, drafter: EagleModule, tokens: torch.Tensor, states: torch.Tensor) -> None:
+        self.drafter = drafter
+        self.tokens = tokens
+        self.states = states
 
     def chain(self, committed: int, depth: int) -> torch.Tensor:
-        """The prediction of the slot `depth` behind `committed` slots, all of them with the target's states."""
+        """Return the hidden state of the draft `depth` slots after `committed` slots with the target's states."""
         sizes = self.drafter.config
         past = [torch.zeros(0, 1, sizes.num_kv_heads, sizes.head_dim)] * 2 * sizes.num_layers
-        start, end, given = 0, committed, self.states[:, :committed]
+        start = 0
+        end = committed
+        input_states = self.states[:, :committed]
         for _ in range(depth + 1):
             nodes = end - start
             mask = torch.full((1, 1, nodes, end), -1e9).triu(start + 1)
             positions = torch.arange(start, end)[None]
-            _, hidden, *new = self.drafter(self.tokens[:, start:end], given, positions, mask, *past)
-            past = [torch.cat(pair) for pair in zip(past, new, strict=True)]
-            start, end, given = end, end + 1, hidden[:, -1:]
+            _, hidden, *new_kv = self.drafter(self.tokens[:, start:end], input_states, positions, mask, *past)
+            past = [torch.cat(pair) for pair in zip(past, new_kv, strict=True)]
+            start = end
+            end = end + 1
+            input_states = hidden[:, -1:]
         return hidden[0, -1]
 
 
@@ -68,92 +74,100 @@ class Decoding:
     "changes",
     [{}, {"rotary": "sequence", "rope_style": "half", "query_key_norm": True, "input_norm": True, "num_kv_heads": 4}],
 )
-def test_predictions_deep_in_a_draft_are_those_of_decoding(changes: dict[str, Any]) -> None:
-    drafter, slots = random_drafter(**changes), 12
-    tokens, states = torch.randint(20, (1, slots)), torch.randn(1, slots, 32)
+def test_predictions_at_every_depth_of_a_draft_agree_with_decoding(changes: dict[str, Any]) -> None:
+    drafter = random_drafter(**changes)
+    slots = 12
+    tokens = torch.randint(20, (1, slots))
+    states = torch.randn(1, slots, 32)
     with torch.no_grad():
-        decoding = Decoding(drafter, tokens, states)
-        for depth, found in enumerate(draft_states(drafter, tokens, states, 4)):
+        decoding = DecodingReference(drafter, tokens, states)
+        for depth, hidden in enumerate(draft_states(drafter, tokens, states, 4)):
             for slot in range(depth, slots):
-                wanted = decoding.chain(slot + 1 - depth, depth)
-                torch.testing.assert_close(found[0, slot], wanted, atol=2e-4, rtol=1e-3)
+                expected = decoding.chain(slot + 1 - depth, depth)
+                torch.testing.assert_close(hidden[0, slot], expected, atol=2e-4, rtol=1e-3)
 
 
-def test_what_is_fed_back_carries_no_gradient_but_every_weight_has_one() -> None:
+def test_fed_back_states_have_no_gradient_but_every_weight_has_one() -> None:
     drafter = random_drafter()
-    tokens, states = torch.randint(20, (2, 9)), torch.randn(2, 9, 32, requires_grad=True)
+    tokens = torch.randint(20, (2, 9))
+    states = torch.randn(2, 9, 32, requires_grad=True)
     *_, last = draft_states(drafter, tokens, states, 3)
     last[:, 4:].sum().backward()
-    own = {name: weight.grad for name, weight in drafter.named_parameters() if not name.startswith("head.")}
-    assert [name for name, grad in own.items() if grad is None or not grad.any()] == []
+    gradients = {name: weight.grad for name, weight in drafter.named_parameters() if not name.startswith("head.")}
+    assert [name for name, grad in gradients.items() if grad is None or not grad.any()] == []
 
 
-def as_published(target: Target) -> Target:
-    """The published small drafters are narrower inside than their targets, those of real models are not."""
+def as_published(target: TrainingTarget) -> TrainingTarget:
+    """Set the intermediate size of the published small drafters, which is smaller than their targets'."""
     return replace(target, config=replace(target.config, intermediate_size=128))
 
 
-def test_training_keeps_everything_on_one_device() -> None:
-    """On a device without data, which no operation mixes with the host's."""
+def test_training_puts_all_tensors_on_one_device() -> None:
+    """Train on the device `meta`, as an operation that mixes it with host tensors fails."""
     drafter = random_drafter().to("meta")
-    tokens, states = torch.zeros(4, 9, dtype=torch.int64, device="meta"), torch.zeros(4, 10, 32, device="meta")
-    batch = Batch(tokens, states, torch.zeros(4, dtype=torch.int64, device="meta"), 2, 10)
+    tokens = torch.zeros(4, 9, dtype=torch.int64, device="meta")
+    states = torch.zeros(4, 10, 32, device="meta")
+    batch = TrainingBatch(tokens, states, torch.zeros(4, dtype=torch.int64, device="meta"), 2, 10)
     head = torch.zeros(20, 32, device="meta")
     for depth, hidden in enumerate(draft_states(drafter, batch.tokens, batch.states[:, :-1], 3)):
-        logits = guided_logits(batch.predictions(hidden, depth), head, 3.0)
-        p = guided_logits(batch.target_states(depth), head, 3.0).softmax(-1)
+        logits = compute_guided_logits(batch.select_predictions(hidden, depth), head, 3.0)
+        p = compute_guided_logits(batch.select_target_states(depth), head, 3.0).softmax(-1)
         assert logits.shape == p.shape == (2, 9 - depth, 20)
         kl_loss(p, logits).backward(retain_graph=True)
     assert drafter.fc.weight.grad.device.type == "meta"
 
 
-def test_the_loss_is_the_divergence_and_overlap_what_exact_acceptance_takes() -> None:
+def test_the_loss_is_the_divergence_and_overlap_the_rate_of_exact_acceptance() -> None:
     p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     assert kl_loss(p, p.log()).item() == pytest.approx(0, abs=1e-6)
-    assert kl_loss(p, torch.zeros(1, 4)).item() == pytest.approx(1.38629 - 1.14214, abs=1e-4)  # of entropies
-    assert overlap(p, torch.full((1, 4), 0.25)).item() == pytest.approx(0.7)
+    assert kl_loss(p, torch.zeros(1, 4)).item() == pytest.approx(
+        1.38629 - 1.14214, abs=1e-4
+    )  # difference of the entropies
+    assert compute_overlap(p, torch.full((1, 4), 0.25)).item() == pytest.approx(0.7)
 
 
-def test_guidance_mixes_the_two_rows_of_a_picture_and_leaves_a_single_one() -> None:
-    hidden, head = torch.randn(2, 2, 5, 3), torch.randn(7, 3)
+def test_guidance_mixes_the_two_rows_of_an_image_and_does_not_change_a_single_row() -> None:
+    hidden = torch.randn(2, 2, 5, 3)
+    head = torch.randn(7, 3)
     cond, uncond = (hidden @ head.T).unbind(1)
-    torch.testing.assert_close(guided_logits(hidden, head, 3.0), uncond + 3 * (cond - uncond))
-    torch.testing.assert_close(guided_logits(hidden[:, :1], head, 3.0), cond)
+    torch.testing.assert_close(compute_guided_logits(hidden, head, 3.0), uncond + 3 * (cond - uncond))
+    torch.testing.assert_close(compute_guided_logits(hidden[:, :1], head, 3.0), cond)
 
 
-def with_golden_weights(target: Target, golden: EagleDrafter) -> EagleDrafter:
-    """A drafter that training makes, with the weights of a published one."""
-    drafter = new_drafter(target, seed=1)
+def with_golden_weights(target: TrainingTarget, golden: EagleModule) -> EagleModule:
+    """Make a drafter as training does, with the weights of a published drafter."""
+    drafter = make_drafter(target, seed=1)
     drafter.load_state_dict({name: weight.clone() for name, weight in golden.state_dict().items()})
     return drafter
 
 
-def stored(drafter: EagleDrafter) -> dict[str, torch.Tensor]:
-    """Computed ones instead of those that are joined when they are used."""
+def stored_weights(drafter: EagleModule) -> dict[str, torch.Tensor]:
+    """Return copies of the weights, some of which are computed only when used."""
     return {name: weight.clone() for name, weight in drafter.state_dict().items()}
 
 
 @pytest.fixture(scope="module")
-def t2i(t2i_bundle: Path) -> Target:
+def t2i(t2i_bundle: Path) -> TrainingTarget:
     return as_published(read_target(open_bundle(t2i_bundle)))
 
 
 @pytest.fixture(scope="module")
-def anole(anole_bundle: Path) -> Target:
+def anole(anole_bundle: Path) -> TrainingTarget:
     return as_published(read_target(open_bundle(anole_bundle)))
 
 
-def test_the_published_llamagen_drafter_loads_and_gives_its_numbers(t2i: Target, tmp_path: Path) -> None:
+def test_the_published_llamagen_drafter_loads_and_reproduces_its_outputs(t2i: TrainingTarget, tmp_path: Path) -> None:
     config = DATA / "llamagen-t2i/config.json"
     target = read_transformer(DATA / "llamagen-t2i/t2i_tiny.pt", config=config).decoder
     golden = read_drafter(DATA / "lantern-drafter-llamagen", target).drafter
     assert t2i.config == golden.config
     save_drafter(with_golden_weights(t2i, golden), tmp_path / "saved", t2i.fields)
-    again = read_drafter(tmp_path / "saved", target).drafter
+    reloaded = read_drafter(tmp_path / "saved", target).drafter
     with np.load(DATA / "lantern-drafter-llamagen/golden.npz") as arrays:
         length = int(arrays["fwd_len"])
-        tokens, states = torch.from_numpy(arrays["token_ids"][:, 1:]), torch.from_numpy(arrays["target_hidden"])
-        for drafter in (again, with_golden_weights(t2i, golden)):
+        tokens = torch.from_numpy(arrays["token_ids"][:, 1:])
+        states = torch.from_numpy(arrays["target_hidden"])
+        for drafter in (reloaded, with_golden_weights(t2i, golden)):
             with torch.no_grad():
                 (hidden,) = draft_states(drafter, tokens[:, :length], states[:, :length], 1)
                 logits = hidden @ t2i.head.T
@@ -161,20 +175,24 @@ def test_the_published_llamagen_drafter_loads_and_gives_its_numbers(t2i: Target,
             np.testing.assert_allclose(logits, arrays["fwd_logits"], atol=1e-4)
 
 
-def test_a_saved_drafter_has_the_files_and_names_of_published_ones(t2i: Target, anole: Target, tmp_path: Path) -> None:
+def test_a_saved_drafter_has_the_files_and_names_of_published_ones(
+    t2i: TrainingTarget, anole: TrainingTarget, tmp_path: Path
+) -> None:
     for target, published in ((t2i, "lantern-drafter-llamagen"), (anole, "anole/drafter")):
         folder = tmp_path / published
-        save_drafter(new_drafter(target, 0), folder, target.fields)
+        save_drafter(make_drafter(target, 0), folder, target.fields)
         weights = torch.load(DATA / published / "pytorch_model.bin", weights_only=True)
-        found = load_file(folder / "model.safetensors")
-        assert {name: weight.shape for name, weight in found.items()} == {n: w.shape for n, w in weights.items()}
-        theirs, ours = (json.loads((one / "config.json").read_text()) for one in (DATA / published, folder))
-        shared = theirs.keys() & ours.keys() - {"max_position_embeddings"}
-        assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
+        saved = load_file(folder / "model.safetensors")
+        assert {name: weight.shape for name, weight in saved.items()} == {n: w.shape for n, w in weights.items()}
+        published_config, config = (
+            json.loads((path / "config.json").read_text()) for path in (DATA / published, folder)
+        )
+        shared = published_config.keys() & config.keys() - {"max_position_embeddings"}
+        assert {name: config[name] for name in shared} == {name: published_config[name] for name in shared}
         assert len(shared) >= 12
 
 
-def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(anole: Target, tmp_path: Path) -> None:
+def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(anole: TrainingTarget, tmp_path: Path) -> None:
     target: Any = read_anole(DATA / "anole/target", DATA / "chameleon-vqgan").graphs[0].module
     embeddings = load_file(DATA / "anole/target/model.safetensors")["model.embed_tokens.weight"]
     drafting = read_drafter(DATA / "anole/drafter", target, len(embeddings))
@@ -183,28 +201,28 @@ def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(anole: 
     torch.testing.assert_close(anole.embeddings, embeddings.float())
     drafter = with_golden_weights(anole, drafting.drafter)
     save_drafter(drafter, tmp_path / "saved", anole.fields)
-    again = read_drafter(tmp_path / "saved", target, len(embeddings)).drafter
-    assert stored(again).keys() == stored(drafting.drafter).keys()
-    for name, weight in stored(drafting.drafter).items():
-        assert torch.equal(stored(again)[name], weight), name
+    reloaded = read_drafter(tmp_path / "saved", target, len(embeddings)).drafter
+    assert stored_weights(reloaded).keys() == stored_weights(drafting.drafter).keys()
+    for name, weight in stored_weights(drafting.drafter).items():
+        assert torch.equal(stored_weights(reloaded)[name], weight), name
 
 
-def test_a_bundle_that_does_not_say_its_architecture_trains_no_drafter(t2i_bundle: Path) -> None:
+def test_a_bundle_without_an_architecture_in_the_manifest_is_rejected(t2i_bundle: Path) -> None:
     bundle = open_bundle(t2i_bundle)
     target = bundle.manifest.target.model_copy(update={"architecture": None})
-    with refused(BundleError, "target.onnx: found no `architecture` in bundle.json; export the bundle again"):
+    with expects_error(BundleError, "target.onnx: found no `architecture` in bundle.json; export the bundle again"):
         read_target(replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target})))
 
 
-def test_a_new_drafter_hands_hidden_states_on_and_is_the_same_for_a_seed(t2i: Target) -> None:
-    first, same, other = (lantern_weights(new_drafter(t2i, seed)) for seed in (1, 1, 2))
+def test_a_new_drafter_passes_hidden_states_through_and_depends_only_on_the_seed(t2i: TrainingTarget) -> None:
+    first, same, other = (lantern_weights(make_drafter(t2i, seed)) for seed in (1, 1, 2))
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert not torch.equal(first["layers.0.mlp.up_proj.weight"], other["layers.0.mlp.up_proj.weight"])
     torch.testing.assert_close(first["fc.weight"][:, 64:], torch.eye(64))
     torch.testing.assert_close(first["embed_tokens.weight"], t2i.embeddings)
 
 
-def test_bundles_of_any_precision_lend_the_same(
+def test_bundles_of_any_precision_have_the_same_frozen_weights(
     t2i_bundle: Path, t2i_half_bundle: Path, t2i_bfloat16_bundle: Path, t2i_int8_bundle: Path
 ) -> None:
     exact = read_target(open_bundle(t2i_bundle))

@@ -35,17 +35,17 @@ def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> N
     samples = read_samples(data, list(range(8)), target.layer, 4.0, 4, np.random.default_rng(0), "cpu")
     module = TrainedHeads(target, 0)
     torch.nn.init.normal_(module.correct, generator=torch.Generator().manual_seed(1))
-    heads = DraftHeads(**{name: table.astype(np.float32) for name, table in module.tables().items()})
+    heads = DraftHeads(**{name: table.astype(np.float32) for name, table in module.export_tables().items()})
     late, left = samples.unaccepted_states.numpy(), samples.left_tokens.numpy()
     uncorrected = target.layer.logits(samples.unaccepted_inputs).numpy()
-    changes = zip(heads.gates(late), samples.unaccepted_tokens.tolist(), left[:, None], strict=True)
-    corrections = np.concatenate([heads.correction(*change) for change in changes])
+    changes = zip(heads.compute_gates(late), samples.unaccepted_tokens.tolist(), left[:, None], strict=True)
+    corrections = np.concatenate([heads.compute_correction(*change) for change in changes])
     with torch.no_grad():
         close = {"rtol": 5e-3, "atol": 2e-2}
         np.testing.assert_allclose(uncorrected + corrections, module.correct_logits(samples), **close)
         guessed = module.predict_logits(samples)
     for i, states in enumerate(np.stack([states.numpy() for states in samples.context], 1)):
-        logits = heads.predict(left[[i]], 0, heads.context(states))[0]
+        logits = heads.predict_logits(left[[i]], 0, heads.compute_context(states))[0]
         np.testing.assert_allclose(logits, guessed[i], **close)
 
 
@@ -73,7 +73,7 @@ def test_heads_learn_are_written_into_the_bundle_and_leave_exact_pictures_as_the
 def test_other_heads_take_the_place_of_the_first_and_damaged_ones_are_refused(c2i_bundle: Path, tmp_path: Path) -> None:
     shutil.copytree(c2i_bundle, tmp_path / "bundle")
     bundle = open_bundle(tmp_path / "bundle")
-    tables = TrainedHeads(read_heads_target(bundle), 0).tables()
+    tables = TrainedHeads(read_heads_target(bundle), 0).export_tables()
     first = write_heads(bundle, tables)
     other = write_heads(first, {**tables, "output_bias": tables["output_bias"] + np.float16(np.inf)})
     assert [*other.folder.glob("heads*")] == [other.path("heads")]

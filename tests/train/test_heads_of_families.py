@@ -16,7 +16,7 @@ from lantern_rt.compare.prompts import Prompts, read_bundle_prompts
 from lantern_rt.prepared import compute_prefixes, load_model
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.guidance import Guidance
-from lantern_rt.runtime.likelihood import sequence_logits, sequence_states
+from lantern_rt.runtime.likelihood import compute_sequence_logits, compute_sequence_states
 from lantern_rt.runtime.statistics import Clock
 
 torch = pytest.importorskip("torch")
@@ -111,13 +111,13 @@ def test_data_hold_the_states_from_which_codes_are_drawn_in_every_size(trained: 
             drawn = pipeline.check(**request, method="ar").images
             prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, drawn))[:3]
             model = load_model(pipeline.bundle, pipeline.engines, [])
-            layout = pipeline.bundle.manifest.layout(size.name)
+            layout = pipeline.bundle.manifest.layout(size)
             guidance, cells = Guidance(sampling, layout), range(size.codes)
             rows = range(2 if sampling.guided else 1)
             for i, (prompt, codes) in enumerate(zip(prompts, images.codes, strict=True)):
                 known = codes.astype(np.int64)
                 logits = np.concatenate(
-                    [*sequence_logits(model, layout, prompt.rows(len(rows)), known[:-1], Clock())], 1
+                    [*compute_sequence_logits(model, layout, prompt.rows(len(rows)), known[:-1], Clock())], 1
                 )
                 states = np.stack([images.states[i, row, images.lengths[i, row] - 1 :][: len(codes)] for row in rows])
                 inputs = layer.inputs(torch.from_numpy(states.astype(np.float32))).numpy()
@@ -125,7 +125,7 @@ def test_data_hold_the_states_from_which_codes_are_drawn_in_every_size(trained: 
                 np.testing.assert_allclose(found, guidance.mix(logits, cells), rtol=0, atol=0.1)
                 cell, late = images.unaccepted_cells[i, 0], images.unaccepted_codes[i, 0]
                 drafted = np.append(known[: cell - 1], late)
-                for row, own in enumerate(sequence_states(model, layout, prompt.rows(len(rows)), [drafted])):
+                for row, own in enumerate(compute_sequence_states(model, layout, prompt.rows(len(rows)), [drafted])):
                     np.testing.assert_allclose(images.unaccepted_states[i, row, 0], own[-1], rtol=2e-3, atol=5e-3)
 
 

@@ -1,4 +1,4 @@
-"""`lantern-rt train-drafter` from a bundle to a drafter that decoding takes, and going on with what was interrupted."""
+"""`lantern-rt train-drafter`, from a bundle to a drafter that decoding uses; and continuing interrupted training."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from refusals import error_of
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError, open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts
+from lantern_rt.inputs import install_command
 from lantern_rt.prepared import compute_prefixes
 
 torch = pytest.importorskip("torch")
@@ -22,41 +23,42 @@ pytest.importorskip("onnx")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
-from lantern_rt.train.drafter.batches import make_batch, select_images  # noqa: E402
+from lantern_rt.export.models.eagle import EagleModule  # noqa: E402
+from lantern_rt.train.drafter.batches import make_training_batch, select_images  # noqa: E402
 from lantern_rt.train.drafter.data import write_shards  # noqa: E402
-from lantern_rt.train.drafter.fit import Fit, FitOptions, check_device, state_path  # noqa: E402
+from lantern_rt.train.drafter.fit import DrafterTraining, TrainingOptions, check_device, state_path  # noqa: E402
 from lantern_rt.train.drafter.folder import lantern_weights  # noqa: E402
 from lantern_rt.train.drafter.shards import ShardFolder  # noqa: E402
-from lantern_rt.train.drafter.target import Target, read_target  # noqa: E402
+from lantern_rt.train.drafter.target import TrainingTarget, read_target  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bfloat16")
 DATA = Path(__file__).parent.parent / "data"
-OPTIONS = FitOptions(6, batch=4, cfg_scale=4.0)
+OPTIONS = TrainingOptions(6, batch=4, cfg_scale=4.0)
 
 
 @pytest.fixture(scope="module")
-def target(c2i_bundle: Path) -> Target:
+def target(c2i_bundle: Path) -> TrainingTarget:
     return read_target(open_bundle(c2i_bundle))
 
 
-def fit(shards: Path, target: Target, output: Path, options: FitOptions = OPTIONS) -> Fit:
-    return Fit(shards, target, options, output)
+def fit(shards: Path, target: TrainingTarget, output: Path, options: TrainingOptions = OPTIONS) -> DrafterTraining:
+    return DrafterTraining(shards, target, options, output)
 
 
-def nothing(*_: object) -> None:
+def ignore_progress(*_: object) -> None:
     pass
 
 
-def same_weights(first: EagleDrafter, second: EagleDrafter) -> bool:
-    ours, theirs = lantern_weights(first), lantern_weights(second)
-    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+def same_weights(first: EagleModule, second: EagleModule) -> bool:
+    first_weights = lantern_weights(first)
+    second_weights = lantern_weights(second)
+    return all(torch.equal(first_weights[name], second_weights[name]) for name in first_weights)
 
 
-def test_a_trained_drafter_is_exported_and_drafts_the_pictures_of_plain_decoding(
-    c2i_bundle: Path, shards: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_trained_drafter_is_exported_and_generates_the_images_of_plain_decoding(
+    c2i_bundle: Path, shards: Path, target: TrainingTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = fit(shards, target, tmp_path / "none").figures()
+    before = fit(shards, target, tmp_path / "none").measure_figures()
     command = ["fit", str(c2i_bundle), "--data", str(shards), "--steps", "80", "--output", str(tmp_path / "drafter")]
     assert run_program(["train-drafter", *command]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'drafter'}\n"
@@ -73,37 +75,37 @@ def test_a_trained_drafter_is_exported_and_drafts_the_pictures_of_plain_decoding
         assert drafted.stats.tokens_per_forward_pass > 1.25
 
 
-def test_an_interrupted_fit_is_continued_and_ends_with_the_same_weights(
-    shards: Path, target: Target, tmp_path: Path
+def test_interrupted_training_is_continued_and_ends_with_the_same_weights(
+    shards: Path, target: TrainingTarget, tmp_path: Path
 ) -> None:
-    def interrupt(what: str, done: int, total: int) -> None:
+    def interrupt(stage: str, done: int, total: int) -> None:
         if done == 4:
             raise KeyboardInterrupt
 
     whole = fit(shards, target, tmp_path / "whole")
-    whole.run(nothing, nothing)
+    whole.run(ignore_progress, ignore_progress)
     with pytest.raises(KeyboardInterrupt):
-        fit(shards, target, tmp_path / "drafter").run(interrupt, nothing, interval=0)
+        fit(shards, target, tmp_path / "drafter").run(interrupt, ignore_progress, interval=0)
     assert [path.name for path in tmp_path.iterdir() if "drafter" in path.name] == ["drafter.training.pt"]
-    again = fit(shards, target, tmp_path / "drafter")
-    assert again.step == 4
-    again.run(nothing, nothing)
-    assert same_weights(again.average, whole.average)
-    assert same_weights(again.drafter, whole.drafter)
+    continued = fit(shards, target, tmp_path / "drafter")
+    assert continued.step == 4
+    continued.run(ignore_progress, ignore_progress)
+    assert same_weights(continued.average, whole.average)
+    assert same_weights(continued.drafter, whole.drafter)
     stored = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "drafter")]
     assert all(torch.equal(stored[0][name], stored[1][name]) for name in stored[0])
     names = ["config.json", "model.safetensors"]
     assert sorted(path.name for path in (tmp_path / "drafter").iterdir()) == names
 
 
-def test_a_folder_is_replaced_only_by_its_own_fit_with_the_same_options(
-    shards: Path, target: Target, tmp_path: Path
+def test_a_folder_is_replaced_only_by_training_with_the_same_options(
+    shards: Path, target: TrainingTarget, tmp_path: Path
 ) -> None:
     output = tmp_path / "drafter"
-    fit(shards, target, output).run(nothing, nothing)
+    fit(shards, target, output).run(ignore_progress, ignore_progress)
     longer = fit(shards, target, output, replace(OPTIONS, steps=9))
     assert longer.step == 6
-    longer.run(nothing, nothing)
+    longer.run(ignore_progress, ignore_progress)
     error = error_of(CheckpointError, fit, shards, target, output, replace(OPTIONS, seed=1))
     assert error.field == str(state_path(output))
     state_path(output).write_bytes(state_path(output).read_bytes()[:1000])
@@ -119,12 +121,12 @@ def test_a_folder_is_replaced_only_by_its_own_fit_with_the_same_options(
 
 
 @pytest.mark.parametrize("steps", [1, 0])
-def test_numbers_that_are_no_longer_finite_end_a_fit_without_a_drafter(
-    shards: Path, target: Target, tmp_path: Path, steps: int
+def test_training_that_diverges_ends_without_a_drafter(
+    shards: Path, target: TrainingTarget, tmp_path: Path, steps: int
 ) -> None:
     fitting = fit(shards, target, tmp_path / "drafter", replace(OPTIONS, steps=steps))
     torch.nn.init.constant_((fitting.drafter if steps else fitting.average).fc.weight, float("nan"))
-    assert error_of(CheckpointError, fitting.run, nothing, nothing).found == "nan"
+    assert error_of(CheckpointError, fitting.run, ignore_progress, ignore_progress).found == "nan"
     assert not [*tmp_path.iterdir()]
 
 
@@ -137,32 +139,34 @@ def embeddings(bundle: Path) -> Prompts:
 
 
 @pytest.mark.parametrize("name", ["t2i_bundle", "anole_bundle"])
-def test_drafters_of_texts_read_prefixes_as_decoding_does(
+def test_training_batches_have_the_prefixes_of_decoding(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """What a batch says of the last prefix slot and the codes, against the pipeline's own passes."""
+    """Compare the last prefix slot and the tokens of a batch with the prefixes of the pipeline."""
     bundle = request.getfixturevalue(name)
     pipeline = Pipeline.from_bundle(bundle, threads=1)
     subjects = embeddings(bundle) if name == "t2i_bundle" else Prompts("prompts", ["a dog", "some long cat on a mat"])
-    list(write_shards(pipeline, subjects, 4, tmp_path / "data", nothing, images_per_shard=2))
+    list(write_shards(pipeline, subjects, 4, tmp_path / "data", ignore_progress, images_per_shard=2))
     target = read_target(pipeline.bundle)
     data = ShardFolder(tmp_path / "data", [target.source], len(target.embeddings))
-    batch = make_batch(data, [0, 1], target.code_offset, 2, "cpu")
+    batch = make_training_batch(data, [0, 1], target.code_offset, 2, "cpu")
     images = pipeline.check(**subjects.request(0, 2), method="ar").images
     prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, images))
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
-    for row, first, tokens in zip(rows, batch.first_slots.tolist(), batch.tokens, strict=True):
-        assert first == len(row.embeds) - 1
-        expected = np.zeros(first) if row.tokens is None else row.tokens[1:]
-        np.testing.assert_array_equal(tokens[:first], expected)
+    for row, first_slot, tokens in zip(rows, batch.first_slots.tolist(), batch.tokens, strict=True):
+        assert first_slot == len(row.embeds) - 1
+        expected = np.zeros(first_slot) if row.tokens is None else row.tokens[1:]
+        np.testing.assert_array_equal(tokens[:first_slot], expected)
     assert (batch.tokens[:, -4:] >= target.code_offset).any()
     for cfg_scale in (1.0, 4.0):
-        options = FitOptions(1, batch=2, cfg_scale=cfg_scale)
-        figures = Fit(tmp_path / "data", target, options, tmp_path / f"guided-{cfg_scale}").run(nothing, nothing)
+        options = TrainingOptions(1, batch=2, cfg_scale=cfg_scale)
+        figures = DrafterTraining(tmp_path / "data", target, options, tmp_path / f"guided-{cfg_scale}").run(
+            ignore_progress, ignore_progress
+        )
         assert 0 < figures["overlap"] <= 1
 
 
-def test_a_family_without_conventions_of_drafters_is_refused_in_one_line(
+def test_a_family_without_a_drafter_layout_is_rejected_with_one_line(
     emu3_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["train-drafter", "fit", str(emu3_bundle), "--data", str(tmp_path), "--output", str(tmp_path / "o")]
@@ -173,7 +177,7 @@ def test_a_family_without_conventions_of_drafters_is_refused_in_one_line(
     assert err.count("\n") == 1
 
 
-def test_pictures_come_once_a_pass_in_orders_that_depend_on_the_seed() -> None:
+def test_every_epoch_has_every_image_once_in_an_order_that_depends_on_the_seed() -> None:
     training = [2, 3, 5, 7, 11]
     numbers = select_images(training, 1, 0, 10)
     assert sorted(numbers[:5]) == sorted(numbers[5:]) == training
@@ -183,14 +187,14 @@ def test_pictures_come_once_a_pass_in_orders_that_depend_on_the_seed() -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda", "quantum", "meta"])
-def test_a_device_that_torch_does_not_see_is_refused(device: str) -> None:
+def test_a_device_that_torch_does_not_support_is_rejected(device: str) -> None:
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     error = error_of(RequestError, check_device, device)
     assert (error.field, error.found) == ("device", repr(device))
 
 
-def test_the_command_refuses_in_one_line(
+def test_errors_of_the_command_are_one_line(
     c2i_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["train-drafter", "fit", str(c2i_bundle), "--data", "/nowhere", "--output", "o"]
@@ -199,4 +203,4 @@ def test_the_command_refuses_in_one_line(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "torch" else find(name, *a))
     assert run_program(command) == 2
-    assert "pip install 'lantern-rt[cpu,train]'" in capsys.readouterr().err
+    assert install_command("cpu,train") in capsys.readouterr().err

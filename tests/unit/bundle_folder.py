@@ -1,4 +1,4 @@
-"""The manifest of a bundle's folder, read and written again, and the smallest graph."""
+"""Read and write the manifest of a bundle's folder; and the smallest ONNX graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def stub_graph(location: str | None = None) -> bytes:
-    """The bytes of an ONNX model with one initializer, kept in the file `location` if given."""
+    """Return the bytes of an ONNX model with one initializer, stored in the file `location` if given."""
     tensor = _field(8, b"w")
     if location is not None:
         tensor += _field(13, _field(1, b"location") + _field(2, location.encode()))
@@ -27,7 +27,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any], rehash: bool = True) -> None:
-    """Write `bundle.json`, with the sizes and hashes of the files as they now are."""
+    """Write `bundle.json`, with the current sizes and hashes of the files."""
     for entry in manifest["files"].values() if rehash else ():
         data = (folder / entry["path"]).read_bytes()
         entry.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())

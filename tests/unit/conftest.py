@@ -1,5 +1,4 @@
-"""Small bundles. Property tests have no time limit per example: test machines are shared, and most enumerate much for
-each example."""
+"""Fixtures of small bundles, and a profile of property tests without a time limit, as most enumerate many cases."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ settings.load_profile("patient")
 
 @pytest.fixture
 def system_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Replace the files below /proc and /sys by those that the test enters here, text by path."""
+    """Replace the files below /proc and /sys by the files in this dictionary, text by path."""
     files: dict[str, str] = {}
     read = Path.read_text
 
@@ -32,25 +31,25 @@ def system_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def words_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompts of known words, 6 x 6 codes; not to be changed."""
+    """Return a bundle with prompts of known words and 6 x 6 codes; tests must not change it."""
     return _tiny(tmp_path_factory, "words")
 
 
 @pytest.fixture(scope="session")
 def class_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of 10 classes."""
+    """Return a bundle with 10 classes; tests must not change it."""
     return _tiny(tmp_path_factory, "class")
 
 
 @pytest.fixture(scope="session")
 def embeddings_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of text embeddings."""
+    """Return a bundle with text embeddings; tests must not change it."""
     return _tiny(tmp_path_factory, "embeddings")
 
 
 @pytest.fixture(scope="module")
 def pipe(words_bundle: Path) -> Any:
-    """A pipeline of `words_bundle`."""
+    """Return a pipeline of `words_bundle`."""
     from lantern_rt import Pipeline
 
     return Pipeline.from_bundle(words_bundle, threads=1)

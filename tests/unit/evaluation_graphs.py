@@ -1,4 +1,4 @@
-"""Small graphs to evaluate with: features, and agreement of pictures with token ids."""
+"""Small graphs for evaluation: image features, and agreement of images with token ids."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tiny_bundle import CELL
 SIDE = 6 * CELL
 
 
-def quiet(what: str, done: int = 0, total: int = 0) -> None:
+def ignore_progress(stage: str, done: int = 0, total: int = 0) -> None:
     pass
 
 
 def make_features(path: Path, pooled: bool = True, size: int | str = "side") -> Path:
-    """A graph whose features are the mean colour, or the picture itself."""
+    """Write a graph whose features are the mean colour or, with `pooled` false, the image itself."""
     shape = ("n", 3, size, size)
     nodes = [helper.make_node("Identity", ["pixels"], ["features"])]
     constants = []
@@ -41,7 +41,14 @@ def make_features(path: Path, pooled: bool = True, size: int | str = "side") -> 
 
 
 def make_agreement(path: Path, length: int | str = "length", mask: bool = False, every_pair: bool = False) -> Path:
-    """A graph that adds a picture's mean value to ten times the sum of its token ids; `every_pair`: of all with all."""
+    """Write a graph whose agreement is an image's mean value plus ten times the sum of its token ids.
+
+    Args:
+        path: path of the graph.
+        length: number of token ids.
+        mask: whether the graph has a mask of the token ids.
+        every_pair: whether it compares every image with every text, rather than pairs.
+    """
     nodes = [
         helper.make_node("ReduceMean", ["pixels", "places"], ["brightness"], keepdims=int(every_pair)),
         helper.make_node("Cast", ["mask" if mask else "one"], ["shown"], to=TensorProto.BOOL),
@@ -52,8 +59,8 @@ def make_agreement(path: Path, length: int | str = "length", mask: bool = False,
         helper.make_node("Add", ["brightness", "tens"], ["agreement"]),
     ]
     if every_pair:  # brightness [n, 1]
-        nodes[0].output[0] = "kept"
-        nodes.insert(1, helper.make_node("Reshape", ["kept", "column"], ["brightness"]))
+        nodes[0].output[0] = "mean"
+        nodes.insert(1, helper.make_node("Reshape", ["mean", "column"], ["brightness"]))
     text = ("n", length)
     inputs = [helper.make_tensor_value_info("mask", TensorProto.INT64, text)] if mask else []  # before the ids
     inputs += [
@@ -77,7 +84,7 @@ def make_agreement(path: Path, length: int | str = "length", mask: bool = False,
 
 
 def add_encoder(folder: Path) -> Path:
-    """Give a tiny bundle a `vq_encoder`: cells are averaged to vectors of three."""
+    """Give a tiny bundle a `vq_encoder`, which averages each cell to a vector of three."""
     grid = SIDE // CELL
     graph = helper.make_graph(
         [helper.make_node("AveragePool", ["images"], ["pre_quant"], kernel_shape=[CELL, CELL], strides=[CELL, CELL])],

@@ -1,4 +1,4 @@
-"""Readers of families by name, with the paths of checkpoints; and LlamaGen's transformer without an image tokenizer."""
+"""Readers of model families by name, with paths of checkpoints; and a reader of LlamaGen's transformer alone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lantern_rt.export.checkpoints.lora import Adapter
 from lantern_rt.export.families import common_llamagen
 from lantern_rt.export.families.common_llamagen import LlamaGen
 from lantern_rt.export.model import Model
-from lantern_rt.export.progress import silent
+from lantern_rt.export.progress import ignore_progress
 from lantern_rt.export.registry import read_family
 
 
-def _read(family: str, target: Path, vq: Path | None = None, progress: Any = silent, **options: Any) -> Model:
+def _read(family: str, target: Path, vq: Path | None = None, progress: Any = ignore_progress, **options: Any) -> Model:
     return read_family(family, {"target": target, "vq": vq, **options}, progress)
 
 
@@ -35,6 +35,8 @@ read_simplear = partial(_read, "simplear")
 
 
 @raises_checkpoint_error
-def read_transformer(path: Path, lora: Sequence[Adapter] = (), progress: Any = silent, **options: Any) -> LlamaGen:
+def read_transformer(
+    path: Path, lora: Sequence[Adapter] = (), progress: Any = ignore_progress, **options: Any
+) -> LlamaGen:
     checkpoint = Checkpoint(path, progress=progress, adapters=lora)
     return common_llamagen.read_transformer(checkpoint, **options)

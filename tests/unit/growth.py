@@ -1,6 +1,6 @@
-"""A process that draws images, serves requests, or makes and drops pipelines, and prints what it holds meanwhile.
+"""Generates images, serves requests, or makes and drops pipelines, and prints the resources that the process holds.
 
-`python growth.py images BUNDLE COUNT`, or `pipelines`, or `service`: JSON lines of `Held`.
+`python growth.py images BUNDLE COUNT`, or `pipelines`, or `service`: prints JSON lines of `Resources`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,15 @@ SAMPLES = 20
 
 
 @dataclass(frozen=True)
-class Held:
-    """After `count` images or pipelines: kilobytes of memory, open files, threads, and objects of Python.
+class Resources:
+    """Resources of the process after `count` images or pipelines.
 
-    kilobytes: without files that are mapped, which the system takes back when it likes, and with what it swapped out.
+    Attributes:
+        count: number of images or pipelines so far.
+        kilobytes: memory, swapped memory included, without mapped files, whose pages the system may reclaim.
+        descriptors: number of open files.
+        threads: number of threads.
+        objects: number of Python objects.
     """
 
     count: int
@@ -42,7 +47,7 @@ class Held:
     objects: int
 
     @classmethod
-    def now(cls, count: int) -> Held:
+    def measure(cls, count: int) -> Resources:
         gc.collect()
         process = psutil.Process()
         kilobytes = re.findall(r"^(?:RssAnon|VmSwap):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
@@ -50,17 +55,20 @@ class Held:
 
 
 def images(bundle: str) -> Iterator[int]:
-    """Batches of every size with every method; how many images so far."""
-    pipe, count, batch = Pipeline.from_bundle(bundle, threads=2), 0, 0
+    """Generate batches of every size with every method; yield the number of images so far."""
+    pipe = Pipeline.from_bundle(bundle, threads=2)
+    count = 0
+    batch = 0
     while True:
         size = BATCHES[batch % len(BATCHES)]
         pipe("red sphere", num_images=size, seed=batch, method=METHODS[batch % len(METHODS)])
-        batch, count = batch + 1, count + size
+        batch = batch + 1
+        count = count + size
         yield count
 
 
 def pipelines(bundle: str) -> Iterator[int]:
-    """Pipelines that draw with and without a drafter, and are dropped; how many so far."""
+    """Generate with pipelines, with and without a drafter, and drop them; yield the number of pipelines so far."""
     count = 0
     while True:
         pipe = Pipeline.from_bundle(bundle, threads=2)
@@ -72,45 +80,49 @@ def pipelines(bundle: str) -> Iterator[int]:
 
 
 def service(bundle: str) -> Iterator[int]:
-    """Requests of a service, eight at a time, by every method; one in four leaves early. How many images so far.
+    """Serve eight requests at a time, with every method, and cancel a quarter of them; yield the images so far.
 
-    Every image is compared with the one that its request gives alone.
+    Every image is compared with the image that its request gets alone.
     """
-    pipe, rng, count, number = Pipeline.from_bundle(bundle, threads=2), random.Random(0), 0, 0
-    asked = [(method, seed) for method in METHODS for seed in range(3)]
-    alone = {key: pipe("red sphere", num_images=2, seed=key[1], method=key[0]).codes for key in asked}
+    pipe = Pipeline.from_bundle(bundle, threads=2)
+    rng = random.Random(0)
+    count = 0
+    number = 0
+    request_keys = [(method, seed) for method in METHODS for seed in range(3)]
+    expected_codes = {key: pipe("red sphere", num_images=2, seed=key[1], method=key[0]).codes for key in request_keys}
     news: queue.Queue[tuple[int, Any]] = queue.Queue()
-    tickets: dict[int, tuple[Any, tuple[str, int], int]] = {}  # what was asked, and after which step it leaves
-    with Service(pipe, together=6, waiting=60) as drawn:
+    requests: dict[int, tuple[Any, tuple[str, int], int]] = {}  # handle, method and seed, steps before it is cancelled
+    with Service(pipe, together=6, waiting=60) as running_service:
         while True:
-            while len(tickets) < 8:
-                key, number = rng.choice(asked), number + 1
-                leaves = rng.randrange(12) if rng.random() < 0.25 else 1 << 30
-                hear = partial(lambda own, step: news.put((own, step)), number)
-                request = {"num_images": 2, "seed": key[1], "method": key[0]}
-                tickets[number] = drawn.submit(hear, "red sphere", **request), key, leaves
-            own, step = news.get(timeout=60)
-            if own not in tickets:
-                continue  # it has left
+            while len(requests) < 8:
+                key = rng.choice(request_keys)
+                number = number + 1
+                steps_before_cancel = rng.randrange(12) if rng.random() < 0.25 else 1 << 30
+                listener = partial(lambda request_number, step: news.put((request_number, step)), number)
+                options = {"num_images": 2, "seed": key[1], "method": key[0]}
+                requests[number] = running_service.submit(listener, "red sphere", **options), key, steps_before_cancel
+            request_number, step = news.get(timeout=60)
+            if request_number not in requests:
+                continue  # it was cancelled
             assert not isinstance(step, BaseException), step
-            ticket, key, leaves = tickets.pop(own)
+            handle, key, steps_before_cancel = requests.pop(request_number)
             if step.stats is not None:
-                assert all(np.array_equal(one, other) for one, other in zip(step.codes, alone[key], strict=True)), key
-            elif leaves == 0:
-                ticket.cancel()
+                assert all(np.array_equal(*pair) for pair in zip(step.codes, expected_codes[key], strict=True)), key
+            elif steps_before_cancel == 0:
+                handle.cancel()
             else:
-                tickets[own] = ticket, key, leaves - 1
+                requests[request_number] = handle, key, steps_before_cancel - 1
                 continue
             count += 2
             yield count
 
 
-def main(what: str, bundle: str, last: int) -> None:
-    """A line about every twentieth of the way."""
+def main(work: str, bundle: str, last: int) -> None:
+    """Do a kind of work until its count reaches `last`, and print about `SAMPLES` lines."""
     following = 0
-    for count in {"images": images, "pipelines": pipelines, "service": service}[what](bundle):
+    for count in {"images": images, "pipelines": pipelines, "service": service}[work](bundle):
         if count >= following:
-            print(json.dumps(asdict(Held.now(count))), flush=True)
+            print(json.dumps(asdict(Resources.measure(count))), flush=True)
             following += last // SAMPLES
         if count >= last:
             return

@@ -13,6 +13,6 @@ from lantern_rt.runtime.raster import RasterLayout
 
 
 def guide(logits: NDArray[Any], sampling: Sampling) -> NDArray[np.float32]:
-    """Mix logits `[1 or 2, codes, size]` of an image with so many codes, the conditional row first."""
+    """Mix logits `[1 or 2, codes, vocabulary]` of an image of `codes` tokens; the conditional row is first."""
     count = logits.shape[1]
     return Guidance(sampling, RasterLayout(count)).mix(logits, range(count))

@@ -1,4 +1,4 @@
-"""Waiting until a service has nothing left to do."""
+"""Wait until a service has no requests left."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from lantern_rt.service import Service
 
 
-def left_alone(service: Service) -> None:
-    """Wait until the service is done with everybody."""
-    held: dict[str, Any] = vars(service)
+def wait_until_idle(service: Service) -> None:
+    """Wait until a service has no images, requests or running steps."""
+    fields: dict[str, Any] = vars(service)
     deadline = time.monotonic() + 30
-    while (left := (service.images, held["_requests"], service.running)) != (0, {}, 0):
-        assert time.monotonic() < deadline, left
+    while (remaining := (service.images, fields["_requests"], service.running)) != (0, {}, 0):
+        assert time.monotonic() < deadline, remaining
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""The source files of the package, wherever its folders lie; nothing else of the checkout."""
+"""The source files of the package, without other files of the checkout."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import lantern_rt
 
-# From low to high: a module imports from its own layer and those before it.
+# From low to high: a module imports from its layer and the layers before.
 LAYERS = (
     ("errors", "version"),
     ("inputs", "methods", "options"),
     ("runtime", "bundle", "text", "output"),
-    ("completion", "engines", "edits", "requests", "prompts"),
+    ("completion", "engines", "edits", "sources", "requests", "prompts"),
     ("export",),
     ("memory", "results", "prepared", "service_request", "shared_batches", "sharing", "published"),
     ("pipeline",),
@@ -22,8 +22,8 @@ LAYERS = (
 RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 
-def package_files() -> dict[str, Path]:
-    """Every module of the package but its front doors, by its dotted name within the package."""
+def find_package_files() -> dict[str, Path]:
+    """Return the file of every module, by its dotted name within the package, except `__init__` and `__main__`."""
     files: dict[str, Path] = {}
     for root in map(Path, lantern_rt.__path__):
         for name in RANKS:

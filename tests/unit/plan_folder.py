@@ -1,4 +1,4 @@
-"""Engine folders whose files are no TensorRT engines, for checks that precede the libraries."""
+"""Engine folders with files that are not TensorRT engines, for checks that come before the libraries."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ VERSION = "1.7"
 
 
 def write_plans(bundle: Path, folder: Path) -> EngineFolder:
-    """Write an engine folder "built" from a bundle."""
-    opened = open_bundle(bundle)
+    """Write an engine folder as if built from a bundle."""
+    loaded_bundle = open_bundle(bundle)
     folder.mkdir(parents=True)
     graphs = {}
     for role in ("target", "drafter", "vq_decoder"):
@@ -33,7 +33,7 @@ def write_plans(bundle: Path, folder: Path) -> EngineFolder:
             blake2b=file_blake2b(path),
             bytes=path.stat().st_size,
             onnx="0" * 64,
-            profiles=profiles(opened.manifest, role, OPTIONS),
+            profiles=profiles(loaded_bundle.manifest, role, OPTIONS),
             seconds=0.5,
         )
     manifest = EngineManifest(
@@ -42,9 +42,9 @@ def write_plans(bundle: Path, folder: Path) -> EngineFolder:
         builder_version=VERSION,
         compute_capabilities=OPTIONS.compute_capabilities,
         gpu=None,
-        precision=opened.manifest.target.dtype,
-        bundle=opened.manifest.name,
-        bundle_sha256=opened.digest,
+        precision=loaded_bundle.manifest.target.dtype,
+        bundle=loaded_bundle.manifest.name,
+        bundle_sha256=loaded_bundle.digest,
         command=("lantern-rt", "build-engine", str(bundle), "--backend", OPTIONS.backend),
         built="2026-01-02T03:04:05+00:00",
         graphs=graphs,

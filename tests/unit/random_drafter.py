@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 
 
 def save_random_drafter(folder: Path) -> None:
-    """A drafter for the small Lumina-mGPT in LANTERN's layout, its norms of queries and keys as the target's."""
-    wide, tall = (112, 64), (64, 112)
+    """Save a random drafter for the small Lumina-mGPT in LANTERN's layout, with query and key norms."""
+    wide = (112, 64)
+    tall = (64, 112)
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (518, 64), "fc.weight": (64, 128), "fc.bias": (64,)}
     layer = {f"self_attn.{part}_proj.weight": (64, 64) for part in "qkvo"}
     layer |= {f"self_attn.{part}_norm.{kind}": (1, 16) for part in "qk" for kind in ("weight", "bias")}

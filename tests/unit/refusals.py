@@ -1,4 +1,4 @@
-"""How tests of errors compare them: by type and key words, all on one line."""
+"""Check errors by type, key words and fields."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lantern_rt.errors import LanternError
 Error = TypeVar("Error", bound=LanternError)
 
 
-def refused(error: type[LanternError], *words: str) -> Any:
-    """Expects an error of this type, of one line that has these words in this order."""
+def expects_error(error: type[LanternError], *words: str) -> Any:
+    """Expect an error of this type, whose message is one line with these words in this order."""
     return pytest.raises(error, match=r"\A.*" + ".*".join(map(re.escape, words)) + r".*\Z")
 
 

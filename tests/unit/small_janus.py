@@ -1,4 +1,4 @@
-"""A small random Janus in its own layout: what tests of exports and of plans are made from."""
+"""A small random Janus in its published layout, for tests of exports and of TensorRT engines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import torch
 import transformers
 
 WORDS = ["a", "red", "cube", "on", "sand", "<|User|>:", "<|Assistant|>:"]
-START, PADDING, BEGIN, GRID, CODES = 1, 2, 3, 4, 96
+START = 1
+PADDING = 2
+BEGIN = 3
+GRID = 4
+CODES = 96
 
 
 def random_janus() -> Any:
-    """Random everywhere: stock initialisation leaves biases at zero, where a lost one would not show."""
+    """Make a model with random weights; biases and norms, too, so that a lost one changes the output."""
     torch.manual_seed(0)
     config = transformers.JanusConfig(
         text_config=transformers.LlamaConfig(
@@ -59,10 +63,10 @@ def random_janus() -> Any:
     return model
 
 
-def write_janus(model: Any, place: Path) -> None:
-    """The model as transformers saves it, in several shards, with a tokenizer of a few words."""
-    model.save_pretrained(place, max_shard_size="400KB")
-    assert len(list(place.glob("model-*.safetensors"))) > 2
+def write_janus(model: Any, folder: Path) -> None:
+    """Save the model as transformers does, in several shards, with a tokenizer of a few words."""
+    model.save_pretrained(folder, max_shard_size="400KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
     vocabulary = {"<unk>": 0} | {word: 10 + i for i, word in enumerate(WORDS)}
     tokenizer = {
         "version": "1.0",
@@ -70,4 +74,4 @@ def write_janus(model: Any, place: Path) -> None:
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
     }
-    (place / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

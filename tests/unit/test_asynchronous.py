@@ -1,4 +1,4 @@
-"""Tasks of an event loop get what the pipeline gives alone, and free their places when they are cancelled."""
+"""Tasks of an event loop get the images that the pipeline generates, and free their places when they are cancelled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from idle_service import left_alone
+from idle_service import wait_until_idle
 from PIL import Image
 
 from lantern_rt import Pipeline, RequestError, Result
@@ -25,25 +25,23 @@ PROMPTS = ["red cube", "a green sphere", "red sphere on sand", "green cube on sn
 METHODS = [None, "ar", "eagle:tree=chain-3", "sjd:window=5"]
 
 
-def same(one: Result, other: Result) -> bool:
-    pairs = zip(one.codes, other.codes, strict=True)
-    return all(np.array_equal(a, b) for a, b in pairs) and [a.tobytes() for a in one.images] == [
-        b.tobytes() for b in other.images
-    ]
+def is_same(first: Result, second: Result) -> bool:
+    pixels = [[image.tobytes() for image in result.images] for result in (first, second)]
+    return all(np.array_equal(*pair) for pair in zip(first.codes, second.codes, strict=True)) and pixels[0] == pixels[1]
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(main, 120))
 
 
-def test_tasks_get_what_the_pipeline_gives(pipe: Pipeline, tmp_path: Path) -> None:
+def test_tasks_get_the_images_of_the_pipeline(pipe: Pipeline, tmp_path: Path) -> None:
     async def main() -> None:
         async with await AsyncPipeline.from_bundle(pipe.bundle, threads=1, together=3) as pipeline:
-            asked = [{"prompts": prompt, "seed": i, "method": METHODS[i]} for i, prompt in enumerate(PROMPTS)]
-            results = await asyncio.gather(*(pipeline.generate(**request) for request in asked))
-            for result, request in zip(results, asked, strict=True):
+            requests = [{"prompts": prompt, "seed": i, "method": METHODS[i]} for i, prompt in enumerate(PROMPTS)]
+            results = await asyncio.gather(*(pipeline.generate(**request) for request in requests))
+            for result, request in zip(results, requests, strict=True):
                 alone = pipe(**request)
-                assert same(result, alone)
+                assert is_same(result, alone)
                 assert (result.seeds, result.prompts) == (alone.seeds, alone.prompts)
             steps = [step async for step in pipeline.stream("red cube", seed=5)]
             assert np.array_equal(steps[-1].codes[0], pipe("red cube", seed=5).codes[0])
@@ -56,7 +54,7 @@ def test_tasks_get_what_the_pipeline_gives(pipe: Pipeline, tmp_path: Path) -> No
     run(main())
 
 
-def test_closing_waits_for_pictures_and_for_no_stream_that_nobody_reads(pipe: Pipeline) -> None:
+def test_closing_waits_for_images_but_not_for_streams_that_are_not_read(pipe: Pipeline) -> None:
     async def main() -> None:
         for drain in (True, False):
             pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), together=2)
@@ -64,7 +62,7 @@ def test_closing_waits_for_pictures_and_for_no_stream_that_nobody_reads(pipe: Pi
             steps = pipeline.stream("green cube", seed=3, method="ar")
             first = await anext(steps)
             generating = asyncio.create_task(pipeline.generate("red cube", seed=1, num_images=2, method="ar"))
-            await asyncio.sleep(0)  # it has come, and perhaps not been checked yet
+            await asyncio.sleep(0)  # the request arrives, but may not be checked yet
             await pipeline.close(drain)
             with pytest.raises(RequestError, match="closed"):
                 await pipeline.image(first, 0)
@@ -77,7 +75,7 @@ def test_closing_waits_for_pictures_and_for_no_stream_that_nobody_reads(pipe: Pi
     run(main())
 
 
-def test_who_gave_up_may_ask_again_at_once(pipe: Pipeline) -> None:
+def test_a_new_request_is_possible_at_once_after_a_timeout(pipe: Pipeline) -> None:
     async def main() -> None:
         async with AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), together=1, waiting=0) as pipeline:
             for patience in (0.0005, 0.001, 0.002, 0.004, 0.008):
@@ -88,26 +86,27 @@ def test_who_gave_up_may_ask_again_at_once(pipe: Pipeline) -> None:
     run(main())
 
 
-def test_a_load_that_was_cancelled_closes_what_it_loads(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_load_closes_its_pipeline(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = Pipeline.from_bundle(pipe.bundle, threads=1)
-    begun, go_on = threading.Event(), threading.Event()
-    others = {*threading.enumerate()}
+    started = threading.Event()
+    proceed = threading.Event()
+    earlier_threads = {*threading.enumerate()}
 
     def load(*_: object) -> Pipeline:
-        begun.set()
-        assert go_on.wait(60)
+        started.set()
+        assert proceed.wait(60)
         return loaded
 
     async def main() -> None:
         loading = asyncio.create_task(AsyncPipeline.from_bundle(pipe.bundle, threads=1))
-        await asyncio.to_thread(begun.wait, 60)
+        await asyncio.to_thread(started.wait, 60)
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
-        go_on.set()
+        proceed.set()
 
     monkeypatch.setattr(Pipeline, "from_bundle", load)
     run(main())
-    for thread in {*threading.enumerate()} - others:
+    for thread in {*threading.enumerate()} - earlier_threads:
         thread.join(60)
         assert not thread.is_alive(), thread.name
     with pytest.raises(RequestError, match="closed"):
@@ -115,23 +114,24 @@ def test_a_load_that_was_cancelled_closes_what_it_loads(pipe: Pipeline, monkeypa
 
 
 def test_closing_that_is_cancelled_still_ends_the_service(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go_on = threading.Event(), threading.Event()
+    started = threading.Event()
+    proceed = threading.Event()
 
     def check(*_: object, **__: object) -> None:
-        begun.set()
-        assert go_on.wait(60)
-        raise RequestError("it is refused", field="prompt")
+        started.set()
+        assert proceed.wait(60)
+        raise RequestError("it is rejected", field="prompt")
 
     async def main() -> None:
         pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1))
         monkeypatch.setattr(pipeline.pipeline, "check", check)
         generating = asyncio.create_task(pipeline.generate("red cube"))
-        await asyncio.to_thread(begun.wait, 60)
+        await asyncio.to_thread(started.wait, 60)
         closing = asyncio.create_task(pipeline.close())
         await asyncio.sleep(0)
         closing.cancel()
         await asyncio.gather(closing, return_exceptions=True)
-        go_on.set()
+        proceed.set()
         await asyncio.gather(generating, return_exceptions=True)
         while pipeline.service.open:
             await asyncio.sleep(0.01)
@@ -156,80 +156,86 @@ def test_a_service_outlives_the_event_loops_of_its_requests(
 
     monkeypatch.setattr(pipeline.service, "submit", record)
     run(begin())
-    listeners[0](RequestError("a step that comes too late", field="prompt"))
+    listeners[0](RequestError("news after the end of the event loop", field="prompt"))
     run(pipeline.close())
     assert not caplog.records
 
 
-def picture(side: int) -> bytes:
+def make_png(side: int) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (side, side)).save(buffer, "PNG")
     return buffer.getvalue()
 
 
-def refusing_reader(unpacking: threading.Event, go_on: threading.Event) -> Callable[..., Image.Image]:
-    """A reader of images that says when it unpacks one, waits, and refuses it."""
+def make_rejecting_reader(unpacking: threading.Event, proceed: threading.Event) -> Callable[..., Image.Image]:
+    """Return a reader of images that sets `unpacking`, waits for `proceed`, and rejects the image."""
 
     def unpack(name: str, source: bytes, header_only: bool = False) -> Image.Image:
         if header_only:
             return Image.open(io.BytesIO(source))
         unpacking.set()
-        assert go_on.wait(60)
-        raise RequestError("it is refused", field="image")
+        assert proceed.wait(60)
+        raise RequestError("it is rejected", field="image")
 
     return unpack
 
 
-def test_texts_pass_by_edits_and_callers_of_edits_take_turns(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_do_not_wait_for_edits_and_callers_of_edits_alternate(
+    pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
-    unpacking, go_on = threading.Event(), threading.Event()
+    unpacking = threading.Event()
+    proceed = threading.Event()
 
     async def main() -> None:
         async with AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), together=2) as pipeline:
 
             async def edit(caller: str) -> None:
                 with pytest.raises(RequestError) as caught:
-                    async with aclosing(pipeline.updates("red cube", image=picture(8), caller=caller)) as updates:
+                    async with aclosing(
+                        pipeline.stream_updates("red cube", image=make_png(8), caller=caller)
+                    ) as updates:
                         await anext(updates)
                 order.append(f"{caller} {caught.value.field}")
 
-            many = [asyncio.create_task(edit("many")) for _ in range(5)]
+            edits_of_many = [asyncio.create_task(edit("many")) for _ in range(5)]
             await asyncio.to_thread(unpacking.wait, 60)
-            one = asyncio.create_task(edit("one"))
-            assert (await pipeline.generate("red cube", method="ar")).images, "it does not wait for pictures"
-            go_on.set()
-            await asyncio.gather(one, *many)
+            edit_of_one = asyncio.create_task(edit("one"))
+            assert (await pipeline.generate("red cube", method="ar")).images, "a text does not wait for images"
+            proceed.set()
+            await asyncio.gather(edit_of_one, *edits_of_many)
             assert order.index("one image") <= 1
-            go_on.clear()
+            proceed.clear()
             waiting = [asyncio.create_task(edit("many")) for _ in range(3)]
             await asyncio.sleep(0)
             closing = asyncio.create_task(pipeline.close(drain=False))
             await asyncio.sleep(0)
-            go_on.set()
+            proceed.set()
             await asyncio.gather(closing, *waiting)
-            assert "many pipeline" in order, "those that waited are not unpacked any more"
+            assert "many pipeline" in order, "waiting edits are rejected without reading their images"
 
-    monkeypatch.setattr("lantern_rt.edits.read_image", refusing_reader(unpacking, go_on))
-    monkeypatch.setattr("lantern_rt.requests.read_image", refusing_reader(unpacking, go_on))
+    monkeypatch.setattr("lantern_rt.edits.read_image", make_rejecting_reader(unpacking, proceed))
+    monkeypatch.setattr("lantern_rt.requests.read_image", make_rejecting_reader(unpacking, proceed))
     run(main())
 
 
 def test_edits_of_several_event_loops_are_checked_in_turn(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1))
-    unpacking, go_on = threading.Event(), threading.Event()
+    unpacking = threading.Event()
+    proceed = threading.Event()
 
     async def edit() -> None:
-        with pytest.raises(RequestError, match="it is refused"):
-            await pipeline.generate("red cube", image=picture(8))
+        with pytest.raises(RequestError, match="it is rejected"):
+            await pipeline.generate("red cube", image=make_png(8))
 
     async def edit_while_another_is_checked() -> None:
         edits = [asyncio.create_task(edit()) for _ in range(2)]
         await asyncio.sleep(0)
-        go_on.set()
+        proceed.set()
         await asyncio.gather(*edits)
 
-    monkeypatch.setattr("lantern_rt.edits.read_image", refusing_reader(unpacking, go_on))
-    monkeypatch.setattr("lantern_rt.requests.read_image", refusing_reader(unpacking, go_on))
+    monkeypatch.setattr("lantern_rt.edits.read_image", make_rejecting_reader(unpacking, proceed))
+    monkeypatch.setattr("lantern_rt.requests.read_image", make_rejecting_reader(unpacking, proceed))
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(run, edit())
         assert unpacking.wait(60)
@@ -238,21 +244,22 @@ def test_edits_of_several_event_loops_are_checked_in_turn(pipe: Pipeline, monkey
     run(pipeline.close())
 
 
-def test_nothing_is_kept_of_an_edit_that_was_refused(pipe: Pipeline) -> None:
-    def pictures() -> int:
-        return sum(issubclass(type(one), Image.Image) for one in gc.get_objects())  # reads no attribute of them
+def test_no_image_of_a_rejected_edit_remains_in_memory(pipe: Pipeline) -> None:
+    def count_images() -> int:
+        # `type`, unlike `isinstance`, reads no attribute of the objects.
+        return sum(issubclass(type(item), Image.Image) for item in gc.get_objects())
 
     async def main() -> None:
         async with AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1)) as pipeline:
             await pipeline.generate("red cube", method="ar")
-            before = pictures()
-            gc.disable()  # nothing may need it
+            before = count_images()
+            gc.disable()  # memory must be freed without it
             try:
                 for _ in range(3):
                     with pytest.raises(RequestError):
-                        await pipeline.generate("red cube", image=picture(64))
+                        await pipeline.generate("red cube", image=make_png(64))
                 await pipeline.generate("red cube", method="ar")
-                assert pictures() <= before
+                assert count_images() <= before
             finally:
                 gc.enable()
 
@@ -261,7 +268,8 @@ def test_nothing_is_kept_of_an_edit_that_was_refused(pipe: Pipeline) -> None:
 
 def test_cancelled_tasks_free_their_places(pipe: Pipeline) -> None:
     async def main() -> None:
-        pipeline, rng = AsyncPipeline(pipe, together=3), random.Random(0)
+        pipeline = AsyncPipeline(pipe, together=3)
+        rng = random.Random(0)
         expected = pipe("red cube", seed=1).codes[0]
 
         async def impatient(i: int) -> None:
@@ -278,7 +286,7 @@ def test_cancelled_tasks_free_their_places(pipe: Pipeline) -> None:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             assert np.array_equal((await patient).codes[0], expected)
-        await asyncio.get_running_loop().run_in_executor(None, left_alone, pipeline.service)
+        await asyncio.get_running_loop().run_in_executor(None, wait_until_idle, pipeline.service)
         await asyncio.get_running_loop().run_in_executor(None, pipeline.service.close)
 
     run(main())

@@ -1,4 +1,4 @@
-"""The `bench` command: rows of what a bundle can run, and figures that add up."""
+"""The `bench` command: its rows, and figures that are consistent."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tiny_bundle import make_tiny_bundle
 from lantern_rt import open_bundle
 from lantern_rt.cli.console import print_table
 from lantern_rt.cli.main import run_program
-from lantern_rt.compare.bench import default_methods
+from lantern_rt.compare.bench import list_default_methods
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def separate_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path / "cache"))
 
 
@@ -27,14 +27,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_bundle(tmp_path_factory.mktemp("bench") / "plain", "class", drafter=False)
 
 
-def test_the_rows_are_what_the_bundle_can_run_and_their_figures_add_up(
-    folder: Path, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_there_is_a_row_for_each_method_of_the_bundle_with_consistent_figures(
+    folder: Path, plain_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert default_methods(open_bundle(plain).manifest) == ["ar", "sjd", "rows"]
+    assert list_default_methods(open_bundle(plain_folder).manifest) == ["ar", "sjd", "rows"]
     (tmp_path / "prompts.txt").write_text("red sphere\ngreen cube on sand\n")
     options = ["--prompts", str(tmp_path / "prompts.txt"), "--threads", "1", "--count", "3", "--json"]
     assert run_program(["bench", str(folder), *options]) == 0
@@ -55,14 +55,25 @@ def test_the_rows_are_what_the_bundle_can_run_and_their_figures_add_up(
     assert rows["sjd"]["nll_ratio"] == 1
     assert rows["sjd"]["tvd_per_token"] == 0 < rows["lantern++"]["tvd_per_token"]
     assert rows["sjd"]["share"]["drafter"] == 0 < rows["eagle:tree=chain-3"]["share"]["drafter"]
-    assert rows["rows"]["tvd_per_token"] is None  # nobody knows it
+    assert rows["rows"]["tvd_per_token"] is None  # unknown
     assert rows["strict"]["settings"] == rows["sjd"]["settings"] | {"window": 7}
 
 
 def test_the_table_has_five_columns_within_80_characters_and_more_if_it_is_wide(
-    plain: Path, capsys: pytest.CaptureFixture[str]
+    plain_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["bench", str(plain), "--threads", "1", "--count", "1", "--batch", "2", "--method", "rows:window=3"]
+    arguments = [
+        "bench",
+        str(plain_folder),
+        "--threads",
+        "1",
+        "--count",
+        "1",
+        "--batch",
+        "2",
+        "--method",
+        "rows:window=3",
+    ]
     assert run_program(arguments) == 0
     title, heading, *rows = capsys.readouterr().out.splitlines()
     assert "plain" not in title
@@ -73,16 +84,21 @@ def test_the_table_has_five_columns_within_80_characters_and_more_if_it_is_wide(
     assert rows[3] == "fastest exact method: ar (1.00); select it with --method ar"
     assert run_program([*arguments, "--csv"]) == 0
     assert run_program([*arguments, "--csv", "--json"]) == 2
-    own, other = csv.DictReader(io.StringIO(capsys.readouterr().out))
-    assert (own["method"], own["speed_up"], other["method"], other["exact"]) == ("ar", "1.0", "rows:window=3", "False")
-    assert 0 < float(other["share.target"]) < 1
+    ar_row, rows_row = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (ar_row["method"], ar_row["speed_up"], rows_row["method"], rows_row["exact"]) == (
+        "ar",
+        "1.0",
+        "rows:window=3",
+        "False",
+    )
+    assert 0 < float(rows_row["share.target"]) < 1
     assert run_program([*arguments[:-2], "--quality", "strict"]) == 0
     assert capsys.readouterr().out.splitlines()[3].split()[::4] == ["strict", "yes"]
     assert run_program([*arguments, "--wide"]) == 0
     assert "NLL against ar" in capsys.readouterr().out
 
 
-def test_what_is_not_known_is_a_dash_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_value_is_a_dash_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"name": "[red]", "part": {"host": 0.5}, "bound": None}, {"name": "b", "part": {"host": 1}, "bound": 0.25}]
     print_table({"name": "{name}", "host": "{part[host]:.0%}", "bound": "{bound:.1f}"}, rows)
     cells = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -100,7 +116,7 @@ def test_what_is_not_known_is_a_dash_in_a_table(capsys: pytest.CaptureFixture[st
     ],
 )
 def test_wrong_use_of_bench_is_one_line(
-    plain: Path, extra: list[str], field: str, capsys: pytest.CaptureFixture[str]
+    plain_folder: Path, extra: list[str], field: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_program(["bench", str(plain), *extra]) == 2
+    assert run_program(["bench", str(plain_folder), *extra]) == 2
     assert capsys.readouterr().err.removeprefix("lantern-rt: ").lstrip("-").startswith(field)

@@ -1,6 +1,6 @@
-"""What the project may weigh: statements, not lines, so that nothing is gained by folding them.
+"""Limits of the size of the project: statements rather than lines, so that longer lines gain nothing.
 
-The numbers are set once a release; between, only a commit that names the user of what it adds raises one.
+The limits are set once a release. Between releases, a commit that raises a limit names the user of the addition.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPTIONS = 128
 
 
 def python_files(*folders: str) -> list[Path]:
-    """Python files of some of the project's own folders; what else lies in a clone is not looked at."""
+    """Return the Python files in folders of the project."""
     return [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
 
 
@@ -39,21 +39,25 @@ def line_count(file: Path) -> int:
 
 
 def statement_count(file: Path) -> int:
-    """Statements of a file, docstrings apart."""
+    """Count the statements of a file, without docstrings."""
     nodes = [*ast.walk(ast.parse(file.read_text("utf-8")))]
     docstrings = [node for node in nodes if isinstance(node, DOCUMENTED) and ast.get_docstring(node, False) is not None]
     return sum(isinstance(node, ast.stmt) for node in nodes) - len(docstrings)
 
 
 def options(command: Any) -> list[str]:
-    """Options of a command and of those below it."""
-    own = [one.opts[0] for one in command.params if one.param_type_name == "option" and one.name != "help"]
+    """Return the options of a command and its subcommands."""
+    own_options = [
+        parameter.opts[0]
+        for parameter in command.params
+        if parameter.param_type_name == "option" and parameter.name != "help"
+    ]
     names = command.list_commands(None) if hasattr(command, "list_commands") else []
-    return own + [option for name in names for option in options(command.get_command(None, name))]
+    return own_options + [option for name in names for option in options(command.get_command(None, name))]
 
 
 def how_to_raise(limit: str, count: int) -> str:
-    """What to do at a limit, for those who add something that is wanted."""
+    """Return the advice for a change that exceeds a limit."""
     return f"{count:,} in all: delete as much as you add, or raise {limit} in {__file__}; the commit says who uses it"
 
 
@@ -65,13 +69,13 @@ def test_the_code_keeps_within_its_statements(folders: tuple[str, ...]) -> None:
     assert count <= ROOM * STATEMENTS[folders], how_to_raise(f"STATEMENTS of {', '.join(folders)}", count)
 
 
-def test_no_file_is_longer_than_a_sitting() -> None:
+def test_no_file_is_too_long() -> None:
     folders = (*PRODUCT, "tests", "benchmarks", "recipes")
     assert [str(file) for file in python_files(*folders) if line_count(file) > LONGEST_FILE] == []
 
 
 def code_lines(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a class or function without docstrings."""
+    """Count the lines of a class or function, without docstrings."""
     documented = [part for part in ast.walk(node) if isinstance(part, DOCUMENTED) and ast.get_docstring(part, False)]
     count = (node.end_lineno or 0) - node.lineno + 1
     for docstring in (part.body[0] for part in documented):
@@ -79,7 +83,7 @@ def code_lines(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> i
     return count
 
 
-def test_classes_and_functions_of_the_product_fit_on_a_few_screens() -> None:
+def test_no_class_or_function_of_the_product_is_too_long() -> None:
     limits = {ast.ClassDef: LONGEST_CLASS, ast.FunctionDef: LONGEST_FUNCTION, ast.AsyncFunctionDef: LONGEST_FUNCTION}
     too_long = []
     for file in python_files(*PRODUCT):
@@ -91,13 +95,13 @@ def test_classes_and_functions_of_the_product_fit_on_a_few_screens() -> None:
 
 def test_the_docs_keep_within_their_words() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    pages = [page for page in pages if page.name != "published.md"]  # made from the table of models
+    pages = [page for page in pages if page.name != "published.md"]  # generated from the table of models
     assert len(pages) > 5
     count = sum(len(page.read_text("utf-8").split()) for page in pages)
     assert count <= WORDS, how_to_raise("WORDS", count)
 
 
-def test_the_front_door_is_short_and_has_short_sentences() -> None:
+def test_readme_and_the_first_hour_are_short_and_have_short_sentences() -> None:
     pages = {name: (ROOT / name).read_text("utf-8") for name in ("README.md", "docs/first-hour.md")}
     assert len(pages["README.md"].split()) <= README_WORDS
     for page in pages.values():

@@ -1,4 +1,4 @@
-"""What `open_bundle` accepts, and the one line it says about everything else."""
+"""Bundles that `open_bundle` accepts, and its one-line errors for everything else."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ EMPTY = {"kind": "tokens", "prefix": 4, "layout": {"after": [3], "uncond": []}}
 
 @pytest.fixture
 def folder(class_bundle: Path, tmp_path: Path) -> Path:
-    """One that takes classes, of 6 x 6 tokens in pictures of 24 x 24 pixels."""
+    """Return a copy of a bundle with classes, 6 x 6 tokens and images of 24 x 24 pixels."""
     return Path(shutil.copytree(class_bundle, tmp_path / "tiny"))
 
 
-def refusal(path: Path | str, verify: bool = True) -> str:
+def error_message(path: Path | str, verify: bool = True) -> str:
     message = str(error_of(BundleError, open_bundle, path, verify=verify))
     assert "\n" not in message
     assert len(message) < 700
@@ -67,50 +67,50 @@ def test_an_embedded_bundle_opens_by_name_before_a_folder_of_that_name(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bundle_module, "EMBEDDED", tmp_path / "embedded")
     assert open_bundle("tiny").folder == tmp_path / "embedded" / "tiny"
-    assert "no bundle.json" in refusal("./tiny")
-    assert "found a file" in refusal("embedded/tiny/bundle.json")
-    assert "embedded name: tiny" in refusal("tinny")
+    assert "no bundle.json" in error_message("./tiny")
+    assert "found a file" in error_message("embedded/tiny/bundle.json")
+    assert "embedded name: tiny" in error_message("tinny")
 
 
 @pytest.mark.parametrize("name", ["", "no/such/folder", "\0", "x" * 5000, "a\nb"])
-def test_a_path_that_is_no_folder_is_one_line(name: str) -> None:
-    assert refusal(name)
+def test_a_path_that_is_not_a_folder_is_one_line(name: str) -> None:
+    assert error_message(name)
 
 
 def test_an_altered_file_is_found_by_its_hash(folder: Path) -> None:
     data = bytearray((folder / "target.onnx").read_bytes())
     data[data.index(b"head")] ^= 1
     (folder / "target.onnx").write_bytes(data)
-    assert re.search(r"target\.onnx: found sha256 \w+\.\.\., expected \w+\.\.\.", refusal(folder))
+    assert re.search(r"target\.onnx: found sha256 \w+\.\.\., expected \w+\.\.\.", error_message(folder))
     assert open_bundle(folder, verify=False)
 
 
-def test_bytes_are_counted_as_they_are_hashed() -> None:
-    told: list[tuple[int, int]] = []
+def test_the_progress_callback_counts_hashed_bytes() -> None:
+    reports: list[tuple[int, int]] = []
     entries = open_bundle("scenes").manifest.files
     size = sum(entry.bytes for entry in entries.values())
-    open_bundle("scenes", progress=lambda *one: told.append(one))
-    assert told[0] == (0, size)
-    assert told[-1] == (size, size)
-    assert told == sorted(told)
-    assert len(told) > len(entries), "large files are counted in pieces"
-    told.clear()
-    open_bundle("scenes", skipped_roles=["target.data"], progress=lambda *one: told.append(one))
-    assert {total for _, total in told} == {size - entries["target.data"].bytes}
-    told.clear()
-    open_bundle("scenes", verify=False, progress=lambda *one: told.append(one))
-    assert told == [(0, 0)]
+    open_bundle("scenes", progress=lambda *report: reports.append(report))
+    assert reports[0] == (0, size)
+    assert reports[-1] == (size, size)
+    assert reports == sorted(reports)
+    assert len(reports) > len(entries), "large files are reported in pieces"
+    reports.clear()
+    open_bundle("scenes", skipped_roles=["target.data"], progress=lambda *report: reports.append(report))
+    assert {total for _, total in reports} == {size - entries["target.data"].bytes}
+    reports.clear()
+    open_bundle("scenes", verify=False, progress=lambda *report: reports.append(report))
+    assert reports == [(0, 0)]
 
 
 def test_a_truncated_file_is_found_even_without_hashing(folder: Path) -> None:
     path = folder / "code_embeddings.npy"
     path.write_bytes(path.read_bytes()[:-4])
-    assert "found 1,148 bytes, expected 1,152" in refusal(folder, verify=False)
+    assert "found 1,148 bytes, expected 1,152" in error_message(folder, verify=False)
 
 
 def test_a_missing_file_is_named_with_its_role(folder: Path) -> None:
     (folder / "vq_decoder.onnx").unlink()
-    message = refusal(folder)
+    message = error_message(folder)
     assert "vq_decoder.onnx: found no file" in message
     assert "'vq_decoder'" in message
 
@@ -128,9 +128,9 @@ def test_a_missing_file_is_named_with_its_role(folder: Path) -> None:
         (b" " * (1 << 20) + b"{}", "more than 1,048,576 bytes"),
     ],
 )
-def test_a_manifest_that_cannot_be_read_says_why(folder: Path, text: bytes, expected: str) -> None:
+def test_an_unreadable_manifest_is_rejected_with_the_reason(folder: Path, text: bytes, expected: str) -> None:
     (folder / "bundle.json").write_bytes(text)
-    assert expected in refusal(folder)
+    assert expected in error_message(folder)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_wrong_manifest_field_is_named_with_what_was_found(
     manifest = read_manifest(folder)
     set_field(manifest, path, value)
     write_manifest(folder, manifest, rehash=False)
-    assert re.search(expected, refusal(folder))
+    assert re.search(expected, error_message(folder))
 
 
 @pytest.mark.parametrize(
@@ -205,32 +205,32 @@ def test_a_wrong_manifest_field_is_named_with_what_was_found(
         ),
     ],
 )
-def test_fields_that_contradict_each_other_are_refused(folder: Path, changes: dict[str, Any], expected: str) -> None:
+def test_fields_that_contradict_each_other_are_rejected(folder: Path, changes: dict[str, Any], expected: str) -> None:
     files = read_manifest(folder)["files"]
     rewrite(folder, **changes, files={**files, "tokenizer": files["target"]})
-    assert expected in refusal(folder)
+    assert expected in error_message(folder)
     rewrite(folder, **{**changes, "image_width": 24, "sizes": [SQUARE, WIDE]})
     assert open_bundle(folder).manifest.size("36x12").tokens == (8,)
 
 
-def test_a_newer_minor_format_explains_an_unknown_field(folder: Path) -> None:
-    rewrite(folder, format_version="3.8", novelty=1)
-    assert "the bundle has format 3.8, newer than 3.7: upgrade lantern-rt" in refusal(folder)
+def test_the_error_for_an_unknown_field_names_a_newer_format(folder: Path) -> None:
+    rewrite(folder, format_version="3.9", novelty=1)
+    assert "the bundle has format 3.9, newer than 3.8: upgrade lantern-rt" in error_message(folder)
 
 
 ODD_PATHS = ["../outside", "a/../../outside", "/etc/hostname", "C:/x", "a\\b", "", ".", "./target.onnx", "a//b", "a\0b"]
 
 
 @pytest.mark.parametrize("name", [*ODD_PATHS, "a\nb"])
-def test_a_path_that_leaves_the_folder_or_is_odd_is_refused(folder: Path, name: str) -> None:
+def test_a_path_outside_the_folder_or_of_unusual_form_is_rejected(folder: Path, name: str) -> None:
     (folder.parent / "outside").write_bytes(b"")
     manifest = read_manifest(folder)
     manifest["files"]["target"]["path"] = name
     write_manifest(folder, manifest, rehash=False)
-    assert "expected a" in refusal(folder)
+    assert "expected a" in error_message(folder)
 
 
-def test_a_link_is_followed_inside_the_folder_and_refused_outside(folder: Path) -> None:
+def test_a_link_is_followed_inside_the_folder_and_rejected_outside(folder: Path) -> None:
     target = folder / "target.onnx"
     (folder / "weights").mkdir()
     inside = target.rename(folder / "weights" / "t.onnx")
@@ -239,10 +239,10 @@ def test_a_link_is_followed_inside_the_folder_and_refused_outside(folder: Path) 
     outside = inside.rename(folder.parent / "t.onnx")
     target.unlink()
     target.symlink_to(outside)
-    assert "found a link that leaves the bundle's folder" in refusal(folder)
+    assert "found a link that leaves the bundle's folder" in error_message(folder)
     target.unlink()
     target.symlink_to(target)
-    assert "target.onnx: cannot be read" in refusal(folder)
+    assert "target.onnx: cannot be read" in error_message(folder)
 
 
 @pytest.mark.parametrize("blobs", ["hub/models--owner--name/blobs", "hub/blobs/00"])
@@ -257,14 +257,14 @@ def test_a_commit_in_the_cache_of_the_hub_is_opened_by_its_path(folder: Path, tm
     outside = (tmp_path / blobs / "target.onnx").rename(tmp_path / "hub" / "target.onnx")
     (snapshot / "target.onnx").unlink()
     (snapshot / "target.onnx").symlink_to(outside)
-    assert "found a link that leaves the bundle's folder" in refusal(snapshot)
+    assert "found a link that leaves the bundle's folder" in error_message(snapshot)
 
 
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_a_folder_or_pipe_in_place_of_a_file_is_refused(folder: Path, make: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("create", [os.mkdir, os.mkfifo])
+def test_a_folder_or_pipe_in_place_of_a_file_is_rejected(folder: Path, create: Callable[[Path], None]) -> None:
     (folder / "target.onnx").unlink()
-    make(folder / "target.onnx")
-    assert "found a folder or device" in refusal(folder)
+    create(folder / "target.onnx")
+    assert "found a folder or device" in error_message(folder)
 
 
 @pytest.mark.parametrize("location", ["/etc/passwd", "../secret", "unlisted.data", "*/_ORT_MEM_ADDR_/*", "a\\b"])
@@ -272,23 +272,25 @@ def test_a_graph_may_only_read_files_of_the_bundle(folder: Path, location: str) 
     (folder / "unlisted.data").write_bytes(b"1234")
     (folder / "target.onnx").write_bytes(stub_graph(location))
     rewrite(folder)
-    assert f"reads the file {location!r}, expected a file that bundle.json lists" in refusal(folder, verify=False)
+    assert f"reads the file {location!r}, expected a file that bundle.json lists" in error_message(folder, verify=False)
 
 
 @pytest.mark.parametrize("name", ["target.bin", "target.ONNX", "target", "target.onnx ", "target.onnx.data"])
 @pytest.mark.parametrize("role", GRAPHS)
-def test_what_a_runtime_loads_has_the_name_of_a_graph(folder: Path, role: str, name: str) -> None:
+def test_a_graphs_file_name_ends_in_onnx(folder: Path, role: str, name: str) -> None:
     (folder / name).write_bytes(stub_graph())
     files = read_manifest(folder)["files"]
     rewrite(folder, files={**files, role: {"path": name}})
-    assert f"file {role}: found path {name!r}, expected a name that ends in .onnx" in refusal(folder, verify=False)
+    assert f"file {role}: found path {name!r}, expected a name that ends in .onnx" in error_message(
+        folder, verify=False
+    )
 
 
 @pytest.mark.parametrize("data", [b"", b"\0", b"\x3a\x7f", b"not a graph at all", stub_graph()[:-1], b"\x08\x0a"])
-def test_bytes_that_are_no_graph_are_refused(folder: Path, data: bytes) -> None:
+def test_bytes_that_are_not_a_graph_are_rejected(folder: Path, data: bytes) -> None:
     (folder / "drafter.onnx").write_bytes(data)
     rewrite(folder)
-    assert "expected an ONNX graph" in refusal(folder)
+    assert "expected an ONNX graph" in error_message(folder)
 
 
 def test_the_graph_walker_agrees_with_the_onnx_package(tmp_path: Path) -> None:
@@ -305,7 +307,7 @@ def test_the_graph_walker_agrees_with_the_onnx_package(tmp_path: Path) -> None:
     assert external_locations(path) == {"a/w.bin", "c.bin"}
 
 
-def test_what_a_runtime_would_take_unchecked_is_refused(tmp_path: Path) -> None:
+def test_precompiled_nodes_and_prepacked_weights_are_rejected(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     compiled = onnx.helper.make_node("EPContext", [], ["y"], ep_cache_context="../blob.bin", embed_mode=0)
     weight = onnx.numpy_helper.from_array(np.ones((4, 4), np.float32), "w")
@@ -319,8 +321,8 @@ def test_what_a_runtime_would_take_unchecked_is_refused(tmp_path: Path) -> None:
             external_locations(path)
 
 
-def table_refusal(folder: Path, read: str) -> str:
-    """What is wrong with a table that stands in the bundle's folder."""
+def table_error(folder: Path, read: str) -> str:
+    """Return the error of reading a table that is in the bundle's folder."""
     rewrite(folder)
     message = str(error_of(BundleError, lambda: getattr(open_bundle(folder), read)()))
     assert "\n" not in message
@@ -329,7 +331,7 @@ def table_refusal(folder: Path, read: str) -> str:
 
 HOLE = np.zeros((CODES, WIDTH), np.float32)
 HOLE[3, 3] = np.nan
-NO_ARRAY = "without pickled objects"
+NOT_AN_ARRAY = "without pickled objects"
 
 
 @pytest.mark.parametrize(
@@ -338,52 +340,54 @@ NO_ARRAY = "without pickled objects"
         (np.zeros((CODES, WIDTH + 1), np.float32), r"float32 \[32, 9\], expected float32 or float16 \[32, 8\]"),
         (np.zeros((CODES, WIDTH)), "float64"),
         (HOLE, "found NaN or infinity"),
-        (np.full((CODES, WIDTH), None, object), NO_ARRAY),
-        (pickle.dumps([1]), NO_ARRAY),
-        (b"", NO_ARRAY),
-        (b"\x93NUMPY\x01\x00\x10\x00{'descr': oops}\n", NO_ARRAY),
+        (np.full((CODES, WIDTH), None, object), NOT_AN_ARRAY),
+        (pickle.dumps([1]), NOT_AN_ARRAY),
+        (b"", NOT_AN_ARRAY),
+        (b"\x93NUMPY\x01\x00\x10\x00{'descr': oops}\n", NOT_AN_ARRAY),
     ],
 )
-def test_a_wrong_code_table_is_refused(folder: Path, table: np.ndarray | bytes, expected: str) -> None:
+def test_a_wrong_table_of_code_embeddings_is_rejected(folder: Path, table: np.ndarray | bytes, expected: str) -> None:
     path = folder / "code_embeddings.npy"
     if isinstance(table, bytes):
         path.write_bytes(table)
     else:
         np.save(path, table, allow_pickle=True)
-    assert re.search(expected, table_refusal(folder, "code_embeddings"))
+    assert re.search(expected, table_error(folder, "code_embeddings"))
 
 
-def test_a_wrong_neighbor_table_is_refused(folder: Path) -> None:
+def test_a_wrong_neighbor_table_is_rejected(folder: Path) -> None:
     with np.load(folder / "neighbors.npz") as archive:
         indices = archive["indices"]
-    beyond, own = indices.copy(), indices.copy()
-    beyond[2, 1], own[7, 0] = CODES, 7
+    out_of_range = indices.copy()
+    self_neighbor = indices.copy()
+    out_of_range[2, 1] = CODES
+    self_neighbor[7, 0] = 7
     tables: list[tuple[Any, str]] = [
         (indices[:, :4], "uint8 [32, 4]"),
         (indices.astype(np.int64), "int64"),
-        (beyond, "found index 32, expected 0 .. 31"),
-        (own, "found code 7 among its own neighbours"),
+        (out_of_range, "found index 32, expected 0 .. 31"),
+        (self_neighbor, "found code 7 among its own neighbours"),
         (np.full((CODES, K), None, object), "`indices`"),
     ]
     for table, expected in tables:
         np.savez_compressed(folder / "neighbors.npz", indices=table, allow_pickle=True)
-        assert expected in table_refusal(folder, "neighbors")
+        assert expected in table_error(folder, "neighbors")
     np.savez(folder / "neighbors.npz", indices=np.asfortranarray(indices))
     rewrite(folder)
     np.testing.assert_array_equal(open_bundle(folder).neighbors, indices)
 
 
-def test_a_neighbor_file_that_is_no_archive_or_a_bomb_is_refused(folder: Path) -> None:
+def test_a_neighbor_file_that_is_not_an_archive_or_unpacks_to_gigabytes_is_rejected(folder: Path) -> None:
     path = folder / "neighbors.npz"
     path.write_bytes(pickle.dumps({"indices": 1}))
-    assert "expected a NumPy archive" in table_refusal(folder, "neighbors")
+    assert "expected a NumPy archive" in table_error(folder, "neighbors")
     for data, expected in ((b"junk", "expected a NumPy archive"), (bytes(10_000_000), "10,000,000 bytes unpacked")):
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("indices.npy", data)
-        assert expected in table_refusal(folder, "neighbors")
+        assert expected in table_error(folder, "neighbors")
 
 
-def test_a_bundle_without_neighbors_says_so(folder: Path) -> None:
+def test_reading_neighbors_of_a_bundle_without_them_is_an_error(folder: Path) -> None:
     manifest = read_manifest(folder)
     manifest["neighbors"] = 0
     del manifest["files"]["neighbors"]

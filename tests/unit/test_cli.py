@@ -1,4 +1,4 @@
-"""The `lantern-rt` program: what it prints where, what it writes, what it refuses, and its help."""
+"""The `lantern-rt` program: its output, the files that it writes, the input that it rejects, and its help."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from typer.testing import CliRunner
 import lantern_rt
 from lantern_rt import Pipeline
 from lantern_rt.cli.app import COMMANDS, app
-from lantern_rt.output.names import plan_outputs, slug
+from lantern_rt.inputs import install_command
+from lantern_rt.output.names import make_slug, plan_outputs
 from lantern_rt.text.words import ANY_WORDS
 
 STATS = ["method", "target_passes", "drafter_passes", "tokens_per_forward_pass", "accepted_lengths", "seconds",
          "target_seconds", "drafter_seconds", "host_seconds", "realised_tvd"]  # fmt: skip
 
 
-def files(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
@@ -58,42 +59,42 @@ def test_json_is_one_object_and_all_of_stdout(program: Any, words_bundle: Path, 
     assert [image["prompt"] for image in report["images"]] == ["red cube"] * 2 + ["green cube"] * 2
     assert all(list(image) == ["codes", "seed", "prompt", "output"] for image in report["images"])
     assert all(len(image["codes"]) == 36 for image in report["images"])
-    assert files(tmp_path) == sorted(image["output"] for image in report["images"])
+    assert list_files(tmp_path) == sorted(image["output"] for image in report["images"])
 
 
 def test_class_ids_are_named_in_files_and_json(program: Any, class_bundle: Path, tmp_path: Path) -> None:
     code, out, _ = program("run", class_bundle, "--class-id", 3, "--class-id", 7, "--seed", 0, "--json")
     assert code == 0
     assert [image["class_id"] for image in json.loads(out)["images"]] == [3, 7]
-    assert files(tmp_path) == ["class-3-seed0.png", "class-7-seed0.png"]
+    assert list_files(tmp_path) == ["class-3-seed0.png", "class-7-seed0.png"]
 
 
 def test_more_threads_than_cores_are_noted(program: Any, words_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lantern_rt.engines.host.usable_cores", lambda: 1)
+    monkeypatch.setattr("lantern_rt.engines.host.count_usable_cores", lambda: 1)
     code, _, err = program("run", words_bundle, "red", "--threads", 2)
     assert (code, err.splitlines()[0]) == (0, "note: --threads 2 on 1 core; one per core is faster")
 
 
-def test_a_picture_that_is_there_is_not_drawn_again_and_another_takes_another_name(
+def test_an_existing_image_is_not_generated_again_and_another_image_gets_another_name(
     program: Any, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = ("run", words_bundle, "red cube", "--seed", 0, "--output", "out/")
     first, second, third = (f"out{os.sep}red-cube-seed{name}.png\n" for name in ("0", "1", "0-2"))
     assert program(*run)[:2] == (0, first)
-    old = (tmp_path / "out" / "red-cube-seed0.png").read_bytes()
+    existing_bytes = (tmp_path / "out" / "red-cube-seed0.png").read_bytes()
     code, out, err = program(*run, "--count", 2)
     assert (code, out) == (0, first + second)
     assert err.startswith("1 of 2 images exist already; --force generates them again\n")
     assert "1 image in" in err
     assert program(*run, "--method", "rows")[:2] == (0, third)
-    for other in (["--scale", 2], ["--top-k", 3]):
-        assert program(*run, *other)[1] not in (first, third)
-    assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() == old
+    for options in (["--scale", 2], ["--top-k", 3]):
+        assert program(*run, *options)[1] not in (first, third)
+    assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() == existing_bytes
     assert json.loads(program(*run, "--json")[1])["images"][0]["output"] == first.strip()
-    assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() == old
-    assert program(*run, "--method", "eagle", "--count", 1)[1] == first  # exact, so the image of the first
+    assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() == existing_bytes
+    assert program(*run, "--method", "eagle", "--count", 1)[1] == first  # an exact method, so the same image
     assert program(*run, "--force", "--method", "rows")[1] == first
-    assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() != old
+    assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() != existing_bytes
     monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded a graph"))
     assert program(*run, "--method", "rows", "--count", 1)[1] == first
 
@@ -102,35 +103,35 @@ def test_a_prompt_may_be_an_option(program: Any, words_bundle: Path, tmp_path: P
     assert (
         program("run", words_bundle, "--prompt", "red cube", "--prompt", "green", "--method", "ar", "--seed", 0)[0] == 0
     )
-    assert files(tmp_path) == ["green-seed0.png", "red-cube-seed0.png"]
+    assert list_files(tmp_path) == ["green-seed0.png", "red-cube-seed0.png"]
 
 
-def test_a_trace_goes_to_a_file_with_a_picture_beside_it(program: Any, words_bundle: Path, tmp_path: Path) -> None:
+def test_a_trace_is_written_to_a_file_and_an_image_beside_it(program: Any, words_bundle: Path, tmp_path: Path) -> None:
     code, _, err = program("run", words_bundle, "red", "--output", "red.png", "--trace", "red.npz")
     assert (code, "trace: red.npz and red.trace.png" in err) == (0, True)
-    assert files(tmp_path) == ["red.npz", "red.png", "red.trace.png"]
+    assert list_files(tmp_path) == ["red.npz", "red.png", "red.trace.png"]
 
 
-def test_files_of_one_name_in_one_request_are_numbered(tmp_path: Path) -> None:
+def test_files_of_the_same_name_in_a_request_are_numbered(tmp_path: Path) -> None:
     (tmp_path / "red-2.png").touch()
     outputs = plan_outputs(str(tmp_path), ["red", "red", "blue"], False)
     assert outputs == [(tmp_path / name, False) for name in ("red.png", "red-3.png", "blue.png")]
-    assert slug("A red cube, " * 9) == "a-red-cube-a-red-cube-a-red-cube-a-red-cube-a-red-cube-a-red"
-    assert (slug("w" * 99), slug("\N{SNOWMAN}")) == ("w" * 60, "image")
+    assert make_slug("A red cube, " * 9) == "a-red-cube-a-red-cube-a-red-cube-a-red-cube-a-red-cube-a-red"
+    assert (make_slug("w" * 99), make_slug("\N{SNOWMAN}")) == ("w" * 60, "image")
 
 
-def test_the_first_word_is_a_bundle_only_if_it_names_one(program: Any, words_bundle: Path) -> None:
+def test_the_first_word_is_a_bundle_only_if_it_is_the_name_of_a_bundle(program: Any, words_bundle: Path) -> None:
     assert program("run", "a red sphere on sand", "--seed", 4)[:2] == (0, "a-red-sphere-on-sand-seed4.png\n")
     Path("red").mkdir()
     os.symlink(words_bundle, "cube")
     assert program("run", "cube", "red", "--seed", 0)[:2] == (0, "red-seed0.png\n")
 
 
-# ---------------------------------------------------------------- refusals
+# ---------------------------------------------------------------- rejected input
 
 
 @pytest.mark.parametrize(("subject", "value"), [("--class-id", 3), ("--prompt", "red cube"), ("--from", "own.png")])
-def test_a_single_word_beside_what_to_generate_is_a_bundle_that_is_not_there(
+def test_a_single_word_besides_a_prompt_option_is_a_missing_bundle(
     program: Any, words_bundle: Path, subject: str, value: object
 ) -> None:
     assert program("run", words_bundle, "red cube", "--output", "own.png")[0] == 0
@@ -185,7 +186,7 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
     code, out, err = program("run", words_bundle, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert re.match(f"lantern-rt: {reason.replace('BUNDLE', str(words_bundle))}", err), err
-    assert files(tmp_path) == ["there.png"]
+    assert list_files(tmp_path) == ["there.png"]
     assert (tmp_path / "there.png").read_text() == "mine"
 
 
@@ -196,7 +197,7 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
         (OSError(28, "No space left on device"), 2, ".*No space left on device"),
     ],
 )
-def test_what_ends_writing_leaves_no_file(
+def test_an_interrupted_write_leaves_no_file(
     program: Any, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     error: BaseException, code: int, reason: str,
 ) -> None:  # fmt: skip
@@ -223,20 +224,20 @@ def test_a_file_that_appears_while_decoding_is_not_replaced(
     code, _, err = program("run", words_bundle, "red", "--seed", 0)
     assert (code, "created by another program" in err) == (2, True)
     assert (tmp_path / "red-seed0.png").read_text() == "mine"
-    assert files(tmp_path) == ["red-seed0.png"]
+    assert list_files(tmp_path) == ["red-seed0.png"]
 
 
-def test_a_prompt_that_cannot_be_drawn_comes_with_the_nearest_three_that_can(program: Any) -> None:
+def test_the_error_for_an_impossible_prompt_names_the_three_most_similar_valid_prompts(program: Any) -> None:
     code, _, err = program("run", "a red dog on sand")
     assert (code, err.count("\n")) == (2, 1)
-    near = re.findall(r"'([^']{12,})'", err.partition("similar valid prompts: ")[2])
-    assert len(near) == 3
-    assert any("on sand" in prompt for prompt in near)
+    suggestions = re.findall(r"'([^']{12,})'", err.partition("similar valid prompts: ")[2])
+    assert len(suggestions) == 3
+    assert any("on sand" in prompt for prompt in suggestions)
     assert f"; {ANY_WORDS}; " in err
 
 
 @pytest.mark.parametrize("edit", [False, True])
-def test_without_a_seed_one_is_drawn_printed_and_recorded(program: Any, words_bundle: Path, edit: bool) -> None:
+def test_without_a_seed_a_random_seed_is_printed_and_recorded(program: Any, words_bundle: Path, edit: bool) -> None:
     Image.linear_gradient("L").save("own.png")
     command = ("edit", "own.png", "--keep-rows", 12, "--prompt", "a red cube") if edit else ("run", words_bundle, "red")
     seeds = []
@@ -251,36 +252,36 @@ def test_without_a_seed_one_is_drawn_printed_and_recorded(program: Any, words_bu
     assert (code, "exist" in err) == (0, True)
 
 
-def test_edit_draws_a_part_once_and_such_a_picture_is_not_drawn_from_its_record(
+def test_edit_regenerates_a_part_once_and_its_output_cannot_be_generated_from_the_record(
     program: Any, words_bundle: Path
 ) -> None:
     image = Image.linear_gradient("L").convert("RGBA")
     image.paste((0, 0, 0, 0), (0, 0, 32, 16))
     image.save("own.png")
-    again = ("edit", "own.png", "--prompt", "a red cube on sand", "--seed", 2)
-    assert program(*again)[:2] == (0, "own-edit-seed2.png\n")
+    command = ("edit", "own.png", "--prompt", "a red cube on sand", "--seed", 2)
+    assert program(*command)[:2] == (0, "own-edit-seed2.png\n")
     with Image.open("own-edit-seed2.png") as edited:
         assert edited.getpixel((200, 200)) == image.getpixel((200, 200))[:3]
-    assert "exists already" in program(*again)[2]
+    assert "exists already" in program(*command)[2]
     assert "give that image to `lantern-rt edit`" in program("run", "--from", "own-edit-seed2.png")[2]
     assert "no image encoder" in program("edit", "own.png", words_bundle, "--prompt", "red cube")[2]
 
 
-def test_edit_takes_what_the_pipeline_takes(program: Any) -> None:
+def test_edit_has_the_options_of_the_pipeline(program: Any) -> None:
     Image.linear_gradient("L").save("own.png")
-    several = ("edit", "own.png", "--prompt", "a red cube on sand", "--keep-rows", 12, "--tries", 2, "--count", 2)
-    several += ("--seed", 0)
-    code, output, err = program(*several, "--method", "sjd:window=3")
+    command = ("edit", "own.png", "--prompt", "a red cube on sand", "--keep-rows", 12, "--tries", 2, "--count", 2)
+    command += ("--seed", 0)
+    code, output, err = program(*command, "--method", "sjd:window=3")
     assert (code, output) == (0, "own-edit-seed0.png\nown-edit-seed2.png\n")
     assert err.startswith("sjd:window=3")
     pipeline = Pipeline.from_bundle("scenes")
-    found = pipeline.edit("own.png", prompts="a red cube on sand", keep_rows=12, tries=2, num_images=2)
-    for name, image in zip(output.split(), found.images, strict=True):
+    result = pipeline.edit("own.png", prompts="a red cube on sand", keep_rows=12, tries=2, num_images=2)
+    for name, image in zip(output.split(), result.images, strict=True):
         with Image.open(name) as written:
             assert written.tobytes() == image.tobytes()
-    assert "exist already" in program(*several)[2]
+    assert "exist already" in program(*command)[2]
     for option, value in (("--tries", 0), ("--count", 2000), ("--keep-rows", 99), ("--quality", "odd")):
-        assert program(*several, option, value)[0] == 2
+        assert program(*command, option, value)[0] == 2
 
 
 # ---------------------------------------------------------------- other commands, and help
@@ -321,12 +322,14 @@ def test_a_command_without_its_libraries_names_what_to_install(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else find(name))
     code, _, err = program(*command)
-    line = f"lantern-rt: {command[0]}: {library} is not installed; run `pip install 'lantern-rt[{extras}]'`"
+    line = f"lantern-rt: {command[0]}: {library} is not installed; run `{install_command(extras)}`"
     assert (code, err.strip()) == (2, line)
 
 
 STEPS = [["train-drafter", step] for step in ("data", "fit")]
-OTHER_WORDS = r"--(num-images|images|together)\b|(?<!--)\bcodes\b|\bpictures?\b|\banew\b"  # count, batch, token, image
+NOT_IN_GLOSSARY = (
+    r"--(num-images|images|together)\b|(?<!--)\bcodes\b|\bpictures?\b|\banew\b"  # count, batch, token, image
+)
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), *STEPS])
@@ -334,7 +337,7 @@ def test_every_help_shows_examples_within_80_columns_in_the_words_of_the_glossar
     result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"})
     assert [line for line in result.output.splitlines() if len(line) > 80 and "'{" not in line] == []
     assert result.exit_code == 0
-    assert re.search(OTHER_WORDS, result.output, re.IGNORECASE) is None
+    assert re.search(NOT_IN_GLOSSARY, result.output, re.IGNORECASE) is None
     assert f"  lantern-rt {' '.join(command)}" in result.output.partition("Examples:\n")[2]
 
 
@@ -361,9 +364,7 @@ def test_the_program_alone_shows_its_help_and_version(program: Any) -> None:
         (["run", "a red cube", "--size", "512"], "--size: found '512', expected 256x256; --scale 2 "),
     ],
 )
-def test_a_value_that_an_option_does_not_take_is_refused_in_our_words(
-    program: Any, arguments: list[str], line: str
-) -> None:
+def test_a_wrong_value_of_an_option_is_rejected_in_our_words(program: Any, arguments: list[str], line: str) -> None:
     code, _, err = program(*arguments)
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith(f"lantern-rt: {line}")
@@ -377,19 +378,20 @@ def test_wrong_usage_is_one_line_and_exit_code_2(program: Any, arguments: list[s
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's record of peak memory")
 @pytest.mark.parametrize(
-    ("arguments", "heavy"),
+    ("arguments", "unneeded_modules"),
     [
         (["--help"], {"numpy", "pydantic", "torch", "onnx", "onnxruntime", "scipy"}),
         (["run", "a red sphere", "--threads", "1"], {"torch", "onnx", "scipy", "matplotlib", "ftfy"}),
     ],
 )
-def test_commands_take_no_more_modules_and_memory_than_they_need(
-    tmp_path: Path, arguments: list[str], heavy: set[str]
+def test_commands_load_no_more_modules_and_memory_than_they_need(
+    tmp_path: Path, arguments: list[str], unneeded_modules: set[str]
 ) -> None:
     code = (
         "import sys; from lantern_rt.cli.main import run_program; "
-        f"print(run_program({arguments!r}), *({heavy!r} & set(sys.modules))); print(open('/proc/self/status').read())"
+        f"print(run_program({arguments!r}), *({unneeded_modules!r} & set(sys.modules))); "
+        "print(open('/proc/self/status').read())"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "\n0\n" in done.stdout
-    assert int(re.findall(r"VmHWM:\s+(\d+) kB", done.stdout)[0]) < 400 * 1024
+    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "\n0\n" in process.stdout
+    assert int(re.findall(r"VmHWM:\s+(\d+) kB", process.stdout)[0]) < 400 * 1024

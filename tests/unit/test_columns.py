@@ -1,4 +1,4 @@
-"""Caches whose columns fill in any order: what a graph reads from the bits of a pass, against plain lists."""
+"""Caches whose columns fill in any order: an attention mask read from bits, compared with plain lists."""
 
 from __future__ import annotations
 
@@ -7,158 +7,179 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lantern_rt.engines.columns import WORD, CacheColumns, padded_node_count
-from lantern_rt.runtime.engine import Bools, Pass
+from lantern_rt.engines.columns import MASK_WORD_BITS, CacheColumns, padded_node_count
+from lantern_rt.runtime.engine import Bools, PassInput
 
-ROOM = 20  # nodes that a pass may have besides the entries
+MAX_NODES = 20  # of a pass
 
 
-class Columns:
-    """A cache with what stands in its columns: a number for every node that was ever written."""
+class CacheModel:
+    """A cache and a plain model of its content: every node that is written has a number.
+
+    Attributes:
+        cache: the columns under test.
+        numbers: number of the node in each column, `[rows, columns]`; -1 where none was written.
+        entries: numbers of the committed nodes of each row, in order.
+        next_number: number of the next node.
+    """
 
     def __init__(self, rows: int, capacity: int) -> None:
         self.cache = CacheColumns(np.zeros(rows, np.int64), capacity)
-        self.stands = np.full((rows, self.cache.columns), -1)
+        self.numbers = np.full((rows, self.cache.columns), -1)
         self.entries: list[list[int]] = [[] for _ in range(rows)]
-        self.next = 0
+        self.next_number = 0
 
     def run(self, on_past: Bools, among: Bools) -> np.ndarray:
-        """A pass whose nodes see these entries and nodes; checks all of it, and returns the nodes' numbers."""
-        (rows, nodes, _), cache = among.shape, self.cache
+        """Run a pass and check where it writes and what it attends to; return the numbers of its nodes.
+
+        Args:
+            on_past: true where a node attends to an entry, `[rows, nodes, entries]`.
+            among: true where a node attends to a node, `[rows, nodes, nodes]`.
+        """
+        (rows, nodes, _) = among.shape
+        cache = self.cache
         past_length = cache.past_length()
         mask = np.zeros((rows, nodes, past_length + nodes), bool)
-        mask[:, :, : on_past.shape[2]], mask[:, :, past_length:] = on_past, among
-        feeds = cache.encode(Pass(np.tile(np.arange(nodes), (rows, 1)), mask), padded_node_count(nodes))
-        new = self.next + np.arange(rows * nodes).reshape(rows, nodes)
-        self.next += rows * nodes
-        assert (np.sort(cache.column_of) == np.arange(cache.columns)).all(), "every column once"
-        spare, write = cache.columns - 1, feeds["write"][:, :, 0]
+        mask[:, :, : on_past.shape[2]] = on_past
+        mask[:, :, past_length:] = among
+        feeds = cache.encode_pass(PassInput(np.tile(np.arange(nodes), (rows, 1)), mask), padded_node_count(nodes))
+        new = self.next_number + np.arange(rows * nodes).reshape(rows, nodes)
+        self.next_number += rows * nodes
+        assert (np.sort(cache.column_of) == np.arange(cache.columns)).all(), (
+            "each row of `column_of` is a permutation of the columns"
+        )
+        spare = cache.columns - 1
+        write = feeds["write"][:, :, 0]
         assert write.shape == (rows, padded_node_count(nodes), 3)
         assert not write[..., 2].any()
         assert (write[..., 0] == np.arange(rows)[:, None]).all()
         assert (write[:, nodes:, 1] == spare).all()
-        assert (write[:, :nodes, 1] != spare).all()  # there is room for all of them
-        for row, own in enumerate(self.entries):
-            held = cache.column_of[row, : len(own)].tolist()
-            assert not {*held} & {*write[row, :nodes, 1].tolist()}
+        assert (write[:, :nodes, 1] != spare).all()  # every node has a column of the cache
+        for row, entries in enumerate(self.entries):
+            entry_columns = cache.column_of[row, : len(entries)].tolist()
+            assert not {*entry_columns} & {*write[row, :nodes, 1].tolist()}
             assert len({*write[row, :nodes, 1].tolist()}) == nodes
         for node in range(nodes):
-            self.stands[np.arange(rows), write[:, node, 1]] = new[:, node]
-        seen = visible(feeds, cache.columns)
-        assert not seen[:, :, spare].any()
-        assert not seen[:, nodes:, 1:].any()  # what fills up sees the first column alone
+            self.numbers[np.arange(rows), write[:, node, 1]] = new[:, node]
+        attended = unpack_mask(feeds, cache.columns)
+        assert not attended[:, :, spare].any()
+        assert not attended[:, nodes:, 1:].any()  # padding nodes attend to the first column only
         for row in range(rows):
             for node in range(nodes):
                 expected = [entry for i, entry in enumerate(self.entries[row]) if on_past[row, node, i]]
                 expected += new[row, among[row, node]].tolist()
-                assert sorted(self.stands[row, seen[row, node]].tolist()) == sorted(expected)
+                assert sorted(self.numbers[row, attended[row, node]].tolist()) == sorted(expected)
         return new
 
     def append(self, new: np.ndarray, accepted: list[list[int]]) -> None:
-        self.cache.accept(self.cache.written, [np.array(nodes, np.int64) for nodes in accepted])
+        self.cache.accept_nodes(self.cache.written_columns, [np.array(nodes, np.int64) for nodes in accepted])
         for row, nodes in enumerate(accepted):
             self.entries[row] += new[row, nodes].tolist()
-        self.holds()
+        self.check_entries()
 
-    def holds(self) -> None:
-        """Every entry still stands where the cache says."""
-        assert self.cache.lengths.tolist() == [len(own) for own in self.entries]
-        for row, own in enumerate(self.entries):
-            assert self.stands[row, self.cache.column_of[row, : len(own)]].tolist() == own
+    def check_entries(self) -> None:
+        """Check that the cache finds every committed node."""
+        assert self.cache.lengths.tolist() == [len(entries) for entries in self.entries]
+        for row, entries in enumerate(self.entries):
+            assert self.numbers[row, self.cache.column_of[row, : len(entries)]].tolist() == entries
 
 
-def visible(feeds: dict[str, np.ndarray], columns: int) -> Bools:
-    """What each node sees, bool `[rows, nodes, columns]`, as the graph reads it."""
-    seen: Bools = (feeds["seen"][..., None] >> np.arange(WORD) & 1).astype(bool)
-    return seen.reshape(*feeds["seen"].shape[:2], columns)
+def unpack_mask(feeds: dict[str, np.ndarray], columns: int) -> Bools:
+    """Return the attention mask as the graph reads it, bool `[rows, nodes, columns]`."""
+    mask: Bools = (feeds["seen"][..., None] >> np.arange(MASK_WORD_BITS) & 1).astype(bool)
+    return mask.reshape(*feeds["seen"].shape[:2], columns)
 
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_a_graph_reads_what_the_mask_says_after_any_history(data: st.DataObject) -> None:
+def test_the_graph_reads_the_attention_mask_of_the_pass_after_any_history(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    columns = Columns(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 70)) + ROOM)
+    model = CacheModel(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 70)) + MAX_NODES)
     for _ in range(data.draw(st.integers(1, 8))):
-        cache, rows = columns.cache, len(columns.entries)
+        cache = model.cache
+        rows = len(model.entries)
         action = data.draw(st.sampled_from(["pass", "pass", "pass", "truncate", "select", "join"]))
         if action == "truncate":
             cache.truncate(rng.integers(0, cache.lengths + 1))
-            columns.entries = [own[:length] for own, length in zip(columns.entries, cache.lengths, strict=True)]
+            model.entries = [entries[:length] for entries, length in zip(model.entries, cache.lengths, strict=True)]
         elif action == "select":
-            kept = rng.permutation(rows)[: rng.integers(1, rows + 1)]
-            cache.select(kept)
-            columns.stands, columns.entries = columns.stands[kept], [columns.entries[row][:] for row in kept]
+            selected = rng.permutation(rows)[: rng.integers(1, rows + 1)]
+            cache.select_rows(selected)
+            model.numbers = model.numbers[selected]
+            model.entries = [model.entries[row][:] for row in selected]
         elif action == "join":
-            other = Columns(data.draw(st.integers(1, 2)), data.draw(st.integers(1, 150)) + ROOM)
-            other.next = columns.next
-            fill(other, rng)
-            cache.join(other.cache)
-            both = [np.pad(one, ((0, 0), (0, cache.columns - one.shape[1]))) for one in (columns.stands, other.stands)]
-            columns.stands, columns.next = np.concatenate(both), other.next
-            columns.entries += other.entries
+            other = CacheModel(data.draw(st.integers(1, 2)), data.draw(st.integers(1, 150)) + MAX_NODES)
+            other.next_number = model.next_number
+            run_random_pass(other, rng)
+            cache.append_rows(other.cache)
+            padding = [((0, 0), (0, cache.columns - item.numbers.shape[1])) for item in (model, other)]
+            model.numbers = np.concatenate([np.pad(model.numbers, padding[0]), np.pad(other.numbers, padding[1])])
+            model.next_number = other.next_number
+            model.entries += other.entries
         else:
-            fill(columns, rng)
-        columns.holds()
+            run_random_pass(model, rng)
+        model.check_entries()
 
 
-def fill(columns: Columns, rng: np.random.Generator) -> None:
-    """A pass over nodes with any mask, of which every row keeps some."""
-    rows, nodes = len(columns.entries), int(rng.integers(1, ROOM))
-    longest = max(map(len, columns.entries))
+def run_random_pass(model: CacheModel, rng: np.random.Generator) -> None:
+    """Run a pass with a random mask, and commit some of its nodes in every row."""
+    rows = len(model.entries)
+    nodes = int(rng.integers(1, MAX_NODES))
+    longest = max(map(len, model.entries))
     everywhere = rng.random((rows, 1, longest)) < 0.7
     on_past = everywhere | (rng.random((rows, nodes, longest)) < 0.3)
-    on_past &= (np.arange(longest) < columns.cache.lengths[:, None])[:, None]
+    on_past &= (np.arange(longest) < model.cache.lengths[:, None])[:, None]
     among = (rng.random((rows, nodes, nodes)) < 0.3) | np.eye(nodes, dtype=bool)
-    new = columns.run(on_past, among)
-    room = columns.cache.capacity - ROOM - columns.cache.lengths
-    kept = [rng.permutation(nodes)[: max(0, min(int(rng.integers(0, nodes + 1)), most))] for most in room]
-    columns.append(new, [own.tolist() for own in kept])
+    new = model.run(on_past, among)
+    remaining = model.cache.capacity - MAX_NODES - model.cache.lengths
+    accepted = [rng.permutation(nodes)[: max(0, min(int(rng.integers(0, nodes + 1)), count))] for count in remaining]
+    model.append(new, [indices.tolist() for indices in accepted])
 
 
-def empty(nodes: int) -> tuple[Bools, Bools]:
+def mask_without_entries(nodes: int) -> tuple[Bools, Bools]:
     return np.zeros((1, nodes, 0), bool), np.eye(nodes, dtype=bool)[None]
 
 
-def test_columns_of_nodes_that_were_not_accepted_are_written_again() -> None:
-    columns = Columns(1, 60)
-    new = columns.run(*empty(5))
-    columns.append(new, [[3, 1]])
-    assert columns.cache.column_of[0, :2].tolist() == [3, 1]
-    columns.run(np.ones((1, 4, 2), bool), np.eye(4, dtype=bool)[None])
-    assert columns.cache.written.tolist() == [[0, 2, 4, 5]]
-    columns.cache.truncate(np.array([1]))
-    columns.entries = [columns.entries[0][:1]]
-    columns.run(np.ones((1, 4, 1), bool), np.eye(4, dtype=bool)[None])
-    assert columns.cache.written.tolist() == [[0, 1, 2, 4]]
+def test_columns_of_rejected_nodes_are_written_again() -> None:
+    model = CacheModel(1, 60)
+    new = model.run(*mask_without_entries(5))
+    model.append(new, [[3, 1]])
+    assert model.cache.column_of[0, :2].tolist() == [3, 1]
+    model.run(np.ones((1, 4, 2), bool), np.eye(4, dtype=bool)[None])
+    assert model.cache.written_columns.tolist() == [[0, 2, 4, 5]]
+    model.cache.truncate(np.array([1]))
+    model.entries = [model.entries[0][:1]]
+    model.run(np.ones((1, 4, 1), bool), np.eye(4, dtype=bool)[None])
+    assert model.cache.written_columns.tolist() == [[0, 1, 2, 4]]
 
 
-def test_a_row_with_little_room_left_shares_passes_with_rows_of_many_nodes() -> None:
+def test_a_nearly_full_row_shares_passes_with_rows_of_many_nodes() -> None:
     cache = CacheColumns(np.array([120, 0]), 127)
     cache.column_of[0, :120] = np.arange(120)
     mask = np.zeros((2, 16, 128 + 16), bool)
     mask[0, :, :120] = True
     mask[:, :, 128:] = np.eye(16, dtype=bool)
-    feeds = cache.encode(Pass(np.zeros((2, 16), np.int64), mask), 16)
+    feeds = cache.encode_pass(PassInput(np.zeros((2, 16), np.int64), mask), 16)
     assert feeds["write"][0, :, 0, 1].tolist() == [*range(120, 127), *[127] * 9]
     assert feeds["write"][1, :, 0, 1].tolist() == [*range(16)]
     with pytest.raises(ValueError, match="a padding node cannot be accepted"):
-        cache.accept(cache.written, [np.array([7]), np.array([0])])
-    cache.accept(cache.written, [np.arange(7), np.array([0, 15])])
+        cache.accept_nodes(cache.written_columns, [np.array([7]), np.array([0])])
+    cache.accept_nodes(cache.written_columns, [np.arange(7), np.array([0, 15])])
     assert cache.lengths.tolist() == [127, 2]
     assert cache.column_of[0, :127].tolist() == [*range(127)]
 
 
-def test_what_another_pass_wrote_is_refused() -> None:
-    columns = Columns(1, 60)
-    columns.run(*empty(2))
-    earlier = columns.cache.written
-    columns.run(*empty(2))
-    nothing = [np.array([], np.int64)]
+def test_nodes_of_an_earlier_pass_are_rejected() -> None:
+    model = CacheModel(1, 60)
+    model.run(*mask_without_entries(2))
+    earlier = model.cache.written_columns
+    model.run(*mask_without_entries(2))
+    no_indices = [np.array([], np.int64)]
     with pytest.raises(ValueError, match="not from the last pass"):
-        columns.cache.accept(earlier, nothing)
-    columns.cache.accept(columns.cache.written, nothing)
+        model.cache.accept_nodes(earlier, no_indices)
+    model.cache.accept_nodes(model.cache.written_columns, no_indices)
 
 
-def test_passes_are_filled_up_to_few_numbers_of_nodes() -> None:
-    """Never to one: TensorRT engines need at least two."""
+def test_passes_are_padded_to_a_few_numbers_of_nodes() -> None:
+    """Check that no pass has a single node, as TensorRT engines need at least two."""
     assert [padded_node_count(nodes) for nodes in (1, 2, 3, 33, 64, 65, 129)] == [2, 2, 4, 64, 64, 128, 192]

@@ -1,4 +1,4 @@
-"""The decode loop on toy engines that notice every wrong mask, position, hidden state, commit or rollback."""
+"""The decode loop on toy engines, which notice every wrong mask, position, hidden state, commit or rollback."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from lantern_rt.runtime import eagle as drafting
 from lantern_rt.runtime import passes
 from lantern_rt.runtime.decode import Step
 from lantern_rt.runtime.drafting import Commit
-from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.state import DrafterLayout, Prompt
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 from lantern_rt.runtime.tree_names import parse_tree
 
-VOCABULARY, CODES = 5, 9
-NEAR = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
+VOCABULARY = 5
+CODES = 9
+NEIGHBORS = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
 BUSHY = "tree-3-210-100"
 METHODS = {
     "ar": Ar(),
@@ -51,12 +52,12 @@ every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 
 
-def model(**options: Any) -> ToyModel:
-    return make_model(**({"vocabulary": VOCABULARY, "codes": CODES, "round_span": 4, "neighbors": NEAR} | options))
+def make_tree_model(**options: Any) -> ToyModel:
+    return make_model(**({"vocabulary": VOCABULARY, "codes": CODES, "round_span": 4, "neighbors": NEIGHBORS} | options))
 
 
-def prompts(identities: Iterable[int]) -> list[Prompt]:
-    """Prompts with different amounts of padding."""
+def make_prompts(identities: Iterable[int]) -> list[Prompt]:
+    """Make prompts with different amounts of padding."""
     return [make_prompt(i, padding=i % 3) for i in identities]
 
 
@@ -64,33 +65,36 @@ def steps_of(
     engine: ToyModel, identities: Iterable[int], sampling: Sampling, method: MethodConfig, salt: int = 0
 ) -> list[Step]:
     identities = list(identities)
-    return list(decode(engine, prompts(identities), [1000 * salt + i for i in identities], sampling, method))
+    return list(decode(engine, make_prompts(identities), [1000 * salt + i for i in identities], sampling, method))
 
 
-# ---------------------------------------------------------------- what comes out
+# ---------------------------------------------------------------- the steps of a decode
 
 
 @every_method
 @every_sampling
-def test_every_request_gets_exactly_its_codes_and_the_numbers_add_up(method: MethodConfig, sampling: Sampling) -> None:
-    engine, requests = model(), 4
-    steps = steps_of(engine, range(requests), sampling, method)
-    codes = codes_of(steps, requests)
-    assert [len(row) for row in codes] == [CODES] * requests
+def test_every_image_gets_all_its_tokens_and_the_statistics_agree_with_the_steps(
+    method: MethodConfig, sampling: Sampling
+) -> None:
+    model = make_tree_model()
+    num_images = 4
+    steps = steps_of(model, range(num_images), sampling, method)
+    codes = codes_of(steps, num_images)
+    assert [len(row) for row in codes] == [CODES] * num_images
     assert all(0 <= code < VOCABULARY for row in codes for code in row)
     assert [step.stats is not None for step in steps] == [False] * (len(steps) - 1) + [True]
     assert [step.done for step in steps] == np.cumsum([sum(len(p.codes) for p in s.parts) for s in steps]).tolist()
-    assert all(step.total == requests * CODES for step in steps)
+    assert all(step.total == num_images * CODES for step in steps)
 
     statistics = steps[-1].stats
     assert statistics is not None
-    assert isinstance(engine.target, ToyTarget)
-    assert isinstance(engine.drafter, ToyDrafter)
-    assert statistics.target_passes == len(engine.target.passes) == len(steps)
-    assert statistics.drafter_passes == len(engine.drafter.passes)
-    taken = [sum(part.sequence == r for step in steps for part in step.parts) for r in range(requests)]
-    assert sum(statistics.accepted_lengths) == sum(taken) - requests
-    assert statistics.tokens_per_forward_pass == pytest.approx(np.mean([CODES / n for n in taken]))
+    assert isinstance(model.target, ToyTarget)
+    assert isinstance(model.drafter, ToyDrafter)
+    assert statistics.target_passes == len(model.target.passes) == len(steps)
+    assert statistics.drafter_passes == len(model.drafter.passes)
+    steps_per_image = [sum(part.sequence == i for step in steps for part in step.parts) for i in range(num_images)]
+    assert sum(statistics.accepted_lengths) == sum(steps_per_image) - num_images
+    assert statistics.tokens_per_forward_pass == pytest.approx(np.mean([CODES / n for n in steps_per_image]))
     drafted = [part for step in steps[1:] for part in step.parts]
     lengths = np.bincount([len(part.acceptance.path) - 1 if part.acceptance else 0 for part in drafted])
     assert statistics.accepted_lengths == lengths.tolist()
@@ -102,13 +106,13 @@ def test_every_request_gets_exactly_its_codes_and_the_numbers_add_up(method: Met
         assert statistics.realised_tvd == 0
     else:
         assert statistics.realised_tvd == pytest.approx(
-            sum(part.acceptance.realised_tvd for part in drafted if part.acceptance) / requests
+            sum(part.acceptance.realised_tvd for part in drafted if part.acceptance) / num_images
         )
 
 
 @every_method
-def test_a_steps_codes_are_its_accepted_path_and_the_bonus(method: MethodConfig) -> None:
-    for step in steps_of(model(), range(3), Sampling(), method)[1:]:
+def test_a_step_commits_its_accepted_path_and_the_bonus(method: MethodConfig) -> None:
+    for step in steps_of(make_tree_model(), range(3), Sampling(), method)[1:]:
         for part in step.parts:
             if isinstance(method, Ar):
                 assert (part.tree, part.acceptance) == (None, None)
@@ -118,47 +122,49 @@ def test_a_steps_codes_are_its_accepted_path_and_the_bonus(method: MethodConfig)
             path = part.acceptance.path
             assert path[0] == 0
             assert all(part.tree.parents[child] == parent for parent, child in itertools.pairwise(path))
-            bonus = [] if part.acceptance.bonus is None else [part.acceptance.bonus]
+            bonus = [] if part.acceptance.bonus_token is None else [part.acceptance.bonus_token]
             assert part.codes.tolist() == [*part.tree.tokens[path[1:]], *bonus]
-            most = method.window + 1 if isinstance(method, Sjd) else parse_tree(method.tree).nodes  # type: ignore[attr-defined]
-            assert part.tree.nodes <= most
+            max_nodes = method.window + 1 if isinstance(method, Sjd) else parse_tree(method.tree).nodes  # type: ignore[attr-defined]
+            assert part.tree.nodes <= max_nodes
 
 
 @cache
-def alone(method: str, sampling: str, identity: int) -> list[int]:
-    return codes_of(steps_of(model(), [identity], SAMPLINGS[sampling], METHODS[method]), 1)[0]
+def codes_alone(method: str, sampling: str, identity: int) -> list[int]:
+    return codes_of(steps_of(make_tree_model(), [identity], SAMPLINGS[sampling], METHODS[method]), 1)[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
 @given(order=st.permutations(range(6)), size=st.integers(1, 6))
 @settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
-def test_a_batch_gives_every_request_what_it_gets_alone(method: str, order: list[int], size: int) -> None:
+def test_an_image_does_not_depend_on_the_batch(method: str, order: list[int], size: int) -> None:
     for name, sampling in SAMPLINGS.items():
-        together = codes_of(steps_of(model(), order[:size], sampling, METHODS[method]), size)
+        together = codes_of(steps_of(make_tree_model(), order[:size], sampling, METHODS[method]), size)
         for identity, codes in zip(order[:size], together, strict=True):
-            assert codes == alone(method, name, identity)
+            assert codes == codes_alone(method, name, identity)
 
 
 @every_method
-def test_the_seed_alone_decides_and_other_seeds_give_other_codes(method: MethodConfig) -> None:
-    one, again, other = (codes_of(steps_of(model(), range(4), Sampling(), method, salt), 4) for salt in (1, 1, 2))
-    assert one == again
-    assert one != other
+def test_the_same_seed_repeats_an_image_and_another_seed_changes_it(method: MethodConfig) -> None:
+    first, repeated, other = (
+        codes_of(steps_of(make_tree_model(), range(4), Sampling(), method, salt), 4) for salt in (1, 1, 2)
+    )
+    assert first == repeated
+    assert first != other
 
 
 @pytest.mark.parametrize("tree", ["chain-3", "balanced-25", "naive-57"])
 @every_sampling
 def test_a_perfect_drafter_has_its_first_path_accepted_whole(tree: str, sampling: Sampling) -> None:
-    """Its q is the target's p at every node, so any slip in contexts, guidance or temperature shows."""
-    shape = parse_tree(tree)
-    assert isinstance(shape, StaticTree)
-    steps = steps_of(model(agreement=1.0, codes=40), range(3), sampling, Eagle(tree=tree))
-    assert all(len(part.codes) == len(shape.levels) + 1 for step in steps[1:-1] for part in step.parts)
+    """Draft from the target's distribution at every node: a fault in contexts, guidance or temperature shows."""
+    static_tree = parse_tree(tree)
+    assert isinstance(static_tree, StaticTree)
+    steps = steps_of(make_tree_model(agreement=1.0, codes=40), range(3), sampling, Eagle(tree=tree))
+    assert all(len(part.codes) == len(static_tree.levels) + 1 for step in steps[1:-1] for part in step.parts)
 
 
-def test_relaxed_acceptance_accepts_more_and_says_what_it_gave_away() -> None:
+def test_relaxed_acceptance_accepts_more_and_reports_its_realised_tvd() -> None:
     def statistics(method: MethodConfig) -> Any:
-        return steps_of(model(codes=60), range(6), Sampling(), method)[-1].stats
+        return steps_of(make_tree_model(codes=60), range(6), Sampling(), method)[-1].stats
 
     exact = statistics(LanternPlusPlus(tree=BUSHY, neighbors=3, lambda_=1 + 1e-12))
     relaxed = statistics(METHODS["lantern++"])
@@ -171,18 +177,18 @@ def test_relaxed_acceptance_accepts_more_and_says_what_it_gave_away() -> None:
 
 @every_method
 @pytest.mark.parametrize("sampling", [Sampling(top_k=1), Sampling(top_k=1, cfg_scale=2.0), Sampling(top_p=1e-6)])
-def test_distributions_that_run_out_of_codes_do_no_harm(method: MethodConfig, sampling: Sampling) -> None:
+def test_distributions_with_a_single_token_are_decoded_like_greedy(method: MethodConfig, sampling: Sampling) -> None:
     greedy = Sampling(cfg_scale=sampling.cfg_scale, temperature=0)
-    found = codes_of(steps_of(model(), range(3), sampling, method), 3)
+    codes = codes_of(steps_of(make_tree_model(), range(3), sampling, method), 3)
     if method.exact:
-        assert found == codes_of(steps_of(model(), range(3), greedy, METHODS["ar"]), 3)
+        assert codes == codes_of(steps_of(make_tree_model(), range(3), greedy, METHODS["ar"]), 3)
 
 
 @every_sampling
 @pytest.mark.parametrize("tree", ["medusa-63", "dynamic-59"])
 def test_a_tree_with_more_children_than_there_are_codes_is_pruned(tree: str, sampling: Sampling) -> None:
     method = Eagle(tree=tree)
-    steps = steps_of(model(vocabulary=3), range(2), sampling, method)
+    steps = steps_of(make_tree_model(vocabulary=3), range(2), sampling, method)
     assert [len(codes) for codes in codes_of(steps, 2)] == [CODES] * 2
     for step in steps[1:]:
         for part in step.parts:
@@ -195,46 +201,47 @@ def test_a_tree_with_more_children_than_there_are_codes_is_pruned(tree: str, sam
 @every_method
 @pytest.mark.parametrize(("prefix", "codes"), [(1, 1), (2, 2), (8, 3), (8, CODES)])
 def test_prefixes_of_any_length_and_images_of_few_codes_work(method: MethodConfig, prefix: int, codes: int) -> None:
-    engine = model(prefix=prefix, codes=codes)
-    given_prompts = [make_prompt(i, prefix, padding=max(0, prefix - 1 - i)) for i in range(3)]
-    steps = list(decode(engine, given_prompts, range(3), Sampling(cfg_scale=2.0), method))
+    model = make_tree_model(prefix=prefix, codes=codes)
+    prompts = [make_prompt(i, prefix, padding=max(0, prefix - 1 - i)) for i in range(3)]
+    steps = list(decode(model, prompts, range(3), Sampling(cfg_scale=2.0), method))
     assert [len(row) for row in codes_of(steps, 3)] == [codes] * 3
 
 
 @every_method
 def test_draft_nodes_past_the_end_of_the_position_table_share_its_last_entry(method: MethodConfig) -> None:
-    """3 prefix positions and CODES codes fill the table; nodes deeper than that must not change the image."""
-    roomy, tight = model(), model(positions=3 + CODES)
+    """Fill the table with 3 prefix positions and CODES tokens: deeper nodes must not change the image."""
+    large_table = make_tree_model()
+    full_table = make_tree_model(positions=3 + CODES)
     for sampling in [Sampling(temperature=0), Sampling(temperature=0, cfg_scale=2.0)]:
         if method.exact:
-            expected = codes_of(steps_of(roomy, range(3), sampling, method), 3)
-            assert codes_of(steps_of(tight, range(3), sampling, method), 3) == expected
+            expected = codes_of(steps_of(large_table, range(3), sampling, method), 3)
+            assert codes_of(steps_of(full_table, range(3), sampling, method), 3) == expected
         else:
-            assert [len(c) for c in codes_of(steps_of(tight, range(3), sampling, method), 3)] == [CODES] * 3
+            assert [len(c) for c in codes_of(steps_of(full_table, range(3), sampling, method), 3)] == [CODES] * 3
 
 
 @pytest.mark.parametrize("masks_prefix", [True, False])
-def test_a_drafter_may_see_padded_prefix_slots_or_not(masks_prefix: bool) -> None:
-    engine = model(layout=DrafterLayout(masks_prefix=masks_prefix, prefix_token=2))
-    steps = steps_of(engine, range(4), Sampling(cfg_scale=2.0), METHODS["eagle, static"])
+def test_a_drafter_attends_to_padded_prefix_slots_or_not(masks_prefix: bool) -> None:
+    model = make_tree_model(layout=DrafterLayout(masks_prefix=masks_prefix, prefix_token=2))
+    steps = steps_of(model, range(4), Sampling(cfg_scale=2.0), METHODS["eagle, static"])
     assert [len(row) for row in codes_of(steps, 4)] == [CODES] * 4
 
 
-def test_finished_requests_leave_the_batch() -> None:
-    engine = model(agreement=0.5, codes=20)
-    steps_of(engine, range(6), Sampling(cfg_scale=2.0), METHODS["eagle, dynamic"])
-    assert isinstance(engine.target, ToyTarget)
-    rows = [rows for rows, _ in engine.target.passes]
+def test_finished_images_leave_the_batch() -> None:
+    model = make_tree_model(agreement=0.5, codes=20)
+    steps_of(model, range(6), Sampling(cfg_scale=2.0), METHODS["eagle, dynamic"])
+    assert isinstance(model.target, ToyTarget)
+    rows = [rows for rows, _ in model.target.passes]
     assert rows[0] == 12
     assert rows == sorted(rows, reverse=True)
     assert rows[-1] < 12
-    assert {nodes for _, nodes in engine.target.passes[1:]} == {8}, "all verification passes have the same nodes"
+    assert {nodes for _, nodes in model.target.passes[1:]} == {8}, "all verification passes have the same nodes"
 
 
-class Damaged(ToyDrafter):
-    """A drafter whose weights hold NaN."""
+class DamagedDrafter(ToyDrafter):
+    """Drafter whose weights are NaN."""
 
-    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         output = super().run(batch, cache)
         output.logits[:] = np.nan
         return output
@@ -243,59 +250,82 @@ class Damaged(ToyDrafter):
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("tree", ["balanced-25", "dynamic-10-3-3"])
 def test_a_drafter_with_damaged_weights_is_an_error(tree: str, temperature: float) -> None:
-    engine = model()
-    damaged = Damaged(**vars(engine.drafter))
+    model = make_tree_model()
+    damaged = DamagedDrafter(**vars(model.drafter))
     with pytest.raises(EngineError, match="damaged"):
-        steps_of(replace(engine, drafter=damaged), [0], Sampling(temperature=temperature), Eagle(tree=tree))
+        steps_of(replace(model, drafter=damaged), [0], Sampling(temperature=temperature), Eagle(tree=tree))
 
 
-# ---------------------------------------------------------------- the toy notices slips
+# ---------------------------------------------------------------- faults that the toy engines notice
 
 
-def structure(**wrong: Callable[[DraftTree], Any]) -> Any:
-    """Structures of trees with these fields made otherwise."""
-    right = DraftTree.structure.fget
-    assert right is not None
-    return property(lambda tree: replace(right(tree), **{name: make(tree) for name, make in wrong.items()}))
+def tree_structure(**wrong_fields: Callable[[DraftTree], Any]) -> Any:
+    """Replace fields of the structures of draft trees by the results of these functions."""
+    structure_of = DraftTree.structure.fget
+    assert structure_of is not None
+    return property(
+        lambda tree: replace(structure_of(tree), **{name: make(tree) for name, make in wrong_fields.items()})
+    )
 
 
-committed_mask, prefix_mask, append, keep_rows = (
-    passes.committed_mask, passes.prefix_mask, ToyCache.append, ToyCache.keep_rows
-)  # fmt: skip
+committed_mask = passes.committed_mask
+prefix_mask = passes.prefix_mask
+append = ToyCache.append
+keep_rows = ToyCache.keep_rows
 commit = drafting.EagleDrafter.commit
 
 
-def append_the_first(cache: ToyCache, new_kv: Any, accepted_indices: list[NDArray[np.int64]]) -> None:
-    append(cache, new_kv, [np.arange(len(pick)) if cache.contiguous else pick for pick in accepted_indices])
+def append_first_nodes(cache: ToyCache, new_kv: Any, accepted_indices: list[NDArray[np.int64]]) -> None:
+    append(cache, new_kv, [np.arange(len(nodes)) if cache.contiguous else nodes for nodes in accepted_indices])
 
 
-def hidden_states(wrong: Callable[[NDArray[np.float32]], Any]) -> Callable[[Any, list[Commit]], None]:
-    """Drafts get what `wrong` makes of the hidden states of a pass, `[rows, nodes, hidden_size]`."""
-    return lambda drafts, committed: commit(drafts, [one._replace(hidden=wrong(one.hidden)) for one in committed])
+def commit_hidden_states(change: Callable[[NDArray[np.float32]], Any]) -> Callable[[Any, list[Commit]], None]:
+    """Commit changed hidden states: `change` gets those of a pass, `[rows, nodes, hidden_size]`."""
+    return lambda drafts, committed: commit(drafts, [item._replace(hidden=change(item.hidden)) for item in committed])
 
 
-SLIPS: dict[str, tuple[Any, str, Any]] = {
-    "nodes see all earlier ones": (DraftTree, "structure", structure(ancestors=lambda t: np.tri(t.nodes, dtype=bool))),
-    "nodes see no ancestors": (DraftTree, "structure", structure(ancestors=lambda t: np.eye(t.nodes, dtype=bool))),
-    "depths are zero": (DraftTree, "structure", structure(depths=lambda t: np.zeros(t.nodes, np.int64))),
-    "padding is seen": (passes, "committed_mask", lambda *parts: committed_mask(*parts[:-1], parts[-1][:, :0])),
-    "what is past the end is seen": (
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "nodes attend to all earlier nodes": (
+        DraftTree,
+        "structure",
+        tree_structure(ancestors=lambda t: np.tri(t.nodes, dtype=bool)),
+    ),
+    "nodes do not attend to their ancestors": (
+        DraftTree,
+        "structure",
+        tree_structure(ancestors=lambda t: np.eye(t.nodes, dtype=bool)),
+    ),
+    "depths are zero": (DraftTree, "structure", tree_structure(depths=lambda t: np.zeros(t.nodes, np.int64))),
+    "nodes attend to padding": (passes, "committed_mask", lambda *parts: committed_mask(*parts[:-1], parts[-1][:, :0])),
+    "nodes attend to columns past the end": (
         passes,
         "committed_mask",
         lambda engine, cache, n, *parts: committed_mask(engine, cache, n + 1, *parts),
     ),
-    "prefill shows padding": (passes, "prefix_mask", lambda real, nodes: prefix_mask(np.ones_like(real), nodes)),
-    "other nodes are committed": (ToyCache, "append", append_the_first),
+    "the prefix attends to padding": (
+        passes,
+        "prefix_mask",
+        lambda real, nodes: prefix_mask(np.ones_like(real), nodes),
+    ),
+    "the first nodes are committed instead of the accepted ones": (ToyCache, "append", append_first_nodes),
     "drafts are not rolled back": (ToyCache, "truncate", lambda cache, lengths: None),
-    "rows change places": (ToyCache, "keep_rows", lambda cache, rows: keep_rows(cache, rows[::-1])),
-    "hidden states of others": (drafting.EagleDrafter, "commit", hidden_states(lambda hidden: np.roll(hidden, 2, 0))),
-    "hidden states are late": (drafting.EagleDrafter, "commit", hidden_states(lambda hidden: np.roll(hidden, 1, 1))),
+    "remaining rows are reversed": (ToyCache, "keep_rows", lambda cache, rows: keep_rows(cache, rows[::-1])),
+    "hidden states are of other images": (
+        drafting.EagleDrafter,
+        "commit",
+        commit_hidden_states(lambda hidden: np.roll(hidden, 2, 0)),
+    ),
+    "hidden states are of the node before": (
+        drafting.EagleDrafter,
+        "commit",
+        commit_hidden_states(lambda hidden: np.roll(hidden, 1, 1)),
+    ),
 }
 
 
-@pytest.mark.parametrize("slip", SLIPS)
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("method", ["eagle, static", "eagle, dynamic"])
-def test_the_toy_engines_notice(slip: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*SLIPS[slip])
+def test_the_toy_engines_notice(fault: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises((AssertionError, EngineError)):
-        steps_of(model(codes=20), range(5), Sampling(cfg_scale=1.5), METHODS[method])
+        steps_of(make_tree_model(codes=20), range(5), Sampling(cfg_scale=1.5), METHODS[method])

@@ -1,4 +1,4 @@
-"""What the documentation says can be followed: links, extras, commands and their options."""
+"""The documentation can be followed: links, extras, commands and their options exist."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
 
 
 def anchors(page: Path) -> set[str]:
-    """What links to headings of a page are called, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub names them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_has_a_target(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
         file, _, anchor = link.partition("#")
         if "://" not in link:
@@ -62,14 +62,15 @@ def test_install_lines_name_extras_that_exist_and_no_index_before_a_release() ->
     for name, line in lines:
         for extras in re.findall(r"\[([a-z,-]+)\]", line.partition("pip install")[2]):
             assert set(extras.split(",")) <= EXTRAS.keys(), (name, line)
-    examples = {path.name: path.read_text("utf-8") for path in (ROOT / "examples").iterdir() if path.is_file()}
-    assert [
-        name for name, line in [*lines, *examples.items()] if re.search(r"pip install[^&\n]*\Wlantern-rt\[", line)
-    ] == []
+    folders = ("lantern_rt", "runtime", "engines", "export", "train", "examples", "deploy", "benchmarks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    code = [(path.name, path.read_text("utf-8")) for path in files if path.suffix in (".py", ".ipynb", ".js", ".html")]
+    assert len(code) > 200
+    assert [name for name, line in [*lines, *code] if re.search(r"pip install[^&\n]*\Wlantern-rt\[", line)] == []
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """Arguments of each lantern-rt command that a page shows on a line of its own."""
+    """Yield the arguments of each lantern-rt command that is on a separate line of a page."""
     text = page.read_text("utf-8").replace("\\\n", " ")
     for block in re.findall(r"(?:^    .*\n)+|^```sh\n[^`]*```$", text, re.MULTILINE):
         for arguments in re.findall(r"(?:^ *|&& )lantern-rt (.*?)(?: +#.*)?$", block, re.MULTILINE):
@@ -77,7 +78,7 @@ def commands(page: Path) -> Iterator[list[str]]:
                 yield shlex.split(arguments)
 
 
-def test_what_readme_says_to_install_runs_the_commands_that_it_shows() -> None:
+def test_commands_of_readme_run_with_the_extras_that_it_installs() -> None:
     sources = "".join(file.read_text("utf-8") for file in (ROOT / "lantern_rt/cli").glob("*.py"))
     needed = dict(re.findall(r'require_library\(\w+, "([a-z-]+).*?", "([a-z,]+)"\)', sources))
     assert {"serve", "export"} <= needed.keys()
@@ -90,8 +91,8 @@ def test_what_readme_says_to_install_runs_the_commands_that_it_shows() -> None:
             assert set(needed[command[1]].split(",")) <= installed, line
 
 
-def refusal(arguments: list[str]) -> str:
-    """What the command line refuses of these arguments, before anything runs; nothing if it takes them."""
+def usage_error(arguments: list[str]) -> str:
+    """Return the command line's error for these arguments, without running them; empty if they are valid."""
     command: Any = typer.main.get_command(app)
     context = command.make_context("lantern-rt", list(arguments))
     try:
@@ -102,11 +103,11 @@ def refusal(arguments: list[str]) -> str:
         methods = context.params.get("method") or []
         for method in [methods] if isinstance(methods, str) else methods:
             parse_method(method)
-    except Exception as error:  # typer's are of a copy of click
+    except Exception as error:  # typer raises exceptions of its copy of click
         return f"{name} {' '.join(arguments)}: {getattr(error, 'message', error)}"
     return ""
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(commands(page))], ids=lambda page: page.name)
 def test_every_command_of_a_page_has_options_that_exist(page: Path) -> None:
-    assert list(filter(None, map(refusal, commands(page)))) == []
+    assert list(filter(None, map(usage_error, commands(page)))) == []

@@ -1,4 +1,4 @@
-"""Pictures and masks as users bring them: what is read, what is refused, and what becomes of pixels."""
+"""Images and masks from users: the forms that are read, the input that is rejected, and the pixels of the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from lantern_rt.edits import Edit, prepare_edit, read_image
 from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import check_request
 
-SIDE, CELL = 256, 16
+SIDE = 256
+CELL = 16
 COLOURS = np.random.default_rng(0).integers(0, 255, (SIDE, SIDE, 3)).astype(np.uint8)
 
 
@@ -35,42 +36,47 @@ def manifest(bundle: Bundle) -> Manifest:
     return bundle.manifest
 
 
-def file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+def encode(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
-def read(manifest: Manifest, image: Any, mask: Any = None, keep_rows: int | None = None) -> Edit:
+def edit_of(manifest: Manifest, image: Any, mask: Any = None, keep_rows: int | None = None) -> Edit:
     return prepare_edit(manifest, manifest.size(), read_image("image", image), mask, keep_rows)
 
 
-def bomb(side: int) -> bytes:
-    """A PNG of few bytes that says it has many pixels."""
+def decompression_bomb(side: int) -> bytes:
+    """Return a PNG of a few bytes whose header declares many pixels."""
     head = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     data = b"IDAT" + zlib.compress(b"\0" * 1000)
-    chunks = (struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in (head, data))
+    chunks = (
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in (head, data)
+    )
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def test_a_picture_is_read_as_it_is_seen() -> None:
+def test_an_image_is_read_as_viewers_show_it() -> None:
     small = Image.fromarray(COLOURS[:6, :4])
     exif = Image.Exif()
-    exif[0x112] = 6  # it lies on its side
-    turned = read_image("image", file(small, exif=exif.tobytes()))
-    np.testing.assert_array_equal(np.asarray(turned)[..., :3], np.rot90(COLOURS[:6, :4], -1))
-    deep = np.arange(0, 65536, 4096, dtype=np.uint16).reshape(4, 4)
-    assert np.asarray(read_image("image", file(Image.fromarray(deep))))[..., 0].tolist() == (deep >> 8).tolist()
+    exif[0x112] = 6  # rotated by 90 degrees
+    rotated = read_image("image", encode(small, exif=exif.tobytes()))
+    np.testing.assert_array_equal(np.asarray(rotated)[..., :3], np.rot90(COLOURS[:6, :4], -1))
+    pixels_16_bit = np.arange(0, 65536, 4096, dtype=np.uint16).reshape(4, 4)
+    assert (
+        np.asarray(read_image("image", encode(Image.fromarray(pixels_16_bit))))[..., 0].tolist()
+        == (pixels_16_bit >> 8).tolist()
+    )
     palette = small.quantize(8)
-    shown = np.asarray(read_image("image", file(palette, transparency=bytes([0] + [255] * 7))))
-    np.testing.assert_array_equal(shown[..., :3], np.asarray(palette.convert("RGB")))
-    np.testing.assert_array_equal(shown[..., 3] == 0, np.asarray(palette) == 0)
-    for image in (small, np.asarray(small), file(small), file(small, "WEBP", lossless=True)):
+    palette_pixels = np.asarray(read_image("image", encode(palette, transparency=bytes([0] + [255] * 7))))
+    np.testing.assert_array_equal(palette_pixels[..., :3], np.asarray(palette.convert("RGB")))
+    np.testing.assert_array_equal(palette_pixels[..., 3] == 0, np.asarray(palette) == 0)
+    for image in (small, np.asarray(small), encode(small), encode(small, "WEBP", lossless=True)):
         np.testing.assert_array_equal(np.asarray(read_image("image", image))[..., :3], COLOURS[:6, :4])
 
 
 @pytest.mark.parametrize(
-    "numbers",
+    "convert",
     [
         lambda marked: marked.astype(np.uint8),
         lambda marked: marked.astype(np.int64),
@@ -83,11 +89,11 @@ def test_a_picture_is_read_as_it_is_seen() -> None:
         lambda marked: Image.fromarray(marked.astype(np.float32)),
     ],
 )
-def test_a_mask_of_any_numbers_marks_what_it_marks(manifest: Manifest, numbers: Any) -> None:
+def test_masks_of_all_number_types_mark_the_same_cells(manifest: Manifest, convert: Any) -> None:
     marked = np.zeros((SIDE, SIDE), bool)
     marked[40:50, 100:130] = True
     np.testing.assert_array_equal(
-        read(manifest, COLOURS, numbers(marked)).regenerated, read(manifest, COLOURS, marked).regenerated
+        edit_of(manifest, COLOURS, convert(marked)).regenerated, edit_of(manifest, COLOURS, marked).regenerated
     )
 
 
@@ -98,11 +104,11 @@ def test_an_image_of_wide_integers_has_its_colours(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("source", [np.full((4, 4), -1), np.full((4, 4), 1.5), np.full((4, 4), np.nan)])
-def test_numbers_out_of_range_are_told_what_is_taken(source: Any) -> None:
+def test_the_error_for_numbers_out_of_range_names_the_valid_ranges(source: Any) -> None:
     assert error_of(RequestError, read_image, "mask", source).expected == "integers 0 .. 255, floats 0 .. 1, or bool"
 
 
-def test_an_object_that_is_no_picture_is_told_what_is_taken() -> None:
+def test_the_error_for_other_objects_names_their_type() -> None:
     torch = pytest.importorskip("torch")
     for source, kind in ((torch.zeros(4, 4), "Tensor"), (io.BytesIO(), "BytesIO"), ([[1]], "list")):
         for name in ("image", "mask"):
@@ -111,7 +117,13 @@ def test_an_object_that_is_no_picture_is_told_what_is_taken() -> None:
 
 
 def profile(space: bytes, gamma: float, colours: dict[bytes, tuple[float, float, float]]) -> bytes:
-    """A small ICC profile of displays: one curve, and where its primaries lie."""
+    """Return a small ICC profile of a display.
+
+    Args:
+        space: colour space.
+        gamma: exponent of its tone curve.
+        colours: XYZ coordinates of its primary colours.
+    """
 
     def numbers(*values: float) -> bytes:
         return b"".join(struct.pack(">i", round(value * 65536)) for value in values)
@@ -119,10 +131,11 @@ def profile(space: bytes, gamma: float, colours: dict[bytes, tuple[float, float,
     white = (0.9642, 1.0, 0.8249)
     curve = b"curv\0\0\0\0" + struct.pack(">IH", 1, round(gamma * 256)) + bytes(2)
     tags = {b"wtpt": b"XYZ \0\0\0\0" + numbers(*white), (b"rTRC" if colours else b"kTRC"): curve}
-    for name, place in colours.items():
-        tags |= {name + b"XYZ": b"XYZ \0\0\0\0" + numbers(*place), name + b"TRC": curve}
+    for name, coordinates in colours.items():
+        tags |= {name + b"XYZ": b"XYZ \0\0\0\0" + numbers(*coordinates), name + b"TRC": curve}
     tags |= {b"desc": b"desc\0\0\0\0" + struct.pack(">I", 2) + b"x\0" + bytes(80)}
-    table, data = struct.pack(">I", len(tags)), b""
+    table = struct.pack(">I", len(tags))
+    data = b""
     for name, tag in tags.items():
         table += name + struct.pack(">II", 132 + 12 * len(tags) + len(data), len(tag))
         data += tag
@@ -136,83 +149,90 @@ P3 = profile(
     {b"r": (0.51512, 0.2412, -0.00105), b"g": (0.29198, 0.69225, 0.04189), b"b": (0.1571, 0.06657, 0.78407)},
 )
 GREY = profile(b"GRAY", 1.0, {})
-OWN = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
 
 
-def test_colours_are_those_that_a_viewer_shows() -> None:
+def test_colours_are_converted_from_the_profile_of_the_file() -> None:
     red = Image.new("RGBA", (4, 4), (240, 60, 40, 128))
-    shown = (255, 19, 0)
+    expected_colour = (255, 19, 0)
     for image, alpha in ((red, 128), (red.convert("RGB"), 255), (red.convert("RGB").quantize(8), 255)):
-        seen = read_image("image", file(image, icc_profile=P3))
-        assert np.abs(np.array(seen.getpixel((0, 0))) - (*shown, alpha)).max() <= 2
-        assert read_image("image", seen).getpixel((0, 0)) == seen.getpixel((0, 0)), "converted once"
-    grey = read_image("image", file(Image.new("L", (4, 4), 55), icc_profile=GREY))
+        read_back = read_image("image", encode(image, icc_profile=P3))
+        assert np.abs(np.array(read_back.getpixel((0, 0))) - (*expected_colour, alpha)).max() <= 2
+        assert read_image("image", read_back).getpixel((0, 0)) == read_back.getpixel((0, 0)), (
+            "an image that was read is not converted again"
+        )
+    grey = read_image("image", encode(Image.new("L", (4, 4), 55), icc_profile=GREY))
     assert grey.getpixel((0, 0)) == (128, 128, 128, 255)
 
 
-@pytest.mark.parametrize("profile", [OWN, GREY, b"no profile", P3[:200]], ids=["sRGB", "other", "text", "cut"])
-def test_srgb_and_profiles_that_do_not_count_leave_colours_as_they_are(profile: bytes) -> None:
-    picture = read_image("image", file(Image.fromarray(COLOURS), icc_profile=profile))
+@pytest.mark.parametrize("profile", [SRGB, GREY, b"no profile", P3[:200]], ids=["sRGB", "other", "text", "cut"])
+def test_srgb_and_invalid_profiles_leave_colours_unchanged(profile: bytes) -> None:
+    picture = read_image("image", encode(Image.fromarray(COLOURS), icc_profile=profile))
     np.testing.assert_array_equal(np.asarray(picture)[..., :3], COLOURS)
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "message"),
     [
-        (file(Image.fromarray(COLOURS))[:20_000], "truncated"),
+        (encode(Image.fromarray(COLOURS))[:20_000], "truncated"),
         (b"no picture", "cannot identify"),
-        (file(Image.fromarray(COLOURS), "GIF"), "cannot identify"),
-        (bomb(5000), "5,000 x 5,000 pixels"),
-        (bomb(60_000), "exceeds limit"),
+        (encode(Image.fromarray(COLOURS), "GIF"), "cannot identify"),
+        (decompression_bomb(5000), "5,000 x 5,000 pixels"),
+        (decompression_bomb(60_000), "exceeds limit"),
         (Path("/dev/zero"), "a pipe or a device"),
         (np.zeros((4, 4, 7)), "Cannot handle"),
     ],
     ids=["truncated", "text", "gif", "large", "bomb", "device", "array"],
 )
-def test_what_is_no_picture_is_refused(source: Any, found: str) -> None:
+def test_a_source_that_is_not_an_image_is_rejected(source: Any, message: str) -> None:
     error = error_of(RequestError, read_image, "image", source)
     assert error.field == (str(source) if isinstance(source, Path) else "image")
-    assert found in str(error)
+    assert message in str(error)
 
 
-def test_cells_that_a_mask_touches_are_drawn_and_a_masks_colours_have_one_meaning(manifest: Manifest) -> None:
+def test_cells_that_a_mask_touches_are_regenerated_in_every_form_of_mask(manifest: Manifest) -> None:
     marked = np.zeros((SIDE, SIDE), bool)
     marked[40:50, 100:130] = True  # cells 2..3, 6..8
     expected = np.zeros((16, 16), bool)
     expected[2:4, 6:9] = True
-    clear = np.dstack([COLOURS, np.where(marked, 0, 255).astype(np.uint8)])
+    transparent = np.dstack([COLOURS, np.where(marked, 0, 255).astype(np.uint8)])
     white = np.where(marked, 255, 0).astype(np.uint8)
-    for image, mask in ((COLOURS, marked), (COLOURS, file(Image.fromarray(white))), (COLOURS, clear), (clear, None)):
-        np.testing.assert_array_equal(read(manifest, image, mask).regenerated, expected)
+    for image, mask in (
+        (COLOURS, marked),
+        (COLOURS, encode(Image.fromarray(white))),
+        (COLOURS, transparent),
+        (transparent, None),
+    ):
+        np.testing.assert_array_equal(edit_of(manifest, image, mask).regenerated, expected)
     double = Image.fromarray(COLOURS).resize((2 * SIDE + 64, 2 * SIDE), Image.Resampling.NEAREST)
-    whole = read(manifest, double, np.ones((2 * SIDE, 2 * SIDE + 64), bool))
-    assert whole.regenerated.all()
-    assert whole.pixels.shape == COLOURS.shape, "scaled, and cut in the middle"
-    assert read(manifest, COLOURS, keep_rows=5).regenerated.any(1).tolist() == [False] * 5 + [True] * 11
+    scaled_edit = edit_of(manifest, double, np.ones((2 * SIDE, 2 * SIDE + 64), bool))
+    assert scaled_edit.regenerated.all()
+    assert scaled_edit.pixels.shape == COLOURS.shape, "the image is not scaled and cropped to its middle"
+    assert edit_of(manifest, COLOURS, keep_rows=5).regenerated.any(1).tolist() == [False] * 5 + [True] * 11
 
 
 def test_requests_that_contradict_themselves_are_refused(bundle: Bundle) -> None:
-    wrong: list[dict[str, Any]] = [{"keep_rows": 16, "image": COLOURS}, {"mask": COLOURS}, {"keep_rows": 3}]
-    for options in wrong:
+    wrong_options: list[dict[str, Any]] = [{"keep_rows": 16, "image": COLOURS}, {"mask": COLOURS}, {"keep_rows": 3}]
+    for options in wrong_options:
         error = error_of(
             RequestError, check_request, bundle.manifest, load_bundle_tokenizer(bundle), "a red cube", **options
         )
         assert error.field == next(iter(options))
 
 
-def test_sizes_and_words_are_checked_before_a_pixel_is_unpacked(bundle: Bundle) -> None:
-    damaged = file(Image.fromarray(COLOURS))[:20_000]
+def test_sizes_and_words_are_checked_before_pixels_are_decoded(bundle: Bundle) -> None:
+    damaged = encode(Image.fromarray(COLOURS))[:20_000]
     exif = Image.Exif()
-    exif[0x112] = 6  # upright, it is 4 pixels wide and 6 high
-    lying = file(Image.fromarray(COLOURS[:4, :6]), exif=exif.tobytes())
-    wrong: list[tuple[dict[str, Any], str, str]] = [
+    exif[0x112] = 6  # upright: 4 pixels wide, 6 pixels high
+    rotated = encode(Image.fromarray(COLOURS[:4, :6]), exif=exif.tobytes())
+    wrong_options: list[tuple[dict[str, Any], str, str]] = [
         ({"image": damaged, "mask": COLOURS[:9]}, "mask", "256 x 9 pixels"),
-        ({"image": lying, "mask": damaged}, "mask", "256 x 256 pixels, expected 4 x 6"),
+        ({"image": rotated, "mask": damaged}, "mask", "256 x 256 pixels, expected 4 x 6"),
         ({"image": damaged, "prompts": "a magic cube"}, "prompt", "magic"),
         ({"image": damaged, "num_images": 0}, "num_images", "0"),
         ({"image": damaged, "keep_rows": 3}, "image", "truncated"),
     ]
-    for options, field, found in wrong:
+    for options, field, message in wrong_options:
         error = error_of(
             RequestError,
             check_request,
@@ -220,34 +240,34 @@ def test_sizes_and_words_are_checked_before_a_pixel_is_unpacked(bundle: Bundle) 
             load_bundle_tokenizer(bundle),
             **{"prompts": "a red cube", **options},
         )
-        assert (error.field, found in str(error)) == (field, True), str(error)
+        assert (error.field, message in str(error)) == (field, True), str(error)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
-def test_large_pictures_are_read_at_half_their_size_and_masks_with_them(manifest: Manifest, kind: str) -> None:
+def test_large_images_are_read_at_half_their_size_with_their_masks(manifest: Manifest, kind: str) -> None:
     side = 2561  # more than four million pixels, and odd
     marked = np.zeros((side, side), np.uint8)
     marked[side // 2 + 8 :] = 255
     large = Image.fromarray(np.where(marked, 200, 50).astype(np.uint8)).convert("RGB")
-    source = file(large, kind, quality=90)
+    source = encode(large, kind, quality=90)
     assert read_image("image", source).size == (1281, 1281)
-    edit = read(manifest, source, file(Image.fromarray(marked)))
+    edit = edit_of(manifest, source, encode(Image.fromarray(marked)))
     assert edit.regenerated.any(1).tolist() == [False] * 8 + [True] * 8
     assert (abs(edit.pixels[:126].astype(int) - 50) < 4).all()
     assert (abs(edit.pixels[130:].astype(int) - 200) < 4).all()
     palette = large.quantize(2)
-    assert set(np.asarray(read_image("image", file(palette)).convert("L")).flat) >= {50, 200}
+    assert set(np.asarray(read_image("image", encode(palette)).convert("L")).flat) >= {50, 200}
     opened = Image.open(io.BytesIO(source))
     read_image("image", opened)
-    assert opened.size == (side, side), "a caller's own picture stays as it is"
+    assert opened.size == (side, side), "the caller's image was changed"
 
 
-def test_pixels_further_than_a_cell_from_what_is_drawn_are_the_originals(manifest: Manifest) -> None:
+def test_pixels_further_than_a_cell_from_regenerated_cells_are_unchanged(manifest: Manifest) -> None:
     marked: NDArray[np.bool_] = np.zeros((SIDE, SIDE), bool)
     marked[96:128, 96:128] = True
-    mixed = np.asarray(read(manifest, COLOURS, marked).blend(Image.new("RGB", (SIDE, SIDE), (255, 0, 0))))
-    assert (mixed[marked] == (255, 0, 0)).all()
-    near = slice(96 - CELL + 1, 128 + CELL - 1)
+    blended = np.asarray(edit_of(manifest, COLOURS, marked).blend(Image.new("RGB", (SIDE, SIDE), (255, 0, 0))))
+    assert (blended[marked] == (255, 0, 0)).all()
+    near_range = slice(96 - CELL + 1, 128 + CELL - 1)
     outside = np.ones_like(marked)
-    outside[near, near] = False
-    np.testing.assert_array_equal(mixed[outside], COLOURS[outside])
+    outside[near_range, near_range] = False
+    np.testing.assert_array_equal(blended[outside], COLOURS[outside])

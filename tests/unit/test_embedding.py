@@ -1,4 +1,4 @@
-"""A pipeline inside somebody else's program: records on images, which prompt failed, closing, warming up, logging."""
+"""A pipeline inside another program: records in images, errors that name the prompt, closing, warming up, logging."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from package_files import package_files
+from package_files import find_package_files
 from PIL import Image
-from refusals import refused
+from refusals import expects_error
 from tiny_bundle import CAPTION, PREFIX, make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError
@@ -23,7 +23,7 @@ CLOSED = "pipeline: closed; call Pipeline.from_bundle again"
 # ---------------------------------------------------------------- images carry their record
 
 
-def test_an_image_saved_by_the_user_is_drawn_again_from_its_file(
+def test_an_image_that_the_user_saved_can_be_generated_again_from_its_file(
     pipe: Pipeline, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -36,7 +36,7 @@ def test_an_image_saved_by_the_user_is_drawn_again_from_its_file(
     assert Path("saved-again.png").read_bytes() == Path("saved.png").read_bytes()
 
 
-def test_the_record_outlives_enlarging_and_other_formats_do_without(pipe: Pipeline, tmp_path: Path) -> None:
+def test_the_record_survives_resizing_and_other_formats_have_none(pipe: Pipeline, tmp_path: Path) -> None:
     image = pipe("red cube").images[0]
     large = image.resize((48, 48))
     assert large.info == image.info
@@ -47,7 +47,7 @@ def test_the_record_outlives_enlarging_and_other_formats_do_without(pipe: Pipeli
         assert "prompt" not in bare.info
 
 
-def test_an_unfinished_image_records_nothing_and_a_streamed_one_what_a_call_does(pipe: Pipeline) -> None:
+def test_an_unfinished_image_has_no_record_and_a_streamed_image_that_of_a_call(pipe: Pipeline) -> None:
     first, *_, last = pipe.stream("red cube", seed=2)
     assert first.image(0).info == {}
     assert last.image(0).info == pipe("red cube", seed=2, method=last.settings.method).images[0].info
@@ -62,35 +62,36 @@ def test_an_image_of_an_embedding_names_neither_prompt_nor_class(tmp_path: Path)
     assert not {"prompt", "class_id"} & set(record)
 
 
-# ---------------------------------------------------------------- what is wrong, and where
+# ---------------------------------------------------------------- errors
 
 
-def test_the_prompt_of_a_list_that_failed_is_named(pipe: Pipeline) -> None:
-    with refused(RequestError, "prompt 2 of 3: found empty text, expected a few words"):
+def test_the_error_names_which_prompt_of_a_list_is_invalid(pipe: Pipeline) -> None:
+    with expects_error(RequestError, "prompt 2 of 3: found empty text, expected a few words"):
         pipe(["red cube", " ", "green cube"])
     with pytest.raises(RequestError, match=r"^prompt 3 of 3: found unknown word 'blu'"):
         pipe.stream(["red cube", "green cube", "a blu cube"])
-    with refused(RequestError, "prompt: found empty text, expected a few words"):
+    with expects_error(RequestError, "prompt: found empty text, expected a few words"):
         pipe([" "])
 
 
 # ---------------------------------------------------------------- opening and closing
 
 
-def test_a_closed_pipeline_says_so_and_may_be_closed_again(words_bundle: Path) -> None:
+def test_using_a_closed_pipeline_is_an_error_and_closing_twice_is_not(words_bundle: Path) -> None:
     with Pipeline.from_bundle(words_bundle, threads=1) as pipe:
-        stream, racing = pipe.stream("red cube", method="ar"), pipe.stream("red cube")
+        stream = pipe.stream("red cube", method="ar")
+        unfinished_stream = pipe.stream("red cube")
         next(stream)
-        next(racing)
+        next(unfinished_stream)
     pipe.close()
-    with refused(RequestError, CLOSED):
+    with expects_error(RequestError, CLOSED):
         pipe("red cube", method="ar")
-    with refused(RequestError, CLOSED):
+    with expects_error(RequestError, CLOSED):
         pipe.warm_up()
     *_, last = stream
-    assert last.done == last.total, "what was running has its engine until it ends"
-    racing.close()
-    with refused(RequestError, CLOSED):
+    assert last.done == last.total, "a stream that is running keeps its engine until it ends"
+    unfinished_stream.close()
+    with expects_error(RequestError, CLOSED):
         last.image(0)
 
 
@@ -110,7 +111,7 @@ def test_a_warm_pipeline_loads_nothing_more(kind: str, tmp_path: Path, monkeypat
 
     pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny", kind), threads=1)
     pipe.warm_up()
-    monkeypatch.setattr(onnxruntime, "InferenceSession", None)  # nothing can be loaded now
+    monkeypatch.setattr(onnxruntime, "InferenceSession", None)  # loading a graph would fail now
     subject: dict[str, Any] = {
         "words": {"prompts": "red cube"},
         "class": {"class_ids": 3},
@@ -128,26 +129,28 @@ def test_a_bundle_without_a_drafter_is_warmed_up_too(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- logging
 
 
-def test_what_happens_is_logged_and_nothing_is_printed(
+def test_opening_and_generating_are_logged_and_not_printed(
     words_bundle: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.INFO, "lantern_rt"):
         pipe = Pipeline.from_bundle(words_bundle, threads=1)
         pipe("red cube", method="eagle")
         pipe("red cube")
-    opened, drawn, chosen = (record.getMessage() for record in caplog.records if record.name.startswith("lantern_rt"))
-    assert opened == "opened bundle tiny on onnxruntime-cpu, threads: 1"
-    assert drawn.startswith("eagle:tree=chain-3: 1 images, ")
-    assert chosen.startswith("sjd:window=7: 1 images, ")
+    open_line, eagle_line, default_line = (
+        record.getMessage() for record in caplog.records if record.name.startswith("lantern_rt")
+    )
+    assert open_line == "opened bundle tiny on onnxruntime-cpu, threads: 1"
+    assert eagle_line.startswith("eagle:tree=chain-3: 1 images, ")
+    assert default_line.startswith("sjd:window=7: 1 images, ")
     assert capfd.readouterr() == ("", "")
     assert [logging.getLogger(name).handlers for name in ("lantern_rt", "lantern_rt.pipeline")] == [[], []]
 
 
 def test_the_library_neither_prints_nor_sets_up_logging() -> None:
-    """Commands, servers and replicas print; they are programs."""
+    """Check all modules but commands, servers and replicas, which are programs."""
     names = {"print", "basicConfig", "addHandler", "StreamHandler", "dictConfig"}
     calls = []
-    for name, file in package_files().items():
+    for name, file in find_package_files().items():
         if name.split(".")[0] in ("cli", "train") or name in ("serve.ray", "serve.log"):
             continue
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):

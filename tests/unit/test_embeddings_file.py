@@ -1,4 +1,4 @@
-"""Text embeddings of a file: drawn as from Python; whatever else the file holds is refused in one line."""
+"""Text embeddings from a file: images are the same as from Python; invalid files are rejected with one line."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ from lantern_rt import Pipeline
 from lantern_rt.text import embeddings as embeddings_module
 
 
-def states(prompts: int = 3, tokens: int = PREFIX) -> dict[str, Any]:
+def random_embeddings(prompts: int = 3, tokens: int = PREFIX) -> dict[str, Any]:
     values = np.random.default_rng(1).normal(size=(prompts, tokens, CAPTION)).astype(np.float32)
     return {"embeddings": values, "mask": np.arange(tokens) < np.array([[2], [tokens], [1]])[:prompts]}
 
 
-def test_embeddings_of_a_file_are_drawn_as_from_python(program: Any, embeddings_bundle: Path) -> None:
-    arrays = states(2)
+def test_embeddings_of_a_file_generate_the_images_of_python(program: Any, embeddings_bundle: Path) -> None:
+    arrays = random_embeddings(2)
     np.savez("Two Texts.npz", **arrays)
     options = ("--embeddings", "Two Texts.npz", "--count", 2, "--seed", 4, "--threads", 1, "--json")
     code, out, _ = program("run", embeddings_bundle, *options)
     images = json.loads(out)["images"]
     assert code == 0
-    assert [(one["embedding"], one["seed"]) for one in images] == [(0, 4), (0, 5), (1, 4), (1, 5)]
+    assert [(image["embedding"], image["seed"]) for image in images] == [(0, 4), (0, 5), (1, 4), (1, 5)]
     assert images[3]["output"] == "two-texts-1-seed5.png"
     pipeline = Pipeline.from_bundle(embeddings_bundle, threads=1)
     result = pipeline(embeddings=(arrays["embeddings"], arrays["mask"]), seed=4, num_images=2)
-    assert [one["codes"] for one in images] == [codes.tolist() for codes in result.codes]
-    again = ("--embeddings", "Two Texts.npz", "--count", 2, "--threads", 1)
-    out = program("run", embeddings_bundle, *again, "--seed", 4)[1]
-    assert out.splitlines() == [one["output"] for one in images]  # they are there
+    assert [image["codes"] for image in images] == [codes.tolist() for codes in result.codes]
+    options_without_seed = ("--embeddings", "Two Texts.npz", "--count", 2, "--threads", 1)
+    out = program("run", embeddings_bundle, *options_without_seed, "--seed", 4)[1]
+    assert out.splitlines() == [image["output"] for image in images]  # the files exist already
     np.savez("Two Texts.npz", **{**arrays, "embeddings": -arrays["embeddings"]})
-    out = program("run", embeddings_bundle, *again, "--seed", 5)[1]
+    out = program("run", embeddings_bundle, *options_without_seed, "--seed", 5)[1]
     assert out.splitlines()[0] == "two-texts-0-seed5-2.png"
     code, _, err = program("run", embeddings_bundle, "--from", images[0]["output"])
     assert (code, err.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float64])
-def test_without_a_mask_all_tokens_count_and_other_floats_do(program: Any, embeddings_bundle: Path, kind: Any) -> None:
-    np.savez("states.npz", embeddings=states(1, 2)["embeddings"].astype(kind))
+def test_without_a_mask_all_tokens_count_and_any_floats_are_valid(
+    program: Any, embeddings_bundle: Path, kind: Any
+) -> None:
+    np.savez("states.npz", embeddings=random_embeddings(1, 2)["embeddings"].astype(kind))
     assert program("run", embeddings_bundle, "--embeddings", "states.npz", "--seed", 0)[:2] == (
         0,
         "states-0-seed0.png\n",
@@ -60,7 +62,7 @@ ONE = np.zeros((1, 2, CAPTION))
     ("arrays", "reason"),
     [
         ({"states": ONE}, "found arrays states, expected embeddings, and optionally mask"),
-        ({**states(1), "more": ONE}, "found arrays embeddings, mask, more"),
+        ({**random_embeddings(1), "more": ONE}, "found arrays embeddings, mask, more"),
         ({"embeddings": ONE.astype(int)}, r"found embeddings int64 \[1, 2, 6\], expected floats \[prompts"),
         ({"embeddings": ONE[0]}, r"found embeddings float64 \[2, 6\]"),
         ({"embeddings": ONE[:0]}, r"found embeddings float64 \[0, 2, 6\]"),
@@ -74,7 +76,7 @@ ONE = np.zeros((1, 2, CAPTION))
         ({"embeddings": np.full_like(ONE, 1e300)}, "--embeddings: found NaN or infinity"),
     ],
 )
-def test_a_file_that_holds_anything_else_is_one_line(
+def test_a_file_with_other_arrays_is_rejected_with_one_line(
     program: Any, embeddings_bundle: Path, arrays: Any, reason: str
 ) -> None:
     np.savez("states.npz", **arrays)
@@ -84,7 +86,7 @@ def test_a_file_that_holds_anything_else_is_one_line(
     assert os.listdir() == ["states.npz"]
 
 
-def test_files_that_are_no_archives_or_too_large_are_one_line(
+def test_files_that_are_not_archives_or_too_large_are_rejected_with_one_line(
     program: Any, embeddings_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("text.npz").write_text("not an archive")
@@ -96,6 +98,6 @@ def test_files_that_are_no_archives_or_too_large_are_one_line(
         code, _, err = program("run", embeddings_bundle, "--embeddings", name)
         assert (code, err.count("\n")) == (2, 1), err
         assert err.startswith(f"lantern-rt: {name}: ")
-    np.savez("states.npz", **states())
+    np.savez("states.npz", **random_embeddings())
     monkeypatch.setattr(embeddings_module, "BYTES_LIMIT", 100)
     assert "embeddings.npy of " in program("run", embeddings_bundle, "--embeddings", "states.npz")[2]

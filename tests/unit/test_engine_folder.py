@@ -1,4 +1,4 @@
-"""Engine folders: built whole or not at all, and refused with a reason and a remedy."""
+"""Engine folders: complete or absent after a build, and rejected with a reason and a remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lantern_rt.errors import BundleError
 L4 = Gpu("13.0", "SM89", "NVIDIA L4")
 
 
-def silent(what: str, done: int, total: int) -> None:
+def silent(stage: str, done: int, total: int) -> None:
     pass
 
 
@@ -43,30 +43,30 @@ def engines(bundle: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def building(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that builds words, for a GPU that is here."""
+    """Replace the TensorRT library by functions that write text, and the GPU by an L4."""
 
     def write(bundle: object, role: str, shapes: object, folder: Path) -> list[object]:
         (folder / f"{role}.onnx").write_text(f"graph of {role}")
         return []
 
-    def build(name: str, graph: Path, inputs: object, gpus: object, say: Any) -> Path:
-        say(f"building {graph.stem}", 1, 1)
+    def build(name: str, graph: Path, inputs: object, gpus: object, progress: Any) -> Path:
+        progress(f"building {graph.stem}", 1, 1)
         graph.with_suffix(".plan").write_text(graph.stem)
         return graph.with_suffix(".plan")
 
-    monkeypatch.setattr(build_module, "write_graph", write)
+    monkeypatch.setattr(build_module, "write_device_graph", write)
     monkeypatch.setattr(build_module, "build_engine_file", build)
     monkeypatch.setattr(build_module, "import_library", lambda name: SimpleNamespace(__version__=VERSION))
     monkeypatch.setattr(build_module, "find_gpu", lambda: L4)
 
 
 def change(engines: Path, **fields: Any) -> None:
-    """Write other values into `engine.json`."""
+    """Change fields of `engine.json`."""
     file = engines / ENGINE_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def refusal(bundle: Path, engines: Path) -> EngineError:
+def open_error(bundle: Path, engines: Path) -> EngineError:
     """Return the error that rejects the engines."""
     return error_of(EngineError, lambda: open_engine_folder(engines).check(open_bundle(bundle), VERSION))
 
@@ -75,13 +75,14 @@ def refusal(bundle: Path, engines: Path) -> EngineError:
 
 
 @pytest.mark.usefixtures("building")
-def test_what_was_built_is_recorded_and_printed_by_inspect(program: Any, bundle: Path, tmp_path: Path) -> None:
+def test_a_build_is_recorded_and_printed_by_inspect(program: Any, bundle: Path, tmp_path: Path) -> None:
     folder = tmp_path / "fast"
     options = ["--backend", "tensorrt-rtx", "--max-rows", 4, "--compute-capability", "SM89"]
     code, out, err = program("build-engine", bundle, "--output", folder, *options)
     assert (code, out) == (0, f"{folder}\n")
     assert "building target" in err
-    opened, manifest = open_bundle(bundle), open_engine_folder(folder).manifest
+    loaded_bundle = open_bundle(bundle)
+    manifest = open_engine_folder(folder).manifest
     assert manifest.graphs.keys() == {"target", "drafter", "vq_decoder"}
     assert {path.name for path in folder.iterdir()} == {
         *(graph.path for graph in manifest.graphs.values()),
@@ -89,9 +90,9 @@ def test_what_was_built_is_recorded_and_printed_by_inspect(program: Any, bundle:
         *(f"{role}.onnx" for role in manifest.graphs),
     }
     assert (manifest.backend, manifest.builder_version) == ("tensorrt-rtx", VERSION)
-    assert (manifest.bundle, manifest.bundle_sha256, manifest.precision) == ("tiny", opened.digest, "float32")
+    assert (manifest.bundle, manifest.bundle_sha256, manifest.precision) == ("tiny", loaded_bundle.digest, "float32")
     assert manifest.graphs["target"].bytes == len("target")
-    open_engine_folder(folder).check(opened, VERSION)
+    open_engine_folder(folder).check(loaded_bundle, VERSION)
     rebuild = (
         f"lantern-rt build-engine {bundle} --backend tensorrt-rtx --max-rows 4 --max-nodes 64 "
         f"--compute-capability SM89 --output {folder} --force"
@@ -113,7 +114,7 @@ def test_what_was_built_is_recorded_and_printed_by_inspect(program: Any, bundle:
         (["--compute-capability", "SM89"], "--compute-capability: found backend tensorrt, expected tensorrt-rtx"),
     ],
 )
-def test_an_option_that_does_not_fit_is_refused_and_nothing_is_written(
+def test_an_invalid_option_is_rejected_and_nothing_is_written(
     program: Any, bundle: Path, tmp_path: Path, arguments: list[str], expected: str
 ) -> None:
     code, out, err = program("build-engine", bundle, "--output", tmp_path / "new", *arguments)
@@ -131,7 +132,7 @@ def test_an_option_that_does_not_fit_is_refused_and_nothing_is_written(
         (["--engines", "nowhere"], "nowhere: no engine.json in this folder"),
     ],
 )
-def test_what_commands_decode_with_is_refused_by_the_options_name(
+def test_an_invalid_engine_option_is_rejected_by_its_name(
     program: Any, bundle: Path, arguments: list[str], expected: str
 ) -> None:
     code, out, err = program("run", bundle, "red cube", *arguments)
@@ -143,13 +144,17 @@ def test_what_commands_decode_with_is_refused_by_the_options_name(
 def test_only_engine_folders_are_replaced_and_only_with_force(bundle: Path, engines: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("chapter 1")
-    for goal, force in ((engines, False), (tmp_path / "mine", True), (tmp_path / "mine" / "thesis.txt" / "x", False)):
+    for output_path, force in (
+        (engines, False),
+        (tmp_path / "mine", True),
+        (tmp_path / "mine" / "thesis.txt" / "x", False),
+    ):
         with pytest.raises(OutputError):
-            build_engines(open_bundle(bundle), "tiny", OPTIONS, goal, force, silent)
+            build_engines(open_bundle(bundle), "tiny", OPTIONS, output_path, force, silent)
 
 
 @pytest.mark.usefixtures("building")
-def test_a_build_that_fails_leaves_nothing_and_keeps_what_was_there(
+def test_a_failed_build_leaves_the_existing_engines_unchanged(
     bundle: Path, engines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {path.name: path.read_bytes() for path in engines.iterdir()}
@@ -171,14 +176,16 @@ def test_profiles_cover_plain_decoding_prefixes_and_trees(bundle: Path) -> None:
         ("ar", (1, 2, 4), (2, 2, 2), (64, 64, 64)),
         ("tree", (1, 2, 4), (2, 8, 8), (64, 64, 64)),
     ]
-    assert [p.columns for p in shapes["drafter"]] == [(64, 64, 128)] * 2  # a draft is cached until it is verified
+    assert [p.columns for p in shapes["drafter"]] == [
+        (64, 64, 128)
+    ] * 2  # draft nodes are cached until they are verified
     assert [p.name for p in shapes["vq_decoder"]] == ["rows"]
 
 
-# ---------------------------------------------------------------- refusals when run
+# ---------------------------------------------------------------- rejected engine folders
 
 
-def test_graphs_that_plans_stand_for_are_not_read(bundle: Path, engines: Path, tmp_path: Path) -> None:
+def test_graphs_replaced_by_engines_are_not_read(bundle: Path, engines: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(bundle, tmp_path / "tiny"))
     data = bytearray((copy / "target.onnx").read_bytes())
     data[-1] ^= 1
@@ -199,7 +206,7 @@ def test_plans_of_another_bundle_or_version_are_refused(
     bundle: Path, engines: Path, fields: dict[str, str], found: str
 ) -> None:
     change(engines, **fields)
-    error = refusal(bundle, engines)
+    error = open_error(bundle, engines)
     assert (error.field, error.found) == (str(engines), found)
     assert error.remedy == (
         f"rebuild with `lantern-rt build-engine {bundle} --backend tensorrt-rtx --output {engines} --force`"
@@ -209,29 +216,30 @@ def test_plans_of_another_bundle_or_version_are_refused(
 def test_an_altered_missing_or_linked_plan_is_refused(
     bundle: Path, engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter, elsewhere = engines / "drafter.plan", tmp_path / "elsewhere"
+    drafter = engines / "drafter.plan"
+    elsewhere = tmp_path / "elsewhere"
     drafter.rename(elsewhere)
-    assert refusal(bundle, engines).found == "no file"
+    assert open_error(bundle, engines).found == "no file"
     drafter.symlink_to(elsewhere)
-    assert refusal(bundle, engines).found == "no file"
+    assert open_error(bundle, engines).found == "no file"
     drafter.unlink()
     drafter.write_bytes(b"anything")
-    error = refusal(bundle, engines)
+    error = open_error(bundle, engines)
     assert (error.field, error.found[:5]) == (str(drafter), "hash ")
 
     def unreadable(path: Path) -> str:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(engine_folder, "file_blake2b", unreadable)
-    assert refusal(bundle, engines).problem == "cannot be read (Permission denied)"
+    assert open_error(bundle, engines).problem == "cannot be read (Permission denied)"
 
 
 @pytest.mark.parametrize("path", ["../target.plan", "/etc/passwd", ".hidden", "a/b", ""])
-def test_a_file_outside_the_folder_cannot_be_named(bundle: Path, engines: Path, path: str) -> None:
+def test_an_engine_file_outside_the_folder_is_rejected(bundle: Path, engines: Path, path: str) -> None:
     graphs = json.loads((engines / ENGINE_FILE).read_text())["graphs"]
     graphs["target"]["path"] = path
     change(engines, graphs=graphs)
-    assert refusal(bundle, engines).field.endswith("field `graphs.target.path`")
+    assert open_error(bundle, engines).field.endswith("field `graphs.target.path`")
 
 
 @pytest.mark.parametrize(
@@ -247,16 +255,18 @@ def test_a_file_outside_the_folder_cannot_be_named(bundle: Path, engines: Path, 
         ["lantern-rt build-engine tiny"],
     ],
 )
-def test_a_file_chooses_no_command_that_an_error_advises(bundle: Path, engines: Path, command: list[str]) -> None:
+def test_an_engine_folder_cannot_choose_the_command_that_an_error_recommends(
+    bundle: Path, engines: Path, command: list[str]
+) -> None:
     change(engines, command=command, builder_version="1.0.0")
-    error = refusal(bundle, engines)
+    error = open_error(bundle, engines)
     assert "field `command" in error.field
     assert error.remedy == "build the engines again"
 
 
 def test_a_bundle_of_any_name_is_one_word_of_the_command(bundle: Path, engines: Path) -> None:
     change(engines, command=["lantern-rt", "build-engine", "my $(bundle); ls"], builder_version="1.0.0")
-    assert "build-engine 'my $(bundle); ls' --output" in refusal(bundle, engines).remedy
+    assert "build-engine 'my $(bundle); ls' --output" in open_error(bundle, engines).remedy
 
 
 @pytest.mark.parametrize(
@@ -273,22 +283,22 @@ def test_a_bundle_of_any_name_is_one_word_of_the_command(bundle: Path, engines: 
 def test_a_damaged_record_is_one_line(bundle: Path, engines: Path, text: str | None, expected: str) -> None:
     file = engines / ENGINE_FILE
     file.unlink() if text is None else file.write_text(text)
-    assert expected in str(refusal(bundle, engines))
+    assert expected in str(open_error(bundle, engines))
 
 
-def test_what_cannot_run_the_plans_is_refused_before_they_are_loaded(
+def test_engines_that_this_host_cannot_run_are_rejected_before_loading(
     bundle: Path, engines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused_as(gpu: Gpu | None, **options: Any) -> LanternError:
+    def load_error(gpu: Gpu | None, **options: Any) -> LanternError:
         monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: None)
         monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: gpu)
         error = error_of(LanternError, Pipeline.from_bundle, bundle, threads=1, engines=engines, **options)
         return error
 
-    assert refused_as(None).expected == "a GPU of SM89"
-    assert refused_as(Gpu("13.0", "SM86", "A2")).expected == "SM86, the GPU of this host"
-    assert refused_as(L4, provider="cuda").field == "provider"
-    change(engines, gpu="NVIDIA GeForce RTX 4090")  # of the same capability, for which TensorRT chose other kernels
-    assert refused_as(L4).expected == "NVIDIA L4, the GPU of this host"
+    assert load_error(None).expected == "a GPU of SM89"
+    assert load_error(Gpu("13.0", "SM86", "A2")).expected == "SM86, the GPU of this host"
+    assert load_error(L4, provider="cuda").field == "provider"
+    change(engines, gpu="NVIDIA GeForce RTX 4090")  # the same compute capability, but TensorRT selects other kernels
+    assert load_error(L4).expected == "NVIDIA L4, the GPU of this host"
     change(engines, backend="abacus")
-    assert refused_as(L4).found == "'abacus'"
+    assert load_error(L4).found == "'abacus'"

@@ -1,4 +1,4 @@
-"""Evaluating methods: drawing, the figures, and the command end to end."""
+"""Evaluating methods: the images, the figures, and the whole command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evaluation_graphs import add_encoder, make_agreement, make_features, quiet
+from evaluation_graphs import add_encoder, ignore_progress, make_agreement, make_features
 from PIL import Image, ImageOps
 from tiny_bundle import make_tiny_bundle
 
@@ -42,7 +42,7 @@ def pipeline(folder: Path) -> Pipeline:
 
 @pytest.fixture
 def evaluate(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run `lantern-rt eval` on four prompts in an empty folder; exit code, stdout, stderr."""
+    """Return a function that runs `lantern-rt eval` on four prompts in an empty folder: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n\n")
 
@@ -59,20 +59,22 @@ def read_report(folder: str = "eval-tiny") -> dict[str, Any]:
     return report
 
 
-def test_images_depend_on_prompt_and_seed_alone_and_the_reference_has_seeds_of_its_own(pipeline: Pipeline) -> None:
+def test_images_depend_only_on_prompt_and_seed_and_the_reference_has_other_seeds(pipeline: Pipeline) -> None:
     prompts = Prompts("prompts", PROMPTS[:2])
-    _, pictures = evaluate_methods(pipeline, prompts, 6, [PLAIN], quiet, EncoderFeatures(pipeline.bundle, 1))
-    assert list(pictures) == ["ar", "ar, other seeds"]
-    plain = [pipeline(PROMPTS[n // 6 % 2], seed=n, method="ar").images[0].tobytes() for n in range(24)]
-    assert [image.tobytes() for images in pictures.values() for image in images] == plain
-    report, pictures = evaluate_methods(pipeline, prompts, 1, [PLAIN], quiet)
-    assert list(pictures) == ["ar"]
+    _, images_by_method = evaluate_methods(
+        pipeline, prompts, 6, [PLAIN], ignore_progress, EncoderFeatures(pipeline.bundle, 1)
+    )
+    assert list(images_by_method) == ["ar", "ar, other seeds"]
+    expected = [pipeline(PROMPTS[n // 6 % 2], seed=n, method="ar").images[0].tobytes() for n in range(24)]
+    assert [image.tobytes() for images in images_by_method.values() for image in images] == expected
+    report, images_by_method = evaluate_methods(pipeline, prompts, 1, [PLAIN], ignore_progress)
+    assert list(images_by_method) == ["ar"]
     assert "frechet" not in report["methods"][0]["figures"]
 
 
-def test_figures_of_images_are_those_of_the_pipeline(pipeline: Pipeline) -> None:
+def test_figures_agree_with_statistics_and_likelihoods_of_the_pipeline(pipeline: Pipeline) -> None:
     methods = parse_methods(["lantern++:lambda=4"], {}, pipeline.bundle)
-    report, _ = evaluate_methods(pipeline, Prompts("prompts", PROMPTS[:2]), 2, methods, quiet)
+    report, _ = evaluate_methods(pipeline, Prompts("prompts", PROMPTS[:2]), 2, methods, ignore_progress)
     figures = {name: figure["value"] for name, figure in report["methods"][1]["figures"].items()}
     seeds: dict[str, Any] = {"seed": [0, 2], "num_images": 2}
     relaxed = pipeline(PROMPTS[:2], **seeds, method="lantern++:lambda=4")
@@ -82,37 +84,35 @@ def test_figures_of_images_are_those_of_the_pipeline(pipeline: Pipeline) -> None
     assert figures["tokens_per_forward_pass"] == pytest.approx(relaxed.stats.tokens_per_forward_pass)
     scores = pipeline.likelihoods(relaxed.codes, PROMPTS[:2], **seeds)
     assert figures["excess_nll"] == pytest.approx(np.mean([score.nats - score.entropy for score in scores]))
-    same = [(own == other).tolist() for own, other in zip(relaxed.codes, plain, strict=True)]
-    assert figures["same_tokens"] == pytest.approx(np.mean(same))
+    is_same = [(codes == plain_codes).tolist() for codes, plain_codes in zip(relaxed.codes, plain, strict=True)]
+    assert figures["same_tokens"] == pytest.approx(np.mean(is_same))
 
 
-def test_prompt_agreement_is_asked_of_every_image_and_the_prompt_it_was_drawn_from(
+def test_prompt_agreement_is_measured_for_every_image_with_its_prompt(
     pipeline: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[bytes, str]] = []
+    measured: list[tuple[bytes, str]] = []
 
     def record(_: Agreement, images: Sequence[Image.Image], prompts: Sequence[str]) -> Floats:
-        asked.extend((image.tobytes(), prompt) for image, prompt in zip(images, prompts, strict=True))
+        measured.extend((image.tobytes(), prompt) for image, prompt in zip(images, prompts, strict=True))
         return np.arange(len(images)) / 10.0
 
     agreement = Agreement(make_agreement(tmp_path / "g.onnx"), Preprocessing(), pipeline.bundle, 1)
     monkeypatch.setattr(Agreement, "__call__", record)
     methods = parse_methods(["rows", "sjd"], {}, pipeline.bundle)
     prompts = Prompts("prompts", PROMPTS[:2])
-    report, _ = evaluate_methods(pipeline, prompts, 2, methods, quiet, agreement=agreement)
-    drawn = [
+    report, _ = evaluate_methods(pipeline, prompts, 2, methods, ignore_progress, agreement=agreement)
+    expected = [
         (pipeline(prompt, seed=2 * i + k, method=method).images[0].tobytes(), prompt)
-        for method in ("ar", "rows")  # sjd's images are ar's
+        for method in ("ar", "rows")  # sjd generates the images of ar
         for i, prompt in enumerate(PROMPTS[:2])
         for k in range(2)
     ]
-    assert asked[1:] == drawn  # the first is a trial
-    assert [one["figures"]["agreement"]["value"] for one in report["methods"][:2]] == pytest.approx([0.15, 0.15])
+    assert measured[1:] == expected  # the first call is a check of the graph
+    assert [method["figures"]["agreement"]["value"] for method in report["methods"][:2]] == pytest.approx([0.15, 0.15])
 
 
-def test_eval_writes_a_page_that_needs_nothing_else_and_its_figures(
-    evaluate: Any, pipeline: Pipeline, tmp_path: Path
-) -> None:
+def test_eval_writes_a_self_contained_page_and_its_figures(evaluate: Any, pipeline: Pipeline, tmp_path: Path) -> None:
     graph = str(make_agreement(tmp_path / "words.onnx"))
     exact = ["--method", "sjd:window=3", "--method", "eagle"]
     arguments = [*exact, "--method", "lantern++:lambda=4", "--count", "8", "--agreement", graph, "--output", "found"]
@@ -131,34 +131,34 @@ def test_eval_writes_a_page_that_needs_nothing_else_and_its_figures(
     assert (report["prompts"], report["seeds_per_prompt"], report["images_per_method"]) == (list(PROMPTS), 2, 8)
     plain, jacobi, eagle, relaxed = report["methods"]
     assert list(plain["figures"]) == list(COLUMNS)
-    for one in (jacobi, eagle):
-        assert (one["exact"], one["same_images"], one["figures"]) == (True, True, None)
-        interval = one["tokens_per_forward_pass_interval"]
-        assert 1.2 < interval["low"] < one["tokens_per_forward_pass"] < interval["high"]
+    for method in (jacobi, eagle):
+        assert (method["exact"], method["same_images"], method["figures"]) == (True, True, None)
+        interval = method["tokens_per_forward_pass_interval"]
+        assert 1.2 < interval["low"] < method["tokens_per_forward_pass"] < interval["high"]
     table = list(csv.DictReader(io.StringIO(Path("found/eval.csv").read_text("utf-8"))))
-    assert [row["method"] for row in table] == [one["method"] for one in report["methods"]]
+    assert [row["method"] for row in table] == [method["method"] for method in report["methods"]]
     assert float(table[1]["tokens_per_forward_pass_interval.low"]) == jacobi["tokens_per_forward_pass_interval"]["low"]
     assert float(table[3]["figures.tvd.difference_to_ar.high"]) == relaxed["figures"]["tvd"]["difference_to_ar"]["high"]
     assert table[1]["figures.tvd.value"] == ""
-    assert plain["tokens_per_forward_pass"] == pytest.approx(1, abs=0.03)  # ties cost passes
+    assert plain["tokens_per_forward_pass"] == pytest.approx(1, abs=0.03)  # near-equal logits need extra passes
     assert report["agreement"]["tokenizer"] == "the tokenizer of tiny"
     ids = {"red": 3, "green": 4, "sphere": 5, "cube": 6, "on": 7, "sand": 8, "snow": 9, "a": 2}
     words = 10 * np.mean([sum(ids[word] for word in prompt.split()) for prompt in PROMPTS])
-    for one in (plain, relaxed):  # brightness is 0 .. 1
-        assert words < one["figures"]["agreement"]["value"] < words + 1
+    for method in (plain, relaxed):  # brightness is 0 .. 1
+        assert words < method["figures"]["agreement"]["value"] < words + 1
     figures = {name: figure["value"] for name, figure in relaxed["figures"].items()}
     assert plain["figures"]["tvd"]["value"] == 0 < figures["tvd"]
     assert 0 < figures["same_tokens"] < 1
     assert relaxed["settings"]["lambda"] == 4
     assert any("8 images for 15 features" in note for note in report["notes"])
     page = Path("found/report.html").read_text()
-    assert page.count("data:image/jpeg;base64,") == 8 * 3  # exact methods' are ar's
+    assert page.count("data:image/jpeg;base64,") == 8 * 3  # exact methods have the images of ar
     assert page.count("exact: same images") == 2
     assert not re.search(r"(src|href)=\"(?!data:|#)", page)
-    assert evaluate(*arguments)[0] == 2  # it is there already
+    assert evaluate(*arguments)[0] == 2  # the folder exists already
 
 
-def test_features_may_be_a_graph_and_every_evaluation_has_a_folder_of_its_own(evaluate: Any, tmp_path: Path) -> None:
+def test_features_may_come_from_a_graph_and_every_evaluation_has_another_folder(evaluate: Any, tmp_path: Path) -> None:
     make_features(tmp_path / "colour.onnx")
     for folder in ("eval-tiny", "eval-tiny-2"):
         assert evaluate("--method", "ar", "--features", "colour.onnx", "--count", "2")[0] == 0
@@ -167,17 +167,18 @@ def test_features_may_be_a_graph_and_every_evaluation_has_a_folder_of_its_own(ev
     assert len(read_report()["prompts"]) == 2
 
 
-def test_distances_to_a_folder_of_real_images_are_those_of_their_features(
+def test_the_distance_to_a_folder_of_real_images_is_the_distance_of_features(
     evaluate: Any, pipeline: Pipeline, tmp_path: Path
 ) -> None:
     make_features(tmp_path / "colour.onnx")
     (tmp_path / "real").mkdir()
-    plain, real = [], []
+    plain = []
+    real = []
     for i, prompt in enumerate(PROMPTS):
         plain += pipeline(prompt, seed=i, method="ar").images
         wide = plain[i].resize((48, 24), Image.Resampling.NEAREST)
         wide.save(tmp_path / f"real/{i}.png")
-        (tmp_path / f"real/._{i}.png").write_bytes(b"\0\5\x16\7")  # as macOS writes beside files
+        (tmp_path / f"real/._{i}.png").write_bytes(b"\0\5\x16\7")  # macOS writes such files
         real.append(ImageOps.fit(wide, (24, 24), Image.Resampling.BICUBIC))
     arguments = ["--features", "colour.onnx", "--method", "rows:window=2", "--reference", "real"]
     code, out, _ = evaluate(*arguments)
@@ -189,7 +190,9 @@ def test_distances_to_a_folder_of_real_images_are_those_of_their_features(
     assert report["methods"][0]["figures"]["frechet"]["value"] == pytest.approx(expected)
     assert f"  {expected:.3f} +- " in out.splitlines()[2]
     assert max(map(len, out.splitlines())) <= 80
-    assert Path("eval-tiny/report.html").read_text().count("data:image/jpeg;base64,") == 4 * 2  # no other seeds
+    assert (
+        Path("eval-tiny/report.html").read_text().count("data:image/jpeg;base64,") == 4 * 2
+    )  # without a second set of seeds
 
 
 def test_a_bundle_without_an_encoder_is_compared_without_features(evaluate: Any, tmp_path: Path) -> None:
@@ -197,7 +200,7 @@ def test_a_bundle_without_an_encoder_is_compared_without_features(evaluate: Any,
     assert evaluate("--count", "3", "--temperature", "0", bundle=bundle, prompts=False)[0] == 0
     report = read_report()
     assert report["prompts"] == ["class 0", "class 3", "class 6"]
-    assert [one["method"] for one in report["methods"]][:3] == [
+    assert [method["method"] for method in report["methods"]][:3] == [
         "ar",
         "sjd:window=7:lambda=1.5",
         "sjd:window=7:lambda=2",
@@ -240,7 +243,7 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
         (["--write-presets", "--temperature", "0"], "temperature: presets need the bundle's temperature"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_before_the_work(
+def test_invalid_input_is_one_line_before_generating(
     evaluate: Any, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     (tmp_path / "odd").mkdir()
@@ -261,7 +264,7 @@ def test_what_cannot_be_done_is_one_line_before_the_work(
     assert message in err
 
 
-def test_class_ids_agree_with_nothing(evaluate: Any, tmp_path: Path) -> None:
+def test_prompt_agreement_of_class_ids_is_rejected(evaluate: Any, tmp_path: Path) -> None:
     bundle = make_tiny_bundle(tmp_path / "classes", "class")
     code, _, err = evaluate("--agreement", str(make_agreement(tmp_path / "g.onnx")), bundle=bundle, prompts=False)
     assert code == 2

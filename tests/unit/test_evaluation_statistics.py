@@ -1,17 +1,17 @@
-"""Comparing sets of features: distances against closed forms, and intervals that cover."""
+"""Comparing sets of features: distances with closed forms, and coverage of confidence intervals."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from evaluation_graphs import quiet
+from evaluation_graphs import ignore_progress
 
 from lantern_rt.compare.evaluate import frechet_figure
 from lantern_rt.compare.statistics import Floats, estimate, fit_gaussian, frechet_distance
 
 
-def distance(own: Floats, other: Floats) -> float:
-    return frechet_distance(fit_gaussian(own), fit_gaussian(other))
+def distance(first: Floats, second: Floats) -> float:
+    return frechet_distance(fit_gaussian(first), fit_gaussian(second))
 
 
 def test_a_shift_alone_is_a_frechet_distance_of_its_square() -> None:
@@ -20,40 +20,47 @@ def test_a_shift_alone_is_a_frechet_distance_of_its_square() -> None:
 
 
 def test_the_frechet_distance_of_two_gaussians_is_the_closed_form() -> None:
-    """For commuting covariances: |m1 - m2|^2 + sum of (s1 - s2)^2 over the axes."""
+    """Compare with |m1 - m2|^2 + sum of (s1 - s2)^2 over the axes, which holds for covariances that commute."""
     rng = np.random.default_rng(1)
-    turn = np.linalg.qr(rng.normal(size=(4, 4)))[0]
-    first, second = np.array([1.0, 2.0, 0.5, 3.0]), np.array([2.0, 2.0, 1.0, 0.0])
-    own = (rng.normal(size=(200_000, 4)) * first) @ turn
-    other = (rng.normal(size=(200_000, 4)) * second + 1) @ turn
-    assert distance(own, other) == pytest.approx(4 + np.square(first - second).sum(), rel=0.01)
+    rotation = np.linalg.qr(rng.normal(size=(4, 4)))[0]
+    first_scale = np.array([1.0, 2.0, 0.5, 3.0])
+    second_scale = np.array([2.0, 2.0, 1.0, 0.0])
+    first_features = (rng.normal(size=(200_000, 4)) * first_scale) @ rotation
+    second_features = (rng.normal(size=(200_000, 4)) * second_scale + 1) @ rotation
+    assert distance(first_features, second_features) == pytest.approx(
+        4 + np.square(first_scale - second_scale).sum(), rel=0.01
+    )
 
 
 @pytest.mark.parametrize("width", [5, 40])
 def test_the_frechet_distance_agrees_with_the_matrix_square_root(width: int) -> None:
     rng = np.random.default_rng(2)
-    own, other = rng.normal(size=(60, width)), rng.normal(1, 2, size=(70, width)) @ rng.normal(size=(width, width))
-    first, second = np.cov(own.T), np.cov(other.T)
-    shift = own.mean(0) - other.mean(0)
-    overlap = np.sqrt(np.maximum(np.linalg.eigvals(first @ second).real, 0)).sum()  # trace of the square root
-    expected = shift @ shift + np.trace(first + second) - 2 * overlap
-    assert distance(own, other) == pytest.approx(expected, rel=1e-6)
+    first_features = rng.normal(size=(60, width))
+    second_features = rng.normal(1, 2, size=(70, width)) @ rng.normal(size=(width, width))
+    first_covariance = np.cov(first_features.T)
+    second_covariance = np.cov(second_features.T)
+    shift = first_features.mean(0) - second_features.mean(0)
+    overlap = np.sqrt(
+        np.maximum(np.linalg.eigvals(first_covariance @ second_covariance).real, 0)
+    ).sum()  # trace of the square root
+    expected = shift @ shift + np.trace(first_covariance + second_covariance) - 2 * overlap
+    assert distance(first_features, second_features) == pytest.approx(expected, rel=1e-6)
 
 
-def test_fewer_pictures_than_features_have_a_frechet_distance_too() -> None:
+def test_fewer_images_than_features_have_a_frechet_distance() -> None:
     rng = np.random.default_rng(3)
-    own = rng.normal(size=(6, 30))
-    assert distance(own, own) == pytest.approx(0, abs=1e-12)
-    assert distance(own, rng.normal(size=(8, 30))) > 1
+    features = rng.normal(size=(6, 30))
+    assert distance(features, features) == pytest.approx(0, abs=1e-12)
+    assert distance(features, rng.normal(size=(8, 30))) > 1
 
 
-def test_intervals_of_a_mean_cover_it_about_as_often_as_they_say() -> None:
+def test_intervals_of_a_mean_have_about_their_nominal_coverage() -> None:
     rng = np.random.default_rng(5)
     covered = 0
     for _ in range(80):
         values = rng.normal(1, 1, size=(1, 60))
-        (found,) = estimate(lambda chosen, values=values: values[:, chosen].mean(1), 60, 200)
-        covered += found["low"] <= 1 <= found["high"]
+        (interval,) = estimate(lambda chosen, values=values: values[:, chosen].mean(1), 60, 200)
+        covered += interval["low"] <= 1 <= interval["high"]
     assert 0.86 * 80 <= covered < 80
 
 
@@ -62,22 +69,22 @@ def test_differences_are_paired() -> None:
     prompts = 10 * rng.normal(size=80)
     table = np.stack([prompts, prompts + 1 + 0.1 * rng.normal(size=80)])
     figure = estimate(lambda chosen: table[:, chosen].mean(1), 80)
-    own, other = (one["difference_to_ar"] for one in figure)
-    assert own["value"] == own["high"] == 0
-    assert 0.9 < other["low"] < 1 < other["high"] < 1.1
+    first_difference, second_difference = (method["difference_to_ar"] for method in figure)
+    assert first_difference["value"] == first_difference["high"] == 0
+    assert 0.9 < second_difference["low"] < 1 < second_difference["high"] < 1.1
     assert figure[1]["high"] - figure[1]["low"] > 2
 
 
-def test_a_figure_that_never_varies_has_an_interval_of_no_width() -> None:
-    (found,) = estimate(lambda chosen: [1.0], 5)
-    assert (found["value"], found["low"], found["high"]) == (1, 1, 1)
+def test_a_constant_figure_has_an_interval_of_zero_width() -> None:
+    (interval,) = estimate(lambda chosen: [1.0], 5)
+    assert (interval["value"], interval["low"], interval["high"]) == (1, 1, 1)
 
 
-def test_the_same_distribution_is_within_the_floor_and_another_is_not() -> None:
+def test_intervals_tell_the_same_distribution_from_another() -> None:
     rng = np.random.default_rng(7)
     sets = [rng.normal(size=(120, 4)), rng.normal(size=(120, 4)), rng.normal(0.8, 1, size=(120, 4))]
-    frechet = frechet_figure(sets, rng.normal(size=(120, 4)), 2, quiet)
-    differences = [one["difference_to_ar"] for one in frechet]
+    frechet = frechet_figure(sets, rng.normal(size=(120, 4)), 2, ignore_progress)
+    differences = [method["difference_to_ar"] for method in frechet]
     assert differences[1]["low"] < 0 < differences[1]["high"]
     assert differences[2]["low"] > 1
-    assert all(one["low"] <= one["value"] <= one["high"] for one in frechet)
+    assert all(method["low"] <= method["value"] <= method["high"] for method in frechet)

@@ -1,6 +1,7 @@
-"""Exact methods give the codes of plain decoding, and these have the target's distribution: by chi-square over draws.
+"""Exactness of whole images: with the same seed, every exact method generates the tokens of plain decoding (`ar`).
 
-Relaxed methods that lend nothing decide by rejection, and have the same distribution.
+Chi-square tests show that images have the target's joint distribution. Relaxed methods that borrow no probability
+decide by rejection sampling: they generate other tokens, but with the same distribution.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chi2_contingency, chisquare
-from toy_engine import ToyModel, codes_of, decode, joint_distribution, make_model, make_prompt
+from toy_distributions import joint_distribution
+from toy_engine import (
+    ToyModel,
+    codes_of,
+    decode,
+    make_model,
+    make_prompt,
+)
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime import acceptance
@@ -24,40 +32,50 @@ from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.windows import AdaptiveWindow
 
 BUSHY = "tree-3-210-100"
-NOTHING = 1 + 1e-12  # a lambda that lends nothing
-NEAR = np.array([[1, 2], [0, 2], [0, 1]])
+NO_RELAXATION = 1 + 1e-12  # a lambda that borrows no probability
+NEIGHBORS = np.array([[1, 2], [0, 2], [0, 1]])
 
 
-def drawn(
+def generate(
     model: ToyModel, sampling: Sampling, method: MethodConfig, seeds: range, batch: int = 2000
 ) -> NDArray[np.int64]:
-    """The codes of every seed, `[seeds, codes]`."""
-    prompt, codes = make_prompt(7, padding=1), list[list[int]]()
+    """Return the tokens of one image per seed, `[seeds, codes]`.
+
+    Args:
+        model: toy model.
+        sampling: sampling settings.
+        method: decoding method.
+        seeds: seeds of the images.
+        batch: images that share passes.
+    """
+    prompt = make_prompt(7, padding=1)
+    codes = list[list[int]]()
     for start in range(0, len(seeds), batch):
-        together = seeds[start : start + batch]
-        codes += codes_of(decode(model, [prompt] * len(together), together, sampling, method), len(together))
+        batch_seeds = seeds[start : start + batch]
+        codes += codes_of(decode(model, [prompt] * len(batch_seeds), batch_seeds, sampling, method), len(batch_seeds))
     return np.array(codes, np.int64)
 
 
-def counted(codes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How often every sequence of codes came, `[vocabulary] * codes`."""
+def count_images(codes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Count how often each image occurs, `[vocabulary] * codes`."""
     counts = np.zeros((3,) * codes.shape[1], np.int64)
     np.add.at(counts, tuple(codes.T), 1)
     return counts
 
 
 def p_value(counts: NDArray[np.int64], joint: NDArray[np.float64]) -> float:
-    """Chi-square of counts against a joint distribution; cells expecting fewer than 10 draws are merged."""
+    """Return the chi-square p-value of counts under a joint distribution; expected counts below 10 are merged."""
     expected = joint.ravel() * counts.sum()
     observed = counts.ravel().astype(float)
-    assert (observed[expected == 0] == 0).all(), "an impossible sequence was drawn"
+    assert (observed[expected == 0] == 0).all(), "an impossible image was generated"
     small = expected < 10
     merged_observed = np.append(observed[~small], observed[small].sum())
     merged_expected = np.append(expected[~small], expected[small].sum())
-    if merged_expected[-1] < 10:  # what is left over joins the smallest cell
+    if merged_expected[-1] < 10:  # merge the remainder into the smallest other cell
         merged_observed[np.argmin(merged_expected[:-1])] += merged_observed[-1]
         merged_expected[np.argmin(merged_expected[:-1])] += merged_expected[-1]
-        merged_observed, merged_expected = merged_observed[:-1], merged_expected[:-1]
+        merged_observed = merged_observed[:-1]
+        merged_expected = merged_expected[:-1]
     return float(chisquare(merged_observed, merged_expected).pvalue)
 
 
@@ -71,9 +89,9 @@ SAMPLINGS = {
 }
 METHODS: dict[str, MethodConfig] = {
     "ar": Ar(),
-    "by rejection, static tree": LanternPlusPlus(tree=BUSHY, neighbors=2, lambda_=NOTHING),
+    "by rejection, static tree": LanternPlusPlus(tree=BUSHY, neighbors=2, lambda_=NO_RELAXATION),
     "by rejection, dynamic tree": Lantern(tree="dynamic-8-3-2", neighbors=2, delta=1e-12),
-    "by rejection, window 2": Sjd(window=2, neighbors=2, lambda_=NOTHING),
+    "by rejection, window 2": Sjd(window=2, neighbors=2, lambda_=NO_RELAXATION),
 }
 CASES = [*itertools.product(METHODS, ["plain"]), *itertools.product(["ar"], [*SAMPLINGS][1:])]
 CASES += [("by rejection, static tree", "guided, temperature 1.4, top-p 0.9")]
@@ -83,23 +101,23 @@ CASES += [
 ]
 
 
-def toy(codes: int = 4) -> ToyModel:
-    return make_model(vocabulary=3, codes=codes, round_span=4, columns=2, neighbors=NEAR)
+def make_toy(codes: int = 4) -> ToyModel:
+    return make_model(vocabulary=3, codes=codes, round_span=4, columns=2, neighbors=NEIGHBORS)
 
 
 def p_value_of(method: str, sampling: str, seeds: range) -> float:
-    codes = drawn(toy(), SAMPLINGS[sampling], METHODS[method], seeds)
-    return p_value(counted(codes), joint_distribution(toy(), make_prompt(7, padding=1), SAMPLINGS[sampling]))
+    codes = generate(make_toy(), SAMPLINGS[sampling], METHODS[method], seeds)
+    return p_value(count_images(codes), joint_distribution(make_toy(), make_prompt(7, padding=1), SAMPLINGS[sampling]))
 
 
 @pytest.mark.parametrize(("method", "sampling"), CASES)
-def test_draws_have_the_exact_joint_distribution_quick(method: str, sampling: str) -> None:
+def test_images_have_the_exact_joint_distribution_quick(method: str, sampling: str) -> None:
     assert p_value_of(method, sampling, range(2_000)) > 0.001
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "sampling"), CASES)
-def test_draws_have_the_exact_joint_distribution_at_200_000_draws(
+def test_images_have_the_exact_joint_distribution_in_200_000_images(
     method: str, sampling: str, record_property: Callable[[str, object], None]
 ) -> None:
     p = p_value_of(method, sampling, range(10**6, 10**6 + 200_000))
@@ -119,7 +137,7 @@ def test_draws_have_the_exact_joint_distribution_at_200_000_draws(
     top_p=st.sampled_from([1.0, 0.8, 0.3]),
 )
 @settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
-def test_every_exact_method_gives_the_codes_of_ar(
+def test_every_exact_method_generates_the_tokens_of_ar(
     seed: int,
     table: int,
     agreement: float,
@@ -130,7 +148,8 @@ def test_every_exact_method_gives_the_codes_of_ar(
     top_p: float,
 ) -> None:
     sampling = Sampling(cfg_scale=cfg_scale, cfg_tokens=cfg_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
-    model, prompts = make_model(9, 16, seed=table, agreement=agreement), [make_prompt(i) for i in range(3)]
+    model = make_model(9, 16, seed=table, agreement=agreement)
+    prompts = [make_prompt(i) for i in range(3)]
     seeds = [seed, (seed + 1) % 2**64, seed // 2]
 
     plain = codes_of(decode(model, prompts, seeds, sampling, Ar()), 3)
@@ -141,51 +160,52 @@ def test_every_exact_method_gives_the_codes_of_ar(
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=30), st.sampled_from(sorted(SAMPLINGS)))
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
-def test_windows_that_change_after_any_pass_change_no_code(sizes: list[int], sampling: str) -> None:
-    model, prompts = make_model(5, 25, round_span=4), [make_prompt(i, padding=i) for i in range(3)]
+def test_windows_that_change_size_after_any_step_change_no_token(sizes: list[int], sampling: str) -> None:
+    model = make_model(5, 25, round_span=4)
+    prompts = [make_prompt(i, padding=i) for i in range(3)]
     following = itertools.cycle(sizes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AdaptiveWindow, "size", lambda own, images: next(following))
-        running = decode(model, prompts, range(3), SAMPLINGS[sampling], Sjd(window=8), adaptive=True)
-        codes = codes_of(running, 3)
+        patch.setattr(AdaptiveWindow, "size", lambda window, images: next(following))
+        steps = decode(model, prompts, range(3), SAMPLINGS[sampling], Sjd(window=8), adaptive=True)
+        codes = codes_of(steps, 3)
     assert codes == codes_of(decode(model, prompts, range(3), SAMPLINGS[sampling], Ar()), 3)
 
 
 def p_value_of_neighbours(seeds: range) -> float:
-    """Whether codes of neighbouring seeds are independent."""
-    codes = drawn(toy(1), Sampling(), Ar(), seeds)[:, 0]
+    """Return the p-value of the tokens of neighbouring seeds being independent."""
+    codes = generate(make_toy(1), Sampling(), Ar(), seeds)[:, 0]
     table = np.zeros((3, 3))
     np.add.at(table, (codes[:-1], codes[1:]), 1)
     return float(chi2_contingency(table).pvalue)
 
 
-def test_codes_of_neighbouring_seeds_are_independent() -> None:
+def test_tokens_of_neighbouring_seeds_are_independent() -> None:
     assert p_value_of_neighbours(range(8_001)) > 0.001
 
 
-def noise_that_forgets_the_position(patch: pytest.MonkeyPatch) -> None:
-    right = Noise.gumbel
-    patch.setattr(Noise, "gumbel", lambda noise, first, count, size: right(noise, 0, count, size))
+def ignore_the_position(patch: pytest.MonkeyPatch) -> None:
+    gumbel = Noise.gumbel
+    patch.setattr(Noise, "gumbel", lambda noise, first, count, size: gumbel(noise, 0, count, size))
 
 
-def noise_that_forgets_the_seed(patch: pytest.MonkeyPatch) -> None:
-    right = Noise.gumbel
-    patch.setattr(Noise, "gumbel", lambda noise, *what: right(Noise(noise.seed // 2), *what))
+def ignore_the_seed(patch: pytest.MonkeyPatch) -> None:
+    gumbel = Noise.gumbel
+    patch.setattr(Noise, "gumbel", lambda noise, *block: gumbel(Noise(noise.seed // 2), *block))
 
 
-@pytest.mark.parametrize("slip", [noise_that_forgets_the_position, noise_that_forgets_the_seed])
-def test_the_tests_catch_noise_that_comes_twice(slip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    slip(monkeypatch)
+@pytest.mark.parametrize("fault", [ignore_the_position, ignore_the_seed])
+def test_the_tests_detect_noise_that_is_used_twice(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
     assert min(p_value_of("ar", "plain", range(1_000)), p_value_of_neighbours(range(1_000))) < 1e-6
 
 
-@pytest.mark.parametrize("forgotten", ["to take q away", "to remove a refused code"])
-def test_the_chi_square_test_catches_a_rejection_that_forgets(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(p: Probabilities, q: Probabilities | None, code: int, *rest: object) -> Probabilities:
-        left = p.copy()
-        if forgotten == "to take q away":
-            left[code] = 0
-        return left / max(left.sum(), 1e-300)
+@pytest.mark.parametrize("omitted_step", ["subtracting q", "removing the rejected token"])
+def test_the_chi_square_test_detects_a_wrong_residual(omitted_step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_residual(p: Probabilities, q: Probabilities | None, code: int, *arguments: object) -> Probabilities:
+        residual = p.copy()
+        if omitted_step == "subtracting q":
+            residual[code] = 0
+        return residual / max(residual.sum(), 1e-300)
 
-    monkeypatch.setattr(acceptance, "residual_distribution", wrong)
+    monkeypatch.setattr(acceptance, "residual_distribution", wrong_residual)
     assert p_value_of("by rejection, static tree", "plain", range(3_000)) < 1e-6

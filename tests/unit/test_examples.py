@@ -1,4 +1,4 @@
-"""The examples and the notebook run, and the reference of Python is made."""
+"""The examples and the notebook run, and the reference of the Python API can be written."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_the_reference_has_every_public_name(tmp_path: Path) -> None:
     assert "\n### StreamStep.image\n" in text
 
 
-def test_the_first_program_draws_two_pictures(tmp_path: Path) -> None:
+def test_the_first_program_generates_two_images(tmp_path: Path) -> None:
     program = [sys.executable, str(ROOT / "examples/first_program.py")]
-    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.count("\n") == 1
-    assert "tokens per forward pass" in done.stdout
-    assert done.stderr == ""
+    process = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert process.stdout.count("\n") == 1
+    assert "tokens per forward pass" in process.stdout
+    assert process.stderr == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sphere-1.png", "sphere-2.png"]
 
 
@@ -71,19 +71,19 @@ def test_the_prompts_of_published_tables_are_the_longest_captions(
     assert Path("captions.txt").read_text().splitlines() == ["a cat with a hat", "a dog"]
 
 
-def test_the_node_for_comfyui_draws_what_the_pipeline_draws() -> None:
+def test_the_node_for_comfyui_generates_the_images_of_the_pipeline() -> None:
     pytest.importorskip("torch")
     nodes = runpy.run_path(str(ROOT / "examples/comfyui_node.py"))["NODE_CLASS_MAPPINGS"]
     node = nodes["LanternDraw"]()
     values = ("scenes", "a red cube on sand", "", 3, 2, "fast")
-    asked = dict(zip(node.INPUT_TYPES()["required"], values, strict=True))
-    (pictures,) = getattr(node, node.FUNCTION)(**asked)
+    inputs = dict(zip(node.INPUT_TYPES()["required"], values, strict=True))
+    (images,) = getattr(node, node.FUNCTION)(**inputs)
     expected = Pipeline.from_bundle("scenes")("a red cube on sand", seed=3, num_images=2, quality="fast").images
-    assert (pictures.numpy() * 255).round().astype(np.uint8).tobytes() == b"".join(one.tobytes() for one in expected)
+    assert (images.numpy() * 255).round().astype(np.uint8).tobytes() == b"".join(image.tobytes() for image in expected)
 
 
-@pytest.mark.filterwarnings("ignore")  # of its own
-def test_the_gradio_page_draws_what_the_pipeline_draws(pipe: Pipeline) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings inside gradio
+def test_the_gradio_page_generates_the_images_of_the_pipeline(pipe: Pipeline) -> None:
     pytest.importorskip("gradio")
     from gradio_client import Client
 
@@ -123,17 +123,17 @@ def address(service: dict[str, Any], pipe: Pipeline) -> Iterator[str]:
 
 def get(url: str) -> tuple[int, bytes]:
     try:
-        with urllib.request.urlopen(url) as answer:
-            return answer.status, answer.read()
+        with urllib.request.urlopen(url) as response:
+            return response.status, response.read()
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read()
 
 
-def test_the_service_answers_several_at_once_each_with_its_picture(address: str, pipe: Pipeline) -> None:
+def test_the_service_responds_to_simultaneous_requests_with_their_images(address: str, pipe: Pipeline) -> None:
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda seed: get(f"{address}?prompt=red+cube&seed={seed}"), range(4)))
-    for seed, (status, body) in enumerate(answers):
+        responses = list(pool.map(lambda seed: get(f"{address}?prompt=red+cube&seed={seed}"), range(4)))
+    for seed, (status, body) in enumerate(responses):
         assert status == 200
         with Image.open(BytesIO(body)) as image:
             assert image.tobytes() == pipe("red cube", seed=seed).images[0].tobytes()
@@ -141,17 +141,17 @@ def test_the_service_answers_several_at_once_each_with_its_picture(address: str,
 
 
 @pytest.mark.parametrize(
-    ("query", "found"),
+    ("query", "message"),
     [("?prompt=blu", "found unknown word 'blu'"), ("", "found empty text"), ("?prompt=red&seed=x", "found 'x'")],
 )
-def test_the_service_says_in_one_line_what_was_wrong(address: str, query: str, found: str) -> None:
+def test_the_service_rejects_a_wrong_request_with_one_line(address: str, query: str, message: str) -> None:
     status, body = get(f"{address}{query}")
     assert status == 400
-    assert found in body.decode()
+    assert message in body.decode()
     assert body.count(b"\n") == 1
 
 
-def test_a_picture_that_takes_too_long_is_given_up_and_the_next_one_is_drawn(
+def test_the_service_stops_at_the_time_limit_and_generates_the_next_image(
     service: dict[str, Any], pipe: Pipeline
 ) -> None:
     painter = service["Painter"](pipe)

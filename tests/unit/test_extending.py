@@ -1,4 +1,4 @@
-"""What is declared once appears wherever users can give it: sampling settings and methods."""
+"""A sampling setting or method that is declared once appears wherever users can set it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.main import get_command
 
 import lantern_rt.methods
 from lantern_rt.cli.app import app
 from lantern_rt.methods import SAMPLING, Sampling
 from lantern_rt.options import GenerationOptions
-from lantern_rt.serve.protocol import ImagesRequest
 
 ROOT = Path(__file__).parents[2]
-# By file: a text of the product, and the text that replaces it. They add the method `toy` and the setting `gain`.
+# By file: a piece of the product's source, and its replacement. They add the method `toy` and the setting `gain`.
 CHANGES = {
     "lantern_rt/methods.py": [
         (
@@ -32,14 +32,14 @@ CHANGES = {
         ("RowParallel, Groups)", "RowParallel, Groups, Toy)"),
         (
             "    top_k: Annotated",
-            """    gain: Annotated[float | None, Field(gt=0, description="Factor of logits."), Requested()] = None
+            """    gain: Annotated[float | None, Field(gt=0, description="Factor of logits."), RequestSetting()] = None
     top_k: Annotated""",
         ),
     ],
     "lantern_rt/options.py": [("    top_k: int | None", "    gain: float | None\n    top_k: int | None")],
     "lantern_rt/runtime/drafters.py": [
-        ("RowParallel, Sjd\n", "RowParallel, Sjd, Toy\n"),
-        ("    Ar: ", "    Toy: Drafting(_window_drafter, lambda method, limit: 1 + method.length),\n    Ar: "),
+        ("RowParallel, Sjd, ", "RowParallel, Sjd, Toy, "),
+        ("    Ar: ", "    Toy: DraftingRule(_make_window_drafter, lambda method, limit: 1 + method.length),\n    Ar: "),
     ],
     "lantern_rt/runtime/sampling.py": [
         (
@@ -80,36 +80,37 @@ def test_options_of_calls_have_the_types_of_the_settings_that_requests_may_set()
 
 
 def test_the_command_line_and_http_have_every_setting_that_requests_may_set() -> None:
+    protocol = pytest.importorskip("lantern_rt.serve.protocol", reason="needs the extra `serve`")
     with get_command(app).make_context("lantern-rt", ["run"]) as context:
         options = get_command(app).get_command(context, "run").params  # type: ignore[attr-defined]
     help_texts = {option.name: option.help for option in options}
     for name, field in SAMPLING.items():
         assert help_texts[name].startswith(field.description)
-        assert ImagesRequest.model_fields[name].description == field.description
+        assert protocol.ImagesRequest.model_fields[name].description == field.description
     body = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 2.0, "cfg_tokens": "50%"}
-    assert ImagesRequest.model_validate(body).options() == body
+    assert protocol.ImagesRequest.model_validate(body).options() == body
 
 
 def test_every_setting_is_read_by_the_runtime() -> None:
-    assert {*SAMPLING, "filter_order", "cfg_final"} == Sampling.model_fields.keys()  # these two come with the bundle
+    assert {*SAMPLING, "filter_order", "cfg_final"} == Sampling.model_fields.keys()  # a bundle sets the last two
     source = "".join(path.read_text("utf-8") for path in (ROOT / "runtime").glob("*.py"))
     read_as = {"cfg_tokens": "count_guided"}
     assert [name for name in SAMPLING if f"sampling.{read_as.get(name, name)}" not in source] == []
 
 
-def test_a_method_takes_two_files_and_a_sampling_setting_three(words_bundle: Path, tmp_path: Path) -> None:
+def test_adding_a_method_changes_two_files_and_a_sampling_setting_three(words_bundle: Path, tmp_path: Path) -> None:
     for folder in ("lantern_rt", "runtime", "engines"):
         copy = tmp_path / "lantern_rt" / folder.removeprefix("lantern_rt")
         shutil.copytree(ROOT / folder, copy, ignore=shutil.ignore_patterns("__pycache__", "*.onnx*"))
     for name, changes in CHANGES.items():
-        for old, new in changes:
+        for old_text, new_text in changes:
             text = (tmp_path / name).read_text("utf-8")
-            assert text.count(old) == 1
-            (tmp_path / name).write_text(text.replace(old, new), "utf-8")
+            assert text.count(old_text) == 1
+            (tmp_path / name).write_text(text.replace(old_text, new_text), "utf-8")
     command = [sys.executable, "-c", USE, str(words_bundle)]
-    used = subprocess.run(
+    process = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
     )
-    assert used.returncode == 0, used.stderr
-    assert "--gain: found 0.0" in used.stderr
-    assert "length: found 10" in used.stderr
+    assert process.returncode == 0, process.stderr
+    assert "--gain: found 0.0" in process.stderr
+    assert "length: found 10" in process.stderr

@@ -1,4 +1,4 @@
-"""A family is added by its module and its name in the registry: a toy family is exported, named and refused."""
+"""A model family consists of its module and its name in the registry: a toy family is exported and rejected by name."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lantern_rt.export import families, registry
 
 DATA = Path(__file__).parents[1] / "data"
 VQ = DATA / "llamagen-vq/vq_tiny.pt"
-# A transformer of LlamaGen's with one matrix under another name, and guidance 2.
+# LlamaGen's transformer with another name for one matrix, and guidance scale 2.
 MODULE = """
 from pathlib import Path
 
 from lantern_rt.export.checkpoints.folders import Checkpoint
 from lantern_rt.export.family import Family
-from lantern_rt.export.families.common_llamagen import Variant, llamagen_model, read_transformer
+from lantern_rt.export.families.common_llamagen import LlamaGenVariant, llamagen_model, read_transformer
 from lantern_rt.export.model import Model
 from lantern_rt.methods import Sampling
 
 
 def read_toy(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Model:
-    transformer = read_transformer(target, grid=grid, variant=Variant(names={"head.weight": "toy_head"}))
+    transformer = read_transformer(target, grid=grid, variant=LlamaGenVariant(names={"head.weight": "toy_head"}))
     return llamagen_model(transformer, vq, weights=None, sampling=Sampling(cfg_scale=2.0))
 
 
@@ -37,7 +37,7 @@ FAMILY = Family(read_toy, model_types=("toy",))
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of a program in which the toy family is registered."""
+    """Register the toy family, and return the folder of its checkpoint."""
     for library in ("torch", "onnx", "onnxruntime", "safetensors"):
         pytest.importorskip(library)
     (tmp_path / "modules").mkdir()
@@ -47,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_toy_family_generates_what_its_parts_do(program: Any, folder: Path, c2i_bundle: Path) -> None:
+def test_a_toy_family_generates_the_images_of_llamagen(program: Any, folder: Path, c2i_bundle: Path) -> None:
     torch = pytest.importorskip("torch")
     weights = torch.load(DATA / "llamagen-c2i/c2i_tiny.pt", weights_only=True)
     weights["model"]["toy_head"] = weights["model"].pop("output.weight")
@@ -70,7 +70,7 @@ def test_a_toy_family_generates_what_its_parts_do(program: Any, folder: Path, c2
         ("tay", {"vq": VQ}, "family", "emu35 or simplear or toy"),
     ],
 )
-def test_what_a_toy_family_does_not_take_is_refused_with_a_reason(
+def test_invalid_options_of_a_toy_family_are_rejected_with_a_reason(
     folder: Path, family: str, options: dict[str, Any], field: str, reason: str
 ) -> None:
     (folder / "config.json").write_text('{"model_type": "toy"}')

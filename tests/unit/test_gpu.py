@@ -1,4 +1,4 @@
-"""The first GPU by its driver, with one in the driver's place."""
+"""Reading the first GPU from the driver, which a Python object replaces."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lantern_rt.engines.gpu import Gpu, find_gpu
 
 
 class Driver:
-    """CUDA's driver on a host with an L4. `failing`: a function that fails."""
+    """Stand-in for CUDA's driver on a host with an L4; the function named `failing` fails."""
 
     def __init__(self) -> None:
         self.failing = ""
 
     def __getattr__(self, name: str) -> Any:
         def function(*arguments: Any) -> int:
-            first = getattr(arguments[0], "_obj", arguments[0])  # of byref
+            first = getattr(arguments[0], "_obj", arguments[0])  # the argument of `ctypes.byref`
             if name == "cuDeviceGetName":
                 first.value = b"NVIDIA L4"
             elif name == "cuDeviceGetAttribute":
@@ -37,7 +37,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def test_the_gpu_is_known_by_driver_capability_and_name(driver: Driver) -> None:
+def test_find_gpu_reads_driver_version_capability_and_name(driver: Driver) -> None:
     assert find_gpu() == Gpu("13.0", "SM89", "NVIDIA L4")
     driver.failing = "cuDeviceGet"
     assert find_gpu() is None

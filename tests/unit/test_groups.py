@@ -1,4 +1,4 @@
-"""Drawing in groups gives what its definition says, written down once more here, plainly and for one picture."""
+"""Generating in groups of cells agrees with its definition, written here in the plainest way."""
 
 from __future__ import annotations
 
@@ -14,53 +14,63 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from scipy.stats import chisquare
-from toy_engine import AnyOrder, Hashes, ToyCache, ToyModel, decode, likelihood, make_prompt, naive_distribution
+from toy_distributions import naive_distribution
+from toy_engine import (
+    AnyOrder,
+    Hashes,
+    ToyCache,
+    ToyModel,
+    decode,
+    likelihood,
+    make_prompt,
+)
 
 from lantern_rt.methods import Groups, Sampling
 from lantern_rt.requests import Settings
 from lantern_rt.results import StreamState
-from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.groups import GroupLayout, TwoHeadLayout
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.state import Prompt
 
-SQUARE = ((0,), (1, 2))  # of a grid with two columns
+SQUARE = ((0,), (1, 2))  # in a grid with two columns
 GUIDED = Sampling(cfg_scale=2.0, temperature=0.9)
-PART = Sampling(cfg_scale=2.0, cfg_tokens=5, repetition_penalty=1.4)
+PARTLY_GUIDED = Sampling(cfg_scale=2.0, cfg_tokens=5, repetition_penalty=1.4)
 VOCABULARY = 5
 Groups_ = tuple[tuple[int, ...], ...]
 REGIONS: Groups_ = ((0,), (2,), (8,), (10,), (1, 3, 9, 11), (4, 6, 12, 14), (5, 7, 13, 15))
 GROWING: Groups_ = ((3,), (0, 1), (2, 5, 4))
-DIAGONALS: Groups_ = ((0,), (1, 3), (2, 4, 6), (5, 7), (8,))  # by a target with two heads
+DIAGONALS: Groups_ = ((0,), (1, 3), (2, 4, 6), (5, 7), (8,))  # for a target with two heads
 
 
 @dataclass
 class GroupTarget(AnyOrder):
-    """Logits that differ between the nodes of a pass, though all of them see the same."""
+    """Target whose logits differ between the nodes of a pass, though all of them attend to the same tokens."""
 
     two_heads: bool = False
 
     def logits(self, context: Hashes) -> NDArray[np.float32]:
-        own = super().logits(context)
-        return np.concatenate([own, super().logits(context + np.uint64(11))], -1) if self.two_heads else own
+        logits = super().logits(context)
+        return np.concatenate([logits, super().logits(context + np.uint64(11))], -1) if self.two_heads else logits
 
-    def _sums(self, batch: Pass, cache: ToyCache, new: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
-        context, right = super()._sums(batch, cache, new)
-        return (context if batch.embeds is not None else context + np.uint64(3) * new), right
+    def _sums(self, batch: PassInput, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
+        context, is_right = super()._sums(batch, cache, new_hashes)
+        return (context if batch.embeds is not None else context + np.uint64(3) * new_hashes), is_right
 
 
 class WobblyTarget(GroupTarget):
-    """Logits that move a little with the shape of a pass."""
+    """Target whose logits change a little with the shape of a pass."""
 
-    def run(self, batch: Pass, cache: Any) -> PassOutput:
+    def run(self, batch: PassInput, cache: Any) -> PassOutput:
         output = super().run(batch, cache)
-        moves = np.random.default_rng([*batch.positions.shape, int(cache.lengths.sum())])
-        return output._replace(logits=output.logits + moves.uniform(-0.01, 0.01, output.logits.shape).astype("f4"))
+        noise = np.random.default_rng([*batch.positions.shape, int(cache.lengths.sum())])
+        return output._replace(logits=output.logits + noise.uniform(-0.01, 0.01, output.logits.shape).astype("f4"))
 
 
-def toy(groups: Groups_ = REGIONS, kind: type[GroupTarget] = GroupTarget, **fields: Any) -> ToyModel:
+def make_toy(groups: Groups_ = REGIONS, target_type: type[GroupTarget] = GroupTarget, **fields: Any) -> ToyModel:
     two_heads = groups in (DIAGONALS, SQUARE)
-    target, columns = kind(VOCABULARY, vectors=3, two_heads=two_heads), 3 if groups == DIAGONALS else 2
+    target = target_type(VOCABULARY, vectors=3, two_heads=two_heads)
+    columns = 3 if groups == DIAGONALS else 2
     image = TwoHeadLayout(groups, VOCABULARY, columns) if two_heads else GroupLayout(groups, VOCABULARY)
     return ToyModel(target, None, 100, image=image, **fields)
 
@@ -70,130 +80,153 @@ def layout_of(model: ToyModel) -> GroupLayout:
     return model.image
 
 
-def drawn(model: ToyModel, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[list[int]]:
-    """Pictures in raster order."""
+def generate(model: ToyModel, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[list[int]]:
+    """Generate images, as tokens in raster order."""
     state = StreamState(len(prompts), model.num_codes)
     for step in decode(model, prompts, seeds, sampling, Groups()):
-        shown = state.add(step, Settings(Groups(), sampling), lambda i, codes: Image.new("RGB", (8, 8)))
-        assert shown.done == sum(int((cells >= 0).sum()) for cells in shown.cells)
-    return [codes.tolist() for codes in shown.codes]
+        view = state.add(step, Settings(Groups(), sampling), lambda i, codes: Image.new("RGB", (8, 8)))
+        assert view.done == sum(int((cells >= 0).sum()) for cells in view.cells)
+    return [codes.tolist() for codes in view.codes]
 
 
 def passes_of(model: ToyModel) -> list[tuple[int, int]]:
-    """Rows and nodes of every pass of the target."""
+    """Return the rows and nodes of every pass of the target."""
     assert isinstance(model.target, GroupTarget)
     return model.target.passes
 
 
-def distributions(
+def group_distributions(
     model: ToyModel, prompt: Prompt, sampling: Sampling, group: int, known: dict[int, int]
 ) -> list[NDArray]:
-    """The target's distribution of every cell of a group after the codes of the groups before, from its table."""
-    target, layout = model.target, layout_of(model)
+    """Return the target's distribution of every cell of a group, from its table.
+
+    Args:
+        model: toy model.
+        prompt: prompt of the image.
+        sampling: sampling settings.
+        group: number of the group.
+        known: tokens of the earlier groups, by cell.
+    """
+    target = model.target
+    layout = layout_of(model)
     assert isinstance(target, GroupTarget)
-    rows, drawn_before = [], sum(map(len, layout.groups[:group]))
-    for side in (prompt.cond, prompt.uncond):
-        seen, own = [target.prefix_hash(side.embeds)[side.real]], None
+    rows = []
+    num_earlier_cells = sum(map(len, layout.groups[:group]))
+    for prefix_row in (prompt.cond, prompt.uncond):
+        hashes = [target.prefix_hash(prefix_row.embeds)[prefix_row.is_real]]
+        node_hashes = None
         for number in range(1, group + 1):
-            fed = [(known[cell], cell) for cell in layout.groups[number - 1]]
-            vectors = 0 if target.two_heads else len(layout.groups[number]) - len(fed)
-            fed += [(VOCABULARY + i, model.num_codes) for i in range(vectors)]
-            tokens, places = np.array(fed).T
-            own = target.code_hash(tokens, len(side.real) + places)
-            seen.append(own)
-        context = np.concatenate(seen).sum(dtype=np.uint64, keepdims=True)
-        contexts = context if own is None else context + np.uint64(3) * own
+            inputs = [(known[cell], cell) for cell in layout.groups[number - 1]]
+            vectors = 0 if target.two_heads else len(layout.groups[number]) - len(inputs)
+            inputs += [(VOCABULARY + i, model.num_codes) for i in range(vectors)]
+            tokens, positions = np.array(inputs).T
+            node_hashes = target.code_hash(tokens, len(prefix_row.is_real) + positions)
+            hashes.append(node_hashes)
+        context = np.concatenate(hashes).sum(dtype=np.uint64, keepdims=True)
+        contexts = context if node_hashes is None else context + np.uint64(3) * node_hashes
         rows.append(target.logits(contexts).astype(np.float64))
     if isinstance(layout, TwoHeadLayout):
         rows = [mean_of_heads(logits, layout, group) for logits in rows]
-    before = {known[cell] for cell in itertools.chain(*layout.groups[:group])}
+    earlier_codes = {known[cell] for cell in itertools.chain(*layout.groups[:group])}
     penalty = sampling.repetition_penalty or 1.0
-    found = []
+    distributions = []
     for i, (cond, uncond) in enumerate(zip(*rows, strict=True)):
-        for code in before:
+        for code in earlier_codes:
             cond[code] = cond[code] * penalty if cond[code] < 0 else cond[code] / penalty
-        guided = drawn_before + i < sampling.count_guided(model.num_codes)
-        found.append(naive_distribution(uncond + (sampling.cfg_scale if guided else 1.0) * (cond - uncond), sampling))
-    return found
+        guided = num_earlier_cells + i < sampling.count_guided(model.num_codes)
+        distributions.append(
+            naive_distribution(uncond + (sampling.cfg_scale if guided else 1.0) * (cond - uncond), sampling)
+        )
+    return distributions
 
 
 def mean_of_heads(logits: NDArray, layout: TwoHeadLayout, number: int) -> NDArray:
-    """Logits `[cells, vocabulary]` of a group from those of both heads after the cells of the group before."""
+    """Return the mean of both heads' logits `[cells, vocabulary]` for the cells of a group.
+
+    Args:
+        logits: logits after the cells of the group before: for the cell on the right, then for the cell below.
+        layout: layout of the groups.
+        number: number of the group.
+    """
     right, below = np.split(logits, 2, 1)
     if number == 0:
         return (right + below) / 2
-    before, means = layout.groups[number - 1], []
+    previous_group = layout.groups[number - 1]
+    means = []
     for cell in layout.groups[number]:
-        parts = [right[before.index(cell - 1)]] if cell % layout.columns else []
-        parts += [below[before.index(cell - layout.columns)]] if cell >= layout.columns else []
-        means.append(np.mean(parts, 0))
+        logits_of_cell = [right[previous_group.index(cell - 1)]] if cell % layout.columns else []
+        logits_of_cell += [below[previous_group.index(cell - layout.columns)]] if cell >= layout.columns else []
+        means.append(np.mean(logits_of_cell, 0))
     return np.array(means)
 
 
-def told(model: ToyModel, prompt: Prompt, sampling: Sampling, draw: Callable[[int, NDArray], int]) -> list[int]:
-    """The picture by the definition; `draw(cell, p)` draws from a distribution."""
+def generate_by_definition(
+    model: ToyModel, prompt: Prompt, sampling: Sampling, draw: Callable[[int, NDArray], int]
+) -> list[int]:
+    """Generate an image by the definition; `draw(cell, p)` samples from a distribution."""
     known: dict[int, int] = {}
     for number, group in enumerate(layout_of(model).groups):
-        shares = distributions(model, prompt, sampling, number, known)
-        known |= {cell: draw(cell, p) for cell, p in zip(group, shares, strict=True)}
+        distributions = group_distributions(model, prompt, sampling, number, known)
+        known |= {cell: draw(cell, p) for cell, p in zip(group, distributions, strict=True)}
     return [known[cell] for cell in range(model.num_codes)]
 
 
 @pytest.mark.parametrize("groups", [REGIONS, GROWING, DIAGONALS, SQUARE, ((0,), (1,), (2,))])
-@pytest.mark.parametrize("sampling", [Sampling(), GUIDED, PART, Sampling(cfg_scale=3.0, cfg_tokens=2, temperature=0)])
-def test_every_code_is_the_choice_after_the_groups_before_with_the_noise_of_its_cell(
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), GUIDED, PARTLY_GUIDED, Sampling(cfg_scale=3.0, cfg_tokens=2, temperature=0)]
+)
+def test_every_token_is_sampled_after_the_earlier_groups_with_the_noise_of_its_cell(
     groups: Groups_, sampling: Sampling
 ) -> None:
-    model, prompts, seeds = toy(groups), [make_prompt(i, padding=i % 3) for i in range(8)], range(8)
+    model = make_toy(groups)
+    prompts = [make_prompt(i, padding=i % 3) for i in range(8)]
+    seeds = range(8)
     expected = []
     for prompt, seed in zip(prompts, seeds, strict=True):
         noise = Noise(seed)
 
         def draw(cell: int, p: NDArray, noise: Noise = noise) -> int:
-            loud = 0 if sampling.greedy else noise.gumbel(cell, 1, len(p))[0]
-            return int(np.argmax(np.log(p) + loud))
+            gumbel = 0 if sampling.greedy else noise.gumbel(cell, 1, len(p))[0]
+            return int(np.argmax(np.log(p) + gumbel))
 
-        expected.append(told(model, prompt, sampling, draw))
-    assert drawn(model, prompts, seeds, sampling) == expected
+        expected.append(generate_by_definition(model, prompt, sampling, draw))
+    assert generate(model, prompts, seeds, sampling) == expected
     assert len(passes_of(model)) == len(groups)
     *_, last = decode(model, prompts[:1], [0], sampling, Groups())
     assert last.stats is not None
     assert last.stats.per_image[0].accepted_per_step == [len(group) - 1 for group in groups[1:]]
     for i in (0, 5):
-        assert drawn(toy(groups), [prompts[i]], [seeds[i]], sampling) == [expected[i]]
-    assert drawn(toy(groups), prompts[2:5], seeds[2:5], sampling) == expected[2:5]
+        assert generate(make_toy(groups), [prompts[i]], [seeds[i]], sampling) == [expected[i]]
+    assert generate(make_toy(groups), prompts[2:5], seeds[2:5], sampling) == expected[2:5]
 
 
-def test_guidance_ends_with_the_rows_that_it_needs() -> None:
-    model = toy()
-    drawn(model, [make_prompt(1)], [3], PART)
-    assert [rows for rows, _ in passes_of(model)] == [
-        2,
-        2,
-        2,
-        2,
-        2,
-        1,
-        1,
-    ]  # the fifth pass draws four codes, of which one is guided
+def test_unconditional_rows_end_with_the_last_guided_token() -> None:
+    model = make_toy()
+    generate(model, [make_prompt(1)], [3], PARTLY_GUIDED)
+    # The fifth pass is for four tokens, of which only the first is guided.
+    assert [rows for rows, _ in passes_of(model)] == [2] * 5 + [1] * 2
 
 
 @pytest.mark.parametrize("groups", [((0,), (2, 1)), SQUARE])
-def test_the_codes_of_a_group_have_the_joint_distribution_of_the_definition(groups: Groups_) -> None:
-    model, prompt, count = toy(groups), make_prompt(2), 6000
+def test_images_have_the_joint_distribution_of_the_definition(groups: Groups_) -> None:
+    model = make_toy(groups)
+    prompt = make_prompt(2)
+    count = 6000
     expected = np.zeros((VOCABULARY,) * 3)
     for codes in itertools.product(range(VOCABULARY), repeat=3):
-        chances: list[float] = []
+        probabilities: list[float] = []
 
-        def draw(cell: int, p: NDArray, codes: tuple[int, ...] = codes, chances: list[float] = chances) -> int:
-            chances.append(p[codes[cell]])
+        def draw(
+            cell: int, p: NDArray, codes: tuple[int, ...] = codes, probabilities: list[float] = probabilities
+        ) -> int:
+            probabilities.append(p[codes[cell]])
             return codes[cell]
 
-        told(model, prompt, GUIDED, draw)
-        expected[codes] = np.prod(chances)
+        generate_by_definition(model, prompt, GUIDED, draw)
+        expected[codes] = np.prod(probabilities)
     assert expected.sum() == pytest.approx(1)
     counts = np.zeros_like(expected)
-    for codes in drawn(model, [prompt] * count, range(count), GUIDED):
+    for codes in generate(model, [prompt] * count, range(count), GUIDED):
         counts[tuple(codes)] += 1
     likely = expected * count >= 5
     observed = np.append(counts[likely], counts[~likely].sum())
@@ -201,52 +234,64 @@ def test_the_codes_of_a_group_have_the_joint_distribution_of_the_definition(grou
 
 
 @pytest.mark.parametrize("groups", [REGIONS, DIAGONALS])
-@given(kept=st.lists(st.sampled_from([-1, -1, 0, 4]), min_size=16, max_size=16).map(np.array), seed=st.integers(0, 99))
+@given(
+    preserved=st.lists(st.sampled_from([-1, -1, 0, 4]), min_size=16, max_size=16).map(np.array), seed=st.integers(0, 99)
+)
 @settings(max_examples=25)
-def test_preserved_codes_stand_in_their_cells_wherever_the_order_has_them(
-    groups: Groups_, kept: NDArray[np.int64], seed: int
+def test_preserved_tokens_stay_in_their_cells_in_any_order_of_groups(
+    groups: Groups_, preserved: NDArray[np.int64], seed: int
 ) -> None:
-    model, prompt, noise = toy(groups), make_prompt(3, padding=1), Noise(seed)
-    kept = kept[: model.num_codes]
+    model = make_toy(groups)
+    prompt = make_prompt(3, padding=1)
+    noise = Noise(seed)
+    preserved = preserved[: model.num_codes]
 
     def draw(cell: int, p: NDArray) -> int:
-        return int((np.log(p) + noise.gumbel(cell, 1, len(p))[0]).argmax()) if kept[cell] < 0 else int(kept[cell])
+        return (
+            int((np.log(p) + noise.gumbel(cell, 1, len(p))[0]).argmax())
+            if preserved[cell] < 0
+            else int(preserved[cell])
+        )
 
-    assert drawn(model, [replace(prompt, preserved=kept)], [seed], GUIDED) == [told(model, prompt, GUIDED, draw)]
+    assert generate(model, [replace(prompt, preserved=preserved)], [seed], GUIDED) == [
+        generate_by_definition(model, prompt, GUIDED, draw)
+    ]
 
 
 @pytest.mark.parametrize("groups", [REGIONS, DIAGONALS])
-@pytest.mark.parametrize("sampling", [Sampling(), GUIDED, PART])
-def test_the_likelihood_is_that_of_the_definition(groups: Groups_, sampling: Sampling) -> None:
-    model, prompt = toy(groups), make_prompt(3, padding=1)
-    (codes,) = drawn(model, [prompt], [4], sampling)
+@pytest.mark.parametrize("sampling", [Sampling(), GUIDED, PARTLY_GUIDED])
+def test_the_likelihood_agrees_with_the_definition(groups: Groups_, sampling: Sampling) -> None:
+    model = make_toy(groups)
+    prompt = make_prompt(3, padding=1)
+    (codes,) = generate(model, [prompt], [4], sampling)
     nats: dict[int, float] = {}
 
     def draw(cell: int, p: NDArray) -> int:
         nats[cell] = -np.log(p[codes[cell]])
         return codes[cell]
 
-    told(model, prompt, sampling, draw)
-    counted = np.arange(model.num_codes) % 3 == 0
-    found = likelihood(model, prompt, np.array(codes), sampling, counted)
-    assert found.nats == pytest.approx(np.mean([nats[cell] for cell in range(0, model.num_codes, 3)]), abs=1e-5)
+    generate_by_definition(model, prompt, sampling, draw)
+    is_counted = np.arange(model.num_codes) % 3 == 0
+    result = likelihood(model, prompt, np.array(codes), sampling, is_counted)
+    assert result.nats == pytest.approx(np.mean([nats[cell] for cell in range(0, model.num_codes, 3)]), abs=1e-5)
 
 
 @pytest.mark.parametrize("groups", [REGIONS, DIAGONALS])
 @pytest.mark.parametrize("sampling", [GUIDED, Sampling(top_k=3), Sampling(temperature=0)])
-def test_rounding_that_depends_on_the_batch_changes_no_code(groups: Groups_, sampling: Sampling) -> None:
-    model = toy(groups, WobblyTarget, rounding=0.02)
-    prompts, seeds = [make_prompt(i) for i in range(8)], range(8)
-    together = drawn(model, prompts, seeds, sampling)
-    alone = [drawn(model, [prompt], [seed], sampling)[0] for prompt, seed in zip(prompts, seeds, strict=True)]
+def test_rounding_that_depends_on_the_batch_size_changes_no_token(groups: Groups_, sampling: Sampling) -> None:
+    model = make_toy(groups, WobblyTarget, rounding=0.02)
+    prompts = [make_prompt(i) for i in range(8)]
+    seeds = range(8)
+    together = generate(model, prompts, seeds, sampling)
+    alone = [generate(model, [prompt], [seed], sampling)[0] for prompt, seed in zip(prompts, seeds, strict=True)]
     assert together == alone
     steps = [*decode(model, prompts, seeds, sampling, Groups())]
     assert steps[-1].stats is not None
     assert sum(image.tie_passes for image in steps[-1].stats.per_image) > 0
 
 
-def test_noise_is_forgotten_as_far_as_the_image_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    forgotten: list[int] = []
-    monkeypatch.setattr(Noise, "forget", lambda own, before: forgotten.append(before))
-    drawn(toy(), [make_prompt(1)], [3], Sampling())
-    assert forgotten == [1, 1, 1, 4, 5, 16]
+def test_noise_is_freed_up_to_the_first_cell_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed_before: list[int] = []
+    monkeypatch.setattr(Noise, "forget_before", lambda noise, before: freed_before.append(before))
+    generate(make_toy(), [make_prompt(1)], [3], Sampling())
+    assert freed_before == [1, 1, 1, 4, 5, 16]

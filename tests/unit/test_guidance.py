@@ -1,4 +1,4 @@
-"""Guidance for the first tokens of an image: later passes have one row, and exact methods stay exact on both sides."""
+"""Guidance of only the first tokens of an image: later passes have one row, and exact methods stay exact."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from toy_engine import ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt, raster_layout
 
-from lantern_rt.methods import Ar, Drafted, Eagle, LanternPlusPlus, MethodConfig, Sampling, Sjd
+from lantern_rt.methods import Ar, Eagle, LanternPlusPlus, MethodConfig, Sampling, Sjd, TreeMethod
 from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.raster import RasterLayout
 
 CODES = 24
-NEAR = np.array([[n for n in range(5) if n != code] for code in range(5)])
+NEIGHBORS = np.array([[n for n in range(5) if n != code] for code in range(5)])
 METHODS: list[MethodConfig] = [
     Ar(),
     Sjd(window=3),
@@ -25,8 +25,8 @@ METHODS: list[MethodConfig] = [
 every_method = pytest.mark.parametrize("method", METHODS, ids=str)
 
 
-def toy() -> ToyModel:
-    return make_model(vocabulary=5, codes=CODES, columns=6, round_span=4, neighbors=NEAR)
+def make_toy() -> ToyModel:
+    return make_model(vocabulary=5, codes=CODES, columns=6, round_span=4, neighbors=NEIGHBORS)
 
 
 def rows_of_passes(engine: object) -> list[int]:
@@ -36,22 +36,24 @@ def rows_of_passes(engine: object) -> list[int]:
 
 @every_method
 @pytest.mark.parametrize("count", [0, 1, 12, CODES - 1, CODES])
-def test_the_unconditional_row_goes_as_soon_as_all_guided_tokens_are_known(method: MethodConfig, count: int) -> None:
-    model = toy()
-    known = 0
+def test_the_unconditional_row_is_dropped_as_soon_as_all_guided_tokens_are_known(
+    method: MethodConfig, count: int
+) -> None:
+    model = make_toy()
+    num_known = 0
     expected: list[int] = []
     for step in decode(model, [make_prompt(3, padding=1)], [5], Sampling(cfg_scale=2.0, cfg_tokens=count), method):
-        expected.append(2 if known < count or (known == 0 and count) else 1)
-        known += sum(len(part.codes) for part in step.parts)
+        expected.append(2 if num_known < count or (num_known == 0 and count) else 1)
+        num_known += sum(len(part.codes) for part in step.parts)
     assert rows_of_passes(model.target) == expected
-    if isinstance(method, Drafted) and count == 12:
+    if isinstance(method, TreeMethod) and count == 12:
         assert isinstance(model.drafter, ToyDrafter)
         assert {rows for rows, _ in model.drafter.passes} == {1, 2}
 
 
 @every_method
-def test_images_of_one_batch_end_their_guidance_each_at_its_own_pass(method: MethodConfig) -> None:
-    model = toy()
+def test_images_in_a_batch_end_their_guidance_in_different_passes(method: MethodConfig) -> None:
+    model = make_toy()
     prompts = [make_prompt(i, padding=i) for i in range(3)]
     sampling = Sampling(cfg_scale=2.0, cfg_tokens="50%")
     together = codes_of(decode(model, prompts, range(3), sampling, method), 3)
@@ -59,21 +61,21 @@ def test_images_of_one_batch_end_their_guidance_each_at_its_own_pass(method: Met
     assert rows[0] == 6
     assert rows[-1] <= 3
     for i, prompt in enumerate(prompts):
-        assert codes_of(decode(toy(), [prompt], [i], sampling, method), 1) == [together[i]]
+        assert codes_of(decode(make_toy(), [prompt], [i], sampling, method), 1) == [together[i]]
 
 
 @every_method
-def test_the_first_tokens_are_those_of_full_guidance(method: MethodConfig) -> None:
+def test_guided_tokens_are_the_same_as_with_full_guidance(method: MethodConfig) -> None:
     prompts = [make_prompt(1)]
     full, half = (
-        codes_of(decode(toy(), prompts, [7], Sampling(cfg_scale=4.0, cfg_tokens=count), method), 1)[0]
+        codes_of(decode(make_toy(), prompts, [7], Sampling(cfg_scale=4.0, cfg_tokens=count), method), 1)[0]
         for count in (None, 12)
     )
     assert full[:12] == half[:12]
     assert full != half
 
 
-def test_a_linear_schedule_ends_with_the_scale_itself() -> None:
+def test_a_linear_schedule_ends_at_the_full_scale() -> None:
     def scales(**schedule: Any) -> list[float]:
         return Guidance(Sampling(cfg_scale=3.0, **schedule), RasterLayout(4)).scales(range(5)).tolist()
 
@@ -83,9 +85,13 @@ def test_a_linear_schedule_ends_with_the_scale_itself() -> None:
 
 @pytest.mark.parametrize("row_end", [None, 5])
 def test_a_larger_scale_falls_to_the_final_scale_with_every_token_of_the_image(row_end: int | None) -> None:
-    """Before token t of n codes the scale s becomes max(final, s (1 - 4 (t + 2) / n)); row ends are tokens, too."""
+    """Compare scales with the rule: before token t of n codes, s becomes max(final, s (1 - 4 (t + 2) / n)).
+
+    Row ends count as tokens.
+    """
     layout = raster_layout(100, 10, row_end)
-    scale, expected = 6.0, []
+    scale = 6.0
+    expected = []
     for token in range(layout.num_tokens):
         scale = max(2.0, scale * (1 - 4 * (token + 2) / 100))
         expected.append(scale)
@@ -100,10 +106,10 @@ def test_a_larger_scale_falls_to_the_final_scale_with_every_token_of_the_image(r
 def test_preserved_tokens_count_as_guided() -> None:
     preserved = np.full(CODES, -1)
     preserved[:12] = np.arange(12) % 5
-    model = toy()
+    model = make_toy()
     prompt = replace(make_prompt(3), preserved=preserved)
     sampling = Sampling(cfg_scale=2.0, cfg_tokens=12)
     (codes,) = codes_of(decode(model, [prompt], [5], sampling, Sjd(window=3)), 1)
     assert codes[:12] == preserved[:12].tolist()
-    (alone,) = codes_of(decode(toy(), [prompt], [5], Sampling(), Ar()), 1)
+    (alone,) = codes_of(decode(make_toy(), [prompt], [5], Sampling(), Ar()), 1)
     assert codes == alone

@@ -1,4 +1,4 @@
-"""What this host offers: cores, quotas, memory, ONNX Runtime, and what doctor says of it."""
+"""Properties of the host: cores, quotas, memory, ONNX Runtime, and the report of `doctor`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from refusals import error_of
 
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import doctor, host, kv_cache
-from lantern_rt.engines.doctor import host_report
+from lantern_rt.engines.doctor import make_host_report
 from lantern_rt.engines.gpu import Gpu
-from lantern_rt.engines.host import RUNTIMES, import_onnxruntime, thread_count
+from lantern_rt.engines.host import RUNTIMES, choose_thread_count, import_onnxruntime
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.engines.system import host_memory
 from lantern_rt.errors import EngineError
+from lantern_rt.inputs import install_command
 from lantern_rt.memory import anonymous_memory
 
 
-def test_doctor_says_what_will_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_the_provider_and_threads_to_be_used(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("onnxruntime")
     assert run_program(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -38,7 +39,7 @@ def test_doctor_says_what_will_be_used(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Add a distribution that has metadata and no module."""
+    """Return a function that adds a distribution with metadata but without a module."""
 
     def install(name: str) -> None:
         folder = tmp_path / f"{name.replace('-', '_')}-1.7.1.dist-info"
@@ -52,7 +53,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 def test_two_onnxruntime_distributions_are_a_problem_with_its_remedy(install: Callable[[str], None]) -> None:
     for name in RUNTIMES:
         install(name)
-    (problem,) = host_report().problems
+    (problem,) = make_host_report().problems
     assert "pip uninstall -y onnxruntime onnxruntime-gpu" in problem
 
 
@@ -60,11 +61,11 @@ def test_a_missing_onnxruntime_is_a_problem_and_no_crash(
     install: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    assert "pip install 'lantern-rt[cpu]'" in host_report().problems[0]
+    assert install_command("cpu") in make_host_report().problems[0]
     with pytest.raises(EngineError):
         import_onnxruntime()
     install("tensorrt-rtx")
-    assert "pip install 'lantern-rt[gpu]'" in host_report().problems[0]
+    assert install_command("gpu") in make_host_report().problems[0]
 
 
 def test_a_driver_older_than_the_installed_libraries_is_a_problem(
@@ -72,10 +73,10 @@ def test_a_driver_older_than_the_installed_libraries_is_a_problem(
 ) -> None:
     monkeypatch.setattr(doctor, "find_gpu", lambda: Gpu("12.8", "SM89", "L4"))
     install("tensorrt-rtx")
-    assert "found one for CUDA 12.8, expected CUDA 13, driver 580 or newer" in host_report().problems[-1]
+    assert "found one for CUDA 12.8, expected CUDA 13, driver 580 or newer" in make_host_report().problems[-1]
 
 
-def test_ctrl_c_while_onnxruntime_is_imported_is_no_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_onnxruntime_is_imported_is_not_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         def find_spec(self, name: str, path: object = None, target: object = None) -> None:
             if name == "onnxruntime":
@@ -93,22 +94,22 @@ def test_an_installed_provider_that_cannot_run_is_a_problem(
     pytest.importorskip("onnxruntime")
     install("onnxruntime-ep-webgpu")
     monkeypatch.setitem(sys.modules, "onnxruntime_ep_webgpu", None)
-    (problem,) = host_report().problems
+    (problem,) = make_host_report().problems
     assert problem.startswith("provider webgpu: no module onnxruntime_ep_webgpu")
 
 
 @pytest.mark.parametrize("threads", [0, 1025, True, "2"])
 def test_numbers_of_threads_have_bounds(threads: int) -> None:
-    assert error_of(EngineError, thread_count, threads).field == "threads"
+    assert error_of(EngineError, choose_thread_count, threads).field == "threads"
 
 
 CGROUP = "/sys/fs/cgroup"
-GROUPS = {"/proc/self/cgroup": "0::/a/../b\n3:cpu,cpuacct:/c\n4:memory:/d"}  # of this process
+GROUPS = {"/proc/self/cgroup": "0::/a/../b\n3:cpu,cpuacct:/c\n4:memory:/d"}  # control groups of this process
 SIBLINGS = {f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 2},{n % 2 + 2}" for n in range(4)}
 
 
-def first_version(folder: str, quota: int) -> dict[str, str]:
-    """Files of a CPU quota in a control group of version 1."""
+def cgroup_v1_quota(folder: str, quota: int) -> dict[str, str]:
+    """Return the files of a CPU quota in a control group of version 1."""
     return {f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": "100000\n"}
 
 
@@ -122,15 +123,15 @@ def first_version(folder: str, quota: int) -> dict[str, str]:
         ({f"{CGROUP}/cpu.max": "max 100000"}, 4, 4, "4 physical usable"),
         ({f"{CGROUP}/cpu.max": "nonsense"}, 4, 4, "4 physical usable"),
         ({f"{CGROUP}/cpu.max": "150000 100000"}, 4, 4, "1 physical usable, quota 1.5"),
-        (first_version(f"{CGROUP}/cpu", 200000), 4, 4, "2 physical usable, quota 2"),
-        (first_version(f"{CGROUP}/cpu", -1), 4, 4, "4 physical usable"),
+        (cgroup_v1_quota(f"{CGROUP}/cpu", 200000), 4, 4, "2 physical usable, quota 2"),
+        (cgroup_v1_quota(f"{CGROUP}/cpu", -1), 4, 4, "4 physical usable"),
         (GROUPS | {f"{CGROUP}/a/b/cpu.max": "300000 100000"}, 4, 4, "3 physical usable, quota 3"),
         (GROUPS | {f"{CGROUP}/a/cpu.max": "100000 100000"}, 4, 4, "1 physical usable, quota 1"),
-        (GROUPS | first_version(f"{CGROUP}/cpu/c", 200000), 4, 4, "2 physical usable, quota 2"),
+        (GROUPS | cgroup_v1_quota(f"{CGROUP}/cpu/c", 200000), 4, 4, "2 physical usable, quota 2"),
         (GROUPS | {f"{CGROUP}/d/cpu.max": "100000 100000"}, 4, 4, "4 physical usable"),  # a group for memory only
     ],
 )
-def test_doctor_names_the_physical_cores_within_affinity_and_quota_which_are_the_threads(
+def test_doctor_and_threads_count_the_physical_cores_within_affinity_and_quota(
     system_files: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
     files: dict[str, str],
@@ -141,28 +142,28 @@ def test_doctor_names_the_physical_cores_within_affinity_and_quota_which_are_the
     system_files.update(files)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(logical)}, raising=False)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: None if logical else physical)
-    assert host_report().facts["cores"] == expected
-    assert thread_count(None) == int(expected[0])
+    assert make_host_report().facts["cores"] == expected
+    assert choose_thread_count(None) == int(expected[0])
 
 
-def test_without_proc_the_system_is_asked_for_memory(
+def test_without_proc_memory_comes_from_the_system(
     tmp_path: Path, system_files: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: (tmp_path / "cpuinfo").read_text())
-    facts = host_report().facts
+    facts = make_host_report().facts
     assert facts["cores"] == "3 physical usable"
     assert facts["memory"].count("GiB") == 2
     assert 1 << 20 < host.available_memory() <= host_memory("total")
     assert anonymous_memory() is None
 
 
-def test_an_onnxruntime_that_needs_proc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
+def test_the_error_of_an_onnxruntime_that_needs_proc_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError(f"{'FAIL : ' * 99}Secure opened-file canonicalization requires procfs at /proc/self/fd/6")
 
-    monkeypatch.setattr(import_onnxruntime(), "InferenceSession", refuse)
+    monkeypatch.setattr(import_onnxruntime(), "InferenceSession", fail)
     assert error_of(EngineError, load_session, b"", 1, "cpu").remedy == "mount /proc"
 
 
@@ -175,7 +176,7 @@ def test_an_onnxruntime_that_needs_proc_says_so(monkeypatch: pytest.MonkeyPatch)
         ("darwin", "x86_64", {"AVX2": True}, "x86_64 avx2"),
     ],
 )
-def test_instruction_sets_are_known_without_proc(
+def test_instruction_sets_are_detected_without_proc(
     system_files: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
     system: str,
@@ -186,24 +187,25 @@ def test_instruction_sets_are_known_without_proc(
     monkeypatch.setattr("numpy._core._multiarray_umath.__cpu_features__", features)
     monkeypatch.setattr("sys.platform", system)
     monkeypatch.setattr("platform.machine", lambda: machine)
-    assert host.processor() == expected
+    assert host.describe_processor() == expected
 
 
-def test_numpy_knows_only_instruction_sets_that_linux_knows(request: pytest.FixtureRequest) -> None:
-    before = host.processor().split()
+def test_numpy_names_only_instruction_sets_that_linux_names(request: pytest.FixtureRequest) -> None:
+    before = host.describe_processor().split()
     request.getfixturevalue("system_files")
-    assert {*host.processor().split()} <= {*before}
+    assert {*host.describe_processor().split()} <= {*before}
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_limit_on_address_space_counts_as_memory(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_limit_on_address_space_counts_as_memory(monkeypatch: pytest.MonkeyPatch, is_readable: bool) -> None:
     resource = pytest.importorskip("resource")
-    before, room = resource.getrlimit(resource.RLIMIT_AS), 256 << 20
-    if not known:  # as of a limit that nobody tells
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    free_bytes = 256 << 20
+    if not is_readable:  # as if the limit could not be read
         monkeypatch.setattr(kv_cache, "available_memory", lambda: 1 << 50)
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, before[1]))
-        assert 0 < host.available_memory() <= room
+        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + free_bytes, before[1]))
+        assert 0 < host.available_memory() <= free_bytes
         error = error_of(EngineError, KVCache.empty, 2, 1 << 20, 8, 4, 64, np.float32)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)

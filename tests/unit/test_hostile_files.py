@@ -1,4 +1,4 @@
-"""Files of strangers: what their text does to a terminal, and that none of them is waited for or read without end."""
+"""Files from strangers: their text cannot control a terminal, and no file blocks the program or is read without end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bundle_folder import read_manifest, write_manifest
-from refusals import refused
+from refusals import expects_error
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline
@@ -22,7 +22,7 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import read_prompts
 from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
 from lantern_rt.engines.kv_cache import KVCache
-from lantern_rt.errors import BundleError, EngineError, LanternError, RequestError, TreeError, printable
+from lantern_rt.errors import BundleError, EngineError, LanternError, RequestError, TreeError, escape_unprintable
 from lantern_rt.inputs import format_value, reading
 from lantern_rt.output.recipe import read_recipe
 from lantern_rt.runtime.tree_names import parse_tree
@@ -43,46 +43,46 @@ def change(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def reopened(folder: Path) -> Bundle:
-    """The bundle whose manifest vouches for the files as they are."""
+def rehash_and_open(folder: Path) -> Bundle:
+    """Open the bundle with the current hashes of its files."""
     write_manifest(folder, read_manifest(folder))
     return open_bundle(folder)
 
 
-def safe(text: str) -> bool:
-    return all(one.isprintable() or one == "\n" for one in text)
+def is_safe(text: str) -> bool:
+    return all(character.isprintable() or character == "\n" for character in text)
 
 
 # ---------------------------------------------------------------- terminal
 
 
-class Part:
-    """An object that counts how often its text is made."""
+class CountingRepr:
+    """An object that counts the calls of its `repr`."""
 
-    made = 0
+    calls = 0
 
     def __repr__(self) -> str:
-        Part.made += 1
+        CountingRepr.calls += 1
         return "part"
 
 
-def test_the_text_of_a_value_is_cut_while_it_is_made() -> None:
-    Part.made = 0
-    many: Any = [Part()] * 10_000
-    for value in (many, {"a": many}, (many, many), {i: Part() for i in range(10_000)}):
+def test_the_text_of_a_value_is_shortened_while_it_is_formatted() -> None:
+    CountingRepr.calls = 0
+    many: Any = [CountingRepr()] * 10_000
+    for value in (many, {"a": many}, (many, many), {i: CountingRepr() for i in range(10_000)}):
         assert format_value(value).endswith("...")
         assert len(format_value(value)) == 80
-    assert Part.made < 2000
+    assert CountingRepr.calls < 2000
     for _ in range(100):
         many = (many, many)
     assert len(format_value(many)) <= 80
     assert format_value([1, "a", {"b": [None, 2.5]}]) == "[1, 'a', {'b': [None, 2.5]}]"
 
 
-def test_text_keeps_its_lines_and_letters_and_loses_what_a_terminal_acts_on() -> None:
-    assert printable("Zürich 東京\nline") == "Zürich 東京\nline"
-    assert printable("\x1b[2J\u202e\U000e0041") == "\\u001b[2J\\u202e\\U000e0041"
-    assert json.loads(printable(json.dumps({"a": "\x7f\x1b"}))) == {"a": "\x7f\x1b"}
+def test_printable_text_keeps_lines_and_letters_and_escapes_control_characters() -> None:
+    assert escape_unprintable("Zürich 東京\nline") == "Zürich 東京\nline"
+    assert escape_unprintable("\x1b[2J\u202e\U000e0041") == "\\u001b[2J\\u202e\\U000e0041"
+    assert json.loads(escape_unprintable(json.dumps({"a": "\x7f\x1b"}))) == {"a": "\x7f\x1b"}
 
 
 def test_everything_that_commands_print_is_safe(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,13 +95,13 @@ def test_everything_that_commands_print_is_safe(capsys: pytest.CaptureFixture[st
     captured = capsys.readouterr()
     assert "evil" in captured.out
     assert "evil" in captured.err
-    assert safe(captured.out + captured.err)
+    assert is_safe(captured.out + captured.err)
     assert not [line for line in captured.out.splitlines() if line.startswith("forged")]
 
 
 def test_an_error_is_one_safe_line_and_never_endless() -> None:
     assert str(LanternError(f"a{HOSTILE}\nb")).endswith(" b")
-    assert safe(str(LanternError(HOSTILE)))
+    assert is_safe(str(LanternError(HOSTILE)))
     assert len(str(BundleError("x" * 100_158))) < 2_100
 
 
@@ -119,11 +119,11 @@ def test_a_bundle_cannot_reach_the_terminal(
     prompt = ["red"] if command == ["run"] else []
     assert run_program([*command, str(folder), *prompt]) == 0
     captured = capsys.readouterr()
-    assert safe(captured.out + captured.err)
+    assert is_safe(captured.out + captured.err)
     change(folder, files={HOSTILE: 3}, **{HOSTILE: HOSTILE})
     assert run_program([*command, str(folder), *prompt]) == 2
     captured = capsys.readouterr()
-    assert safe(captured.out + captured.err)
+    assert is_safe(captured.out + captured.err)
     assert captured.err.count("\n") == 1
 
 
@@ -136,7 +136,7 @@ def test_words_of_the_command_line_cannot_reach_the_terminal(capsys: pytest.Capt
     ):
         assert run_program(words) == 2
         captured = capsys.readouterr()
-        assert safe(captured.out + captured.err)
+        assert is_safe(captured.out + captured.err)
 
 
 # ---------------------------------------------------------------- pipes and devices
@@ -154,7 +154,7 @@ def test_words_of_the_command_line_cannot_reach_the_terminal(capsys: pytest.Capt
     ids=["prompts", "tokenizer", "picture", "bundle", "engines"],
 )
 @pytest.mark.parametrize("kind", ["pipe", "endless"])
-def test_pipes_and_endless_devices_are_refused_at_once(
+def test_pipes_and_endless_devices_are_rejected_at_once(
     tmp_path: Path, read: Callable[[Path], object], kind: str
 ) -> None:
     for name in ("file.json", MANIFEST_FILE, ENGINE_FILE):
@@ -162,13 +162,13 @@ def test_pipes_and_endless_devices_are_refused_at_once(
             os.mkfifo(tmp_path / name)
         else:
             (tmp_path / name).symlink_to("/dev/zero")
-    with refused(LanternError, str(tmp_path), "a pipe or a device, expected a regular file"):
+    with expects_error(LanternError, str(tmp_path), "a pipe or a device, expected a regular file"):
         read(tmp_path / "file.json")
 
 
 @pytest.mark.parametrize("inside", ["\u2028", "\u0085", "\x0b", "\x0c"])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_a_line_of_prompts_ends_only_where_editors_end_it(tmp_path: Path, inside: str, end: str) -> None:
+def test_prompt_lines_end_only_at_the_line_ends_of_editors(tmp_path: Path, inside: str, end: str) -> None:
     text = f"\ufeffa red cube{end}{end}a blue{inside}cone{end}\0"
     (tmp_path / "prompts.txt").write_bytes(text.encode())
     assert read_prompts(tmp_path / "prompts.txt") == [(1, "a red cube"), (3, f"a blue{inside}cone")]
@@ -176,16 +176,16 @@ def test_a_line_of_prompts_ends_only_where_editors_end_it(tmp_path: Path, inside
 
 def test_prompts_in_utf_16_without_a_mark_are_refused(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_bytes("a red cube\n".encode("utf-16-le"))
-    with refused(RequestError, "prompts.txt", "NUL", "in UTF-8"):
+    with expects_error(RequestError, "prompts.txt", "NUL", "in UTF-8"):
         read_prompts(tmp_path / "prompts.txt")
 
 
-def test_files_that_are_too_large_are_refused_unread(tmp_path: Path) -> None:
+def test_files_that_are_too_large_are_rejected_without_reading_them(tmp_path: Path) -> None:
     large = tmp_path / "large.json"
     with large.open("wb") as file:
         file.truncate(1 << 40)
     for read in (read_prompts, read_word_tokenizer):
-        with refused(LanternError, f"{large}: ", "more than "):
+        with expects_error(LanternError, f"{large}: ", "more than "):
             read(large)
 
 
@@ -206,19 +206,21 @@ def test_files_that_are_too_large_are_refused_unread(tmp_path: Path) -> None:
     ],
 )
 def test_trees_too_large_to_draft_are_refused(name: str) -> None:
-    with refused(TreeError, "tree"):
+    with expects_error(TreeError, "tree"):
         parse_tree(name)
 
 
 def test_a_bundle_with_too_large_a_tree_is_refused(folder: Path) -> None:
     methods = [{"method": "eagle", "tree": "dynamic-999-99-99"}]
     change(folder, decoding={"methods": methods})
-    with refused(BundleError, "default tree", "found 999 nodes, expected at most 128"):
+    with expects_error(BundleError, "default tree", "found 999 nodes, expected at most 128"):
         Pipeline.from_bundle(folder, threads=1)("red cube", method="eagle")
 
 
-def test_a_cache_larger_than_memory_is_refused_before_it_is_taken() -> None:
-    with refused(EngineError, "memory: keys and values of 64 rows of 1,000,000 tokens need", "GiB", "fewer images"):
+def test_a_cache_larger_than_memory_is_rejected_before_allocation() -> None:
+    with expects_error(
+        EngineError, "memory: keys and values of 64 rows of 1,000,000 tokens need", "GiB", "fewer images"
+    ):
         KVCache.empty(64, 1_000_000, 1024, 1024, 1024, np.float32)
 
 
@@ -248,19 +250,19 @@ def test_a_neighbour_table_with_a_damaged_header_is_refused_by_name(folder: Path
     path = folder / "neighbors.npz"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("indices.npy", damaged)
-    with refused(BundleError, str(path)):
-        _ = reopened(folder).neighbors
+    with expects_error(BundleError, str(path)):
+        _ = rehash_and_open(folder).neighbors
 
 
-def test_a_shape_that_is_no_text_is_refused_by_name(folder: Path) -> None:
+def test_a_graph_whose_dimension_name_is_not_text_is_rejected_by_name(folder: Path) -> None:
     path = folder / "condition.onnx"
     path.write_bytes(path.read_bytes().replace(b"rows", b"\xf3ows"))
-    with refused(BundleError, f"{path}: "):
-        Pipeline.from_bundle(reopened(folder), threads=1)
+    with expects_error(BundleError, f"{path}: "):
+        Pipeline.from_bundle(rehash_and_open(folder), threads=1)
 
 
 @pytest.mark.parametrize("damage", ["template", "bytes", "deep"])
-def test_a_tokenizer_that_the_library_dies_of_is_refused_in_one_line(
+def test_a_tokenizer_that_makes_the_library_panic_is_rejected_with_one_line(
     tmp_path: Path, damage: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     content = json.loads((Path(__file__).parents[1] / "data/tiny-text-tokenizer/tokenizer.json").read_text())
@@ -268,16 +270,16 @@ def test_a_tokenizer_that_the_library_dies_of_is_refused_in_one_line(
     texts = {"template": json.dumps(content).encode(), "bytes": b"\xff{", "deep": b"[" * 100_000}
     path = tmp_path / "tokenizer.json"
     path.write_bytes(texts[damage])
-    with refused(BundleError, f"{path}: ", ", expected a tokenizer; "):
+    with expects_error(BundleError, f"{path}: ", ", expected a tokenizer; "):
         CaptionTokenizer(load_tokenizer(path), None).encode("a red cube", 8)
     assert capfd.readouterr().err == ""
 
 
-def test_a_panic_of_a_library_is_a_refusal_and_an_interrupt_is_none(tmp_path: Path) -> None:
+def test_a_panic_of_a_library_is_an_error_and_an_interrupt_is_not(tmp_path: Path) -> None:
     class PanicException(BaseException):
         pass
 
-    with refused(BundleError, f"{tmp_path}: it broke, expected a; b"), reading(tmp_path, "a", BundleError, "b"):
+    with expects_error(BundleError, f"{tmp_path}: it broke, expected a; b"), reading(tmp_path, "a", BundleError, "b"):
         raise PanicException("it broke")
     with pytest.raises(KeyboardInterrupt), reading(tmp_path, "a", BundleError, "b"):
         raise KeyboardInterrupt

@@ -1,4 +1,7 @@
-"""Full and closed streams, no home folder, full disks, limits on threads, Ctrl-C: a line at most, and 0, 2 or 130."""
+"""The program ends with at most one line and exit code 0, 2 or 130, whatever happens.
+
+The cases: full and closed streams, no home folder, full disks, limits on threads, and Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import OutputError
 from lantern_rt.cli.main import run_program
-from lantern_rt.engines.host import thread_count
+from lantern_rt.engines.host import choose_thread_count
 from lantern_rt.errors import EngineError
 from lantern_rt.output.files import cache_folder
 
@@ -27,8 +30,8 @@ PROGRAM = f"{sys.executable} -m lantern_rt"
 
 def shell(line: str, folder: Path, cwd: Path | None = None) -> tuple[int, str, str]:
     line = line.replace("lantern-rt", PROGRAM).replace("BUNDLE", str(folder))
-    done = subprocess.run(["bash", "-c", line], cwd=cwd, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout, done.stderr
+    process = subprocess.run(["bash", "-c", line], cwd=cwd, capture_output=True, text=True, check=False)
+    return process.returncode, process.stdout, process.stderr
 
 
 @contextmanager
@@ -51,16 +54,16 @@ def full_disk(bytes_left: int) -> Iterator[None]:
         ("inspect nowhere 2> /dev/full", 2, False, False),
     ],
 )
-def test_full_and_closed_streams_are_no_tracebacks(
+def test_full_and_closed_streams_cause_no_traceback(
     words_bundle: Path, streams: str, code: int, out: bool, err: bool
 ) -> None:
-    done = shell(f"lantern-rt {streams}", words_bundle)
-    assert (done[0], bool(done[1])) == (code, out)
-    assert done[2].count("\n") == err
-    assert "Traceback" not in done[2]
+    result = shell(f"lantern-rt {streams}", words_bundle)
+    assert (result[0], bool(result[1])) == (code, out)
+    assert result[2].count("\n") == err
+    assert "Traceback" not in result[2]
 
 
-def test_ctrl_c_exits_with_130_and_keeps_finished_images_and_the_same_command_goes_on(
+def test_ctrl_c_exits_with_130_and_the_same_command_continues_after_the_finished_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = make_tiny_bundle(tmp_path / "slow", grid=16)
@@ -86,10 +89,10 @@ def test_ctrl_c_exits_with_130_and_keeps_finished_images_and_the_same_command_go
 
 @pytest.fixture(scope="module")
 def without_rights() -> list[str]:
-    """What a command begins with to obey limits of processes, which root does not."""
+    """Return the words that start a command without root's rights, as root ignores limits on processes."""
     if os.getuid() != 0:
         return []
-    rights = ("--inh-caps=+dac_override", "--ambient-caps=+dac_override")  # to read and write what root may
+    rights = ("--inh-caps=+dac_override", "--ambient-caps=+dac_override")  # so that it can read and write files of root
     words = ["setpriv", "--reuid=65534", "--clear-groups", *rights]
     if shutil.which(words[0]) is None or subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
         pytest.skip("root cannot give up its rights here")
@@ -97,28 +100,28 @@ def without_rights() -> list[str]:
 
 
 @pytest.mark.parametrize("processes", [1, 4])
-@pytest.mark.parametrize(("threads", "code", "said"), [("64", 2, "lantern-rt: --threads: "), ("1", 0, "ar: ")])
-def test_threads_that_a_limit_forbids_are_one_line_and_one_thread_needs_none(
-    words_bundle: Path, tmp_path: Path, without_rights: list[str], processes: int, threads: str, code: int, said: str
+@pytest.mark.parametrize(("threads", "code", "message"), [("64", 2, "lantern-rt: --threads: "), ("1", 0, "ar: ")])
+def test_more_threads_than_the_limit_are_one_line_and_one_thread_needs_no_limit(
+    words_bundle: Path, tmp_path: Path, without_rights: list[str], processes: int, threads: str, code: int, message: str
 ) -> None:
     run = ["-m", "lantern_rt", "run", str(words_bundle), "red", "--method", "ar", "--threads", threads]
     words = ["bash", "-c", f'ulimit -u {processes}; exec "$@"', "bash", *without_rights, sys.executable, *run]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr.splitlines()[-1][: len(said)]) == (code, said)
-    assert "OpenBLAS" not in done.stderr
-    assert done.stderr.count("\n") == 1 or code == 0
+    process = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (process.returncode, process.stderr.splitlines()[-1][: len(message)]) == (code, message)
+    assert "OpenBLAS" not in process.stderr
+    assert process.stderr.count("\n") == 1 or code == 0
 
 
 def test_a_thread_that_cannot_be_started_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("threading.Thread.start", refuse)
-    error = error_of(EngineError, thread_count, 64)
+    monkeypatch.setattr("threading.Thread.start", fail)
+    error = error_of(EngineError, choose_thread_count, 64)
     assert (error.field, error.found) == ("threads", "64")
-    monkeypatch.setattr("lantern_rt.cli.doctor.host_report", refuse)
+    monkeypatch.setattr("lantern_rt.cli.doctor.make_host_report", fail)
     assert run_program(["doctor"]) == 2
     assert capsys.readouterr().err == "lantern-rt: the system cannot start more threads; raise `ulimit -u`\n"
 
@@ -131,7 +134,7 @@ def test_a_full_disk_is_refused_for_a_trace_and_leaves_no_part_of_it(
     run = ["run", str(large), "red", "--seed", "0", "--threads", "1", "--method", "sjd", "--trace", "a.npz"]
     assert run_program(run) == 0
     image = (tmp_path / "red-seed0.png").stat().st_size
-    assert image + 1024 < (tmp_path / "a.npz").stat().st_size  # room for the image only
+    assert image + 1024 < (tmp_path / "a.npz").stat().st_size  # enough for the image but not for the trace
     for path in tmp_path.glob("*.*"):
         path.unlink()
     with full_disk(image + 1024):
@@ -154,6 +157,8 @@ def test_a_user_without_a_home_folder_gets_the_image(
     assert cache_folder() == tmp_path / "lantern-rt"
 
 
-def test_bytes_that_are_no_text_are_refused_as_a_prompt(words_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_that_are_not_text_are_rejected_as_a_prompt(
+    words_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_program(["run", str(words_bundle), "red \udcff cube"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

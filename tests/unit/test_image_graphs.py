@@ -1,4 +1,4 @@
-"""Graphs that look at pictures: what they are given of them and of prompts, and what does not fit is refused."""
+"""Graphs that evaluate images: their inputs from images and prompts, and rejection of other graphs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ WORDS = ("<pad>", "<start>", "a", "red", "cube", "on", "sand")
 START = 1
 PROMPTS = ("red cube", "a red cube on sand", "cube", "a cube", "sand on sand on sand")
 SUMS = (START + 7, START + 9, START + 4, START + 6, START + 17)
-PICTURES = [Image.new("RGB", (8, 8), (51 * i, 51 * i, 51 * i)) for i in range(5)]
+IMAGES = [Image.new("RGB", (8, 8), (51 * i, 51 * i, 51 * i)) for i in range(5)]
 
 
 def write_tokenizer(path: Path) -> None:
-    """One token a word, after a start token, at most four, padded."""
+    """Write a tokenizer with one token per word after a start token, at most four tokens, with padding."""
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<pad>"))
     library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     library.post_processor = tokenizers.processors.TemplateProcessing("<start> $A", None, [("<start>", START)])
@@ -34,8 +34,8 @@ def write_tokenizer(path: Path) -> None:
     library.save(str(path))
 
 
-def agreement_of(graph: Path) -> Agreement:
-    """A graph with the tokenizer beside it."""
+def load_agreement(graph: Path) -> Agreement:
+    """Load a graph with the tokenizer in its folder."""
     return Agreement(graph, read_preprocessing(graph), open_bundle("scenes"), 1)
 
 
@@ -46,7 +46,7 @@ def test_features_of_a_graph_do_not_depend_on_its_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [9, {"shortest_edge": 9}, {"height": 9, "width": 9}])
-def test_pictures_are_prepared_as_the_file_beside_the_graph_says(tmp_path: Path, size: Any) -> None:
+def test_images_are_preprocessed_as_the_config_in_the_graphs_folder_says(tmp_path: Path, size: Any) -> None:
     path = make_features(tmp_path / "f.onnx", pooled=False, size=9)
     image = Image.new("RGB", (9, 7), (255, 51, 0))
     assert Features(path, read_preprocessing(path), 1)([image]) == pytest.approx(np.array([[1, 0.2, 0]]), abs=1e-6)
@@ -66,13 +66,13 @@ def test_pictures_are_prepared_as_the_file_beside_the_graph_says(tmp_path: Path,
         "[" * 100_000,
     ],
 )  # fmt: skip
-def test_a_file_that_prepares_nothing_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_preprocessing_file_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "preprocessor_config.json").write_text(text)
     with pytest.raises(RequestError):
         read_preprocessing(tmp_path / "graph.onnx")
 
 
-def test_a_file_that_is_no_image_model_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_image_model_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"no graph")
     decoder = make_tiny_bundle(tmp_path / "tiny") / "vq_decoder.onnx"
     os.mkfifo(tmp_path / "pipe.onnx")
@@ -87,12 +87,14 @@ def test_a_file_that_is_no_image_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("every_pair", [False, True])
 @pytest.mark.parametrize("mask", [False, True])
-def test_every_picture_meets_its_own_prompt_unpadded_and_cut(tmp_path: Path, every_pair: bool, mask: bool) -> None:
+def test_every_image_is_compared_with_its_prompt_truncated_and_without_padding(
+    tmp_path: Path, every_pair: bool, mask: bool
+) -> None:
     write_tokenizer(tmp_path / "tokenizer.json")
-    agreement = agreement_of(make_agreement(tmp_path / "g.onnx", mask=mask, every_pair=every_pair))
-    assert agreement(PICTURES, PROMPTS) == pytest.approx([10 * SUMS[i] + i / 5 for i in range(5)], abs=1e-3)
-    again = agreement(PICTURES * 3, ["cube", "a cube", "cube"] * 5)
-    assert again == pytest.approx([10 * (4, 6, 4)[i % 3] + 10 + i % 5 / 5 for i in range(15)], abs=1e-3)
+    agreement = load_agreement(make_agreement(tmp_path / "g.onnx", mask=mask, every_pair=every_pair))
+    assert agreement(IMAGES, PROMPTS) == pytest.approx([10 * SUMS[i] + i / 5 for i in range(5)], abs=1e-3)
+    larger_batch = agreement(IMAGES * 3, ["cube", "a cube", "cube"] * 5)
+    assert larger_batch == pytest.approx([10 * (4, 6, 4)[i % 3] + 10 + i % 5 / 5 for i in range(15)], abs=1e-3)
 
 
 class BrokenSession:
@@ -103,36 +105,36 @@ class BrokenSession:
         return [self.output]
 
 
-def test_a_graph_that_compares_no_pictures_with_prompts_is_refused(tmp_path: Path) -> None:
+def test_a_graph_that_does_not_compare_images_with_prompts_is_rejected(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer.json")
     with pytest.raises(RequestError) as error:
-        agreement_of(make_features(tmp_path / "features.onnx"))
+        load_agreement(make_features(tmp_path / "features.onnx"))
     assert error.value.found.startswith("inputs pixels")
-    agreement = agreement_of(make_agreement(tmp_path / "g.onnx"))
+    agreement = load_agreement(make_agreement(tmp_path / "g.onnx"))
     agreement.session = BrokenSession(np.zeros((1, 5)))
     with pytest.raises(RequestError) as error:
-        agreement(PICTURES[:1], ["cube"])
+        agreement(IMAGES[:1], ["cube"])
     assert error.value.found == "an output [1, 5] of 1 images"
     agreement.session = BrokenSession(np.array([np.nan]))
     with pytest.raises(RequestError) as error:
-        agreement(PICTURES[:1], ["cube"])
+        agreement(IMAGES[:1], ["cube"])
     assert error.value.problem == "returned NaN or infinity"
 
 
-def test_a_graph_of_one_picture_or_length_names_the_cure(tmp_path: Path) -> None:
+def test_the_error_of_a_graph_with_a_fixed_length_names_the_cure(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer.json")
-    agreement = agreement_of(make_agreement(tmp_path / "g.onnx", length=4))
+    agreement = load_agreement(make_agreement(tmp_path / "g.onnx", length=4))
     with pytest.raises(RequestError) as error:
-        agreement(PICTURES[:1], ["cube"])
+        agreement(IMAGES[:1], ["cube"])
     assert "ids [1, 2]" in error.value.problem
     assert "truncation in tokenizer.json" in error.value.remedy
 
 
-def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_tokenizer_is_rejected(tmp_path: Path) -> None:
     graph = make_agreement(tmp_path / "g.onnx")
-    with pytest.raises(RequestError) as error:  # ids of a text encoder, which no other graph knows
+    with pytest.raises(RequestError) as error:  # the bundle's ids are of its text encoder
         Agreement(graph, Preprocessing(), open_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings")), 1)
     assert error.value.field == "agreement"
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
     with pytest.raises(RequestError, match=r"tokenizer\.json: .*expected a tokenizer\.json"):
-        agreement_of(graph)
+        load_agreement(graph)

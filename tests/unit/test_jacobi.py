@@ -1,4 +1,4 @@
-"""Drafting without a drafter: whole decodes by enumeration, what breaks them, and what a window holds."""
+"""Drafting without a drafter model: exactness of whole images by enumeration, windows and draft heads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from toy_engine import ToyModel, ToyTarget, decode, joint_distribution, make_model, make_prompt, output_of, plan_of
+from toy_distributions import joint_distribution
+from toy_engine import (
+    ToyModel,
+    ToyTarget,
+    decode,
+    make_model,
+    make_prompt,
+    output_of,
+    plan_of,
+)
 from toy_script import Script
 
 from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
@@ -17,80 +26,89 @@ from lantern_rt.runtime import acceptance, tree_drafts
 from lantern_rt.runtime.drafting import Commit
 from lantern_rt.runtime.head_drafter import DraftHeadState
 from lantern_rt.runtime.heads import DraftHeads, head_shapes
-from lantern_rt.runtime.jacobi import Window
+from lantern_rt.runtime.jacobi import JacobiWindow
 from lantern_rt.runtime.raster import RasterLayout
-from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.runtime.state import ImageSequence
 from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 from lantern_rt.runtime.tree_names import parse_tree
 
-VOCABULARY, CODES, HIDDEN = 2, 5, 6
-BOTH = np.array([[1], [0]])  # the neighbour of either code
-NOTHING_LENT: dict[str, Any] = {"neighbors": 1, "lambda_": 1 + 1e-12}  # relaxed by name, and so decided by rejection
+VOCABULARY = 2
+CODES = 5
+HIDDEN = 6
+NEIGHBORS = np.array([[1], [0]])  # of two codes, each is the neighbour of the other
+# Relaxed acceptance that borrows nothing: an exact method that decides by rejection sampling.
+REJECTION: dict[str, Any] = {"neighbors": 1, "lambda_": 1 + 1e-12}
 
 
-def choices_by(script: Script, patch: pytest.MonkeyPatch) -> None:
-    """Have the script make all random choices.
+def patch_choices(script: Script, patch: pytest.MonkeyPatch) -> None:
+    """Let the script make all random choices.
 
-    Of two codes, Gumbel noise chooses the second where one uniform number of the position lies below its probability.
+    Choosing between two codes with Gumbel noise is choosing the second if the position's uniform number is below its
+    probability.
     """
 
-    def choice(answers: TargetOutput, node: int) -> int:
-        position = int(answers.cells[node])
-        return int(script.below(position, float(answers.distribution(node)[1])))
+    def choice(target: TargetOutput, node: int) -> int:
+        position = int(target.next_codes[node])
+        return int(script.below(position, float(target.distribution(node)[1])))
 
     def perturb_logits(
         state: DraftHeadState, position: int, logits: NDArray[np.float32], add_noise: bool = True
     ) -> NDArray[np.float64]:
-        q = shape_distribution(logits, state.sequence.sampling)
-        seconds = [script.below(position, float(row[1])) if add_noise else row[1] > row[0] for row in q]
-        return np.where(q > 0, np.array([[not second, second] for second in seconds], float), -np.inf)
+        q = compute_distribution(logits, state.sequence.sampling)
+        chooses_second = [script.below(position, float(row[1])) if add_noise else row[1] > row[0] for row in q]
+        return np.where(q > 0, np.array([[not is_second, is_second] for is_second in chooses_second], float), -np.inf)
 
-    for name in ("choice", "choice_without_recompute"):
+    for name in ("choose_token", "choose_token_without_recompute"):
         patch.setattr(TargetOutput, name, choice)
     patch.setattr(DraftHeadState, "perturb_logits", perturb_logits)
-    patch.setattr(TargetOutput, "decisions", lambda answers, node: script)
-    patch.setattr(acceptance, "sample", script.draw)
+    patch.setattr(TargetOutput, "decision_stream", lambda target, node: script)
+    patch.setattr(acceptance, "sample_code", script.draw)
 
 
-def some_heads(codes: int, hidden_size: int) -> DraftHeads:
-    """DraftHeads that learned nothing: their drafts are any. The toy's states are of the order of a million."""
-    rng, states = np.random.default_rng(6), {"gate": 1e-6, "states": 1e-6}
+def random_heads(codes: int, hidden_size: int) -> DraftHeads:
+    """Return draft heads with random weights, scaled to the toy's hidden states, which are about a million."""
+    rng = np.random.default_rng(6)
+    scales = {"gate": 1e-6, "states": 1e-6}
     shapes = head_shapes(codes, hidden_size, 3, 2)
-    return DraftHeads(**{name: rng.normal(0, states.get(name, 1), shape) for name, shape in shapes.items()})
+    return DraftHeads(**{name: rng.normal(0, scales.get(name, 1), shape) for name, shape in shapes.items()})
 
 
-def enumerated(
+def enumerate_images(
     method: MethodConfig, sampling: Sampling, patch: pytest.MonkeyPatch, heads: DraftHeads | None = None
 ) -> tuple[NDArray[np.float64], float, ToyModel]:
-    """Distribution of all codes of a whole decode, `[vocabulary] * codes`, by taking every branch in turn.
+    """Enumerate the images that a method generates.
 
-    Also the expected realised TVD, and the model.
+    Returns:
+        The probability of every image, `[vocabulary] * codes`; the expected realised TVD; and the model.
     """
-    model, prompt = make_model(VOCABULARY, CODES, seed=4, columns=2, neighbors=BOTH), make_prompt(3, padding=1)
+    model = make_model(VOCABULARY, CODES, seed=4, columns=2, neighbors=NEIGHBORS)
+    prompt = make_prompt(3, padding=1)
     model = replace(model, heads=heads, drafter=None)
-    found, realised, total = np.zeros((VOCABULARY,) * CODES), 0.0, 0.0
+    distribution = np.zeros((VOCABULARY,) * CODES)
+    realised_tvd = 0.0
+    total_weight = 0.0
     for script in Script(seed=0).runs():
         script.armed = True
-        choices_by(script, patch)
+        patch_choices(script, patch)
         codes: list[int] = []
         for step in decode(model, [prompt], [0], sampling, method):
             codes += step.parts[0].codes.tolist()
         assert step.stats is not None
-        realised += script.weight * step.stats.realised_tvd
-        found[tuple(codes)] += script.weight
-        total += script.weight
-    assert total == pytest.approx(1)
-    return found, realised, model
+        realised_tvd += script.weight * step.stats.realised_tvd
+        distribution[tuple(codes)] += script.weight
+        total_weight += script.weight
+    assert total_weight == pytest.approx(1)
+    return distribution, realised_tvd, model
 
 
-def distance(found: NDArray[np.float64], model: ToyModel, sampling: Sampling) -> float:
-    """Total variation distance from what `ar` gives."""
-    return float(np.abs(found - joint_distribution(model, make_prompt(3, padding=1), sampling)).sum() / 2)
+def distance(distribution: NDArray[np.float64], model: ToyModel, sampling: Sampling) -> float:
+    """Return the total variation distance from the distribution of `ar`."""
+    return float(np.abs(distribution - joint_distribution(model, make_prompt(3, padding=1), sampling)).sum() / 2)
 
 
-@pytest.mark.parametrize("lent", [{}, NOTHING_LENT], ids=["coupled", "by rejection"])
+@pytest.mark.parametrize("relaxation", [{}, REJECTION], ids=["coupled", "by rejection"])
 @pytest.mark.parametrize(
     ("window", "sampling"),
     [
@@ -102,69 +120,73 @@ def distance(found: NDArray[np.float64], model: ToyModel, sampling: Sampling) ->
         (2, Sampling(top_p=0.6)),
     ],
 )
-def test_a_whole_decode_is_exactly_distributed(
-    window: int, sampling: Sampling, lent: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_images_have_exactly_the_targets_distribution(
+    window: int, sampling: Sampling, relaxation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, realised, model = enumerated(Sjd(window=window, **lent), sampling, monkeypatch)
-    assert distance(found, model, sampling) < 1e-6  # the toy's logits are float32
-    assert realised < 1e-9
+    images, realised_tvd, model = enumerate_images(Sjd(window=window, **relaxation), sampling, monkeypatch)
+    assert distance(images, model, sampling) < 1e-6  # the toy's logits are float32
+    assert realised_tvd < 1e-9
 
 
-def old_distributions_after_a_redraft(patch: pytest.MonkeyPatch) -> None:
-    right = Window.advance
+def keep_distributions_after_a_redraft(patch: pytest.MonkeyPatch) -> None:
+    redraft = JacobiWindow.redraft
 
-    def wrong(window: Window, accepted: int, target: Any) -> None:
-        old = window.proposals[accepted + 1 :]
-        right(window, accepted, target)
-        window.proposals[: len(old)] = old
+    def redraft_with_old_proposals(window: JacobiWindow, accepted: int, target: Any) -> None:
+        old_proposals = window.proposals[accepted + 1 :]
+        redraft(window, accepted, target)
+        window.proposals[: len(old_proposals)] = old_proposals
 
-    patch.setattr(Window, "advance", wrong)
+    patch.setattr(JacobiWindow, "redraft", redraft_with_old_proposals)
 
 
-def drafts_that_look_behind_them(patch: pytest.MonkeyPatch) -> None:
-    """A window is only used if its last code is 0: a later code decides about earlier ones."""
-    right = Window.draft
+def discard_drafts_by_a_later_token(patch: pytest.MonkeyPatch) -> None:
+    """Use a window only if its last draft token is 0: a later token then decides about earlier drafts."""
+    draft = JacobiWindow.draft
 
-    def wrong(window: Window, committed: Any, missing: int, known: Any) -> Any:
-        tree = right(window, committed, missing, known)
+    def draft_by_last_token(window: JacobiWindow, committed: Any, remaining: int, known_tokens: Any) -> Any:
+        tree = draft(window, committed, remaining, known_tokens)
         if window.codes and window.codes[-1] != 0:
-            window.codes, window.proposals = [], []
-            tree = right(window, committed, 1, known)
+            window.codes = []
+            window.proposals = []
+            tree = draft(window, committed, 1, known_tokens)
         return tree
 
-    patch.setattr(Window, "draft", wrong)
+    patch.setattr(JacobiWindow, "draft", draft_by_last_token)
 
 
-def decisions_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
-    right = acceptance.walk_relaxed
+def decide_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
+    walk = acceptance.walk_relaxed
 
-    def wrong(tree: Any, target: Any, choice: Any, rule: Any, decisions: Any, missing: int) -> Any:
-        answers = choice.__self__
-        return right(tree, target, choice, rule, lambda node: decisions(node).at(int(answers.cells[node])), missing)
+    def walk_with_draft_noise(tree: Any, target: Any, choice: Any, rule: Any, decisions: Any, remaining: int) -> Any:
+        output = choice.__self__
+        return walk(
+            tree, target, choice, rule, lambda node: decisions(node).at(int(output.next_codes[node])), remaining
+        )
 
-    patch.setattr(tree_drafts, "walk_relaxed", wrong)
+    patch.setattr(tree_drafts, "walk_relaxed", walk_with_draft_noise)
 
 
 @pytest.mark.parametrize(
-    "slip", [old_distributions_after_a_redraft, drafts_that_look_behind_them, decisions_with_the_noise_of_the_draft]
+    "fault",
+    [keep_distributions_after_a_redraft, discard_drafts_by_a_later_token, decide_with_the_noise_of_the_draft],
 )
-def test_enumeration_catches_what_breaks_exactness(slip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    slip(monkeypatch)
-    found, _, model = enumerated(Sjd(window=2, **NOTHING_LENT), Sampling(), monkeypatch)
-    assert distance(found, model, Sampling()) > 1e-3
+def test_enumeration_detects_faults_that_break_exactness(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    images, _, model = enumerate_images(Sjd(window=2, **REJECTION), Sampling(), monkeypatch)
+    assert distance(images, model, Sampling()) > 1e-3
 
 
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("relaxation", [{"neighbors": 1, "lambda_": 2.0}, {"neighbors": 1, "delta": 0.3}])
-def test_a_relaxed_decode_strays_no_further_than_it_says(
+def test_relaxed_images_are_within_the_realised_tvd(
     window: int, relaxation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, realised, model = enumerated(Sjd(window=window, **relaxation), Sampling(), monkeypatch)
-    assert 1e-3 < distance(found, model, Sampling()) <= realised + 1e-6
+    images, realised_tvd, model = enumerate_images(Sjd(window=window, **relaxation), Sampling(), monkeypatch)
+    assert 1e-3 < distance(images, model, Sampling()) <= realised_tvd + 1e-6
 
 
 class OneColour(ToyTarget):
-    """Its next code is the last one, whatever came before."""
+    """Target that repeats the token before."""
 
     def run(self, batch: Any, cache: Any) -> Any:
         output = super().run(batch, cache)
@@ -174,7 +196,7 @@ class OneColour(ToyTarget):
 
 
 @pytest.mark.parametrize("temperature", [0, 0.1])
-def test_copies_of_a_neighbour_are_accepted_whole_where_the_picture_is_of_one_colour(temperature: float) -> None:
+def test_windows_are_accepted_whole_in_an_image_of_one_colour(temperature: float) -> None:
     model = make_model(vocabulary=12, codes=29, columns=30)
     model = replace(model, target=OneColour(**vars(model.target)))
     method = Sjd(window=6)
@@ -186,46 +208,45 @@ def test_copies_of_a_neighbour_are_accepted_whole_where_the_picture_is_of_one_co
 # ---------------------------------------------------------------- the window
 
 
-def window_of() -> Window:
-    return Window(4, RasterLayout(30, 3), proposing=True)
+def make_window() -> JacobiWindow:
+    return JacobiWindow(4, RasterLayout(30, 3), stores_proposals=True)
 
 
-def test_new_positions_copy_the_left_neighbour_or_the_upper_one_in_the_first_column() -> None:
-    """Three columns: after 0 1 2 3 4 the next position is the last of its row."""
-    tree = window_of().draft([0, 1, 2, 3, 4], 20)
-    assert tree.tokens.tolist() == [4, 4, 3, 3, 3], "the second starts a row and takes what is above it"
-    assert window_of().draft([5], 20).tokens.tolist() == [5, 5, 5, 5, 5], "the first row has nothing above it"
+def test_new_drafts_copy_the_token_on_the_left_or_above_in_the_first_column() -> None:
+    """In a grid of three columns, the position after the tokens 0 1 2 3 4 is the last of its row."""
+    tree = make_window().draft([0, 1, 2, 3, 4], 20)
+    assert tree.tokens.tolist() == [4, 4, 3, 3, 3], "the second draft starts a row and copies the token above"
+    assert make_window().draft([5], 20).tokens.tolist() == [5, 5, 5, 5, 5], "the first row has no tokens above"
     assert [tree.proposal(node) for node in range(4)] == [None] * 4
     assert tree.parents.tolist() == [-1, 0, 1, 2, 3]
 
 
 def test_nothing_is_drafted_past_the_end_of_the_image() -> None:
-    window = window_of()
+    window = make_window()
     assert window.draft([1], 20).nodes == 5
     assert window.draft([1], 3).nodes == 3
     assert window.draft([1], 1).nodes == 1
 
 
-def test_after_a_pass_the_rest_of_the_window_moves_up_and_is_redrafted() -> None:
-    window, logits = window_of(), 40 * np.eye(9, dtype=np.float32)[None]  # after node n comes n
+def test_after_a_step_the_rest_of_the_window_moves_forward_and_is_drafted_again() -> None:
+    window = make_window()
+    logits = 40 * np.eye(9, dtype=np.float32)[None]  # the token after node n is n
     window.draft([1], 20)
     chain = parse_tree("chain-4")
     assert isinstance(chain, StaticTree)
     structure = DraftTree(np.zeros(5, np.int64), chain.parents).structure
     target = output_of(logits, structure, range(1, 6))
-    window.advance(1, target)  # one draft accepted, the second refused and replaced
+    window.redraft(1, target)  # the first draft token is accepted, the second rejected and replaced
     assert window.codes == [2, 3, 4]
     tree = window.draft([1, 1, 7], 20)
-    assert tree.tokens.tolist() == [7, 2, 3, 4, 2], "the new position starts a row and takes what is above it"
+    assert tree.tokens.tolist() == [7, 2, 3, 4, 2], "the new draft starts a row and copies the token above"
     proposals = [tree.proposal(node) for node in range(4)]
     assert [None if q is None else int(q.argmax()) for q in proposals] == [2, 3, 4, None]
-    window.advance(4, target)
+    window.redraft(4, target)
     assert window.codes == []
 
 
 # ---------------------------------------------------------------- with heads
-
-NOTHING: dict[str, Any] = {"neighbors": 1, "lambda_": 1 + 1e-12}
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(cfg_scale=2.0, temperature=0.7), Sampling(top_p=0.6)])
@@ -233,62 +254,66 @@ NOTHING: dict[str, Any] = {"neighbors": 1, "lambda_": 1 + 1e-12}
     "method",
     [
         Sjd(window=2),
-        Sjd(window=3, **NOTHING),
+        Sjd(window=3, **REJECTION),
         Eagle(tree="tree-2-10", drafter="heads"),
-        LanternPlusPlus(tree="chain-2", drafter="heads", **NOTHING),
-        LanternPlusPlus(tree="tree-2-10", drafter="heads", **NOTHING),
+        LanternPlusPlus(tree="chain-2", drafter="heads", **REJECTION),
+        LanternPlusPlus(tree="tree-2-10", drafter="heads", **REJECTION),
         Lantern(tree="dynamic-4-2-2", drafter="heads", neighbors=1, delta=1e-12),
     ],
     ids=str,
 )
-def test_drafts_by_heads_are_decided_exactly(
+def test_images_drafted_by_heads_have_exactly_the_targets_distribution(
     method: MethodConfig, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, realised, model = enumerated(method, sampling, monkeypatch, some_heads(VOCABULARY, HIDDEN))
-    assert distance(found, model, sampling) < 1e-6
-    assert realised < 1e-9
+    images, realised_tvd, model = enumerate_images(method, sampling, monkeypatch, random_heads(VOCABULARY, HIDDEN))
+    assert distance(images, model, sampling) < 1e-6
+    assert realised_tvd < 1e-9
 
 
 @pytest.mark.parametrize("method", [partial(Sjd, window=2), partial(LanternPlusPlus, drafter="heads")], ids=str)
-def test_a_relaxed_decode_with_heads_strays_no_further_than_it_says(
+def test_relaxed_images_drafted_by_heads_are_within_the_realised_tvd(
     method: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, realised, model = enumerated(
-        method(neighbors=1, lambda_=2.0), Sampling(), monkeypatch, some_heads(VOCABULARY, HIDDEN)
+    images, realised_tvd, model = enumerate_images(
+        method(neighbors=1, lambda_=2.0), Sampling(), monkeypatch, random_heads(VOCABULARY, HIDDEN)
     )
-    assert 1e-3 < distance(found, model, Sampling()) <= realised + 1e-6
+    assert 1e-3 < distance(images, model, Sampling()) <= realised_tvd + 1e-6
 
 
-def test_heads_correct_drafts_behind_a_new_code_and_guess_new_ones_by_what_stands_around() -> None:
-    """Heads that put after a new code its successor; guesses are two behind the code before and the state above."""
-    codes, one = 12, np.eye(12)
+def test_heads_correct_drafts_after_a_new_token_and_draft_new_positions_from_their_surroundings() -> None:
+    """Use heads that predict the next number after a new token, and two numbers further at new positions."""
+    codes = 12
+    identity = np.eye(12)
     states = np.zeros((2, codes, codes))
-    states[0] = one  # of the code above, whose state is one-hot
-    after, later = (50 * np.roll(one, shift, 1) for shift in (1, 2))
-    heads = DraftHeads(one, 0 * one, np.full(codes, 9.0), after, one, states, later, 0 * one[0])
-    request = ImageSequence(0, plan_of(RasterLayout(20, 3), Sampling(temperature=0), Sjd(window=4)), make_prompt(1), 0)
-    request.codes += [1, 2, 3, 4, 5, 10]
-    draft = DraftTree(np.array([4, 5, 9, 6, 0]), np.arange(5) - 1)  # the first draft was accepted, the second replaced
-    logits = 30 * one[None, [5, 10, 3, 7, 8]]
+    states[0] = identity  # of the token above, whose hidden state is one-hot
+    after, later = (50 * np.roll(identity, shift, 1) for shift in (1, 2))
+    heads = DraftHeads(identity, 0 * identity, np.full(codes, 9.0), after, identity, states, later, 0 * identity[0])
+    sequence = ImageSequence(0, plan_of(RasterLayout(20, 3), Sampling(temperature=0), Sjd(window=4)), make_prompt(1), 0)
+    sequence.codes += [1, 2, 3, 4, 5, 10]
+    # The first draft token is accepted, the second replaced.
+    draft = DraftTree(np.array([4, 5, 9, 6, 0]), np.arange(5) - 1)
+    logits = 30 * identity[None, [5, 10, 3, 7, 8]]
     target = output_of(logits, draft.structure, range(3, 8))
     hidden = np.zeros((1, 5, codes))
-    hidden[0, :2] = one[[3, 11]]
-    state = DraftHeadState(request, heads)
-    state.update(Commit(request, np.array([5, 10]), [np.array([0, 1])], slice(0, 1), hidden, target, draft))
-    assert state.draft().tokens.tolist() == [10, 11, 0, 8, 10], "after 10, after 11, as the pass said after 0, a guess"
-    assert np.flatnonzero(heads.predict(np.array([7]), 4, state.context)[0] > 9).tolist() == [5, 9]
+    hidden[0, :2] = identity[[3, 11]]
+    state = DraftHeadState(sequence, heads)
+    state.update(Commit(sequence, np.array([5, 10]), [np.array([0, 1])], slice(0, 1), hidden, target, draft))
+    # After 10 and 11 come their successors, then the target's token, then the draft of a new position.
+    assert state.draft().tokens.tolist() == [10, 11, 0, 8, 10]
+    assert np.flatnonzero(heads.predict_logits(np.array([7]), 4, state.context)[0] > 9).tolist() == [5, 9]
 
 
-def test_heads_look_up_within_a_grid_and_not_from_the_second_grid_into_the_first() -> None:
-    """A grid of 2 x 2, then one of 2 x 3."""
+def test_heads_use_the_token_above_only_within_the_same_grid() -> None:
+    """Lay out a grid of 2 x 2, then a grid of 2 x 3."""
     raster = RasterLayout(10, 3, first_grid=(2, 2))
     assert [raster.code_above(cell) for cell in range(10)] == [-2, -1, 0, 1, -1, -1, -1, 4, 5, 6]
-    heads = some_heads(VOCABULARY, HIDDEN)
-    plan, rng = plan_of(raster, Sampling(), Sjd(window=4)), np.random.default_rng(0)
+    heads = random_heads(VOCABULARY, HIDDEN)
+    plan = plan_of(raster, Sampling(), Sjd(window=4))
+    rng = np.random.default_rng(0)
     state = DraftHeadState(ImageSequence(0, plan, make_prompt(1), 0), heads)
     state.context[:] = rng.standard_normal(state.context.shape)
     previous = np.array([1])
-    alone = heads.predict(previous, -1, state.context)
-    assert np.array_equal(state.logits(6, previous), alone)
-    assert np.array_equal(state.logits(9, previous), heads.predict(previous, 6, state.context))
-    assert not np.allclose(state.logits(9, previous), alone)
+    without_token_above = heads.predict_logits(previous, -1, state.context)
+    assert np.array_equal(state.logits(6, previous), without_token_above)
+    assert np.array_equal(state.logits(9, previous), heads.predict_logits(previous, 6, state.context))
+    assert not np.allclose(state.logits(9, previous), without_token_above)

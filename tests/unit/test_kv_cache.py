@@ -1,4 +1,4 @@
-"""Keys and values in NumPy buffers, against plain lists."""
+"""Keys and values in NumPy buffers, compared with plain lists."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ NODES = 4
 
 
 @given(data=st.data(), rows=st.integers(1, 3), steps=st.integers(1, 4), together=st.booleans())
-def test_every_row_holds_what_was_picked_for_it_in_order(
+def test_every_row_holds_its_accepted_nodes_in_order(
     data: st.DataObject, rows: int, steps: int, together: bool
 ) -> None:
     rng = np.random.default_rng(0)
     cache = KVCache.empty(rows, NODES * steps, layers=2, num_kv_heads=1, head_dim=2, dtype=np.float32)
-    held: list[list[np.ndarray]] = [[] for _ in range(rows)]
+    expected_entries: list[list[np.ndarray]] = [[] for _ in range(rows)]
     for _ in range(steps):
         new_kv = [rng.standard_normal((NODES, rows, 1, 2), np.float32) for _ in range(4)]
-        one = st.lists(st.integers(0, NODES - 1), max_size=NODES, unique=True)
-        accepted_indices = [data.draw(one)] * rows if together else [data.draw(one) for _ in range(rows)]
-        cache.append(new_kv, [np.array(pick, np.int64) for pick in accepted_indices])
-        for row, pick in enumerate(accepted_indices):
-            held[row] += [np.stack([tensor[node, row] for tensor in new_kv]) for node in pick]
-    assert cache.lengths.tolist() == [len(entries) for entries in held]
-    for row, entries in enumerate(held):
+        node_lists = st.lists(st.integers(0, NODES - 1), max_size=NODES, unique=True)
+        accepted_indices = [data.draw(node_lists)] * rows if together else [data.draw(node_lists) for _ in range(rows)]
+        cache.append(new_kv, [np.array(accepted, np.int64) for accepted in accepted_indices])
+        for row, accepted in enumerate(accepted_indices):
+            expected_entries[row] += [np.stack([tensor[node, row] for tensor in new_kv]) for node in accepted]
+    assert cache.lengths.tolist() == [len(entries) for entries in expected_entries]
+    for row, entries in enumerate(expected_entries):
         for column, entry in enumerate(entries):
             np.testing.assert_array_equal(np.stack([tensor[column, row] for tensor in cache.tensors]), entry)

@@ -1,4 +1,4 @@
-"""Acceptance as the published code does it: all 440 recorded cases."""
+"""All 440 acceptance steps that were recorded with the published LANTERN code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk_greedy, walk_relaxed
-from lantern_rt.runtime.sampling import Probabilities, shape_distribution
+from lantern_rt.runtime.sampling import Probabilities, compute_distribution
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 
 DATA = Path(__file__).parent.parent / "data"
@@ -22,34 +22,34 @@ CASES = json.loads((DATA / "lantern-accept" / "cases.json").read_text(encoding="
 STATIC = json.loads((DATA / "lantern-drafter-llamagen" / "static_trees.json").read_text(encoding="utf-8"))
 
 
-class Recorded:
-    """The recorded uniform numbers, and one that was not recorded, for what is drawn where none was accepted."""
+class RecordedStream:
+    """Gives the recorded uniform numbers, then 0.5 for the bonus token, whose number was not recorded."""
 
     def __init__(self, numbers: list[float]) -> None:
-        self.left = [*numbers, 0.5]
+        self.remaining = [*numbers, 0.5]
 
     def random(self) -> float:
-        return self.left.pop(0)
+        return self.remaining.pop(0)
 
 
 def recorded_tree(case: dict[str, Any]) -> tuple[DraftTree, NDArray[np.float32], list[list[int]]]:
-    """The case's filled tree, its node logits and its leaf paths."""
+    """Return the draft tree of a case, its logits `[nodes, vocabulary]`, and the paths to its leaves."""
     if case["tree"] == "dynamic":
         name = f"dyn{case['tree_index']}"
         leaves = [[n for n in row if n >= 0] for row in GOLDEN[f"{name}_retrieve_indices"].tolist()]
-        order = [path[-1] for path in leaves]
-        tree = DraftTree(GOLDEN[f"{name}_tokens"], GOLDEN[f"{name}_parents"], leaf_order=order)
+        leaf_order = [path[-1] for path in leaves]
+        tree = DraftTree(GOLDEN[f"{name}_tokens"], GOLDEN[f"{name}_parents"], leaf_order=leaf_order)
         return tree, GOLDEN[f"{name}_node_logits"], leaves
     name = f"static{case['tree_index']}_{case['mode']}"
     published = STATIC[case["tree"].removeprefix("static:")]
-    shape = StaticTree(tuple(map(tuple, published["paths"])))
+    static_tree = StaticTree(tuple(map(tuple, published["paths"])))
     leaves = [[n for n in row if n >= 0] for row in published["verify"]["retrieve_indices"]]
     proposals: dict[int, Probabilities] = {}
     if case["mode"] == "sample":
-        inner = np.unique(shape.parents[1:]).tolist()
-        drawn_from = GOLDEN[f"{name}_draft_q"].astype(np.float64)
-        proposals = dict(zip(inner, drawn_from, strict=True))
-    tree = DraftTree(GOLDEN[f"{name}_tree_tokens"], shape.parents, proposals.get, [path[-1] for path in leaves])
+        inner_nodes = np.unique(static_tree.parents[1:]).tolist()
+        draft_distributions = GOLDEN[f"{name}_draft_q"].astype(np.float64)
+        proposals = dict(zip(inner_nodes, draft_distributions, strict=True))
+    tree = DraftTree(GOLDEN[f"{name}_tree_tokens"], static_tree.parents, proposals.get, [path[-1] for path in leaves])
     return tree, GOLDEN[f"{name}_node_logits"], leaves
 
 
@@ -63,22 +63,22 @@ def relaxation_of(case: dict[str, Any], residual: str = "neighborhood") -> Relax
 
 
 def replay(case: dict[str, Any], residual: str = "neighborhood") -> tuple[Acceptance, DraftTree, list[list[int]], int]:
-    """Run the case; also its tree, its leaf paths and how many recorded numbers were left over."""
+    """Run a case; return the acceptance, the draft tree, the paths to its leaves and the number of unused uniforms."""
     tree, logits, leaves = recorded_tree(case)
     sampling = Sampling(
         temperature=case["temperature"], top_k=case["top_k"], top_p=case["top_p"], filter_order="top-p, top-k"
     )
 
     def target(node: int) -> Probabilities:
-        return shape_distribution(logits[node], sampling)
+        return compute_distribution(logits[node], sampling)
 
     relaxation = relaxation_of(case, residual)
     if case["mode"] == "greedy":
         return walk_greedy(tree, target, relaxation, MANY), tree, leaves, 0
-    numbers: Any = Recorded(case["uniforms"])
+    numbers: Any = RecordedStream(case["uniforms"])
     accepted = walk_relaxed(tree, target, lambda node: 0, relaxation, lambda node: numbers, MANY)
     ended_on_a_leaf = not tree.structure.children[accepted.path[-1]]
-    return accepted, tree, leaves, len(numbers.left) - ended_on_a_leaf
+    return accepted, tree, leaves, len(numbers.remaining) - ended_on_a_leaf
 
 
 def label(number: int) -> str:
@@ -88,42 +88,46 @@ def label(number: int) -> str:
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=label)
-def test_the_published_rule_is_reproduced(number: int) -> None:
+def test_the_published_acceptance_rule_is_reproduced(number: int) -> None:
     case = CASES[number]
-    accepted, tree, leaves, left_over = replay(case)
+    accepted, tree, leaves, unused = replay(case)
     assert tree.tokens[accepted.path].tolist() == case["accepted_tokens"]
     assert len(accepted.path) - 1 == case["accept_length"]
-    assert left_over == 0, "every recorded number is used"
-    best = leaves[case["best_candidate"]]
-    assert accepted.path == best[: len(accepted.path)]
+    assert unused == 0, "a recorded uniform number was not used"
+    best_path = leaves[case["best_candidate"]]
+    assert accepted.path == best_path[: len(accepted.path)]
     expected = GOLDEN["sample_p"][case["sample_p_row"]]
     if case["mode"] == "greedy":
-        assert accepted.bonus == expected.argmax()
+        assert accepted.bonus_token == expected.argmax()
     else:
-        np.testing.assert_allclose(accepted.remainder, expected, atol=1e-5)
+        np.testing.assert_allclose(accepted.bonus_distribution, expected, atol=1e-5)
 
 
 def test_there_are_440_recorded_cases() -> None:
     assert len(CASES) == 440
 
 
-def test_our_own_residual_differs_from_the_published_one_where_neighbours_lent_and_the_code_was_refused() -> None:
-    paths, remainders = 0, 0
+def test_the_aggregated_residual_differs_from_the_published_residual_after_a_relaxed_rejection() -> None:
+    num_other_paths = 0
+    num_other_remainders = 0
     for case in CASES:
         if case["mode"] == "greedy" or not case["lantern"]:
             continue
         published = replay(case)[0]
         case = {**case, "uniforms": case["uniforms"] + [0.5] * 100}  # another path may need more numbers
         ours = replay(case, "aggregated")[0]
-        paths += ours.path != published.path
-        remainders += ours.path == published.path and not np.allclose(ours.remainder, published.remainder, atol=1e-3)
-    assert paths > 0
-    assert remainders > 50
+        num_other_paths += ours.path != published.path
+        num_other_remainders += ours.path == published.path and not np.allclose(
+            ours.bonus_distribution, published.bonus_distribution, atol=1e-3
+        )
+    assert num_other_paths > 0
+    assert num_other_remainders > 50
 
 
-def test_both_residuals_are_the_same_for_exact_and_for_greedy_acceptance() -> None:
+def test_exact_and_greedy_acceptance_do_not_depend_on_the_residual() -> None:
     for case in CASES:
         if case["mode"] == "greedy" or not case["lantern"]:
-            ours, published = replay(case, "aggregated")[0], replay(case)[0]
+            ours = replay(case, "aggregated")[0]
+            published = replay(case)[0]
             assert ours.path == published.path
-            np.testing.assert_array_equal(ours.remainder, published.remainder)
+            np.testing.assert_array_equal(ours.bonus_distribution, published.bonus_distribution)

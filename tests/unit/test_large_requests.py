@@ -1,4 +1,4 @@
-"""Requests of many images: decoded in batches by memory, each image as it would be alone; refused where none fits."""
+"""Requests of many images: decoded in batches that fit in memory, with the same images; rejected if none fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import host
 from lantern_rt.engines.kv_cache import KVCache
-from lantern_rt.memory import BATCH_BYTES, MAX_IMAGES, fit_images, image_bytes, largest_settings
+from lantern_rt.memory import BATCH_BYTES, MAX_IMAGES, choose_largest_settings, count_image_bytes, fit_images
 from lantern_rt.output.trace import Trace
 from lantern_rt.requests import Settings, resolve_settings
 
@@ -22,110 +22,117 @@ METHODS = ("ar", "eagle", "lantern", "sjd:window=5", None)
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of every cache that is made."""
-    made: list[int] = []
-    real = KVCache.empty
+    """Return a list that receives the rows of every new cache."""
+    row_counts: list[int] = []
+    original = KVCache.empty
 
-    def empty(count: int, *sizes: Any) -> KVCache:
-        made.append(count)
-        return real(count, *sizes)
+    def record_empty(count: int, *sizes: Any) -> KVCache:
+        row_counts.append(count)
+        return original(count, *sizes)
 
-    monkeypatch.setattr(KVCache, "empty", empty)
-    return made
+    monkeypatch.setattr(KVCache, "empty", record_empty)
+    return row_counts
 
 
-def settings(words_bundle: Path, **options: Any) -> Settings:
+def make_settings(words_bundle: Path, **options: Any) -> Settings:
     return resolve_settings(open_bundle(words_bundle).manifest, options)
 
 
-def room_for(monkeypatch: pytest.MonkeyPatch, words_bundle: Path, images: int) -> None:
-    """Memory for so many images at a time, with guidance."""
+def limit_batches(monkeypatch: pytest.MonkeyPatch, words_bundle: Path, images: int) -> None:
+    """Limit the memory of batches to `images` guided images."""
     manifest = open_bundle(words_bundle).manifest
-    size = sum(image_bytes(manifest, largest_settings(manifest)).values())
+    size = sum(count_image_bytes(manifest, choose_largest_settings(manifest)).values())
     monkeypatch.setattr(memory, "BATCH_BYTES", images * size)
 
 
-def same(one: Result, other: Result) -> bool:
-    pairs = zip(one.codes, other.codes, strict=True)
-    return all(np.array_equal(a, b) for a, b in pairs) and [a.tobytes() for a in one.images] == [
-        b.tobytes() for b in other.images
-    ]
+def is_same(first: Result, second: Result) -> bool:
+    pixels = [[image.tobytes() for image in result.images] for result in (first, second)]
+    return all(np.array_equal(*pair) for pair in zip(first.codes, second.codes, strict=True)) and pixels[0] == pixels[1]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_images_are_the_same_however_a_request_is_split(
     pipe: Pipeline, words_bundle: Path, monkeypatch: pytest.MonkeyPatch, method: str | None, rows: list[int]
 ) -> None:
-    asked = {"prompts": ["red cube", "a green sphere"], "seed": [3, 90], "num_images": 4, "method": method}
-    whole = pipe(**asked)
+    request = {"prompts": ["red cube", "a green sphere"], "seed": [3, 90], "num_images": 4, "method": method}
+    unsplit = pipe(**request)
     assert max(rows) == 16
     rows.clear()
-    room_for(monkeypatch, words_bundle, 3)
-    parts = pipe(**asked)
+    limit_batches(monkeypatch, words_bundle, 3)
+    split = pipe(**request)
     assert max(rows) == 6
-    assert same(whole, parts)
-    assert parts.seeds == [3, 4, 5, 6, 90, 91, 92, 93]
-    if method is not None:  # whose window follows the load
-        assert parts.stats.images == 8
-        assert parts.stats.per_image == whole.stats.per_image
-        assert parts.stats.accepted_lengths == whole.stats.accepted_lengths
-        assert parts.stats.tokens_per_forward_pass == pytest.approx(whole.stats.tokens_per_forward_pass)
-        assert parts.stats.realised_tvd == pytest.approx(whole.stats.realised_tvd)
-        assert parts.stats.target_passes > whole.stats.target_passes
+    assert is_same(unsplit, split)
+    assert split.seeds == [3, 4, 5, 6, 90, 91, 92, 93]
+    if method is not None:  # the window of the default method depends on the load
+        assert split.stats.images == 8
+        assert split.stats.per_image == unsplit.stats.per_image
+        assert split.stats.accepted_lengths == unsplit.stats.accepted_lengths
+        assert split.stats.tokens_per_forward_pass == pytest.approx(unsplit.stats.tokens_per_forward_pass)
+        assert split.stats.realised_tvd == pytest.approx(unsplit.stats.realised_tvd)
+        assert split.stats.target_passes > unsplit.stats.target_passes
 
 
-def test_a_stream_of_more_images_than_fit_grows_to_all_and_has_statistics_once(
+def test_a_stream_of_more_images_than_fit_has_all_tokens_and_statistics_at_the_end(
     pipe: Pipeline, words_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room_for(monkeypatch, words_bundle, 2)
-    grown, done, trace = [np.zeros(0, np.int64)] * 5, 0, Trace(6, 6)
+    limit_batches(monkeypatch, words_bundle, 2)
+    streamed_codes = [np.zeros(0, np.int64)] * 5
+    done = 0
+    trace = Trace(6, 6)
     for step in pipe.stream("red cube", num_images=5, method="eagle"):
         assert (step.stats is None) == (step.done < step.total)
         assert (step.done > done, step.total) == (True, 5 * 36)
         done = step.done
-        grown = [np.append(old, new) for old, new in zip(grown, step.new_codes, strict=True)]
-        assert all(np.array_equal(one, other) for one, other in zip(grown, step.codes, strict=True))
-        assert {part.sequence for part in step.parts} <= {i for i, new in enumerate(step.new_codes) if len(new)}
+        streamed_codes = [
+            np.append(codes, new_codes) for codes, new_codes in zip(streamed_codes, step.new_codes, strict=True)
+        ]
+        assert all(np.array_equal(*pair) for pair in zip(streamed_codes, step.codes, strict=True))
+        assert {part.sequence for part in step.parts} <= {
+            i for i, new_codes in enumerate(step.new_codes) if len(new_codes)
+        }
         assert step.image(4).size == step.image(0).size
         trace.add(step)
     assert trace.accepted_per_cell().shape == (5, 36)
-    assert all(
-        np.array_equal(one, other) for one, other in zip(grown, pipe("red cube", num_images=5).codes, strict=True)
-    )
+    assert all(np.array_equal(*pair) for pair in zip(streamed_codes, pipe("red cube", num_images=5).codes, strict=True))
 
 
-def test_a_short_prompt_takes_less_memory_than_the_longest_one(words_bundle: Path) -> None:
-    manifest, asked = open_bundle(words_bundle).manifest, settings(words_bundle, method="ar")
-    longest = image_bytes(manifest, asked)
-    assert image_bytes(manifest, asked, manifest.condition.prefix) == longest
+def test_a_short_prompt_needs_less_memory_than_the_longest(words_bundle: Path) -> None:
+    manifest = open_bundle(words_bundle).manifest
+    settings = make_settings(words_bundle, method="ar")
+    longest = count_image_bytes(manifest, settings)
+    assert count_image_bytes(manifest, settings, manifest.condition.prefix) == longest
     spec = manifest.condition.model_copy(update={"prefix": 4096})
     large = manifest.model_copy(update={"condition": spec})
-    short, most = image_bytes(large, asked, manifest.condition.prefix), image_bytes(large, asked)
+    short = count_image_bytes(large, settings, manifest.condition.prefix)
+    maximum = count_image_bytes(large, settings)
     assert short == longest
-    assert most["passes"] > 10 * short["passes"]
-    assert most["cache of the target"] > 10 * short["cache of the target"]
+    assert maximum["passes"] > 10 * short["passes"]
+    assert maximum["cache of the target"] > 10 * short["cache of the target"]
 
 
-def test_images_together_are_bounded_in_number_and_memory(words_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest, asked = open_bundle(words_bundle).manifest, settings(words_bundle)
-    one = sum(image_bytes(manifest, asked).values())
+def test_batches_are_bounded_in_number_of_images_and_memory(
+    words_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = open_bundle(words_bundle).manifest
+    settings = make_settings(words_bundle)
+    bytes_per_image = sum(count_image_bytes(manifest, settings).values())
     monkeypatch.setattr(memory, "available_memory", lambda: 1 << 50)
-    assert fit_images(manifest, [], asked, 1 << 20, None) == MAX_IMAGES
-    assert fit_images(manifest, [], asked, 9, None) == 4  # rows of an engine; guidance makes two of an image
-    assert fit_images(manifest, [], asked, 1, None) == 1
+    assert fit_images(manifest, [], settings, 1 << 20, None) == MAX_IMAGES
+    assert fit_images(manifest, [], settings, 9, None) == 4  # at most 9 rows, and guidance needs two rows per image
+    assert fit_images(manifest, [], settings, 1, None) == 1
     large = manifest.model_copy(update={"target": manifest.target.model_copy(update={"num_layers": 20_000})})
-    each = sum(image_bytes(large, asked).values())
-    assert fit_images(large, [], asked, 1 << 20, None) == BATCH_BYTES // each < MAX_IMAGES
-    monkeypatch.setattr(memory, "available_memory", lambda: 6 * one + 1)
-    assert fit_images(manifest, [], asked, 1 << 20, None) == 3  # half of what is free
+    large_bytes_per_image = sum(count_image_bytes(large, settings).values())
+    assert fit_images(large, [], settings, 1 << 20, None) == BATCH_BYTES // large_bytes_per_image < MAX_IMAGES
+    monkeypatch.setattr(memory, "available_memory", lambda: 6 * bytes_per_image + 1)
+    assert fit_images(manifest, [], settings, 1 << 20, None) == 3  # half of the free memory
     monkeypatch.setattr(memory, "available_memory", lambda: 0)
-    assert fit_images(manifest, [], asked, 1 << 20, None) == 1
+    assert fit_images(manifest, [], settings, 1 << 20, None) == 1
 
 
-# ---------------------------------------------------------------- what does not fit
+# ---------------------------------------------------------------- requests that do not fit
 
 
-def test_run_refuses_with_the_numbers_before_anything_is_loaded(
+def test_run_rejects_a_request_with_its_memory_before_loading(
     words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -133,9 +140,9 @@ def test_run_refuses_with_the_numbers_before_anything_is_loaded(
     monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded"))
     commands = [["run", str(words_bundle), "red", "--method", "eagle"], ["eval", str(words_bundle)]]
     for command in [*commands, ["bench", str(words_bundle)]]:
-        more = [] if command[0] == "run" else ["--prompts", str(tmp_path / "prompts.txt")]
+        prompt_options = [] if command[0] == "run" else ["--prompts", str(tmp_path / "prompts.txt")]
         (tmp_path / "prompts.txt").write_text("red\ngreen\n")
-        assert run_program([*command, *more]) == 2
+        assert run_program([*command, *prompt_options]) == 2
         err = capsys.readouterr().err
         assert err.count("\n") == 1
         assert "memory: found 0.1 MiB free, expected " in err

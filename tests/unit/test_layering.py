@@ -1,4 +1,4 @@
-"""Who may import whom: lower packages know no higher ones, nothing imports in circles, generating needs no torch."""
+"""Imports between packages: no package imports a higher one, nothing imports in circles, generating needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from package_files import RANKS, package_files
+from package_files import RANKS, find_package_files
 
 import lantern_rt
 from lantern_rt.export.registry import FAMILIES
@@ -19,7 +19,7 @@ BACKENDS = {"onnxruntime", "tensorrt", "tensorrt_rtx"}
 
 
 def imported(file: Path, only_at_import: bool = False) -> Iterator[str]:
-    """Dotted names that a file imports, relative ones with their leading dots; of `from . import x` also x."""
+    """Yield the dotted names that a file imports, with leading dots if relative; of `from . import x`, also x."""
     tree = ast.parse(file.read_text("utf-8"))
     for node in tree.body if only_at_import else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -30,9 +30,9 @@ def imported(file: Path, only_at_import: bool = False) -> Iterator[str]:
             yield from (f"{name}{'' if name.endswith('.') else '.'}{alias.name}" for alias in node.names)
 
 
-def arrows() -> dict[str, set[str]]:
-    """For every module the modules of the package that it imports, wherever in the file."""
-    known = package_files()
+def imports_of_modules() -> dict[str, set[str]]:
+    """Return the package's modules that each module imports, anywhere in the file."""
+    known = find_package_files()
     targets: dict[str, set[str]] = {}
     for name, file in known.items():
         package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
@@ -48,7 +48,7 @@ def arrows() -> dict[str, set[str]]:
 def test_lower_packages_import_no_higher_ones() -> None:
     upwards = [
         f"{source} -> {target}"
-        for source, targets in arrows().items()
+        for source, targets in imports_of_modules().items()
         for target in targets
         if RANKS[target.split(".")[0]] > RANKS[source.split(".")[0]]
     ]
@@ -56,7 +56,7 @@ def test_lower_packages_import_no_higher_ones() -> None:
 
 
 def test_no_module_imports_in_a_circle() -> None:
-    graph = {name: targets - {name} for name, targets in arrows().items()}
+    graph = {name: targets - {name} for name, targets in imports_of_modules().items()}
     assert len(list(TopologicalSorter(graph).static_order())) == len(graph) > 80
 
 
@@ -67,33 +67,33 @@ def test_every_module_belongs_to_a_layer() -> None:
 
 
 def run_python(code: str) -> set[str]:
-    """Modules loaded after `code` in a fresh interpreter."""
+    """Return the modules that are loaded after `code` in a new interpreter."""
     script = f"{code}\nimport sys\nprint(' '.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return set(done.stdout.split("\n")[-2].split())
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(process.stdout.split("\n")[-2].split())
 
 
-def outsiders(prefixes: tuple[str, ...], only_at_import: bool = False) -> set[str]:
-    """Top-level packages that modules of these parts import."""
-    chosen = [file for name, file in package_files().items() if name.split(".")[0] in prefixes]
+def external_packages(prefixes: tuple[str, ...], only_at_import: bool = False) -> set[str]:
+    """Return the top-level packages that modules with these first names import."""
+    chosen = [file for name, file in find_package_files().items() if name.split(".")[0] in prefixes]
     names = {name for file in chosen for name in imported(file, only_at_import) if not name.startswith(".")}
     return {name.split(".")[0] for name in names}
 
 
 def test_the_runtime_imports_neither_torch_nor_a_backend() -> None:
-    assert outsiders(("runtime",)) & (HEAVY | BACKENDS | {"PIL", "typer", "rich", "lantern_rt"}) == set()
+    assert external_packages(("runtime",)) & (HEAVY | BACKENDS | {"PIL", "typer", "rich", "lantern_rt"}) == set()
 
 
 def test_no_family_imports_another() -> None:
     families = {f"export.families.{name}" for name in FAMILIES}
-    imports = {name: targets & families for name, targets in arrows().items() if name in families}
+    imports = {name: targets & families for name, targets in imports_of_modules().items() if name in families}
     assert imports == {name: set() for name in families}
 
 
 def test_generating_never_imports_torch_or_onnx_and_export_only_when_asked() -> None:
     public = tuple(name for name in RANKS if name not in ("export", "train"))
-    assert outsiders(public) & HEAVY == set()
-    for name, file in package_files().items():
+    assert external_packages(public) & HEAVY == set()
+    for name, file in find_package_files().items():
         if name.split(".")[0] not in ("export", "train") and name != "cli.export":
             top = {target.lstrip(".").split(".")[0] for target in imported(file, only_at_import=True)}
             assert not top & {"export", "train"}, name

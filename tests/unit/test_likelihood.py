@@ -1,4 +1,4 @@
-"""How probable the target finds given tokens, against distributions looked up in its table."""
+"""Likelihoods of tokens under the target, compared with distributions from its table."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from toy_engine import likelihood, make_model, make_prompt, next_distribution, plan_of
+from toy_distributions import next_distribution
+from toy_engine import (
+    likelihood,
+    make_model,
+    make_prompt,
+    plan_of,
+)
 
 from lantern_rt.methods import Ar, Sampling
-from lantern_rt.runtime.likelihood import tie_margin
+from lantern_rt.runtime.likelihood import compute_tie_margin
 from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import ImageSequence
 
@@ -18,8 +24,9 @@ from lantern_rt.runtime.state import ImageSequence
 @pytest.mark.parametrize(
     "sampling", [Sampling(cfg_scale=2.5, cfg_schedule="linear", temperature=0.8), Sampling(cfg_scale=2.5, cfg_tokens=2)]
 )
-def test_the_likelihood_is_that_of_the_targets_own_distributions(sampling: Sampling) -> None:
-    model, prompt = make_model(vocabulary=5, codes=7), make_prompt(3, prefix=4, padding=1)
+def test_the_likelihood_agrees_with_the_targets_distributions(sampling: Sampling) -> None:
+    model = make_model(vocabulary=5, codes=7)
+    prompt = make_prompt(3, prefix=4, padding=1)
     codes = np.array([0, 3, 1, 1, 4, 2, 0])
     exact = [
         -np.log(next_distribution(model, prompt, codes[:i].tolist(), sampling)[code]) for i, code in enumerate(codes)
@@ -30,23 +37,23 @@ def test_the_likelihood_is_that_of_the_targets_own_distributions(sampling: Sampl
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8), Sampling(cfg_scale=2.5, cfg_tokens=2)]
 )
-def test_the_entropy_is_what_the_likelihood_is_to_be_expected_given_the_codes_before(sampling: Sampling) -> None:
-    model, prompt = make_model(vocabulary=5, codes=3), make_prompt(3)
+def test_the_entropy_is_the_expected_likelihood_of_a_token_after_the_tokens_before(sampling: Sampling) -> None:
+    model = make_model(vocabulary=5, codes=3)
+    prompt = make_prompt(3)
     expected = entropy = 0.0
     for codes in itertools.product(range(5), repeat=3):
-        chance = 1.0
+        probability = 1.0
         for i, code in enumerate(codes):
-            chance *= next_distribution(model, prompt, list(codes[:i]), sampling)[code]
-        found = likelihood(model, prompt, np.array(codes), sampling)
-        expected, entropy = expected + chance * found.nats, entropy + chance * found.entropy
+            probability *= next_distribution(model, prompt, list(codes[:i]), sampling)[code]
+        result = likelihood(model, prompt, np.array(codes), sampling)
+        expected = expected + probability * result.nats
+        entropy = entropy + probability * result.entropy
     assert entropy == pytest.approx(expected, abs=1e-5)
     assert entropy > 0.3
 
 
 @pytest.mark.parametrize(("cfg_scale", "temperature", "factor"), [(1, 0.5, 2), (3, 0, 5), (0.5, 2, 0.5)])
-def test_guidance_and_temperature_scale_what_rounding_may_do(
-    cfg_scale: float, temperature: float, factor: float
-) -> None:
+def test_guidance_and_temperature_scale_the_tie_margin(cfg_scale: float, temperature: float, factor: float) -> None:
     sampling = Sampling(cfg_scale=cfg_scale, temperature=temperature)
     sequence = ImageSequence(0, plan_of(RasterLayout(4), sampling, Ar()), make_prompt(1), 0)
-    assert tie_margin(replace(make_model(), rounding=0.1), sequence) == pytest.approx(0.1 * factor)
+    assert compute_tie_margin(replace(make_model(), rounding=0.1), sequence) == pytest.approx(0.1 * factor)

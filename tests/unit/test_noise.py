@@ -1,4 +1,4 @@
-"""The random numbers of an image: specified, never to change, independent of one another."""
+"""The random numbers of an image: specified, the same in every version, and independent of each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from scipy.stats import chi2_contingency, kstest
 
 from lantern_rt.runtime.noise import FORMAT, Noise
 
-VECTORS = [  # docs/seeds.md: seed, position, the first four 32-bit numbers, the noise made of them
+# From docs/seeds.md: seed, position, the first four 32-bit numbers, and the Gumbel noise made from them.
+REFERENCE_VALUES = [
     (0, 0, [149215387, 4152464477, 2882710362, 161177097], [-1.211884, 3.389014, 0.919513, -1.188665]),
     (0, 1, [49592932, 1090160368, 1200139746, 2902407428], [-1.495452, -0.315627, -0.242951, 0.93674]),
     (1, 0, [1969390303, 3523876871, 1212587396, 1966945340], [0.24882, 1.620083, -0.234825, 0.247229]),
@@ -21,8 +22,8 @@ VECTORS = [  # docs/seeds.md: seed, position, the first four 32-bit numbers, the
 ]
 
 
-@pytest.mark.parametrize(("seed", "position", "words", "gumbel"), VECTORS)
-def test_the_numbers_are_those_of_the_specification(
+@pytest.mark.parametrize(("seed", "position", "words", "gumbel"), REFERENCE_VALUES)
+def test_random_numbers_agree_with_the_specification(
     seed: int, position: int, words: list[int], gumbel: list[float]
 ) -> None:
     assert words_of(seed, position, 4) == words
@@ -31,7 +32,7 @@ def test_the_numbers_are_those_of_the_specification(
 
 
 def words_of(seed: int, position: int, count: int) -> list[int]:
-    """The first numbers of a position: every sixteenth of its group's stream, eight to a block."""
+    """Return the first numbers of a position: every sixteenth number of its group's stream, in blocks of eight."""
     numbers = [16 * code + position % 16 for code in range(count)]
     blocks = [philox([1 + number // 8, position // 16, 0, 0], [seed, 0]) for number in numbers]
     return [
@@ -40,10 +41,11 @@ def words_of(seed: int, position: int, count: int) -> list[int]:
 
 
 def philox(counter: list[int], key: list[int]) -> list[int]:
-    """One block of Philox4x64-10 (Salmon et al. 2011)."""
+    """Return a block of Philox4x64-10 (Salmon et al. 2011)."""
     mask = 2**64 - 1
     for _ in range(10):
-        first, second = 0xD2E7470EE14C6C93 * counter[0], 0xCA5A826395121157 * counter[2]
+        first = 0xD2E7470EE14C6C93 * counter[0]
+        second = 0xCA5A826395121157 * counter[2]
         counter = [
             (second >> 64) ^ counter[1] ^ key[0],
             second & mask,
@@ -54,26 +56,27 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
     return counter
 
 
-def test_noise_of_a_whole_vocabulary_never_changes_and_its_format_has_a_name() -> None:
+def test_noise_of_a_whole_vocabulary_is_the_same_as_in_earlier_versions() -> None:
     assert FORMAT == "philox4x64-gumbel-1"
     digest = hashlib.sha256(np.round(Noise(2026).gumbel(255, 1, 16384), 3).tobytes()).hexdigest()
     assert digest[:16] == "a78c2a90f7792d94"
 
 
-def test_more_codes_and_more_positions_leave_the_noise_as_it_is() -> None:
-    few, many = Noise(5), Noise(5)
+def test_noise_does_not_depend_on_the_number_of_codes_and_positions() -> None:
+    few = Noise(5)
+    many = Noise(5)
     np.testing.assert_array_equal(many.gumbel(3, 1, 1024)[:, :7], few.gumbel(3, 1, 7))
     np.testing.assert_array_equal(few.gumbel(3, 1, 1024), many.gumbel(3, 1, 1024))
     together = Noise(5).gumbel(3, 40, 9)  # four groups
     np.testing.assert_array_equal(together, np.concatenate([Noise(5).gumbel(3 + i, 1, 9) for i in range(40)]))
 
 
-def test_what_is_forgotten_comes_back_the_same() -> None:
+def test_freed_noise_is_computed_again_with_the_same_values() -> None:
     noise = Noise(1)
     before = noise.gumbel(0, 40, 9)
-    done, needed = (weakref.ref(noise.gumbel(position, 16, 9).base) for position in (0, 32))
-    noise.forget(35)
-    assert done() is None  # its memory is free
+    freed, needed = (weakref.ref(noise.gumbel(position, 16, 9).base) for position in (0, 32))
+    noise.forget_before(35)
+    assert freed() is None  # its memory was released
     assert needed() is not None
     np.testing.assert_array_equal(noise.gumbel(0, 40, 9), before)
 
@@ -85,42 +88,45 @@ def test_noise_is_finite_and_gumbel_distributed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "second"),
     [
         (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: Noise(n).gumbel(1, 1, 4)[0]),
         (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: Noise(n + 1).gumbel(0, 1, 4)[0]),
         (lambda n: Noise(n).gumbel(1, 1, 4)[0], lambda n: Noise(n + 1).gumbel(0, 1, 4)[0]),
         (lambda n: Noise(7).gumbel(n, 1, 4)[0], lambda n: Noise(7).gumbel(n + 1, 1, 4)[0]),
-        (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: Noise(n).decisions(0).random(4)),
+        (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: Noise(n).decision_stream(0).random(4)),
         (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: np.roll(Noise(n).gumbel(0, 1, 4)[0], 1)),
     ],
     ids=["positions", "seeds", "seed and position", "positions of one seed", "decisions", "codes"],
 )
-def test_numbers_of_different_positions_seeds_and_uses_are_independent(one: object, other: object) -> None:
-    """Quarters of each against quarters of the other: 16 equal cells."""
-    pairs = [np.stack([np.asarray(make(n), np.float64) for n in range(10_000)]) for make in (one, other)]  # type: ignore[operator]
+def test_numbers_of_different_positions_seeds_and_uses_are_independent(first: object, second: object) -> None:
+    """Check quartiles of the first numbers against quartiles of the second: 16 equally likely cells."""
+    pairs = [
+        np.stack([np.asarray(make_numbers(n), np.float64) for n in range(10_000)]) for make_numbers in (first, second)
+    ]  # type: ignore[operator]
     quarters = [np.searchsorted(np.quantile(values, [0.25, 0.5, 0.75]), values) for values in pairs]
     table = np.zeros((4, 4))
     np.add.at(table, (quarters[0].ravel(), quarters[1].ravel()), 1)
     assert chi2_contingency(table).pvalue > 0.001
 
 
-def test_decisions_at_a_position_start_anew_whatever_was_decided_before() -> None:
-    noise, fresh = Noise(3), Noise(3).decisions(5).random(6)
-    noise.decisions(4).random(3)
-    assert np.array_equal(noise.decisions(5).random(6), fresh)
-    assert np.array_equal(noise.decisions(5).random(6), fresh)
+def test_the_decision_stream_of_a_position_does_not_depend_on_earlier_decisions() -> None:
+    noise = Noise(3)
+    expected = Noise(3).decision_stream(5).random(6)
+    noise.decision_stream(4).random(3)
+    assert np.array_equal(noise.decision_stream(5).random(6), expected)
+    assert np.array_equal(noise.decision_stream(5).random(6), expected)
     stream = np.random.Philox(key=3, counter=(1 << 128) + (5 << 64))  # docs/seeds.md
-    assert np.array_equal(np.random.Generator(stream).random(6), fresh)
+    assert np.array_equal(np.random.Generator(stream).random(6), expected)
 
 
-def test_threads_may_make_noise_while_another_reads_and_forgets_it() -> None:
+def test_threads_may_prepare_noise_while_another_thread_reads_and_frees_it() -> None:
     noise = Noise(7)
     with ThreadPoolExecutor(4) as threads:
         for group in range(40):
-            made = [threads.submit(noise.prepare, group + ahead, 700) for ahead in (3, 1, 2, 1)]
-            found = noise.gumbel(16 * group + 3, 10, 700)
-            np.testing.assert_array_equal(found, Noise(7).gumbel(16 * group + 3, 10, 700))
-            noise.forget(16 * group)
-            for one in made:
-                one.result()
+            futures = [threads.submit(noise.prepare_group, group + ahead, 700) for ahead in (3, 1, 2, 1)]
+            values = noise.gumbel(16 * group + 3, 10, 700)
+            np.testing.assert_array_equal(values, Noise(7).gumbel(16 * group + 3, 10, 700))
+            noise.forget_before(16 * group)
+            for future in futures:
+                future.result()

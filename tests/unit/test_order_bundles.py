@@ -1,4 +1,4 @@
-"""Bundles that draw in groups: pictures, streams, the service, commands, and manifests that do not fit."""
+"""Bundles that generate cells in groups: images, streams, the service, commands, and manifests that are rejected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pipe(folder: Path) -> Pipeline:
     return Pipeline.from_bundle(folder, threads=1)
 
 
-def test_a_hundred_seeds_give_the_same_picture_alone_in_batches_streamed_and_served(pipe: Pipeline) -> None:
+def test_a_hundred_seeds_generate_the_same_images_alone_in_batches_streamed_and_served(pipe: Pipeline) -> None:
     seeds = list(range(100))
     classes = [seed % 10 for seed in seeds]
     expected = [pipe(class_ids=classes[i], seed=i).codes[0].tolist() for i in seeds]
@@ -48,11 +48,11 @@ def test_a_hundred_seeds_give_the_same_picture_alone_in_batches_streamed_and_ser
         steps = list(pipe.stream(class_ids=classes[i], seed=i))
         assert steps[-1].cells[0].tolist() == steps[-1].codes[0].tolist() == expected[i]
     with Service(pipe, together=4) as service:
-        heard: list[queue.Queue[StreamStep | BaseException]] = [queue.Queue() for _ in seeds[:12]]
-        for i, listener in enumerate(heard):
-            service.submit(listener.put, class_ids=classes[i], seed=i, caller=str(i % 3))
-        for i, listener in enumerate(heard):
-            while not isinstance(news := listener.get(timeout=60), StreamStep) or news.stats is None:
+        news_queues: list[queue.Queue[StreamStep | BaseException]] = [queue.Queue() for _ in seeds[:12]]
+        for i, news_queue in enumerate(news_queues):
+            service.submit(news_queue.put, class_ids=classes[i], seed=i, caller=str(i % 3))
+        for i, news_queue in enumerate(news_queues):
+            while not isinstance(news := news_queue.get(timeout=60), StreamStep) or news.stats is None:
                 assert not isinstance(news, BaseException), news
             assert news.codes[0].tolist() == expected[i]
 
@@ -60,25 +60,28 @@ def test_a_hundred_seeds_give_the_same_picture_alone_in_batches_streamed_and_ser
 def test_steps_show_the_cells_of_every_group_and_codes_in_raster_order(pipe: Pipeline) -> None:
     order = pipe.bundle.manifest.order
     assert order is not None
-    steps, trace = list(pipe.stream(class_ids=3, seed=1)), Trace(4, 4)
-    shown: set[int] = set()
+    steps = list(pipe.stream(class_ids=3, seed=1))
+    trace = Trace(4, 4)
+    expected_cells: set[int] = set()
     for step, group in zip(steps, order.groups, strict=True):
         trace.add(step)
-        shown |= {*group}
-        assert {*np.flatnonzero(step.cells[0] >= 0).tolist()} == shown
-        assert step.done == len(shown)
+        expected_cells |= {*group}
+        assert {*np.flatnonzero(step.cells[0] >= 0).tolist()} == expected_cells
+        assert step.done == len(expected_cells)
     assert np.concatenate([step.new_codes[0] for step in steps]).tolist() == steps[-1].cells[0].tolist()
     assert trace._cells(lambda part: part.codes)[0].tolist() == steps[-1].cells[0].tolist()
-    pixels = np.array(steps[3].image(0)).reshape(4, 4, 4, 4, 3)  # row, line, column, dot, colour
-    grey = (pixels == 128).all((1, 3, 4))
-    assert {*np.flatnonzero(~grey.ravel()).tolist()} == {0, 2, 8, 10}
+    pixels = np.array(steps[3].image(0)).reshape(
+        4, 4, 4, 4, 3
+    )  # [grid row, pixel row, grid column, pixel column, colour]
+    is_grey = (pixels == 128).all((1, 3, 4))
+    assert {*np.flatnonzero(~is_grey.ravel()).tolist()} == {0, 2, 8, 10}
 
 
-def test_ar_is_the_bundles_order_and_other_methods_are_refused(pipe: Pipeline, words_bundle: Path) -> None:
-    picture = pipe(class_ids=3, seed=1)
-    assert picture.settings.method == Groups()
+def test_ar_follows_the_bundles_order_and_other_methods_are_rejected(pipe: Pipeline, words_bundle: Path) -> None:
+    result = pipe(class_ids=3, seed=1)
+    assert result.settings.method == Groups()
     for method in ("ar", "groups", Ar(), Groups()):
-        assert np.array_equal(pipe(class_ids=3, seed=1, method=method).codes[0], picture.codes[0])
+        assert np.array_equal(pipe(class_ids=3, seed=1, method=method).codes[0], result.codes[0])
     for method in ("sjd", "rows:window=2", "eagle", "lantern++"):
         error = error_of(RequestError, pipe, class_ids=3, method=method)
         name = method.partition(":")[0]
@@ -90,9 +93,7 @@ def test_ar_is_the_bundles_order_and_other_methods_are_refused(pipe: Pipeline, w
     assert str(error) == f"method groups: bundle tiny draws one token after another; use method {methods}"
 
 
-def test_bench_inspect_and_run_take_the_bundle(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_support_the_bundle(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_program(["inspect", str(folder)]) == 0
     assert "7 groups, one per pass" in capsys.readouterr().out
     assert run_program(["bench", str(folder), "--count", "1", "--threads", "1"]) == 0
@@ -105,7 +106,7 @@ def test_bench_inspect_and_run_take_the_bundle(
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
-HOSTILE: list[tuple[dict[str, Any], str]] = [
+WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"order": {"groups": [[0], [1]], "vectors": 0}}, "`order` lacks cell 2; expected every cell once"),
     ({"order": {"groups": [[0], [1, 1]], "vectors": 1}}, "`order` has cell 1 twice; expected every cell once"),
     ({"order": {"groups": [[0], [16]], "vectors": 0}}, "`order` has cell 16, but the image has 16 cells"),
@@ -132,7 +133,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
         ([[1], [0, 3], [2]], "`order` draws cell 0 from logits after cell 0"),
     ],
 )
-def test_neighbours_are_in_the_group_before_for_targets_with_two_heads(groups: list[list[int]], expected: str) -> None:
+def test_targets_with_two_heads_need_neighbours_in_the_previous_group(groups: list[list[int]], expected: str) -> None:
     order = OrderSpec.model_validate({"groups": groups, "two_heads": True})
     if not expected:
         return order.check_cells(4, 2)
@@ -141,8 +142,8 @@ def test_neighbours_are_in_the_group_before_for_targets_with_two_heads(groups: l
         OrderSpec.model_validate({"groups": groups, "two_heads": True, "vectors": 1})
 
 
-@pytest.mark.parametrize(("changes", "expected"), HOSTILE, ids=str)
-def test_a_manifest_whose_order_does_not_fit_is_refused_in_a_line(
+@pytest.mark.parametrize(("changes", "expected"), WRONG_FIELDS, ids=str)
+def test_a_manifest_with_a_wrong_order_is_rejected_with_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], expected: str
 ) -> None:
     shutil.copytree(folder, tmp_path / "tiny")
@@ -154,11 +155,11 @@ def test_a_manifest_whose_order_does_not_fit_is_refused_in_a_line(
     assert expected in text
 
 
-def test_positions_and_embeddings_for_the_vectors_must_exist(folder: Path, tmp_path: Path) -> None:
+def test_too_few_positions_or_embeddings_for_the_learned_vectors_are_rejected(folder: Path, tmp_path: Path) -> None:
     fields = open_bundle(folder).manifest.model_dump(mode="json")
     fields["target"]["max_positions"] = 17
     with pytest.raises(ValidationError, match="prefix, image and learned vectors need 18 positions"):
         Manifest.model_validate(fields)
-    without = make_order_bundle(tmp_path / "tiny", embedded=2)
-    error = error_of(BundleError, Pipeline.from_bundle, without)
+    incomplete_bundle = make_order_bundle(tmp_path / "tiny", embedded=2)
+    error = error_of(BundleError, Pipeline.from_bundle, incomplete_bundle)
     assert f"[{CODES + 3}, 8]" in str(error)

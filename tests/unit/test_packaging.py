@@ -1,21 +1,24 @@
-"""What a package index and pip are told: links that lead somewhere, and a test line that installs no CUDA; and that CI
-leaves out no check."""
+"""Metadata for the package index and pip: links, lines that install PyTorch, lowest versions; and sessions of CI."""
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from lantern_rt.inputs import install_command
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
-def test_links_of_the_readme_on_an_index_are_absolute_and_of_files_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_of_the_readme_on_an_index_are_absolute_and_their_files_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     setuptools = pytest.importorskip("setuptools")
     metadata: dict[str, Any] = {}
     monkeypatch.setattr(setuptools, "setup", metadata.update)
@@ -38,9 +41,35 @@ def test_lines_that_install_pytorch_for_a_cpu_name_the_index_of_its_cpu_wheels()
     assert [line for line in torch if "https://download.pytorch.org/whl/cpu" not in line] == []
 
 
-def test_the_lowest_version_of_a_dependency_is_the_same_wherever_it_is_named() -> None:
+CLONE = {"url": "file:///home/me/a%20clone", "dir_info": {"editable": True}}
+WHEEL = {"url": "https://example.org/lantern_rt-0.1.0-py3-none-any.whl", "archive_info": {}}
+REPOSITORY = {"url": "https://example.org/lantern-rt", "vcs_info": {"vcs": "git", "commit_id": "a" * 40}}
+
+
+@pytest.mark.parametrize(
+    ("origin", "package"),
+    [
+        (CLONE, "-e '/home/me/a clone[serve]'"),
+        (WHEEL, f"'lantern-rt[serve] @ {WHEEL['url']}'"),
+        (REPOSITORY, f"'lantern-rt[serve] @ git+{REPOSITORY['url']}'"),
+        (None, "'lantern-rt[serve]'"),
+    ],
+)
+def test_errors_name_the_place_that_the_package_came_from(
+    monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | None, package: str
+) -> None:
+    record = SimpleNamespace(read_text=lambda name: origin and json.dumps(origin))
+    monkeypatch.setattr("importlib.metadata.distribution", lambda _: record)
+    assert install_command("serve") == f"pip install {package}"
+    assert "--extra-index-url https://download.pytorch.org/whl/cpu " in install_command("cpu,export")
+    assert install_command("cpu", reinstall=True).startswith("pip install --force-reinstall ")
+
+
+def test_every_dependency_has_one_lowest_version() -> None:
     lowest: dict[str, set[str]] = {}
-    others = {name: extra for name, extra in PROJECT["optional-dependencies"].items() if name != "webgpu"}  # records
+    others = {
+        name: extra for name, extra in PROJECT["optional-dependencies"].items() if name != "webgpu"
+    }  # records CUDA graphs
     for requirements in (PROJECT["dependencies"], *others.values()):
         for requirement in requirements:
             name, _, version = re.sub(r"\[.*\]", "", requirement).partition(">=")
@@ -48,7 +77,7 @@ def test_the_lowest_version_of_a_dependency_is_the_same_wherever_it_is_named() -
     assert {name: versions for name, versions in lowest.items() if len(versions) > 1} == {}
 
 
-def test_ci_runs_every_session_once_and_contributing_names_it() -> None:
+def test_ci_runs_every_session_once_and_contributing_lists_it() -> None:
     sessions = re.findall(r"^@nox\.session.*\ndef (\w+)", (ROOT / "noxfile.py").read_text("utf-8"), re.MULTILINE)
     lists = dict(re.findall(r'^([A-Z]+)="([^"]*)"$', (ROOT / ".ci/run").read_text("utf-8"), re.MULTILINE))
     names = [item.partition(":")[0] for item in f"{lists['FIRST']} {lists['SECOND']}".split()]

@@ -1,4 +1,4 @@
-"""Pipelines over real tiny bundles: what a caller gets, and what stays the same whatever else is going on."""
+"""Pipelines of tiny bundles: results, streams, and independence of images from everything else in progress."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def embeds_pipe(embeddings_bundle: Path) -> Pipeline:
     return Pipeline.from_bundle(embeddings_bundle, threads=1)
 
 
-def same(a: Result, b: Result, i: int, j: int = 0) -> bool:
-    return np.array_equal(a.codes[i], b.codes[j]) and a.images[i].tobytes() == b.images[j].tobytes()
+def is_same_image(first: Result, second: Result, i: int, j: int = 0) -> bool:
+    """Return whether image `i` of the first result is image `j` of the second."""
+    return np.array_equal(first.codes[i], second.codes[j]) and first.images[i].tobytes() == second.images[j].tobytes()
 
 
 # ---------------------------------------------------------------- results
 
 
-def test_a_prompt_gives_one_image_with_its_codes_and_statistics(pipe: Pipeline) -> None:
+def test_a_prompt_generates_one_image_with_its_tokens_and_statistics(pipe: Pipeline) -> None:
     result = pipe("red sphere on sand", seed=7)
     (image,) = result.images
     assert image.size == (6 * CELL, 6 * CELL)
@@ -44,7 +45,7 @@ def test_a_prompt_gives_one_image_with_its_codes_and_statistics(pipe: Pipeline) 
     assert result.stats.images == 1
 
 
-def test_what_a_pipeline_hands_out_prints_as_one_line(pipe: Pipeline) -> None:
+def test_results_and_steps_print_as_one_line(pipe: Pipeline) -> None:
     result = pipe(PROMPTS, method="ar")
     assert repr(result).startswith(f"<Result: 3 images of {6 * CELL}x{6 * CELL}, ar, 1.00 tokens per pass, ")
     *_, last = pipe.stream("red cube", method="ar")
@@ -57,17 +58,17 @@ def test_images_are_the_same_alone_and_in_a_batch(pipe: Pipeline, method: str) -
     together = pipe(PROMPTS, seed=3, num_images=2, method=method)
     for i, prompt in enumerate(PROMPTS):
         for j in range(2):
-            assert same(together, pipe(prompt, seed=3 + j, method=method), 2 * i + j)
+            assert is_same_image(together, pipe(prompt, seed=3 + j, method=method), 2 * i + j)
 
 
 def test_several_threads_share_one_pipeline(words_bundle: Path) -> None:
-    pipe = Pipeline.from_bundle(words_bundle, threads=1)  # nothing loaded by an earlier request
+    pipe = Pipeline.from_bundle(words_bundle, threads=1)  # without graphs that an earlier request loaded
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda method: pipe(PROMPTS[0], seed=5, method=method), METHODS * 2))
     for method, first, second in zip(METHODS, results[: len(METHODS)], results[len(METHODS) :], strict=True):
         alone = pipe(PROMPTS[0], seed=5, method=method)
-        assert same(first, alone, 0)
-        assert same(second, alone, 0)
+        assert is_same_image(first, alone, 0)
+        assert is_same_image(second, alone, 0)
 
 
 def test_the_drafter_and_the_neighbours_are_loaded_when_first_needed(
@@ -75,8 +76,10 @@ def test_the_drafter_and_the_neighbours_are_loaded_when_first_needed(
 ) -> None:
     pipe = Pipeline.from_bundle(words_bundle, threads=1)
     loaded: list[str] = []
-    engines, bundle = type(pipe.engines), type(pipe.bundle)
-    drafter, neighbors = engines.drafter, bundle.neighbors
+    engines = type(pipe.engines)
+    bundle = type(pipe.bundle)
+    drafter = engines.drafter
+    neighbors = bundle.neighbors
     monkeypatch.setattr(engines, "drafter", property(lambda self: loaded.append("drafter") or drafter.fget(self)))
     monkeypatch.setattr(bundle, "neighbors", property(lambda self: loaded.append("neighbors") or neighbors.func(self)))
     pipe("red", method="ar")
@@ -90,75 +93,79 @@ def test_the_drafter_and_the_neighbours_are_loaded_when_first_needed(
 # ---------------------------------------------------------------- conditions
 
 
-def test_guidance_leads_away_from_the_negative_prompt(pipe: Pipeline) -> None:
-    plain, away = (pipe("red cube", seed=1, negative_prompt=text).codes[0] for text in ("", "green sphere"))
-    assert plain.tolist() == pipe("red cube", seed=1).codes[0].tolist() != away.tolist()
-    # Away from itself is nowhere: what is left is the prompt's own row.
-    itself = pipe("red cube", seed=1, negative_prompt="red cube").codes[0]
-    assert itself.tolist() == pipe("red cube", seed=1, cfg_scale=1).codes[0].tolist()
+def test_guidance_moves_away_from_the_negative_prompt(pipe: Pipeline) -> None:
+    codes, negative_codes = (pipe("red cube", seed=1, negative_prompt=text).codes[0] for text in ("", "green sphere"))
+    assert codes.tolist() == pipe("red cube", seed=1).codes[0].tolist() != negative_codes.tolist()
+    # With the same text as negative prompt, both rows are equal, and guidance has no effect.
+    same_prompt_codes = pipe("red cube", seed=1, negative_prompt="red cube").codes[0]
+    assert same_prompt_codes.tolist() == pipe("red cube", seed=1, cfg_scale=1).codes[0].tolist()
 
 
 @pytest.mark.parametrize("method", ["ar", "sjd:window=3", "eagle:tree=tree-2-10", "rows:window=2", "lantern"])
-def test_guidance_for_all_tokens_is_guidance_and_for_none_is_none(pipe: Pipeline, method: str) -> None:
-    guided, alone = (pipe("red cube", seed=1, method=method, cfg_scale=scale).codes[0] for scale in (20, 1))
-    assert guided.tolist() != alone.tolist()
-    for count, expected in ((36, guided), ("100%", guided), (0, alone), ("0%", alone)):
-        found = pipe("red cube", seed=1, method=method, cfg_scale=20, cfg_tokens=count)
-        assert found.codes[0].tolist() == expected.tolist()
+def test_guidance_for_all_tokens_is_full_guidance_and_for_no_tokens_none(pipe: Pipeline, method: str) -> None:
+    guided, unguided = (pipe("red cube", seed=1, method=method, cfg_scale=scale).codes[0] for scale in (20, 1))
+    assert guided.tolist() != unguided.tolist()
+    for count, expected in ((36, guided), ("100%", guided), (0, unguided), ("0%", unguided)):
+        result = pipe("red cube", seed=1, method=method, cfg_scale=20, cfg_tokens=count)
+        assert result.codes[0].tolist() == expected.tolist()
 
 
-def test_class_ids_take_the_place_of_prompts(class_bundle: Path) -> None:
+def test_class_ids_replace_prompts(class_bundle: Path) -> None:
     class_pipe = Pipeline.from_bundle(class_bundle, threads=1)
     together = class_pipe(class_ids=[3, 9], seed=2)
     assert together.prompts == [3, 9]
-    assert same(together, class_pipe(class_ids=9, seed=2), 1)
-    assert same(together, class_pipe(class_ids=np.array([3, 9]), seed=2), 0)
+    assert is_same_image(together, class_pipe(class_ids=9, seed=2), 1)
+    assert is_same_image(together, class_pipe(class_ids=np.array([3, 9]), seed=2), 0)
 
 
-def test_embeddings_are_moved_to_the_left_padded_layout(embeds_pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+def test_embeddings_are_padded_on_the_left(embeds_pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    condition_inputs = []
     condition = embeds_pipe.engines.condition
-    monkeypatch.setattr(embeds_pipe.engines, "condition", lambda inputs: seen.append(inputs) or condition(inputs))
+    monkeypatch.setattr(
+        embeds_pipe.engines, "condition", lambda inputs: condition_inputs.append(inputs) or condition(inputs)
+    )
     values = np.arange(2 * PREFIX * CAPTION, dtype=np.float32).reshape(2, PREFIX, CAPTION)
     mask = np.array([[1, 1, 0, 0], [1, 1, 1, 1]])
-    values[0, 3] = np.nan  # padding may hold anything
+    values[0, 3] = np.nan  # padding may have any value
     result = embeds_pipe(embeddings=(values, mask))
     assert result.prompts == [None, None]
-    np.testing.assert_array_equal(seen[0]["caption_mask"], [[0, 0, 1, 1]])
-    np.testing.assert_array_equal(seen[0]["caption_embeds"][0, 2:], values[0, :2])
-    assert not seen[0]["caption_embeds"][0, :2].any()
-    np.testing.assert_array_equal(seen[1]["caption_embeds"][0], values[1])
+    np.testing.assert_array_equal(condition_inputs[0]["caption_mask"], [[0, 0, 1, 1]])
+    np.testing.assert_array_equal(condition_inputs[0]["caption_embeds"][0, 2:], values[0, :2])
+    assert not condition_inputs[0]["caption_embeds"][0, :2].any()
+    np.testing.assert_array_equal(condition_inputs[1]["caption_embeds"][0], values[1])
 
 
-def test_short_embeddings_without_a_mask_are_all_real(embeds_pipe: Pipeline) -> None:
+def test_short_embeddings_without_a_mask_have_no_padding(embeds_pipe: Pipeline) -> None:
     values = np.random.default_rng(0).normal(size=(3, CAPTION))
     padded = np.vstack([values, np.zeros((1, CAPTION))])
     short = embeds_pipe(embeddings=values)
-    assert same(short, embeds_pipe(embeddings=(padded, [1, 1, 1, 0])), 0)
+    assert is_same_image(short, embeds_pipe(embeddings=(padded, [1, 1, 1, 0])), 0)
 
 
 # ---------------------------------------------------------------- streams
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_stream_ends_where_a_call_does(pipe: Pipeline, method: str) -> None:
+def test_a_stream_ends_with_the_result_of_a_call(pipe: Pipeline, method: str) -> None:
     result = pipe(PROMPTS, seed=1, method=method)
-    grown = [np.zeros(0, np.int64)] * 3
+    streamed_codes = [np.zeros(0, np.int64)] * 3
     done = 0
     for step in pipe.stream(PROMPTS, seed=1, method=method):
         assert step.done > done
         done = step.done
-        grown = [np.append(old, new) for old, new in zip(grown, step.new_codes, strict=True)]
-        assert all(np.array_equal(a, b) for a, b in zip(grown, step.codes, strict=True))
-        assert step.done == sum(len(codes) for codes in grown)
+        streamed_codes = [
+            np.append(earlier, new_codes) for earlier, new_codes in zip(streamed_codes, step.new_codes, strict=True)
+        ]
+        assert all(np.array_equal(a, b) for a, b in zip(streamed_codes, step.codes, strict=True))
+        assert step.done == sum(len(codes) for codes in streamed_codes)
         assert (step.stats is None) == (step.done < step.total)
     assert step.stats is not None
     assert step.stats.accepted_lengths == result.stats.accepted_lengths
-    assert all(np.array_equal(a, b) for a, b in zip(step.codes, result.codes, strict=True))
+    assert all(np.array_equal(*pair) for pair in zip(step.codes, result.codes, strict=True))
     assert step.image(1).tobytes() == result.images[1].tobytes()
 
 
-def test_a_partial_image_shows_what_is_known_and_grey_elsewhere(pipe: Pipeline) -> None:
+def test_a_partial_image_shows_known_cells_and_grey_elsewhere(pipe: Pipeline) -> None:
     whole = np.asarray(pipe("red cube", seed=1).images[0])
     for step in pipe.stream("red cube", seed=1):
         known = np.zeros((6, 6), bool)
@@ -169,16 +176,16 @@ def test_a_partial_image_shows_what_is_known_and_grey_elsewhere(pipe: Pipeline) 
         assert (partial[~known] == GREY).all()
 
 
-def test_a_callback_hears_of_every_step_and_ends_the_call_by_raising(pipe: Pipeline) -> None:
-    heard: list[int] = []
-    result = pipe("red cube", method="ar", callback_on_step=lambda step: heard.append(step.done))
-    assert heard == [step.done for step in pipe.stream("red cube", method="ar")]
-    assert heard[-1] == len(result.codes[0])
+def test_a_callback_gets_every_step_and_ends_the_call_by_raising(pipe: Pipeline) -> None:
+    done_counts: list[int] = []
+    result = pipe("red cube", method="ar", callback_on_step=lambda step: done_counts.append(step.done))
+    assert done_counts == [step.done for step in pipe.stream("red cube", method="ar")]
+    assert done_counts[-1] == len(result.codes[0])
     with pytest.raises(ZeroDivisionError):
         pipe("red cube", callback_on_step=lambda step: 1 // 0)
 
 
-def test_a_call_shows_its_progress_if_asked(
+def test_a_call_shows_its_progress_on_request(
     pipe: Pipeline, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -195,10 +202,10 @@ def test_closing_a_stream_cancels_it(pipe: Pipeline) -> None:
     stream.close()
     with pytest.raises(StopIteration):
         next(stream)
-    assert same(pipe(PROMPTS[0], seed=1), pipe(PROMPTS[0], seed=1), 0)
+    assert is_same_image(pipe(PROMPTS[0], seed=1), pipe(PROMPTS[0], seed=1), 0)
 
 
-def test_a_stream_refuses_before_its_first_step(pipe: Pipeline) -> None:
+def test_a_stream_rejects_a_wrong_request_before_its_first_step(pipe: Pipeline) -> None:
     with pytest.raises(RequestError, match="delta"):
         pipe.stream("red cube", delta=2)
 
@@ -206,7 +213,7 @@ def test_a_stream_refuses_before_its_first_step(pipe: Pipeline) -> None:
 # ---------------------------------------------------------------- damage
 
 
-def test_nan_weights_of_the_target_are_an_error_not_a_picture(tmp_path: Path) -> None:
+def test_nan_weights_of_the_target_are_an_error_not_an_image(tmp_path: Path) -> None:
     pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny", damage=float("nan")), threads=1)
     for options in ({"method": "ar"}, {"method": "eagle"}, {"temperature": 0}):
         with pytest.raises(EngineError, match="NaN"):
@@ -216,7 +223,7 @@ def test_nan_weights_of_the_target_are_an_error_not_a_picture(tmp_path: Path) ->
 @pytest.mark.parametrize("penalty", [0.01, 100.0])
 @pytest.mark.parametrize("temperature", [0.001, 1000.0])
 @pytest.mark.parametrize("cfg_scale", [0.0, 1e-300, 1000.0])
-def test_settings_at_the_ends_of_their_ranges_give_an_image(
+def test_settings_at_the_ends_of_their_ranges_generate_an_image(
     pipe: Pipeline, cfg_scale: float, temperature: float, penalty: float
 ) -> None:
     options = {"cfg_scale": cfg_scale, "temperature": temperature, "repetition_penalty": penalty}
@@ -245,9 +252,9 @@ held = threading.Event()
 threading.Thread(target=hold, daemon=True).start()
 held.wait()
 if os.fork() == 0:
-    for draw in (lambda: pipe("red cube"), lambda: service.submit(print, "red cube"), generate):
+    for call in (lambda: pipe("red cube"), lambda: service.submit(print, "red cube"), generate):
         try:
-            draw()
+            call()
         except RequestError as error:
             print(error.field, error.problem, flush=True)
     with service, Pipeline.from_bundle(sys.argv[1], threads=2) as other:
@@ -260,7 +267,7 @@ os._exit(0)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
-def test_a_process_that_was_forked_is_refused_opens_a_pipeline_of_its_own_and_ends(words_bundle: Path) -> None:
+def test_a_forked_process_cannot_use_the_pipeline_but_can_open_another(words_bundle: Path) -> None:
     program = [sys.executable, "-c", FORKED, str(words_bundle)]
-    done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.splitlines() == 3 * ["pipeline loaded before this process was forked"] + ["1", "3"]
+    process = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120)
+    assert process.stdout.splitlines() == 3 * ["pipeline loaded before this process was forked"] + ["1", "3"]

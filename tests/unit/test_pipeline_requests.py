@@ -1,4 +1,4 @@
-"""Requests that are refused, each with its reason; and defaults where nothing was said."""
+"""Requests that are rejected, each with its reason; and defaults of options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import Request, check_request, resolve_settings
 from lantern_rt.runtime.drafters import count_nodes
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 class Checker:
@@ -54,56 +55,56 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Checker:
     return Checker(make_tiny_bundle(tmp_path_factory.mktemp("plain") / "tiny", drafter=False))
 
 
-def each(name: str, *values: Any, **others: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The parameter at fault, and a request with each of its values."""
+def option_cases(name: str, *values: Any, **others: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return, for each wrong value of an option, the name that the error has, and the request."""
     return [(name.rstrip("_"), {name: value, **others}) for value in values]
 
 
-def written(text: str, *values: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The parameter at fault, the last of a method string, and a request with each of its values."""
+def method_cases(text: str, *values: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return, for each wrong value of the last parameter of a method string, its name, and the request."""
     return [(text.rpartition(":")[2], {"method": f"{text}={value}"}) for value in values]
 
 
 OPTIONS = [
-    *written("lantern++:lambda", 1, 0.5, -2, INF),
-    *written("lantern:delta=0.2:lambda", 2.0),
-    *written("lantern:delta", 0, 1, -0.1, 1.5, NAN, INF, "much", True),
-    *written("lantern++:delta", 0.2),
-    *written("ar:delta", 0.2),
-    *written("lantern:neighbors", 0, -1, K + 1, 2.5, NAN),
-    *written("ar:neighbors", 3),
-    *written("sjd:neighbors", 3),  # without a bound
-    *written("eagle:drafter", "any"),
-    *written("lantern:residual", "all"),
-    *written("eagle:residual", "aggregated"),
-    *written("sjd:residual", "aggregated"),
-    *written("ar:tree", "mc-25"),
-    *written("eagle:tree", 7),
-    *written("sjd:tree", "chain-4"),
-    *written("eagle:window", 4),
-    *written("sjd:window", 0, 129, 2.5, True, "four"),
-    *each("tree", "chain-3"),  # without a method
-    *each("drafter", "heads"),
-    *each("neighbors", 5),
-    *each("lambda", 2.0),
-    *each("window", 4, method="sjd"),
-    *each("quality", "superb", "fast", "", ["strict"]),
-    *each("quality", "strict", method="eagle"),
-    *each("method", "magic", "auto", "auto:quality=strict", ["ar"]),
-    *each("temperature", -1, NAN, INF, 1e-9, 1e9, "1"),
-    *each("top_p", 0, -0.5, 1.01, NAN),
-    *each("top_k", -1, 2.5, NAN, True),
-    *each("cfg_scale", -1, 1001, NAN, INF),
-    *each("repetition_penalty", 1e-300, 0.009, 101, NAN, INF),
-    *each("cfg_tokens", -1, 37, "37", 10**5000, "9" * 5000, 2.5, NAN, True, [3]),
-    *each("cfg_tokens", "half", "-1%", "101%", "5e1%", "%", "", f"0.{'9' * 30}%"),
-    *each("cfg_tokens", 3, "0%", cfg_scale=1),
-    *each("cfg_schedule", "cosine", 2),
-    *each("cfg_schedule", "linear", cfg_scale=1),
-    *each("num_images", 0, -3, 1.5, 5000),
-    *each("num_images", 1000, prompts=["red"] * 3),
-    *each("seed", -1, 2**64, 10**5000, 1.0, "1", [1, 2]),
-    *each("seed", 2**64 - 1, num_images=2),
+    *method_cases("lantern++:lambda", 1, 0.5, -2, INF),
+    *method_cases("lantern:delta=0.2:lambda", 2.0),
+    *method_cases("lantern:delta", 0, 1, -0.1, 1.5, NAN, INF, "much", True),
+    *method_cases("lantern++:delta", 0.2),
+    *method_cases("ar:delta", 0.2),
+    *method_cases("lantern:neighbors", 0, -1, K + 1, 2.5, NAN),
+    *method_cases("ar:neighbors", 3),
+    *method_cases("sjd:neighbors", 3),  # without a bound
+    *method_cases("eagle:drafter", "any"),
+    *method_cases("lantern:residual", "all"),
+    *method_cases("eagle:residual", "aggregated"),
+    *method_cases("sjd:residual", "aggregated"),
+    *method_cases("ar:tree", "mc-25"),
+    *method_cases("eagle:tree", 7),
+    *method_cases("sjd:tree", "chain-4"),
+    *method_cases("eagle:window", 4),
+    *method_cases("sjd:window", 0, 129, 2.5, True, "four"),
+    *option_cases("tree", "chain-3"),  # without a method
+    *option_cases("drafter", "heads"),
+    *option_cases("neighbors", 5),
+    *option_cases("lambda", 2.0),
+    *option_cases("window", 4, method="sjd"),
+    *option_cases("quality", "superb", "fast", "", ["strict"]),
+    *option_cases("quality", "strict", method="eagle"),
+    *option_cases("method", "magic", "auto", "auto:quality=strict", ["ar"]),
+    *option_cases("temperature", -1, NAN, INF, 1e-9, 1e9, "1"),
+    *option_cases("top_p", 0, -0.5, 1.01, NAN),
+    *option_cases("top_k", -1, 2.5, NAN, True),
+    *option_cases("cfg_scale", -1, 1001, NAN, INF),
+    *option_cases("repetition_penalty", 1e-300, 0.009, 101, NAN, INF),
+    *option_cases("cfg_tokens", -1, 37, "37", 10**5000, "9" * 5000, 2.5, NAN, True, [3]),
+    *option_cases("cfg_tokens", "half", "-1%", "101%", "5e1%", "%", "", f"0.{'9' * 30}%"),
+    *option_cases("cfg_tokens", 3, "0%", cfg_scale=1),
+    *option_cases("cfg_schedule", "cosine", 2),
+    *option_cases("cfg_schedule", "linear", cfg_scale=1),
+    *option_cases("num_images", 0, -3, 1.5, 5000),
+    *option_cases("num_images", 1000, prompts=["red"] * 3),
+    *option_cases("seed", -1, 2**64, 10**5000, 1.0, "1", [1, 2]),
+    *option_cases("seed", 2**64 - 1, num_images=2),
     ("method", {"method": "eagle:three=chain-4"}),
     ("prompts", {"class_ids": 3}),
     ("prompts", {"class_ids": 3, "prompts": None}),
@@ -142,31 +143,31 @@ EMBEDDINGS = [
 ]
 
 
-def check_refusal(checker: Checker, field: str, request: dict[str, Any]) -> None:
+def check_rejected(checker: Checker, field: str, request: dict[str, Any]) -> None:
     error = error_of(RequestError, checker, **request)
     assert error.field == field
     assert "\n" not in str(error)
 
 
 @pytest.mark.parametrize(("field", "request_"), OPTIONS)
-def test_a_refusal_names_the_parameter_at_fault(words: Checker, field: str, request_: dict[str, Any]) -> None:
-    check_refusal(words, field, {"prompts": "red cube"} | request_)
+def test_errors_name_the_parameter_at_fault(words: Checker, field: str, request_: dict[str, Any]) -> None:
+    check_rejected(words, field, {"prompts": "red cube"} | request_)
 
 
 @pytest.mark.parametrize(("field", "class_ids"), CLASSES)
-def test_a_class_out_of_range_is_refused(classes: Checker, field: str, class_ids: Any) -> None:
-    check_refusal(classes, field, {"class_ids": class_ids})
+def test_a_class_out_of_range_is_rejected(classes: Checker, field: str, class_ids: Any) -> None:
+    check_rejected(classes, field, {"class_ids": class_ids})
 
 
 def test_classes_have_no_negative_prompt(classes: Checker) -> None:
-    check_refusal(classes, "negative_prompt", {"class_ids": 1, "negative_prompt": "a cube"})
+    check_rejected(classes, "negative_prompt", {"class_ids": 1, "negative_prompt": "a cube"})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int32"])
 @pytest.mark.parametrize("gradients", [False, True])
-def test_tensors_of_an_encoder_are_taken_as_arrays(embeds: Checker, dtype: str, gradients: bool) -> None:
+def test_tensors_of_an_encoder_are_accepted_like_arrays(embeds: Checker, dtype: str, gradients: bool) -> None:
     torch = pytest.importorskip("torch")
-    rows = np.arange(2 * CAPTION, dtype=np.float32).reshape(1, 2, CAPTION) % 8  # exact in every type
+    rows = np.arange(2 * CAPTION, dtype=np.float32).reshape(1, 2, CAPTION) % 8  # exact in every dtype
     mask = torch.tensor([[1.0, 0.0]], requires_grad=gradients)
     tensor = torch.from_numpy(rows).to(getattr(torch, dtype))
     (expected,) = embeds(embeddings=(rows, [[1, 0]])).images
@@ -176,7 +177,7 @@ def test_tensors_of_an_encoder_are_taken_as_arrays(embeds: Checker, dtype: str, 
 
 
 @pytest.mark.parametrize("kind", ["meta", "sparse", "complex", "list", "nested"])
-def test_tensors_that_are_no_arrays_are_refused(embeds: Checker, kind: str) -> None:
+def test_tensors_that_cannot_become_arrays_are_rejected(embeds: Checker, kind: str) -> None:
     torch = pytest.importorskip("torch")
     rows = torch.ones(2, CAPTION)
     tensors = {
@@ -186,12 +187,12 @@ def test_tensors_that_are_no_arrays_are_refused(embeds: Checker, kind: str) -> N
         "list": lambda: [row.requires_grad_() for row in torch.ones(2, CAPTION)],
         "nested": lambda: torch.nested.nested_tensor([rows, rows[:1]], layout=torch.jagged),
     }
-    check_refusal(embeds, "embeddings", {"embeddings": tensors[kind]()})
+    check_rejected(embeds, "embeddings", {"embeddings": tensors[kind]()})
 
 
 @pytest.mark.parametrize("embeddings", EMBEDDINGS)
 def test_embeddings_that_do_not_fit_are_refused(embeds: Checker, embeddings: Any) -> None:
-    check_refusal(embeds, "embeddings", {"embeddings": embeddings})
+    check_rejected(embeds, "embeddings", {"embeddings": embeddings})
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_embeddings_that_do_not_fit_are_refused(embeds: Checker, embeddings: Any
         ({"quality": "fast", "method": "ar"}, "quality: a quality and a method; give one of them"),
     ],
 )
-def test_refusals_are_sentences(words: Checker, options: dict[str, Any], sentence: str) -> None:
+def test_errors_of_wrong_options_name_the_cure(words: Checker, options: dict[str, Any], sentence: str) -> None:
     assert str(error_of(RequestError, words, "red cube", **options)) == sentence
 
 
@@ -226,7 +227,7 @@ def test_refusals_are_sentences(words: Checker, options: dict[str, Any], sentenc
         (Sjd(neighbors=3, delta=0.1), "has 0 neighbors per code, but the method's bound reads 3"),
     ],
 )
-def test_a_refused_method_names_what_the_bundle_lacks_and_methods_that_it_has(
+def test_the_error_of_an_unsupported_method_names_what_is_missing_and_the_supported_methods(
     plain: Checker, method: Any, problem: str
 ) -> None:
     error = error_of(RequestError, plain, "red cube", method=method)
@@ -234,7 +235,7 @@ def test_a_refused_method_names_what_the_bundle_lacks_and_methods_that_it_has(
     assert plain.method() == Sjd(window=7)
 
 
-def test_sjd_is_exact_unless_relaxation_is_asked_for(words: Checker) -> None:
+def test_sjd_is_exact_unless_relaxation_is_requested(words: Checker) -> None:
     exact = words.method(method="sjd")
     assert (exact, exact.exact) == (Sjd(window=8), True)
     bounded = words.method(method="sjd:lambda=3")
@@ -242,7 +243,7 @@ def test_sjd_is_exact_unless_relaxation_is_asked_for(words: Checker) -> None:
     assert words.method(method="sjd:delta=0.1:neighbors=2").neighbors == 2
 
 
-def test_a_bundle_may_say_how_a_method_drafts(words: Checker) -> None:
+def test_a_bundle_may_set_defaults_of_a_method(words: Checker) -> None:
     assert resolve_settings(with_methods(words, Sjd(window=3)), {"method": "sjd"}).method == Sjd(window=3)
 
 
@@ -263,18 +264,18 @@ def test_a_method_is_the_same_by_string_as_an_object_and_through_json(words: Che
 
 
 def with_methods(words: Checker, *methods: MethodConfig) -> Any:
-    """The manifest with other defaults of methods."""
+    """Return the manifest with other defaults of methods."""
     manifest = words.bundle.manifest
     return manifest.model_copy(update={"decoding": manifest.decoding.model_copy(update={"methods": methods})})
 
 
 @pytest.mark.parametrize("tree", ["oak", "tree.json", "chain-0", "tree-z"])
-def test_a_tree_that_is_not_there_or_fits_no_codebook_is_refused(words: Checker, tree: Any) -> None:
+def test_an_unknown_tree_is_rejected(words: Checker, tree: Any) -> None:
     with pytest.raises(TreeError):
         words("red cube", method=f"eagle:tree={tree}")
 
 
-def test_a_tree_that_is_spelled_out_is_used(words: Checker) -> None:
+def test_a_tree_spelled_out_in_the_request_is_used(words: Checker) -> None:
     pipe = Pipeline.from_bundle(words.bundle, threads=1)
     trees = [part.tree for step in pipe.stream("red", method="eagle:tree=tree-2-10") for part in step.parts]
     assert all(tree is None or tree.parents.tolist() == [-1, 0, 0, 1] for tree in trees)
@@ -287,16 +288,16 @@ def test_an_unknown_keyword_is_a_type_error(words: Checker) -> None:
         words(prompt="red cube")
 
 
-def test_what_is_left_out_comes_from_the_bundle(words: Checker) -> None:
+def test_omitted_options_come_from_the_bundle(words: Checker) -> None:
     manifest = words.bundle.manifest
-    told = {"method": "lantern:tree=dynamic-6-3-2:neighbors=4:delta=0.2"}
+    method = {"method": "lantern:tree=dynamic-6-3-2:neighbors=4:delta=0.2"}
     sampling = {"cfg_scale": 2, "temperature": 1, "top_k": 24, "top_p": 1}
-    assert resolve_settings(manifest, {"method": "lantern"}) == resolve_settings(manifest, told | sampling)
+    assert resolve_settings(manifest, {"method": "lantern"}) == resolve_settings(manifest, method | sampling)
     assert resolve_settings(manifest, {}) == resolve_settings(manifest, {"quality": "strict"})
     assert resolve_settings(manifest, {}).method.exact
 
 
-def test_guidance_for_a_part_of_the_image_may_come_from_the_bundle(words: Checker) -> None:
+def test_guidance_of_a_part_of_the_image_may_come_from_the_bundle(words: Checker) -> None:
     manifest = words.bundle.manifest
     half = manifest.model_copy(update={"sampling": manifest.sampling.model_copy(update={"cfg_tokens": "50%"})})
     assert resolve_settings(manifest, {}).sampling.cfg_tokens is None
@@ -305,14 +306,14 @@ def test_guidance_for_a_part_of_the_image_may_come_from_the_bundle(words: Checke
     assert "cfg_tokens" not in resolve_settings(half, {"cfg_scale": 1}).as_dict()
 
 
-def test_a_bundle_that_says_nothing_about_a_method_gets_small_trees_and_a_fitting_k(words: Checker) -> None:
-    silent = with_methods(words)
-    assert resolve_settings(silent, {"method": "eagle"}).method == Eagle(tree="chain-3")
-    relaxed: Any = resolve_settings(silent, {"method": "lantern"}).method
+def test_without_defaults_of_the_bundle_trees_are_small_and_neighbors_fit(words: Checker) -> None:
+    manifest = with_methods(words)
+    assert resolve_settings(manifest, {"method": "eagle"}).method == Eagle(tree="chain-3")
+    relaxed: Any = resolve_settings(manifest, {"method": "lantern"}).method
     assert (relaxed.neighbors, relaxed.delta) == (K, 0.2)
 
 
-def test_every_method_has_its_nodes_and_one_that_does_not_is_refused() -> None:
+def test_every_method_has_a_number_of_nodes_and_an_unknown_method_is_an_error() -> None:
     class Unknown(MethodConfig):
         method: Literal["unknown"] = "unknown"
 

@@ -1,4 +1,4 @@
-"""The trace of a decode: read back from its file, it explains every code."""
+"""The trace of a decode: its file explains every token."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def record(pipe: Pipeline, method: str, steps: int | None = None) -> tuple[Trace
 
 
 def read(trace: Trace) -> dict[str, NDArray[Any]]:
-    return dict(np.load(BytesIO(trace.npz_bytes()), allow_pickle=False))
+    return dict(np.load(BytesIO(trace.encode_npz()), allow_pickle=False))
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_file_replays_the_decode(pipe: Pipeline, method: str) -> None:
-    trace, last = record(pipe, method)
+def test_the_file_reproduces_the_decode(pipe: Pipeline, method: str) -> None:
+    trace, last_step = record(pipe, method)
     file = read(trace)
     replayed: list[list[int]] = [[], []]
     for part, image in enumerate(file["part_image"]):
@@ -42,9 +42,9 @@ def test_the_file_replays_the_decode(pipe: Pipeline, method: str) -> None:
         if len(tokens):
             assert tokens[0] == codes[-1]
             assert (parents[path[1:]] == path[:-1]).all()
-        new_kv = [*tokens[path[1:]], file["part_bonus"][part]]
-        codes += new_kv[: file["part_committed"][part]]
-    assert replayed == [codes.tolist() for codes in last.codes]
+        new_codes = [*tokens[path[1:]], file["part_bonus"][part]]
+        codes += new_codes[: file["part_committed"][part]]
+    assert replayed == [codes.tolist() for codes in last_step.codes]
     np.testing.assert_array_equal(file["codes"], replayed)
     assert file["grid"].tolist() == [6, 6]
     assert (np.diff(file["part_step"]) >= 0).all()
@@ -65,7 +65,9 @@ def test_tokens_that_exact_acceptance_would_have_rejected_are_marked(pipe: Pipel
     trace = Trace(6, 6)
     for step in steps:
         trace.add(step)
-    marked = sum(len(part.acceptance.relaxed) for step in steps for part in step.parts if part.acceptance is not None)
+    marked = sum(
+        len(part.acceptance.relaxed_nodes) for step in steps for part in step.parts if part.acceptance is not None
+    )
     assert read(trace)["path_relaxed"].sum() == marked
     assert (marked > 0) == (method != "eagle")
     p, q, relaxed = (read(trace)[f"path_{name}"] for name in ("p", "q", "relaxed"))
@@ -74,18 +76,20 @@ def test_tokens_that_exact_acceptance_would_have_rejected_are_marked(pipe: Pipel
     assert (np.isnan(p) == np.isnan(q)).all() or method == "eagle"
 
 
-def test_cells_are_coloured_by_what_their_pass_accepted(pipe: Pipeline) -> None:
+def test_cells_are_coloured_by_the_accepted_tokens_of_their_step(pipe: Pipeline) -> None:
     trace, last = record(pipe, "eagle")
     assert last.stats is not None
     cells = trace.accepted_per_cell()
     assert cells.shape == (2, 36)
-    assert (cells[:, 0] == 0).all()  # from the prefill
+    assert (cells[:, 0] == 0).all()  # the token of the prefill
     assert cells.max() == len(last.stats.accepted_lengths) - 1
-    picture = trace.render()
-    grid = [[picture.getpixel((16 + 16 * (i % 6) + 8, 16 + 16 * (i // 6) + 8)) for i in range(36)]]
-    colours = {value: {colour for cell, colour in zip(cells[0], grid[0], strict=True) if cell == value} for value in
-               set(cells[0].tolist())}  # fmt: skip
-    assert all(len(found) == 1 for found in colours.values())
+    image = trace.render()
+    grid = [[image.getpixel((16 + 16 * (i % 6) + 8, 16 + 16 * (i // 6) + 8)) for i in range(36)]]
+    colours = {
+        value: {colour for cell, colour in zip(cells[0], grid[0], strict=True) if cell == value}
+        for value in set(cells[0].tolist())
+    }
+    assert all(len(colours_of_value) == 1 for colours_of_value in colours.values())
     assert len(set.union(*colours.values())) == len(colours)
 
 

@@ -1,4 +1,4 @@
-"""Prefixes whose rows differ in length: what a pass over them looks like, and batches of them in the decode loop."""
+"""Prefixes whose rows differ in length: the pass over them, and batches of them in the decode loop."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from toy_engine import ToyModel, codes_of, decode
 
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling
-from lantern_rt.runtime.engine import HiddenView, Pass, PassOutput
+from lantern_rt.runtime.engine import HiddenView, PassInput, PassOutput
 from lantern_rt.runtime.passes import Prefixes, stack_padding
 from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import DrafterLayout, PrefixRow, Prompt
 
-WIDTH, VOCABULARY, CODES, OFFSET = 3, 7, 12, 100
+WIDTH = 3
+VOCABULARY = 7
+CODES = 12
+OFFSET = 100
 
 
 @dataclass
 class SumEngine:
-    """Logits follow from the sum of what a node sees, each weighted by its position; values are small whole numbers.
+    """An engine whose logits depend on a sum over the entries that a node attends to, each weighted by its position.
 
-    A key holds an entry's number and position. A drafter reads tokens: prefix ids below `OFFSET`, codes above.
+    Keys hold the number and the position of an entry, both small integers. A drafter reads tokens: ids of the prefix
+    are below `OFFSET`, those of codes are not.
     """
 
     reads_tokens: bool = False
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[PassInput] = field(default_factory=list)
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache.empty(rows, capacity, 1, 1, WIDTH, np.float32)
@@ -35,46 +39,49 @@ class SumEngine:
     def next_past_length(self, cache: KVCache, nodes: int) -> int:
         return cache.past_length()
 
-    def run(self, batch: Pass, cache: KVCache) -> PassOutput:
+    def run(self, batch: PassInput, cache: KVCache) -> PassOutput:
         self.passes.append(batch)
         rows, nodes = batch.positions.shape
-        number = batch.embeds[..., 0] if batch.embeds is not None else batch.tokens.astype(np.float32) % OFFSET + 1
+        numbers = batch.embeds[..., 0] if batch.embeds is not None else batch.tokens.astype(np.float32) % OFFSET + 1
         new = np.zeros((nodes, rows, 1, WIDTH), np.float32)
-        new[:, :, 0, 0], new[:, :, 0, 1] = number.T, batch.positions.T
+        new[:, :, 0, 0] = numbers.T
+        new[:, :, 0, 1] = batch.positions.T
         past_length = batch.attention_mask.shape[2] - nodes
-        entries = np.concatenate([cache.past(past_length)[0], new])[:, :, 0]  # [span + nodes, rows, width]
+        entries = np.concatenate([cache.past_views(past_length)[0], new])[:, :, 0]  # [span + nodes, rows, width]
         weighted = entries[..., 0] * (1 + entries[..., 1])
-        seen = np.einsum("rnc,cr->rn", batch.attention_mask, weighted)
-        logits = np.cos(seen[..., None] * (1 + np.arange(VOCABULARY))).astype(np.float32) * 3
-        hidden = np.repeat(seen[..., None], WIDTH, 2).astype(np.float32)
+        sums = np.einsum("rnc,cr->rn", batch.attention_mask, weighted)
+        logits = np.cos(sums[..., None] * (1 + np.arange(VOCABULARY))).astype(np.float32) * 3
+        hidden = np.repeat(sums[..., None], WIDTH, 2).astype(np.float32)
         return PassOutput(logits, hidden, [new, new])
 
 
-def prompt(length: int, uncond: int) -> Prompt:
+def make_sum_prompt(length: int, uncond: int) -> Prompt:
     rows = [np.full((n, WIDTH), n, np.float32) for n in (length, uncond)]
     ids = (np.arange(length), np.arange(uncond) + 50)
-    cond, uncond_row = (PrefixRow(row, np.ones(len(row), bool), own) for row, own in zip(rows, ids, strict=True))
+    cond, uncond_row = (
+        PrefixRow(row, np.ones(len(row), bool), token_ids) for row, token_ids in zip(rows, ids, strict=True)
+    )
     return Prompt(cond, uncond_row)
 
 
-def model(drafter: SumEngine | None = None, target: SumEngine | None = None) -> ToyModel:
+def make_sum_model(drafter: SumEngine | None = None, target: SumEngine | None = None) -> ToyModel:
     layout = DrafterLayout(code_offset=OFFSET)
     return ToyModel(target or SumEngine(), drafter, 200, layout, image=RasterLayout(CODES))
 
 
-def drawn(prompts: list[Prompt], method: MethodConfig, sampling: Sampling, **engines: Any) -> list[list[int]]:
+def generate(prompts: list[Prompt], method: MethodConfig, sampling: Sampling, **engines: Any) -> list[list[int]]:
     seeds = [len(p.cond.embeds) for p in prompts]
-    return codes_of(decode(model(**engines), prompts, seeds, sampling, method), len(prompts))
+    return codes_of(decode(make_sum_model(**engines), prompts, seeds, sampling, method), len(prompts))
 
 
-def test_rows_are_stretched_to_one_length_and_see_only_what_came_before() -> None:
+def test_rows_are_padded_to_one_length_and_attend_only_to_earlier_positions() -> None:
     engine = SumEngine()
     rows = [np.full((n, WIDTH), n, np.float32) for n in (4, 2)]
     padding = [np.array([True, False, False, False]), np.zeros(2, bool)]
     hidden = stack_padding(padding)
     assert hidden.tolist() == [[True, False, False, False], [False] * 4]
-    prefixes = Prefixes([PrefixRow(row, ~own) for row, own in zip(rows, padding, strict=True)])
-    batch = prefixes.prefill_pass(engine, engine.new_cache(2, 10))
+    prefixes = Prefixes([PrefixRow(row, ~is_padding) for row, is_padding in zip(rows, padding, strict=True)])
+    batch = prefixes.build_prefill(engine, engine.new_cache(2, 10))
     assert batch.embeds is not None
     assert batch.embeds[..., 0].tolist() == [[4] * 4, [2] * 4]
     assert batch.positions.tolist() == [[0, 1, 2, 3]] * 2
@@ -85,19 +92,20 @@ def test_rows_are_stretched_to_one_length_and_see_only_what_came_before() -> Non
 
 @pytest.mark.parametrize("sampling", [Sampling(cfg_scale=2.0), Sampling(cfg_scale=2.0, temperature=0), Sampling()])
 @pytest.mark.parametrize("tree", [None, "chain-2", "dynamic-8-3-3"])
-def test_a_batch_of_prompts_of_any_length_gives_each_what_it_gets_alone(sampling: Sampling, tree: str | None) -> None:
+def test_images_with_prompts_of_any_length_do_not_depend_on_the_batch(sampling: Sampling, tree: str | None) -> None:
     method = Ar() if tree is None else Eagle(tree=tree)
-    prompts = [prompt(5, 2), prompt(2, 2), prompt(9, 2), prompt(3, 3)]
-    together = drawn(prompts, method, sampling, drafter=SumEngine(True))
-    assert together == [drawn([one], method, sampling, drafter=SumEngine(True))[0] for one in prompts]
+    prompts = [make_sum_prompt(*lengths) for lengths in ((5, 2), (2, 2), (9, 2), (3, 3))]
+    together = generate(prompts, method, sampling, drafter=SumEngine(True))
+    assert together == [generate([prompt], method, sampling, drafter=SumEngine(True))[0] for prompt in prompts]
     if sampling.greedy:
-        assert together == drawn(prompts, Ar(), sampling)
+        assert together == generate(prompts, Ar(), sampling)
 
 
-def test_every_row_counts_its_own_positions_and_the_drafter_reads_its_own_tokens() -> None:
-    target, drafter = SumEngine(), SumEngine(True)
-    prompts = [prompt(5, 2)]
-    codes = drawn(prompts, Eagle(tree="chain-1"), Sampling(cfg_scale=2.0), target=target, drafter=drafter)
+def test_every_row_has_its_positions_and_drafter_tokens() -> None:
+    target = SumEngine()
+    drafter = SumEngine(True)
+    prompts = [make_sum_prompt(5, 2)]
+    codes = generate(prompts, Eagle(tree="chain-1"), Sampling(cfg_scale=2.0), target=target, drafter=drafter)
     assert target.passes[1].positions.tolist() == [[5, 6], [2, 3]]
     first = drafter.passes[0]
     assert first.tokens is not None

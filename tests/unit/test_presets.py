@@ -1,4 +1,4 @@
-"""Presets: which methods stand for the qualities of a bundle, and how they get into it."""
+"""Presets: the methods that a bundle uses for its qualities, how they are chosen and written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def entry(method: str, speed: float, excess: tuple[float, float], agreement: tup
     figures = {"excess_nll": figure(*excess)}
     if agreement is not None:
         figures["agreement"] = figure(*agreement)
-    tokens = 9.0 - speed  # do not decide
+    tokens = 9.0 - speed  # must not matter
     times = {"seconds": 100 / speed, "tokens_per_forward_pass": tokens}
     return {"method": method, "exact": False, "figures": figures, **times}
 
@@ -37,28 +37,39 @@ def exact(method: str, seconds: float) -> Any:
     return {"method": method, "exact": True, "seconds": seconds, "tokens_per_forward_pass": 9.0, "figures": None}
 
 
-def chosen(folder: Path, *entries: Any) -> dict[str, str]:
+def chosen_methods(folder: Path, *entries: Any) -> dict[str, str]:
     report = {"methods": [exact("ar", 1.0), *entries], "images_per_method": 50}
     presets = choose_presets(report, open_bundle(folder).manifest)
     return {quality: str(preset.method).split(":")[0] for quality, preset in presets.items()}
 
 
-def test_whole_intervals_have_to_keep_to_the_limits_and_the_fastest_wins(words_bundle: Path) -> None:
-    careful = entry("sjd:lambda=2", 2.0, (0.0, 0.03))
-    bold = entry("rows", 4.0, (0.05, 0.11))
-    wild = entry("lantern++", 5.0, (0.05, 0.13))
-    likely = entry("lantern", 6.0, (-0.2, -0.1))  # tokens likelier than the target's own are a departure, too
-    assert chosen(words_bundle, careful, bold, wild, likely) == {"balanced": "sjd", "fast": "rows"}
-    assert chosen(words_bundle, careful, entry("rows", 4.0, (0.03, 0.041))) == {"balanced": "sjd", "fast": "rows"}
-    assert chosen(words_bundle, careful, entry("rows", 1.5, (0.0, 0.01))) == {"balanced": "sjd", "fast": "sjd"}
-    assert chosen(words_bundle, bold) == {"fast": "rows"}
-    assert chosen(words_bundle, wild) == {}
+def test_the_fastest_method_whose_intervals_are_within_the_limits_is_chosen(words_bundle: Path) -> None:
+    within_balanced = entry("sjd:lambda=2", 2.0, (0.0, 0.03))
+    within_fast = entry("rows", 4.0, (0.05, 0.11))
+    above_limits = entry("lantern++", 5.0, (0.05, 0.13))
+    below_limits = entry(
+        "lantern", 6.0, (-0.2, -0.1)
+    )  # more probable tokens than the target's samples are a difference, too
+    assert chosen_methods(words_bundle, within_balanced, within_fast, above_limits, below_limits) == {
+        "balanced": "sjd",
+        "fast": "rows",
+    }
+    assert chosen_methods(words_bundle, within_balanced, entry("rows", 4.0, (0.03, 0.041))) == {
+        "balanced": "sjd",
+        "fast": "rows",
+    }
+    assert chosen_methods(words_bundle, within_balanced, entry("rows", 1.5, (0.0, 0.01))) == {
+        "balanced": "sjd",
+        "fast": "sjd",
+    }
+    assert chosen_methods(words_bundle, within_fast) == {"fast": "rows"}
+    assert chosen_methods(words_bundle, above_limits) == {}
     disagreeing = entry("rows", 4.0, (0.0, 0.01), (-0.025, 0.01))
-    assert chosen(words_bundle, disagreeing) == {"fast": "rows"}
-    assert chosen(words_bundle, entry("rows", 4.0, (0.0, 0.01), (-0.031, 0.01))) == {}
+    assert chosen_methods(words_bundle, disagreeing) == {"fast": "rows"}
+    assert chosen_methods(words_bundle, entry("rows", 4.0, (0.0, 0.01), (-0.031, 0.01))) == {}
 
 
-def test_the_fastest_exact_method_that_was_named_is_strict(words_bundle: Path) -> None:
+def test_the_fastest_exact_method_of_the_report_is_strict(words_bundle: Path) -> None:
     named = [exact("sjd:window=3", 30.0), exact("sjd:window=11", 20.0), exact("strict", 10.0)]
     report = {"methods": [exact("ar", 1.0), *named], "images_per_method": 50}
     presets = choose_presets(report, open_bundle(words_bundle).manifest)
@@ -67,7 +78,9 @@ def test_the_fastest_exact_method_that_was_named_is_strict(words_bundle: Path) -
     assert presets["strict"].figures.excess_nll == 0
 
 
-def test_candidates_are_relaxed_need_no_drafter_and_can_be_run(words_bundle: Path, tmp_path: Path) -> None:
+def test_candidates_are_relaxed_methods_without_a_drafter_that_the_bundle_supports(
+    words_bundle: Path, tmp_path: Path
+) -> None:
     pipeline = Pipeline.from_bundle(words_bundle, threads=1)
     candidates = candidate_methods(pipeline.bundle.manifest)
     assert {name.split(":")[0] for name in candidates} == {"sjd", "rows"}
@@ -79,7 +92,7 @@ def test_candidates_are_relaxed_need_no_drafter_and_can_be_run(words_bundle: Pat
     assert {name.split(":")[0] for name in candidate_methods(bare)} == {"rows"}
 
 
-def test_presets_are_written_and_drawn_by_and_the_digest_changes(
+def test_presets_are_written_and_used_and_the_digest_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -98,25 +111,25 @@ def test_presets_are_written_and_drawn_by_and_the_digest_changes(
     assert str(after.manifest.presets["fast"].method) == "rows:window=2:drafts=0"
     assert after.manifest.presets["fast"].figures.images == 3
     assert after.manifest.model_copy(update={"presets": before.manifest.presets}) == before.manifest
-    drawn = Pipeline.from_bundle(folder, threads=1)("red cube", quality="balanced")
-    named = Pipeline.from_bundle(folder, threads=1)("red cube", method="rows:window=2")
-    assert drawn.codes[0].tolist() == named.codes[0].tolist()
+    by_quality = Pipeline.from_bundle(folder, threads=1)("red cube", quality="balanced")
+    by_method = Pipeline.from_bundle(folder, threads=1)("red cube", method="rows:window=2")
+    assert by_quality.codes[0].tolist() == by_method.codes[0].tolist()
     assert error_of(BundleError, write_presets, before, {}).field == str(folder / "bundle.json")
     strict, balanced, fast = after.manifest.presets.values()
-    other = balanced.model_copy(update={"method": RowParallel(window=3)})
-    assert write_presets(after, {"balanced": other}).manifest.presets == {
+    new_preset = balanced.model_copy(update={"method": RowParallel(window=3)})
+    assert write_presets(after, {"balanced": new_preset}).manifest.presets == {
         "strict": strict,
-        "balanced": other,
+        "balanced": new_preset,
         "fast": fast,
     }
-    assert open_bundle(folder).manifest.presets["balanced"] == other
+    assert open_bundle(folder).manifest.presets["balanced"] == new_preset
 
 
 FIGURES = {"tokens_per_pass": 2.0, "excess_nll": 0.0, "images": 1, "date": "2026-11-25"}
 
 
 def with_preset(folder: Path, method: dict[str, Any]) -> Path:
-    """The folder of a bundle whose manifest has this method as its preset `fast`."""
+    """Set a method as the preset `fast` of a bundle; return its folder."""
     path = folder / "bundle.json"
     presets = {"fast": {"method": method, "figures": FIGURES}}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"presets": presets}))
@@ -124,13 +137,13 @@ def with_preset(folder: Path, method: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("quality", ["strict", "fast"])
-def test_a_bundle_with_heads_alone_is_warmed_up_and_draws_every_quality(tmp_path: Path, quality: Any) -> None:
+def test_a_bundle_with_only_heads_is_warmed_up_and_supports_every_quality(tmp_path: Path, quality: Any) -> None:
     folder = make_heads_bundle(tmp_path / "tiny").folder
-    with_preset(folder, {"method": "lantern++", "neighbors": None, "lambda": None})  # which is lossless
+    with_preset(folder, {"method": "lantern++", "neighbors": None, "lambda": None})  # without neighbours it is lossless
     with Pipeline.from_bundle(folder, threads=1) as pipeline:
         pipeline.warm_up()
-        drawn = pipeline("red cube", quality=quality)
-        assert drawn.codes[0].tolist() == pipeline("red cube", method="ar").codes[0].tolist()
+        result = pipeline("red cube", quality=quality)
+        assert result.codes[0].tolist() == pipeline("red cube", method="ar").codes[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -142,7 +155,7 @@ def test_a_bundle_with_heads_alone_is_warmed_up_and_draws_every_quality(tmp_path
         (True, {"method": "sjd", "neighbors": 1, "delta": 0.1}),
     ],
 )
-def test_a_preset_that_the_bundle_cannot_draw_is_refused_by_name_when_it_is_opened(
+def test_a_preset_that_the_bundle_does_not_support_is_rejected_by_name_on_opening(
     tmp_path: Path, heads: bool, method: dict[str, Any]
 ) -> None:
     folder = make_heads_bundle(tmp_path / "tiny").folder if heads else make_tiny_bundle(tmp_path / "tiny")
@@ -152,7 +165,9 @@ def test_a_preset_that_the_bundle_cannot_draw_is_refused_by_name_when_it_is_open
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("precision", ["fp32", "int8", "int8-weights"])
-def test_the_default_speculates_and_is_exact_in_every_precision(words_bundle: Path, dtype: str, precision: str) -> None:
+def test_the_default_method_is_speculative_and_exact_in_every_precision(
+    words_bundle: Path, dtype: str, precision: str
+) -> None:
     manifest = open_bundle(words_bundle).manifest
     target = manifest.target.model_copy(update={"dtype": dtype, "precision": precision})
     settings = resolve_settings(manifest.model_copy(update={"target": target}), {})
@@ -161,7 +176,8 @@ def test_the_default_speculates_and_is_exact_in_every_precision(words_bundle: Pa
 
 def test_presets_of_strict_are_exact_and_others_are_the_same_method_everywhere(words_bundle: Path) -> None:
     manifest = open_bundle(words_bundle).manifest
-    relaxed, exact = {"method": "rows", "window": 2}, {"method": "sjd", "window": 3}
+    relaxed = {"method": "rows", "window": 2}
+    exact = {"method": "sjd", "window": 3}
     for presets, fault in (
         ({"strict": {"method": relaxed}}, "is not exact"),
         ({"strict": {"method": exact, "devices": relaxed}}, "is not exact"),

@@ -1,4 +1,4 @@
-"""Progress: what takes more than two seconds shows, on a terminal and off it, with the time that is left."""
+"""Progress: work of more than two seconds reports it, on a terminal and elsewhere, with the remaining time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lantern_rt.cli.main import run_program
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that the console sees, moved by the test."""
+    """Replace the console's clock; the test sets its seconds."""
     now = [1000.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     return now
 
 
-def test_what_is_quick_prints_nothing_but_the_things_that_begin(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_work_prints_only_the_names_of_its_stages(capsys: pytest.CaptureFixture[str]) -> None:
     with show_progress(lines=False) as progress:
         progress("codes", 3, 4)
     assert capsys.readouterr().err == ""
@@ -33,11 +33,11 @@ def test_what_is_quick_prints_nothing_but_the_things_that_begin(capsys: pytest.C
     assert capsys.readouterr().err == "sorting\nhashing\n"
 
 
-def test_a_line_says_how_much_is_done_and_how_long_the_rest_takes_at_this_speed(
+def test_a_line_has_the_finished_part_and_the_remaining_time_at_this_speed(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with show_progress(lines=False) as progress:
-        progress("codes", 4000, 16_384)  # resumed: what was there before says nothing of the speed
+        progress("codes", 4000, 16_384)  # resumed: earlier codes do not count for the speed
         for seconds, done in ((3, 4000), (4, 4050), (96, 4096), (99, 4100), (102, 16_384)):
             clock[0] = 1000.0 + seconds
             progress("codes", done, 16_384)
@@ -48,15 +48,13 @@ def test_a_line_says_how_much_is_done_and_how_long_the_rest_takes_at_this_speed(
     ]
 
 
-def test_an_estimate_counts_down_while_a_part_takes_its_time(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_estimate_counts_down_during_a_long_part(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with show_progress(lines=False) as progress:
         for seconds, done in ((0, 0), (60, 1), (80, 1), (115, 1), (400, 1)):
             clock[0] = 1000.0 + seconds
             progress("images", done, 3)
-    left = [line.partition("about ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert left == ["2 min 0 s left", "1 min 40 s left", "1 min 5 s left", "0 s left"]
+    remaining = [line.partition("about ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert remaining == ["2 min 0 s left", "1 min 40 s left", "1 min 5 s left", "0 s left"]
 
 
 def test_on_a_terminal_bars_show_how_much_is_done(

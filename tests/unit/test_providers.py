@@ -1,4 +1,4 @@
-"""Execution providers: by name, and never replaced in silence."""
+"""Execution providers: chosen by name, and never replaced without an error."""
 
 from __future__ import annotations
 
@@ -33,26 +33,30 @@ from lantern_rt.engines.ort.session import GraphSession, check_provider
 from lantern_rt.errors import EngineError
 
 GRAPH = Path("target.onnx")
-WEBGPU, CUDA, CPU = "WebGpuExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"
+WEBGPU = "WebGpuExecutionProvider"
+CUDA = "CUDAExecutionProvider"
+CPU = "CPUExecutionProvider"
 PLUGIN = "onnxruntime_ep_webgpu"
 
 
-def session(*taken: str, **nodes: list[str]) -> Any:
-    """Stands in for a session on these providers; nodes: what ops each of them runs."""
+def make_session(*active: str, **nodes: list[str]) -> Any:
+    """Make a stand-in for a session with these active providers; `nodes` lists the ops that each provider runs."""
     parts = [
         SimpleNamespace(ep_name=name, get_nodes=lambda ops=ops: [SimpleNamespace(op_type=op) for op in ops])
         for name, ops in nodes.items()
     ]
-    return SimpleNamespace(get_providers=lambda: taken, get_provider_graph_assignment_info=lambda: parts)
+    return SimpleNamespace(get_providers=lambda: active, get_provider_graph_assignment_info=lambda: parts)
 
 
 class Runtime:
-    """Stands in for the onnxruntime module, which plugins can be registered with."""
+    """Stand-in for the module `onnxruntime`, with which plugins can be registered."""
 
     __version__ = "1.31.1"
 
     def __init__(self, *providers: str, devices: tuple[str, ...] = ()) -> None:
-        self.providers, self.devices, self.registered = providers, devices, list[tuple[str, str]]()
+        self.providers = providers
+        self.devices = devices
+        self.registered = list[tuple[str, str]]()
 
     def get_available_providers(self) -> tuple[str, ...]:
         return self.providers
@@ -66,7 +70,7 @@ class Runtime:
         return [SimpleNamespace(ep_name=name) for name in (CPU, *self.devices)]
 
 
-def test_the_drafter_and_graphs_that_run_once_an_image_may_have_a_provider_of_their_own() -> None:
+def test_the_drafter_and_graphs_that_run_once_per_image_may_have_another_provider() -> None:
     assert Providers.parse(()) == Providers.parse("auto") != Providers.parse("cpu") == ON_CPU
     chosen = Providers.parse(["cuda", "vq_decoder=openvino-bf16", "condition=cpu", "drafter=webgpu"])
     roles = ("target", "drafter", "condition", "vq_decoder", "vq_encoder")
@@ -75,7 +79,7 @@ def test_the_drafter_and_graphs_that_run_once_an_image_may_have_a_provider_of_th
 
 
 @pytest.mark.parametrize(
-    ("names", "found"),
+    ("names", "fault"),
     [
         ("abacus", "'abacus'"),
         ("vq=cpu", "graph 'vq'"),
@@ -88,43 +92,45 @@ def test_the_drafter_and_graphs_that_run_once_an_image_may_have_a_provider_of_th
         ("condition=openvino-bf16", "openvino-bf16 for condition"),
     ],
 )
-def test_what_no_graph_can_run_on_is_refused(names: str, found: str) -> None:
+def test_invalid_providers_are_rejected(names: str, fault: str) -> None:
     error = error_of(EngineError, Providers.parse, names)
-    assert (error.field, error.found) == ("provider", found)
+    assert (error.field, error.found) == ("provider", fault)
 
 
 def test_the_image_decoder_alone_may_have_another_provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime")
     monkeypatch.setitem(PROVIDERS, "twin", Provider("twin", CPU, "onnxruntime", {}))
-    bundle, run, used = make_tiny_bundle(tmp_path / "tiny"), GraphSession.run, dict[str, set[str]]()
+    bundle = make_tiny_bundle(tmp_path / "tiny")
+    run = GraphSession.run
+    used = dict[str, set[str]]()
 
-    def note(session: GraphSession, feeds: Any) -> Any:
+    def record_session(session: GraphSession, feeds: Any) -> Any:
         used.setdefault(session.provider, set()).add(session.path.stem)
         return run(session, feeds)
 
-    monkeypatch.setattr(GraphSession, "run", note)
+    monkeypatch.setattr(GraphSession, "run", record_session)
     pipe = Pipeline.from_bundle(bundle, threads=1, provider="cpu,vq_decoder=twin")
     pipe("red sphere", method="ar")
     assert used == {"cpu": {"condition", "target"}, "twin": {"vq_decoder"}}
     assert (pipe.engines.backend, pipe.engines.image_backend) == ("onnxruntime-cpu", "onnxruntime-twin")
 
 
-def test_a_provider_that_this_onnxruntime_lacks_comes_with_the_package_that_has_it() -> None:
+def test_the_error_of_a_missing_provider_names_the_package_that_has_it() -> None:
     error = error_of(EngineError, find_provider, "cuda", Runtime("AzureExecutionProvider", CPU))
     assert (error.found, error.expected) == (f"onnxruntime 1.31.1 with AzureExecutionProvider, {CPU}", CUDA)
     assert "onnxruntime-gpu[cuda,cudnn]" in error.remedy
     assert find_provider("cuda", Runtime(CUDA, CPU)).execution_provider == CUDA
 
 
-def test_a_provider_runs_the_whole_graph_or_loading_stops() -> None:
+def test_loading_stops_unless_a_provider_runs_the_whole_graph() -> None:
     cuda = PROVIDERS["cuda"]
-    assert error_of(EngineError, check_assignment, GRAPH, cuda, session(CPU)).found == CPU
-    left = session(CUDA, CPU, **{CUDA: ["MatMul"] * 3, CPU: ["MatMul", "Shape", "Softmax", "MatMul"]})
+    assert error_of(EngineError, check_assignment, GRAPH, cuda, make_session(CPU)).found == CPU
+    partly_on_cpu = make_session(CUDA, CPU, **{CUDA: ["MatMul"] * 3, CPU: ["MatMul", "Shape", "Softmax", "MatMul"]})
     assert (
         "3 nodes of this graph (2 MatMul, 1 Softmax)"
-        in error_of(EngineError, check_assignment, GRAPH, cuda, left).problem
+        in error_of(EngineError, check_assignment, GRAPH, cuda, partly_on_cpu).problem
     )
-    check_assignment(GRAPH, cuda, session(CUDA, CPU, **{CPU: ["Shape", "Concat", "MemcpyToHost"]}))
+    check_assignment(GRAPH, cuda, make_session(CUDA, CPU, **{CPU: ["Shape", "Concat", "MemcpyToHost"]}))
 
 
 def test_a_provider_without_convolutions_is_refused_before_an_image_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,28 +167,30 @@ def test_a_plugin_that_is_missing_broken_or_without_a_device_is_refused(
     )
 
 
-def test_webgpu_beside_cuda_is_refused_as_its_memory_would_be_cudas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_webgpu_is_rejected_with_onnxruntime_gpu_as_its_memory_would_be_allocated_by_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
     runtime = Runtime(CUDA, CPU, devices=(WEBGPU,))
     error = error_of(EngineError, find_provider, "webgpu", runtime)
     assert (error.field, error.found, error.expected) == ("provider webgpu", "onnxruntime-gpu", "onnxruntime")
-    monkeypatch.setattr(providers, "installed", lambda name: name != "onnxruntime")
+    monkeypatch.setattr(providers, "installed_distributions", lambda name: name != "onnxruntime")
     for gpu, expected in ((Gpu("13.0", "SM89", "L4"), "cuda"), (None, "cpu")):
         monkeypatch.setattr(providers, "find_gpu", lambda gpu=gpu: gpu)
         assert detect_provider(runtime) == expected
     assert runtime.registered == []
 
 
-def test_by_default_a_gpu_that_is_there_and_has_its_package_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_whose_package_is_installed_is_used_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
     for package, provider in (("onnxruntime", "cpu"), ("onnxruntime-gpu", "cuda"), ("onnxruntime-ep-webgpu", "webgpu")):
-        monkeypatch.setattr(providers, "installed", lambda name, package=package: name == package)
+        monkeypatch.setattr(providers, "installed_distributions", lambda name, package=package: name == package)
         for gpu, expected in ((Gpu("13.0", "SM89", "L4"), provider), (None, "cpu")):
             monkeypatch.setattr(providers, "find_gpu", lambda gpu=gpu: gpu)
             assert detect_provider(Runtime(CPU, devices=(WEBGPU,) if gpu else ())) == expected
 
 
-def test_a_gpu_that_cannot_be_used_stops_loading_and_one_that_a_bundle_cannot_use_is_left_alone(
+def test_an_unusable_gpu_stops_loading_unless_the_bundle_needs_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("onnxruntime")
@@ -196,26 +204,26 @@ def test_a_gpu_that_cannot_be_used_stops_loading_and_one_that_a_bundle_cannot_us
     assert EngineOptions().runs_on_cpu(integers)
 
 
-def test_what_records_passes_is_allowed_from_the_versions_on_that_are_tested() -> None:
+def test_the_lowest_versions_of_gpu_libraries_are_the_tested_ones() -> None:
     root = Path(__file__).parents[2]
     extras = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     lowest = {re.sub(r"(\[.*])?>=", "==", line) for line in (*extras["gpu"], *extras["webgpu"])}
     assert lowest <= {*(root / "constraints.txt").read_text("utf-8").splitlines()}
 
 
-def test_a_device_that_records_passes_has_one_user_at_a_time() -> None:
+def test_a_device_that_records_cuda_graphs_has_one_user_at_a_time() -> None:
     events = list[str]()
 
     def use() -> None:
         with device_lock("cuda"):
             events.append("another")
 
-    other = threading.Thread(target=use)
-    with device_lock("cuda"), device_lock("cuda"), device_lock("webgpu"):  # a user may take a turn within its own
-        other.start()
-        other.join(0.05)
+    thread = threading.Thread(target=use)
+    with device_lock("cuda"), device_lock("cuda"), device_lock("webgpu"):  # the lock is reentrant
+        thread.start()
+        thread.join(0.05)
         events.append("first")
-    other.join(10)
+    thread.join(10)
     assert events == ["first", "another"]
     with device_lock("cpu"), device_lock("cpu"):
         pass

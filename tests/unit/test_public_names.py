@@ -30,7 +30,7 @@ def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
         value = getattr(lantern_rt, name)
         members = vars(value) if inspect.isclass(value) else {"": value}
         for attribute, member in members.items():
-            function = getattr(member, "__func__", member)  # of a class method
+            function = getattr(member, "__func__", member)  # the function of a class method
             if inspect.isfunction(function) and (attribute == "__call__" or not attribute.startswith("_")):
                 yield f"{name}.{attribute}", function
 

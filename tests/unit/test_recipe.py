@@ -1,4 +1,4 @@
-"""A PNG is drawn again from what it records; one that somebody tampered with is refused in one line."""
+"""An image can be generated again from the record in its PNG; a damaged record is rejected with one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.bundle.files import Bundle
 from lantern_rt.cli.replay import holds_image
-from lantern_rt.output.images import png_bytes
+from lantern_rt.output.images import encode_png
 from lantern_rt.output.recipe import TEXT_LIMIT, TEXTS_LIMIT, read_recipe
 from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import check_request
@@ -33,17 +33,17 @@ def bundle(words_bundle: Path) -> Bundle:
     return open_bundle(words_bundle)
 
 
-def texts(bundle: Bundle, /, **other: Any) -> dict[str, str]:
-    """What a picture records, but for some other chunks; None leaves one out, and `settings` may be an object."""
-    own = {"prompt": "red cube", "seed": "5", "method": "lantern", "noise": FORMAT, "settings": SETTINGS}
-    chunks = own | {"bundle": "tiny", "bundle_digest": bundle.digest} | other
+def make_record(bundle: Bundle, /, **changes: Any) -> dict[str, str]:
+    """Return the text chunks of an image with some changes; None removes a chunk, and `settings` may be an object."""
+    defaults = {"prompt": "red cube", "seed": "5", "method": "lantern", "noise": FORMAT, "settings": SETTINGS}
+    chunks = defaults | {"bundle": "tiny", "bundle_digest": bundle.digest} | changes
     return {
         name: text if isinstance(text, str) else json.dumps(text) for name, text in chunks.items() if text is not None
     }
 
 
-def picture(path: Path, texts: dict[str, str]) -> Path:
-    path.write_bytes(png_bytes(Image.new("RGB", (8, 8)), texts))
+def write_png(path: Path, texts: dict[str, str]) -> Path:
+    path.write_bytes(encode_png(Image.new("RGB", (8, 8)), texts))
     return path
 
 
@@ -65,19 +65,19 @@ def picture(path: Path, texts: dict[str, str]) -> Path:
         ["--method", "lantern++", "--cfg-tokens", "33.3%"],
     ],
 )
-def test_a_picture_is_drawn_again_bit_by_bit(program: Any, words_bundle: Path, arguments: list[str]) -> None:
+def test_an_image_is_generated_again_bit_by_bit(program: Any, words_bundle: Path, arguments: list[str]) -> None:
     prompt = ("Red cube\N{HORIZONTAL ELLIPSIS} on sand", "--count", 3, "--output", "first/", "--json")
     code, out, _ = program("run", words_bundle, *prompt, *arguments)
     assert code == 0
     *_, last = json.loads(out)["images"]
     code, out, _ = program("run", words_bundle, "--from", last["output"], "--json")
     assert code == 0
-    (again,) = json.loads(out)["images"]
-    assert again == last | {"output": f"{Path(last['output']).stem}-again.png"}
-    assert Path(again["output"]).read_bytes() == Path(last["output"]).read_bytes()
+    (repeated,) = json.loads(out)["images"]
+    assert repeated == last | {"output": f"{Path(last['output']).stem}-again.png"}
+    assert Path(repeated["output"]).read_bytes() == Path(last["output"]).read_bytes()
 
 
-def test_classes_and_embedded_bundles_are_drawn_again(program: Any, class_bundle: Path) -> None:
+def test_images_of_classes_and_embedded_bundles_are_generated_again(program: Any, class_bundle: Path) -> None:
     assert program("run", class_bundle, "--class-id", 7, "--seed", 0)[0] == 0
     assert program("run", class_bundle, "--from", "class-7-seed0.png")[0] == 0
     assert Path("class-7-seed0-again.png").read_bytes() == Path("class-7-seed0.png").read_bytes()
@@ -86,53 +86,53 @@ def test_classes_and_embedded_bundles_are_drawn_again(program: Any, class_bundle
     assert Path("a-again.png").read_bytes() == Path("a.png").read_bytes()
 
 
-def test_output_scale_trace_and_force_stay_free(program: Any, words_bundle: Path, bundle: Bundle) -> None:
-    picture(Path("a.png"), texts(bundle))
-    again = (words_bundle, "--from", "a.png", "--output", "a.png", "--trace", "a.npz", "--scale", 3)
-    assert program("run", *again)[0] == 2
-    assert program("run", *again, "--force")[0] == 0
+def test_output_scale_trace_and_force_can_be_chosen_again(program: Any, words_bundle: Path, bundle: Bundle) -> None:
+    write_png(Path("a.png"), make_record(bundle))
+    command = (words_bundle, "--from", "a.png", "--output", "a.png", "--trace", "a.npz", "--scale", 3)
+    assert program("run", *command)[0] == 2
+    assert program("run", *command, "--force")[0] == 0
     assert sorted(path.name for path in Path().iterdir()) == ["a.npz", "a.png", "a.trace.png"]
     with Image.open("a.png") as image:
         assert image.size == (72, 72)
     assert read_recipe(Path("a.png")).settings == SETTINGS
 
 
-# ---------------------------------------------------------------- refusals
+# ---------------------------------------------------------------- rejected records
 
 
 @pytest.fixture
-def refuses(program: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Expects a run to end before a graph is loaded, with one line that names the picture and has some words."""
+def check_rejected(program: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a check that a run ends before it loads a graph, with one line that names the image and has some words."""
     monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded a graph"))
 
-    def refuses(arguments: list[object], words: str) -> None:
+    def check(arguments: list[object], words: str) -> None:
         code, out, err = program("run", *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert err.startswith("lantern-rt: ")
         assert "a.png" in err
         assert words in err
 
-    return refuses
+    return check
 
 
 @pytest.mark.parametrize(
     "options", [("--class-id", 3), ("--seed", 0), ("--count", 2), ("--method", "ar"), ("--top-p", 1)]
 )
-def test_what_the_picture_records_is_not_an_option(refuses: Any, bundle: Bundle, options: tuple[str, object]) -> None:
-    picture(Path("a.png"), texts(bundle))
-    refuses(["--from", "a.png", *options], f"{options[0]}: cannot be combined with --from")
+def test_recorded_settings_cannot_be_options(check_rejected: Any, bundle: Bundle, options: tuple[str, object]) -> None:
+    write_png(Path("a.png"), make_record(bundle))
+    check_rejected(["--from", "a.png", *options], f"{options[0]}: cannot be combined with --from")
 
 
-def test_the_bundle_is_the_one_that_drew_it_and_never_a_path_in_the_picture(
-    refuses: Any, words_bundle: Path, class_bundle: Path, bundle: Bundle
+def test_the_bundle_must_be_the_recorded_one_and_is_never_a_path_in_the_file(
+    check_rejected: Any, words_bundle: Path, class_bundle: Path, bundle: Bundle
 ) -> None:
-    picture(Path("a.png"), texts(bundle, bundle=str(words_bundle)))
-    refuses(["--from", "a.png"], "a.png: was generated by bundle")
-    refuses([class_bundle, "--from", "a.png"], f"digest {open_bundle(class_bundle).digest[:12]}")
+    write_png(Path("a.png"), make_record(bundle, bundle=str(words_bundle)))
+    check_rejected(["--from", "a.png"], "a.png: was generated by bundle")
+    check_rejected([class_bundle, "--from", "a.png"], f"digest {open_bundle(class_bundle).digest[:12]}")
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("changes", "words"),
     [
         ({"seed": None}, "text chunk seed: found nothing"),
         ({"bundle_digest": None}, "text chunk bundle_digest: found nothing"),
@@ -168,11 +168,11 @@ def test_the_bundle_is_the_one_that_drew_it_and_never_a_path_in_the_picture(
     ],
 )
 def test_a_record_that_was_tampered_with_is_one_line(
-    refuses: Any, words_bundle: Path, bundle: Bundle, other: dict[str, Any], words: str
+    check_rejected: Any, words_bundle: Path, bundle: Bundle, changes: dict[str, Any], words: str
 ) -> None:
-    Path("paths.json").mkdir()  # reading it would be another error
-    picture(Path("a.png"), texts(bundle, **other))
-    refuses([words_bundle, "--from", "a.png"], words)
+    Path("paths.json").mkdir()  # reading it would be a different error
+    write_png(Path("a.png"), make_record(bundle, **changes))
+    check_rejected([words_bundle, "--from", "a.png"], words)
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -188,7 +188,7 @@ BOMB = zlib.compress(bytes(1 << 23), 9)
 HOSTILE = {
     "nothing": b"",
     "text": b"red cube",
-    "no chunks of ours": png_bytes(Image.new("RGB", (8, 8)), {}),
+    "no chunks of ours": encode_png(Image.new("RGB", (8, 8)), {}),
     "no pixels": with_chunks(size=(0, 0)),
     "many pixels": with_chunks(size=(1 << 20, 1 << 20)),
     "a chunk of 2 GiB": b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 2**31 - 1) + b"tEXtprompt\0red",
@@ -204,9 +204,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_is_one_line(refuses: Any, name: str) -> None:
+def test_a_hostile_file_is_one_line(check_rejected: Any, name: str) -> None:
     Path("a.png").write_bytes(HOSTILE[name])
-    refuses(["--from", "a.png"], "; give a PNG that `lantern-rt run` wrote")
+    check_rejected(["--from", "a.png"], "; give a PNG that `lantern-rt run` wrote")
 
 
 def test_a_file_that_cannot_be_read_is_one_line(program: Any, tmp_path: Path) -> None:
@@ -215,9 +215,9 @@ def test_a_file_that_cannot_be_read_is_one_line(program: Any, tmp_path: Path) ->
         assert (code, err.count("\n"), "cannot be read" in err, words in err) == (2, 1, True, True)
 
 
-def test_pixels_are_not_looked_at_and_foreign_chunks_do_not_count(bundle: Bundle, tmp_path: Path) -> None:
+def test_pixels_and_chunks_of_other_programs_are_ignored(bundle: Bundle, tmp_path: Path) -> None:
     info = PngInfo()
-    for name, text in texts(bundle, Comment="mine", seed="7").items():
+    for name, text in make_record(bundle, Comment="mine", seed="7").items():
         info.add_itxt(name, text, zip=True)
     Image.new("P", (8, 8)).save(tmp_path / "a.png", "PNG", pnginfo=info, dpi=(72, 72))
     data = (tmp_path / "a.png").read_bytes()
@@ -226,27 +226,32 @@ def test_pixels_are_not_looked_at_and_foreign_chunks_do_not_count(bundle: Bundle
 
 
 def chunks_of(data: bytes) -> list[bytes]:
-    """The chunks of a PNG, each with its length and checksum."""
-    found, at = [], 8
-    while at < len(data):
-        end = at + 12 + int.from_bytes(data[at : at + 4])
-        found.append(data[at:end])
-        at = end
-    return found
+    """Split a PNG into chunks, each with its length and checksum."""
+    chunks = []
+    start = 8
+    while start < len(data):
+        end = start + 12 + int.from_bytes(data[start : start + 4])
+        chunks.append(data[start:end])
+        start = end
+    return chunks
 
 
-def test_a_record_is_read_wherever_other_programs_put_it(bundle: Bundle, tmp_path: Path) -> None:
-    path = picture(tmp_path / "a.png", texts(bundle))
-    header, *own, pixels, end = chunks_of(path.read_bytes())
+def test_a_record_is_read_wherever_other_programs_move_it(bundle: Bundle, tmp_path: Path) -> None:
+    path = write_png(tmp_path / "a.png", make_record(bundle))
+    header, *records, pixels, end = chunks_of(path.read_bytes())
     expected = read_recipe(path)
     foreign = chunk(b"tEXt", b"workflow\0" + b"x" * (2 * TEXTS_LIMIT))
-    for order in ([header, pixels, *own, end], [header, foreign, *own, pixels, end], [header, *own, pixels, foreign]):
+    for order in (
+        [header, pixels, *records, end],
+        [header, foreign, *records, pixels, end],
+        [header, *records, pixels, foreign],
+    ):
         path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(order))
         assert read_recipe(path) == expected
 
 
-def test_the_prompt_of_a_picture_that_is_changed_is_read_behind_its_pixels(tmp_path: Path) -> None:
-    path = picture(tmp_path / "a.png", {"prompt": "a red cube"})
+def test_an_edit_reads_the_prompt_from_chunks_after_the_pixels(tmp_path: Path) -> None:
+    path = write_png(tmp_path / "a.png", {"prompt": "a red cube"})
     header, text, pixels, end = chunks_of(path.read_bytes())
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + pixels + text + end)
     scenes = open_bundle("scenes", verify=False)
@@ -254,13 +259,13 @@ def test_the_prompt_of_a_picture_that_is_changed_is_read_behind_its_pixels(tmp_p
     assert request.images[0].label == "a red cube"
 
 
-def test_an_exact_method_gives_the_image_of_another_but_for_dequantized_weights(
+def test_exact_methods_generate_the_same_image_unless_weights_are_dequantized(
     bundle: Bundle, words_bundle: Path, tmp_path: Path
 ) -> None:
     with Pipeline.from_bundle(words_bundle, threads=1) as pipe:
         (image,) = pipe("red cube", method="ar").images
     path = tmp_path / "cube.png"
-    path.write_bytes(png_bytes(image, image.info))
+    path.write_bytes(encode_png(image, image.info))
     tokenizer = load_bundle_tokenizer(bundle)
     eagle = check_request(bundle.manifest, tokenizer, prompts="red cube", method="eagle")
     target = bundle.manifest.target.model_copy(update={"precision": "int8-weights"})

@@ -1,4 +1,4 @@
-"""Rows that end with a token which is no choice: on toy engines that notice every wrong mask, position or commit."""
+"""Images whose rows end with a fixed token: on toy engines that notice every wrong mask, position or commit."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy_distributions import next_distribution
 from toy_engine import (
     ToyModel,
     codes_of,
@@ -19,7 +20,6 @@ from toy_engine import (
     likelihood,
     make_model,
     make_prompt,
-    next_distribution,
     plan_of,
     raster_layout,
 )
@@ -33,8 +33,9 @@ from lantern_rt.runtime.state import ImageSequence, Prompt
 from lantern_rt.runtime.tree import DraftTree
 
 LUMINA = Path(__file__).parent.parent / "data/lumina-mgpt"
-VOCABULARY, CODES = 5, 12
-NEAR = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
+VOCABULARY = 5
+CODES = 12
+NEIGHBORS = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
 EXACT: dict[str, MethodConfig] = {
     "ar": Ar(),
     "sjd": Sjd(window=5),
@@ -55,157 +56,176 @@ SAMPLINGS = [
 ]
 
 
-def model(columns: int, **options: Any) -> ToyModel:
-    given: dict[str, Any] = {"vocabulary": VOCABULARY, "codes": CODES, "round_span": 4, "neighbors": NEAR}
-    return make_model(**(given | options), columns=columns, row_ends=True)
+def make_row_end_model(columns: int, **options: Any) -> ToyModel:
+    defaults: dict[str, Any] = {"vocabulary": VOCABULARY, "codes": CODES, "round_span": 4, "neighbors": NEIGHBORS}
+    return make_model(**(defaults | options), columns=columns, row_ends=True)
 
 
-def spelled(codes: Sequence[int], columns: int, codes_in_all: int = CODES) -> list[int]:
-    """The tokens of codes, and of the end of a row that follows them."""
+def with_row_ends(codes: Sequence[int], columns: int, num_codes: int = CODES) -> list[int]:
+    """Return the tokens of codes, each complete row followed by its row end."""
     tokens: list[int] = []
     for cell, code in enumerate(codes):
-        tokens += [code, VOCABULARY] if (cell + 1) % columns == 0 and cell + 1 < codes_in_all else [code]
+        tokens += [code, VOCABULARY] if (cell + 1) % columns == 0 and cell + 1 < num_codes else [code]
     return tokens
 
 
-def plain(one: ToyModel, prompt: Prompt, seed: int, sampling: Sampling) -> list[int]:
-    """The codes by the definition, from the table."""
+def generate_by_definition(model: ToyModel, prompt: Prompt, seed: int, sampling: Sampling) -> list[int]:
+    """Generate an image by the definition, from the table.
+
+    Args:
+        model: toy model.
+        prompt: prompt of the image.
+        seed: seed of the image.
+        sampling: sampling settings.
+    """
     codes: list[int] = []
-    for cell in range(one.num_codes):
-        p = next_distribution(one, prompt, spelled(codes, one.raster.columns, one.num_codes), sampling)
+    for cell in range(model.num_codes):
+        p = next_distribution(model, prompt, with_row_ends(codes, model.raster.columns, model.num_codes), sampling)
         noise = 0 if sampling.greedy else Noise(seed).gumbel(cell, 1, VOCABULARY)[0]
         with np.errstate(divide="ignore"):
             codes.append(int(np.argmax(np.log(p) + noise)))
     return codes
 
 
-def decoded(one: ToyModel, prompts: Sequence[Prompt], sampling: Sampling, method: MethodConfig) -> list[list[int]]:
-    return codes_of(decode(one, prompts, range(len(prompts)), sampling, method), len(prompts))
+def generate(model: ToyModel, prompts: Sequence[Prompt], sampling: Sampling, method: MethodConfig) -> list[list[int]]:
+    return codes_of(decode(model, prompts, range(len(prompts)), sampling, method), len(prompts))
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 6, 12])
 @pytest.mark.parametrize("method", EXACT.values(), ids=EXACT)
-def test_every_exact_method_draws_each_code_after_the_ends_of_rows_before_it(
-    method: MethodConfig, columns: int
-) -> None:
+def test_every_exact_method_samples_each_token_after_the_row_ends_before_it(method: MethodConfig, columns: int) -> None:
     prompts = [make_prompt(i, padding=i % 3) for i in range(3)]
     for sampling in SAMPLINGS:
-        expected = [plain(model(columns), prompt, i, sampling) for i, prompt in enumerate(prompts)]
-        assert decoded(model(columns), prompts, sampling, method) == expected
+        expected = [
+            generate_by_definition(make_row_end_model(columns), prompt, i, sampling) for i, prompt in enumerate(prompts)
+        ]
+        assert generate(make_row_end_model(columns), prompts, sampling, method) == expected
 
 
 @pytest.mark.parametrize("method", [*EXACT.values(), *RELAXED.values()], ids=[*EXACT, *RELAXED])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["sampling", "guided", "guided for five", "greedy"])
-def test_pictures_of_other_shapes_that_share_passes_change_nothing(method: MethodConfig, sampling: Sampling) -> None:
-    one, layouts = model(3), [raster_layout(*size, VOCABULARY) for size in ((12, 3), (8, 2), (10, 5))]
+def test_images_of_other_shapes_in_the_batch_change_nothing(method: MethodConfig, sampling: Sampling) -> None:
+    model = make_row_end_model(3)
+    layouts = [raster_layout(*size, VOCABULARY) for size in ((12, 3), (8, 2), (10, 5))]
 
     def run(numbers: Sequence[int]) -> list[list[int]]:
-        batch = Batch(one)
+        batch = Batch(model)
         plans = [plan_of(layout, sampling, method) for layout in layouts]
-        requests = [ImageSequence(i, plans[i], make_prompt(i), i) for i in numbers]
-        batch.join(requests)
-        while batch.active:
+        sequences = [ImageSequence(i, plans[i], make_prompt(i), i) for i in numbers]
+        batch.add(sequences)
+        while batch.active_sequences:
             batch.step()
-        return [request.codes[: request.layout.num_codes] for request in requests]
+        return [sequence.codes[: sequence.layout.num_codes] for sequence in sequences]
 
     assert run(range(3)) == [*run([0]), *run([1]), *run([2])]
 
 
 @pytest.mark.parametrize("columns", [1, 3])
-def test_the_end_of_a_row_takes_no_pass_of_its_own(columns: int) -> None:
-    *_, last = decode(model(columns), [make_prompt(0)], [0], Sampling(), Ar())
+def test_row_ends_need_no_extra_passes(columns: int) -> None:
+    *_, last = decode(make_row_end_model(columns), [make_prompt(0)], [0], Sampling(), Ar())
     assert last.stats is not None
     assert last.stats.target_passes == CODES
 
 
 @pytest.mark.parametrize("tree", ["chain-4", "dynamic-5-4-1"])
-def test_drafts_go_on_beyond_the_end_of_a_row(tree: str) -> None:
-    """A perfect drafter has every chain accepted whole, wherever rows end."""
-    steps = [*decode(model(3, agreement=1.0, codes=42), [make_prompt(0)], [0], Sampling(), Eagle(tree=tree))]
+def test_drafts_continue_after_the_end_of_a_row(tree: str) -> None:
+    """Check that every chain of a perfect drafter is accepted whole, wherever rows end."""
+    steps = [
+        *decode(make_row_end_model(3, agreement=1.0, codes=42), [make_prompt(0)], [0], Sampling(), Eagle(tree=tree))
+    ]
     assert all(len(part.codes) == 5 for step in steps[1:-1] for part in step.parts)
 
 
 @pytest.mark.parametrize("columns", [1, 3, 5])
 @pytest.mark.parametrize("tree", ["", "chain-4", "tree-3-210-100", "dynamic-16-5-3"])
-def test_heads_read_the_states_from_which_codes_are_drawn(
+def test_heads_use_the_hidden_states_that_predict_codes(
     tree: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """States know their position. A state in front of the end of a row, where there is one, gives no code."""
-    rng, at, prefix = np.random.default_rng(1), 3, 3  # `at`: the position among the numbers of a toy's state
+    """Check heads that return the position of their hidden state: the state before a row end predicts no code."""
+    rng = np.random.default_rng(1)
+    position_index = 3  # index of the position in the toy's hidden state
+    prefix = 3
     tables = {name: rng.normal(0, 1, shape) for name, shape in head_shapes(VOCABULARY, 6, 1, 1).items()}
-    tables["states"], tables["gate"], tables["gate_bias"] = np.zeros((2, 6, 1)), np.zeros((6, 1)), np.zeros(1)
-    tables["states"][:, at] = tables["gate"][at] = 0.01
-    one, unaccepted = replace(model(columns, codes=17), heads=DraftHeads(**tables), drafter=None), []
+    tables["states"] = np.zeros((2, 6, 1))
+    tables["gate"] = np.zeros((6, 1))
+    tables["gate_bias"] = np.zeros(1)
+    tables["states"][:, position_index] = tables["gate"][position_index] = 0.01
+    model = replace(make_row_end_model(columns, codes=17), heads=DraftHeads(**tables), drafter=None)
+    unaccepted = []
     update = DraftHeadState.update
 
-    def checked(state: DraftHeadState, commit: Any) -> None:
+    def update_and_check(state: DraftHeadState, commit: Any) -> None:
         update(state, commit)
-        before = 0.01 * (prefix - 1 + np.array([state.sequence.raster.position(cell) for cell in range(17)]))
-        done = len(state.sequence.codes)
-        np.testing.assert_allclose(state.context[:done, 0, 0], before[:done], rtol=1e-6)
-        for cell, late in state.unaccepted.items():
-            np.testing.assert_allclose(late.gate, 1 / (1 + np.exp(-before[cell])), rtol=1e-6)
+        expected_states = 0.01 * (prefix - 1 + np.array([state.sequence.raster.position(cell) for cell in range(17)]))
+        num_codes = len(state.sequence.codes)
+        np.testing.assert_allclose(state.context[:num_codes, 0, 0], expected_states[:num_codes], rtol=1e-6)
+        for cell, unaccepted_position in state.unaccepted.items():
+            np.testing.assert_allclose(unaccepted_position.gate, 1 / (1 + np.exp(-expected_states[cell])), rtol=1e-6)
             unaccepted.append(cell)
 
-    monkeypatch.setattr(DraftHeadState, "update", checked)
+    monkeypatch.setattr(DraftHeadState, "update", update_and_check)
     prompts = [make_prompt(i, padding=i) for i in range(2)]
     method = Eagle(tree=tree, drafter="heads") if tree else Sjd(window=5)
     for sampling in SAMPLINGS:
-        expected = [plain(one, prompt, i, sampling) for i, prompt in enumerate(prompts)]
-        assert decoded(one, prompts, sampling, method) == expected
+        expected = [generate_by_definition(model, prompt, i, sampling) for i, prompt in enumerate(prompts)]
+        assert generate(model, prompts, sampling, method) == expected
     assert 0 in {cell % columns for cell in unaccepted}
 
 
-def test_likelihoods_count_codes_and_not_the_ends_of_rows() -> None:
-    one, sampling, prompt = model(3), SAMPLINGS[1], make_prompt(1)
-    codes, unfiltered = plain(one, prompt, 7, sampling), sampling.model_copy(update={"top_k": 0})
+def test_likelihoods_count_codes_but_not_row_ends() -> None:
+    model = make_row_end_model(3)
+    sampling = SAMPLINGS[1]
+    prompt = make_prompt(1)
+    codes = generate_by_definition(model, prompt, 7, sampling)
+    unfiltered = sampling.model_copy(update={"top_k": 0})
     nats = [
-        -np.log(next_distribution(one, prompt, spelled(codes[:cell], 3), unfiltered)[code])
+        -np.log(next_distribution(model, prompt, with_row_ends(codes[:cell], 3), unfiltered)[code])
         for cell, code in enumerate(codes)
     ]
-    assert likelihood(one, prompt, np.array(codes), sampling).nats == pytest.approx(np.mean(nats), abs=1e-5)
+    assert likelihood(model, prompt, np.array(codes), sampling).nats == pytest.approx(np.mean(nats), abs=1e-5)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=12), st.integers(1, 5), st.integers(0, 6))
-def test_a_chain_is_laid_out_as_its_codes_are_spelled(codes: list[int], columns: int, first: int) -> None:
+def test_a_chain_is_laid_out_with_row_ends(codes: list[int], columns: int, first: int) -> None:
     raster = raster_layout(columns * 30, columns, 100)
     tree = DraftTree(np.array(codes), np.arange(len(codes)) - 1)
-    laid, whole = raster.lay_out(tree, first), raster.insert_tokens(np.array([*[0] * first, *codes, 0]))[:-1]
+    layout = raster.lay_out(tree, first)
+    tokens = raster.insert_row_ends(np.array([*[0] * first, *codes, 0]))[:-1]
     start = raster.position(first)
-    assert laid.tokens.tolist() == whole[start:].tolist()
-    assert laid.positions.tolist() == list(range(start, start + len(laid.tokens)))
-    assert np.array_equal(laid.ancestors, np.tri(len(laid.tokens), dtype=bool))
-    assert [start + last + 1 for last in laid.sampling_nodes(np.arange(len(codes)))] == [
+    assert layout.tokens.tolist() == tokens[start:].tolist()
+    assert layout.positions.tolist() == list(range(start, start + len(layout.tokens)))
+    assert np.array_equal(layout.ancestors, np.tri(len(layout.tokens), dtype=bool))
+    assert [start + last + 1 for last in layout.sampling_nodes(np.arange(len(codes)))] == [
         raster.position(first + 1 + n) for n in range(len(codes))
     ]
-    assert laid.path_nodes(range(len(codes))).tolist() == list(range(len(laid.tokens)))
+    assert layout.path_nodes(range(len(codes))).tolist() == list(range(len(layout.tokens)))
 
 
-def test_children_see_the_end_of_their_own_row_and_not_that_of_a_sibling() -> None:
+def test_children_attend_to_the_row_end_after_their_parent_and_not_to_that_of_a_sibling() -> None:
     tree = DraftTree(np.array([1, 2, 3, 4, 5]), np.array([-1, 0, 0, 1, 2]))
-    laid = raster_layout(9, 3, 9).lay_out(tree, 1)  # nodes of depth 1 end a row
-    assert laid.tokens.tolist() == [1, 2, 9, 3, 9, 4, 5]
-    assert laid.positions.tolist() == [1, 2, 3, 2, 3, 4, 4]
-    seen = [[0], [0, 1], [0, 1, 2], [0, 3], [0, 3, 4], [0, 1, 2, 5], [0, 3, 4, 6]]
-    assert [np.flatnonzero(row).tolist() for row in laid.ancestors] == seen
-    assert laid.sampling_nodes(np.arange(5)).tolist() == [0, 2, 4, 5, 6]
-    assert laid.path_nodes([0, 2, 4]).tolist() == [0, 3, 4, 6]
+    layout = raster_layout(9, 3, 9).lay_out(tree, 1)  # nodes of depth 1 end a row
+    assert layout.tokens.tolist() == [1, 2, 9, 3, 9, 4, 5]
+    assert layout.positions.tolist() == [1, 2, 3, 2, 3, 4, 4]
+    attended = [[0], [0, 1], [0, 1, 2], [0, 3], [0, 3, 4], [0, 1, 2, 5], [0, 3, 4, 6]]
+    assert [np.flatnonzero(row).tolist() for row in layout.ancestors] == attended
+    assert layout.sampling_nodes(np.arange(5)).tolist() == [0, 2, 4, 5, 6]
+    assert layout.path_nodes([0, 2, 4]).tolist() == [0, 3, 4, 6]
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (18, 32), (32, 16)], ids="official_forced_{0[0]}x{0[1]}".format)
-def test_sequences_of_official_sizes_end_their_rows_where_the_published_constraint_does(shape: tuple[int, int]) -> None:
-    high, wide = shape
-    official = np.load(LUMINA / "golden.npz")[f"official_forced_{high}x{wide}"].tolist()
+def test_row_ends_of_official_sizes_are_where_the_published_code_forces_them(shape: tuple[int, int]) -> None:
+    rows, columns = shape
+    official = np.load(LUMINA / "golden.npz")[f"official_forced_{rows}x{columns}"].tolist()
     row_end, end_of_image = (json.loads((LUMINA / "protocol.json").read_text())["tokens"][name][0] for name in NAMES)
-    codes = 2 * high * 2 * wide
-    ours = raster_layout(codes, 2 * wide, row_end)
+    codes = 2 * rows * 2 * columns
+    layout = raster_layout(codes, 2 * columns, row_end)
     assert [
-        *ours.insert_tokens(np.full(codes, -1)).tolist(),
+        *layout.insert_row_ends(np.full(codes, -1)).tolist(),
         row_end,
         end_of_image,
-    ] == official  # these two draw nothing
-    assert ours.num_tokens == len(official) - 2
+    ] == official  # the last two are not sampled
+    assert layout.num_tokens == len(official) - 2
 
 
 NAMES = ("<reserved08799>", "<eoss>")

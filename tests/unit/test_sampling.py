@@ -1,4 +1,4 @@
-"""From logits to distributions and draws."""
+"""From logits to distributions and samples."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.stats import chisquare
-from toy_engine import naive_distribution
+from toy_distributions import naive_distribution
 
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import FilterOrder, Sampling
-from lantern_rt.runtime.sampling import best_codes, choose, sample, shape_distribution, softmax
+from lantern_rt.runtime.sampling import best_codes, choose_codes, compute_distribution, sample_code, softmax
 
 DATA = Path(__file__).parent.parent / "data"
 ORDERS: list[FilterOrder] = ["top-k, top-p", "top-p, top-k"]
 LOGITS = arrays(np.float32, st.integers(1, 12), elements=st.floats(-8, 8, width=16), unique=True)
 
 
-class Fixed:
-    """A generator that always gives the same number."""
+class ConstantGenerator:
+    """A random generator that always returns the same number, and counts its calls."""
 
     def __init__(self, number: float) -> None:
-        self.number, self.used = number, 0
+        self.number = number
+        self.calls = 0
 
     def random(self) -> float:
-        self.used += 1
+        self.calls += 1
         return self.number
 
 
@@ -41,7 +42,7 @@ def test_llamagens_filters_are_reproduced(family: str, setting: int) -> None:
     temperature, top_k, top_p = golden["filter_params"][setting]
     sampling = Sampling(temperature=temperature, top_k=int(top_k), top_p=top_p, filter_order="top-k, top-p")
     for logits, expected in zip(golden["filter_logits"], golden["filter_probs"][setting], strict=True):
-        np.testing.assert_allclose(shape_distribution(logits, sampling), expected, atol=1e-6)
+        np.testing.assert_allclose(compute_distribution(logits, sampling), expected, atol=1e-6)
 
 
 @given(LOGITS, st.floats(0.3, 3), st.integers(0, 14), st.floats(0.05, 1), st.sampled_from(ORDERS))
@@ -50,32 +51,36 @@ def test_filters_agree_with_a_plain_second_opinion(
 ) -> None:
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, filter_order=order)
     expected = naive_distribution(logits.astype(np.float64), sampling)
-    found = shape_distribution(logits, sampling)
-    shares = np.sort(naive_distribution(logits.astype(np.float64), Sampling(temperature=temperature)))[::-1]
-    if np.abs(np.cumsum(shares) - top_p).min() > 1e-5 and order == "top-p, top-k":  # else rounding decides
-        np.testing.assert_allclose(found, expected, atol=1e-6)
-    assert found.sum() == pytest.approx(1)
-    assert logits[found.argmax()] == pytest.approx(logits.max(), abs=1e-6)  # rounding may make two equal
-    assert np.count_nonzero(found) <= (top_k or len(logits))
+    distribution = compute_distribution(logits, sampling)
+    sorted_probabilities = np.sort(naive_distribution(logits.astype(np.float64), Sampling(temperature=temperature)))[
+        ::-1
+    ]
+    if (
+        np.abs(np.cumsum(sorted_probabilities) - top_p).min() > 1e-5 and order == "top-p, top-k"
+    ):  # otherwise rounding decides which tokens pass
+        np.testing.assert_allclose(distribution, expected, atol=1e-6)
+    assert distribution.sum() == pytest.approx(1)
+    assert logits[distribution.argmax()] == pytest.approx(logits.max(), abs=1e-6)  # rounding may make two equal
+    assert np.count_nonzero(distribution) <= (top_k or len(logits))
 
 
 def test_the_two_filter_orders_differ() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    first_k = shape_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-k, top-p"))
-    first_p = shape_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-p, top-k"))
-    np.testing.assert_allclose(first_k, [1, 0, 0, 0], atol=1e-6)  # of 4/7 and 3/7 the first alone passes 0.5
+    first_k = compute_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-k, top-p"))
+    first_p = compute_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-p, top-k"))
+    np.testing.assert_allclose(first_k, [1, 0, 0, 0], atol=1e-6)  # after top-k, 4/7 alone exceeds 0.5
     np.testing.assert_allclose(first_p, [4 / 7, 3 / 7, 0, 0], atol=1e-6)
 
 
-def test_ties_at_the_top_k_threshold_are_all_kept() -> None:
-    found = shape_distribution(np.array([1, 0, 0, -1], np.float32), Sampling(top_k=2))
-    assert np.count_nonzero(found) == 3
+def test_all_tokens_tied_at_the_top_k_threshold_remain() -> None:
+    distribution = compute_distribution(np.array([1, 0, 0, -1], np.float32), Sampling(top_k=2))
+    assert np.count_nonzero(distribution) == 3
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
     with pytest.raises(EngineError, match="NaN or infinite"):
-        shape_distribution(np.array([0, bad], np.float32), Sampling())
+        compute_distribution(np.array([0, bad], np.float32), Sampling())
 
 
 def test_guidance_mixes_two_rows_and_passes_one_through() -> None:
@@ -90,27 +95,27 @@ def test_guidance_mixes_two_rows_and_passes_one_through() -> None:
     arrays(np.float64, st.integers(1, 8), elements=st.sampled_from([0.0, 1e-300, 1e-9, 0.1, 1.0])),
     st.sampled_from([0.0, 1e-17, 0.5, 1 - 2**-53]),
 )
-def test_a_draw_never_gives_a_code_without_probability_and_uses_one_number(weights: np.ndarray, number: float) -> None:
+def test_a_sample_has_positive_probability_and_uses_one_random_number(weights: np.ndarray, number: float) -> None:
     if weights.sum() == 0:
         weights[0] = 1
-    source = Fixed(number)
-    assert weights[sample(weights / weights.sum(), source)] > 0  # type: ignore[arg-type]
-    assert source.used == 1
+    source = ConstantGenerator(number)
+    assert weights[sample_code(weights / weights.sum(), source)] > 0  # type: ignore[arg-type]
+    assert source.calls == 1
 
 
 def gumbel(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
     return rng.gumbel(size=size).astype(np.float32)
 
 
-def test_choices_follow_the_distribution_filters_included() -> None:
+def test_choices_follow_the_filtered_distribution() -> None:
     logits = np.log(np.array([0.5, 1e-30, 0.3, 0.15, 0.05], np.float32))
     for sampling in (Sampling(), Sampling(temperature=1.7, top_k=3), Sampling(top_p=0.6)):
         noise = gumbel(np.random.default_rng(1), (10_000, 5))
-        counts = np.bincount(choose(np.tile(logits, (10_000, 1)), noise, sampling), minlength=5)
+        counts = np.bincount(choose_codes(np.tile(logits, (10_000, 1)), noise, sampling), minlength=5)
         expected = naive_distribution(logits.astype(np.float64), sampling)
-        kept = expected > 1e-6
-        assert counts[~kept].sum() == 0
-        assert chisquare(counts[kept], 10_000 * expected[kept] / expected[kept].sum()).pvalue > 0.001
+        possible = expected > 1e-6
+        assert counts[~possible].sum() == 0
+        assert chisquare(counts[possible], 10_000 * expected[possible] / expected[possible].sum()).pvalue > 0.001
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=1), Sampling(top_p=0.5), Sampling(temperature=0)])
@@ -118,40 +123,42 @@ def test_choices_follow_the_distribution_filters_included() -> None:
 def test_a_choice_among_logits_that_are_not_finite_is_an_error(bad: float, sampling: Sampling) -> None:
     noise = None if sampling.greedy else np.zeros((1, 3), np.float32)
     with pytest.raises(EngineError, match="NaN or infinite"):
-        choose(np.array([[0, bad, 1]], np.float32), noise, sampling)
+        choose_codes(np.array([[0, bad, 1]], np.float32), noise, sampling)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_the_best_codes_with_noise_are_successive_draws_without_replacement(count: int) -> None:
-    distribution, draws = np.array([0.45, 0.0, 0.3, 0.15, 0.1]), 10_000
+def test_the_best_codes_with_noise_are_successive_samples_without_replacement(count: int) -> None:
+    distribution = np.array([0.45, 0.0, 0.3, 0.15, 0.1])
+    draws = 10_000
     with np.errstate(divide="ignore"):
         weights = np.log(distribution).astype(np.float32)
     codes, scores = best_codes(weights + gumbel(np.random.default_rng(count), (draws, 5)), count)
     assert np.isfinite(scores).all()
-    seen = dict.fromkeys(itertools.permutations([0, 2, 3, 4], count), 0)
-    for drawn in codes.tolist():
-        seen[tuple(drawn)] += 1
+    counts = dict.fromkeys(itertools.permutations([0, 2, 3, 4], count), 0)
+    for sampled in codes.tolist():
+        counts[tuple(sampled)] += 1
     expected = []
-    for order in seen:
-        chance, left = 1.0, 1.0
+    for order in counts:
+        probability = 1.0
+        remaining = 1.0
         for code in order:
-            chance *= distribution[code] / left
-            left -= distribution[code]
-        expected.append(draws * chance)
-    assert chisquare(list(seen.values()), expected).pvalue > 0.001
+            probability *= distribution[code] / remaining
+            remaining -= distribution[code]
+        expected.append(draws * probability)
+    assert chisquare(list(counts.values()), expected).pvalue > 0.001
 
 
-@pytest.mark.parametrize("vocabulary", [64, 4096, 16384])  # one block, and many
-def test_draws_from_a_large_vocabulary_are_those_of_the_plain_cumulative_sum(vocabulary: int) -> None:
+@pytest.mark.parametrize("vocabulary", [64, 4096, 16384])  # one block and many blocks
+def test_samples_from_a_large_vocabulary_agree_with_a_plain_cumulative_sum(vocabulary: int) -> None:
     weights = np.random.default_rng(0).random(vocabulary) ** 8
     weights[::3] = 0
     distribution = weights / weights.sum()
     cumulative = np.cumsum(distribution)
     for seed in range(300):
         number = np.random.default_rng(seed).random()
-        drawn = sample(distribution, np.random.default_rng(seed))
-        assert abs(int(np.searchsorted(cumulative, number, side="right")) - drawn) <= 1
-        assert distribution[drawn] > 0
+        token = sample_code(distribution, np.random.default_rng(seed))
+        assert abs(int(np.searchsorted(cumulative, number, side="right")) - token) <= 1
+        assert distribution[token] > 0
 
 
 @given(
@@ -160,11 +167,11 @@ def test_draws_from_a_large_vocabulary_are_those_of_the_plain_cumulative_sum(voc
     ),
     count=st.integers(1, 9),
 )
-def test_the_best_codes_are_those_of_a_full_sort_with_their_log_probabilities(logits: np.ndarray, count: int) -> None:
+def test_the_best_codes_and_log_probabilities_agree_with_a_full_sort(logits: np.ndarray, count: int) -> None:
     codes, scores = best_codes(logits, count)
-    kept = min(count, logits.shape[1])
-    assert codes.shape == scores.shape == (len(logits), kept)
+    num_best = min(count, logits.shape[1])
+    assert codes.shape == scores.shape == (len(logits), num_best)
     for row, chosen, score in zip(logits, codes, scores, strict=True):
-        assert len(set(chosen.tolist())) == kept
-        np.testing.assert_array_equal(row[chosen], np.sort(row)[::-1][:kept])
+        assert len(set(chosen.tolist())) == num_best
+        np.testing.assert_array_equal(row[chosen], np.sort(row)[::-1][:num_best])
         np.testing.assert_allclose(score, np.log(softmax(row))[chosen], rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Requests of many callers share passes, and each gets what it would get alone."""
+"""Requests of many callers share passes, and each gets the images that it would get alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from idle_service import left_alone
+from idle_service import wait_until_idle
 from refusals import error_of
 from tiny_bundle import CAPTION
 
@@ -32,15 +32,16 @@ METHODS = [None, "ar", "eagle:tree=chain-3", "sjd:window=5", "lantern++:lambda=2
 
 @pytest.fixture
 def service(pipe: Pipeline) -> Iterator[Service]:
-    with Service(pipe, together=4, waiting=8) as made:
-        yield made
+    with Service(pipe, together=4, waiting=8) as running_service:
+        yield running_service
 
 
 class Caller:
-    """What a listener hears; while `busy()`, the service's thread is kept in it, and all passes wait."""
+    """A listener that records its news; while `busy()` is true, it blocks the service's thread, and so all passes."""
 
     def __init__(self, busy: Callable[[], bool] = lambda: False) -> None:
-        self.busy, self.latest = busy, time.monotonic() + 30  # a test that failed ends, too
+        self.busy = busy
+        self.deadline = time.monotonic() + 30  # so that a failed test ends
         self.steps: list[StreamStep] = []
         self.error: BaseException | None = None
         self.done = threading.Event()
@@ -52,7 +53,7 @@ class Caller:
             self.steps.append(news)
         if self.error is not None or self.steps[-1].stats is not None:
             self.done.set()
-        while self.busy() and time.monotonic() < self.latest:
+        while self.busy() and time.monotonic() < self.deadline:
             time.sleep(0.001)
 
     def last(self) -> StreamStep:
@@ -61,55 +62,58 @@ class Caller:
         return self.steps[-1]
 
 
-def test_every_caller_gets_the_images_that_the_pipeline_gives_alone(pipe: Pipeline, service: Service) -> None:
-    asked = [
+def test_every_caller_gets_the_images_of_the_pipeline_alone(pipe: Pipeline, service: Service) -> None:
+    requests = [
         {"prompts": PROMPTS[i % 4], "seed": i, "num_images": 1 + i % 2, "method": method, "temperature": 0.7 + i % 2}
         for i, method in enumerate(METHODS)
     ]
-    callers = [Caller() for _ in asked]
-    for caller, request in zip(callers, asked, strict=True):
+    callers = [Caller() for _ in requests]
+    for caller, request in zip(callers, requests, strict=True):
         while True:
             try:
                 service.submit(caller, **request)
                 break
             except BusyError:
                 time.sleep(0.01)
-    for caller, request in zip(callers, asked, strict=True):
-        last, alone = caller.last(), pipe(**request)
-        assert all(np.array_equal(a, b) for a, b in zip(last.codes, alone.codes, strict=True))
+    for caller, request in zip(callers, requests, strict=True):
+        last = caller.last()
+        alone = pipe(**request)
+        assert all(np.array_equal(*pair) for pair in zip(last.codes, alone.codes, strict=True))
         assert last.image(0).tobytes() == alone.images[0].tobytes()
         assert last.stats is not None
         assert (last.stats.images, last.done) == (len(alone.codes), last.total)
-        grown = [np.concatenate(parts) for parts in zip(*(step.new_codes for step in caller.steps), strict=True)]
-        assert all(np.array_equal(a, b) for a, b in zip(grown, alone.codes, strict=True))
-        if request["method"] not in (None, "sjd:window=5"):  # whose windows follow the load
+        streamed_codes = [
+            np.concatenate(parts) for parts in zip(*(step.new_codes for step in caller.steps), strict=True)
+        ]
+        assert all(np.array_equal(*pair) for pair in zip(streamed_codes, alone.codes, strict=True))
+        if request["method"] not in (None, "sjd:window=5"):  # their windows depend on the load
             assert last.stats.per_image == alone.stats.per_image
-    left_alone(service)
+    wait_until_idle(service)
 
 
 def test_requests_share_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    active: list[int] = []
+    batch_sizes: list[int] = []
     step = Batch.step
-    monkeypatch.setattr(Batch, "step", lambda own: (active.append(len(own.active)), step(own))[1])
+    monkeypatch.setattr(Batch, "step", lambda batch: (batch_sizes.append(len(batch.active_sequences)), step(batch))[1])
     with Service(pipe, together=4) as service:
-        callers = [Caller(lambda: len(tickets) < 6) for _ in range(6)]
-        tickets: list[ServiceRequest] = []
+        callers = [Caller(lambda: len(submitted) < 6) for _ in range(6)]
+        submitted: list[ServiceRequest] = []
         for i, caller in enumerate(callers):
-            tickets.append(service.submit(caller, "red cube", seed=i, method="ar"))
+            submitted.append(service.submit(caller, "red cube", seed=i, method="ar"))
         for caller in callers:
             caller.last()
-    assert max(active) == 4
+    assert max(batch_sizes) == 4
 
 
-def refused_for(service: Service) -> int:
+def seconds_until_retry(service: Service) -> int:
     error = error_of(BusyError, service.submit, Caller(), "red cube")
     return error.seconds
 
 
-def test_a_service_without_room_says_when_to_come_back(pipe: Pipeline) -> None:
+def test_the_error_of_a_full_service_says_when_to_try_again(pipe: Pipeline) -> None:
     with Service(pipe, together=2, waiting=1) as service:
-        asking = True
-        callers = [Caller(lambda: asking) for _ in range(3)]
+        is_busy = True
+        callers = [Caller(lambda: is_busy) for _ in range(3)]
         for i, caller in enumerate(callers):
             service.submit(caller, "red cube", seed=i, method="ar")
         with pytest.raises(BusyError, match=r"found 3 images before this one; try again in about \d+ s") as busy:
@@ -119,55 +123,59 @@ def test_a_service_without_room_says_when_to_come_back(pipe: Pipeline) -> None:
             service.submit(Caller(), "red cube", num_images=4)
         assert service.capacity.seconds_per_image == 0.0
         service.capacity.seconds_per_image = 2.0
-        assert [refused_for(service) for _ in range(4)] == [2, 4, 6, 8], "each after the one before"
-        assert max(refused_for(service) for _ in range(60)) <= 62
+        assert [seconds_until_retry(service) for _ in range(4)] == [2, 4, 6, 8], (
+            "each caller is told to come after the one before"
+        )
+        assert max(seconds_until_retry(service) for _ in range(60)) <= 62
         service.capacity.seconds_per_image = 0.0
-        asking = False
+        is_busy = False
         for caller in callers:
             caller.last()
-        again = Caller()
-        service.submit(again, "red cube", seed=9)
-        again.last()
+        next_caller = Caller()
+        service.submit(next_caller, "red cube", seed=9)
+        next_caller.last()
         assert 0 < service.capacity.seconds_per_image < 10
 
 
-def test_wrong_requests_are_refused_at_once_and_disturb_nobody(service: Service) -> None:
+def test_wrong_requests_are_rejected_at_once_without_effect_on_others(service: Service) -> None:
     caller = Caller()
     service.submit(caller, "red cube", method="sjd")
-    wide = {"method": "sjd:window=128"}  # all that share a pass would be padded to it
+    wide = {"method": "sjd:window=128"}  # all requests in the pass would be padded to it
     for field, options in (("method", {"method": "magic"}), ("method", wide), ("prompts", {"class_ids": 3})):
         assert error_of(RequestError, service.submit, Caller(), "red cube", **options).field == field
     caller.last()
-    left_alone(service)
+    wait_until_idle(service)
 
 
-def test_who_leaves_is_forgotten_within_a_pass(service: Service) -> None:
-    leaving = False
-    heard, staying = Caller(lambda: not leaving), Caller()
-    ticket = service.submit(heard, "red cube", num_images=4, method="eagle:tree=chain-3")
+def test_a_cancelled_request_ends_within_a_pass(service: Service) -> None:
+    is_released = False
+    cancelled = Caller(lambda: not is_released)
+    staying = Caller()
+    request = service.submit(cancelled, "red cube", num_images=4, method="eagle:tree=chain-3")
     service.submit(staying, "green cube", seed=1, method="ar")
-    while not heard.steps:
+    while not cancelled.steps:
         time.sleep(0.001)
-    ticket.cancel()
-    ticket.cancel()
-    leaving = True
+    request.cancel()
+    request.cancel()
+    is_released = True
     staying.last()
-    left_alone(service)
-    assert heard.steps[-1].stats is None
+    wait_until_idle(service)
+    assert cancelled.steps[-1].stats is None
 
 
-def test_places_are_free_as_soon_as_their_request_is_cancelled(pipe: Pipeline) -> None:
+def test_a_place_is_free_as_soon_as_its_request_is_cancelled(pipe: Pipeline) -> None:
     with Service(pipe, together=1, waiting=0) as service:
-        waiting = True
-        leaving, again = Caller(lambda: waiting), Caller()
-        ticket = service.submit(leaving, "red cube", method="ar")
-        while not leaving.steps:
+        is_busy = True
+        cancelled = Caller(lambda: is_busy)
+        next_caller = Caller()
+        request = service.submit(cancelled, "red cube", method="ar")
+        while not cancelled.steps:
             time.sleep(0.001)
-        ticket.cancel()
-        service.submit(again, "red cube", seed=1)
-        waiting = False
-        again.last()
-        left_alone(service)
+        request.cancel()
+        service.submit(next_caller, "red cube", seed=1)
+        is_busy = False
+        next_caller.last()
+        wait_until_idle(service)
 
 
 def test_a_failed_pass_ends_its_requests_and_later_ones_are_served(
@@ -175,7 +183,7 @@ def test_a_failed_pass_ends_its_requests_and_later_ones_are_served(
 ) -> None:
     for error in (EngineError("the device is gone"), ZeroDivisionError("a bug")):
         with monkeypatch.context() as patch:
-            patch.setattr(Batch, "step", lambda own, error=error: (_ for _ in ()).throw(error))
+            patch.setattr(Batch, "step", lambda batch, error=error: (_ for _ in ()).throw(error))
             callers = [Caller(), Caller()]
             for caller in callers:
                 service.submit(caller, "red cube")
@@ -188,14 +196,16 @@ def test_a_failed_pass_ends_its_requests_and_later_ones_are_served(
     assert np.array_equal(caller.last().codes[0], pipe("red cube", seed=3).codes[0])
 
 
-def test_whatever_fails_the_service_goes_on(pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    for where, name in ((prepared, "compute_prefixes"), (Batch, "join"), (Batch, "leave")):
+def test_the_service_continues_after_any_failure(
+    pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for owner, name in ((prepared, "compute_prefixes"), (Batch, "add"), (Batch, "remove")):
         with monkeypatch.context() as patch:
-            patch.setattr(where, name, lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
+            patch.setattr(owner, name, lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
             caller = Caller()
-            ticket = service.submit(caller, "red cube", method="ar")
-            if name == "leave":
-                ticket.cancel()
+            request = service.submit(caller, "red cube", method="ar")
+            if name == "remove":
+                request.cancel()
                 time.sleep(0.1)
             else:
                 assert caller.done.wait(30)
@@ -203,13 +213,16 @@ def test_whatever_fails_the_service_goes_on(pipe: Pipeline, service: Service, mo
     caller = Caller()
     service.submit(caller, "red cube", seed=4)
     assert np.array_equal(caller.last().codes[0], pipe("red cube", seed=4).codes[0])
-    left_alone(service)
+    wait_until_idle(service)
     with pytest.raises(RequestError, match="together: found 0, expected a whole number 1"):
         Service(pipe, together=0)
 
 
-def test_who_cannot_join_disturbs_nobody(pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    staying, joining = Caller(), Caller()
+def test_a_request_that_cannot_join_has_no_effect_on_others(
+    pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staying = Caller()
+    joining = Caller()
     service.submit(staying, "red cube", seed=6, num_images=2, method="ar")
     while not staying.steps:
         time.sleep(0.001)
@@ -219,11 +232,11 @@ def test_who_cannot_join_disturbs_nobody(pipe: Pipeline, service: Service, monke
         assert joining.done.wait(30)
     assert str(joining.error) == "memory: found none"
     expected = pipe("red cube", seed=6, num_images=2).codes
-    assert all(np.array_equal(one, other) for one, other in zip(staying.last().codes, expected, strict=True))
-    left_alone(service)
+    assert all(np.array_equal(*pair) for pair in zip(staying.last().codes, expected, strict=True))
+    wait_until_idle(service)
 
 
-def test_a_listener_that_fails_ends_its_own_request_only(service: Service) -> None:
+def test_a_listener_that_fails_ends_only_its_request(service: Service) -> None:
     def broken(news: object) -> None:
         raise ValueError("a listener's bug")
 
@@ -231,13 +244,13 @@ def test_a_listener_that_fails_ends_its_own_request_only(service: Service) -> No
     caller = Caller()
     service.submit(caller, "red cube")
     caller.last()
-    left_alone(service)
+    wait_until_idle(service)
 
 
-def test_closing_finishes_or_fails_who_is_there_and_takes_nobody_else(pipe: Pipeline) -> None:
+def test_closing_finishes_or_fails_requests_and_rejects_new_ones(pipe: Pipeline) -> None:
     for drain in (True, False):
         service = Service(pipe, together=1)
-        callers = [Caller(lambda own=service: own.open) for _ in range(3)]
+        callers = [Caller(lambda service=service: service.open) for _ in range(3)]
         for caller in callers:
             service.submit(caller, "red cube", method="ar")
         service.close(drain)
@@ -248,16 +261,16 @@ def test_closing_finishes_or_fails_who_is_there_and_takes_nobody_else(pipe: Pipe
         assert not vars(service)["_thread"].is_alive()
 
 
-def test_the_page_on_services_says_what_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_page_on_services_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs/embedding.md").read_text("utf-8")
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("256 of 256 tokens\n")
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert process.stdout.endswith("256 of 256 tokens\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["image-0.png", "image-1.png"]
 
 
-def test_a_service_whose_passes_all_fail_says_that_it_cannot_draw(
+def test_a_service_whose_passes_all_fail_reports_that_it_is_not_open(
     pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Service(pipe, together=2) as service:
@@ -275,7 +288,7 @@ def test_a_service_whose_passes_all_fail_says_that_it_cannot_draw(
         assert service.open
 
 
-def test_a_request_whose_logits_overflow_ends_alone_and_the_service_stays_open(embeddings_bundle: Path) -> None:
+def test_only_the_request_whose_logits_overflow_fails_and_the_service_stays_open(embeddings_bundle: Path) -> None:
     embeddings = np.random.default_rng(1).standard_normal((2, CAPTION)).astype(np.float32)
     with Pipeline.from_bundle(embeddings_bundle, threads=1) as pipe, Service(pipe, together=8) as service:
         others = [Caller() for _ in METHODS]
@@ -298,74 +311,85 @@ def test_a_request_whose_logits_overflow_ends_alone_and_the_service_stays_open(e
             assert np.array_equal(
                 caller.last().codes[0], pipe(embeddings=embeddings, method=method, seed=seed).codes[0]
             )
-        left_alone(service)
+        wait_until_idle(service)
 
 
-def shared(service: Service, asked: dict[str, list[dict[str, Any]]]) -> dict[str, list[StreamStep]]:
-    """The last step of every request of these callers, all of which came before the first pass."""
-    hold = Caller(lambda: not ready)
+def run_together(service: Service, requests_by_caller: dict[str, list[dict[str, Any]]]) -> dict[str, list[StreamStep]]:
+    """Submit all requests before the first pass; return the last step of each, by caller."""
+    blocker = Caller(lambda: not ready)
     ready = False
-    service.submit(hold, "red cube", method="ar", caller="first")
-    while not hold.steps:
+    service.submit(blocker, "red cube", method="ar", caller="first")
+    while not blocker.steps:
         time.sleep(0.001)
-    heard: dict[str, list[Caller]] = {}
-    for caller, requests in asked.items():
+    listeners: dict[str, list[Caller]] = {}
+    for caller, requests in requests_by_caller.items():
         for request in requests:
-            heard.setdefault(caller, []).append(Caller())
-            service.submit(heard[caller][-1], "red sphere", caller=caller, **request)
+            listeners.setdefault(caller, []).append(Caller())
+            service.submit(listeners[caller][-1], "red sphere", caller=caller, **request)
     ready = True
-    return {caller: [one.last() for one in own] for caller, own in heard.items()}
+    return {
+        caller: [listener.last() for listener in caller_listeners] for caller, caller_listeners in listeners.items()
+    }
 
 
-def test_beside_a_greedy_caller_others_have_their_places_and_small_passes_and_all_images_stay_the_same(
+def test_a_greedy_caller_leaves_others_their_places_and_small_passes_without_changing_images(
     pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[tuple[dict[str, int], int]] = []
     step = Batch.step
 
-    def noted(own: Batch) -> Any:
-        parts = step(own)
-        tickets = [vars(service)["_requests"][part.sequence] for part in parts]
-        passes.append((Counter(one.caller for one in tickets), max((one.max_nodes for one in own.active), default=0)))
+    def record_pass(batch: Batch) -> Any:
+        parts = step(batch)
+        requests = [vars(service)["_requests"][part.sequence] for part in parts]
+        passes.append(
+            (
+                Counter(request.caller for request in requests),
+                max((sequence.max_nodes for sequence in batch.active_sequences), default=0),
+            )
+        )
         return parts
 
     wide = ["sjd:window=40", "lantern++:lambda=2:tree=mc-25", "rows:window=2", "eagle:tree=mc-25"]
-    asked: dict[str, list[dict[str, Any]]] = {f"neighbour {i}": [{"method": "ar", "seed": i}] for i in range(3)}
-    asked["greedy"] = [{"method": method, "seed": 9, "num_images": 5} for method in wide]
+    requests_by_caller: dict[str, list[dict[str, Any]]] = {
+        f"neighbour {i}": [{"method": "ar", "seed": i}] for i in range(3)
+    }
+    requests_by_caller["greedy"] = [{"method": method, "seed": 9, "num_images": 5} for method in wide]
     with Service(pipe, together=4, waiting=40) as service, monkeypatch.context() as patch:
-        patch.setattr(Batch, "step", noted)
-        last = shared(service, asked)
-    for caller, requests in asked.items():
-        for request, drawn in zip(requests, last[caller], strict=True):
+        patch.setattr(Batch, "step", record_pass)
+        last = run_together(service, requests_by_caller)
+    for caller, requests in requests_by_caller.items():
+        for request, step in zip(requests, last[caller], strict=True):
             alone = pipe("red sphere", **request)
-            assert all(np.array_equal(*pair) for pair in zip(drawn.codes, alone.codes, strict=True))
+            assert all(np.array_equal(*pair) for pair in zip(step.codes, alone.codes, strict=True))
     together = [(callers, nodes) for callers, nodes in passes if any(name.startswith("nei") for name in callers)]
     assert together
     assert all(callers["greedy"] <= 1 for callers, _ in together)
-    assert all(nodes < 25 for _, nodes in together), "wide relaxed drafts have passes of their own, exact ones shrink"
+    assert all(nodes < 25 for _, nodes in together), "wide relaxed drafts have separate passes, exact windows shrink"
 
 
-def test_a_caller_under_its_share_finds_room_where_another_took_it_all(pipe: Pipeline) -> None:
+def test_a_caller_below_its_share_gets_a_place_in_a_full_queue(pipe: Pipeline) -> None:
     with Service(pipe, together=1, waiting=3) as service:
-        asking = True
-        greedy = [Caller(lambda: asking) for _ in range(4)]
+        is_busy = True
+        greedy = [Caller(lambda: is_busy) for _ in range(4)]
         for i, caller in enumerate(greedy):
             service.submit(caller, "red cube", seed=i, method="ar", caller="greedy")
         other = Caller()
         service.submit(other, "red cube", seed=9, method="ar", caller="other")
         with pytest.raises(BusyError):
             service.submit(Caller(), "red cube", caller="greedy")
-        asking = False
+        is_busy = False
         other.last()
         assert isinstance(greedy[-1].error, BusyError)
         for caller in greedy[:-1]:
             caller.last()
 
 
-def test_only_what_can_be_done_in_time_is_taken(pipe: Pipeline) -> None:
+def test_requests_that_would_miss_their_deadline_are_rejected(pipe: Pipeline) -> None:
     with Service(pipe, together=2, waiting=8) as service:
-        asking = True
-        first, late, last = Caller(lambda: asking), Caller(), Caller()
+        is_busy = True
+        first = Caller(lambda: is_busy)
+        late = Caller()
+        last = Caller()
         service.submit(first, "red cube", method="ar", deadline=0.001)
         while not first.steps:
             time.sleep(0.001)
@@ -374,8 +398,8 @@ def test_only_what_can_be_done_in_time_is_taken(pipe: Pipeline) -> None:
             assert error_of(BusyError, service.submit, Caller(), "red cube", deadline=deadline).seconds >= 1
         service.submit(late, "red cube", seed=2, num_images=2, deadline=5.0)
         service.submit(last, "red cube", seed=3, deadline=8.0)
-        service.capacity.seconds_per_image = 3.0  # it got slower
-        asking = False
+        service.capacity.seconds_per_image = 3.0  # the service becomes slower
+        is_busy = False
         assert late.done.wait(30)
         assert isinstance(late.error, BusyError)
         last.last()

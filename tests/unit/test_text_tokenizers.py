@@ -1,4 +1,4 @@
-"""Prompts of any text as token ids: cleaned, cut, and laid out as the condition graph reads them."""
+"""Prompts of any text as token ids: cleaned, truncated, and laid out as the condition graph reads them."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def test_a_prompt_ends_with_the_end_token(tokenizer: CaptionTokenizer) -> None:
     assert ids.tolist() == [*tokenizer.library.encode("a red cube", add_special_tokens=False).ids, END]
 
 
-def test_a_long_prompt_is_cut_and_still_ends_with_the_end_token(tokenizer: CaptionTokenizer) -> None:
+def test_a_long_prompt_is_truncated_and_still_ends_with_the_end_token(tokenizer: CaptionTokenizer) -> None:
     whole = tokenizer.encode("a red cube on the snow, " * 20, 1000)
     for slots in (1, 2, 7, 120, len(whole) - 1):
         assert tokenizer.encode("a red cube on the snow, " * 20, slots).tolist() == [*whole[: slots - 1], END]
     assert tokenizer.encode("a red cube on the snow, " * 20, len(whole)).tolist() == whole.tolist()
 
 
-def test_prompts_are_cleaned_only_where_the_bundle_says_so(tokenizer: CaptionTokenizer) -> None:
+def test_prompts_are_cleaned_only_if_the_bundle_sets_it(tokenizer: CaptionTokenizer) -> None:
     plain = CaptionTokenizer(load_tokenizer(FILE), None)
     assert tokenizer.encode("A RED cube (c)", 120).tolist() == tokenizer.encode("a red cube c", 120).tolist()
     assert plain.encode("A RED cube", 120).tolist() != plain.encode("a red cube", 120).tolist()
 
 
-def test_settings_stored_in_the_file_do_not_cut_or_pad(tmp_path: Path) -> None:
+def test_truncation_and_padding_stored_in_the_file_are_ignored(tmp_path: Path) -> None:
     stored = tokenizers.Tokenizer.from_file(str(FILE))
     stored.enable_truncation(3)
     stored.enable_padding(length=50)
@@ -51,7 +51,7 @@ def test_settings_stored_in_the_file_do_not_cut_or_pad(tmp_path: Path) -> None:
     assert ids.tolist() == CaptionTokenizer(load_tokenizer(FILE), None).encode("a red cube on the snow", 120).tolist()
 
 
-def test_dropout_that_training_stored_does_not_change_prompts(tmp_path: Path) -> None:
+def test_dropout_stored_in_the_file_is_ignored(tmp_path: Path) -> None:
     stored = json.loads(MERGING_FILE.read_text("utf-8"))
     stored["model"]["dropout"] = 0.5
     (tmp_path / "tokenizer.json").write_text(json.dumps(stored), "utf-8")
@@ -63,13 +63,13 @@ def test_dropout_that_training_stored_does_not_change_prompts(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("prompt", ["中文", "***", "http://example.com", "   "])
-def test_a_prompt_of_which_nothing_is_left_is_refused(tokenizer: CaptionTokenizer, prompt: str) -> None:
+def test_a_prompt_that_is_empty_after_cleaning_is_rejected(tokenizer: CaptionTokenizer, prompt: str) -> None:
     with pytest.raises(RequestError, match=r"^prompt: found only text .*expected a description in English"):
         tokenizer.encode(prompt, 120)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b'{"model": 3}'])
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_tokenizer_is_rejected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(BundleError, match=r"tokenizer\.json: .*, expected a tokenizer; export the bundle again"):
         load_tokenizer(tmp_path / "tokenizer.json")
@@ -97,7 +97,7 @@ def ids_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_ids_are_the_texts_own_without_special_tokens_padding_or_truncation(ids_file: Path) -> None:
+def test_ids_have_no_special_tokens_padding_or_truncation(ids_file: Path) -> None:
     assert TemplateTokenizer(load_tokenizer(ids_file)).encode("a red cube", 8).tolist() == [1, 2, 3]
     assert TemplateTokenizer(load_tokenizer(ids_file), "red {prompt} a").encode("cube", 8).tolist() == [2, 3, 1]
 
@@ -109,7 +109,7 @@ def test_a_prompt_with_too_many_tokens_or_none_is_refused(ids_file: Path) -> Non
         TemplateTokenizer(load_tokenizer(ids_file)).encode("\u3000", 2)
 
 
-def test_recorded_prompts_are_cleaned_as_the_published_code_did() -> None:
+def test_recorded_prompts_are_cleaned_as_in_the_published_code() -> None:
     pairs = json.loads((FILE.parents[1] / "llamagen-captions/cleaned.json").read_text("utf-8"))
     assert len(pairs) > 200
     assert [pair for pair in pairs if clean_caption(pair[0]) != pair[1]] == []

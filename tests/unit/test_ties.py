@@ -1,4 +1,7 @@
-"""Ties: a target that rounds differently in every pass gives the same tokens; what is not clear is computed anew."""
+"""Near-equal logits: a target that rounds differently in every pass generates the same tokens.
+
+Choices that rounding could change are computed again, in a pass whose rounding does not depend on the batch.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from numpy.typing import NDArray
 from toy_engine import ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt, output_of, scramble
 
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling, Sjd
-from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.layout import PassLayout
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.sampling import choose, is_decisive
+from lantern_rt.runtime.sampling import choose_codes, is_decisive
 from lantern_rt.runtime.statistics import Statistics
 from lantern_rt.runtime.target import choose_for_sequences
 from lantern_rt.runtime.tree import DraftTree
@@ -29,96 +32,97 @@ SAMPLINGS = [
     Sampling(temperature=0),
 ]
 WOBBLE = 0.05
-Rows = NDArray[np.float32]
+Logits = NDArray[np.float32]  # [rows, vocabulary]
 
 
-def judged(logits: Rows, noise: Rows | None, sampling: Sampling, tie_margin: float) -> tuple[Any, Any]:
-    """Codes of every row, and whether they are clear."""
-    codes = choose(logits, noise, sampling)
+def choose_and_judge(logits: Logits, noise: Logits | None, sampling: Sampling, tie_margin: float) -> tuple[Any, Any]:
+    """Return the chosen token of every row, and whether it is decisive: further ahead than the tie margin."""
+    codes = choose_codes(logits, noise, sampling)
     noises = [None] * len(logits) if noise is None else noise
     rows = zip(logits, noises, codes.tolist(), strict=True)
-    return codes, np.array([is_decisive(own, loud, code, sampling, tie_margin) for own, loud, code in rows])
+    return codes, np.array([is_decisive(row, row_noise, code, sampling, tie_margin) for row, row_noise, code in rows])
 
 
 class WobblyTarget(ToyTarget):
-    """Logits move with the shape of a pass and the place in it: from one to another, two move apart by up to WOBBLE."""
+    """Target whose logits change with the shape of a pass and the node: two logits move apart by up to WOBBLE."""
 
-    def run(self, batch: Pass, cache: Any) -> PassOutput:
+    def run(self, batch: PassInput, cache: Any) -> PassOutput:
         output = super().run(batch, cache)
         rows, nodes = batch.positions.shape
-        places = np.arange(rows * nodes * self.vocabulary).reshape(rows, nodes, -1)
-        moved = scramble(places, rows, nodes, cache.lengths[:, None, None]) >> np.uint64(40)
-        moves = WOBBLE / 2 * (moved.astype(np.float64) / 2**24 - 0.5)
-        return output._replace(logits=(output.logits + moves).astype(np.float32))
+        indices = np.arange(rows * nodes * self.vocabulary).reshape(rows, nodes, -1)
+        hashes = scramble(indices, rows, nodes, cache.lengths[:, None, None]) >> np.uint64(40)
+        rounding = WOBBLE / 2 * (hashes.astype(np.float64) / 2**24 - 0.5)
+        return output._replace(logits=(output.logits + rounding).astype(np.float32))
 
 
-def wobbly(rounding: float) -> ToyModel:
+def wobbly_model(rounding: float) -> ToyModel:
     model = make_model(vocabulary=5, codes=12)
     assert isinstance(model.target, ToyTarget)
     return replace(model, target=WobblyTarget(**vars(model.target)), rounding=rounding)
 
 
-def drawn(
+def generate(
     model: ToyModel, sampling: Sampling, method: MethodConfig, batch: int, images: int = 24
 ) -> tuple[list[list[int]], list[Statistics]]:
     codes: list[list[int]] = []
-    found = []
+    stats = []
     for start in range(0, images, batch):
-        some = range(start, min(images, start + batch))
-        prompts = [make_prompt(i, padding=i % 3) for i in some]
-        steps = list(decode(model, prompts, list(some), sampling, method))
-        codes += codes_of(steps, len(some))
+        batch_seeds = range(start, min(images, start + batch))
+        prompts = [make_prompt(i, padding=i % 3) for i in batch_seeds]
+        steps = list(decode(model, prompts, list(batch_seeds), sampling, method))
+        codes += codes_of(steps, len(batch_seeds))
         assert steps[-1].stats is not None
-        found.append(steps[-1].stats)
-    return codes, found
+        stats.append(steps[-1].stats)
+    return codes, stats
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_rounding_moves_no_token_under_any_method_in_any_batch(sampling: Sampling) -> None:
-    expected, _ = drawn(wobbly(WOBBLE), sampling, Ar(), 1)
-    assert drawn(wobbly(WOBBLE), sampling, Ar(), 5)[0] == expected
+def test_rounding_changes_no_token_with_any_method_and_batch_size(sampling: Sampling) -> None:
+    expected, _ = generate(wobbly_model(WOBBLE), sampling, Ar(), 1)
+    assert generate(wobbly_model(WOBBLE), sampling, Ar(), 5)[0] == expected
     for method in METHODS:
         for batch in (1, 4):
-            assert drawn(wobbly(WOBBLE), sampling, method, batch)[0] == expected
-    left = [drawn(wobbly(0.0), sampling, method, 4)[0] for method in [Ar(), *METHODS]]
-    assert any(one != expected for one in left)  # or this test would show nothing
+            assert generate(wobbly_model(WOBBLE), sampling, method, batch)[0] == expected
+    without_recomputation = [generate(wobbly_model(0.0), sampling, method, 4)[0] for method in [Ar(), *METHODS]]
+    assert any(codes != expected for codes in without_recomputation), "the rounding is too small for this test"
 
 
 def test_passes_that_decide_ties_are_counted() -> None:
-    model = wobbly(WOBBLE)
+    model = wobbly_model(WOBBLE)
     assert isinstance(model.target, ToyTarget)
-    _, found = drawn(model, SAMPLINGS[0], Ar(), 24)
-    images = found[0].per_image
-    deciding = sum(one.tie_passes for one in images)
-    assert deciding > 0
-    assert found[0].target_passes == len(model.target.passes) == 12 + deciding
-    assert {one.target_passes - one.tie_passes for one in images} == {12}
-    assert found[0].tokens_per_forward_pass == pytest.approx(np.mean([12 / one.target_passes for one in images]))
-    assert not any(one.tie_passes for one in drawn(wobbly(0.0), SAMPLINGS[0], Ar(), 24)[1][0].per_image)
+    _, stats = generate(model, SAMPLINGS[0], Ar(), 24)
+    images = stats[0].per_image
+    tie_passes = sum(image.tie_passes for image in images)
+    assert tie_passes > 0
+    assert stats[0].target_passes == len(model.target.passes) == 12 + tie_passes
+    assert {image.target_passes - image.tie_passes for image in images} == {12}
+    assert stats[0].tokens_per_forward_pass == pytest.approx(np.mean([12 / image.target_passes for image in images]))
+    assert not any(image.tie_passes for image in generate(wobbly_model(0.0), SAMPLINGS[0], Ar(), 24)[1][0].per_image)
 
 
-@pytest.mark.parametrize(("count", "together"), [(1, 0), (2, 2), (200, 128)])
-def test_neighbours_choose_together_what_each_would_choose_as_far_as_memory_goes(count: int, together: int) -> None:
+@pytest.mark.parametrize(("count", "num_together"), [(1, 0), (2, 2), (200, 128)])
+def test_images_choose_in_one_call_as_each_would_alone_as_far_as_memory_allows(count: int, num_together: int) -> None:
     logits = np.random.default_rng(0).normal(size=(count, 3, 5)).astype(np.float32)
     chain = DraftTree(np.arange(2), np.array([-1, 0])).structure
-    alone: list[int] = []
+    rows_alone: list[int] = []
 
-    class Counted(PassLayout):
-        def logits(self, logits: Any, rows: slice, nodes: Any) -> Rows:
-            alone.append(rows.start)
+    class CountedLayout(PassLayout):
+        def logits(self, logits: Any, rows: slice, nodes: Any) -> Logits:
+            rows_alone.append(rows.start)
             return super().logits(logits, rows, nodes)
 
-    layout = Counted(np.arange(2), np.arange(4, 6), chain.ancestors)
-    own = [output_of(logits, chain, range(4, 6), layout, slice(i, i + 1), seed=i) for i in range(count)]
-    choose_for_sequences(logits, own)
-    expected = [choose(logits[i, :2], Noise(i).gumbel(4, 2, 5), Sampling()).tolist() for i in range(count)]
-    assert [[one.choice_without_recompute(node) for node in range(2)] for one in own] == expected
-    assert alone == [*range(together, count)]
+    layout = CountedLayout(np.arange(2), np.arange(4, 6), chain.ancestors)
+    outputs = [output_of(logits, chain, range(4, 6), layout, slice(i, i + 1), seed=i) for i in range(count)]
+    choose_for_sequences(logits, outputs)
+    expected = [choose_codes(logits[i, :2], Noise(i).gumbel(4, 2, 5), Sampling()).tolist() for i in range(count)]
+    assert [[output.choose_token_without_recompute(node) for node in range(2)] for output in outputs] == expected
+    assert rows_alone == [*range(num_together, count)]
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Rows, Rows | None, Sampling, float, int]:
-    size, seed = draw(st.integers(2, 40)), draw(st.integers(0, 2**32 - 1))
+def cases(draw: st.DrawFn) -> tuple[Logits, Logits | None, Sampling, float, int]:
+    size = draw(st.integers(2, 40))
+    seed = draw(st.integers(0, 2**32 - 1))
     sampling = Sampling(
         temperature=draw(st.sampled_from([0.0, 0.7, 1.0, 1.3])),
         top_k=draw(st.integers(0, size + 1)),
@@ -127,38 +131,44 @@ def cases(draw: st.DrawFn) -> tuple[Rows, Rows | None, Sampling, float, int]:
     )
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(3, size)).astype(np.float32)
-    logits *= np.float32(draw(st.sampled_from([0.01, 0.1, 1, 1])))  # many of them near a filter's edge
-    logits = np.round(logits, draw(st.integers(0, 4)))  # with ties
+    logits *= np.float32(
+        draw(st.sampled_from([0.01, 0.1, 1, 1]))
+    )  # small scales put many logits near the threshold of a filter
+    logits = np.round(logits, draw(st.integers(0, 4)))  # coarse rounding makes ties
     noise = None if sampling.greedy else rng.gumbel(size=(3, size)).astype(np.float32)
     return logits, noise, sampling, draw(st.sampled_from([1e-3, 0.02, 0.1, 0.5])), seed
 
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
-def test_a_clear_choice_stays_however_logits_move_within_the_margin(
-    case: tuple[Rows, Rows | None, Sampling, float, int],
+def test_a_decisive_choice_stays_however_logits_move_within_the_margin(
+    case: tuple[Logits, Logits | None, Sampling, float, int],
 ) -> None:
     logits, noise, sampling, tie_margin, seed = case
-    codes, clear = judged(logits, noise, sampling, tie_margin)
-    reach = 0.49 * tie_margin * (sampling.temperature or 1.0)  # two logits move apart by less than the tie_margin
+    codes, decisive = choose_and_judge(logits, noise, sampling, tie_margin)
+    max_move = 0.49 * tie_margin * (sampling.temperature or 1.0)  # two logits move apart by less than the tie_margin
     rng = np.random.default_rng(seed + 1)
     for _ in range(20):
-        moves = reach * (rng.uniform(-1, 1, logits.shape) if rng.random() < 0.5 else rng.choice([-1, 1], logits.shape))
-        moved = choose((logits + moves).astype(np.float32), noise, sampling)
-        np.testing.assert_array_equal(moved[clear], codes[clear])
+        moves = max_move * (
+            rng.uniform(-1, 1, logits.shape) if rng.random() < 0.5 else rng.choice([-1, 1], logits.shape)
+        )
+        moved_codes = choose_codes((logits + moves).astype(np.float32), noise, sampling)
+        np.testing.assert_array_equal(moved_codes[decisive], codes[decisive])
 
 
-def test_most_choices_are_clear_and_ties_are_not() -> None:
+def test_most_choices_are_decisive_and_ties_are_not() -> None:
     rng = np.random.default_rng(0)
-    logits, noise = rng.normal(size=(500, 64)).astype(np.float32), rng.gumbel(size=(500, 64)).astype(np.float32)
+    logits = rng.normal(size=(500, 64)).astype(np.float32)
+    noise = rng.gumbel(size=(500, 64)).astype(np.float32)
     for sampling in (Sampling(), Sampling(top_k=20), Sampling(top_p=0.9), Sampling(top_k=30, top_p=0.9)):
-        _, clear = judged(logits, noise, sampling, 1e-3)
-        assert clear.mean() > 0.95
+        _, decisive = choose_and_judge(logits, noise, sampling, 1e-3)
+        assert decisive.mean() > 0.95
     equal = np.zeros((1, 8), np.float32)
-    assert not judged(equal, None, Sampling(temperature=0), 1e-6)[1].any()
-    near, loud = np.array([400, 399.99], np.float32), np.array([0, -5], np.float32)
-    assert not is_decisive(near, loud, 0, Sampling(top_p=0.5), 0.02)
-    boundary = np.array([[2.0, 1.0, 1.0 + 1e-5, 0.0]], np.float32)  # which of two is the second of top-k 2?
-    loud = np.array([[0.0, 9.0, 0.0, 0.0]], np.float32)
-    assert not judged(boundary, loud, Sampling(top_k=2), 1e-4)[1].any()
-    assert judged(boundary, loud, Sampling(top_k=3), 1e-4)[1].all()
+    assert not choose_and_judge(equal, None, Sampling(temperature=0), 1e-6)[1].any()
+    close_logits = np.array([400, 399.99], np.float32)
+    gumbel = np.array([0, -5], np.float32)
+    assert not is_decisive(close_logits, gumbel, 0, Sampling(top_p=0.5), 0.02)
+    boundary = np.array([[2.0, 1.0, 1.0 + 1e-5, 0.0]], np.float32)  # either of two could be the second token of top-k 2
+    gumbel = np.array([[0.0, 9.0, 0.0, 0.0]], np.float32)
+    assert not choose_and_judge(boundary, gumbel, Sampling(top_k=2), 1e-4)[1].any()
+    assert choose_and_judge(boundary, gumbel, Sampling(top_k=3), 1e-4)[1].all()

@@ -1,4 +1,4 @@
-"""Prompts as token ids: how the rows of a request are laid out."""
+"""Prompts as token ids: the layout of the conditional and the unconditional row."""
 
 from __future__ import annotations
 
@@ -26,33 +26,34 @@ def manifest(words_bundle: Path) -> Manifest:
     return open_bundle(words_bundle).manifest
 
 
-class Ids:
-    """A tokenizer that gives these ids to every prompt, and keeps how many it might have given."""
+class FixedTokenizer:
+    """A tokenizer that returns the same ids for every prompt, and records the number of slots."""
 
     def __init__(self, ids: list[int]) -> None:
-        self.ids, self.slots = np.array(ids), 0
+        self.ids = np.array(ids)
+        self.slots = 0
 
     def has_id(self, token: int) -> bool:
         return token < 1000
 
     def encode(self, prompt: str, slots: int) -> NDArray[np.int64]:
-        """The ids."""
         self.slots = slots
         return self.ids
 
 
-def requests(
+def make_requests(
     manifest: Manifest, layout: TokenLayout, ids: list[int], images: int = 1, **options: Any
 ) -> list[ImageRequest]:
     condition = ConditionSpec(kind="tokens", prefix=12, layout=layout)
-    own, tokenizer = manifest.model_copy(update={"condition": condition}), Ids(ids)
-    request = check_request(own, tokenizer, "a prompt", seed=7, num_images=images, **options)  # type: ignore[arg-type]
+    text_manifest = manifest.model_copy(update={"condition": condition})
+    tokenizer = FixedTokenizer(ids)
+    request = check_request(text_manifest, tokenizer, "a prompt", seed=7, num_images=images, **options)  # type: ignore[arg-type]
     assert tokenizer.slots == 12 - len(layout.before) - len(layout.after)
     return request.images
 
 
-def test_the_rows_of_a_prompt_may_differ_in_length(manifest: Manifest) -> None:
-    first, second = requests(manifest, ANOLE, [50, 51, 52], images=2)
+def test_conditional_and_unconditional_rows_may_differ_in_length(manifest: Manifest) -> None:
+    first, second = make_requests(manifest, ANOLE, [50, 51, 52], images=2)
     assert first.inputs["token_ids"].tolist() == [[0, 50, 51, 52, 140, 133]]
     assert first.inputs["uncond_ids"].tolist() == [[0, 133]]
     assert tuple(real.tolist() for real in first.real) == ([True] * 6, [True] * 2)
@@ -60,55 +61,56 @@ def test_the_rows_of_a_prompt_may_differ_in_length(manifest: Manifest) -> None:
     assert (first.seed, second.seed) == (7, 8)
 
 
-def test_an_unconditional_row_may_be_the_prompt_with_its_text_filled_in(manifest: Manifest) -> None:
-    (request,) = requests(manifest, JANUS, [50, 51])
+def test_the_unconditional_row_may_be_the_prompt_with_its_text_replaced(manifest: Manifest) -> None:
+    (request,) = make_requests(manifest, JANUS, [50, 51])
     assert request.inputs["token_ids"].tolist() == [[1, 50, 51, 9]]
     assert request.inputs["uncond_ids"].tolist() == [[1, 2, 2, 9]]
 
 
-def test_a_negative_prompt_takes_the_unconditional_rows_place_by_a_template_of_its_own(manifest: Manifest) -> None:
-    (request,) = requests(manifest, ANOLE, [50, 51], negative_prompt="red")
+def test_a_negative_prompt_replaces_the_unconditional_row(manifest: Manifest) -> None:
+    (request,) = make_requests(manifest, ANOLE, [50, 51], negative_prompt="red")
     assert request.tokens is not None
     assert request.tokens[1].tolist() == [0, 50, 51, 140, 133]
     assert [len(real) for real in request.real] == [5, 5]
 
 
-def test_drafter_slots_read_the_next_token_of_their_own_row() -> None:
+def test_drafter_slots_read_the_next_token_of_their_row() -> None:
     rows = np.zeros((6, 4), np.float32)
-    cond, uncond = np.array([0, 50, 51, 52, 140, 133]), np.array([0, 133])
+    cond = np.array([0, 50, 51, 52, 140, 133])
+    uncond = np.array([0, 133])
     whole = np.ones(6, bool)
     assert PrefixRow(rows, whole, cond).drafter_tokens(DrafterLayout()).tolist() == [50, 51, 52, 140, 133]
     assert PrefixRow(rows[:2], whole[:2], uncond).drafter_tokens(DrafterLayout()).tolist() == [133]
     assert PrefixRow(rows, np.arange(6) > 1).drafter_tokens(DrafterLayout(prefix_token=3)).tolist() == [3] * 5
 
 
-def test_tokens_of_any_text_stand_at_the_end_of_the_prefix_and_the_rest_is_padding(manifest: Manifest) -> None:
-    own = manifest.model_copy(update={"condition": ConditionSpec(kind="text", prefix=6, cleaning="llamagen")})
-    (short,) = check_request(own, Ids([7, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
+def test_tokens_of_a_text_are_at_the_end_of_the_prefix_after_padding(manifest: Manifest) -> None:
+    text_manifest = manifest.model_copy(update={"condition": ConditionSpec(kind="text", prefix=6, cleaning="llamagen")})
+    (short,) = check_request(text_manifest, FixedTokenizer([7, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
     assert short.inputs["token_ids"].tolist() == [[7, 1]]
     assert short.inputs["token_mask"].tolist() == [[1, 1]]
     assert short.real[0].tolist() == [False] * 4 + [True] * 2
     assert all(array.dtype == np.int64 for array in short.inputs.values())
-    (full,) = check_request(own, Ids([2, 3, 4, 5, 6, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
+    (full,) = check_request(text_manifest, FixedTokenizer([2, 3, 4, 5, 6, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
     assert full.real[0].all()
 
 
-# ---------------------------------------------------------------- ids given by the caller
+# ---------------------------------------------------------------- ids from the caller
 
 
-def given(manifest: Manifest, layout: TokenLayout, token_ids: Any, **options: Any) -> list[ImageRequest]:
+def requests_of_ids(manifest: Manifest, layout: TokenLayout, token_ids: Any, **options: Any) -> list[ImageRequest]:
     condition = ConditionSpec(kind="tokens", prefix=12, layout=layout)
-    own = manifest.model_copy(update={"condition": condition})
-    return check_request(own, Ids([50, 51]), token_ids=token_ids, **options).images  # type: ignore[arg-type]
+    text_manifest = manifest.model_copy(update={"condition": condition})
+    return check_request(text_manifest, FixedTokenizer([50, 51]), token_ids=token_ids, **options).images  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", [ANOLE, JANUS])
-def test_ids_that_a_caller_gives_make_the_rows_of_the_prompt_that_has_them(
+def test_ids_from_the_caller_make_the_rows_of_the_prompt_with_these_ids(
     manifest: Manifest, layout: TokenLayout
 ) -> None:
-    (expected,) = requests(manifest, layout, [50, 51])
+    (expected,) = make_requests(manifest, layout, [50, 51])
     (row,) = expected.inputs["token_ids"].tolist()
-    first, second = given(manifest, layout, [row, np.array(row)], seed=[7, 8])
+    first, second = requests_of_ids(manifest, layout, [row, np.array(row)], seed=[7, 8])
     for image in (first, second):
         assert image.inputs.keys() == expected.inputs.keys()
         assert all(np.array_equal(image.inputs[name], expected.inputs[name]) for name in expected.inputs)
@@ -117,7 +119,7 @@ def test_ids_that_a_caller_gives_make_the_rows_of_the_prompt_that_has_them(
 
 
 def test_a_negative_prompt_replaces_the_unconditional_row_of_ids(manifest: Manifest) -> None:
-    (image,) = given(manifest, ANOLE, [0, 60, 140, 133], negative_prompt="a blur", cfg_scale=2.0)
+    (image,) = requests_of_ids(manifest, ANOLE, [0, 60, 140, 133], negative_prompt="a blur", cfg_scale=2.0)
     assert image.negative is not None
     assert image.negative.inputs["token_ids"].tolist() == [[0, 50, 51, 140, 133]]
 
@@ -125,8 +127,8 @@ def test_a_negative_prompt_replaces_the_unconditional_row_of_ids(manifest: Manif
 @pytest.mark.parametrize(
     ("ids", "field"),
     [
-        ([0, 50, 140], "token_ids"),  # not the end of the template
-        ([50, 140, 133], "token_ids"),  # not its beginning
+        ([0, 50, 140], "token_ids"),  # without the end of the template
+        ([50, 140, 133], "token_ids"),  # without its beginning
         ([0, 140, 133], "token_ids"),  # no text
         ([0, *range(20, 30), 140, 133], "token_ids"),  # 13 of 12
         ([0, 5000, 140, 133], "token_ids"),  # unknown
@@ -140,22 +142,23 @@ def test_a_negative_prompt_replaces_the_unconditional_row_of_ids(manifest: Manif
         ("0 50 140 133", "token_ids"),
     ],
 )
-def test_wrong_ids_are_refused_by_name(manifest: Manifest, ids: Any, field: str) -> None:
+def test_wrong_ids_are_rejected_by_name(manifest: Manifest, ids: Any, field: str) -> None:
     with pytest.raises(RequestError) as caught:
-        given(manifest, ANOLE, ids)
+        requests_of_ids(manifest, ANOLE, ids)
     assert caught.value.field == field
     assert caught.value.expected
 
 
-def test_ids_draw_the_image_of_their_words(words_bundle: Path, tmp_path: Path, program: Any) -> None:
+def test_ids_generate_the_image_of_their_words(words_bundle: Path, tmp_path: Path, program: Any) -> None:
     bundle = open_bundle(words_bundle)
     tokenizer = load_bundle_tokenizer(bundle)
     assert tokenizer is not None
     ids = [int(i) for i in tokenizer.encode("red cube", bundle.manifest.condition.prefix) if i]
     with Pipeline.from_bundle(bundle, threads=1) as pipe:
-        plain, other = pipe("red cube", seed=3), pipe(token_ids=ids, seed=3)
-        assert np.array_equal(plain.codes, other.codes)
-        assert (other.prompts, other.images[0].info["token_ids"]) == ([tuple(ids)], " ".join(map(str, ids)))
+        from_text = pipe("red cube", seed=3)
+        from_ids = pipe(token_ids=ids, seed=3)
+        assert np.array_equal(from_text.codes, from_ids.codes)
+        assert (from_ids.prompts, from_ids.images[0].info["token_ids"]) == ([tuple(ids)], " ".join(map(str, ids)))
         with pytest.raises(RequestError):
             pipe("red cube", token_ids=ids)
     (tmp_path / "ids.json").write_text(str(ids))

@@ -1,4 +1,4 @@
-"""Captions to word ids, and what is said about captions and files that do not fit."""
+"""Captions as word ids, and the errors of captions and files that do not fit."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from lantern_rt.text.words import WordTokenizer, read_word_tokenizer
 WORDS = ["<pad>", "<unk>", "a", "ball", "blue", "cube", "on", "red", "snow", "under"]
 
 
-def layout(**model: Any) -> dict[str, Any]:
-    """`tokenizer.json` as the `tokenizers` library lays it out."""
-    own = {"type": "WordLevel", "unk_token": "<unk>", "vocab": {word: i for i, word in enumerate(WORDS)}}
-    return {"version": "1.0", "added_tokens": [], "model": own | model}
+def tokenizer_json(**model: Any) -> dict[str, Any]:
+    """Return the content of `tokenizer.json` in the layout of the `tokenizers` library."""
+    defaults = {"type": "WordLevel", "unk_token": "<unk>", "vocab": {word: i for i, word in enumerate(WORDS)}}
+    return {"version": "1.0", "added_tokens": [], "model": defaults | model}
 
 
-def written(path: Path, data: Any) -> Path:
+def write_json(path: Path, data: Any) -> Path:
     path.write_text(json.dumps(data))
     return path
 
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> WordTokenizer:
-    return read_word_tokenizer(written(tmp_path / "tokenizer.json", layout()))
+    return read_word_tokenizer(write_json(tmp_path / "tokenizer.json", tokenizer_json()))
 
 
-def refusal(tokenizer: WordTokenizer, prompt: str, slots: int = 8) -> str:
+def encode_error(tokenizer: WordTokenizer, prompt: str, slots: int = 8) -> str:
     error = error_of(RequestError, tokenizer.encode, prompt, slots)
     assert "\n" not in str(error)
     return str(error)
 
 
-def test_words_become_ids_padded_on_the_right(tokenizer: WordTokenizer) -> None:
+def test_words_are_encoded_as_ids_padded_on_the_right(tokenizer: WordTokenizer) -> None:
     ids = tokenizer.encode("A red ball, on SNOW!", 8)
     assert ids.tolist() == [2, 7, 3, 6, 8, 0, 0, 0]
     assert ids.dtype == "int64"
@@ -48,32 +48,32 @@ def test_words_become_ids_padded_on_the_right(tokenizer: WordTokenizer) -> None:
     assert tokenizer.encode("a-red_ball\n(blue)", 4).tolist() == [2, 7, 3, 4]
 
 
-def test_an_unknown_word_is_named_with_the_nearest_known_one(tokenizer: WordTokenizer) -> None:
-    message = refusal(tokenizer, "a rad ball under xylophones")
+def test_the_error_of_an_unknown_word_names_the_most_similar_known_word(tokenizer: WordTokenizer) -> None:
+    message = encode_error(tokenizer, "a rad ball under xylophones")
     assert "unknown words 'rad' (did you mean red?), 'xylophones', expected words among the 8" in message
-    assert "and 2 more" in refusal(tokenizer, "zzz yyy xxx www vvv")
-    assert "did you mean" not in refusal(tokenizer, "a bon")  # `on` is another word
+    assert "and 2 more" in encode_error(tokenizer, "zzz yyy xxx www vvv")
+    assert "did you mean" not in encode_error(tokenizer, "a bon")  # `on` is not similar enough
 
 
 def test_all_words_are_listed_unless_there_are_examples(tokenizer: WordTokenizer) -> None:
-    assert "this model knows: a, ball, blue, cube, on, red, snow, under;" in refusal(tokenizer, "dragon")
+    assert "this model knows: a, ball, blue, cube, on, red, snow, under;" in encode_error(tokenizer, "dragon")
     with_examples = replace(tokenizer, examples=("a blue ball under snow",))
-    assert "this model knows, such as blue, ball, under;" in refusal(with_examples, "dragon")
+    assert "this model knows, such as blue, ball, under;" in encode_error(with_examples, "dragon")
 
 
 @pytest.mark.parametrize("prompt", ["<pad>", "a <unk>", "3 ball", "a café ball", "球"])
 def test_special_tokens_digits_and_foreign_letters_are_unknown_words(tokenizer: WordTokenizer, prompt: str) -> None:
-    assert "unknown word" in refusal(tokenizer, prompt)
+    assert "unknown word" in encode_error(tokenizer, prompt)
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n", "?!...", "🙂"])
 def test_a_prompt_without_words_is_refused(tokenizer: WordTokenizer, prompt: str) -> None:
-    assert refusal(tokenizer, prompt) == "prompt: found no words, expected 1 to 8 words such as a, ball, blue"
+    assert encode_error(tokenizer, prompt) == "prompt: found no words, expected 1 to 8 words such as a, ball, blue"
 
 
 def test_too_many_words_are_counted(tokenizer: WordTokenizer) -> None:
-    assert len(refusal(tokenizer, " ".join(f"w{i}" for i in range(2000)), slots=3000)) < 300
-    assert refusal(tokenizer, "a " * 11) == "prompt: found 11 words, expected at most 8; remove 3"
+    assert len(encode_error(tokenizer, " ".join(f"w{i}" for i in range(2000)), slots=3000)) < 300
+    assert encode_error(tokenizer, "a " * 11) == "prompt: found 11 words, expected at most 8; remove 3"
 
 
 @pytest.mark.parametrize(
@@ -82,28 +82,28 @@ def test_too_many_words_are_counted(tokenizer: WordTokenizer) -> None:
         (None, "expected a tokenizer"),
         (b"\xff{", "expected a tokenizer"),
         ([], "expected a tokenizer"),
-        (layout(type="BPE"), "`model.type`.*WordLevel"),
-        (layout(unk_token="?"), "`model.unk_token`.*<unk>"),
-        (layout(vocab=None), "`model.vocab`"),
-        (layout(vocab={"<pad>": 0, "<unk>": "1"}), "`model.vocab.<unk>`.*whole number"),
-        (layout(vocab={"<pad>": 0, "<unk>": 1, "a": 3}), "`model.vocab`.*each once"),
-        (layout(vocab={"<pad>": 0, "<unk>": 1, "a": 1}), "`model.vocab`.*each once"),
-        (layout(vocab={"a": 0, "<unk>": 1, "<pad>": 2}), "`model.vocab`.*<pad> with id 0"),
-        (layout(vocab={"<pad>": 0, "<unk>": 1}), "`model.vocab`.*then words"),
-        (layout(vocab={"<pad>": 0, "<unk>": 1, "Red\n": 2}), "`model.vocab`.*letters a to z"),
+        (tokenizer_json(type="BPE"), "`model.type`.*WordLevel"),
+        (tokenizer_json(unk_token="?"), "`model.unk_token`.*<unk>"),
+        (tokenizer_json(vocab=None), "`model.vocab`"),
+        (tokenizer_json(vocab={"<pad>": 0, "<unk>": "1"}), "`model.vocab.<unk>`.*whole number"),
+        (tokenizer_json(vocab={"<pad>": 0, "<unk>": 1, "a": 3}), "`model.vocab`.*each once"),
+        (tokenizer_json(vocab={"<pad>": 0, "<unk>": 1, "a": 1}), "`model.vocab`.*each once"),
+        (tokenizer_json(vocab={"a": 0, "<unk>": 1, "<pad>": 2}), "`model.vocab`.*<pad> with id 0"),
+        (tokenizer_json(vocab={"<pad>": 0, "<unk>": 1}), "`model.vocab`.*then words"),
+        (tokenizer_json(vocab={"<pad>": 0, "<unk>": 1, "Red\n": 2}), "`model.vocab`.*letters a to z"),
     ],
 )
-def test_a_file_that_is_no_word_tokenizer_is_refused(tmp_path: Path, data: Any, expected: str) -> None:
+def test_a_file_that_is_not_a_word_tokenizer_is_rejected(tmp_path: Path, data: Any, expected: str) -> None:
     path = tmp_path / "tokenizer.json"
     if isinstance(data, bytes):
         path.write_bytes(data)
     elif data is not None:
-        written(path, data)
+        write_json(path, data)
     with pytest.raises(BundleError, match=rf"tokenizer\.json: .*{expected}.*export the bundle again\Z"):
         read_word_tokenizer(path)
 
 
-def test_the_tokenizers_library_gives_the_ids_of_the_embedded_bundle() -> None:
+def test_the_tokenizers_library_encodes_the_same_ids() -> None:
     path = EMBEDDED / "scenes" / "tokenizer.json"
     words = read_word_tokenizer(path)
     library = Tokenizer.from_file(str(path))

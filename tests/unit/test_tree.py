@@ -1,4 +1,4 @@
-"""Tree shapes, filled trees, trees by name, and the published static trees."""
+"""Shapes of draft trees, draft trees with tokens, names of trees, and the published static trees."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ OUR_NAMES = {
 
 @st.composite
 def parent_lists(draw: st.DrawFn) -> np.ndarray:
-    """Parents of a random tree whose nodes come in order of creation."""
+    """Generate the parents of a random tree whose nodes are numbered in order of creation."""
     count = draw(st.integers(1, 20))
     return np.array([-1] + [draw(st.integers(0, node - 1)) for node in range(1, count)], np.int64)
 
 
 @st.composite
 def path_sets(draw: st.DrawFn) -> list[tuple[int, ...]]:
-    """Paths of a random valid tree, shuffled."""
+    """Generate the paths of a random valid tree, shuffled."""
     paths: list[tuple[int, ...]] = []
     for _ in range(draw(st.integers(1, 20))):
         parent = draw(st.sampled_from([(), *paths]))
@@ -52,7 +52,8 @@ def path_sets(draw: st.DrawFn) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("published", OUR_NAMES)
 def test_a_published_tree_has_its_nodes_masks_depths_leaves_and_siblings(published: str) -> None:
-    golden, shape = GOLDEN[published], parse_tree(OUR_NAMES[published])
+    golden = GOLDEN[published]
+    shape = parse_tree(OUR_NAMES[published])
     assert isinstance(shape, StaticTree)
     assert [list(path) for path in shape.paths] == golden["paths"]
     verify = golden["verify"]
@@ -71,19 +72,22 @@ def test_a_published_tree_has_its_nodes_masks_depths_leaves_and_siblings(publish
 
 @pytest.mark.parametrize("published", OUR_NAMES)
 def test_a_published_tree_expands_the_same_nodes_level_by_level(published: str) -> None:
-    """Which of a level's ten candidates per node are drafted on, and what each of those sees."""
-    draft, shape = GOLDEN[published]["draft"], parse_tree(OUR_NAMES[published])
+    """Check which of the ten candidates per node are expanded, and which nodes each of them attends to."""
+    draft = GOLDEN[published]["draft"]
+    shape = parse_tree(OUR_NAMES[published])
     assert isinstance(shape, StaticTree)
     levels = [level for level in shape.levels if len(level)]
     assert len(levels) - 1 == len(draft["tree_indices"])
-    drafted: list[int] = []
+    expanded: list[int] = []
     mask = DraftTree(np.zeros(shape.nodes, np.int64), shape.parents).structure.ancestors
-    for above, level, indices, sees in zip(levels, levels[1:], draft["tree_indices"], draft["attn_mask"], strict=False):
+    for above, level, indices, attended in zip(
+        levels, levels[1:], draft["tree_indices"], draft["attn_mask"], strict=False
+    ):
         slots = {int(node): slot for slot, node in enumerate(above)}
         ranks = [shape.paths[node - 1][-1] for node in level]
         assert indices == [slots[int(shape.parents[n])] * 10 + rank for n, rank in zip(level, ranks, strict=True)]
-        drafted += level.tolist()
-        np.testing.assert_array_equal(mask[np.ix_(level, drafted)], np.array(sees, bool))
+        expanded += level.tolist()
+        np.testing.assert_array_equal(mask[np.ix_(level, expanded)], np.array(attended, bool))
 
 
 # ---------------------------------------------------------------- shapes
@@ -113,7 +117,7 @@ def test_levels_hold_every_inner_node_once_at_its_depth(paths: list[tuple[int, .
 
 
 @pytest.mark.parametrize(
-    ("paths", "found"),
+    ("paths", "fault"),
     [
         ((), "no paths"),
         (((0,), (0,)), "a path twice"),
@@ -126,18 +130,18 @@ def test_levels_hold_every_inner_node_once_at_its_depth(paths: list[tuple[int, .
         (tuple((n,) for n in range(513)), "514 nodes"),
     ],
 )
-def test_a_malformed_static_tree_is_refused(paths: Any, found: str) -> None:
+def test_a_malformed_static_tree_is_rejected(paths: Any, fault: str) -> None:
     error = error_of(TreeError, StaticTree, paths)
-    assert (error.field, error.found) == ("tree", found)
+    assert (error.field, error.found) == ("tree", fault)
 
 
 @pytest.mark.parametrize("sizes", [(1, 5, 10), (10, 0, 10), (10, 5, 0), (5, 1, 3), (59, 2, 5), (129, 5, 10)])
-def test_a_dynamic_tree_that_cannot_be_filled_is_refused(sizes: tuple[int, int, int]) -> None:
+def test_a_dynamic_tree_with_impossible_sizes_is_rejected(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(TreeError):
         DynamicTree(*sizes)
 
 
-# ---------------------------------------------------------------- filled trees
+# ---------------------------------------------------------------- draft trees
 
 
 @given(parent_lists())
@@ -152,34 +156,36 @@ def test_the_ancestor_mask_holds_exactly_the_path_to_every_node(parents: np.ndar
 
 
 @given(parent_lists(), st.randoms(use_true_random=False))
-def test_leaf_ranks_are_those_of_the_first_leaf_below_and_order_siblings(parents: np.ndarray, random: Any) -> None:
+def test_a_nodes_leaf_rank_is_that_of_the_first_leaf_below_and_orders_siblings(
+    parents: np.ndarray, random: Any
+) -> None:
     plain = DraftTree(np.arange(len(parents)), parents)
     leaves = [node for node in range(plain.nodes) if not plain.structure.children[node]]
     random.shuffle(leaves)
     tree = DraftTree(np.arange(len(parents)), parents, leaf_order=leaves)
     for node in range(tree.nodes):
-        below = [rank for rank, leaf in enumerate(leaves) if node in tree.path_to(leaf)]
-        assert tree.structure.leaf_rank[node] == min(below)
+        ranks_below = [rank for rank, leaf in enumerate(leaves) if node in tree.path_to(leaf)]
+        assert tree.structure.leaf_rank[node] == min(ranks_below)
         assert tuple(sorted(tree.structure.children[node])) == plain.structure.children[node]
         ranks = [int(tree.structure.leaf_rank[child]) for child in tree.structure.children[node]]
         assert ranks == sorted(ranks)
 
 
-def test_shapes_that_are_remembered_are_an_object_each_for_the_garbage_collector() -> None:
-    def objects() -> int:
+def test_a_cached_tree_structure_is_one_object_for_the_garbage_collector() -> None:
+    def count_objects() -> int:
         gc.collect()
         return len(gc.get_objects())
 
-    before = objects()
+    before = count_objects()
     shapes = [DraftTree(np.zeros(33, np.int64), np.array([-1, *([0] * n), *range(32 - n)])).structure for n in range(9)]
-    assert len({id(one) for one in shapes}) == len(shapes)
-    assert objects() - before <= 2 * len(shapes)
+    assert len({id(shape) for shape in shapes}) == len(shapes)
+    assert count_objects() - before <= 2 * len(shapes)
 
 
 # ---------------------------------------------------------------- names and files
 
 
-def test_names_give_chains_dynamic_trees_and_defaults() -> None:
+def test_names_describe_chains_and_dynamic_trees_with_defaults() -> None:
     chain = parse_tree("chain-3")
     assert isinstance(chain, StaticTree)
     assert chain.paths == ((0,), (0, 0), (0, 0, 0))
@@ -190,11 +196,11 @@ def test_names_give_chains_dynamic_trees_and_defaults() -> None:
 @pytest.mark.parametrize(
     "name", ["", "oak", "chain", "chain-0", "chain--1", "dynamic", "dynamic-1", "dynamic-9-9", "tree-2-1", "oak.json"]
 )
-def test_other_names_are_refused(name: str) -> None:
+def test_other_names_are_rejected(name: str) -> None:
     with pytest.raises(TreeError):
         parse_tree(name)
 
 
-def test_levels_of_digits_spell_a_static_tree() -> None:
+def test_a_static_tree_is_named_by_digits_for_each_level() -> None:
     assert parse_tree("tree-2-10-1") == StaticTree(((0,), (1,), (0, 0), (0, 0, 0)))
     assert parse_tree("tree-a") == StaticTree(tuple((rank,) for rank in range(10)))

@@ -1,4 +1,4 @@
-"""Running methods in turns: what is drawn, in which order, and what is said of it."""
+"""Running methods in turns: the requests, their order, and the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("turns") / "tiny"), threads=1)
 
 
-def test_requests_go_through_all_prompts_and_begin_anew_with_new_seeds() -> None:
+def test_requests_repeat_all_prompts_with_new_seeds() -> None:
     prompts = Prompts("prompts", PROMPTS)
     red, green, snow = PROMPTS
     assert prompts.request(0, 2) == {"prompts": [red, green], "seed": [10_000, 10_001]}
@@ -32,7 +32,7 @@ def test_requests_go_through_all_prompts_and_begin_anew_with_new_seeds() -> None
 
 @pytest.mark.parametrize("images", [1, 2, 3, 4, 7, 100])
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_every_prompt_is_drawn_with_every_seed_once(images: int, seeds: int) -> None:
+def test_every_prompt_is_requested_with_every_seed_once(images: int, seeds: int) -> None:
     pairs = []
     for request in Prompts("prompts", PROMPTS).requests(images, seeds, 100):
         assert len(request["prompts"]) <= images
@@ -40,7 +40,7 @@ def test_every_prompt_is_drawn_with_every_seed_once(images: int, seeds: int) -> 
     assert pairs == [(prompt, 100 + seeds * i + k) for i, prompt in enumerate(PROMPTS) for k in range(seeds)]
 
 
-def test_prompts_are_those_of_a_file_or_of_the_bundle_or_classes_or_embeddings(tmp_path: Path) -> None:
+def test_prompts_come_from_a_file_the_bundle_classes_or_embeddings(tmp_path: Path) -> None:
     text = tmp_path / "prompts.txt"
     text.write_text("\n".join(PROMPTS) + "\n\n")
     words = open_bundle(make_tiny_bundle(tmp_path / "words"))
@@ -66,54 +66,54 @@ def test_prompts_are_those_of_a_file_or_of_the_bundle_or_classes_or_embeddings(t
 
 
 @pytest.mark.parametrize("command", ["bench", "train-drafter data"])
-def test_every_prompt_is_checked_before_anything_is_loaded_with_file_and_line(
+def test_every_prompt_is_checked_before_loading_and_the_error_names_file_and_line(
     program: Any, words_bundle: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     if command == "train-drafter data":
         pytest.importorskip("safetensors")
     monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded a graph"))
     Path("prompts.txt").write_text("red cube\n\ngreen cube\na zebra\n")
-    rest = ["scenes", "--output", "shards"] if command.endswith("data") else [words_bundle]
-    code, out, err = program(*command.split(), *rest, "--prompts", "prompts.txt")
+    arguments = ["scenes", "--output", "shards"] if command.endswith("data") else [words_bundle]
+    code, out, err = program(*command.split(), *arguments, "--prompts", "prompts.txt")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("lantern-rt: prompts.txt:4: found unknown word 'zebra'")
 
 
-def test_every_turn_begins_with_another_method_and_likelihoods_wait_for_its_end(
+def test_every_turn_begins_with_another_method_and_likelihoods_come_last(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
 
-    def recorded(name: str, real: Any) -> Any:
+    def recording(name: str, function: Any) -> Any:
         def record(*arguments: Any, **options: Any) -> Any:
             calls.append(f"{name} {options['method']}")
-            return real(*arguments, **options)
+            return function(*arguments, **options)
 
         return record
 
     for name in ("stream", "likelihoods"):
-        monkeypatch.setattr(pipeline, name, recorded(name, getattr(pipeline, name)))
+        monkeypatch.setattr(pipeline, name, recording(name, getattr(pipeline, name)))
     methods = parse_methods(["sjd", "eagle"], {}, pipeline.bundle)
     requests = [Prompts("prompts", PROMPTS).request(i, 1) for i in range(3)]
     turns = list(run_in_turns(pipeline, methods, requests))
-    assert [[one.method.label for one in turn] for turn in turns] == [["ar", "sjd", "eagle"]] * 3
+    assert [[result.method.label for result in turn] for turn in turns] == [["ar", "sjd", "eagle"]] * 3
     order = ["ar", "sjd", "eagle", "sjd", "eagle", "ar", "eagle", "ar", "sjd"]
     assert [call.split()[1] for call in calls if call.startswith("stream")] == order
     assert [call.split()[0] for call in calls] == (["stream"] * 3 + ["likelihoods"] * 3) * 3
 
 
-def test_a_run_is_what_the_pipeline_gives_and_only_what_is_asked_for_is_done(pipeline: Pipeline) -> None:
+def test_a_run_has_the_result_of_the_pipeline_without_unrequested_work(pipeline: Pipeline) -> None:
     request = {"prompts": PROMPTS[:2], "seed": [5, 6]}
     method = ComparedMethod("relaxed", {"method": "lantern++", "temperature": 0.9})
-    one = run(pipeline, method, request)
+    run_result = run(pipeline, method, request)
     result = pipeline(**request, method="lantern++", temperature=0.9)
-    assert [codes.tolist() for codes in one.codes] == [codes.tolist() for codes in result.codes]
-    assert [image.tobytes() for image in one.images] == [image.tobytes() for image in result.images]
-    assert one.settings == result.settings
-    assert one.tvd_per_token == pytest.approx(result.stats.realised_tvd / 36)
-    assert one.tvd_per_token > 0
-    assert one.seconds >= one.statistics.seconds
-    assert add_likelihoods(pipeline, one, request).likelihoods == pipeline.likelihoods(
+    assert [codes.tolist() for codes in run_result.codes] == [codes.tolist() for codes in result.codes]
+    assert [image.tobytes() for image in run_result.images] == [image.tobytes() for image in result.images]
+    assert run_result.settings == result.settings
+    assert run_result.tvd_per_token == pytest.approx(result.stats.realised_tvd / 36)
+    assert run_result.tvd_per_token > 0
+    assert run_result.seconds >= run_result.statistics.seconds
+    assert add_likelihoods(pipeline, run_result, request).likelihoods == pipeline.likelihoods(
         result.codes, **request, temperature=0.9
     )
     assert run(pipeline, method, request, make_images=False).images == []
@@ -121,9 +121,9 @@ def test_a_run_is_what_the_pipeline_gives_and_only_what_is_asked_for_is_done(pip
     assert (len(unscored.images), unscored.likelihoods) == (2, [])
 
 
-def test_parameters_of_a_method_string_reach_its_settings_and_ar_comes_first(pipeline: Pipeline) -> None:
+def test_parameters_of_a_method_string_are_settings_and_ar_comes_first(pipeline: Pipeline) -> None:
     methods = parse_methods(["lantern++:lambda=3:tree=chain-3", " sjd"], {"temperature": 0.5}, pipeline.bundle)
-    assert [one.label for one in methods] == ["ar", "lantern++:lambda=3:tree=chain-3", "sjd"]
+    assert [method.label for method in methods] == ["ar", "lantern++:lambda=3:tree=chain-3", "sjd"]
     settings = pipeline(PROMPTS[0], **methods[1].options).settings.as_dict()
     assert (settings["lambda"], settings["tree"], settings["temperature"]) == (3, "chain-3", 0.5)
-    assert [one.label for one in parse_methods(["sjd", "ar"], {}, pipeline.bundle)] == ["ar", "sjd"]
+    assert [method.label for method in parse_methods(["sjd", "ar"], {}, pipeline.bundle)] == ["ar", "sjd"]

@@ -1,4 +1,4 @@
-"""Exact windows: narrower where images share passes and where drafts are rejected, with the same images."""
+"""Windows of exact methods: fewer drafts where images share passes or drafts are rejected, with the same images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lantern_rt.methods import Ar, Sampling, Sjd
 from lantern_rt.runtime.windows import NODE_COST, AdaptiveWindow
 
 
-def test_a_window_whose_drafts_never_fit_costs_little_more_than_plain_decoding() -> None:
+def test_a_window_whose_drafts_are_always_rejected_costs_little_more_than_plain_decoding() -> None:
     window = AdaptiveWindow(31)
     cost = 0.0
     for _ in range(256):
@@ -19,7 +19,7 @@ def test_a_window_whose_drafts_never_fit_costs_little_more_than_plain_decoding()
     assert cost < 1.1 * 256
 
 
-def test_a_window_grows_again_when_drafts_are_accepted_and_never_beyond_what_was_asked_for() -> None:
+def test_a_window_grows_again_when_drafts_are_accepted_but_never_beyond_the_requested_size() -> None:
     window = AdaptiveWindow(7)
     for _ in range(64):
         window.record(window.size(1), 0)
@@ -37,19 +37,20 @@ def test_a_few_rejections_leave_a_window_as_it_is() -> None:
         window.record(7, accepted)
 
 
-@pytest.mark.parametrize(("images", "most"), [(1, 15), (2, 7), (3, 3), (4, 3), (5, 2), (8, 2), (9, 1), (64, 1)])
-def test_the_more_images_share_a_pass_the_narrower_are_their_windows(images: int, most: int) -> None:
-    assert AdaptiveWindow(15).size(images) == most
+@pytest.mark.parametrize(("images", "size"), [(1, 15), (2, 7), (3, 3), (4, 3), (5, 2), (8, 2), (9, 1), (64, 1)])
+def test_the_more_images_share_a_pass_the_narrower_are_their_windows(images: int, size: int) -> None:
+    assert AdaptiveWindow(15).size(images) == size
 
 
 @pytest.mark.parametrize("images", [1, 3, 6, 10])
-def test_passes_of_several_images_have_few_nodes_and_draw_the_codes_of_plain_decoding(images: int) -> None:
+def test_shared_passes_have_few_nodes_and_generate_the_tokens_of_plain_decoding(images: int) -> None:
     model = make_model(5, 25, round_span=4)
-    prompts, sampling = [make_prompt(i) for i in range(images)], Sampling()
+    prompts = [make_prompt(i) for i in range(images)]
+    sampling = Sampling()
     codes = codes_of(decode(model, prompts, range(images), sampling, Sjd(window=12), adaptive=True), images)
     assert isinstance(model.target, ToyTarget)
     prefill, *passes = model.target.passes
     assert prefill[0] == images
-    widest = {1: 13, 3: 4, 6: 3, 10: 2}[images]
-    assert all(nodes <= widest for rows, nodes in passes if rows == images)
+    max_nodes = {1: 13, 3: 4, 6: 3, 10: 2}[images]
+    assert all(nodes <= max_nodes for rows, nodes in passes if rows == images)
     assert codes == codes_of(decode(make_model(5, 25, round_span=4), prompts, range(images), sampling, Ar()), images)

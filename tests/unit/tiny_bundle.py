@@ -1,8 +1,7 @@
-"""Real bundles that run in ONNX Runtime within milliseconds: the next code depends on the last one only.
+"""Bundles that run in ONNX Runtime within milliseconds: the next token depends only on the last token.
 
-Graphs have no attention, so keys and values are written and never read; the drafter knows the target's
-table up to some noise, so that some drafts are accepted and some are not. An image cell is a plain square
-whose colour is its code's.
+Graphs have no attention, so keys and values are written but never read. The drafter has the target's table with some
+noise, so that some drafts are accepted and some are not. A cell of an image is a square in its code's colour.
 """
 
 from __future__ import annotations
@@ -21,7 +20,12 @@ from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.bundle.rewrite import write_heads
 from lantern_rt.runtime.heads import head_shapes
 
-CODES, WIDTH, K, PREFIX, CAPTION, CELL = 32, 8, 8, 4, 6, 4
+CODES = 32
+WIDTH = 8
+K = 8
+PREFIX = 4
+CAPTION = 6
+CELL = 4
 SPLIT = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Removed", "invert": True}
 WORDS = ("a", "red", "green", "sphere", "cube", "on", "sand", "snow")
 SIZES = {"hidden_size": WIDTH, "num_layers": 1, "num_kv_heads": 2, "head_dim": WIDTH // 2, "vocab_size": CODES}
@@ -36,24 +40,32 @@ Axes = tuple[str | int, ...]
 def make_tiny_bundle(
     folder: Path, kind: str = "words", grid: int = 6, drafter: bool = True, damage: float = 0.0
 ) -> Path:
-    """Write a bundle of a kind of condition; `damage` is added to all weights of the target."""
+    """Write a bundle.
+
+    Args:
+        folder: folder of the bundle.
+        kind: kind of its condition.
+        grid: rows and columns of an image.
+        drafter: whether it has a drafter.
+        damage: number to add to all weights of the target.
+    """
     folder.mkdir(parents=True)
     rng = np.random.default_rng(5)
     table = rng.normal(size=(CODES, WIDTH)).astype(np.float32)
     head = (0.9 * rng.normal(size=(WIDTH, CODES))).astype(np.float32)
-    guess = head + (0.3 * rng.normal(size=head.shape)).astype(np.float32)
+    drafter_head = head + (0.3 * rng.normal(size=head.shape)).astype(np.float32)
     _write_decoder(folder / "target.onnx", head + np.float32(damage))
     _write_condition(folder / "condition.onnx", kind, rng)
-    _write_painter(folder / "vq_decoder.onnx", grid, rng)
+    _write_vq_decoder(folder / "vq_decoder.onnx", grid, rng)
     np.save(folder / "code_embeddings.npy", table)
     files = {role: f"{role}.onnx" for role in ("target", "condition", "vq_decoder")}
     files["code_embeddings"] = "code_embeddings.npy"
     if drafter:
-        _write_decoder(folder / "drafter.onnx", guess, table)
+        _write_decoder(folder / "drafter.onnx", drafter_head, table)
         distances = np.linalg.norm(table[:, None] - table, axis=-1)
         np.fill_diagonal(distances, np.inf)
-        near = distances.argsort(1)[:, :K]
-        np.savez(folder / "neighbors.npz", indices=near.astype(np.uint8))
+        neighbors = distances.argsort(1)[:, :K]
+        np.savez(folder / "neighbors.npz", indices=neighbors.astype(np.uint8))
         files |= {"drafter": "drafter.onnx", "neighbors": "neighbors.npz"}
     if kind == "words":
         vocabulary = {word: i for i, word in enumerate(("<pad>", "<unk>", *WORDS))}
@@ -86,7 +98,7 @@ def make_tiny_bundle(
 
 
 def make_heads_bundle(folder: Path) -> Bundle:
-    """Write a bundle that drafts with heads alone, random ones."""
+    """Write a bundle with random draft heads and without a drafter."""
     rng = np.random.default_rng(6)
     shapes = head_shapes(CODES, WIDTH, 4, 4)
     tables = {name: rng.normal(size=shape).astype(np.float16) for name, shape in shapes.items()}
@@ -94,7 +106,12 @@ def make_heads_bundle(folder: Path) -> Bundle:
 
 
 def make_order_bundle(folder: Path, embedded: int = 3) -> Path:
-    """Write a bundle of 4 x 4 codes that draws four cells in a pass, with `embedded` of its three learned vectors."""
+    """Write a bundle of 4 x 4 codes that generates up to four cells in a pass.
+
+    Args:
+        folder: folder of the bundle.
+        embedded: number of its three learned vectors that the table of embeddings has.
+    """
     make_tiny_bundle(folder, "class", grid=4, drafter=False)
     table = np.load(folder / "code_embeddings.npy")
     vectors = np.random.default_rng(8).normal(size=(embedded, WIDTH)).astype(np.float32)
@@ -114,9 +131,11 @@ def _entry(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _write_decoder(path: Path, head: NDArray[np.float32], table: NDArray[np.float32] | None = None) -> None:
-    """A target, or with a table of its own a drafter."""
-    heads, width = SIZES["num_kv_heads"], SIZES["head_dim"]
-    kv, rows = (heads, width), ("rows", "nodes", WIDTH)
+    """Write a target, or a drafter if `table` is given."""
+    heads = SIZES["num_kv_heads"]
+    width = SIZES["head_dim"]
+    kv = (heads, width)
+    rows = ("rows", "nodes", WIDTH)
     inputs: dict[str, Axes] = {"input_embeds": rows} if table is None else {"target_hidden": rows}
     ids = {"position_ids": ("rows", "nodes")} | ({} if table is None else {"input_ids": ("rows", "nodes")})
     inputs |= {"attention_mask": ("rows", 1, "nodes", "columns")}
@@ -146,14 +165,15 @@ def _write_condition(path: Path, kind: str, rng: np.random.Generator) -> None:
     inputs: dict[str, Axes] = {}
     ids: dict[str, Axes] = {}
     if kind == "embeddings":
-        inputs, ids = {"caption_embeds": ("rows", prefix, CAPTION)}, {"caption_mask": ("rows", prefix)}
+        inputs = {"caption_embeds": ("rows", prefix, CAPTION)}
+        ids = {"caption_mask": ("rows", prefix)}
         weights["map"] = rng.normal(size=(CAPTION, WIDTH)).astype(np.float32)
         nodes.insert(0, helper.make_node("MatMul", ["caption_embeds", "map"], ["prefix_embeds"]))
     elif kind == "class":
         ids = {"class_ids": ("rows",)}
         weights["table"] = rng.normal(size=(10, 1, WIDTH)).astype(np.float32)
         nodes.insert(0, helper.make_node("Gather", ["table", "class_ids"], ["prefix_embeds"]))
-    else:  # every slot knows all words
+    else:  # every slot depends on all words
         ids = {"token_ids": ("rows", prefix)}
         words = np.vstack([np.zeros((2, WIDTH)), rng.normal(size=(len(WORDS), WIDTH))])
         weights |= {"table": words.astype(np.float32), "axes": np.array([1])}
@@ -163,7 +183,7 @@ def _write_condition(path: Path, kind: str, rng: np.random.Generator) -> None:
     _save(path, nodes, inputs, ids, {"prefix_embeds": rows, "uncond_embeds": rows}, weights)
 
 
-def _write_painter(path: Path, grid: int, rng: np.random.Generator) -> None:
+def _write_vq_decoder(path: Path, grid: int, rng: np.random.Generator) -> None:
     side = grid * CELL
     nodes = [
         helper.make_node("Gather", ["palette", "codes"], ["colours"]),

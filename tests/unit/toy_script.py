@@ -1,4 +1,4 @@
-"""Stands in for random streams, and takes every branch of a run in turn, each with its probability."""
+"""Replaces random streams in a run, and runs every combination of random choices with its probability."""
 
 from __future__ import annotations
 
@@ -13,66 +13,74 @@ from lantern_rt.runtime.sampling import Probabilities
 
 @dataclass
 class Script:
-    """Makes every random choice of a run by plan, and steps through all plans in turn.
+    """Makes every random choice of a run by plan; `runs` goes through all plans.
 
-    Choices made before `armed` are drawn once and for all from a seed. A plan is a list of option numbers.
+    Choices made before `armed` is set come from `seed`, the same in every run.
+
+    Attributes:
+        seed: seed of the choices made before `armed`.
+        plan: number of the option that each choice takes, in order; later choices take option 0.
     """
 
     seed: int
     plan: list[int] = field(default_factory=list)
 
     def runs(self) -> Iterator[Script]:
+        """Yield this script once for each plan; `weight` is then the probability of the run."""
         while True:
-            self.rng, self.armed = np.random.default_rng(self.seed), False
-            self.weight, self.made, self.options = 1.0, 0, []  # type: ignore[var-annotated]
-            self.numbers: dict[int, tuple[float, float]] = {}
+            self.rng = np.random.default_rng(self.seed)
+            self.armed = False
+            self.weight: float = 1.0
+            self.num_choices: int = 0
+            self.option_counts: list[int] = []
+            self.bounds: dict[int, tuple[float, float]] = {}  # of the uniform number of each position
             yield self
-            plan = [*self.plan, *[0] * (self.made - len(self.plan))]
-            while plan and plan[-1] + 1 == self.options[len(plan) - 1]:
+            plan = [*self.plan, *[0] * (self.num_choices - len(self.plan))]
+            while plan and plan[-1] + 1 == self.option_counts[len(plan) - 1]:
                 plan.pop()
             if not plan:
                 return
             self.plan = [*plan[:-1], plan[-1] + 1]
 
     def choose(self, weights: NDArray[np.float64]) -> int:
-        """One of the options with positive weight."""
+        """Choose an option with positive weight, by plan."""
         possible = np.flatnonzero(weights > 0)
-        share = weights[possible] / weights.sum()
+        probabilities = weights[possible] / weights.sum()
         if not self.armed:
-            return int(possible[self.rng.choice(len(possible), p=share)])
-        number = self.plan[self.made] if self.made < len(self.plan) else 0
-        self.options.append(len(possible))
-        self.made += 1
-        self.weight *= share[number]
-        return int(possible[number])
+            return int(possible[self.rng.choice(len(possible), p=probabilities)])
+        option = self.plan[self.num_choices] if self.num_choices < len(self.plan) else 0
+        self.option_counts.append(len(possible))
+        self.num_choices += 1
+        self.weight *= probabilities[option]
+        return int(possible[option])
 
     def below(self, position: int, threshold: float) -> bool:
-        """Whether the uniform number of a position lies below a threshold; each answer narrows the number down."""
-        low, high = self.numbers.get(position, (0.0, 1.0))
+        """Choose whether the uniform number of a position is below `threshold`, consistently with earlier choices."""
+        low, high = self.bounds.get(position, (0.0, 1.0))
         middle = min(max(threshold, low), high)
-        first = self.choose(np.array([middle - low, high - middle])) == 0
-        self.numbers[position] = (low, middle) if first else (middle, high)
-        return first
+        is_below = self.choose(np.array([middle - low, high - middle])) == 0
+        self.bounds[position] = (low, middle) if is_below else (middle, high)
+        return is_below
 
-    def at(self, position: int) -> Numbers:
-        """A stream whose every number is that of a position."""
-        return Numbers(self, position)
+    def at(self, position: int) -> PositionStream:
+        """Return a stream whose every number is the uniform number of `position`."""
+        return PositionStream(self, position)
 
-    # what stands in for generators and draws
-
-    def random(self) -> Coin:
-        return Coin(self)
+    def random(self) -> LazyUniform:
+        """Stand in for `Generator.random`."""
+        return LazyUniform(self)
 
     def draw(self, distribution: Probabilities, rng: object) -> int:
+        """Stand in for `runtime.sampling.sample`."""
         return self.choose(distribution)
 
 
 @dataclass(frozen=True)
-class Coin:
-    """A uniform number that has not been drawn yet: comparing it chooses on which side it lies."""
+class LazyUniform:
+    """A uniform number that is not drawn yet: a comparison chooses on which side of the threshold it lies."""
 
     script: Script
-    position: int | None = None  # whose number it is; None: its own
+    position: int | None = None  # position that the number belongs to; None: a new number for each comparison
 
     def __le__(self, threshold: float) -> bool:
         if self.position is not None:
@@ -83,11 +91,11 @@ class Coin:
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """Gives the number of one position over and over."""
+class PositionStream:
+    """A random stream that repeats the uniform number of one position."""
 
     script: Script
     position: int
 
-    def random(self) -> Coin:
-        return Coin(self.script, self.position)
+    def random(self) -> LazyUniform:
+        return LazyUniform(self.script, self.position)

@@ -1,0 +1,197 @@
+"""Image to image of GLM-Image, from pixels to codes, against the class of transformers with random weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_copies import GLM_IMAGE, copy_checkpoint
+from family_readers import read_glm_image
+from PIL import Image
+from refusals import error_of
+
+from lantern_rt import Pipeline
+from lantern_rt.errors import CheckpointError, RequestError
+from lantern_rt.export.families import glm_image
+from lantern_rt.export.graph.precision import read_precisions
+from lantern_rt.export.verify import verify
+from lantern_rt.export.writer import export_model
+from lantern_rt.requests import Request
+
+transformers = pytest.importorskip("transformers")
+PART = "vision_language_encoder"
+GRIDS = [(2, 2), (3, 5), (5, 2), (2, 3)]
+PROMPT = "a wooden table in the morning light"
+PRECISIONS = [("fp16", "float32"), ("bf16-safe", "float32"), ("int8-weights", "float32"), ("int4-weights", "float32")]
+PRECISIONS += [("int8", "float32"), (None, "float16"), (None, "bfloat16")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint with an image encoder of two blocks whose weights tell images apart."""
+    torch.set_num_threads(1)
+    folder = shutil.copytree(GLM_IMAGE, tmp_path_factory.mktemp("checkpoint") / "glm")
+
+    def redraw(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if ".blocks.0." in name]:
+            weights[name.replace(".blocks.0.", ".blocks.1.")] = weights[name]
+        generator = torch.Generator().manual_seed(0)
+        for name in sorted(name for name in weights if name.startswith(("model.visual.", "model.vqmodel.quant_"))):
+            scale = 0.05 if "patch_embed" in name else 0.3
+            weights[name] = (scale * torch.randn(weights[name].shape, generator=generator)).bfloat16()
+
+    copy_checkpoint(GLM_IMAGE / PART, folder / PART, redraw, lambda config: config["vision_config"].update(depth=2))
+    return folder
+
+
+def export(folder: Path, output: Path, precision: str | None = None, compute: str = "float32") -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(glm_image, "image_grids", lambda square: GRIDS)
+        model = read_glm_image(folder, grid=2)
+    return export_model(model, output, precisions=read_precisions(precision, compute=compute))
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    return Pipeline.from_bundle(export(folder, tmp_path_factory.mktemp("bundle") / "glm"), threads=1)
+
+
+class Original:
+    """The class of transformers with its processor, in the version that needs no torchvision."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
+        from transformers.models.glm_image.modeling_glm_image import GlmImageForConditionalGeneration
+        from transformers.models.glm_image.processing_glm_image import GlmImageProcessor
+
+        settings = json.loads((folder / "processor/processor_config.json").read_text())["image_processor"]
+        del settings["image_processor_type"]
+        self.processor = GlmImageProcessor(
+            image_processor=GlmImageImageProcessorPil(**settings),
+            tokenizer=transformers.AutoTokenizer.from_pretrained(folder / "processor"),
+            chat_template=(folder / "processor/chat_template.jinja").read_text(),
+        )
+        self.model = GlmImageForConditionalGeneration.from_pretrained(folder / PART, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def generate(self, image: Image.Image, rows: int, columns: int) -> tuple[list[int], list[int], list[int]]:
+        """Return the codes of the image, the ids of the prompt with them, and the greedy codes."""
+        content = [{"type": "image", "image": image}, {"type": "text", "text": PROMPT}]
+        sizes = {"target_h": 32 * rows, "target_w": 32 * columns}
+        inputs = self.processor.apply_chat_template(
+            [{"role": "user", "content": content}],
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs=sizes,
+        )
+        features = self.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"][:-1]).pooler_output
+        codes = self.model.get_image_tokens(features)
+        ids = inputs["input_ids"][0].clone()
+        ids[ids == self.model.config.image_token_id] = codes
+        # at the end of an image the class stops
+        tokens = self.model.generate(**inputs, max_new_tokens=rows * columns, do_sample=False)[0, len(ids) :]
+        return codes.tolist(), ids.tolist(), tokens.tolist()
+
+
+@pytest.fixture(scope="module")
+def original(folder: Path) -> Original:
+    return Original(folder)
+
+
+def picture(rows: int, columns: int, seed: int = 0) -> Image.Image:
+    """A picture of coloured spots, as large as an image of this many cells."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (4 * rows, 4 * columns, 3), np.uint8)
+    return Image.fromarray(pixels).resize((32 * columns, 32 * rows), Image.Resampling.BICUBIC)
+
+
+def prompt_ids(request: Request) -> list[int]:
+    (image,) = request.images
+    assert image.edit is not None
+    ids: list[int] = image.edit.complete(image.inputs)["token_ids"][0].tolist()
+    return ids
+
+
+@pytest.mark.parametrize("source", [(2, 2), (3, 5), (5, 2)])
+@pytest.mark.parametrize("grid", [(2, 2), (3, 5), (5, 2)])
+def test_codes_ids_and_greedy_generations_from_pixels_are_those_of_the_class(
+    pipe: Pipeline, original: Original, source: tuple[int, int], grid: tuple[int, int]
+) -> None:
+    image = picture(*source)
+    codes, ids, generated = original.generate(image, *grid)
+    assert len(set(codes)) > len(codes) // 4  # the encoder tells the cells apart
+    options: dict[str, Any] = {"image": image, "size": f"{32 * grid[1]}x{32 * grid[0]}", "temperature": 0}
+    assert prompt_ids(pipe.check(PROMPT, **options)) == ids
+    for method in ("ar", "sjd:window=5", f"rows:window={grid[1]}"):
+        result = pipe(PROMPT, method=method, **options)
+        assert result.codes[0].tolist() == generated
+
+
+@pytest.mark.parametrize(("precision", "compute"), PRECISIONS)
+def test_every_precision_reads_the_same_source_and_agrees_with_the_checkpoint(
+    folder: Path, pipe: Pipeline, tmp_path: Path, precision: str | None, compute: str
+) -> None:
+    rounded = Pipeline.from_bundle(export(folder, tmp_path / "glm", precision, compute), threads=1)
+    options: dict[str, Any] = {"image": picture(3, 5), "seed": 5, "method": "ar"}
+    assert prompt_ids(rounded.check(PROMPT, **options)) == prompt_ids(pipe.check(PROMPT, **options))
+    (codes,) = rounded(PROMPT, **options).codes
+    assert codes.shape == (15,)
+    assert (codes >= 0).all()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(glm_image, "image_grids", lambda square: GRIDS)
+        report = verify(rounded.bundle, read_glm_image(folder, grid=2))
+    # The limits of integer weights are of trained models, whose distributions are less sensitive than these.
+    rounds = precision is not None and precision.startswith("int")
+    assert rounds or report.passed, report
+    by_evaluator = verify(rounded.bundle)
+    for rows in (report.tensors, by_evaluator.tensors):
+        encoder = {row["tensor"]: row["passed"] for row in rows if row["graph"] == "vq_encoder"}
+        assert encoder == {"codes": True, "pre_quant": True}
+
+
+def test_other_weights_of_the_encoder_do_not_agree(folder: Path, pipe: Pipeline, tmp_path: Path) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    copy_checkpoint(
+        folder / PART, other / PART, lambda weights: weights["model.visual.blocks.1.mlp.fc2.bias"].add_(0.5)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(glm_image, "image_grids", lambda square: GRIDS)
+        report = verify(pipe.bundle, read_glm_image(other, grid=2))
+    assert {row["graph"] for row in report.tensors if not row["passed"]} == {"vq_encoder"}
+
+
+def test_a_checkpoint_without_the_encoder_makes_a_bundle_of_text_to_image(folder: Path, tmp_path: Path) -> None:
+    text = shutil.copytree(folder, tmp_path / "text")
+
+    def strip(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if name.startswith("model.visual.")]:
+            del weights[name]
+
+    copy_checkpoint(folder / PART, text / PART, strip)
+    with Pipeline.from_bundle(export(text, tmp_path / "bundle"), threads=1) as pipe:
+        assert pipe("a fox", size="64x64", temperature=0).codes[0].shape == (256 + 4,)
+        assert "no image encoder" in str(error_of(RequestError, pipe, "a fox", image=picture(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "said"),
+    [
+        ("processor/processor_config.json", lambda c: c["image_processor"].update(image_std=[0.5, 0, 1]), "image_std"),
+        (f"{PART}/config.json", lambda c: c["vision_config"].update(num_heads=5), "num_heads"),
+        (f"{PART}/config.json", lambda c: c["vision_config"].update(hidden_act="silu"), "hidden_act"),
+        (f"{PART}/config.json", lambda c: c.update(image_end_token_id=5000), "image_end_token_id"),
+    ],
+)
+def test_an_encoder_that_does_not_fit_is_refused_by_its_field(
+    folder: Path, tmp_path: Path, name: str, edit: Any, said: str
+) -> None:
+    wrong = shutil.copytree(folder, tmp_path / "wrong")
+    content = json.loads((wrong / name).read_text())
+    edit(content)
+    (wrong / name).write_text(json.dumps(content))
+    assert said in str(error_of(CheckpointError, read_glm_image, wrong, grid=2))

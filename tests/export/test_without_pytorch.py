@@ -1,0 +1,120 @@
+"""Every name whose weights may be published, from an empty cache to an image on a host without PyTorch.
+
+The session `wheel` names the Python of an environment that has none in LANTERN_WITHOUT_PYTORCH; otherwise this Python
+runs the programs, without the modules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from published_host import SMALL
+from stand_in_hub import COMMIT, COMPLETED, REPOSITORIES, STALLED, environment, serve_hub
+
+from lantern_rt import published
+from lantern_rt.export.graph.precision import read_precisions
+from lantern_rt.export.registry import read_family
+from lantern_rt.export.writer import export_model
+
+OTHER = os.environ.get("LANTERN_WITHOUT_PYTORCH")
+ABSENT = [] if OTHER else ["torch", "onnx", "safetensors", "transformers"]
+# `run` for many names in one process; its words: modules to leave out, table, commands.
+PROGRAM = """
+import json, sys
+from importlib.util import find_spec
+from pathlib import Path
+absent, table, commands = sys.argv[1:]
+sys.modules |= dict.fromkeys(json.loads(absent))
+for name in {"torch", "onnx"} - {*json.loads(absent)}:
+    assert find_spec(name) is None
+from lantern_rt import published
+from lantern_rt.cli.main import run_program
+published.TABLE = Path(table)
+sys.exit(sum(run_program(command) != 0 for command in json.loads(commands)))
+"""
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[str]:
+    with serve_hub() as address:
+        yield address
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> dict[str, Any]:
+    """Rows of all names that may be published, with finished bundles on the hub; one export serves a family's names."""
+    rows: dict[str, Any] = {}
+    exports: dict[str, dict[str, bytes]] = {}
+    for name, model in published.published_models().items():
+        if model.licence not in ("MIT", "Apache-2.0"):
+            continue
+        if model.family not in exports:
+            folder = tmp_path / model.family
+            folder.mkdir()
+            sources, further = SMALL[model.family](folder)
+            options = {role: str(path) for role, path in sources.items()} | further
+            loaded = read_family(model.family, options, lambda *_: None)
+            output = export_model(loaded, folder / "bundle", name="NAME", precisions=read_precisions(target="int8"))
+            exports[model.family] = {path.name: path.read_bytes() for path in output.iterdir()}
+        files = dict(exports[model.family])
+        files["bundle.json"] = files["bundle.json"].replace(b'"NAME"', json.dumps(name).encode())
+        REPOSITORIES[f"owner/{name}"] = files | {"README.md": b"is not downloaded"}
+        digest, size = hashlib.sha256(files["bundle.json"]).hexdigest(), sum(map(len, files.values()))
+        bundle = {"reference": f"hf:owner/{name}@{COMMIT}", "digest": digest, "download_bytes": size}
+        rows[name] = model.model_dump() | {"memory_bytes": 1, "bundles": {"int8": bundle}}
+    return rows
+
+
+@pytest.mark.slow
+def test_every_name_that_may_be_published_becomes_an_image(hub: str, tmp_path: Path, models: dict[str, Any]) -> None:
+    assert {row["family"] for row in models.values()} == {"llamagen", "emu3", "emu35"}
+    table = tmp_path / "models.json"
+    table.write_text(json.dumps(models))
+
+    def start(output: Path, address: str, **options: Any) -> subprocess.Popen[str]:
+        commands = []
+        for name, row in models.items():
+            subject = ["--class-id", "3"] if row["family"] == "llamagen" else ["a fox"]
+            commands.append(["run", name, *subject, "--seed", "1", "--yes", "--output", str(output / f"{name}.png")])
+        output.mkdir(exist_ok=True)
+        variables = environment(address, tmp_path / "home", LANTERN_RT_CACHE=str(tmp_path / "bundles"))
+        command = [OTHER or sys.executable, "-c", PROGRAM, json.dumps(ABSENT), str(table), json.dumps(commands)]
+        return subprocess.Popen(command, env=variables, cwd=output, text=True, start_new_session=True, **options)
+
+    first, again = tmp_path / "first", tmp_path / "again"
+    STALLED.add("vq_decoder.onnx")
+    killed = start(first, hub, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 120
+        while "vq_decoder.onnx" in STALLED:
+            assert time.monotonic() < end
+            assert killed.poll() is None
+            time.sleep(0.02)
+    finally:
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.wait()
+    assert not (tmp_path / "bundles").exists()
+    for folder, address in ((first, hub), (again, "http://127.0.0.1:9")):
+        program = start(folder, address, stderr=subprocess.PIPE)
+        _, said = program.communicate(timeout=300)
+        assert program.returncode == 0, said
+    # Each file once, also of the download that was killed, and no other.
+    finished = {name: row["bundles"]["int8"] for name, row in models.items()}
+    assert {name: COMPLETED[f"owner/{name}"] for name in models} == {
+        name: bundle["download_bytes"] for name, bundle in finished.items()
+    }
+    for name, bundle in finished.items():
+        with Image.open(first / f"{name}.png") as one, Image.open(again / f"{name}.png") as other:
+            assert one.info["bundle_digest"] == bundle["digest"]
+            assert one.tobytes() == other.tobytes()

@@ -1,0 +1,65 @@
+"""Distributions of the toy target by definition: looked up in its table, without any engine or runtime."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from toy_engine import ToyModel, ToyTarget
+
+from lantern_rt.methods import Sampling
+from lantern_rt.runtime.state import Prompt
+
+
+def naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
+    """Apply temperature, top-k and top-p in the plainest way, as a second opinion on `compute_distribution`."""
+    weights = np.exp((logits - logits.max()) / (sampling.temperature or 1.0))
+    for name in sampling.filter_order.split(", "):
+        order = sorted(range(len(weights)), key=lambda code: -weights[code])
+        if name == "top-k" and sampling.top_k:
+            for code in order[sampling.top_k :]:
+                weights[code] = 0
+        if name == "top-p" and sampling.top_p < 1:
+            total = weights.sum()
+            cumulative = 0.0
+            for code in order:
+                share = weights[code] / total
+                if cumulative > sampling.top_p:
+                    weights[code] = 0
+                cumulative += share
+    return weights / weights.sum()
+
+
+def next_distribution(model: ToyModel, prompt: Prompt, codes: Sequence[int], sampling: Sampling) -> NDArray[np.float64]:
+    """Return the target's distribution after the tokens `codes`, from the table, without any engine or runtime."""
+    target = model.target
+    assert isinstance(target, ToyTarget)
+    prefix = len(prompt.cond.real)
+    rows = []
+    for prefix_row in [prompt.cond, prompt.uncond]:
+        hashes = target.prefix_hash(prefix_row.embeds)[prefix_row.real]
+        if codes:
+            hashes = np.append(hashes, target.code_hash(np.array(codes), prefix + np.arange(len(codes))))
+        rows.append(target.logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
+    cond, uncond = rows
+    penalty = sampling.repetition_penalty or 1.0
+    for code in {token for token in codes if token < len(cond)}:  # row ends are not penalized
+        cond[code] = cond[code] * penalty if cond[code] < 0 else cond[code] / penalty
+    cell = sum(code < len(cond) for code in codes)
+    scale = sampling.cfg_scale if cell < sampling.count_guided(model.num_codes) else 1.0
+    if sampling.cfg_schedule == "linear":
+        scale = 1 + (scale - 1) * (cell + 1) / model.num_codes
+    return naive_distribution(uncond + scale * (cond - uncond), sampling)
+
+
+def joint_distribution(model: ToyModel, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
+    """Enumerate the probabilities of all token sequences of an image: `[vocabulary] * codes`."""
+    vocabulary = model.target.vocabulary  # type: ignore[attr-defined]
+    joint = np.ones((vocabulary,) * model.num_codes)
+    for length in range(model.num_codes):
+        for codes in itertools.product(range(vocabulary), repeat=length):
+            distribution = next_distribution(model, prompt, codes, sampling)
+            joint[codes] *= distribution.reshape((vocabulary,) + (1,) * (model.num_codes - length - 1))
+    return joint
