@@ -112,7 +112,8 @@ def test_row_ends_of_published_sizes_are_where_the_published_code_forces_them(na
     assert (rows, columns) in grid_sizes(PROTOCOL["image_area_default"], 8)
     row_end = PROTOCOL["tokens"]["eol"]["official"]
     layout = RowEndLayout(rows * columns, columns, row_end=row_end)
-    tokens = [*layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist(), row_end]  # the last row end is not sampled
+    # The last row end is not sampled.
+    tokens = [*layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist(), row_end]
     assert tokens == forced[: rows * (columns + 1)].tolist()
     assert (forced[len(tokens) :] >= 0).all()
 
