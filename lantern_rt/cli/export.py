@@ -11,7 +11,7 @@ import typer
 from ..engines.host import available_memory
 from ..errors import CheckpointError
 from ..export.registry import FAMILIES, check_family, detect_family, find_family, read_family
-from ..export.space import Sizes, check_bundle, estimate_sizes
+from ..export.space import ExportSizes, check_bundle, estimate_sizes
 from ..inputs import require_library
 from ..memory import PeakMemory
 from ..published import find_model
@@ -172,7 +172,7 @@ def export(
     print_text(output)
 
 
-def _check_download(output: Path, sizes: Sizes) -> None:
+def _check_download(output: Path, sizes: ExportSizes) -> None:
     if sizes.download:
         check_bundle(output, sizes.bundle, sizes.download)
         free = format_bytes(available_memory())
