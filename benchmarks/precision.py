@@ -31,7 +31,7 @@ from decode import NODES, REPEATS, pass_seconds
 from lantern_rt import LanternError, Pipeline, __version__
 from lantern_rt.cli.console import print_table
 from lantern_rt.compare.prompts import read_bundle_prompts
-from lantern_rt.compare.turns import ComparedMethod, run
+from lantern_rt.compare.turns import ComparedMethod, run_method
 from lantern_rt.engines.host import describe_processor
 from lantern_rt.export.measures import compare_top_tokens, measure_divergence
 from lantern_rt.runtime.likelihood import compute_sequence_logits
@@ -84,7 +84,7 @@ def speed(pipelines: dict[str, Pipeline], methods: Sequence[str], turns: int) ->
     by_turn = []
     for turn in range(turns):
         request = prompts.request(turn, 1)
-        by_turn.append({(p, method.label): run(pipelines[p], method, request) for p, method in runs})
+        by_turn.append({(p, method.label): run_method(pipelines[p], method, request) for p, method in runs})
     table = []
     for key in by_turn[0]:
         gains = [one["fp32", "ar"].seconds / one[key].seconds for one in by_turn]

@@ -115,12 +115,12 @@ def _publish(job: Job) -> None:
 
 def _verify(job: Job, bundle: Bundle) -> None:
     from lantern_rt.export.registry import read_family
-    from lantern_rt.export.verify import verify
+    from lantern_rt.export.verify import verify_bundle
 
     model = published.find_model(job.name)
     with show_progress() as progress:
         loaded = read_family(model.family, model.export_options, progress, model.cfg_scale)
-        result = verify(bundle, loaded, model.files["target"], progress)
+        result = verify_bundle(bundle, loaded, model.files["target"], progress)
     if not result.passed:
         raise ParityError("differs from its checkpoint", field=str(bundle.folder), remedy="see `lantern-rt verify`")
 

@@ -186,7 +186,7 @@ class Verification:
         self.distributions.append(row)
 
 
-def verify(
+def verify_bundle(
     bundle: Bundle,
     model: Model | None = None,
     against: str = "ONNX reference evaluator",

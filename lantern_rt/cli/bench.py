@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..compare.bench import bench as run_bench
-from ..compare.bench import find_fastest, list_default_methods, summarize
+from ..compare.bench import find_fastest, list_default_methods, run_bench, summarize
 from ..compare.prompts import read_bundle_prompts
 from ..compare.turns import parse_methods
 from ..engines.host import describe_processor

@@ -14,7 +14,7 @@ from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest, Preset
 from ..bundle.rewrite import check_editable
 from ..bundle.rewrite import write_presets as write_into_bundle
-from ..compare.evaluate import evaluate as run_evaluation
+from ..compare.evaluate import evaluate_methods
 from ..compare.image_graph import Agreement, EncoderFeatures, Features, folder_features, read_preprocessing
 from ..compare.presets import candidate_methods, choose_presets
 from ..compare.prompts import Prompts, read_bundle_prompts
@@ -131,7 +131,7 @@ def evaluate(
     reference_features = None if reference is None else _read_reference(reference, feature_graph, manifest)
     pipeline = options.load(opened)
     with show_progress() as progress:
-        report, images = run_evaluation(
+        report, images = evaluate_methods(
             pipeline, prompt_set, seeds, methods, progress, feature_graph, agreement_graph, reference_features
         )
     facts = _describe_pipeline(pipeline)

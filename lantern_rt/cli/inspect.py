@@ -10,7 +10,7 @@ from ..bundle.files import Bundle, list_embedded_names
 from ..engines.engine_folder import EngineFolder, is_engine_folder, open_engine_folder
 from ..errors import RequestError
 from .console import Facts, print_facts, print_json, print_text, show_progress
-from .options import JsonOption, open_bundle
+from .options import JsonOption, open_named_bundle
 
 EXAMPLES = """
 lantern-rt inspect scenes
@@ -44,7 +44,7 @@ def inspect(
         else:
             print_facts({"engines": describe_engines(engines)})
         return
-    opened = open_bundle(bundle)
+    opened = open_named_bundle(bundle)
     if words:
         _print_words(opened)
     elif json:

@@ -204,7 +204,9 @@ class EngineOptions:
         """Open a bundle, without hashing the graphs that TensorRT engines replace."""
         from ..engines.engine_folder import open_engine_folder
 
-        return open_bundle(name, () if self.engines is None else open_engine_folder(self.engines).replaced_files())
+        return open_named_bundle(
+            name, () if self.engines is None else open_engine_folder(self.engines).replaced_files()
+        )
 
     def load(self, bundle: Bundle, settings: Settings | None = None, prefix: int | None = None) -> Pipeline:
         """Load the graphs of a bundle, or the TensorRT engines that replace them.
@@ -268,7 +270,7 @@ def download_published(name: str, yes: bool, export: bool) -> None:
         fetch_published(name, progress, export)
 
 
-def open_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
+def open_named_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
     """Open a bundle with progress on stderr. skipped_roles: files not to check, as in `bundle.files.open_bundle`."""
     from ..bundle import files
     from ..published import find_bundle

@@ -17,7 +17,7 @@ from ..inputs import format_value, read_plain_file, reading
 from ..output.recipe import REMEDY, read_recipe
 from .console import print_stderr, print_text, show_progress
 from .inspect import describe_bundle
-from .options import BundleArgument, EngineOptions, open_bundle
+from .options import BundleArgument, EngineOptions, open_named_bundle
 from .replay import restore_settings
 
 EXAMPLES = """
@@ -47,7 +47,7 @@ def push(
     """
     if re.fullmatch(REPOSITORY, repository) is None:
         raise RequestError(field="repository", found=format_value(repository), expected="owner/name")
-    opened = open_bundle(bundle)
+    opened = open_named_bundle(bundle)
     if images:
         opened.check_makes_images()
     samples = [_read_sample(path, opened) for path in images or ()]

@@ -25,7 +25,7 @@ def list_default_methods(manifest: Manifest) -> list[str]:
     return supported_methods(manifest, METHODS)
 
 
-def bench(
+def run_bench(
     pipeline: Pipeline,
     methods: Sequence[ComparedMethod],
     prompts: Prompts,

@@ -34,7 +34,7 @@ _WIDE = 256
 _RESAMPLES_WIDE = 200
 
 
-def evaluate(
+def evaluate_methods(
     pipeline: Pipeline,
     prompts: Prompts,
     num_seeds: int,

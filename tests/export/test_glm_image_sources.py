@@ -19,7 +19,7 @@ from lantern_rt import Pipeline
 from lantern_rt.errors import CheckpointError, RequestError
 from lantern_rt.export.families import glm_image
 from lantern_rt.export.graph.precision import read_precisions
-from lantern_rt.export.verify import verify
+from lantern_rt.export.verify import verify_bundle
 from lantern_rt.export.writer import export_model
 from lantern_rt.requests import Request
 
@@ -144,11 +144,11 @@ def test_every_precision_reads_the_same_source_and_agrees_with_the_checkpoint(
     assert (codes >= 0).all()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "image_grids", lambda square: GRIDS)
-        report = verify(rounded.bundle, read_glm_image(folder, grid=2))
+        report = verify_bundle(rounded.bundle, read_glm_image(folder, grid=2))
     # The limits of integer weights are of trained models, whose distributions are less sensitive than these.
     rounds = precision is not None and precision.startswith("int")
     assert rounds or report.passed, report
-    by_evaluator = verify(rounded.bundle)
+    by_evaluator = verify_bundle(rounded.bundle)
     for rows in (report.tensors, by_evaluator.tensors):
         encoder = {row["tensor"]: row["passed"] for row in rows if row["graph"] == "vq_encoder"}
         assert encoder == {"codes": True, "pre_quant": True}
@@ -161,7 +161,7 @@ def test_other_weights_of_the_encoder_do_not_agree(folder: Path, pipe: Pipeline,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "image_grids", lambda square: GRIDS)
-        report = verify(pipe.bundle, read_glm_image(other, grid=2))
+        report = verify_bundle(pipe.bundle, read_glm_image(other, grid=2))
     assert {row["graph"] for row in report.tensors if not row["passed"]} == {"vq_encoder"}
 
 
