@@ -23,7 +23,7 @@ FORM = "multipart/form-data; boundary=x"
 
 
 class RunningServer:
-    """Runs `lantern-rt serve` with these arguments, on `port` or on a free one; `log` holds what it has written so far."""
+    """Runs `lantern-rt serve` with these arguments, on `port` or a free one; `log` is what it has written."""
 
     root = ""  # prefix of all paths
 

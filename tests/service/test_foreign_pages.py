@@ -1,4 +1,4 @@
-"""Check pages of other sites: they may neither send requests nor read answers, even where their name resolves to this host."""
+"""Check that pages of other sites can neither send requests nor read answers, whatever name they use for this host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check forms with files: they are read as they were written, in pieces of any size; hostile forms are rejected at once."""
+"""Check forms with files: read as they were written, in pieces of any size; hostile forms are rejected at once."""
 
 from __future__ import annotations
 

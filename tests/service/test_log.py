@@ -1,4 +1,4 @@
-"""Check that the log has one format, whatever writes it, and that environment variables of other programs change nothing."""
+"""Check that the log has one format and that environment variables of other programs change nothing."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_models_are_listed(tiny_client: openai.OpenAI) -> None:
 
 @pytest.fixture(scope="module")
 def bounded(start: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
-    """Start a server of few images at a time, with one method, at most two images a request, and a second model name."""
+    """Start a server of few images at a time, one method, at most two images a request, and two model names."""
     limits = ["--alias", "gpt-image-1=tiny", "--methods", "ar", "--max-n", 2]
     return start(tiny_folder, "--threads", 1, "--batch", 1, "--waiting", 1, *limits)
 
