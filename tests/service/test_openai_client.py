@@ -247,11 +247,11 @@ MASK = np.zeros((SIDE, SIDE), bool)
 MASK[64:128, 16:96] = True
 
 
-def encode_png(array: Any) -> bytes:
+def array_to_png(array: Any) -> bytes:
     return encode_png(Image.fromarray(array), {})
 
 
-TRANSPARENT = encode_png(np.dstack([np.zeros((SIDE, SIDE, 3), np.uint8), np.where(MASK, 0, 255).astype(np.uint8)]))
+TRANSPARENT = array_to_png(np.dstack([np.zeros((SIDE, SIDE, 3), np.uint8), np.where(MASK, 0, 255).astype(np.uint8)]))
 
 
 @pytest.fixture(scope="module")
@@ -309,8 +309,8 @@ def test_a_variation_keeps_the_upper_rows_and_the_prompt(scenes_client: openai.O
 def test_what_is_wrong_with_an_edit_is_named(scenes_client: openai.OpenAI, before: Image.Image) -> None:
     image = encode_png(before, {})
     wrong_requests: list[tuple[dict[str, Any], str]] = [
-        ({"mask": encode_png(np.zeros((64, 64), np.uint8))}, "mask"),
-        ({"mask": encode_png(np.zeros((SIDE, SIDE), np.uint8))}, "mask"),
+        ({"mask": array_to_png(np.zeros((64, 64), np.uint8))}, "mask"),
+        ({"mask": array_to_png(np.zeros((SIDE, SIDE), np.uint8))}, "mask"),
         ({"mask": b"no picture"}, "mask"),
         ({}, "mask"),
         ({"image": image[:5000], "mask": TRANSPARENT}, "image"),
