@@ -33,7 +33,7 @@ _INSTRUCTION_SETS = (
     "i8mm",
     "sve",
 )
-EXPORT_BYTES = 2_200_000_000  # peak memory of the largest export that was measured (docs/measurements.md)
+EXPORT_BYTES = 2_200_000_000  # peak memory of exports of small codebooks, measured (docs/measurements.md)
 RUNTIMES = ("onnxruntime", "onnxruntime-gpu")  # distributions that overwrite each other's files
 _import_lock = threading.Lock()
 

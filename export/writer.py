@@ -74,7 +74,8 @@ def export_model(
         progress("preparing graphs", done, len(graphs))
         graph_files[graph.role] = plan_graph(graph, precisions.rule(graph.role))
     progress("preparing graphs", len(graphs), len(graphs))
-    check_bundle(output, sum(file.size for file in graph_files.values()) + 4 * model.code_embeddings.numel())
+    size = 4 * model.code_embeddings.numel()  # the output layer has as many weights
+    check_bundle(output, sum(file.size for file in graph_files.values()) + size, head=size)
     with atomic_folder(output, force, _MANIFEST) as folder:
         paths = {"neighbors": folder / "neighbors.npz"}
         table = compute_neighbour_table(model.codebook, model.neighbors, partial(progress, "sorting neighbours"))

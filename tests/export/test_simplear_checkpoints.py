@@ -96,7 +96,9 @@ def test_an_untied_head_and_an_image_tokenizer_in_safetensors_are_read(tmp_path:
     for graph, untied_graph in zip(tied.graphs[1:], untied_model.graphs[1:], strict=True):
         weights = untied_graph.module.state_dict()
         stored_weights = graph.module.state_dict().items()
-        assert all(torch.equal(compute_tensor(weights[name]), compute_tensor(w)) for name, w in stored_weights)
+        assert all(
+            torch.equal(compute_tensor(weights[name]), compute_tensor(weight)) for name, weight in stored_weights
+        )
     assert tied.fields["sampling"].repetition_penalty == 1.1  # from generation_config.json
 
 

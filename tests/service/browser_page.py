@@ -1,4 +1,4 @@
-"""The page of `lantern-rt serve` in a browser, for tests of what a person sees there, and can do."""
+"""Drive the page of `lantern-rt serve` in a browser, for tests of what a person sees and can do there."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ CODES, SECONDS, REMEMBERED = 256, 60, 24
 
 
 def open_browser() -> Iterator[Browser]:
-    """Chromium with a new, empty profile."""
+    """Start Chromium with a new, empty profile."""
     with playwright.sync_playwright() as programs:
         browser = programs.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
         yield browser
         browser.close()
 
 
-def visit(server: str, browser: Browser, **options: object) -> Iterator[Page]:
-    """The page, ready to draw; whatever a test does, no request leaves the server and no script fails."""
+def open_page(server: str, browser: Browser, **options: object) -> Iterator[Page]:
+    """Open the page, ready to draw; at the end, no request has left the server and no script has failed."""
     context = browser.new_context(**options)
     page, errors, addresses = context.new_page(), [], []
     page.on("pageerror", lambda error: errors.append(str(error)))
@@ -41,9 +41,11 @@ def visit(server: str, browser: Browser, **options: object) -> Iterator[Page]:
     expect(page.locator("#draw")).to_be_enabled()
     yield page
     context.close()
-    refused = "Failed to load resource: the server responded with a status of 4"  # said of every refusal
-    assert [error for error in errors if not error.startswith(refused)] == []
-    assert [one for one in addresses if not one.startswith((server, "data:", f"blob:{server}"))] == []
+    rejection_message = (
+        "Failed to load resource: the server responded with a status of 4"  # logged for every rejected request
+    )
+    assert [error for error in errors if not error.startswith(rejection_message)] == []
+    assert [address for address in addresses if not address.startswith((server, "data:", f"blob:{server}"))] == []
 
 
 def draw(page: Page, method: str = "strict", other: str = "") -> None:
@@ -54,18 +56,18 @@ def draw(page: Page, method: str = "strict", other: str = "") -> None:
     expect(page.locator("#cancel")).to_be_hidden(timeout=1000 * SECONDS)
 
 
-def saved(page: Page, number: int = 0) -> bytes:
-    """The file of an image that is shown."""
+def download_image(page: Page, number: int = 0) -> bytes:
+    """Return the file of a displayed image."""
     with page.expect_download() as download:
         page.click(f".save >> nth={number}")
     return download.value.path().read_bytes()
 
 
-def figures(page: Page) -> dict[str, list[str]]:
-    """The table, by the names of its rows."""
+def read_figures(page: Page) -> dict[str, list[str]]:
+    """Return the table of figures by the names of its rows."""
     rows = page.locator("#figures tbody tr").all()
     return {row.locator("th").inner_text(): row.locator("td").all_inner_texts() for row in rows}
 
 
-def read(file: bytes) -> np.ndarray:
+def decode_image(file: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))

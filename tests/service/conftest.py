@@ -1,4 +1,4 @@
-"""Servers that several tests share: of the embedded model, and of a tiny one."""
+"""Fixtures shared by tests of the service: servers of the model `scenes` and of a tiny one, and browser pages."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lantern_rt import Pipeline
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningServer]]:
-    """Starts a server that ends with the session at the latest."""
+    """Yield a function that starts a server; every server ends with the session at the latest."""
     started: list[RunningServer] = []
 
-    def begin(*arguments: object, ready: bool = True, port: int = 0) -> RunningServer:
+    def start_server(*arguments: object, ready: bool = True, port: int = 0) -> RunningServer:
         started.append(RunningServer(tmp_path_factory.mktemp("server"), *arguments, port=port))
         return started[-1].wait_until_ready() if ready else started[-1]
 
-    yield begin
+    yield start_server
     for server in started:
         server.kill()
 
 
 @pytest.fixture(scope="session")
 def scenes(start: Callable[..., RunningServer]) -> RunningServer:
-    """A server of `scenes`, at most four images together."""
+    """Start a server of `scenes` that draws at most four images together."""
     return start("scenes", "--threads", 1, "--batch", 4)
 
 
@@ -43,13 +43,13 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(start: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
-    """A server of a tiny bundle, whose images take milliseconds."""
+    """Start a server of a tiny bundle, whose images take milliseconds."""
     return start(tiny_folder, "--threads", 1, "--batch", 4)
 
 
 @pytest.fixture(scope="session")
 def tiny_pipe(tiny_folder: Path) -> Pipeline:
-    """The same bundle without a server."""
+    """Load the bundle of `tiny` without a server."""
     return Pipeline.from_bundle(tiny_folder, threads=1)
 
 
@@ -67,13 +67,13 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(scenes: RunningServer, browser: Any) -> Iterator[Any]:
-    from browser_page import visit
+    from browser_page import open_page
 
-    yield from visit(f"{scenes.url}/", browser)
+    yield from open_page(f"{scenes.url}/", browser)
 
 
 @pytest.fixture
 def phone(scenes: RunningServer, browser: Any) -> Iterator[Any]:
-    from browser_page import PHONE, visit
+    from browser_page import PHONE, open_page
 
-    yield from visit(f"{scenes.url}/", browser, **PHONE)
+    yield from open_page(f"{scenes.url}/", browser, **PHONE)

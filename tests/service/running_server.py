@@ -23,9 +23,9 @@ FORM = "multipart/form-data; boundary=x"
 
 
 class RunningServer:
-    """`lantern-rt serve` with these arguments, on this port or a free one; `log` is what it wrote so far."""
+    """Runs `lantern-rt serve` with these arguments, on `port` or a free one; `log` is what it has written."""
 
-    root = ""  # what all paths begin with
+    root = ""  # prefix of all paths
 
     def __init__(self, folder: Path, *arguments: object, port: int = 0) -> None:
         self._log = folder / f"serve-{time.monotonic_ns()}.log"
@@ -40,8 +40,8 @@ class RunningServer:
     def log(self) -> str:
         return self._log.read_text("utf-8")
 
-    def lines(self) -> list[dict[str, Any]]:
-        """What it logged of requests; a line that is still being written is not one yet."""
+    def request_lines(self) -> list[dict[str, Any]]:
+        """Return the lines logged about requests; a line that is still being written is left out."""
         return [line for line in map(json.loads, self.log.split("\n")[:-1]) if line["message"] == "request"]
 
     def _wait_for(self, pattern: str, seconds: float = 60.0) -> str:
@@ -53,13 +53,13 @@ class RunningServer:
         raise AssertionError(f"{pattern} is not in {self.log!r}")
 
     def wait_until_ready(self) -> RunningServer:
-        until(lambda: self.get("/readyz")[0] == 200)
+        wait_until(lambda: self.get("/readyz")[0] == 200)
         return self
 
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers with small letters, body."""
+        """Return the status, the headers with lower-case names, and the body."""
         connection = http.client.HTTPConnection(self.address, timeout=60)
         try:
             connection.request(method, self.root + path, body, headers or {})
@@ -73,7 +73,7 @@ class RunningServer:
         return status, json.loads(body) if answer_headers.get("content-type") == "application/json" else body.decode()
 
     def post(self, content: Any, **headers: str) -> tuple[int, Any]:
-        """Ask for images; status and answer."""
+        """Request images; return the status and the answer."""
         headers = {"content-type": "application/json", **headers}
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         status, _, answer = self.request("POST", GENERATIONS, body, headers)
@@ -81,7 +81,7 @@ class RunningServer:
 
     @contextmanager
     def open(self, content: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
-        """A connection on which images were asked for; leaving closes it."""
+        """Open a connection and request images on it; leaving the context closes it."""
         connection = http.client.HTTPConnection(self.address, timeout=60)
         try:
             headers = {"content-type": "application/json"}
@@ -90,24 +90,24 @@ class RunningServer:
         finally:
             connection.close()
 
-    def connect(self, sent: bytes = b"", address: str = "127.0.0.1") -> socket.socket:
-        """A connection from an address of this host, on which these bytes were sent."""
+    def connect(self, content: bytes = b"", address: str = "127.0.0.1") -> socket.socket:
+        """Open a connection from `address` and send `content` on it."""
         host, _, port = self.address.rpartition(":")
-        made = socket.create_connection((host, int(port)), 30, source_address=(address, 0))
-        made.sendall(sent)
-        return made
+        connection = socket.create_connection((host, int(port)), 30, source_address=(address, 0))
+        connection.sendall(content)
+        return connection
 
     def metric(self, name: str, **labels: str) -> float:
-        """A sample of /metrics; 0 if it is not there."""
+        """Return a sample of /metrics; 0 if it is missing."""
         text = ",".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
         pattern = rf"^{re.escape(f'{name}{{{text}}}' if text else name)} (\S+)$"
         sample = re.search(pattern, self.get("/metrics")[1], re.MULTILINE)
         return float(sample[1]) if sample else 0.0
 
     def stop(self, *signals: signal.Signals) -> int:
-        """Its exit code after these signals, by default SIGTERM."""
-        for one in signals or (signal.SIGTERM,):
-            self.process.send_signal(one)
+        """Send these signals, by default SIGTERM, and return the exit code."""
+        for sent_signal in signals or (signal.SIGTERM,):
+            self.process.send_signal(sent_signal)
             time.sleep(0.2)
         return self.process.wait(60)
 
@@ -117,29 +117,29 @@ class RunningServer:
             self.process.wait()
 
 
-def until(condition: Any, seconds: float = 60.0) -> None:
-    """Wait for a condition that soon comes true."""
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
+    """Wait until `condition` holds."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
+        assert time.monotonic() < deadline, "the condition still does not hold"
         time.sleep(0.01)
 
 
-def events(body: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """Kinds and data of server-sent events."""
+def parse_events(body: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """Return the kind and the data of each server-sent event."""
     lines = re.findall(rb"^(?:event: ([^\n]*)\n)?data: ([^\n]*)\n\n", body, re.MULTILINE)
     return [(kind.decode(), json.loads(data)) for kind, data in lines]
 
 
-def head(path: str, kind: str, length: int | str) -> bytes:
-    """The headers of a request with a body."""
+def format_head(path: str, kind: str, length: int | str) -> bytes:
+    """Return the request line and the headers of a request with a body."""
     return (
         f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\ncontent-length: {length}\r\n\r\n".encode()
     )
 
 
-def form(fields: dict[str, bytes]) -> bytes:
-    """A body of type `FORM`."""
+def format_form(fields: dict[str, bytes]) -> bytes:
+    """Return a form with these fields, of type `FORM`."""
     parts = [
         b'--x\r\ncontent-disposition: form-data; name="%s"\r\n\r\n%s\r\n' % (name.encode(), fields[name])
         for name in fields

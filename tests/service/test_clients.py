@@ -32,33 +32,33 @@ SECTIONS: dict[str, str] = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE,
 KEY = re.findall(r"export LANTERN_RT_API_KEY=(\S+)", PAGE)[0]
 COMMAND = re.findall(r"^    lantern-rt serve (.*)", PAGE, re.MULTILINE)[0]
 PROMPT = "a red cube on sand"
-HABITS = [size.partition("=")[0] for size in re.findall(r"--map-size (\S+)", COMMAND)]
+MAPPED_SIZES = [size.partition("=")[0] for size in re.findall(r"--map-size (\S+)", COMMAND)]
 NODE = os.environ.get("LANTERN_NODE_PROJECT", "")  # a folder whose node_modules has `openai`
 
 
-def table(text: str) -> dict[str, str]:
+def read_table(text: str) -> dict[str, str]:
     """Return the first value in backquotes of each row of the tables, by the name of the row."""
     rows = re.findall(r"^`?([^|`\n]+?)`? \| [^`\n]*`([^`]*)`", text, re.MULTILINE)
     return dict(rows)
 
 
-def block(section: str, kind: str) -> str:
+def read_block(section: str, kind: str) -> str:
     (text,) = re.findall(rf"```{kind}\n(.*?)```", SECTIONS[section], re.DOTALL)
     return str(text)
 
 
-EVERYWHERE = table(PAGE.partition("\n## ")[0])
-URL = EVERYWHERE["Base URL"]
-WEBUI = table(SECTIONS["Open WebUI"])
-COMFY = table(SECTIONS["ComfyUI"])
-N8N = table(SECTIONS["n8n"])
-HOME: dict[str, Any] = yaml.safe_load(block("Home Assistant", "yaml"))["rest_command"]["generate_image"]
+COMMON_VALUES = read_table(PAGE.partition("\n## ")[0])
+URL = COMMON_VALUES["Base URL"]
+WEBUI = read_table(SECTIONS["Open WebUI"])
+COMFY = read_table(SECTIONS["ComfyUI"])
+N8N = read_table(SECTIONS["n8n"])
+HOME: dict[str, Any] = yaml.safe_load(read_block("Home Assistant", "yaml"))["rest_command"]["generate_image"]
 FIXED = re.findall(r"asks for `(\S+?)`", SECTIONS["LibreChat"])[0]
 WEBUI_BODY = {"model": WEBUI["IMAGE_GENERATION_MODEL"], "prompt": PROMPT, "n": 2, "response_format": "b64_json"}
 LIBRECHAT = {"model": FIXED, "prompt": PROMPT, "n": 1, "background": "auto", "output_format": "png", "quality": "auto"}
 COMFY_BODY = {"prompt": PROMPT, "n": 1, "response_format": COMFY["response_format"], "model": COMFY["model"]}
 # What the page says of Node's client besides its program.
-NODE_MORE = """
+NODE_CHECKS = """
 import { createReadStream } from "node:fs";
 const prompt = "a red cube on sand";
 const edited = await client.images.edit({ image: createReadStream("a.png"), prompt });
@@ -100,7 +100,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-def transparent() -> bytes:
+def encode_transparent_image() -> bytes:
     """Return a PNG with transparent pixels."""
     image = Image.new("RGBA", (256, 256), (200, 180, 120, 255))
     image.paste((0, 0, 0, 0), (64, 64, 128, 128))
@@ -117,7 +117,7 @@ def server(start: Callable[..., RunningServer]) -> Iterator[RunningServer]:
         yield start(*shlex.split(COMMAND), "--threads", 1)
 
 
-def program(text: str, server: RunningServer) -> str:
+def adapt_program(text: str, server: RunningServer) -> str:
     """Return a program of the page, changed to ask the server of the test."""
     assert URL in text
     assert KEY in text
@@ -125,14 +125,14 @@ def program(text: str, server: RunningServer) -> str:
 
 
 def test_sections_have_the_values_of_the_first_table() -> None:
-    assert EVERYWHERE["API key"] == KEY
-    values = (*WEBUI.values(), *COMFY.values(), *N8N.values(), *table(SECTIONS["LibreChat"]).values())
+    assert COMMON_VALUES["API key"] == KEY
+    values = (*WEBUI.values(), *COMFY.values(), *N8N.values(), *read_table(SECTIONS["LibreChat"]).values())
     assert {value.removesuffix("/images/generations") for value in values if value.startswith("http")} == {URL}
     assert HOME["url"] == N8N["URL"] == f"{URL}/images/generations"
     assert HOME["headers"] == {"authorization": f"Bearer {KEY}"}
     assert {WEBUI["IMAGES_OPENAI_API_KEY"], COMFY["api_key"], N8N["Authentication"]} == {KEY}
-    assert {WEBUI["IMAGE_GENERATION_MODEL"], COMFY["model"]} == {EVERYWHERE["Model"]}
-    assert {WEBUI["IMAGE_SIZE"], COMFY["size"]} == {EVERYWHERE["Size"]}
+    assert {WEBUI["IMAGE_GENERATION_MODEL"], COMFY["model"]} == {COMMON_VALUES["Model"]}
+    assert {WEBUI["IMAGE_SIZE"], COMFY["size"]} == {COMMON_VALUES["Size"]}
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -140,10 +140,10 @@ def test_what_a_program_sends_is_answered(server: RunningServer, name: str) -> N
     body = BODIES[name]
     status, answer = server.post(body, authorization=f"Bearer {KEY}")
     assert (status, answer.get("error")) == (200, None)
-    assert answer["size"] == EVERYWHERE["Size"]
+    assert answer["size"] == COMMON_VALUES["Size"]
     assert len(answer["data"]) == body.get("n", 1)
     with Image.open(io.BytesIO(base64.b64decode(answer["data"][0]["b64_json"]))) as image:
-        assert f"{image.width}x{image.height}" == EVERYWHERE["Size"]
+        assert f"{image.width}x{image.height}" == COMMON_VALUES["Size"]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_the_key_of_the_environment_is_needed(server: RunningServer) -> None:
 def test_a_mapped_size_gives_the_image_of_the_size_that_it_is_mapped_to(server: RunningServer) -> None:
     answers = [
         server.post({"prompt": PROMPT, "seed": 1, "size": size}, authorization=f"Bearer {KEY}")[1]["data"]
-        for size in (EVERYWHERE["Size"], *HABITS)
+        for size in (COMMON_VALUES["Size"], *MAPPED_SIZES)
     ]
     assert len(answers) == 3
     assert answers[0] == answers[1] == answers[2]
@@ -180,7 +180,7 @@ def test_a_mapped_size_gives_the_image_of_the_size_that_it_is_mapped_to(server: 
 def test_edits_without_a_mask_change_transparent_pixels(server: RunningServer, image_field: str, size: str) -> None:
     fields = {"model": FIXED, "prompt": PROMPT, "quality": "auto", "size": size}
     parts = [(f'name="{name}"', value.encode()) for name, value in fields.items()]
-    parts.append((f'name="{image_field}"; filename="a.png"', transparent()))
+    parts.append((f'name="{image_field}"; filename="a.png"', encode_transparent_image()))
     body = b"".join(
         b"--B\r\ncontent-disposition: form-data; %b\r\n\r\n%b\r\n" % (head.encode(), content) for head, content in parts
     )
@@ -191,18 +191,18 @@ def test_edits_without_a_mask_change_transparent_pixels(server: RunningServer, i
 
 def test_models_are_listed_by_both_names(server: RunningServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY) as client:
-        assert [model.id for model in client.models.list().data] == [EVERYWHERE["Model"], FIXED]
+        assert [model.id for model in client.models.list().data] == [COMMON_VALUES["Model"], FIXED]
 
 
 def test_gradios_interface_is_built() -> None:
     if find_spec("gradio") is None:
         pytest.skip("needs Gradio")
-    command = [sys.executable, "-c", block("Gradio", "python").replace(".launch()", "")]
+    command = [sys.executable, "-c", read_block("Gradio", "python").replace(".launch()", "")]
     subprocess.run(command, check=True, timeout=120)  # not here, as Gradio leaves event loops open
 
 
 def test_gradios_function_returns_an_image(server: RunningServer) -> None:
-    text = program(block("Gradio", "python"), server).replace("import gradio as gr\n", "")
+    text = adapt_program(read_block("Gradio", "python"), server).replace("import gradio as gr\n", "")
     names: dict[str, Any] = {}
     exec(text.partition("\ngr.")[0], names)
     assert names["generate"](PROMPT).size == (256, 256)
@@ -211,8 +211,8 @@ def test_gradios_function_returns_an_image(server: RunningServer) -> None:
 @pytest.mark.skipif(not (NODE and shutil.which("node")), reason="needs LANTERN_NODE_PROJECT with npm's `openai`")
 def test_nodes_program_runs_as_written(server: RunningServer) -> None:
     file = Path(NODE) / "clients.mjs"
-    (Path(NODE) / "a.png").write_bytes(transparent())
-    file.write_text(program(block("OpenAI's clients", "js"), server) + NODE_MORE, "utf-8")
+    (Path(NODE) / "a.png").write_bytes(encode_transparent_image())
+    file.write_text(adapt_program(read_block("OpenAI's clients", "js"), server) + NODE_CHECKS, "utf-8")
     subprocess.run(["node", file.name], cwd=NODE, check=True, timeout=120)
     with Image.open(Path(NODE) / "cube.png") as image:
         assert image.size == (256, 256)
@@ -221,9 +221,9 @@ def test_nodes_program_runs_as_written(server: RunningServer) -> None:
 def test_litellms_program_runs_as_written(server: RunningServer, tmp_path: Path) -> None:
     if find_spec("litellm") is None:
         pytest.skip("needs LiteLLM")
-    text = program(block("LiteLLM", "python"), server)
+    text = adapt_program(read_block("LiteLLM", "python"), server)
     edit = text.replace("image_generation(", 'image_edit(image=open("a.png", "rb"),').replace("n=2,", "")
-    (tmp_path / "a.png").write_bytes(transparent())
+    (tmp_path / "a.png").write_bytes(encode_transparent_image())
     for source, count in ((text, 2), (edit, 1)):
         check = f"{source}\nassert [bool(one.b64_json) for one in answer.data] == [True] * {count}\n"
         environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}

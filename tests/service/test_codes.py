@@ -1,4 +1,4 @@
-"""Codes over HTTP: of every bundle at /v1/images/codes, and of GLM-Image as SGLang asks for them at /generate."""
+"""Request codes over HTTP: of every bundle at /v1/images/codes, of GLM-Image also as SGLang does at /generate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from running_server import RunningServer, events, head, until
+from running_server import RunningServer, format_head, parse_events, wait_until
 
 from lantern_rt import Pipeline
 
@@ -40,8 +40,8 @@ def post(server: RunningServer, path: str, body: Any, **headers: str) -> tuple[i
     return status, json.loads(answer)
 
 
-def call(trace: dict[str, Any], seed: int | None = 1, **sampling: Any) -> dict[str, Any]:
-    """The body that SGLang sends for an image."""
+def sglang_body(trace: dict[str, Any], seed: int | None = 1, **sampling: Any) -> dict[str, Any]:
+    """Return the body that SGLang sends for an image."""
     grids = [[1, *trace["large_grid"]], [1, *trace["small_grid"]]]
     limit = {"max_new_tokens": trace["max_new_tokens"], "ignore_eos": True, "sampling_seed": seed}
     return {
@@ -51,18 +51,18 @@ def call(trace: dict[str, Any], seed: int | None = 1, **sampling: Any) -> dict[s
     }
 
 
-def together(*calls: dict[str, Any]) -> dict[str, Any]:
-    """The body that SGLang sends for several images."""
+def join_bodies(*calls: dict[str, Any]) -> dict[str, Any]:
+    """Return the body that SGLang sends for several images."""
     return {name: [body[name] for body in calls] for name in calls[0]}
 
 
-def own(trace: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """The same image, as `Pipeline` is asked for it."""
+def pipeline_arguments(trace: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Return the arguments of `Pipeline` for the same image."""
     return {"token_ids": trace["prompt_ids"], "size": f"{trace['width']}x{trace['height']}", **options}
 
 
-def ids_of(trace: dict[str, Any]) -> list[int]:
-    """Published codes of a greedy image, without the id behind them."""
+def published_codes(trace: dict[str, Any]) -> list[int]:
+    """Return the published codes of a greedy image, without the id after them."""
     return trace["generated_ids"][: trace["max_new_tokens"] - 1]
 
 
@@ -77,9 +77,9 @@ def test_a_source_image_in_base64_gives_the_codes_of_the_pipeline(glm: RunningSe
     (data,) = answer["data"]
     assert data["first_codes"] == []
     assert np.ravel(data["codes"]).tolist() == glm_pipe("a red fox", image=file.getvalue(), seed=4).codes[0].tolist()
-    for image, found in (("AAAA", "image"), ("no base64", "image"), (7, "image")):
+    for image, field in (("AAAA", "image"), ("no base64", "image"), (7, "image")):
         status, answer = post(glm, CODES, body | {"image": image})
-        assert (status, answer["error"]["param"]) == (400, found)
+        assert (status, answer["error"]["param"]) == (400, field)
 
 
 def test_a_bundle_without_source_images_refuses_one(start: Callable[..., RunningServer]) -> None:
@@ -90,12 +90,15 @@ def test_a_bundle_without_source_images_refuses_one(start: Callable[..., Running
 
 def test_sglang_gets_the_published_ids_of_one_image_and_of_several_sizes_at_once(glm: RunningServer) -> None:
     greedy = {"temperature": 1.0, "top_k": 1}
-    status, answer = post(glm, "/generate", call(GREEDY[0], **greedy))
-    assert (status, answer["output_ids"]) == (200, ids_of(GREEDY[0]))
+    status, answer = post(glm, "/generate", sglang_body(GREEDY[0], **greedy))
+    assert (status, answer["output_ids"]) == (200, published_codes(GREEDY[0]))
     assert answer["meta_info"]["prompt_tokens"] == len(GREEDY[0]["prompt_ids"])
     assert answer["meta_info"]["completion_tokens"] == len(answer["output_ids"])
-    status, answers = post(glm, "/generate", together(*(call(trace, **greedy) for trace in GREEDY)))
-    assert (status, [one["output_ids"] for one in answers]) == (200, [ids_of(trace) for trace in GREEDY])
+    status, answers = post(glm, "/generate", join_bodies(*(sglang_body(trace, **greedy) for trace in GREEDY)))
+    assert (status, [image_answer["output_ids"] for image_answer in answers]) == (
+        200,
+        [published_codes(trace) for trace in GREEDY],
+    )
     assert glm.request("GET", "/health")[0] == 200
 
 
@@ -103,16 +106,18 @@ def test_a_seed_of_sglang_is_the_seed_of_the_pipeline_and_null_draws_one_that_is
     glm: RunningServer, glm_pipe: Pipeline
 ) -> None:
     trace, other, third = GREEDY[:3]
-    calls = call(trace, 3), call(other, 4, temperature=0.7, top_p=0.5), call(third, None)
-    _, (first, second, drawn) = post(glm, "/generate", together(*calls))
+    calls = sglang_body(trace, 3), sglang_body(other, 4, temperature=0.7, top_p=0.5), sglang_body(third, None)
+    _, (first, second, drawn) = post(glm, "/generate", join_bodies(*calls))
     seed = drawn["meta_info"]["sampling_seed"]
     expected = [
-        glm_pipe(**own(trace, seed=3, temperature=1.0)),
-        glm_pipe(**own(other, seed=4, temperature=0.7, top_p=0.5)),
-        glm_pipe(**own(third, seed=seed, temperature=1.0)),
+        glm_pipe(**pipeline_arguments(trace, seed=3, temperature=1.0)),
+        glm_pipe(**pipeline_arguments(other, seed=4, temperature=0.7, top_p=0.5)),
+        glm_pipe(**pipeline_arguments(third, seed=seed, temperature=1.0)),
     ]
-    assert [one["output_ids"] for one in (first, second, drawn)] == [result.codes[0].tolist() for result in expected]
-    _, again = post(glm, "/generate", call(third, None))
+    assert [image_answer["output_ids"] for image_answer in (first, second, drawn)] == [
+        result.codes[0].tolist() for result in expected
+    ]
+    _, again = post(glm, "/generate", sglang_body(third, None))
     assert again["meta_info"]["sampling_seed"] != seed
 
 
@@ -120,18 +125,22 @@ def test_the_settings_of_sglang_can_be_left_to_the_model(
     start: Callable[..., RunningServer], glm_image_bundle: Path, glm_pipe: Pipeline
 ) -> None:
     server = start(glm_image_bundle, "--threads", 1, "--own-sampling")
-    _, answer = post(server, "/generate", call(GREEDY[0], 3))
-    default = glm_pipe(**own(GREEDY[0], seed=3)).codes[0].tolist()
-    assert answer["output_ids"] == default != glm_pipe(**own(GREEDY[0], seed=3, temperature=1.0)).codes[0].tolist()
+    _, answer = post(server, "/generate", sglang_body(GREEDY[0], 3))
+    default = glm_pipe(**pipeline_arguments(GREEDY[0], seed=3)).codes[0].tolist()
+    assert (
+        answer["output_ids"]
+        == default
+        != glm_pipe(**pipeline_arguments(GREEDY[0], seed=3, temperature=1.0)).codes[0].tolist()
+    )
 
 
-def changed(body: dict[str, Any], *path: Any, to: Any) -> dict[str, Any]:
-    """A copy with one value replaced; a new name is added."""
+def copy_json(body: dict[str, Any], *path: Any, value: Any) -> dict[str, Any]:
+    """Copy the body with the value at `path` replaced or added."""
     copy = json.loads(json.dumps(body))
     place = copy
     for name in path[:-1]:
         place = place[name]
-    place[path[-1]] = to
+    place[path[-1]] = value
     return copy
 
 
@@ -161,27 +170,27 @@ def test_a_wrong_call_of_sglang_is_refused_in_one_line_that_names_the_field(
     glm: RunningServer, path: tuple[Any, ...], value: Any, field: str
 ) -> None:
     for batch in (False, True):
-        right, wrong = call(GREEDY[0]), changed(call(GREEDY[0]), *path, to=value)
+        right, wrong = sglang_body(GREEDY[0]), copy_json(sglang_body(GREEDY[0]), *path, to=value)
         if batch and (path == ("input_ids",) or path == ("image_data",) or path == ("text",)):
             continue
-        status, answer = post(glm, "/generate", together(right, wrong) if batch else wrong)
+        status, answer = post(glm, "/generate", join_bodies(right, wrong) if batch else wrong)
         assert status == 400
         message = answer["error"]["message"]
         assert message.split(":")[0].endswith(field.split(".")[-1] if batch else field), message
         assert "\n" not in message
         assert len(message) < 500
-    until(lambda: glm.metric("lantern_images_running", model="tiny-glm-image") == 0)
+    wait_until(lambda: glm.metric("lantern_images_running", model="tiny-glm-image") == 0)
 
 
 def test_lists_of_different_lengths_and_too_many_images_are_refused(glm: RunningServer) -> None:
-    calls = [call(GREEDY[0])] * 11
-    assert post(glm, "/generate", together(*calls))[1]["error"]["message"] == "n: found 11, expected at most 10"
-    body = together(*calls[:2]) | {"sampling_params": calls[:1]}
+    calls = [sglang_body(GREEDY[0])] * 11
+    assert post(glm, "/generate", join_bodies(*calls))[1]["error"]["message"] == "n: found 11, expected at most 10"
+    body = join_bodies(*calls[:2]) | {"sampling_params": calls[:1]}
     assert post(glm, "/generate", body)[0] == 400
 
 
 def test_a_bundle_of_one_grid_refuses_sglang(tiny: RunningServer) -> None:
-    status, answer = post(tiny, "/generate", call(GREEDY[0]))
+    status, answer = post(tiny, "/generate", sglang_body(GREEDY[0]))
     assert (status, "does not draw a small grid" in answer["error"]["message"]) == (400, True)
 
 
@@ -197,19 +206,19 @@ def test_codes_are_those_of_the_pipeline_as_json_as_a_file_and_as_a_stream(
     firsts = [codes[: size.first_codes].tolist() for codes in result.codes]
     body = {"prompt": prompt, "seed": 5}
     status, answer = post(server, CODES, {**body, "n": 2})
-    assert (status, [one["codes"] for one in answer["data"]]) == (200, grids)
-    assert [[*chain(*one["first_codes"])] for one in answer["data"]] == firsts
+    assert (status, [image_data["codes"] for image_data in answer["data"]]) == (200, grids)
+    assert [[*chain(*image_data["first_codes"])] for image_data in answer["data"]] == firsts
     assert (answer["size"], answer["lantern"]["seeds"]) == (size.name, [5, 6])
     headers = {"accept": "text/html, application/x-npz;q=1"}
-    status, sent, file = server.request("POST", CODES, json.dumps(body).encode(), JSON | headers)
-    assert (status, sent["content-type"]) == (200, "application/x-npz")
+    status, answer_headers, file = server.request("POST", CODES, json.dumps(body).encode(), JSON | headers)
+    assert (status, answer_headers["content-type"]) == (200, "application/x-npz")
     with np.load(io.BytesIO(file)) as arrays:
         assert (arrays["codes"].tolist(), arrays["first_codes"].ravel().tolist()) == (grids[0], firsts[0])
         assert json.loads(str(arrays["recipe"]))["seed"] == "5"
     for change in ({"n": 2}, {"stream": True}):
         assert post(server, CODES, body | change, **headers)[0] == 400
     _, _, stream = server.request("POST", CODES, json.dumps({**body, "stream": True, "steps": True}).encode(), JSON)
-    *steps, (kind, last) = events(stream)
+    *steps, (kind, last) = parse_events(stream)
     assert (kind, last["codes"]) == ("image_codes.completed", grids[0])
     kinds = "".join(data["kinds"] for _, data in steps)
     assert len(kinds) == steps[-1][1]["first_codes"] + size.rows * size.columns == size.codes
@@ -230,25 +239,33 @@ def test_codes_refuse_the_fields_of_pictures_and_pictures_are_refused_where_ther
 def test_fifty_callers_of_both_endpoints_get_what_they_asked_for_and_those_who_leave_free_their_places(
     glm: RunningServer, glm_pipe: Pipeline
 ) -> None:
-    expected = {seed: glm_pipe(**own(GREEDY[1], seed=seed, temperature=1.0)).codes[0].tolist() for seed in range(5)}
-    wrong: list[Any] = []
+    expected = {
+        seed: glm_pipe(**pipeline_arguments(GREEDY[1], seed=seed, temperature=1.0)).codes[0].tolist()
+        for seed in range(5)
+    }
+    mismatches: list[Any] = []
 
     def ask(number: int) -> None:
         seed = number % 5
         if number % 2:
-            _, answer = post(glm, "/generate", call(GREEDY[1], seed))
-            found = answer["output_ids"]
+            _, answer = post(glm, "/generate", sglang_body(GREEDY[1], seed))
+            codes = answer["output_ids"]
         else:
-            body = {"prompt": GREEDY[1]["prompt"], "size": own(GREEDY[1])["size"], "seed": seed, "temperature": 1.0}
+            body = {
+                "prompt": GREEDY[1]["prompt"],
+                "size": pipeline_arguments(GREEDY[1])["size"],
+                "seed": seed,
+                "temperature": 1.0,
+            }
             _, answer = post(glm, CODES, body)
-            found = [*chain(*answer["data"][0]["first_codes"], *answer["data"][0]["codes"])]
-        if found != expected[seed]:
-            wrong.append((number, answer))
+            codes = [*chain(*answer["data"][0]["first_codes"], *answer["data"][0]["codes"])]
+        if codes != expected[seed]:
+            mismatches.append((number, answer))
 
     def leave() -> None:
-        body = json.dumps(together(*[call(GREEDY[0])] * 4)).encode()
-        with glm.connect(head("/generate", "application/json", len(body)) + body):
-            until(lambda: glm.metric("lantern_images_running", model="tiny-glm-image") > 0)
+        body = json.dumps(join_bodies(*[sglang_body(GREEDY[0])] * 4)).encode()
+        with glm.connect(format_head("/generate", "application/json", len(body)) + body):
+            wait_until(lambda: glm.metric("lantern_images_running", model="tiny-glm-image") > 0)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(50)]
     threads += [threading.Thread(target=leave) for _ in range(3)]
@@ -256,10 +273,10 @@ def test_fifty_callers_of_both_endpoints_get_what_they_asked_for_and_those_who_l
         thread.start()
     for thread in threads:
         thread.join()
-    assert wrong == []
-    until(lambda: glm.metric("lantern_images_running", model="tiny-glm-image") == 0)
-    until(lambda: glm.metric("lantern_images_waiting", model="tiny-glm-image") == 0)
-    until(lambda: sum(line["status"] == 499 for line in glm.lines()) == 3)
+    assert mismatches == []
+    wait_until(lambda: glm.metric("lantern_images_running", model="tiny-glm-image") == 0)
+    wait_until(lambda: glm.metric("lantern_images_waiting", model="tiny-glm-image") == 0)
+    wait_until(lambda: sum(line["status"] == 499 for line in glm.request_lines()) == 3)
 
 
 def test_keys_deadlines_and_sigterm_hold_for_sglang(
@@ -269,15 +286,17 @@ def test_keys_deadlines_and_sigterm_hold_for_sglang(
     arguments = [glm_image_bundle, "--threads", 1, "--batch", 1, "--api-key-file", tmp_path / "keys"]
     server = start(*arguments, "--deadline", 0.01)
     key = {"authorization": "Bearer secret"}
-    assert post(server, "/generate", call(GREEDY[0]))[0] == 401
-    assert post(server, "/generate", together(*[call(GREEDY[0])] * 8), **key)[0] in (429, 504)
-    until(lambda: server.lines() != [] and server.lines()[-1]["key"] == "sglang")
+    assert post(server, "/generate", sglang_body(GREEDY[0]))[0] == 401
+    assert post(server, "/generate", join_bodies(*[sglang_body(GREEDY[0])] * 8), **key)[0] in (429, 504)
+    wait_until(lambda: server.request_lines() != [] and server.request_lines()[-1]["key"] == "sglang")
     server.stop()
     server = start(*arguments)
     answers: list[Any] = []
-    asking = threading.Thread(target=lambda: answers.append(post(server, "/generate", call(GREEDY[0], top_k=1), **key)))
-    asking.start()
-    until(lambda: server.metric("lantern_images_running", model="tiny-glm-image") > 0)
+    request_thread = threading.Thread(
+        target=lambda: answers.append(post(server, "/generate", sglang_body(GREEDY[0], top_k=1), **key))
+    )
+    request_thread.start()
+    wait_until(lambda: server.metric("lantern_images_running", model="tiny-glm-image") > 0)
     assert server.stop() == 0
-    asking.join()
-    assert [(status, answer["output_ids"]) for status, answer in answers] == [(200, ids_of(GREEDY[0]))]
+    request_thread.join()
+    assert [(status, answer["output_ids"]) for status, answer in answers] == [(200, published_codes(GREEDY[0]))]

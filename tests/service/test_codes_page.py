@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_page import IN_A_BROWSER, draw, saved, visit
+from browser_page import IN_A_BROWSER, download_image, draw, open_page
 from playwright.sync_api import Page, expect
 from running_server import RunningServer
 
@@ -20,7 +20,7 @@ pytestmark = IN_A_BROWSER
 
 @pytest.fixture
 def codes_page(start: Callable[..., RunningServer], glm_image_bundle: Path, browser: Any) -> Iterator[Page]:
-    yield from visit(f"{start(glm_image_bundle, '--threads', 1).url}/", browser)
+    yield from open_page(f"{start(glm_image_bundle, '--threads', 1).url}/", browser)
 
 
 def test_the_page_draws_and_saves_the_codes_of_a_bundle_without_pixels(
@@ -35,7 +35,7 @@ def test_the_page_draws_and_saves_the_codes_of_a_bundle_without_pixels(
     expect(page.locator(".count")).to_have_text("255 of 255 tokens")
     assert page.locator(".stage img").evaluate("image => [image.naturalWidth, image.naturalHeight]") == [40, 24]
     (codes,) = Pipeline.from_bundle(glm_image_bundle, threads=1)("a red fox", seed=7, size="160x96").codes
-    found = json.loads(saved(page))
+    found = json.loads(download_image(page))
     assert [*chain(*found["first_codes"], *found["codes"])] == codes.tolist()
     assert page.locator(".change").is_hidden()
     page.click(".curl")

@@ -1,4 +1,4 @@
-"""Silent connections: they end, make room for others, and are no flood in the log."""
+"""Check silent connections: they end, leave room for others, and do not flood the log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running_server import EDITS, FORM, GENERATIONS, RunningServer, form, head
+from running_server import EDITS, FORM, GENERATIONS, RunningServer, format_form, format_head
 
 from lantern_rt.serve import connections
 
@@ -26,21 +26,21 @@ MEGABYTES = 8 << 20  # the most that a form may have
 def test_more_silent_connections_than_files_leave_room_for_others(
     start: Callable[..., RunningServer], tiny_folder: Path
 ) -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard_limit))
     try:
         server = start(tiny_folder, "--threads", 1)
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard_limit, 4096), hard_limit))
     size = len(server.log)
-    silent = [server.connect((b"", b"GET /livez HT", head(GENERATIONS, JSON, 99))[i % 3]) for i in range(300)]
+    silent = [server.connect((b"", b"GET /livez HT", format_head(GENERATIONS, JSON, 99))[i % 3]) for i in range(300)]
     assert server.get("/livez")[0] == server.get("/readyz")[0] == 200
     assert server.post({"prompt": "red cube"})[0] == 200
     assert silent[0].recv(1) == b"", "the longest silent one was closed"
     warnings = server.log[size:].count("closing idle connections")
     assert (warnings, server.log.count("Traceback")) == (1, 0), server.log[:3000]
-    for one in silent:
-        one.close()
+    for connection in silent:
+        connection.close()
     assert server.stop() == 0
 
 
@@ -56,7 +56,7 @@ def test_headers_that_do_not_come_are_given_up(text: str, monkeypatch: pytest.Mo
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 
-    async def read() -> tuple[bytes, bytes]:
+    async def request_twice() -> tuple[bytes, bytes]:
         config = uvicorn.Config(app, http=connections.Connection, lifespan="off", log_config=None)
         config.load()
         state = uvicorn.server.ServerState()
@@ -64,30 +64,30 @@ def test_headers_that_do_not_come_are_given_up(text: str, monkeypatch: pytest.Mo
         server = await loop.create_server(lambda: connections.Connection(config, state, {}), "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        first = await reader.readuntil(b"\r\n\r\n")
+        first_answer = await reader.readuntil(b"\r\n\r\n")
         if text:
             writer.write(text.encode())
         else:
             writer.close()
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        rest = await asyncio.wait_for(reader.read(), 20)
+        remaining_bytes = await asyncio.wait_for(reader.read(), 20)
         writer.close()
         server.close()
-        return first, rest
+        return first_answer, remaining_bytes
 
-    first, rest = asyncio.run(read())
-    assert (first[:12], rest) == (b"HTTP/1.1 200", b"")
+    first_answer, remaining_bytes = asyncio.run(request_twice())
+    assert (first_answer[:12], remaining_bytes) == (b"HTTP/1.1 200", b"")
 
 
 def test_a_body_that_nobody_reads_ends_its_connection(tiny: RunningServer) -> None:
-    sent = (
-        head("/nothing", JSON, 99),
-        head(GENERATIONS, "text/plain", 99) + b"{",
-        head(GENERATIONS, JSON, 1 << 30) + b"{",
+    requests = (
+        format_head("/nothing", JSON, 99),
+        format_head(GENERATIONS, "text/plain", 99) + b"{",
+        format_head(GENERATIONS, JSON, 1 << 30) + b"{",
         b"GET /livez HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n",
     )
     with ExitStack() as stack:
-        for connection in [stack.enter_context(tiny.connect(text)) for text in sent]:
+        for connection in [stack.enter_context(tiny.connect(text)) for text in requests]:
             answer = b"".join(iter(partial(connection.recv, 1 << 16), b""))
             assert answer.startswith(b"HTTP/1.1 ")
             assert b"\r\nconnection: close\r\n" in answer.lower()
@@ -105,7 +105,7 @@ def test_a_request_with_two_lengths_is_refused_and_what_follows_is_no_request(ti
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
-CHUNKED = head(GENERATIONS, JSON, 0).replace(b"content-length: 0", b"transfer-encoding: chunked")
+CHUNKED = format_head(GENERATIONS, JSON, 0).replace(b"content-length: 0", b"transfer-encoding: chunked")
 
 
 def chunks(body: bytes, size: int) -> bytes:
@@ -143,12 +143,12 @@ def test_chunks_behind_a_response_end_their_connection(tiny: RunningServer) -> N
 
 
 def test_clients_that_send_tiny_chunks_leave_time_for_others(tiny: RunningServer) -> None:
-    sent = CHUNKED + chunks(bytes(200_000), 1)
+    request = CHUNKED + chunks(bytes(200_000), 1)
     stop = threading.Event()
 
     def flood() -> None:
         while not stop.is_set():
-            with suppress(OSError), tiny.connect(sent) as connection:
+            with suppress(OSError), tiny.connect(request) as connection:
                 connection.recv(1)
 
     threads = [threading.Thread(target=flood) for _ in range(4)]
@@ -157,9 +157,9 @@ def test_clients_that_send_tiny_chunks_leave_time_for_others(tiny: RunningServer
     try:
         seconds = []
         for _ in range(10):
-            began = time.monotonic()
+            start_time = time.monotonic()
             assert tiny.get("/livez")[0] == 200
-            seconds.append(time.monotonic() - began)
+            seconds.append(time.monotonic() - start_time)
     finally:
         stop.set()
         for thread in threads:
@@ -173,15 +173,15 @@ def test_a_client_that_sends_first_and_reads_then_is_told_that_its_body_is_too_l
 
 
 def test_bodies_of_one_address_leave_memory_for_its_plain_requests_and_for_others(tiny: RunningServer) -> None:
-    announced = head(EDITS, FORM, MEGABYTES - 1)
-    whole = form({"image": b"none", "prompt": b"red cube"})
-    unfinished = [tiny.connect(announced, "127.0.0.7") for _ in range(9)]
-    refused, _, _ = select.select(unfinished, [], [], 15)
-    (answer,) = [one.recv(1 << 16) for one in refused]
+    large_head = format_head(EDITS, FORM, MEGABYTES - 1)
+    complete_form = format_form({"image": b"none", "prompt": b"red cube"})
+    unfinished = [tiny.connect(large_head, "127.0.0.7") for _ in range(9)]
+    rejected, _, _ = select.select(unfinished, [], [], 15)
+    (answer,) = [connection.recv(1 << 16) for connection in rejected]
     assert (answer[:12], b"retry-after: 5" in answer) == (b"HTTP/1.1 429", True)
-    with tiny.connect(head(EDITS, FORM, len(whole)) + whole, "127.0.0.8") as other:
-        assert other.recv(12) == b"HTTP/1.1 400"
-    with tiny.connect(head(GENERATIONS, JSON, 22) + b'{"prompt": "red cube"}', "127.0.0.7") as plain:
-        assert plain.recv(12) == b"HTTP/1.1 200"
-    for one in unfinished:
-        one.close()
+    with tiny.connect(format_head(EDITS, FORM, len(complete_form)) + complete_form, "127.0.0.8") as other_connection:
+        assert other_connection.recv(12) == b"HTTP/1.1 400"
+    with tiny.connect(format_head(GENERATIONS, JSON, 22) + b'{"prompt": "red cube"}', "127.0.0.7") as plain_connection:
+        assert plain_connection.recv(12) == b"HTTP/1.1 200"
+    for connection in unfinished:
+        connection.close()

@@ -1,4 +1,4 @@
-"""What surrounds the server in deploy/ names things that exist: metrics, labels, files, ports, options."""
+"""Check that the files in deploy/ name things that exist: metrics, labels, files, ports, options."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/lantern-rt.json").read_text
 SCRAPED = {"job", "instance"}  # labels that Prometheus adds
 
 
-def read(name: str) -> Any:
+def read_yaml(name: str) -> Any:
     return yaml.safe_load((DEPLOY / name).read_text("utf-8"))
 
 
-def instructions(kind: str) -> list[str]:
-    """What the Dockerfile says after this word, its continued lines joined."""
+def dockerfile_instructions(kind: str) -> list[str]:
+    """Return the arguments of every instruction of this kind in the Dockerfile, continued lines joined."""
     text = (DEPLOY / "Dockerfile").read_text("utf-8").replace("\\\n", " ")
     return [line.partition(" ")[2].strip() for line in text.splitlines() if line.startswith(f"{kind} ")]
 
 
-COMPOSE = read("compose.yaml")
+COMPOSE = read_yaml("compose.yaml")
 SERVICES = COMPOSE["services"]
-CMD: list[str] = json.loads(instructions("CMD")[0])
+CMD: list[str] = json.loads(dockerfile_instructions("CMD")[0])
 
 
-def expressions() -> list[str]:
-    """Everything in PromQL: panels, alerts, and what the variable of the dashboard lists."""
+def list_expressions() -> list[str]:
+    """Return every PromQL expression of panels, alerts, and the variable of the dashboard."""
     panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
-    alerts = [rule["expr"] for group in read("alerts.yml")["groups"] for rule in group["rules"]]
+    alerts = [rule["expr"] for group in read_yaml("alerts.yml")["groups"] for rule in group["rules"]]
     return [*panels, *alerts, *(one["query"] for one in DASHBOARD["templating"]["list"])]
 
 
 @pytest.fixture(scope="module")
 def metrics(tiny: RunningServer) -> dict[str, set[str]]:
-    """Names of the samples of a server that has drawn, refused and given up, each with its labels."""
+    """Return the names of a server's samples, after it has drawn, rejected and timed out, each with its labels."""
     assert tiny.post({"prompt": "red cube"})[0] == 200
     assert tiny.post({"prompt": "red cube", "n": 10, "deadline": 1e-6})[0] == 504
-    found: dict[str, set[str]] = {}
+    labels_by_name: dict[str, set[str]] = {}
     for name, labels in re.findall(r"^(\w+)(?:\{(.*)\})? \S+$", tiny.get("/metrics")[1], re.MULTILINE):
-        found.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
-    return found
+        labels_by_name.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
+    return labels_by_name
 
 
-@pytest.mark.parametrize("expression", expressions())
+@pytest.mark.parametrize("expression", list_expressions())
 def test_every_metric_and_label_of_dashboard_and_alerts_is_one_of_the_server(
     metrics: dict[str, set[str]], expression: str
 ) -> None:
@@ -86,16 +86,16 @@ def test_what_compose_mounts_and_builds_exists() -> None:
 
 
 def test_everything_is_reached_at_the_port_it_listens_at() -> None:
-    port = instructions("EXPOSE")[0]
+    port = dockerfile_instructions("EXPOSE")[0]
     command = SERVICES["lantern-rt"]["command"]
     for arguments in (CMD, command):
         assert arguments[arguments.index("--port") + 1] == port
         assert arguments[arguments.index("--host") + 1] == "0.0.0.0"
-    assert f":{port}/" in instructions("HEALTHCHECK")[0]
-    (job,) = read("prometheus.yml")["scrape_configs"]
+    assert f":{port}/" in dockerfile_instructions("HEALTHCHECK")[0]
+    (job,) = read_yaml("prometheus.yml")["scrape_configs"]
     (config,) = job["static_configs"]
     assert config["targets"] == [f"lantern-rt:{port}"]
-    assert 'job="lantern-rt"' in " ".join(expressions())
+    assert 'job="lantern-rt"' in " ".join(list_expressions())
     assert job["job_name"] == "lantern-rt"
     assert [mapping.split(":")[-1] for service in SERVICES.values() for mapping in service["ports"]] == [
         port, "9090", "3000",
@@ -119,7 +119,7 @@ COMMANDS = {
 def test_the_command_of_a_container_is_one_of_a_server(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert instructions("ENTRYPOINT") == ['["lantern-rt"]']
+    assert dockerfile_instructions("ENTRYPOINT") == ['["lantern-rt"]']
     assert command[0] == "serve"
     (tmp_path / "keys.txt").write_text("a-key\n")
     command = [str(tmp_path / "keys.txt") if part == KEYS else part for part in command]
@@ -149,12 +149,12 @@ def test_a_container_is_given_longer_to_stop_than_the_server_takes() -> None:
     graces = SERVICES["lantern-rt"]["stop_grace_period"].removesuffix("s"), rest
     for grace, (_, command) in zip((*graces, UNIT["TimeoutStopSec"]), list(COMMANDS.items())[1:], strict=True):
         assert float(grace) >= float(command[command.index("--deadline") + 1]) + 10
-    assert instructions("STOPSIGNAL") == ["SIGTERM"]
+    assert dockerfile_instructions("STOPSIGNAL") == ["SIGTERM"]
 
 
 def check_health(port: int) -> int:
     """Exit code of the command that Docker runs."""
-    command = json.loads(instructions("HEALTHCHECK")[0].partition("CMD ")[2])
+    command = json.loads(dockerfile_instructions("HEALTHCHECK")[0].partition("CMD ")[2])
     assert command[0] == "python"
     code = command[2].replace(":8000/", f":{port}/")
     return subprocess.run([sys.executable, command[1], code], stderr=subprocess.DEVNULL).returncode
@@ -177,14 +177,14 @@ def test_the_image_is_made_of_what_the_wheel_needs_and_runs_as_nobody_special() 
     folders = {folder.split("/")[0] for folder in project["tool"]["setuptools"]["package-dir"].values()}
     assert sent == folders | {"pyproject.toml", "setup.py", "constraints.txt", "LICENSE", "NOTICE", "README.md"}
     assert all((ROOT / name).exists() for name in sent)
-    (wheel, *_), (user, *_) = instructions("RUN"), instructions("RUN")[1:]
+    (wheel, *_), (user, *_) = dockerfile_instructions("RUN"), dockerfile_instructions("RUN")[1:]
     chosen = re.findall(r"EXTRAS=([a-z,]+)", (DEPLOY / "Dockerfile").read_text("utf-8"))
     assert {extra for extras in chosen for extra in extras.split(",")} == {"cpu", "gpu", "serve"}
     assert {"cpu", "gpu", "serve"} <= project["project"]["optional-dependencies"].keys()
     assert '.whl)[$EXTRAS]"' in wheel
     assert "-c constraints.txt" in wheel
     account = shlex.split(user.partition("&&")[0])
-    assert instructions("USER") == [account[account.index("--uid") + 1]]
+    assert dockerfile_instructions("USER") == [account[account.index("--uid") + 1]]
 
 
 def test_the_manifests_are_what_kubernetes_knows_and_name_what_the_server_has(

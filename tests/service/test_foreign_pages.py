@@ -1,4 +1,4 @@
-"""Pages of other sites: they may neither ask, nor read where their name was made to point at this host."""
+"""Check that pages of other sites can neither send requests nor read answers, whatever name they use for this host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UI = "https://ui.example"
 ANSWERED = 503  # by a server whose models are not there yet: whoever sent it may ask
 
 
-def client(origins: tuple[str, ...] = (), hosts: tuple[str, ...] = ("localhost",)) -> TestClient:
+def make_client(origins: tuple[str, ...] = (), hosts: tuple[str, ...] = ("localhost",)) -> TestClient:
     return TestClient(make_app(ServerState(Limits()), origins=origins, hosts=hosts), base_url=OWN)
 
 
@@ -39,7 +39,7 @@ def client(origins: tuple[str, ...] = (), hosts: tuple[str, ...] = ("localhost",
 )
 @pytest.mark.parametrize("path", [GENERATIONS, EDITS])
 def test_pages_of_other_sites_may_not_ask(path: str, headers: dict[str, str], status: int) -> None:
-    answer = client().post(path, content=b"--x--", headers={**headers, "content-type": "multipart/form-data"})
+    answer = make_client().post(path, content=b"--x--", headers={**headers, "content-type": "multipart/form-data"})
     assert answer.status_code == status
     if status == 403:
         assert "--cors" in answer.json()["error"]["message"]
@@ -49,10 +49,10 @@ def test_pages_of_other_sites_may_not_ask(path: str, headers: dict[str, str], st
 @pytest.mark.parametrize("origins", [(UI,), ("*",)])
 def test_pages_of_listed_sites_may_ask(origins: tuple[str, ...]) -> None:
     headers = {"origin": UI, "sec-fetch-site": "cross-site"}
-    answer = client(origins).post(GENERATIONS, json={}, headers=headers)
+    answer = make_client(origins).post(GENERATIONS, json={}, headers=headers)
     assert answer.status_code == ANSWERED
     assert answer.headers["access-control-allow-origin"] in ("*", UI)
-    foreign = client((UI,)).post(GENERATIONS, json={}, headers={"origin": "https://evil.example"})
+    foreign = make_client((UI,)).post(GENERATIONS, json={}, headers={"origin": "https://evil.example"})
     assert foreign.status_code == 403
 
 
@@ -72,8 +72,8 @@ def test_pages_of_listed_sites_may_ask(origins: tuple[str, ...]) -> None:
 )
 def test_names_of_other_sites_are_refused_on_loopback(host: str, status: int) -> None:
     for path in ("/", "/v1/models", "/livez"):
-        assert client().get(path, headers={"host": host}).status_code == status
-    assert client(hosts=()).get("/livez", headers={"host": host}).status_code == 200
+        assert make_client().get(path, headers={"host": host}).status_code == status
+    assert make_client(hosts=()).get("/livez", headers={"host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The log has one format, whatever writes it; and what other programs' environment variables change: nothing."""
+"""Check that the log has one format and that environment variables of other programs change nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running_server import RunningServer, until
+from running_server import RunningServer, wait_until
 from starlette.testclient import TestClient
 
 from lantern_rt.serve.app import make_app
@@ -29,10 +29,10 @@ def test_every_line_is_json_whatever_writes_it(start: Callable[..., RunningServe
     with server.connect(b"nonsense\r\n\r\n") as connection:
         assert connection.recv(12) == b"HTTP/1.1 400"
     server.process.send_signal(signal.SIGHUP)
-    until(lambda: "no keys to reload" in server.log)
+    wait_until(lambda: "no keys to reload" in server.log)
     assert server.stop() == 0
-    found = [(line["level"], line["message"].partition(":")[0]) for line in log_lines(server)]
-    assert found == [
+    messages = [(line["level"], line["message"].partition(":")[0]) for line in log_lines(server)]
+    assert messages == [
         ("info", "listening"),
         ("info", "ready"),
         ("warning", "Invalid HTTP request received."),
@@ -48,9 +48,9 @@ def test_a_key_of_the_environment_is_not_reloaded_and_401_names_the_scheme(
     server = start(tiny_folder, "--threads", 1)
     status, headers, _ = server.request("GET", "/v1/models")
     assert (status, headers["www-authenticate"]) == (401, "Bearer")
-    until(lambda: [line["status"] for line in server.lines()] == [401])
+    wait_until(lambda: [line["status"] for line in server.request_lines()] == [401])
     server.process.send_signal(signal.SIGHUP)
-    until(lambda: "no keys to reload" in server.log)
+    wait_until(lambda: "no keys to reload" in server.log)
     assert server.request("GET", "/v1/models", headers={"authorization": "Bearer one"})[0] == 200
     assert "keys reloaded" not in server.log
 
@@ -62,12 +62,12 @@ def test_variables_of_other_servers_change_nothing(
     monkeypatch.setenv("WEB_CONCURRENCY", "auto")
     server = start(tiny_folder, "--threads", 1)
     assert server.post({"prompt": "red cube"})[0] == 200
-    until(lambda: server.metric("lantern_requests_total", model="tiny", code="200") == 1)
-    assert [line["status"] for line in server.lines()] == [200]
+    wait_until(lambda: server.metric("lantern_requests_total", model="tiny", code="200") == 1)
+    assert [line["status"] for line in server.request_lines()] == [200]
     assert not (tmp_path / "missing").exists()
 
 
-def record_of(message: str, facts: dict[str, Any], error: BaseException | None = None) -> logging.LogRecord:
+def make_record(message: str, facts: dict[str, Any], error: BaseException | None = None) -> logging.LogRecord:
     trace = (type(error), error, None) if error else None
     record = logging.LogRecord("lantern_rt.serve", logging.WARNING, "file", 1, message, (), trace)  # type: ignore[arg-type]
     record.facts = facts
@@ -76,23 +76,25 @@ def record_of(message: str, facts: dict[str, Any], error: BaseException | None =
 
 def test_a_path_cannot_forge_a_line_of_text() -> None:
     facts = {"path": "/a\n2026-01-01 info forged\r\x1b[2J", "status": 404, "key": ""}
-    line = LogFormatter("text").format(record_of("request", facts))
+    line = LogFormatter("text").format(make_record("request", facts))
     assert line.isprintable()
     assert line.endswith("warning request path=/a 2026-01-01 info forged\\u000d\\u001b[2J status=404")
-    assert json.loads(LogFormatter("json").format(record_of("request", facts))).items() >= facts.items()
+    assert json.loads(LogFormatter("json").format(make_record("request", facts))).items() >= facts.items()
 
 
 def test_a_traceback_is_a_field_of_json_and_follows_a_line_of_text() -> None:
-    record = record_of("a request failed", {}, KeyError("x"))
+    record = make_record("a request failed", {}, KeyError("x"))
     assert json.loads(LogFormatter("json").format(record))["traceback"] == "KeyError: 'x'"
     assert LogFormatter("text").format(record).endswith("warning a request failed\nKeyError: 'x'")
 
 
-@pytest.mark.parametrize(("level", "lines"), [("info", 4), ("warning", 3), ("error", 1)])
-def test_a_level_leaves_out_what_is_less_serious(level: str, lines: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("level", "num_lines"), [("info", 4), ("warning", 3), ("error", 1)])
+def test_a_level_leaves_out_what_is_less_serious(
+    level: str, num_lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     package = logging.getLogger("lantern_rt")
-    plain = logging.StreamHandler(sys.stderr)
-    package.addHandler(plain)
+    previous_handler = logging.StreamHandler(sys.stderr)
+    package.addHandler(previous_handler)
     try:
         with log_to_stderr(level, "json"):
             RequestRecord("1", "", "/").write()
@@ -102,10 +104,10 @@ def test_a_level_leaves_out_what_is_less_serious(level: str, lines: int, capsys:
             with warnings.catch_warnings():
                 warnings.simplefilter("always")
                 warnings.warn("of a library", stacklevel=1)
-        assert package.handlers == [plain]
+        assert package.handlers == [previous_handler]
     finally:
-        package.removeHandler(plain)
-    assert len([json.loads(line) for line in capsys.readouterr().err.splitlines()]) == lines
+        package.removeHandler(previous_handler)
+    assert len([json.loads(line) for line in capsys.readouterr().err.splitlines()]) == num_lines
 
 
 def test_a_fault_of_the_server_leaves_its_traceback_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:

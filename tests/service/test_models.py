@@ -1,4 +1,4 @@
-"""What the server tells of its models, and that it holds."""
+"""Check what the server reports about its models, and that the reports are true."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from running_server import RunningServer, until
+from running_server import RunningServer, wait_until
 from tiny_bundle import CODES, WIDTH, make_heads_bundle, make_order_bundle, make_tiny_bundle
 
 from lantern_rt import AsyncPipeline, Pipeline, RequestError, __version__
@@ -82,8 +82,8 @@ def test_the_methods_of_a_model_are_those_that_it_accepts(name: str, expected: l
 def test_a_quality_whose_passes_are_too_large_to_be_shared_is_not_listed(tmp_path: Path) -> None:
     manifest = make_tiny_bundle(tmp_path / "tiny") / "bundle.json"
     content = json.loads(manifest.read_text())
-    wide = {"method": {"method": "eagle", "tree": "chain-80"}}
-    content["presets"] = {"strict": {"method": {"method": "ar"}}, "fast": wide}
+    wide_preset = {"method": {"method": "eagle", "tree": "chain-80"}}
+    content["presets"] = {"strict": {"method": {"method": "ar"}}, "fast": wide_preset}
     manifest.write_text(json.dumps(content))
 
     async def qualities() -> list[str]:
@@ -99,7 +99,7 @@ def test_a_quality_whose_passes_are_too_large_to_be_shared_is_not_listed(tmp_pat
 
 @pytest.fixture(scope="module")
 def renamed(start: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
-    """A server of two copies of one bundle, with names of the operator."""
+    """Start a server of two copies of one bundle, with names that the operator gives."""
     copy = shutil.copytree(tiny_folder, tiny_folder.with_name("tiny-2"), dirs_exist_ok=True)
     return start(tiny_folder, copy, "--threads=1", "--name=one", "--name=other", "--alias=gpt-image-1=other")
 
@@ -113,7 +113,7 @@ def test_models_have_the_names_that_the_operator_gives(renamed: RunningServer) -
         status, answer = renamed.post({"prompt": "red cube", "model": name})
         assert (status, answer["lantern"]["model"]) == (200, root)
     assert renamed.post({"prompt": "red cube", "model": "tiny"})[0] == 404
-    until(lambda: [line["model"] for line in renamed.lines()] == ["other", "other", "one", ""])
+    wait_until(lambda: [line["model"] for line in renamed.request_lines()] == ["other", "other", "one", ""])
 
 
 def test_the_version_and_the_bundle_are_told_wherever_an_operator_looks(
@@ -131,9 +131,14 @@ def test_the_version_and_the_bundle_are_told_wherever_an_operator_looks(
         "sjd": "window=8",
         "rows": "window=6:drafts=0",
     }
-    told = {name: facts[name] for name in ("version", "bundle", "digest", "format_version")}
+    identity_facts = {name: facts[name] for name in ("version", "bundle", "digest", "format_version")}
     format_version = bundle.manifest.format_version
-    assert told == {"version": __version__, "bundle": "tiny", "digest": digest, "format_version": format_version}
+    assert identity_facts == {
+        "version": __version__,
+        "bundle": "tiny",
+        "digest": digest,
+        "format_version": format_version,
+    }
     assert renamed.get("/readyz") == (200, {"status": "ready", **identity})
     labels = {"bundle": "tiny", "digest": digest, "version": __version__}
     assert [renamed.metric("lantern_model_info", model=name, **labels) for name in ("one", "other")] == [1, 1]

@@ -1,4 +1,4 @@
-"""Odd but right requests, as clients and proxies send them, are answered as plain ones are."""
+"""Check that unusual but valid requests, as clients and proxies send them, are answered like plain ones."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def test_a_picture_in_a_list_of_one_is_that_picture(tiny: RunningServer, name: s
     ],
 )
 def test_text_around_words_does_not_change_the_image(tiny: RunningServer, prompt: str) -> None:
-    asked = {"seed": 1, "method": "ar", "output_format": "jpeg"}  # which records no prompt
-    status, answer = tiny.post({"prompt": prompt, **asked})
+    options = {"seed": 1, "method": "ar", "output_format": "jpeg"}  # which records no prompt
+    status, answer = tiny.post({"prompt": prompt, **options})
     assert status == 200
-    assert answer["data"] == tiny.post({"prompt": "red cube", **asked})[1]["data"]
+    assert answer["data"] == tiny.post({"prompt": "red cube", **options})[1]["data"]
 
 
 @pytest.mark.parametrize("prompt", ["r\u00e9d", "\uff52\uff45\uff44 cube", "<script>red</script>", "", "\0"])

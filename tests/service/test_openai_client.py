@@ -1,4 +1,4 @@
-"""The official client of OpenAI, unchanged, against the real server."""
+"""Test the official client of OpenAI, unchanged, against the real server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
-from running_server import RunningServer, until
+from running_server import RunningServer, wait_until
 
 from lantern_rt import Pipeline
 from lantern_rt.output.images import GREY, encode_png
@@ -22,27 +22,27 @@ from lantern_rt.output.images import GREY, encode_png
 PROMPT = "a large red sphere left of a small blue cube on grass"
 
 
-def client(server: RunningServer, **options: Any) -> openai.OpenAI:
+def make_client(server: RunningServer, **options: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", **options)
 
 
 @pytest.fixture(scope="module")
 def scenes_client(scenes: RunningServer) -> Iterator[openai.OpenAI]:
-    with client(scenes) as one:
-        yield one
+    with make_client(scenes) as opened_client:
+        yield opened_client
 
 
 @pytest.fixture(scope="module")
 def tiny_client(tiny: RunningServer) -> Iterator[openai.OpenAI]:
-    with client(tiny, max_retries=0) as one:
-        yield one
+    with make_client(tiny, max_retries=0) as opened_client:
+        yield opened_client
 
 
-def file_of(one: Any) -> bytes:
-    return base64.b64decode(one.b64_json)
+def decode_file(image_data: Any) -> bytes:
+    return base64.b64decode(image_data.b64_json)
 
 
-def pixels(file: bytes) -> Any:
+def decode_pixels(file: bytes) -> Any:
     with Image.open(io.BytesIO(file)) as image:
         return np.asarray(image.convert("RGB"))
 
@@ -51,7 +51,7 @@ def test_an_image_is_the_file_that_the_pipeline_gives(scenes_client: openai.Open
     expected = scenes_pipe(PROMPT, seed=5, method="ar").images[0]
     size = f"{expected.width}x{expected.height}"
     answer = scenes_client.images.generate(prompt=PROMPT, size=size, extra_body={"seed": 5, "method": "ar"})
-    assert file_of(answer.data[0]) == encode_png(expected, expected.info)
+    assert decode_file(answer.data[0]) == encode_png(expected, expected.info)
     assert (answer.output_format, answer.size, answer.background) == ("png", size, "opaque")
     assert answer.usage is not None
     assert answer.usage.output_tokens == 256
@@ -64,12 +64,15 @@ def test_a_quality_draws_its_preset(scenes_client: openai.OpenAI, scenes_pipe: P
     assert presets
     for quality, preset in presets.items():
         answer = scenes_client.images.generate(prompt=PROMPT, extra_body={"seed": 2, "quality_budget": quality})
-        same = {"fast": "low", "balanced": "medium", "strict": "high"}[quality]
-        openais = scenes_client.images.generate(prompt=PROMPT, quality=same, extra_body={"seed": 2})
-        assert openais.quality == same
-        assert pixels(file_of(openais.data[0])).tobytes() == pixels(file_of(answer.data[0])).tobytes()
+        openai_quality = {"fast": "low", "balanced": "medium", "strict": "high"}[quality]
+        openai_answer = scenes_client.images.generate(prompt=PROMPT, quality=openai_quality, extra_body={"seed": 2})
+        assert openai_answer.quality == openai_quality
+        assert (
+            decode_pixels(decode_file(openai_answer.data[0])).tobytes()
+            == decode_pixels(decode_file(answer.data[0])).tobytes()
+        )
         expected = scenes_pipe(PROMPT, seed=2, quality=quality).images[0]
-        assert pixels(file_of(answer.data[0])).tobytes() == np.asarray(expected).tobytes()
+        assert decode_pixels(decode_file(answer.data[0])).tobytes() == np.asarray(expected).tobytes()
         assert answer.model_extra["lantern"]["method"].partition(":")[0] == preset.method.method
 
 
@@ -77,7 +80,9 @@ def test_four_images_are_drawn_with_four_seeds(tiny_client: openai.OpenAI, tiny_
     options = {"seed": 7, "negative_prompt": "green sphere"}
     answer = tiny_client.images.generate(prompt="red cube", n=4, model="tiny", extra_body=options)
     expected = tiny_pipe("red cube", num_images=4, **options).images
-    assert [pixels(file_of(one)).tobytes() for one in answer.data] == [np.asarray(one).tobytes() for one in expected]
+    assert [decode_pixels(decode_file(one)).tobytes() for one in answer.data] == [
+        np.asarray(one).tobytes() for one in expected
+    ]
     assert answer.model_extra["lantern"]["seeds"] == [7, 8, 9, 10]
     assert answer.model_extra["lantern"]["tokens_per_forward_pass"] >= 1
 
@@ -86,7 +91,7 @@ def test_without_a_seed_images_differ(tiny_client: openai.OpenAI) -> None:
     answers = [tiny_client.images.generate(prompt="red cube") for _ in range(2)]
     seeds = [answer.model_extra["lantern"]["seeds"] for answer in answers]
     assert seeds[0] != seeds[1]
-    assert file_of(answers[0].data[0]) != file_of(answers[1].data[0])
+    assert decode_file(answers[0].data[0]) != decode_file(answers[1].data[0])
 
 
 def test_a_stream_shows_partial_pictures_before_the_whole_one(
@@ -95,25 +100,25 @@ def test_a_stream_shows_partial_pictures_before_the_whole_one(
     options = {"seed": 3, "method": "ar"}
     with scenes_client.images.generate(prompt=PROMPT, stream=True, partial_images=3, extra_body=options) as stream:
         events = list(stream)
-    *partial, last = events
+    *partial, last_event = events
     assert [event.type for event in partial] == ["image_generation.partial_image"] * 3
     assert [event.partial_image_index for event in partial] == [0, 1, 2]
-    assert last.type == "image_generation.completed"
-    assert last.usage.output_tokens == 256
-    whole = pixels(file_of(last))
-    assert whole.tobytes() == np.asarray(scenes_pipe(PROMPT, **options).images[0]).tobytes()
-    known = []
+    assert last_event.type == "image_generation.completed"
+    assert last_event.usage.output_tokens == 256
+    final_pixels = decode_pixels(decode_file(last_event))
+    assert final_pixels.tobytes() == np.asarray(scenes_pipe(PROMPT, **options).images[0]).tobytes()
+    known_rows = []
     for event in partial:
-        picture = pixels(file_of(event))
-        known.append(sum(bool((row != GREY).any()) for row in np.split(picture, 16)))  # rows of the grid
-    assert known == sorted(known)
-    assert 2 <= known[0] < known[2] < 16, "pictures grow from the top"
+        partial_pixels = decode_pixels(decode_file(event))
+        known_rows.append(sum(bool((row != GREY).any()) for row in np.split(partial_pixels, 16)))  # rows of the grid
+    assert known_rows == sorted(known_rows)
+    assert 2 <= known_rows[0] < known_rows[2] < 16, "pictures grow from the top"
 
 
 def test_other_file_formats_and_data_urls(tiny_client: openai.OpenAI) -> None:
     for file in ("jpeg", "webp"):
         answer = tiny_client.images.generate(prompt="red cube", output_format=file, output_compression=80)
-        with Image.open(io.BytesIO(file_of(answer.data[0]))) as image:
+        with Image.open(io.BytesIO(decode_file(answer.data[0]))) as image:
             assert image.format == file.upper()
     answer = tiny_client.images.generate(prompt="red cube", response_format="url", extra_body={"seed": 1})
     url = answer.data[0].url
@@ -123,7 +128,7 @@ def test_other_file_formats_and_data_urls(tiny_client: openai.OpenAI) -> None:
 
 def test_errors_are_those_of_the_client(tiny_client: openai.OpenAI) -> None:
     generate = tiny_client.images.generate
-    wrong: list[tuple[dict[str, Any], str]] = [
+    wrong_requests: list[tuple[dict[str, Any], str]] = [
         ({"prompt": "a magic cube"}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": "red cube", "size": "1024x1024"}, "size"),
@@ -152,14 +157,14 @@ def test_errors_are_those_of_the_client(tiny_client: openai.OpenAI) -> None:
         ({"prompt": "red cube", "partial_images": 2}, "partial_images"),
         ({"prompt": "red cube", "output_compression": 50}, "output_compression"),
     ]
-    for asked, parameter in wrong:
+    for fields, parameter in wrong_requests:
         with pytest.raises(openai.BadRequestError) as caught:
-            generate(**asked)
-        assert caught.value.param == parameter, asked
+            generate(**fields)
+        assert caught.value.param == parameter, fields
         assert caught.value.type == "invalid_request_error"
-    with pytest.raises(openai.NotFoundError) as missing:
+    with pytest.raises(openai.NotFoundError) as not_found:
         generate(prompt="red cube", model="gpt-image-1")
-    assert missing.value.code == "model_not_found"
+    assert not_found.value.code == "model_not_found"
 
 
 def test_models_are_listed(tiny_client: openai.OpenAI) -> None:
@@ -172,7 +177,7 @@ def test_models_are_listed(tiny_client: openai.OpenAI) -> None:
 
 @pytest.fixture(scope="module")
 def bounded(start: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
-    """A server of few images at a time, two methods, and a model with another name."""
+    """Start a server of few images at a time, one method, at most two images a request, and two model names."""
     limits = ["--alias", "gpt-image-1=tiny", "--methods", "ar", "--max-n", 2]
     return start(tiny_folder, "--threads", 1, "--batch", 1, "--waiting", 1, *limits)
 
@@ -181,13 +186,13 @@ def test_the_client_comes_again_when_the_server_is_busy(bounded: RunningServer) 
     async def main() -> tuple[list[Any], list[Any]]:
         options: dict[str, Any] = {"base_url": f"{bounded.url}/v1", "api_key": "any"}
         async with openai.AsyncOpenAI(max_retries=0, **options) as hasty:
-            asked = (hasty.images.generate(prompt="red cube") for _ in range(12))
-            refused = await asyncio.gather(*asked, return_exceptions=True)
+            requests = (hasty.images.generate(prompt="red cube") for _ in range(12))
+            results = await asyncio.gather(*requests, return_exceptions=True)
         async with openai.AsyncOpenAI(max_retries=20, **options) as patient:
-            return refused, list(await asyncio.gather(*(patient.images.generate(prompt="red cube") for _ in range(4))))
+            return results, list(await asyncio.gather(*(patient.images.generate(prompt="red cube") for _ in range(4))))
 
-    refused, answers = asyncio.run(main())
-    errors = [one for one in refused if isinstance(one, Exception)]
+    results, answers = asyncio.run(main())
+    errors = [result for result in results if isinstance(result, Exception)]
     assert errors
     assert {type(error) for error in errors} == {openai.RateLimitError}
     assert int(errors[0].response.headers["retry-after"]) >= 1
@@ -200,38 +205,38 @@ def test_keys_are_asked_for_named_in_the_log_and_read_again_on_sighup(
     file = tmp_path / "keys.txt"
     file.write_text("# of the test\nfirst-key\n\nanna second-key\n")
     server = start(tiny_folder, "--threads", 1, "--api-key-file", file)
-    with client(server) as one:
+    with make_client(server) as keyless_client:
         with pytest.raises(openai.AuthenticationError) as caught:
-            one.images.generate(prompt="red cube")
+            keyless_client.images.generate(prompt="red cube")
         assert caught.value.code == "invalid_api_key"
         with pytest.raises(openai.AuthenticationError):
-            one.models.list()
+            keyless_client.models.list()
 
     def status(key: str) -> int:
         return server.post({"prompt": "red cube"}, authorization=f"Bearer {key}")[0]
 
     assert (status("first-key"), status("second-key")) == (200, 200)
-    until(lambda: len(server.lines()) >= 4)  # two were refused
-    assert [line["key"][:4] for line in server.lines()[-2:]] == ["key ", "anna"]
-    assert server.lines()[-1]["client"] == "127.0.0.1"
+    wait_until(lambda: len(server.request_lines()) >= 4)  # two were refused
+    assert [line["key"][:4] for line in server.request_lines()[-2:]] == ["key ", "anna"]
+    assert server.request_lines()[-1]["client"] == "127.0.0.1"
     for content, statuses in (("third-key\n", (401, 401, 200)), ("", (401, 401, 200))):
         file.write_text(content)
         size = len(server.log)
         server.process.send_signal(signal.SIGHUP)
-        until(lambda size=size: "keys" in server.log[size:])  # type: ignore[misc]
+        wait_until(lambda size=size: "keys" in server.log[size:])  # type: ignore[misc]
         assert tuple(map(status, ("first-key", "second-key", "third-key"))) == statuses
     assert not any(key in server.log for key in ("first-key", "second-key", "third-key"))
     assert server.stop() == 0
 
 
 def test_operators_name_models_and_bound_requests(bounded: RunningServer) -> None:
-    with client(bounded, max_retries=0) as one:
-        assert one.images.generate(prompt="red cube", model="gpt-image-1", n=2, quality="standard").data
-        assert [model.id for model in one.models.list().data] == ["tiny", "gpt-image-1"]
-        assert one.models.retrieve("gpt-image-1").model_extra["lantern"]["methods"] == ["ar"]
-        for asked, parameter in (({"n": 3}, "n"), ({"extra_body": {"method": "sjd:window=3"}}, "method")):
+    with make_client(bounded, max_retries=0) as bounded_client:
+        assert bounded_client.images.generate(prompt="red cube", model="gpt-image-1", n=2, quality="standard").data
+        assert [model.id for model in bounded_client.models.list().data] == ["tiny", "gpt-image-1"]
+        assert bounded_client.models.retrieve("gpt-image-1").model_extra["lantern"]["methods"] == ["ar"]
+        for fields, parameter in (({"n": 3}, "n"), ({"extra_body": {"method": "sjd:window=3"}}, "method")):
             with pytest.raises(openai.BadRequestError) as caught:
-                one.images.generate(prompt="red cube", **asked)
+                bounded_client.images.generate(prompt="red cube", **fields)
             assert caught.value.param == parameter
 
 
@@ -242,11 +247,11 @@ MASK = np.zeros((SIDE, SIDE), bool)
 MASK[64:128, 16:96] = True
 
 
-def png(array: Any) -> bytes:
+def array_to_png(array: Any) -> bytes:
     return encode_png(Image.fromarray(array), {})
 
 
-TRANSPARENT = png(np.dstack([np.zeros((SIDE, SIDE, 3), np.uint8), np.where(MASK, 0, 255).astype(np.uint8)]))
+TRANSPARENT = array_to_png(np.dstack([np.zeros((SIDE, SIDE, 3), np.uint8), np.where(MASK, 0, 255).astype(np.uint8)]))
 
 
 @pytest.fixture(scope="module")
@@ -264,11 +269,11 @@ def test_an_edit_is_the_file_that_the_pipeline_gives(
         image=("a.png", image), mask=("b.png", TRANSPARENT), prompt=CONE, size="256x256", extra_body=options
     )
     expected = scenes_pipe.edit(before, MASK, CONE, **options)
-    assert file_of(answer.data[0]) == encode_png(expected.images[0], expected.images[0].info)
-    drawn = int(MASK[::CELL, ::CELL].sum())
-    assert answer.usage.output_tokens == drawn
-    assert answer.usage.input_tokens_details.image_tokens == 256 - drawn
-    np.testing.assert_array_equal(pixels(file_of(answer.data[0]))[:, 160:], np.asarray(before)[:, 160:])
+    assert decode_file(answer.data[0]) == encode_png(expected.images[0], expected.images[0].info)
+    num_drawn = int(MASK[::CELL, ::CELL].sum())
+    assert answer.usage.output_tokens == num_drawn
+    assert answer.usage.input_tokens_details.image_tokens == 256 - num_drawn
+    np.testing.assert_array_equal(decode_pixels(decode_file(answer.data[0]))[:, 160:], np.asarray(before)[:, 160:])
 
 
 def test_an_edit_streams_pictures_in_which_only_what_is_drawn_is_grey(
@@ -276,11 +281,13 @@ def test_an_edit_streams_pictures_in_which_only_what_is_drawn_is_grey(
 ) -> None:
     fields: dict[str, Any] = {"image": encode_png(before, {}), "mask": TRANSPARENT, "prompt": CONE}
     options = {"seed": 1, "method": "ar", "steps": True}
-    *events, last = scenes_client.images.edit(**fields, stream=True, partial_images=3, extra_body=options)
-    partial = [one for one in events if one.type == "image_edit.partial_image"]
+    *events, last_event = scenes_client.images.edit(**fields, stream=True, partial_images=3, extra_body=options)
+    partial_events = [one for one in events if one.type == "image_edit.partial_image"]
     kinds = "".join(one.kinds for one in events if one.type == "lantern.step")
-    assert (last.type, len(partial)) == ("image_edit.completed", 3)
-    grey = [(pixels(file_of(one)) == GREY).all(2) & (np.asarray(before) != GREY).any(2) for one in partial]
+    assert (last_event.type, len(partial_events)) == ("image_edit.completed", 3)
+    grey = [
+        (decode_pixels(decode_file(one)) == GREY).all(2) & (np.asarray(before) != GREY).any(2) for one in partial_events
+    ]
     assert all((one <= MASK).all() for one in grey)
     assert MASK.sum() > grey[1].sum() > grey[2].sum() > 0
     np.testing.assert_array_equal(np.array([*kinds]) == "k", ~MASK[::CELL, ::CELL].ravel())
@@ -290,20 +297,20 @@ def test_an_edit_streams_pictures_in_which_only_what_is_drawn_is_grey(
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # the client's word on variations
 def test_a_variation_keeps_the_upper_rows_and_the_prompt(scenes_client: openai.OpenAI, before: Image.Image) -> None:
     image = encode_png(before, before.info)
-    half = scenes_client.images.create_variation(image=image, extra_body={"method": "sjd:window=7"})
-    np.testing.assert_array_equal(pixels(file_of(half.data[0]))[:112], np.asarray(before)[:112])
-    assert (pixels(file_of(half.data[0]))[128:144] != np.asarray(before)[128:144]).any()
-    fewer = scenes_client.images.create_variation(image=image, n=2, extra_body={"keep_rows": 15, "prompt": CONE})
-    one, two = (pixels(file_of(each)) for each in fewer.data)
-    np.testing.assert_array_equal(one[:224], np.asarray(before)[:224])
-    assert (one[240:] != two[240:]).any()
+    half_kept = scenes_client.images.create_variation(image=image, extra_body={"method": "sjd:window=7"})
+    np.testing.assert_array_equal(decode_pixels(decode_file(half_kept.data[0]))[:112], np.asarray(before)[:112])
+    assert (decode_pixels(decode_file(half_kept.data[0]))[128:144] != np.asarray(before)[128:144]).any()
+    mostly_kept = scenes_client.images.create_variation(image=image, n=2, extra_body={"keep_rows": 15, "prompt": CONE})
+    first_pixels, second_pixels = (decode_pixels(decode_file(image_data)) for image_data in mostly_kept.data)
+    np.testing.assert_array_equal(first_pixels[:224], np.asarray(before)[:224])
+    assert (first_pixels[240:] != second_pixels[240:]).any()
 
 
 def test_what_is_wrong_with_an_edit_is_named(scenes_client: openai.OpenAI, before: Image.Image) -> None:
     image = encode_png(before, {})
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"mask": png(np.zeros((64, 64), np.uint8))}, "mask"),
-        ({"mask": png(np.zeros((SIDE, SIDE), np.uint8))}, "mask"),
+    wrong_requests: list[tuple[dict[str, Any], str]] = [
+        ({"mask": array_to_png(np.zeros((64, 64), np.uint8))}, "mask"),
+        ({"mask": array_to_png(np.zeros((SIDE, SIDE), np.uint8))}, "mask"),
         ({"mask": b"no picture"}, "mask"),
         ({}, "mask"),
         ({"image": image[:5000], "mask": TRANSPARENT}, "image"),
@@ -315,7 +322,7 @@ def test_what_is_wrong_with_an_edit_is_named(scenes_client: openai.OpenAI, befor
         ({"mask": TRANSPARENT, "extra_body": {"strength": 1}}, "strength"),
         ({"mask": TRANSPARENT, "prompt": "a magic cube"}, "prompt"),
     ]
-    for options, parameter in wrong:
+    for options, parameter in wrong_requests:
         with pytest.raises(openai.BadRequestError) as caught:
             scenes_client.images.edit(**{"image": image, "prompt": CONE} | options)
         assert caught.value.param == parameter, options

@@ -1,4 +1,4 @@
-"""Every parameter of the official client's images, at its documented default or null, is one that is left out."""
+"""Check that every image parameter of the official client, at its documented default or null, changes nothing."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def values(kind: Any) -> Iterator[tuple[str, Any]]:
-    """Parameters that may be left out, each with null, if it takes that, and with its default."""
+def list_cases(kind: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each optional parameter with null, if it may be null, and with its default."""
     for name, hint in get_type_hints(kind).items():
         if name in kind.__required_keys__:
             continue
@@ -51,24 +51,24 @@ def values(kind: Any) -> Iterator[tuple[str, Any]]:
             yield name, DEFAULTS[name]
 
 
-CASES = [(method, *case) for method, kind in ENDPOINTS.items() for case in values(kind)]
+CASES = [(method, *case) for method, kind in ENDPOINTS.items() for case in list_cases(kind)]
 
 
 @pytest.fixture(scope="module")
 def client(tiny: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="any", max_retries=0) as one:
-        yield one
+    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="any", max_retries=0) as opened_client:
+        yield opened_client
 
 
-def outcome(client: openai.OpenAI, method: str, **fields: Any) -> Any:
-    """The image, or the refusal of a bundle that has no encoder, which comes after all that is said of fields."""
+def request_image(client: openai.OpenAI, method: str, **fields: Any) -> Any:
+    """Return the image, or the error of a bundle without an encoder, which comes after all errors of fields."""
     file = io.BytesIO()
     Image.new("RGB", (24, 24)).save(file, "PNG")
     image = {} if method == "generate" else {"image": ("a.png", file.getvalue())}
-    ours = {"prompt": "red cube", "seed": 1, "method": "ar"}
+    extra_fields = {"prompt": "red cube", "seed": 1, "method": "ar"}
     prompt = {} if method == "create_variation" else {"prompt": "red cube"}
     try:
-        answer = getattr(client.images, method)(**prompt, **image, **fields, extra_body=ours)
+        answer = getattr(client.images, method)(**prompt, **image, **fields, extra_body=extra_fields)
     except openai.BadRequestError as error:
         return error.param, error.message
     return answer.data
@@ -79,6 +79,6 @@ def outcome(client: openai.OpenAI, method: str, **fields: Any) -> Any:
 def test_a_default_that_is_sent_is_a_parameter_left_out(
     client: openai.OpenAI, method: str, name: str, value: Any
 ) -> None:
-    expected = outcome(client, method)
-    assert outcome(client, method, **{name: value}) == expected
+    expected = request_image(client, method)
+    assert request_image(client, method, **{name: value}) == expected
     assert method == "generate" or expected[0] == "image"

@@ -1,4 +1,4 @@
-"""Sites that may ask: written as browsers send them, or refused when the server starts."""
+"""Check sites that may send requests: written as browsers send them, or rejected when the server starts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lantern_rt.serve.server import Server
 from lantern_rt.serve.state import Limits, ServerState
 
 
-def start(app: Any, header: str, value: str) -> dict[str, Any]:
-    """Status and headers of the answer to a request with this header."""
+def send_request(app: Any, header: str, value: str) -> dict[str, Any]:
+    """Return the status and the headers of the answer to a request with this header."""
     messages: list[Any] = []
 
     async def receive() -> Any:
@@ -29,10 +29,10 @@ def start(app: Any, header: str, value: str) -> dict[str, Any]:
     return {"status": messages[0]["status"], "headers": dict(messages[0]["headers"])}
 
 
-def allowed(written: str, sent: str) -> bool:
-    """Whether an application with this origin lets pages of an origin read its answers."""
+def is_allowed(written: str, sent: str) -> bool:
+    """Return whether an application with the origin `written` lets pages of the origin `sent` read its answers."""
     app = make_app(ServerState(Limits()), origins=[written])
-    return start(app, "origin", sent)["headers"].get(b"access-control-allow-origin") in (b"*", sent.encode())
+    return send_request(app, "origin", sent)["headers"].get(b"access-control-allow-origin") in (b"*", sent.encode())
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def allowed(written: str, sent: str) -> bool:
     ],
 )
 def test_an_origin_is_compared_as_browsers_send_it(written: str, sent: str) -> None:
-    assert allowed(written, sent)
-    assert written == "*" or not allowed(written, "https://other.example")
+    assert is_allowed(written, sent)
+    assert written == "*" or not is_allowed(written, "https://other.example")
 
 
 @pytest.mark.parametrize(
@@ -103,4 +103,4 @@ def test_what_no_browser_sends_is_refused_before_a_port_is_opened(
     ],
 )
 def test_on_loopback_a_host_is_an_address_or_a_name_of_loopback(host: str, status: int) -> None:
-    assert start(make_app(ServerState(Limits()), hosts={"localhost"}), "host", host)["status"] == status
+    assert send_request(make_app(ServerState(Limits()), hosts={"localhost"}), "host", host)["status"] == status

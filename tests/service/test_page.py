@@ -1,4 +1,4 @@
-"""The page of `lantern-rt serve` in a browser: what a person sees there, and can do."""
+"""Test the page of `lantern-rt serve` in a browser: what a person sees and can do there."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ from itertools import combinations
 from threading import Thread
 
 import pytest
-from browser_page import CODES, IN_A_BROWSER, PHONE, REMEMBERED, SECONDS, draw, figures, read, saved
+from browser_page import (
+    CODES,
+    IN_A_BROWSER,
+    PHONE,
+    REMEMBERED,
+    SECONDS,
+    decode_image,
+    download_image,
+    draw,
+    read_figures,
+)
 from playwright.sync_api import Page, Route, expect
-from running_server import GENERATIONS, RunningServer, until
+from running_server import GENERATIONS, RunningServer, wait_until
 
 from lantern_rt import open_bundle
 from lantern_rt.text.words import ANY_WORDS
@@ -36,7 +46,7 @@ def test_a_picture_grows_before_it_is_done(page: Page) -> None:
 
 def test_map_and_statistics_tell_how_the_codes_came_to_be(page: Page) -> None:
     draw(page, "sjd")
-    table = figures(page)
+    table = read_figures(page)
     kinds = ["drafted and accepted", "accepted by relaxation", "draft rejected, resampled", "nothing drafted"]
     assert list(table)[:4] == kinds
     assert sum(int(table[kind][0]) for kind in kinds) == CODES
@@ -55,7 +65,7 @@ def test_exact_methods_give_the_same_picture_and_are_compared(page: Page) -> Non
     draw(page, "sjd", "ar")
     expect(page.locator("#status")).to_contain_text(re.compile("(times|about) as fast as"))
     expect(page.locator("#status")).to_contain_text("Same image, byte for byte.")
-    table = figures(page)
+    table = read_figures(page)
     assert table["nothing drafted"][1] == str(CODES)
     drafted, plain = map(float, table["Tokens per forward pass"])
     assert drafted > 1 >= plain > 0.9  # passes that settle ties count, too
@@ -64,7 +74,7 @@ def test_exact_methods_give_the_same_picture_and_are_compared(page: Page) -> Non
 def test_a_method_is_not_faster_than_itself(page: Page) -> None:
     draw(page, "ar", "ar")
     expect(page.locator("#status")).to_have_text("The same method twice: ar. Same image, byte for byte.")
-    assert "Speed-up" not in figures(page)
+    assert "Speed-up" not in read_figures(page)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +89,7 @@ def test_a_method_is_not_faster_than_itself(page: Page) -> None:
 def test_times_are_compared_where_they_differ(
     page: Page, seconds: tuple[float, float], words: str, factors: list[str]
 ) -> None:
-    found, row = page.evaluate(
+    sentence, factor_row = page.evaluate(
         """async (seconds) => {
             const { compared, rows } = await import("/page/figures.js");
             const images = ["fast", "ar"].map((label, i) => ({ label, kinds: "nn", png: btoa("12345678"), figures: {
@@ -91,8 +101,8 @@ def test_times_are_compared_where_they_differ(
         }""",
         seconds,
     )
-    assert found == f"{words} Same image, byte for byte."
-    assert row == factors
+    assert sentence == f"{words} Same image, byte for byte."
+    assert factor_row == factors
 
 
 def test_a_relaxed_method_may_draw_another_picture(page: Page) -> None:
@@ -100,7 +110,7 @@ def test_a_relaxed_method_may_draw_another_picture(page: Page) -> None:
     page.fill("#method-parameters", "lambda=3")
     draw(page, "lantern++", "ar")
     expect(page.locator("#status")).to_contain_text("Different images: relaxed acceptance may change them.")
-    assert float(figures(page)["Realised TVD per token"][0]) > 0
+    assert float(read_figures(page)["Realised TVD per token"][0]) > 0
     expect(page.locator("h2").first).to_have_text("lantern++:lambda=3")
 
 
@@ -117,7 +127,7 @@ def test_cancelling_stops_the_picture_and_frees_the_server(page: Page, scenes: R
     expect(page.locator("#status")).to_have_text("Cancelled")
     assert int(page.locator(".count").inner_text().split()[0]) < CODES
     others.join()
-    until(lambda: scenes.metric("lantern_images_running", model="scenes") == 0)
+    wait_until(lambda: scenes.metric("lantern_images_running", model="scenes") == 0)
 
 
 def test_an_unknown_word_gets_the_servers_own_message(page: Page) -> None:
@@ -138,7 +148,7 @@ def test_an_unknown_word_gets_the_servers_own_message(page: Page) -> None:
 
 
 def test_every_request_has_a_new_seed_until_one_is_kept(page: Page) -> None:
-    def asked() -> int:
+    def request_seed() -> int:
         with page.expect_request(re.compile("generations")) as request:
             draw(page, "sjd")
         seed = request.value.post_data_json["seed"]
@@ -146,15 +156,15 @@ def test_every_request_has_a_new_seed_until_one_is_kept(page: Page) -> None:
         expect(page.locator(".how")).to_contain_text(f"Seed {seed}, sjd")
         return seed
 
-    first, second = asked(), asked()
-    assert first != second
+    first_seed, second_seed = request_seed(), request_seed()
+    assert first_seed != second_seed
     page.click(".keep")
     expect(page.locator("#random")).not_to_be_checked()
-    assert asked() == second
+    assert request_seed() == second_seed
     page.fill("#seed", "")
     page.check("#random")
     page.fill("#seed", "77")  # a seed that is typed is meant
-    assert asked() == 77
+    assert request_seed() == 77
 
 
 def test_several_images_are_those_of_one_request_of_the_api(page: Page, scenes: RunningServer) -> None:
@@ -164,9 +174,9 @@ def test_several_images_are_those_of_one_request_of_the_api(page: Page, scenes: 
     draw(page, "sjd")
     expect(page.locator("#status")).to_contain_text("3 images in ")
     assert page.locator("h2:visible").all_inner_texts()[:3] == ["Seed 5", "Seed 6", "Seed 7"]
-    asked = {"prompt": page.input_value("#prompt"), "method": "sjd", "seed": 5, "n": 3}
-    for i, image in enumerate(scenes.post(asked)[1]["data"]):
-        assert (read(saved(page, i)) == read(base64.b64decode(image["b64_json"]))).all()
+    body = {"prompt": page.input_value("#prompt"), "method": "sjd", "seed": 5, "n": 3}
+    for i, image in enumerate(scenes.post(body)[1]["data"]):
+        assert (decode_image(download_image(page, i)) == decode_image(base64.b64decode(image["b64_json"]))).all()
     assert page.locator("#history button").count() == 3
     page.click(".stage >> nth=1")
     expect(page.locator(".panel")).to_have_count(1)
@@ -178,10 +188,10 @@ def test_several_images_are_those_of_one_request_of_the_api(page: Page, scenes: 
 def test_an_earlier_image_is_shown_again_with_its_figures(page: Page) -> None:
     draw(page, "sjd")
     expect(page.locator("#history")).to_be_hidden()
-    first, seed = figures(page), page.input_value("#seed")
+    first_figures, seed = read_figures(page), page.input_value("#seed")
     page.fill("#prompt", "a green cube on grass")
     draw(page, "ar")
-    assert figures(page) != first
+    assert read_figures(page) != first_figures
     thumbnails = page.locator("#history button")
     assert [one.get_attribute("aria-current") for one in thumbnails.all()] == ["true", "false"]
     name = f"a matte pink ball in the center at night, seed {seed}"
@@ -189,9 +199,9 @@ def test_an_earlier_image_is_shown_again_with_its_figures(page: Page) -> None:
     page.keyboard.press("Enter")
     expect(page.locator("#status")).to_have_text(name)
     expect(page.locator(".subject")).to_have_text("a matte pink ball in the center at night")
-    assert figures(page) == first
+    assert read_figures(page) == first_figures
     assert [one.get_attribute("aria-current") for one in thumbnails.all()] == ["false", "true"]
-    assert read(saved(page)).shape == (256, 256, 3)
+    assert decode_image(download_image(page)).shape == (256, 256, 3)
 
 
 def test_the_oldest_images_are_forgotten_and_their_memory_is_freed(page: Page, scenes: RunningServer) -> None:
@@ -250,10 +260,10 @@ def test_a_key_is_asked_for_where_the_server_wants_one(page: Page) -> None:
 
 
 def test_models_can_be_chosen_and_those_of_classes_take_a_class_id(page: Page, scenes: RunningServer) -> None:
-    known = scenes.get("/v1/models")[1]["data"]
+    models = scenes.get("/v1/models")[1]["data"]
     classes = {"takes": "class", "classes": 1000, "methods": ["ar", "sjd"], "examples": []}
-    known.append(known[0] | {"id": "classes", "lantern": known[0]["lantern"] | classes})
-    page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": known}))
+    models.append(models[0] | {"id": "classes", "lantern": models[0]["lantern"] | classes})
+    page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": models}))
     page.reload()
     page.select_option("#model", "classes")
     expect(page.locator("#prompt")).to_be_hidden()
@@ -264,8 +274,8 @@ def test_models_can_be_chosen_and_those_of_classes_take_a_class_id(page: Page, s
     page.select_option("#method", "ar")
     with page.expect_request(re.compile("generations")) as request:
         page.click("#draw")
-    asked = {"model": "classes", "class_id": 207, "method": "ar", "seed": 1, "temperature": 0.9}
-    assert request.value.post_data_json == asked | {"stream": True, "steps": True, "partial_images": 15}
+    expected_body = {"model": "classes", "class_id": 207, "method": "ar", "seed": 1, "temperature": 0.9}
+    assert request.value.post_data_json == expected_body | {"stream": True, "steps": True, "partial_images": 15}
     expect(page.locator("#error")).to_contain_text("model: found 'classes'")
 
 
@@ -279,8 +289,8 @@ def test_the_curl_command_draws_the_picture_that_is_saved(page: Page, scenes: Ru
     command = page.inner_text(".command")
     assert f"{scenes.url}/v1/images/generations" in command
     _, answer = scenes.post(json.loads(re.findall(r"-d '(.*?)' \|", command, re.DOTALL)[0]))
-    picture = answer["data"][0]["b64_json"]
-    assert download.value.path().read_bytes() == base64.b64decode(picture)
+    encoded_image = answer["data"][0]["b64_json"]
+    assert download.value.path().read_bytes() == base64.b64decode(encoded_image)
 
 
 def test_a_phone_shows_everything_in_its_width_and_large_enough_to_touch(phone: Page) -> None:

@@ -1,4 +1,4 @@
-"""Changing a part of an image on the page of `lantern-rt serve`, by pointer and by keys."""
+"""Test changing a part of an image on the page of `lantern-rt serve`, by pointer and by keyboard."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 from pathlib import Path
 
 import numpy as np
-from browser_page import CODES, IN_A_BROWSER, SECONDS, draw, figures, read, saved
+from browser_page import CODES, IN_A_BROWSER, SECONDS, decode_image, download_image, draw, read_figures
 from PIL import Image
 from playwright.sync_api import Page, expect
 
 pytestmark = IN_A_BROWSER
 
 
-def change(page: Page) -> bytes:
-    """Paint over the middle of the picture, have it drawn anew, and save it."""
+def edit_image(page: Page) -> bytes:
+    """Paint over the middle of the image, have it drawn anew, and save it."""
     page.locator(".mask").scroll_into_view_if_needed()
     box = page.locator(".mask").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2)
@@ -25,25 +25,25 @@ def change(page: Page) -> bytes:
         page.click(".redraw")
     expect(page.locator("#cancel")).to_be_hidden(timeout=1000 * SECONDS)
     expect(page.locator("#status")).to_contain_text("Done in")
-    return saved(page)
+    return download_image(page)
 
 
 def test_a_part_that_is_painted_over_is_drawn_anew(page: Page, phone: Page) -> None:
-    for one in (page, phone):
-        draw(one, "sjd")
-        before = read(saved(one))
-        one.fill("#seed", "8")
-        one.click(".change")
-        after = read(change(one))
-        assert (after != before).any(2)[112:144, 112:144].mean() > 0.5
-        assert (after == before)[:48].all()
-        assert 0 < int(figures(one)["preserved by the edit"][0]) < CODES - 12
-        assert one.evaluate("document.documentElement.scrollWidth") <= one.viewport_size["width"]
+    for tested_page in (page, phone):
+        draw(tested_page, "sjd")
+        pixels_before = decode_image(download_image(tested_page))
+        tested_page.fill("#seed", "8")
+        tested_page.click(".change")
+        pixels_after = decode_image(edit_image(tested_page))
+        assert (pixels_after != pixels_before).any(2)[112:144, 112:144].mean() > 0.5
+        assert (pixels_after == pixels_before)[:48].all()
+        assert 0 < int(read_figures(tested_page)["preserved by the edit"][0]) < CODES - 12
+        assert tested_page.evaluate("document.documentElement.scrollWidth") <= tested_page.viewport_size["width"]
 
 
 def test_keys_choose_the_cells_that_are_drawn_anew(page: Page) -> None:
     draw(page, "sjd")
-    before = read(saved(page))
+    pixels_before = decode_image(download_image(page))
     page.fill("#seed", "8")
     page.focus(".change")
     page.keyboard.press("Enter")
@@ -61,14 +61,14 @@ def test_keys_choose_the_cells_that_are_drawn_anew(page: Page) -> None:
         page.click(".redraw")
     expect(page.locator("#cancel")).to_be_hidden(timeout=1000 * SECONDS)
     expect(page.locator("#status")).to_contain_text("Done in")
-    assert int(figures(page)["preserved by the edit"][0]) == CODES - 1
-    after = read(saved(page))
-    assert (after == before)[:128].all()
-    assert (after == before)[:, :160].all()
+    assert int(read_figures(page)["preserved by the edit"][0]) == CODES - 1
+    pixels_after = decode_image(download_image(page))
+    assert (pixels_after == pixels_before)[:128].all()
+    assert (pixels_after == pixels_before)[:, :160].all()
 
 
 def test_a_picture_of_ones_own_is_changed(page: Page, tmp_path: Path) -> None:
     Image.new("RGB", (300, 200), (90, 160, 60)).save(tmp_path / "own.jpg")
     page.set_input_files("#open", tmp_path / "own.jpg")
     expect(page.locator(".painting")).to_be_visible()
-    assert (np.abs(read(change(page))[:40].astype(int) - (90, 160, 60)) < 4).all()
+    assert (np.abs(decode_image(edit_image(page))[:40].astype(int) - (90, 160, 60)) < 4).all()

@@ -1,4 +1,4 @@
-"""Replicas on two nodes, both of them on this machine, started as users do and asked over HTTP."""
+"""Test replicas on two nodes, both of them on this machine, started as users start them and called over HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from PIL import Image
-from running_server import GENERATIONS, RunningServer, events, until
+from running_server import GENERATIONS, RunningServer, parse_events, wait_until
 
 from lantern_rt import Pipeline
 
@@ -33,13 +33,18 @@ CONFIGURATION = Path(__file__).parents[2] / "deploy" / "serve_config.yaml"
 PROMPTS = ["a red sphere on sand", "a green cube on snow", "a blue cone on grass"]
 METHODS = ["ar", "sjd:window=4", "lantern++", None]
 ONE_THREAD = {"threads": None, "pipeline": {"threads": 1}}  # a replica on each node
-QUICK = {"upscale_delay_s": 0.5, "downscale_delay_s": 2, "metrics_interval_s": 0.3, "look_back_period_s": 1}
+FAST_SCALING = {"upscale_delay_s": 0.5, "downscale_delay_s": 2, "metrics_interval_s": 0.3, "look_back_period_s": 1}
 STEADY = {"together": 4, "waiting": 8, "autoscaling": {"min_replicas": 2, "max_replicas": 2}}
-GROWING = {"together": 1, "waiting": 5, "queued": 4, "autoscaling": {"min_replicas": 1, "max_replicas": 2, **QUICK}}
+GROWING = {
+    "together": 1,
+    "waiting": 5,
+    "queued": 4,
+    "autoscaling": {"min_replicas": 1, "max_replicas": 2, **FAST_SCALING},
+}
 
 
 class Application(RunningServer):
-    """What is served on the cluster at a path, as a server like any other."""
+    """An application that the cluster serves at a path, used like any other server."""
 
     def __init__(self, address: str, root: str) -> None:
         self.address, self.root = address, root
@@ -75,7 +80,7 @@ class Served:
         with (folder / "serve.log").open("wb") as log:
             self._running = subprocess.Popen([*serve, str(file)], stdout=log, stderr=log, env=environment)
         self.steady, self.growing = (Application(f"127.0.0.1:{port}", path) for path in ("/steady", "/growing"))
-        until(lambda: self.replicas("steady") == 2 and all(map(self._ready, (self.steady, self.growing))))
+        wait_until(lambda: self.replicas("steady") == 2 and all(map(self._ready, (self.steady, self.growing))))
 
     def _ready(self, application: Application) -> bool:
         try:
@@ -84,15 +89,15 @@ class Served:
             return False
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """Replicas of `scenes` in an application."""
+        """Return the replicas of `scenes` in an application."""
         title = f"ray::ServeReplica:{name}:scenes"
-        return [one for one in psutil.Process().children(recursive=True) if _command(one).startswith(title)]
+        return [process for process in psutil.Process().children(recursive=True) if _command(process).startswith(title)]
 
     def replicas(self, name: str) -> int:
         return len(self.processes(name))
 
     def log(self) -> str:
-        """What the ingresses wrote."""
+        """Return what the ingresses wrote."""
         logs = Path(self.cluster.head_node.get_session_dir_path()) / "logs"
         return "".join(file.read_text() for file in logs.glob("worker-*.err"))
 
@@ -110,97 +115,99 @@ def _command(process: psutil.Process) -> str:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    made = Served(tmp_path_factory.mktemp("ray"))
-    yield made
-    made.stop()
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served_cluster = Served(tmp_path_factory.mktemp("ray"))
+    yield served_cluster
+    served_cluster.stop()
 
 
-def pixels(picture: str) -> bytes:
+def decode_pixels(picture: str) -> bytes:
     return Image.open(io.BytesIO(base64.b64decode(picture))).tobytes()
 
 
-def test_models_and_errors_are_those_of_one_server(served: Served) -> None:
-    assert [one["id"] for one in served.steady.get("/v1/models")[1]["data"]] == ["scenes"]
-    status, answer = served.steady.post({"prompt": PROMPTS[0], "top_k": -1})
+def test_models_and_errors_are_those_of_one_server(cluster: Served) -> None:
+    assert [model["id"] for model in cluster.steady.get("/v1/models")[1]["data"]] == ["scenes"]
+    status, answer = cluster.steady.post({"prompt": PROMPTS[0], "top_k": -1})
     assert (status, answer["error"]["param"]) == (400, "top_k")
-    assert served.steady.post({"prompt": PROMPTS[0], "model": "others"})[0] == 404
-    assert served.steady.request("GET", "/")[0] == 200
+    assert cluster.steady.post({"prompt": PROMPTS[0], "model": "others"})[0] == 404
+    assert cluster.steady.request("GET", "/")[0] == 200
 
 
-def test_a_client_that_leaves_frees_its_place_on_the_replica(served: Served) -> None:
+def test_a_client_that_leaves_frees_its_place_on_the_replica(cluster: Served) -> None:
     all_places = {"prompt": PROMPTS[0], "seed": 1, "method": "ar", "n": 6}
-    with served.growing.open(all_places):
-        until(lambda: served.growing.metric("lantern_images_running", model="scenes") == 1)
-    until(lambda: served.growing.metric("lantern_aborted_total", model="scenes", reason="disconnected") == 1)
-    until(lambda: served.growing.post(all_places)[0] == 200)
+    with cluster.growing.open(all_places):
+        wait_until(lambda: cluster.growing.metric("lantern_images_running", model="scenes") == 1)
+    wait_until(lambda: cluster.growing.metric("lantern_aborted_total", model="scenes", reason="disconnected") == 1)
+    wait_until(lambda: cluster.growing.post(all_places)[0] == 200)
 
 
-def test_replicas_come_with_load_and_go_without_it(served: Served) -> None:
-    until(lambda: served.replicas("growing") == 1)
-    enough = Event()
+def test_replicas_come_with_load_and_go_without_it(cluster: Served) -> None:
+    wait_until(lambda: cluster.replicas("growing") == 1)
+    stop_drawing = Event()
 
     def draw(seed: int) -> int:
         statuses = [0]
-        while not enough.is_set():
-            statuses.append(served.growing.post({"prompt": PROMPTS[0], "seed": seed, "method": "sjd"})[0])
+        while not stop_drawing.is_set():
+            statuses.append(cluster.growing.post({"prompt": PROMPTS[0], "seed": seed, "method": "sjd"})[0])
         return max(statuses)
 
     with ThreadPoolExecutor(4) as pool:
         statuses = [pool.submit(draw, seed) for seed in range(4)]
         try:
-            until(lambda: served.replicas("growing") == 2)
+            wait_until(lambda: cluster.replicas("growing") == 2)
         finally:
-            enough.set()
+            stop_drawing.set()
     assert [status.result() for status in statuses] == [200] * 4
-    until(lambda: served.replicas("growing") == 1)
-    assert served.growing.post({"prompt": PROMPTS[0], "seed": 1, "method": "sjd"})[0] == 200
+    wait_until(lambda: cluster.replicas("growing") == 1)
+    assert cluster.growing.post({"prompt": PROMPTS[0], "seed": 1, "method": "sjd"})[0] == 200
 
 
-def test_too_many_requests_are_told_when_to_come_again(served: Served) -> None:
+def test_too_many_requests_are_told_when_to_come_again(cluster: Served) -> None:
     def draw(seed: int) -> tuple[int, dict[str, str], bytes]:
-        asked = {"prompt": PROMPTS[0], "seed": seed, "method": "sjd", "deadline": 10}
+        request_body = {"prompt": PROMPTS[0], "seed": seed, "method": "sjd", "deadline": 10}
         headers = {"content-type": "application/json"}
-        return served.growing.request("POST", GENERATIONS, json.dumps(asked).encode(), headers)
+        return cluster.growing.request("POST", GENERATIONS, json.dumps(request_body).encode(), headers)
 
     with ThreadPoolExecutor(30) as pool:
         answers = [*pool.map(draw, range(30))]
-    refused = [(headers, json.loads(body)) for status, headers, body in answers if status == 429]
+    rejections = [(headers, json.loads(body)) for status, headers, body in answers if status == 429]
     assert {status for status, _, _ in answers} <= {200, 429, 504}
-    assert len(refused) >= 10
-    for headers, body in refused:
+    assert len(rejections) >= 10
+    for headers, body in rejections:
         assert body["error"]["code"] == "busy"
         assert 1 <= int(headers["retry-after"]) < 600  # by how fast this host is
 
 
 def test_when_a_node_dies_its_requests_are_drawn_elsewhere_and_give_the_same_images(
-    served: Served, scenes_pipe: Pipeline
+    cluster: Served, scenes_pipe: Pipeline
 ) -> None:
-    asked = [{"prompt": PROMPTS[i % 3], "seed": i, "method": METHODS[i % 4]} for i in range(20)]
-    wanted = [scenes_pipe(one["prompt"], seed=one["seed"], method=one["method"] or "ar") for one in asked]
-    begun, codes, lost = Event(), count(), served.log().count("lost a replica")
+    requests = [{"prompt": PROMPTS[i % 3], "seed": i, "method": METHODS[i % 4]} for i in range(20)]
+    expected = [
+        scenes_pipe(request["prompt"], seed=request["seed"], method=request["method"] or "ar") for request in requests
+    ]
+    steps_begun, step_count, lost_before = Event(), count(), cluster.log().count("lost a replica")
 
-    def draw(one: dict[str, Any]) -> dict[str, Any]:
-        if one["seed"] % 2:
-            status, answer = served.steady.post(one)
+    def draw(request: dict[str, Any]) -> dict[str, Any]:
+        if request["seed"] % 2:
+            status, answer = cluster.steady.post(request)
             assert status == 200, answer
             return answer["data"][0]
-        with served.steady.open({**one, "stream": True, "steps": True, "partial_images": 5}) as connection:
+        with cluster.steady.open({**request, "stream": True, "steps": True, "partial_images": 5}) as connection:
             answer = connection.getresponse()
             body = b""
             while part := answer.read1():
                 body += part
-                if next(codes) > 60:
-                    begun.set()
-        found = events(body)
-        assert [data["done"] for kind, data in found if kind == "lantern.step"][-1] == 256
-        assert {data.get("partial_image_index") for _, data in found} == {None, *range(5)}
-        return found[-1][1]
+                if next(step_count) > 60:
+                    steps_begun.set()
+        stream_events = parse_events(body)
+        assert [data["done"] for kind, data in stream_events if kind == "lantern.step"][-1] == 256
+        assert {data.get("partial_image_index") for _, data in stream_events} == {None, *range(5)}
+        return stream_events[-1][1]
 
     with ThreadPoolExecutor(20) as pool:
-        drawn = [pool.submit(draw, one) for one in asked]
-        assert begun.wait(60)
-        served.cluster.remove_node(served.other, allow_graceful=False)
-        pictures = [one.result()["b64_json"] for one in drawn]
-    assert [pixels(one) for one in pictures] == [result.images[0].tobytes() for result in wanted]
-    assert served.log().count("lost a replica") > lost
+        pending = [pool.submit(draw, request) for request in requests]
+        assert steps_begun.wait(60)
+        cluster.cluster.remove_node(cluster.other, allow_graceful=False)
+        images = [request.result()["b64_json"] for request in pending]
+    assert [decode_pixels(request) for request in images] == [result.images[0].tobytes() for result in expected]
+    assert cluster.log().count("lost a replica") > lost_before

@@ -1,4 +1,4 @@
-"""Requests whose replicas die are drawn again by others, and give the same images; without a cluster."""
+"""Check that requests whose replicas die are drawn again by others and give the same images; without a cluster."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ PROMPT = "red cube"
 
 
 class Response:
-    """What a replica gives, as from a handle; it dies before the update of this number."""
+    """Stands in for the response of a replica handle; raises `error` before the update number `dies`."""
 
     def __init__(self, updates: Any, dies: int | None, error: BaseException) -> None:
-        self._updates, self._left, self._error, self.cancelled = updates, dies, error, 0
+        self._updates = updates
+        self._left = dies
+        self._error = error
+        self.cancelled = 0
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
@@ -51,10 +54,10 @@ class Response:
 
 
 class Replicas:
-    """A handle; each request that comes goes to a replica which dies after so many updates, or fails at once."""
+    """Stands in for a handle: each request goes to a replica that dies after that many updates, or fails at once."""
 
-    def __init__(self, replica: Any, *dies: int | Exception, error: Exception | None = None) -> None:
-        self._replica, self._dies = replica, iter(dies)
+    def __init__(self, replica: Any, *failures: int | Exception, error: Exception | None = None) -> None:
+        self._replica, self._dies = replica, iter(failures)
         self._error = error or ActorUnavailableError("lost", b"1" * 16)
         self.responses: list[Response] = []
         self.generate = self
@@ -64,10 +67,10 @@ class Replicas:
         return self
 
     def remote(self, request: ImagesRequest, caller: str) -> Response:
-        dies = next(self._dies, None)
-        failure = (0, dies) if isinstance(dies, Exception) else (dies, self._error)
+        failure = next(self._dies, None)
+        response_end = (0, failure) if isinstance(failure, Exception) else (failure, self._error)
         updates = self._replica.generate(pickle.loads(pickle.dumps(request)), caller)
-        self.responses.append(Response(updates, *failure))
+        self.responses.append(Response(updates, *response_end))
         return self.responses[-1]
 
 
@@ -76,18 +79,18 @@ def replica(tiny_folder: Path) -> Replica:
     return Replica(str(tiny_folder), 4, 8, {"threads": 1})
 
 
-def draw(replicas: Replicas, **options: Any) -> list[Any]:
-    """All that the endpoint hears of a request."""
+def collect_updates(replicas: Replicas, **options: Any) -> list[Any]:
+    """Return all updates that the endpoint gets for a request."""
     request = ImagesRequest(prompt=PROMPT, seed=3, deadline=600, **options)
 
-    async def hear() -> list[Any]:
+    async def collect() -> list[Any]:
         return [update async for update in RayBackend("tiny", {}, replicas).generate(request)]  # type: ignore[arg-type]
 
-    return asyncio.run(hear())
+    return asyncio.run(collect())
 
 
-def pixels(completion: Completion) -> list[bytes]:
-    return [Image.open(io.BytesIO(one)).tobytes() for one in completion.files]
+def decode_pixels(completion: Completion) -> list[bytes]:
+    return [Image.open(io.BytesIO(file)).tobytes() for file in completion.files]
 
 
 @pytest.mark.parametrize("method", ["ar", None, "lantern++:lambda=1.23456789"])
@@ -95,15 +98,17 @@ def test_a_request_that_outlives_replicas_gives_the_images_of_the_pipeline(
     method: str, replica: Replica, tiny_pipe: Pipeline
 ) -> None:
     replicas = Replicas(replica, 0, 1, 1)
-    accepted, completion = draw(replicas, method=method, n=2)
+    accepted, completion = collect_updates(replicas, method=method, n=2)
     images = tiny_pipe(PROMPT, seed=3, method=method, num_images=2).images
     assert accepted == ADMITTED
-    assert pixels(completion) == [image.tobytes() for image in images]
+    assert decode_pixels(completion) == [image.tobytes() for image in images]
     assert len(replicas.responses) == 4
 
 
 def test_a_stream_begins_anew_and_its_steps_say_where(replica: Replica, tiny_pipe: Pipeline) -> None:
-    accepted, *events, completion = draw(Replicas(replica, 9), method="sjd:window=3", steps=True, partial_images=3)
+    accepted, *events, completion = collect_updates(
+        Replicas(replica, 9), method="sjd:window=3", steps=True, partial_images=3
+    )
     kinds = ""
     for event in events:
         if event["type"] == "lantern.step":
@@ -117,7 +122,7 @@ def test_a_stream_begins_anew_and_its_steps_say_where(replica: Replica, tiny_pip
 
 def test_errors_of_the_user_arrive_as_what_they_are(replica: Replica) -> None:
     with pytest.raises(RequestError) as caught:
-        draw(Replicas(replica), size="9x9")
+        collect_updates(Replicas(replica), size="9x9")
     assert caught.value.field == "size"
     assert pickle.loads(pickle.dumps(BusyError("full", 7))).seconds == 7
 
@@ -125,36 +130,36 @@ def test_errors_of_the_user_arrive_as_what_they_are(replica: Replica) -> None:
 def test_codes_of_a_replica_are_those_of_the_pipeline_and_calls_that_it_cannot_answer_are_refused(
     replica: Replica, tiny_pipe: Pipeline
 ) -> None:
-    async def hear(request: DrawingRequest) -> Completion:
+    async def complete(request: DrawingRequest) -> Completion:
         backend = RayBackend("tiny", {}, Replicas(replica, 1))  # type: ignore[arg-type]
-        *_, last = [update async for update in backend.generate(request)]
-        assert isinstance(last, Completion)
-        return last
+        *_, completion = [update async for update in backend.generate(request)]
+        assert isinstance(completion, Completion)
+        return completion
 
     fields: dict[str, Any] = {"prompt": PROMPT, "seed": 3, "deadline": 600}
     (codes,) = tiny_pipe(PROMPT, seed=3).codes
-    assert asyncio.run(hear(CodesRequest(**fields))).codes[0].tolist() == codes.tolist()
-    with np.load(io.BytesIO(asyncio.run(hear(CodesFileRequest(**fields))).files[0])) as file:
+    assert asyncio.run(complete(CodesRequest(**fields))).codes[0].tolist() == codes.tolist()
+    with np.load(io.BytesIO(asyncio.run(complete(CodesFileRequest(**fields))).files[0])) as file:
         assert file["codes"].ravel().tolist() == codes.tolist()
     with pytest.raises(HttpError) as caught:
-        asyncio.run(hear(TokensRequest(token_ids=[1], grids=[[1, 2, 2], [1, 1, 1]], max_tokens=9, **fields)))
+        asyncio.run(complete(TokensRequest(token_ids=[1], grids=[[1, 2, 2], [1, 1, 1]], max_tokens=9, **fields)))
     assert (caught.value.status, caught.value.field) == (400, "image_data")
 
 
 def test_a_cluster_without_room_is_busy(replica: Replica) -> None:
     replicas = Replicas(replica, BackPressureError(4, 4))
     with pytest.raises(BusyError) as caught:
-        draw(replicas)
+        collect_updates(replicas)
     assert 1 <= caught.value.seconds <= 3
     assert len(replicas.responses) == 1
 
 
 def test_a_request_that_had_a_place_waits_for_another(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "RETRY_SECONDS", 0.01)
-    full = [BackPressureError(4, 4), BusyError("full", 3)] * MAX_REPLICAS_LOST
-    replicas = Replicas(replica, 1, *full)
-    assert isinstance(draw(replicas)[-1], Completion)
-    assert len(replicas.responses) == 2 + len(full)
+    full_replicas = [BackPressureError(4, 4), BusyError("full", 3)] * MAX_REPLICAS_LOST
+    replicas = Replicas(replica, 1, *full_replicas)
+    assert isinstance(collect_updates(replicas)[-1], Completion)
+    assert len(replicas.responses) == 2 + len(full_replicas)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +170,7 @@ def test_a_request_that_kills_its_replicas_ends_and_so_does_one_that_finds_a_bug
 ) -> None:
     replicas = Replicas(replica, *[1] * 9, error=error)
     with pytest.raises(type(error)):
-        draw(replicas)
+        collect_updates(replicas)
     assert len(replicas.responses) == replicas_lost
 
 
@@ -185,11 +190,11 @@ def test_closing_a_request_cancels_its_replica(replica: Replica) -> None:
 
 
 def test_a_replica_is_healthy_until_its_service_ends(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Replica(str(tiny_folder), 1, 1, {"threads": 1})
-    own.check_health()
+    own_replica = Replica(str(tiny_folder), 1, 1, {"threads": 1})
+    own_replica.check_health()
     monkeypatch.setattr(Service, "open", False)
     with pytest.raises(EngineError):
-        own.check_health()
+        own_replica.check_health()
 
 
 @pytest.mark.parametrize("bundles", [[], ["a/tiny", "b/tiny"], ["ingress"]])

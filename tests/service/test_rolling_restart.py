@@ -1,4 +1,4 @@
-"""Behind nginx with the configuration of deploy/, servers restart one after the other and no request is lost."""
+"""Behind nginx with the configuration of deploy/, restart servers one after the other: no request is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running_server import GENERATIONS, RunningServer, events, until
+from running_server import GENERATIONS, RunningServer, parse_events, wait_until
 
 from lantern_rt.edits import BYTES_LIMIT
 
@@ -24,7 +24,7 @@ CONFIGURATION = (Path(__file__).parents[2] / "deploy/nginx.conf").read_text("utf
 CALLERS = 50
 ROUNDS = 2
 PAUSE = 1.0  # seconds from the readiness of a server to the stop of the next, as the configuration asks for
-# What stands around a file of /etc/nginx/conf.d, with all files of nginx in a folder.
+# The configuration around a file of /etc/nginx/conf.d, with all files of nginx in a folder.
 MAIN = """
 daemon off; pid {folder}/pid; error_log {folder}/errors;
 events {{ worker_connections 1024; }}
@@ -37,7 +37,7 @@ http {{
 
 
 class Site(RunningServer):
-    """The servers behind nginx, as a server like any other."""
+    """The servers behind nginx, used like any other server."""
 
     def __init__(self, port: int) -> None:
         self.address = f"127.0.0.1:{port}"
@@ -45,13 +45,13 @@ class Site(RunningServer):
 
 def free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    ports = [free_socket.getsockname()[1] for free_socket in sockets]
+    for free_socket in sockets:
+        free_socket.close()
     return ports
 
 
-def answers(site: Site) -> bool:
+def is_ready(site: Site) -> bool:
     try:
         return site.get("/readyz")[0] == 200
     except OSError:
@@ -73,24 +73,24 @@ def site(servers: list[RunningServer], tmp_path: Path) -> Iterator[Site]:
     (tmp_path / "nginx.conf").write_text(MAIN.format(folder=tmp_path))
     user = ["-g", "user root;"] if tmp_path.owner() == "root" else []
     nginx = subprocess.Popen(["nginx", "-p", tmp_path, "-c", tmp_path / "nginx.conf", *user])
-    until(lambda: answers(Site(port)))
+    wait_until(lambda: is_ready(Site(port)))
     yield Site(port)
     nginx.terminate()
     nginx.wait()
 
 
-def stream(site: Site, seed: int) -> tuple[int, str]:
-    """Status and image of a streamed request."""
+def request_stream(site: Site, seed: int) -> tuple[int, str]:
+    """Return the status and the image of a streamed request."""
     content = {"prompt": "red cube", "seed": seed, "stream": True, "steps": True}
     status, _, body = site.request(
         "POST", GENERATIONS, json.dumps(content).encode(), {"content-type": "application/json"}
     )
-    kind, last = events(body)[-1]
+    kind, last_event = parse_events(body)[-1]
     assert kind == "image_generation.completed"
-    return status, last["b64_json"]
+    return status, last_event["b64_json"]
 
 
-def plain(site: Site, seed: int) -> tuple[int, str]:
+def request_image(site: Site, seed: int) -> tuple[int, str]:
     status, answer = site.post({"prompt": "red cube", "seed": seed})
     return status, answer["data"][0]["b64_json"] if status == 200 else json.dumps(answer)
 
@@ -98,16 +98,16 @@ def plain(site: Site, seed: int) -> tuple[int, str]:
 def test_rolling_restarts_lose_no_request(
     servers: list[RunningServer], site: Site, start: Callable[..., RunningServer], tiny_folder: Path
 ) -> None:
-    expected = [plain(site, seed) for seed in range(CALLERS)]
-    found: list[list[Any]] = [[] for _ in range(CALLERS)]
-    ended = threading.Event()
+    expected = [request_image(site, seed) for seed in range(CALLERS)]
+    answers_by_seed: list[list[Any]] = [[] for _ in range(CALLERS)]
+    restarts_done = threading.Event()
 
     def call(seed: int) -> None:
-        while not ended.is_set():
+        while not restarts_done.is_set():
             try:
-                found[seed].append((stream if seed % 2 else plain)(site, seed))
+                answers_by_seed[seed].append((request_stream if seed % 2 else request_image)(site, seed))
             except Exception as error:
-                found[seed].append(error)
+                answers_by_seed[seed].append(error)
 
     threads = [threading.Thread(target=call, args=[seed]) for seed in range(CALLERS)]
     for thread in threads:
@@ -118,11 +118,13 @@ def test_rolling_restarts_lose_no_request(
             port = int(server.address.rpartition(":")[2])
             servers[i] = start(tiny_folder, "--threads", 1, port=port)
             time.sleep(PAUSE)
-    ended.set()
+    restarts_done.set()
     for thread in threads:
         thread.join()
-    assert all(found)
-    assert [answer for seed, seen in enumerate(found) for answer in seen if answer != expected[seed]] == []
+    assert all(answers_by_seed)
+    assert [
+        answer for seed, answers in enumerate(answers_by_seed) for answer in answers if answer != expected[seed]
+    ] == []
 
 
 def test_nginx_takes_bodies_as_large_as_the_server_and_keeps_metrics_private(site: Site) -> None:

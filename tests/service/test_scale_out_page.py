@@ -1,4 +1,4 @@
-"""docs/scale-out.md: the commands of a cluster run as written."""
+"""Run the commands of docs/scale-out.md as written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from running_server import RunningServer, until
+from running_server import RunningServer, wait_until
 
 pytest.importorskip("ray.serve", reason="needs the extra `ray`")
 pytestmark = pytest.mark.slow
@@ -19,21 +19,21 @@ ROOT = Path(__file__).parents[2]
 (COMMANDS,) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/scale-out.md").read_text("utf-8"), re.DOTALL)
 
 
-class Served(RunningServer):
-    """What the configuration serves, as a server like any other."""
+class ServedApplication(RunningServer):
+    """What the configuration serves, used like any other server."""
 
     def __init__(self) -> None:
         self.address = "127.0.0.1:8000"
 
 
-def ready() -> bool:
+def is_ready() -> bool:
     try:
-        return Served().get("/readyz")[0] == 200
+        return ServedApplication().get("/readyz")[0] == 200
     except OSError:
         return False
 
 
-def own(process: psutil.Process, home: str) -> bool:
+def belongs_to(process: psutil.Process, home: str) -> bool:
     try:
         return process.environ().get("HOME") == home
     except psutil.Error:
@@ -47,8 +47,8 @@ def test_the_commands_of_a_cluster_serve_images(tmp_path: Path) -> None:
     environment.pop("RAY_AUTH_MODE", None)
     try:
         subprocess.run(["bash", "-euc", COMMANDS], cwd=ROOT, env=environment, check=True, stdin=subprocess.DEVNULL)
-        until(ready)
-        assert Served().post({"prompt": "a red cube on sand", "seed": 1})[0] == 200
+        wait_until(is_ready)
+        assert ServedApplication().post({"prompt": "a red cube on sand", "seed": 1})[0] == 200
     finally:  # not `ray stop`, which ends every cluster of the host
-        for process in [one for one in psutil.process_iter() if own(one, home)]:
+        for process in [candidate for candidate in psutil.process_iter() if belongs_to(candidate, home)]:
             process.kill()

@@ -1,4 +1,4 @@
-"""SGLang's own stage for GLM-Image, from its wheel, against a running server; what it does not use here is stubbed."""
+"""Run SGLang's own stage for GLM-Image, from its wheel, against a running server; the rest of SGLang is stubbed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def stage() -> Iterator[Any]:
         file = importlib.metadata.distribution("sglang").locate_file(STAGE)
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("needs SGLang: pip install --no-deps sglang")
-    before = {*sys.modules}
+    modules_before = {*sys.modules}
     sys.meta_path.insert(0, finder := StubFinder())
     try:
         spec = importlib.util.spec_from_file_location("glm_image_stage", str(file))
@@ -70,7 +70,7 @@ def stage() -> Iterator[Any]:
         yield module
     finally:
         sys.meta_path.remove(finder)
-        for name in {*sys.modules} - before:
+        for name in {*sys.modules} - modules_before:
             if name.split(".")[0] in ("sglang", "diffusers"):
                 del sys.modules[name]
 
@@ -81,11 +81,11 @@ class Inputs(dict[str, Any]):
 
 
 class Processor:
-    """Gives the recorded ids of a prompt."""
+    """Returns the recorded ids of a prompt."""
 
     def apply_chat_template(self, messages: Any, target_h: int, target_w: int, **_: Any) -> Inputs:
         prompt = messages[0]["content"][-1]["text"]
-        (trace,) = (one for one in TRACES if one["prompt"] == prompt)
+        (trace,) = (candidate for candidate in TRACES if candidate["prompt"] == prompt)
         assert (target_h, target_w) == (trace["height"], trace["width"])
         grids = [[1, *trace["large_grid"]], [1, *trace["small_grid"]]]
         return Inputs(input_ids=torch.tensor([trace["prompt_ids"]]), image_grid_thw=torch.tensor(grids))
@@ -96,8 +96,8 @@ def test_sglangs_stage_gets_the_codes_of_the_pipeline(
 ) -> None:
     url = start(glm_image_bundle, "--threads", 1).url
     server = SimpleNamespace(srt_encoder_url=url, srt_encoder_connect_timeout=3.05, srt_encoder_timeout=100)
-    own = stage.GlmImageAR.__new__(stage.GlmImageAR)
-    own.processor = Processor()
+    glm_stage = stage.GlmImageAR.__new__(stage.GlmImageAR)
+    glm_stage.processor = Processor()
     pipe = Pipeline.from_bundle(glm_image_bundle, threads=1)
 
     def prior_ids(trace: dict[str, Any], seed: int) -> list[int]:
@@ -108,15 +108,15 @@ def test_sglangs_stage_gets_the_codes_of_the_pipeline(
         return ids
 
     for trace in TRACES[:3]:
-        place = {"height": trace["height"], "width": trace["width"], "server_args": server}
-        ids, _, usage = own.generate_prior_tokens(prompt=trace["prompt"], seed=5, **place)
+        stage_fields = {"height": trace["height"], "width": trace["width"], "server_args": server}
+        ids, _, usage = glm_stage.generate_prior_tokens(prompt=trace["prompt"], seed=5, **stage_fields)
         assert ids.tolist() == [prior_ids(trace, 5)]
         assert usage["completion_tokens"] == trace["max_new_tokens"] - 1
-    first, second = (trace for trace in TRACES if trace["name"].startswith("batch_row"))
-    place = {"height": first["height"], "width": first["width"], "server_args": server}
-    prompts = [first["prompt"], second["prompt"], first["prompt"]]
-    found, usages = own.generate_prior_tokens_batch(prompts=prompts, seeds=[1, 2, None], **place)
-    assert [ids.tolist() for ids in found[:2]] == [[prior_ids(first, 1)], [prior_ids(second, 2)]]
-    assert usages[2]["prompt_tokens"] == len(first["prompt_ids"])
+    first_trace, second_trace = (trace for trace in TRACES if trace["name"].startswith("batch_row"))
+    stage_fields = {"height": first_trace["height"], "width": first_trace["width"], "server_args": server}
+    prompts = [first_trace["prompt"], second_trace["prompt"], first_trace["prompt"]]
+    batch_ids, usages = glm_stage.generate_prior_tokens_batch(prompts=prompts, seeds=[1, 2, None], **stage_fields)
+    assert [ids.tolist() for ids in batch_ids[:2]] == [[prior_ids(first_trace, 1)], [prior_ids(second_trace, 2)]]
+    assert usages[2]["prompt_tokens"] == len(first_trace["prompt_ids"])
     with pytest.raises(requests.HTTPError):
-        own._request_external_ar({"input_ids": [1], "image_data": [], "sampling_params": {}}, server)
+        glm_stage._request_external_ar({"input_ids": [1], "image_data": [], "sampling_params": {}}, server)

@@ -1,4 +1,4 @@
-"""How a server starts and ends: loading behind an open port, draining, giving up, and refusals before it starts."""
+"""Check how a server starts and stops: loading behind an open port, draining, and options rejected at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from refusals import error_of
-from running_server import RunningServer, until
+from running_server import RunningServer, wait_until
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import RequestError
@@ -26,20 +26,20 @@ from lantern_rt.serve.state import read_keys
 SLOW = {"prompt": "a red sphere on sand", "method": "ar", "n": 2}
 
 
-def asking(server: RunningServer, asked: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
-    """Asks in a thread; what it is answered. Returns once images are being drawn."""
-    found: list[Any] = []
+def start_request(server: RunningServer, body: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
+    """Send a request in a thread; once images are being drawn, return the thread and the list for its answer."""
+    answers: list[Any] = []
 
     def ask() -> None:
         try:
-            found.append(server.post(asked))
+            answers.append(server.post(body))
         except OSError as error:
-            found.append(error)
+            answers.append(error)
 
     thread = threading.Thread(target=ask)
     thread.start()
-    until(lambda: server.metric("lantern_images_running", model="scenes") > 0)
-    return thread, found
+    wait_until(lambda: server.metric("lantern_images_running", model="scenes") > 0)
+    return thread, answers
 
 
 def test_a_server_answers_while_it_loads_and_finishes_what_it_draws_when_it_is_terminated(
@@ -50,28 +50,28 @@ def test_a_server_answers_while_it_loads_and_finishes_what_it_draws_when_it_is_t
     assert (status, answer["error"]["code"]) == (503, "loading")
     assert server.get("/livez")[0] == 200
     server.wait_until_ready()
-    thread, found = asking(server, SLOW)
+    thread, answers = start_request(server, SLOW)
     server.process.send_signal(signal.SIGTERM)
-    until(lambda: server.get("/readyz")[1]["status"] == "draining")
+    wait_until(lambda: server.get("/readyz")[1]["status"] == "draining")
     assert server.get("/livez")[0] == 200
     status, answer = server.post(SLOW)
     assert (status, answer["error"]["code"]) == (503, "draining")
     thread.join()
-    assert found[0][0] == 200
-    assert len(found[0][1]["data"]) == 2
+    assert answers[0][0] == 200
+    assert len(answers[0][1]["data"]) == 2
     assert server.process.wait(30) == 0
     assert "Traceback" not in server.log
 
 
 def test_ctrl_c_drains_and_a_second_one_ends_at_once(start: Callable[..., RunningServer]) -> None:
     server = start("scenes", "--threads", 1)
-    thread, found = asking(server, {**SLOW, "n": 10})
+    thread, answers = start_request(server, {**SLOW, "n": 10})
     server.process.send_signal(signal.SIGINT)
-    until(lambda: server.get("/readyz")[0] == 503)
+    wait_until(lambda: server.get("/readyz")[0] == 503)
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(60) == 0
     thread.join()
-    status, answer = found[0]
+    status, answer = answers[0]
     assert (status, answer["error"]["code"]) == (503, "stopped")
     assert "Traceback" not in server.log
 
@@ -86,7 +86,7 @@ def test_hangups_while_a_server_starts_or_ends_change_nothing_but_the_keys(tmp_p
         assert process.stderr is not None
         status = Path(f"/proc/{process.pid}/status")
         try:
-            until(lambda: "SigBlk:\t0000000000000001" in status.read_text())
+            wait_until(lambda: "SigBlk:\t0000000000000001" in status.read_text())
             process.send_signal(signal.SIGHUP)
             assert "keys reloaded" in next(line for line in process.stderr if "keys" in line)
             process.send_signal(signal.SIGTERM)
@@ -113,8 +113,8 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(tmp_path: P
 
 
 def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as other_socket:
+        port = other_socket.getsockname()[1]
         assert run_program(["serve", "--port", str(port)]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("lantern-rt: --port: cannot listen on '127.0.0.1'")
@@ -122,7 +122,7 @@ def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "begins"),
+    ("arguments", "message_start"),
     [
         (["--port", "70000"], "--port: found 70000"),
         (["--batch", "0", "--port", "0"], "--batch: found 0"),
@@ -148,10 +148,10 @@ def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_wrong_options_are_refused_in_one_line(
-    arguments: list[str], begins: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message_start: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_program(["serve", *arguments]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].removeprefix("lantern-rt: ").startswith(begins)
+    assert capsys.readouterr().err.splitlines()[-1].removeprefix("lantern-rt: ").startswith(message_start)
 
 
 @pytest.mark.parametrize("content", ["# nobody\n\n", "schl\u00fcssel\n"])
