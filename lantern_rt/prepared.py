@@ -14,7 +14,7 @@ from .bundle.manifest import Manifest
 from .errors import BundleError
 from .methods import MethodConfig, MethodNeeds
 from .prompts import ImageRequest
-from .requests import Settings
+from .requests import GenerationSettings
 from .runtime.drafters import count_nodes
 from .runtime.engine import Ints
 from .runtime.likelihood import Likelihood, compute_likelihood
@@ -39,7 +39,7 @@ class PreparedRequest:
     bundle: Bundle
     engines: Engines
     images: Sequence[ImageRequest]
-    settings: Settings
+    settings: GenerationSettings
     plan: DecodePlan
     max_images: int
 
@@ -70,7 +70,7 @@ class PreparedRequest:
         ]
 
 
-def make_plan(manifest: Manifest, settings: Settings, engines: Engines, adaptive: bool = False) -> DecodePlan:
+def make_plan(manifest: Manifest, settings: GenerationSettings, engines: Engines, adaptive: bool = False) -> DecodePlan:
     """Return how images are generated on some engines.
 
     Args:
