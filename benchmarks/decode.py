@@ -34,7 +34,7 @@ from lantern_rt.bundle.files import Bundle
 from lantern_rt.cli.console import print_table
 from lantern_rt.engines.doctor import make_host_report
 from lantern_rt.engines.host import describe_processor
-from lantern_rt.memory import weight_bytes
+from lantern_rt.memory import count_weight_bytes
 from lantern_rt.runtime.engine import Cache, DeviceArray, Engine, HiddenView, PassInput
 from lantern_rt.runtime.passes import committed_mask
 
@@ -197,7 +197,7 @@ def main() -> None:
         print("\n".join(f"  {name:12} {value}" for name, value in host.facts.items()))
         pipeline = Pipeline.from_bundle(bundle, arguments.threads)
         threads = pipeline.engines.threads
-        bandwidth = read_bandwidth(weight_bytes(pipeline.bundle, "target"), threads)
+        bandwidth = read_bandwidth(count_weight_bytes(pipeline.bundle, "target"), threads)
         repeats = 2 if arguments.smoke else REPEATS
         figures = measure_passes(pipeline, bandwidth, repeats)
         if pipeline.engines.backend.startswith("onnxruntime-cpu"):

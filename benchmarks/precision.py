@@ -31,9 +31,9 @@ from decode import NODES, REPEATS, pass_seconds
 from lantern_rt import LanternError, Pipeline, __version__
 from lantern_rt.cli.console import print_table
 from lantern_rt.compare.prompts import read_bundle_prompts
-from lantern_rt.compare.turns import ComparedMethod, run
+from lantern_rt.compare.turns import ComparedMethod, run_method
 from lantern_rt.engines.host import describe_processor
-from lantern_rt.export.measures import divergence, same_top_token
+from lantern_rt.export.measures import compare_top_tokens, measure_divergence
 from lantern_rt.runtime.likelihood import compute_sequence_logits
 from lantern_rt.runtime.statistics import Clock
 
@@ -84,7 +84,7 @@ def speed(pipelines: dict[str, Pipeline], methods: Sequence[str], turns: int) ->
     by_turn = []
     for turn in range(turns):
         request = prompts.request(turn, 1)
-        by_turn.append({(p, method.label): run(pipelines[p], method, request) for p, method in runs})
+        by_turn.append({(p, method.label): run_method(pipelines[p], method, request) for p, method in runs})
     table = []
     for key in by_turn[0]:
         gains = [one["fp32", "ar"].seconds / one[key].seconds for one in by_turn]
@@ -121,8 +121,8 @@ def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int)
         plain = drawn["fp32", "ar"].codes
         logits = {precision: conditional_logits(pipeline, request, plain) for precision, pipeline in pipelines.items()}
         for precision, found in logits.items():
-            same[precision].append(same_top_token(logits["fp32"], found))
-            apart[precision].append(divergence(logits["fp32"], found))
+            same[precision].append(compare_top_tokens(logits["fp32"], found))
+            apart[precision].append(measure_divergence(logits["fp32"], found))
         print(f"{first + together} of {images} images", file=sys.stderr, flush=True)
     table: list[dict[str, Any]] = []
     for precision in pipelines:

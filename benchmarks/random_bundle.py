@@ -158,7 +158,7 @@ def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
         write_vq(shape, folder)
     elif shape.family in ("emu3", "emu35"):
         config |= {"model_type": "Emu3", "max_position_embeddings": 9216}
-        config |= {"head_dim": shape.head_size} if shape.head_size else {}
+        config |= {"head_dim": shape.query_width // shape.num_heads}
         (write_ibq if shape.head_size else write_video_vq)(shape, folder / "vq")
     elif shape.family == "simplear":
         config |= {"model_type": "qwen2", "max_position_embeddings": 32768, "tie_word_embeddings": True}

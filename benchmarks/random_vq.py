@@ -47,8 +47,8 @@ def write_vqgan(shape: Shape, folder: Path) -> None:
 def write_ibq(shape: Shape, folder: Path) -> None:
     """Emu3.5's."""
     folder.mkdir()
-    state = _taming(_tokenizer(shape, _VQ_WIDTH, attention=True, blocks=4), len(_LEVELS) - 1)
-    save_file(state, folder / "model.safetensors")
+    ours = _tokenizer(shape, _VQ_WIDTH, attention=True, blocks=4)
+    save_file(_taming(ours, len(_LEVELS) - 1), folder / "model.safetensors")
 
 
 def _movqgan_config(shape: Shape) -> VQConfig:
@@ -145,6 +145,5 @@ def _taming(ours: dict[str, torch.Tensor], top: int) -> dict[str, torch.Tensor]:
 def _tokenizer(shape: Shape, code_width: int, attention: bool, blocks: int = 2) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     widths = tuple(shape.vq_width * level for level in _LEVELS)
-    sizes = (shape.codes, code_width, _VQ_WIDTH, shape.vq_width, widths, widths[::-1], blocks, attention)
-    config = VQConfig(*sizes)
-    return dict(LlamaGenVQ(config).state_dict())
+    config = (shape.codes, code_width, _VQ_WIDTH, shape.vq_width, widths, widths[::-1], blocks, attention)
+    return dict(LlamaGenVQ(VQConfig(*config)).state_dict())

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lantern_rt import Pipeline
-from lantern_rt.output.images import png_bytes
+from lantern_rt.output.images import encode_png
 
 BATCHES = (1, 2, 4, 8, 16)
 CLIENTS = (1, 2, 4, 8, 16)
@@ -69,7 +69,7 @@ def offline(pipe: Pipeline, prompts: list[str], size: int, seconds: float, metho
         start = time.perf_counter()
         asked = [prompts[(len(rates) * size + i) % len(prompts)] for i in range(size)]
         for image in pipe(asked, seed=[*range(size)], method=method).images:
-            png_bytes(image, image.info)
+            encode_png(image, image.info)
         rates.append(size / (time.perf_counter() - start))
     return statistics.harmonic_mean(rates)
 

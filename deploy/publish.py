@@ -26,7 +26,7 @@ from lantern_rt.cli.console import format_bytes, print_stderr, print_text, show_
 from lantern_rt.cli.push import create_repository, push_bundle
 from lantern_rt.errors import LanternError, ParityError, RequestError
 from lantern_rt.output.files import write_output
-from lantern_rt.output.images import png_bytes
+from lantern_rt.output.images import encode_png
 
 PERMISSIVE = ("MIT", "Apache-2.0")  # licences of all weights of a model that may be given to anyone
 PROMPTS = (
@@ -115,12 +115,12 @@ def _publish(job: Job) -> None:
 
 def _verify(job: Job, bundle: Bundle) -> None:
     from lantern_rt.export.registry import read_family
-    from lantern_rt.export.verify import verify
+    from lantern_rt.export.verify import verify_bundle
 
     model = published.find_model(job.name)
     with show_progress() as progress:
         loaded = read_family(model.family, model.export_options, progress, model.cfg_scale)
-        result = verify(bundle, loaded, model.files["target"], progress)
+        result = verify_bundle(bundle, loaded, model.files["target"], progress)
     if not result.passed:
         raise ParityError("differs from its checkpoint", field=str(bundle.folder), remedy="see `lantern-rt verify`")
 
@@ -136,7 +136,7 @@ def _draw(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
     samples: list[tuple[bytes, Mapping[Any, Any]]] = []
     for image, codes in zip(result.images, result.codes, strict=True):
         digest = hashlib.sha256(np.asarray(codes, "<i4").tobytes()).hexdigest()
-        samples.append((png_bytes(image, image.info), {**image.info, "codes": digest}))
+        samples.append((encode_png(image, image.info), {**image.info, "codes": digest}))
     return samples
 
 

@@ -376,7 +376,7 @@ class _DeviceWriter(DecoderWriter):
         tables = []
         for name, fill in (("rotary.cos", 1), ("rotary.sin", 0)):
             table = graph.op("Slice", self.to_float32(self.weight(name)), *slices[:2], graph.ints(1), slices[2])
-            # The rows behind the table, at least one, are the angle 0: cosine 1 and sine 0.
+            # At least one row is added behind the table, for the angle 0: cosine 1 and sine 0.
             pads = graph.ints(0, 0, max(1, parts * round_up(self.max_nodes or positions) - positions), 0)
             tables.append(self.to_dtype(graph.op("Pad", table, pads, graph.constant(np.array(fill, np.float32)))))
         is_value = graph.constant(np.arange(parts) == parts - 1)  # values are the last part of a node

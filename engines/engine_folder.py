@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 
 from ..bundle.files import Bundle
 from ..errors import EngineError
-from ..inputs import error_fields, format_error, format_value, read_plain_file, reading
+from ..inputs import describe_error_fields, format_error, format_value, read_plain_file, reading
 from ..methods import FrozenModel
 from .profiles import BACKENDS, Profile
 
@@ -187,7 +187,7 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
     try:
         manifest = EngineManifest.model_validate_json(text, strict=True)
     except ValidationError as error:
-        fields = error_fields(error)
+        fields = describe_error_fields(error)
         field = f"{file}: field `{fields.pop('field')}`"
         raise EngineError(**fields, field=field, remedy=_BUILD_AGAIN) from error
     if not re.fullmatch(_COMMAND_PATTERN, "\0".join(manifest.command)):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EngineError, RequestError
-from ..inputs import format_error, format_value
+from ..inputs import format_error, format_value, install_command
 from .gpu import find_gpu
 from .system import host_memory, start_threads
 
@@ -33,7 +33,7 @@ _INSTRUCTION_SETS = (
     "i8mm",
     "sve",
 )
-EXPORT_BYTES = 2_200_000_000  # peak memory of the largest export that was measured (docs/measurements.md)
+EXPORT_BYTES = 2_200_000_000  # peak memory of exports of small codebooks, measured (docs/measurements.md)
 RUNTIMES = ("onnxruntime", "onnxruntime-gpu")  # distributions that overwrite each other's files
 _import_lock = threading.Lock()
 
@@ -52,11 +52,10 @@ def import_onnxruntime() -> Any:
                 raise KeyboardInterrupt from error
             if conflict := find_runtime_conflict():
                 raise conflict from error
-            install = "install" if isinstance(error, ImportError) else "install --force-reinstall"
             needs_gpu = find_gpu() or installed_distributions("tensorrt", "tensorrt-rtx")  # TensorRT runs on GPUs
-            extra = "gpu" if needs_gpu else "cpu"
+            command = install_command("gpu" if needs_gpu else "cpu", reinstall=not isinstance(error, ImportError))
             problem = f"onnxruntime cannot be imported ({format_error(error, 200)})"
-            raise EngineError(problem, remedy=f"install it with `pip {install} 'lantern-rt[{extra}]'`") from error
+            raise EngineError(problem, remedy=f"install it with `{command}`") from error
     return onnxruntime
 
 

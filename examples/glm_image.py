@@ -1,6 +1,7 @@
 """GLM-Image: lantern-rt generates the codes, diffusers makes the image of them.
 
     python examples/glm_image.py bundles/glm-image GLM-Image/ "a red fox in deep snow" --size 1024x1024
+    python examples/glm_image.py bundles/glm-image GLM-Image/ "the same fox in summer" --image fox.png
 
 The second argument is the folder or repository of diffusers' `GlmImagePipeline`, whose own autoregressive part is not
 loaded. It needs a GPU, and `pip install diffusers transformers`. The codes need neither.
@@ -18,28 +19,40 @@ from numpy.typing import NDArray
 from lantern_rt import Pipeline
 
 
-def generate_codes(pipe: Pipeline, prompt: str, size: str | None, seed: int) -> NDArray[np.int64]:
-    """Return the codes of the image, `[rows, columns]`; those of the smaller grid before it are left out."""
-    grid = pipe.bundle.manifest.size(size)
-    (codes,) = pipe(prompt, size=size, seed=seed).codes
-    return codes[grid.first_codes :].reshape(grid.rows, grid.columns)
+def prior_tokens(pipe: Pipeline, prompt: str, **options: Any) -> dict[str, Any]:
+    """Generate the codes of an image, and return them as arguments of a call of `GlmImagePipeline`.
+
+    Args:
+        pipe: pipeline of a bundle of GLM-Image.
+        prompt: the prompt, which `GlmImagePipeline` gets, too.
+        options: other options of a call of `pipe`, such as `size`, `seed`, `method` or `image`, the source image of an
+            image to image request.
+
+    Returns:
+        `prior_token_ids`, int64 `[1, 4 * cells]`, with `width` and `height` in pixels. With a source image also
+        `image`, scaled as its codes were made, its codes `prior_token_image_ids` and its grid `source_image_grid_thw`.
+    """
+    manifest = pipe.bundle.manifest
+    request = pipe.check(prompt, **options)
+    *_, last = pipe.decode(request)
+    size = request.settings.image_size(manifest)
+    codes = last.codes[0][size.first_codes :].reshape(size.rows, size.columns)
+    width, height = manifest.pixels(size)
+    arguments = {"prior_token_ids": doubled(codes)[None], "width": width, "height": height}
+    source = request.images[0].edit
+    if source is None:
+        return arguments
+    grid = source.codes.reshape(source.size.rows, source.size.columns)
+    return arguments | {
+        "image": [source.image],
+        "prior_token_image_ids": [doubled(grid)],
+        "source_image_grid_thw": [torch.tensor([[1, 2 * source.size.rows, 2 * source.size.columns]])],
+    }
 
 
-def prior_token_ids(codes: NDArray[np.int64]) -> torch.Tensor:
-    """Return codes `[rows, columns]` as diffusers takes them: each for 2 x 2 cells, int64 `[1, 4 * rows * columns]`."""
-    return torch.from_numpy(codes.repeat(2, 0).repeat(2, 1).reshape(1, -1))
-
-
-def make_image(model: str, prompt: str, codes: NDArray[np.int64], pixels: tuple[int, int], device: str) -> Any:
-    """Return the Pillow image of some codes; `pixels` are width and height."""
-    from diffusers import GlmImagePipeline
-
-    decoder = GlmImagePipeline.from_pretrained(
-        model, vision_language_encoder=None, processor=None, torch_dtype=torch.bfloat16
-    ).to(device)
-    width, height = pixels
-    ids = prior_token_ids(codes).to(device)
-    return decoder(prompt=prompt, prior_token_ids=ids, width=width, height=height).images[0]
+def doubled(codes: NDArray[np.int64]) -> torch.Tensor:
+    """Return codes `[rows, columns]` as diffusers takes them: each for 2 x 2 cells, int64 `[4 * rows * columns]`."""
+    return torch.from_numpy(codes.repeat(2, 0).repeat(2, 1).ravel())
 
 
 def main() -> None:
@@ -49,15 +62,22 @@ def main() -> None:
     parser.add_argument("model", help="folder or repository of GlmImagePipeline")
     parser.add_argument("prompt")
     parser.add_argument("--size", help="WIDTHxHEIGHT, a size of the bundle")
+    parser.add_argument("--image", help="source image")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", default="glm-image.png")
     arguments = parser.parse_args()
+    options = {"size": arguments.size, "image": arguments.image, "seed": arguments.seed}
     with Pipeline.from_bundle(arguments.bundle) as pipe:
-        codes = generate_codes(pipe, arguments.prompt, arguments.size, arguments.seed)
-        manifest = pipe.bundle.manifest
-        pixels = manifest.pixels(manifest.size(arguments.size))
-    make_image(arguments.model, arguments.prompt, codes, pixels, arguments.device).save(arguments.output)
+        tokens = prior_tokens(pipe, arguments.prompt, **options)
+
+    from diffusers import GlmImagePipeline
+
+    decoder = GlmImagePipeline.from_pretrained(
+        arguments.model, vision_language_encoder=None, processor=None, torch_dtype=torch.bfloat16
+    ).to(arguments.device)
+    generator = torch.Generator(arguments.device).manual_seed(arguments.seed)
+    decoder(prompt=arguments.prompt, generator=generator, **tokens).images[0].save(arguments.output)
 
 
 if __name__ == "__main__":

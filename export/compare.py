@@ -116,14 +116,14 @@ def run_module(
     Returns:
         Arrays by name of the graph's outputs.
     """
-    with torch.no_grad(), converted_weights(graph.module, graph_file, dtype):
+    with torch.no_grad(), convert_weights(graph.module, graph_file, dtype):
         result = graph.module(*(torch.from_numpy(inputs[value.name]) for value in graph.inputs))
     tensors = (result,) if isinstance(result, Tensor) else result
     return {value.name: tensor.numpy() for value, tensor in zip(graph.outputs, tensors, strict=True)}
 
 
 @contextmanager
-def converted_weights(
+def convert_weights(
     module: nn.Module, graph_file: GraphFile | None = None, dtype: torch.dtype = torch.float32
 ) -> Iterator[None]:
     """Make a module compute in `dtype`, rounding and converting weights where they are used.
@@ -155,20 +155,20 @@ def converted_weights(
 
 def _has_int8_matmul(name: str, graph_file: GraphFile | None) -> bool:
     """Return whether the graph multiplies a weight as int8, with activations that are rounded to 8 bits as well."""
-    stored = _name_in_file(name, graph_file)
+    stored = _weight_name_in_file(name, graph_file)
     storage = graph_file.storages[stored] if graph_file and stored else None
     return storage == "columns" and not name.endswith(TWO_INTEGERS)
 
 
 def _convert(name: str, weight: Tensor, graph_file: GraphFile | None, dtype: torch.dtype) -> Tensor:
-    stored = _name_in_file(name, graph_file)
+    stored = _weight_name_in_file(name, graph_file)
     if graph_file is None or stored is None:
         return compute_tensor(weight).float().to(dtype)
     storage = graph_file.storages[stored]
     return fake_quantize(weight, storage, stored in graph_file.matrices, graph_file.compute).to(dtype)
 
 
-def _name_in_file(name: str, graph_file: GraphFile | None) -> str | None:
+def _weight_name_in_file(name: str, graph_file: GraphFile | None) -> str | None:
     """Return the graph's name of a module's weight, which may lack the first part, or None if the graph lacks it."""
     storages = graph_file.storages if graph_file else {}
     return next((known for known in (name, name.partition(".")[2]) if known in storages), None)
@@ -301,13 +301,13 @@ def compare_with_evaluator(path: Path, manifest: Manifest) -> CaseResult:
 
     graph = onnx.load(path, load_external_data=False).graph
     halves = {value.name for value in graph.input if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16}
-    inputs = _small_inputs(graph.input, manifest)
+    inputs = _make_small_inputs(graph.input, manifest)
     outputs = map(to_float32, ReferenceEvaluator(str(path)).run(None, _to_float16(inputs, halves)))
     expected = dict(zip((output.name for output in graph.output), outputs, strict=True))
     return CaseResult("", GraphFileSession(path).run(inputs), expected)
 
 
-def _small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> Arrays:
+def _make_small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> Arrays:
     pixels = 2 * manifest.image_height // manifest.grid_rows  # height of two grid rows
     sizes = {"rows": 2, "nodes": 3, "past": 4, "past + nodes": 7, "images": 1, "height": pixels, "width": pixels}
     limits = {

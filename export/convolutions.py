@@ -26,7 +26,7 @@ from .checkpoints.deferred import compute_tensor
 from .compare import run_module
 from .graph.graph_file import GraphFile
 from .graph.graphs import Graph
-from .graph.precision import quantise
+from .graph.precision import quantize
 from .progress import ignore_progress
 
 _NUM_IMAGES = 8  # images to calibrate on; with 32, images of `scenes` were as far from float32
@@ -74,7 +74,7 @@ def measure_activations(
     return ranges
 
 
-def quantise_convolutions(graph_file: GraphFile, ranges: dict[str, tuple[Range, Range]]) -> None:
+def quantize_convolutions(graph_file: GraphFile, ranges: dict[str, tuple[Range, Range]]) -> None:
     """Quantize all convolutions of a graph but the last.
 
     Args:
@@ -127,7 +127,7 @@ def _quantize_kernel(graph_file: GraphFile, name: str) -> NodeProto:
     """Replace a kernel by its integers and scales among the weights, and return the node that dequantizes it."""
     weight = compute_tensor(graph_file.weights.pop(name)).float()  # [outputs, inputs, height, width]
     del graph_file.storages[name]
-    integers, scales = quantise(weight.flatten(1).T, "columns")
+    integers, scales = quantize(weight.flatten(1).T, "columns")
     graph_file.weights[f"{name}.int8"] = integers.T.reshape(weight.shape).contiguous()
     graph_file.weights[f"{name}.scales"] = torch.where(scales[0] > 0, scales[0], 1.0)
     return helper.make_node("DequantizeLinear", [f"{name}.int8", f"{name}.scales"], [f"{name}.kernel"], axis=0)

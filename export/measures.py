@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..output.images import to_image
+from ..output.images import image_from_pixels
 from .compare import CaseResult
 
 TIE = 0.8  # a token that is at least this times as likely as the likeliest counts as the likeliest
 
 
-def difference(result: NDArray[Any], expected: NDArray[Any]) -> float:
+def measure_difference(result: NDArray[Any], expected: NDArray[Any]) -> float:
     """Return the largest difference of two arrays: absolute up to values of 1, relative to the largest value above.
 
     The result is infinite where shapes, types or infinities differ, or a number is NaN. Differences of integers are
@@ -32,7 +32,7 @@ def difference(result: NDArray[Any], expected: NDArray[Any]) -> float:
     return largest / scale if np.isfinite(scale) else largest
 
 
-def relative_error(result: NDArray[Any], expected: NDArray[Any]) -> float:
+def measure_relative_error(result: NDArray[Any], expected: NDArray[Any]) -> float:
     """Return the norm of the difference of two arrays over the norm of `expected`; infinite if shapes differ."""
     if result.shape != expected.shape or not np.isfinite(result).all():
         return np.inf
@@ -40,10 +40,11 @@ def relative_error(result: NDArray[Any], expected: NDArray[Any]) -> float:
     return float(np.linalg.norm(result.astype(np.float64) - expected)) / max(signal, 1e-30)
 
 
-def image_difference(results: Iterable[CaseResult]) -> tuple[float, float]:
+def measure_image_difference(results: Iterable[CaseResult]) -> tuple[float, float]:
     """Return the mean difference of images in levels of 255, and their peak signal-to-noise ratio in dB."""
     differences = [
-        np.asarray(to_image(image), np.float64).ravel() - np.asarray(to_image(reference), np.float64).ravel()
+        np.asarray(image_from_pixels(image), np.float64).ravel()
+        - np.asarray(image_from_pixels(reference), np.float64).ravel()
         for _, outputs, expected in results
         for image, reference in zip(outputs["images"], expected["images"], strict=True)
     ]
@@ -52,14 +53,14 @@ def image_difference(results: Iterable[CaseResult]) -> tuple[float, float]:
     return float(np.abs(levels).mean()), float(10 * np.log10(255**2 / error))
 
 
-def same_top_token(expected: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.bool_]:
+def compare_top_tokens(expected: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.bool_]:
     """Return whether the likeliest token of `logits [.., tokens]` is the likeliest of `expected`, up to `TIE`."""
     chosen = np.take_along_axis(expected, logits.argmax(-1)[..., None], -1)[..., 0]
     close: NDArray[np.bool_] = chosen >= expected.max(-1) + np.log(TIE)
     return close
 
 
-def divergence(expected: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.float64]:
+def measure_divergence(expected: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.float64]:
     """Return KL(softmax(expected) || softmax(logits)) over the last axis, in nats, in float64."""
     logs = []
     for values in (expected, logits):

@@ -21,7 +21,7 @@ _BLOCK_BYTES = 1 << 20  # size of a float64 block of distances, which stays in a
 _BLOCK_ROWS = 64  # minimum rows of a block: with fewer, 131,072 codes of width 256 would be read from memory too often
 
 
-def neighbour_table(
+def compute_neighbour_table(
     codebook: NDArray[np.floating[Any]],
     k: int = MAX_NEIGHBORS,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -38,7 +38,7 @@ def neighbour_table(
     """
     codes, width = codebook.shape
     k = min(k, codes - 1)
-    regular = _grid_table(codebook, k, progress)
+    regular = _compute_grid_table(codebook, k, progress)
     if regular is not None:
         return regular
     table = np.ascontiguousarray(codebook, np.float64)
@@ -51,19 +51,19 @@ def neighbour_table(
     for start in range(0, codes, block):
         rows = np.arange(start, min(start + block, codes))
         square = norms[rows, None] + norms - 2 * table[rows] @ table.T
-        indices[rows], close = _nearest(square, rows, k)
+        indices[rows], close = _find_nearest(square, rows, k)
         unsure = rows[(np.diff(close) < 2 * error).any(1)]
         if len(unsure):
             square = np.zeros((len(unsure), codes))
             for column in columns:
                 difference = column[unsure, None] - column
                 square += np.square(difference, out=difference)
-            indices[unsure], _ = _nearest(square, unsure, k)
+            indices[unsure], _ = _find_nearest(square, unsure, k)
         progress(int(rows[-1]) + 1, codes)
     return indices
 
 
-def _nearest(
+def _find_nearest(
     square: NDArray[np.float64], rows: NDArray[np.int64], k: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the k nearest codes of each row, in order, and the squared distances of the nearest k + 1.
@@ -77,7 +77,7 @@ def _nearest(
     return np.take_along_axis(candidates, order, 1)[:, :k], np.take_along_axis(close, order, 1)
 
 
-def _grid_table(
+def _compute_grid_table(
     codebook: NDArray[np.floating[Any]], k: int, progress: Callable[[int, int], None]
 ) -> NDArray[np.unsignedinteger[Any]] | None:
     """Return the table of a codebook that is a grid of evenly spaced numbers, its first column changing fastest.

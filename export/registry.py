@@ -44,7 +44,7 @@ def detect_family(target: Path | str) -> str:
 
     file = isinstance(target, str) and target.startswith(HUB) and parse_reference(target, CheckpointError)[1]
     try:
-        readers = [] if file else _readers(fetch(target, ("config.json",)))
+        readers = [] if file else _find_readers(fetch(target, ("config.json",)))
     except CheckpointError:  # raised again when the target is read
         readers = []
     return readers[0] if len(readers) == 1 else FAMILIES[0]
@@ -112,7 +112,7 @@ def read_family(
     return replace(model, fields=fields)
 
 
-def _readers(target: Path) -> list[str]:
+def _find_readers(target: Path) -> list[str]:
     """Return the families with the `model_type` of a target; empty for a file."""
     from .checkpoints.files import read_config
 
@@ -129,7 +129,7 @@ def _check_model_type(name: str, target: Path) -> None:
     """Check that a target is not of other families, which are then named. Raises: CheckpointError."""
     from .checkpoints.files import read_config
 
-    readers = _readers(target)
+    readers = _find_readers(target)
     if readers and name not in readers:
         expected = f"a model of family {name}"
         remedy = f"give `--family {' or '.join(readers)}`, or another target"

@@ -40,13 +40,14 @@ class ExportSizes(NamedTuple):
     bundle: int
 
 
-def check_bundle(output: Path, size: int, download: int = 0) -> None:
+def check_bundle(output: Path, size: int, download: int = 0, head: int = 0) -> None:
     """Check disk and memory for an export.
 
     Args:
         output: folder of the bundle.
         size: size of the bundle in bytes.
         download: number of bytes to download first.
+        head: size of the target's output layer in float32, in which exports compare it.
 
     Raises:
         OutputError: a disk is too full.
@@ -60,7 +61,7 @@ def check_bundle(output: Path, size: int, download: int = 0) -> None:
         needed.append((Path(constants.HF_HUB_CACHE), download))
         remedy += "; HF_HOME is the place of downloads"
     check_disks(needed, remedy)
-    check_free_memory(min(EXPORT_BYTES, size), "close other programs")
+    check_free_memory(max(min(EXPORT_BYTES, size), head), "close other programs")
 
 
 def estimate_sizes(family: Family, options: Mapping[str, Any], precision: Precision) -> ExportSizes:

@@ -31,9 +31,15 @@ from .compare_engines import compare_engines
 from .graph.graph_file import GraphFile
 from .graph.graphs import Graph
 from .graph.precision import Precisions
-from .measures import difference, divergence, image_difference, relative_error, same_top_token
+from .measures import (
+    compare_top_tokens,
+    measure_difference,
+    measure_divergence,
+    measure_image_difference,
+    measure_relative_error,
+)
 from .model import Model
-from .neighbours import neighbour_table
+from .neighbours import compute_neighbour_table
 from .progress import ignore_progress
 
 # Maximum ratio of noise to signal where activations are rounded to 8 bits: last bits decide which way some are rounded,
@@ -41,7 +47,7 @@ from .progress import ignore_progress
 INT8_TOLERANCE = 0.3
 _MIN_TOLERANCE = 1e-4  # tolerance of `difference` for graphs without much rounding
 _ROUNDING_FACTOR = 32  # random encoders of 8 to 16 layers were up to 10 times as far apart in ONNX Runtime and PyTorch
-# Limits of images from rounded image decoders; see `image_difference`.
+# Limits of images from rounded image decoders; see `measure_image_difference`.
 MAX_LEVELS = 1.0
 MIN_PSNR = 40.0
 LARGE_GRAPH = 1 << 28  # bytes of weights above which a graph runs from the mapped file, on two cases
@@ -96,7 +102,7 @@ class Verification:
         distributions: `agreement` (share of nodes with the same likeliest token, near ties included) and
             KL(expected || bundle) in nats of each decoder, over all nodes of all cases, at temperature 1 without
             guidance.
-        pictures: `image_difference` of each image decoder in int8 or fp16.
+        pictures: `measure_image_difference` of each image decoder in int8 or fp16.
     """
 
     bundle: str
@@ -129,7 +135,7 @@ class Verification:
 
     def add_images(self, graph: str, results: Iterable[CaseResult]) -> None:
         """Add a row about the images of a rounded image decoder."""
-        levels, psnr = image_difference(results)
+        levels, psnr = measure_image_difference(results)
         row = {
             "graph": graph,
             "levels": levels,
@@ -156,10 +162,10 @@ class Verification:
         divergences: list[NDArray[np.float64]] = []
         for _, outputs, expected in results:
             for name, array in expected.items():
-                worst[name] = max(worst.get(name, 0.0), difference(outputs[name], array))
+                worst[name] = max(worst.get(name, 0.0), measure_difference(outputs[name], array))
             if "logits" in expected:
-                agreements.append(same_top_token(expected["logits"], outputs["logits"]).ravel())
-                divergences.append(divergence(expected["logits"], outputs["logits"]).ravel())
+                agreements.append(compare_top_tokens(expected["logits"], outputs["logits"]).ravel())
+                divergences.append(measure_divergence(expected["logits"], outputs["logits"]).ravel())
         limit = max(limits.difference, tolerance) if precision == "fp32" or not agreements else None
         for name, largest in worst.items():
             self.add_tensor(graph, name, largest, limit)
@@ -180,7 +186,7 @@ class Verification:
         self.distributions.append(row)
 
 
-def verify(
+def verify_bundle(
     bundle: Bundle,
     model: Model | None = None,
     against: str = "ONNX reference evaluator",
@@ -255,9 +261,9 @@ def verify_engines(bundle: Bundle, folder: EngineFolder, progress: Progress) -> 
 
 
 def _check_sizes(manifest: Manifest, model: Model) -> None:
-    expected = _determined_fields(vars(manifest))
+    expected = _reproducible_fields(vars(manifest))
     files = dict(model.sources)
-    for name, value in _determined_fields(model.fields).items():
+    for name, value in _reproducible_fields(model.fields).items():
         if value != expected.get(name, value):  # formats before 3.6 have no architecture
             raise CheckpointError(
                 field=f"{files['drafter' if name.startswith('drafter.') else 'target']}: {name}",
@@ -267,7 +273,7 @@ def _check_sizes(manifest: Manifest, model: Model) -> None:
             )
 
 
-def _determined_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _reproducible_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a manifest that a checkpoint determines; fields of parts have dotted names."""
     values = {name: fields[name] for name in _SIZES if name in fields}
     for part in _PARTS:
@@ -280,10 +286,12 @@ def _determined_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _compare_arrays(bundle: Bundle, model: Model, report: Verification, progress: Progress) -> None:
     embeddings = compute_tensor(model.code_embeddings).float().numpy()
-    report.add_tensor("code_embeddings", "rows", difference(bundle.code_embeddings, embeddings), _ARRAY_LIMIT)
+    report.add_tensor("code_embeddings", "rows", measure_difference(bundle.code_embeddings, embeddings), _ARRAY_LIMIT)
     if bundle.manifest.neighbors:
-        table = neighbour_table(model.codebook, bundle.manifest.neighbors, partial(progress, "sorting neighbours"))
-        report.add_tensor("neighbors", "indices", difference(bundle.neighbors.astype(table.dtype), table), 0.0)
+        table = compute_neighbour_table(
+            model.codebook, bundle.manifest.neighbors, partial(progress, "sorting neighbours")
+        )
+        report.add_tensor("neighbors", "indices", measure_difference(bundle.neighbors.astype(table.dtype), table), 0.0)
     for role, (_, content) in model.files.items():
         report.add_tensor(role, "bytes", 0.0 if bundle.path(role).read_bytes() == content else np.inf, 0.0)
 
@@ -316,10 +324,10 @@ def check_parity(
     # Fused products of integer weights round activations as well: look at the graph without them.
     low_memory = large or bool({"int8", "int4"} & storages)
     if "columns" in storages:
-        measure = relative_error
+        measure = measure_relative_error
         tolerance = INT8_TOLERANCE
     else:
-        measure = difference
+        measure = measure_difference
         tolerance = choose_tolerance(graph, graph_file)
     worst: dict[str, tuple[float, str]] = {}  # largest difference of each tensor, and its case
     for case, outputs, expected in compare_with_module(graph, path, cases, graph_file, low_memory, progress):
@@ -353,7 +361,7 @@ def check_images(graph: Graph, path: Path, precision: str, progress: Progress = 
         ParityError: the images differ too much.
         BundleError: the file does not run.
     """
-    levels, psnr = image_difference(compare_with_module(graph, path, progress=progress))
+    levels, psnr = measure_image_difference(compare_with_module(graph, path, progress=progress))
     if levels > MAX_LEVELS or psnr < MIN_PSNR:
         raise ParityError(
             field=f"{path.name} in {precision}",
@@ -379,6 +387,7 @@ def choose_tolerance(graph: Graph, graph_file: GraphFile | None = None) -> float
     for inputs in graph.cases.values():
         single, double = (run_module(graph, inputs, graph_file, dtype) for dtype in (torch.float32, torch.float64))
         differences += [
-            _ROUNDING_FACTOR * difference(single[name], array.astype(np.float32)) for name, array in double.items()
+            _ROUNDING_FACTOR * measure_difference(single[name], array.astype(np.float32))
+            for name, array in double.items()
         ]
     return max(differences)

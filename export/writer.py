@@ -17,18 +17,18 @@ import numpy as np
 from torch import Tensor
 
 from .. import __version__
-from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Source, file_sha256
+from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, SourceRecord, file_sha256
 from ..engines.contracts import Progress
 from ..errors import CheckpointError
 from ..output.files import atomic_folder, check_new_folder
-from .checkpoints.deferred import concatenated_parts
+from .checkpoints.deferred import list_concatenated_parts
 from .checkpoints.hub import find_hub_origin
-from .convolutions import CALIBRATION, measure_activations, quantise_convolutions
+from .convolutions import CALIBRATION, measure_activations, quantize_convolutions
 from .graph.graph_file import GraphFile
 from .graph.graphs import Graph, convert_to_float16, plan_graph
 from .graph.precision import Precisions, iter_chunks, resolve_storage
 from .model import Model
-from .neighbours import neighbour_table
+from .neighbours import compute_neighbour_table
 from .progress import count_megabytes, ignore_progress
 from .space import check_bundle
 from .verify import check_images, check_parity
@@ -67,17 +67,18 @@ def export_model(
         CheckpointError: a weight cannot be stored in the precision.
     """
     precisions = precisions or Precisions()
-    check_output(output, force)
+    check_bundle_output(output, force)
     graphs = _convert_graphs(model.graphs, precisions)
     graph_files: dict[str, GraphFile] = {}
     for done, graph in enumerate(graphs):
         progress("preparing graphs", done, len(graphs))
         graph_files[graph.role] = plan_graph(graph, precisions.rule(graph.role))
     progress("preparing graphs", len(graphs), len(graphs))
-    check_bundle(output, sum(file.size for file in graph_files.values()) + 4 * model.code_embeddings.numel())
+    size = 4 * model.code_embeddings.numel()  # the output layer has as many weights
+    check_bundle(output, sum(file.size for file in graph_files.values()) + size, head=size)
     with atomic_folder(output, force, _MANIFEST) as folder:
         paths = {"neighbors": folder / "neighbors.npz"}
-        table = neighbour_table(model.codebook, model.neighbors, partial(progress, "sorting neighbours"))
+        table = compute_neighbour_table(model.codebook, model.neighbors, partial(progress, "sorting neighbours"))
         np.savez(paths["neighbors"], indices=table)
         neighbors = table.shape[1]
         del table  # it is large
@@ -85,7 +86,7 @@ def export_model(
             vq = precisions.vq if graph.role == "vq_decoder" else "fp32"
             graph_file = graph_files.pop(graph.role)
             if vq == "int8":
-                quantise_convolutions(graph_file, measure_activations(graph, len(model.codebook), progress))
+                quantize_convolutions(graph_file, measure_activations(graph, len(model.codebook), progress))
             files = _write_graph(graph, graph_file, folder, progress)
             paths |= dict(zip((graph.role, f"{graph.role}.data"), files, strict=False))
             if vq != "fp32":
@@ -114,7 +115,7 @@ def export_model(
     return output
 
 
-def check_output(output: Path, force: bool) -> None:
+def check_bundle_output(output: Path, force: bool) -> None:
     """Check that the output folder may be written.
 
     Raises:
@@ -145,7 +146,7 @@ def _write_graph(graph: Graph, graph_file: GraphFile, folder: Path, progress: Pr
 
 def _write_table(path: Path, table: Tensor, lossless: bool) -> None:
     """Write an array in float32, or in float16 if `lossless` and if it holds the numbers, as `np.save` would."""
-    parts = concatenated_parts(table)
+    parts = list_concatenated_parts(table)
     half = lossless and all(resolve_storage(path.name, part, "float16", "lossless") == "float16" for part in parts)
     with path.open("wb") as file:
         header = {"descr": "<f2" if half else "<f4", "fortran_order": False, "shape": tuple(table.shape)}
@@ -158,7 +159,7 @@ def _write_table(path: Path, table: Tensor, lossless: bool) -> None:
 def _manifest_fields(model: Model, precisions: Precisions, progress: Progress) -> dict[str, Any]:
     count = _count_hashed("checkpoints", [path for _, path in model.sources], progress)
     sources = tuple(
-        Source(role=role, name=path.name, sha256=file_sha256(path, count), origin=find_hub_origin(path))
+        SourceRecord(role=role, name=path.name, sha256=file_sha256(path, count), origin=find_hub_origin(path))
         for role, path in model.sources
     )
     target = model.fields["target"]

@@ -149,8 +149,8 @@ class AsyncPipeline:
             EngineError: same as for a call of `Pipeline`.
             BusyError: the queue is full.
         """
-        with self._calling():
-            async for request, step in self.updates(prompts, steps=False, **options):
+        with self._count_call():
+            async for request, step in self.stream_updates(prompts, steps=False, **options):
                 images = request.prepared.images
                 last = step
             assert last is not None
@@ -175,13 +175,13 @@ class AsyncPipeline:
             EngineError: same as for `generate`.
             BusyError: same as for `generate`.
         """
-        async with aclosing(self.updates(prompts, **options)) as updates:
+        async with aclosing(self.stream_updates(prompts, **options)) as updates:
             async for _, step in updates:
                 if step is not None:
                     yield step
 
     @contextmanager
-    def _calling(self) -> Iterator[None]:
+    def _count_call(self) -> Iterator[None]:
         self._check_open()
         call = object()
         self._calls.add(call)
@@ -190,7 +190,7 @@ class AsyncPipeline:
         finally:
             self._calls.remove(call)
 
-    async def updates(
+    async def stream_updates(
         self,
         prompts: str | Sequence[str] | None = None,
         *,
@@ -272,7 +272,7 @@ class AsyncPipeline:
             IndexError: the request has fewer images.
             RequestError: the pipeline was closed.
         """
-        with self._calling():
+        with self._count_call():
             return await self._decode_image(step, i)
 
     async def _decode_image(self, step: StreamStep, i: int) -> Image:

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from .bundle.manifest import Manifest, unsupported
 from .errors import BundleError, RequestError, TreeError
-from .inputs import check_int, error_fields, format_value
-from .methods import METHODS, PARAMETERS, Ar, Drafted, FrozenModel, Groups, MethodConfig, Relaxed
+from .inputs import check_int, describe_error_fields, format_value
+from .methods import METHODS, PARAMETERS, Ar, FrozenModel, Groups, MethodConfig, RelaxedMethod, TreeMethod
 from .runtime.tree import StaticTree
 from .runtime.tree_names import parse_tree
 
@@ -29,12 +29,12 @@ def resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
     Raises:
         RequestError: the method does not exist, or the bundle lacks a drafter, neighbours or tree for it.
     """
-    completed = _complete(manifest, method)
+    completed = _complete_method(manifest, method)
     if problem := unsupported(manifest, completed):
         *others, last = supported_methods(manifest, METHODS)
         remedy = f"use method {', '.join(others)} or {last}"
         raise RequestError(f"bundle {manifest.name} {problem}", field=f"method {completed.method}", remedy=remedy)
-    if isinstance(completed, Drafted):
+    if isinstance(completed, TreeMethod):
         _check_tree(manifest, completed.tree, is_default="tree=" not in str(method))
     return completed
 
@@ -48,17 +48,17 @@ def check_method(method: str) -> MethodConfig:
     name, parameters = parse_method(method)
     kind = METHODS[name]
     fields = kind(method=name).parameters() | parameters
-    if issubclass(kind, Relaxed) and fields.keys() & {"delta", "lambda"}:
+    if issubclass(kind, RelaxedMethod) and fields.keys() & {"delta", "lambda"}:
         fields.setdefault("neighbors", 1)
-    completed = validate(kind, fields)
-    if isinstance(completed, Drafted):
+    completed = validate_fields(kind, fields)
+    if isinstance(completed, TreeMethod):
         parse_tree(completed.tree)
     return completed
 
 
 def supported_methods(manifest: Manifest, methods: Iterable[str]) -> list[str]:
     """Return the method strings of `methods` that a bundle supports."""
-    return [method for method in methods if unsupported(manifest, _complete(manifest, method)) is None]
+    return [method for method in methods if unsupported(manifest, _complete_method(manifest, method)) is None]
 
 
 def parse_method(text: Any) -> tuple[str, dict[str, Any]]:
@@ -101,15 +101,15 @@ def _parse_value(text: str) -> Any:
     return text
 
 
-def validate(kind: type[C], fields: Mapping[str, Any]) -> C:
+def validate_fields(kind: type[C], fields: Mapping[str, Any]) -> C:
     """Return an object of a pydantic model. Raises: RequestError: names the first invalid field."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise RequestError(**error_fields(error)) from error
+        raise RequestError(**describe_error_fields(error)) from error
 
 
-def _complete(manifest: Manifest, method: Any) -> MethodConfig:
+def _complete_method(manifest: Manifest, method: Any) -> MethodConfig:
     """Return a method with all its parameters, which the bundle may not support."""
     if isinstance(method, MethodConfig):
         name = method.method
@@ -117,23 +117,23 @@ def _complete(manifest: Manifest, method: Any) -> MethodConfig:
         fields = method.model_dump()
     else:
         name, parameters = parse_method(method)
-        fields = _defaults(manifest, name) | parameters
+        fields = _default_parameters(manifest, name) | parameters
     kind = METHODS[name]
     if kind is Ar and manifest.order is not None:
         return Groups()  # plain decoding is the bundle's order
-    if issubclass(kind, Relaxed) and (isinstance(method, str) or "neighbors" in parameters):
-        fields |= _neighborhood(manifest, name, parameters)
-    if issubclass(kind, Drafted) and fields.get("drafter") is None and manifest.heads is not None:
+    if issubclass(kind, RelaxedMethod) and (isinstance(method, str) or "neighbors" in parameters):
+        fields |= _choose_neighborhood(manifest, name, parameters)
+    if issubclass(kind, TreeMethod) and fields.get("drafter") is None and manifest.heads is not None:
         fields["drafter"] = "heads"
-    return validate(kind, fields)
+    return validate_fields(kind, fields)
 
 
-def _defaults(manifest: Manifest, name: str) -> dict[str, Any]:
+def _default_parameters(manifest: Manifest, name: str) -> dict[str, Any]:
     default = next((method for method in manifest.decoding.methods if method.method == name), None)
     return (default or METHODS[name](method=name)).parameters()
 
 
-def _neighborhood(manifest: Manifest, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _choose_neighborhood(manifest: Manifest, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the neighbors, bound and residual of a relaxed method; all of them None if it adds no neighbours."""
     bounds = [bound for bound in ("delta", "lambda") if name in PARAMETERS[bound]]
     default_bound = bounds[0] if len(bounds) == 1 else None
@@ -143,7 +143,7 @@ def _neighborhood(manifest: Manifest, name: str, parameters: Mapping[str, Any]) 
             problem = f"method {name} adds no neighbors without a bound"
             raise RequestError(problem, field=unused[0], remedy="give delta or lambda, too")
         return dict.fromkeys([*bounds, "neighbors", "residual"])
-    defaults = _defaults(manifest, "lantern" if bound == "delta" else "lantern++")
+    defaults = _default_parameters(manifest, "lantern" if bound == "delta" else "lantern++")
     limit = manifest.neighbors or 1_000_000  # no bundle without a table supports the method
     default = min(defaults.get("neighbors", 0), limit)
     neighbors = check_int("neighbors", parameters.get("neighbors"), default, 1, limit)

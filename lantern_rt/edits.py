@@ -51,7 +51,7 @@ class Edit:
             encoder: image encoder, from float32 `[1, 3, height, width]` in -1 .. 1 to int64 `[1, cells]`.
         """
         if self.preserved is None:
-            codes = encoder(encoder_input(self.pixels))[0]
+            codes = encoder(to_encoder_input(self.pixels))[0]
             self.preserved = np.where(self.regenerated.ravel(), -1, codes)
         return self.preserved
 
@@ -85,13 +85,13 @@ class Edit:
         return hashlib.sha256(self.pixels.tobytes() + self.regenerated.tobytes()).hexdigest()
 
 
-def encoder_input(pixels: NDArray[np.uint8]) -> Floats:
+def to_encoder_input(pixels: NDArray[np.uint8]) -> Floats:
     """Return pixels `[height, width, 3]` as the input of an image encoder, float32 `[1, 3, height, width]`."""
     scaled: Floats = np.moveaxis(pixels, 2, 0)[None].astype(np.float32) / np.float32(127.5) - 1
     return scaled
 
 
-def cover(original: Image.Image, pixels: tuple[int, int]) -> Image.Image:
+def crop_to_cover(original: Image.Image, pixels: tuple[int, int]) -> Image.Image:
     """Scale an image to cover width and height in pixels, crop its centre, and fill transparent pixels."""
     visible = np.asarray(original)[np.asarray(original)[..., 3] > 0][:, :3]
     background = tuple(visible.mean(0).round().astype(int).tolist()) if len(visible) else (128, 128, 128)
@@ -229,14 +229,14 @@ def prepare_edit(
         num_rows = check_int("keep_rows", keep_rows, 0, 1, size.rows - 1)
         regenerated = np.repeat(np.arange(size.rows)[:, None] >= num_rows, size.columns, 1)
     else:
-        hole = ImageOps.fit(_hole(original, mask), (width, height), Image.Resampling.BOX)
+        hole = ImageOps.fit(_read_mask(original, mask), (width, height), Image.Resampling.BOX)
         cells = np.asarray(hole).reshape(size.rows, height // size.rows, size.columns, width // size.columns)
         regenerated = cells.max((1, 3)) > 0  # [rows, columns]
         if not regenerated.any():
             actual = "no mask, and an image without transparent pixels" if mask is None else "no pixels to generate"
             expected = "some transparent pixels or, if there are none, some white pixels"
             raise RequestError(field="mask", found=actual, expected=expected)
-    return Edit(np.array(cover(original, (width, height))), regenerated)
+    return Edit(np.array(crop_to_cover(original, (width, height))), regenerated)
 
 
 def check_edits(manifest: Manifest) -> None:
@@ -250,7 +250,7 @@ def check_edits(manifest: Manifest) -> None:
         raise RequestError(problem, field="image", remedy=remedy)
 
 
-def nearest_size(manifest: Manifest, pixels: tuple[int, int]) -> str | None:
+def find_nearest_size(manifest: Manifest, pixels: tuple[int, int]) -> str | None:
     """Return the name of the size nearest to an image's: by aspect ratio, then by area.
 
     Args:
@@ -267,7 +267,7 @@ def nearest_size(manifest: Manifest, pixels: tuple[int, int]) -> str | None:
     return min(manifest.sizes, key=distance).name if manifest.sizes else None
 
 
-def _hole(original: Image.Image, mask: ImageSource | None) -> Image.Image:
+def _read_mask(original: Image.Image, mask: ImageSource | None) -> Image.Image:
     marks = original if mask is None else read_image("mask", mask)
     alpha = np.asarray(marks.getchannel("A"))
     transparent = mask is None or bool((alpha < 128).any())

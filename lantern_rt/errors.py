@@ -18,7 +18,7 @@ from __future__ import annotations
 _LONGEST = 2000  # maximum number of characters in a message
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Replace characters that control a terminal, or reorder its text, by escapes (`\\u001b`); keep line breaks.
 
     The escapes are valid in JSON.
@@ -65,7 +65,7 @@ class LanternError(Exception):
         parts = [self.problem, self.found and f"found {self.found}", self.expected and f"expected {self.expected}"]
         text = ": ".join(filter(None, [self.field, ", ".join(filter(None, parts))]))
         text = "; ".join(filter(None, [text, self.remedy]))
-        text = printable(" ".join(text.split()))
+        text = escape_unprintable(" ".join(text.split()))
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 

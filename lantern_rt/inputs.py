@@ -7,6 +7,7 @@ therefore opened here, and parsed inside `reading`, whose error names the file i
 from __future__ import annotations
 
 import importlib.util
+import json
 import numbers
 import os
 import re
@@ -14,11 +15,12 @@ import reprlib
 import signal
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, BinaryIO
+from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
 
@@ -35,6 +37,7 @@ PARAMETER_NAMES = {
 }
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MAX_BITS = 1 << 12  # maximum size of an integer shown in a message; Python cannot format much longer integers
+_CPU_WHEELS = "https://download.pytorch.org/whl/cpu"  # PyTorch's index
 _SHORT = reprlib.Repr()  # stops early, where `repr` would first format the whole value
 vars(_SHORT).update(maxlevel=3, maxdict=80, maxlist=80, maxtuple=80, maxset=80, maxstring=80, maxother=80)
 
@@ -58,7 +61,7 @@ def check_int(name: str, value: Any, default: int, low: int, high: int) -> int:
     return int(value)
 
 
-def error_fields(error: ValidationError) -> dict[str, str]:
+def describe_error_fields(error: ValidationError) -> dict[str, str]:
     """Convert the first error of a pydantic validation to the fields of a `LanternError`; `field` is a dotted name."""
     first = error.errors(include_url=False, include_context=False)[0]
     field = " ".join(".".join(str(part) for part in first["loc"]).split())[:80]
@@ -107,6 +110,27 @@ def reraise_interruption(error: BaseException) -> None:
         raise error
 
 
+def install_command(extra: str, reinstall: bool = False) -> str:
+    """Return the command that installs an extra from where this copy of lantern-rt came from.
+
+    Args:
+        extra: an extra, or several with commas between; after `cpu,` PyTorch is installed without CUDA's libraries.
+        reinstall: whether to replace installed packages.
+    """
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    origin: dict[str, Any] = {}  # pip's record of a clone, a file or an address; an index leaves none
+    with suppress(PackageNotFoundError):
+        origin = json.loads(distribution("lantern-rt").read_text("direct_url.json") or "{}")
+    address = "+".join(filter(None, [origin.get("vcs_info", {}).get("vcs"), origin.get("url")]))
+    if origin.get("dir_info", {}).get("editable"):
+        package = f"-e '{unquote(urlsplit(address).path)}[{extra}]'"
+    else:
+        package = f"'lantern-rt[{extra}]" + (f" @ {address}'" if address else "'")
+    options = ["--force-reinstall"] * reinstall + [f"--extra-index-url {_CPU_WHEELS}"] * extra.startswith("cpu,")
+    return " ".join(["pip install", *options, package])
+
+
 def require_library(name: str, feature: str, extra: str) -> None:
     """Raise an error if a library is not installed.
 
@@ -119,7 +143,7 @@ def require_library(name: str, feature: str, extra: str) -> None:
         EngineError: the library cannot be imported.
     """
     if importlib.util.find_spec(name) is None:
-        raise EngineError(f"{name} is not installed", field=feature, remedy=f"run `pip install 'lantern-rt[{extra}]'`")
+        raise EngineError(f"{name} is not installed", field=feature, remedy=f"run `{install_command(extra)}`")
     if name == "torch":
         try:
             os.getcwd()
@@ -148,7 +172,7 @@ def reading(path: Path, expected: str, error_class: type[LanternError], remedy: 
     except LanternError:
         raise
     except ValidationError as error:
-        fields = error_fields(error)
+        fields = describe_error_fields(error)
         field = f"{path}: field `{fields.pop('field')}`"
         raise error_class(**fields, field=field, remedy=f"expected {expected}; {remedy}") from error
     except BaseException as error:

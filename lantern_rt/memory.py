@@ -33,7 +33,7 @@ _BYTES_PER_PIXEL = 1024  # memory of the image decoder: two layers of 128 channe
 _POLL_SECONDS = 0.01  # interval of `PeakMemory`
 
 
-def largest_settings(manifest: Manifest) -> Settings:
+def choose_largest_settings(manifest: Manifest) -> Settings:
     """Return the settings that need the most memory per image: with the EAGLE drafter if the bundle has it."""
     method, *_ = supported_methods(manifest, ("eagle:drafter=eagle", "ar"))
     return resolve_settings(manifest, {"method": method})
@@ -56,7 +56,7 @@ def fit_images(
         RequestError: one image needs more memory than was free; names the memory needed, by use, and the free memory.
     """
     tokens = max((len(real) for image in images for real in image.real), default=0)
-    needed = _image_bytes(manifest, settings, tokens)
+    needed = _count_image_bytes(manifest, settings, tokens)
     if free is not None and sum(needed.values()) > free:
         actual = f"{_format_bytes(free)} free beside the weights"
         expected = f"{_format_uses(needed)} for an image of a prompt of {tokens:,} tokens"
@@ -65,10 +65,10 @@ def fit_images(
         )
     budget = min(BATCH_BYTES, available_memory() // 2)
     rows = max_rows // (2 if settings.sampling.guided else 1)
-    return max(1, min(MAX_IMAGES, rows, budget // sum(image_bytes(manifest, settings).values())))
+    return max(1, min(MAX_IMAGES, rows, budget // sum(count_image_bytes(manifest, settings).values())))
 
 
-def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = None) -> dict[str, int]:
+def count_image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = None) -> dict[str, int]:
     """Estimate the memory for decoding one image.
 
     Args:
@@ -85,10 +85,10 @@ def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = Non
     columns = round_up(prompt + manifest.max_image_tokens + draft_tokens + 2)
     specs = {"target": manifest.target, "drafter": manifest.drafter if _uses_drafter_graph(settings) else None}
     caches = {
-        f"cache of the {role}": cache_bytes(spec, rows, columns, itemsize) for role, spec in specs.items() if spec
+        f"cache of the {role}": count_cache_bytes(spec, rows, columns, itemsize) for role, spec in specs.items() if spec
     }
-    prefill = pass_bytes(manifest.target, rows, prompt, COLUMN_STEP, itemsize)
-    verification = pass_bytes(manifest.target, rows, nodes, columns, itemsize)
+    prefill = count_pass_bytes(manifest.target, rows, prompt, COLUMN_STEP, itemsize)
+    verification = count_pass_bytes(manifest.target, rows, nodes, columns, itemsize)
     # Twice: the outputs of a pass are released only after the next pass.
     return caches | {"passes": 2 * max(prefill, verification)}
 
@@ -106,9 +106,9 @@ def check_memory(bundle: Bundle, settings: Settings, prefix: int | None = None) 
     roles = ["target", "condition", "vq_decoder"]
     if _uses_drafter_graph(settings):
         roles.insert(1, "drafter")
-    weights = sum(weight_bytes(bundle, role) for role in roles if role in manifest.files)
+    weights = sum(count_weight_bytes(bundle, role) for role in roles if role in manifest.files)
     num_tokens = _min_prompt_tokens(manifest.condition) if prefix is None else prefix
-    needed = {"weights": weights, **_image_bytes(manifest, settings, num_tokens)}
+    needed = {"weights": weights, **_count_image_bytes(manifest, settings, num_tokens)}
     free = available_memory()
     if sum(needed.values()) > free:
         expected = f"{_format_uses(needed)} for bundle {manifest.name}"
@@ -117,9 +117,9 @@ def check_memory(bundle: Bundle, settings: Settings, prefix: int | None = None) 
         )
 
 
-def _image_bytes(manifest: Manifest, settings: Settings, prefix: int) -> dict[str, int]:
+def _count_image_bytes(manifest: Manifest, settings: Settings, prefix: int) -> dict[str, int]:
     pixels = math.prod(manifest.pixels(manifest.size(settings.size)))
-    return image_bytes(manifest, settings, prefix) | {"image decoding": _BYTES_PER_PIXEL * pixels}
+    return count_image_bytes(manifest, settings, prefix) | {"image decoding": _BYTES_PER_PIXEL * pixels}
 
 
 def _min_prompt_tokens(condition: ConditionSpec) -> int:
@@ -142,7 +142,7 @@ def _format_bytes(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 1 << 27 else f"{size / 2**20:.1f} MiB"
 
 
-def cache_bytes(spec: DecoderSpec | DrafterSpec, rows: int, columns: int, itemsize: int) -> int:
+def count_cache_bytes(spec: DecoderSpec | DrafterSpec, rows: int, columns: int, itemsize: int) -> int:
     """Compute the size of a KV cache.
 
     Args:
@@ -154,7 +154,7 @@ def cache_bytes(spec: DecoderSpec | DrafterSpec, rows: int, columns: int, itemsi
     return 2 * spec.num_layers * columns * rows * spec.num_kv_heads * spec.head_dim * itemsize
 
 
-def pass_bytes(spec: DecoderSpec | DrafterSpec, rows: int, nodes: int, past: int, itemsize: int) -> int:
+def count_pass_bytes(spec: DecoderSpec | DrafterSpec, rows: int, nodes: int, past: int, itemsize: int) -> int:
     """Return a lower bound of the memory of a forward pass: the logits, and the activations of one layer.
 
     Args:
@@ -172,7 +172,7 @@ def pass_bytes(spec: DecoderSpec | DrafterSpec, rows: int, nodes: int, past: int
     return rows * (logits + scores + states)
 
 
-def weight_bytes(bundle: Bundle, role: str) -> int:
+def count_weight_bytes(bundle: Bundle, role: str) -> int:
     """Compute the size of a graph's weights in the memory of ONNX Runtime on a CPU.
 
     Floating-point weights are loaded as float32, whatever their stored type; integer weights keep their type.

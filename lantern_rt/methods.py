@@ -24,7 +24,7 @@ class FrozenModel(BaseModel):
     )
 
 
-def _greedy_or_warm(temperature: float) -> float:
+def _check_temperature(temperature: float) -> float:
     if 0 < temperature < 1e-3:
         raise ValueError("expected 0 (greedy) or 0.001 .. 1000")
     return temperature
@@ -47,7 +47,7 @@ def _parse_cfg_tokens(value: Any) -> Any:
 CfgTokens = Annotated[int | str | None, BeforeValidator(_parse_cfg_tokens)]
 
 
-class Requested(NamedTuple):
+class RequestSetting(NamedTuple):
     """Marks a sampling setting that requests may set; the others come from the bundle.
 
     Args:
@@ -79,36 +79,40 @@ class Sampling(FrozenModel, strict=True):
     """
 
     cfg_scale: Annotated[
-        float, Field(ge=0, le=1000, description="Scale of classifier-free guidance; 1 turns it off."), Requested()
+        float, Field(ge=0, le=1000, description="Scale of classifier-free guidance; 1 turns it off."), RequestSetting()
     ] = 1.0
     cfg_tokens: Annotated[
         CfgTokens,
         Field(description="How many of the image's tokens guidance is for, such as 128 or 50%: fewer are faster."),
-        Requested("NUMBER|SHARE%"),
+        RequestSetting("NUMBER|SHARE%"),
     ] = None
     cfg_schedule: Annotated[
         CfgSchedule | None,
         Field(description="Linear: guidance grows from 1 to its scale within an image."),
-        Requested("constant|linear"),
+        RequestSetting("constant|linear"),
     ] = None
     cfg_final: Annotated[float, Field(gt=0, le=1000)] | None = None
     temperature: Annotated[
         float,
         Field(ge=0, le=1000, description="Sampling temperature; 0 is greedy."),
-        AfterValidator(_greedy_or_warm),
-        Requested(),
+        AfterValidator(_check_temperature),
+        RequestSetting(),
     ] = 1.0
     top_k: Annotated[
-        int, Field(ge=0, le=2**31, description="Number of most probable tokens to sample from; 0: all."), Requested()
+        int,
+        Field(ge=0, le=2**31, description="Number of most probable tokens to sample from; 0: all."),
+        RequestSetting(),
     ] = 0
     top_p: Annotated[
-        float, Field(gt=0, le=1, description="Total probability of the tokens to sample from; 1: all."), Requested()
+        float,
+        Field(gt=0, le=1, description="Total probability of the tokens to sample from; 1: all."),
+        RequestSetting(),
     ] = 1.0
     filter_order: FilterOrder = "top-k, top-p"
     repetition_penalty: Annotated[
         float | None,
         Field(ge=0.01, le=100, description="Divisor of the logits of tokens that the image contains already; 1: none."),
-        Requested(),
+        RequestSetting(),
     ] = None
 
     @property
@@ -149,11 +153,11 @@ class Sampling(FrozenModel, strict=True):
 SAMPLING = {
     name: field
     for name, field in Sampling.model_fields.items()
-    if any(isinstance(mark, Requested) for mark in field.metadata)
+    if any(isinstance(mark, RequestSetting) for mark in field.metadata)
 }
 
 
-class Needs(NamedTuple):
+class MethodNeeds(NamedTuple):
     """Parts of a bundle that a method uses; see `bundle.manifest.unsupported`.
 
     Args:
@@ -181,9 +185,9 @@ class MethodConfig(FrozenModel, strict=True):
     measures_distance: ClassVar[bool] = True
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> MethodNeeds:
         """Parts of a bundle that the method uses."""
-        return Needs()
+        return MethodNeeds()
 
     @property
     def exact(self) -> bool:
@@ -215,16 +219,16 @@ DrafterName = Annotated[
 ]
 
 
-class Drafted(MethodConfig):
+class TreeMethod(MethodConfig):
     """Base class of methods that draft trees with an EAGLE drafter or draft heads."""
 
     tree: Tree = "chain-3"
     drafter: DrafterName = None
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> MethodNeeds:
         drafters = ("heads", "eagle") if self.drafter is None else (self.drafter,)
-        return Needs(drafters, heads="heads" in drafters)
+        return MethodNeeds(drafters, heads="heads" in drafters)
 
     @property
     def uses_draft_heads(self) -> bool:
@@ -232,7 +236,7 @@ class Drafted(MethodConfig):
         return self.drafter == "heads"
 
 
-class Eagle(Drafted):
+class Eagle(TreeMethod):
     """Exact speculative decoding with an EAGLE drafter."""
 
     method: Literal["eagle"] = "eagle"
@@ -241,7 +245,7 @@ class Eagle(Drafted):
 Neighbors = Annotated[int | None, Field(ge=1, description="How many nearby codes may add their probability.")]
 
 
-class Relaxed(MethodConfig):
+class RelaxedMethod(MethodConfig):
     """Parameters of relaxed acceptance; see `runtime.acceptance`. Neighbours need a bound (delta or lambda).
 
     Attributes:
@@ -257,7 +261,7 @@ class Relaxed(MethodConfig):
     )
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> MethodNeeds:
         return super().needs._replace(neighbors=self.neighbors or 0)
 
     @property
@@ -271,7 +275,7 @@ class Relaxed(MethodConfig):
         return self.bounds == (None, None)
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> Relaxed:
+    def _check_parts(self) -> RelaxedMethod:
         if None not in self.bounds:
             raise ValueError("delta and lambda are two bounds on the same thing, expected one")
         if (self.neighbors is None) != self.exact:
@@ -290,7 +294,7 @@ Lambda = Annotated[
 ]
 
 
-class Lantern(Relaxed, Drafted):
+class Lantern(RelaxedMethod, TreeMethod):
     """Relaxed speculative decoding with an absolute bound (LANTERN, ICLR 2025)."""
 
     method: Literal["lantern"] = "lantern"
@@ -303,7 +307,7 @@ class Lantern(Relaxed, Drafted):
         return self.delta, None
 
 
-class LanternPlusPlus(Relaxed, Drafted):
+class LanternPlusPlus(RelaxedMethod, TreeMethod):
     """Relaxed speculative decoding with a relative bound (LANTERN++)."""
 
     method: Literal["lantern++"] = "lantern++"
@@ -321,7 +325,7 @@ Window = Annotated[
 ]
 
 
-class Sjd(Relaxed):
+class Sjd(RelaxedMethod):
     """Speculative Jacobi decoding: a window of draft tokens from the last target pass; exact unless relaxed."""
 
     method: Literal["sjd"] = "sjd"
@@ -334,7 +338,7 @@ class Sjd(Relaxed):
         return self.delta, self.lambda_
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> MethodNeeds:
         return super().needs._replace(heads=True)
 
 
@@ -358,8 +362,8 @@ class Groups(MethodConfig):
     method: Literal["groups"] = "groups"
 
     @property
-    def needs(self) -> Needs:
-        return Needs(order=True)
+    def needs(self) -> MethodNeeds:
+        return MethodNeeds(order=True)
 
 
 Quality = Literal["strict", "balanced", "fast"]

@@ -65,8 +65,8 @@ class Options(GenerationOptions, total=False):
         top_p: probability mass to keep, above 0 up to 1; 1 is off.
         repetition_penalty: 0.01 .. 100; 1 is off.
         size: `"WIDTHxHEIGHT"` in pixels, for bundles with several image sizes.
-        image: image to edit: a Pillow image, an array, the path of a file or its bytes. Without prompts, the prompt
-            recorded in it is used.
+        image: image to edit, or source image for bundles that take one: a Pillow image, an array, the path of a file or
+            its bytes. Without prompts, the prompt recorded in it is used.
         mask: image of the same size as `image`. Cells are generated again where it is transparent or, if it has no
             transparent pixel, white. None: where `image` is transparent.
     """

@@ -30,9 +30,9 @@ from .inputs import check_int
 from .memory import fit_images
 from .methods import Ar, Sjd
 from .options import GenerationOptions, ImageSource, Options
-from .output.images import blank_image, grey_out, to_image, with_record
+from .output.images import attach_record, grey_out, image_from_pixels, make_blank_image
 from .output.progress import progress_bars
-from .prepared import Prepared, load_model, make_plan
+from .prepared import PreparedRequest, load_model, make_plan
 from .prompts import ImageRequest, load_bundle_tokenizer
 from .requests import Request, Settings, check_request, resolve_settings
 from .results import Ints, Result, StreamState, StreamStep, build_result, recipe_fields
@@ -303,7 +303,7 @@ class Pipeline:
             request.images[0].edit.encode(self.engines.vq_encoder)
         return request
 
-    def prepare(self, request: Request) -> Prepared:
+    def prepare(self, request: Request) -> PreparedRequest:
         """Plan how these engines decode a request, and check that there is memory for it.
 
         Args:
@@ -320,7 +320,7 @@ class Pipeline:
         settings = self.adapt_settings(request.settings)
         max_images = fit_images(self.bundle.manifest, request.images, settings, engines.max_rows, self._free)
         plan = make_plan(self.bundle.manifest, settings, engines, settings.quality is not None and engines.on_cpu)
-        return Prepared(self.bundle, engines, request.images, settings, plan, max_images)
+        return PreparedRequest(self.bundle, engines, request.images, settings, plan, max_images)
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
         """Generate the images of a checked request, step by step.
@@ -358,7 +358,7 @@ class Pipeline:
             method = Sjd(window=max_window) if max_window else Ar()
         return replace(settings, method=method)
 
-    def _decode(self, request: Prepared) -> Generator[StreamStep, None, None]:
+    def _decode(self, request: PreparedRequest) -> Generator[StreamStep, None, None]:
         images = request.images
         settings = request.settings
         state = StreamState(len(images), request.plan.layout.num_codes)
@@ -391,12 +391,12 @@ class Pipeline:
             cells = np.where(cells < 0, edit.preserved, cells)
         known = cells >= 0
         if not known.any():
-            return blank_image(*manifest.pixels(size))
+            return make_blank_image(*manifest.pixels(size))
         # The decoder needs a token in every cell: repeat the last known token.
         filled = cells[np.maximum.accumulate(np.where(known, np.arange(len(cells)), 0))]
-        image = to_image(self.engines.vq_decoder(filled.reshape(1, size.rows, size.columns))[0])
+        image = image_from_pixels(self.engines.vq_decoder(filled.reshape(1, size.rows, size.columns))[0])
         if edit is not None:
             image = edit.blend(image)
         if not known.all():
             return grey_out(image, known.reshape(size.rows, size.columns))
-        return with_record(image, recipe_fields(self.bundle, settings, images[i]))
+        return attach_record(image, recipe_fields(self.bundle, settings, images[i]))

@@ -12,7 +12,7 @@ import numpy as np
 from .bundle.files import Bundle
 from .bundle.manifest import Manifest
 from .errors import BundleError
-from .methods import MethodConfig, Needs
+from .methods import MethodConfig, MethodNeeds
 from .prompts import ImageRequest
 from .requests import Settings
 from .runtime.drafters import count_nodes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRequest:
     """A checked request with everything that the runtime needs for it, made by `Pipeline.prepare`.
 
     Args:
@@ -127,7 +127,7 @@ def load_model(bundle: Bundle, engines: Engines, methods: Sequence[MethodConfig]
     manifest = bundle.manifest
     names = {field.name for field in fields(DrafterLayout)}
     layout = manifest.drafter.model_dump(include=names) if manifest.drafter else {}
-    everything = Needs(("eagle",), True, manifest.neighbors)
+    everything = MethodNeeds(("eagle",), True, manifest.neighbors)
     needs = [everything] if methods is None else [method.needs for method in methods]
     uses_drafter = any("eagle" in each.drafters for each in needs)
     uses_heads = any(each.heads for each in needs)

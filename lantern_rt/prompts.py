@@ -18,7 +18,7 @@ from .edits import Edit
 from .errors import RequestError
 from .inputs import check_int, format_error, format_value
 from .options import Embeddings
-from .sources import Source
+from .sources import SourceImage
 from .text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from .text.words import WordTokenizer, read_word_tokenizer
 
@@ -52,7 +52,7 @@ class ImageRequest:
     tokens: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     seed: int = 0
     negative: ImageRequest | None = None
-    edit: Edit | Source | None = None
+    edit: Edit | SourceImage | None = None
     first_position: int | None = None
     positions: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
@@ -69,7 +69,7 @@ def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
     return None
 
 
-def _numbered(name: str, i: int, count: int) -> str:
+def _numbered_field(name: str, i: int, count: int) -> str:
     return name if count == 1 else f"{name} {i + 1} of {count}"
 
 
@@ -81,7 +81,7 @@ def prepare_class_ids(condition: ConditionSpec, class_ids: list[Any]) -> list[Im
     """
     last = (condition.classes or 1) - 1
     count = len(class_ids)
-    ids = [check_int(_numbered("class id", i, count), value, 0, 0, last) for i, value in enumerate(class_ids)]
+    ids = [check_int(_numbered_field("class id", i, count), value, 0, 0, last) for i, value in enumerate(class_ids)]
     real = np.ones(condition.prefix, np.bool_)
     return [ImageRequest(i, {"class_ids": np.array([i], np.int64)}, (real, real)) for i in ids]
 
@@ -99,7 +99,7 @@ def prepare_prompts(
     Raises:
         RequestError: a prompt is empty, too long or not text; the error says which prompt.
     """
-    return _with_negative(
+    return _add_negative_prompts(
         _prepare_prompts("prompt", condition, tokenizer, size, prompts), condition, tokenizer, size, negative
     )
 
@@ -119,9 +119,9 @@ def prepare_token_ids(
         RequestError: ids are unknown, too many, or do not begin and end as the bundle's template.
     """
     rows = prompts if prompts and all(isinstance(row, list | tuple | np.ndarray) for row in prompts) else [prompts]
-    names = [_numbered("token_ids", i, len(rows)) for i in range(len(rows))]
+    names = [_numbered_field("token_ids", i, len(rows)) for i in range(len(rows))]
     requests = [_prepare_ids(name, condition, tokenizer, size, row) for name, row in zip(names, rows, strict=True)]
-    return _with_negative(requests, condition, tokenizer, size, negative)
+    return _add_negative_prompts(requests, condition, tokenizer, size, negative)
 
 
 def _prepare_ids(
@@ -142,7 +142,7 @@ def _prepare_ids(
     return _image_request(condition, size, tuple(ids), np.array(padded, np.int64))
 
 
-def _with_negative(
+def _add_negative_prompts(
     requests: list[ImageRequest], condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, negative: Any
 ) -> list[ImageRequest]:
     """Replace the unconditional rows by the conditional row of a negative prompt, unless it is None."""
@@ -171,8 +171,8 @@ def _prepare_prompts(
         try:
             requests.append(_prepare_prompt(condition, tokenizer, size, prompt))
         except RequestError as error:
-            error.field = _numbered(field, i, len(prompts))
-            if near := tokenizer.nearest_examples(prompt) if isinstance(tokenizer, WordTokenizer) else []:
+            error.field = _numbered_field(field, i, len(prompts))
+            if near := tokenizer.find_nearest_examples(prompt) if isinstance(tokenizer, WordTokenizer) else []:
                 error.suggestions = tuple(near)
                 error.remedy = "; ".join(
                     filter(None, [error.remedy, f"similar valid prompts: {', '.join(map(repr, near))}"])
@@ -215,7 +215,7 @@ def _image_request(condition: ConditionSpec, size: Size, label: Label, ids: NDAr
     return ImageRequest(label, inputs, rows, (cond, uncond), first_position=size.first_position)
 
 
-def with_source(request: ImageRequest, manifest: Manifest, size: Size, source: Source) -> ImageRequest:
+def with_source(request: ImageRequest, manifest: Manifest, size: Size, source: SourceImage) -> ImageRequest:
     """Insert a source image before the text of a prompt.
 
     The image to generate has the positions of its size. Every token before it has the position of the image's first
@@ -239,9 +239,7 @@ def with_source(request: ImageRequest, manifest: Manifest, size: Size, source: S
     behind = len(spec.after) + len(text)
     distance = behind + max(alone.rows, alone.columns)
     back = manifest.target.max_positions
-    # An image begins as far behind the prompts of its size as its first grid is long.
-    steps = distance + max(source.size.first_grid or (0,)) - max(manifest.size(size.name).first_grid or (0,))
-    places = (alone.first_position or 0) + back * steps + cells
+    places = (alone.first_position or 0) + back * distance + cells
 
     def before(count: int, distance: int) -> NDArray[np.int64]:
         moved: NDArray[np.int64] = first + back * np.arange(distance + count, distance, -1)

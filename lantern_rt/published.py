@@ -24,7 +24,7 @@ from .engines.ort.providers import detect_provider
 from .errors import BundleError, CheckpointError, OutputError, RequestError
 from .inputs import reading, require_library
 from .methods import FrozenModel
-from .output.files import check_disks, check_new_folder, output_errors
+from .output.files import check_disks, check_new_folder, convert_output_errors
 
 if TYPE_CHECKING:
     from .engines.contracts import Progress
@@ -255,7 +255,7 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
     folder = _bundle_folder(name)
     with _locked(folder, progress or ignore_progress):
         if os.path.islink(folder) and cached_bundle(name) is None:  # a link to a finished bundle that is gone
-            with output_errors(folder):
+            with convert_output_errors(folder):
                 folder.unlink()
         if cached_bundle(name) is None:  # else by the program that had the lock
             export_bundle(name, folder, default_precision(), progress)
@@ -332,7 +332,7 @@ def fetch_published(name: str, progress: Progress | None = None, export: bool = 
         error.remedy = "; ".join(filter(None, [error.remedy, instead]))
         raise
     folder = _bundle_folder(name)
-    with output_errors(folder):
+    with convert_output_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         link = folder.with_name(f".{folder.name}.{os.getpid()}")
         link.symlink_to(bundle.folder)

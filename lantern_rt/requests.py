@@ -15,8 +15,8 @@ from typing import Any, get_args
 import numpy as np
 
 from .bundle.manifest import Manifest, Size
-from .completion import check_method, resolve_method, validate
-from .edits import check_edits, nearest_size, prepare_edit, read_image, read_image_size
+from .completion import check_method, resolve_method, validate_fields
+from .edits import check_edits, find_nearest_size, prepare_edit, read_image, read_image_size
 from .errors import RequestError
 from .inputs import check_int, format_value
 from .methods import PARAMETERS, SAMPLING, MethodConfig, Quality, Sampling
@@ -110,7 +110,7 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
     _check_quality(options)
     size = _resolve_size(manifest, options.get("size"))
     parameters = {name: options[name] for name in SAMPLING if name in options}
-    sampling = validate(Sampling, manifest.sampling.model_dump() | parameters)
+    sampling = validate_fields(Sampling, manifest.sampling.model_dump() | parameters)
     sampling = _check_guidance(sampling, parameters.keys(), manifest.size(size).codes)
     quality: Quality | None = options.get("quality")
     method = options.get("method")
@@ -150,7 +150,7 @@ def _check_guidance(sampling: Sampling, chosen: Collection[str], num_codes: int)
     if sampling.cfg_scale == 1.0:
         for field in ("cfg_tokens", "cfg_schedule"):
             if field in chosen:
-                raise _useless_without_guidance(field)
+                raise _unguided_error(field)
         return sampling.model_copy(update={"cfg_tokens": None, "cfg_schedule": None})
     count = sampling.cfg_tokens
     if isinstance(count, int) and count > num_codes and "cfg_tokens" in chosen:
@@ -159,7 +159,7 @@ def _check_guidance(sampling: Sampling, chosen: Collection[str], num_codes: int)
     return sampling
 
 
-def _useless_without_guidance(field: str) -> RequestError:
+def _unguided_error(field: str) -> RequestError:
     remedy = "omit it, or give a larger cfg_scale"
     return RequestError("does nothing without guidance", field=field, found="cfg_scale 1", remedy=remedy)
 
@@ -194,7 +194,7 @@ def check_options(subjects: int, seed: int = 0, num_images: int = 1, **options: 
         RequestError: no bundle takes an option.
     """
     _check_quality(options)
-    validate(Sampling, {name: options[name] for name in SAMPLING if name in options})
+    validate_fields(Sampling, {name: options[name] for name in SAMPLING if name in options})
     _check_seeds(seed, subjects, check_int("num_images", num_images, 1, 1, IMAGES_LIMIT))
     return check_method(options["method"]) if "method" in options else None
 
@@ -249,15 +249,15 @@ def check_request(
     """
     pixels = None if image is None else read_image_size(image, mask)
     if pixels is not None and options.get("size") is None:
-        options["size"] = nearest_size(manifest, pixels)
+        options["size"] = find_nearest_size(manifest, pixels)
     settings = resolve_settings(manifest, options)
     source_size = None
     if pixels is not None and manifest.source is not None:
-        source_size = manifest.size(nearest_size(manifest, pixels))
+        source_size = manifest.size(find_nearest_size(manifest, pixels))
         settings = replace(settings, source=True)
     values = {"prompts": prompts, "class_ids": class_ids, "token_ids": token_ids, "embeddings": embeddings}
     picture = None
-    if image is not None and not _present(values):
+    if image is not None and not _drop_missing(values):
         picture = read_image("image", image)
         values |= _recorded_subject(picture.info)
     room = 0 if source_size is None or manifest.source is None else manifest.source.count(source_size)
@@ -286,7 +286,7 @@ def check_request(
     return Request(images, settings)
 
 
-def _present(values: Mapping[str, Any]) -> list[str]:
+def _drop_missing(values: Mapping[str, Any]) -> list[str]:
     return [name for name, value in values.items() if value is not None]
 
 
@@ -325,7 +325,7 @@ def _prepare_subjects(
         condition = condition.model_copy(update={"prefix": condition.prefix - room})
     field = {"class": "class_ids", "embeddings": "embeddings"}.get(condition.kind, "prompts")
     expected = f"{SUBJECTS[field]}, as bundle {manifest.name} requires"
-    present = _present(values)
+    present = _drop_missing(values)
     if (present, field) == (["token_ids"], "prompts"):
         field = "token_ids"
     if present != [field]:
@@ -339,7 +339,7 @@ def _prepare_subjects(
         problem = f"bundle {manifest.name} takes {SUBJECTS[field]}"
         raise RequestError(problem, field="negative_prompt", remedy="omit it")
     if negative is not None and not settings.sampling.guided:
-        raise _useless_without_guidance("negative_prompt")
+        raise _unguided_error("negative_prompt")
     value = values[field]
     if field == "embeddings":
         subjects = prepare_embeddings(condition, value)

@@ -120,7 +120,7 @@ def split_grids(size: Size, codes: Ints) -> tuple[Ints, Ints]:
     return first, codes[size.first_codes :].reshape(size.rows, size.columns)
 
 
-def codes_bytes(bundle: Bundle, settings: Settings, image: ImageRequest, codes: Ints) -> bytes:
+def encode_codes(bundle: Bundle, settings: Settings, image: ImageRequest, codes: Ints) -> bytes:
     """Return an .npz file with the codes of an image, its recipe, and the codes of a smaller first grid.
 
     Args:

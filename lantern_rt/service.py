@@ -20,7 +20,7 @@ from typing import Self, Unpack
 
 from .errors import LanternError, RequestError
 from .inputs import check_int
-from .memory import fit_images, largest_settings
+from .memory import choose_largest_settings, fit_images
 from .methods import MethodConfig
 from .options import Options
 from .pipeline import Pipeline
@@ -54,7 +54,7 @@ class Service:
         manifest = pipeline.bundle.manifest
         self._engines = engines = pipeline.engines
         self.model = load_model(pipeline.bundle, engines)
-        fitting = fit_images(manifest, [], largest_settings(manifest), engines.max_rows, None)
+        fitting = fit_images(manifest, [], choose_largest_settings(manifest), engines.max_rows, None)
         usual = min(fitting, max(1, engines.max_rows // 2))
         max_images = check_int("together", together, usual, 1, 4096)
         self.capacity = Capacity(max_images, check_int("waiting", waiting, 256, 0, 1 << 20))
@@ -181,13 +181,15 @@ class Service:
             while going:
                 try:
                     going = self._receive()
-                    self._step()
+                    self._run_pass()
                 except Exception as error:  # callers must receive any error, and the service must continue
-                    self._fail(error)
+                    self._fail_all_requests(error)
         finally:
             with self._changed:
                 self._closing = True
-            self._fail(RequestError("closed before the request was done", field="service", remedy="make another"))
+            self._fail_all_requests(
+                RequestError("closed before the request was done", field="service", remedy="make another")
+            )
 
     def _receive(self) -> bool:
         """Wait for work, process new and cancelled requests, and return whether to continue."""
@@ -197,15 +199,15 @@ class Service:
                 self._last_pass = time.perf_counter()
             if self._closing and not (self._draining and (self._arriving or self._requests)):
                 return False
-        while (request := self._pop(self._cancelled)) is not None:
+        while (request := self._pop_request(self._cancelled)) is not None:
             self._end_request(request)
-        while (request := self._pop(self._arriving)) is not None:
+        while (request := self._pop_request(self._arriving)) is not None:
             if not request.ended:
                 self._prepare(request)
         self._reject_queued()
         return True
 
-    def _pop(self, requests: deque[ServiceRequest]) -> ServiceRequest | None:
+    def _pop_request(self, requests: deque[ServiceRequest]) -> ServiceRequest | None:
         with self._changed:
             return requests.popleft() if requests else None
 
@@ -243,7 +245,7 @@ class Service:
         for request, error in rejected.items():
             self._end_request(request, error)
 
-    def _step(self) -> None:
+    def _run_pass(self) -> None:
         """Run one forward pass and send its results to the listeners."""
         chosen = self._batches.next_pass(self._num_callers, self.capacity.total)
         if chosen is None:
@@ -252,7 +254,9 @@ class Service:
         try:
             parts = chosen.run()
         except Exception as error:
-            joining = [sequence for sequence in chosen.joining if sequence not in chosen.batch.active_sequences]
+            joining = [
+                sequence for sequence in chosen.joining_sequences if sequence not in chosen.batch.active_sequences
+            ]
             if not joining or not isinstance(error, LanternError):
                 raise
             # they could not join, for example for lack of memory; the batch is unchanged
@@ -316,14 +320,14 @@ class Service:
             _LOG.exception("a listener failed")
             self._end_request(request)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail_all_requests(self, error: Exception) -> None:
         """End all requests with an error, and replace the batches."""
         if not isinstance(error, LanternError):
             _LOG.error("a pass failed", exc_info=error)
         self._failures += 1
         self._batches.clear()
         ended = {*self._requests.values()}
-        while self._closing and (request := self._pop(self._arriving)) is not None:
+        while self._closing and (request := self._pop_request(self._arriving)) is not None:
             ended.add(request)
         for request in ended:
             self._remove(request, copy(error).with_traceback(None))  # every caller raises a separate copy

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .prepared import Prepared
+from .prepared import PreparedRequest
 from .results import StreamState, StreamStep
 from .runtime import state
 from .runtime.statistics import Clock, Statistics, summarize_decode
@@ -19,7 +19,7 @@ class ServiceRequest:
     """Request in a service. Only `prepared` and `cancel` may be used outside the service's thread."""
 
     remove: Callable[[ServiceRequest], None]  # cancels the request in the service
-    prepared: Prepared
+    prepared: PreparedRequest
     listener: Listener
     steps: bool  # whether the listener receives every step
     caller: str

@@ -27,12 +27,13 @@ class NextPass(NamedTuple):
 
     batch: Batch
     group: int  # number of the batch
-    joining: list[ImageSequence]  # sequences whose prefixes the pass runs; empty: a step of the active sequences
+    # sequences whose prefixes the pass runs; empty: a step of the active sequences
+    joining_sequences: list[ImageSequence]
     callers: dict[int, set[str]]  # callers of each batch that has images
 
     def run(self) -> list[SequenceStep]:
         """Run the pass, and return each sequence's part of it."""
-        return self.batch.add(self.joining) if self.joining else self.batch.step()
+        return self.batch.add(self.joining_sequences) if self.joining_sequences else self.batch.step()
 
 
 class SharedBatches:
@@ -112,7 +113,7 @@ class SharedBatches:
             began: time at its begin, by `time.perf_counter`.
         """
         self._turns.record_pass(done.group, time.perf_counter() - began, done.callers)
-        if done.joining:
+        if done.joining_sequences:
             self.waiting = [sequence for sequence in self.waiting if not sequence.codes]
 
     def _waiting_by_group(self, num_callers: int, limit: int) -> dict[int, list[ImageSequence]]:
@@ -123,9 +124,8 @@ class SharedBatches:
         order = fair_order([(self._caller_of(sequence), sequence) for sequence in self.waiting], held, share)
         groups = [self._group(sequence, num_callers) for sequence in order]
         used = {group for group, batch in enumerate(self._batches) if batch.active_sequences}
-        if (
-            len(used.union(groups)) > 1
-        ):  # limits the images over all groups, which `select_next_sequences` does per group
+        # `select_next_sequences` limits the images of one group; this limits them over all groups.
+        if len(used.union(groups)) > 1:
             order = order[: self._max_images - len(active)]
         waiting: dict[int, list[ImageSequence]] = {}
         for sequence, group in zip(order, groups, strict=False):

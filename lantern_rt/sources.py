@@ -12,21 +12,23 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from .bundle.manifest import Manifest, Size
-from .edits import cover, encoder_input
+from .edits import crop_to_cover, to_encoder_input
 from .runtime.engine import Bools, Floats, Ints
 
 
 @dataclass(eq=False)
-class Source:
+class SourceImage:
     """A source image. Images are generated whole, so that nothing of it is preserved.
 
     Attributes:
-        pixels: input of the encoder, uint8 `[height, width, 3]`.
-        size: size of the bundle that the image was scaled to.
+        image: the image, scaled to a size of the bundle.
+        pixels: the image, scaled to the input of the encoder, uint8 `[height, width, 3]`.
+        size: the size of the bundle.
         start: number of ids before its codes in a prompt.
         codes: its codes, int64 `[cells]`; None before `encode`.
     """
 
+    image: Image.Image
     pixels: NDArray[np.uint8]
     size: Size
     start: int
@@ -41,7 +43,7 @@ class Source:
             encoder: image encoder, from float32 `[1, 3, height, width]` in -1 .. 1 to int64 `[1, cells]`.
         """
         if self.codes is None:
-            self.codes = encoder(encoder_input(self.pixels))[0]
+            self.codes = encoder(to_encoder_input(self.pixels))[0]
 
     def complete(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
         """Return the inputs of the condition graph with the codes of the image, after `encode`."""
@@ -60,7 +62,7 @@ class Source:
         return hashlib.sha256(self.pixels.tobytes()).hexdigest()
 
 
-def prepare_source(manifest: Manifest, size: Size, original: Image.Image) -> Source:
+def prepare_source(manifest: Manifest, size: Size, original: Image.Image) -> SourceImage:
     """Prepare a source image: scale it to cover a size, crop its centre, and scale it to the encoder's pixels.
 
     Args:
@@ -71,5 +73,5 @@ def prepare_source(manifest: Manifest, size: Size, original: Image.Image) -> Sou
     spec = manifest.source
     assert spec is not None
     pixels = (size.columns * spec.pixels_per_cell, size.rows * spec.pixels_per_cell)
-    smaller = cover(original, manifest.pixels(size)).resize(pixels, Image.Resampling.BICUBIC)
-    return Source(np.array(smaller), size, len(spec.before))
+    image = crop_to_cover(original, manifest.pixels(size))
+    return SourceImage(image, np.array(image.resize(pixels, Image.Resampling.BICUBIC)), size, len(spec.before))

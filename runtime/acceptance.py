@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RequestError
-from ..methods import MethodConfig, Relaxed, Residual
+from ..methods import MethodConfig, RelaxedMethod, Residual
 from .sampling import Probabilities, sample_code
 from .tree import DraftTree
 
@@ -96,7 +96,7 @@ class Relaxation:
         Raises:
             RequestError: the model was loaded without the table.
         """
-        assert isinstance(method, Relaxed)
+        assert isinstance(method, RelaxedMethod)
         if neighbors is None:
             problem = "reads a table of neighbours, which the model was loaded without"
             raise RequestError(problem, field="method", remedy="name the method when the model is loaded")

@@ -40,8 +40,8 @@ class Batch:
         clocks: clocks of the target and the drafter; None: new clocks.
 
     Attributes:
-        active: sequences in the next pass, in the order of their batch rows.
-        failed: sequences that the last step removed for an `error`, such as NaN in their logits.
+        active_sequences: sequences in the next pass, in the order of their batch rows.
+        failed_sequences: sequences that the last step removed for an `error`, such as NaN in their logits.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Batch:
         self.target_clock, self.drafter_clock = clocks or (Clock(), Clock())
         self.active_sequences: list[ImageSequence] = []
         self.failed_sequences: list[ImageSequence] = []
-        self._cache: Cache | None = None  # its rows are the batch rows of `active`
+        self._cache: Cache | None = None  # its rows are the batch rows of `active_sequences`
         self._drafters = BatchDrafters(model, self.drafter_clock)
         self._update_rows()
 
@@ -130,7 +130,7 @@ class Batch:
         lengths = prefixes.lengths
         cache = target.new_cache(len(lengths), max(sequence.cache_columns for sequence in sequences))
         pass_output = self.target_clock.run(target, prefixes.build_prefill(target, cache), cache)
-        # Rows are padded at their end, so each row's last prefix node is at its own length. [rows, 1, vocab_size]
+        # Rows are padded at their end: a row's last prefix node is at index length - 1. [rows, 1, vocab_size]
         last_logits = pass_output.logits[np.arange(len(lengths)), lengths - 1][:, None]
         steps: list[SequenceStep] = []
         commits: list[Commit] = []

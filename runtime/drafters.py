@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..methods import Ar, Drafted, Groups, MethodConfig, RowParallel, Sjd
+from ..methods import Ar, Groups, MethodConfig, RowParallel, Sjd, TreeMethod
 from .drafting import Drafter
 from .eagle import EagleDrafter
 from .group_drafts import GroupDrafter
@@ -30,7 +30,7 @@ def _make_window_drafter(model: LoadedModel, method: MethodConfig, clock: Clock)
     return HeadDrafter(model.heads, model.max_nodes) if model.heads else JacobiDrafter(model.max_nodes)
 
 
-def _make_tree_drafter(model: LoadedModel, method: Drafted, clock: Clock) -> Drafter:
+def _make_tree_drafter(model: LoadedModel, method: TreeMethod, clock: Clock) -> Drafter:
     if not method.uses_draft_heads:
         return EagleDrafter(model, method, clock)
     assert model.heads is not None, "requests check that the bundle has draft heads"
@@ -41,7 +41,7 @@ def _make_tree_drafter(model: LoadedModel, method: Drafted, clock: Clock) -> Dra
 DRAFTERS: dict[type[MethodConfig], DraftingRule] = {
     Ar: DraftingRule(lambda model, method, clock: TreeDrafter(model.max_nodes), lambda method, limit: 1),
     Sjd: DraftingRule(_make_window_drafter, lambda method, limit: 1 + method.window),
-    Drafted: DraftingRule(_make_tree_drafter, lambda method, limit: parse_tree(method.tree).nodes),
+    TreeMethod: DraftingRule(_make_tree_drafter, lambda method, limit: parse_tree(method.tree).nodes),
     RowParallel: DraftingRule(
         lambda model, method, clock: RowDrafter(model.max_nodes), lambda method, limit: min(limit, MAX_BATCH_NODES)
     ),

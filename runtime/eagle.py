@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from ..errors import EngineError
-from ..methods import Drafted
+from ..methods import TreeMethod
 from .device import DeviceLogits, SampleRequest
 from .drafting import Commit
 from .eagle_slots import EagleSlots, LevelOutput
@@ -43,7 +43,7 @@ class EagleDrafter(TreeDrafter):
 
     needs_new_codes = True
 
-    def __init__(self, model: LoadedModel, method: Drafted, clock: Clock) -> None:
+    def __init__(self, model: LoadedModel, method: TreeMethod, clock: Clock) -> None:
         super().__init__(model.max_nodes)
         self.shape = parse_tree(method.tree)
         self.relaxed = not method.exact
@@ -79,7 +79,7 @@ class EagleDrafter(TreeDrafter):
         """Return the batch rows that the distribution of each sequence's children at `depth` depends on."""
         return [
             rows[: sequence.guidance.count_rows(len(sequence.codes) + depth)]
-            for sequence, rows in zip(self.sequences, self.slots.batch_rows(), strict=True)
+            for sequence, rows in zip(self.sequences, self.slots.batch_rows, strict=True)
         ]
 
     def _choose_children(
@@ -137,7 +137,7 @@ class EagleDrafter(TreeDrafter):
         trees: list[DraftTree] = []
         rows_at = [self._rows_at_depth(depth) for depth in range(len(levels))]
         for i, (sequence, builder) in enumerate(zip(self.sequences, builders, strict=True)):
-            rows = [batch_rows[i] for batch_rows in rows_at]  # of this sequence, by depth
+            rows = [batch_rows[i] for batch_rows in rows_at]  # batch rows of this sequence, by depth
             proposal = (
                 partial(_child_distribution, shape, levels, rows, len(sequence.codes), sequence)
                 if self.relaxed

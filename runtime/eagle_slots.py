@@ -63,6 +63,7 @@ class EagleSlots:
 
     Attributes:
         sequences: sequences of the cache rows, in their order.
+        batch_rows: batch rows of each sequence.
     """
 
     def __init__(self, model: LoadedModel, draft_slots: int, clock: Clock) -> None:
@@ -104,7 +105,7 @@ class EagleSlots:
             return
         rows_of = {
             sequence: rows[: len(sequence.rows)]
-            for sequence, rows in zip(self.sequences, self.batch_rows(), strict=True)
+            for sequence, rows in zip(self.sequences, self.batch_rows, strict=True)
             if sequence not in sequences
         }
         if sum(map(len, rows_of.values())) == len(self.sequence_of_row):
@@ -131,10 +132,6 @@ class EagleSlots:
     def root_tokens(self) -> Ints:
         """Return the last committed token of every sequence, int64 `[sequences]`."""
         return np.array([self._pending[sequence].tokens[-1][-1] for sequence in self.sequences], np.int64)
-
-    def batch_rows(self) -> list[Ints]:
-        """Return the batch rows of each sequence."""
-        return np.split(np.arange(len(self.sequence_of_row)), self.first_row[1:])
 
     def run_pending_slots(self) -> LevelOutput:
         """Run the pending slots, append them to the cache, and return the last slot of each row as the root's level.
@@ -251,7 +248,7 @@ class EagleSlots:
         """Update the sequence and the prefix padding of every row, after sequences have joined or left."""
         num_rows = [len(sequence.rows) for sequence in self.sequences]
         self.sequence_of_row = np.repeat(np.arange(len(num_rows)), num_rows)  # [rows]
-        self.first_row = np.searchsorted(self.sequence_of_row, np.arange(len(self.sequences)))  # [sequences]
+        self.batch_rows = np.split(np.arange(len(self.sequence_of_row)), np.cumsum(num_rows, dtype=np.int64)[:-1])
         padding = stack_padding([~row.is_real for sequence in self.sequences for row in sequence.rows])
         # A slot reads the state of its position and the next token, so the last prefix position has no prefix slot.
         self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import EngineError
-from ..methods import Drafted, Sampling, Sjd
+from ..methods import Sampling, Sjd, TreeMethod
 from .drafting import Commit
 from .engine import Floats, Ints
 from .heads import DraftHeads
@@ -126,7 +126,7 @@ class DraftHeadState:
         max_depth = self.sequence.count_until_preserved() - 1  # the target samples one more token than it accepts
         if isinstance(method, Sjd):
             return self._draft_chain(min(self.sequence.window, max_depth))
-        assert isinstance(method, Drafted)
+        assert isinstance(method, TreeMethod)
         shape = parse_tree(method.tree)
         return (
             self._draft_static(shape, max_depth)

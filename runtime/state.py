@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import EngineError
-from ..methods import MethodConfig, Relaxed, Sampling, Sjd
+from ..methods import MethodConfig, RelaxedMethod, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints
 from .guidance import Guidance
 from .heads import DraftHeads
@@ -147,7 +147,7 @@ class ImageSequence:
         self.sampling = plan.sampling
         self.method = plan.method
         self.exact = plan.method.exact  # whether the tokens follow the target's distribution exactly
-        self.relaxed = isinstance(plan.method, Relaxed) and not self.exact  # `rows` is neither
+        self.relaxed = isinstance(plan.method, RelaxedMethod) and not self.exact  # `rows` is neither
         self.greedy = plan.sampling.greedy
         self.rows = self.prompt.rows(plan.num_rows)
         self.noise = plan.layout.noise(self.seed)

@@ -209,7 +209,7 @@ class StaticTreeBuilder:
             codes: candidates for the children of each parent, best first, int64 `[n, candidates]`.
             scores: scores of the candidates, float32 `[n, candidates]`; -inf excludes a candidate.
         """
-        counts = np.isfinite(scores).sum(1)  # candidates come best first, so the possible ones are the first
+        counts = np.isfinite(scores).sum(1)  # candidates come best first, the possible before the impossible
         for slot in np.flatnonzero(self.has_token[parents]).tolist():
             children = self.shape.children[int(parents[slot])][: counts[slot]]
             self.tokens[children] = codes[slot, : len(children)]
@@ -249,7 +249,7 @@ class DynamicTreeBuilder:
             log_probabilities: log-probabilities of the codes, `[nodes, branch]`; -inf excludes a child.
         """
         branch = codes.shape[1]
-        scores = log_probabilities + self.scores[nodes][:, None]  # of the paths, [nodes, branch]
+        scores = log_probabilities + self.scores[nodes][:, None]  # log-probabilities of paths, [nodes, branch]
         possible = np.isfinite(scores).ravel()
         self.last_level_start = len(self.tokens)
         self.tokens = np.concatenate([self.tokens, codes.ravel()[possible]])

@@ -1,6 +1,6 @@
 """Muon optimizer: momentum with orthogonalised updates, for matrices and convolution kernels.
 
-Source: Keller Jordan, Muon (2024), quintic Newton-Schulz iteration with coefficients (3.4445, -4.7750, 2.0315).
+ShardSource: Keller Jordan, Muon (2024), quintic Newton-Schulz iteration with coefficients (3.4445, -4.7750, 2.0315).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from .precision import fast_in_bfloat16
+from .precision import is_bfloat16_fast
 
 # `torch.optim.Muon` (2.13) does not replace this class: it rejects convolution kernels, which the scenes recipe trains,
 # and always orthogonalises in bfloat16, which changes updates of small matrices by 2 % and is slow on older CPUs.
@@ -43,7 +43,7 @@ class Muon(torch.optim.Optimizer):
                     updates.append(weight.grad.lerp(average, group["momentum"]).flatten(1))
                 scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
                 stacked = torch.stack(updates)
-                stacked = stacked.bfloat16() if fast_in_bfloat16(stacked.device) else stacked
+                stacked = stacked.bfloat16() if is_bfloat16_fast(stacked.device) else stacked
                 for weight, update in zip(weights, orthogonalise(stacked), strict=True):
                     weight.add_(update.view_as(weight), alpha=-scale)
 

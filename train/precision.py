@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def fast_in_bfloat16(device: str | torch.device) -> bool:
+def is_bfloat16_fast(device: str | torch.device) -> bool:
     """Return whether bfloat16 matmuls are much faster: on CUDA devices and CPUs with bfloat16 instructions."""
     kind = torch.device(device).type
     if kind != "cpu":
@@ -15,4 +15,4 @@ def fast_in_bfloat16(device: str | torch.device) -> bool:
 
 def mixed_precision(device: str | torch.device) -> torch.autocast:
     """Return a context with matmuls in bfloat16 where these are fast, else in float32."""
-    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=fast_in_bfloat16(device))
+    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=is_bfloat16_fast(device))

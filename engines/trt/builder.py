@@ -18,7 +18,7 @@ from typing import Any
 
 from ...bundle.files import Bundle
 from ...errors import EngineError, OutputError, RequestError
-from ...inputs import format_error, format_value
+from ...inputs import format_error, format_value, install_command
 from ...output.files import cache_folder
 from ..columns import MASK_WORD_BITS
 from ..contracts import Progress, Tensor
@@ -44,7 +44,7 @@ def import_library(name: str, module: str | None = None) -> Any:
         _ = library.__version__  # missing if Python imported a mere folder of that name
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         problem = f"{module} cannot be imported ({format_error(error, 200)})"
-        raise EngineError(problem, remedy=f"install it with `pip install 'lantern-rt[{name}]'`") from error
+        raise EngineError(problem, remedy=f"install it with `{install_command(name)}`") from error
     return library
 
 

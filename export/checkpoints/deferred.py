@@ -71,7 +71,7 @@ def defer_concatenation(parts: Sequence[Tensor]) -> Tensor:
     return tensor
 
 
-def concatenated_parts(tensor: Tensor) -> Sequence[Tensor]:
+def list_concatenated_parts(tensor: Tensor) -> Sequence[Tensor]:
     """Return the tensors of which a tensor is the concatenation by `defer_concatenation`; any other tensor alone."""
     return (tensor.parts if isinstance(tensor, _DeferredTensor) else ()) or [tensor]
 

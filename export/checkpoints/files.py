@@ -56,7 +56,7 @@ def raises_checkpoint_error(read: Reader) -> Reader:
     """
 
     @wraps(read)
-    def refuse(*args: Any, **named: Any) -> Any:
+    def run_reading(*args: Any, **named: Any) -> Any:
         path = [*args, *named.values()][0]
         remedy = "download it again, or save it again as plain tensors"
         with (
@@ -66,7 +66,7 @@ def raises_checkpoint_error(read: Reader) -> Reader:
             _check_contents(path)
             return read(*args, **named)
 
-    return cast(Reader, refuse)
+    return cast(Reader, run_reading)
 
 
 def _check_contents(path: Path) -> None:

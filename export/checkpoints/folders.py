@@ -175,12 +175,12 @@ class Checkpoint:
 
     def name_in_files(self, name: str) -> str:
         """Return a weight's name in the files."""
-        return self.prefix + _translate(name, self.names)
+        return self.prefix + _rename_weight(name, self.names)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Rename weights from the values of `names` (names in the files) to its keys; keep other names."""
         new_names = {file_name: name for name, file_name in names.items()}
-        self.weights = {_translate(name, new_names): weight for name, weight in self.weights.items()}
+        self.weights = {_rename_weight(name, new_names): weight for name, weight in self.weights.items()}
         self.names.update(names)
 
     def shape(self, name: str, dimensions: int = 2) -> tuple[int, ...]:
@@ -266,7 +266,7 @@ def _describe_differences(expected: Set[str], actual: Set[str], shown: Callable[
     return [f"{word}: {list_names([shown(name) for name in names])}" for word, names in groups.items() if names]
 
 
-def _translate(name: str, names: Mapping[str, str]) -> str:
+def _rename_weight(name: str, names: Mapping[str, str]) -> str:
     """Look a name up in a table whose keys may have `*` for the number of a layer; return unknown names unchanged."""
     number = _LAYER.search(name)
     if name in names or number is None:

@@ -10,7 +10,15 @@ from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ...bundle.hub import HUB, PLAIN_PATH, SNAPSHOT, download_files, hub_errors, is_rejected, parse_reference
+from ...bundle.hub import (
+    HUB,
+    PLAIN_PATH,
+    SNAPSHOT,
+    convert_hub_errors,
+    download_files,
+    is_hub_rejection,
+    parse_reference,
+)
 from ...errors import CheckpointError, LanternError
 from ...inputs import reraise_interruption
 from .files import list_names
@@ -46,7 +54,7 @@ def fetch(source: Path | str, names: Collection[str] = (), side_files: Collectio
     from huggingface_hub import try_to_load_from_cache
 
     remedy = f"try again, or download {file or 'the folder'} of {repository} by hand and give its path"
-    with hub_errors(text, CheckpointError, remedy):
+    with convert_hub_errors(text, CheckpointError, remedy):
         try:
             sizes, _ = _list_files(repository, revision)
             chosen = _choose_files(text, file, sizes, names, side_files)
@@ -58,7 +66,7 @@ def fetch(source: Path | str, names: Collection[str] = (), side_files: Collectio
             # Fall back to the cache; missing files raise an error when they are read.
             known = file or [*names, *_SIDE_FILES][0]
             cached = try_to_load_from_cache(repository, known, revision=revision)
-            if isinstance(error, LanternError) or is_rejected(error) or not isinstance(cached, str):
+            if isinstance(error, LanternError) or is_hub_rejection(error) or not isinstance(cached, str):
                 raise
             return Path(cached) if file else Path(cached).parents[known.count("/")]
     return folder / (file or "")

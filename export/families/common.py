@@ -14,7 +14,7 @@ from ...bundle.order import OrderSpec
 from ...errors import CheckpointError, RequestError
 from ...inputs import format_value
 from ...methods import Eagle, Groups, Lantern, LanternPlusPlus, Sampling
-from ..checkpoints.deferred import concatenated_parts
+from ..checkpoints.deferred import list_concatenated_parts
 from ..checkpoints.files import TOKENIZER
 from ..graph.conditions import Condition
 from ..graph.graphs import Graph, named_cases, target_graph
@@ -76,7 +76,7 @@ def image_model(
             raise CheckpointError(field="vq", found=f"{vq.config.codes} codes", expected=expected)
     assert codebook is not None
     rows, columns = default_grid or (config.grid, config.grid)
-    graphs = [target_graph(decoder, concatenated_parts(code_embeddings)[0])]
+    graphs = [target_graph(decoder, list_concatenated_parts(code_embeddings)[0])]
     drafter_spec = None
     if drafter is not None:
         sources = [*sources, *drafter.sources]
@@ -103,7 +103,7 @@ def image_model(
             "drafter": drafter_spec,
             "condition": condition.spec,
             "sampling": sampling,
-            "decoding": _decoding_defaults(drafter is not None, min(MAX_NEIGHBORS, codes - 1)),
+            "decoding": _default_decoding(drafter is not None, min(MAX_NEIGHBORS, codes - 1)),
         },
     )
 
@@ -158,7 +158,7 @@ def vq_graphs(vq: LlamaGenVQ, grid: int, any_size: bool = False) -> list[Graph]:
     ]
 
 
-def _decoding_defaults(has_drafter: bool, max_neighbors: int) -> DecodingDefaults:
+def _default_decoding(has_drafter: bool, max_neighbors: int) -> DecodingDefaults:
     """Return the settings of the papers, with at most `max_neighbors` neighbours."""
     if not has_drafter:
         return DecodingDefaults()

@@ -37,7 +37,7 @@ def patch_sizes(side: int) -> list[tuple[int, int]]:
     return [pair for pair in pairs if min(pair) > 0 and max(pair) <= _MAX_ASPECT * min(pair)]
 
 
-def longest_image(patches: Sequence[tuple[int, int]], patch: int) -> int:
+def count_longest_image(patches: Sequence[tuple[int, int]], patch: int) -> int:
     """Return the number of tokens of the longest image, end-of-row tokens included.
 
     Args:
@@ -47,7 +47,7 @@ def longest_image(patches: Sequence[tuple[int, int]], patch: int) -> int:
     return max(patch * rows * (patch * columns + 1) - 1 for rows, columns in patches)
 
 
-def side_tokens(patches: Sequence[tuple[int, int]]) -> list[str]:
+def list_side_tokens(patches: Sequence[tuple[int, int]]) -> list[str]:
     """Return the names of the tokens for numbers of rows and columns up to the largest in `patches`."""
     return [_side_token(side) for side in range(1, 1 + max(max(pair) for pair in patches))]
 

@@ -104,7 +104,7 @@ def read_emu3(
     decoder, embeddings = load_decoder(
         target, decoder_config(target, text, len(codes), sizes[0][0], max_image_tokens=longest), codes
     )
-    layout = prompt_layout(library)
+    layout = emu3_prompt_layout(library)
     return image_model(
         decoder=decoder,
         code_embeddings=defer_concatenation([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
@@ -125,7 +125,7 @@ FAMILY = Family(
 )
 
 
-def prompt_layout(library: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:
+def emu3_prompt_layout(library: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:
     """Return the tokens of both prefix rows up to begin of image, which the tokens of an image size follow."""
     start, end, uncond = (encode(library, text) for text in (START, BEGIN, START + negative + BEGIN))
     return TokenLayout(template="{prompt}" + SUFFIX, before=start, after=end, uncond=uncond, negative="{prompt}")

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from torch import nn
-
 from ...bundle.conditions import TokenLayout
 from ...methods import Sampling
 from ..checkpoints.deferred import defer_concatenation
@@ -67,8 +65,9 @@ def read_emu35(target: Checkpoint, vq: Path) -> Model:
     has_safetensors = (vq / "model.safetensors").is_file() or not file.is_file()
     vq_checkpoint = Checkpoint(vq if has_safetensors else file, "vq", target.progress)
     image_tokenizer = load_vqgan(vq_checkpoint, largest_product=True)
-    last = image_tokenizer.decoder.conv_out
-    last.bias = nn.Parameter(last.bias - _HALF_LEVEL, requires_grad=False)
+    bias = image_tokenizer.decoder.conv_out.bias
+    assert bias is not None
+    bias.data = bias.data - _HALF_LEVEL
     target.read()
     names = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
     rename_llama(target, "model.", names)

@@ -34,7 +34,7 @@ _ROLES = "<|User|>,<|Assistant|>"
 _START = "<\uff5cbegin\u2581of\u2581sentence\uff5c>"
 _PADDING = "<\uff5c\u2581pad\u2581\uff5c>"
 _PROCESSOR = "processor_config.json"
-_CODES = 256  # that are computed at once
+_CODES = 256  # Number of codes that are computed at once
 # Defaults of LlamaConfig, which DeepSeek's configurations omit.
 _DEFAULTS = {
     "hidden_size": 4096,
@@ -77,7 +77,7 @@ class _Layout(Protocol):
         """Return the ids of start of sequence, padding and begin of image; `tokens` have embeddings."""
 
 
-class _Converted:
+class _ConvertedLayout:
     """The layout of transformers."""
 
     language = "model.language_model."
@@ -108,7 +108,7 @@ class _Converted:
         return start, padding, begin
 
 
-class _Published:
+class _PublishedLayout:
     """The layout of DeepSeek, whose program finds special tokens by name."""
 
     language = "language_model.model."
@@ -157,7 +157,7 @@ def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> Model:
         CheckpointError: a file is missing or damaged, belongs to another model, or there are not two roles.
     """
     config = target.model_config("deepseek-ai/Janus-Pro-1B", "janus", "multi_modality")
-    layout: _Layout = (_Converted if config.get("model_type") == "janus" else _Published)(target, config)
+    layout: _Layout = (_ConvertedLayout if config.get("model_type") == "janus" else _PublishedLayout)(target, config)
     user, *others = roles.split(",")
     if len(others) != 1:
         raise CheckpointError(field="roles", found=format_value(roles), expected="two, such as User,Assistant")

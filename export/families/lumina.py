@@ -17,7 +17,14 @@ from ..family import Family
 from ..model import Model
 from ..models.vq_checkpoints import read_vqgan
 from .common_chameleon import LUMINA, PROMPT_TOKENS, Chameleon, chameleon_config, read_vocabulary
-from .common_lumina import ROW_END, longest_image, lumina_image_size, lumina_prompt_layout, patch_sizes, side_tokens
+from .common_lumina import (
+    ROW_END,
+    count_longest_image,
+    list_side_tokens,
+    lumina_image_size,
+    lumina_prompt_layout,
+    patch_sizes,
+)
 
 _PATCH = 2  # codes along each side of a patch
 _SAMPLING = Sampling(cfg_scale=3.0, top_k=2000)  # settings of Lumina-mGPT's published program and of LANTERN
@@ -47,7 +54,7 @@ def read_lumina(
         raise CheckpointError(field="grid", found="nothing" if grid is None else str(grid), expected=expected)
     config = chameleon_config(target, LUMINA, "Alpha-VLLM/Lumina-mGPT-7B-768")
     patches = patch_sizes(grid // _PATCH)
-    codes, names = read_vocabulary(config, (*PROMPT_TOKENS, ROW_END, *side_tokens(patches)))
+    codes, names = read_vocabulary(config, (*PROMPT_TOKENS, ROW_END, *list_side_tokens(patches)))
     extra_tokens = names[ROW_END] + 1 - codes.stop
     if extra_tokens < 1:
         raise target.error(ROW_END, found=f"token {names[ROW_END]}", expected="a token after the image tokens")
@@ -59,7 +66,7 @@ def read_lumina(
         names,
         lumina_prompt_layout(start, end),
         grid,
-        longest_image(patches, _PATCH),
+        count_longest_image(patches, _PATCH),
         limits_positions=False,  # the published program computes rotations for all positions
     )
     return model.bundle(

@@ -20,7 +20,14 @@ from ..model import Model
 from ..models.movqgan import read_movqgan
 from .common import image_model
 from .common_chameleon import LUMINA, PROMPT_TOKENS, Chameleon, chameleon_config
-from .common_lumina import ROW_END, longest_image, lumina_image_size, lumina_prompt_layout, patch_sizes, side_tokens
+from .common_lumina import (
+    ROW_END,
+    count_longest_image,
+    list_side_tokens,
+    lumina_image_size,
+    lumina_prompt_layout,
+    patch_sizes,
+)
 
 _FIRST_CODE = 155000
 _GRID = 96  # grid rows of 768 pixels
@@ -53,7 +60,7 @@ def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Mo
         )
     first = min(_FIRST_CODE, size - count)
     patches = patch_sizes(rows // _PATCH)
-    names, start = _read_tokens(target, size, side_tokens(patches))
+    names, start = _read_tokens(target, size, list_side_tokens(patches))
     model = Chameleon(
         target,
         config,
@@ -61,7 +68,7 @@ def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Mo
         names,
         lumina_prompt_layout(start, names[PROMPT_TOKENS[1]]),
         rows,
-        longest_image(patches, _PATCH),
+        count_longest_image(patches, _PATCH),
         limits_positions=False,  # the published program computes rotations for all positions
     )
     decoder, embeddings, condition = model.read()

@@ -74,7 +74,9 @@ def read_simplear(target: Checkpoint, vq: Path, *, grid: int | None = None) -> M
     model = image_model(
         decoder=decoder,
         code_embeddings=embeddings[text_tokens:],
-        condition=token_condition(embeddings[:text_tokens], decoder.config.prefix, prompt_layout(tokenizer), path),
+        condition=token_condition(
+            embeddings[:text_tokens], decoder.config.prefix, simplear_prompt_layout(tokenizer), path
+        ),
         vq=image_tokenizer,
         sampling=Sampling(cfg_scale=6.0, repetition_penalty=generation.number("repetition_penalty", 1.0)),
         sources=[*target.sources, *vq_checkpoint.sources],
@@ -86,7 +88,7 @@ def read_simplear(target: Checkpoint, vq: Path, *, grid: int | None = None) -> M
 FAMILY = Family(read_simplear, model_types=("qwen2",))
 
 
-def prompt_layout(tokenizer: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:
+def simplear_prompt_layout(tokenizer: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:
     """Return the tokens of both prefix rows."""
     start, end, uncond = (
         tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in (START, BEGIN, START + negative + BEGIN)

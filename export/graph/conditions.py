@@ -48,7 +48,7 @@ class ClassCondition(nn.Module):
         generator = np.random.default_rng(0)
         cases = named_cases(*({"class_ids": generator.integers(rows - 1, size=n)} for n in (3, 1)))
         ids = Value("class_ids", ("rows",), "int64")
-        graph = Graph("condition", self, (ids,), _prefix_rows(1, width), cases)
+        graph = Graph("condition", self, (ids,), _declare_prefix_rows(1, width), cases)
         return Condition(ConditionSpec(kind="class", prefix=1, classes=rows - 1), graph)
 
 
@@ -80,7 +80,9 @@ class CaptionCondition(nn.Module):
             }
             for rows in (3, 1)
         ]
-        graph = Graph("condition", self, (embeds, mask), _prefix_rows(prefix, len(self.second)), named_cases(*cases))
+        graph = Graph(
+            "condition", self, (embeds, mask), _declare_prefix_rows(prefix, len(self.second)), named_cases(*cases)
+        )
         return Condition(ConditionSpec(kind="embeddings", prefix=prefix, caption_dim=caption_dim), graph)
 
 
@@ -181,7 +183,7 @@ def text_condition(encoder: Any, tokenizer: bytes, caption: CaptionCondition) ->
         "condition",
         TextCondition(encoder, caption),
         tuple(Value(name, ("rows", "tokens"), "int64") for name in ("token_ids", "token_mask")),
-        _prefix_rows(prefix, width),
+        _declare_prefix_rows(prefix, width),
         named_cases(prompts([prefix, max(prefix // 2, 1), 1]), prompts([max(prefix // 3, 1)])),
         lambda ops: _write_text(ops, encoder, caption),
         tolerance=None,  # some layers amplify the rounding errors of float32
@@ -209,5 +211,5 @@ def _write_text(ops: Ops, encoder: Any, caption: CaptionCondition) -> None:
     ops.op("Expand", project(ops.weight("caption.uncond", caption.uncond)), shape, name="uncond_embeds")
 
 
-def _prefix_rows(prefix: int, width: int) -> tuple[Value, Value]:
+def _declare_prefix_rows(prefix: int, width: int) -> tuple[Value, Value]:
     return Value("prefix_embeds", ("rows", prefix, width)), Value("uncond_embeds", ("rows", prefix, width))

@@ -81,12 +81,12 @@ class PastFirstWriter(DecoderWriter):
         return super().add_and_norm(x, added, weight, name)
 
     def matmul(self, x: str, weight: str, output: str | None) -> str:
-        return self.graph.linear(x, weight, self._scaled(weight), output)
+        return self.graph.linear(x, weight, self._scale_weight(weight), output)
 
     def weight(self, name: str) -> str:
-        return self.graph.weight(name, self._scaled(name))
+        return self.graph.weight(name, self._scale_weight(name))
 
-    def _scaled(self, name: str) -> Tensor:
+    def _scale_weight(self, name: str) -> Tensor:
         """Return a weight or bias; the rows of queries are multiplied by `scale` if it is folded into them."""
         weight = self.weights[name]
         config = self.config

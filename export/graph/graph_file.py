@@ -24,7 +24,7 @@ from torch import Tensor
 from ...engines.graph_writer import TYPES
 from ..checkpoints.deferred import compute_tensor
 from .onnx_ops import BLOCK_OPSET
-from .precision import MAX_INTEGER, Compute, Rule, Storage, block_size, iter_chunks, quantise, resolve_storage
+from .precision import MAX_INTEGER, Compute, Rule, Storage, block_size, iter_chunks, quantize, resolve_storage
 
 _MIN_EXTERNAL = 1 << 20  # bytes of all weights above which they are written to a separate file
 _MAX_INLINE = 1024  # bytes: smaller weights stay in the graph, where shape inference can read them
@@ -111,7 +111,9 @@ class GraphFile:
 
     def _write_weight(self, name: str, file: BinaryIO | None, progress: Callable[[int], None]) -> None:
         scales: list[bytes] = []  # filled in while the integers are written
-        for part, chunks in zip(self.initializers(name), (self._chunks(name, scales), scales), strict=False):
+        for part, chunks in zip(
+            self.initializers(name), (self._iter_weight_chunks(name, scales), scales), strict=False
+        ):
             proto = self.model.graph.initializer.add(name=part.name, dims=part.shape, data_type=TYPES[part.kind])
             if file is None or part.bytes <= _MAX_INLINE:
                 proto.raw_data = b"".join(chunks)
@@ -126,7 +128,7 @@ class GraphFile:
                 file.write(data)
                 progress(len(data))
 
-    def _chunks(self, name: str, scales: list[bytes]) -> Iterator[bytes]:
+    def _iter_weight_chunks(self, name: str, scales: list[bytes]) -> Iterator[bytes]:
         """Yield the bytes of a weight's first initializer, and add the scales of integers to `scales`."""
         weight = self.weights[name]
         kind = self.storages.get(name)
@@ -134,17 +136,17 @@ class GraphFile:
             yield np.ascontiguousarray(compute_tensor(weight).numpy()).tobytes()
         elif kind in ("float32", "float16", "bfloat16"):
             for chunk in iter_chunks(weight):
-                yield _as_bytes(chunk, kind)
+                yield _to_bytes(chunk, kind)
         elif kind == "columns":
             largest = torch.stack([chunk.abs().amax(0) for chunk in iter_chunks(weight)]).amax(0, keepdim=True)
             scales.append((largest[0] / MAX_INTEGER[kind]).numpy().tobytes())
             for chunk in iter_chunks(weight):
-                yield quantise(chunk, kind, largest / MAX_INTEGER[kind])[0].numpy().tobytes()
+                yield quantize(chunk, kind, largest / MAX_INTEGER[kind])[0].numpy().tobytes()
         else:
             for chunk in iter_chunks(weight, block_size(kind, weight.shape[0]) or 1):
-                integers, chunk_scales = quantise(chunk, kind, compute=self.compute)
-                scales.append(_as_bytes(chunk_scales, self.compute))
-                yield integers.numpy().tobytes() if kind == "int8" else _pack(integers.numpy())
+                integers, chunk_scales = quantize(chunk, kind, compute=self.compute)
+                scales.append(_to_bytes(chunk_scales, self.compute))
+                yield integers.numpy().tobytes() if kind == "int8" else _pack_int4(integers.numpy())
 
     def _insert_decoders(self) -> None:
         """Insert the node that decodes a weight right before its first use.
@@ -155,7 +157,7 @@ class GraphFile:
         undecoded = {"float32", "columns"} | ({"float16"} if self.compute == "float16" else set())
         decoded = {name: kind for name, kind in self.storages.items() if kind not in undecoded}
         tables = {name for name, kind in decoded.items() if kind in ("float16", "bfloat16")} - {
-            name for node in nodes for i, name in enumerate(node.input) if not (i == 0 and _looks_up(node))
+            name for node in nodes for i, name in enumerate(node.input) if not (i == 0 and _is_embedding_lookup(node))
         }
         read: set[str] = set()
         del self.model.graph.node[:]
@@ -195,15 +197,15 @@ class GraphFile:
         return [*nodes, node]
 
 
-def _looks_up(node: onnx.NodeProto) -> bool:
+def _is_embedding_lookup(node: onnx.NodeProto) -> bool:
     return node.op_type == "Gather" and all(helper.get_attribute_value(each) == 0 for each in node.attribute)
 
 
-def _as_bytes(numbers: Tensor, kind: str) -> bytes:
+def _to_bytes(numbers: Tensor, kind: str) -> bytes:
     return numbers.to(getattr(torch, kind)).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _pack(integers: NDArray[np.int8]) -> bytes:
+def _pack_int4(integers: NDArray[np.int8]) -> bytes:
     """Store two 4-bit integers in each byte, the first in the low half."""
     flat = integers.reshape(-1).view(np.uint8) & 15
     flat = np.pad(flat, (0, flat.size % 2))

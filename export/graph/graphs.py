@@ -67,18 +67,18 @@ class Graph:
 def convert_to_float16(graph: Graph) -> Graph:
     """Return a decoder's graph with inputs, weights and outputs in float16, apart from norms and logits."""
 
-    def halved(values: tuple[Value, ...]) -> tuple[Value, ...]:
+    def convert_values(values: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(replace(v, dtype="float16") if v.dtype == "float32" and v.name != "logits" else v for v in values)
 
-    inputs = halved(graph.inputs)
-    outputs = halved(graph.outputs)
+    inputs = convert_values(graph.inputs)
+    outputs = convert_values(graph.outputs)
     return replace(graph, inputs=inputs, outputs=outputs, compute="float16", tolerance=HALF_TOLERANCE)
 
 
 def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
     """Describe a graph's file without writing it or reading weights."""
     if graph.write is None:
-        model, weights = _trace(graph)
+        model, weights = _trace_module(graph)
         storages = choose_storages(weights, set(weights), set(), rule)
         if graph.compute == "float16":
             _convert_to_half(model)
@@ -222,7 +222,7 @@ def tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
     return DraftTree(np.zeros(len(parents), np.int64), np.array(parents)).structure.ancestors
 
 
-def _trace(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
+def _trace_module(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
     """Export a module of float32 weights by tracing; return the model, and the weights by name, not copied.
 
     PyTorch's TorchScript-based exporter takes a twentieth of the newer one's time on these modules, and gives the same

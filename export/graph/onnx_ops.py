@@ -143,17 +143,19 @@ class Ops(GraphWriter):
             x = self.op("Div", x, scale)
             step = torch.tensor(1.0)
         first_step = self.weight(f"{x}.step", step)
-        integers = self.op("QuantizeLinear", x, first_step, self._zero())
+        integers = self.op("QuantizeLinear", x, first_step, self._zero_point())
         if two_integers:
             rest = self.op("Sub", x, self._dequantize(integers, first_step))
             second_step = self.weight(f"{rest}.step", step / _SECOND_STEPS)
-            integers = self.op("Concat", integers, self.op("QuantizeLinear", rest, second_step, self._zero()), axis=0)
+            integers = self.op(
+                "Concat", integers, self.op("QuantizeLinear", rest, second_step, self._zero_point()), axis=0
+            )
         return integers, scale, first_step
 
     def _dequantize(self, integers: str, step: str) -> str:
-        return self.op("DequantizeLinear", integers, step, self._zero())
+        return self.op("DequantizeLinear", integers, step, self._zero_point())
 
-    def _zero(self) -> str:
+    def _zero_point(self) -> str:
         return self.weight("integer_zero", torch.tensor(_ZERO_POINT, dtype=torch.uint8))
 
     def model(self, name: str, inputs: Sequence[Value], outputs: Sequence[Value]) -> onnx.ModelProto:

@@ -197,7 +197,7 @@ def block_size(kind: Storage, inputs: int) -> int | None:
     return inputs if kind == "columns" else next((size for size in _BLOCKS[kind] if inputs % size == 0), None)
 
 
-def quantise(
+def quantize(
     weight: Tensor, kind: Storage, scales: Tensor | None = None, compute: Compute = "float32"
 ) -> tuple[Tensor, Tensor]:
     """Quantize a weight to int8 integers with scales.
@@ -240,7 +240,7 @@ def fake_quantize(weight: Tensor, kind: Storage, matrix: bool, compute: Compute 
         return result
     step = max(1, CHUNK_NUMBERS // weight.shape[1])  # rows of the module's matrix are columns of the stored one
     for rows in torch.split(result, step):
-        integers, scales = quantise(rows.t(), kind, compute=compute)
+        integers, scales = quantize(rows.t(), kind, compute=compute)
         rows[:] = (integers.view(len(scales), -1, len(rows)) * scales[:, None]).view(integers.shape).t()
     return result
 

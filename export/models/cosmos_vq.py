@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ...inputs import format_value
 from ..checkpoints.folders import Checkpoint
 from .fsq import code_vectors
-from .llamagen_vq import LlamaGenVQ, Resize, VQConfig, group_norm
+from .llamagen_vq import LlamaGenVQ, Resize, VQConfig, make_group_norm
 from .vq_checkpoints import CODEBOOK, load_vq, rename_vqgan
 
 _PATCH = 4  # pixels along each side of a patch, which two wavelets transform
@@ -34,7 +34,7 @@ _PATTERNS = ((r"\.attn_1\.1\.norm\.norm\.", ".attn_1.1.0."), (r"\.(norm\w*)\.nor
 Conv = tuple[Tensor, Tensor]  # weight `[out, in, height, width]` and bias `[out]`, float64
 
 
-class _Skip(nn.Sequential):
+class _SkipLayer(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         added: Tensor = x + self[1](self[0](x))
         return added
@@ -47,7 +47,7 @@ class CosmosVQ(LlamaGenVQ):
         super().__init__(config)
         for half, width in ((self.encoder, config.encoder_widths[-1]), (self.decoder, config.decoder_widths[0])):
             mid = cast(nn.ModuleList, half.mid)
-            mid[1] = nn.Sequential(mid[1], _Skip(group_norm(width, 1), nn.Conv2d(width, width, 1)))
+            mid[1] = nn.Sequential(mid[1], _SkipLayer(make_group_norm(width, 1), nn.Conv2d(width, width, 1)))
         width = config.decoder_widths[1]
         levels = cast(nn.ModuleList, self.decoder.conv_blocks)
         levels[1].upsample = nn.Sequential(nn.Conv2d(width, width, 1), Resize(width, halves=False))

@@ -126,10 +126,10 @@ def rope_table(config: DecoderConfig) -> Tensor:
 
     On a grid, the first half of the pairs is rotated by the row of the cell and the second half by its column. Both
     halves have frequencies base^(-2k / (head_dim / 2)). In a sequence, pair k is rotated by the position, with
-    frequency base^(-2k / head_dim). See `_grids_table` for `grids`.
+    frequency base^(-2k / head_dim). See `_compute_grids_table` for `grids`.
     """
     if config.rotary == "grids":
-        return _grids_table(config)
+        return _compute_grids_table(config)
     # The device is given because modules are also built on the `meta` device, without weights.
     real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     first = 0
@@ -148,12 +148,13 @@ def rope_table(config: DecoderConfig) -> Tensor:
     return table.float()
 
 
-def _grids_table(config: DecoderConfig) -> Tensor:
+def _compute_grids_table(config: DecoderConfig) -> Tensor:
     """Compute the rotary table of sequences with two grids, `[positions, head_dim / 2, 2]`.
 
     Each image size has `config.length` rows. A position has three coordinates: time, row and column. All three are
     equal in a prompt. A grid that starts at p has coordinates (p, p + row, p + column). The next grid starts as far
-    behind p as the larger side of the grid. Pair k has frequency base^(-k / n), where n pairs are rotated.
+    behind p as the larger side of the grid. The second grids of all image sizes start at the same coordinates, and the
+    prompt of the first size at 0. Pair k has frequency base^(-k / n), where n pairs are rotated.
     """
     real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     sections = torch.tensor(config.rope_sections, device="cpu")
@@ -163,9 +164,10 @@ def _grids_table(config: DecoderConfig) -> Tensor:
     table = torch.zeros(len(config.grids), config.length, config.head_dim // 2, 2, **real)
     table[..., 0] = 1
     prompt = torch.arange(config.prefix, **real)[:, None].expand(-1, 3)
+    second = config.prefix + max(config.grids[0][:2])  # start of all second grids
     for rows, (*first, high, wide) in zip(table, config.grids, strict=True):
-        coordinates = [prompt]
-        start = config.prefix
+        start = second - max(first)
+        coordinates = [prompt + start - config.prefix]
         for sides in (first, (high, wide)):
             cells = torch.cartesian_prod(torch.zeros(1, **real), *(torch.arange(side, **real) for side in sides))
             coordinates.append(start + cells)
@@ -216,7 +218,7 @@ class HeadNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape[-1:], eps=HEAD_EPSILON) * self.weight + self.bias
 
 
-def _head_norm(config: DecoderConfig, heads: int) -> nn.Module:
+def _make_head_norm(config: DecoderConfig, heads: int) -> nn.Module:
     if config.rms_head_norm:
         return RMSNorm(config.head_dim, config.norm_eps, (heads,))
     return HeadNorm(heads, config.head_dim)
@@ -232,7 +234,9 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.rope_style = config.rope_style
         if config.query_key_norm:
-            self.query_norm, self.key_norm = (_head_norm(config, n) for n in (config.num_heads, config.num_kv_heads))
+            self.query_norm, self.key_norm = (
+                _make_head_norm(config, n) for n in (config.num_heads, config.num_kv_heads)
+            )
         self.query_key_norm = config.query_key_norm
         heads = config.num_heads + 2 * config.num_kv_heads
         self.qkv = nn.Linear(config.hidden_size, heads * config.head_dim, bias=config.qkv_bias)
@@ -291,19 +295,19 @@ class FeedForward(nn.Module):
         return mixed
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """A layer: attention and feed-forward network, each with a norm before and a skip connection around it."""
 
     def __init__(self, config: DecoderConfig, input_norm: bool) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps) if input_norm else nn.Identity()
         self.attention = Attention(config)
-        self.attention_post_norm = self._post_norm(config)
+        self.attention_post_norm = self._make_post_norm(config)
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.ffn = FeedForward(config)
-        self.ffn_post_norm = self._post_norm(config)
+        self.ffn_post_norm = self._make_post_norm(config)
 
-    def _post_norm(self, config: DecoderConfig) -> nn.Module:
+    def _make_post_norm(self, config: DecoderConfig) -> nn.Module:
         return RMSNorm(config.hidden_size, config.norm_eps) if config.post_norms else nn.Identity()
 
     def forward(
@@ -330,7 +334,7 @@ class LayerStack(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(Layer(config, config.input_norm or i > 0) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, config.input_norm or i > 0) for i in range(config.num_layers))
         self.register_buffer("rope", rope_table(config), persistent=False)
 
     def run_layers(

@@ -28,7 +28,7 @@ from .decoder import Decoder, DecoderConfig, LayerStack
 from .llama import layer_sizes, rename_llama, rope_base
 
 
-class EagleDrafter(LayerStack):
+class EagleModule(LayerStack):
     """A drafter: predicts the target's next hidden state from its last hidden state and the token sampled there.
 
     Args:
@@ -72,7 +72,7 @@ class LoadedDrafter(NamedTuple):
         drafts_for: sha256 of the target weights that the drafter was trained on, None if unknown.
     """
 
-    drafter: EagleDrafter
+    drafter: EagleModule
     sources: list[tuple[str, Path]]
     spec_fields: dict[str, Any]
     drafts_for: str | None = None
@@ -128,7 +128,7 @@ def read_drafter(
     )
     with without_weights():
         head = nn.Linear(drafter_config.hidden_size, drafter_config.vocab_size, bias=False)
-        drafter = EagleDrafter(drafter_config, head, "fc.bias" in weights, num_tokens)
+        drafter = EagleModule(drafter_config, head, "fc.bias" in weights, num_tokens)
     weights["head.weight"] = target.head.weight
     checkpoint.load_strict(drafter)
     training = config.get("training")  # `train-drafter` writes this field
@@ -136,7 +136,7 @@ def read_drafter(
     return LoadedDrafter(drafter, checkpoint.sources, spec_fields, None if drafts_for is None else str(drafts_for))
 
 
-def drafter_graph(drafter: EagleDrafter) -> Graph:
+def drafter_graph(drafter: EagleModule) -> Graph:
     """Return the graph of a drafter."""
     hidden_size = drafter.config.hidden_size
 

@@ -1,6 +1,6 @@
 """Layers that are computed at export, into a table of the bundle, with the same bits on every processor.
 
-Products and sums of float64 are used where they are exact, in any order, and otherwise one at a time.
+Matrix products add integers, which is exact in any order; all other operations of float64 run one after another.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-_BITS = 20  # of a part: the sum of 8,192 products of two parts is an integer below 2**53, as in float64
+_BITS = 20  # Size of a part: the sum of 8,192 products of two parts is an integer below 2**53, as in float64
 _TERMS = [(-0.5) ** n / (math.factorial(n) * (2 * n + 1) * math.sqrt(2 * math.pi)) for n in range(80)]
 _LIMIT = 6.0  # beyond it GELU is its argument or 0, up to the rounding of float32
 
@@ -36,10 +36,16 @@ def split(matrix: NDArray[Any]) -> Parts:
 
 
 def linear(inputs: NDArray[Any], weight: Parts, bias: NDArray[Any]) -> Array:
-    """Compute a linear layer. inputs: `[rows, columns]`; weight: of `[outputs, columns]`; bias: `[outputs]`."""
-    own = split(inputs)
-    small = own.high @ weight.low.T + own.low @ weight.high.T
-    outputs: Array = (own.high @ weight.high.T + small / 2**_BITS) * own.scale * weight.scale.T + bias
+    """Compute a linear layer.
+
+    Args:
+        inputs: matrix `[rows, columns]`.
+        weight: parts of the matrix `[outputs, columns]`.
+        bias: vector `[outputs]`.
+    """
+    parts = split(inputs)
+    small = parts.high @ weight.low.T + parts.low @ weight.high.T
+    outputs: Array = (parts.high @ weight.high.T + small / 2**_BITS) * parts.scale * weight.scale.T + bias
     return outputs
 
 

@@ -67,12 +67,12 @@ class VQConfig:
         return self.patch * int(2 ** (len(self.decoder_widths) - 1))
 
 
-def group_norm(width: int, groups: int = NORM_GROUPS) -> nn.Module:
+def make_group_norm(width: int, groups: int = NORM_GROUPS) -> nn.Module:
     """Build a group norm of `width` channels."""
     return nn.GroupNorm(groups, width, eps=_EPS)
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual block: twice norm, swish and convolution, with a skip connection."""
 
     def __init__(self, inputs: int, outputs: int, norm: Norm) -> None:
@@ -132,7 +132,7 @@ class _ResolutionLevel(nn.Module):
 
     def __init__(self, inputs: int, width: int, blocks: int, attention: bool, resize: str | None, norm: Norm) -> None:
         super().__init__()
-        self.res = nn.ModuleList(Residual(inputs if i == 0 else width, width, norm) for i in range(blocks))
+        self.res = nn.ModuleList(ResidualBlock(inputs if i == 0 else width, width, norm) for i in range(blocks))
         self.attn = nn.ModuleList(_CellAttention(width, norm) for _ in range(blocks if attention else 0))
         self.resize = resize
         if resize:
@@ -168,7 +168,7 @@ class ConvStack(nn.Module):
         blocks: int,
         attention: bool,
         resize: str,
-        norm: Norm = group_norm,
+        norm: Norm = make_group_norm,
     ) -> None:
         super().__init__()
         last = len(widths) - 1
@@ -176,7 +176,9 @@ class ConvStack(nn.Module):
         coarsest = last if down else 0
         width = widths[coarsest]
         self.conv_in = nn.Conv2d(inputs, stem, 3, padding=1)
-        mid = nn.ModuleList([Residual(width, width, norm), _CellAttention(width, norm), Residual(width, width, norm)])
+        mid = nn.ModuleList(
+            [ResidualBlock(width, width, norm), _CellAttention(width, norm), ResidualBlock(width, width, norm)]
+        )
         levels = nn.ModuleList(
             _ResolutionLevel(*channels, blocks, attention and i == coarsest, resize if i < last else None, norm)
             for i, channels in enumerate(zip((stem, *widths), widths, strict=False))
@@ -209,7 +211,7 @@ class LlamaGenVQ(nn.Module):
         attention = config.attention
         down = config.encoder_widths
         up = config.decoder_widths
-        norm = partial(group_norm, groups=config.groups)
+        norm = partial(make_group_norm, groups=config.groups)
         patch = 3 * config.patch**2  # numbers of a patch
         self.encoder = ConvStack(patch, config.encoder_stem, down, latent, blocks, attention, "downsample", norm)
         self.decoder = ConvStack(latent, up[0], up, patch, blocks + 1, attention, "upsample", norm)

@@ -20,7 +20,7 @@ from ...engines.contracts import Progress
 from ..checkpoints.files import file_error, raises_checkpoint_error
 from ..checkpoints.folders import Checkpoint
 from ..progress import ignore_progress
-from .llamagen_vq import ConvStack, LlamaGenVQ, Residual, VQConfig, group_norm
+from .llamagen_vq import ConvStack, LlamaGenVQ, ResidualBlock, VQConfig, make_group_norm
 from .vq_checkpoints import CODEBOOK, load_vq, rename_vqgan
 
 _TAPS = 4  # frames that a convolution reads which halves the number of frames
@@ -49,7 +49,7 @@ class _SpatialNorm(nn.Module):
 
     def __init__(self, code_width: int, width: int) -> None:
         super().__init__()
-        self.norm_layer = group_norm(width)
+        self.norm_layer = make_group_norm(width)
         self.conv_y = nn.Conv2d(code_width, width, 1)
         self.conv_b = nn.Conv2d(code_width, width, 1)
 
@@ -70,7 +70,7 @@ class _TimeConv(nn.Conv2d):
 def _time_residuals(config: VQConfig) -> nn.Sequential:
     """Build residual blocks whose norms use the mean and variance of each channel that training recorded."""
     width = config.latent_width
-    return nn.Sequential(*(Residual(width, width, nn.BatchNorm2d) for _ in range(config.blocks)))
+    return nn.Sequential(*(ResidualBlock(width, width, nn.BatchNorm2d) for _ in range(config.blocks)))
 
 
 class _VideoEncoder(ConvStack):
@@ -155,7 +155,7 @@ def read_movqgan(path: Path, progress: Progress = ignore_progress) -> tuple[Llam
         problem = f"has no {CODEBOOK} and norms with norm_layer, so it is no MoVQGAN"
         raise checkpoint.error(problem=problem)
     rename_vqgan(checkpoint, patterns=[_POST_QUANT])
-    return _load(checkpoint, MoVQ), checkpoint.sources
+    return _load_vq(checkpoint, MoVQ), checkpoint.sources
 
 
 def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
@@ -183,10 +183,10 @@ def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
             checkpoint.weights[name] = tensor[:, :, -1]
         elif tensor.ndim == 2 and name != CODEBOOK:  # attention in transformers has linear layers, here convolutions
             checkpoint.weights[name] = tensor[:, :, None, None]
-    return _load(checkpoint, partial(Emu3VQ, doublings))
+    return _load_vq(checkpoint, partial(Emu3VQ, doublings))
 
 
-def _load(checkpoint: Checkpoint, build: Callable[[VQConfig], LlamaGenVQ]) -> LlamaGenVQ:
+def _load_vq(checkpoint: Checkpoint, build: Callable[[VQConfig], LlamaGenVQ]) -> LlamaGenVQ:
     return load_vq(checkpoint, build, normalize_for_decoder=False, normalize_for_encoder=False)
 
 

@@ -39,7 +39,7 @@ class TokenLayout(FrozenModel):
         return self.before, (*self.after, *size_tokens)
 
     @model_validator(mode="after")
-    def _one_uncond(self) -> TokenLayout:
+    def _check_uncond_fields(self) -> TokenLayout:
         if (self.uncond is None) == (self.uncond_fill is None):
             raise ValueError("set exactly one of `uncond` and `uncond_fill`")
         return self
@@ -73,7 +73,7 @@ class ConditionSpec(FrozenModel):
     layout: TokenLayout | None = None
 
     @model_validator(mode="after")
-    def _sizes_fit_kind(self) -> ConditionSpec:
+    def _check_sizes_of_kind(self) -> ConditionSpec:
         for field, kind in (("classes", "class"), ("caption_dim", "embeddings"), ("layout", "tokens")):
             if (getattr(self, field) is not None) != (self.kind == kind):
                 raise ValueError(f"`{field}` is required for kind `{kind}` and not allowed for other kinds")

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from ..errors import BundleError, RequestError
 from ..inputs import (
-    error_fields,
+    describe_error_fields,
     format_error,
     format_value,
     read_plain_file,
@@ -35,7 +35,7 @@ from ..inputs import (
     split_lines,
 )
 from ..runtime.heads import DraftHeads, head_shapes
-from .hub import HUB, fetch_bundle, link_roots
+from .hub import HUB, fetch_bundle, list_link_roots
 from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
 from .onnx_scan import external_locations
 
@@ -123,11 +123,11 @@ class Bundle:
         """Example prompts, empty if the bundle has none."""
         if "prompts" not in self.manifest.files:
             return []
-        with _parse_errors(self.path("prompts"), "a text file of prompts"):
+        with _convert_parse_errors(self.path("prompts"), "a text file of prompts"):
             return split_lines(read_plain_file(self.path("prompts"), _MANIFEST_LIMIT).decode())
 
 
-def embedded_names() -> list[str]:
+def list_embedded_names() -> list[str]:
     """Return the names of the bundles in this package."""
     return sorted(file.parent.name for file in EMBEDDED.glob(f"*/{MANIFEST_FILE}"))
 
@@ -187,7 +187,7 @@ def open_bundle(
 
 
 def _find_folder(path_or_name: str | Path) -> Path:
-    names = embedded_names()
+    names = list_embedded_names()
     if isinstance(path_or_name, str) and path_or_name in names:
         return EMBEDDED / path_or_name
     folder = Path(path_or_name)
@@ -226,8 +226,8 @@ def _read_manifest_text(folder: Path, digest: str | None) -> bytes:
 
 
 def _parse_manifest(path: Path, text: bytes) -> Manifest:
-    with _parse_errors(path, "JSON"):
-        data = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys)
+    with _convert_parse_errors(path, "JSON"):
+        data = json.loads(text.decode("utf-8"), object_pairs_hook=_check_unique_keys)
     version = data.get("format_version") if isinstance(data, dict) else None
     if not isinstance(version, str) or not re.fullmatch(r"[0-9]{1,4}\.[0-9]{1,4}", version):
         expected = f"a version such as {FORMAT_VERSION}"
@@ -240,7 +240,7 @@ def _parse_manifest(path: Path, text: bytes) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        fields = error_fields(error)
+        fields = describe_error_fields(error)
         upgrade = f"the bundle has format {version}, newer than {FORMAT_VERSION}: upgrade lantern-rt"
         place = f"{path}: field `{fields.pop('field') or 'manifest'}`"
         raise BundleError(**fields, field=place, remedy=upgrade if minor > our_minor else "") from error
@@ -271,7 +271,7 @@ def _check_file(folder: Path, role: str, entry: FileEntry, progress: Callable[[i
     path = folder / entry.path
     try:
         real = path.resolve(strict=True)
-        if not any(real.is_relative_to(root.resolve()) for root in link_roots(folder)):
+        if not any(real.is_relative_to(root.resolve()) for root in list_link_roots(folder)):
             raise _file_error(path, "a link that leaves the bundle's folder", "a file in it")
         if not real.is_file():
             raise _file_error(path, "a folder or device", "a file")
@@ -290,7 +290,7 @@ def _check_file(folder: Path, role: str, entry: FileEntry, progress: Callable[[i
 
 def _check_external_files(path: Path, subfolder: PurePosixPath, listed: set[str]) -> None:
     """Raise BundleError if a graph in `subfolder` reads a file that the manifest does not list."""
-    with _parse_errors(path, "an ONNX graph"):
+    with _convert_parse_errors(path, "an ONNX graph"):
         locations = external_locations(path)
     for location in sorted(locations):
         if str(subfolder / location) not in listed or "\\" in location:
@@ -306,10 +306,10 @@ def _read_array(path: Path, name: str | None, shape: tuple[int, ...], dtypes: tu
     """Map an .npy, or read the array `name` of an .npz unless its size exceeds the limit for `shape`."""
     array: NDArray[Any]
     if name is None:
-        with _parse_errors(path, "a NumPy array without pickled objects"):
+        with _convert_parse_errors(path, "a NumPy array without pickled objects"):
             array = np.asarray(np.lib.format.open_memmap(path, mode="r"))
     else:
-        with _parse_errors(path, f"a NumPy archive with `{name}`"), ZipFile(path) as archive:
+        with _convert_parse_errors(path, f"a NumPy archive with `{name}`"), ZipFile(path) as archive:
             size = archive.getinfo(f"{name}.npy").file_size
             if size > math.prod(shape) * 8 + _HEADER_LIMIT:
                 raise _file_error(path, f"`{name}` of {size:,} bytes unpacked", f"an array {list(shape)}")
@@ -324,11 +324,11 @@ def _file_error(path: Path, actual: str, expected: str) -> BundleError:
     return BundleError(field=str(path), found=actual, expected=expected, remedy=_EXPORT_AGAIN)
 
 
-def _parse_errors(path: Path, expected: str) -> AbstractContextManager[None]:
+def _convert_parse_errors(path: Path, expected: str) -> AbstractContextManager[None]:
     return reading(path, expected, BundleError, _EXPORT_AGAIN)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _check_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
         raise ValueError(f"the key {format_value(Counter(name for name, _ in pairs).most_common(1)[0][0])} twice")
     return dict(pairs)

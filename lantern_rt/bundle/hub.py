@@ -41,13 +41,13 @@ def parse_reference(text: str, error_class: type[LanternError]) -> tuple[str, st
     return match[1], match[2], match[3]
 
 
-def is_rejected(error: BaseException) -> bool:
+def is_hub_rejection(error: BaseException) -> bool:
     """Return whether the hub rejected a request: the name is wrong, terms are not accepted, or there is no token."""
-    response = getattr(_http_error(error), "response", None)
+    response = getattr(_find_http_error(error), "response", None)
     return response is not None and 400 <= response.status_code < 429
 
 
-def _http_error(error: BaseException) -> BaseException:
+def _find_http_error(error: BaseException) -> BaseException:
     """Return the response of the hub that caused an error, or the error itself."""
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -55,7 +55,7 @@ def _http_error(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def hub_errors(field: str, error_class: type[LanternError], remedy: str) -> Iterator[None]:
+def convert_hub_errors(field: str, error_class: type[LanternError], remedy: str) -> Iterator[None]:
     """Convert errors of `huggingface_hub`, of its network client, and of its cache.
 
     Args:
@@ -73,10 +73,10 @@ def hub_errors(field: str, error_class: type[LanternError], remedy: str) -> Iter
 
             problem = f"the hub's cache {constants.HF_HUB_CACHE} cannot be written"
             remedy = "set HF_HOME to a folder on a disk with space that you may write to"
-        if is_rejected(error):
+        if is_hub_rejection(error):
             problem = "rejected by the hub"
             remedy = "check the name, accept the terms on its page, or run `hf auth login`"
-        raise error_class(f"{problem} ({format_error(_http_error(error))})", field=field, remedy=remedy) from error
+        raise error_class(f"{problem} ({format_error(_find_http_error(error))})", field=field, remedy=remedy) from error
 
 
 def download_files(repository: str, names: Iterable[str], revision: str | None) -> Path:
@@ -139,7 +139,7 @@ def _drop_headers(response: Any) -> None:
             del response.headers[name]
 
 
-def link_roots(folder: Path) -> list[Path]:
+def list_link_roots(folder: Path) -> list[Path]:
     """Return the folders that links in a bundle may lead to: the bundle's, and folders of files in the hub's cache."""
     if not re.fullmatch(SNAPSHOT, folder.as_posix()):
         return [folder]
@@ -165,6 +165,8 @@ def fetch_bundle(text: str, manifest: str, list_files: Callable[[Path], Iterable
     repository, file, revision = parse_reference(text, BundleError)
     if file is not None:
         raise BundleError(field=text, found=f"the file {file}", expected="a reference without a file")
-    with hub_errors(text, BundleError, f"try again, or download the files of {repository} and give their folder"):
+    with convert_hub_errors(
+        text, BundleError, f"try again, or download the files of {repository} and give their folder"
+    ):
         folder = download_files(repository, [manifest], revision)
         return download_files(repository, [manifest, *list_files(folder)], folder.name)

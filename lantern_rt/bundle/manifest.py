@@ -47,7 +47,7 @@ class FileEntry(FrozenModel):
         return cls(path=path.name, sha256=file_sha256(path, progress), bytes=path.stat().st_size)
 
 
-class _Decoder(FrozenModel):
+class _DecoderFields(FrozenModel):
     """Target or drafter; `architecture` is new in format 3.6. Caches are `[past, rows, num_kv_heads, head_dim]`."""
 
     hidden_size: Count
@@ -77,7 +77,7 @@ class _Decoder(FrozenModel):
         return self.architecture
 
 
-class DecoderSpec(_Decoder):
+class DecoderSpec(_DecoderFields):
     """The target decoder.
 
     Args:
@@ -93,7 +93,7 @@ class DecoderSpec(_Decoder):
     precision: Precision = "fp32"
 
 
-class DrafterSpec(_Decoder):
+class DrafterSpec(_DecoderFields):
     """An EAGLE drafter. Slot p reads token p + 1 and hidden state p.
 
     Args:
@@ -188,7 +188,7 @@ class DecodingDefaults(FrozenModel):
     methods: tuple[Method, ...] = ()
 
     @model_validator(mode="after")
-    def _one_each(self) -> DecodingDefaults:
+    def _check_one_per_name(self) -> DecodingDefaults:
         names = [config.method for config in self.methods]
         if repeated := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"method {repeated} has defaults twice; expected each method once")
@@ -236,7 +236,7 @@ def _with_strict(presets: dict[Quality, Preset]) -> dict[Quality, Preset]:
     return {"strict": STRICT, **presets}
 
 
-class Source(FrozenModel):
+class SourceRecord(FrozenModel):
     """A checkpoint file that was exported; `origin` is the repository and revision it was downloaded from."""
 
     role: str
@@ -256,7 +256,7 @@ class Provenance(FrozenModel):
     """
 
     exporter: str
-    sources: tuple[Source, ...] = ()
+    sources: tuple[SourceRecord, ...] = ()
     licence: str
     weights: Literal["model", "ema"] | None = None
     calibration: str | None = None
@@ -309,7 +309,7 @@ class Manifest(FrozenModel):
         return [name for name, spec in (("heads", self.heads), ("eagle", self.drafter)) if spec is not None]
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> Manifest:
+    def _check_parts(self) -> Manifest:
         needed = {"target", "condition", "code_embeddings"}
         words = self.condition.kind in ("words", "text", "tokens")
         optional = {"drafter": self.drafter, "heads": self.heads, "neighbors": self.neighbors, "tokenizer": words}
@@ -394,11 +394,6 @@ class Manifest(FrozenModel):
             raise ValueError("`source` needs a `vq_encoder`, prompts of kind `tokens` and an `architecture`")
         if self.target.architecture.rotary != "grids" or len(sizes) != len(self.sizes) or not sizes:
             raise ValueError("`source` needs rotation by two grids, and a first position in all `sizes`")
-        # The positions of a source count from the end of the first grid of its size, and can only be moved back.
-        behind = min(len(size.source_tokens) for size in sizes) + len(self.source.after) + 1
-        ends = [max(size.first_grid or (0,)) for size in sizes]
-        if max(ends) > min(end + max(size.rows, size.columns) for end, size in zip(ends, sizes, strict=True)) + behind:
-            raise ValueError("`source` needs first grids of similar lengths")
 
     def _is_default(self, size: Size) -> bool:
         return (size.rows, size.columns) == (self.grid_rows, self.grid_columns)

@@ -43,9 +43,9 @@ class StoredWeights(dict[str, Weight]):
 
     def float32(self, name: str) -> NDArray[np.float32]:
         """Read a weight as float32. Integers `[in, out]` are multiplied by scales `[out]` or `[in / block, out]`."""
-        numbers = self._read(self[name])
+        numbers = self._read_weight(self[name])
         if self[name].dtype in INTEGERS:
-            scales = self._read(self[f"{name}.scales"])
+            scales = self._read_weight(self[f"{name}.scales"])
             if numbers.ndim > 2:  # a kernel [out, in, height, width]
                 scales = scales.reshape(-1, *[1] * (numbers.ndim - 1))
             elif scales.ndim > 1:
@@ -57,6 +57,6 @@ class StoredWeights(dict[str, Weight]):
         """Return the total number of elements of the floating-point weights, scales included."""
         return sum(math.prod(weight.shape) for weight in self.values() if "float" in weight.dtype)
 
-    def _read(self, weight: Weight) -> NDArray[np.float32]:
+    def _read_weight(self, weight: Weight) -> NDArray[np.float32]:
         with reading(self._path, "an ONNX graph", BundleError, EXPORT_AGAIN):
             return weight.array(self._path.parent).astype(np.float32)

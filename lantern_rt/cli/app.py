@@ -46,11 +46,11 @@ class _Command(TyperCommand):
         except typer.BadParameter as error:
             from pydantic import ValidationError  # typer parses values with pydantic
 
-            from ..inputs import error_fields
+            from ..inputs import describe_error_fields
 
             if not isinstance(error.__cause__, ValidationError) or error.param is None:
                 raise
-            fields = {**error_fields(error.__cause__), "field": error.param.opts[-1]}
+            fields = {**describe_error_fields(error.__cause__), "field": error.param.opts[-1]}
             remedy = _REMEDIES.get(error.param.name or "", f"see `{ctx.command_path} --help`")
             raise RequestError(**fields, remedy=remedy) from error
 

@@ -7,14 +7,13 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..compare.bench import bench as run_bench
-from ..compare.bench import default_methods, fastest, summarize
+from ..compare.bench import find_fastest, list_default_methods, run_bench, summarize
 from ..compare.prompts import read_bundle_prompts
 from ..compare.turns import parse_methods
 from ..engines.host import describe_processor
 from ..errors import RequestError
 from ..inputs import check_int
-from ..output.tables import csv_table
+from ..output.tables import format_csv_table
 from ..pipeline import Pipeline
 from .console import print_json, print_table, print_text, show_progress
 from .options import (
@@ -80,7 +79,7 @@ def bench(
     check_int("batch", batch, 1, 1, 64)
     options = EngineOptions(threads, engines, provider)
     opened = options.open_bundle(bundle)
-    labels = method or ([] if quality else default_methods(opened.manifest))
+    labels = method or ([] if quality else list_default_methods(opened.manifest))
     qualities = quality or ([] if method else [*opened.manifest.presets])
     methods = parse_methods(labels, {}, opened, qualities)
     prompt_set = read_bundle_prompts(opened, prompts)
@@ -93,14 +92,14 @@ def bench(
         print_json({**facts, "batch": batch, "rows": rows})
         return
     if csv:
-        print_text(csv_table(rows).removesuffix("\n"))
+        print_text(format_csv_table(rows).removesuffix("\n"))
         return
     for row in rows:
         row["exact_word"] = "yes" if row["exact"] else "no"
     print_text(f"{facts['bundle']} ({opened.digest[:12]}), {facts['backend']}, threads: {facts['threads']}")
     print_table(WIDE_COLUMNS if wide else COLUMNS, rows)
     turns = f"{len(runs[0])} turns, batch size {batch}; speed-ups are medians over the turns"
-    print_text(turns, fastest(rows))
+    print_text(turns, find_fastest(rows))
 
 
 def pipeline_facts(pipeline: Pipeline) -> dict[str, Any]:

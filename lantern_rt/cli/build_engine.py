@@ -10,7 +10,7 @@ import typer
 from ..engines.build import build_engines
 from ..engines.profiles import BuildOptions
 from .console import print_json, print_stderr, print_text, show_progress
-from .options import BundleArgument, ForceOption, JsonOption, open_bundle
+from .options import BundleArgument, ForceOption, JsonOption, open_named_bundle
 
 EXAMPLES = r"""
 lantern-rt build-engine bundles/llamagen-xl --output engines/llamagen-xl
@@ -51,7 +51,7 @@ def build_engine(
 ) -> None:
     """Build TensorRT engines from a bundle, for `run --engines`."""
     options = BuildOptions(backend, max_rows, max_nodes, tuple(compute_capability or ()))
-    opened = open_bundle(bundle)
+    opened = open_named_bundle(bundle)
     if opened.manifest.target.dtype == "float32":
         print_stderr(
             "note: this bundle computes in float32, and so will its engines; exported with --compute float16, they "

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..errors import OutputError, printable
+from ..errors import OutputError, escape_unprintable
 from ..output.progress import ProgressCallback, progress_bars
-from ..output.tables import text_table
+from ..output.tables import format_text_table
 
 FIRST_LINE_SECONDS = 2.0  # seconds before the first line of progress
 LINE_SECONDS = 5.0  # seconds between two lines of progress
@@ -26,7 +26,7 @@ Facts = dict[str, dict[str, str]]  # section -> name -> value
 def print_stderr(line: str) -> None:
     """Print one line to stderr, and ignore errors of writing."""
     with suppress(OSError):
-        print(printable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
+        print(escape_unprintable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
 
 
 def print_text(*parts: object) -> None:
@@ -37,7 +37,7 @@ def print_text(*parts: object) -> None:
         BrokenPipeError: the reader of stdout is gone.
     """
     try:
-        print(*(printable(str(part)) for part in parts), sep="\n", flush=True)
+        print(*(escape_unprintable(str(part)) for part in parts), sep="\n", flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -55,7 +55,7 @@ def print_facts(facts: Facts) -> None:
     for section, values in facts.items():
         if not values:
             continue
-        print_text(section, text_table(list(values.items())))
+        print_text(section, format_text_table(list(values.items())))
 
 
 def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
@@ -65,18 +65,18 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -
         columns: format string of each column by its heading, such as `{speed_up:.2f}`. None is printed as `-`.
         rows: values for the format strings, by name.
     """
-    cells = [[_cell(template, row) for template in columns.values()] for row in rows]
-    print_text(text_table([list(columns), *cells]))
+    cells = [[_format_cell(template, row) for template in columns.values()] for row in rows]
+    print_text(format_text_table([list(columns), *cells]))
 
 
-def _cell(template: str, row: Mapping[str, Any]) -> str:
+def _format_cell(template: str, row: Mapping[str, Any]) -> str:
     try:
         return template.format_map(row)
     except TypeError:  # None does not take a format
         return "-"
 
 
-class _Warnings(logging.Handler):
+class _WarningPrinter(logging.Handler):
     """Log handler that prints every warning once."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class _Warnings(logging.Handler):
 def print_warnings() -> Iterator[None]:
     """Print the library's warnings to stderr while the block runs."""
     logger = logging.getLogger(__package__.partition(".")[0])
-    handler = _Warnings()
+    handler = _WarningPrinter()
     logger.addHandler(handler)
     try:
         yield

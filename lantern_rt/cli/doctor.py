@@ -5,9 +5,9 @@ from __future__ import annotations
 import typer
 
 from .. import __version__
-from ..bundle.files import embedded_names
+from ..bundle.files import list_embedded_names
 from ..engines.doctor import make_host_report
-from ..output.tables import text_table
+from ..output.tables import format_text_table
 from .console import print_json, print_text
 from .options import JsonOption
 
@@ -23,10 +23,10 @@ def doctor(json: JsonOption = False) -> None:
     The exit code is 2 if there are problems.
     """
     report = make_host_report()
-    facts = {"lantern-rt": __version__, **report.facts, "bundles": ", ".join(embedded_names()) or "none embedded"}
+    facts = {"lantern-rt": __version__, **report.facts, "bundles": ", ".join(list_embedded_names()) or "none embedded"}
     if json:
         print_json({"facts": facts, "problems": report.problems})
     else:
-        print_text(text_table([*facts.items(), *(("problem", problem) for problem in report.problems)]))
+        print_text(format_text_table([*facts.items(), *(("problem", problem) for problem in report.problems)]))
     if report.problems:
         raise typer.Exit(2)

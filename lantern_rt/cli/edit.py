@@ -122,18 +122,18 @@ def edit(
         print_stderr("the image exists already" if count == 1 else "the images exist already")
     else:
         options |= {"tries": tries, "num_images": count, "progress": sys.stderr.isatty()}
-        _generate(engine.load(opened, request.settings), image, options, outputs)
+        _generate_edits(engine.load(opened, request.settings), image, options, outputs)
     print_text(*(path for path, _ in outputs))
 
 
-def _generate(pipeline: Pipeline, image: Path, options: dict[str, Any], outputs: list[tuple[Path, bool]]) -> None:
+def _generate_edits(pipeline: Pipeline, image: Path, options: dict[str, Any], outputs: list[tuple[Path, bool]]) -> None:
     """Generate the images, and write the missing files. options: arguments of `Pipeline.edit`."""
     from ..output.files import write_output
-    from ..output.images import png_bytes
+    from ..output.images import encode_png
 
     began = time.perf_counter()
     result = pipeline.edit(image, **options)
     for (path, done), edited in zip(outputs, result.images, strict=True):
         if not done:
-            write_output(path, png_bytes(edited, edited.info), False)
+            write_output(path, encode_png(edited, edited.info), False)
     print_stderr(f"{result.settings.method}: {time.perf_counter() - began:.1f} s, seed {options['seed']}")

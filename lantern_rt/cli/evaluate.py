@@ -14,7 +14,7 @@ from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest, Preset
 from ..bundle.rewrite import check_editable
 from ..bundle.rewrite import write_presets as write_into_bundle
-from ..compare.evaluate import evaluate as run_evaluation
+from ..compare.evaluate import evaluate_methods
 from ..compare.image_graph import Agreement, EncoderFeatures, Features, folder_features, read_preprocessing
 from ..compare.presets import candidate_methods, choose_presets
 from ..compare.prompts import Prompts, read_bundle_prompts
@@ -26,8 +26,8 @@ from ..engines.host import count_usable_cores
 from ..errors import RequestError
 from ..methods import Quality
 from ..output.files import atomic_folder, check_new_folder
-from ..output.names import slug
-from ..output.tables import csv_table
+from ..output.names import make_slug
+from ..output.tables import format_csv_table
 from ..pipeline import Pipeline
 from .bench import pipeline_facts
 from .console import print_text, show_progress
@@ -118,7 +118,7 @@ def evaluate(
     manifest = opened.manifest
     if write_presets:
         check_editable(opened)
-    output = output or _free_folder(f"eval-{slug(manifest.name)}")
+    output = output or _choose_new_folder(f"eval-{make_slug(manifest.name)}")
     check_new_folder(output, False, _RESULT)
     labels = method or ([] if quality else candidate_methods(manifest))
     methods = parse_methods(labels, {"temperature": temperature}, opened, quality or ())
@@ -131,10 +131,10 @@ def evaluate(
     reference_features = None if reference is None else _read_reference(reference, feature_graph, manifest)
     pipeline = options.load(opened)
     with show_progress() as progress:
-        report, images = run_evaluation(
+        report, images = evaluate_methods(
             pipeline, prompt_set, seeds, methods, progress, feature_graph, agreement_graph, reference_features
         )
-    facts = _facts(pipeline)
+    facts = _describe_pipeline(pipeline)
     facts["reference"] = "ar, other seeds"
     if reference_features is not None:
         facts["reference"] = f"{reference}, {len(reference_features)} images"
@@ -142,7 +142,7 @@ def evaluate(
     with atomic_folder(output, False, _RESULT) as folder:
         (folder / _RESULT).write_text(dumps({**facts, **report}, indent=1, allow_nan=False) + "\n", "utf-8")
         (folder / "report.html").write_text(page, "utf-8")
-        (folder / "eval.csv").write_text(csv_table(report["methods"]), "utf-8")
+        (folder / "eval.csv").write_text(format_csv_table(report["methods"]), "utf-8")
     print_text(text_report(report, reference is not None), output / _RESULT, output / "report.html")
     if write_presets:
         _write_presets(opened, choose_presets(report, manifest))
@@ -169,7 +169,7 @@ def _read_reference(folder: Path, features: Features | None, manifest: Manifest)
         return folder_features(features, folder, (manifest.image_width, manifest.image_height), progress)
 
 
-def _free_folder(name: str) -> Path:
+def _choose_new_folder(name: str) -> Path:
     folders = (Path(name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
     return next(folder for folder in folders if not folder.exists())
 
@@ -191,7 +191,7 @@ def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
     )
 
 
-def _facts(pipeline: Pipeline) -> dict[str, str]:
+def _describe_pipeline(pipeline: Pipeline) -> dict[str, str]:
     host = make_host_report().facts
     return {
         **{name: str(value) for name, value in pipeline_facts(pipeline).items()},

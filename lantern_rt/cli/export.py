@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ..engines.host import available_memory
 from ..errors import CheckpointError
 from ..export.registry import FAMILIES, check_family, detect_family, find_family, read_family
+from ..export.space import ExportSizes, check_bundle, estimate_sizes
 from ..inputs import require_library
 from ..memory import PeakMemory
 from ..published import find_model
@@ -151,27 +153,34 @@ def export(
     with show_progress(lines=False) as progress:
         progress("loading PyTorch")
         from ..export.graph.precision import read_precisions
-        from ..export.space import check_bundle, estimate_sizes
-        from ..export.writer import check_output, export_model
+        from ..export.writer import check_bundle_output, export_model
 
         family = family or detect_family(options["target"])
         check_family(family, options)
     precisions = read_precisions(precision, drafter_precision, compute, vq_precision)
     if precision == "auto":
         print_stderr(f"precision: {precisions.target}, the fastest on this processor")
-    check_output(output, force)  # before downloads
-    sizes = estimate_sizes(find_family(family), options, precisions.target)
-    if sizes.download:
-        check_bundle(output, sizes.bundle, sizes.download)
-        needs = f"the bundle takes {format_bytes(sizes.bundle)} or more, as does running it"
-        print_stderr(f"{format_bytes(sizes.download)} from the hub; {needs}")
+    check_bundle_output(output, force)  # before downloads
+    _check_download(output, estimate_sizes(find_family(family), options, precisions.target))
     start = time.perf_counter()
     with PeakMemory() as peak, show_progress() as progress:
         loaded = read_family(family, options, progress, model.cfg_scale if model else None)
         export_model(loaded, output, precisions=precisions, force=force, progress=progress)
-    size = sum(file.stat().st_size for file in output.iterdir())
-    memory = "" if peak.bytes is None else f", peak memory {peak.bytes / 1e9:.2f} GB without mapped files"
-    print_stderr(f"wrote {format_bytes(size)} in {time.perf_counter() - start:.0f} s{memory}")
+    _print_costs(output, time.perf_counter() - start, peak.bytes)
     if loaded.fields["order"] is None:
         print_stderr(f"quality: strict; for balanced and fast, run `lantern-rt eval {output} --write-presets`")
     print_text(output)
+
+
+def _check_download(output: Path, sizes: ExportSizes) -> None:
+    if sizes.download:
+        check_bundle(output, sizes.bundle, sizes.download)
+        free = format_bytes(available_memory())
+        least = f"at least {format_bytes(sizes.bundle)} of disk, and of memory to run it, of which {free} is free"
+        print_stderr(f"{format_bytes(sizes.download)} from the hub; the bundle takes {least}")
+
+
+def _print_costs(output: Path, seconds: float, peak: int | None) -> None:
+    size = sum(file.stat().st_size for file in output.iterdir())
+    memory = "" if peak is None else f", peak memory {peak / 1e9:.2f} GB without mapped files"
+    print_stderr(f"wrote {format_bytes(size)} in {seconds:.0f} s{memory}")

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from ..bundle.files import Bundle, embedded_names
+from ..bundle.files import Bundle, list_embedded_names
 from ..engines.engine_folder import EngineFolder, is_engine_folder, open_engine_folder
 from ..errors import RequestError
 from .console import Facts, print_facts, print_json, print_text, show_progress
-from .options import JsonOption, open_bundle
+from .options import JsonOption, open_named_bundle
 
 EXAMPLES = """
 lantern-rt inspect scenes
@@ -34,7 +34,7 @@ def inspect(
 
     With --json, print its whole manifest.
     """
-    if bundle not in embedded_names() and is_engine_folder(bundle):
+    if bundle not in list_embedded_names() and is_engine_folder(bundle):
         engines = open_engine_folder(bundle)
         with show_progress(lines=False) as progress:
             progress("checking the engine files")
@@ -44,7 +44,7 @@ def inspect(
         else:
             print_facts({"engines": describe_engines(engines)})
         return
-    opened = open_bundle(bundle)
+    opened = open_named_bundle(bundle)
     if words:
         _print_words(opened)
     elif json:

@@ -65,15 +65,15 @@ def run_program(arguments: Sequence[str]) -> int:
     try:
         return _run_command(arguments)
     except KeyboardInterrupt:
-        return _fail("interrupted; no file is incomplete", INTERRUPTED)
+        return _report_failure("interrupted; no file is incomplete", INTERRUPTED)
     except LanternError as error:
-        return _fail(str(error))
+        return _report_failure(str(error))
     except BrokenPipeError:
         return 0
     except RuntimeError as error:
         if "can't start new thread" not in str(error):
             raise
-        return _fail("the system cannot start more threads; raise `ulimit -u`")
+        return _report_failure("the system cannot start more threads; raise `ulimit -u`")
 
 
 def _run_command(arguments: Sequence[str]) -> int:
@@ -89,11 +89,11 @@ def _run_command(arguments: Sequence[str]) -> int:
         if not hasattr(error, "format_message"):  # every usage error has it
             raise
         command_path = getattr(getattr(error, "ctx", None), "command_path", PROGRAM)
-        return _fail(f"{error.format_message()} (see `{command_path} --help`)")
+        return _report_failure(f"{error.format_message()} (see `{command_path} --help`)")
     return 0
 
 
-def _fail(message: str, code: int = FAILED) -> int:
+def _report_failure(message: str, code: int = FAILED) -> int:
     with suppress(OSError):
         sys.stdout.flush()
     print_stderr(f"lantern-rt: {' '.join(message.split())}")

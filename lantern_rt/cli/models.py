@@ -49,7 +49,7 @@ def models(
             print_stderr(f"removed {folder}")
         print_stderr("downloads stay in the hub's cache; `hf cache rm` removes them")
         return
-    rows = [_row(name) for name in published_models()]
+    rows = [_describe_model(name) for name in published_models()]
     if json:
         print_json(
             {"models": [{key: value for key, value in row.items() if not key.endswith("_text")} for row in rows]}
@@ -68,7 +68,7 @@ def _remove_folder(folder: Path) -> None:
         raise OutputError(f"cannot be removed ({format_error(error)})", field=str(folder)) from error
 
 
-def _row(name: str) -> dict[str, Any]:
+def _describe_model(name: str) -> dict[str, Any]:
     model = find_model(name)
     folders = [str(folder) for folder in cached_bundles(name)]
     return {

@@ -13,7 +13,7 @@ import typer
 
 from ..engines.ort.providers import DEFAULT_PROVIDER, Providers
 from ..errors import RequestError
-from ..methods import METHODS, SAMPLING, Requested
+from ..methods import METHODS, SAMPLING, RequestSetting
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -116,7 +116,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that e
 def sampling_option(name: str) -> Any:
     """Return the option of a sampling setting, with the help text of the setting's declaration."""
     field = SAMPLING[name]
-    (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, Requested))
+    (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, RequestSetting))
     text = f"{field.description} [default: the bundle's]"
     return typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, rich_help_panel="Sampling")
 
@@ -204,7 +204,9 @@ class EngineOptions:
         """Open a bundle, without hashing the graphs that TensorRT engines replace."""
         from ..engines.engine_folder import open_engine_folder
 
-        return open_bundle(name, () if self.engines is None else open_engine_folder(self.engines).replaced_files())
+        return open_named_bundle(
+            name, () if self.engines is None else open_engine_folder(self.engines).replaced_files()
+        )
 
     def load(self, bundle: Bundle, settings: Settings | None = None, prefix: int | None = None) -> Pipeline:
         """Load the graphs of a bundle, or the TensorRT engines that replace them.
@@ -218,13 +220,13 @@ class EngineOptions:
         """
         from ..engines.engine_folder import open_engine_folder
         from ..engines.host import count_usable_cores
-        from ..memory import check_memory, largest_settings
+        from ..memory import check_memory, choose_largest_settings
         from ..pipeline import Pipeline
         from .console import print_stderr, show_progress
 
         engines = None if self.engines is None else open_engine_folder(self.engines)
         if self.runs_on_cpu(bundle):
-            check_memory(bundle, settings or largest_settings(bundle.manifest), prefix)
+            check_memory(bundle, settings or choose_largest_settings(bundle.manifest), prefix)
         with show_progress(lines=False) as progress:
             progress("loading graphs")
             pipeline = Pipeline.from_bundle(bundle, threads=self.threads, engines=engines, provider=self.provider)
@@ -268,7 +270,7 @@ def download_published(name: str, yes: bool, export: bool) -> None:
         fetch_published(name, progress, export)
 
 
-def open_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
+def open_named_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
     """Open a bundle with progress on stderr. skipped_roles: files not to check, as in `bundle.files.open_bundle`."""
     from ..bundle import files
     from ..published import find_bundle

@@ -51,10 +51,10 @@ class ImageOutputs:
         return holds_image(path, self._bundle, replace(request, images=[request.images[i]]), self._scale)
 
     def content(self, request: Request, i: int, step: StreamStep) -> bytes:
-        from ..output.images import enlarge, png_bytes
+        from ..output.images import encode_png, enlarge
 
         image = enlarge(step.image(i), self._scale)
-        return png_bytes(image, image.info)
+        return encode_png(image, image.info)
 
 
 class CodeOutputs:
@@ -69,9 +69,9 @@ class CodeOutputs:
         return False
 
     def content(self, request: Request, i: int, step: StreamStep) -> bytes:
-        from ..results import codes_bytes
+        from ..results import encode_codes
 
-        return codes_bytes(self._bundle, request.settings, request.images[i], step.codes[i])
+        return encode_codes(self._bundle, request.settings, request.images[i], step.codes[i])
 
 
 def check_image_options(

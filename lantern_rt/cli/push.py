@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..bundle.files import MANIFEST_FILE, Bundle
-from ..bundle.hub import HUB, REPOSITORY, hub_errors
+from ..bundle.hub import HUB, REPOSITORY, convert_hub_errors
 from ..errors import OutputError, RequestError
 from ..inputs import format_value, read_plain_file, reading
 from ..output.recipe import REMEDY, read_recipe
 from .console import print_stderr, print_text, show_progress
 from .inspect import describe_bundle
-from .options import BundleArgument, EngineOptions, open_bundle
-from .replay import settings_of_recipe
+from .options import BundleArgument, EngineOptions, open_named_bundle
+from .replay import restore_settings
 
 EXAMPLES = """
 lantern-rt push bundles/llamagen-b owner/llamagen-b
@@ -46,13 +47,13 @@ def push(
     """
     if re.fullmatch(REPOSITORY, repository) is None:
         raise RequestError(field="repository", found=format_value(repository), expected="owner/name")
-    opened = open_bundle(bundle)
+    opened = open_named_bundle(bundle)
     if images:
         opened.check_makes_images()
     samples = [_read_sample(path, opened) for path in images or ()]
     create_repository(repository, private=True)  # before images are generated
     if opened.manifest.makes_images:
-        samples = samples or _generate_samples(opened)
+        samples = samples or _generate_sample_images(opened)
     print_text(push_bundle(opened, repository, samples))
 
 
@@ -60,7 +61,7 @@ def create_repository(repository: str, private: bool) -> None:
     """Create a repository on the hub unless it exists. Raises: OutputError: the hub rejects it or cannot be reached."""
     from huggingface_hub import HfApi
 
-    with hub_errors(repository, OutputError, "try again"):
+    with convert_hub_errors(repository, OutputError, "try again"):
         HfApi().create_repo(repository, private=private, exist_ok=True)
 
 
@@ -88,22 +89,22 @@ def push_bundle(
     files["README.md"] = model_card(opened, repository, [texts for _, texts in samples], notes).encode()
     print_stderr(f"uploading {len(files)} files")
     additions = [CommitOperationAdd(name, content) for name, content in files.items()]
-    with hub_errors(repository, OutputError, "try again; uploaded files are not sent twice"):
+    with convert_hub_errors(repository, OutputError, "try again; uploaded files are not sent twice"):
         commit = HfApi().create_commit(repository, additions, commit_message=f"Bundle {opened.digest[:12]}")
     return f"{HUB}{repository}@{commit.oid}"
 
 
 def _read_sample(path: Path, bundle: Bundle) -> tuple[bytes, Mapping[Any, Any]]:
     recipe = read_recipe(path)
-    settings_of_recipe(path, recipe, bundle)
+    restore_settings(path, recipe, bundle)
     with reading(path, "an image", RequestError, REMEDY):
         return read_plain_file(path, _MAX_IMAGE_BYTES), recipe.model_dump(exclude_none=True)
 
 
-def _generate_samples(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
+def _generate_sample_images(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
     """Generate images of the bundle's example prompts. Raises: RequestError: the bundle has no example prompts."""
     from ..compare.prompts import read_bundle_prompts
-    from ..output.images import png_bytes
+    from ..output.images import encode_png
 
     try:
         prompts = read_bundle_prompts(bundle, count=NUM_SAMPLES)
@@ -114,7 +115,7 @@ def _generate_samples(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
         for step in pipeline.stream(**prompts.request(0, len(prompts.items), first_seed=0)):
             progress("generating images for the card", step.done, step.total)
         images = [step.image(i) for i in range(len(prompts.items))]
-    return [(png_bytes(image, image.info), image.info) for image in images]
+    return [(encode_png(image, image.info), image.info) for image in images]
 
 
 def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, Any]], notes: Sequence[str] = ()) -> str:
@@ -143,39 +144,42 @@ def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, A
         f"pipeline_tag: {'unconditional-image-generation' if kind == 'class' else 'text-to-image'}",
         f"license: {licence if licence in _LICENCES else 'other'}",
         "---",
-        f"# {_text(manifest.name)}",
+        f"# {_escape_cell(manifest.name)}",
         "",
-        f"A bundle of lantern-rt: {_text(manifest.family)} on ONNX Runtime.",
+        f"A bundle of lantern-rt: {_escape_cell(manifest.family)} on ONNX Runtime.",
         "",
     ]
     for note in notes:
-        lines += [_text(note), ""]
+        lines += [_escape_cell(note), ""]
     for start in range(0, len(captions), _COLUMNS):
         numbers = range(start, min(start + _COLUMNS, len(captions)))
-        lines += _table([[f"![](samples/{i + 1}.png)" for i in numbers], [captions[i] for i in numbers]])
+        lines += _format_table([[f"![](samples/{i + 1}.png)" for i in numbers], [captions[i] for i in numbers]])
     again = ""
     if manifest.makes_images:
         lines += ["Every image records its prompt, seed and settings: `--from` generates it again.", ""]
         again = f"\n    lantern-rt run {name} --from 1.png"
     else:
         lines += ["It draws codes, from which another program makes images.", ""]
+    addresses = dict(line.split(", ") for line in metadata("lantern-rt").get_all("Project-URL") or ())
     lines += [
-        f'    pip install "lantern-rt[cpu]"\n    lantern-rt run {name} {subject}{again}',
+        f"With [lantern-rt]({addresses['Source']}) and its extra `cpu`:",
+        "",
+        f"    lantern-rt run {name} {subject}{again}",
         f"    lantern-rt serve {name}",
         "",
     ]
     for section, facts in describe_bundle(bundle).items():
         rows = [[fact, value] for fact, value in facts.items() if fact != "folder"]
-        lines += [f"## {_text(section)}", "", *_table([["field", "value"], *rows])] if rows else []
+        lines += [f"## {_escape_cell(section)}", "", *_format_table([["field", "value"], *rows])] if rows else []
     files = [[source.role, source.name, source.sha256, source.origin or ""] for source in provenance.sources]
-    lines += ["## sources", "", *_table([["role", "file", "sha256", "from"], *files])] if files else []
+    lines += ["## sources", "", *_format_table([["role", "file", "sha256", "from"], *files])] if files else []
     return "\n".join(lines)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    head, *others = (f"| {' | '.join(map(_text, row))} |" for row in rows)
+def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    head, *others = (f"| {' | '.join(map(_escape_cell, row))} |" for row in rows)
     return [head, "|---" * len(rows[0]) + "|", *others, ""]
 
 
-def _text(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

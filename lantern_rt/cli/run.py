@@ -17,7 +17,7 @@ import typer
 from ..errors import OutputError, RequestError
 from ..inputs import check_int, format_value, read_plain_file, reading
 from ..output.files import check_output
-from ..output.names import plan_outputs, slug
+from ..output.names import make_slug, plan_outputs
 from .console import print_json, print_stderr, print_text, show_progress
 from .options import (
     OUTPUT,
@@ -185,7 +185,7 @@ def run(
         print_stderr(f"{len(paths) - len(pending)} of {len(paths)} images exist already; --force generates them again")
     if pending:
         request = replace(request, images=[request.images[i] for i in pending])
-        last = _generate(engine, bundle, request, kind, [outputs[i] for i in pending], trace_paths, force)
+        last = _generate_images(engine, bundle, request, kind, [outputs[i] for i in pending], trace_paths, force)
     if as_json:
         _print_json(request, last, paths, count)
     else:
@@ -245,13 +245,13 @@ def _split_words(words: list[str], has_subject: bool) -> tuple[str | None, list[
 
 
 def _is_bundle(word: str) -> bool:
-    from ..bundle.files import MANIFEST_FILE, embedded_names
+    from ..bundle.files import MANIFEST_FILE, list_embedded_names
     from ..bundle.hub import HUB
     from ..published import published_models
 
     with suppress(OSError, ValueError):  # too long for a path
         return (
-            word in embedded_names()
+            word in list_embedded_names()
             or word in published_models()
             or word.startswith(HUB)
             or (word != "" and (Path(word) / MANIFEST_FILE).is_file())
@@ -298,15 +298,15 @@ def _label_field(image: ImageRequest, number: int) -> dict[str, Any]:
 
 def _file_stem(image: ImageRequest, number: int, embeddings: Path | None) -> str:
     if isinstance(image.label, str):
-        return f"{slug(image.label)}-seed{image.seed}"
+        return f"{make_slug(image.label)}-seed{image.seed}"
     if isinstance(image.label, tuple):
         return f"tokens-{number}-seed{image.seed}"
     if embeddings is None:
         return f"class-{image.label}-seed{image.seed}"
-    return f"{slug(embeddings.stem)}-{number}-seed{image.seed}"
+    return f"{make_slug(embeddings.stem)}-{number}-seed{image.seed}"
 
 
-def _generate(
+def _generate_images(
     engine: EngineOptions,
     bundle: Bundle,
     request: Request,
@@ -375,9 +375,9 @@ class _TraceFiles:
     def write(self, force: bool) -> None:
         """Write both files."""
         from ..output.files import write_output
-        from ..output.images import png_bytes
+        from ..output.images import encode_png
 
         path, image_path = self.paths
-        write_output(path, self.steps.npz_bytes(), force)
-        write_output(image_path, png_bytes(self.steps.render(), {}), force)
+        write_output(path, self.steps.encode_npz(), force)
+        write_output(image_path, encode_png(self.steps.render(), {}), force)
         print_stderr(f"trace: {path} and {image_path}")

@@ -170,13 +170,15 @@ def serve(
     options = EngineOptions(threads, engines, provider)
     _check_limits(api_key_file, cors or (), batch, waiting)
     texts = bundles or ["scenes"]
-    opened = _open_present(texts, names or (), options)
+    opened = _open_available_models(texts, names or (), options)
     aliases = _read_aliases(alias or (), [*opened])
     missing = [text for text, bundle in zip(texts, opened.values(), strict=True) if bundle is None]
     _read_sizes(map_size or (), [bundle for bundle in opened.values() if bundle], missing)
     for text in missing:
         download_published(text, yes, export)
-    models = {name: _open(text, bundle, options) for text, (name, bundle) in zip(texts, opened.items(), strict=True)}
+    models = {
+        name: _open_model(text, bundle, options) for text, (name, bundle) in zip(texts, opened.items(), strict=True)
+    }
     sizes = _read_sizes(map_size or (), [*models.values()])
     limits: dict[str, Any] = {"together": batch, "waiting": waiting, **asdict(options)}
     loaders = {name: partial(AsyncPipeline.from_bundle, bundle, **limits) for name, bundle in models.items()}
@@ -245,7 +247,9 @@ def _read_sizes(options: Sequence[str], bundles: Sequence[Bundle], missing: Sequ
     return sizes
 
 
-def _open_present(bundles: Sequence[str], names: Sequence[str], options: EngineOptions) -> dict[str, Bundle | None]:
+def _open_available_models(
+    bundles: Sequence[str], names: Sequence[str], options: EngineOptions
+) -> dict[str, Bundle | None]:
     """Open bundles that are on this host, and check that the names of all models differ.
 
     Args:
@@ -275,11 +279,11 @@ def _open_present(bundles: Sequence[str], names: Sequence[str], options: EngineO
     return models
 
 
-def _open(name: str, bundle: Bundle | None, options: EngineOptions) -> Bundle:
+def _open_model(name: str, bundle: Bundle | None, options: EngineOptions) -> Bundle:
     """Return a bundle, opened by its name if it was downloaded, and check that it alone fits into memory."""
-    from ..memory import check_memory, largest_settings
+    from ..memory import check_memory, choose_largest_settings
 
     bundle = bundle or options.open_bundle(name)
     if options.runs_on_cpu(bundle):
-        check_memory(bundle, largest_settings(bundle.manifest))
+        check_memory(bundle, choose_largest_settings(bundle.manifest))
     return bundle

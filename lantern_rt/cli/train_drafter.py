@@ -18,7 +18,7 @@ from .options import (
     PromptsOption,
     ProviderOption,
     ThreadsOption,
-    open_bundle,
+    open_named_bundle,
 )
 
 DeviceOption = Annotated[str, typer.Option(help="PyTorch device: cpu, cuda, cuda:1.", rich_help_panel=ENGINE)]
@@ -92,16 +92,16 @@ def fit(
         require_library(library, "train-drafter fit", "cpu,train")
     with show_progress(lines=False) as progress:
         progress("loading PyTorch")
-        from ..train.drafter.fit import Fit, FitOptions, check_device, describe_figures
+        from ..train.drafter.fit import DrafterTraining, TrainingOptions, check_device, describe_figures
         from ..train.drafter.target import read_target
 
     check_device(device)
-    opened = open_bundle(bundle)
+    opened = open_named_bundle(bundle)
     target = read_target(opened)
-    options = FitOptions(check_int("steps", steps, 1, 1, 10**9), cfg_scale=opened.manifest.sampling.cfg_scale)
+    options = TrainingOptions(check_int("steps", steps, 1, 1, 10**9), cfg_scale=opened.manifest.sampling.cfg_scale)
     with show_progress(lines=False) as progress:
         progress("reading data")
-        fitting = Fit(data, target, options, output, device)
+        fitting = DrafterTraining(data, target, options, output, device)
         figures = fitting.run(progress, print_stderr)
     print_stderr(describe_figures(figures))
     print_text(output)
@@ -129,7 +129,7 @@ def heads(
 
     check_device(device)
     check_int("steps", steps, 1, 1, 10**9)
-    opened = open_bundle(bundle)
+    opened = open_named_bundle(bundle)
     check_editable(opened)
     target = read_heads_target(opened)
     with show_progress(lines=False) as progress:

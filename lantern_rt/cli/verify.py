@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bundle.files import open_bundle as read_bundle
+from ..bundle.files import open_bundle
 from ..bundle.manifest import Manifest
 from ..engines.engine_folder import open_engine_folder
 from ..errors import CheckpointError, ParityError, RequestError
 from ..inputs import require_library
-from ..output.tables import text_table
+from ..output.tables import format_text_table
 from ..published import cache_folder, check_host, default_precision, export_bundle, find_model
 from .console import print_stderr, print_text, show_progress
-from .options import BundleArgument, JsonOption, open_bundle
+from .options import BundleArgument, JsonOption, open_named_bundle
 
 if TYPE_CHECKING:
     from ..export.verify import Verification
@@ -65,14 +65,13 @@ def verify(
     if export:
         _compare_with_export(bundle)
         return
-    opened = open_bundle(bundle)
+    opened = open_named_bundle(bundle)
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "verify", "cpu,export")
     with show_progress(lines=False) as progress:
         progress("loading PyTorch")
         from ..export.registry import read_family
-        from ..export.verify import verify as verify_bundle
-        from ..export.verify import verify_engines
+        from ..export.verify import verify_bundle, verify_engines
 
         options = _export_options(opened.manifest, checkpoints) if checkpoints else {}
     with show_progress() as progress:
@@ -89,8 +88,8 @@ def verify(
         print_text(dumps(result.as_dict()))  # differences may be infinite
     else:
         print_text(f"{result.bundle} ({result.precision}) against {result.against}")
-        for title, rows in _tables(result):
-            print_text(f"\n{title}\n{text_table(rows)}")
+        for title, rows in _result_tables(result):
+            print_text(f"\n{title}\n{format_text_table(rows)}")
         print_text("\npassed" if result.passed else "\nFAILED")
     if not result.passed:
         raise typer.Exit(2)
@@ -105,10 +104,10 @@ def _compare_with_export(name: str) -> None:
         ParityError: files differ.
     """
     find_model(name)
-    opened = open_bundle(name)
+    opened = open_named_bundle(name)
     check_host(name, export=True)
     with TemporaryDirectory(dir=cache_folder()) as folder, show_progress() as progress:
-        made = read_bundle(export_bundle(name, Path(folder) / name, default_precision(), progress))
+        made = open_bundle(export_bundle(name, Path(folder) / name, default_precision(), progress))
     if opened.digest != made.digest:
         files = [{(role, entry.sha256) for role, entry in bundle.manifest.files.items()} for bundle in (opened, made)]
         actual = f"other files: {', '.join(sorted({role for role, _ in files[0] ^ files[1]})) or 'bundle.json'}"
@@ -154,7 +153,7 @@ def _with_scale(text: str, scale: str) -> str:
     return f"{folder}:{scale}"
 
 
-def _tables(result: Verification) -> Iterator[tuple[str, list[list[str]]]]:
+def _result_tables(result: Verification) -> Iterator[tuple[str, list[list[str]]]]:
     for title, rows in (
         ("Token distributions", result.distributions),
         ("Images", result.pictures),
@@ -162,10 +161,10 @@ def _tables(result: Verification) -> Iterator[tuple[str, list[list[str]]]]:
     ):
         if rows:
             header = [name.replace("_", " ") for name in rows[0]]
-            yield title, [header, *([_text(value) for value in row.values()] for row in rows)]
+            yield title, [header, *([_format_value(value) for value in row.values()] for row in rows)]
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
     return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

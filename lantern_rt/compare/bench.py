@@ -20,12 +20,12 @@ MIN_TURNS = 3
 METHODS = ("ar", "sjd", "rows", "eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3", "lantern", "lantern++")
 
 
-def default_methods(manifest: Manifest) -> list[str]:
+def list_default_methods(manifest: Manifest) -> list[str]:
     """Return strings of the methods that a bundle supports."""
     return supported_methods(manifest, METHODS)
 
 
-def bench(
+def run_bench(
     pipeline: Pipeline,
     methods: Sequence[ComparedMethod],
     prompts: Prompts,
@@ -69,7 +69,7 @@ def summarize(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     speed_ups = [ar.seconds / run.seconds for run, ar in zip(runs, plain, strict=True)]
     nats = [score.nats for run in runs for score in run.likelihoods]
     plain_nats = [score.nats for run in plain for score in run.likelihoods]
-    ratio, error = paired_ratio(nats, plain_nats)
+    ratio, error = estimate_paired_ratio(nats, plain_nats)
     (passes,) = estimate_mean([tokens_per_pass(runs)], num_seeds=1)
     share = {
         "target": sum(entry.target_seconds for entry in stats) / total,
@@ -95,7 +95,7 @@ def summarize(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def fastest(rows: Sequence[Mapping[str, Any]]) -> str:
+def find_fastest(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a line that names the fastest exact method among a report's rows, and the option that selects it."""
     best = max((row for row in rows if row["exact"]), key=lambda row: row["speed_up"])
     label = best["method"]
@@ -103,7 +103,7 @@ def fastest(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"fastest exact method: {label} ({best['speed_up']:.2f}); select it with --{option} {label}"
 
 
-def paired_ratio(scores: Sequence[float], plain: Sequence[float]) -> tuple[float, float]:
+def estimate_paired_ratio(scores: Sequence[float], plain: Sequence[float]) -> tuple[float, float]:
     """Return the ratio of two sums over the same images (at least two), and its standard error."""
     ratio = sum(scores) / sum(plain)
     spread = statistics.stdev(score - ratio * reference for score, reference in zip(scores, plain, strict=True))

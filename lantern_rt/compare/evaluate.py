@@ -17,7 +17,7 @@ from PIL.Image import Image
 
 from ..engines.contracts import Progress
 from ..errors import RequestError
-from ..output.images import blank_image
+from ..output.images import make_blank_image
 from ..pipeline import Pipeline
 from .image_graph import Agreement, Features
 from .prompts import Prompts
@@ -34,7 +34,7 @@ _WIDE = 256
 _RESAMPLES_WIDE = 200
 
 
-def evaluate(
+def evaluate_methods(
     pipeline: Pipeline,
     prompts: Prompts,
     num_seeds: int,
@@ -66,7 +66,9 @@ def evaluate(
     manifest = pipeline.bundle.manifest
     if len(labels) < MIN_PROMPTS:
         raise RequestError(field="prompts", found=str(len(labels)), expected=f"at least {MIN_PROMPTS} to compare")
-    _try_graphs(features, agreement, blank_image(manifest.image_width, manifest.image_height), max(labels, key=len))
+    _try_graphs(
+        features, agreement, make_blank_image(manifest.image_width, manifest.image_height), max(labels, key=len)
+    )
     requests = list(prompts.requests(BATCH_SIZE, num_seeds, 0))
     turns = list(run_in_turns(pipeline, methods, requests, score=False, progress=progress, total=count))
     runs = {method.label: [turn[i] for turn in turns] for i, method in enumerate(methods)}
@@ -90,7 +92,7 @@ def evaluate(
         "images_per_method": count,
         "features": None if features is None else {**features.facts, "num_features": num_features},
         "agreement": None if agreement is None else agreement.facts,
-        "notes": _notes(len(labels), count, num_features, compared),
+        "notes": _describe_run(len(labels), count, num_features, compared),
         "methods": _method_entries(runs, compared, figures, num_seeds),
     }, images
 
@@ -171,10 +173,10 @@ def _generate_reference(
 
 def same_codes(runs: Sequence[Run], plain: Sequence[Run]) -> bool:
     """Return whether an exact method generated the same codes as plain decoding."""
-    return runs[0].settings.method.exact and np.array_equal(_codes(runs), _codes(plain))
+    return runs[0].settings.method.exact and np.array_equal(_stack_codes(runs), _stack_codes(plain))
 
 
-def _codes(runs: Sequence[Run]) -> Ints:
+def _stack_codes(runs: Sequence[Run]) -> Ints:
     return np.array([codes for run in runs for codes in run.codes])  # [images, cells]
 
 
@@ -195,7 +197,7 @@ def _agreement_figure(
 
 def _figures_of_runs(methods: Sequence[Sequence[Run]], num_seeds: int) -> dict[str, Figure]:
     scores = [[score for run in runs for score in run.likelihoods] for runs in methods]
-    codes = np.stack([_codes(runs) for runs in methods])  # [methods, images, cells]
+    codes = np.stack([_stack_codes(runs) for runs in methods])  # [methods, images, cells]
     tvd = [
         [image.realised_tvd / codes.shape[2] for run in runs for image in run.statistics.per_image] for runs in methods
     ]
@@ -234,7 +236,7 @@ def frechet_figure(
     return estimate(distances, len(by_prompt), resamples, recenter=True)
 
 
-def _notes(prompts: int, images: int, width: int | None, compared: Mapping[str, Sequence[Run]]) -> list[str]:
+def _describe_run(prompts: int, images: int, width: int | None, compared: Mapping[str, Sequence[Run]]) -> list[str]:
     """Return remarks on how far the figures can be trusted.
 
     Args:

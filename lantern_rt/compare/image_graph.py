@@ -52,7 +52,7 @@ class Preprocessing(BaseModel):
 
     @field_validator("size", mode="before")
     @classmethod
-    def _one_side(cls, size: Any) -> Any:
+    def _check_size(cls, size: Any) -> Any:
         # transformers writes 224, {"shortest_edge": 224} or {"height": 224, "width": 224}.
         if not isinstance(size, Mapping):
             return size

@@ -15,7 +15,7 @@ ROW_WINDOWS = (8, 6, 4, 3)  # In sixteenths of the number of grid columns.
 LAMBDAS = (1.5, 2, 3)
 
 
-class Limit(NamedTuple):
+class QualityLimit(NamedTuple):
     """Maximum deviation of a quality from plain decoding. The whole 95 % interval must lie within the limit.
 
     Args:
@@ -27,7 +27,7 @@ class Limit(NamedTuple):
     agreement: float
 
 
-LIMITS: dict[Quality, Limit] = {"balanced": Limit(0.04, 0.02), "fast": Limit(0.12, 0.03)}
+LIMITS: dict[Quality, QualityLimit] = {"balanced": QualityLimit(0.04, 0.02), "fast": QualityLimit(0.12, 0.03)}
 
 
 def candidate_methods(manifest: Manifest) -> list[str]:
@@ -60,11 +60,11 @@ def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Qualit
         if allowed:
             best = min(allowed, key=lambda entry: entry["seconds"])
             method = resolve_settings(manifest, {"method": best["method"]}).method
-            presets[quality] = _preset(method, best, report["images_per_method"])
+            presets[quality] = _make_preset(method, best, report["images_per_method"])
     return presets
 
 
-def keeps_limit(figures: Mapping[str, Any], limit: Limit) -> bool:
+def keeps_limit(figures: Mapping[str, Any], limit: QualityLimit) -> bool:
     """Return whether a method's figures are within a limit."""
     excess = figures["excess_nll"]["difference_to_ar"]
     if max(-excess["low"], excess["high"]) > limit.excess_nll:
@@ -72,7 +72,7 @@ def keeps_limit(figures: Mapping[str, Any], limit: Limit) -> bool:
     return "agreement" not in figures or figures["agreement"]["difference_to_ar"]["low"] >= -limit.agreement
 
 
-def _preset(method: MethodConfig, entry: Mapping[str, Any], images: int) -> Preset:
+def _make_preset(method: MethodConfig, entry: Mapping[str, Any], images: int) -> Preset:
     figures = entry["figures"] or {}  # None if an exact method generated the images of `ar`.
     agreement = figures.get("agreement")
     measured = PresetFigures(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from PIL.Image import Image
 
-from ..output.tables import html_page, html_table, text_table
+from ..output.tables import format_html_page, format_html_table, format_text_table
 from .presets import LIMITS
 
 GRID_IMAGES = 24  # Maximum number of image rows.
@@ -44,7 +44,7 @@ def text_report(report: Mapping[str, Any], with_distance: bool = False) -> str:
         with_distance: whether to show the Frechet distances, for users who gave real images.
     """
     wanted = (*_ESSENTIAL, "frechet") if with_distance else _ESSENTIAL
-    columns = {name: column for name, column in _columns(report).items() if name in wanted}
+    columns = {name: column for name, column in _choose_columns(report).items() if name in wanted}
     rows = [("method", "tokens per pass", *(column.heading for column in columns.values()))]
     for method in report["methods"]:
         if method["figures"]:
@@ -53,7 +53,7 @@ def text_report(report: Mapping[str, Any], with_distance: bool = False) -> str:
             cells = ["exact: same images", *[""] * (len(columns) - 1)]
         rows.append((method["method"], f"{method['tokens_per_forward_pass']:.2f}", *cells))
     title = "differences to ar" + " (Frechet: to the reference)" * with_distance
-    lines = [f"{title}, +- half of the 95 % interval", text_table(rows)]
+    lines = [f"{title}, +- half of the 95 % interval", format_text_table(rows)]
     limits = ", ".join(f"{limit.excess_nll} for {quality}" for quality, limit in LIMITS.items())
     lines.append(f"good: an interval of excess NLL within +- {limits}")
     return "\n".join([*lines, *(textwrap.fill(f"note: {note}", 80) for note in report["notes"])])
@@ -67,22 +67,22 @@ def _text_cell(figure: Mapping[str, Any], name: str) -> str:
 
 def _exact_cell(method: Mapping[str, Any]) -> str:
     passes = {"value": method["tokens_per_forward_pass"], **method["tokens_per_forward_pass_interval"]}
-    return f"exact: same images, {_interval(passes, '.2f')} tokens per pass"
+    return f"exact: same images, {_format_interval(passes, '.2f')} tokens per pass"
 
 
-def _columns(report: Mapping[str, Any]) -> dict[str, Column]:
+def _choose_columns(report: Mapping[str, Any]) -> dict[str, Column]:
     return {name: column for name, column in COLUMNS.items() if name in report["methods"][0]["figures"]}
 
 
-def _cells(method: Mapping[str, Any], name: str) -> tuple[str, str]:
+def _format_cells(method: Mapping[str, Any], name: str) -> tuple[str, str]:
     figure = method["figures"][name]
     decimals = COLUMNS[name].decimals
-    value = _interval(figure, f".{decimals}f")
-    difference = _interval(figure["difference_to_ar"], f"+.{decimals}f")
+    value = _format_interval(figure, f".{decimals}f")
+    difference = _format_interval(figure["difference_to_ar"], f"+.{decimals}f")
     return value, "" if method["method"] == "ar" or name == "same_tokens" else f"against ar {difference}"
 
 
-def _interval(figure: Mapping[str, float], kind: str) -> str:
+def _format_interval(figure: Mapping[str, float], kind: str) -> str:
     return f"{figure['value']:{kind}} ({figure['low']:{kind}} .. {figure['high']:{kind}})"
 
 
@@ -96,26 +96,26 @@ def html_report(
         facts: descriptions of bundle and host, by name.
         title: heading of the page.
     """
-    columns = _columns(report)
+    columns = _choose_columns(report)
     figures: list[tuple[str, ...]] = []
     for method in report["methods"]:
         cells = [_exact_cell(method)]
         if method["figures"]:
-            cells = ["{}<small>{}</small>".format(*_cells(method, name)) for name in columns]
+            cells = ["{}<small>{}</small>".format(*_format_cells(method, name)) for name in columns]
         figures.append((escape(method["method"]), *cells))
     headings = [f"{column.heading}<small>{column.hint}</small>" for column in columns.values()]
     notes = "".join(f"<li>{escape(note)}</li>" for note in report["notes"])
     parts = [
-        html_table([(escape(name), escape(text)) for name, text in facts.items()]),
+        format_html_table([(escape(name), escape(text)) for name, text in facts.items()]),
         f"<p>{len(report['prompts'])} prompts, {report['seeds_per_prompt']} seeds each; with 95 % bootstrap intervals, "
         "differences to ar paired by prompt.</p>",
-        html_table(figures, ["method", *headings]),
-        f"<ul>{notes}</ul>{_grid(report, images)}",
+        format_html_table(figures, ["method", *headings]),
+        f"<ul>{notes}</ul>{_format_image_grid(report, images)}",
     ]
-    return html_page(title, "".join(parts))
+    return format_html_page(title, "".join(parts))
 
 
-def _grid(report: Mapping[str, Any], images: Mapping[str, list[Image]]) -> str:
+def _format_image_grid(report: Mapping[str, Any], images: Mapping[str, list[Image]]) -> str:
     if not images:
         return ""
     count = report["images_per_method"]
@@ -124,7 +124,7 @@ def _grid(report: Mapping[str, Any], images: Mapping[str, list[Image]]) -> str:
         prompt = report["prompts"][i // report["seeds_per_prompt"]]
         embedded = (_image_tag(method_images[i]) for method_images in images.values())
         rows.append((f"{escape(prompt)}<br>seed {i}", *embedded))
-    return html_table(rows, [escape(label) for label in ("prompt", *images)])
+    return format_html_table(rows, [escape(label) for label in ("prompt", *images)])
 
 
 def _image_tag(image: Image) -> str:

@@ -66,12 +66,12 @@ def estimate(statistic: Statistic, prompts: int, resamples: int = RESAMPLES, rec
     resampled_values = np.array([statistic(sample) for sample in resampled], np.float64).T  # [methods, resamples]
     if recenter:
         resampled_values += (values - resampled_values.mean(1))[:, None]
-    figures = _intervals(values, np.maximum(resampled_values, 0) if recenter else resampled_values)
-    differences = _intervals(values - values[0], resampled_values - resampled_values[0])
+    figures = _compute_intervals(values, np.maximum(resampled_values, 0) if recenter else resampled_values)
+    differences = _compute_intervals(values - values[0], resampled_values - resampled_values[0])
     return [{**figure, "difference_to_ar": entry} for figure, entry in zip(figures, differences, strict=True)]
 
 
-def _intervals(values: Floats, resampled_values: Floats) -> list[dict[str, Any]]:
+def _compute_intervals(values: Floats, resampled_values: Floats) -> list[dict[str, Any]]:
     tail = (1 - CONFIDENCE) / 2
     rows = np.stack([values, *np.quantile(resampled_values, [tail, 1 - tail], axis=1)], 1)
     return [dict(zip(("value", "low", "high"), row, strict=True)) for row in rows.tolist()]

@@ -98,7 +98,7 @@ def tokens_per_pass(runs: Sequence[Run]) -> list[float]:
     return [length / image.target_passes for run in runs for image in run.statistics.per_image]
 
 
-def run(pipeline: Pipeline, method: ComparedMethod, request: Mapping[str, Any], make_images: bool = True) -> Run:
+def run_method(pipeline: Pipeline, method: ComparedMethod, request: Mapping[str, Any], make_images: bool = True) -> Run:
     """Run one method on one request and measure the time.
 
     Args:
@@ -150,7 +150,7 @@ def run_in_turns(
         run_of_method: dict[int, Run] = {}
         for i in range(count):
             index = (turn + i) % count
-            run_of_method[index] = run(pipeline, methods[index], request, make_images)
+            run_of_method[index] = run_method(pipeline, methods[index], request, make_images)
             num_images += len(run_of_method[index].codes)
             progress("images", num_images, count * total)
         runs = [run_of_method[index] for index in range(count)]

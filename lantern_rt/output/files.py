@@ -69,7 +69,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def check_output(path: Path, force: bool) -> None:
     """Raise OutputError if `path` cannot be written as a file."""
-    with output_errors(path):
+    with convert_output_errors(path):
         if path.is_dir():
             raise OutputError(field=str(path), found="a folder", expected="a file name")
         if os.path.lexists(path) and not force:  # Also finds broken links.
@@ -98,7 +98,7 @@ def check_new_folder(output: Path, force: bool, marker: str) -> None:
         if not replaceable or (any(output.iterdir()) and not (output / marker).is_file()):
             problem = f"has no {marker}, so --force does not replace it"
             raise OutputError(problem, field=str(output), remedy="give another name")
-    with output_errors(output), tempfile.TemporaryFile(dir=existing_path(output.absolute().parent)):
+    with convert_output_errors(output), tempfile.TemporaryFile(dir=resolve_existing_path(output.absolute().parent)):
         pass
 
 
@@ -111,7 +111,7 @@ def check_disks(needed: Sequence[tuple[Path, int]], remedy: str) -> None:
     Raises:
         OutputError: a disk is too full.
     """
-    places = [existing_path(folder) for folder, _ in needed]
+    places = [resolve_existing_path(folder) for folder, _ in needed]
     disks = [place.stat().st_dev for place in places]
     for (folder, _), place, disk in zip(needed, places, disks, strict=True):
         size = sum(size for (_, size), other in zip(needed, disks, strict=True) if other == disk)
@@ -131,7 +131,7 @@ def write_output(path: Path, data: bytes, force: bool) -> None:
     Raises:
         OutputError: the file exists or cannot be written.
     """
-    with output_errors(path), _with_parents(path):
+    with convert_output_errors(path), _make_parents(path):
         if not force and os.path.lexists(path):
             raise OutputError("was created by another program meanwhile", field=str(path), remedy=_OTHER_NAME)
         replace_file(path, data)
@@ -153,7 +153,7 @@ def atomic_folder(output: Path, force: bool, marker: str) -> Iterator[Path]:
         OutputError: the folder cannot be written or replaced.
     """
     output = output.resolve()
-    with output_errors(output, (OSError,)), _with_parents(output), _hidden_folder(output) as work:
+    with convert_output_errors(output, (OSError,)), _make_parents(output), _hidden_folder(output) as work:
         folder = work / "new"
         old = work / "old"
         folder.mkdir()
@@ -169,14 +169,14 @@ def atomic_folder(output: Path, force: bool, marker: str) -> Iterator[Path]:
             raise
 
 
-def existing_path(path: Path) -> Path:
+def resolve_existing_path(path: Path) -> Path:
     """Return `path` if it exists, also as a link that leads nowhere, or else the innermost existing folder above it."""
     path = path.resolve()
     return next(part for part in (path, *path.parents) if os.path.lexists(part))
 
 
 @contextmanager
-def _with_parents(path: Path) -> Iterator[None]:
+def _make_parents(path: Path) -> Iterator[None]:
     new = [folder for folder in path.parents if not folder.exists()]  # Innermost first.
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -192,18 +192,18 @@ def _hidden_folder(path: Path) -> Iterator[Path]:
     """Create a temporary folder beside `path`, on the same disk, after removing the folders of killed programs."""
     name = f".{path.name[:100]}."
     for abandoned in path.parent.glob(f"{glob.escape(name)}*.partial"):
-        with suppress(OSError), _lock(abandoned) as locked:
+        with suppress(OSError), _lock_folder(abandoned) as locked:
             if locked:
                 shutil.rmtree(abandoned, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory(".partial", name, path.parent, ignore_cleanup_errors=True) as work,
-        _lock(Path(work)),
+        _lock_folder(Path(work)),
     ):
         yield Path(work)
 
 
 @contextmanager
-def _lock(folder: Path) -> Iterator[bool]:
+def _lock_folder(folder: Path) -> Iterator[bool]:
     """Try to lock a folder; the system releases the lock when a program ends.
 
     Yields:
@@ -242,7 +242,7 @@ def check_parent(path: Path) -> None:
 
 
 @contextmanager
-def output_errors(
+def convert_output_errors(
     path: Path, errors: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
 ) -> Iterator[None]:
     """Convert errors of the system, such as a name that is too long, to an OutputError about `path`."""

@@ -21,10 +21,10 @@ class RecordedImage(Image.Image):
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
         """Save like Pillow, recording the recipe in PNG; `pnginfo=None` writes no record."""
-        super().save(fp, format, **{"pnginfo": _chunks(self.info), **params})
+        super().save(fp, format, **{"pnginfo": _make_text_chunks(self.info), **params})
 
 
-def with_record(image: Image.Image, texts: Mapping[Any, str]) -> RecordedImage:
+def attach_record(image: Image.Image, texts: Mapping[Any, str]) -> RecordedImage:
     """Return a copy of the image with `texts` as its record."""
     copy = RecordedImage()
     copy.__setstate__(image.__getstate__())
@@ -32,7 +32,7 @@ def with_record(image: Image.Image, texts: Mapping[Any, str]) -> RecordedImage:
     return copy
 
 
-def to_image(pixels: NDArray[np.float32]) -> Image.Image:
+def image_from_pixels(pixels: NDArray[np.float32]) -> Image.Image:
     """Convert `pixels [3, height, width]` from -1 (black) to 1 to an image; other values are clamped.
 
     Raises:
@@ -45,7 +45,7 @@ def to_image(pixels: NDArray[np.float32]) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(levels.transpose(1, 2, 0)))
 
 
-def blank_image(width: int, height: int) -> Image.Image:
+def make_blank_image(width: int, height: int) -> Image.Image:
     """Return the grey image that stands for an image without decoded cells."""
     return Image.new("RGB", (width, height), GREY)
 
@@ -65,14 +65,14 @@ def enlarge(image: Image.Image, scale: int) -> Image.Image:
     return image.resize((image.width * scale, image.height * scale), Image.Resampling.BICUBIC)
 
 
-def png_bytes(image: Image.Image, texts: Mapping[Any, Any]) -> bytes:
+def encode_png(image: Image.Image, texts: Mapping[Any, Any]) -> bytes:
     """Encode a PNG file with a text chunk per string in `texts`; equal input gives equal bytes."""
     buffer = BytesIO()
-    image.save(buffer, "PNG", pnginfo=_chunks(texts))
+    image.save(buffer, "PNG", pnginfo=_make_text_chunks(texts))
     return buffer.getvalue()
 
 
-def _chunks(texts: Mapping[Any, Any]) -> PngInfo:
+def _make_text_chunks(texts: Mapping[Any, Any]) -> PngInfo:
     info = PngInfo()
     for key, text in texts.items():
         if isinstance(key, str) and isinstance(text, str):
@@ -80,7 +80,7 @@ def _chunks(texts: Mapping[Any, Any]) -> PngInfo:
     return info
 
 
-def image_bytes(image: Image.Image, file_format: str, compression: int | None) -> bytes:
+def encode_image(image: Image.Image, file_format: str, compression: int | None) -> bytes:
     """Encode an image as a file.
 
     Args:
@@ -89,7 +89,7 @@ def image_bytes(image: Image.Image, file_format: str, compression: int | None) -
         compression: quality of jpeg and webp, 0 .. 100; None: 90.
     """
     if file_format == "png":
-        return png_bytes(image, image.info)
+        return encode_png(image, image.info)
     buffer = BytesIO()
     image.save(buffer, file_format.upper(), quality=90 if compression is None else compression)
     return buffer.getvalue()

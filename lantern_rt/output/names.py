@@ -9,12 +9,12 @@ from itertools import count
 from pathlib import Path
 
 from ..errors import OutputError
-from .files import check_output, check_parent, output_errors
+from .files import check_output, check_parent, convert_output_errors
 
 SLUG_LIMIT = 60  # Maximum number of characters.
 
 
-def slug(text: str) -> str:
+def make_slug(text: str) -> str:
     """Return the lower-case words of a text joined by hyphens, at most 60 characters."""
     name = "-".join(re.findall(r"[a-z0-9]+", text.lower()))[: SLUG_LIMIT + 1]
     if len(name) > SLUG_LIMIT:
@@ -45,10 +45,10 @@ def plan_outputs(
         OutputError: a file cannot be written, or `output` is a file that holds another image.
     """
     folder = Path(output or ".")
-    with output_errors(folder):
+    with convert_output_errors(folder):
         if output is not None and not folder.is_dir() and not output.endswith(("/", os.sep)):
             if folder.suffix.lower() == suffix:
-                return [_plan_file(folder, stems, force, holds_image)]
+                return [_choose_path(folder, stems, force, holds_image)]
             if folder.suffix:
                 raise OutputError(
                     field=output, found=f"the ending {folder.suffix}", expected=f"a {suffix} file or a folder"
@@ -74,7 +74,7 @@ def plan_outputs(
     return outputs
 
 
-def _plan_file(
+def _choose_path(
     path: Path, stems: Sequence[str], force: bool, holds_image: Callable[[int, Path], bool]
 ) -> tuple[Path, bool]:
     if len(stems) > 1:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from ..errors import printable
+from ..errors import escape_unprintable
 
 
 class ProgressCallback(Protocol):
@@ -30,7 +30,7 @@ def progress_bars() -> Iterator[ProgressCallback]:
             if task not in tasks:
                 for old in bars.tasks:
                     bars.update(old.id, visible=bool(old.fields["amount"]))
-                tasks[task] = bars.add_task(printable(task), amount="")
+                tasks[task] = bars.add_task(escape_unprintable(task), amount="")
             amount = f"[{done:,}/{total:,}]" if total else ""
             bars.update(tasks[task], completed=done, total=total or None, amount=amount)
 

@@ -11,7 +11,7 @@ from PIL.PngImagePlugin import PngImageFile
 from pydantic import Field, Json, ValidationError, model_validator
 
 from ..errors import RequestError
-from ..inputs import error_fields, format_error, format_value, open_plain_file, reraise_interruption
+from ..inputs import describe_error_fields, format_error, format_value, open_plain_file, reraise_interruption
 from ..methods import FrozenModel, MethodName
 
 TEXTS_LIMIT = 1 << 16  # Maximum size of all relevant text chunks in bytes.
@@ -49,7 +49,7 @@ class Recipe(FrozenModel, strict=True):
     bundle_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
     @model_validator(mode="after")
-    def _names_one_method(self) -> Recipe:
+    def _check_one_method(self) -> Recipe:
         method = self.settings.get("method")
         if method != self.method:
             raise ValueError(
@@ -73,7 +73,7 @@ def read_recipe(path: Path) -> Recipe:
     try:
         return Recipe.model_validate_strings(texts)
     except ValidationError as error:
-        fields = error_fields(error)
+        fields = describe_error_fields(error)
         field = fields.pop("field")
         place = f"{path}: text chunk {field}" if field else str(path)
         raise RequestError(**fields, field=place, remedy=REMEDY) from error

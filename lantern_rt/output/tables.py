@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ..errors import printable
+from ..errors import escape_unprintable
 
 _STYLE = (
     "body{font-family:sans-serif;margin:2em;color:#222}table{border-collapse:collapse;margin:.5em 0 1.5em}"
@@ -17,16 +17,16 @@ _STYLE = (
 )
 
 
-def text_table(rows: Sequence[Sequence[str]]) -> str:
+def format_text_table(rows: Sequence[Sequence[str]]) -> str:
     """Format rows as indented lines with aligned columns, without control characters."""
-    rows = [[printable(" ".join(cell.splitlines())) for cell in row] for row in rows]
+    rows = [[escape_unprintable(" ".join(cell.splitlines())) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(["", *map(str.ljust, row, widths)]).rstrip() for row in rows)
 
 
-def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
+def format_csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows as CSV: a column for every number or text, with the names of nested fields joined by dots."""
-    flat = [dict(_fields(row)) for row in rows]
+    flat = [dict(_flatten_row(row)) for row in rows]
     file = io.StringIO()
     writer = csv.DictWriter(file, list(dict.fromkeys(name for row in flat for name in row)), lineterminator="\n")
     writer.writeheader()
@@ -34,22 +34,22 @@ def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return file.getvalue()
 
 
-def _fields(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_row(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in row.items():
         if isinstance(value, Mapping):
-            yield from _fields(value, f"{prefix}{name}.")
+            yield from _flatten_row(value, f"{prefix}{name}.")
         elif not isinstance(value, list):
             yield prefix + name, value
 
 
-def html_table(rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
+def format_html_table(rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
     """Return an HTML table; cells and headings are HTML."""
     lines = ["".join(f"<th>{cell}</th>" for cell in header)] if header else []
     lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
-def html_page(title: str, body: str) -> str:
+def format_html_page(title: str, body: str) -> str:
     """Return an HTML page with `title` as heading; `body` is HTML."""
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     return f'<!doctype html><html lang="en">{head}<h1>{escape(title)}</h1>{body}</html>\n'

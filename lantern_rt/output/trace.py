@@ -1,6 +1,6 @@
 """Traces of decoding: every draft tree, the accepted path in it, and an image that summarizes them.
 
-`Trace` collects the steps of decoding. `npz_bytes` returns all data; `render` shows the grid, where the colour of each
+`Trace` collects the steps of decoding. `encode_npz` returns all data; `render` shows the grid, where the colour of each
 cell is the number of draft tokens that were accepted by the pass that committed the cell.
 
 In the .npz file a *part* is the effect of one step on one image, in order of time. Lists of different lengths are
@@ -119,7 +119,7 @@ class Trace:
             )
         self.steps += 1
 
-    def npz_bytes(self) -> bytes:
+    def encode_npz(self) -> bytes:
         """Return the .npz file that the module's docstring describes."""
         trees = [part.tree_tokens for part in self.parts]
         paths = [part.path for part in self.parts]

@@ -129,7 +129,7 @@ class LocalBackend:
         num_partial = request.num_partial
         every_step = bool(request.steps or num_partial)
         deadline = math.inf if request.deadline is None else request.deadline
-        updates = self.pipeline.updates(**request.options(), steps=every_step, caller=caller, deadline=deadline)
+        updates = self.pipeline.stream_updates(**request.options(), steps=every_step, caller=caller, deadline=deadline)
         async with aclosing(updates):
             queued, _ = await anext(updates)
             yield ADMITTED

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import Base64Bytes
 from starlette.responses import Response
 
-from ..results import codes_bytes, split_grids
+from ..results import encode_codes, split_grids
 from .protocol import DrawingRequest, HttpError
 
 if TYPE_CHECKING:
     from ..asynchronous import AsyncPipeline
     from ..bundle.files import Bundle
     from ..bundle.manifest import Size
-    from ..prepared import Prepared
+    from ..prepared import PreparedRequest
     from ..results import Ints, StreamStep
     from .protocol import Completion
 
@@ -56,8 +56,8 @@ class CodesFileRequest(CodesRequest):
             field = "stream" if self.stream else "n"
             raise HttpError(400, "does not fit into one file", field=field, remedy=f"accept JSON, or leave {field} out")
 
-    async def encode(self, pipeline: AsyncPipeline, prepared: Prepared, step: StreamStep, i: int) -> bytes:
-        return codes_bytes(prepared.bundle, prepared.settings, prepared.images[i], step.codes[i])
+    async def encode(self, pipeline: AsyncPipeline, prepared: PreparedRequest, step: StreamStep, i: int) -> bytes:
+        return encode_codes(prepared.bundle, prepared.settings, prepared.images[i], step.codes[i])
 
     def response(self, completions: Sequence[Completion]) -> Response:
         return Response(completions[0].files[0], media_type=NPZ)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import Field, File, FormParser, parse_options_header
 
-from ..inputs import error_fields, format_error
+from ..inputs import describe_error_fields, format_error
 from .protocol import EditRequest, HttpError
 
 FORM = "multipart/form-data"
@@ -70,7 +70,7 @@ class FormReader:
         try:
             return self._model.model_validate_strings(texts).model_copy(update=files)
         except ValidationError as error:
-            fields: dict[str, Any] = error_fields(error)
+            fields: dict[str, Any] = describe_error_fields(error)
             raise HttpError(400, **fields) from error
 
     def close(self) -> None:

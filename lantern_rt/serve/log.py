@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from ..errors import printable
+from ..errors import escape_unprintable
 
 FORMATS = ("json", "text")
 LEVELS = ("info", "warning", "error")
@@ -79,7 +79,7 @@ class LogFormatter(logging.Formatter):
             return json.dumps(line | ({"traceback": traceback} if traceback else {}))
         values = [f"{name}={value}" for name, value in facts.items() if value != ""]
         text = " ".join([moment, level, message, *values]).replace("\n", " ")
-        return printable(text) + (f"\n{traceback}" if traceback else "")
+        return escape_unprintable(text) + (f"\n{traceback}" if traceback else "")
 
 
 @contextmanager

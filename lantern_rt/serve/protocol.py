@@ -15,16 +15,16 @@ from starlette.responses import JSONResponse, Response
 
 from ..bundle.manifest import Size
 from ..errors import BusyError, LanternError, RequestError
-from ..inputs import PARAMETER_NAMES, error_fields
+from ..inputs import PARAMETER_NAMES, describe_error_fields
 from ..methods import PARAMETERS, SAMPLING, Quality
-from ..output.images import image_bytes
+from ..output.images import encode_image
 from ..requests import draw_seed
 from ..text.words import ANY_WORDS
 
 if TYPE_CHECKING:
     from ..asynchronous import AsyncPipeline
     from ..bundle.files import Bundle
-    from ..prepared import Prepared
+    from ..prepared import PreparedRequest
     from ..results import Ints, StreamStep
 
 MAX_PARTIAL_IMAGES = 64
@@ -112,7 +112,7 @@ class DrawingRequest(SamplingFields):
         """Return the request for a bundle. Raises: LanternError: the bundle cannot answer it."""
         return self
 
-    async def encode(self, pipeline: AsyncPipeline, prepared: Prepared, step: StreamStep, i: int) -> bytes:
+    async def encode(self, pipeline: AsyncPipeline, prepared: PreparedRequest, step: StreamStep, i: int) -> bytes:
         """Return the file of an image, empty if the response needs no file.
 
         Args:
@@ -202,9 +202,9 @@ class ImagesRequest(DrawingRequest):
             raise HttpError(400, problem, field="model", remedy="POST to /v1/images/codes")
         return self
 
-    async def encode(self, pipeline: AsyncPipeline, prepared: Prepared, step: StreamStep, i: int) -> bytes:
+    async def encode(self, pipeline: AsyncPipeline, prepared: PreparedRequest, step: StreamStep, i: int) -> bytes:
         image = await pipeline.image(step, i)
-        return await asyncio.to_thread(image_bytes, image, self.format, self.output_compression)
+        return await asyncio.to_thread(encode_image, image, self.format, self.output_compression)
 
     def content(self, size: Size, codes: Ints, file: bytes) -> dict[str, Any]:
         text = base64.b64encode(file).decode()
@@ -267,7 +267,7 @@ def read_json(model: type[M], body: bytes) -> M:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        fields: dict[str, Any] = error_fields(error)
+        fields: dict[str, Any] = describe_error_fields(error)
         fields["field"] = fields["field"] or "body"
         raise HttpError(400, **fields) from error
 

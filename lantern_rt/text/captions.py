@@ -24,12 +24,12 @@ _DASHES = (
 _SYMBOLS = r"#\u00ae\u2022\u00a9\u2122&@\u00b7\u00ba\u00bd\u00be\u00bf\u00a1\u00a7~()\[\]{}|\\/*"
 
 
-def _link(scheme: str) -> str:
+def _link_pattern(scheme: str) -> str:
     """Return a pattern that matches a scheme with its slashes, or a host name and path without an @ after it."""
     return rf"\b(?:{scheme}:(?:/{{1,3}}|[a-z0-9%])|[a-z0-9.\-]+\.(?:{_DOMAINS})[\w/-]*\b/?(?!@))"
 
 
-_LINKS: Steps = (("<person>", "person"), (_link("https?"), ""), (_link("www"), ""))
+_LINKS: Steps = (("<person>", "person"), (_link_pattern("https?"), ""), (_link_pattern("www"), ""))
 _NOISE: Steps = (
     (r"@\w+\b", ""),  # user names
     (r"[\u31c0-\u9fff]+", ""),  # CJK
@@ -80,15 +80,15 @@ def clean_caption(text: str) -> str:
 def _clean(text: str) -> str:
     from ftfy import fix_text  # The import takes 40 ms, which other prompts do not need.
 
-    text = _apply(_LINKS, unquote_plus(text).strip().lower())
-    text = _apply(_NOISE, _without_markup(text))
+    text = _apply_steps(_LINKS, unquote_plus(text).strip().lower())
+    text = _apply_steps(_NOISE, _strip_markup(text))
     if len(re.findall("[-_]", text)) > _MAX_JOINTS:
         text = re.sub("[-_]", " ", text)
     text = html.unescape(html.unescape(fix_text(text))).strip()
-    return _apply(_CODES, text).strip()
+    return _apply_steps(_CODES, text).strip()
 
 
-def _apply(steps: Steps, text: str) -> str:
+def _apply_steps(steps: Steps, text: str) -> str:
     for pattern, replacement in steps:
         text = re.sub(pattern, replacement, text)
     return text
@@ -119,7 +119,7 @@ class _Text(HTMLParser):
         self.handle_data(html.unescape(f"&#{name};"))
 
 
-def _without_markup(text: str) -> str:
+def _strip_markup(text: str) -> str:
     if "<" not in text and "&" not in text:
         return text
     parser = _Text()

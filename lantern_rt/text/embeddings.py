@@ -39,8 +39,10 @@ def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]
         raise RequestError(field=str(path), found=f"arrays {names}", expected=expected, remedy=_REMEDY)
     values = arrays["embeddings"]
     mask = arrays.get("mask", np.ones(values.shape[:-1], np.bool_))
-    _check(path, "embeddings", values, values.dtype in (np.float16, np.float32, np.float64), "floats", 3)
-    _check(path, "mask", mask, mask.dtype.kind in "biu" and not (mask > 1).any() and not (mask < 0).any(), "0 and 1", 2)
+    _check_array(path, "embeddings", values, values.dtype in (np.float16, np.float32, np.float64), "floats", 3)
+    _check_array(
+        path, "mask", mask, mask.dtype.kind in "biu" and not (mask > 1).any() and not (mask < 0).any(), "0 and 1", 2
+    )
     if mask.shape != values.shape[:2]:
         actual = f"mask {list(mask.shape)} for embeddings {list(values.shape)}"
         expected = f"mask {list(values.shape[:2])}"
@@ -49,7 +51,7 @@ def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]
         return values.astype(np.float32), mask.astype(np.bool_)
 
 
-def _check(path: Path, name: str, array: NDArray[Any], valid: bool, kind: str, axes: int) -> None:
+def _check_array(path: Path, name: str, array: NDArray[Any], valid: bool, kind: str, axes: int) -> None:
     if not valid or array.ndim != axes or not array.size:
         shape = ["prompts", "tokens", "dim"][:axes]
         actual = f"{name} {array.dtype} {list(array.shape)}"

@@ -49,7 +49,7 @@ class CaptionTokenizer:
         if not text.strip():
             actual = "only text that this model ignores (such as links, symbols and Chinese characters)"
             raise RequestError(field="prompt", found=actual, expected="a description in English")
-        with _tokenizer_errors():
+        with _convert_tokenizer_errors():
             encoding = self.library.encode(text, add_special_tokens=False)
             encoding.truncate(slots - self.library.num_special_tokens_to_add(False))
             ids = np.array(self.library.post_process(encoding).ids, np.int64)
@@ -90,7 +90,7 @@ class TemplateTokenizer:
         Raises:
             RequestError: the prompt has no tokens, or too many.
         """
-        with _tokenizer_errors():
+        with _convert_tokenizer_errors():
             ids = self.library.encode(self.template.replace("{prompt}", prompt), add_special_tokens=False).ids
         if not ids:
             raise RequestError(field="prompt", found="no tokens", expected="a few words")
@@ -99,7 +99,7 @@ class TemplateTokenizer:
         return np.array(ids, np.int64)
 
 
-def _tokenizer_errors() -> AbstractContextManager[None]:
+def _convert_tokenizer_errors() -> AbstractContextManager[None]:
     return reading(Path("tokenizer.json"), "a valid tokenizer", BundleError, "export the bundle again")
 
 

@@ -71,7 +71,7 @@ class WordTokenizer:
         """Return whether a token id from 0 is that of a word."""
         return token < len(self.ids)
 
-    def nearest_examples(self, prompt: object) -> list[str]:
+    def find_nearest_examples(self, prompt: object) -> list[str]:
         """Return the three examples that share the most words with a prompt."""
         words = {*_WORD.findall(str(prompt).lower())}
         return nlargest(3, self.examples, key=lambda example: (len(words.intersection(example.split())), -len(example)))

@@ -11,7 +11,7 @@ from lantern_rt.bundle.manifest import file_sha256
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.pipeline import Pipeline
 from lantern_rt.train.drafter.data import IMAGES_PER_SHARD, write_shards
-from lantern_rt.train.drafter.fit import Fit, FitOptions, describe_figures
+from lantern_rt.train.drafter.fit import DrafterTraining, TrainingOptions, describe_figures
 from lantern_rt.train.drafter.target import read_target
 
 from .bundle import write_scenes_bundle
@@ -49,8 +49,8 @@ def train_drafter(work: Path, steps: int, batch: int = 12, device: str = "cpu", 
     """Train the drafter on the drawn images, or continue its training; returns its measurements."""
     bundle = target_bundle(work)
     target = read_target(bundle)
-    options = FitOptions(steps, batch, bundle.manifest.sampling.cfg_scale, seed)
-    fit = Fit(work / "samples", target, options, work / "drafter", device)
+    options = TrainingOptions(steps, batch, bundle.manifest.sampling.cfg_scale, seed)
+    fit = DrafterTraining(work / "samples", target, options, work / "drafter", device)
     figures = fit.run(lambda what, done, total: None, lambda line: print(f"drafter: {line}", flush=True))
     print(f"drafter done: {describe_figures(figures)}")
     return figures

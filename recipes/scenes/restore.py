@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.bundle.weights import StoredWeights
 from lantern_rt.export.models.decoder import DecoderConfig
-from lantern_rt.export.models.eagle import EagleDrafter
-from lantern_rt.export.writer import check_output
+from lantern_rt.export.models.eagle import EagleModule
+from lantern_rt.export.writer import check_bundle_output
 from lantern_rt.train.drafter.folder import save_drafter
 
 from .checkpoints import save_checkpoint
@@ -28,7 +28,7 @@ def restore_work(bundle: Path | str, work: Path, only_vq: bool = False) -> None:
 
     only_vq: write only `vq.pt`, to train a target of another size on the same codes.
     """
-    check_output(work, force=False)
+    check_bundle_output(work, force=False)
     opened = open_bundle(bundle)
     vq = _vq(opened)
     save_checkpoint(work / "vq.pt", {"model": vq.state_dict(), "config": asdict(vq.config)})
@@ -90,10 +90,10 @@ def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
     return target
 
 
-def _drafter(bundle: Bundle, target: DecoderConfig) -> EagleDrafter:
+def _drafter(bundle: Bundle, target: DecoderConfig) -> EagleModule:
     stored = _stored(bundle, "drafter")
     config = replace(target, num_layers=1, prefix=target.prefix - 1, input_norm=False, final_norm=False)
-    drafter = EagleDrafter(config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias=True)
+    drafter = EagleModule(config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias=True)
     outer = {name: stored[name] for name in ("embed.weight", "fc.bias")} | {
         name: stored[name].T for name in ("fc.weight", "head.weight")
     }

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lantern_rt.export.graph.precision import quantise, round_activations
+from lantern_rt.export.graph.precision import quantize, round_activations
 from lantern_rt.export.models.decoder import Decoder
 
 from .data import draw_scenes
@@ -71,7 +71,7 @@ def round_layer(linear: nn.Linear, inputs: Tensor) -> Tensor:
     inverse = torch.linalg.inv(moments[order][:, order])
     influence = torch.linalg.cholesky(inverse, upper=True)  # row i: how an error in column i spreads over later columns
     weights = linear.weight.double()[:, order]
-    integers, scales = quantise(weights.T.float(), "columns")
+    integers, scales = quantize(weights.T.float(), "columns")
     scales = scales[0].double()
     largest = integers.abs().argmax(0)
     largest_integer = int(integers.abs().max())

@@ -18,7 +18,7 @@ from lantern_rt import Pipeline
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import to_image
+from lantern_rt.output.images import image_from_pixels
 from lantern_rt.prepared import compute_prefixes, load_model
 from lantern_rt.runtime.groups import GroupLayout
 from lantern_rt.runtime.likelihood import compute_sequence_logits
@@ -278,7 +278,7 @@ class ImageTokenizerGolden:
         if "post_quant" in arrays:
             assert_close(latents, arrays["post_quant"])
         for image, expected in zip(images, arrays.get("decoded_uint8", []), strict=False):
-            assert np.abs(np.asarray(to_image(image)).astype(int) - expected).max() <= 1
+            assert np.abs(np.asarray(image_from_pixels(image)).astype(int) - expected).max() <= 1
 
     def test_images_encode_to_the_recorded_latents_and_codes_and_decode_to_the_reconstruction(
         self, tokenizer: tuple[Path, Arrays]

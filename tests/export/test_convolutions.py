@@ -19,10 +19,10 @@ from goldens import read_values
 from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.cli.main import run_program
 from lantern_rt.export.compare import compare_with_module
-from lantern_rt.export.convolutions import measure_activations, quantise_convolutions
+from lantern_rt.export.convolutions import measure_activations, quantize_convolutions
 from lantern_rt.export.families.common import vq_graphs
 from lantern_rt.export.graph.graphs import Graph, plan_graph
-from lantern_rt.export.measures import image_difference
+from lantern_rt.export.measures import measure_image_difference
 from lantern_rt.export.models.vq_checkpoints import read_vq, read_vqgan
 
 
@@ -47,9 +47,9 @@ def test_int8_images_are_near_float32_and_sums_do_not_depend_on_their_order(tmp_
     path = tmp_path / "vq_decoder.onnx"
     scale_down_residuals(graph.module.state_dict())
     plan = plan_graph(graph)
-    quantise_convolutions(plan, measure_activations(graph, 96))
+    quantize_convolutions(plan, measure_activations(graph, 96))
     plan.write(path)
-    levels, psnr = image_difference(compare_with_module(graph, path, [*graph.cases]))
+    levels, psnr = measure_image_difference(compare_with_module(graph, path, [*graph.cases]))
     assert levels < 2
     assert psnr > 40
     model = onnx.load(path)
@@ -69,7 +69,7 @@ def test_int8_images_are_near_float32_and_sums_do_not_depend_on_their_order(tmp_
 def test_onnx_runtime_fuses_int8_convolutions(tmp_path: Path) -> None:
     graph = decoder("llamagen")
     plan = plan_graph(graph)
-    quantise_convolutions(plan, measure_activations(graph, 96))
+    quantize_convolutions(plan, measure_activations(graph, 96))
     options: Any = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "fused.onnx")
     onnxruntime.InferenceSession(plan.write(tmp_path / "vq_decoder.onnx")[0], options)

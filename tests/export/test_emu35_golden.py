@@ -31,7 +31,7 @@ from lantern_rt.export.model import Model
 from lantern_rt.export.models.decoder import rotate
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import to_image
+from lantern_rt.output.images import image_from_pixels
 from lantern_rt.prompts import prepare_prompts
 from lantern_rt.runtime.raster import RowEndLayout
 from lantern_rt.runtime.sampling import compute_distribution
@@ -178,7 +178,7 @@ def test_filters_give_the_recorded_probabilities_of_codes() -> None:
 
 def check_bytes(picture: NDArray[np.float32], expected: NDArray[np.uint8]) -> None:
     """Bytes are cut, as recorded, but where a number is an integer but for rounding."""
-    found = np.asarray(to_image(picture)).astype(int)
+    found = np.asarray(image_from_pixels(picture)).astype(int)
     assert np.abs(found - expected).max() <= 1
     assert (found == expected).mean() > 0.998
 

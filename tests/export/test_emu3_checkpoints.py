@@ -23,7 +23,7 @@ from lantern_rt.bundle.conditions import ConditionSpec
 from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.families.common import grid_sizes
 from lantern_rt.export.families.common_emu3 import convert_tiktoken, emu3_image_size
-from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, prompt_layout
+from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, emu3_prompt_layout
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.model import Model
 from lantern_rt.prompts import prepare_prompts
@@ -112,8 +112,8 @@ def test_row_ends_of_published_sizes_are_where_the_published_code_forces_them(na
     assert (rows, columns) in grid_sizes(PROTOCOL["image_area_default"], 8)
     row_end = PROTOCOL["tokens"]["eol"]["official"]
     layout = RowEndLayout(rows * columns, columns, row_end=row_end)
-    # The last row end is not sampled.
-    tokens = [*layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist(), row_end]
+    tokens = layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist()
+    tokens.append(row_end)  # the last row end is not sampled
     assert tokens == forced[: rows * (columns + 1)].tolist()
     assert (forced[len(tokens) :] >= 0).all()
 
@@ -127,7 +127,7 @@ def test_prompt_and_unconditional_ids_of_runs(
     libraries: dict[str, Tokenizer], layout: str, trace: dict[str, Any]
 ) -> None:
     library = libraries[layout]
-    words = prompt_layout(library, trace["negative"])
+    words = emu3_prompt_layout(library, trace["negative"])
     size = emu3_image_size(library, *trace["grid"], 2)
     text = TemplateTokenizer(library, words.template).encode(trace["text"].removesuffix(SUFFIX), 2048)
     assert [*words.before, *text.tolist(), *words.after, *size.tokens] == trace["prompt_ids"]

@@ -16,7 +16,7 @@ from shared_goldens import ROW_NAMES, GoldenFamily, RowEndDecoderGolden, log_sof
 
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import to_image
+from lantern_rt.output.images import image_from_pixels
 from lantern_rt.runtime.sampling import choose_codes, compute_distribution
 
 CODES = slice(557, 653)  # ids of the image tokens
@@ -134,7 +134,7 @@ def test_codes_of_runs_decode_to_their_images(family: GoldenFamily, trace: dict[
     (image,) = GraphFileSession(family.bundle / "vq_decoder.onnx").run({"codes": np.array([trace["codes"]])})["images"]
     assert_close(image, family.arrays[f"{trace['name']}_pixels"])
     expected = family.arrays[f"{trace['name']}_uint8"]
-    assert np.abs(np.asarray(to_image(image)).astype(int) - expected).max() <= 1
+    assert np.abs(np.asarray(image_from_pixels(image)).astype(int) - expected).max() <= 1
 
 
 def test_vq_image_becomes_vq_pre_quant_and_vq_encoded(family: GoldenFamily) -> None:

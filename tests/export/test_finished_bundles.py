@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from published_host import Host
-from stand_in_hub import COMMIT, REPOSITORIES, STALLED, serve_hub
+from stand_in_hub import COMMIT, REPOSITORIES, STALLED, run, serve_hub
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.files import Bundle, open_bundle
@@ -129,7 +129,33 @@ def test_a_bundle_that_is_not_what_the_checkpoint_gives_is_found(host: Host) -> 
     assert [path.name for path in host.cache.iterdir()] == [f"{NAME}@int8"]
 
 
-def test_python_downloads_it_too_and_an_export_may_be_asked_for(host: Host, bundle: Bundle) -> None:
+def test_python_downloads_it_too(host: Host, bundle: Bundle) -> None:
+    code = (
+        "import sys; from pathlib import Path; from lantern_rt import Pipeline, published\n"
+        f"sys.modules |= dict.fromkeys({host.absent})\n"
+        "published.TABLE = Path(sys.argv[1])\n"
+        f"with Pipeline.from_bundle({NAME!r}, download=True) as pipe:\n"
+        "    print(pipe.bundle.digest, pipe(class_ids=3).seeds)\n"
+    )
+    done = run(
+        host.hub, host.folder / "home", "-c", code, str(host.folder / "models.json"), LANTERN_RT_CACHE=str(host.cache)
+    )
+    assert (done.returncode, done.stdout) == (0, f"{bundle.digest} [0]\n"), done.stderr
+
+
+def test_a_server_downloads_it_too(host: Host) -> None:
+    server = host.start("serve", NAME, "--yes", "--port", 0, stderr=subprocess.PIPE, cwd=host.folder)
+    try:
+        assert server.stderr is not None
+        lines = iter(server.stderr.readline, "")
+        assert next((line for line in lines if f"ready: {NAME}" in line), "") != ""
+    finally:
+        server.terminate()
+        server.communicate()
+    assert (host.cache / f"{NAME}@int8").is_symlink()
+
+
+def test_an_export_may_be_asked_for(host: Host, bundle: Bundle) -> None:
     asked = host("run", NAME, "--class-id", 3, "--yes", "--export")
     assert "torch is not installed" in asked.stderr
     host.absent = []

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import GLM_IMAGE, copied
+from checkpoint_copies import GLM_IMAGE, copy_checkpoint
 from family_readers import read_glm_image
 from PIL import Image
 from refusals import error_of
@@ -19,7 +19,7 @@ from lantern_rt import Pipeline
 from lantern_rt.errors import CheckpointError, RequestError
 from lantern_rt.export.families import glm_image
 from lantern_rt.export.graph.precision import read_precisions
-from lantern_rt.export.verify import verify
+from lantern_rt.export.verify import verify_bundle
 from lantern_rt.export.writer import export_model
 from lantern_rt.requests import Request
 
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             scale = 0.05 if "patch_embed" in name else 0.3
             weights[name] = (scale * torch.randn(weights[name].shape, generator=generator)).bfloat16()
 
-    copied(GLM_IMAGE / PART, folder / PART, redraw, lambda config: config["vision_config"].update(depth=2))
+    copy_checkpoint(GLM_IMAGE / PART, folder / PART, redraw, lambda config: config["vision_config"].update(depth=2))
     return folder
 
 
@@ -144,11 +144,11 @@ def test_every_precision_reads_the_same_source_and_agrees_with_the_checkpoint(
     assert (codes >= 0).all()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "image_grids", lambda square: GRIDS)
-        report = verify(rounded.bundle, read_glm_image(folder, grid=2))
+        report = verify_bundle(rounded.bundle, read_glm_image(folder, grid=2))
     # The limits of integer weights are of trained models, whose distributions are less sensitive than these.
     rounds = precision is not None and precision.startswith("int")
     assert rounds or report.passed, report
-    by_evaluator = verify(rounded.bundle)
+    by_evaluator = verify_bundle(rounded.bundle)
     for rows in (report.tensors, by_evaluator.tensors):
         encoder = {row["tensor"]: row["passed"] for row in rows if row["graph"] == "vq_encoder"}
         assert encoder == {"codes": True, "pre_quant": True}
@@ -156,10 +156,12 @@ def test_every_precision_reads_the_same_source_and_agrees_with_the_checkpoint(
 
 def test_other_weights_of_the_encoder_do_not_agree(folder: Path, pipe: Pipeline, tmp_path: Path) -> None:
     other = shutil.copytree(folder, tmp_path / "other")
-    copied(folder / PART, other / PART, lambda weights: weights["model.visual.blocks.1.mlp.fc2.bias"].add_(0.5))
+    copy_checkpoint(
+        folder / PART, other / PART, lambda weights: weights["model.visual.blocks.1.mlp.fc2.bias"].add_(0.5)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "image_grids", lambda square: GRIDS)
-        report = verify(pipe.bundle, read_glm_image(other, grid=2))
+        report = verify_bundle(pipe.bundle, read_glm_image(other, grid=2))
     assert {row["graph"] for row in report.tensors if not row["passed"]} == {"vq_encoder"}
 
 
@@ -170,7 +172,7 @@ def test_a_checkpoint_without_the_encoder_makes_a_bundle_of_text_to_image(folder
         for name in [name for name in weights if name.startswith("model.visual.")]:
             del weights[name]
 
-    copied(folder / PART, text / PART, strip)
+    copy_checkpoint(folder / PART, text / PART, strip)
     with Pipeline.from_bundle(export(text, tmp_path / "bundle"), threads=1) as pipe:
         assert pipe("a fox", size="64x64", temperature=0).codes[0].shape == (256 + 4,)
         assert "no image encoder" in str(error_of(RequestError, pipe, "a fox", image=picture(2, 2)))

@@ -139,6 +139,7 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
     arguments += ["--lora", "hf:owner/style:0.5"]
     done = run(endpoint, tmp_path / "home", "-m", "lantern_rt", "export", *arguments)
     assert done.returncode == 0, done.stderr
+    assert " from the hub; the bundle takes at least " in done.stderr
     assert [(source.role, source.name, source.origin) for source in read_manifest(output).provenance.sources] == [
         ("target_config", "config.json", f"hf:owner/target/config.json@{COMMIT}"),
         ("target", "model.safetensors", f"hf:owner/target/model.safetensors@{COMMIT}"),
@@ -311,6 +312,7 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
     sample = tmp_path / "sample.png"
     assert "lantern-rt run hf:owner/pushed --class-id 0\n" in card
     assert f"digest | {bundle.digest}" in card
+    assert "pip install" not in card  # which knows no index
     sample.write_bytes(there["samples/4.png"])
     arguments = ("run", "hf:owner/pushed@v1", "--from", sample, "--output", tmp_path / "again.png", "--force")
     for variables in ({}, {"endpoint": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):

@@ -21,8 +21,8 @@ from lantern_rt.engines.ort.session import load_session
 from lantern_rt.errors import ParityError
 from lantern_rt.export.compare import run_module
 from lantern_rt.export.graph.graphs import Graph, plan_graph
-from lantern_rt.export.graph.precision import quantise, round_activations
-from lantern_rt.export.measures import relative_error
+from lantern_rt.export.graph.precision import quantize, round_activations
+from lantern_rt.export.measures import measure_relative_error
 from lantern_rt.export.verify import check_parity
 
 NODES = 24
@@ -188,13 +188,13 @@ def test_activations_with_outliers_have_15_bits(graph: Graph, session: Any, embe
     inputs["attention_mask"] = np.where(np.tri(NODES, dtype=bool), 0, HIDDEN).astype(np.float32)[None, None]
     inputs |= {name: array[:0] for name, array in masked_past(session).items()}
     exact = run_module(graph, inputs, plan_graph(graph, "int8"))["new_key_values.0.key"]
-    assert relative_error(outputs["new_key_values.0.key"], exact) < 5e-4  # would be 4e-2 with 8 bits
+    assert measure_relative_error(outputs["new_key_values.0.key"], exact) < 5e-4  # would be 4e-2 with 8 bits
 
 
 def test_every_output_of_a_matrix_has_a_separate_scale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(0)
     weight = torch.randn(96, 5) * torch.logspace(-3, 3, 5)
-    integers, scales = quantise(weight, "columns")
+    integers, scales = quantize(weight, "columns")
     assert scales.shape == (1, 5)
     assert (integers.abs().amax(0) == 64).all()  # processors without VNNI add two 8-bit products in 16 bits
     assert ((integers * scales - weight).abs() <= scales * 0.5001).all()

@@ -24,7 +24,7 @@ from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import to_image
+from lantern_rt.output.images import image_from_pixels
 from lantern_rt.runtime.sampling import compute_distribution
 
 FOLDER = DATA / "janus-deepseek"
@@ -171,7 +171,7 @@ def test_codes_decode_to_the_recorded_vectors_latents_and_images(bundle: Path) -
     last_codes = SAMPLED[0]["codes"][-1]
     sampled_images, _, _ = decode_image_values(bundle, np.array([last_codes]))
     for image, expected in ((images, "vq_uint8"), (sampled_images, "sample0_last_uint8")):
-        assert np.abs(np.asarray(to_image(image[0])).astype(int) - ARRAYS[expected]).max() <= 1
+        assert np.abs(np.asarray(image_from_pixels(image[0])).astype(int) - ARRAYS[expected]).max() <= 1
 
 
 def test_images_encode_to_the_codes_of_deepseek_and_not_of_transformers(bundle: Path) -> None:

@@ -26,9 +26,9 @@ from lantern_rt.errors import CheckpointError, RequestError
 from lantern_rt.export.compare import DeviceLayoutSession, GraphFileSession
 from lantern_rt.export.graph.graphs import Graph, convert_to_float16, plan_graph, target_graph, write_graph
 from lantern_rt.export.graph.precision import Rule, read_precisions
-from lantern_rt.export.measures import difference
+from lantern_rt.export.measures import measure_difference
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
-from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
+from lantern_rt.export.models.eagle import EagleModule, drafter_graph
 from lantern_rt.export.verify import check_parity
 from lantern_rt.export.writer import export_model
 
@@ -70,7 +70,7 @@ def target(config: DecoderConfig, scale: float = 0.1) -> Graph:  # with inputs s
 
 def drafter(config: DecoderConfig, bias: bool) -> Graph:
     torch.manual_seed(0)
-    eagle_drafter = EagleDrafter(
+    eagle_drafter = EagleModule(
         config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias, num_tokens=50
     )
     randomise_norms(eagle_drafter)
@@ -91,7 +91,7 @@ def layout_difference(graph: Graph, folder: Path, rule: Rule = "fp32") -> float:
         expected = exported.run(inputs)
         outputs = device.run(inputs)
         assert outputs.keys() == expected.keys()
-        largest = max(largest, *(difference(outputs[name], expected[name]) for name in expected))
+        largest = max(largest, *(measure_difference(outputs[name], expected[name]) for name in expected))
     return largest
 
 

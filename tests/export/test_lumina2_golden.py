@@ -22,7 +22,7 @@ from lantern_rt.export.families.common_lumina import patch_sizes
 from lantern_rt.export.models.llamagen_vq import VQDecoder, VQEncoder
 from lantern_rt.export.models.movqgan import read_movqgan
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import to_image
+from lantern_rt.output.images import image_from_pixels
 from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.raster import RowEndLayout
 from lantern_rt.runtime.sampling import compute_distribution
@@ -165,7 +165,7 @@ def test_codes_become_every_recorded_value_of_the_decoder_and_the_image(lumina2_
     values = read_values(path, names, {"codes": ARRAYS["vq_codes"][None]})
     for array, name in zip(values, ("code_vectors", "post_quant", "conv_in", "decoded"), strict=True):
         assert_close(array[0], ARRAYS[f"vq_{name}"])
-    assert np.abs(np.asarray(to_image(values[-1][0])).astype(int) - ARRAYS["vq_uint8"]).max() <= 1
+    assert np.abs(np.asarray(image_from_pixels(values[-1][0])).astype(int) - ARRAYS["vq_uint8"]).max() <= 1
 
 
 @pytest.mark.parametrize("trace", [trace for trace in TRACES if f"{trace['name']}_uint8" in ARRAYS], ids=by_name)
@@ -173,7 +173,7 @@ def test_codes_of_runs_become_their_images(lumina2_bundle: Path, trace: dict[str
     codes = {"codes": np.array([trace["codes"]])}
     (image,) = GraphFileSession(lumina2_bundle / "vq_decoder.onnx").run(codes)["images"]
     assert_close(image, ARRAYS.get(f"{trace['name']}_pixels", image))
-    assert np.abs(np.asarray(to_image(image)).astype(int) - ARRAYS[f"{trace['name']}_uint8"]).max() <= 1
+    assert np.abs(np.asarray(image_from_pixels(image)).astype(int) - ARRAYS[f"{trace['name']}_uint8"]).max() <= 1
 
 
 def test_layers_inside_the_image_tokenizer_have_the_recorded_outputs() -> None:

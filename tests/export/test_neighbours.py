@@ -8,7 +8,7 @@ import torch
 from goldens import DATA
 
 from lantern_rt.export.models.fsq import code_vectors
-from lantern_rt.export.neighbours import neighbour_table
+from lantern_rt.export.neighbours import compute_neighbour_table
 
 
 def codebook() -> np.ndarray:
@@ -19,7 +19,7 @@ def codebook() -> np.ndarray:
 
 def test_the_order_agrees_with_the_published_file() -> None:
     published = np.load(DATA / "lantern-accept/top_127_indices.npy")
-    table = neighbour_table(codebook())
+    table = compute_neighbour_table(codebook())
     np.testing.assert_array_equal(table, published)
     assert table.dtype == np.uint8
 
@@ -27,14 +27,14 @@ def test_the_order_agrees_with_the_published_file() -> None:
 @pytest.mark.parametrize("k", [1, 5, 126, 127, 1000])
 def test_a_shorter_table_is_the_start_of_the_whole_one(k: int) -> None:
     rows = codebook()
-    whole = neighbour_table(rows)
-    part = neighbour_table(rows, k)
+    whole = compute_neighbour_table(rows)
+    part = compute_neighbour_table(rows, k)
     assert part.shape == (128, min(k, 127))
     np.testing.assert_array_equal(part, whole[:, :k])
 
 
 def test_equal_rows_are_neighbours_in_order_of_index() -> None:
-    table = neighbour_table(np.ones((5, 3), np.float32))
+    table = compute_neighbour_table(np.ones((5, 3), np.float32))
     assert table[2].tolist() == [0, 1, 3, 4]
 
 
@@ -43,6 +43,6 @@ def test_points_of_a_grid_have_the_neighbours_of_a_full_sort(k: int) -> None:
     grid = code_vectors(torch.arange(120), (8, 5, 3)).double().numpy()
     squares = np.square(grid[:, None] - grid).sum(-1)  # exact, as all numbers are multiples of a quarter
     np.fill_diagonal(squares, -1)
-    table = neighbour_table(grid, k)
+    table = compute_neighbour_table(grid, k)
     assert table.dtype == np.uint8
     np.testing.assert_array_equal(table, squares.argsort(1, kind="stable")[:, 1 : k + 1])

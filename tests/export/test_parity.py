@@ -22,7 +22,7 @@ from lantern_rt.export.families.common import vq_graphs
 from lantern_rt.export.graph.graphs import Graph, named_cases, target_graph, write_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
-from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
+from lantern_rt.export.models.eagle import EagleModule, drafter_graph
 from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
 from lantern_rt.export.verify import check_parity, choose_tolerance
 
@@ -79,7 +79,7 @@ def test_a_drafter_graph_equals_its_module(
 ) -> None:
     torch.manual_seed(seed)
     head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-    drafter = EagleDrafter(config, head, bias)
+    drafter = EagleModule(config, head, bias)
     randomise_norms(drafter)
     graph = drafter_graph(drafter)
     assert check_parity(graph, write_graph(graph, tmp_path_factory.mktemp("graph"))[0]) < 2e-5

@@ -23,7 +23,7 @@ from lantern_rt.export.graph.precision import (
     choose_storage,
     fake_quantize,
     iter_chunks,
-    quantise,
+    quantize,
     read_precisions,
     resolve_storage,
 )
@@ -36,7 +36,7 @@ PRECISIONS = [name for name in get_args(Precision) if name != "bf16"]  # float32
 def test_rounding_errors_are_at_most_half_a_step_of_the_block(kind: str, steps: int) -> None:
     torch.manual_seed(0)
     weight = torch.randn(128, 6) * torch.logspace(-3, 3, 128)[:, None]
-    integers, scales = quantise(weight, kind)  # type: ignore[arg-type]
+    integers, scales = quantize(weight, kind)  # type: ignore[arg-type]
     size = block_size(kind, 128)  # type: ignore[arg-type]
     assert size is not None
     assert integers.abs().max() == steps
@@ -46,7 +46,7 @@ def test_rounding_errors_are_at_most_half_a_step_of_the_block(kind: str, steps: 
 
 
 def test_a_block_of_zeros_stays_zero() -> None:
-    integers, scales = quantise(torch.zeros(32, 2), "int4")
+    integers, scales = quantize(torch.zeros(32, 2), "int4")
     assert not integers.any()
     assert not scales.any()
     assert not fake_quantize(torch.zeros(2, 32), "int4", matrix=True).any()

@@ -18,11 +18,11 @@ from shared_goldens import DecoderGolden, GoldenFamily, log_softmax
 from tokenizers import Tokenizer
 
 from lantern_rt.export.compare import GraphFileSession
-from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, prompt_layout
+from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, simplear_prompt_layout
 from lantern_rt.export.models.cosmos_vq import haar_bands
 from lantern_rt.export.models.fsq import code_vectors, nearest_codes
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import to_image
+from lantern_rt.output.images import image_from_pixels
 from lantern_rt.prompts import prepare_prompts
 from lantern_rt.runtime.sampling import apply_repetition_penalty, compute_distribution
 from lantern_rt.text.tokenizers import TemplateTokenizer
@@ -191,7 +191,7 @@ def test_codes_of_runs_become_their_pixels_and_uint8(simplear_bundle: Path, name
     feeds = {"codes": np.array([TRACES[name]["codes"]])}
     (image,) = GraphFileSession(simplear_bundle / "vq_decoder.onnx").run(feeds)["images"]
     assert_close(image, ARRAYS[f"{name}_pixels"])
-    assert np.abs(np.asarray(to_image(image)).astype(int) - ARRAYS[f"{name}_uint8"]).max() <= 1
+    assert np.abs(np.asarray(image_from_pixels(image)).astype(int) - ARRAYS[f"{name}_uint8"]).max() <= 1
 
 
 # ---------------------------------------------------------------- prompts
@@ -201,7 +201,7 @@ def test_prompts_negative_and_null_prompts_have_the_published_ids(simplear_bundl
     bundle_manifest = read_manifest(simplear_bundle)
     library = Tokenizer.from_file(str(simplear_bundle / "tokenizer.json"))
     assert (NEGATIVE, bundle_manifest.sampling.cfg_scale) == (PROTOCOL["negative_generate_py"], PROTOCOL["cfg"])
-    assert bundle_manifest.condition.layout == prompt_layout(library)
+    assert bundle_manifest.condition.layout == simplear_prompt_layout(library)
     tokenizer = TemplateTokenizer(library, TEMPLATE)
     prefix = f"<|t2i|>{TEMPLATE.removesuffix('{prompt}')}"
     for case in PROTOCOL["tokenizer_cases"]:
@@ -218,5 +218,5 @@ def test_prompts_negative_and_null_prompts_have_the_published_ids(simplear_bundl
             )
             cond = (request.tokens or ())[1]
         else:
-            cond = np.array(prompt_layout(library, "").uncond)  # the empty prompt of training
+            cond = np.array(simplear_prompt_layout(library, "").uncond)  # the empty prompt of training
         assert cond.tolist() == case["ids"]

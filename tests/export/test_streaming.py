@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lantern_rt.export.checkpoints.deferred import compute_tensor, defer_tensor
 from lantern_rt.export.checkpoints.files import read_weights
-from lantern_rt.export.compare import DeviceLayoutSession, GraphFileSession, converted_weights
+from lantern_rt.export.compare import DeviceLayoutSession, GraphFileSession, convert_weights
 from lantern_rt.export.graph.graphs import Graph, named_cases, plan_graph, write_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.graph.precision import Rule
@@ -75,7 +75,7 @@ def test_a_module_with_weights_of_any_dtype_is_written_and_computed_in_float32(
 def test_a_module_has_its_original_weights_after_an_error() -> None:
     module = nn.Linear(3, 2).to(torch.bfloat16)
     weight = module.weight
-    with converted_weights(module):
+    with convert_weights(module):
         with pytest.raises(RuntimeError):
             module(torch.ones(4))
         assert module(torch.ones(3)).dtype is torch.float32
@@ -99,7 +99,7 @@ def bytes_of_exporting(folder: Path, rule: Rule) -> int:
     before = anonymous_memory() or 0
     with PeakMemory() as peak:
         path = plan.write(folder / "target.onnx")[0]
-        with torch.no_grad(), converted_weights(graph.module, plan):
+        with torch.no_grad(), convert_weights(graph.module, plan):
             graph.module(*(torch.from_numpy(inputs[value.name]) for value in graph.inputs))
         GraphFileSession(path, low_memory=True).run(inputs)
         DeviceLayoutSession(graph, path, low_memory=True).run(inputs)

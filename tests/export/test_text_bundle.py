@@ -17,6 +17,7 @@ from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import EngineError
 from lantern_rt.export.models.t5 import read_text_encoder
+from lantern_rt.inputs import install_command
 from lantern_rt.prepared import compute_prefixes
 from lantern_rt.text.captions import clean_caption
 
@@ -148,5 +149,6 @@ def test_verify_allows_for_the_rounding_of_a_float16_encoder(program: Any, tmp_p
 
 def test_a_missing_library_is_named(encoder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EngineError, match=r"transformers is not installed; run `pip install 'lantern-rt\[export\]'`"):
+    with pytest.raises(EngineError, match="transformers is not installed") as error:
         read_text_encoder(encoder[0], 32)
+    assert error.value.remedy == f"run `{install_command('export')}`"

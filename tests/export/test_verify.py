@@ -37,7 +37,7 @@ from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.manifest import FileEntry
 from lantern_rt.cli.main import run_program
-from lantern_rt.export.verify import divergence, same_top_token
+from lantern_rt.export.verify import compare_top_tokens, measure_divergence
 
 # Checkpoints in the order of the provenance; the small bundles are exported with a configuration.
 C2I_FILES = [C2I, VQ, config_path(C2I)]
@@ -69,14 +69,14 @@ def test_the_divergence_of_distributions_is_in_nats() -> None:
     expected = np.log([[0.5, 0.5], [0.25, 0.75]])
     logits = np.log([[0.5, 0.5], [0.5, 0.5]])
     np.testing.assert_allclose(
-        divergence(expected, logits + 7), [0, 0.25 * np.log(0.5) + 0.75 * np.log(1.5)], atol=1e-12
+        measure_divergence(expected, logits + 7), [0, 0.25 * np.log(0.5) + 0.75 * np.log(1.5)], atol=1e-12
     )
 
 
 def test_only_near_ties_count_as_agreement() -> None:
     expected = np.log([[0.5, 0.45, 0.05], [0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
     logits = np.log([[0.45, 0.5, 0.05], [0.45, 0.5, 0.05], [0.6, 0.3, 0.1]])
-    assert same_top_token(expected, logits).tolist() == [True, False, True]
+    assert compare_top_tokens(expected, logits).tolist() == [True, False, True]
 
 
 def test_a_bundle_agrees_with_its_checkpoint(c2i_bundle: Path, program: Any) -> None:

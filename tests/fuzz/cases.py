@@ -24,7 +24,7 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.engines.engine_folder import ENGINE_FILE
 from lantern_rt.errors import LanternError
-from lantern_rt.output.images import png_bytes
+from lantern_rt.output.images import encode_png
 from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from lantern_rt.train.drafter.data import write_shards
 
@@ -119,7 +119,7 @@ def pictures(originals: Originals, folder: Path, rng: random.Random) -> list[str
         )
         texts[name] = text.decode("utf-8", "replace")
     path = folder / "damaged.png"
-    path.write_bytes(png_bytes(originals.picture, texts))
+    path.write_bytes(encode_png(originals.picture, texts))
     if not has_false_record or rng.random() < 0.3:
         damage_file(path, rng)
     return ["run", str(originals.bundle), "--from", str(path), "--output", str(folder / "out/a.png"), "--threads", "1"]
@@ -260,9 +260,8 @@ def check(kind: str, seed: int, originals: Originals, capture: pytest.CaptureFix
         assert not noise, f"{noise}: {description}"
         *_, last = text.splitlines() or [""]
         assert code != 2 or last.startswith("lantern-rt: ") or callable(case), f"no line with the reason: {description}"
-        assert all(character.isprintable() or character == "\n" for character in text), (
-            f"control characters: {description!r}"
-        )
+        is_printable = all(character.isprintable() or character == "\n" for character in text)
+        assert is_printable, f"control characters: {description!r}"
         remaining_files = sorted(str(path.relative_to(folder)) for path in (folder / "out").rglob("*"))
         assert code == 0 or not remaining_files, f"left behind: {remaining_files} by {description}"
         assert not [path for path in remaining_files if ".partial" in path], (

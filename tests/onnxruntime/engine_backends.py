@@ -31,7 +31,7 @@ from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.executable import TensorRTExecutable
 from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig, decoder_fields
-from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
+from lantern_rt.export.models.eagle import EagleModule, drafter_graph
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.engine import Engine
 from lantern_rt.runtime.raster import RasterLayout
@@ -67,7 +67,7 @@ class SmallModel:
         torch.set_num_threads(1)
         self.decoder = Decoder(SMALL).eval()
         head = torch.nn.Linear(SMALL.hidden_size, SMALL.vocab_size, bias=False)
-        drafter = EagleDrafter(replace(SMALL, final_norm=False), head, bias=True).eval()
+        drafter = EagleModule(replace(SMALL, final_norm=False), head, bias=True).eval()
         with torch.no_grad():
             for linear in (self.decoder.head, drafter.head):
                 linear.weight.mul_(4)  # makes distributions far from uniform

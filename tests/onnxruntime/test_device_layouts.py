@@ -22,7 +22,7 @@ from lantern_rt.export import compare
 from lantern_rt.export.graph.graphs import HALF_TOLERANCE, Graph, convert_to_float16, target_graph, write_graph
 from lantern_rt.export.graph.precision import Rule
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
-from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
+from lantern_rt.export.models.eagle import EagleModule, drafter_graph
 from lantern_rt.export.verify import check_parity
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -49,7 +49,7 @@ def make_graph(config: DecoderConfig, drafts: bool) -> Graph:
     torch.manual_seed(0)
     if drafts:
         head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        return drafter_graph(EagleDrafter(replace(config, final_norm=False), head, bias=True).eval())
+        return drafter_graph(EagleModule(replace(config, final_norm=False), head, bias=True).eval())
     return target_graph(Decoder(config).eval(), torch.randn(config.vocab_size, config.hidden_size))
 
 

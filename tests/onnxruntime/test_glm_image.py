@@ -23,7 +23,7 @@ from lantern_rt import AsyncPipeline, Pipeline
 from lantern_rt.errors import RequestError
 from lantern_rt.results import StreamStep
 from lantern_rt.service import Service
-from lantern_rt.sources import Source
+from lantern_rt.sources import SourceImage
 
 torch = pytest.importorskip("torch")
 FOLDER = Path(__file__).parent.parent / "data/glm-image"
@@ -167,14 +167,14 @@ def test_bench_eval_and_inspect_leave_images_out(program: Any, glm_image_bundle:
     assert "source image `run --image`" in " ".join(out.split())
 
 
+@pytest.mark.parametrize("from_image", [False, True], ids=["text", "image"])
 def test_the_example_gives_diffusers_the_published_prior_token_ids(
-    glm_image_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    glm_image_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_image: bool, request: Any
 ) -> None:
-    trace = TRACES[0]
     calls: list[dict[str, Any]] = []
 
     class StandIn:
-        """Has the parameters of diffusers' pipeline that the example uses."""
+        """Stands for the pipeline of diffusers, which `test_diffusers.py` calls."""
 
         @classmethod
         def from_pretrained(cls, model: str, **components: Any) -> StandIn:
@@ -184,19 +184,31 @@ def test_the_example_gives_diffusers_the_published_prior_token_ids(
         def to(self, device: str) -> StandIn:
             return self
 
-        def __call__(self, prompt: str, prior_token_ids: Any, width: int, height: int) -> Any:
-            calls.append({"ids": prior_token_ids, "pixels": (width, height), "prompt": prompt})
-            return SimpleNamespace(images=[Image.new("RGB", (width, height))])
+        def __call__(self, **arguments: Any) -> Any:
+            calls.append(arguments)
+            return SimpleNamespace(images=[Image.new("RGB", (arguments["width"], arguments["height"]))])
 
     monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(GlmImagePipeline=StandIn))
-    words = [str(glm_image_bundle), "GLM-Image", trace["prompt"], "--size", options(trace)["size"]]
+    trace = FROM_IMAGE | {"width": 96, "height": 128} if from_image else TRACES[0]
+    words = [str(glm_image_bundle), "GLM-Image", trace["prompt"], "--size", f"{trace['width']}x{trace['height']}"]
+    if from_image:
+        request.getfixturevalue("source_codes")
+        Image.new("RGB", (64, 96)).save(tmp_path / "source.png")
+        words += ["--image", str(tmp_path / "source.png")]
     monkeypatch.setattr(sys, "argv", ["glm_image.py", *words, "--device", "cpu", "--output", str(tmp_path / "a.png")])
-    whole = Pipeline.__call__
-    monkeypatch.setattr(Pipeline, "__call__", lambda pipe, *words, **named: whole(pipe, *words, **named, temperature=0))
+    check = Pipeline.check
+    monkeypatch.setattr(Pipeline, "check", lambda pipe, *words, **named: check(pipe, *words, **named, temperature=0))
     runpy.run_path(str(Path(__file__).parents[2] / "examples/glm_image.py"), run_name="__main__")
     (call,) = calls
-    assert (call["ids"].dtype, call["ids"].tolist()) == (torch.int64, [trace["prior_token_ids"]])
-    assert call["pixels"] == (trace["width"], trace["height"])
+    codes = np.array(trace["large_codes"]).repeat(2, 0).repeat(2, 1)
+    assert (call["prior_token_ids"].dtype, call["prior_token_ids"].tolist()) == (torch.int64, [codes.ravel().tolist()])
+    assert (call["width"], call["height"], call["prompt"]) == (trace["width"], trace["height"], trace["prompt"])
+    assert ("image" in call) == from_image
+    if from_image:
+        codes = np.array(trace["source_codes"]).repeat(2, 0).repeat(2, 1)
+        assert [image.size for image in call["image"]] == [(64, 96)]
+        assert [ids.tolist() for ids in call["prior_token_image_ids"]] == [codes.ravel().tolist()]
+        assert [grid.tolist() for grid in call["source_image_grid_thw"]] == [[[1, 6, 4]]]
     assert (tmp_path / "a.png").is_file()
 
 
@@ -204,7 +216,7 @@ def test_the_example_gives_diffusers_the_published_prior_token_ids(
 def source_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every source image has the codes of the recorded run, whose pixels are not known."""
     codes = np.array(FROM_IMAGE["source_codes"]).ravel()
-    monkeypatch.setattr(Source, "encode", lambda source, encoder: setattr(source, "codes", codes))
+    monkeypatch.setattr(SourceImage, "encode", lambda source, encoder: setattr(source, "codes", codes))
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])

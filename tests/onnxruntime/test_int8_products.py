@@ -18,7 +18,7 @@ from lantern_rt.engines.ort.providers import Providers
 from lantern_rt.engines.precisions import check_matmul_support
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import RequestError
-from lantern_rt.memory import weight_bytes
+from lantern_rt.memory import count_weight_bytes
 
 CAPTIONS = np.random.default_rng(1).normal(size=(4, 6, 32)).astype(np.float32)
 METHODS = ["eagle:tree=mc-25", "eagle:tree=dynamic-16", "sjd:window=3", "sjd:window=15", None]
@@ -42,14 +42,14 @@ def test_near_equal_logits_need_no_recomputation(t2i_products_bundle: Path) -> N
 def test_weights_need_as_much_memory_as_in_the_file(t2i_products_bundle: Path) -> None:
     bundle = open_bundle(t2i_products_bundle)
     stored = sum(entry.bytes for role, entry in bundle.manifest.files.items() if role in ("target", "target.data"))
-    assert weight_bytes(bundle, "target") == stored
+    assert count_weight_bytes(bundle, "target") == stored
 
 
 def test_float_weights_are_counted_as_float32_in_memory(float_scenes_bundle: Path) -> None:
     bundle = open_bundle(float_scenes_bundle)
     stored = graph_weights(bundle.path("target")).values()
     assert {weight.dtype for weight in stored} >= {"float16", "float32"}
-    assert weight_bytes(bundle, "target") == 4 * sum(prod(weight.shape) for weight in stored if weight.dtype)
+    assert count_weight_bytes(bundle, "target") == 4 * sum(prod(weight.shape) for weight in stored if weight.dtype)
 
 
 def test_tensorrt_graphs_dequantize_the_weights(t2i_products_bundle: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from lantern_rt import Pipeline, RequestError, memory
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
-from lantern_rt.memory import image_bytes
+from lantern_rt.memory import count_image_bytes
 from lantern_rt.requests import resolve_settings
 from lantern_rt.results import StreamStep
 from lantern_rt.service import Service
@@ -27,7 +27,7 @@ def free_bytes(lumina_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Limit free memory to an image with a prompt of 100 tokens."""
     manifest = open_bundle(lumina_bundle).manifest
     settings = resolve_settings(manifest, {})
-    few, many = (sum(image_bytes(manifest, settings, tokens).values()) for tokens in (100, 400))
+    few, many = (sum(count_image_bytes(manifest, settings, tokens).values()) for tokens in (100, 400))
     assert few < many
     monkeypatch.setattr("lantern_rt.pipeline.available_memory", lambda: few)
     return few

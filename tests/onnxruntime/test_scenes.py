@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lantern_rt import Pipeline, Result
-from lantern_rt.memory import PeakMemory, image_bytes
+from lantern_rt.memory import PeakMemory, count_image_bytes
 from lantern_rt.requests import resolve_settings
 
 RELAXED = ("lantern", "lantern++")
@@ -149,7 +149,7 @@ def test_the_predicted_memory_of_images_agrees_with_the_measured_memory(
     pipe: Pipeline, in_new_process: Any, method: str
 ) -> None:
     settings = resolve_settings(pipe.bundle.manifest, {"method": method})
-    predicted = IMAGES * sum(image_bytes(pipe.bundle.manifest, settings).values())
+    predicted = IMAGES * sum(count_image_bytes(pipe.bundle.manifest, settings).values())
     measured = in_new_process(bytes_of_images, method)
     if measured is None:
         pytest.skip("this system does not report the peak memory")

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from lantern_rt.export.graph.precision import fake_quantize  # noqa: E402
 from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
-from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
+from lantern_rt.export.models.eagle import EagleModule  # noqa: E402
 from lantern_rt.train.drafter.folder import save_drafter as save_folder  # noqa: E402
 from recipes.scenes import distil as distil_module  # noqa: E402
 from recipes.scenes import vq as vq_module  # noqa: E402
@@ -82,11 +82,9 @@ def save_target(work: Path, config: DecoderConfig) -> ScenesTarget:
     return target
 
 
-def save_drafter(work: Path, config: DecoderConfig) -> EagleDrafter:
+def save_drafter(work: Path, config: DecoderConfig) -> EagleModule:
     drafter_config = replace(config, num_layers=1, prefix=SLOTS - 1, input_norm=False, final_norm=False)
-    drafter = EagleDrafter(
-        drafter_config, torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias=True
-    )
+    drafter = EagleModule(drafter_config, torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias=True)
     save_folder(drafter, work / "drafter", {})
     return drafter
 

@@ -17,7 +17,7 @@ from PIL import Image
 from running_server import RunningServer, wait_until
 
 from lantern_rt import Pipeline
-from lantern_rt.output.images import GREY, png_bytes
+from lantern_rt.output.images import GREY, encode_png
 
 PROMPT = "a large red sphere left of a small blue cube on grass"
 
@@ -51,7 +51,7 @@ def test_an_image_is_the_file_that_the_pipeline_gives(scenes_client: openai.Open
     expected = scenes_pipe(PROMPT, seed=5, method="ar").images[0]
     size = f"{expected.width}x{expected.height}"
     answer = scenes_client.images.generate(prompt=PROMPT, size=size, extra_body={"seed": 5, "method": "ar"})
-    assert decode_file(answer.data[0]) == png_bytes(expected, expected.info)
+    assert decode_file(answer.data[0]) == encode_png(expected, expected.info)
     assert (answer.output_format, answer.size, answer.background) == ("png", size, "opaque")
     assert answer.usage is not None
     assert answer.usage.output_tokens == 256
@@ -247,11 +247,11 @@ MASK = np.zeros((SIDE, SIDE), bool)
 MASK[64:128, 16:96] = True
 
 
-def encode_png(array: Any) -> bytes:
-    return png_bytes(Image.fromarray(array), {})
+def array_to_png(array: Any) -> bytes:
+    return encode_png(Image.fromarray(array), {})
 
 
-TRANSPARENT = encode_png(np.dstack([np.zeros((SIDE, SIDE, 3), np.uint8), np.where(MASK, 0, 255).astype(np.uint8)]))
+TRANSPARENT = array_to_png(np.dstack([np.zeros((SIDE, SIDE, 3), np.uint8), np.where(MASK, 0, 255).astype(np.uint8)]))
 
 
 @pytest.fixture(scope="module")
@@ -263,13 +263,13 @@ def before(scenes_pipe: Pipeline) -> Image.Image:
 def test_an_edit_is_the_file_that_the_pipeline_gives(
     scenes_client: openai.OpenAI, scenes_pipe: Pipeline, before: Image.Image
 ) -> None:
-    image = png_bytes(before, before.info)
+    image = encode_png(before, before.info)
     options: dict[str, Any] = {"seed": 1, "method": "ar"}
     answer = scenes_client.images.edit(
         image=("a.png", image), mask=("b.png", TRANSPARENT), prompt=CONE, size="256x256", extra_body=options
     )
     expected = scenes_pipe.edit(before, MASK, CONE, **options)
-    assert decode_file(answer.data[0]) == png_bytes(expected.images[0], expected.images[0].info)
+    assert decode_file(answer.data[0]) == encode_png(expected.images[0], expected.images[0].info)
     num_drawn = int(MASK[::CELL, ::CELL].sum())
     assert answer.usage.output_tokens == num_drawn
     assert answer.usage.input_tokens_details.image_tokens == 256 - num_drawn
@@ -279,7 +279,7 @@ def test_an_edit_is_the_file_that_the_pipeline_gives(
 def test_an_edit_streams_pictures_in_which_only_what_is_drawn_is_grey(
     scenes_client: openai.OpenAI, before: Image.Image
 ) -> None:
-    fields: dict[str, Any] = {"image": png_bytes(before, {}), "mask": TRANSPARENT, "prompt": CONE}
+    fields: dict[str, Any] = {"image": encode_png(before, {}), "mask": TRANSPARENT, "prompt": CONE}
     options = {"seed": 1, "method": "ar", "steps": True}
     *events, last_event = scenes_client.images.edit(**fields, stream=True, partial_images=3, extra_body=options)
     partial_events = [one for one in events if one.type == "image_edit.partial_image"]
@@ -296,7 +296,7 @@ def test_an_edit_streams_pictures_in_which_only_what_is_drawn_is_grey(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # the client's word on variations
 def test_a_variation_keeps_the_upper_rows_and_the_prompt(scenes_client: openai.OpenAI, before: Image.Image) -> None:
-    image = png_bytes(before, before.info)
+    image = encode_png(before, before.info)
     half_kept = scenes_client.images.create_variation(image=image, extra_body={"method": "sjd:window=7"})
     np.testing.assert_array_equal(decode_pixels(decode_file(half_kept.data[0]))[:112], np.asarray(before)[:112])
     assert (decode_pixels(decode_file(half_kept.data[0]))[128:144] != np.asarray(before)[128:144]).any()
@@ -307,10 +307,10 @@ def test_a_variation_keeps_the_upper_rows_and_the_prompt(scenes_client: openai.O
 
 
 def test_what_is_wrong_with_an_edit_is_named(scenes_client: openai.OpenAI, before: Image.Image) -> None:
-    image = png_bytes(before, {})
+    image = encode_png(before, {})
     wrong_requests: list[tuple[dict[str, Any], str]] = [
-        ({"mask": encode_png(np.zeros((64, 64), np.uint8))}, "mask"),
-        ({"mask": encode_png(np.zeros((SIDE, SIDE), np.uint8))}, "mask"),
+        ({"mask": array_to_png(np.zeros((64, 64), np.uint8))}, "mask"),
+        ({"mask": array_to_png(np.zeros((SIDE, SIDE), np.uint8))}, "mask"),
         ({"mask": b"no picture"}, "mask"),
         ({}, "mask"),
         ({"image": image[:5000], "mask": TRANSPARENT}, "image"),

@@ -49,7 +49,7 @@ def write_decoder(
 
     from lantern_rt.export.graph.graphs import convert_to_float16, target_graph, write_graph
     from lantern_rt.export.models.decoder import Decoder, DecoderConfig, decoder_fields
-    from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
+    from lantern_rt.export.models.eagle import EagleModule, drafter_graph
 
     config = DecoderConfig(1280, layers, 20, 20, 3584, vocab_size=512, grid=16, prefix=120)
     torch.manual_seed(0)
@@ -57,7 +57,7 @@ def write_decoder(
     if drafts:
         head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         drafter_config = replace(config, final_norm=False, input_norm=False)
-        graph = drafter_graph(EagleDrafter(drafter_config, head, bias=True).eval())
+        graph = drafter_graph(EagleModule(drafter_config, head, bias=True).eval())
         spec = DrafterSpec(**decoder_fields(drafter_config))
     else:
         graph = target_graph(Decoder(config).eval(), torch.zeros(4, config.hidden_size))

@@ -63,7 +63,7 @@ def test_the_library_has_every_member_in_use(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", COMPILING)
 def test_compiled_kernels_can_be_stored(kind: str) -> None:
-    library = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
+    library = pytest.importorskip("tensorrt_rtx", reason="needs lantern-rt[tensorrt-rtx]")
     assert [member for member in COMPILING[kind] if not hasattr(getattr(library, kind), member)] == []
     contexts = library.ICudaEngine.create_execution_context.__doc__
     assert "runtime_config: tensorrt_rtx_bindings.tensorrt_rtx.IRuntimeConfig" in contexts
@@ -88,7 +88,7 @@ def image_decoder(name: str, bundle: Path, folder: Path, provider: str) -> tuple
 
 @pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")
 def test_the_error_of_loading_an_engine_without_a_driver_says_so(float_scenes_bundle: Path, tmp_path: Path) -> None:
-    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
+    pytest.importorskip("tensorrt_rtx", reason="needs lantern-rt[tensorrt-rtx]")
     with pytest.raises(EngineError) as caught:
         image_decoder("tensorrt-rtx", float_scenes_bundle, tmp_path, "cpu")
     assert "CUDA driver version is insufficient" in caught.value.problem

@@ -23,6 +23,7 @@ from lantern_rt.engines.loader import Engines
 from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.trt.builder import MODULES, build_engine_file, import_library, shape_bounds, write_device_graph
 from lantern_rt.errors import EngineError, LanternError, RequestError
+from lantern_rt.inputs import install_command
 
 RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
 KERNELS = 4 << 20  # bytes of a small engine that are not weights
@@ -41,7 +42,7 @@ def error_of_call(call: Callable[[], object], kind: type[LanternError] = EngineE
 
 @pytest.fixture
 def library() -> Any:
-    return pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
+    return pytest.importorskip("tensorrt_rtx", reason="needs lantern-rt[tensorrt-rtx]")
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,8 @@ def scenes(float_scenes_bundle: Path) -> Bundle:
 
 @pytest.fixture(scope="module")
 def plans(scenes: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build engines of the scenes bundle for two GPUs."""
-    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
+    """The scenes bundle for two GPUs."""
+    pytest.importorskip("tensorrt_rtx", reason="needs lantern-rt[tensorrt-rtx]")
     folder = tmp_path_factory.mktemp("plans") / "scenes"
     build_engines(scenes, "scenes", RTX, folder, False, silent)
     return folder
@@ -68,7 +69,7 @@ def test_the_error_of_a_missing_library_names_the_command_that_installs_it(
     for imported_module in (None, ModuleType(module)):  # no module, or a folder of the same name
         monkeypatch.setitem(sys.modules, module, imported_module)
         error = error_of_call(lambda: import_library(name))
-        assert error.remedy == f"install it with `pip install 'lantern-rt[{name}]'`"
+        assert error.remedy == f"install it with `{install_command(name)}`"
 
 
 def test_engines_are_built_for_the_hosts_gpu_unless_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,13 +18,13 @@ from lantern_rt.prepared import compute_prefixes
 
 pytest.importorskip("safetensors")
 
-from lantern_rt.train.drafter.data import count_shard_images, hidden_states, write_shards
+from lantern_rt.train.drafter.data import compute_hidden_states, count_shard_images, write_shards
 from lantern_rt.train.drafter.shards import (
     Shard,
     ShardFolder,
-    Source,
+    ShardSource,
     TrainingImages,
-    read_source,
+    describe_shard_source,
     shard_path,
     write_shard,
 )
@@ -39,8 +39,8 @@ def pipeline(c2i_bundle: Path) -> Pipeline:
 
 
 @pytest.fixture(scope="module")
-def source(pipeline: Pipeline) -> Source:
-    return read_source(pipeline.bundle.manifest)
+def source(pipeline: Pipeline) -> ShardSource:
+    return describe_shard_source(pipeline.bundle.manifest)
 
 
 def write(pipeline: Pipeline, output: Path, count: int = 4, prompts: Prompts = CLASSES) -> None:
@@ -71,7 +71,7 @@ def test_a_shard_has_the_images_of_the_pipeline_and_the_targets_hidden_states(
     assert images.lengths.tolist() == [[1, 1], [1, 1]]
     assert images.tokens.shape == (2, 2, 0)
     prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, pipeline.check(**request, method="ar").images))
-    states = hidden_states(pipeline, prompts, images.codes)
+    states = compute_hidden_states(pipeline, prompts, images.codes)
     np.testing.assert_allclose(images.states.reshape(4, 16, 64), states, rtol=1e-3, atol=1e-3)
 
 
@@ -122,7 +122,9 @@ def test_a_bundle_that_generates_groups_of_cells_is_rejected(tmp_path: Path) -> 
         assert str(error_of(RequestError, read, pipeline.bundle)) == expected
 
 
-def test_too_few_images_and_damaged_shards_are_rejected(pipeline: Pipeline, source: Source, tmp_path: Path) -> None:
+def test_too_few_images_and_damaged_shards_are_rejected(
+    pipeline: Pipeline, source: ShardSource, tmp_path: Path
+) -> None:
     def open_error() -> CheckpointError:
         error = error_of(CheckpointError, ShardFolder, tmp_path, [source], 256)
         return error
@@ -151,7 +153,7 @@ def test_too_few_images_and_damaged_shards_are_rejected(pipeline: Pipeline, sour
     ],
 )
 def test_shards_that_contradict_the_bundle_are_refused(
-    pipeline: Pipeline, source: Source, tmp_path: Path, field: str, value: Any
+    pipeline: Pipeline, source: ShardSource, tmp_path: Path, field: str, value: Any
 ) -> None:
     write(pipeline, tmp_path, 2)
     good = Shard(shard_path(tmp_path, 0)).read(slice(None))
@@ -188,7 +190,7 @@ def test_numbers_out_of_range_and_other_shapes_are_refused(
         Shard(tmp_path / "bad.safetensors")
 
 
-def test_tokens_beyond_the_vocabulary_are_rejected(source: Source, tmp_path: Path) -> None:
+def test_tokens_beyond_the_vocabulary_are_rejected(source: ShardSource, tmp_path: Path) -> None:
     wide = replace(source, prefix=2)
     tokens = np.full((2, 2, 1), 256, np.int32)
     states = np.zeros((2, 2, 17, 64), np.float16)
@@ -205,7 +207,7 @@ def test_tokens_beyond_the_vocabulary_are_rejected(source: Source, tmp_path: Pat
 
 @pytest.mark.parametrize("field", ["codes", "states", "prompts"])
 def test_the_digest_of_data_depends_on_their_content(
-    pipeline: Pipeline, source: Source, tmp_path: Path, field: str
+    pipeline: Pipeline, source: ShardSource, tmp_path: Path, field: str
 ) -> None:
     write(pipeline, tmp_path / "first", 2)
     images = Shard(shard_path(tmp_path / "first", 0)).read(slice(None))
@@ -244,7 +246,7 @@ def test_a_shard_has_fewer_images_if_they_are_large(pipeline: Pipeline) -> None:
 
 
 def test_validation_images_stay_the_same_when_more_images_are_generated(
-    pipeline: Pipeline, source: Source, tmp_path: Path
+    pipeline: Pipeline, source: ShardSource, tmp_path: Path
 ) -> None:
     write(pipeline, tmp_path, 24)
     smaller = ShardFolder(tmp_path, [source], 256)

@@ -20,24 +20,24 @@ from family_readers import read_anole, read_transformer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
-from lantern_rt.export.models.eagle import EagleDrafter, read_drafter  # noqa: E402
-from lantern_rt.train.drafter.batches import Batch  # noqa: E402
+from lantern_rt.export.models.eagle import EagleModule, read_drafter  # noqa: E402
+from lantern_rt.train.drafter.batches import TrainingBatch  # noqa: E402
 from lantern_rt.train.drafter.folder import lantern_weights, save_drafter  # noqa: E402
-from lantern_rt.train.drafter.losses import guided_logits, kl_loss, overlap  # noqa: E402
-from lantern_rt.train.drafter.model import draft_states, new_drafter  # noqa: E402
-from lantern_rt.train.drafter.target import Target, read_target  # noqa: E402
+from lantern_rt.train.drafter.losses import compute_guided_logits, compute_overlap, kl_loss  # noqa: E402
+from lantern_rt.train.drafter.model import draft_states, make_drafter  # noqa: E402
+from lantern_rt.train.drafter.target import TrainingTarget, read_target  # noqa: E402
 
 DATA = Path(__file__).parent.parent / "data"
 
 
-def random_drafter(**changes: Any) -> EagleDrafter:
+def random_drafter(**changes: Any) -> EagleModule:
     """Make a drafter with two layers, so that the output of the first layer matters, too."""
     sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "input_norm": False} | changes
     config = DecoderConfig(
         hidden_size=32, intermediate_size=48, vocab_size=20, grid=4, prefix=2, final_norm=False, **sizes
     )
     torch.manual_seed(0)
-    drafter = EagleDrafter(config, torch.nn.Linear(32, 20, bias=False), bias=True).eval()
+    drafter = EagleModule(config, torch.nn.Linear(32, 20, bias=False), bias=True).eval()
     for weight in drafter.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     return drafter
@@ -46,7 +46,7 @@ def random_drafter(**changes: Any) -> EagleDrafter:
 class DecodingReference:
     """Runs the drafter as decoding does: committed slots in one pass, then a chain of drafts, slot by slot."""
 
-    def __init__(self, drafter: EagleDrafter, tokens: torch.Tensor, states: torch.Tensor) -> None:
+    def __init__(self, drafter: EagleModule, tokens: torch.Tensor, states: torch.Tensor) -> None:
         self.drafter = drafter
         self.tokens = tokens
         self.states = states
@@ -97,7 +97,7 @@ def test_fed_back_states_have_no_gradient_but_every_weight_has_one() -> None:
     assert [name for name, grad in gradients.items() if grad is None or not grad.any()] == []
 
 
-def as_published(target: Target) -> Target:
+def as_published(target: TrainingTarget) -> TrainingTarget:
     """Set the intermediate size of the published small drafters, which is smaller than their targets'."""
     return replace(target, config=replace(target.config, intermediate_size=128))
 
@@ -107,11 +107,11 @@ def test_training_puts_all_tensors_on_one_device() -> None:
     drafter = random_drafter().to("meta")
     tokens = torch.zeros(4, 9, dtype=torch.int64, device="meta")
     states = torch.zeros(4, 10, 32, device="meta")
-    batch = Batch(tokens, states, torch.zeros(4, dtype=torch.int64, device="meta"), 2, 10)
+    batch = TrainingBatch(tokens, states, torch.zeros(4, dtype=torch.int64, device="meta"), 2, 10)
     head = torch.zeros(20, 32, device="meta")
     for depth, hidden in enumerate(draft_states(drafter, batch.tokens, batch.states[:, :-1], 3)):
-        logits = guided_logits(batch.predictions(hidden, depth), head, 3.0)
-        p = guided_logits(batch.target_states(depth), head, 3.0).softmax(-1)
+        logits = compute_guided_logits(batch.select_predictions(hidden, depth), head, 3.0)
+        p = compute_guided_logits(batch.select_target_states(depth), head, 3.0).softmax(-1)
         assert logits.shape == p.shape == (2, 9 - depth, 20)
         kl_loss(p, logits).backward(retain_graph=True)
     assert drafter.fc.weight.grad.device.type == "meta"
@@ -123,40 +123,40 @@ def test_the_loss_is_the_divergence_and_overlap_the_rate_of_exact_acceptance() -
     assert kl_loss(p, torch.zeros(1, 4)).item() == pytest.approx(
         1.38629 - 1.14214, abs=1e-4
     )  # difference of the entropies
-    assert overlap(p, torch.full((1, 4), 0.25)).item() == pytest.approx(0.7)
+    assert compute_overlap(p, torch.full((1, 4), 0.25)).item() == pytest.approx(0.7)
 
 
 def test_guidance_mixes_the_two_rows_of_an_image_and_does_not_change_a_single_row() -> None:
     hidden = torch.randn(2, 2, 5, 3)
     head = torch.randn(7, 3)
     cond, uncond = (hidden @ head.T).unbind(1)
-    torch.testing.assert_close(guided_logits(hidden, head, 3.0), uncond + 3 * (cond - uncond))
-    torch.testing.assert_close(guided_logits(hidden[:, :1], head, 3.0), cond)
+    torch.testing.assert_close(compute_guided_logits(hidden, head, 3.0), uncond + 3 * (cond - uncond))
+    torch.testing.assert_close(compute_guided_logits(hidden[:, :1], head, 3.0), cond)
 
 
-def with_golden_weights(target: Target, golden: EagleDrafter) -> EagleDrafter:
+def with_golden_weights(target: TrainingTarget, golden: EagleModule) -> EagleModule:
     """Make a drafter as training does, with the weights of a published drafter."""
-    drafter = new_drafter(target, seed=1)
+    drafter = make_drafter(target, seed=1)
     drafter.load_state_dict({name: weight.clone() for name, weight in golden.state_dict().items()})
     return drafter
 
 
-def stored_weights(drafter: EagleDrafter) -> dict[str, torch.Tensor]:
+def stored_weights(drafter: EagleModule) -> dict[str, torch.Tensor]:
     """Return copies of the weights, some of which are computed only when used."""
     return {name: weight.clone() for name, weight in drafter.state_dict().items()}
 
 
 @pytest.fixture(scope="module")
-def t2i(t2i_bundle: Path) -> Target:
+def t2i(t2i_bundle: Path) -> TrainingTarget:
     return as_published(read_target(open_bundle(t2i_bundle)))
 
 
 @pytest.fixture(scope="module")
-def anole(anole_bundle: Path) -> Target:
+def anole(anole_bundle: Path) -> TrainingTarget:
     return as_published(read_target(open_bundle(anole_bundle)))
 
 
-def test_the_published_llamagen_drafter_loads_and_reproduces_its_outputs(t2i: Target, tmp_path: Path) -> None:
+def test_the_published_llamagen_drafter_loads_and_reproduces_its_outputs(t2i: TrainingTarget, tmp_path: Path) -> None:
     config = DATA / "llamagen-t2i/config.json"
     target = read_transformer(DATA / "llamagen-t2i/t2i_tiny.pt", config=config).decoder
     golden = read_drafter(DATA / "lantern-drafter-llamagen", target).drafter
@@ -175,10 +175,12 @@ def test_the_published_llamagen_drafter_loads_and_reproduces_its_outputs(t2i: Ta
             np.testing.assert_allclose(logits, arrays["fwd_logits"], atol=1e-4)
 
 
-def test_a_saved_drafter_has_the_files_and_names_of_published_ones(t2i: Target, anole: Target, tmp_path: Path) -> None:
+def test_a_saved_drafter_has_the_files_and_names_of_published_ones(
+    t2i: TrainingTarget, anole: TrainingTarget, tmp_path: Path
+) -> None:
     for target, published in ((t2i, "lantern-drafter-llamagen"), (anole, "anole/drafter")):
         folder = tmp_path / published
-        save_drafter(new_drafter(target, 0), folder, target.fields)
+        save_drafter(make_drafter(target, 0), folder, target.fields)
         weights = torch.load(DATA / published / "pytorch_model.bin", weights_only=True)
         saved = load_file(folder / "model.safetensors")
         assert {name: weight.shape for name, weight in saved.items()} == {n: w.shape for n, w in weights.items()}
@@ -190,7 +192,7 @@ def test_a_saved_drafter_has_the_files_and_names_of_published_ones(t2i: Target, 
         assert len(shared) >= 12
 
 
-def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(anole: Target, tmp_path: Path) -> None:
+def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(anole: TrainingTarget, tmp_path: Path) -> None:
     target: Any = read_anole(DATA / "anole/target", DATA / "chameleon-vqgan").graphs[0].module
     embeddings = load_file(DATA / "anole/target/model.safetensors")["model.embed_tokens.weight"]
     drafting = read_drafter(DATA / "anole/drafter", target, len(embeddings))
@@ -212,8 +214,8 @@ def test_a_bundle_without_an_architecture_in_the_manifest_is_rejected(t2i_bundle
         read_target(replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target})))
 
 
-def test_a_new_drafter_passes_hidden_states_through_and_depends_only_on_the_seed(t2i: Target) -> None:
-    first, same, other = (lantern_weights(new_drafter(t2i, seed)) for seed in (1, 1, 2))
+def test_a_new_drafter_passes_hidden_states_through_and_depends_only_on_the_seed(t2i: TrainingTarget) -> None:
+    first, same, other = (lantern_weights(make_drafter(t2i, seed)) for seed in (1, 1, 2))
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert not torch.equal(first["layers.0.mlp.up_proj.weight"], other["layers.0.mlp.up_proj.weight"])
     torch.testing.assert_close(first["fc.weight"][:, 64:], torch.eye(64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,19 @@ from lantern_rt import BundleError, Pipeline, open_bundle
 from lantern_rt.bundle.manifest import HeadsSpec
 from lantern_rt.bundle.rewrite import write_heads
 from lantern_rt.cli.main import run_program
-from lantern_rt.runtime.heads import DraftHeads
+from lantern_rt.runtime.heads import DraftHeads, head_shapes
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnx")
 
-from lantern_rt.train.drafter.heads import TrainedHeads, read_samples  # noqa: E402
+from lantern_rt.train.drafter.heads import RANK, UNITS, TrainedHeads, read_samples  # noqa: E402
 from lantern_rt.train.drafter.shards import ShardFolder  # noqa: E402
 from lantern_rt.train.drafter.target import read_heads_target  # noqa: E402
+
+
+def test_tables_for_131072_codes_take_less_than_100_megabytes() -> None:
+    shapes = head_shapes(131_072, 5120, RANK, UNITS)
+    assert 2 * sum(math.prod(shape) for shape in shapes.values()) < 100e6
 
 
 def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> None:
@@ -29,7 +35,7 @@ def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> N
     samples = read_samples(data, list(range(8)), target.layer, 4.0, 4, np.random.default_rng(0), "cpu")
     module = TrainedHeads(target, 0)
     torch.nn.init.normal_(module.correct, generator=torch.Generator().manual_seed(1))
-    heads = DraftHeads(**{name: table.astype(np.float32) for name, table in module.tables().items()})
+    heads = DraftHeads(**{name: table.astype(np.float32) for name, table in module.export_tables().items()})
     late, left = samples.unaccepted_states.numpy(), samples.left_tokens.numpy()
     uncorrected = target.layer.logits(samples.unaccepted_inputs).numpy()
     changes = zip(heads.compute_gates(late), samples.unaccepted_tokens.tolist(), left[:, None], strict=True)
@@ -67,7 +73,7 @@ def test_heads_learn_are_written_into_the_bundle_and_leave_exact_pictures_as_the
 def test_other_heads_take_the_place_of_the_first_and_damaged_ones_are_refused(c2i_bundle: Path, tmp_path: Path) -> None:
     shutil.copytree(c2i_bundle, tmp_path / "bundle")
     bundle = open_bundle(tmp_path / "bundle")
-    tables = TrainedHeads(read_heads_target(bundle), 0).tables()
+    tables = TrainedHeads(read_heads_target(bundle), 0).export_tables()
     first = write_heads(bundle, tables)
     other = write_heads(first, {**tables, "output_bias": tables["output_bias"] + np.float16(np.inf)})
     assert [*other.folder.glob("heads*")] == [other.path("heads")]

@@ -15,6 +15,7 @@ from refusals import error_of
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError, open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts
+from lantern_rt.inputs import install_command
 from lantern_rt.prepared import compute_prefixes
 
 torch = pytest.importorskip("torch")
@@ -22,42 +23,42 @@ pytest.importorskip("onnx")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
-from lantern_rt.train.drafter.batches import make_batch, select_images  # noqa: E402
+from lantern_rt.export.models.eagle import EagleModule  # noqa: E402
+from lantern_rt.train.drafter.batches import make_training_batch, select_images  # noqa: E402
 from lantern_rt.train.drafter.data import write_shards  # noqa: E402
-from lantern_rt.train.drafter.fit import Fit, FitOptions, check_device, state_path  # noqa: E402
+from lantern_rt.train.drafter.fit import DrafterTraining, TrainingOptions, check_device, state_path  # noqa: E402
 from lantern_rt.train.drafter.folder import lantern_weights  # noqa: E402
 from lantern_rt.train.drafter.shards import ShardFolder  # noqa: E402
-from lantern_rt.train.drafter.target import Target, read_target  # noqa: E402
+from lantern_rt.train.drafter.target import TrainingTarget, read_target  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bfloat16")
 DATA = Path(__file__).parent.parent / "data"
-OPTIONS = FitOptions(6, batch=4, cfg_scale=4.0)
+OPTIONS = TrainingOptions(6, batch=4, cfg_scale=4.0)
 
 
 @pytest.fixture(scope="module")
-def target(c2i_bundle: Path) -> Target:
+def target(c2i_bundle: Path) -> TrainingTarget:
     return read_target(open_bundle(c2i_bundle))
 
 
-def fit(shards: Path, target: Target, output: Path, options: FitOptions = OPTIONS) -> Fit:
-    return Fit(shards, target, options, output)
+def fit(shards: Path, target: TrainingTarget, output: Path, options: TrainingOptions = OPTIONS) -> DrafterTraining:
+    return DrafterTraining(shards, target, options, output)
 
 
 def ignore_progress(*_: object) -> None:
     pass
 
 
-def same_weights(first: EagleDrafter, second: EagleDrafter) -> bool:
+def same_weights(first: EagleModule, second: EagleModule) -> bool:
     first_weights = lantern_weights(first)
     second_weights = lantern_weights(second)
     return all(torch.equal(first_weights[name], second_weights[name]) for name in first_weights)
 
 
 def test_a_trained_drafter_is_exported_and_generates_the_images_of_plain_decoding(
-    c2i_bundle: Path, shards: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    c2i_bundle: Path, shards: Path, target: TrainingTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = fit(shards, target, tmp_path / "none").figures()
+    before = fit(shards, target, tmp_path / "none").measure_figures()
     command = ["fit", str(c2i_bundle), "--data", str(shards), "--steps", "80", "--output", str(tmp_path / "drafter")]
     assert run_program(["train-drafter", *command]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'drafter'}\n"
@@ -75,7 +76,7 @@ def test_a_trained_drafter_is_exported_and_generates_the_images_of_plain_decodin
 
 
 def test_interrupted_training_is_continued_and_ends_with_the_same_weights(
-    shards: Path, target: Target, tmp_path: Path
+    shards: Path, target: TrainingTarget, tmp_path: Path
 ) -> None:
     def interrupt(stage: str, done: int, total: int) -> None:
         if done == 4:
@@ -98,7 +99,7 @@ def test_interrupted_training_is_continued_and_ends_with_the_same_weights(
 
 
 def test_a_folder_is_replaced_only_by_training_with_the_same_options(
-    shards: Path, target: Target, tmp_path: Path
+    shards: Path, target: TrainingTarget, tmp_path: Path
 ) -> None:
     output = tmp_path / "drafter"
     fit(shards, target, output).run(ignore_progress, ignore_progress)
@@ -121,7 +122,7 @@ def test_a_folder_is_replaced_only_by_training_with_the_same_options(
 
 @pytest.mark.parametrize("steps", [1, 0])
 def test_training_that_diverges_ends_without_a_drafter(
-    shards: Path, target: Target, tmp_path: Path, steps: int
+    shards: Path, target: TrainingTarget, tmp_path: Path, steps: int
 ) -> None:
     fitting = fit(shards, target, tmp_path / "drafter", replace(OPTIONS, steps=steps))
     torch.nn.init.constant_((fitting.drafter if steps else fitting.average).fc.weight, float("nan"))
@@ -148,7 +149,7 @@ def test_training_batches_have_the_prefixes_of_decoding(
     list(write_shards(pipeline, subjects, 4, tmp_path / "data", ignore_progress, images_per_shard=2))
     target = read_target(pipeline.bundle)
     data = ShardFolder(tmp_path / "data", [target.source], len(target.embeddings))
-    batch = make_batch(data, [0, 1], target.code_offset, 2, "cpu")
+    batch = make_training_batch(data, [0, 1], target.code_offset, 2, "cpu")
     images = pipeline.check(**subjects.request(0, 2), method="ar").images
     prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, images))
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
@@ -158,8 +159,8 @@ def test_training_batches_have_the_prefixes_of_decoding(
         np.testing.assert_array_equal(tokens[:first_slot], expected)
     assert (batch.tokens[:, -4:] >= target.code_offset).any()
     for cfg_scale in (1.0, 4.0):
-        options = FitOptions(1, batch=2, cfg_scale=cfg_scale)
-        figures = Fit(tmp_path / "data", target, options, tmp_path / f"guided-{cfg_scale}").run(
+        options = TrainingOptions(1, batch=2, cfg_scale=cfg_scale)
+        figures = DrafterTraining(tmp_path / "data", target, options, tmp_path / f"guided-{cfg_scale}").run(
             ignore_progress, ignore_progress
         )
         assert 0 < figures["overlap"] <= 1
@@ -202,4 +203,4 @@ def test_errors_of_the_command_are_one_line(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "torch" else find(name, *a))
     assert run_program(command) == 2
-    assert "pip install 'lantern-rt[cpu,train]'" in capsys.readouterr().err
+    assert install_command("cpu,train") in capsys.readouterr().err

@@ -192,7 +192,9 @@ def test_texts_do_not_wait_for_edits_and_callers_of_edits_alternate(
 
             async def edit(caller: str) -> None:
                 with pytest.raises(RequestError) as caught:
-                    async with aclosing(pipeline.updates("red cube", image=make_png(8), caller=caller)) as updates:
+                    async with aclosing(
+                        pipeline.stream_updates("red cube", image=make_png(8), caller=caller)
+                    ) as updates:
                         await anext(updates)
                 order.append(f"{caller} {caught.value.field}")
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import ToyCache, ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt, plan_of
 
-from lantern_rt.methods import Ar, Drafted, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
+from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd, TreeMethod
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.decode import UNLIMITED, select_next_sequences
 from lantern_rt.runtime.drafting import SequenceStep
@@ -258,7 +258,7 @@ def test_only_the_sequence_whose_logits_are_nan_fails(
         return rows if step == damaged_step else slice(0)
 
     damaged[part == "drafter"].damaged = damaged_rows
-    affects_method = part == "target" or isinstance(method, Drafted)
+    affects_method = part == "target" or isinstance(method, TreeMethod)
     failed_sequences: list[ImageSequence] = []
     while queue.busy:
         is_damaged_step = step == damaged_step and sequences[1].remaining > 0

@@ -13,7 +13,7 @@ from tiny_bundle import make_tiny_bundle
 from lantern_rt import open_bundle
 from lantern_rt.cli.console import print_table
 from lantern_rt.cli.main import run_program
-from lantern_rt.compare.bench import default_methods
+from lantern_rt.compare.bench import list_default_methods
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_there_is_a_row_for_each_method_of_the_bundle_with_consistent_figures(
     folder: Path, plain_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert default_methods(open_bundle(plain_folder).manifest) == ["ar", "sjd", "rows"]
+    assert list_default_methods(open_bundle(plain_folder).manifest) == ["ar", "sjd", "rows"]
     (tmp_path / "prompts.txt").write_text("red sphere\ngreen cube on sand\n")
     options = ["--prompts", str(tmp_path / "prompts.txt"), "--threads", "1", "--count", "3", "--json"]
     assert run_program(["bench", str(folder), *options]) == 0

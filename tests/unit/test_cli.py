@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 import lantern_rt
 from lantern_rt import Pipeline
 from lantern_rt.cli.app import COMMANDS, app
-from lantern_rt.output.names import plan_outputs, slug
+from lantern_rt.inputs import install_command
+from lantern_rt.output.names import make_slug, plan_outputs
 from lantern_rt.text.words import ANY_WORDS
 
 STATS = ["method", "target_passes", "drafter_passes", "tokens_per_forward_pass", "accepted_lengths", "seconds",
@@ -115,8 +116,8 @@ def test_files_of_the_same_name_in_a_request_are_numbered(tmp_path: Path) -> Non
     (tmp_path / "red-2.png").touch()
     outputs = plan_outputs(str(tmp_path), ["red", "red", "blue"], False)
     assert outputs == [(tmp_path / name, False) for name in ("red.png", "red-3.png", "blue.png")]
-    assert slug("A red cube, " * 9) == "a-red-cube-a-red-cube-a-red-cube-a-red-cube-a-red-cube-a-red"
-    assert (slug("w" * 99), slug("\N{SNOWMAN}")) == ("w" * 60, "image")
+    assert make_slug("A red cube, " * 9) == "a-red-cube-a-red-cube-a-red-cube-a-red-cube-a-red-cube-a-red"
+    assert (make_slug("w" * 99), make_slug("\N{SNOWMAN}")) == ("w" * 60, "image")
 
 
 def test_the_first_word_is_a_bundle_only_if_it_is_the_name_of_a_bundle(program: Any, words_bundle: Path) -> None:
@@ -321,7 +322,7 @@ def test_a_command_without_its_libraries_names_what_to_install(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else find(name))
     code, _, err = program(*command)
-    line = f"lantern-rt: {command[0]}: {library} is not installed; run `pip install 'lantern-rt[{extras}]'`"
+    line = f"lantern-rt: {command[0]}: {library} is not installed; run `{install_command(extras)}`"
     assert (code, err.strip()) == (2, line)
 
 

@@ -62,10 +62,11 @@ def test_install_lines_name_extras_that_exist_and_no_index_before_a_release() ->
     for name, line in lines:
         for extras in re.findall(r"\[([a-z,-]+)\]", line.partition("pip install")[2]):
             assert set(extras.split(",")) <= EXTRAS.keys(), (name, line)
-    examples = {path.name: path.read_text("utf-8") for path in (ROOT / "examples").iterdir() if path.is_file()}
-    assert [
-        name for name, line in [*lines, *examples.items()] if re.search(r"pip install[^&\n]*\Wlantern-rt\[", line)
-    ] == []
+    folders = ("lantern_rt", "runtime", "engines", "export", "train", "examples", "deploy", "benchmarks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    code = [(path.name, path.read_text("utf-8")) for path in files if path.suffix in (".py", ".ipynb", ".js", ".html")]
+    assert len(code) > 200
+    assert [name for name, line in [*lines, *code] if re.search(r"pip install[^&\n]*\Wlantern-rt\[", line)] == []
 
 
 def commands(page: Path) -> Iterator[list[str]]:

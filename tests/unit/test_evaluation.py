@@ -19,7 +19,7 @@ from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
-from lantern_rt.compare.evaluate import evaluate as evaluate_methods
+from lantern_rt.compare.evaluate import evaluate_methods
 from lantern_rt.compare.image_graph import Agreement, EncoderFeatures, Features, Preprocessing
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.compare.report import COLUMNS

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.main import get_command
 
 import lantern_rt.methods
 from lantern_rt.cli.app import app
 from lantern_rt.methods import SAMPLING, Sampling
 from lantern_rt.options import GenerationOptions
-from lantern_rt.serve.protocol import ImagesRequest
 
 ROOT = Path(__file__).parents[2]
 # By file: a piece of the product's source, and its replacement. They add the method `toy` and the setting `gain`.
@@ -32,13 +32,13 @@ CHANGES = {
         ("RowParallel, Groups)", "RowParallel, Groups, Toy)"),
         (
             "    top_k: Annotated",
-            """    gain: Annotated[float | None, Field(gt=0, description="Factor of logits."), Requested()] = None
+            """    gain: Annotated[float | None, Field(gt=0, description="Factor of logits."), RequestSetting()] = None
     top_k: Annotated""",
         ),
     ],
     "lantern_rt/options.py": [("    top_k: int | None", "    gain: float | None\n    top_k: int | None")],
     "lantern_rt/runtime/drafters.py": [
-        ("RowParallel, Sjd\n", "RowParallel, Sjd, Toy\n"),
+        ("RowParallel, Sjd, ", "RowParallel, Sjd, Toy, "),
         ("    Ar: ", "    Toy: DraftingRule(_make_window_drafter, lambda method, limit: 1 + method.length),\n    Ar: "),
     ],
     "lantern_rt/runtime/sampling.py": [
@@ -80,14 +80,15 @@ def test_options_of_calls_have_the_types_of_the_settings_that_requests_may_set()
 
 
 def test_the_command_line_and_http_have_every_setting_that_requests_may_set() -> None:
+    protocol = pytest.importorskip("lantern_rt.serve.protocol", reason="needs the extra `serve`")
     with get_command(app).make_context("lantern-rt", ["run"]) as context:
         options = get_command(app).get_command(context, "run").params  # type: ignore[attr-defined]
     help_texts = {option.name: option.help for option in options}
     for name, field in SAMPLING.items():
         assert help_texts[name].startswith(field.description)
-        assert ImagesRequest.model_fields[name].description == field.description
+        assert protocol.ImagesRequest.model_fields[name].description == field.description
     body = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 2.0, "cfg_tokens": "50%"}
-    assert ImagesRequest.model_validate(body).options() == body
+    assert protocol.ImagesRequest.model_validate(body).options() == body
 
 
 def test_every_setting_is_read_by_the_runtime() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from toy_engine import ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt, raster_layout
 
-from lantern_rt.methods import Ar, Drafted, Eagle, LanternPlusPlus, MethodConfig, Sampling, Sjd
+from lantern_rt.methods import Ar, Eagle, LanternPlusPlus, MethodConfig, Sampling, Sjd, TreeMethod
 from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.raster import RasterLayout
 
@@ -46,7 +46,7 @@ def test_the_unconditional_row_is_dropped_as_soon_as_all_guided_tokens_are_known
         expected.append(2 if num_known < count or (num_known == 0 and count) else 1)
         num_known += sum(len(part.codes) for part in step.parts)
     assert rows_of_passes(model.target) == expected
-    if isinstance(method, Drafted) and count == 12:
+    if isinstance(method, TreeMethod) and count == 12:
         assert isinstance(model.drafter, ToyDrafter)
         assert {rows for rows, _ in model.drafter.passes} == {1, 2}
 

@@ -22,6 +22,7 @@ from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.engines.system import host_memory
 from lantern_rt.errors import EngineError
+from lantern_rt.inputs import install_command
 from lantern_rt.memory import anonymous_memory
 
 
@@ -60,11 +61,11 @@ def test_a_missing_onnxruntime_is_a_problem_and_no_crash(
     install: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    assert "pip install 'lantern-rt[cpu]'" in make_host_report().problems[0]
+    assert install_command("cpu") in make_host_report().problems[0]
     with pytest.raises(EngineError):
         import_onnxruntime()
     install("tensorrt-rtx")
-    assert "pip install 'lantern-rt[gpu]'" in make_host_report().problems[0]
+    assert install_command("gpu") in make_host_report().problems[0]
 
 
 def test_a_driver_older_than_the_installed_libraries_is_a_problem(

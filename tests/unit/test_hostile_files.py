@@ -22,7 +22,7 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import read_prompts
 from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
 from lantern_rt.engines.kv_cache import KVCache
-from lantern_rt.errors import BundleError, EngineError, LanternError, RequestError, TreeError, printable
+from lantern_rt.errors import BundleError, EngineError, LanternError, RequestError, TreeError, escape_unprintable
 from lantern_rt.inputs import format_value, reading
 from lantern_rt.output.recipe import read_recipe
 from lantern_rt.runtime.tree_names import parse_tree
@@ -80,9 +80,9 @@ def test_the_text_of_a_value_is_shortened_while_it_is_formatted() -> None:
 
 
 def test_printable_text_keeps_lines_and_letters_and_escapes_control_characters() -> None:
-    assert printable("Zürich 東京\nline") == "Zürich 東京\nline"
-    assert printable("\x1b[2J\u202e\U000e0041") == "\\u001b[2J\\u202e\\U000e0041"
-    assert json.loads(printable(json.dumps({"a": "\x7f\x1b"}))) == {"a": "\x7f\x1b"}
+    assert escape_unprintable("Zürich 東京\nline") == "Zürich 東京\nline"
+    assert escape_unprintable("\x1b[2J\u202e\U000e0041") == "\\u001b[2J\\u202e\\U000e0041"
+    assert json.loads(escape_unprintable(json.dumps({"a": "\x7f\x1b"}))) == {"a": "\x7f\x1b"}
 
 
 def test_everything_that_commands_print_is_safe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from evaluation_graphs import make_features
 from PIL import Image
 
 from lantern_rt import BundleError, EngineError, Pipeline, open_bundle
-from lantern_rt.bundle.hub import hub_errors
+from lantern_rt.bundle.hub import convert_hub_errors
 from lantern_rt.compare.image_graph import Features, Preprocessing
 from lantern_rt.engines.host import import_onnxruntime
 from lantern_rt.engines.ort.providers import PROVIDERS, plugin_devices
@@ -69,7 +69,7 @@ def test_a_time_limit_ends_the_reading_of_a_file(
 ) -> None:
     with pytest.raises(TimeoutError), reading(tmp_path, "a file", BundleError, "give another"):
         interrupt()
-    with pytest.raises(TimeoutError), hub_errors("hf:owner/name", BundleError, "try again"):
+    with pytest.raises(TimeoutError), convert_hub_errors("hf:owner/name", BundleError, "try again"):
         interrupt()
     monkeypatch.setattr("lantern_rt.bundle.files.file_sha256", interrupt)
     with pytest.raises(TimeoutError):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from lantern_rt.inputs import install_command
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -35,6 +39,30 @@ def test_lines_that_install_pytorch_for_a_cpu_name_the_index_of_its_cpu_wheels()
     torch = [line for line in lines if re.search(r"\[cpu,(?:export|train)", line)]
     assert len(torch) >= 4
     assert [line for line in torch if "https://download.pytorch.org/whl/cpu" not in line] == []
+
+
+CLONE = {"url": "file:///home/me/a%20clone", "dir_info": {"editable": True}}
+WHEEL = {"url": "https://example.org/lantern_rt-0.1.0-py3-none-any.whl", "archive_info": {}}
+REPOSITORY = {"url": "https://example.org/lantern-rt", "vcs_info": {"vcs": "git", "commit_id": "a" * 40}}
+
+
+@pytest.mark.parametrize(
+    ("origin", "package"),
+    [
+        (CLONE, "-e '/home/me/a clone[serve]'"),
+        (WHEEL, f"'lantern-rt[serve] @ {WHEEL['url']}'"),
+        (REPOSITORY, f"'lantern-rt[serve] @ git+{REPOSITORY['url']}'"),
+        (None, "'lantern-rt[serve]'"),
+    ],
+)
+def test_errors_name_the_place_that_the_package_came_from(
+    monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | None, package: str
+) -> None:
+    record = SimpleNamespace(read_text=lambda name: origin and json.dumps(origin))
+    monkeypatch.setattr("importlib.metadata.distribution", lambda _: record)
+    assert install_command("serve") == f"pip install {package}"
+    assert "--extra-index-url https://download.pytorch.org/whl/cpu " in install_command("cpu,export")
+    assert install_command("cpu", reinstall=True).startswith("pip install --force-reinstall ")
 
 
 def test_every_dependency_has_one_lowest_version() -> None:

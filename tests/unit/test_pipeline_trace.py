@@ -26,7 +26,7 @@ def record(pipe: Pipeline, method: str, steps: int | None = None) -> tuple[Trace
 
 
 def read(trace: Trace) -> dict[str, NDArray[Any]]:
-    return dict(np.load(BytesIO(trace.npz_bytes()), allow_pickle=False))
+    return dict(np.load(BytesIO(trace.encode_npz()), allow_pickle=False))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -16,6 +16,7 @@ from lantern_rt import published
 from lantern_rt.cli.models import format_count
 from lantern_rt.errors import LanternError, OutputError
 from lantern_rt.export.registry import check_family
+from lantern_rt.inputs import install_command
 from lantern_rt.text.words import ANY_WORDS
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +98,7 @@ def test_a_model_behind_a_login_says_where_to_accept_its_terms(host: pytest.Monk
 def test_without_pytorch_the_extra_is_named(host: pytest.MonkeyPatch) -> None:
     host.undo()
     host.setattr("importlib.util.find_spec", lambda _: None)
-    assert refusal(NAME) == "export: torch is not installed; run `pip install 'lantern-rt[cpu,export]'`"
+    assert refusal(NAME) == f"export: torch is not installed; run `{install_command('cpu,export')}`"
 
 
 def test_a_gpu_has_bundles_of_its_own(host: pytest.MonkeyPatch, tmp_path: Path) -> None:

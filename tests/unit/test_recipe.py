@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.bundle.files import Bundle
 from lantern_rt.cli.replay import holds_image
-from lantern_rt.output.images import png_bytes
+from lantern_rt.output.images import encode_png
 from lantern_rt.output.recipe import TEXT_LIMIT, TEXTS_LIMIT, read_recipe
 from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import check_request
@@ -43,7 +43,7 @@ def make_record(bundle: Bundle, /, **changes: Any) -> dict[str, str]:
 
 
 def write_png(path: Path, texts: dict[str, str]) -> Path:
-    path.write_bytes(png_bytes(Image.new("RGB", (8, 8)), texts))
+    path.write_bytes(encode_png(Image.new("RGB", (8, 8)), texts))
     return path
 
 
@@ -188,7 +188,7 @@ BOMB = zlib.compress(bytes(1 << 23), 9)
 HOSTILE = {
     "nothing": b"",
     "text": b"red cube",
-    "no chunks of ours": png_bytes(Image.new("RGB", (8, 8)), {}),
+    "no chunks of ours": encode_png(Image.new("RGB", (8, 8)), {}),
     "no pixels": with_chunks(size=(0, 0)),
     "many pixels": with_chunks(size=(1 << 20, 1 << 20)),
     "a chunk of 2 GiB": b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 2**31 - 1) + b"tEXtprompt\0red",
@@ -265,7 +265,7 @@ def test_exact_methods_generate_the_same_image_unless_weights_are_dequantized(
     with Pipeline.from_bundle(words_bundle, threads=1) as pipe:
         (image,) = pipe("red cube", method="ar").images
     path = tmp_path / "cube.png"
-    path.write_bytes(png_bytes(image, image.info))
+    path.write_bytes(encode_png(image, image.info))
     tokenizer = load_bundle_tokenizer(bundle)
     eagle = check_request(bundle.manifest, tokenizer, prompts="red cube", method="eagle")
     target = bundle.manifest.target.model_copy(update={"precision": "int8-weights"})

@@ -11,7 +11,7 @@ from tiny_bundle import CAPTION, make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError, open_bundle
 from lantern_rt.compare.prompts import Prompts, read_bundle_prompts
-from lantern_rt.compare.turns import ComparedMethod, add_likelihoods, parse_methods, run, run_in_turns
+from lantern_rt.compare.turns import ComparedMethod, add_likelihoods, parse_methods, run_in_turns, run_method
 
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow")
 
@@ -105,7 +105,7 @@ def test_every_turn_begins_with_another_method_and_likelihoods_come_last(
 def test_a_run_has_the_result_of_the_pipeline_without_unrequested_work(pipeline: Pipeline) -> None:
     request = {"prompts": PROMPTS[:2], "seed": [5, 6]}
     method = ComparedMethod("relaxed", {"method": "lantern++", "temperature": 0.9})
-    run_result = run(pipeline, method, request)
+    run_result = run_method(pipeline, method, request)
     result = pipeline(**request, method="lantern++", temperature=0.9)
     assert [codes.tolist() for codes in run_result.codes] == [codes.tolist() for codes in result.codes]
     assert [image.tobytes() for image in run_result.images] == [image.tobytes() for image in result.images]
@@ -116,7 +116,7 @@ def test_a_run_has_the_result_of_the_pipeline_without_unrequested_work(pipeline:
     assert add_likelihoods(pipeline, run_result, request).likelihoods == pipeline.likelihoods(
         result.codes, **request, temperature=0.9
     )
-    assert run(pipeline, method, request, make_images=False).images == []
+    assert run_method(pipeline, method, request, make_images=False).images == []
     ((unscored,),) = run_in_turns(pipeline, [method], [request], score=False)
     assert (len(unscored.images), unscored.likelihoods) == (2, [])
 

@@ -14,7 +14,7 @@ from lantern_rt.runtime.state import Prompt
 
 
 def naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
-    """Apply temperature, top-k and top-p in the plainest way, as a second opinion on `shape_distribution`."""
+    """Apply temperature, top-k and top-p in the plainest way, as a second opinion on `compute_distribution`."""
     weights = np.exp((logits - logits.max()) / (sampling.temperature or 1.0))
     for name in sampling.filter_order.split(", "):
         order = sorted(range(len(weights)), key=lambda code: -weights[code])

@@ -12,7 +12,7 @@ from torch import Tensor
 from .shards import ShardFolder
 
 
-class Batch(NamedTuple):
+class TrainingBatch(NamedTuple):
     """Sequences of several images, padded on the right; the rows of one image follow each other.
 
     Args:
@@ -30,7 +30,7 @@ class Batch(NamedTuple):
     rows_per_image: int
     cells: int
 
-    def predictions(self, hidden: Tensor, depth: int) -> Tensor:
+    def select_predictions(self, hidden: Tensor, depth: int) -> Tensor:
         """Select the slots that predict image tokens.
 
         Args:
@@ -45,12 +45,14 @@ class Batch(NamedTuple):
         selected = hidden[rows, slots]
         return selected.reshape(-1, self.rows_per_image, *selected.shape[1:])
 
-    def target_states(self, depth: int) -> Tensor:
+    def select_target_states(self, depth: int) -> Tensor:
         """Select the target's hidden states that `predictions` of this depth should equal; the same shape."""
-        return self.predictions(self.states[:, 1:], depth)
+        return self.select_predictions(self.states[:, 1:], depth)
 
 
-def make_batch(data: ShardFolder, indices: list[int], code_offset: int, rows_per_image: int, device: str) -> Batch:
+def make_training_batch(
+    data: ShardFolder, indices: list[int], code_offset: int, rows_per_image: int, device: str
+) -> TrainingBatch:
     """Read images as a batch.
 
     Args:
@@ -71,7 +73,7 @@ def make_batch(data: ShardFolder, indices: list[int], code_offset: int, rows_per
     slots = max(map(len, tokens))
     padded_tokens = np.stack([np.pad(row, (0, slots - len(row))) for row in tokens])
     padded_states = np.stack([np.pad(row, ((0, slots + 1 - len(row)), (0, 0))) for row in states])
-    return Batch(
+    return TrainingBatch(
         torch.from_numpy(padded_tokens).long().to(device),
         torch.from_numpy(padded_states).to(device).float(),
         torch.tensor([len(row) - source.cells + 1 for row in tokens], device=device),

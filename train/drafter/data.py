@@ -27,7 +27,7 @@ from ...runtime.decode import decode
 from ...runtime.drafting import Commit
 from ...runtime.likelihood import compute_sequence_states
 from ...runtime.state import Prompt
-from .shards import Shard, TrainingImages, read_source, shard_path, write_shard
+from .shards import Shard, TrainingImages, describe_shard_source, shard_path, write_shard
 
 IMAGES_PER_SHARD = 64  # maximum number
 _SHARD_BYTES = 2 << 30  # maximum size of a shard with several images; training data are made in memory
@@ -89,7 +89,7 @@ def write_shards(
     paths = [shard_path(output, i) for i in range(-(-images // images_per_shard))]
     for index, path in enumerate(paths):
         size = sizes[index % len(sizes)]
-        source = read_source(manifest, size)
+        source = describe_shard_source(manifest, size)
         request = prompts.request(index, images_per_shard, FIRST_SEED)
         is_embeddings = prompts.kind == "embeddings"
         labels = list(range(images_per_shard)) if is_embeddings else list(request[prompts.kind])
@@ -100,12 +100,12 @@ def write_shards(
                 raise OutputError(problem, field=str(path), remedy="give another --output")
         else:
             request["size"] = size.name
-            codes, drafts = _generate(pipeline, request, progress)
+            codes, drafts = _generate_codes(pipeline, request, progress)
             write_shard(path, source, _add_states(pipeline, request, labels, codes, drafts, progress))
         yield (index + 1) * images_per_shard
 
 
-def hidden_states(
+def compute_hidden_states(
     pipeline: Pipeline, prompts: Sequence[Prompt], codes: Codes, size: str | None = None
 ) -> list[NDArray[np.float32]]:
     """Compute the target's hidden states in the prefix, and the states from which image tokens are sampled.
@@ -160,7 +160,7 @@ class _UnacceptedDrafts:
                     self.counts[image] += 1
 
 
-def _generate(pipeline: Pipeline, request: dict[str, Any], progress: Progress) -> tuple[Codes, _UnacceptedDrafts]:
+def _generate_codes(pipeline: Pipeline, request: dict[str, Any], progress: Progress) -> tuple[Codes, _UnacceptedDrafts]:
     prepared = pipeline.prepare(pipeline.check(**request, method=_METHOD))
     plan = prepared.plan
     num_images = len(prepared.images)
@@ -202,7 +202,7 @@ def _add_states(
     for i in range(0, len(prompts), max_images):
         progress("computing hidden states", i, len(prompts))
         part = slice(i, i + max_images)
-        images_states = hidden_states(pipeline, prompts[part], codes[part], prepared.settings.size)
+        images_states = compute_hidden_states(pipeline, prompts[part], codes[part], prepared.settings.size)
         states += [_to_half(row) for row in images_states]
     padded = _pad_and_stack(states, prefix + codes.shape[1] - 1)
     pairs = (len(prompts), 2)

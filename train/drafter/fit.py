@@ -23,17 +23,17 @@ from torch import Tensor
 from ... import __version__
 from ...engines.contracts import Progress
 from ...errors import CheckpointError, RequestError
-from ...export.models.eagle import EagleDrafter
+from ...export.models.eagle import EagleModule
 from ...inputs import format_error, format_value, open_plain_file, reading
 from ...output.files import check_new_folder, write_output
 from ..muon import Muon
 from ..precision import mixed_precision
-from .batches import Batch, make_batch, select_images
+from .batches import TrainingBatch, make_training_batch, select_images
 from .folder import MARKER, save_drafter
-from .losses import guided_logits, kl_loss, overlap
-from .model import draft_states, new_drafter
+from .losses import compute_guided_logits, compute_overlap, kl_loss
+from .model import draft_states, make_drafter
 from .shards import ShardFolder
-from .target import Target
+from .target import TrainingTarget
 
 DEPTHS = 3  # draft depths that are trained; deeper than 0 the drafter reads its previous predictions
 _NOISE = 0.1  # amplitude of noise on hidden states, as a share of their standard deviation
@@ -41,13 +41,13 @@ _MUON_RATE = 0.01
 _ADAM_RATE = 1e-3
 _WARM_UP = 40  # steps with rising learning rates
 _COOL_DOWN = 0.6  # share of the steps with falling learning rates
-_SECONDS = 60.0  # time between two reports, and between two saved states
+_REPORT_SECONDS = 60.0  # time between two reports, and between two saved states
 _REPORT_IMAGES = 16  # maximum number of validation images for a report
 _FINAL_IMAGES = 64  # maximum number of validation images for the final figures
 
 
 @dataclass(frozen=True)
-class FitOptions:
+class TrainingOptions:
     """Options that determine the weights, together with data and target.
 
     Args:
@@ -81,7 +81,7 @@ def state_path(output: Path) -> Path:
     return output.with_name(f"{output.name}.training.pt")
 
 
-class Fit:
+class DrafterTraining:
     """Training run of a drafter; `run` trains and writes it. A state file beside the output is continued.
 
     Args:
@@ -95,7 +95,9 @@ class Fit:
         OutputError: `output` exists without a state file.
     """
 
-    def __init__(self, data: Path, target: Target, options: FitOptions, output: Path, device: str = "cpu") -> None:
+    def __init__(
+        self, data: Path, target: TrainingTarget, options: TrainingOptions, output: Path, device: str = "cpu"
+    ) -> None:
         check_new_folder(output, state_path(output).exists(), MARKER)
         self.data = ShardFolder(data, [target.source], len(target.embeddings))
         self.target = target
@@ -103,7 +105,7 @@ class Fit:
         self.output = output
         self.device = device
         self.head = target.head.to(device)
-        self.drafter = new_drafter(target, options.seed).to(device)
+        self.drafter = make_drafter(target, options.seed).to(device)
         self.average = copy.deepcopy(self.drafter)
         self.average.head = self.drafter.head
         self.training = self.data.training
@@ -116,9 +118,11 @@ class Fit:
                 (matrices if is_matrix else others).append(weight)
         self.muon = Muon(matrices, _MUON_RATE)
         self.adam = torch.optim.AdamW(others, _ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-        self._restore()
+        self._restore_state()
 
-    def run(self, progress: Progress, report: Callable[[str], None], interval: float = _SECONDS) -> dict[str, float]:
+    def run(
+        self, progress: Progress, report: Callable[[str], None], interval: float = _REPORT_SECONDS
+    ) -> dict[str, float]:
         """Run the remaining steps and write a drafter with the averaged weights.
 
         Args:
@@ -126,7 +130,7 @@ class Fit:
             interval: seconds between two reports, and between two saved states.
 
         Returns:
-            The drafter's figures on validation images; see `figures`.
+            The drafter's figures on validation images; see `measure_figures`.
 
         Raises:
             CheckpointError: the loss or a figure is NaN or infinite.
@@ -137,17 +141,17 @@ class Fit:
             report(f"continuing from step {self.step}, saved in {state_path(self.output)}")
         while self.step < steps:
             progress("training", self.step, steps)
-            loss = self._update()
+            loss = self._update_weights()
             _check_finite({"loss": loss}, self.step)
             if time.monotonic() - last >= interval and self.step < steps:
-                figures = self.figures(_REPORT_IMAGES)
+                figures = self.measure_figures(_REPORT_IMAGES)
                 report(f"step {self.step}, loss {loss:.3f}: {describe_figures(figures)}")
-                self._save()
+                self._save_state()
                 last = time.monotonic()
         progress("training", self.step, steps)
-        figures = self.figures()
+        figures = self.measure_figures()
         _check_finite(figures, self.step)
-        self._save()
+        self._save_state()
         training = {
             "lantern_rt": __version__,
             "target": self.target.name,
@@ -160,7 +164,7 @@ class Fit:
         return figures
 
     @torch.no_grad()
-    def figures(self, max_images: int = _FINAL_IMAGES) -> dict[str, float]:
+    def measure_figures(self, max_images: int = _FINAL_IMAGES) -> dict[str, float]:
         """Compare the drafter with averaged weights with the target, on validation images.
 
         Args:
@@ -173,27 +177,27 @@ class Fit:
         overlaps: list[list[Tensor]] = [[] for _ in range(DEPTHS)]
         hits: list[Tensor] = []
         for index in self.data.validation[:max_images]:
-            batch = self._batch([index])
+            batch = self._make_batch([index])
             with mixed_precision(self.device):
                 chain = list(draft_states(self.average, batch.tokens, batch.states[:, :-1], DEPTHS))
             for depth, hidden in enumerate(chain):
-                logits = self._logits(batch.predictions(hidden, depth).float())
-                target_logits = self._logits(batch.target_states(depth))
-                overlaps[depth].append(overlap(target_logits.softmax(-1), logits.softmax(-1)).flatten())
+                logits = self._compute_logits(batch.select_predictions(hidden, depth).float())
+                target_logits = self._compute_logits(batch.select_target_states(depth))
+                overlaps[depth].append(compute_overlap(target_logits.softmax(-1), logits.softmax(-1)).flatten())
                 if not depth:
                     hits.append((logits.argmax(-1) == target_logits.argmax(-1)).flatten())
         means = [float(torch.cat(values).mean()) for values in overlaps]
         deeper = {f"overlap at depth {depth}": means[depth] for depth in range(1, DEPTHS)}
         return {"overlap": means[0], "top-1": float(torch.cat(hits).float().mean()), **deeper}
 
-    def _batch(self, indices: list[int]) -> Batch:
+    def _make_batch(self, indices: list[int]) -> TrainingBatch:
         rows_per_image = 1 if self.options.cfg_scale == 1 else 2
-        return make_batch(self.data, indices, self.target.code_offset, rows_per_image, self.device)
+        return make_training_batch(self.data, indices, self.target.code_offset, rows_per_image, self.device)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return guided_logits(hidden, self.head, self.options.cfg_scale)
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
+        return compute_guided_logits(hidden, self.head, self.options.cfg_scale)
 
-    def _update(self) -> float:
+    def _update_weights(self) -> float:
         options = self.options
         rate = min(1.0, (self.step + 1) / _WARM_UP, (1 - self.step / options.steps) / _COOL_DOWN)
         self.muon.param_groups[0]["lr"] = _MUON_RATE * rate
@@ -202,7 +206,7 @@ class Fit:
         generator = torch.Generator(self.device).manual_seed(options.seed * 1_000_003 + self.step)
         self.muon.zero_grad(set_to_none=True)
         self.adam.zero_grad(set_to_none=True)
-        loss = self._loss(self._batch(indices), generator)
+        loss = self._compute_loss(self._make_batch(indices), generator)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.adam.param_groups[0]["params"], 0.5)
         self.muon.step()
@@ -214,24 +218,24 @@ class Fit:
                 mean.lerp_(weight, 1 - decay)
         return float(loss.detach())
 
-    def _loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+    def _compute_loss(self, batch: TrainingBatch, generator: torch.Generator) -> Tensor:
         """Return the divergence of distributions plus the distance of hidden states, averaged over depths."""
         states = batch.states[:, :-1]
         noise = torch.rand(states.shape, generator=generator, device=self.device) - 0.5
         noisy = states + noise * _NOISE * states.std()
         with torch.no_grad():
-            p = self._logits(batch.target_states(0)).softmax(-1)
+            p = self._compute_logits(batch.select_target_states(0)).softmax(-1)
         total = torch.zeros((), device=self.device)
         with mixed_precision(self.device):
             for depth, hidden in enumerate(draft_states(self.drafter, batch.tokens, noisy, DEPTHS)):
-                predictions = batch.predictions(hidden, depth)
-                distance = F.smooth_l1_loss(predictions.float(), batch.target_states(depth))
-                total = total + kl_loss(p[:, depth:], self._logits(predictions)) + distance
+                predictions = batch.select_predictions(hidden, depth)
+                distance = F.smooth_l1_loss(predictions.float(), batch.select_target_states(depth))
+                total = total + kl_loss(p[:, depth:], self._compute_logits(predictions)) + distance
         return total / DEPTHS
 
-    def _save(self) -> None:
+    def _save_state(self) -> None:
         state: dict[str, Any] = {
-            "options": json.dumps(self._identity()),
+            "options": json.dumps(self._describe_run()),
             "step": self.step,
             "model": _trained_weights(self.drafter),
             "average": _trained_weights(self.average),
@@ -242,14 +246,14 @@ class Fit:
         torch.save(state, buffer)
         write_output(state_path(self.output), buffer.getvalue(), force=True)
 
-    def _restore(self) -> None:
+    def _restore_state(self) -> None:
         path = state_path(self.output)
         if not path.exists():
             return
         with reading(path, "a training state", CheckpointError, "delete it to start again"):
             with open_plain_file(path) as file:
                 state = torch.load(file, map_location=self.device, weights_only=True)
-            if json.loads(state["options"]) != self._identity():
+            if json.loads(state["options"]) != self._describe_run():
                 problem = "was saved with other options, another target or other data"
                 raise CheckpointError(problem, field=str(path), remedy="give the same options and data, or delete it")
             self.step = int(state["step"])
@@ -258,7 +262,7 @@ class Fit:
             self.muon.load_state_dict(state["muon"])
             self.adam.load_state_dict(state["adam"])
 
-    def _identity(self) -> dict[str, Any]:
+    def _describe_run(self) -> dict[str, Any]:
         """Return options, target and data, which must not change in a continued run; only `steps` may."""
         options = asdict(self.options)
         del options["steps"]
@@ -277,5 +281,5 @@ def _check_finite(figures: Mapping[str, float], step: int) -> None:
             raise CheckpointError(field=f"{name} at step {step}", found=str(value), expected="finite", remedy=remedy)
 
 
-def _trained_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
+def _trained_weights(drafter: EagleModule) -> dict[str, Tensor]:
     return {name: weight for name, weight in drafter.state_dict().items() if not name.startswith("head.")}

@@ -11,14 +11,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ...export.models.decoder import DecoderConfig
-from ...export.models.eagle import EagleDrafter
+from ...export.models.eagle import EagleModule
 from ...export.models.llama import LAYER_NAMES
 from ...output.files import atomic_folder
 
 MARKER = "config.json"
 
 
-def save_drafter(drafter: EagleDrafter, output: Path, fields: Mapping[str, Any], force: bool = False) -> None:
+def save_drafter(drafter: EagleModule, output: Path, fields: Mapping[str, Any], force: bool = False) -> None:
     """Write a drafter's folder, completely or not at all.
 
     Args:
@@ -52,7 +52,7 @@ def lantern_config(config: DecoderConfig, tokens: int) -> dict[str, Any]:
     }
 
 
-def lantern_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
+def lantern_weights(drafter: EagleModule) -> dict[str, Tensor]:
     """Return weights by LANTERN's names, float32, without the output layer, which belongs to the target."""
     weights: dict[str, Tensor] = {}
     sizes = drafter.config

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ...engines.contracts import Progress
 from .batches import select_images
-from .losses import kl_loss, overlap
+from .losses import compute_overlap, kl_loss
 from .shards import ShardFolder
-from .target import HeadsTarget, OutputLayer
+from .target import HeadTrainingTarget, OutputLayer
 
 RANK = 48  # rank of corrections; twice as much gained less than a percent
 UNITS = 96  # hidden units of predictions; twice as many gained less than a percent
@@ -33,7 +33,7 @@ _VALIDATION_CELLS = 32  # maximum number per image
 
 
 @dataclass(frozen=True)
-class Samples:
+class HeadSamples:
     """Guided hidden states of the target for some cells, with the tokens before them.
 
     Args:
@@ -59,7 +59,7 @@ class TrainedHeads(nn.Module):
 
     embeddings: Tensor
 
-    def __init__(self, target: HeadsTarget, seed: int) -> None:
+    def __init__(self, target: HeadTrainingTarget, seed: int) -> None:
         super().__init__()
         self.layer = target.layer
         inputs = self.layer.weight.shape[1]
@@ -79,20 +79,20 @@ class TrainedHeads(nn.Module):
         self.output = normal(UNITS, inputs, scale=0.02)
         self.output_bias = nn.Parameter(self.layer.bias.clone())
 
-    def correct_logits(self, samples: Samples) -> Tensor:
+    def correct_logits(self, samples: HeadSamples) -> Tensor:
         """Compute logits `[n, codes]` from the states after unaccepted draft tokens."""
         change = (self.embeddings[samples.left_tokens] - self.embeddings[samples.unaccepted_tokens]) @ self.change
         gate = torch.sigmoid(samples.unaccepted_states @ self.gate + self.gate_bias)
         return self.layer.logits(samples.unaccepted_inputs + (change * gate) @ self.correct)
 
-    def predict_logits(self, samples: Samples) -> Tensor:
+    def predict_logits(self, samples: HeadSamples) -> Tensor:
         """Compute logits `[n, codes]` from the neighbouring tokens."""
         states = samples.context[0] @ self.states[0] + samples.context[1] @ self.states[1]
         sums = self.embeddings[samples.left_tokens] @ self.left + states
         return nn.functional.silu(sums) @ self.output @ self.layer.weight.T + self.output_bias
 
     @torch.no_grad()
-    def tables(self) -> dict[str, NDArray[np.float16]]:
+    def export_tables(self) -> dict[str, NDArray[np.float16]]:
         """Return the tables of `DraftHeads`."""
         tables = {
             "change": self.embeddings @ self.change,
@@ -109,7 +109,7 @@ class TrainedHeads(nn.Module):
 
 def fit_heads(
     data: Path,
-    target: HeadsTarget,
+    target: HeadTrainingTarget,
     cfg_scale: float,
     steps: int,
     progress: Progress,
@@ -160,8 +160,8 @@ def fit_heads(
             "corrected": heads.correct_logits(samples),
             "predicted": heads.predict_logits(samples),
         }
-        metrics = {name: float(overlap(p, each.softmax(-1)).mean()) for name, each in logits.items()}
-    return heads.tables(), metrics
+        metrics = {name: float(compute_overlap(p, each.softmax(-1)).mean()) for name, each in logits.items()}
+    return heads.export_tables(), metrics
 
 
 def read_samples(
@@ -172,7 +172,7 @@ def read_samples(
     count: int,
     rng: np.random.Generator,
     device: str,
-) -> Samples:
+) -> HeadSamples:
     """Read cells after unaccepted drafts.
 
     Args:
@@ -208,4 +208,4 @@ def read_samples(
         torch.from_numpy(np.concatenate(codes).astype(np.int64)).to(device)
         for codes in (left_tokens, unaccepted_tokens)
     ]
-    return Samples(guided_inputs[0], tokens[0], guided[1:3], guided[3], guided_inputs[1], tokens[1])
+    return HeadSamples(guided_inputs[0], tokens[0], guided[1:3], guided[3], guided_inputs[1], tokens[1])

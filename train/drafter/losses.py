@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def guided_logits(hidden: Tensor, head: Tensor, cfg_scale: float) -> Tensor:
+def compute_guided_logits(hidden: Tensor, head: Tensor, cfg_scale: float) -> Tensor:
     """Compute logits and apply classifier-free guidance.
 
     Args:
@@ -36,6 +36,6 @@ def kl_loss(p: Tensor, logits: Tensor) -> Tensor:
     return (-(p * logits.log_softmax(-1)).sum(-1) - entropy).mean()
 
 
-def overlap(p: Tensor, q: Tensor) -> Tensor:
+def compute_overlap(p: Tensor, q: Tensor) -> Tensor:
     """Compute sum(min(p, q)) over the last axis, the rate at which exact acceptance accepts drafts from q."""
     return torch.minimum(p, q).sum(-1)

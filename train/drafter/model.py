@@ -14,21 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...export.models.decoder import Layer
-from ...export.models.eagle import EagleDrafter
-from .target import Target
+from ...export.models.decoder import DecoderLayer
+from ...export.models.eagle import EagleModule
+from .target import TrainingTarget
 
 KeysAndValues = list[tuple[Tensor, Tensor]]
 
 
-def new_drafter(target: Target, seed: int) -> EagleDrafter:
+def make_drafter(target: TrainingTarget, seed: int) -> EagleModule:
     """Create an untrained drafter, which nearly returns its input state. Its output layer is the target's, frozen."""
     config = target.config
     width = config.hidden_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = nn.Linear(width, config.vocab_size, bias=False)
-        drafter = EagleDrafter(config, head, bias=True, num_tokens=len(target.embeddings))
+        drafter = EagleModule(config, head, bias=True, num_tokens=len(target.embeddings))
         for name, weight in drafter.layers.named_parameters():
             if weight.ndim == 2 and "norm" not in name:
                 spread = weight.shape[1] ** -0.5
@@ -44,7 +44,7 @@ def new_drafter(target: Target, seed: int) -> EagleDrafter:
     return drafter
 
 
-def draft_states(drafter: EagleDrafter, tokens: Tensor, states: Tensor, depths: int) -> Iterator[Tensor]:
+def draft_states(drafter: EagleModule, tokens: Tensor, states: Tensor, depths: int) -> Iterator[Tensor]:
     """Predict hidden states depth by depth. Gradients do not flow from one depth to the previous.
 
     Args:
@@ -56,7 +56,7 @@ def draft_states(drafter: EagleDrafter, tokens: Tensor, states: Tensor, depths: 
         slots of the prefix and the d slots after it are invalid.
     """
     slots = tokens.shape[1]
-    layers = [cast(Layer, layer) for layer in drafter.layers]
+    layers = [cast(DecoderLayer, layer) for layer in drafter.layers]
     rope = drafter.rope[None, :slots]
     embeds = drafter.embed(tokens)
     cache: list[KeysAndValues] = [[] for _ in layers]
@@ -84,7 +84,7 @@ def _attend(query: Tensor, cache: KeysAndValues) -> Tensor:
     behind = torch.ones(slots, slots, dtype=torch.bool, device=query.device).tril(-depth)  # attended at depth 0
     scores = (query.transpose(1, 2) @ key.transpose(2, 3)).masked_fill(~behind, float("-inf"))
     # The draft slot at depth i is depth - i slots back; the last pair belongs to the slot itself.
-    drafted = [(_shift(k, depth - i), _shift(v, depth - i)) for i, (k, v) in enumerate(wide[1:], 1)]
+    drafted = [(_shift_states(k, depth - i), _shift_states(v, depth - i)) for i, (k, v) in enumerate(wide[1:], 1)]
     nearby = torch.stack([(query * k).sum(-1) for k, _ in drafted], -1).transpose(1, 2)  # [rows, heads, slots, depth]
     weights = (torch.cat([scores, nearby.to(scores.dtype)], -1) * scale).softmax(-1)
     mixed: Tensor = (weights[..., :slots].to(value.dtype) @ value).transpose(1, 2)
@@ -93,5 +93,5 @@ def _attend(query: Tensor, cache: KeysAndValues) -> Tensor:
     return mixed
 
 
-def _shift(states: Tensor, slots: int) -> Tensor:
+def _shift_states(states: Tensor, slots: int) -> Tensor:
     return F.pad(states[:, : states.shape[1] - slots], (0, 0, 0, 0, slots, 0)) if slots else states

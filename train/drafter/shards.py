@@ -32,7 +32,7 @@ _REMEDY = "make the data again"
 
 
 @dataclass(frozen=True)
-class Source:
+class ShardSource:
     """The target model and the array sizes of a shard. Shards of a folder may differ in their grids.
 
     Args:
@@ -69,7 +69,7 @@ class Source:
         return RasterLayout(cells, self.columns, (self.first_rows, self.first_columns))
 
 
-def read_source(manifest: Manifest, size: Size | None = None) -> Source:
+def describe_shard_source(manifest: Manifest, size: Size | None = None) -> ShardSource:
     """Return the source of shards that a bundle generates in an image size, by default its default size.
 
     Raises:
@@ -80,7 +80,7 @@ def read_source(manifest: Manifest, size: Size | None = None) -> Source:
     size = size or manifest.size()
     condition = manifest.condition
     weights = manifest.files.get("target.data", manifest.files["target"])
-    return Source(
+    return ShardSource(
         weights.sha256,
         {"class": "class_ids", "embeddings": "embeddings"}.get(condition.kind, "prompts"),
         size.rows,
@@ -130,7 +130,7 @@ def shard_path(folder: Path, index: int) -> Path:
     return folder / f"shard-{index:05d}.safetensors"
 
 
-def write_shard(path: Path, source: Source, images: TrainingImages) -> None:
+def write_shard(path: Path, source: ShardSource, images: TrainingImages) -> None:
     """Write a shard, completely or not at all.
 
     Args:
@@ -169,7 +169,7 @@ class Shard:
             metadata = self._file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"format {format_value(metadata.get('format'))}, not {FORMAT}")
-            self.source = Source(**json.loads(metadata["source"]))
+            self.source = ShardSource(**json.loads(metadata["source"]))
             self.prompts: list[Any] = list(json.loads(metadata["prompt"]))
             self._check_shapes()
             self._arrays = self._map_arrays()
@@ -245,7 +245,7 @@ class ShardFolder:
         CheckpointError: there are fewer than two images, or a shard is damaged or has another source.
     """
 
-    def __init__(self, folder: Path, sources: Sequence[Source], vocabulary: int = 1 << 31) -> None:
+    def __init__(self, folder: Path, sources: Sequence[ShardSource], vocabulary: int = 1 << 31) -> None:
         self.shards = [Shard(path, vocabulary) for path in sorted(folder.glob("shard-*.safetensors"))]
         by_grid = {(source.rows, source.columns): source for source in sources}
         self._sources = [by_grid.get((shard.source.rows, shard.source.columns), sources[0]) for shard in self.shards]
@@ -277,7 +277,7 @@ class ShardFolder:
         held_out = set(self.validation)
         return [i for i in range(len(self)) if i not in held_out]
 
-    def read_image(self, index: int) -> tuple[TrainingImages, Source]:
+    def read_image(self, index: int) -> tuple[TrainingImages, ShardSource]:
         """Read one image and the source of its shard."""
         shard = int(np.searchsorted(self._starts, index, "right")) - 1
         start = index - self._starts[shard]

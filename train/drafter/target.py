@@ -17,7 +17,7 @@ from ...bundle.files import Bundle
 from ...bundle.weights import StoredWeights
 from ...errors import CheckpointError
 from ...export.models.decoder import DecoderConfig
-from .shards import Source, read_source
+from .shards import ShardSource, describe_shard_source
 
 # Differences of each family's drafters from the target; llamagen and anole follow LANTERN.
 _DIFFERENCES: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ _DIFFERENCES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Target:
+class TrainingTarget:
     """Frozen target weights for drafter training.
 
     Args:
@@ -41,7 +41,7 @@ class Target:
     """
 
     name: str
-    source: Source
+    source: ShardSource
     config: DecoderConfig
     head: Tensor
     embeddings: Tensor
@@ -71,11 +71,11 @@ class OutputLayer(nn.Module):
     def __init__(self, weights: StoredWeights) -> None:
         super().__init__()
         is_deep = "head.first.weight" in weights
-        weight = _read(weights, "head.second.weight" if is_deep else "head.weight").T.contiguous()
+        weight = _read_weight(weights, "head.second.weight" if is_deep else "head.weight").T.contiguous()
         self.register_buffer("weight", weight)
-        self.register_buffer("bias", _read(weights, "head.second.bias") if is_deep else torch.zeros(len(weight)))
-        self.register_buffer("hidden_weight", _read(weights, "head.first.weight") if is_deep else None)
-        self.register_buffer("hidden_bias", _read(weights, "head.first.bias") if is_deep else None)
+        self.register_buffer("bias", _read_weight(weights, "head.second.bias") if is_deep else torch.zeros(len(weight)))
+        self.register_buffer("hidden_weight", _read_weight(weights, "head.first.weight") if is_deep else None)
+        self.register_buffer("hidden_bias", _read_weight(weights, "head.first.bias") if is_deep else None)
 
     def inputs(self, states: Tensor) -> Tensor:
         """Compute the inputs of the matrix, `[..., inputs]`, from hidden states `[..., width]`."""
@@ -89,7 +89,7 @@ class OutputLayer(nn.Module):
 
 
 @dataclass(frozen=True)
-class HeadsTarget:
+class HeadTrainingTarget:
     """Target of draft heads.
 
     Args:
@@ -97,12 +97,12 @@ class HeadsTarget:
         embeddings: input embeddings of the codes, float32 `[codes, width]`.
     """
 
-    sources: list[Source]
+    sources: list[ShardSource]
     layer: OutputLayer
     embeddings: Tensor
 
 
-def read_heads_target(bundle: Bundle) -> HeadsTarget:
+def read_heads_target(bundle: Bundle) -> HeadTrainingTarget:
     """Read sizes and weights that training draft heads needs, from a bundle of any family but PAR and NAR.
 
     Raises:
@@ -110,12 +110,12 @@ def read_heads_target(bundle: Bundle) -> HeadsTarget:
         BundleError: the bundle is damaged.
     """
     manifest = bundle.manifest
-    sources = [read_source(manifest, size) for size in manifest.all_sizes]
+    sources = [describe_shard_source(manifest, size) for size in manifest.all_sizes]
     embeddings = torch.from_numpy(np.array(bundle.code_embeddings[: manifest.codebook_size]))
-    return HeadsTarget(sources, OutputLayer(StoredWeights(bundle.path("target"))), embeddings.float())
+    return HeadTrainingTarget(sources, OutputLayer(StoredWeights(bundle.path("target"))), embeddings.float())
 
 
-def read_target(bundle: Bundle) -> Target:
+def read_target(bundle: Bundle) -> TrainingTarget:
     """Read sizes and weights that training a drafter needs.
 
     Raises:
@@ -124,7 +124,7 @@ def read_target(bundle: Bundle) -> Target:
         BundleError: the bundle is damaged.
     """
     manifest = bundle.manifest
-    source = read_source(manifest)
+    source = describe_shard_source(manifest)
     if manifest.family not in _DIFFERENCES:
         field = f"family of bundle {manifest.name}"
         remedy = "train draft heads with `lantern-rt train-drafter heads`"
@@ -134,14 +134,14 @@ def read_target(bundle: Bundle) -> Target:
     code_offset = 0
     if manifest.condition.kind == "tokens":
         codes = embeddings
-        embeddings = _read(StoredWeights(bundle.path("condition")), "table.weight")
+        embeddings = _read_weight(StoredWeights(bundle.path("condition")), "table.weight")
         code_offset = _code_offset(bundle, embeddings, codes)
-    head = _read(StoredWeights(bundle.path("target")), "head.weight").T.contiguous()
+    head = _read_weight(StoredWeights(bundle.path("target")), "head.weight").T.contiguous()
     fields = _config_fields(bundle, config)
-    return Target(manifest.name, source, config, head, embeddings, code_offset, fields)
+    return TrainingTarget(manifest.name, source, config, head, embeddings, code_offset, fields)
 
 
-def _read(weights: StoredWeights, name: str) -> Tensor:
+def _read_weight(weights: StoredWeights, name: str) -> Tensor:
     return torch.from_numpy(weights.float32(name))
 
 

@@ -1,0 +1,103 @@
+"""diffusers' pipeline of GLM-Image, with random weights, generates the same image from our codes as from its own.
+
+diffusers is installed in the session `journeys` of noxfile.py.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lantern_rt import Pipeline
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers", reason="needs diffusers: pip install --no-deps diffusers")
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "tests/data/glm-image"
+PROMPT = "a wooden sign that says 'open'"
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Any:
+    """The whole pipeline of diffusers; its first stage has the small checkpoint's weights, and samples greedily."""
+    from transformers import AutoTokenizer, ByT5Tokenizer, T5Config, T5EncoderModel
+    from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
+    from transformers.models.glm_image.modeling_glm_image import GlmImageForConditionalGeneration
+    from transformers.models.glm_image.processing_glm_image import GlmImageProcessor
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    settings = json.loads((FOLDER / "processor/processor_config.json").read_text())["image_processor"]
+    del settings["image_processor_type"]
+    processor = GlmImageProcessor(
+        image_processor=GlmImageImageProcessorPil(**settings),
+        tokenizer=AutoTokenizer.from_pretrained(FOLDER / "processor"),
+        chat_template=(FOLDER / "processor/chat_template.jinja").read_text(),
+    )
+    first = GlmImageForConditionalGeneration.from_pretrained(
+        FOLDER / "vision_language_encoder", dtype=torch.float32
+    ).eval()
+    first.generation_config.top_k = 1
+    # diffusers 0.42.1 joins the features of several images, while transformers 5.23 expects a list of them.
+    first.get_image_tokens = lambda features, grids: first.model.get_image_tokens([features])
+    transformer = diffusers.GlmImageTransformer2DModel(
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        text_embed_dim=32,
+        time_embed_dim=16,
+        condition_dim=8,
+        prior_vq_quantizer_codebook_size=98,
+    )
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(4, 8, 16, 16),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=4,
+        norm_num_groups=2,
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    )
+    tokenizer = ByT5Tokenizer()
+    text = T5EncoderModel(
+        T5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    ).eval()
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipeline = diffusers.GlmImagePipeline(tokenizer, processor, text, first, vae, transformer, scheduler)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def draw(decoder: Any, **arguments: Any) -> list[int]:
+    """Return the pixels of the image that diffusers makes."""
+    generator = torch.Generator().manual_seed(0)
+    (image,) = decoder(prompt=PROMPT, num_inference_steps=2, generator=generator, **arguments).images
+    pixels: list[int] = np.asarray(image).ravel().tolist()
+    return pixels
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 2), (3, 5), (5, 2)])
+@pytest.mark.parametrize("has_source", [False, True], ids=["text", "image"])
+def test_diffusers_makes_the_same_image_of_our_codes_as_of_those_of_its_own_first_stage(
+    decoder: Any, glm_image_bundle: Path, rows: int, columns: int, has_source: bool
+) -> None:
+    pixels = np.random.default_rng(rows).integers(0, 256, (4 * rows, 4 * columns, 3), np.uint8)
+    source = Image.fromarray(pixels).resize((32 * columns, 32 * rows))
+    options: dict[str, Any] = {"image": source} if has_source else {}
+    prior_tokens = runpy.run_path(str(ROOT / "examples/glm_image.py"))["prior_tokens"]
+    with Pipeline.from_bundle(glm_image_bundle, threads=1) as pipe:
+        arguments = prior_tokens(pipe, PROMPT, size=f"{32 * columns}x{32 * rows}", temperature=0, **options)
+    sources: dict[str, Any] = {"image": [source]} if has_source else {}
+    expected = draw(decoder, height=32 * rows, width=32 * columns, **sources)
+    assert draw(decoder, **arguments) == expected
+    other = arguments | {"prior_token_ids": (arguments["prior_token_ids"] + 1) % 90}
+    assert draw(decoder, **other) != expected  # the codes matter
