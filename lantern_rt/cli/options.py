@@ -204,9 +204,9 @@ class EngineOptions:
         """Open a bundle, without hashing the graphs that TensorRT engines replace."""
         from ..engines.engine_folder import open_engine_folder
 
-        return open_named_bundle(
-            name, () if self.engines is None else open_engine_folder(self.engines).replaced_files()
-        )
+        if self.engines is None:
+            return open_named_bundle(name)
+        return open_named_bundle(name, open_engine_folder(self.engines).replaced_files())
 
     def load(self, bundle: Bundle, settings: Settings | None = None, prefix: int | None = None) -> Pipeline:
         """Load the graphs of a bundle, or the TensorRT engines that replace them.

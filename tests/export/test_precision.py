@@ -132,7 +132,7 @@ def test_the_error_of_an_unknown_precision_names_the_known_ones() -> None:
 def test_auto_selects_int8_if_the_processor_has_instructions_for_it(
     monkeypatch: pytest.MonkeyPatch, processor: str, expected: str
 ) -> None:
-    monkeypatch.setattr("lantern_rt.export.graph.precision.processor", lambda: processor)
+    monkeypatch.setattr("lantern_rt.export.graph.precision.describe_processor", lambda: processor)
     assert read_precisions("auto").target == expected
     assert read_precisions("auto").of("drafter") == expected
     assert read_precisions("auto", compute="float16").target == "fp16"
